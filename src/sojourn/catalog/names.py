@@ -1,0 +1,56 @@
+"""Finds a GPU by whatever people and drivers call it: "4090", "rtx 4090", "NVIDIA A100-SXM4-80GB"."""
+
+import difflib
+import re
+from pathlib import Path
+
+from sojourn.catalog.facts import Gpu, gpus
+from sojourn.catalog.tables import user_file
+from sojourn.errors import UserError
+
+_NOISE = re.compile(r"^(nvidia|geforce|tesla|quadro|apple|gpu|graphics|card|rtx|hbm\d?e?|sxm\d?)$")
+_MEMORY = re.compile(r"^(\d+)(gb|gib|g)$")
+
+
+def _parts(name: str) -> tuple[str, float | None, bool]:
+    """The model as one word, the memory if the name tells it, and whether it says PCIe."""
+    model, memory, pcie = [], None, False
+    for word in re.split(r"[\s\-_/()]+", name.lower().replace("rtx", "rtx ")):
+        if found := _MEMORY.match(word):
+            memory = float(found[1])
+        elif word == "pcie":
+            pcie = True
+        elif word and not _NOISE.match(word):
+            model.append(word)
+    if len(model) == 2 and model[1].isdigit() and memory is None:  # "a100 80", "A100-40"
+        memory = float(model.pop())
+    return "".join(model), memory, pcie
+
+
+def gpu(name: str, memory_gib: float | None = None, user: Path | None = None) -> Gpu:
+    """The catalogue's row for a GPU; `memory_gib` (what the driver reports) settles names that are sold in two sizes."""
+    catalogue = gpus(user)
+    model, said_gib, pcie = _parts(name)
+    same = [row for row in catalogue if _parts(row.name)[0] == model]
+    if not same:
+        raise UserError(_unknown(name, model, catalogue))
+    form = [row for row in same if _parts(row.name)[2] == pcie] or same
+    if said_gib is not None:
+        form = [row for row in form if abs(row.memory_gib - said_gib) <= 1]
+    if memory_gib is not None:
+        # Apple rows name the largest configuration; smaller ones are the same chip.
+        form = [row for row in form if row.unified or 0.85 <= memory_gib / row.memory_gib <= 1.05]
+    if len(form) == 1:
+        return form[0]
+    if form:
+        sizes = " or ".join(f"'{row.name}'" for row in form)
+        raise UserError(f"'{name}' is made in more than one size: say {sizes}")
+    sizes = ", ".join(f"'{row.name}' ({row.memory_gib:g} GiB)" for row in same)
+    raise UserError(f"the catalogue has no '{name}' of that memory size, only {sizes}; add yours to {user_file()}")
+
+
+def _unknown(name: str, model: str, catalogue: tuple[Gpu, ...]) -> str:
+    known = {_parts(row.name)[0]: row.name for row in catalogue}
+    close = difflib.get_close_matches(model, known, n=3, cutoff=0.5)
+    guess = f"did you mean {' or '.join(known[c] for c in close)}?" if close else "it knows cards like RTX 4090 or A100 80GB."
+    return f"no GPU called '{name}' in the catalogue; {guess} Your own cards go into {user_file()}"

@@ -1,0 +1,1 @@
+"""Doors: one file a verb. Parse, call, print; no logic."""

@@ -1,0 +1,59 @@
+"""The front door: registers the verbs and turns a UserError into one line and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+from sojourn import __version__
+from sojourn.cli.config import config_app
+from sojourn.cli.presets import presets_app
+from sojourn.errors import UserError
+
+_WORDS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
+
+app = typer.Typer(
+    name="sojourn",
+    help="Train language models on GPUs you rent by the hour: know the cost first, never lose a step, come home with a model.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"sojourn {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version and exit."),
+) -> None:
+    pass
+
+
+def main() -> None:
+    """The console script. Exit codes: 0 done, 1 failed, 2 the input is wrong, 3 stopped and resumable."""
+    try:
+        app()
+    except UserError as error:
+        print(f"sojourn: {error}", file=sys.stderr)
+        sys.exit(error.code)
+    except KeyboardInterrupt:
+        print("sojourn: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:  # the reader (`| head`) went away
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+
+
+app.add_typer(presets_app, name="presets")
+app.add_typer(config_app, name="config")
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""`sojourn presets`: list, show or copy the named configurations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+presets_app = typer.Typer(help="Named configurations: list, show, copy.", no_args_is_help=True)
+
+
+@presets_app.command("list")
+def list_presets(json: bool = typer.Option(False, "--json", help="Print JSON.")) -> None:
+    """The presets, and what each is for."""
+    from sojourn.config.preset import presets
+
+    found = presets()
+    if json:
+        from json import dumps
+
+        print(dumps([{"name": p.name, "summary": p.summary, "aliases": list(p.aliases)} for p in found], ensure_ascii=False))
+        return
+    for item in found:
+        print(f"{item.name:<10} {item.summary}" + (f"  (also: {', '.join(item.aliases)})" if item.aliases else ""))
+    print("\nnext: sojourn presets show NAME · sojourn presets copy NAME my.yaml · sojourn plan NAME")
+
+
+@presets_app.command("show")
+def show_preset(name: str = typer.Argument(help="A preset's name or one of its aliases.")) -> None:
+    """A preset's YAML."""
+    from sojourn.config.preset import preset
+
+    print(preset(name).read_text(encoding="utf-8"), end="")
+
+
+@presets_app.command("copy")
+def copy_preset(
+    name: str = typer.Argument(help="A preset's name or one of its aliases."),
+    file: Path = typer.Argument(None, help="Where to; NAME.yaml by default."),
+) -> None:
+    """Copy a preset to a file of your own. An existing file is never overwritten."""
+    from sojourn.config.preset import copy
+
+    written = copy(name, file)
+    print(f"{written} written; edit it, then: sojourn config check {written}")

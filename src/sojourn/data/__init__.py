@@ -1,0 +1,1 @@
+"""Everything the model reads: sources, tokenizer, masks, packing, the artefact, order."""

@@ -1,0 +1,1 @@
+"""Data that Sojourn makes itself: a text corpus and instructions with verifiable answers."""

@@ -1,0 +1,1 @@
+"""The whole journey on this machine, with the built-in data."""

@@ -1,0 +1,1 @@
+"""Asking a model: load, generate, chat, evaluate."""

@@ -1,0 +1,1 @@
+"""What this machine is: platform, hardware, disks, and whether they really work."""

@@ -1,0 +1,104 @@
+"""The GPUs of this machine: what the driver says (nvidia-smi) and what torch can use."""
+
+import re
+import subprocess
+from dataclasses import dataclass, replace
+from typing import Literal
+
+GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class GpuSeen:
+    """One GPU as the driver or torch reports it; `driver` and `cuda` are the driver's version and its newest CUDA."""
+
+    index: int
+    name: str
+    memory_bytes: int
+    used_bytes: int | None
+    capability: tuple[int, int] | None
+    driver: str | None
+    cuda: tuple[int, int] | None
+    via: Literal["torch", "nvidia-smi"]
+
+    @property
+    def memory_gib(self) -> float:
+        return self.memory_bytes / GIB
+
+
+def gpus() -> list[GpuSeen]:
+    """Through torch where it is installed and sees any, with the driver's version; else through nvidia-smi."""
+    return join(driver_gpus(), torch_gpus())
+
+
+def join(by_driver: list[GpuSeen], by_torch: list[GpuSeen]) -> list[GpuSeen]:
+    if not by_torch or not by_driver:
+        return by_torch or by_driver
+    first = by_driver[0]  # one driver serves every GPU; the order may differ under CUDA_VISIBLE_DEVICES
+    return [replace(seen, driver=first.driver, cuda=first.cuda) for seen in by_torch]
+
+
+def driver_gpus() -> list[GpuSeen]:
+    """What nvidia-smi lists; empty where there is no driver. A driver that fails to answer raises RuntimeError."""
+    rows = _ask("index,name,memory.total,memory.used,driver_version,compute_cap")
+    if rows is None:  # older drivers do not know compute_cap
+        rows = _ask("index,name,memory.total,memory.used,driver_version")
+    if not rows:
+        return []
+    cuda = _driver_cuda()
+    return [_from_row(row, cuda) for row in rows]
+
+
+def torch_gpus() -> list[GpuSeen]:
+    """What torch can use; empty without torch or without CUDA."""
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return []
+    if not torch.cuda.is_available():
+        return []
+    found = []
+    for index in range(torch.cuda.device_count()):
+        props = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        capability = (int(props.major), int(props.minor))
+        size = int(props.total_memory)
+        found.append(GpuSeen(index, str(props.name), size, int(total - free), capability, None, None, "torch"))
+    return found
+
+
+def _ask(fields: str) -> list[list[str]] | None:
+    """Rows of a query; [] when there is no nvidia-smi or no GPU, None when it does not know a field."""
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=15, check=False)
+    except FileNotFoundError:
+        return []
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise RuntimeError(f"nvidia-smi did not answer: {error}") from error
+    said = (done.stdout + done.stderr).strip()
+    if "is not a valid field" in said:
+        return None
+    if "No devices were found" in said:
+        return []
+    if done.returncode != 0:
+        raise RuntimeError(f"nvidia-smi failed: {said.splitlines()[0] if said else done.returncode}")
+    return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
+
+
+def _driver_cuda() -> tuple[int, int] | None:
+    done = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=15, check=False)
+    found = re.search(r"CUDA Version:\s*(\d+)\.(\d+)", done.stdout)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def _from_row(row: list[str], cuda: tuple[int, int] | None) -> GpuSeen:
+    index, name, total, used, driver = row[:5]
+    capability = None
+    if len(row) > 5 and re.fullmatch(r"\d+\.\d+", row[5]):
+        major, _, minor = row[5].partition(".")
+        capability = (int(major), int(minor))
+    # A MIG slice or an unusual card says [N/A]
+    size = int(total) * 1024**2 if total.isdigit() else 0
+    taken = int(used) * 1024**2 if used.isdigit() else None
+    return GpuSeen(int(index), name, size, taken, capability, driver, cuda, "nvidia-smi")

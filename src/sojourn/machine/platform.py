@@ -1,0 +1,99 @@
+"""Which platform this is, what survives on it, and where runs should live. Cheap: standard library and the catalogue."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from sojourn.catalog import PlatformFacts, platforms
+
+ROOT = Path("/")
+
+
+@dataclass(frozen=True)
+class Platform:
+    """The catalogue's row for this machine and what gave it away."""
+
+    facts: PlatformFacts
+    recognised_by: str
+
+    @property
+    def name(self) -> str:
+        return self.facts.name
+
+    @property
+    def known(self) -> bool:
+        return self.facts.name != "generic"
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where runs should be kept here; None where the machine is the user's own. `warning` if that place gets wiped."""
+
+    path: Path | None
+    warning: str | None = None
+    mend: str | None = None
+
+
+def detect(env: Mapping[str, str] = os.environ, root: Path = ROOT) -> Platform:
+    """The platform by its environment variables, else by its folders, else generic."""
+    rows = platforms()
+    for facts in rows:
+        for wanted in facts.env:
+            name, _, value = wanted.partition("=")
+            if name in env and (not value or env[name] == value):
+                return Platform(facts, f"the variable {name}")
+    for facts in rows:
+        for folder in facts.folders:
+            if _under(root, folder).is_dir():
+                return Platform(facts, f"the folder {folder}")
+    generic = next(facts for facts in rows if facts.name == "generic")
+    return Platform(generic, "no platform's variables or folders were found")
+
+
+def find_home(platform: Platform, root: Path = ROOT) -> Home:
+    """The best folder for runs on this platform, and a warning when what is there does not survive."""
+    facts = platform.facts
+    for place in facts.home:
+        mount, _, sub = place.partition("!")
+        folder = _under(root, mount)
+        if folder.is_dir() and os.access(folder, os.W_OK):
+            return Home(folder / sub if sub else folder)
+    if not platform.known:
+        return Home(None)
+    lasting = " or ".join(place.replace("!", "/") for place in facts.home)
+    mend = facts.mount_hint or f"make {lasting} available, or copy finished runs off this machine before it stops"
+    for place in facts.fallback:
+        folder = _under(root, place)
+        if folder.is_dir() and os.access(folder, os.W_OK):
+            return Home(folder, f"{place} does not survive on {facts.title}: {lasting} is not there", mend)
+    return Home(None, f"no folder that survives was found on {facts.title}: {lasting} is not there", mend)
+
+
+def persistent_home(env: Mapping[str, str] = os.environ, root: Path = ROOT) -> Path | None:
+    """The folder under which `runs/` should live on this platform, or None on a laptop or an unknown box."""
+    return find_home(detect(env, root), root).path
+
+
+def survives(platform: Platform, path: Path, root: Path = ROOT) -> bool | None:
+    """Whether a path outlives a stop here: the longest matching path of the catalogue decides; None when unknown."""
+    if not platform.known:
+        return None
+    where = _seen_from(root, path)
+    best, verdict = -1, False
+    for listed, lasting in ((platform.facts.volatile, False), (platform.facts.persistent, True)):
+        for place in listed:
+            parts = PurePosixPath(place).parts
+            if where.parts[: len(parts)] == parts and len(parts) > best:
+                best, verdict = len(parts), lasting
+    return verdict
+
+
+def _under(root: Path, absolute: str) -> Path:
+    return root / absolute.lstrip("/")
+
+
+def _seen_from(root: Path, path: Path) -> PurePosixPath:
+    absolute = Path(os.path.realpath(path))
+    base = Path(os.path.realpath(root))
+    return PurePosixPath("/") / (absolute.relative_to(base).as_posix() if absolute.is_relative_to(base) else "outside")

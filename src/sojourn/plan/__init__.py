@@ -1,0 +1,1 @@
+"""Memory, time and money before paying (no torch)."""

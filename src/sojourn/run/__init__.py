@@ -1,0 +1,1 @@
+"""The run folder: layout, status, metrics and events (no torch)."""

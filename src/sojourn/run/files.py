@@ -1,0 +1,78 @@
+"""Writing files so that a kill or a power cut leaves the old or the new content, never half of one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes renames inside `folder` durable. Windows cannot, and some network drives refuse: there it does nothing."""
+    if os.name != "posix":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_file(path: Path) -> None:
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces `path` atomically and durably."""
+    stage = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with stage.open("w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        stage.replace(path)
+    finally:
+        stage.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(value, ensure_ascii=False, indent=2) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """The content, or None where there is no readable JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def append_json(path: Path, value: dict[str, Any]) -> None:
+    """Adds one line. A line torn by a kill before us is closed first, so it spoils only itself."""
+    line = json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n"
+    with path.open("ab+") as file:
+        if file.tell() > 0:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                line = "\n" + line
+        file.write(line.encode())
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Every whole line; torn ones are passed over."""
+    found = []
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                with contextlib.suppress(ValueError):
+                    value = json.loads(line)
+                    if isinstance(value, dict):
+                        found.append(value)
+    except FileNotFoundError:
+        pass
+    return found

@@ -1,0 +1,130 @@
+"""The run folder: where everything about a run lives, and its streams.
+
+    runs/NAME/
+      run.yaml           the configuration, every `auto` resolved
+      environment.json   versions, machine, command
+      status.json        where the run stands (replaced atomically)
+      metrics.jsonl      one line a logged step; events.jsonl: what happened
+      logs/              TensorBoard
+      checkpoints/step-00000040/ …, latest
+      final/             the model, for plain transformers
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from sojourn.errors import UserError
+from sojourn.run.files import append_json, read_json, read_json_lines, write_json
+from sojourn.run.process import alive, this_process
+
+State = Literal["starting", "running", "stopped", "done", "failed"]
+
+
+@dataclass(frozen=True)
+class Status:
+    """Where a run stands. `pid` and `started` together name the process, since pids come again."""
+
+    state: State
+    step: int = 0
+    total_steps: int = 0
+    says: str = ""
+    resumable: bool = True
+    pid: int = 0
+    started: float = 0.0
+    updated: float = 0.0
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "run.yaml"
+
+    @property
+    def environment(self) -> Path:
+        return self.path / "environment.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def final(self) -> Path:
+        return self.path / "final"
+
+    @property
+    def _status(self) -> Path:
+        return self.path / "status.json"
+
+    @property
+    def _lock(self) -> Path:
+        return self.path / ".lock"
+
+    def exists(self) -> bool:
+        return self.config.is_file()
+
+    def status(self) -> Status | None:
+        """The written status; a run that claims to be at work while its process is gone has failed, resumably."""
+        found = read_json(self._status)
+        if not isinstance(found, dict):
+            return None
+        known = {name: found[name] for name in Status.__dataclass_fields__ if name in found}
+        status = Status(**known)
+        if status.state in ("starting", "running") and not alive(status.pid, status.started):
+            return Status(**{**asdict(status), "state": "failed", "says": "its process was killed; run it again to continue"})
+        return status
+
+    def set_status(self, state: State, step: int, total_steps: int, says: str = "", resumable: bool = True) -> None:
+        pid, started = this_process()
+        write_json(self._status, asdict(Status(state, step, total_steps, says, resumable, pid, started, time.time())))
+
+    def event(self, kind: str, **facts: Any) -> None:
+        append_json(self.events, {"time": round(time.time(), 3), "kind": kind, **facts})
+
+    def metric(self, **values: Any) -> None:
+        append_json(self.metrics, {"time": round(time.time(), 3), **values})
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """The curve: for each step the last line written, so that steps done twice after a kill appear once."""
+        lines = read_json_lines(self.metrics)
+        return list({(line.get("kind"), line.get("step")): line for line in lines}.values())
+
+    def acquire(self) -> None:
+        """Makes this process the only one that trains here."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        for _ in range(2):
+            try:
+                handle = os.open(self._lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+            except FileExistsError:
+                holder = read_json(self._lock) or [0, 0.0]
+                if alive(*holder):
+                    raise UserError(f"{self.path}: already being trained by process {holder[0]}; "
+                                    "wait for it, or give this run another name: name=NEW") from None
+                self._lock.unlink(missing_ok=True)
+                continue
+            with os.fdopen(handle, "w") as file:
+                file.write(str(list(this_process())))
+            return
+        raise UserError(f"{self.path}: another process is starting here at this moment; try again")
+
+    def release(self) -> None:
+        self._lock.unlink(missing_ok=True)

@@ -1,0 +1,1 @@
+"""Training: the loop, its step, optimizer, checkpoints, guards and meters."""
