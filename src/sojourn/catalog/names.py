@@ -28,7 +28,7 @@ def _parts(name: str) -> tuple[str, float | None, bool]:
 
 
 def gpu(name: str, memory_gib: float | None = None, user: Path | None = None) -> Gpu:
-    """The catalogue's row for a GPU; `memory_gib` (what the driver reports) settles names that are sold in two sizes."""
+    """The catalogue's row for a GPU; `memory_gib`, as the driver reports it, settles names sold in two sizes."""
     catalogue = gpus(user)
     model, said_gib, pcie = _parts(name)
     same = [row for row in catalogue if _parts(row.name)[0] == model]
@@ -52,5 +52,9 @@ def gpu(name: str, memory_gib: float | None = None, user: Path | None = None) ->
 def _unknown(name: str, model: str, catalogue: tuple[Gpu, ...]) -> str:
     known = {_parts(row.name)[0]: row.name for row in catalogue}
     close = difflib.get_close_matches(model, known, n=3, cutoff=0.5)
-    guess = f"did you mean {' or '.join(known[c] for c in close)}?" if close else "it knows cards like RTX 4090 or A100 80GB."
+    guess = (
+        f"did you mean {' or '.join(known[c] for c in close)}?"
+        if close
+        else "it knows cards like RTX 4090 or A100 80GB."
+    )
     return f"no GPU called '{name}' in the catalogue; {guess} Your own cards go into {user_file()}"

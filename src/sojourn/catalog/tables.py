@@ -7,7 +7,7 @@ import sys
 import types
 import typing
 from datetime import datetime, timezone
-from functools import lru_cache
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +29,7 @@ def user_file() -> Path:
     return Path(user_config_dir("sojourn", appauthor=False)) / "catalog.toml"
 
 
-@lru_cache(maxsize=None)
+@cache
 def _packaged(kind: str) -> Table:
     text = resources.files("sojourn.catalog").joinpath(f"{kind}s.toml").read_text(encoding="utf-8")
     table: Table = _toml.loads(text)[kind]

@@ -8,8 +8,13 @@ import sys
 import typer
 
 from sojourn import __version__
+from sojourn.cli.chat import chat
 from sojourn.cli.config import config_app
+from sojourn.cli.eval import evaluate
+from sojourn.cli.generate import generate
+from sojourn.cli.prepare import prepare
 from sojourn.cli.presets import presets_app
+from sojourn.cli.train import train
 from sojourn.errors import UserError
 
 _WORDS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
@@ -54,6 +59,11 @@ def main() -> None:
 
 app.add_typer(presets_app, name="presets")
 app.add_typer(config_app, name="config")
+app.command(context_settings=_WORDS)(prepare)
+app.command(context_settings=_WORDS)(train)
+app.command(name="eval")(evaluate)
+app.command()(generate)
+app.command()(chat)
 
 if __name__ == "__main__":
     main()

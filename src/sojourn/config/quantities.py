@@ -6,20 +6,27 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any, ClassVar
 
 from pydantic_core import core_schema
+from typing_extensions import Self
 
 _SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _BYTES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
-_CURRENCIES = {"¥": "CNY", "￥": "CNY", "元": "CNY", "RMB": "CNY", "YUAN": "CNY", "$": "USD", "€": "EUR", "£": "GBP"}
 _SIGNS = {"CNY": "¥", "USD": "$", "EUR": "€", "GBP": "£"}
+_CURRENCIES = {
+    **{sign: code for code, sign in _SIGNS.items()},
+    **{word: "CNY" for word in ("￥", "元", "RMB", "YUAN")},
+    **{code: code for code in "CNY USD EUR GBP JPY KRW INR HKD TWD SGD AUD CAD CHF SEK NOK DKK PLN BRL MXN".split()},
+    **{code: code for code in "RUB TRY ZAR THB IDR VND MYR PHP AED ILS NZD".split()},
+}
 _LARGEST = 10**18
 
 _NUMBER = r"\d+(?:\.\d+)?"
+_GROUPED = r"(?:\d{1,3}(?:,\d{3})+|\d+(?:_\d+)*)(?:\.\d+)?"  # 1,000 and 1_000; never 1,5, which may mean 1.5
 
 
 def _schema(parse: Callable[[Any], Any]) -> core_schema.CoreSchema:
@@ -36,16 +43,15 @@ def _plain_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _bounded(number: Fraction, what: str) -> Fraction:
-    if not 0 <= number <= _LARGEST:
-        raise ValueError(f"{what} must lie between 0 and 10^18")
-    return number
-
-
-def _fraction(value: Any, what: str) -> Fraction:
+def _fraction(value: Any, unit: int = 1) -> Fraction:
     if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{what} must be finite")
-    return _bounded(Fraction(value), what)
+        raise ValueError("must be finite")
+    if isinstance(value, str):
+        value = value.replace(",", "").replace("_", "")
+    number = Fraction(value) * unit
+    if not 0 <= number <= _LARGEST:
+        raise ValueError("must lie between 0 and 10^18")
+    return number
 
 
 class Duration(float):
@@ -54,30 +60,26 @@ class Duration(float):
     allowed: ClassVar[str] = "a duration such as 90s, 10m or 11h30m"
 
     @classmethod
-    def parse(cls, value: Any) -> Duration:
+    def parse(cls, value: Any) -> Self:
         if _plain_number(value):
-            return cls(_fraction(value, "a duration"))
-        if isinstance(value, str):
-            text = value.strip().lower().replace(" ", "")
-            if re.fullmatch(_NUMBER, text):
-                return cls(_fraction(text, "a duration"))
-            if text and re.fullmatch(rf"(?:{_NUMBER}d)?(?:{_NUMBER}h)?(?:{_NUMBER}m)?(?:{_NUMBER}s)?", text):
-                parts = re.findall(rf"({_NUMBER})([dhms])", text)
-                total = sum((Fraction(number) * _SECONDS[unit] for number, unit in parts), Fraction(0))
-                return cls(_bounded(total, "a duration"))
+            return cls(_fraction(value))
+        text = value.strip().lower().replace(" ", "") if isinstance(value, str) else ""
+        if re.fullmatch(_NUMBER, text):
+            return cls(_fraction(text))
+        if text and re.fullmatch(rf"(?:{_NUMBER}d)?(?:{_NUMBER}h)?(?:{_NUMBER}m)?(?:{_NUMBER}s)?", text):
+            parts = re.findall(rf"({_NUMBER})([dhms])", text)
+            return cls(_fraction(sum(_fraction(number, _SECONDS[unit]) for number, unit in parts)))
         raise ValueError(f"allowed: {cls.allowed}")
 
     def __str__(self) -> str:
         whole = int(self)
-        if whole != self:
+        if whole != float(self):
             return f"{Decimal(repr(float(self))):f}s"
-        if whole == 0:
-            return "0s"
         text = ""
-        for unit, seconds in list(_SECONDS.items())[1:]:
-            count, whole = divmod(whole, seconds)
+        for unit in "hms":
+            count, whole = divmod(whole, _SECONDS[unit])
             text += f"{count}{unit}" if count else ""
-        return text
+        return text or "0s"
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> core_schema.CoreSchema:
@@ -89,24 +91,22 @@ class _Whole(int):
 
     allowed: ClassVar[str]
     units: ClassVar[dict[str, int]]
-    shown: ClassVar[tuple[tuple[str, int], ...]]
+    shown: ClassVar[dict[str, int]]
     pattern: ClassVar[str]
 
     @classmethod
-    def parse(cls, value: Any) -> Any:
+    def parse(cls, value: Any) -> Self:
         number: Fraction | None = None
         if _plain_number(value):
-            number = _fraction(value, "the number")
-        elif isinstance(value, str):
-            found = re.fullmatch(cls.pattern, value.strip().replace("_", "").replace(",", ""), re.IGNORECASE)
-            if found:
-                number = _bounded(Fraction(found[1]) * cls.units[found[2].lower()], "the number")
+            number = _fraction(value)
+        elif isinstance(value, str) and (found := re.fullmatch(cls.pattern, value.strip(), re.IGNORECASE)):
+            number = _fraction(found[1], cls.units[found[2].lower()])
         if number is None or number.denominator != 1:
             raise ValueError(f"allowed: {cls.allowed}")
         return cls(number)
 
     def __str__(self) -> str:
-        for unit, size in self.shown:
+        for unit, size in self.shown.items():
             if self and self % size == 0:
                 return f"{int(self) // size}{unit}"
         return int.__repr__(self)
@@ -121,8 +121,8 @@ class Size(_Whole):
 
     allowed = "a size such as 500MB or 24GiB"
     units = _BYTES
-    shown = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("GB", 10**9), ("MB", 10**6))
-    pattern = rf"({_NUMBER})\s*([kmgt]?i?)b?"
+    shown: ClassVar = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "GB": 10**9, "MB": 10**6, "kB": 10**3}
+    pattern = rf"({_GROUPED})\s*((?:[kmgt]i?)?)b?"
 
 
 class Count(_Whole):
@@ -130,8 +130,8 @@ class Count(_Whole):
 
     allowed = "a count such as 5000, 20k, 2M or 1.5B"
     units = _COUNTS
-    shown = (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 10**3))
-    pattern = rf"({_NUMBER})\s*([kmbgt]?)"
+    shown: ClassVar = {"T": 10**12, "B": 10**9, "M": 10**6, "k": 10**3}
+    pattern = rf"({_GROUPED})\s*([kmbgt]?)"
 
 
 @dataclass(frozen=True)
@@ -146,21 +146,15 @@ class Money:
     def parse(cls, value: Any) -> Money:
         if isinstance(value, Money):
             return value
-        if _plain_number(value):
-            value = repr(value)
-        if isinstance(value, str):
-            text = value.strip().removesuffix("/h")
-            sign, word = r"[¥￥$€£元]", r"[A-Za-z]{3,4}|元"
-            found = re.fullmatch(rf"({sign}|{word})?\s*({_NUMBER})\s*({word})?", text)
-            if found and not (found[1] and found[3]):
-                mark = (found[1] or found[3] or "").upper()
-                currency = _CURRENCIES.get(mark, mark)
-                try:
-                    amount = Decimal(found[2])
-                except InvalidOperation:
-                    amount = Decimal(-1)
-                if 0 <= amount <= 10**12 and len(currency) in (0, 3):
-                    return cls(amount, currency)
+        if _plain_number(value) and math.isfinite(value):
+            value = f"{Decimal(repr(value)):f}"
+        mark = r"[¥￥$€£元]|[A-Za-z]{3,4}"
+        text = value.strip() if isinstance(value, str) else ""
+        if found := re.fullmatch(rf"({mark})?\s*({_GROUPED})\s*({mark})?", text):
+            marks = {_CURRENCIES.get(word.upper()) for word in (found[1], found[3]) if word}
+            amount = Decimal(found[2].replace(",", "").replace("_", ""))
+            if amount <= 10**12 and len(marks) <= 1 and None not in marks:
+                return cls(amount, "".join(filter(None, marks)))
         raise ValueError(f"allowed: {cls.allowed}")
 
     def __str__(self) -> str:

@@ -127,7 +127,7 @@ def _cgroups(root: Path, controller: str) -> list[Path]:
     top = root / "sys/fs/cgroup" / controller
     ours = ""
     for line in _text(root / "proc/self/cgroup").splitlines():
-        _, names, path = (line.split(":", 2) + ["", ""])[:3]
+        _, names, path = [*line.split(":", 2), "", ""][:3]
         if controller in names.split(","):
             ours = path.strip("/")
     folders = [top / ours] if ours else []

@@ -1,9 +1,9 @@
-"""Which platform this is, what survives on it, and where runs should live. Cheap: standard library and the catalogue."""
+"""Which platform this is, what survives on it, and where runs should live; with no more than the standard library."""
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from sojourn.catalog import PlatformFacts, platforms
 
@@ -79,13 +79,13 @@ def survives(platform: Platform, path: Path, root: Path = ROOT) -> bool | None:
     """Whether a path outlives a stop here: the longest matching path of the catalogue decides; None when unknown."""
     if not platform.known:
         return None
-    where = _seen_from(root, path)
+    where = _real(path)
     best, verdict = -1, False
     for listed, lasting in ((platform.facts.volatile, False), (platform.facts.persistent, True)):
         for place in listed:
-            parts = PurePosixPath(place).parts
-            if where.parts[: len(parts)] == parts and len(parts) > best:
-                best, verdict = len(parts), lasting
+            real = _real(_under(root, place))  # platforms link their folders to where the disk is mounted
+            if where.is_relative_to(real) and len(real.parts) > best:
+                best, verdict = len(real.parts), lasting
     return verdict
 
 
@@ -93,7 +93,5 @@ def _under(root: Path, absolute: str) -> Path:
     return root / absolute.lstrip("/")
 
 
-def _seen_from(root: Path, path: Path) -> PurePosixPath:
-    absolute = Path(os.path.realpath(path))
-    base = Path(os.path.realpath(root))
-    return PurePosixPath("/") / (absolute.relative_to(base).as_posix() if absolute.is_relative_to(base) else "outside")
+def _real(path: Path) -> Path:
+    return Path(os.path.realpath(path))

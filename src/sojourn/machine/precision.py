@@ -107,7 +107,9 @@ def _torch_built_for() -> list[str]:
         import torch
     except ModuleNotFoundError:
         return []
-    return list(torch.cuda.get_arch_list()) if torch.cuda.is_available() else []
+    if not torch.cuda.is_available() or torch.version.cuda is None:  # ROCm names its architectures otherwise
+        return []
+    return list(torch.cuda.get_arch_list())
 
 
 def _for_mps() -> tuple[Precision, str]:

@@ -1,0 +1,71 @@
+"""`sojourn doctor`: what this machine is, what is wrong with it, and the line that mends it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from sojourn.machine.finding import Finding
+
+_COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+
+
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
+    home: Annotated[
+        Path | None, typer.Option(help="The folder to keep runs in; found by itself when not given.")
+    ] = None,
+) -> None:
+    """Examine this machine: platform, GPU, precision, attention, disks, persistence, by really using each once."""
+    from sojourn.errors import UserError
+    from sojourn.machine.doctor import examine, exit_code, next_step, report
+    from sojourn.machine.platform import detect
+    from sojourn.run.home import home as default_home
+
+    try:
+        platform = detect()
+        folder = (home or default_home()).expanduser().absolute()
+    except UserError:  # a broken catalogue of the user's own: the examination reports it as a finding
+        platform, folder = None, (home or Path()).expanduser().absolute()
+    findings = examine(folder, platform=platform)
+    if json:
+        from json import dumps
+
+        print(dumps(report(findings, folder, platform), indent=2))
+    else:
+        from rich.console import Console
+
+        _show(findings, Console(highlight=False), next_step(findings))
+    raise typer.Exit(exit_code(findings))
+
+
+def _show(findings: list[Finding], console: Console, next_step: str) -> None:
+    """One line a finding, wrapped beside its name on a terminal and left whole in a pipe."""
+    from rich.text import Text
+
+    name_width = max(len(finding.name) for finding in findings)
+    indent = 4 + 2 + name_width + 2
+    width = max(console.width - 1, indent + 30) if console.is_terminal else None
+    for finding in findings:
+        mark = Text(f"{finding.level:<4}", style=_COLOURS[finding.level])
+        lines = _wrapped(finding.says, width, indent)
+        console.print(Text.assemble(mark, f"  {finding.name:<{name_width}}  ", lines), soft_wrap=True)
+        if finding.mend:
+            mend = _wrapped(f"mend: {finding.mend}", width, indent)
+            console.print(Text.assemble(" " * indent, (mend, "cyan")), soft_wrap=True)
+    counts = ", ".join(f"{sum(f.level == level for f in findings)} {level}" for level in _COLOURS)
+    console.print(Text.assemble(f"\n{counts}. Next: ", (next_step, "bold")), soft_wrap=True)
+
+
+def _wrapped(text: str, width: int | None, indent: int) -> str:
+    import textwrap
+
+    if width is None:
+        return text
+    gap = "\n" + " " * indent
+    return gap.join(textwrap.wrap(text, width - indent, break_long_words=False, break_on_hyphens=False))

@@ -1,0 +1,27 @@
+"""`sojourn train`: train a run; the same command again continues it."""
+
+from __future__ import annotations
+
+import typer
+
+
+def train(
+    words: list[str] = typer.Argument(metavar="RUN [key=value]... [--flag value]...", help="A preset or a YAML file, then overrides."),
+) -> None:
+    """Train. Ctrl-C saves; the same command continues where it was.
+
+    Any field can be set after RUN as key=value (train.lr=1e-4), and the usual flags work too:
+    --d_model 512 --num_layers 6 --batch_size 16 --num_epochs 10 --max_seq_len 512 --train_file my.jsonl --gpus 0 …
+    """
+    from sojourn.config.load import load_run
+    from sojourn.run.home import run_folder
+
+    loaded = load_run(words)
+    for note in loaded.notes:
+        print(f"note: {note}")
+    name = loaded.config.name or "run"
+    run = run_folder(name, loaded.config.save.folder)
+    from sojourn.train.loop import train as train_run
+
+    train_run(loaded.config, run)
+    print(f"done: the model is in {run.final}\nnext: sojourn chat {name if loaded.config.save.folder is None else run.path}")

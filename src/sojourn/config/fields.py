@@ -1,0 +1,97 @@
+"""The types that a run's fields are made of: what may be written there, and how it is read."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+from sojourn.config.quantities import Count, Money
+
+
+@dataclass(frozen=True)
+class Says:
+    """What may be written, in words, where the type itself would say it badly."""
+
+    text: str
+
+
+def _whole(value: Any) -> Any:
+    """`1e3` and `8.0` are whole numbers to a person."""
+    return int(value) if isinstance(value, float) and abs(value) < 1e15 and value == int(value) else value
+
+
+def _yes(value: Any) -> Any:
+    words = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}
+    return words.get(value.lower(), value) if isinstance(value, str) else value
+
+
+def _switch(value: Any) -> Any:
+    return ("on" if value else "off") if isinstance(value, bool) else value
+
+
+def _recompute(value: Any) -> Any:
+    return ("full" if value else "off") if isinstance(value, bool) else value
+
+
+def _listed(value: Any) -> Any:
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def _sources(value: Any) -> Any:
+    value = [value] if isinstance(value, (str, dict)) else value
+    return [{"path": v} if isinstance(v, str) else v for v in value] if isinstance(value, list) else value
+
+
+def gpu_numbers(value: Any) -> Any:
+    """`0`, `0,1` and `[0, 1]` as a list of numbers; `auto` and `all` as they are."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return [value]
+    if isinstance(value, str) and value not in ("auto", "all"):
+        parts = [part.strip() for part in value.split(",")]
+        return [int(part) if re.fullmatch(r"[0-9]{1,6}", part) else part for part in parts]
+    return value
+
+
+def _per_hour(value: Any) -> Any:
+    return re.sub(r"\s*/\s*(h|hr|hour|小时|时)\s*$", "", value) if isinstance(value, str) else value
+
+
+Whole = BeforeValidator(_whole)
+Auto = Literal["auto"]
+Bool = Annotated[bool, BeforeValidator(_yes)]
+Rows = Annotated[int, Whole, Field(ge=1, le=1_000_000)]
+Steps = Annotated[int, Whole, Field(ge=1, le=1_000_000_000)]
+Heads = Annotated[int, Whole, Field(ge=1, le=1024)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Some = Annotated[Count, Field(ge=1)]
+Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
+Recompute = Annotated[Literal["auto", "off", "full"], BeforeValidator(_recompute)]
+Price = Annotated[Money, BeforeValidator(_per_hour)]
+Name = Annotated[
+    str,
+    Field(min_length=1, max_length=100, pattern=r"^\w[\w.\-]*$"),
+    Says("a name of letters, digits, “-”, “_” and “.”, 100 at most"),
+]
+Text = Annotated[
+    str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f\x7f]+$"), Says("text (one line, not empty)")
+]
+Texts = Annotated[list[Text], BeforeValidator(_listed), Says("a list of names, such as [q_proj, v_proj]")]
+Sources = BeforeValidator(_sources)
+Gpus = Annotated[
+    list[Annotated[int, Field(ge=0, le=1023)]] | Literal["auto", "all"],
+    BeforeValidator(gpu_numbers),
+    Says("GPU numbers such as 0 or 0,1, or all, or auto"),
+]
+
+
+def clash(key: str, message: str, *others: str) -> PydanticCustomError:
+    """Settings that cannot hold together: `key`, which to change, and the `others` (all relative to the section)."""
+    return PydanticCustomError("clash", "{message}", {"keys": (key, *others), "message": message})
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)

@@ -1,0 +1,142 @@
+"""The prepared artefact: tokens, mask and rows as memory-mapped arrays, found by the hash of all that made them.
+
+    prepared/HASH/
+      artefact.json          format version, sizes, dtype
+      report.json            what was read, what became of it
+      probes.json            a few rendered chats with their token ids, to be replayed against exports
+      tokenizer/             for plain transformers
+      train/ eval/           tokens.bin mask.bin documents.npy rows.npy
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sojourn.errors import RunFailed
+from sojourn.run.files import read_json
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Split:
+    """Rows of packed documents. Row r is tokens[rows[r]:rows[r+1]]; documents start where `documents` says."""
+
+    tokens: np.ndarray
+    mask: np.ndarray
+    documents: np.ndarray
+    rows: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.rows) - 1
+
+    def row(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Token ids, mask, and where each of its documents starts."""
+        start, stop = self.rows[number], self.rows[number + 1]
+        first, last = np.searchsorted(self.documents, [start, stop])
+        return self.tokens[start:stop], self.mask[start:stop], self.documents[first:last] - start
+
+
+@dataclass(frozen=True)
+class Artefact:
+    path: Path
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        facts = read_json(self.path / "artefact.json")
+        if not isinstance(facts, dict) or facts.get("format") != FORMAT:
+            raise RunFailed(f"{self.path}: not a prepared artefact of this version; remove it and run: sojourn prepare")
+        return facts
+
+    @property
+    def report(self) -> dict[str, Any]:
+        return dict(read_json(self.path / "report.json") or {})
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.path / "tokenizer"
+
+    @property
+    def max_length(self) -> int:
+        return int(self.facts["max_length"])
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.facts["vocab_size"])
+
+    @property
+    def pad_id(self) -> int:
+        return int(self.facts["pad_id"])
+
+    @cached_property
+    def train(self) -> Split:
+        return self._split("train")
+
+    @cached_property
+    def eval(self) -> Split:
+        return self._split("eval")
+
+    def _split(self, name: str) -> Split:
+        folder = self.path / name
+        try:
+            rows = np.load(folder / "rows.npy", mmap_mode="r", allow_pickle=False)
+            documents = np.load(folder / "documents.npy", mmap_mode="r", allow_pickle=False)
+            count = int(rows[-1])
+            tokens = _mapped(folder / "tokens.bin", np.dtype(self.facts["dtype"]), count)
+            mask = _mapped(folder / "mask.bin", np.dtype(np.uint8), count)
+        except (OSError, ValueError) as error:
+            raise RunFailed(f"{folder} is damaged ({error}); remove {self.path} and run: sojourn prepare") from None
+        return Split(tokens, mask, documents, rows)
+
+
+def _mapped(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
+    if count == 0:
+        return np.zeros(0, dtype)
+    return np.memmap(path, dtype, "r", shape=(count,))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows side by side, shape (B, T). A label of -100 is not trained on; positions restart with each document."""
+
+    ids: np.ndarray
+    labels: np.ndarray
+    positions: np.ndarray
+    documents: np.ndarray
+
+    @property
+    def targets(self) -> int:
+        return int((self.labels >= 0).sum())
+
+    @property
+    def real_tokens(self) -> int:
+        return int((self.documents >= 0).sum())
+
+
+def read_batch(split: Split, numbers: np.ndarray, width: int, pad_id: int) -> Batch:
+    """The given rows, padded on the right; token t's label is token t+1 of the same document, where that is trained."""
+    shape = (len(numbers), width)
+    batch = Batch(
+        ids=np.full(shape, pad_id, np.int64),
+        labels=np.full(shape, -100, np.int64),
+        positions=np.tile(np.arange(width, dtype=np.int64), (len(numbers), 1)),
+        documents=np.full(shape, -1, np.int32),
+    )
+    for i, number in enumerate(numbers):
+        ids, mask, starts = split.row(int(number))
+        length = len(ids)
+        document = np.zeros(length, np.int32)
+        document[starts[1:]] = 1
+        document = np.cumsum(document, dtype=np.int32)
+        batch.ids[i, :length] = ids
+        batch.documents[i, :length] = document
+        batch.positions[i, :length] -= starts[document]
+        batch.positions[i, length:] -= length
+        trained = (mask[1:] == 1) & (document[1:] == document[:-1])
+        batch.labels[i, : length - 1][trained] = ids[1:][trained]
+    return batch

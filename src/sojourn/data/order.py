@@ -1,0 +1,31 @@
+"""Which rows a global step reads: a pure function of seed and step, the same for any number of machines."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+
+def mix(numbers: np.ndarray, seed: int) -> np.ndarray:
+    """64 well-mixed bits per number (SplitMix64's finaliser); the same on every machine and in every numpy."""
+    with np.errstate(over="ignore"):
+        x = numbers.astype(np.uint64) + np.uint64((seed * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) % 2**64)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+
+
+@lru_cache(maxsize=2)
+def epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
+    """A shuffle of all rows."""
+    key = int(mix(np.array([epoch], dtype=np.uint64), int(mix(np.array([seed], dtype=np.uint64), 1)[0]))[0])
+    return np.argsort(mix(np.arange(rows, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15), key), kind="stable")
+
+
+def step_rows(step: int, rows: int, global_batch: int, seed: int, last_row: int | None = None) -> np.ndarray:
+    """The rows of global step `step` (from 0). A batch may straddle two epochs; `last_row` ends the run within one."""
+    first = step * global_batch
+    stop = first + global_batch if last_row is None else min(first + global_batch, last_row)
+    positions = np.arange(first, stop)
+    return np.array([epoch_order(rows, seed, int(p) // rows)[int(p) % rows] for p in positions], dtype=np.int64)

@@ -1,0 +1,50 @@
+"""How good a model is: loss and perplexity on held-out rows, and exact answers to held-out questions."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from sojourn.data import builtin
+from sojourn.data.artefact import Artefact
+from sojourn.errors import UserError
+from sojourn.infer.generate import Sampling, as_prompt, generate
+from sojourn.infer.load import Model
+from sojourn.run.files import read_json
+from sojourn.run.folder import RunFolder
+from sojourn.train.step import evaluate as mean_loss
+
+
+@dataclass(frozen=True)
+class Answered:
+    task: builtin.Task
+    reply: str
+    right: bool
+
+
+def ask_held_out(model: Model, per_family: int, families: tuple[str, ...] | None = None, languages: tuple[str, ...] = ("en", "zh")) -> dict[str, list[Answered]]:
+    """Greedy answers to questions that are never trained on, by family."""
+    asked: dict[str, list[builtin.Task]] = {}
+    for family in families or builtin.FAMILIES:
+        asked[family] = list(builtin.instructions(per_family, seed=1, families=(family,), split="held_out", languages=languages))
+    tasks = [task for group in asked.values() for task in group]
+    tasks.sort(key=lambda task: len(task.prompt))  # neighbours of like length: little padding
+    replies = generate(model, [as_prompt(model, task.prompt) for task in tasks], Sampling(max_tokens=32))
+    answered = [Answered(task, text, builtin.verify(task, text)) for task, text in zip(tasks, replies, strict=True)]
+    return {family: [one for one in answered if one.task.family == family] for family in asked}
+
+
+def accuracy(answered: list[Answered]) -> float:
+    return sum(one.right for one in answered) / len(answered) if answered else math.nan
+
+
+def held_out_loss(model: Model, run: RunFolder, rows: int) -> float:
+    """Mean loss per trained token on the rows that the run kept apart."""
+    data = (read_json(run.environment) or {}).get("data")
+    if not data or not (Path(data) / "artefact.json").is_file():
+        raise UserError(f"{run.path}: its prepared data is not on this machine; run: sojourn prepare {run.config}")
+    artefact = Artefact(Path(data))
+    if not len(artefact.eval):
+        return math.nan
+    return mean_loss(model.network, artefact.eval, rows, 8, artefact.max_length, artefact.pad_id, model.device, "fp32")

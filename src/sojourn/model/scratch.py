@@ -1,0 +1,43 @@
+"""A new Llama-architecture model of transformers' own class, so that anything that opens Llama opens it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from sojourn.config.schema import ModelConfig
+from sojourn.plan.shape import scratch_shape
+
+
+def build_model(model: ModelConfig, vocab_size: int, max_length: int, pad_id: int, stop_ids: list[int], seed: int) -> Any:
+    """Weights from `seed` alone; matrices that write into the residual stream start smaller the deeper the model is."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = scratch_shape(model, vocab_size)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=shape.d_model,
+        intermediate_size=shape.ffn_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        max_position_embeddings=max_length,
+        rope_theta=model.rope_theta,
+        tie_word_embeddings=shape.tied,
+        initializer_range=0.02,
+        bos_token_id=None,
+        eos_token_id=stop_ids,
+        pad_token_id=pad_id,
+        attention_bias=False,
+        mlp_bias=False,
+        attn_implementation="sdpa",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        built = LlamaForCausalLM(config)
+        with torch.no_grad():
+            for name, weight in built.named_parameters():
+                if name.endswith(("o_proj.weight", "down_proj.weight")):
+                    weight.mul_(1 / math.sqrt(2 * shape.num_layers))
+    return built

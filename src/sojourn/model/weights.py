@@ -1,0 +1,26 @@
+"""A model's weights by name, each once (a tied head is its embedding), and putting them back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sojourn.errors import UserError
+
+
+def weights(model: Any) -> dict[str, Any]:
+    kept = {name for name, _ in model.named_parameters()}  # names each shared tensor once
+    shared = {name for name, _ in model.named_parameters(remove_duplicate=False)} - kept
+    return {name: value for name, value in model.state_dict().items() if name not in shared}
+
+
+def load_weights(model: Any, tensors: dict[str, Any]) -> None:
+    """Every tensor must find its place and fill it."""
+    import torch
+
+    places = weights(model)
+    wrong = sorted(places.keys() ^ tensors.keys()) or [n for n, t in tensors.items() if places[n].shape != t.shape]
+    if wrong:
+        raise UserError(f"the checkpoint belongs to another model ({wrong[0]} differs); give this run another name: name=NEW")
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            places[name].copy_(tensor)

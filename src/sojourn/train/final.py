@@ -1,0 +1,44 @@
+"""`final/`: the finished model as plain transformers opens it, put in place in one move."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from sojourn.data.artefact import Artefact
+from sojourn.data.chat import END_OF_TEXT, TURN_END
+from sojourn.data.tokenizer import load_tokenizer
+from sojourn.run.files import sync_file, sync_folder
+
+
+def stop_ids(artefact: Artefact) -> list[int]:
+    """The tokens that end an answer."""
+    tokenizer = load_tokenizer(artefact.tokenizer)
+    return [tokenizer.token_to_id(token) for token in (TURN_END, END_OF_TEXT)]
+
+
+def write_final(model: Any, artefact: Artefact, folder: Path, precision: str) -> None:
+    """Weights in the precision of the training (16-bit where it was), tokenizer, template and stop tokens."""
+    import torch
+
+    stage = folder.with_name(f".stage-{os.getpid()}-{folder.name}")
+    shutil.rmtree(stage, ignore_errors=True)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
+    state = {name: value.detach().to("cpu", dtype) for name, value in model.state_dict().items()}
+    model.config.dtype = dtype
+    model.save_pretrained(stage, state_dict=state)
+    for file in artefact.tokenizer.iterdir():
+        shutil.copy(file, stage / file.name)
+    shutil.copy(artefact.path / "probes.json", stage / "probes.json")
+    for file in stage.iterdir():
+        sync_file(file)
+    sync_folder(stage)
+    old = folder.with_name(f".old-{folder.name}")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    stage.rename(folder)
+    sync_folder(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)

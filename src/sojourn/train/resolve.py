@@ -1,0 +1,72 @@
+"""Fills every `auto` that the machine decides, with the reason of each; what came out is kept in the run folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from sojourn.config.schema import RunConfig
+from sojourn.errors import UserError
+from sojourn.machine.precision import choose_device, choose_precision
+
+_CPU_TOKENS = 4096
+_GPU_SHARE = 0.6
+
+
+@dataclass
+class Resolved:
+    config: RunConfig
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def choose(self, section: str, key: str, value: Any, reason: str) -> None:
+        old = getattr(self.config, section)
+        self.config = self.config.model_copy(update={section: old.model_copy(update={key: value})})
+        self.reasons[f"{section}.{key}"] = f"{value}: {reason}"
+
+
+def resolve(config: RunConfig, parameters: int) -> Resolved:
+    """`parameters`: how many the model has, for choosing the micro batch."""
+    found = Resolved(config)
+    train = config.train
+    if train.device == "auto":
+        found.choose("train", "device", choose_device(), "the fastest device that works here")
+    else:
+        choose_device(train.device)
+    device = found.config.train.device
+    if train.precision == "auto":
+        precision, reason = choose_precision(device)
+        found.choose("train", "precision", precision, reason)
+    elif train.precision == "fp16" and device != "cuda":
+        raise UserError(f"train.precision: fp16 needs a CUDA GPU, but this run is on {device}; use auto")
+    if train.lr == "auto":
+        width = config.model.d_model or 4096
+        found.choose("train", "lr", round(min(3e-3, 0.6 / width), 6), f"0.6 over d_model {width}, at most 3e-3")
+    if train.attention == "auto":
+        found.choose("train", "attention", "sdpa", "torch's own attention, with the packed documents' mask")
+    if train.checkpointing == "auto":
+        found.choose("train", "checkpointing", "off", "activations are kept; set full to save memory")
+    if train.compile == "auto":
+        found.choose("train", "compile", "off", "compiling costs more than it wins on short runs")
+    if train.micro_batch == "auto":
+        rows, reason = _micro_batch(found.config, parameters)
+        found.choose("train", "micro_batch", rows, reason)
+    if config.parallel.engine == "auto":
+        found.choose("parallel", "engine", "single", "one device")
+    return found
+
+
+def _micro_batch(config: RunConfig, parameters: int) -> tuple[int, str]:
+    """The largest divisor of the global batch whose tokens fit: in cache on a CPU, in free memory on a GPU."""
+    length = config.data.max_length
+    if config.train.device == "cuda":
+        import torch
+
+        free = torch.cuda.mem_get_info()[0]
+        model = config.model
+        per_token = 20 * 2 * (model.d_model or 4096) * (model.num_layers or 32) + 12 * int(config.data.vocab_size)
+        tokens = int(max(0.0, _GPU_SHARE * free - 16 * parameters) / per_token)
+        reason = f"of {free / 2**30:.0f} GiB free"
+    else:
+        tokens, reason = _CPU_TOKENS, f"about {_CPU_TOKENS} tokens at a time suit a CPU"
+    fitting = [n for n in range(1, config.train.global_batch + 1) if config.train.global_batch % n == 0 and n * length <= tokens]
+    return max(fitting, default=1), reason

@@ -1,0 +1,104 @@
+"""When a checkpoint is due, what goes into it, and how a run is put back to one."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sojourn.config.schema import RunConfig, SaveConfig
+from sojourn.errors import RunFailed
+from sojourn.model.weights import load_weights, weights
+from sojourn.run.folder import RunFolder
+from sojourn.train.checkpoint import Checkpoint, load, load_one, save
+from sojourn.train.meters import Meters
+from sojourn.train.optim import Optimizer
+from sojourn.train.random_state import random_tensors, restore_random
+
+
+@dataclass
+class Progress:
+    """How far the run is; the numbers that a checkpoint carries."""
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Live:
+    """The things in memory that a checkpoint holds a copy of."""
+
+    model: Any
+    optimizer: Optimizer
+    scaler: Any
+
+    def checkpoint(self, progress: Progress) -> Checkpoint:
+        state = {"step": progress.step, "tokens": progress.tokens, "seconds": round(progress.seconds, 3),
+                 "scaler": self.scaler.state_dict()}  # fmt: skip
+        return Checkpoint(weights(self.model), self.optimizer.tensors(), random_tensors(), state)
+
+    def restore(self, found: Checkpoint) -> Progress:
+        load_weights(self.model, found.model)
+        self.optimizer.load_tensors(found.optimizer)
+        if found.state["scaler"]:
+            self.scaler.load_state_dict(found.state["scaler"])
+        restore_random(found.random)
+        return Progress(found.step, int(found.state["tokens"]), float(found.state["seconds"]))
+
+
+def resume(how: SaveConfig, run: RunFolder, live: Live) -> Progress:
+    """Puts everything back to the checkpoint to continue from; a fresh run starts at 0."""
+
+    def warn(line: str) -> None:
+        print(f"warning: {line}", flush=True)
+        run.event("damaged", says=line)
+
+    if how.resume != "auto":
+        place = Path(how.resume).expanduser()
+        found = load_one(place)
+    else:
+        newest = load(run.checkpoints, warn)
+        if newest is None:
+            return Progress()
+        found, place = newest
+    print(f"continuing from step {found.step} ({place.name})", flush=True)
+    return live.restore(found)
+
+
+class Saver:
+    """Saves by steps, by epochs and by time, whichever comes first."""
+
+    def __init__(self, config: RunConfig, run: RunFolder, live: Live, progress: Progress, epoch_rows: int) -> None:
+        self._config, self._run, self._live, self._progress = config, run, live, progress
+        self._epoch_rows = epoch_rows
+        self._last_time, self._last_step = time.monotonic(), progress.step
+
+    def due(self) -> bool:
+        every, step = self._config.save.every_steps, self._progress.step
+        if every == "epoch":
+            batch = self._config.train.global_batch
+            by_step = step * batch // self._epoch_rows > (step - 1) * batch // self._epoch_rows
+        else:
+            by_step = every is not None and step % every == 0
+        return by_step or time.monotonic() - self._last_time >= self._config.save.every
+
+    def save(self, meters: Meters, total: int, must: bool) -> None:
+        """A save that fails is told and tried again at the next interval, unless it `must` succeed."""
+        step = self._progress.step
+        if step == self._last_step:
+            return
+        self._last_time = time.monotonic()
+        try:
+            place = save(self._run.checkpoints, self._live.checkpoint(self._progress),
+                         self._config.save.keep, int(self._config.save.min_free))  # fmt: skip
+        except RunFailed as error:
+            self._run.event("save_failed", step=step, says=str(error))
+            if must:
+                raise
+            meters.say(f"warning: {error}; training goes on and saving is tried again later")
+            return
+        self._last_step = step
+        self._run.event("saved", step=step, seconds=round(time.monotonic() - self._last_time, 3), path=place.name)
+        self._run.set_status("running", step, total)
