@@ -196,11 +196,8 @@ def smi(tmp_path, monkeypatch):
 
 
 def test_gpus_are_seen_through_the_driver_without_torch(smi):
-    smi(
-        SMI.format(
-            with_cap='echo "0, NVIDIA GeForce RTX 4090, 24564, 1, 550.54, 8.9"; echo "1, Tesla T4, [N/A], [N/A], 550.54, 7.5"'
-        )
-    )
+    two = 'echo "0, NVIDIA GeForce RTX 4090, 24564, 1, 550.54, 8.9"; echo "1, Tesla T4, [N/A], [N/A], 550.54, 7.5"'
+    smi(SMI.format(with_cap=two))
     first, second = machine_gpus.driver_gpus()
     assert (first.name, first.capability, first.driver, first.cuda) == (
         "NVIDIA GeForce RTX 4090",

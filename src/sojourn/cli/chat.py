@@ -10,7 +10,9 @@ def chat(
     system: str = typer.Option(None, help="A system message."),
     max_tokens: int = typer.Option(256, "--max-tokens", min=1, help="At most this many tokens a reply."),
     temperature: float = typer.Option(0.0, min=0.0, help="0 always takes the likeliest token."),
-    top_p: float = typer.Option(1.0, min=0.01, max=1.0, help="Sample from the likeliest tokens that add up to this share."),
+    top_p: float = typer.Option(
+        1.0, min=0.01, max=1.0, help="Sample from the likeliest tokens that add up to this share."
+    ),
     device: str = typer.Option("auto", help="auto, cpu, cuda or mps."),
 ) -> None:
     """Talk to a model. /reset forgets the conversation, /exit (or Ctrl-D) leaves."""
@@ -20,7 +22,9 @@ def chat(
 
     opened = open_model(model, device)
     if not opened.is_chat:
-        raise UserError(f"{opened.folder} has no chat template (it was trained on plain text); use: sojourn generate {model} --prompt TEXT")
+        raise UserError(
+            f"{opened.folder}: trained on plain text, without chats; use: sojourn generate {model} --prompt TEXT"
+        )
     start = [{"role": "system", "content": system}] if system else []
     turns = list(start)
     print(f"{opened.folder} · /reset forgets, /exit leaves")
@@ -37,4 +41,6 @@ def chat(
         elif line:
             turns.append({"role": "user", "content": line})
             print("model: ", end="", flush=True)
-            turns.append({"role": "assistant", "content": reply(opened, turns, Sampling(max_tokens, temperature, top_p))})
+            turns.append(
+                {"role": "assistant", "content": reply(opened, turns, Sampling(max_tokens, temperature, top_p))}
+            )

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 config_app = typer.Typer(help="Check a configuration.", no_args_is_help=True)
 
+_Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="RUN [key=value]... [--flag value]...", help="A preset or a YAML file, and settings."),
+]
+
 
 @config_app.command("check", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def check(
-    words: list[str] = typer.Argument(metavar="RUN [key=value]... [--flag value]...", help="A preset or a YAML file."),
-    show: bool = typer.Option(False, "--show", help="Print the whole configuration, defaults included."),
-    json: bool = typer.Option(False, "--json", help="Print the whole configuration as JSON."),
+    words: _Words = None,
+    show: Annotated[bool, typer.Option("--show", help="Print the whole configuration, defaults included.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the whole configuration as JSON.")] = False,
 ) -> None:
     """Check a run's configuration without running it: every key, every value, every combination."""
     from sojourn.config.load import dump, load_run, summary, to_yaml
 
-    loaded = load_run(words)
+    loaded = load_run(words or [])
     if json:
         from json import dumps
 

@@ -27,7 +27,11 @@ def evaluate(
         from json import dumps
 
         known = {} if math.isnan(loss) else {"loss": loss, "perplexity": math.exp(min(loss, 700))}
-        print(dumps({**known, "exact_match": {family: accuracy(found) for family, found in answers.items()}, "tasks": tasks}))
+        print(
+            dumps(
+                {**known, "exact_match": {family: accuracy(found) for family, found in answers.items()}, "tasks": tasks}
+            )
+        )
         return
     if not math.isnan(loss):
         print(f"held-out loss {loss:.4f}, perplexity {math.exp(min(loss, 700)):.2f}")

@@ -8,9 +8,13 @@ import typer
 def generate(
     model: str = typer.Argument(help="A run's name, or the folder of a model."),
     prompt: list[str] = typer.Option(..., "--prompt", "-p", help="The question or text; may be given several times."),
-    max_tokens: int = typer.Option(128, "--max-tokens", "--max-new-tokens", min=1, help="At most this many new tokens."),
+    max_tokens: int = typer.Option(
+        128, "--max-tokens", "--max-new-tokens", min=1, help="At most this many new tokens."
+    ),
     temperature: float = typer.Option(0.0, min=0.0, help="0 always takes the likeliest token."),
-    top_p: float = typer.Option(1.0, min=0.01, max=1.0, help="Sample from the likeliest tokens that add up to this share."),
+    top_p: float = typer.Option(
+        1.0, min=0.01, max=1.0, help="Sample from the likeliest tokens that add up to this share."
+    ),
     seed: int = typer.Option(None, help="Makes sampling repeatable."),
     raw: bool = typer.Option(False, "--raw", help="Continue the text as it is, without the chat template."),
     device: str = typer.Option("auto", help="auto, cpu, cuda or mps."),
@@ -22,7 +26,9 @@ def generate(
     from sojourn.infer.load import open_model
 
     opened = open_model(model, device)
-    texts = complete(opened, [as_prompt(opened, p, raw) for p in prompt], Sampling(max_tokens, temperature, top_p, seed))
+    texts = complete(
+        opened, [as_prompt(opened, p, raw) for p in prompt], Sampling(max_tokens, temperature, top_p, seed)
+    )
     if json:
         from json import dumps
 

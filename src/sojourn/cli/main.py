@@ -10,8 +10,11 @@ import typer
 from sojourn import __version__
 from sojourn.cli.chat import chat
 from sojourn.cli.config import config_app
+from sojourn.cli.demo import demo
+from sojourn.cli.doctor import doctor
 from sojourn.cli.eval import evaluate
 from sojourn.cli.generate import generate
+from sojourn.cli.plan import plan
 from sojourn.cli.prepare import prepare
 from sojourn.cli.presets import presets_app
 from sojourn.cli.train import train
@@ -21,7 +24,7 @@ _WORDS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option
 
 app = typer.Typer(
     name="sojourn",
-    help="Train language models on GPUs you rent by the hour: know the cost first, never lose a step, come home with a model.",
+    help="Train language models on rented GPUs: know the cost first, lose no step, come home with a model.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -37,7 +40,9 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version and exit."),
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Show the version and exit."
+    ),
 ) -> None:
     pass
 
@@ -57,8 +62,11 @@ def main() -> None:
         sys.exit(0)
 
 
+app.command()(demo)
 app.add_typer(presets_app, name="presets")
 app.add_typer(config_app, name="config")
+app.command()(doctor)
+app.command(context_settings=_WORDS)(plan)
 app.command(context_settings=_WORDS)(prepare)
 app.command(context_settings=_WORDS)(train)
 app.command(name="eval")(evaluate)

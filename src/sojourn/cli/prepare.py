@@ -6,7 +6,9 @@ import typer
 
 
 def prepare(
-    words: list[str] = typer.Argument(metavar="RUN [key=value]... [--flag value]...", help="A preset or a YAML file, then overrides."),
+    words: list[str] = typer.Argument(
+        metavar="RUN [key=value]... [--flag value]...", help="A preset or a YAML file, then overrides."
+    ),
     json: bool = typer.Option(False, "--json", help="Print the report as JSON."),
 ) -> None:
     """Read, render, mask, tokenise and pack a run's data; trains the tokenizer if the run has none."""
@@ -39,13 +41,19 @@ def prepare(
     for split in ("train", "eval"):
         facts = report[split]
         if facts["documents"]:
-            console.print(f"{split}: {facts['documents']:,} documents, {facts['tokens']:,} tokens ({facts['trained_tokens']:,} trained on), "
-                          f"{facts['rows']:,} rows of {artefact.max_length} ({facts['fill']:.1%} full), "
-                          f"{facts['bytes'] / facts['tokens']:.2f} bytes a token")
+            console.print(
+                f"{split}: {facts['documents']:,} documents, {facts['tokens']:,} tokens "
+                f"({facts['trained_tokens']:,} trained on), "
+                f"{facts['rows']:,} rows of {artefact.max_length} ({facts['fill']:.1%} full), "
+                f"{facts['bytes'] / facts['tokens']:.2f} bytes a token"
+            )
     cut = report["train"]
     if cut["truncated_chats"] or cut["dropped_chats"] or cut["split_documents"]:
-        console.print(f"longer than {artefact.max_length} tokens: {cut['split_documents']} texts split, {cut['truncated_chats']} chats cut, "
-                      f"{cut['dropped_chats']} chats left out (raise data.max_length to keep them whole)")
+        console.print(
+            f"longer than {artefact.max_length} tokens: {cut['split_documents']} texts split, "
+            f"{cut['truncated_chats']} chats cut, "
+            f"{cut['dropped_chats']} chats left out (raise data.max_length to keep them whole)"
+        )
     console.print(f"in {artefact.path}")
 
 

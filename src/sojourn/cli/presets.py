@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
 presets_app = typer.Typer(help="Named configurations: list, show, copy.", no_args_is_help=True)
 
+_Name = Annotated[str, typer.Argument(help="A preset's name or one of its aliases.")]
+
 
 @presets_app.command("list")
-def list_presets(json: bool = typer.Option(False, "--json", help="Print JSON.")) -> None:
+def list_presets(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """The presets, and what each is for."""
     from sojourn.config.preset import presets
 
@@ -18,7 +21,8 @@ def list_presets(json: bool = typer.Option(False, "--json", help="Print JSON."))
     if json:
         from json import dumps
 
-        print(dumps([{"name": p.name, "summary": p.summary, "aliases": list(p.aliases)} for p in found], ensure_ascii=False))
+        rows = [{"name": p.name, "summary": p.summary, "aliases": list(p.aliases)} for p in found]
+        print(dumps(rows, ensure_ascii=False))
         return
     for item in found:
         print(f"{item.name:<10} {item.summary}" + (f"  (also: {', '.join(item.aliases)})" if item.aliases else ""))
@@ -26,7 +30,7 @@ def list_presets(json: bool = typer.Option(False, "--json", help="Print JSON."))
 
 
 @presets_app.command("show")
-def show_preset(name: str = typer.Argument(help="A preset's name or one of its aliases.")) -> None:
+def show_preset(name: _Name) -> None:
     """A preset's YAML."""
     from sojourn.config.preset import preset
 
@@ -35,8 +39,8 @@ def show_preset(name: str = typer.Argument(help="A preset's name or one of its a
 
 @presets_app.command("copy")
 def copy_preset(
-    name: str = typer.Argument(help="A preset's name or one of its aliases."),
-    file: Path = typer.Argument(None, help="Where to; NAME.yaml by default."),
+    name: _Name,
+    file: Annotated[Path | None, typer.Argument(help="Where to; NAME.yaml by default.")] = None,
 ) -> None:
     """Copy a preset to a file of your own. An existing file is never overwritten."""
     from sojourn.config.preset import copy

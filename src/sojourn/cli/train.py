@@ -6,7 +6,9 @@ import typer
 
 
 def train(
-    words: list[str] = typer.Argument(metavar="RUN [key=value]... [--flag value]...", help="A preset or a YAML file, then overrides."),
+    words: list[str] = typer.Argument(
+        metavar="RUN [key=value]... [--flag value]...", help="A preset or a YAML file, then overrides."
+    ),
 ) -> None:
     """Train. Ctrl-C saves; the same command continues where it was.
 
@@ -24,4 +26,5 @@ def train(
     from sojourn.train.loop import train as train_run
 
     train_run(loaded.config, run)
-    print(f"done: the model is in {run.final}\nnext: sojourn chat {name if loaded.config.save.folder is None else run.path}")
+    print(f"done: the model is in {run.final}")
+    print(f"next: sojourn chat {name if loaded.config.save.folder is None else run.path}")

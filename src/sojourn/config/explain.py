@@ -2,80 +2,114 @@
 
 from __future__ import annotations
 
-import difflib
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ValidationError
 
+from sojourn.config.fields import Says
 from sojourn.config.quantities import Count, Duration, Money, Size
 from sojourn.config.schema import RunConfig
+from sojourn.config.suggest import KeyPath, suggest_key
 
-KeyPath = tuple[str, ...]
+_BOUNDS = {"ge": "from", "gt": "above", "le": "up to", "lt": "below"}
 
 
-def explain(error: ValidationError, where: Callable[[KeyPath], str]) -> str:
+def explain(error: ValidationError, where: Callable[..., str]) -> str:
     """One line for the first problem, and the keys of the others."""
-    problems: dict[KeyPath, str] = {}
+    problems: dict[KeyPath, tuple[tuple[KeyPath, ...], str]] = {}
     for item in error.errors(include_url=False):
-        key, message = _problem(item)
-        problems.setdefault(key, message)
-    (first, message), *others = problems.items()
-    more = f" (also wrong: {', '.join('.'.join(key) for key, _ in others[:5])})" if others else ""
-    return f"{where(first)}: {'.'.join(first)}: {message}{more}"
+        keys, message = _problem(item)
+        problems.setdefault(keys[0], (keys, message))
+    (keys, message), *_ = problems.values()
+    others = [dotted(key) for key in problems][1:]
+    more = f" (also wrong: {', '.join(others[:4])}{' and more' if len(others) > 4 else ''})" if others else ""
+    return f"{where(*keys)}: {dotted(keys[0])}: {message}{more}"
+
+
+def shown(value: object, most: int = 60) -> str:
+    """Text on one line, printable and short."""
+    text = " ".join("".join(c if c.isprintable() else "?" if ord(c) > 32 else " " for c in str(value)).split())
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def dotted(key: KeyPath) -> str:
+    return ".".join(shown(part) or "“”" for part in key)
 
 
 def given(value: Any) -> str:
-    """A value as the user would recognise it, on one line and short."""
-    try:
-        text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    except ValueError:  # an integer of thousands of digits
-        text = "a number of thousands of digits"
-    text = " ".join("".join(c if c.isprintable() else "?" for c in text).split())
-    text = text if len(text) <= 60 else text[:57] + "…"
-    return f"“{text}”" if isinstance(value, str) else text
+    """A value as the user would recognise it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int) and abs(value) >= 10**60:
+        return "a number of more than 60 digits"
+    if isinstance(value, dict):
+        return f"keys below it ({', '.join(shown(key, 20) for key in list(value)[:3])})" if value else "{}"
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    return "nothing (null)" if value is None else f"“{shown(value)}”" if isinstance(value, str) else shown(value)
 
 
-def closest(word: str, known: Iterable[str]) -> str:
-    """`; did you mean X?`, or nothing."""
-    found = difflib.get_close_matches(word.lower().replace("-", "_"), list(known), n=1, cutoff=0.6)
-    return f"; did you mean {found[0]}?" if found else ""
-
-
-def _problem(item: Any) -> tuple[KeyPath, str]:
-    path, annotation = _locate(item["loc"])
+def _problem(item: Any) -> tuple[tuple[KeyPath, ...], str]:
+    path, annotation, notes = locate(item["loc"])
+    value = item["input"]
     if item["type"] == "extra_forbidden":
-        return path, "no such key" + _suggest(path)
+        return (path,), "no such key" + suggest_key(path, _section(annotation).model_fields)
     if item["type"] == "clash":
         context = item["ctx"]
-        return (*path, *context["key"].split(".")), context["message"]
-    return path, f"{given(item['input'])} given; allowed: {allowed(annotation)}"
+        return tuple((*path, *key.split(".")) for key in context["keys"]), context["message"]
+    if item["type"] == "missing":
+        return (path,), f"not given; add it: {allowed(annotation, notes)}"
+    section = _section(annotation)
+    if section is annotation:
+        names = ", ".join(section.model_fields)
+        if value is None:
+            return (path,), f"nothing below it; remove the line, or indent some of its keys below: {names}"
+        return (path,), f"{given(value)} given; allowed: its keys, indented below it: {names}"
+    hint = ""
+    if isinstance(value, str) and len(value) < 30 and _is_number(value) and _takes_number(annotation):
+        hint = " (remove the quotes)"
+    if isinstance(value, (bool, int, float)) and takes_words_only(annotation):
+        hint = " (put it in quotes)"
+    return (path,), f"{given(value)} given{hint}; allowed: {allowed(annotation, notes)}"
 
 
-def _locate(loc: tuple[Any, ...]) -> tuple[KeyPath, Any]:
-    """The key path of an error, without the branches of unions that pydantic adds, and the type that stands there."""
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def locate(loc: tuple[Any, ...]) -> tuple[KeyPath, Any, tuple[Any, ...]]:
+    """The key path of an error (without the union branches that pydantic adds), the type there, and its notes."""
     annotation: Any = RunConfig
+    notes: tuple[Any, ...] = ()
     path: KeyPath = ()
     for part in loc:
         inner = _inside(annotation, part)
         if inner is None:
-            if isinstance(annotation, type) and issubclass(annotation, BaseModel) and isinstance(part, str):
+            if isinstance(part, str) and isinstance(annotation, type) and issubclass(annotation, BaseModel):
                 path = (*path, part)
             break
-        path, annotation = (*path, str(part)), inner
-    return path, annotation
+        path, (annotation, notes) = (*path, str(part)), inner
+    return path, annotation, notes
 
 
-def _inside(annotation: Any, part: Any) -> Any:
+def _inside(annotation: Any, part: Any) -> tuple[Any, tuple[Any, ...]] | None:
     for option in _options(annotation):
         if isinstance(option, type) and issubclass(option, BaseModel) and part in option.model_fields:
             field = option.model_fields[part]
-            return Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation  # type: ignore[return-value]
+            return field.annotation, tuple(field.metadata)
         if get_origin(option) is list and isinstance(part, int):
-            return get_args(option)[0]
+            return get_args(option)[0], ()
     return None
+
+
+def _section(annotation: Any) -> type[BaseModel]:
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else RunConfig
 
 
 def _options(annotation: Any) -> list[Any]:
@@ -86,63 +120,42 @@ def _options(annotation: Any) -> list[Any]:
     return [annotation]
 
 
-def allowed(annotation: Any, bounds: tuple[Any, ...] = ()) -> str:
+def _takes_number(annotation: Any) -> bool:
+    return any(option in (int, float) for option in _options(annotation))
+
+
+def takes_words_only(annotation: Any) -> bool:
+    """Is `2024`, typed for such a field, a word and not a number?"""
+    return all(option in (str, type(None)) or get_origin(option) is list for option in _options(annotation))
+
+
+def allowed(annotation: Any, notes: tuple[Any, ...] = ()) -> str:
     """What may be written for a field of this type, in words."""
     origin, args = get_origin(annotation), get_args(annotation)
+    for note in notes:
+        if isinstance(note, Says):
+            return note.text
     if origin is Annotated:
-        return allowed(args[0], (*bounds, *args[1:]))
+        return allowed(args[0], (*notes, *args[1:]))
     if origin in (Union, types.UnionType):
-        words = [allowed(part, bounds) for part in args if part is not type(None)]
-        return " or ".join([*words, "null"] if type(None) in args else words)
+        words = [allowed(part, notes) for part in args if part is not type(None)]
+        return ", or ".join([*words, "null"] if type(None) in args else words)
     if origin is Literal:
         return " or ".join(str(value) for value in args)
-    if origin is list:
-        return f"a list, each {allowed(args[0])}"
     if annotation in (Duration, Size, Count, Money):
-        return str(annotation.allowed)
-    if annotation is bool:
-        return "true or false"
+        bounds = _bounds(notes)
+        return f"{annotation.allowed}{',' if bounds else ''}{bounds}"
     if annotation in (int, float):
-        return ("a whole number" if annotation is int else "a number") + _range(bounds)
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return "keys " + ", ".join(annotation.model_fields)
-    return "a name of letters, digits, -, _ and ." if any(hasattr(b, "pattern") and b.pattern for b in bounds) else "text"
+        return ("a whole number" if annotation is int else "a number") + _bounds(notes)
+    return "true or false" if annotation is bool else "text"
 
 
-def _range(metadata: tuple[Any, ...]) -> str:
-    limits = [limit for item in metadata for limit in getattr(item, "metadata", [item])]
-    words = []
-    for limit in limits:
-        for kind, name, word in ((Ge, "ge", "from"), (Gt, "gt", "above"), (Le, "le", "up to"), (Lt, "lt", "below")):
-            if isinstance(limit, kind):
-                words.append(f"{word} {getattr(limit, name):,}".replace(",", "") if kind in (Ge, Gt) else
-                             f"{word} {getattr(limit, name)}")
-    return " " + " ".join(words) if words else ""
-
-
-def every_key(section: type[BaseModel] = RunConfig, at: KeyPath = ()) -> list[KeyPath]:
-    """All the keys there are, sections first."""
-    keys: list[KeyPath] = []
-    for name, field in section.model_fields.items():
-        keys.append((*at, name))
-        inner = field.annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            keys.extend(every_key(inner, (*at, name)))
-    return keys
-
-
-def _suggest(path: KeyPath) -> str:
-    keys = every_key()
-    siblings = {key[-1] for key in keys if key[:-1] == path[:-1]}
-    if path[:-2] == ("data", "sources"):
-        siblings = {"path", "weight", "take", "size"}
-    near = closest(path[-1], siblings)
-    if near:
-        return near
-    elsewhere = [key for key in keys if key[-1] == path[-1].lower().replace("-", "_")]
-    if elsewhere:
-        return f"; did you mean {'.'.join(elsewhere[0])}?"
-    far = difflib.get_close_matches(path[-1].lower(), [key[-1] for key in keys], n=1, cutoff=0.75)
-    if far:
-        return f"; did you mean {'.'.join(next(key for key in keys if key[-1] == far[0]))}?"
-    return f"; allowed: {', '.join(sorted(siblings))}"
+def _bounds(notes: tuple[Any, ...]) -> str:
+    limits = [limit for note in notes for limit in getattr(note, "metadata", [note])]
+    words = [
+        f" {word} {getattr(limit, name):{',' if isinstance(getattr(limit, name), int) else 'g'}}"
+        for name, word in _BOUNDS.items()
+        for limit in limits
+        if getattr(limit, name, None) is not None
+    ]
+    return "".join(words)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 
-from sojourn.config.explain import closest
+from sojourn.config.explain import shown
+from sojourn.config.suggest import closest
 from sojourn.errors import UserError
 
+FOLDER = Path(__file__).parent / "presets"
 ORDER = (
     "demo", "smoke", "small", "medium", "large", "xl", "xxl",
     "lora-20k", "lora-50k", "lora-100k", "lora-r64", "lora-r320", "qlora-7b", "qlora-14b", "full-7b",
@@ -39,33 +40,34 @@ class Preset:
     aliases: tuple[str, ...]
 
 
-def _folder() -> Path:
-    return Path(str(resources.files("sojourn.config"))) / "presets"
-
-
 def presets() -> list[Preset]:
     """All of them, in the order a newcomer would meet them; a preset's first line says what it is."""
     found = []
     for name in ORDER:
-        path = _folder() / f"{name}.yaml"
+        path = FOLDER / f"{name}.yaml"
         first = path.read_text(encoding="utf-8").splitlines()[0]
         aliases = tuple(alias for alias, target in ALIASES.items() if target == name)
         found.append(Preset(name, path, first.removeprefix("# "), aliases))
     return found
 
 
+def preset_words() -> tuple[str, ...]:
+    """Every name and alias."""
+    return (*ORDER, *ALIASES)
+
+
 def find_preset(word: str) -> Path | None:
     """The preset called `word`, in any of its spellings (`lora_20k`, `paper_r64`, `LoRA-20k`)."""
     name = word.lower().replace("_", "-")
-    path = _folder() / f"{ALIASES.get(name, name)}.yaml"
-    return path if "/" not in name and "\\" not in name and name and "\0" not in name and path.is_file() else None
+    name = ALIASES.get(name, name)
+    return FOLDER / f"{name}.yaml" if name in ORDER else None
 
 
 def preset(word: str) -> Path:
     path = find_preset(word)
     if path is None:
-        names = [p.name for p in presets()] + list(ALIASES)
-        raise UserError(f"no preset is called “{word}”{closest(word.replace('_', '-'), names)} (see: sojourn presets list)")
+        hint = closest(word, preset_words())
+        raise UserError(f"no preset is called “{shown(word)}”{hint} (see: sojourn presets list)")
     return path
 
 
@@ -73,13 +75,14 @@ def copy(word: str, to: Path | None) -> Path:
     """Copies a preset to a new file and returns it; an existing file is left alone."""
     source = preset(word)
     target = to or Path(source.name)
-    if target.is_dir():
-        target = target / source.name
     try:
+        target = target / source.name if target.is_dir() else target
         with target.open("x", encoding="utf-8") as file:
             file.write(source.read_text(encoding="utf-8"))
     except FileExistsError:
-        raise UserError(f"{target} is already there; give another name: sojourn presets copy {word} FILE") from None
-    except OSError as error:
-        raise UserError(f"{target} cannot be written: {error.strerror}") from None
+        where, name = shown(target, 200), shown(word)
+        raise UserError(f"{where} is already there; give another name: sojourn presets copy {name} FILE") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{shown(target, 200)} cannot be written: {shown(reason)}") from None
     return target

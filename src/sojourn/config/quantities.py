@@ -17,11 +17,14 @@ _SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _BYTES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 _SIGNS = {"CNY": "¥", "USD": "$", "EUR": "€", "GBP": "£"}
+_CODES = {
+    *("CNY", "USD", "EUR", "GBP", "JPY", "KRW", "INR", "HKD", "TWD", "SGD", "AUD", "CAD", "CHF", "SEK", "NOK", "DKK"),
+    *("PLN", "BRL", "MXN", "RUB", "TRY", "ZAR", "THB", "IDR", "VND", "MYR", "PHP", "AED", "ILS", "NZD"),
+}
 _CURRENCIES = {
+    **{code: code for code in _CODES},
     **{sign: code for code, sign in _SIGNS.items()},
-    **{word: "CNY" for word in ("￥", "元", "RMB", "YUAN")},
-    **{code: code for code in "CNY USD EUR GBP JPY KRW INR HKD TWD SGD AUD CAD CHF SEK NOK DKK PLN BRL MXN".split()},
-    **{code: code for code in "RUB TRY ZAR THB IDR VND MYR PHP AED ILS NZD".split()},
+    **dict.fromkeys(("￥", "元", "RMB", "YUAN"), "CNY"),
 }
 _LARGEST = 10**18
 
@@ -63,11 +66,11 @@ class Duration(float):
     def parse(cls, value: Any) -> Self:
         if _plain_number(value):
             return cls(_fraction(value))
-        text = value.strip().lower().replace(" ", "") if isinstance(value, str) else ""
+        text = value.strip().lower() if isinstance(value, str) else ""
         if re.fullmatch(_NUMBER, text):
             return cls(_fraction(text))
-        if text and re.fullmatch(rf"(?:{_NUMBER}d)?(?:{_NUMBER}h)?(?:{_NUMBER}m)?(?:{_NUMBER}s)?", text):
-            parts = re.findall(rf"({_NUMBER})([dhms])", text)
+        if text and re.fullmatch("".join(rf"(?:{_NUMBER}\s*{unit}\s*)?" for unit in _SECONDS), text):
+            parts = re.findall(rf"({_NUMBER})\s*([dhms])", text)
             return cls(_fraction(sum(_fraction(number, _SECONDS[unit]) for number, unit in parts)))
         raise ValueError(f"allowed: {cls.allowed}")
 
@@ -146,8 +149,8 @@ class Money:
     def parse(cls, value: Any) -> Money:
         if isinstance(value, Money):
             return value
-        if _plain_number(value) and math.isfinite(value):
-            value = f"{Decimal(repr(value)):f}"
+        if _plain_number(value):
+            value = f"{Decimal(repr(value)):f}"  # of nan and inf, words that are no amount
         mark = r"[¥￥$€£元]|[A-Za-z]{3,4}"
         text = value.strip() if isinstance(value, str) else ""
         if found := re.fullmatch(rf"({mark})?\s*({_GROUPED})\s*({mark})?", text):

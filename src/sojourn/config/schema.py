@@ -65,23 +65,26 @@ class ModelConfig(Section):
     def _divides(self, width: int) -> None:
         heads, kv = self.num_heads, self.num_kv_heads
         if heads == "auto":
-            if width % 64 and width > 64:
-                below = width // 64 * 64
-                message = f"{width} is not a multiple of 64, the size of a head; use {below} or {below + 64}"
+            size = 64 if width < 2048 else 128
+            if width % 2 or (width > 64 and width % size):
+                near = [str(w) for w in (width // size * size, width // size * size + size) if w]
+                message = f"{width} is not a multiple of {size}, the size of a head; use {' or '.join(near)}"
                 raise clash("d_model", f"{message}, or set model.num_heads too")
-            heads = max(1, width // 64)
+            heads = max(1, width // size)
         elif width % heads or (width // heads) % 2:
-            fitting = [h for h in range(1, 1025) if width % h == 0 and (width // h) % 2 == 0]
-            best = min(fitting, key=lambda h: abs(h - heads), default=None)
-            message = f"{heads} heads do not share d_model {width} in equal, even parts"
-            raise clash("num_heads", f"{message}; use {best or 'an even d_model'}", "d_model")
+            fitting = [(abs(n - heads), n) for n in range(1, 1025) if width % n == 0 and (width // n) % 2 == 0]
+            use = min(fitting)[1] if fitting else "an even d_model"
+            raise clash(
+                "num_heads", f"{heads} heads do not share d_model {width} in equal, even parts; use {use}", "d_model"
+            )
         if kv != "auto" and heads % kv:
-            fitting = [h for h in range(1, heads + 1) if heads % h == 0]
-            message = f"{kv} key/value heads do not divide {heads} heads; use {max(h for h in fitting if h <= kv)}"
+            use = max(n for n in range(1, kv + 1) if heads % n == 0)
+            message = f"{kv} key/value heads do not divide {heads} heads; use {use}"
             raise clash("num_kv_heads", message, "num_heads", "d_model")
 
 
-_ADAPTER_ONLY = ("rank", "alpha", "dropout", "targets", "rslora", "dora", "modules_to_save")
+ADAPTER = ("rank", "alpha", "dropout", "targets", "rslora", "dora", "modules_to_save")
+QUANTISED = ("bits", "double_quant")
 
 
 class MethodConfig(Section):
@@ -91,23 +94,22 @@ class MethodConfig(Section):
     rank: Annotated[int, Whole, Field(ge=1, le=4096)] = 16
     alpha: Annotated[float, Field(gt=0, le=65536)] | Auto = "auto"
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    targets: Annotated[Texts, Field(min_length=1)] = ["all-linear"]
+    targets: Annotated[Texts, Field(min_length=1)] = Field(default=["all-linear"])
     rslora: Bool = False
     dora: Bool = False
-    modules_to_save: Texts = []
+    modules_to_save: Texts = Field(default=[])
     bits: Literal[4, 8] = 4
     double_quant: Bool = True
 
     @model_validator(mode="after")
     def _fits_together(self) -> MethodConfig:
-        adapters = self.kind in ("lora", "qlora")
-        foreign = () if adapters else _ADAPTER_ONLY
-        foreign = foreign if self.kind == "qlora" else (*foreign, "bits", "double_quant")
+        foreign = {"lora": QUANTISED, "qlora": ()}.get(self.kind, (*ADAPTER, *QUANTISED))
         for key in foreign:
             if getattr(self, key) != type(self).model_fields[key].default:
-                owners = "qlora" if key in ("bits", "double_quant") else "lora and qlora"
-                message = f"belongs to {owners}, but method.kind is {self.kind}; remove it or set method.kind"
-                raise clash(key, message, "kind")
+                owner = "qlora" if key in QUANTISED else "lora and qlora"
+                raise clash(
+                    key, f"belongs to {owner}, but method.kind is {self.kind}; remove it or set another kind", "kind"
+                )
         return self
 
 
@@ -126,8 +128,8 @@ _SOURCES = Says("a file or builtin:NAME, or a list of them, each with path and, 
 class DataConfig(Section):
     """What the model reads."""
 
-    sources: Annotated[list[Source], Sources, _SOURCES] = []
-    eval_sources: Annotated[list[Source], Sources, _SOURCES] = []
+    sources: Annotated[list[Source], Sources, _SOURCES] = Field(default=[])
+    eval_sources: Annotated[list[Source], Sources, _SOURCES] = Field(default=[])
     eval_fraction: Annotated[float, Field(ge=0, le=0.5)] = 0.01
     take: Some | None = None
     tokenizer: Text = "auto"
@@ -226,7 +228,9 @@ class LimitsConfig(Section):
         if budget is None:
             return self
         if price is None:
-            message = f"{budget} given, but no price; add limits.price_per_hour, such as 2.19 CNY (or --price '2.19 CNY')"
+            message = (
+                f"{budget} given, but no price; add limits.price_per_hour, such as 2.19 CNY (or --price '2.19 CNY')"
+            )
             raise clash("budget", message)
         if price.amount == 0:
             raise clash("price_per_hour", "0 given; with a budget the price must be above 0", "budget")
@@ -262,13 +266,17 @@ class RunConfig(Section):
         if self.model.base is None:
             if kind != "pretrain":
                 example = "set model.base, such as Qwen/Qwen2.5-7B-Instruct"
-                raise clash("model.base", f"not set, but method.kind {kind} trains an existing model; {example}", "method.kind")
+                raise clash(
+                    "model.base", f"not set, but method.kind {kind} trains an existing model; {example}", "method.kind"
+                )
             for key in ("d_model", "num_layers"):
                 if getattr(self.model, key) is None:
                     tail = "set it, or model.base, or start from a preset (extends: small)"
                     raise clash(f"model.{key}", f"not set, but a new model needs it; {tail}")
         if self.train.precision == "fp16" and device == "cpu":
-            raise clash("train.precision", "fp16 needs a GPU, but train.device is cpu; use fp32 or auto", "train.device")
+            raise clash(
+                "train.precision", "fp16 needs a GPU, but train.device is cpu; use fp32 or auto", "train.device"
+            )
         if device == "cpu" and isinstance(self.parallel.gpus, list):
             raise clash("train.device", "cpu given, but parallel.gpus names GPUs; remove one", "parallel.gpus")
         if device == "mps" and kind == "qlora":

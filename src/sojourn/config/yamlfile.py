@@ -1,7 +1,7 @@
 """Reads a YAML file into plain values and remembers on which line each key stands.
 
 YAML 1.2's plain scalars are used, as people expect them: `1e-4` is a number, `off` and `no` are words, `11:30` and
-`2026-01-01` are text. A key given twice is an error, and so are anchors that expand without end.
+`2026-01-01` are text. A key given twice is an error, and so are tags and anchors that expand without end.
 """
 
 from __future__ import annotations
@@ -12,112 +12,202 @@ from typing import Any
 
 import yaml
 
+from sojourn.config.explain import dotted, given, shown
+from sojourn.config.suggest import KeyPath
 from sojourn.errors import UserError
 
-KeyPath = tuple[str, ...]
-_MOST_BYTES = 1_000_000
+_MOST_BYTES = 200_000
+_MOST_NODES = 5_000
+_DEEPEST = 10
+_TAG = "tag:yaml.org,2002:"
+_FLOAT = r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9]+|[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan"
 
 
 class _Loader(yaml.SafeLoader):
-    pass
+    """YAML 1.2's plain scalars only."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what this reader, or one of YAML 1.1, would not read back as text."""
 
 
 _Loader.yaml_implicit_resolvers = {}
-for _tag, _pattern, _first in (
+for _kind, _pattern, _first in (
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
-    ("null", r"~|null|Null|NULL|", "~nN\0"),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("int", r"[-+]?[0-9][0-9_]*", "-+0123456789"),
-    ("float", r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9]+|[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan", "-+.0123456789"),
+    ("float", _FLOAT, "-+.0123456789"),
 ):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), list(_first))
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(_TAG + _kind, re.compile(rf"^(?:{_pattern})\Z"), list(_first))
 
 
 def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
-    return int(str(loader.construct_scalar(node)).replace("_", ""))
+    return int(str(node.value).replace("_", ""))
 
 
 def _construct_float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
-    return float(str(loader.construct_scalar(node)).replace("_", "").replace(".inf", "inf").replace(".nan", "nan"))
+    return float(str(node.value).replace("_", "").replace(".inf", "inf").replace(".nan", "nan"))
 
 
-_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
-_Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
+_Loader.add_constructor(_TAG + "int", _construct_int)
+_Loader.add_constructor(_TAG + "float", _construct_float)
+_RESOLVER = _Loader("")
 
 
-def parse_value(text: str, where: str) -> Any:
-    """The value of `key=value` on a command line: `1e-4`, `true`, `[a, b]`, or text."""
+def _plain_tag(text: str) -> str:
+    """The tag of an unquoted scalar."""
+    return str(_RESOLVER.resolve(yaml.ScalarNode, text, (True, False)))  # type: ignore[no-untyped-call]
+
+
+def read_word(text: str) -> Any:
+    """The value of `key=value` on a command line: `1e-4`, `true`, `[a, b]`, else the text as it stands."""
     try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506: a SafeLoader
-    except (yaml.YAMLError, ValueError):
+        if text[:1] in ("[", "{", '"', "'"):
+            node = yaml.compose(text, Loader=_Loader)
+        else:
+            node = yaml.ScalarNode(_plain_tag(text), text)
+        _Walk("").check(node)
+        return _construct(node)
+    except (yaml.YAMLError, ValueError, RecursionError, UserError):
         return text
-    except RecursionError:
-        raise UserError(f"{where}: the value is nested too deeply") from None
+
+
+def write_yaml(values: dict[str, Any]) -> str:
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     """The mapping in `path`, and the line of every key in it."""
-    text = _read_text(path)
+    name, text = shown(path, 200), _read_text(path)
     try:
         node = yaml.compose(text, Loader=_Loader)
         if node is None:
             return {}, {}
         if not isinstance(node, yaml.MappingNode):
-            raise UserError(f"{path}:{node.start_mark.line + 1}: expected `key: value` lines, found {_kind(node)}")
-        lines: dict[KeyPath, int] = {}
-        _walk(node, (), path, lines, set())
-        values = _Loader("").construct_document(node)
+            raise UserError(f"{name}:{_line(node)}: expected `key: value` lines, found {_what(node)}{_colon(text)}")
+        walk = _Walk(name)
+        walk.check(node)
+        return _construct(node), walk.lines
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = f":{mark.line + 1}" if mark else ""
-        raise UserError(f"{path}{line}: not valid YAML: {error.problem or error.context}") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"{path}: not valid YAML: {str(error).splitlines()[0]}") from None
-    except ValueError as error:
-        raise UserError(f"{path}: a value cannot be read: {error}") from None
+        mark = error.context_mark if "quoted scalar" in (error.context or "") else error.problem_mark
+        line = mark.line + 1 if mark else 1
+        raise UserError(f"{name}:{line}: not valid YAML: {_mistake(error, text.splitlines(), line)}") from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        hint = "; is it UTF-16? save the file as UTF-8" if error.character in (0, "\0") else "; remove it"
+        raise UserError(f"{name}:{line}: not valid YAML: an invisible control character{hint}") from None
     except RecursionError:
-        raise UserError(f"{path}: nested too deeply") from None
-    return values, lines
+        raise UserError(f"{name}: nested too deeply; a run's file has sections, keys and lists") from None
+
+
+def _construct(node: yaml.Node) -> Any:
+    return _Loader("").construct_document(node)
 
 
 def _read_text(path: Path) -> str:
+    name = shown(path, 200)
     try:
         if path.is_dir():
-            raise UserError(f"{path} is a folder; give a YAML file")
+            raise UserError(f"{name}: a folder; give a YAML file")
         if path.stat().st_size > _MOST_BYTES:
-            raise UserError(f"{path} is larger than 1 MB; this does not look like a run's YAML file")
+            raise UserError(f"{name}: larger than 200 kB; this does not look like a run's YAML file")
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
+        raise UserError(f"{name}: no such file") from None
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text (byte {error.start}); save the file as UTF-8") from None
+        raise UserError(f"{name}: not UTF-8 text (byte {error.start}); save the file as UTF-8") from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise UserError(f"{name}: cannot be read: {shown(getattr(error, 'strerror', None) or error)}") from None
 
 
-def _walk(node: yaml.Node, at: KeyPath, path: Path, lines: dict[KeyPath, int], above: set[int]) -> None:
-    if id(node) in above:
-        raise UserError(f"{path}:{node.start_mark.line + 1}: an anchor contains itself")
-    if len(lines) > 10_000:
-        raise UserError(f"{path}: more than 10,000 keys; this does not look like a run's YAML file")
-    inside = above | {id(node)}
-    if isinstance(node, yaml.SequenceNode):
-        for number, item in enumerate(node.value):
-            _walk(item, (*at, str(number)), path, lines, inside)
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            line = key.start_mark.line + 1
-            if not isinstance(key, yaml.ScalarNode) or key.tag.endswith((":int", ":float", ":bool", ":null")):
-                raise UserError(f"{path}:{line}: a key must be a word, found {_kind(key)}")
-            here = (*at, key.value)
-            if here in lines:
-                raise UserError(f"{path}:{line}: {'.'.join(here)} is given twice (first on line {lines[here]})")
-            lines[here] = line
-            _walk(value, here, path, lines, inside)
+def _mistake(error: yaml.MarkedYAMLError, lines: list[str], line: int) -> str:
+    """The parser's complaint in words for someone who does not know its terms."""
+    problem, context = error.problem or "", error.context or ""
+    here = "\n".join(lines[max(0, line - 2) : line])
+    if re.search(r"^ *\t", here, re.MULTILINE) or "'\\t'" in problem:
+        return "a tab; indent with spaces"
+    if "：" in here:
+        return "a full-width colon “：”; write “: ” after a key"
+    if "another document" in problem:
+        return "a second document begins here (---); keep one in a file"
+    if "undefined alias" in problem:
+        return f"{problem.removeprefix('found ')}; put the text in quotes if it should start with *"
+    if "mapping values are not allowed" in problem or "expected ':'" in problem:
+        return "a line here is not `key: value`; check the indentation, the space after “:”, and quote values with “: ”"
+    if "quoted scalar" in context and "end of stream" in problem:
+        return "a quote opened here is never closed"
+    if "cannot start any token" in problem:
+        return f"a value cannot start with {problem.split()[2]}; put it in quotes"
+    if "flow" in context:
+        return "a list or mapping in brackets is not closed, or lacks a comma"
+    if "escape" in problem:
+        return "in double quotes a backslash begins an escape; use single quotes"
+    if "<block end>" in problem:
+        return "this line is not indented like the lines above it"
+    return shown(problem or context, 120)
 
 
-def _kind(node: yaml.Node) -> str:
-    if isinstance(node, yaml.SequenceNode):
-        return "a list"
-    if isinstance(node, yaml.MappingNode):
-        return "a mapping"
-    return f"“{str(node.value)[:40]}”"
+def _colon(text: str) -> str:
+    return " (the colon is full-width; write “: ”)" if "：" in text else ""
+
+
+class _Walk:
+    """Goes through a document before it becomes values, notes the line of every key and refuses what no run needs."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.lines: dict[KeyPath, int] = {}
+        self.nodes = 0
+
+    def check(self, node: yaml.Node, at: KeyPath = (), above: tuple[int, ...] = ()) -> None:
+        self.nodes += 1
+        if id(node) in above:
+            raise self._error(node, at, "an anchor that contains itself; write the values out")
+        if len(above) > _DEEPEST:
+            raise self._error(node, at[:3], "nested too deeply; a run's file has sections, keys and lists")
+        if self.nodes > _MOST_NODES:
+            raise UserError(f"{self.name}: more than {_MOST_NODES:,} values; this does not look like a run's YAML file")
+        if isinstance(node, yaml.ScalarNode):
+            self._check_scalar(node, at)
+        elif node.tag not in (_TAG + "map", _TAG + "seq"):
+            raise self._error(node, at, f"the tag {_tag(node)} is not allowed; write plain values")
+        inside = (*above, id(node))
+        if isinstance(node, yaml.SequenceNode):
+            for number, item in enumerate(node.value):
+                self.check(item, (*at, str(number)), inside)
+        if isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                if not isinstance(key, yaml.ScalarNode) or key.tag != _TAG + "str":
+                    raise self._error(key, at, f"a key must be a word, found {_what(key)}")
+                self._check_scalar(key, at)
+                here = (*at, key.value)
+                if here in self.lines:
+                    raise self._error(key, here, f"given twice (first on line {self.lines[here]}); keep one")
+                self.lines[here] = _line(key)
+                self.check(value, here, inside)
+
+    def _check_scalar(self, node: yaml.ScalarNode, at: KeyPath) -> None:
+        if node.tag not in (_TAG + "str", _plain_tag(node.value)):
+            raise self._error(node, at, f"the tag {_tag(node)} is not allowed; write a plain value")
+        if node.tag == _TAG + "int" and len(node.value) > 1000:
+            raise self._error(node, at, f"a number of {len(node.value)} digits given; that is too large for any key")
+        if re.search("[\ud800-\udfff]", node.value):
+            raise self._error(node, at, "half a character (a lone surrogate); write the character itself")
+
+    def _error(self, node: yaml.Node, at: KeyPath, message: str) -> UserError:
+        return UserError(f"{self.name}:{_line(node)}: {dotted(at)}{': ' if at else ''}{message}")
+
+
+def _line(node: yaml.Node) -> int:
+    return node.start_mark.line + 1 if node.start_mark else 1
+
+
+def _tag(node: yaml.Node) -> str:
+    return shown(node.tag.replace(_TAG, "!!"))
+
+
+def _what(node: yaml.Node) -> str:
+    if isinstance(node, yaml.ScalarNode):
+        return given(str(node.value))
+    return "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"

@@ -1,11 +1,11 @@
 """The prepared artefact: tokens, mask and rows as memory-mapped arrays, found by the hash of all that made them.
 
-    prepared/HASH/
-      artefact.json          format version, sizes, dtype
-      report.json            what was read, what became of it
-      probes.json            a few rendered chats with their token ids, to be replayed against exports
-      tokenizer/             for plain transformers
-      train/ eval/           tokens.bin mask.bin documents.npy rows.npy
+prepared/HASH/
+  artefact.json          format version, sizes, dtype
+  report.json            what was read, what became of it
+  probes.json            a few rendered chats with their token ids, to be replayed against exports
+  tokenizer/             for plain transformers
+  train/ eval/           tokens.bin mask.bin documents.npy rows.npy
 """
 
 from __future__ import annotations

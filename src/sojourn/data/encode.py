@@ -11,6 +11,7 @@ import numpy as np
 
 from sojourn.data.chat import END_OF_TEXT, render
 from sojourn.data.document import Document
+from sojourn.data.tokenizer import token_id
 from sojourn.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class Encoded:
 
 def encode(documents: Iterable[Document], tokenizer: Tokenizer, train_on: str) -> Iterator[Encoded]:
     stream = iter(documents)
-    end_of_text = tokenizer.token_to_id(END_OF_TEXT)
+    end_of_text = token_id(tokenizer, END_OF_TEXT)
     while batch := list(islice(stream, _BATCH)):
         rendered = [render(d.messages) if d.is_chat else (d.text, [(0, len(d.text))]) for d in batch]
         encodings = tokenizer.encode_batch([text for text, _ in rendered], add_special_tokens=False)

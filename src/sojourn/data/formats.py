@@ -50,7 +50,9 @@ def _from_messages(record: dict[str, Any], where: str) -> Document:
 def _from_sharegpt(record: dict[str, Any], where: str) -> Document:
     messages = _turns(record["conversations"], "conversations", "from", "value", where)
     system = record.get("system")
-    return Document(where, messages=(Message("system", system), *messages) if isinstance(system, str) and system else messages)
+    return Document(
+        where, messages=(Message("system", system), *messages) if isinstance(system, str) and system else messages
+    )
 
 
 def _turns(turns: Any, key: str, role_key: str, content_key: str, where: str) -> tuple[Message, ...]:
@@ -76,7 +78,8 @@ def _from_alpaca(record: dict[str, Any], where: str) -> Document:
 
 def _asked(question: str, answer: str) -> Callable[[dict[str, Any], str], Document]:
     return lambda record, where: _pair(
-        _text(record[question], question, where), _text(record[answer], answer, where), where, record.get("system"))
+        _text(record[question], question, where), _text(record[answer], answer, where), where, record.get("system")
+    )
 
 
 def _pair(question: str, answer: str, where: str, system: Any = None) -> Document:

@@ -32,7 +32,12 @@ Say = Callable[[str], None]
 
 _PROBES = (
     (Message("user", "What is 2 + 3?"),),
-    (Message("system", "You are kind."), Message("user", "Hello!"), Message("assistant", "Hi."), Message("user", "再见，你好吗？")),
+    (
+        Message("system", "You are kind."),
+        Message("user", "Hello!"),
+        Message("assistant", "Hi."),
+        Message("user", "再见，你好吗？"),
+    ),
     (Message("user", "  spaces, tabs\tand\n\nlines: 1,234.5 café — naïve 🙂"),),
 )
 
@@ -59,7 +64,9 @@ def data_key(data: DataConfig) -> str:
 def prepare(data: DataConfig, folder: Path, say: Say = lambda line: None) -> Artefact:
     """The artefact for `data` under `folder`; made now, or found there from before."""
     if not data.sources:
-        raise UserError("data.sources: nothing to read; say what, such as data.sources=my.jsonl or --train_file my.jsonl")
+        raise UserError(
+            "data.sources: nothing to read; say what, such as data.sources=my.jsonl or --train_file my.jsonl"
+        )
     target = folder / data_key(data)
     if (target / "artefact.json").is_file():
         say(f"prepared before: {target}")
@@ -97,7 +104,9 @@ def _write(data: DataConfig, stage: Path, say: Say) -> None:
     say("reading and tokenising")
     with _Shelf(stage, "train", dtype) as train, _Shelf(stage, "eval", dtype) as held:
         for encoded in encode(read_sources(data.sources, data.take), tokenizer, data.train_on):
-            is_eval = not data.eval_sources and encoded.document.fingerprint() % 1_000_003 < data.eval_fraction * 1_000_003
+            is_eval = (
+                not data.eval_sources and encoded.document.fingerprint() % 1_000_003 < data.eval_fraction * 1_000_003
+            )
             (held if is_eval else train).add(encoded, data.max_length)
         for encoded in encode(read_sources(data.eval_sources), tokenizer, data.train_on):
             held.add(encoded, data.max_length)
@@ -129,8 +138,21 @@ class _Shelf:
     name: str
     dtype: np.dtype
     lengths: array.array[int] = field(default_factory=lambda: array.array("I"))
-    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(
-        ("documents", "chats", "tokens", "trained_tokens", "bytes", "split_documents", "truncated_chats", "dropped_chats"), 0))
+    counts: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(
+            (
+                "documents",
+                "chats",
+                "tokens",
+                "trained_tokens",
+                "bytes",
+                "split_documents",
+                "truncated_chats",
+                "dropped_chats",
+            ),
+            0,
+        )
+    )
     examples: list[dict[str, Any]] = field(default_factory=list)
 
     def __enter__(self) -> _Shelf:
@@ -160,7 +182,9 @@ class _Shelf:
         self.counts["trained_tokens"] += int(mask.sum())
         self.counts["bytes"] += _bytes(document)
         if len(self.examples) < 3:
-            self.examples.append({"where": document.where, "ids": ids[:longest].tolist(), "mask": mask[:longest].tolist()})
+            self.examples.append(
+                {"where": document.where, "ids": ids[:longest].tolist(), "mask": mask[:longest].tolist()}
+            )
         for start in range(0, len(ids), longest):
             part = ids[start : start + longest]
             self._tokens.write(part.astype(self.dtype).tobytes())

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from sojourn.config.schema import Source
 from sojourn.data import builtin
@@ -58,7 +59,9 @@ def find_files(path: str) -> list[Path]:
         elif place.is_dir():
             found = sorted(p for p in place.rglob("*") if p.suffix in (*_TEXT_FILES, *_RECORD_FILES) and p.is_file())
         elif any(mark in path for mark in "*?["):
-            found = sorted(p for p in Path(place.anchor or ".").glob(str(place.relative_to(place.anchor))) if p.is_file())
+            found = sorted(
+                p for p in Path(place.anchor or ".").glob(str(place.relative_to(place.anchor))) if p.is_file()
+            )
         else:
             raise UserError(f"data.sources: {path}: no such file or folder (built-in data: {', '.join(_BUILTINS)})")
     except (OSError, ValueError) as error:
@@ -67,8 +70,10 @@ def find_files(path: str) -> list[Path]:
         raise UserError(f"data.sources: {path}: no {', '.join((*_TEXT_FILES, *_RECORD_FILES))} file there")
     for file in found:
         if file.suffix not in (*_TEXT_FILES, *_RECORD_FILES):
-            raise UserError(f"data.sources: {file}: files of kind “{file.suffix}” cannot be read; "
-                            f"use {', '.join((*_TEXT_FILES, *_RECORD_FILES))}")
+            raise UserError(
+                f"data.sources: {file}: files of kind “{file.suffix}” cannot be read; "
+                f"use {', '.join((*_TEXT_FILES, *_RECORD_FILES))}"
+            )
     return found
 
 
@@ -107,7 +112,7 @@ def _read_records(path: Path) -> Iterator[Document]:
         yield to_document(record, name, where)
 
 
-def _json_values(path: Path) -> Iterator[tuple[int, object]]:
+def _json_values(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         if path.suffix == ".json":
             values = json.loads(path.read_text(encoding="utf-8-sig"))

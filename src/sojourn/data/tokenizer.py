@@ -23,7 +23,17 @@ _SAMPLE_CHARACTERS = 30_000_000
 
 def train_tokenizer(documents: Iterable[Document], vocab_size: int) -> Tokenizer:
     """Learns merges from the start of the data (enough of it; more changes nothing)."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    from tokenizers import (
+        AddedToken,
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+        processors,
+        trainers,
+    )
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
@@ -71,17 +81,25 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int, chat: bo
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    number = tokenizer.token_to_id(token)
+    if number is None:
+        raise UserError(f"data.tokenizer: it has no {token}, which the ChatML template needs")
+    return number
+
+
 def load_tokenizer(folder: Path) -> Tokenizer:
     from tokenizers import Tokenizer
 
     path = folder / "tokenizer.json" if folder.is_dir() else folder
     if not path.is_file():
-        raise UserError(f"data.tokenizer: {folder}: no tokenizer.json there; allowed: auto, or the folder of a tokenizer")
+        raise UserError(
+            f"data.tokenizer: {folder}: no tokenizer.json there; allowed: auto, or the folder of a tokenizer"
+        )
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exceptions
         raise UserError(f"data.tokenizer: {path}: not a tokenizer: {error}") from None
-    missing = [token for token in SPECIAL_TOKENS if tokenizer.token_to_id(token) is None]
-    if missing:
-        raise UserError(f"data.tokenizer: {path}: has no {', '.join(missing)}, which the ChatML template needs")
+    for token in SPECIAL_TOKENS:
+        token_id(tokenizer, token)
     return tokenizer

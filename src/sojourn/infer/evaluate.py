@@ -13,6 +13,7 @@ from sojourn.infer.generate import Sampling, as_prompt, generate
 from sojourn.infer.load import Model
 from sojourn.run.files import read_json
 from sojourn.run.folder import RunFolder
+from sojourn.train.step import Feed
 from sojourn.train.step import evaluate as mean_loss
 
 
@@ -23,11 +24,15 @@ class Answered:
     right: bool
 
 
-def ask_held_out(model: Model, per_family: int, families: tuple[str, ...] | None = None, languages: tuple[str, ...] = ("en", "zh")) -> dict[str, list[Answered]]:
+def ask_held_out(
+    model: Model, per_family: int, families: tuple[str, ...] | None = None, languages: tuple[str, ...] = ("en", "zh")
+) -> dict[str, list[Answered]]:
     """Greedy answers to questions that are never trained on, by family."""
     asked: dict[str, list[builtin.Task]] = {}
     for family in families or builtin.FAMILIES:
-        asked[family] = list(builtin.instructions(per_family, seed=1, families=(family,), split="held_out", languages=languages))
+        asked[family] = list(
+            builtin.instructions(per_family, seed=1, families=(family,), split="held_out", languages=languages)
+        )
     tasks = [task for group in asked.values() for task in group]
     tasks.sort(key=lambda task: len(task.prompt))  # neighbours of like length: little padding
     replies = generate(model, [as_prompt(model, task.prompt) for task in tasks], Sampling(max_tokens=32))
@@ -47,4 +52,5 @@ def held_out_loss(model: Model, run: RunFolder, rows: int) -> float:
     artefact = Artefact(Path(data))
     if not len(artefact.eval):
         return math.nan
-    return mean_loss(model.network, artefact.eval, rows, 8, artefact.max_length, artefact.pad_id, model.device, "fp32")
+    feed = Feed(8, artefact.max_length, artefact.pad_id, model.device)
+    return mean_loss(model.network, artefact.eval, rows, feed)

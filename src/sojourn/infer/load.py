@@ -8,6 +8,7 @@ from typing import Any
 
 from sojourn.errors import RunFailed, UserError
 from sojourn.machine.precision import choose_device
+from sojourn.model.quiet import quiet_transformers
 from sojourn.run.home import find_run
 
 
@@ -46,6 +47,7 @@ def find_model(word: str) -> Path:
 def open_model(word: str, device: str = "auto") -> Model:
     folder = find_model(word)
     place = choose_device(device)
+    quiet_transformers()
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:

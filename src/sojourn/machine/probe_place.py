@@ -53,7 +53,7 @@ def mirrors(platform: Platform, env: Mapping[str, str], root: Path) -> Finding:
     turbo = platform.facts.turbo
     has_turbo = turbo is not None and (root / turbo.lstrip("/")).is_file()
     data = {"hf_endpoint": _host(endpoint), "pip_index": _host(pip), "network_turbo": has_turbo}
-    seen = [f"models from {_host(endpoint) or 'huggingface.co'}", f"packages from {_host(pip) or 'pypi.org'}"]
+    seen = [f"models from {_host(endpoint) or 'huggingface.co'}", f"packages from {_host(pip) or 'the default index'}"]
     if has_turbo:
         seen.append("network_turbo is there" + (" and on" if env.get("http_proxy") or env.get("https_proxy") else ""))
     says = ", ".join(seen)

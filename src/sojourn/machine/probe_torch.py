@@ -124,9 +124,10 @@ def bitsandbytes(torch: Any, gpu: bool) -> Finding:
     """4-bit bases and 8-bit optimizers: a small tensor is really quantised and brought back."""
     version = installed("bitsandbytes")
     needs: Level = "warn" if gpu else "ok"
+    kept = f"'torch=={installed('torch')}' " if installed("torch") else ""  # the torch that is there stays
     if version is None:
         says = "not installed; only 4-bit bases and 8-bit optimizers need it"
-        return Finding("bitsandbytes", needs, says, "pip install bitsandbytes" if gpu else None)
+        return Finding("bitsandbytes", needs, says, f"pip install {kept}bitsandbytes" if gpu else None)
     device = choose_device("auto")
     try:
         from bitsandbytes import functional

@@ -6,14 +6,18 @@ import math
 from typing import Any
 
 from sojourn.config.schema import ModelConfig
+from sojourn.model.quiet import quiet_transformers
 from sojourn.plan.shape import scratch_shape
 
 
-def build_model(model: ModelConfig, vocab_size: int, max_length: int, pad_id: int, stop_ids: list[int], seed: int) -> Any:
+def build_model(
+    model: ModelConfig, vocab_size: int, max_length: int, pad_id: int, stop_ids: list[int], seed: int
+) -> Any:
     """Weights from `seed` alone; matrices that write into the residual stream start smaller the deeper the model is."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    quiet_transformers()
     shape = scratch_shape(model, vocab_size)
     config = LlamaConfig(
         vocab_size=vocab_size,

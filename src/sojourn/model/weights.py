@@ -20,7 +20,9 @@ def load_weights(model: Any, tensors: dict[str, Any]) -> None:
     places = weights(model)
     wrong = sorted(places.keys() ^ tensors.keys()) or [n for n, t in tensors.items() if places[n].shape != t.shape]
     if wrong:
-        raise UserError(f"the checkpoint belongs to another model ({wrong[0]} differs); give this run another name: name=NEW")
+        raise UserError(
+            f"the checkpoint belongs to another model ({wrong[0]} differs); give this run another name: name=NEW"
+        )
     with torch.no_grad():
         for name, tensor in tensors.items():
             places[name].copy_(tensor)

@@ -1,13 +1,13 @@
 """The run folder: where everything about a run lives, and its streams.
 
-    runs/NAME/
-      run.yaml           the configuration, every `auto` resolved
-      environment.json   versions, machine, command
-      status.json        where the run stands (replaced atomically)
-      metrics.jsonl      one line a logged step; events.jsonl: what happened
-      logs/              TensorBoard
-      checkpoints/step-00000040/ …, latest
-      final/             the model, for plain transformers
+runs/NAME/
+  run.yaml           the configuration, every `auto` resolved
+  environment.json   versions, machine, command
+  status.json        where the run stands (replaced atomically)
+  metrics.jsonl      one line a logged step; events.jsonl: what happened
+  logs/              TensorBoard
+  checkpoints/step-00000040/ …, latest
+  final/             the model, for plain transformers
 """
 
 from __future__ import annotations
@@ -90,7 +90,9 @@ class RunFolder:
         known = {name: found[name] for name in Status.__dataclass_fields__ if name in found}
         status = Status(**known)
         if status.state in ("starting", "running") and not alive(status.pid, status.started):
-            return Status(**{**asdict(status), "state": "failed", "says": "its process was killed; run it again to continue"})
+            return Status(
+                **{**asdict(status), "state": "failed", "says": "its process was killed; run it again to continue"}
+            )
         return status
 
     def set_status(self, state: State, step: int, total_steps: int, says: str = "", resumable: bool = True) -> None:
@@ -117,8 +119,10 @@ class RunFolder:
             except FileExistsError:
                 holder = read_json(self._lock) or [0, 0.0]
                 if alive(*holder):
-                    raise UserError(f"{self.path}: already being trained by process {holder[0]}; "
-                                    "wait for it, or give this run another name: name=NEW") from None
+                    raise UserError(
+                        f"{self.path}: already being trained by process {holder[0]}; "
+                        "wait for it, or give this run another name: name=NEW"
+                    ) from None
                 self._lock.unlink(missing_ok=True)
                 continue
             with os.fdopen(handle, "w") as file:

@@ -11,18 +11,35 @@ from sojourn.run.folder import RunFolder
 
 # What decides the numbers that come out. The rest (where and when to save, how to split a batch) may change freely.
 _DECISIVE = ("model", "method", "data", "train")
-_HARMLESS = {"train.micro_batch", "train.device", "train.precision", "train.attention", "train.checkpointing", "train.compile",
-             "train.eval_every", "train.eval_rows"}  # fmt: skip
+_HARMLESS = {
+    f"train.{key}"
+    for key in (
+        "micro_batch",
+        "device",
+        "precision",
+        "attention",
+        "checkpointing",
+        "compile",
+        "eval_every",
+        "eval_rows",
+    )
+}
 
 
 def refuse_harmful_changes(config: RunConfig, run: RunFolder) -> None:
     before, now = flat(dump(read_config(run.config))), flat(dump(config))
-    changed = {key: (before.get(key), now.get(key)) for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)}
+    changed = {
+        key: (before.get(key), now.get(key))
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
+    }
     harmful = [key for key in changed if key.split(".")[0] in _DECISIVE and key not in _HARMLESS]
     if harmful:
         told = "; ".join(f"{key} was {changed[key][0]}, now {changed[key][1]}" for key in harmful[:3])
-        raise UserError(f"{run.path} was begun with other settings ({told}); put them back to continue it, "
-                        "or start a new run: name=NEW")
+        raise UserError(
+            f"{run.path} was begun with other settings ({told}); put them back to continue it, "
+            "or start a new run: name=NEW"
+        )
     for key, (old, new) in changed.items():
         run.event("changed", key=key, before=old, now=new)
 

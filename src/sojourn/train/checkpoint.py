@@ -55,7 +55,9 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int, min_free: int = 0) -> 
         files = sorted(stage.iterdir())
         for file in files:
             sync_file(file)
-        write_json(stage / _MANIFEST, {file.name: {"size": file.stat().st_size, "sha256": _sha256(file)} for file in files})
+        write_json(
+            stage / _MANIFEST, {file.name: {"size": file.stat().st_size, "sha256": _sha256(file)} for file in files}
+        )
         sync_folder(stage)
         if target.exists():
             _remove(target)
@@ -63,7 +65,9 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int, min_free: int = 0) -> 
         sync_folder(folder)
     except OSError as error:
         shutil.rmtree(stage, ignore_errors=True)
-        raise RunFailed(f"{folder}: the checkpoint of step {checkpoint.step} could not be written: {error.strerror}") from error
+        raise RunFailed(
+            f"{folder}: the checkpoint of step {checkpoint.step} could not be written: {error.strerror}"
+        ) from error
     write_text(folder / "latest", target.name + "\n")
     _prune(folder, keep)
     return target
@@ -84,7 +88,9 @@ def load_one(path: Path) -> Checkpoint:
     """One checkpoint, by its folder."""
     fault = find_fault(path)
     if fault is not None:
-        raise UserError(f"{path}: not a whole checkpoint ({fault}); leave save.resume at auto to continue from the newest good one")
+        raise UserError(
+            f"{path}: not a whole checkpoint ({fault}); leave save.resume at auto to continue from the newest good one"
+        )
     return _read(path)
 
 
@@ -141,8 +147,10 @@ def _check_room(folder: Path, checkpoint: Checkpoint, min_free: int) -> None:
     needed = sum(tensor.numel() * tensor.element_size() for part in parts for tensor in part.values())
     free = shutil.disk_usage(folder).free
     if free < needed + min_free:
-        raise RunFailed(f"{folder}: {free / 2**30:.1f} GiB free, but a checkpoint takes {needed / 2**30:.1f} GiB and "
-                        f"save.min_free keeps {min_free / 2**30:.1f} GiB; make room or set save.folder to another disk")
+        raise RunFailed(
+            f"{folder}: {free / 2**30:.1f} GiB free, but a checkpoint takes {needed / 2**30:.1f} GiB and "
+            f"save.min_free keeps {min_free / 2**30:.1f} GiB; make room or set save.folder to another disk"
+        )
 
 
 def _sha256(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""What a run ran on: versions, machine, command. No secrets: the command's values of secret-looking flags are hidden."""
+"""What a run ran on: versions, machine, command. What looks like a secret in the command is hidden."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ def describe(device: str) -> dict[str, Any]:
     gpu = {}
     if device == "cuda":
         facts = torch.cuda.get_device_properties(torch.cuda.current_device())
-        gpu = {"gpu": facts.name, "gpu_memory": facts.total_memory, "capability": f"{facts.major}.{facts.minor}", "cuda": torch.version.cuda}
+        gpu = {
+            "gpu": facts.name,
+            "gpu_memory": facts.total_memory,
+            "capability": f"{facts.major}.{facts.minor}",
+            "cuda": torch.version.cuda,
+        }
     return {
         "command": [hide_secret(word) for word in sys.argv],
         "python": platform.python_version(),

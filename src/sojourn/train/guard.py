@@ -30,7 +30,9 @@ class Guard:
                 self._old[number] = signal.signal(number, self._hear)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for number, handler in self._old.items():
             signal.signal(number, handler)
 

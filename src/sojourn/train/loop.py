@@ -7,7 +7,7 @@ any → steps, with saves between them → the final model. A signal or a limit 
 from __future__ import annotations
 
 import math
-import time
+from dataclasses import dataclass
 
 from sojourn.config.load import to_yaml
 from sojourn.config.schema import RunConfig
@@ -16,7 +16,6 @@ from sojourn.data.order import step_rows
 from sojourn.data.prepare import prepare
 from sojourn.errors import RunFailed, Stopped, UserError
 from sojourn.model.scratch import build_model
-from sojourn.plan.shape import scratch_shape
 from sojourn.run.files import write_json, write_text
 from sojourn.run.folder import RunFolder
 from sojourn.run.home import prepared_folder
@@ -27,8 +26,22 @@ from sojourn.train.guard import Guard
 from sojourn.train.meters import Meters
 from sojourn.train.optim import Optimizer, learning_rate
 from sojourn.train.resolve import resolve
-from sojourn.train.saving import Live, Saver, resume
-from sojourn.train.step import autocast, evaluate, loss_sum, micro_batches
+from sojourn.train.saving import Live, Progress, Saver, resume
+from sojourn.train.step import Feed, evaluate, global_step
+
+
+@dataclass(frozen=True)
+class Session:
+    """Everything that one call of `train` works with."""
+
+    config: RunConfig
+    run: RunFolder
+    artefact: Artefact
+    feed: Feed
+    live: Live
+    progress: Progress
+    total: int
+    last_row: int | None
 
 
 def train(config: RunConfig, run: RunFolder) -> None:
@@ -36,114 +49,66 @@ def train(config: RunConfig, run: RunFolder) -> None:
     _refuse_what_is_not_here(config)
     run.acquire()
     try:
-        _train(config, run)
-    except Stopped:
-        raise
+        session = _open(config, run)
+        if session.progress.step >= session.total and (run.final / "config.json").is_file():
+            print(f"{run.path}: already done ({session.total} steps); to train longer, begin another run: name=NEW")
+        else:
+            _run(session)
+        run.set_status("done", session.total, session.total, resumable=False)
     except BaseException as error:
         status = run.status()
-        run.set_status("failed", status.step if status else 0, status.total_steps if status else 0, f"{type(error).__name__}: {error}")
-        run.event("failed", error=f"{type(error).__name__}: {error}")
+        if status and status.state in ("starting", "running"):
+            says = f"{type(error).__name__}: {error}"
+            run.set_status("failed", status.step, status.total_steps, says)
+            run.event("failed", error=says)
         raise
     finally:
         run.release()
 
 
 def _refuse_what_is_not_here(config: RunConfig) -> None:
-    if config.model.base is not None or config.method.kind != "pretrain":
-        raise UserError(f"method.kind: {config.method.kind} of an existing model cannot be trained by this version yet; "
-                        "from scratch works: sojourn train small")
-    if config.parallel.engine not in ("auto", "single") or (isinstance(config.parallel.gpus, list) and len(config.parallel.gpus) > 1):
+    kind, parallel = config.method.kind, config.parallel
+    if config.model.base is not None or kind != "pretrain":
+        raise UserError(
+            f"method.kind: this version trains new models only, not {kind} of an existing one; try: sojourn train small"
+        )
+    several = isinstance(parallel.gpus, list) and len(parallel.gpus) > 1
+    if parallel.engine not in ("auto", "single") or several:
         raise UserError("parallel: this version trains on one device; use --gpus 0 and leave parallel.engine at auto")
 
 
-def _train(config: RunConfig, run: RunFolder) -> None:
+def _open(config: RunConfig, run: RunFolder) -> Session:
+    """Resolves, prepares, builds, and puts everything back to where the run last was."""
     import torch
 
-    run.set_status("starting", 0, 0)
-    artefact = prepare(config.data, prepared_folder(), lambda line: print(line, flush=True))
-    shape = scratch_shape(config.model, artefact.vocab_size)
-    resolved = resolve(config, shape.parameters)
+    resolved = resolve(config)
     if run.exists():
         refuse_harmful_changes(resolved.config, run)
     config = resolved.config
-    write_text(run.config, to_yaml(config))
-    write_json(run.environment, {**describe(config.train.device), "auto": resolved.reasons, "data": str(artefact.path)})
-
     device = _use(config)
-    stops = stop_ids(artefact)
-    model = build_model(config.model, artefact.vocab_size, artefact.max_length, artefact.pad_id, stops, config.train.seed)
+    artefact = prepare(config.data, prepared_folder(), lambda line: print(line, flush=True))
+    run.set_status("starting", 0, 0)
+    write_text(run.config, to_yaml(config))
+    facts = {**describe(device), "auto": resolved.reasons, "data": str(artefact.path.resolve())}
+    write_json(run.environment, facts)
+
+    seed = config.train.seed
+    model = build_model(
+        config.model, artefact.vocab_size, artefact.max_length, artefact.pad_id, stop_ids(artefact), seed
+    )
     model.config._attn_implementation = config.train.attention
     model.to(device).train()
     if config.train.checkpointing == "full":
         model.gradient_checkpointing_enable()
-    optimizer = Optimizer(model, config.train, device)
+    if config.train.compile == "on":
+        model.compile()
+    torch.manual_seed(seed)
     scaler = torch.amp.GradScaler(device, enabled=config.train.precision == "fp16")
-    torch.manual_seed(config.train.seed)
-
-    total, last_row = _length(config, artefact)
-    live = Live(model, optimizer, scaler)
-    progress = resume(config.save, run, live)
-    if progress.step >= total and (run.final / "config.json").is_file():
-        run.set_status("done", progress.step, total, resumable=False)
-        print(f"{run.path}: already done ({total} steps); to train longer raise train.steps or train.epochs under a new name=")
-        return
-    run.event("start", step=progress.step, total_steps=total, parameters=shape.parameters, device=device, precision=config.train.precision)
-    run.set_status("running", progress.step, total)
-    began = time.monotonic()
-
-    forward = torch.compile(loss_sum) if config.train.compile == "on" else loss_sum
-    saver = Saver(config, run, live, progress, len(artefact.train))
-    with Guard(config.limits, before=progress.seconds) as guard, Meters(run, config, total, progress.step) as meters:
-        while progress.step < total:
-            rate = learning_rate(progress.step, total, config.train)
-            optimizer.set_learning_rate(rate)
-            rows = step_rows(progress.step, len(artefact.train), config.train.global_batch, config.train.seed, last_row)
-            batches = list(micro_batches(artefact.train, rows, int(config.train.micro_batch), artefact.max_length, artefact.pad_id))
-            targets = max(1, sum(batch.targets for batch in batches))
-            loss = torch.zeros((), device=device)
-            for batch in batches:
-                with autocast(device, config.train.precision):
-                    part = forward(model, batch, device) / targets
-                scaler.scale(part).backward()
-                loss += part.detach()
-            for optimizer_part in optimizer.parts:
-                scaler.unscale_(optimizer_part)
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.clip or math.inf)
-            for optimizer_part in optimizer.parts:
-                scaler.step(optimizer_part)
-            scaler.update()
-            optimizer.zero_grad()
-            progress.step += 1
-            tokens = sum(batch.real_tokens for batch in batches)
-            progress.tokens += tokens
-            progress.seconds = guard.seconds
-            meters.count(tokens)
-
-            if progress.step % config.log.every_steps == 0 or progress.step in (1, total):
-                value = float(loss)
-                if not math.isfinite(value):
-                    raise RunFailed(f"step {progress.step}: the loss is {value}; the last checkpoint is untouched. "
-                                    f"Try a smaller learning rate (train.lr={rate / 3:.1g}) under a new name=")
-                epoch = progress.step * config.train.global_batch / len(artefact.train)
-                meters.log(progress.step, value, rate, float(norm), epoch, guard.spent)
-            since = meters.pause()
-            stop = guard.should_stop()
-            if saver.due() or (stop and progress.step < total):
-                saver.save(meters, total, must=bool(stop))
-            if _eval_due(config, progress.step, total) and len(artefact.eval):
-                held = evaluate(model, artefact.eval, config.train.eval_rows, int(config.train.micro_batch),
-                                artefact.max_length, artefact.pad_id, device, config.train.precision)  # fmt: skip
-                meters.log_eval(progress.step, held)
-            meters.go_on(since)
-            if stop and progress.step < total:
-                run.set_status("stopped", progress.step, total, stop)
-                run.event("stopped", step=progress.step, why=stop)
-                raise Stopped(f"stopped by {stop} at step {progress.step} of {total}, saved in {run.path}; "
-                              "the same command continues")
-        saver.save(meters, total, must=True)
-        write_final(model, artefact, run.final, config.train.precision)
-    run.set_status("done", total, total, resumable=False)
-    run.event("done", step=total, tokens=progress.tokens, seconds=round(progress.seconds, 1), session=round(time.monotonic() - began, 1))
+    live = Live(model, Optimizer(model, config.train, device), scaler)
+    feed = Feed(
+        int(config.train.micro_batch), artefact.max_length, artefact.pad_id, device, str(config.train.precision)
+    )
+    return Session(config, run, artefact, feed, live, resume(config.save, run, live), *_length(config, artefact))
 
 
 def _use(config: RunConfig) -> str:
@@ -152,9 +117,9 @@ def _use(config: RunConfig) -> str:
 
     device = str(config.train.device)
     if device == "cuda" and isinstance(config.parallel.gpus, list):
-        number = config.parallel.gpus[0]
-        if number >= torch.cuda.device_count():
-            raise UserError(f"parallel.gpus: there is no GPU {number}; this machine has {torch.cuda.device_count()}")
+        number, there = config.parallel.gpus[0], torch.cuda.device_count()
+        if number >= there:
+            raise UserError(f"parallel.gpus: there is no GPU {number}; this machine has {there}, counted from 0")
         torch.cuda.set_device(number)
     return device
 
@@ -171,6 +136,62 @@ def _length(config: RunConfig, artefact: Artefact) -> tuple[int, int | None]:
     return math.ceil(last_row / train.global_batch), last_row
 
 
+def _run(session: Session) -> None:
+    """From where the run is to its end."""
+    config, run, total = session.config, session.run, session.total
+    live, progress, train_rows = session.live, session.progress, session.artefact.train
+    run.event("start", step=progress.step, total_steps=total, device=session.feed.device,
+              precision=session.feed.precision, parameters=sum(p.numel() for p in live.model.parameters()))  # fmt: skip
+    run.set_status("running", progress.step, total)
+    saver = Saver(config, run, live, progress, len(train_rows))
+    with Guard(config.limits, before=progress.seconds) as guard, Meters(run, config, total, progress.step) as meters:
+        while progress.step < total:
+            rate = learning_rate(progress.step, total, config.train)
+            live.optimizer.set_learning_rate(rate)
+            rows = step_rows(
+                progress.step, len(train_rows), config.train.global_batch, config.train.seed, session.last_row
+            )
+            batches = list(session.feed.batches(train_rows, rows))
+            loss, norm = global_step(live.model, live.optimizer, live.scaler, batches, session.feed, config.train.clip)
+            tokens = sum(batch.real_tokens for batch in batches)
+            meters.count(tokens)
+            progress.step, progress.tokens, progress.seconds = (
+                progress.step + 1,
+                progress.tokens + tokens,
+                guard.seconds,
+            )
+
+            if progress.step % config.log.every_steps == 0 or progress.step in (1, total):
+                value = float(loss)
+                if not math.isfinite(value):
+                    smaller = f"train.lr={rate / 3:.1g} name=NEW"
+                    raise RunFailed(
+                        f"step {progress.step}: the loss is {value}; try a smaller learning rate: {smaller}"
+                    )
+                epoch = progress.step * config.train.global_batch / len(train_rows)
+                meters.log(progress.step, value, rate, float(norm), epoch, guard.spent)
+            with meters.paused():
+                stop = guard.should_stop() if progress.step < total else None
+                if stop or saver.due() or progress.step == total:
+                    saver.save(meters, total, must=bool(stop) or progress.step == total)
+                if _eval_due(config, progress.step, total):
+                    _evaluate(session, meters)
+            if stop:
+                run.set_status("stopped", progress.step, total, stop)
+                run.event("stopped", step=progress.step, why=stop)
+                raise Stopped(f"stopped by {stop} at step {progress.step} of {total}, saved in {run.path}; "
+                              "the same command continues")  # fmt: skip
+        write_final(live.model, session.artefact, run.final, session.feed.precision)
+    run.event("done", step=total, tokens=progress.tokens, seconds=round(progress.seconds, 1))
+
+
 def _eval_due(config: RunConfig, step: int, total: int) -> bool:
     every = config.train.eval_every
     return step == total or (every is not None and step % every == 0)
+
+
+def _evaluate(session: Session, meters: Meters) -> None:
+    held_out = session.artefact.eval
+    if len(held_out):
+        loss = evaluate(session.live.model, held_out, session.config.train.eval_rows, session.feed)
+        meters.log_eval(session.progress.step, loss)

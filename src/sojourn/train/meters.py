@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -17,8 +19,8 @@ class Meters:
 
     def __init__(self, run: RunFolder, config: RunConfig, total_steps: int, first_step: int) -> None:
         self._run, self._total, self._device = run, total_steps, config.train.device
-        self._mark = time.monotonic()
-        self._tokens = 0
+        self._first, self._began = first_step, time.monotonic()
+        self._mark, self._tokens = self._began, 0
         self._writer = _tensorboard(run, config.log.tensorboard, first_step)
         self._bar = _bar(total_steps, first_step) if sys.stdout.isatty() else None
 
@@ -27,7 +29,9 @@ class Meters:
             self._bar[0].start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._bar:
             self._bar[0].stop()
         if self._writer:
@@ -42,17 +46,20 @@ class Meters:
         speed = self._tokens / elapsed if elapsed > 0 else 0.0
         self._mark, self._tokens = time.monotonic(), 0
         memory = used_memory(self._device)
-        values = {"loss": loss, "lr": rate, "grad_norm": norm, "epoch": round(epoch, 4), "tokens_per_second": round(speed, 1),
-                  "memory": memory, **({} if spent is None else {"spent": round(spent, 4)})}  # fmt: skip
+        values = {"loss": loss, "lr": rate, "grad_norm": norm, "epoch": round(epoch, 4)}
+        values |= {"tokens_per_second": round(speed, 1), "memory": memory}
+        values |= {} if spent is None else {"spent": round(spent, 4)}
         self._run.metric(kind="train", step=step, **{k: _finite(v) for k, v in values.items()})
         if self._writer:
             for name in ("loss", "lr", "grad_norm", "tokens_per_second"):
                 self._writer.add_scalar(f"train/{name}", values[name], step)
-        says = f"loss {loss:.4f} · {speed:,.0f} tok/s · {memory / 2**30:.1f} GiB" + ("" if spent is None else f" · spent {spent:.2f}")
+        says = f"loss {loss:.4f} · {speed:,.0f} tok/s · {memory / 2**30:.1f} GiB"
+        says += "" if spent is None else f" · spent {spent:.2f}"
         if self._bar:
             self._bar[0].update(self._bar[1], completed=step, says=says)
-        else:
-            print(f"step {step}/{self._total} · {says}", flush=True)
+            return
+        left = (time.monotonic() - self._began) / max(1, step - self._first) * (self._total - step)
+        print(f"step {step}/{self._total} · {says} · {Duration(round(left))} left", flush=True)
 
     def log_eval(self, step: int, loss: float) -> None:
         self._run.metric(kind="eval", step=step, loss=_finite(loss))
@@ -66,12 +73,14 @@ class Meters:
         else:
             print(line, flush=True)
 
-    def pause(self) -> float:
-        """Start of something that is not training (saving, evaluating); give the result to `go_on`."""
-        return time.monotonic()
-
-    def go_on(self, since: float) -> None:
-        self._mark += time.monotonic() - since
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around what is not training (saving, evaluating), so that it does not count as slow training."""
+        since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._mark += time.monotonic() - since
 
 
 def used_memory(device: str) -> int:
@@ -115,6 +124,11 @@ def _bar(total: int, first: int) -> tuple[Any, Any]:
             left = task.time_remaining
             return Text("" if left is None else f"{Duration(int(left))} left")
 
-    columns = (TextColumn("step {task.completed:.0f}/{task.total:.0f}"), BarColumn(bar_width=20), TextColumn("{task.fields[says]}"), Left())
+    columns = (
+        TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+        BarColumn(bar_width=20),
+        TextColumn("{task.fields[says]}"),
+        Left(),
+    )
     bar = Progress(*columns, refresh_per_second=4)
     return bar, bar.add_task("train", total=total, completed=first, says="starting")

@@ -34,7 +34,9 @@ class Optimizer:
         import torch
 
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        hidden = {n: p for n, p in named.items() if p.ndim == 2 and ".layers." in n} if train.optimizer == "muon" else {}
+        hidden = (
+            {n: p for n, p in named.items() if p.ndim == 2 and ".layers." in n} if train.optimizer == "muon" else {}
+        )
         rest = {n: p for n, p in named.items() if n not in hidden}
         decayed = {n: p for n, p in rest.items() if p.ndim >= 2 and "embed" not in n and "lm_head" not in n}
         plain = {n: p for n, p in rest.items() if n not in decayed}
@@ -51,10 +53,13 @@ class Optimizer:
         self._names = [[*decayed, *plain]]
         if hidden:
             if not hasattr(torch.optim, "Muon"):
-                raise UserError(f"train.optimizer: muon needs torch 2.9 or newer, here is {torch.__version__}; use adamw")
+                raise UserError(
+                    f"train.optimizer: muon needs torch 2.9 or newer, here is {torch.__version__}; use adamw"
+                )
             self._parts.append(
                 torch.optim.Muon(
-                    list(hidden.values()), lr=0.0, weight_decay=train.weight_decay, adjust_lr_fn="match_rms_adamw")
+                    list(hidden.values()), lr=0.0, weight_decay=train.weight_decay, adjust_lr_fn="match_rms_adamw"
+                )
             )
             self._names.append(list(hidden))
 

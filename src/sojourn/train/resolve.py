@@ -8,6 +8,8 @@ from typing import Any
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
 from sojourn.machine.precision import choose_device, choose_precision
+from sojourn.plan.estimate import memory
+from sojourn.plan.shape import scratch_shape
 
 _CPU_TOKENS = 4096
 _GPU_SHARE = 0.6
@@ -24,8 +26,7 @@ class Resolved:
         self.reasons[f"{section}.{key}"] = f"{value}: {reason}"
 
 
-def resolve(config: RunConfig, parameters: int) -> Resolved:
-    """`parameters`: how many the model has, for choosing the micro batch."""
+def resolve(config: RunConfig) -> Resolved:
     found = Resolved(config)
     train = config.train
     if train.device == "auto":
@@ -48,25 +49,25 @@ def resolve(config: RunConfig, parameters: int) -> Resolved:
     if train.compile == "auto":
         found.choose("train", "compile", "off", "compiling costs more than it wins on short runs")
     if train.micro_batch == "auto":
-        rows, reason = _micro_batch(found.config, parameters)
+        rows, reason = _micro_batch(found.config)
         found.choose("train", "micro_batch", rows, reason)
     if config.parallel.engine == "auto":
         found.choose("parallel", "engine", "single", "one device")
     return found
 
 
-def _micro_batch(config: RunConfig, parameters: int) -> tuple[int, str]:
+def _micro_batch(config: RunConfig) -> tuple[int, str]:
     """The largest divisor of the global batch whose tokens fit: in cache on a CPU, in free memory on a GPU."""
-    length = config.data.max_length
+    length, batch = config.data.max_length, config.train.global_batch
+    divisors = [n for n in range(1, batch + 1) if batch % n == 0]
     if config.train.device == "cuda":
         import torch
 
         free = torch.cuda.mem_get_info()[0]
-        model = config.model
-        per_token = 20 * 2 * (model.d_model or 4096) * (model.num_layers or 32) + 12 * int(config.data.vocab_size)
-        tokens = int(max(0.0, _GPU_SHARE * free - 16 * parameters) / per_token)
-        reason = f"of {free / 2**30:.0f} GiB free"
-    else:
-        tokens, reason = _CPU_TOKENS, f"about {_CPU_TOKENS} tokens at a time suit a CPU"
-    fitting = [n for n in range(1, config.train.global_batch + 1) if config.train.global_batch % n == 0 and n * length <= tokens]
-    return max(fitting, default=1), reason
+        shape = scratch_shape(config.model, int(config.data.vocab_size))
+        wide = config.train.precision == "fp32"
+        fitting = [n for n in divisors if memory(shape, config, n, wide).total <= _GPU_SHARE * free]
+        return max(fitting, default=1), f"planned into {_GPU_SHARE:.0%} of the {free / 2**30:.0f} GiB free"
+    return max(
+        [n for n in divisors if n * length <= _CPU_TOKENS], default=1
+    ), f"about {_CPU_TOKENS} tokens at a time suit a CPU"

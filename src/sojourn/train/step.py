@@ -6,12 +6,15 @@ Shapes: B rows, T tokens a row, N target tokens, D model width.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from sojourn.data.artefact import Batch, Split, read_batch
+from sojourn.train.optim import Optimizer
 
 
 def loss_sum(model: Any, batch: Batch, device: str) -> Any:
@@ -34,29 +37,61 @@ def loss_sum(model: Any, batch: Batch, device: str) -> Any:
     return F.cross_entropy(logits_NV.float(), labels_BT[wanted_BT], reduction="sum")
 
 
-def micro_batches(split: Split, rows: np.ndarray, micro_batch: int, width: int, pad_id: int) -> Iterator[Batch]:
-    for start in range(0, len(rows), micro_batch):
-        yield read_batch(split, rows[start : start + micro_batch], width, pad_id)
+@dataclass(frozen=True)
+class Feed:
+    """How rows reach the model: how many at once, how wide, on which device, in which numbers."""
+
+    micro_batch: int
+    width: int
+    pad_id: int
+    device: str
+    precision: str = "fp32"
+
+    def batches(self, split: Split, rows: np.ndarray) -> Iterator[Batch]:
+        for start in range(0, len(rows), self.micro_batch):
+            yield read_batch(split, rows[start : start + self.micro_batch], self.width, self.pad_id)
+
+    def autocast(self) -> Any:
+        import torch
+
+        if self.precision == "fp32":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device, dtype=torch.bfloat16 if self.precision == "bf16" else torch.float16)
 
 
-def autocast(device: str, precision: str) -> Any:
+def global_step(
+    model: Any, optimizer: Optimizer, scaler: Any, batches: list[Batch], feed: Feed, clip: float
+) -> tuple[Any, Any]:
+    """Forward and backward of every micro batch, then one update. Returns the mean loss and the gradient's norm."""
     import torch
 
-    if precision == "fp32":
-        return contextlib.nullcontext()
-    return torch.autocast(device, dtype=torch.bfloat16 if precision == "bf16" else torch.float16)
+    targets = max(1, sum(batch.targets for batch in batches))
+    loss = torch.zeros((), device=feed.device)
+    for batch in batches:
+        with feed.autocast():
+            part = loss_sum(model, batch, feed.device) / targets
+        scaler.scale(part).backward()
+        loss += part.detach()
+    for one in optimizer.parts:
+        scaler.unscale_(one)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)
+    for one in optimizer.parts:
+        scaler.step(one)
+    scaler.update()
+    optimizer.zero_grad()
+    return loss, norm
 
 
-def evaluate(model: Any, split: Split, rows: int, micro_batch: int, width: int, pad_id: int, device: str, precision: str) -> float:
+def evaluate(model: Any, split: Split, rows: int, feed: Feed) -> float:
     """Mean loss per target token over the first `rows` rows."""
     import torch
 
     total, targets = 0.0, 0
     model.eval()
-    with torch.inference_mode(), autocast(device, precision):
-        for batch in micro_batches(split, np.arange(min(rows, len(split))), micro_batch, width, pad_id):
+    with torch.inference_mode(), feed.autocast():
+        for batch in feed.batches(split, np.arange(min(rows, len(split)))):
             if batch.targets:
-                total += float(loss_sum(model, batch, device))
+                total += float(loss_sum(model, batch, feed.device))
                 targets += batch.targets
     model.train()
     return total / targets if targets else float("nan")

@@ -1,0 +1,22 @@
+"""`sojourn demo`: the whole journey on this machine."""
+
+from __future__ import annotations
+
+import typer
+
+
+def demo(
+    fast: bool = typer.Option(False, "--fast", help="Less training: about 40 seconds in all."),
+    json: bool = typer.Option(False, "--json", help="Print the outcome as JSON, at the end."),
+) -> None:
+    """Plan, prepare, train, be killed, resume and answer: on this machine, with built-in data, in under 4 minutes."""
+    from rich.console import Console
+
+    from sojourn.demo.journey import run_demo
+
+    outcome = run_demo(fast, Console(highlight=False, stderr=json))
+    if json:
+        from dataclasses import asdict
+        from json import dumps
+
+        print(dumps(asdict(outcome)))

@@ -1,0 +1,51 @@
+"""What tests share: a home of their own, and runs small enough to train in a second."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+COLOURS = ("red", "green", "blue", "gold", "grey", "pink", "black", "white")
+THINGS = ("cat", "boat", "lamp", "tree", "stone", "river", "cloud", "bell")
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder that is also the home of runs and prepared data."""
+    monkeypatch.setenv("SOJOURN_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def chats(home: Path) -> Path:
+    """400 short chats in a file."""
+    path = home / "chats.jsonl"
+    lines = [
+        {"prompt": f"What colour is the {THINGS[i % 8]} of house {i}?", "completion": f"It is {COLOURS[(i // 8) % 8]}."}
+        for i in range(400)
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def words(chats: Path) -> list[str]:
+    """The command line of a run that trains in about a second: `sojourn train` + these."""
+    return [
+        "smoke", f"data.sources={chats}", "model.d_model=64", "data.vocab_size=400", "data.max_length=64",
+        "train.global_batch=8", "train.steps=12", "log.every_steps=1", "log.tensorboard=off", "name=t",
+    ]  # fmt: skip
+
+
+def sojourn(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+    """The real command in a process of its own."""
+    command = [sys.executable, "-m", "sojourn", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, **options)  # type: ignore[call-overload]
