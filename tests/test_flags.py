@@ -100,8 +100,8 @@ GUIDES: dict[str, dict[str, Any]] = {
     # the names of the guides' TrainingArguments, LoraConfig and from_pretrained
     "--model_name Qwen/Qwen2.5-7B --load_in_4bit True --attn_implementation flash_attention_2 --device_map auto --r 16 "
     "--lora_alpha 32 --target_modules q_proj,v_proj --lora_dropout 0.05 --output_dir ./out --max_length 2048 "
-    "--per_device_train_batch_size 1 --gradient_accumulation_steps 16 --logging_steps 10 --num_train_epochs 3 --fp16 True "
-    "--data_files train.json": {
+    "--per_device_train_batch_size 1 --gradient_accumulation_steps 16 --logging_steps 10 --num_train_epochs 3 "
+    "--fp16 True --data_files train.json": {
         "model.base": "Qwen/Qwen2.5-7B",
         "method.kind": "qlora",
         "train.attention": "flash_attention_2",
@@ -193,7 +193,9 @@ def test_a_command_that_names_no_run_starts_from_small_and_says_so() -> None:
 
 
 def test_a_file_that_is_not_here_but_is_called_like_a_preset_is_that_preset() -> None:
-    assert run("--config configs/lora_20k.yaml").notes == ("configs/lora_20k.yaml is not here; using the preset lora-20k",)
+    assert run("--config configs/lora_20k.yaml").notes == (
+        "configs/lora_20k.yaml is not here; using the preset lora-20k",
+    )
     Path("configs").mkdir()
     Path("configs/lora_20k.yaml").write_text("extends: small\nname: own\n")
     assert run("--config configs/lora_20k.yaml").config.name == "own"
@@ -259,7 +261,7 @@ def test_switches_and_spellings(words: str, key: str, expected: Any) -> None:
 )
 def test_overrides_are_read_as_a_person_means_them(word: str, key: str, expected: Any) -> None:
     found = value(load_run(["small", word]).config, key)
-    assert found == expected and type(found) is not bool or found is expected
+    assert found == expected and (found is True or found is False) == (expected is True or expected is False)
 
 
 def test_later_words_win_over_earlier_ones_and_over_the_file() -> None:

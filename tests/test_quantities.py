@@ -126,9 +126,9 @@ def test_how_quantities_are_printed(value: Any, text: str) -> None:
 @pytest.mark.parametrize(
     "garbage",
     [
-        *("", " ", "-1", "+1", "abc", "1,5", "1,00", "1__0", "1.", ".5", "1e3", "5i", "5ib", "1h2d", "5 5", "nan", "inf"),
+        *("", " ", "-1", "+1", "abc", "1,5", "1,00", "1__0", "1.", ".5", "1e3", "5i", "5ib", "1h2d", "5 5", "nan"),
         *("5 bananas", "$5 CNY", "30 XYZ", "5\n5", "１２ 3", "9" * 5000, "1" * 30, "🚀", "5/h", "\0", "0x10"),
-        *(None, True, False, [], {}, (), b"5", float("nan"), float("inf"), -float("inf"), -1, -0.5, 10**400, 10**5000, 1e300),
+        *(None, True, False, [], {}, (), b"5", float("nan"), float("inf"), -float("inf"), -1, -0.5, 10**400, 10**5000),
     ],
     ids=lambda value: ascii(value)[:20] if not isinstance(value, int) or value < 9 else "huge",
 )  # fmt: skip
@@ -143,7 +143,9 @@ def test_a_duration_reads_back_as_printed(seconds: float) -> None:
     assert Duration.parse(str(value)) == value
 
 
-@given(st.integers(0, 10**18) | st.builds(lambda n, unit: n * unit, st.integers(0, 999), st.sampled_from([10**3, 2**30])))
+@given(
+    st.integers(0, 10**18) | st.builds(lambda n, unit: n * unit, st.integers(0, 999), st.sampled_from([10**3, 2**30]))
+)
 def test_a_size_and_a_count_read_back_as_printed(number: int) -> None:
     assert Size.parse(str(Size(number))) == number
     assert Count.parse(str(Count(number))) == number

@@ -20,7 +20,6 @@ from sojourn.config.yamlfile import read_word, read_yaml, write_yaml
 from sojourn.errors import UserError
 
 _DEEPEST = 20
-_MODEL = {("model", "base"), ("model", "d_model")}
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ def load_run(words: list[str]) -> Loaded:
         path = _find(typed.run, notes)
     elif not (typed.settings or typed.batch or typed.accumulation):
         raise UserError("say what to run: a preset or a YAML file, such as small (see: sojourn presets list)")
-    elif ("model", "base") in {setting.key for setting in typed.settings}:
+    elif _names_a_base(typed):
         path = None
     else:
         path = preset("small")
@@ -154,6 +153,17 @@ def _extended(path: Path, parent: Any, at: str, chain: tuple[Path, ...]) -> Path
 
 def _add_typed(layers: Layers, typed: Typed) -> None:
     layers.count += 1
+    _add_settings(layers, typed)
+    _set_batch(layers, typed)
+
+
+def _names_a_base(typed: Typed) -> bool:
+    layers = Layers()
+    _add_settings(layers, typed)
+    return layers.get(("model", "base")) is not None
+
+
+def _add_settings(layers: Layers, typed: Typed) -> None:
     for setting in typed.settings:
         value = setting.value
         if isinstance(value, str):
@@ -164,7 +174,6 @@ def _add_typed(layers: Layers, typed: Typed) -> None:
             if isinstance(value, (bool, int, float)) and takes_words_only(annotation):
                 value = setting.value
         layers.set(setting.key, value, Origin(setting.origin, "typed", layers.count))
-    _set_batch(layers, typed)
 
 
 def _set_batch(layers: Layers, typed: Typed) -> None:

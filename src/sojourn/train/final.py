@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -27,8 +28,10 @@ def write_final(model: Any, artefact: Artefact, folder: Path, precision: str) ->
     shutil.rmtree(stage, ignore_errors=True)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
     state = {name: value.detach().to("cpu", dtype) for name, value in model.state_dict().items()}
-    model.config.dtype = dtype
     model.save_pretrained(stage, state_dict=state)
+    written = json.loads((stage / "config.json").read_text(encoding="utf-8"))
+    settings = json.dumps({**written, "dtype": str(dtype).removeprefix("torch.")}, indent=2) + "\n"
+    (stage / "config.json").write_text(settings, encoding="utf-8")
     for file in artefact.tokenizer.iterdir():
         shutil.copy(file, stage / file.name)
     shutil.copy(artefact.path / "probes.json", stage / "probes.json")

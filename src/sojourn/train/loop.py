@@ -101,7 +101,7 @@ def _open(config: RunConfig, run: RunFolder) -> Session:
     if config.train.checkpointing == "full":
         model.gradient_checkpointing_enable()
     if config.train.compile == "on":
-        model.compile()
+        model.get_decoder().compile()
     torch.manual_seed(seed)
     scaler = torch.amp.GradScaler(device, enabled=config.train.precision == "fp16")
     live = Live(model, Optimizer(model, config.train, device), scaler)

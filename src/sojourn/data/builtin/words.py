@@ -31,6 +31,15 @@ NOUNS = _split(
     "village harbor station owl duck goose swan crow eagle wolf deer rabbit mouse frog snail bee spider whale seal crab "
     "lion camel goat sheep cow"
 )
+OBJECTS = _split(
+    "lamp cup book letter clock key coin map spoon plate knife kettle basket rope hammer ladder wheel mirror candle blanket "
+    "pillow shirt coat hat shoe ring drum flute bell camera radio pencil brush box bag bottle jar bucket umbrella scarf "
+    "compass kite violin lantern whistle saddle net oar shovel needle puzzle picture stamp suitcase telescope teapot stool"
+)
+QUALITIES = _split(
+    "red blue green white black brown yellow grey small large old new bright dark soft round heavy light silver golden wooden "
+    "broken hidden empty narrow wide smooth rough strong simple strange famous tiny plain painted borrowed expensive cheap"
+)
 THINGS = _split(
     "pears plums apples onions carrots spoons plates cups keys coins maps books letters pencils brushes boxes bottles jars "
     "lamps candles hats shoes rings bells nails ropes baskets stones shells leaves flowers eggs tickets stamps buttons marbles"
@@ -49,6 +58,10 @@ NOUNS_ZH = _split(
     "农夫 梨子 洋葱 勺子 盘子 水壶 篮子 绳子 锤子 梯子 车轮 镜子 蜡烛 毯子 枕头 衬衫 大衣 帽子 鞋子 戒指 铃铛 钢琴 相机 火箭 "
     "行星 星星 月亮 湖水 沙滩 山谷 山洞 风暴 夏天 冬天 早晨 夜晚 谜语 故事 诗歌 图画 铅笔 书架 箱子 瓶子 屋顶 栅栏 街道 城市 "
     "村庄 港口 车站 鸭子 天鹅 老鹰 小鹿 兔子 青蛙 蜗牛 蜜蜂 骆驼 山羊 奶牛"
+)
+OBJECTS_ZH = _split(
+    "台灯 杯子 本子 闹钟 钥匙 硬币 勺子 盘子 水壶 篮子 锤子 梯子 镜子 毯子 枕头 帽子 戒指 小鼓 笛子 铃铛 相机 收音机 铅笔 刷子 "
+    "箱子 书包 瓶子 罐子 水桶 围巾 指南针 风筝 灯笼 哨子 马鞍 船桨 铲子 凳子 望远镜 茶壶"
 )
 THINGS_ZH = _split(
     "梨 李子 苹果 洋葱 胡萝卜 勺子 盘子 杯子 钥匙 硬币 地图 书 信封 铅笔 刷子 盒子 瓶子 罐子 台灯 蜡烛 帽子 戒指 铃铛 钉子 "

@@ -1,0 +1,52 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: help setup demo test lint format bench golden clean
+
+help:
+	@echo "make demo    set up, then the whole journey: plan, prepare, train, kill, resume, ask (under 4 minutes)"
+	@echo "make test    set up, lint, type check, room law, all tests"
+	@echo "make lint    ruff, mypy, import-linter"
+	@echo "make bench   this project's own measurements, into benchmarks/results/"
+	@echo "make golden  record this machine type's golden losses (after a wanted change of the numbers)"
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' || \
+	  { echo "sojourn needs Python 3.10 to 3.13; here: $$($(PYTHON) --version). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -q && apt-get install -qy python3-venv; } || \
+	  { echo "Python's venv is missing; on Debian or Ubuntu: sudo apt-get install python3-venv"; exit 1; }
+	@echo "setting up $(VENV) (once; a few minutes)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,dev]'
+	@touch $(READY)
+
+demo: setup
+	@$(BIN)/sojourn demo
+
+lint: setup
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check --quiet src tests benchmarks
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+format: setup
+	$(BIN)/ruff check --fix src tests benchmarks
+	$(BIN)/ruff format src tests benchmarks
+
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --durations 5
+
+bench: setup
+	$(BIN)/python benchmarks/foundation.py
+
+golden: setup
+	$(BIN)/python tests/golden.py
+
+clean:
+	rm -rf $(VENV) runs prepared .pytest_cache .mypy_cache .ruff_cache

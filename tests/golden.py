@@ -1,0 +1,50 @@
+"""Records or reads the demo's first losses, by machine type. `python tests/golden.py` records this machine's."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+STEPS = 20
+FILE = Path(__file__).with_name("golden.json")
+
+
+def machine_type() -> str:
+    import torch
+
+    from sojourn.machine.hardware import cpu
+
+    return f"{platform.machine()} · {cpu().model} · torch {torch.__version__} · {torch.get_num_threads()} threads"
+
+
+def demo_losses(home: Path) -> list[float]:
+    """Starts the demo's own training and kills it once the steps are there."""
+    command = [sys.executable, "-m", "sojourn", "train", "demo", "log.every_steps=1", "log.tensorboard=off"]
+    env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    process = subprocess.Popen(command, env={**env, "SOJOURN_HOME": str(home)}, stdout=subprocess.DEVNULL)
+    from sojourn.run.folder import RunFolder
+
+    run = RunFolder(home / "runs" / "demo")
+    try:
+        while len(found := [line["loss"] for line in run.read_metrics()]) < STEPS:
+            if process.poll() is not None:
+                raise RuntimeError("the demo's training ended early")
+            time.sleep(0.1)
+    finally:
+        process.kill()
+        process.wait()
+    return found[:STEPS]
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        losses = demo_losses(Path(folder))
+    known = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
+    FILE.write_text(json.dumps({**known, machine_type(): losses}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    print(f"{machine_type()}: {losses[0]:.4f} … {losses[-1]:.4f}")

@@ -1,0 +1,43 @@
+"""The demo's first losses are golden: a change that moves them is noticed."""
+
+import json
+import os
+import subprocess
+import sys
+
+import golden
+import pytest
+
+
+def _machine_type() -> str:
+    """As the demo sees it: with all of this machine's threads."""
+    env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    code = "import golden; print(golden.machine_type())"
+    folder = golden.FILE.parent
+    return subprocess.run([sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory):
+    return golden.demo_losses(tmp_path_factory.mktemp("home"))
+
+
+def test_the_first_losses_are_identical_on_every_run(losses, tmp_path):
+    assert golden.demo_losses(tmp_path) == losses
+
+
+def test_the_first_losses_are_the_recorded_ones(losses):
+    known = json.loads(golden.FILE.read_text(encoding="utf-8"))
+    here = _machine_type()
+    if here in known:
+        assert losses == known[here]
+    for recorded in known.values():
+        assert losses == pytest.approx(recorded, rel=1e-3)
+
+
+def test_the_first_loss_is_that_of_a_model_that_knows_nothing(losses):
+    from math import log
+
+    from sojourn.config.load import load_run
+
+    assert losses[0] == pytest.approx(log(int(load_run(["demo"]).config.data.vocab_size)), rel=0.02)
