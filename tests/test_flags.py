@@ -189,7 +189,11 @@ def test_all_gpus_cannot_be_counted_and_a_note_says_so() -> None:
 
 def test_a_command_that_names_no_run_starts_from_small_and_says_so() -> None:
     loaded = run("--fp16")
-    assert loaded.config.name == "small" and loaded.notes == ("no run is named; starting from the preset small",)
+    assert (
+        loaded.config.model.d_model == 256
+        and loaded.config.name is None
+        and loaded.notes == ("no run is named; starting from the preset small",)
+    )
 
 
 def test_a_file_that_is_not_here_but_is_called_like_a_preset_is_that_preset() -> None:

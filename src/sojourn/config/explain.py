@@ -12,6 +12,7 @@ from sojourn.config.fields import Says
 from sojourn.config.quantities import Count, Duration, Money, Size
 from sojourn.config.schema import RunConfig
 from sojourn.config.suggest import KeyPath, suggest_key
+from sojourn.config.words import shown
 
 _BOUNDS = {"ge": "from", "gt": "above", "le": "up to", "lt": "below"}
 
@@ -26,12 +27,6 @@ def explain(error: ValidationError, where: Callable[..., str]) -> str:
     others = [dotted(key) for key in problems][1:]
     more = f" (also wrong: {', '.join(others[:4])}{' and more' if len(others) > 4 else ''})" if others else ""
     return f"{where(*keys)}: {dotted(keys[0])}: {message}{more}"
-
-
-def shown(value: object, most: int = 60) -> str:
-    """Text on one line, printable and short."""
-    text = " ".join("".join(c if c.isprintable() else "?" if ord(c) > 32 else " " for c in str(value)).split())
-    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def dotted(key: KeyPath) -> str:

@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from sojourn.config.explain import shown
 from sojourn.config.spellings import ACCUMULATION, BATCH, FLAGS, NEEDLESS, SWITCHES, VALUES
-from sojourn.config.suggest import KeyPath, closest, every_key
+from sojourn.config.suggest import KeyPath, every_key
+from sojourn.config.words import closest, shown
 from sojourn.errors import UserError
 
 _EXAMPLES = {

@@ -5,17 +5,18 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from sojourn.config.explain import dotted, explain, given, locate, shown, takes_words_only
+from sojourn.config.explain import dotted, explain, given, locate, takes_words_only
 from sojourn.config.fields import gpu_numbers
 from sojourn.config.flags import Typed, read_words
 from sojourn.config.layers import Layers, Origin
 from sojourn.config.preset import FOLDER, find_preset, preset, preset_words
 from sojourn.config.schema import RunConfig
-from sojourn.config.suggest import closest, every_key
+from sojourn.config.suggest import every_key
+from sojourn.config.words import closest, shown
 from sojourn.config.yamlfile import read_word, read_yaml, write_yaml
 from sojourn.errors import UserError
 
@@ -46,6 +47,7 @@ def load_run(words: list[str]) -> Loaded:
     if path is not None:
         source = path.stem if path.parent == FOLDER else shown(path, 200)
         _add_file(layers, path, ())
+    if path is not None and typed.run is not None:
         layers.values.setdefault("name", re.sub(r"[^\w.-]+", "-", path.stem).strip("-.")[:100] or "run")
     _add_typed(layers, typed)
     return Loaded(_validate(layers), source, tuple(notes))
@@ -118,19 +120,19 @@ def _what_is(path: Path) -> str:
 
 def _add_file(layers: Layers, path: Path, chain: tuple[Path, ...]) -> None:
     values, lines = read_yaml(path)
-    is_preset, name = path.parent == FOLDER, shown(path, 200)
+    name = shown(path, 200)
     if "extends" in values:
         parent = values.pop("extends")
         at = f"{name}:{lines['extends',]}: extends"
         _add_file(layers, _extended(path, parent, at, chain), (*chain, path.resolve()))
         layers.values.pop("name", None)
     layers.count += 1
-    layers.source = f"preset {path.stem}" if is_preset else name
+    kind: Literal["preset", "file"] = "preset" if path.parent == FOLDER else "file"
+    layers.source = f"preset {path.stem}" if kind == "preset" else name
     for key, value in values.items():
-        layers.set((key,), value, Origin(layers.source, "preset" if is_preset else "file", layers.count))
+        layers.set((key,), value, Origin(layers.source, kind, layers.count))
     for place, line in lines.items():
-        text = layers.source if is_preset else f"{name}:{line}"
-        layers.origins[place] = Origin(text, "preset" if is_preset else "file", layers.count)
+        layers.origins[place] = Origin(layers.source if kind == "preset" else f"{name}:{line}", kind, layers.count)
 
 
 def _extended(path: Path, parent: Any, at: str, chain: tuple[Path, ...]) -> Path:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from sojourn.config.explain import shown
-from sojourn.config.suggest import closest
+from sojourn.config.words import closest, shown
 from sojourn.errors import UserError
 
 FOLDER = Path(__file__).parent / "presets"

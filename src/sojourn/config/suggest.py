@@ -1,21 +1,16 @@
-"""“Did you mean …?”: the known word nearest to one that is not known."""
+"""The keys there are, and for one that is not among them the one that was meant."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 
 from pydantic import BaseModel
 
 from sojourn.config.schema import RunConfig
 from sojourn.config.spellings import meaning
+from sojourn.config.words import ask, nearest, plain
 
 KeyPath = tuple[str, ...]
-
-
-def closest(word: str, known: Iterable[str]) -> str:
-    """`; did you mean X?`, or nothing."""
-    return _ask(_nearest(word, known))
 
 
 def every_key(section: type[BaseModel] = RunConfig, at: KeyPath = ()) -> list[KeyPath]:
@@ -31,7 +26,7 @@ def every_key(section: type[BaseModel] = RunConfig, at: KeyPath = ()) -> list[Ke
 
 def suggest_key(path: KeyPath, siblings: Iterable[str]) -> str:
     """For a key that does not exist: the one that was meant, else those allowed in its place."""
-    word, siblings, keys = _plain(path[-1]), list(siblings), every_key()
+    word, siblings, keys = plain(path[-1]), list(siblings), every_key()
     beside = ".".join(path[:-1])
     if word == "extends":
         return "; extends stands at the top of a YAML file and names a preset or another file"
@@ -39,31 +34,17 @@ def suggest_key(path: KeyPath, siblings: Iterable[str]) -> str:
         section, _, key = path[-1].partition(".")
         return f"; write it in two lines: {section}: and, indented below, {key}: …"
     related = [name for name in siblings if name.startswith(f"{word}_") or name.endswith(f"_{word}")]
-    near = _nearest(word, siblings, 0.8) or next(iter(related), None)
+    near = nearest(word, siblings, 0.8) or next(iter(related), None)
     if near:
-        return _ask(f"{beside}.{near}" if beside else near)
+        return ask(f"{beside}.{near}" if beside else near)
     same = [".".join(key) for key in keys if key[-1] == word]
     meant = next(iter(same), None) or meaning(word)
     if meant:
-        return _ask(meant)
-    near = _nearest(word, siblings)
+        return ask(meant)
+    near = nearest(word, siblings)
     if near:
-        return _ask(f"{beside}.{near}" if beside else near)
-    far = _nearest(word, [key[-1] for key in keys], 0.8)
+        return ask(f"{beside}.{near}" if beside else near)
+    far = nearest(word, [key[-1] for key in keys], 0.8)
     if far:
-        return _ask(".".join(next(key for key in keys if key[-1] == far)))
+        return ask(".".join(next(key for key in keys if key[-1] == far)))
     return f"; allowed: {', '.join(siblings)}"
-
-
-def _ask(word: str | None) -> str:
-    return f"; did you mean {word}?" if word else ""
-
-
-def _plain(word: str) -> str:
-    return word.strip().lower().replace("-", "_")
-
-
-def _nearest(word: str, known: Iterable[str], cutoff: float = 0.65) -> str | None:
-    spelled = {_plain(name): name for name in known}
-    found = difflib.get_close_matches(_plain(word)[:100], spelled, n=1, cutoff=cutoff)
-    return spelled[found[0]] if found else None

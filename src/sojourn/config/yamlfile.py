@@ -12,8 +12,9 @@ from typing import Any
 
 import yaml
 
-from sojourn.config.explain import dotted, given, shown
+from sojourn.config.explain import dotted, given
 from sojourn.config.suggest import KeyPath
+from sojourn.config.words import shown
 from sojourn.errors import UserError
 
 _MOST_BYTES = 200_000

@@ -34,7 +34,7 @@ def split_of(family: str, key: str) -> Split:
 
 
 def verify(task: Task, reply: str) -> bool:
-    """Exact, but for surrounding space, one closing full stop, runs of space, and full-width forms of digits and signs."""
+    """Exact, but for space around it, one closing full stop, runs of space, and full-width digits and signs."""
     return _plain(reply) == _plain(task.answer)
 
 

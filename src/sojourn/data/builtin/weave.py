@@ -8,18 +8,39 @@ from sojourn.data.builtin.dice import Dice
 
 Beat = tuple[str, ...]
 Plot = tuple[Beat, ...]
-Facts = Mapping[str, object]
 
 
-def weave(dice: Dice, plot: Plot, facts: Facts, between: str = " ") -> str:
-    """An empty wording leaves its beat out; every beat begins with a capital letter."""
-    told = []
-    for beat in plot:
-        wording = dice.pick(beat)
+def options(words: str) -> Beat:
+    """Separated by `|`; line breaks count as spaces."""
+    return tuple(" ".join(option.split()) for option in words.split("|"))
+
+
+def beat(words: str) -> Beat:
+    """A wording a line; `-` says nothing, ` / ` breaks the line."""
+    wordings = (line.strip() for line in words.strip().splitlines())
+    return tuple("" if wording == "-" else wording.replace(" / ", "\n") for wording in wordings)
+
+
+def plot(words: str, **shared: Beat) -> Plot:
+    """Beats with a blank line between them; `@name` stands for a beat that several plots share."""
+    blocks = [block.strip() for block in words.strip().split("\n\n")]
+    return tuple(shared[block[1:]] if block.startswith("@") else beat(block) for block in blocks)
+
+
+def plots(words: str, **shared: Beat) -> tuple[Plot, ...]:
+    """Plots with a line `===` between them."""
+    return tuple(plot(part, **shared) for part in words.split("==="))
+
+
+def weave(dice: Dice, told: Plot, facts: Mapping[str, object], between: str = " ") -> str:
+    """Every beat begins with a capital letter."""
+    sentences = []
+    for wordings in told:
+        wording = dice.pick(wordings)
         if wording:
             sentence = wording.format_map(facts)
-            told.append(sentence[0].upper() + sentence[1:])
-    return between.join(told)
+            sentences.append(sentence[0].upper() + sentence[1:])
+    return between.join(sentences)
 
 
 def article(word: str) -> str:
@@ -27,5 +48,5 @@ def article(word: str) -> str:
     return f"an {word}" if word[0] in "aeiou" else f"a {word}"
 
 
-def listed(words: list[str], last: str = " and ") -> str:
-    return last.join((", ".join(words[:-1]), words[-1])) if len(words) > 1 else words[0]
+def listed(words: list[str]) -> str:
+    return " and ".join((", ".join(words[:-1]), words[-1])) if len(words) > 1 else words[0]

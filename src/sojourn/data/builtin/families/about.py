@@ -25,20 +25,85 @@ VERBS: dict[str, tuple[str, str]] = {
 }
 # Idea: its names in both languages, what it is in both languages.
 IDEAS: dict[str, tuple[str, str, str, str]] = {
-    "checkpoint": ("a checkpoint", "检查点", "A saved state from which training continues.", "可以从中继续训练的存档。"),
-    "gradient": ("a gradient", "梯度", "The direction in which the loss grows fastest.", "损失增长最快的方向。"),
-    "learning rate": ("the learning rate", "学习率", "The size of a training step.", "每一步更新的大小。"),
-    "loss": ("the loss", "损失", "A number that says how wrong the model is.", "表示模型错得多远的数。"),
-    "token": ("a token", "词元", "A small piece of text.", "一小段文字。"),
-    "batch": ("a batch", "批次", "The examples used in one step.", "一步训练所用的样本。"),
-    "epoch": ("an epoch", "轮次", "One pass over all the data.", "把全部数据过一遍。"),
-    "warmup": ("warmup", "预热", "The first steps, in which the learning rate rises.", "学习率逐渐升高的最初几步。"),
-    "tokenizer": ("a tokenizer", "分词器", "It cuts text into tokens.", "把文字切成词元的工具。"),
-    "overfitting": ("overfitting", "过拟合", "Learning the examples by heart, not the rule.", "记住了样本，却没有学会规律。"),
-    "adapter": ("an adapter", "适配器", "A few small weights trained beside a frozen model.", "在冻结的模型旁训练的少量权重。"),
-    "run folder": ("the run folder", "运行目录", "The folder that holds everything about a run.", "保存一次训练全部内容的目录。"),
-    "global batch": ("the global batch", "全局批次", "All examples of one step on all devices.", "所有设备一步用到的全部样本。"),
-}  # fmt: skip
+    "checkpoint": (
+        "a checkpoint",
+        "检查点",
+        "A saved state from which training continues.",
+        "可以从中继续训练的存档。",
+    ),
+    "gradient": (
+        "a gradient",
+        "梯度",
+        "The direction in which the loss grows fastest.",
+        "损失增长最快的方向。",
+    ),
+    "learning rate": (
+        "the learning rate",
+        "学习率",
+        "The size of a training step.",
+        "每一步更新的大小。",
+    ),
+    "loss": (
+        "the loss",
+        "损失",
+        "A number that says how wrong the model is.",
+        "表示模型错得多远的数。",
+    ),
+    "token": (
+        "a token",
+        "词元",
+        "A small piece of text.",
+        "一小段文字。",
+    ),
+    "batch": (
+        "a batch",
+        "批次",
+        "The examples used in one step.",
+        "一步训练所用的样本。",
+    ),
+    "epoch": (
+        "an epoch",
+        "轮次",
+        "One pass over all the data.",
+        "把全部数据过一遍。",
+    ),
+    "warmup": (
+        "warmup",
+        "预热",
+        "The first steps, in which the learning rate rises.",
+        "学习率逐渐升高的最初几步。",
+    ),
+    "tokenizer": (
+        "a tokenizer",
+        "分词器",
+        "It cuts text into tokens.",
+        "把文字切成词元的工具。",
+    ),
+    "overfitting": (
+        "overfitting",
+        "过拟合",
+        "Learning the examples by heart, not the rule.",
+        "记住了样本，却没有学会规律。",
+    ),
+    "adapter": (
+        "an adapter",
+        "适配器",
+        "A few small weights trained beside a frozen model.",
+        "在冻结的模型旁训练的少量权重。",
+    ),
+    "run folder": (
+        "the run folder",
+        "运行目录",
+        "The folder that holds everything about a run.",
+        "保存一次训练全部内容的目录。",
+    ),
+    "global batch": (
+        "the global batch",
+        "全局批次",
+        "All examples of one step on all devices.",
+        "所有设备一步用到的全部样本。",
+    ),
+}
 
 _ASK_VERB = {
     "en": (

@@ -14,11 +14,19 @@ _LAST_DATE = {
     "zh": ("{}的前一天是？", "{}的前一天是几月几日？", "今天是{}，昨天是几月几日？"),
 }
 _WEEKDAY_AFTER = {
-    "en": ("{n} days after {day}?", "Today is {day}. Which day is it in {n} days?", "Which day comes {n} days after {day}?"),
+    "en": (
+        "{n} days after {day}?",
+        "Today is {day}. Which day is it in {n} days?",
+        "Which day comes {n} days after {day}?",
+    ),
     "zh": ("{day}之后{n}天是？", "今天是{day}，{n}天后是星期几？", "从{day}往后数{n}天，是星期几？"),
 }
 _WEEKDAY_BEFORE = {
-    "en": ("{n} days before {day}?", "Today is {day}. Which day was it {n} days ago?", "Which day is {n} days before {day}?"),
+    "en": (
+        "{n} days before {day}?",
+        "Today is {day}. Which day was it {n} days ago?",
+        "Which day is {n} days before {day}?",
+    ),
     "zh": ("{day}之前{n}天是？", "今天是{day}，{n}天前是星期几？", "从{day}往前数{n}天，是星期几？"),
 }
 _MONTH_AFTER = {

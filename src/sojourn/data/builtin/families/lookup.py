@@ -7,7 +7,11 @@ from sojourn.data.builtin.words import NAMES, NAMES_ZH, THINGS, THINGS_ZH, Langu
 
 _FACT = {"en": "{name} has {n} {thing}. ", "zh": "{name}有{n}个{thing}。"}
 _ASK = {
-    "en": ("How many {thing} does {name} have?", "How many {thing} has {name}?", "Tell me how many {thing} {name} has."),
+    "en": (
+        "How many {thing} does {name} have?",
+        "How many {thing} has {name}?",
+        "Tell me how many {thing} {name} has.",
+    ),
     "zh": ("{name}有几个{thing}？", "请问{name}有多少个{thing}？", "{name}的{thing}有几个？"),
 }
 

@@ -1,0 +1,71 @@
+"""The command line as a whole: verbs, exit codes, and what it does not import."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import sojourn
+
+VERBS = ("demo", "doctor", "plan", "prepare", "train", "eval", "generate", "chat", "presets", "config")
+
+
+def test_help_names_every_verb():
+    said = sojourn("--help")
+    assert said.returncode == 0
+    assert all(f" {verb} " in said.stdout for verb in VERBS)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_explains_itself(verb):
+    said = sojourn(verb, "--help")
+    assert said.returncode == 0 and "Usage" in said.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["--version"], ["presets", "list"], ["config", "check", "small"], ["plan", "medium"], ["train", "--help"]],
+    ids=" ".join,
+)
+def test_the_laptop_side_imports_no_heavy_library(arguments, home):
+    code = (
+        "import sys\n"
+        f"sys.argv = ['sojourn', *{arguments!r}]\n"
+        "from sojourn.cli.main import main\n"
+        "try:\n    main()\n"
+        "except SystemExit as end:\n    assert not end.code, end.code\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'tokenizers', 'datasets', 'asyncssh', 'httpx'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_a_users_mistake_is_one_line_and_exit_2(home):
+    said = sojourn("train", "smal")
+    assert said.returncode == 2 and said.stdout == ""
+    assert said.stderr.splitlines() == [
+        "sojourn: “smal” is neither a preset nor a file; did you mean small? (see: sojourn presets list)"
+    ]
+
+
+@pytest.mark.parametrize("verb", ["generate", "chat", "eval"])
+def test_asking_a_run_that_is_not_there_says_what_to_do(home, verb):
+    said = sojourn(verb, "nobody", *(["--prompt", "x"] if verb == "generate" else []))
+    assert said.returncode == 2 and len(said.stderr.splitlines()) == 1 and "train one first" in said.stderr
+
+
+def test_plan_shows_memory_time_and_money_and_finds_a_gpu_by_any_spelling(home):
+    said = sojourn("plan", "medium", "--gpu", "rtx4090", "--json")
+    assert said.returncode == 0, said.stderr
+    plan = json.loads(said.stdout)
+    assert plan["parameters"] == 23_468_544
+    assert {offer["gpu"]["name"] for offer in plan["offers"]} == {"RTX 4090"}
+    assert all(offer["cost"] > 0 and offer["micro_batch"] == 16 for offer in plan["offers"])
+    text = sojourn("plan", "medium").stdout
+    assert "cheapest that fits" in text and "¥" in text
+
+
+def test_plan_says_no_where_a_model_does_not_fit(home):
+    offers = json.loads(sojourn("plan", "xxl", "model.num_layers=200", "--gpu", "T4", "--json").stdout)["offers"]
+    assert offers[0]["micro_batch"] is None
