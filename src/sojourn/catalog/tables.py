@@ -1,7 +1,6 @@
 """Reads the catalogue's TOML tables, lays the user's own file over them, and turns rows into dataclasses."""
 
 import dataclasses
-import difflib
 import importlib
 import sys
 import types
@@ -12,6 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
+from sojourn.config.words import closest
 from sojourn.errors import UserError
 
 # tomllib came with 3.11; before that it is the tomli package, which has the same functions.
@@ -47,7 +47,7 @@ def _own(path: Path) -> Table:
         raise UserError(f"{path}: not valid TOML: {error}") from error
     for kind, table in content.items():
         if kind not in KINDS:
-            raise UserError(f"{path}: unknown table [{kind}]{did_you_mean(kind, KINDS)}")
+            raise UserError(f"{path}: unknown table [{kind}]{closest(kind, KINDS)}")
         if not isinstance(table, dict):
             raise UserError(f"{path}: {kind} must be a table, like [{kind}.NAME]")
     return content
@@ -103,7 +103,7 @@ def to_row(cls: type[Row], row: Table, where: str, kind: str) -> Row:
     values: Table = {}
     for key, value in row.items():
         if key not in fields:
-            raise UserError(f"{where}: unknown key `{key}`{did_you_mean(key, fields)}")
+            raise UserError(f"{where}: unknown key `{key}`{closest(key, fields)}")
         values[key] = _typed(value, hints[key], f"{where}: `{key}`")
     for name, field in fields.items():
         if name not in values and field.default is dataclasses.MISSING:
@@ -141,8 +141,3 @@ _SPOKEN: dict[Any, str] = {
     tuple[str, ...]: 'a list of texts, like ["/data"]',
     tuple[int, int]: 'a version in quotes, like "8.9"',
 }
-
-
-def did_you_mean(word: str, known: typing.Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean `{close[0]}`?" if close else ""

@@ -50,7 +50,7 @@ def _root(
 def main() -> None:
     """The console script. Exit codes: 0 done, 1 failed, 2 the input is wrong, 3 stopped and resumable."""
     try:
-        app()
+        code = app(prog_name="sojourn", standalone_mode=False)
     except UserError as error:
         print(f"sojourn: {error}", file=sys.stderr)
         sys.exit(error.code)
@@ -60,6 +60,15 @@ def main() -> None:
     except BrokenPipeError:  # the reader (`| head`) went away
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # ours: keep the traceback
+            raise
+        context = getattr(error, "ctx", None)
+        verb = context.command_path if context else "sojourn"
+        told = error.format_message()
+        print(told if "\n" in told else f"sojourn: {told} (see: {verb} --help)", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(code if isinstance(code, int) else 0)
 
 
 app.command()(demo)

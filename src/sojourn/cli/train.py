@@ -16,11 +16,14 @@ def train(
     --d_model 512 --num_layers 6 --batch_size 16 --num_epochs 10 --max_seq_len 512 --train_file my.jsonl --gpus 0 …
     """
     from sojourn.config.load import load_run
-    from sojourn.run.home import run_folder
+    from sojourn.run.home import home_warning, run_folder
 
     loaded = load_run(words)
     for note in loaded.notes:
         print(f"note: {note}")
+    warning = home_warning() if loaded.config.save.folder is None else None
+    if warning:
+        print(f"warning: {warning}")
     name = loaded.config.name or "run"
     run = run_folder(name, loaded.config.save.folder)
     from sojourn.train.loop import train as train_run

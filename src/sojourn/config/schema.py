@@ -34,6 +34,11 @@ Precision = Literal["bf16", "fp16", "fp32"]
 MethodKind = Literal["pretrain", "full", "lora", "qlora"]
 
 
+def usual_head_size(width: int) -> int:
+    """What `num_heads: auto` divides by: sizes that every inference engine takes."""
+    return 64 if width < 2048 else 128
+
+
 class ModelConfig(Section):
     """Either `base`, an existing model, or the size of a new one."""
 
@@ -65,7 +70,7 @@ class ModelConfig(Section):
     def _divides(self, width: int) -> None:
         heads, kv = self.num_heads, self.num_kv_heads
         if heads == "auto":
-            size = 64 if width < 2048 else 128
+            size = usual_head_size(width)
             if width % 2 or (width > 64 and width % size):
                 near = [str(w) for w in (width // size * size, width // size * size + size) if w]
                 message = f"{width} is not a multiple of {size}, the size of a head; use {' or '.join(near)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sojourn.config.schema import ModelConfig
+from sojourn.config.schema import ModelConfig, usual_head_size
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def scratch_shape(model: ModelConfig, vocab_size: int) -> Shape:
     if model.d_model is None or model.num_layers is None:
         raise ValueError("a model without sizes has no shape")
     d = model.d_model
-    heads = max(1, d // (64 if d < 2048 else 128)) if model.num_heads == "auto" else model.num_heads
+    heads = max(1, d // usual_head_size(d)) if model.num_heads == "auto" else model.num_heads
     kv_heads = heads if model.num_kv_heads == "auto" else model.num_kv_heads
     ffn = -(-8 * d // 3 // 64) * 64 if model.ffn_size == "auto" else model.ffn_size
     tied = d <= 1024 if model.tie_embeddings == "auto" else model.tie_embeddings

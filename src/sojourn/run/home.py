@@ -18,6 +18,16 @@ def home() -> Path:
     return persistent_home() or Path()
 
 
+def home_warning() -> str | None:
+    """What to tell the user before a run whose folder would not survive here."""
+    if os.environ.get("SOJOURN_HOME"):
+        return None
+    from sojourn.machine.platform import detect, find_home
+
+    found = find_home(detect())
+    return f"{found.warning}; {found.mend}" if found.warning else None
+
+
 def prepared_folder() -> Path:
     return home() / "prepared"
 
