@@ -26,7 +26,9 @@ def timed_command(*arguments: str, repeat: int = 7) -> float:
     times = []
     for _ in range(repeat):
         start = time.perf_counter()
-        subprocess.run([str(Path(sys.executable).with_name("sojourn")), *arguments], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [str(Path(sys.executable).with_name("sojourn")), *arguments], check=True, stdout=subprocess.DEVNULL
+        )
         times.append(time.perf_counter() - start)
     return round(statistics.median(times), 3)
 
@@ -97,7 +99,9 @@ def demo(*flags: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         env = {**os.environ, "SOJOURN_HOME": folder}
         command = [sys.executable, "-m", "sojourn", "demo", "--json", *flags]
-        said = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env)
+        said = subprocess.run(
+            command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env
+        )
     return dict(json.loads(said.stdout))
 
 
@@ -120,7 +124,14 @@ def main() -> None:
     facts = {key: value for key, value in describe("cpu").items() if key not in ("command", "device")}
     machine = cpu()
     date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    result = {"command": "make bench", "date": date, "cpu": machine.model, "cores": machine.usable, **facts, "rows": rows}
+    result = {
+        "command": "make bench",
+        "date": date,
+        "cpu": machine.model,
+        "cores": machine.usable,
+        **facts,
+        "rows": rows,
+    }
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"foundation-{machine.model.replace(' ', '_')}-{platform.machine()}-{date}.json"
     path.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

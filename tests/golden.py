@@ -46,5 +46,7 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         losses = demo_losses(Path(folder))
     known = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
-    FILE.write_text(json.dumps({**known, machine_type(): losses}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    FILE.write_text(
+        json.dumps({**known, machine_type(): losses}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
     print(f"{machine_type()}: {losses[0]:.4f} … {losses[-1]:.4f}")

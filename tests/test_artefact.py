@@ -47,7 +47,8 @@ def test_every_document_is_in_the_rows_of_one_split(data, home, chats):
                 found.add(tokenizer.decode(part.tolist(), skip_special_tokens=False))
     asked = [json.loads(line) for line in chats.read_text().splitlines()]
     assert found == {
-        f"<|im_start|>user\n{a['prompt']}<|im_end|>\n<|im_start|>assistant\n{a['completion']}<|im_end|>\n" for a in asked
+        f"<|im_start|>user\n{a['prompt']}<|im_end|>\n<|im_start|>assistant\n{a['completion']}<|im_end|>\n"
+        for a in asked
     }
     report = artefact.report
     assert report["train"]["documents"] + report["eval"]["documents"] == 400
@@ -95,7 +96,7 @@ def test_an_interrupted_preparation_leaves_nothing(data, home, monkeypatch):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"prompt": "a", "completion": "b"}\n{"text": "c"}', r"bad.jsonl:2: format text, but .*bad.jsonl:1 is prompt/completion"),
+        ('{"prompt": "a", "completion": "b"}\n{"text": "c"}', r"bad.jsonl:2: format text, but .*:1 is prompt/completion"),
         ('{"prompt": "a", "completion": "b"}\n{oops', r"bad.jsonl:2: not valid JSON"),
         ('{"colour": 3}', r"bad.jsonl:1: not a format that is known here \(found colour\)"),
         ('{"prompt": "a", "completion": 3}', r"bad.jsonl:1: completion: expected text, found int"),

@@ -10,7 +10,12 @@ from sojourn.data.encode import encode
 from sojourn.data.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 from sojourn.errors import UserError
 
-_TEXTS = ["The cat sat on 12 mats.", "你好，世界！今天是 2026 年。", "  two  spaces\n\nand lines\t", "émigré naïve — 🙂"]
+_TEXTS = [
+    "The cat sat on 12 mats.",
+    "你好，世界！今天是 2026 年。",
+    "  two  spaces\n\nand lines\t",
+    "émigré naïve — 🙂",
+]
 
 contents = st.text(st.characters(exclude_categories=["Cs"]), max_size=40).filter(
     lambda text: not any(token in text for token in SPECIAL_TOKENS)

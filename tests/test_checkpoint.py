@@ -15,14 +15,18 @@ FILES = ("model.safetensors", "optimizer.safetensors", "random.safetensors", "st
 
 def _checkpoint(step: int) -> Checkpoint:
     tensors = {"a": torch.full((4, 4), float(step)), "b": torch.arange(step)}
-    return Checkpoint(tensors, {"a/exp_avg": torch.ones(4)}, {"cpu": torch.get_rng_state()}, {"step": step, "tokens": 7})
+    return Checkpoint(
+        tensors, {"a/exp_avg": torch.ones(4)}, {"cpu": torch.get_rng_state()}, {"step": step, "tokens": 7}
+    )
 
 
 def test_what_is_saved_is_what_is_loaded(tmp_path):
     save(tmp_path, _checkpoint(5), keep=2)
     found, path = load(tmp_path)
     assert path.name == "step-00000005" and found.step == 5 and found.state["tokens"] == 7
-    assert torch.equal(found.model["a"], torch.full((4, 4), 5.0)) and torch.equal(found.random["cpu"], torch.get_rng_state())
+    assert torch.equal(found.model["a"], torch.full((4, 4), 5.0)) and torch.equal(
+        found.random["cpu"], torch.get_rng_state()
+    )
     assert (tmp_path / "latest").read_text() == "step-00000005\n"
 
 
@@ -91,14 +95,19 @@ def _fail_on(patch, call: str, number: int):
 
     from pathlib import Path
 
-    owner, name = {"fsync": (os, "fsync"), "rename": (Path, "rename"), "mkdir": (Path, "mkdir"), "open": (Path, "open")}[call]
+    owner, name = {
+        "fsync": (os, "fsync"),
+        "rename": (Path, "rename"),
+        "mkdir": (Path, "mkdir"),
+        "open": (Path, "open"),
+    }[call]
     patch.setattr(owner, name, wrap(getattr(owner, name)))
     return lambda: seen
 
 
 def test_a_disk_without_room_is_noticed_before_writing(tmp_path, monkeypatch):
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 99, 1))
-    with pytest.raises(RunFailed, match="make room or set save.folder"):
+    with pytest.raises(RunFailed, match=r"make room or set save\.folder"):
         save(tmp_path, _checkpoint(1), keep=1)
     assert list(tmp_path.glob("step-*")) == []
 

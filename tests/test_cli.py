@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+
 from conftest import sojourn
 
 VERBS = ("demo", "doctor", "plan", "prepare", "train", "eval", "generate", "chat", "presets", "config")
@@ -24,7 +25,14 @@ def test_every_verb_explains_itself(verb):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["--version"], ["presets", "list"], ["config", "check", "small"], ["plan", "medium"], ["train", "--help"]],
+    [
+        ["--help"],
+        ["--version"],
+        ["presets", "list"],
+        ["config", "check", "small"],
+        ["plan", "medium"],
+        ["train", "--help"],
+    ],
     ids=" ".join,
 )
 def test_the_laptop_side_imports_no_heavy_library(arguments, home):

@@ -5,8 +5,9 @@ import os
 import subprocess
 import sys
 
-import golden
 import pytest
+
+import golden
 
 
 def _machine_type() -> str:
@@ -14,7 +15,9 @@ def _machine_type() -> str:
     env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
     code = "import golden; print(golden.machine_type())"
     folder = golden.FILE.parent
-    return subprocess.run([sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 @pytest.fixture(scope="module")

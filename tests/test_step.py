@@ -1,5 +1,7 @@
 """A step's loss: packing and splitting change nothing but rounding, and documents do not see each other."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -88,7 +90,7 @@ def test_the_learning_rate_warms_up_and_comes_down(setting, schedule):
     rates = [learning_rate(step, 100, train) for step in range(100)]
     assert rates[0] == pytest.approx(1e-4) and max(rates) == pytest.approx(1e-3) and rates[9] == pytest.approx(1e-3)
     assert rates[-1] == pytest.approx(1e-3 if schedule == "constant" else 1e-4, rel=0.01)
-    assert all(a >= b for a, b in zip(rates[9:], rates[10:], strict=False))
+    assert all(a >= b for a, b in pairwise(rates[9:]))
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -118,6 +120,8 @@ def test_optimizer_state_survives_a_round_trip(setting, name):
 def test_weight_decay_leaves_norms_and_embeddings_alone(setting):
     config, _, model = setting
     optimizer = Optimizer(model, config.train, "cpu")
-    decay = {id(p): group["weight_decay"] for part in optimizer.parts for group in part.param_groups for p in group["params"]}
+    decay = {
+        id(p): group["weight_decay"] for part in optimizer.parts for group in part.param_groups for p in group["params"]
+    }
     for name, parameter in model.named_parameters():
         assert decay[id(parameter)] == (0.0 if "norm" in name or "embed" in name else config.train.weight_decay)

@@ -9,8 +9,8 @@ import sys
 import time
 
 import pytest
-from conftest import sojourn
 
+from conftest import sojourn
 from sojourn.config.load import load_run
 from sojourn.errors import Stopped, UserError
 from sojourn.run.folder import RunFolder
@@ -37,7 +37,13 @@ def test_the_run_folder_holds_what_is_promised(words):
     run = _train([*words, "log.tensorboard=on"])
     for name in ("run.yaml", "environment.json", "status.json", "metrics.jsonl", "events.jsonl", "checkpoints/latest"):
         assert (run.path / name).is_file(), name
-    for name in ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+    for name in (
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ):
         assert (run.final / name).is_file(), name
     assert list(run.logs.glob("events.out.tfevents.*"))
     status = run.status()
@@ -77,7 +83,9 @@ def test_a_run_killed_between_checkpoints_ends_with_the_weights_of_an_undisturbe
 
 def test_ctrl_c_saves_says_how_to_go_on_and_the_same_command_continues(words):
     long = [*words, "train.steps=5000", "name=c"]
-    process = subprocess.Popen([sys.executable, "-m", "sojourn", "train", *long], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "sojourn", "train", *long], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
     run = run_folder("c")
     while not run.read_metrics():
         assert process.poll() is None
@@ -96,11 +104,11 @@ def test_ctrl_c_saves_says_how_to_go_on_and_the_same_command_continues(words):
 
 def test_a_budget_stops_the_run_and_counts_earlier_sessions(words):
     paid = [*words, "train.steps=100000", "limits.price_per_hour=3600 CNY", "limits.budget=0.3 CNY"]
-    with pytest.raises(Stopped, match="the budget of ¥0.3"):
+    with pytest.raises(Stopped, match=r"the budget of ¥0\.3"):
         _train(paid)
     run = run_folder("t")
     first = run.status().step
-    with pytest.raises(Stopped, match="the budget of ¥0.3"):
+    with pytest.raises(Stopped, match=r"the budget of ¥0\.3"):
         _train(paid)
     assert run.status().step == first + 1
 

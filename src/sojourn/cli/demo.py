@@ -13,8 +13,9 @@ def demo(
     from rich.console import Console
 
     from sojourn.demo.journey import run_demo
+    from sojourn.demo.screen import Screen
 
-    outcome = run_demo(fast, Console(highlight=False, stderr=json))
+    outcome = run_demo(fast, Screen(Console(highlight=False, stderr=json)))
     if json:
         from dataclasses import asdict
         from json import dumps

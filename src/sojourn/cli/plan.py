@@ -42,9 +42,8 @@ def plan(
         fits, speed = str(offer.micro_batch or "no"), f"{offer.tokens_per_second:,.0f}"
         cost = "" if offer.cost is None else f"{sign}{offer.cost:,.2f}"
         where = f"{offer.platform or ''} {f'({offer.seen})' if offer.seen else ''}".strip()
-        print(
-            f"{offer.gpu.name:<15}{offer.gpu.memory_gib:>5.0f} GiB{fits:>14}{speed:>12}{_time(offer.hours):>7}{cost:>10}  {where}"
-        )
+        memory, time = f"{offer.gpu.memory_gib:.0f} GiB", _time(offer.hours)
+        print(f"{offer.gpu.name:<15}{memory:>9}{fits:>14}{speed:>12}{time:>7}{cost:>10}  {where}")
     print(f"\nrough: time assumes {ASSUMED_SHARE:.0%} of each card's peak, without start-up and downloads; prices move")
     if found.best:
         best = found.best

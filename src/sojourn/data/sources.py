@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sojourn.config.schema import Source
+from sojourn.config.words import closest
 from sojourn.data import builtin
 from sojourn.data.document import Document, Message
 from sojourn.data.formats import recognise, to_document
@@ -127,16 +128,25 @@ def _json_values(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _read_builtin(source: Source) -> Iterator[Document]:
-    if source.path == "builtin:text":
-        size = int(source.size or _DEFAULT_TEXT_BYTES)
-        for number, text in enumerate(builtin.text(size), 1):
-            yield Document(f"builtin:text:{number}", text=text.text)
-    elif source.path == "builtin:instructions":
-        for number, task in enumerate(builtin.instructions(source.take or _DEFAULT_TASKS), 1):
-            messages = (Message("user", task.prompt), Message("assistant", task.answer))
-            yield Document(f"builtin:instructions:{number}", messages=messages)
-    else:
+    """`builtin:text`, `builtin:instructions`, or one language or family of them: `builtin:instructions/compare`."""
+    kind, _, part = source.path.removeprefix("builtin:").partition("/")
+    parts = {"text": builtin.LANGUAGES, "instructions": tuple(builtin.FAMILIES)}.get(kind)
+    if parts is None:
         raise UserError(f"data.sources: {source.path}: no such built-in data; there are {' and '.join(_BUILTINS)}")
+    if part and part not in parts:
+        hint = closest(part, parts)
+        raise UserError(f"data.sources: {source.path}: no “{part}”{hint} (there are: {', '.join(parts)})")
+    chosen = [one for one in parts if part in ("", one)]
+    if kind == "text":
+        size = int(source.size or _DEFAULT_TEXT_BYTES)
+        for number, text in enumerate(
+            builtin.text(size, languages=[one for one in builtin.LANGUAGES if one in chosen]), 1
+        ):
+            yield Document(f"{source.path}:{number}", text=text.text)
+    else:
+        for number, task in enumerate(builtin.instructions(source.take or _DEFAULT_TASKS, families=chosen), 1):
+            messages = (Message("user", task.prompt), Message("assistant", task.answer))
+            yield Document(f"{source.path}:{number}", messages=messages)
 
 
 def fingerprint(source: Source) -> str:

@@ -7,13 +7,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 
+from sojourn.demo.screen import Show
 from sojourn.errors import RunFailed
 from sojourn.run.files import read_json_lines
 from sojourn.run.folder import RunFolder
-
-Show = Callable[[int, int, str], None]
 
 
 class Child:

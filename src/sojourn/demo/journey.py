@@ -15,14 +15,14 @@ from sojourn.run.folder import RunFolder
 from sojourn.run.home import home, prepared_folder, run_folder
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from sojourn.data.artefact import Artefact
+    from sojourn.demo.screen import Screen
     from sojourn.infer.evaluate import Answered
     from sojourn.infer.load import Model
 
-SIMPLEST = "echo"
+SIMPLEST = "echo_number"  # the simplest family that still asks the model to read its prompt
 QUESTIONS = 100
+FAST = ("train.steps=120", "save.every_steps=20")
 
 
 @dataclass(frozen=True)
@@ -37,33 +37,34 @@ class Outcome:
     seconds: float
 
 
-def run_demo(fast: bool, console: Console) -> Outcome:
+def run_demo(fast: bool, screen: Screen) -> Outcome:
     began = time.monotonic()
-    words = ["demo", *(["train.steps=100", "save.every_steps=20"] if fast else [])]
+    words = ["demo", *(FAST if fast else ())]
     config = load_run(words).config
     run = run_folder("demo")
     _make_room(run)
 
-    console.print("[bold]1 doctor[/bold]   what is this machine?")
-    _doctor(console)
-    console.print("[bold]2 plan[/bold]     what will it take?")
-    _plan(config, console)
-    console.print("[bold]3 prepare[/bold]  our own questions and answers → tokens")
-    artefact = _prepare(config, console)
+    screen.stage("1 doctor", "what is this machine?")
+    _doctor(screen)
+    screen.stage("2 plan", "what will it take?")
+    _plan(config, screen)
+    screen.stage("3 prepare", "built-in questions and answers become tokens")
+    artefact = _prepare(config, screen)
     before = _exact(_untrained(config, artefact))
-    console.print(
-        f"           before training: {before:.0%} of {QUESTIONS} held-out questions ({SIMPLEST}) answered exactly"
-    )
-    console.print("[bold]4 train[/bold]    and, half-way, a real SIGKILL of the training process")
-    killed_at, continued_from, steps = _train(words, run, console)
-    console.print("[bold]5 ask[/bold]      questions that were in no training row")
-    after = _ask(run, console)
+    screen.say(f"before training: {before:.0%} of {QUESTIONS} held-out questions ({SIMPLEST}) answered exactly")
+    screen.stage("4 train", "and, half-way, a real SIGKILL of the training process")
+    killed_at, continued_from, steps = _train(words, run, screen)
+    screen.stage("5 ask", "questions that are in no training row")
+    after = _ask(run, screen)
     outcome = Outcome(before, after, killed_at, continued_from, steps, time.monotonic() - began)
-    console.print(
-        f"[bold]held-out exact match, {SIMPLEST}: {outcome.before:.0%} before → [green]{outcome.after:.0%}[/green] after[/bold] "
-        f"({QUESTIONS} questions; {outcome.seconds:.0f} s in all)"
+    screen.result(f"held-out exact match, {SIMPLEST}: {before:.0%} before, {after:.0%} after training",
+                  f"{QUESTIONS} questions; the whole journey took {outcome.seconds:.0f} s")  # fmt: skip
+    screen.commands(
+        ("sojourn chat demo", "talk to what you just trained"),
+        ("sojourn train small --train_file FILE", "train on your own .txt, .md, .json or .jsonl"),
+        ("sojourn plan medium", "what a bigger model takes and costs on a rented GPU"),
+        ("sojourn presets list", "where else to start from"),
     )
-    _next(run, console)
     return outcome
 
 
@@ -77,44 +78,40 @@ def _make_room(run: RunFolder) -> None:
     shutil.rmtree(run.path)
 
 
-def _doctor(console: Console) -> None:
+def _doctor(screen: Screen) -> None:
     from sojourn.machine.doctor import examine
 
     findings = examine(home())
     for finding in findings:
-        if finding.name in ("platform", "cpu", "gpu", "precision") or finding.level == "fail":
-            mark = {"ok": "green", "warn": "yellow", "fail": "red"}[finding.level]
-            console.print(
-                f"           [{mark}]{finding.level:<4}[/{mark}] {finding.name}: {finding.says}",
-                overflow="ellipsis",
-                no_wrap=True,
-            )
+        if (
+            finding.name in ("platform", "cpu", "precision")
+            or finding.name.startswith("gpu")
+            or finding.level == "fail"
+        ):
+            screen.finding(finding.level, f"{finding.name}: {finding.says}")
     good = sum(finding.level == "ok" for finding in findings)
-    console.print(f"           {good} of {len(findings)} checks ok (all of them: sojourn doctor)")
-    failed = [finding for finding in findings if finding.level == "fail"]
-    if any(finding.name in ("torch", "libraries", "disk") for finding in failed):
-        raise UserError(f"{failed[0].name}: {failed[0].says}" + (f"; {failed[0].mend}" if failed[0].mend else ""))
+    screen.say(f"{good} of {len(findings)} checks ok (all of them: sojourn doctor)")
+    for finding in findings:
+        if finding.level == "fail" and finding.name in ("torch", "libraries", "disk"):
+            raise UserError(f"{finding.name}: {finding.says}" + (f"; {finding.mend}" if finding.mend else ""))
 
 
-def _plan(config: RunConfig, console: Console) -> None:
+def _plan(config: RunConfig, screen: Screen) -> None:
     from sojourn.plan.estimate import make_plan
 
     plan = make_plan(config)
-    console.print(
-        f"           {plan.shape.parameters / 1e6:.1f}M parameters, {plan.steps} steps, at most {plan.tokens / 1e6:.1f}M tokens; "
-        f"{plan.memory.total / 2**20:.0f} MiB of memory, {plan.checkpoint_bytes / 2**20:.0f} MiB a checkpoint"
-    )
+    size, tokens, mib = plan.shape.parameters / 1e6, plan.tokens / 1e6, 2**20
+    screen.say(f"a new model of {size:.2f}M parameters, {plan.steps} steps, up to {tokens:.2f}M tokens")
+    screen.say(f"about {plan.memory.total / mib:.0f} MiB of memory; {plan.checkpoint_bytes / mib:.0f} MiB a checkpoint")
 
 
-def _prepare(config: RunConfig, console: Console) -> Artefact:
+def _prepare(config: RunConfig, screen: Screen) -> Artefact:
     from sojourn.data.prepare import prepare
 
     artefact = prepare(config.data, prepared_folder())
     facts = artefact.report["train"]
-    console.print(
-        f"           {facts['documents']:,} documents, {facts['tokens']:,} tokens, {facts['rows']:,} rows, {facts['fill']:.1%} full; "
-        f"a tokenizer of {artefact.vocab_size:,} tokens"
-    )
+    screen.say(f"{facts['documents']:,} documents, {facts['tokens']:,} tokens of {artefact.vocab_size:,} kinds, "
+               f"in {facts['rows']:,} rows ({facts['fill']:.1%} full)")  # fmt: skip
     return artefact
 
 
@@ -126,10 +123,8 @@ def _untrained(config: RunConfig, artefact: Artefact) -> Model:
     from sojourn.model.scratch import build_model
     from sojourn.train.final import stop_ids
 
-    stops = stop_ids(artefact)
-    network = build_model(
-        config.model, artefact.vocab_size, artefact.max_length, artefact.pad_id, stops, config.train.seed
-    )
+    length, pad, stops = artefact.max_length, artefact.pad_id, stop_ids(artefact)
+    network = build_model(config.model, artefact.vocab_size, length, pad, stops, config.train.seed)
     return Model(artefact.path, network.eval(), AutoTokenizer.from_pretrained(artefact.tokenizer), "cpu")
 
 
@@ -139,55 +134,31 @@ def _exact(model: Model) -> float:
     return accuracy(ask_held_out(model, QUESTIONS, (SIMPLEST,))[SIMPLEST])
 
 
-def _train(words: list[str], run: RunFolder, console: Console) -> tuple[int, int, int]:
+def _train(words: list[str], run: RunFolder, screen: Screen) -> tuple[int, int, int]:
     """Trains in a child process, kills it half-way, runs the same command again. Returns where each happened."""
-    from sojourn.demo.progress import bar
-
-    with bar(console) as show:
-        child = Child(words, run)
-        killed_at = child.kill_half_way(show)
+    with screen.progress() as show:
+        killed_at = Child(words, run).kill_half_way(show)
         child = Child(words, run)
         steps = child.wait(show)
     continued_from = child.continued_from()
-    console.print(
-        f"           killed at step {killed_at}; the same command continued from the checkpoint of step {continued_from}, "
-        f"and finished {steps}"
-    )
+    screen.say(f"killed at step {killed_at}; the same command continued from the checkpoint of step {continued_from} "
+               f"and finished all {steps}")  # fmt: skip
     return killed_at, continued_from, steps
 
 
-def _ask(run: RunFolder, console: Console) -> float:
+def _ask(run: RunFolder, screen: Screen) -> float:
     from sojourn.infer.evaluate import accuracy, ask_held_out
     from sojourn.infer.load import open_model
 
     model = open_model(str(run.final))
-    answers = ask_held_out(model, QUESTIONS, (SIMPLEST,))
+    simplest = ask_held_out(model, QUESTIONS, (SIMPLEST,))[SIMPLEST]
     others = ask_held_out(model, 25)
-    for one in _five(answers[SIMPLEST], others):
-        mark = "[green]✓[/green]" if one.right else "[red]✗[/red]"
-        said = one.reply.strip().replace("\n", " ") or "(nothing)"
-        console.print(
-            f"           {mark} {one.task.prompt}  →  [cyan]{said}[/cyan]"
-            + ("" if one.right else f"  (right: {one.task.answer})")
-        )
-    console.print(
-        "           by family: " + ", ".join(f"{family} {accuracy(found):.0%}" for family, found in others.items())
-    )
-    return accuracy(answers[SIMPLEST])
+    for one in _five(simplest, others):
+        screen.answer(one.task.prompt, one.reply, one.task.answer, one.right)
+    screen.say("by family: " + ", ".join(f"{family} {accuracy(found):.0%}" for family, found in others.items()))
+    return accuracy(simplest)
 
 
 def _five(simplest: list[Answered], others: dict[str, list[Answered]]) -> list[Answered]:
-    """Two of the simplest family and three of the others, chosen by position, not by success."""
-    families = [family for family in others if family != SIMPLEST]
-    return [*simplest[:1], *simplest[-1:], *(others[family][0] for family in families[:3])]
-
-
-def _next(run: RunFolder, console: Console) -> None:
-    console.print("\n[bold]next[/bold]")
-    for command, why in (
-        (f"sojourn chat {run.path.name}", "talk to what you just trained"),
-        ("sojourn train small --train_file FILE", "train on your own .txt, .jsonl or .json"),
-        ("sojourn plan medium", "what a bigger model takes and costs on a rented GPU"),
-        ("sojourn presets list", "where to start from"),
-    ):
-        console.print(f"  {command:<40} {why}")
+    """Two of the simplest family and three of others, chosen by position, not by success."""
+    return [*simplest[:2], *(others[family][0] for family in others if family != SIMPLEST)][:5]

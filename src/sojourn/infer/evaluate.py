@@ -24,15 +24,11 @@ class Answered:
     right: bool
 
 
-def ask_held_out(
-    model: Model, per_family: int, families: tuple[str, ...] | None = None, languages: tuple[str, ...] = ("en", "zh")
-) -> dict[str, list[Answered]]:
+def ask_held_out(model: Model, per_family: int, families: tuple[str, ...] | None = None) -> dict[str, list[Answered]]:
     """Greedy answers to questions that are never trained on, by family."""
     asked: dict[str, list[builtin.Task]] = {}
     for family in families or builtin.FAMILIES:
-        asked[family] = list(
-            builtin.instructions(per_family, seed=1, families=(family,), split="held_out", languages=languages)
-        )
+        asked[family] = list(builtin.instructions(per_family, seed=1, families=(family,), split="held_out"))
     tasks = [task for group in asked.values() for task in group]
     tasks.sort(key=lambda task: len(task.prompt))  # neighbours of like length: little padding
     replies = generate(model, [as_prompt(model, task.prompt) for task in tasks], Sampling(max_tokens=32))

@@ -96,9 +96,9 @@ def estimate_tokens(data: DataConfig) -> int:
     """Of one epoch; files are weighed, not read."""
     total = 0.0
     for source in data.sources:
-        if source.path == "builtin:instructions":
+        if source.path.startswith("builtin:instructions"):
             total += source.weight * int(source.take or 20_000) * _TOKENS_PER_TASK
-        elif source.path == "builtin:text":
+        elif source.path.startswith("builtin:text"):
             total += source.weight * int(source.size or 10_000_000) / _BYTES_PER_TOKEN
         else:
             total += source.weight * _bytes_at(Path(source.path).expanduser()) / _BYTES_PER_TOKEN

@@ -73,7 +73,7 @@ def _refuse_what_is_not_here(config: RunConfig) -> None:
             f"method.kind: this version trains new models only, not {kind} of an existing one; try: sojourn train small"
         )
     if config.train.attention == "flash_attention_2":
-        raise UserError("train.attention: flash_attention_2 is not used by this version; sdpa runs torch's own flash kernels")
+        raise UserError("train.attention: flash_attention_2 is not used yet; leave it at auto")
     several = isinstance(parallel.gpus, list) and len(parallel.gpus) > 1
     if parallel.engine not in ("auto", "single") or several:
         raise UserError("parallel: this version trains on one device; use --gpus 0 and leave parallel.engine at auto")
