@@ -96,7 +96,7 @@ def test_an_interrupted_preparation_leaves_nothing(data, home, monkeypatch):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"prompt": "a", "completion": "b"}\n{"text": "c"}', r"bad.jsonl:2: format text, but .*:1 is prompt/completion"),
+        ('{"prompt": "a", "completion": "b"}\n{"text": "c"}', r"jsonl:2: format text, but .*:1 is prompt/completion"),
         ('{"prompt": "a", "completion": "b"}\n{oops', r"bad.jsonl:2: not valid JSON"),
         ('{"colour": 3}', r"bad.jsonl:1: not a format that is known here \(found colour\)"),
         ('{"prompt": "a", "completion": 3}', r"bad.jsonl:1: completion: expected text, found int"),

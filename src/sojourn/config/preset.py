@@ -10,7 +10,7 @@ from sojourn.errors import UserError
 
 FOLDER = Path(__file__).parent / "presets"
 ORDER = (
-    "demo", "smoke", "small", "medium", "large", "xl", "xxl",
+    "demo", "demo-fast", "smoke", "small", "medium", "large", "xl", "xxl",
     "lora-20k", "lora-50k", "lora-100k", "lora-r64", "lora-r320", "qlora-7b", "qlora-14b", "full-7b",
 )  # fmt: skip
 ALIASES = {

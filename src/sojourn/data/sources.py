@@ -139,10 +139,7 @@ def _read_builtin(source: Source) -> Iterator[Document]:
     chosen = [one for one in parts if part in ("", one)]
     if kind == "text":
         size = int(source.size or _DEFAULT_TEXT_BYTES)
-        for number, text in enumerate(
-            builtin.text(size, languages=[one for one in builtin.LANGUAGES if one in chosen]), 1
-        ):
-            yield Document(f"{source.path}:{number}", text=text.text)
+        yield from builtin.text(size, languages=[one for one in builtin.LANGUAGES if one in chosen])
     else:
         for number, task in enumerate(builtin.instructions(source.take or _DEFAULT_TASKS, families=chosen), 1):
             messages = (Message("user", task.prompt), Message("assistant", task.answer))

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 SIMPLEST = "echo_number"  # the simplest family that still asks the model to read its prompt
 QUESTIONS = 100
-FAST = ("train.steps=120", "save.every_steps=20")
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Outcome:
 
 def run_demo(fast: bool, screen: Screen) -> Outcome:
     began = time.monotonic()
-    words = ["demo", *(FAST if fast else ())]
+    words = ["demo-fast", "name=demo"] if fast else ["demo"]
     config = load_run(words).config
     run = run_folder("demo")
     _make_room(run)
@@ -55,7 +54,7 @@ def run_demo(fast: bool, screen: Screen) -> Outcome:
     screen.stage("4 train", "and, half-way, a real SIGKILL of the training process")
     killed_at, continued_from, steps = _train(words, run, screen)
     screen.stage("5 ask", "questions that are in no training row")
-    after = _ask(run, screen)
+    after = _ask(config, run, screen)
     outcome = Outcome(before, after, killed_at, continued_from, steps, time.monotonic() - began)
     screen.result(f"held-out exact match, {SIMPLEST}: {before:.0%} before, {after:.0%} after training",
                   f"{QUESTIONS} questions; the whole journey took {outcome.seconds:.0f} s")  # fmt: skip
@@ -146,19 +145,20 @@ def _train(words: list[str], run: RunFolder, screen: Screen) -> tuple[int, int, 
     return killed_at, continued_from, steps
 
 
-def _ask(run: RunFolder, screen: Screen) -> float:
+def _ask(config: RunConfig, run: RunFolder, screen: Screen) -> float:
     from sojourn.infer.evaluate import accuracy, ask_held_out
     from sojourn.infer.load import open_model
 
     model = open_model(str(run.final))
     simplest = ask_held_out(model, QUESTIONS, (SIMPLEST,))[SIMPLEST]
-    others = ask_held_out(model, 25)
-    for one in _five(simplest, others):
+    families = tuple(source.path.partition("/")[2] for source in config.data.sources)
+    answers = {**ask_held_out(model, 50, families), SIMPLEST: simplest}
+    for one in _five(answers):
         screen.answer(one.task.prompt, one.reply, one.task.answer, one.right)
-    screen.say("by family: " + ", ".join(f"{family} {accuracy(found):.0%}" for family, found in others.items()))
+    screen.say("by family: " + ", ".join(f"{family} {accuracy(found):.0%}" for family, found in answers.items()))
     return accuracy(simplest)
 
 
-def _five(simplest: list[Answered], others: dict[str, list[Answered]]) -> list[Answered]:
-    """Two of the simplest family and three of others, chosen by position, not by success."""
-    return [*simplest[:2], *(others[family][0] for family in others if family != SIMPLEST)][:5]
+def _five(answers: dict[str, list[Answered]]) -> list[Answered]:
+    """Of every family the first, then of every family the second…: chosen by position, not by success."""
+    return [found[number] for number in range(5) for found in answers.values()][:5]

@@ -13,7 +13,8 @@ from sojourn.plan.shape import scratch_shape
 def build_model(
     model: ModelConfig, vocab_size: int, max_length: int, pad_id: int, stop_ids: list[int], seed: int
 ) -> Any:
-    """Weights from `seed` alone; matrices that write into the residual stream start smaller the deeper the model is."""
+    """Weights from `seed` alone, wider where the model is narrow (0.02 at width 768, the usual value there); matrices
+    that write into the residual stream start smaller the deeper the model is."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -29,7 +30,7 @@ def build_model(
         max_position_embeddings=max_length,
         rope_theta=model.rope_theta,
         tie_word_embeddings=shape.tied,
-        initializer_range=0.02,
+        initializer_range=0.02 * math.sqrt(768 / shape.d_model),
         bos_token_id=None,
         eos_token_id=stop_ids,
         pad_token_id=pad_id,
