@@ -26,14 +26,14 @@ class Answered:
 
 def ask_held_out(model: Model, per_family: int, families: tuple[str, ...] | None = None) -> dict[str, list[Answered]]:
     """Greedy answers to questions that are never trained on, by family."""
-    asked: dict[str, list[builtin.Task]] = {}
-    for family in families or builtin.FAMILIES:
-        asked[family] = list(builtin.instructions(per_family, seed=1, families=(family,), split="held_out"))
-    tasks = [task for group in asked.values() for task in group]
-    tasks.sort(key=lambda task: len(task.prompt))  # neighbours of like length: little padding
-    replies = generate(model, [as_prompt(model, task.prompt) for task in tasks], Sampling(max_tokens=32))
-    answered = [Answered(task, text, builtin.verify(task, text)) for task, text in zip(tasks, replies, strict=True)]
-    return {family: [one for one in answered if one.task.family == family] for family in asked}
+    names = families or tuple(builtin.FAMILIES)
+    drawn = (builtin.instructions(per_family, seed=1, families=(name,), split="held_out") for name in names)
+    tasks = [task for family in drawn for task in family]
+    alike = sorted(range(len(tasks)), key=lambda i: len(tasks[i].prompt))  # neighbours of like length: little padding
+    texts = generate(model, [as_prompt(model, tasks[i].prompt) for i in alike], Sampling(max_tokens=32))
+    replies = dict(zip(alike, texts, strict=True))
+    answered = [Answered(task, replies[i], builtin.verify(task, replies[i])) for i, task in enumerate(tasks)]
+    return {name: [one for one in answered if one.task.family == name] for name in names}
 
 
 def accuracy(answered: list[Answered]) -> float:
