@@ -60,7 +60,7 @@ FILES: dict[str, tuple[str | bytes, tuple[str, ...]]] = {
     "text with a line break": (SMALL + 'data:\n  tokenizer: "a\\nb"\n', ("data.tokenizer: “a b” given", "one line")),
     "text with a NUL": (SMALL + 'data:\n  tokenizer: "a\\0b"\n', ("run.yaml:3: data.tokenizer: “a b” given", "text")),
     "null for a number": (SMALL + "train:\n  global_batch:\n", ("run.yaml:3: train.global_batch: nothing (null) given", "whole")),
-    "unknown choice": (SMALL + "train:\n  optimizer: adam\n", ("train.optimizer: “adam” given; allowed: adamw or muon",)),
+    "unknown choice": (SMALL + "train:\n  optimizer: adam\n", ("train.optimizer: “adam” given; allowed: adamw",)),
     "unknown precision": (SMALL + "train:\n  precision: int8\n", ("“int8” given; allowed: bf16 or fp16 or fp32, or auto",)),
     "unknown attention": (SMALL + "train:\n  attention: flash3\n", ("auto or sdpa or eager or flash_attention_2",)),
     "unknown bits": ("extends: qlora-7b\nmethod:\n  bits: 3\n", ("run.yaml:3: method.bits: 3 given; allowed: 4 or 8",)),

@@ -29,7 +29,7 @@ from sojourn.config.fields import (
 )
 from sojourn.config.quantities import Count, Duration, Money, Size
 
-OptimizerName = Literal["adamw", "muon"]
+OptimizerName = Literal["adamw"]
 Precision = Literal["bf16", "fp16", "fp32"]
 MethodKind = Literal["pretrain", "full", "lora", "qlora"]
 

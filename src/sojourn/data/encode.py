@@ -36,10 +36,10 @@ def encode(documents: Iterable[Document], tokenizer: Tokenizer, train_on: str) -
         for document, (_, spans), encoding in zip(batch, rendered, encodings, strict=True):
             ids = np.array(encoding.ids, dtype=np.uint32)
             if document.is_chat and train_on == "assistant":
-                starts = np.array([offset[0] for offset in encoding.offsets], dtype=np.int64)
+                starts, ends = np.array(encoding.offsets, dtype=np.int64).T
                 mask = np.zeros(len(ids), dtype=np.uint8)
-                for start, end in spans:
-                    mask[(starts >= start) & (starts < end)] = 1
+                for start, end in spans:  # a token that reaches into a span belongs to it, as in transformers
+                    mask[(ends > start) & (starts < end)] = 1
                 if not mask.any():
                     raise UserError(f"{document.where}: nothing in this example is trained on")
             else:

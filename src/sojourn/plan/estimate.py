@@ -83,11 +83,10 @@ def memory(shape: Shape, config: RunConfig, rows: int, wide: bool = True) -> Mem
     kept = shape.num_layers if config.train.checkpointing != "full" else 1
     boundaries = shape.num_layers * unit * shape.d_model
     logits = 10 * shape.vocab_size
-    states = 8 if config.train.optimizer == "adamw" else 5
     return Memory(
         weights=4 * shape.parameters,
         gradients=4 * shape.parameters,
-        optimizer=states * shape.parameters,
+        optimizer=8 * shape.parameters,
         activations=tokens * (kept * per_layer + boundaries + logits),
     )
 

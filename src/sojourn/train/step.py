@@ -72,11 +72,9 @@ def global_step(
             part = loss_sum(model, batch, feed.device) / targets
         scaler.scale(part).backward()
         loss += part.detach()
-    for one in optimizer.parts:
-        scaler.unscale_(one)
+    scaler.unscale_(optimizer.torch)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)
-    for one in optimizer.parts:
-        scaler.step(one)
+    scaler.step(optimizer.torch)
     scaler.update()
     optimizer.zero_grad()
     return loss, norm
