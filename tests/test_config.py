@@ -173,7 +173,7 @@ configs = st.builds(
         seed=st.integers(0, 2**63 - 1),
         compile=switch,
         precision=st.sampled_from(["auto", "bf16", "fp16", "fp32"]),
-        attention=st.sampled_from(["auto", "sdpa", "eager", "flash_attention_2"]),
+        attention=st.sampled_from(["auto", "sdpa", "flash_attention_2"]),
     ),
     data=some(
         **dict.fromkeys(("sources", "eval_sources"), sources),

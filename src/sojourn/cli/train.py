@@ -16,6 +16,7 @@ def train(
     --d_model 512 --num_layers 6 --batch_size 16 --num_epochs 10 --max_seq_len 512 --train_file my.jsonl --gpus 0 …
     """
     from sojourn.config.load import load_run
+    from sojourn.run.files import read_json
     from sojourn.run.home import home_warning, run_folder
 
     loaded = load_run(words)
@@ -30,4 +31,6 @@ def train(
 
     train_run(loaded.config, run)
     print(f"done: the model is in {run.final}")
-    print(f"next: sojourn chat {name if loaded.config.save.folder is None else run.path}")
+    chats = "chat_template" in (read_json(run.final / "tokenizer_config.json") or {})
+    called = name if loaded.config.save.folder is None else run.path
+    print(f"next: sojourn chat {called}" if chats else f'next: sojourn generate {called} --prompt "Once"')

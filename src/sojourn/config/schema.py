@@ -164,7 +164,7 @@ class TrainConfig(Section):
     seed: Annotated[int, Whole, Field(ge=0, le=2**63 - 1)] = 0
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     precision: Precision | Auto = "auto"
-    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
+    attention: Literal["auto", "sdpa", "flash_attention_2"] = "auto"
     checkpointing: Recompute = "auto"
     compile: Switch = "auto"
     eval_every: Steps | None = None
