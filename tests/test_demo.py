@@ -17,7 +17,16 @@ def test_the_fast_demo_is_killed_goes_on_and_learns(home):
         event["step"] for event in read_json_lines(home / "runs" / "demo" / "events.jsonl") if event["kind"] == "start"
     ]
     assert starts == [0, outcome["continued_from"]]
-    for shown in ("1 doctor", "2 plan", "3 prepare", "4 train", "5 ask", "held-out exact match", "sojourn chat demo"):
+    for shown in (
+        "1 doctor",
+        "2 plan",
+        "3 prepare",
+        "4 train",
+        "5 ask",
+        "held-out exact match",
+        "sojourn chat demo",
+        "sojourn plan medium",
+    ):
         assert shown in said.stderr
     assert len(said.stderr.splitlines()) <= 50
     again = sojourn("generate", "demo", "--prompt", "hello", "--max-tokens", "4")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sojourn.config.load import load_run
@@ -58,13 +61,23 @@ def run_demo(fast: bool, screen: Screen) -> Outcome:
     outcome = Outcome(before, after, killed_at, continued_from, steps, time.monotonic() - began)
     screen.result(f"held-out exact match, {SIMPLEST}: {before:.0%} before, {after:.0%} after training",
                   f"{QUESTIONS} questions; the whole journey took {outcome.seconds:.0f} s")  # fmt: skip
+    called = _called()
     screen.commands(
-        ("sojourn chat demo", "talk to what you just trained"),
-        ("sojourn train small --train_file FILE", "train on your own .txt, .md, .json or .jsonl"),
-        ("sojourn plan medium", "what a bigger model takes and costs on a rented GPU"),
-        ("sojourn presets list", "where else to start from"),
+        (f"{called} chat demo", "talk to what you just trained"),
+        (f"{called} train small --train_file FILE", "train on your own .txt, .md, .json or .jsonl"),
+        (f"{called} plan medium", "what a bigger model takes and costs on a rented GPU"),
+        (f"{called} presets list", "where else to start from"),
     )
     return outcome
+
+
+def _called() -> str:
+    """How to type this command in the user's shell: its name, or its path while that is not on PATH."""
+    beside = Path(sys.executable).with_name("sojourn")
+    found = shutil.which("sojourn")
+    if found or not beside.exists():
+        return "sojourn" if found else "python -m sojourn"
+    return os.path.relpath(beside) if beside.is_relative_to(Path.cwd()) else str(beside)
 
 
 def _make_room(run: RunFolder) -> None:
