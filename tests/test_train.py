@@ -12,7 +12,7 @@ import pytest
 
 from conftest import sojourn
 from sojourn.config.load import load_run
-from sojourn.errors import Stopped, UserError
+from sojourn.errors import RunFailed, Stopped, UserError
 from sojourn.run.folder import RunFolder
 from sojourn.run.home import run_folder
 from sojourn.train.loop import train
@@ -212,3 +212,23 @@ def test_what_cannot_be_trained_is_one_line_that_says_what_to_do(words, extra, m
 def test_methods_that_are_not_here_yet_are_refused_in_one_line(home, preset):
     said = sojourn("train", preset, "--train_file", "x.jsonl")
     assert said.returncode == 2 and len(said.stderr.splitlines()) == 1 and "new models only" in said.stderr
+
+
+def test_a_loss_that_is_no_number_ends_the_run_and_spoils_no_checkpoint(words, monkeypatch):
+    import torch
+
+    from sojourn.train import loop
+
+    real, calls = loop.global_step, []
+
+    def breaks(*arguments):
+        calls.append(1)
+        loss, norm = real(*arguments)
+        return (loss * torch.nan if len(calls) > 5 else loss), norm
+
+    monkeypatch.setattr(loop, "global_step", breaks)
+    with pytest.raises(RunFailed, match="step 6: the loss is nan"):
+        _train([*words, "log.every_steps=100", "save.every_steps=2", "save.keep=9"])
+    run = run_folder("t")
+    assert sorted(p.name for p in run.checkpoints.glob("step-*")) == ["step-00000002", "step-00000004"]
+    assert run.status().state == "failed" and run.status().resumable

@@ -98,7 +98,6 @@ def _open(config: RunConfig, run: RunFolder) -> Session:
     model = build_model(
         config.model, artefact.vocab_size, artefact.max_length, artefact.pad_id, stop_ids(artefact), seed
     )
-    model.config._attn_implementation = config.train.attention
     model.to(device).train()
     if config.train.checkpointing == "full":
         model.gradient_checkpointing_enable()
@@ -157,25 +156,24 @@ def _run(session: Session) -> None:
             loss, norm = global_step(live.model, live.optimizer, live.scaler, batches, session.feed, config.train.clip)
             tokens = sum(batch.real_tokens for batch in batches)
             meters.count(tokens)
-            progress.step, progress.tokens, progress.seconds = (
-                progress.step + 1,
-                progress.tokens + tokens,
-                guard.seconds,
-            )
+            progress.step += 1
+            progress.tokens += tokens
+            progress.seconds = guard.seconds
 
-            if progress.step % config.log.every_steps == 0 or progress.step in (1, total):
-                value = float(loss)
-                if not math.isfinite(value):
-                    smaller = f"train.lr={rate / 3:.1g} name=NEW"
-                    raise RunFailed(
-                        f"step {progress.step}: the loss is {value}; try a smaller learning rate: {smaller}"
-                    )
+            last = progress.step == total
+            stop = None if last else guard.should_stop()
+            save_now = saver.due() or last or stop is not None
+            log_now = progress.step % config.log.every_steps == 0 or progress.step == 1 or last
+            if log_now or save_now:
+                _check_finite(
+                    float(loss), progress.step, rate
+                )  # before a save: a broken model must not replace a good one
+            if log_now:
                 epoch = progress.step * config.train.global_batch / len(train_rows)
-                meters.log(progress.step, value, rate, float(norm), epoch, guard.spent)
+                meters.log(progress.step, float(loss), rate, float(norm), epoch, guard.spent)
             with meters.paused():
-                stop = guard.should_stop() if progress.step < total else None
-                if stop or saver.due() or progress.step == total:
-                    saver.save(meters, total, must=bool(stop) or progress.step == total)
+                if save_now:
+                    saver.save(meters, total, must=last or stop is not None)
                 if _eval_due(config, progress.step, total):
                     _evaluate(session, meters)
             if stop:
@@ -185,6 +183,12 @@ def _run(session: Session) -> None:
                               "the same command continues")  # fmt: skip
         write_final(live.model, session.artefact, run.final, session.feed.precision)
     run.event("done", step=total, tokens=progress.tokens, seconds=round(progress.seconds, 1))
+
+
+def _check_finite(loss: float, step: int, rate: float) -> None:
+    if not math.isfinite(loss):
+        smaller = f"train.lr={rate / 3:.1g} name=NEW"
+        raise RunFailed(f"step {step}: the loss is {loss}, so nothing more is saved; try a smaller rate: {smaller}")
 
 
 def _eval_due(config: RunConfig, step: int, total: int) -> bool:

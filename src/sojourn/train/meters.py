@@ -38,7 +38,10 @@ class Meters:
             self._writer.close()
 
     def count(self, tokens: int) -> None:
+        """One more step is done, of so many real tokens."""
         self._tokens += tokens
+        if self._bar:
+            self._bar[0].advance(self._bar[1])
 
     def log(self, step: int, loss: float, rate: float, norm: float, epoch: float, spent: float | None) -> None:
         """`step`: how many are done."""
