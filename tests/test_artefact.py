@@ -102,6 +102,7 @@ def test_an_interrupted_preparation_leaves_nothing(data, home, monkeypatch):
         ('{"prompt": "a", "completion": 3}', r"bad.jsonl:1: completion: expected text, found int"),
         ('{"messages": [{"role": "user", "content": "hi"}]}', r"bad.jsonl:1: the last message is not the assistant's"),
         ('{"messages": [{"role": "boss", "content": "hi"}]}', r"role “boss” is not one of"),
+        ('{"prompt": "\\ud800", "completion": "b"}', r"bad.jsonl:1: prompt: half a character"),
         ("", "no document to train on"),
     ],
 )  # fmt: skip
@@ -112,6 +113,12 @@ def test_bad_data_is_an_error_that_says_where(home, data, content, message):
     with pytest.raises(UserError, match=message):
         prepare(data.model_copy(update={"sources": [source]}), home / "prepared")
     assert list((home / "prepared").iterdir()) == []
+
+
+def test_what_a_killed_preparation_left_is_cleared_away(data, home):
+    (home / "prepared" / ".stage-999999-abc").mkdir(parents=True)
+    artefact = prepare(data, home / "prepared")
+    assert [path.name for path in (home / "prepared").iterdir()] == [artefact.path.name]
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,14 @@ def test_a_users_mistake_is_one_line_and_exit_2(home):
     ]
 
 
+def test_a_folder_that_cannot_be_written_is_one_line(home):
+    (home / "file").write_text("x")
+    said = sojourn("train", "smoke", "--output_dir", "file/run")
+    assert said.returncode == 1 and said.stderr.splitlines() == [
+        "sojourn: file/run: cannot be made: Not a directory; choose another: save.folder=FOLDER"
+    ]
+
+
 @pytest.mark.parametrize("verb", ["generate", "chat", "eval"])
 def test_asking_a_run_that_is_not_there_says_what_to_do(home, verb):
     said = sojourn(verb, "nobody", *(["--prompt", "x"] if verb == "generate" else []))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 
@@ -21,6 +22,8 @@ from sojourn.cli.train import train
 from sojourn.errors import UserError
 
 _WORDS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
+
+_DISK_TROUBLE = {getattr(errno, name, None) for name in ("ENOSPC", "EDQUOT", "EROFS", "EIO")}
 
 app = typer.Typer(
     name="sojourn",
@@ -60,6 +63,14 @@ def main() -> None:
     except BrokenPipeError:  # the reader (`| head`) went away
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+    except OSError as error:
+        if error.errno not in _DISK_TROUBLE:  # ours: keep the traceback
+            raise
+        print(
+            f"sojourn: {error.filename or 'a file'}: {error.strerror}; make room or choose another disk",
+            file=sys.stderr,
+        )
+        sys.exit(1)
     except Exception as error:
         if not hasattr(error, "format_message"):  # ours: keep the traceback
             raise

@@ -36,6 +36,10 @@ def to_document(record: dict[str, Any], name: str, where: str) -> Document:
 def _text(value: Any, key: str, where: str) -> str:
     if not isinstance(value, str):
         raise UserError(f"{where}: {key}: expected text, found {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{where}: {key}: half a character (a lone surrogate) in the text; mend or remove it") from None
     return value
 
 

@@ -74,6 +74,7 @@ def prepare(data: DataConfig, folder: Path, say: Say = lambda line: None) -> Art
     stage = folder / f".stage-{os.getpid()}-{target.name}"
     try:
         stage.mkdir(parents=True)
+        _remove_stages_of_the_dead(folder)
         _write(data, stage, say)
         _make_durable(stage)
         try:
@@ -87,6 +88,16 @@ def prepare(data: DataConfig, folder: Path, say: Say = lambda line: None) -> Art
     finally:
         shutil.rmtree(stage, ignore_errors=True)
     return Artefact(target)
+
+
+def _remove_stages_of_the_dead(folder: Path) -> None:
+    """What a killed preparation left behind."""
+    import psutil
+
+    for stage in folder.glob(".stage-*-*"):
+        pid = stage.name.split("-")[1]
+        if not (pid.isdigit() and psutil.pid_exists(int(pid))):
+            shutil.rmtree(stage, ignore_errors=True)
 
 
 def _make_durable(stage: Path) -> None:

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from sojourn.errors import UserError
+from sojourn.errors import RunFailed, UserError
 from sojourn.run.files import append_json, read_json, read_json_lines, write_json
 from sojourn.run.process import alive, this_process
 
@@ -112,7 +112,12 @@ class RunFolder:
 
     def acquire(self) -> None:
         """Makes this process the only one that trains here."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunFailed(
+                f"{self.path}: cannot be made: {error.strerror}; choose another: save.folder=FOLDER"
+            ) from None
         for _ in range(2):
             try:
                 handle = os.open(self._lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
