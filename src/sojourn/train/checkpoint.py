@@ -34,6 +34,12 @@ class Checkpoint:
     def step(self) -> int:
         return int(self.state["step"])
 
+    @property
+    def size(self) -> int:
+        """Bytes, but for headers and JSON."""
+        parts = (self.model, self.optimizer, self.random)
+        return sum(tensor.numel() * tensor.element_size() for part in parts for tensor in part.values())
+
 
 def save(folder: Path, checkpoint: Checkpoint, keep: int, min_free: int = 0) -> Path:
     """Writes `checkpoint` under `folder` and returns its place; on failure nothing has changed."""
@@ -44,7 +50,7 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int, min_free: int = 0) -> 
     target = folder / f"step-{checkpoint.step:08d}"
     if target.exists() and find_fault(target) is None:
         return target
-    _check_room(folder, checkpoint, min_free)
+    check_room(folder, checkpoint.size, min_free)
     stage = folder / f".stage-{os.getpid()}-{target.name}"
     try:
         stage.mkdir()
@@ -142,14 +148,14 @@ def _remove_stages(folder: Path) -> None:
         shutil.rmtree(stage, ignore_errors=True)
 
 
-def _check_room(folder: Path, checkpoint: Checkpoint, min_free: int) -> None:
-    parts = (checkpoint.model, checkpoint.optimizer, checkpoint.random)
-    needed = sum(tensor.numel() * tensor.element_size() for part in parts for tensor in part.values())
+def check_room(folder: Path, needed: int, min_free: int) -> None:
+    """Refuses before anything is written, or trained, what the disk cannot hold."""
     free = shutil.disk_usage(folder).free
     if free < needed + min_free:
+        mib = 2**20
         raise RunFailed(
-            f"{folder}: {free / 2**30:.1f} GiB free, but a checkpoint takes {needed / 2**30:.1f} GiB and "
-            f"save.min_free keeps {min_free / 2**30:.1f} GiB; make room or set save.folder to another disk"
+            f"{folder}: {free / mib:,.0f} MiB free, but a checkpoint takes {needed / mib:,.0f} MiB and save.min_free "
+            f"keeps {min_free / mib:,.0f} MiB; make room or set save.folder to another disk"
         )
 
 

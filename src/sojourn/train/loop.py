@@ -20,6 +20,7 @@ from sojourn.run.files import write_json, write_text
 from sojourn.run.folder import RunFolder
 from sojourn.run.home import prepared_folder
 from sojourn.train.changes import refuse_harmful_changes
+from sojourn.train.checkpoint import check_room
 from sojourn.train.environment import describe
 from sojourn.train.final import stop_ids, write_final
 from sojourn.train.guard import Guard
@@ -103,6 +104,8 @@ def _open(config: RunConfig, run: RunFolder) -> Session:
         model.gradient_checkpointing_enable()
     if config.train.compile == "on":
         model.get_decoder().compile()
+    # Weights and two moments of 32 bits: told now rather than at the first save.
+    check_room(run.path, 12 * sum(p.numel() for p in model.parameters()), int(config.save.min_free))
     torch.manual_seed(seed)
     scaler = torch.amp.GradScaler(device, enabled=config.train.precision == "fp16")
     live = Live(model, Optimizer(model, config.train, device), scaler)

@@ -1,0 +1,1 @@
+"""The kinds of text: each draws the facts of one text, and takes its words from a language."""
