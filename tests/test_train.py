@@ -51,8 +51,10 @@ def test_the_run_folder_holds_what_is_promised(words):
     losses = _losses(run)
     assert len(losses) == 12 and losses[-1] < losses[0]
     auto = json.loads(run.environment.read_text())["auto"]
-    assert {"train.device", "train.precision", "train.lr"} <= auto.keys()
-    assert "auto" not in [load_run([str(run.config)]).config.train.lr, load_run([str(run.config)]).config.train.device]
+    assert {"train.device", "train.precision", "train.lr", "model.ffn_size", "data.template"} <= auto.keys()
+    kept = load_run([str(run.config)]).config
+    undecided = [key for section in (kept.model, kept.train) for key, value in section if value == "auto"]
+    assert undecided == []
 
 
 def test_the_same_seed_gives_the_same_weights_and_another_seed_others(words):

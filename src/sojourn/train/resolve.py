@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 from sojourn.config.schema import RunConfig
@@ -29,6 +30,22 @@ class Resolved:
 def resolve(config: RunConfig) -> Resolved:
     found = Resolved(config)
     train = config.train
+    shape = scratch_shape(config.model, int(config.data.vocab_size))
+    for key, value in (
+        ("num_heads", shape.num_heads),
+        ("num_kv_heads", shape.num_kv_heads),
+        ("ffn_size", shape.ffn_size),
+        ("tie_embeddings", shape.tied),
+    ):
+        if getattr(config.model, key) == "auto":
+            found.choose("model", key, value, f"the usual choice at width {shape.d_model}")
+    if config.data.template == "auto":
+        found.choose("data", "template", "chatml", "a new tokenizer has ChatML's marks")
+    if config.log.tensorboard == "auto":
+        there = find_spec("tensorboard") is not None
+        found.choose(
+            "log", "tensorboard", "on" if there else "off", f"tensorboard is {'' if there else 'not '}installed"
+        )
     if train.device == "auto":
         found.choose("train", "device", choose_device(), "the fastest device that works here")
     else:
