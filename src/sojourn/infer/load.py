@@ -54,5 +54,7 @@ def open_model(word: str, device: str = "auto") -> Model:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         network = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     except (OSError, ValueError) as error:
-        raise RunFailed(f"{folder}: cannot be opened as a model: {str(error).splitlines()[0]}") from None
+        why = str(error).strip().splitlines()[0]
+        needs = "config.json, tokenizer.json and model.safetensors"
+        raise RunFailed(f"{folder}: cannot be opened as a model (it needs {needs}): {why}") from None
     return Model(folder, network.to(place).eval(), tokenizer, place)

@@ -31,7 +31,7 @@ def refuse_harmful_changes(config: RunConfig, run: RunFolder) -> None:
     changed = {
         key: (before.get(key), now.get(key))
         for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key)
+        if before.get(key) not in (now.get(key), "auto")
     }
     harmful = [key for key in changed if key.split(".")[0] in _DECISIVE and key not in _HARMLESS]
     if harmful:
