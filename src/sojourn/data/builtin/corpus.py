@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 
 from sojourn.data.builtin import chinese, english
 from sojourn.data.builtin.dice import Dice
+from sojourn.data.builtin.kinds import KINDS
 from sojourn.data.builtin.words import LANGUAGES, Language
 from sojourn.data.document import Document
 
-_KINDS = {"en": english.KINDS, "zh": chinese.KINDS}
+_BOOKS = {"en": english.BOOK, "zh": chinese.BOOK}
 _TWO_IN_ONE = 0.3  # so many documents hold two texts of a kind, so that lengths vary
 
 
@@ -20,9 +21,9 @@ def text(bytes_wanted: int, seed: int = 0, languages: Sequence[Language] = LANGU
     while made < bytes_wanted:
         number += 1
         language = dice.pick(languages)
-        kind, write = dice.pick(tuple(_KINDS[language].items()))
-        words = write(dice)
+        kind, write = dice.pick(tuple(KINDS.items()))
+        words = write(dice, _BOOKS[language])
         if dice.chance(_TWO_IN_ONE):
-            words = f"{words}\n\n{write(dice)}"
+            words = f"{words}\n\n{write(dice, _BOOKS[language])}"
         made += len(words.encode())
         yield Document(f"builtin:text:{number} ({language}, {kind})", text=words)

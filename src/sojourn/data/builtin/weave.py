@@ -32,21 +32,21 @@ def plots(words: str, **shared: Beat) -> tuple[Plot, ...]:
     return tuple(plot(part, **shared) for part in words.split("==="))
 
 
-def weave(dice: Dice, told: Plot, facts: Mapping[str, object], between: str = " ") -> str:
-    """Every beat begins with a capital letter."""
+def weave(dice: Dice, told: Plot, facts: Mapping[str, object], between: str) -> str:
+    """Every beat begins with a capital letter; `{a_thing}` is the fact `thing` with `a` or `an`."""
+    known = _WithArticles(facts)
     sentences = []
     for wordings in told:
         wording = dice.pick(wordings)
         if wording:
-            sentence = wording.format_map(facts)
+            sentence = wording.format_map(known)
             sentences.append(sentence[0].upper() + sentence[1:])
     return between.join(sentences)
 
 
-def article(word: str) -> str:
-    """The word with `a` or `an`."""
-    return f"an {word}" if word[0] in "aeiou" else f"a {word}"
-
-
-def listed(words: list[str]) -> str:
-    return " and ".join((", ".join(words[:-1]), words[-1])) if len(words) > 1 else words[0]
+class _WithArticles(dict[str, object]):
+    def __missing__(self, key: str) -> str:
+        if not key.startswith("a_"):
+            raise KeyError(key)
+        word = str(self[key.removeprefix("a_")])
+        return f"an {word}" if word[0] in "aeiou" else f"a {word}"

@@ -1,17 +1,26 @@
-"""The Chinese texts: the same kinds as the English ones."""
+"""The Chinese words for all kinds of text."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from sojourn.data.builtin.chinese.entries import ENTRIES
+from sojourn.data.builtin.chinese.howto import HOW_TO
+from sojourn.data.builtin.chinese.numbers import NUMBERS
+from sojourn.data.builtin.chinese.stories import STORIES
+from sojourn.data.builtin.chinese.talk import TALK
+from sojourn.data.builtin.chinese.training import TRAINING
+from sojourn.data.builtin.kinds import Book
+from sojourn.data.builtin.tongue import Tongue
+from sojourn.data.builtin.words import MONTHS_ZH, NAMES_ZH, OBJECTS_ZH, THINGS_ZH, WEEKDAYS_ZH
 
-from sojourn.data.builtin.chinese import entries, howto, numbers, stories, talk, training
-from sojourn.data.builtin.dice import Dice
-
-KINDS: dict[str, Callable[[Dice], str]] = {
-    "story": stories.story,
-    "entry": entries.entry,
-    "how_to": howto.how_to,
-    "talk": talk.talk,
-    "numbers": numbers.number_facts,
-    "training": training.training,
-}
+_TONGUE = Tongue(
+    names=NAMES_ZH,
+    weekdays=WEEKDAYS_ZH,
+    months=MONTHS_ZH,
+    objects=OBJECTS_ZH,
+    things=THINGS_ZH,
+    listed="、".join,
+    space="",
+    comma="，",
+    stop="。",
+)
+BOOK = Book(_TONGUE, STORIES, ENTRIES, HOW_TO, TALK, NUMBERS, TRAINING)

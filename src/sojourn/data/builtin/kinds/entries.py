@@ -14,9 +14,6 @@ from sojourn.data.builtin.weave import Plot, weave
 class EntryWords:
     """`animal_facts` are in the order in which the language draws them: another order would be other texts."""
 
-    town: Plot
-    animal: Plot
-    tool: Plot
     name_parts: tuple[Sequence[str], Sequence[str], Sequence[str]]
     rivers: Sequence[str]
     lands: Sequence[str]
@@ -27,6 +24,9 @@ class EntryWords:
     habits: Sequence[str]
     tools: Sequence[tuple[str, str, str]]  # with what it is for, and who uses it
     materials: Sequence[str]
+    town: Plot
+    animal: Plot
+    tool: Plot
 
 
 def entry(dice: Dice, tongue: Tongue, words: EntryWords) -> str:

@@ -20,9 +20,9 @@ class HowToWords:
 
     jobs: Sequence[Job]
     orders: tuple[tuple[str, ...], tuple[str, ...]]  # what the five steps begin with
+    drawn: tuple[str, str, str, str]
     opening: Plot
     closing: Plot
-    drawn: tuple[str, str, str, str]
 
 
 def how_to(dice: Dice, tongue: Tongue, words: HowToWords) -> str:

@@ -11,9 +11,9 @@ from sojourn.data.builtin.weave import Plot, weave
 
 @dataclass(frozen=True)
 class NumberWords:
-    plot: Plot
     even: str
     odd: str
+    plot: Plot
 
 
 def number_facts(dice: Dice, tongue: Tongue, words: NumberWords) -> str:

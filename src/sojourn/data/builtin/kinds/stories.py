@@ -7,18 +7,20 @@ from dataclasses import dataclass
 
 from sojourn.data.builtin.dice import Dice
 from sojourn.data.builtin.tongue import Tongue
-from sojourn.data.builtin.weave import Plot, weave
+from sojourn.data.builtin.weave import Beat, Plot, weave
 
 
 @dataclass(frozen=True)
 class StoryWords:
     """`details` are in the order in which the language draws them: another order would be other texts."""
 
-    plots: Sequence[Plot]
-    people: Callable[[Dice], dict[str, str]]  # the hero, the friend, and how the language speaks of them
     weather: Sequence[tuple[str, str, str]]  # with the trouble it makes, and what the hero does about it
     places: Sequence[str]
     details: Mapping[str, Sequence[str]]
+    people: Callable[[Dice], dict[str, str]]  # the hero, the friend, and how the language speaks of them
+    opening: Beat
+    plots: Sequence[Plot]
+    ending: Beat
 
 
 def story(dice: Dice, tongue: Tongue, words: StoryWords) -> str:
@@ -45,4 +47,4 @@ def story(dice: Dice, tongue: Tongue, words: StoryWords) -> str:
         "n": dice.between(2, 12),
         "age": dice.between(7, 80),
     }
-    return weave(dice, told, facts, tongue.space)
+    return weave(dice, (words.opening, *told, words.ending), facts, tongue.space)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sojourn.data.builtin.dice import Dice
 from sojourn.data.builtin.tongue import Tongue
-from sojourn.data.builtin.weave import Plot, weave
+from sojourn.data.builtin.weave import Beat, Plot, weave
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,13 @@ class Deal:
 
 @dataclass(frozen=True)
 class TalkWords:
-    plots: Sequence[Plot]
-    deal: Callable[[Dice], Deal]  # each language draws it in its own order
     places: Sequence[str]
     reasons: Sequence[str]
     work: Sequence[str]
+    deal: Callable[[Dice], Deal]  # each language draws it in its own order
+    opening: Beat
+    plots: Sequence[Plot]
+    ending: Plot
 
 
 def talk(dice: Dice, tongue: Tongue, words: TalkWords) -> str:
@@ -55,4 +57,4 @@ def talk(dice: Dice, tongue: Tongue, words: TalkWords) -> str:
         "work": dice.pick(words.work).format(thing=other),
         "n": dice.between(2, 15),
     }
-    return weave(dice, told, facts, "\n")
+    return weave(dice, (words.opening, *told, *words.ending), facts, "\n")
