@@ -150,6 +150,17 @@ def test_a_checkpoint_can_be_named(words):
     assert _weights(forked) == _weights(run) and len(_losses(forked)) == 7
 
 
+def test_naming_a_checkpoint_again_does_not_throw_away_what_came_after(words, capsys):
+    run = _train([*words, "save.every_steps=5", "save.keep=9"])
+    early = ["--resume-from-checkpoint", str(run.checkpoints / "step-00000005")]
+    with pytest.raises(Stopped):
+        _train([*words, "name=f", *early, "save.every_steps=1", "limits.time=0.001s"])
+    _train([*words, "name=f", *early])
+    said = capsys.readouterr().out
+    assert "already further than step-00000005" in said and "continuing from step 6 " in said
+    assert _weights(run_folder("f")) == _weights(run)
+
+
 def test_epochs_read_every_row_and_save_at_each_epochs_end(words):
     words = [w for w in words if not w.startswith("train.steps")]
     run = _train([*words, "train.epochs=2", "save.every_steps=epoch", "save.keep=9"])

@@ -27,6 +27,11 @@ class Document:
     def is_chat(self) -> bool:
         return bool(self.messages)
 
+    @property
+    def size(self) -> int:
+        """Bytes of its text or of its messages' contents."""
+        return len(self.text.encode()) + sum(len(message.content.encode()) for message in self.messages)
+
     def fingerprint(self) -> int:
         """64 bits of its content: decides the split, stays the same when data is added or moved."""
         digest = hashlib.blake2b(digest_size=8)

@@ -17,7 +17,7 @@ import numpy as np
 from sojourn.config.schema import DataConfig
 from sojourn.data.artefact import FORMAT, Artefact
 from sojourn.data.chat import CHATML, END_OF_TEXT, render
-from sojourn.data.document import Document, Message
+from sojourn.data.document import Message
 from sojourn.data.encode import Encoded, encode
 from sojourn.data.pack import pack
 from sojourn.data.sources import fingerprint, read_sources
@@ -191,7 +191,7 @@ class _Shelf:
         self.counts["split_documents"] += len(ids) > longest
         self.counts["tokens"] += len(ids)
         self.counts["trained_tokens"] += int(mask.sum())
-        self.counts["bytes"] += _bytes(document)
+        self.counts["bytes"] += document.size
         if len(self.examples) < 3:
             self.examples.append(
                 {"where": document.where, "ids": ids[:longest].tolist(), "mask": mask[:longest].tolist()}
@@ -223,7 +223,3 @@ class _Shelf:
         np.save(self.folder / "rows.npy", np.concatenate([[0], placed[ends]]).astype(np.int64))
         tokens = int(lengths.sum())
         return {**self.counts, "rows": len(rows), "fill": round(tokens / (len(rows) * longest), 4) if rows else 0.0}
-
-
-def _bytes(document: Document) -> int:
-    return len(document.text.encode()) + sum(len(message.content.encode()) for message in document.messages)

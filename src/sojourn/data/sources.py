@@ -41,11 +41,11 @@ def _read(source: Source) -> Iterator[Document]:
     if source.path.startswith("builtin:"):
         yield from _read_builtin(source)
         return
-    left = source.size
+    left = None if source.size is None else int(source.size)
     for path in find_files(source.path):
         for document in _read_text(path) if path.suffix in _TEXT_FILES else _read_records(path):
             if left is not None:
-                left = left - len(document.text.encode()) - sum(len(m.content.encode()) for m in document.messages)  # type: ignore[assignment]
+                left -= document.size
                 if left < 0:
                     return
             yield document
@@ -64,7 +64,8 @@ def find_files(path: str) -> list[Path]:
                 p for p in Path(place.anchor or ".").glob(str(place.relative_to(place.anchor))) if p.is_file()
             )
         else:
-            raise UserError(f"data.sources: {path}: no such file or folder (built-in data: {', '.join(_BUILTINS)})")
+            known = f"files and built-in data ({', '.join(_BUILTINS)}), not a hub's data sets"
+            raise UserError(f"data.sources: {path}: no such file or folder; this version reads {known}")
     except (OSError, ValueError) as error:
         raise UserError(f"data.sources: {path}: cannot be read: {error}") from None
     if not found:

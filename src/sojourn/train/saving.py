@@ -55,14 +55,17 @@ def resume(how: SaveConfig, run: RunFolder, live: Live) -> Progress:
         print(f"warning: {line}", flush=True)
         run.event("damaged", says=line)
 
+    newest = load(run.checkpoints, warn)
     if how.resume != "auto":
-        place = Path(how.resume).expanduser()
-        found = load_one(place)
-    else:
-        newest = load(run.checkpoints, warn)
-        if newest is None:
-            return Progress()
-        found, place = newest
+        named = Path(how.resume).expanduser()
+        start = load_one(named)
+        if newest is None or newest[0].step < start.step:
+            newest = start, named
+        else:  # the same command typed again: going back would lose work
+            print(f"{run.path} is already further than {named.name}; to go back to it, begin another run: name=NEW")
+    if newest is None:
+        return Progress()
+    found, place = newest
     print(f"continuing from step {found.step} ({place.name})", flush=True)
     return live.restore(found)
 
