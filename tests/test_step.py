@@ -32,9 +32,9 @@ def _alone(batch: Batch, row: int, document: int) -> Batch:
 def test_a_packed_row_costs_what_its_documents_cost_alone(setting):
     _, artefact, model = setting
     batch = next(Feed(4, 64, artefact.pad_id, "cpu").batches(artefact.train, np.arange(4)))
-    packed = float(loss_sum(model, batch, "cpu"))
+    packed = float(loss_sum(model, batch, "cpu").detach())
     alone = sum(
-        float(loss_sum(model, _alone(batch, row, document), "cpu"))
+        float(loss_sum(model, _alone(batch, row, document), "cpu").detach())
         for row in range(4)
         for document in range(batch.documents[row].max() + 1)
     )
@@ -47,7 +47,7 @@ def test_the_loss_equals_plain_transformers_on_one_document(setting):
     logits = model(input_ids=torch.from_numpy(batch.ids)).logits[0].log_softmax(-1)
     labels = batch.labels[0]
     plain = -sum(float(logits[t, labels[t]]) for t in range(len(labels)) if labels[t] >= 0)
-    assert float(loss_sum(model, batch, "cpu")) == pytest.approx(plain, rel=1e-5)
+    assert float(loss_sum(model, batch, "cpu").detach()) == pytest.approx(plain, rel=1e-5)
 
 
 def test_micro_batches_of_any_size_give_the_same_step(setting, words):
