@@ -40,7 +40,7 @@ format: setup
 	$(BIN)/ruff format src tests benchmarks
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --durations 5
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -rs --durations 5
 
 bench: setup
 	$(BIN)/python benchmarks/foundation.py
