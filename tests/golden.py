@@ -25,7 +25,16 @@ def machine_type() -> str:
 
 def demo_losses(home: Path) -> list[float]:
     """Starts the demo's own training and kills it once the steps are there."""
-    command = [sys.executable, "-m", "sojourn", "train", "demo", "log.every_steps=1", "log.tensorboard=off"]
+    command = [
+        sys.executable,
+        "-m",
+        "sojourn",
+        "train",
+        "demo",
+        "log.every_steps=1",
+        "log.tensorboard=off",
+        "train.device=cpu",
+    ]
     env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
     process = subprocess.Popen(command, env={**env, "SOJOURN_HOME": str(home)}, stdout=subprocess.DEVNULL)
     from sojourn.run.folder import RunFolder

@@ -81,7 +81,7 @@ def test_a_space_without_a_bought_disk_has_no_home_and_says_so(tmp_path):
 def test_featurize_keeps_work_but_not_the_rest_of_its_home_folder(tmp_path):
     root = box(tmp_path, "/home/featurize/work")
     here = detect({}, root)
-    assert survives(here, root / "home/featurize/work/runs", root) is True
+    assert survives(here, root / "home/featurize/work" / "runs", root) is True
     assert survives(here, root / "home/featurize/project", root) is False
     assert survives(here, root / "opt", root) is False
 

@@ -249,3 +249,15 @@ def test_a_disk_too_small_for_a_checkpoint_is_told_before_training(words):
     with pytest.raises(RunFailed, match="make room or set save"):
         _train([*words, "save.min_free=100000TiB"])
     assert not run_folder("t").metrics.exists()
+
+
+def test_a_continued_run_keeps_the_precision_it_began_with(words, monkeypatch):
+    from sojourn.train import resolve
+
+    config = load_run(words).config
+    monkeypatch.setattr(resolve, "choose_precision", lambda device: ("bf16", "measured faster"))
+    begun = resolve.resolve(config).config
+    monkeypatch.setattr(resolve, "choose_precision", lambda device: ("fp32", "measured otherwise"))
+    assert begun.train.precision == "bf16"
+    assert resolve.resolve(config, begun).config.train.precision == "bf16"
+    assert resolve.resolve(config).config.train.precision == "fp32"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sojourn.config.load import dump, read_config
+from sojourn.config.load import dump
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
 from sojourn.run.folder import RunFolder
@@ -26,8 +26,8 @@ _HARMLESS = {
 }
 
 
-def refuse_harmful_changes(config: RunConfig, run: RunFolder) -> None:
-    before, now = flat(dump(read_config(run.config))), flat(dump(config))
+def refuse_harmful_changes(begun: RunConfig, config: RunConfig, run: RunFolder) -> None:
+    before, now = flat(dump(begun)), flat(dump(config))
     changed = {
         key: (before.get(key), now.get(key))
         for key in sorted(before.keys() | now.keys())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from sojourn.config.load import to_yaml
+from sojourn.config.load import read_config, to_yaml
 from sojourn.config.schema import RunConfig
 from sojourn.data.artefact import Artefact
 from sojourn.data.order import step_rows
@@ -84,9 +84,10 @@ def _open(config: RunConfig, run: RunFolder) -> Session:
     """Resolves, prepares, builds, and puts everything back to where the run last was."""
     import torch
 
-    resolved = resolve(config)
-    if run.exists():
-        refuse_harmful_changes(resolved.config, run)
+    begun = read_config(run.config) if run.exists() else None
+    resolved = resolve(config, begun)
+    if begun is not None:
+        refuse_harmful_changes(begun, resolved.config, run)
     config = resolved.config
     device = _use(config)
     artefact = prepare(config.data, prepared_folder(), lambda line: print(line, flush=True))

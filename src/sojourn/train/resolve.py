@@ -27,7 +27,8 @@ class Resolved:
         self.reasons[f"{section}.{key}"] = f"{value}: {reason}"
 
 
-def resolve(config: RunConfig) -> Resolved:
+def resolve(config: RunConfig, begun: RunConfig | None = None) -> Resolved:
+    """`begun`: what this run decided when it began, if it is being continued."""
     found = Resolved(config)
     train = config.train
     shape = scratch_shape(config.model, int(config.data.vocab_size))
@@ -53,6 +54,9 @@ def resolve(config: RunConfig) -> Resolved:
     device = found.config.train.device
     if train.precision == "auto":
         precision, reason = choose_precision(device)
+        if begun is not None and begun.train.device == device == "cpu" and begun.train.precision != "auto":
+            # There the choice rests on a measurement, which may waver; a run keeps what it began with.
+            precision, reason = begun.train.precision, "as the run began"
         found.choose("train", "precision", precision, reason)
     elif train.precision == "fp16" and device != "cuda":
         raise UserError(f"train.precision: fp16 needs a CUDA GPU, but this run is on {device}; use auto")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sojourn.data.builtin.dice import Dice
 from sojourn.data.builtin.words import MONTH_LENGTHS, MONTHS, MONTHS_ZH, WEEKDAYS, WEEKDAYS_ZH, Language
 
@@ -15,27 +17,27 @@ _LAST_DATE = {
 }
 _WEEKDAY_AFTER = {
     "en": (
-        "{n} days after {day}?",
-        "Today is {day}. Which day is it in {n} days?",
-        "Which day comes {n} days after {day}?",
+        "{n} days after {start}?",
+        "Today is {start}. Which day is it in {n} days?",
+        "Which day comes {n} days after {start}?",
     ),
-    "zh": ("{day}之后{n}天是？", "今天是{day}，{n}天后是星期几？", "从{day}往后数{n}天，是星期几？"),
+    "zh": ("{start}之后{n}天是？", "今天是{start}，{n}天后是星期几？", "从{start}往后数{n}天，是星期几？"),
 }
 _WEEKDAY_BEFORE = {
     "en": (
-        "{n} days before {day}?",
-        "Today is {day}. Which day was it {n} days ago?",
-        "Which day is {n} days before {day}?",
+        "{n} days before {start}?",
+        "Today is {start}. Which day was it {n} days ago?",
+        "Which day is {n} days before {start}?",
     ),
-    "zh": ("{day}之前{n}天是？", "今天是{day}，{n}天前是星期几？", "从{day}往前数{n}天，是星期几？"),
+    "zh": ("{start}之前{n}天是？", "今天是{start}，{n}天前是星期几？", "从{start}往前数{n}天，是星期几？"),
 }
 _MONTH_AFTER = {
-    "en": ("{n} months after {month}?", "It is {month}. Which month is it in {n} months?"),
-    "zh": ("{month}之后{n}个月是？", "现在是{month}，{n}个月后是几月？"),
+    "en": ("{n} months after {start}?", "It is {start}. Which month is it in {n} months?"),
+    "zh": ("{start}之后{n}个月是？", "现在是{start}，{n}个月后是几月？"),
 }
 _MONTH_BEFORE = {
-    "en": ("{n} months before {month}?", "It is {month}. Which month was it {n} months ago?"),
-    "zh": ("{month}之前{n}个月是？", "现在是{month}，{n}个月前是几月？"),
+    "en": ("{n} months before {start}?", "It is {start}. Which month was it {n} months ago?"),
+    "zh": ("{start}之前{n}个月是？", "现在是{start}，{n}个月前是几月？"),
 }
 
 
@@ -61,16 +63,20 @@ def _say(month: int, day: int, language: Language) -> str:
 def weekday(dice: Dice, language: Language) -> tuple[str, str, str]:
     """The key is the day, the number of days (2 to 30) and the direction."""
     names = WEEKDAYS if language == "en" else WEEKDAYS_ZH
-    start, n, ahead = dice.below(7), dice.between(2, 30), dice.chance(0.5)
-    wording = dice.pick((_WEEKDAY_AFTER if ahead else _WEEKDAY_BEFORE)[language])
-    key = f"{start}{'+' if ahead else '-'}{n}"
-    return key, wording.format(n=n, day=names[start]), names[(start + (n if ahead else -n)) % 7]
+    return _shifted(dice, names, 30, _WEEKDAY_AFTER[language], _WEEKDAY_BEFORE[language])
 
 
 def month(dice: Dice, language: Language) -> tuple[str, str, str]:
     """The key is the month, the number of months (2 to 24) and the direction."""
     names = MONTHS if language == "en" else MONTHS_ZH
-    start, n, ahead = dice.below(12), dice.between(2, 24), dice.chance(0.5)
-    wording = dice.pick((_MONTH_AFTER if ahead else _MONTH_BEFORE)[language])
+    return _shifted(dice, names, 24, _MONTH_AFTER[language], _MONTH_BEFORE[language])
+
+
+def _shifted(
+    dice: Dice, names: Sequence[str], most: int, after: Sequence[str], before: Sequence[str]
+) -> tuple[str, str, str]:
+    """So many names on, or back, in a circle."""
+    start, n, ahead = dice.below(len(names)), dice.between(2, most), dice.chance(0.5)
+    wording = dice.pick(after if ahead else before)
     key = f"{start}{'+' if ahead else '-'}{n}"
-    return key, wording.format(n=n, month=names[start]), names[(start + (n if ahead else -n)) % 12]
+    return key, wording.format(n=n, start=names[start]), names[(start + (n if ahead else -n)) % len(names)]
