@@ -23,7 +23,7 @@ $(READY): pyproject.toml constraints.txt
 	  { echo "Python's venv is missing; on Debian or Ubuntu: sudo apt-get install python3-venv"; exit 1; }
 	@echo "setting up $(VENV) (once; a few minutes)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,clean,dev]'
 	@touch $(READY)
 
 demo: setup

@@ -1,9 +1,11 @@
-"""What the catalogue knows: GPUs, platforms and prices as typed rows, each with its source and date."""
+"""What the catalogue knows: GPUs, platforms, prices and data sets as typed rows, each with its source and date."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from sojourn.catalog.tables import rows, to_row
+from sojourn.config.words import closest
+from sojourn.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,21 @@ class Price:
     note: str = ""
 
 
+@dataclass(frozen=True)
+class DatasetFacts:
+    """A short name for a data set on the hub: where it is, which part of it, and our names for its columns."""
+
+    name: str
+    hub: str
+    source: str
+    date: str
+    config: str | None = None
+    split: str = "train"
+    eval_split: str | None = None
+    columns: dict[str, str] = field(default_factory=dict)
+    description: str = ""
+
+
 def gpus(user: Path | None = None) -> tuple[Gpu, ...]:
     """Every GPU of the catalogue and of the user's own file."""
     return tuple(
@@ -95,3 +112,20 @@ def prices(user: Path | None = None) -> tuple[Price, ...]:
         to_row(Price, row, f'{where}: price.{row["platform"]}."{row["gpu"]}"', "price")
         for row, where in rows("price", user).values()
     )
+
+
+def datasets(user: Path | None = None) -> tuple[DatasetFacts, ...]:
+    """Every data set that has a short name."""
+    return tuple(
+        _dataset(name, row, f"{where}: dataset.{name}") for name, (row, where) in rows("dataset", user).items()
+    )
+
+
+def _dataset(name: str, row: dict[str, object], where: str) -> DatasetFacts:
+    from sojourn.config.schema import Columns
+
+    facts = to_row(DatasetFacts, {"name": name, **row}, where, "data set")
+    for key in facts.columns:
+        if key not in Columns.model_fields:
+            raise UserError(f"{where}: `columns`: unknown name `{key}`{closest(key, Columns.model_fields)}")
+    return facts

@@ -19,7 +19,7 @@ _toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) el
 
 Row = TypeVar("Row")
 Table = dict[str, Any]
-KINDS = ("gpu", "platform", "price")
+KINDS = ("gpu", "platform", "price", "dataset")
 
 
 def user_file() -> Path:
@@ -106,7 +106,7 @@ def to_row(cls: type[Row], row: Table, where: str, kind: str) -> Row:
             raise UserError(f"{where}: unknown key `{key}`{closest(key, fields)}")
         values[key] = _typed(value, hints[key], f"{where}: `{key}`")
     for name, field in fields.items():
-        if name not in values and field.default is dataclasses.MISSING:
+        if name not in values and field.default is field.default_factory is dataclasses.MISSING:
             raise UserError(f"{where}: `{name}` is missing; every {kind} needs it")
     return cls(**values)
 
@@ -126,6 +126,8 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
         return value
     if want == tuple[str, ...] and isinstance(value, list) and all(isinstance(v, str) for v in value):
         return tuple(value)
+    if want == dict[str, str] and isinstance(value, dict) and all(isinstance(v, str) for v in value.values()):
+        return value
     if want == tuple[int, int] and isinstance(value, str):
         major, dot, minor = value.partition(".")
         if dot and major.isdigit() and minor.isdigit():
@@ -139,5 +141,6 @@ _SPOKEN: dict[Any, str] = {
     bool: "true or false",
     str: "a text in quotes",
     tuple[str, ...]: 'a list of texts, like ["/data"]',
+    dict[str, str]: 'a table of texts, like { prompt = "question" }',
     tuple[int, int]: 'a version in quotes, like "8.9"',
 }

@@ -1,15 +1,16 @@
 """The prepared artefact: tokens, mask and rows as memory-mapped arrays, found by the hash of all that made them.
 
 prepared/HASH/
-  artefact.json          format version, sizes, dtype
-  report.json            what was read, what became of it
-  probes.json            a few rendered chats with their token ids, to be replayed against exports
-  tokenizer/             for plain transformers
-  train/ eval/           tokens.bin mask.bin documents.npy rows.npy
+  artefact.json             format version, dtype, lengths, size and SHA-256 of each array
+  report.json report.svg    what was read, what became of it
+  probes.json               a few rendered chats with their token ids, to be replayed against exports
+  tokenizer/                for plain transformers
+  train/ eval/              tokens.bin mask.bin documents.bin rows.bin, all little-endian
 """
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,12 +21,15 @@ import numpy as np
 from sojourn.errors import RunFailed
 from sojourn.run.files import read_json
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
 class Split:
-    """Rows of packed documents. Row r is tokens[rows[r]:rows[r+1]]; documents start where `documents` says."""
+    """Rows of packed documents. Row r is tokens[rows[r]:rows[r+1]]; documents start where `documents` says.
+
+    In an artefact of preference pairs the documents of a row are chosen, rejected, chosen, rejected, …
+    """
 
     tokens: np.ndarray
     mask: np.ndarray
@@ -66,6 +70,20 @@ class Artefact:
         return int(self.facts["max_length"])
 
     @property
+    def row_length(self) -> int:
+        """A row holds so many tokens at most; of pairs, whose two sides are `max_length` each, twice as many."""
+        return self.max_length * (2 if self.facts["kind"] == "pairs" else 1)
+
+    @property
+    def is_pairs(self) -> bool:
+        return bool(self.facts["kind"] == "pairs")
+
+    @property
+    def stop_ids(self) -> list[int]:
+        """The tokens that end an answer or a text."""
+        return [int(number) for number in self.facts["stop_ids"]]
+
+    @property
     def vocab_size(self) -> int:
         return int(self.facts["vocab_size"])
 
@@ -82,22 +100,34 @@ class Artefact:
         return self._split("eval")
 
     def _split(self, name: str) -> Split:
-        folder = self.path / name
+        dtypes = {"tokens": self.facts["dtype"], "mask": "|u1", "documents": "<i8", "rows": "<i8"}
         try:
-            rows = np.load(folder / "rows.npy", mmap_mode="r", allow_pickle=False)
-            documents = np.load(folder / "documents.npy", mmap_mode="r", allow_pickle=False)
-            count = int(rows[-1])
-            tokens = _mapped(folder / "tokens.bin", np.dtype(self.facts["dtype"]), count)
-            mask = _mapped(folder / "mask.bin", np.dtype(np.uint8), count)
-        except (OSError, ValueError) as error:
-            raise RunFailed(f"{folder} is damaged ({error}); remove {self.path} and run: sojourn prepare") from None
-        return Split(tokens, mask, documents, rows)
+            return Split(**{kind: self._array(f"{name}/{kind}.bin", dtype) for kind, dtype in dtypes.items()})
+        except (OSError, ValueError, KeyError) as error:
+            raise RunFailed(
+                f"{self.path / name} is damaged ({error}); remove {self.path} and run: sojourn prepare"
+            ) from None
+
+    def _array(self, name: str, dtype: str) -> np.ndarray:
+        path, size = self.path / name, int(self.facts["files"][name]["bytes"])
+        if path.stat().st_size != size:
+            raise ValueError(f"{path.name} has {path.stat().st_size:,} bytes instead of {size:,}")
+        return np.memmap(path, np.dtype(dtype), "r") if size else np.zeros(0, np.dtype(dtype))
+
+    def damaged(self) -> list[str]:
+        """The arrays whose bytes are not those that were written."""
+        return [name for name, facts in self.facts["files"].items() if _sha256(self.path / name) != facts["sha256"]]
 
 
-def _mapped(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
-    if count == 0:
-        return np.zeros(0, dtype)
-    return np.memmap(path, dtype, "r", shape=(count,))
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    except OSError:
+        return ""
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)

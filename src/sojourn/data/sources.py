@@ -1,161 +1,204 @@
-"""Reads sources one document at a time: `builtin:NAME`, text files, JSON and JSON lines."""
+"""What the user calls a source, as a stream of parcels with their format: files, hub data sets, built-in data."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from sojourn.config.schema import Source
+from sojourn.config.schema import Columns, Source
 from sojourn.config.words import closest
 from sojourn.data import builtin
 from sojourn.data.document import Document, Message
-from sojourn.data.formats import recognise, to_document
+from sojourn.data.files import find_files, suffix_of
+from sojourn.data.formats import Damaged, mapped, recognise
+from sojourn.data.parcels import Lot, parsed
+from sojourn.data.readers import Parcel, read_file
 from sojourn.errors import UserError
+from sojourn.run.files import read_json, write_json
 
-_TEXT_FILES = (".txt", ".md")
-_RECORD_FILES = (".jsonl", ".ndjson", ".json")
 _BUILTINS = ("builtin:text", "builtin:instructions")
 _DEFAULT_TEXT_BYTES = 10_000_000
 _DEFAULT_TASKS = 20_000
+_TASK_BYTES = 100
+_ROW_BYTES = 1000
+_UNPACKED = 4  # how much larger text is than its compressed file, roughly
 
 
-def read_sources(sources: list[Source], take: int | None = None) -> Iterator[Document]:
-    """All documents of all sources in order, at most `take` of them."""
-    return islice((document for source in sources for document in _weighted(source)), take)
+@dataclass(frozen=True)
+class Opened:
+    """A source that has been found: its name for people, roughly how many bytes it has, and how to read it."""
+
+    source: Source
+    name: str
+    size: int
+    columns: Columns
+    read: Callable[[], Iterator[Parcel]]
+    digest: Callable[[Digests], str]
+
+    def identity(self, digests: Digests) -> dict[str, Any]:
+        """All that decides what it yields: the bytes, not the place they are at."""
+        keys = {key: getattr(self.source, key) for key in ("weight", "take", "size")}
+        return {"content": self.digest(digests), "columns": self.columns.model_dump(exclude_none=True), **keys}
 
 
-def _weighted(source: Source) -> Iterator[Document]:
-    """A weight of 2.3 gives every document twice and three tenths of them once more."""
-    copies, part = divmod(source.weight, 1.0)
-    for document in islice(_read(source), source.take):
-        again = part > 0 and document.fingerprint() / 2**64 < part
-        for _ in range(int(copies) + again):
-            yield document
+def open_source(source: Source, columns: Columns, evaluation: bool, say: Callable[[str], None]) -> Opened:
+    """Finds what `source` names; a file goes before a data set's name."""
+    path, columns = source.path, source.columns or columns
+    if path.startswith("builtin:"):
+        kind, parts = _builtin_parts(source)
+        count = int(source.take or _DEFAULT_TASKS)
+        size = int(source.size or _DEFAULT_TEXT_BYTES) if kind == "text" else count * _TASK_BYTES
+        made = f"{builtin.VERSION} {kind} {parts} {size}"
+        return Opened(source, path, size, columns, lambda: _read_builtin(source), lambda _: made)
+    if not Path(path).expanduser().exists() and _is_hub_name(path):
+        from sojourn.data.hub import open_table
 
-
-def _read(source: Source) -> Iterator[Document]:
-    if source.path.startswith("builtin:"):
-        yield from _read_builtin(source)
-        return
-    left = None if source.size is None else int(source.size)
-    for path in find_files(source.path):
-        for document in _read_text(path) if path.suffix in _TEXT_FILES else _read_records(path):
-            if left is not None:
-                left -= document.size
-                if left < 0:
-                    return
-            yield document
-
-
-def find_files(path: str) -> list[Path]:
-    """The files a source names: one file, a folder's files, or a glob's."""
-    place = Path(path).expanduser()
-    try:
-        if place.is_file():
-            found = [place]
-        elif place.is_dir():
-            found = sorted(p for p in place.rglob("*") if p.suffix in (*_TEXT_FILES, *_RECORD_FILES) and p.is_file())
-        elif any(mark in path for mark in "*?["):
-            found = sorted(
-                p for p in Path(place.anchor or ".").glob(str(place.relative_to(place.anchor))) if p.is_file()
-            )
-        else:
-            known = f"files and built-in data ({', '.join(_BUILTINS)}), not a hub's data sets"
-            raise UserError(f"data.sources: {path}: no such file or folder; this version reads {known}")
-    except (OSError, ValueError) as error:
-        raise UserError(f"data.sources: {path}: cannot be read: {error}") from None
-    if not found:
-        raise UserError(f"data.sources: {path}: no {', '.join((*_TEXT_FILES, *_RECORD_FILES))} file there")
-    for file in found:
-        if file.suffix not in (*_TEXT_FILES, *_RECORD_FILES):
-            raise UserError(
-                f"data.sources: {file}: files of kind “{file.suffix}” cannot be read; "
-                f"use {', '.join((*_TEXT_FILES, *_RECORD_FILES))}"
-            )
-    return found
-
-
-def _read_text(path: Path) -> Iterator[Document]:
-    """Paragraphs separated by blank lines, joined up to a few thousand characters: a document each."""
-    part: list[str] = []
-    start, size = 1, 0
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, 1):
-                if size > 4000 and not line.strip():
-                    yield Document(f"{path}:{start}", text="".join(part).strip())
-                    part, start, size = [], number + 1, 0
-                    continue
-                part.append(line)
-                size += len(line)
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text ({error.reason} near byte {error.start}); save it as UTF-8") from None
-    if "".join(part).strip():
-        yield Document(f"{path}:{start}", text="".join(part).strip())
-
-
-def _read_records(path: Path) -> Iterator[Document]:
-    first: tuple[str, str] | None = None
-    for number, line in _json_values(path):
-        where = f"{path}:{number}"
         try:
-            record = json.loads(line) if isinstance(line, str) else line
-        except ValueError as error:
-            raise UserError(f"{where}: not valid JSON: {error}") from None
-        name = recognise(record, where)
-        if first is None:
-            first = (name, where)
-        elif name != first[0]:
-            raise UserError(f"{where}: format {name}, but {first[1]} is {first[0]}; a file holds one format")
-        yield to_document(record, name, where)
+            table = open_table(source, evaluation, say)
+        except UserError as error:
+            raise type(error)(f"data.sources: {path}: no such file or folder here; as a data set: {error}") from None
+        if columns == Columns() and table.mapping:
+            columns = Columns(**table.mapping)
+        read = lambda: _table_parcels(table)  # noqa: E731
+        return Opened(source, table.name, table.rows * _ROW_BYTES, columns, read, lambda _: table.fingerprint)
+    files = find_files(path)
+    sizes = [file.stat().st_size * (_UNPACKED if _is_packed(file) else 1) for file in files]
+    return Opened(
+        source, path, sum(sizes), columns,
+        lambda: (parcel for file in files for parcel in read_file(file)),
+        lambda digests: _digest_of_files(files, digests),
+    )  # fmt: skip
 
 
-def _json_values(path: Path) -> Iterator[tuple[int, Any]]:
-    try:
-        if path.suffix == ".json":
-            values = json.loads(path.read_text(encoding="utf-8-sig"))
-            yield from enumerate(values if isinstance(values, list) else [values], 1)
-            return
-        with path.open(encoding="utf-8-sig") as file:
-            yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text ({error.reason} near byte {error.start}); save it as UTF-8") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not valid JSON: {error}") from None
+def read_lots(opened: Opened) -> Iterator[Lot]:
+    """Parcels with the format of their file, which its first records decide."""
+    file, name, first = None, None, ""
+    for parcel in opened.read():
+        if parcel.kind in ("documents", "text"):
+            yield Lot(parcel, opened.columns)
+            continue
+        if parcel.file != file:
+            file, name = parcel.file, None
+        if name is None:
+            name, first = _format_of(parcel, opened.columns)
+        yield Lot(parcel, opened.columns, name, first)
 
 
-def _read_builtin(source: Source) -> Iterator[Document]:
+def _format_of(parcel: Parcel, columns: Columns) -> tuple[str, str]:
+    """The format of the first record that has one, and where that is."""
+    told = ""
+    for line, raw in zip(parcel.lines, parcel.records, strict=True):
+        where = f"{parcel.file}:{line}"
+        try:
+            return recognise(mapped(parsed(raw), columns)), where
+        except Damaged as error:
+            told = told or f"{where}: {error}"
+    raise UserError(told)
+
+
+def _is_hub_name(path: str) -> bool:
+    from sojourn.data.hub import is_hub_name
+
+    return is_hub_name(path)
+
+
+def _is_packed(file: Path) -> bool:
+    suffix = suffix_of(file)
+    return suffix is not None and (bool(suffix.packing) or suffix.inner == ".parquet")
+
+
+def _table_parcels(table: Any) -> Iterator[Parcel]:
+    row = 1
+    for records in table.batches():
+        yield Parcel(table.name, "table", range(row, row + len(records)), records)
+        row += len(records)
+
+
+def _builtin_parts(source: Source) -> tuple[str, tuple[str, ...]]:
     """`builtin:text`, `builtin:instructions`, or one language or family of them: `builtin:instructions/compare`."""
     kind, _, part = source.path.removeprefix("builtin:").partition("/")
-    parts = {"text": builtin.LANGUAGES, "instructions": tuple(builtin.FAMILIES)}.get(kind)
+    parts = {"text": tuple(builtin.LANGUAGES), "instructions": tuple(builtin.FAMILIES)}.get(kind)
     if parts is None:
         raise UserError(f"data.sources: {source.path}: no such built-in data; there are {' and '.join(_BUILTINS)}")
     if part and part not in parts:
         hint = closest(part, parts)
         raise UserError(f"data.sources: {source.path}: no “{part}”{hint} (there are: {', '.join(parts)})")
-    chosen = [one for one in parts if part in ("", one)]
+    return kind, tuple(one for one in parts if part in ("", one))
+
+
+def _read_builtin(source: Source) -> Iterator[Parcel]:
+    documents, row = _builtin_documents(source), 1
+    while records := list(islice(documents, 1000)):
+        yield Parcel(source.path, "documents", range(row, row + len(records)), records)
+        row += len(records)
+
+
+def _builtin_documents(source: Source) -> Iterator[Document]:
+    kind, parts = _builtin_parts(source)
     if kind == "text":
         size = int(source.size or _DEFAULT_TEXT_BYTES)
-        yield from builtin.text(size, languages=[one for one in builtin.LANGUAGES if one in chosen])
+        yield from builtin.text(size, languages=[one for one in builtin.LANGUAGES if one in parts])
     else:
-        for number, task in enumerate(builtin.instructions(source.take or _DEFAULT_TASKS, families=chosen), 1):
+        for number, task in enumerate(builtin.instructions(source.take or _DEFAULT_TASKS, families=list(parts)), 1):
             messages = (Message("user", task.prompt), Message("assistant", task.answer))
             yield Document(f"{source.path}:{number}", messages=messages)
 
 
-def fingerprint(source: Source) -> str:
-    """Changes whenever what the source yields may change."""
-    digest = hashlib.sha256(source.model_dump_json().encode())
-    if source.path.startswith("builtin:"):
-        digest.update(str(builtin.VERSION).encode())
-    else:
-        for path in find_files(source.path):
-            digest.update(path.suffix.encode())
-            with path.open("rb") as file:
-                while block := file.read(1 << 20):
-                    digest.update(block)
+def _digest_of_files(files: list[Path], digests: Digests) -> str:
+    whole = hashlib.sha256()
+    for file in files:
+        suffix = suffix_of(file)
+        whole.update(f"{suffix.inner if suffix else ''} {digests.of(file)}\n".encode())
+    return whole.hexdigest()
+
+
+class Digests:
+    """SHA-256 of files, remembered by path, size and time of change, so that unchanged gigabytes are not read again."""
+
+    def __init__(self, memory: Path) -> None:
+        self._memory = memory
+        known = read_json(memory)
+        self._known: dict[str, Any] = known if isinstance(known, dict) else {}
+        self._changed = False
+        self._used: dict[Path, list[int]] = {}
+
+    def of(self, file: Path) -> str:
+        path = file.resolve()
+        try:
+            facts = path.stat()
+            self._used[path] = stamp = [facts.st_size, facts.st_mtime_ns, facts.st_ino]
+            known = self._known.get(str(path))
+            if isinstance(known, list) and known[:3] == stamp:
+                return str(known[3])
+            began = time.time_ns()
+            with path.open("rb") as opened:
+                digest = _sha256(opened)
+        except OSError as error:
+            raise UserError(f"data.sources: {file}: cannot be read: {error.strerror or error}") from None
+        if facts.st_mtime_ns < began - 2_000_000_000:  # else it may change again within the clock's grain, unseen
+            self._known[str(path)] = [*stamp, digest]
+            self._changed = True
+        return digest
+
+    def check(self) -> None:
+        """Nothing may have changed while it was read: the hash would be of other bytes."""
+        for path, stamp in self._used.items():
+            facts = path.stat()
+            if [facts.st_size, facts.st_mtime_ns, facts.st_ino] != stamp:
+                raise UserError(f"data.sources: {path}: it changed while it was read; run the command again")
+
+    def keep(self) -> None:
+        if self._changed:
+            write_json(self._memory, self._known)
+
+
+def _sha256(file: Any) -> str:
+    digest = hashlib.sha256()
+    while block := file.read(1 << 20):
+        digest.update(block)
     return digest.hexdigest()

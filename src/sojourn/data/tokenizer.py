@@ -1,105 +1,228 @@
-"""Trains a byte-level BPE tokenizer and keeps it in the form that plain transformers opens."""
+"""Opens tokenizers, chooses their chat template, and keeps them in the form that plain transformers opens."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable, Iterator
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from sojourn.data.chat import CHATML, END_OF_TEXT, SPECIAL_TOKENS, TURN_END, render
-from sojourn.data.document import Document
+from sojourn.config.schema import DataConfig
+from sojourn.config.words import closest
+from sojourn.data.chat import Template
+from sojourn.data.document import Message
+from sojourn.data.formats import Damaged
+from sojourn.data.templates import END_OF_TEXT, NAMED, named_template
 from sojourn.errors import UserError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# The split that Qwen2 uses: digits one by one, Chinese runs as words; llama.cpp knows it as `qwen2`.
-_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+TRAINED = ("auto", "bpe", "sentencepiece")
+_ENDS = (END_OF_TEXT, "<|end_of_text|>")
+_MARK = re.compile(r"<\|[^|<>\s]+\|>")
+_PROBE = (
+    Message("user", "Hello"),
+    Message("assistant", "Hello"),
+    Message("user", "Hello"),
+    Message("assistant", "Hello"),
 )
-_SAMPLE_CHARACTERS = 30_000_000
 
 
-def train_tokenizer(documents: Iterable[Document], vocab_size: int) -> Tokenizer:
-    """Learns merges from the start of the data (enough of it; more changes nothing)."""
-    from tokenizers import (
-        AddedToken,
-        Regex,
-        Tokenizer,
-        decoders,
-        models,
-        normalizers,
-        pre_tokenizers,
-        processors,
-        trainers,
-    )
+@dataclass(frozen=True)
+class Words:
+    """A tokenizer with what stands beside it: the names of its special tokens and its own chat template."""
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(_SPLIT), behavior="isolated", invert=False),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(_plain(documents), trainer)
-    return tokenizer
+    settings: dict[str, Any]
+    fast_file: Path | None = None
+    model_file: Path | None = None
+    own_template: str | None = None
+    made: Tokenizer | None = None  # just now, and in no folder yet
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        if self.made is not None:
+            return self.made
+        if self.fast_file is not None:
+            return _from_file(self.fast_file)
+        from sojourn.data.sentence import convert
+
+        assert self.model_file is not None  # noqa: S101
+        return convert(self.model_file)
+
+    def identity(self) -> str:
+        """A hash of all that decides what it does."""
+        digest = hashlib.sha256(json.dumps([self.settings, self.own_template], sort_keys=True).encode())
+        digest.update((self.fast_file or self.model_file or Path()).read_bytes())
+        return digest.hexdigest()
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """What templates call the special tokens: bos_token, eos_token, …"""
+        found = {}
+        for key, value in self.settings.items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if key.endswith("_token") and isinstance(text, str):
+                found[key] = text
+        return found
+
+    @cached_property
+    def added(self) -> dict[str, bool]:
+        """Every token beside the learned vocabulary, and whether it is special."""
+        return {token.content: token.special for token in self.tokenizer.get_added_tokens_decoder().values()}
+
+    @cached_property
+    def end_of_text(self) -> str:
+        for token in (*_ENDS, self.names.get("eos_token")):
+            if token and self.tokenizer.token_to_id(token) is not None:
+                return token
+        raise UserError("data.tokenizer: it has no token that ends a text (eos_token in tokenizer_config.json)")
+
+    @property
+    def pad_id(self) -> int:
+        return self.id_of(self.names.get("pad_token") or self.end_of_text)
+
+    def id_of(self, token: str) -> int:
+        number: int | None = self.tokenizer.token_to_id(token)
+        return self.id_of(self.end_of_text) if number is None else number
+
+    def template(self, choice: str) -> Template:
+        """The chat template: the tokenizer's own, that of its family, or the one that the user names."""
+        template = Template(self._template_source(choice), self.names, self.added)
+        try:
+            shown = template.text(_PROBE)
+        except Damaged as error:
+            raise UserError(f"data.template: {error}") from None
+        missing = [token for token in dict.fromkeys(_MARK.findall(shown)) if self.tokenizer.token_to_id(token) is None]
+        if missing:
+            tail = "use the tokenizer's own (data.template=auto)" if self.own_template else "use data.template=plain"
+            raise UserError(
+                f"data.template: {choice} needs {', '.join(missing)}, which this tokenizer does not have; {tail}"
+            )
+        template.end_of_turn()
+        return template
+
+    def _template_source(self, choice: str) -> str:
+        if choice in NAMED:
+            return named_template(choice, self.end_of_text)
+        if choice == "auto":
+            if self.own_template:
+                return self.own_template
+            family = [name for name, marks in NAMED.items() if marks.tokens and set(marks.tokens) <= self.added.keys()]
+            if family:
+                return named_template(family[0], self.end_of_text)
+            raise UserError(
+                "data.template: this tokenizer has no chat template and is of no known family; choose one that its "
+                "model was trained with (a .jinja file), or data.template=plain, which works with every tokenizer"
+            )
+        return template_file(choice)
+
+    def save(self, folder: Path, template: Template | None, max_length: int) -> None:
+        """The tokenizer's files; with a template, models that use them stop at the end of a turn."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.model_file:
+            shutil.copyfile(self.model_file, folder / "tokenizer.model")
+        self.tokenizer.save(str(folder / "tokenizer.json"))
+        settings = dict(self.settings)
+        if self.made is not None:
+            ends = template.end_of_turn() if template else self.end_of_text
+            settings |= {"model_max_length": max_length, "eos_token": ends}
+        settings.pop("chat_template", None)
+        if template:
+            settings["chat_template"] = template.source
+        text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+        (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
 
-def _plain(documents: Iterable[Document]) -> Iterator[str]:
-    left = _SAMPLE_CHARACTERS
-    for document in documents:
-        text = render(document.messages)[0] if document.is_chat else document.text
-        yield text
-        left -= len(text)
-        if left <= 0:
-            return
+def template_file(choice: str) -> str:
+    path = Path(choice).expanduser()
+    if path.suffix not in (".jinja", ".j2") or not path.is_file():
+        hint, names = closest(choice, ("auto", *NAMED)), ", ".join(NAMED)
+        raise UserError(f"data.template: “{choice}”: no such template{hint}; allowed: auto, {names}, or a .jinja file")
+    return path.read_text(encoding="utf-8")
 
 
-def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int, chat: bool) -> None:
-    """`tokenizer.json` and its settings; a chat model stops at the end of a turn, a text model at the end of a text."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": max_length,
-        "eos_token": TURN_END if chat else END_OF_TEXT,
-        "pad_token": END_OF_TEXT,
-        "additional_special_tokens": list(SPECIAL_TOKENS),
-        "clean_up_tokenization_spaces": False,
-        **({"chat_template": CHATML} if chat else {}),
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+def open_tokenizer(word: str | Path, revision: str | None = None) -> Words:
+    """A tokenizer by its folder, its file (tokenizer.json or tokenizer.model) or its model's name on the hub."""
+    place = Path(word).expanduser()
+    if not place.exists():
+        from sojourn.data.hub import is_hub_name, tokenizer_folder
+
+        if not is_hub_name(str(word)):
+            raise UserError(
+                f"data.tokenizer: {word}: no such folder or file; allowed: {', '.join(TRAINED)}, or one that is there"
+            )
+        place = tokenizer_folder(str(word), revision)
+    folder = place if place.is_dir() else place.parent
+    model = place if place.suffix == ".model" else folder / "tokenizer.model"
+    fast = place if place.suffix == ".json" else folder / "tokenizer.json"
+    has_fast, has_model = fast.is_file() and place.suffix != ".model", model.is_file()
+    if not (has_fast or has_model):
+        raise UserError(f"data.tokenizer: {word}: no tokenizer.json and no tokenizer.model there")
+    settings = _read(folder / "tokenizer_config.json") | _read(folder / "special_tokens_map.json")
+    beside = folder / "chat_template.jinja"
+    own = beside.read_text(encoding="utf-8") if beside.is_file() else _own_template(settings.get("chat_template"))
+    settings.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
+    return Words(settings, fast if has_fast else None, model if has_model else None, own)
 
 
-def token_id(tokenizer: Tokenizer, token: str) -> int:
-    number = tokenizer.token_to_id(token)
-    if number is None:
-        raise UserError(f"data.tokenizer: it has no {token}, which the ChatML template needs")
-    return number
-
-
-def load_tokenizer(folder: Path) -> Tokenizer:
+def _from_file(path: Path) -> Tokenizer:
     from tokenizers import Tokenizer
 
-    path = folder / "tokenizer.json" if folder.is_dir() else folder
-    if not path.is_file():
-        raise UserError(
-            f"data.tokenizer: {folder}: no tokenizer.json there; allowed: auto, or the folder of a tokenizer"
-        )
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        return Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exceptions
         raise UserError(f"data.tokenizer: {path}: not a tokenizer: {error}") from None
-    for token in SPECIAL_TOKENS:
-        token_id(tokenizer, token)
-    return tokenizer
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"data.tokenizer: {path}: not valid JSON: {error}") from None
+    return found if isinstance(found, dict) else {}
+
+
+def _own_template(value: Any) -> str | None:
+    """`chat_template` is a text, or a list of named ones of which `default` is meant."""
+    if isinstance(value, list):
+        named = {str(one.get("name")): one.get("template") for one in value if isinstance(one, dict)}
+        value = named.get("default")
+    return value if isinstance(value, str) and value.strip() else None
+
+
+def special_tokens(data: DataConfig) -> list[str]:
+    """The special tokens of a tokenizer that is yet to be trained."""
+    name = "chatml" if data.template == "auto" else data.template
+    template = NAMED[name].tokens if name in NAMED else ()
+    return list(dict.fromkeys((END_OF_TEXT, *template, *data.special_tokens)))
+
+
+def train_tokenizer(data: DataConfig, texts: Iterable[str], folder: Path) -> Words:
+    """A new tokenizer from `texts`; a SentencePiece model is left in `folder`."""
+    tokens = special_tokens(data)
+    model = None
+    if data.tokenizer == "sentencepiece":
+        from sojourn.data import sentence
+
+        tokenizer = sentence.train(iter(texts), int(data.vocab_size), tokens, data.split_digits, folder)
+        model = folder / "tokenizer.model"
+    else:
+        from sojourn.data.vocabulary import train_bpe
+
+        tokenizer = train_bpe(iter(texts), int(data.vocab_size), tokens, data.split_digits)
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": END_OF_TEXT,
+        "eos_token": END_OF_TEXT,
+        "additional_special_tokens": tokens,
+        "clean_up_tokenization_spaces": False,
+    }
+    return Words(settings, model_file=model, made=tokenizer)

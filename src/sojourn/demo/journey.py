@@ -118,9 +118,10 @@ def _plan(config: RunConfig, screen: Screen) -> None:
 
 
 def _prepare(config: RunConfig, screen: Screen) -> Artefact:
+    from sojourn.data.inputs import data_of
     from sojourn.data.prepare import prepare
 
-    artefact = prepare(config.data, prepared_folder())
+    artefact = prepare(data_of(config), prepared_folder())
     facts = artefact.report["train"]
     screen.say(f"{facts['documents']:,} documents, {facts['tokens']:,} tokens of {artefact.vocab_size:,} kinds, "
                f"in {facts['rows']:,} rows ({facts['fill']:.1%} full)")  # fmt: skip
@@ -133,9 +134,8 @@ def _untrained(config: RunConfig, artefact: Artefact) -> Model:
 
     from sojourn.infer.load import Model
     from sojourn.model.scratch import build_model
-    from sojourn.train.final import stop_ids
 
-    length, pad, stops = artefact.max_length, artefact.pad_id, stop_ids(artefact)
+    length, pad, stops = artefact.max_length, artefact.pad_id, artefact.stop_ids
     network = build_model(config.model, artefact.vocab_size, length, pad, stops, config.train.seed)
     return Model(artefact.path, network.eval(), AutoTokenizer.from_pretrained(artefact.tokenizer), "cpu")
 

@@ -9,15 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sojourn.data.artefact import Artefact
-from sojourn.data.chat import END_OF_TEXT, TURN_END
-from sojourn.data.tokenizer import load_tokenizer, token_id
 from sojourn.run.files import sync_file, sync_folder
-
-
-def stop_ids(artefact: Artefact) -> list[int]:
-    """The tokens that end an answer."""
-    tokenizer = load_tokenizer(artefact.tokenizer)
-    return [token_id(tokenizer, token) for token in (TURN_END, END_OF_TEXT)]
 
 
 def write_final(model: Any, artefact: Artefact, folder: Path, precision: str) -> None:

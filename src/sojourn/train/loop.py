@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from sojourn.config.load import read_config, to_yaml
 from sojourn.config.schema import RunConfig
 from sojourn.data.artefact import Artefact
+from sojourn.data.inputs import data_of
 from sojourn.data.order import step_rows
 from sojourn.data.prepare import prepare
 from sojourn.errors import RunFailed, Stopped, UserError
@@ -22,7 +23,7 @@ from sojourn.run.home import prepared_folder
 from sojourn.train.changes import refuse_harmful_changes
 from sojourn.train.checkpoint import check_room
 from sojourn.train.environment import describe
-from sojourn.train.final import stop_ids, write_final
+from sojourn.train.final import write_final
 from sojourn.train.guard import Guard
 from sojourn.train.meters import Meters
 from sojourn.train.optim import Optimizer, learning_rate
@@ -90,7 +91,7 @@ def _open(config: RunConfig, run: RunFolder) -> Session:
         refuse_harmful_changes(begun, resolved.config, run)
     config = resolved.config
     device = _use(config)
-    artefact = prepare(config.data, prepared_folder(), lambda line: print(line, flush=True))
+    artefact = prepare(data_of(config), prepared_folder(), lambda line: print(line, flush=True))
     run.set_status("starting", 0, 0)
     write_text(run.config, to_yaml(config))
     facts = {**describe(device), "auto": resolved.reasons, "data": str(artefact.path.resolve())}
@@ -98,7 +99,7 @@ def _open(config: RunConfig, run: RunFolder) -> Session:
 
     seed = config.train.seed
     model = build_model(
-        config.model, artefact.vocab_size, artefact.max_length, artefact.pad_id, stop_ids(artefact), seed
+        config.model, artefact.vocab_size, artefact.max_length, artefact.pad_id, artefact.stop_ids, seed
     )
     model.to(device).train()
     if config.train.checkpointing == "full":

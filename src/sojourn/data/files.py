@@ -1,0 +1,140 @@
+"""Finds the files that a source names, in the same order everywhere, and gives their bytes unpacked."""
+
+from __future__ import annotations
+
+import gzip
+import unicodedata
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, cast
+
+from sojourn.errors import UserError
+
+_TEXT = (".txt", ".md")
+_JSON = (".json", ".jsonl", ".ndjson")
+_TABLE = (".csv", ".tsv")
+_PACKED = (".gz", ".zst")
+_KINDS = (*_TEXT, *_JSON, *_TABLE, ".parquet")
+_OFFICE = (".doc", ".docx", ".odt", ".rtf", ".pdf", ".epub", ".html", ".xls", ".xlsx", ".ods", ".numbers", ".pages")
+KNOWN = f"{', '.join(_KINDS)} (all but .parquet also with {' or '.join(_PACKED)} behind)"
+_MAGIC = "*?["
+
+
+class Suffix(NamedTuple):
+    """What a file's name says: what is in it and how that is packed ("" where it is not)."""
+
+    inner: str
+    packing: str
+
+
+def suffix_of(path: Path) -> Suffix | None:
+    """None for a file of a kind that is not known here."""
+    name = path.name.lower()
+    packing = next((end for end in _PACKED if name.endswith(end)), "")
+    inner = Path(name.removesuffix(packing)).suffix
+    return Suffix(inner, packing) if inner in _KINDS and not (packing and inner == ".parquet") else None
+
+
+def find_files(path: str) -> list[Path]:
+    """The files that a source names: one file, those of a folder and its folders, or those that fit a glob."""
+    try:
+        place = Path(path).expanduser()
+        if place.is_file():
+            return [_known(place)]
+        if place.is_dir():
+            found = set(_expand(place, ("**",)))
+        elif any(sign in path for sign in _MAGIC):
+            found = set(_expand(Path(place.anchor), place.relative_to(place.anchor).parts))
+        else:
+            odd = place.exists() or place.is_symlink()
+            raise UserError(
+                f"data.sources: {path}: a broken link or not an ordinary file; name a file, a folder or a glob"
+                if odd
+                else f"data.sources: {path}: no such file or folder; check the spelling, or name a folder or a glob"
+            )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"data.sources: {path}: cannot be read: {_reason(error)}") from None
+    files = sorted((file for file in found if suffix_of(file)), key=_order)
+    if not files:
+        raise UserError(f"data.sources: {path}: no file there that can be read; the kinds are {KNOWN}")
+    return files
+
+
+def _known(file: Path) -> Path:
+    if suffix_of(file):
+        return file
+    ending = file.suffix.lower()
+    advice = "; save it as text or CSV" if ending in _OFFICE else ""
+    kind = f"files of kind “{ending}”" if ending else "files without an ending"
+    raise UserError(f"data.sources: {file}: {kind} cannot be read{advice}; the kinds are {KNOWN}")
+
+
+def _order(file: Path) -> tuple[str, str]:
+    """macOS may hand back names decomposed, and no system promises an order."""
+    name = file.as_posix()
+    return unicodedata.normalize("NFC", name), name
+
+
+def _expand(folder: Path, parts: tuple[str, ...]) -> Iterator[Path]:
+    """The files below `folder` that fit the parts of a glob. pathlib's own differs from one Python to the next."""
+    part, rest = parts[0], parts[1:]
+    if part == "**":
+        for below in _folders(folder, set()):
+            yield from _expand(below, rest or ("*",))
+        return
+    if any(sign in part for sign in _MAGIC):
+        fitting = [entry for entry in _visible(folder, part[0] == ".") if fnmatchcase(entry.name, part)]
+    else:
+        fitting = [folder / part]
+    for entry in fitting:
+        if rest:
+            if entry.is_dir():
+                yield from _expand(entry, rest)
+        elif entry.is_file():
+            yield entry
+
+
+def _folders(folder: Path, seen: set[Path]) -> Iterator[Path]:
+    """`folder` and all below it, each once: links may lead round in a circle."""
+    real = folder.resolve()
+    if real in seen:
+        return
+    seen.add(real)
+    yield folder
+    for entry in _visible(folder):
+        if entry.is_dir():
+            yield from _folders(entry, seen)
+
+
+def _visible(folder: Path, hidden: bool = False) -> list[Path]:
+    return sorted((entry for entry in folder.iterdir() if hidden or entry.name[0] != "."), key=_order)
+
+
+def read_bytes(path: Path, size: int) -> Iterator[bytes]:
+    """A file's bytes, unpacked, in blocks of about `size`, without a byte order mark."""
+    with _open(path) as stream:
+        block = stream.read(max(size, 4))
+        if block.startswith((b"\xff\xfe", b"\xfe\xff")):
+            raise UserError(f"{path}:1: is UTF-16 text; save it as UTF-8")
+        block = block.removeprefix(b"\xef\xbb\xbf") or stream.read(size)
+        while block:
+            yield block
+            block = stream.read(size)
+
+
+def _open(path: Path) -> BinaryIO:
+    suffix = suffix_of(path)
+    if suffix is None or not suffix.packing:
+        return path.open("rb")
+    if suffix.packing == ".gz":
+        return cast(BinaryIO, gzip.open(path, "rb"))
+    try:
+        import pyarrow
+    except ImportError:
+        raise UserError(f"{path}: reading .zst needs pyarrow: pip install 'sojourn[train]'") from None
+    return cast(BinaryIO, pyarrow.input_stream(str(path), compression="zstd"))
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__

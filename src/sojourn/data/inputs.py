@@ -1,0 +1,77 @@
+"""What a preparation starts from, found but not read yet, and the hash of all that decides what will come out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from sojourn.config.schema import DataConfig, RunConfig
+from sojourn.data.artefact import FORMAT
+from sojourn.data.sources import Digests, Opened, open_source
+from sojourn.data.tokenizer import TRAINED, Words, open_tokenizer
+from sojourn.errors import UserError
+
+_DECIDING = (
+    "eval_fraction", "take", "train_on", "max_length", "packing", "long_texts", "long_chats", "on_bad", "max_bad",
+)  # fmt: skip
+_TRAINING = ("vocab_size", "special_tokens", "split_digits")
+
+
+def data_of(config: RunConfig) -> DataConfig:
+    """The data of a run, with the tokenizer of the model that it starts from where none is named."""
+    base = config.model.base
+    return (
+        config.data.model_copy(update={"tokenizer": base}) if base and config.data.tokenizer == "auto" else config.data
+    )
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """`words` is None where a tokenizer is to be trained."""
+
+    data: DataConfig
+    sources: list[Opened]
+    eval_sources: list[Opened]
+    words: Words | None
+
+    @property
+    def size(self) -> int:
+        """Bytes to read, roughly."""
+        return sum(opened.size for opened in (*self.sources, *self.eval_sources))
+
+    def key(self, digests: Digests) -> str:
+        """The same for the same bytes and settings on every machine: no path counts, and no number of processes."""
+        data = self.data
+        new = {"kind": data.tokenizer.replace("auto", "bpe"), **{key: getattr(data, key) for key in _TRAINING}}
+        decides = {
+            "format": FORMAT,
+            "sources": [opened.identity(digests) for opened in self.sources],
+            "eval_sources": [opened.identity(digests) for opened in self.eval_sources],
+            "tokenizer": self.words.identity() if self.words else new,
+            "template": _content(data.template),
+            "clean": data.clean.model_dump(mode="json"),
+            **{key: getattr(data, key) for key in _DECIDING},
+        }
+        return hashlib.sha256(json.dumps(decides, sort_keys=True, default=int).encode()).hexdigest()[:16]
+
+
+def find_inputs(data: DataConfig, say: Callable[[str], None]) -> Inputs:
+    if not data.sources:
+        raise UserError(
+            "data.sources: nothing to read; say what, such as data.sources=my.jsonl or --train_file my.jsonl"
+        )
+    if data.clean.languages:
+        from sojourn.data.language import check_codes
+
+        check_codes(data.clean.languages)
+    sources = [open_source(source, data.columns, False, say) for source in data.sources]
+    eval_sources = [open_source(source, data.columns, True, say) for source in data.eval_sources]
+    return Inputs(data, sources, eval_sources, None if data.tokenizer in TRAINED else open_tokenizer(data.tokenizer))
+
+
+def _content(template: str) -> str:
+    path = Path(template).expanduser()
+    return path.read_text(encoding="utf-8") if path.suffix in (".jinja", ".j2") and path.is_file() else template

@@ -1,0 +1,189 @@
+"""Which language a text is in, fast enough to ask of every document.
+
+The script decides where it can (Chinese, Japanese, Korean, Greek, Thai, …), a count of small words where a text is
+plain English, and py3langid, whose model comes with it, for the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from sojourn.config.words import ask, closest, plain, shown
+from sojourn.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+UNKNOWN = "?"
+LOOKED_AT = 1000
+ASKED_ABOUT = 160
+
+_LIST = """
+af am an ar as az ba be bg bn br bs ca cs cy da de dz el en eo es et eu fa fi fo fr fy ga gd gl gu ha he hi hr
+ht hu hy id ig is it ja jv ka kk km kn ko ku ky la lb lg ln lo lt lv mg mk ml mn mr ms mt my ne nl nn no oc om
+or pa pl ps pt qu ro ru rw sa se si sk sl sn so sq sr st sv sw ta te tg th tk tl tr tt ug uk ur uz vi vo wa xh
+yo zh zu
+"""
+CODES = tuple(_LIST.split())
+
+# Letters by script: a language of its own, or a name in capitals where several share it.
+_SCRIPTS: dict[str, tuple[tuple[int, int], ...]] = {
+    "LATIN": ((0x41, 0x5B), (0x61, 0x7B), (0xC0, 0x250), (0x1E00, 0x1F00), (0xFF21, 0xFF3B), (0xFF41, 0xFF5B)),
+    "HAN": ((0x3400, 0x4DC0), (0x4E00, 0xA000), (0xF900, 0xFB00), (0x20000, 0x20001)),
+    "KANA": ((0x3041, 0x3097), (0x30A1, 0x30FB), (0x31F0, 0x3200), (0xFF66, 0xFF9E)),
+    "HANGUL": ((0x1100, 0x1200), (0x3131, 0x318F), (0xAC00, 0xD7A4)),
+    "CYRILLIC": ((0x400, 0x530),),
+    "ARABIC": ((0x620, 0x6E0), (0x6EE, 0x700), (0x750, 0x780), (0xFB50, 0xFE00), (0xFE70, 0xFEFF)),
+    "DEVANAGARI": ((0x904, 0x964), (0x971, 0x980)),
+    "BENGALI": ((0x980, 0xA00),),
+    "TIBETAN": ((0xF40, 0xF6D),),
+    "el": ((0x370, 0x400), (0x1F00, 0x2000)),
+    "hy": ((0x531, 0x590),),
+    "he": ((0x5D0, 0x5EB),),
+    "pa": ((0xA00, 0xA80),),
+    "gu": ((0xA80, 0xB00),),
+    "or": ((0xB00, 0xB80),),
+    "ta": ((0xB80, 0xC00),),
+    "te": ((0xC00, 0xC80),),
+    "kn": ((0xC80, 0xD00),),
+    "ml": ((0xD00, 0xD80),),
+    "si": ((0xD80, 0xE00),),
+    "th": ((0xE00, 0xE80),),
+    "lo": ((0xE80, 0xF00),),
+    "my": ((0x1000, 0x10A0),),
+    "ka": ((0x10A0, 0x1100), (0x1C90, 0x1CC0)),
+    "am": ((0x1200, 0x1380),),
+    "km": ((0x1780, 0x1800),),
+}
+_NAMES = ("", *_SCRIPTS)
+_LATIN, _HAN, _KANA, _HANGUL = range(1, 5)
+
+# A Han character or a syllable says as much as four letters: Chinese with English words in it is still Chinese.
+_WORTH = 4
+_FEWEST_LETTERS = 8
+_SURE = 0.2
+
+_ENGLISH = frozenset(("the", "of", "and", "to", "that", "with", "which"))
+_ENGLISH_SHARE = 0.1
+_ENGLISH_WORDS = 20
+
+# Where the model's answer has no two-letter code: the one that a reader would expect.
+_NEAREST = {"yue": "zh", "wuu": "zh", "pcm": "en", "arz": "ar", "ary": "ar", "uzs": "uz", "ltg": "lv", "grc": "el"}
+
+_SPELLINGS = {
+    spelling: code
+    for code, spellings in {
+        "ar": "arabic ara",
+        "de": "german deutsch ger",
+        "en": "english us gb",
+        "es": "spanish spa",
+        "fr": "french",
+        "hi": "hindi",
+        "it": "italian",
+        "ja": "japanese jp jpn",
+        "ko": "korean kr",
+        "pt": "portuguese",
+        "ru": "russian",
+        "zh": "chinese cn chi cmn mandarin tw",
+    }.items()
+    for spelling in spellings.split()
+}
+
+
+def language(text: str) -> str:
+    """Its ISO 639-1 code, judged by the first thousand characters; `?` where there is too little to tell."""
+    text = text[:LOOKED_AT]
+    if text.isascii():
+        return _english(text) or _asked(text)
+    letters = _letters(text)
+    wide = letters[_HAN : _HANGUL + 1]
+    narrow = letters.copy()
+    narrow[_HAN : _HANGUL + 1] = 0
+    most = int(narrow.argmax())
+    if int(wide.sum()) * _WORTH > int(narrow[most]):
+        return _east_asian(*wide.tolist()) if int(wide.sum()) * _WORTH >= _FEWEST_LETTERS else UNKNOWN
+    if narrow[most] < _FEWEST_LETTERS // 2:
+        return UNKNOWN
+    if _NAMES[most].islower():
+        return _NAMES[most]
+    return (_english(text) if most == _LATIN else "") or _asked(text)
+
+
+def check_codes(codes: Sequence[str]) -> None:
+    """Refuse a code that no text could have."""
+    for code in codes:
+        if code not in CODES:
+            raise UserError(f"{shown(code)!r} is not a language code{_meant(code) or ';'} known: {', '.join(CODES)}")
+
+
+def _meant(code: str) -> str:
+    """A country (`cn`), a name (`german`), a longer code (`eng`, `zh-CN`) or a slip."""
+    word = plain(code)
+    language = _SPELLINGS.get(word)
+    if language is None and (len(word) <= 3 or word[2] == "_") and word[:2] in CODES:
+        language = word[:2]
+    return ask(language) if language else closest(code, CODES)
+
+
+def _letters(text: str) -> np.ndarray:
+    """How many letters of each script."""
+    import numpy as np
+
+    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
+    counts = np.bincount(_table()[np.minimum(codes, 0x20000)], minlength=len(_NAMES))
+    counts[0] = 0
+    return counts
+
+
+@lru_cache(maxsize=1)
+def _table() -> np.ndarray:
+    import numpy as np
+
+    table = np.zeros(0x20001, dtype=np.uint8)
+    for number, ranges in enumerate(_SCRIPTS.values(), start=1):
+        for first, stop in ranges:
+            table[first:stop] = number
+    return table
+
+
+def _east_asian(han: int, kana: int, hangul: int) -> str:
+    """Korean may quote Chinese characters; Japanese is never without kana for long."""
+    if hangul >= han + kana:
+        return "ko"
+    return "ja" if kana * 8 > han + kana else "zh"
+
+
+def _english(text: str) -> str:
+    """`en` if the small words of English are as many as in plain prose: no other language has so many of them."""
+    words = text.lower().split()
+    if len(words) < _ENGLISH_WORDS:
+        return ""
+    return "en" if sum(map(_ENGLISH.__contains__, words)) >= _ENGLISH_SHARE * len(words) else ""
+
+
+def _asked(text: str) -> str:
+    part = _middle(text)
+    if sum(map(str.isalpha, part)) < _FEWEST_LETTERS:
+        return UNKNOWN
+    code, sure = _model().classify(part)
+    if sure < _SURE:
+        return UNKNOWN
+    code = _NEAREST.get(code, code)
+    return code if code in CODES else UNKNOWN
+
+
+def _middle(text: str) -> str:
+    """A part long enough to tell, away from a heading."""
+    spare = len(text) - ASKED_ABOUT
+    return text if spare <= 0 else text[spare // 2 : spare // 2 + ASKED_ABOUT]
+
+
+@lru_cache(maxsize=1)
+def _model() -> Any:
+    try:
+        from py3langid.langid import MODEL_FILE, LanguageIdentifier
+    except ImportError:
+        raise UserError("telling languages needs py3langid: pip install 'sojourn[clean]'") from None
+    return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)

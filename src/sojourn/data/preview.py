@@ -1,0 +1,107 @@
+"""A first look at the sources: their formats and three examples as the model will see them, before anything is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from sojourn.config.schema import DataConfig
+from sojourn.data.chat import Span, Template
+from sojourn.data.document import Document
+from sojourn.data.formats import Damaged
+from sojourn.data.inputs import Inputs
+from sojourn.data.parcels import read_lot
+from sojourn.data.sources import Opened, read_lots
+from sojourn.data.templates import END_OF_TEXT, NAMED, named_template
+from sojourn.data.tokenizer import Words, special_tokens
+from sojourn.errors import UserError
+
+EXAMPLES = 3
+
+
+@dataclass(frozen=True)
+class Example:
+    """A document as text; `spans` are what the model learns to say."""
+
+    where: str
+    text: str
+    spans: list[Span]
+
+
+@dataclass(frozen=True)
+class Preview:
+    """`formats` of each source by name; `refusal` says why there is no template, should a chat come later."""
+
+    formats: list[tuple[str, str]]
+    examples: list[Example]
+    pairs: bool
+    template: Template | None
+    refusal: str
+
+
+def look(inputs: Inputs) -> Preview:
+    """Reads the beginning of each source."""
+    data = inputs.data
+    template, refusal = _template(data, inputs.words)
+    formats: list[tuple[str, str]] = []
+    firsts: list[Document] = []
+    for opened in inputs.sources:
+        name, documents = _beginning(opened)
+        formats.append((opened.name, name))
+        firsts += documents
+    if template is None and any(d.is_chat for d in firsts):
+        raise UserError(refusal)
+    pairs = {bool(d.rejected) for d in firsts}
+    if len(pairs) == 2:
+        raise UserError("data.sources: preference pairs and other documents; prepare them apart, each for its own run")
+    examples = [example for document in firsts for example in _shown(document, template, data.train_on)]
+    return Preview(formats, examples[:EXAMPLES], pairs == {True}, template, refusal)
+
+
+def _beginning(opened: Opened) -> tuple[str, list[Document]]:
+    name = "empty"
+    for lot in islice(read_lots(opened), 4):
+        name = lot.format or {"documents": "built in"}.get(lot.parcel.kind, lot.parcel.kind)
+        documents = read_lot(lot)[0]
+        if documents:
+            return name, documents[:EXAMPLES]
+    return name, []
+
+
+def _template(data: DataConfig, words: Words | None) -> tuple[Template | None, str]:
+    if words is None:
+        return new_template(data), ""
+    try:
+        return words.template(data.template), ""
+    except UserError as error:
+        return None, str(error)
+
+
+def new_template(data: DataConfig) -> Template:
+    """The template for a tokenizer that is yet to be trained; its special tokens will be in the vocabulary."""
+    name, tokens = data.template.replace("auto", "chatml"), special_tokens(data)
+    if name in NAMED:
+        return Template(named_template(name, END_OF_TEXT), {"eos_token": END_OF_TEXT}, tokens)
+    from sojourn.data.tokenizer import template_file
+
+    template = Template(template_file(name), {"eos_token": END_OF_TEXT}, tokens)
+    template.end_of_turn()
+    return template
+
+
+def _shown(document: Document, template: Template | None, train_on: str) -> Iterator[Example]:
+    if not document.is_chat or template is None:
+        yield Example(document.where, document.text, [(0, len(document.text))])
+        return
+    sides = (document.messages, document.rejected) if document.rejected else (document.messages,)
+    for side, name in zip(sides, (" chosen", " rejected") if document.rejected else ("",), strict=True):
+        try:
+            if train_on == "all" and not document.rejected:
+                text = template.text(side, document.tools)
+                yield Example(document.where, text, [(0, len(text))])
+            else:
+                last = train_on == "last" or bool(document.rejected)
+                yield Example(document.where + name, *template.spans(side, document.tools, last))
+        except Damaged as error:
+            raise UserError(f"{document.where}: {error}") from None

@@ -1,0 +1,102 @@
+"""Counts what is read and what becomes of it, and says when too much of it is damaged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from sojourn.config.schema import DataConfig
+from sojourn.data.encode import CUT, DROPPED, PAIR, SPLIT, TEXT, Encoded
+from sojourn.errors import UserError
+
+_SHOWN = 20
+
+
+@dataclass
+class Counts:
+    """Documents of one split."""
+
+    documents: int = 0
+    chats: int = 0
+    pairs: int = 0
+    bytes: int = 0
+    split_documents: int = 0
+    truncated_texts: int = 0
+    truncated_chats: int = 0
+    dropped_chats: int = 0
+    dropped_texts: int = 0
+
+    def add(self, encoded: Encoded, copies: np.ndarray) -> None:
+        kinds, fates = encoded.kinds, encoded.fates
+        stays = fates != DROPPED
+
+        def times(which: np.ndarray) -> int:
+            return int(copies[which].sum())
+
+        self.documents += times(stays)
+        self.chats += times(stays & (kinds != TEXT))
+        self.pairs += times(stays & (kinds == PAIR))
+        self.bytes += int((copies * encoded.sizes)[stays].sum())
+        self.split_documents += times(fates == SPLIT)
+        self.truncated_texts += times((fates == CUT) & (kinds == TEXT))
+        self.truncated_chats += times((fates == CUT) & (kinds != TEXT))
+        self.dropped_texts += times(~stays & (kinds == TEXT))
+        self.dropped_chats += times(~stays & (kinds != TEXT))
+
+
+@dataclass
+class Tally:
+    """All that was read."""
+
+    data: DataConfig
+    train: Counts = field(default_factory=Counts)
+    eval: Counts = field(default_factory=Counts)
+    records: int = 0
+    bad: int = 0
+    shown: list[tuple[str, str]] = field(default_factory=list)
+    left_out: dict[str, int] = field(default_factory=dict)
+    duplicates: int = 0
+    near_duplicates: int = 0
+    escaped: int = 0
+    languages: dict[str, int] = field(default_factory=dict)
+
+    def read(self, encoded: Encoded) -> None:
+        self.records += encoded.records
+        self.bad += len(encoded.bad)
+        self.shown += encoded.bad[: _SHOWN - len(self.shown)]
+        self.escaped += encoded.escaped
+        for counts, more in ((self.left_out, encoded.left_out), (self.languages, encoded.languages)):
+            for key, count in more.items():
+                counts[key] = counts.get(key, 0) + count
+        # Long before the end it may be plain that there is too much.
+        if self.records >= 10_000 and self.bad > 10 * self.data.max_bad * self.records:
+            self.judge()
+
+    def judge(self) -> None:
+        """Fails where more is damaged than the user allows."""
+        if self.data.on_bad == "skip" or self.bad <= self.data.max_bad * self.records:
+            return
+        first = "; ".join(f"{where}: {why}" for where, why in self.shown[:3])
+        more = f" (and {self.bad - 3:,} more)" if self.bad > 3 else ""
+        raise UserError(
+            f"{first}{more}. Damaged: {self.bad:,} of {self.records:,} records, {self.bad / self.records:.2%}; mend "
+            "them, or leave them out with data.on_bad=skip"
+        )
+
+    def facts(self) -> dict[str, Any]:
+        whole = sum(self.languages.values())
+        large = {code: size for code, size in self.languages.items() if size >= whole / 200}
+        large["?"] = whole - sum(size for code, size in large.items() if code != "?")  # too little to tell, or to count
+        mix = sorted(((code, size) for code, size in large.items() if size), key=lambda item: (-item[1], item[0]))
+        return {
+            "records": self.records,
+            "damaged": self.bad,
+            "damaged_examples": [list(one) for one in self.shown],
+            "left_out": {key: count for key, count in self.left_out.items() if count},
+            "duplicates": self.duplicates,
+            "near_duplicates": self.near_duplicates,
+            "special_token_texts": self.escaped,
+            "languages": {code: round(size / whole, 4) for code, size in mix} if whole else {},
+        }
