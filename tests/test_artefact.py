@@ -9,7 +9,7 @@ from sojourn.config.load import load_run
 from sojourn.data import prepare as preparing
 from sojourn.data.artefact import read_batch
 from sojourn.data.prepare import prepare
-from sojourn.data.tokenizer import load_tokenizer
+from sojourn.data.words.tokenizer import load_tokenizer
 from sojourn.errors import RunFailed, UserError
 
 

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sojourn.data.chat import SPECIAL_TOKENS, TURN_END, render
-from sojourn.data.document import Document, Message
 from sojourn.data.encode import encode
-from sojourn.data.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
+from sojourn.data.read.document import Document, Message
+from sojourn.data.words.chat import SPECIAL_TOKENS, TURN_END, render
+from sojourn.data.words.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 from sojourn.errors import UserError
 
 _TEXTS = [

@@ -9,7 +9,7 @@ from multiprocessing import get_context
 import numpy as np
 import pytest
 
-from sojourn.data.duplicates import Near, Seen, signature
+from sojourn.data.clean.duplicates import Near, Seen, signature
 from sojourn.errors import UserError
 
 PINNED = [3324112349, 3296497129, 3300519080]
@@ -130,7 +130,7 @@ def test_short_texts_are_left_to_the_exact_comparison(text: str) -> None:
 
 def test_a_signature_is_the_same_in_every_process() -> None:
     text = " ".join(words(np.random.default_rng(6), 100)) + "水在山上沸腾的温度比较低"
-    script = f"from sojourn.data.duplicates import signature; print(signature({text!r}).tolist())"
+    script = f"from sojourn.data.clean.duplicates import signature; print(signature({text!r}).tolist())"
     told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert told.strip() == str(signature(text).tolist())
     assert signature("a b c d e f g h i j k l m")[:3].tolist() == PINNED

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from sojourn.data import language as room
-from sojourn.data.language import CODES, UNKNOWN, check_codes, language
+from sojourn.data.clean import language as room
+from sojourn.data.clean.language import CODES, UNKNOWN, check_codes, language
 from sojourn.errors import UserError
 
 SENTENCES = {

@@ -19,9 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from sojourn.data import readers
-from sojourn.data.files import find_files
-from sojourn.data.readers import read_file
+from sojourn.data.read import readers
+from sojourn.data.read.files import find_files
+from sojourn.data.read.readers import read_file
 from sojourn.errors import UserError
 
 SIZES = st.one_of(st.integers(1, 40), st.sampled_from([100, 4096, 1 << 20]))

@@ -158,11 +158,21 @@ def test_a_converted_bpe_gives_the_same_ids(models: Path, name: str, text: str) 
 @settings(max_examples=150, deadline=None)
 @given(text=TEXTS)
 def test_a_converted_unigram_gives_the_same_ids_or_equally_good_ones(models: Path, name: str, text: str) -> None:
-    """Where two ways to cut a word are equally probable, rounding decides, and the two round differently."""
     tokenizer, processor = both(models / f"{name}.model")
     ours, theirs = ids(tokenizer, text), processor.encode(text)
     scores = [sum(processor.get_score(number) for number in numbers) for numbers in (ours, theirs)]
     assert ours == theirs or scores[0] == pytest.approx(scores[1], abs=1e-3)
+
+
+def test_a_unigram_with_equally_good_cuts_is_converted(tmp_path: Path) -> None:
+    file = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["a" * length for length in range(1, 9)] * 20),
+        **{"model_writer": file, "vocab_size": 14, "hard_vocab_limit": False, "minloglevel": 2},
+    )
+    (tmp_path / "ties.model").write_bytes(file.getvalue())
+    tokenizer, processor = both(tmp_path / "ties.model")
+    assert sorted(ids(tokenizer, "a" * 23)) == sorted(processor.encode("a" * 23))
 
 
 def test_a_model_that_composes_characters_is_converted(models: Path) -> None:

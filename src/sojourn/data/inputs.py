@@ -10,8 +10,8 @@ from pathlib import Path
 
 from sojourn.config.schema import DataConfig, RunConfig
 from sojourn.data.artefact import FORMAT
-from sojourn.data.sources import Digests, Opened, open_source
-from sojourn.data.tokenizer import TRAINED, Words, open_tokenizer
+from sojourn.data.read.sources import Digests, Opened, open_source
+from sojourn.data.words.tokenizer import TRAINED, Words, open_tokenizer
 from sojourn.errors import UserError
 
 _DECIDING = (
@@ -64,7 +64,7 @@ def find_inputs(data: DataConfig, say: Callable[[str], None]) -> Inputs:
             "data.sources: nothing to read; say what, such as data.sources=my.jsonl or --train_file my.jsonl"
         )
     if data.clean.languages:
-        from sojourn.data.language import check_codes
+        from sojourn.data.clean.language import check_codes
 
         check_codes(data.clean.languages)
     sources = [open_source(source, data.columns, False, say) for source in data.sources]

@@ -14,7 +14,7 @@ from sojourn.config.schema import DataConfig
 from sojourn.data.artefact import Artefact
 from sojourn.data.inputs import find_inputs
 from sojourn.data.preview import look
-from sojourn.data.sources import Digests
+from sojourn.data.read.sources import Digests
 from sojourn.data.write import write_artefact
 from sojourn.errors import RunFailed
 from sojourn.run.files import sync_file, sync_folder

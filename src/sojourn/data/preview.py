@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from itertools import islice
 
 from sojourn.config.schema import DataConfig
-from sojourn.data.chat import Span, Template
-from sojourn.data.document import Document
-from sojourn.data.formats import Damaged
 from sojourn.data.inputs import Inputs
-from sojourn.data.parcels import read_lot
-from sojourn.data.sources import Opened, read_lots
-from sojourn.data.templates import END_OF_TEXT, NAMED, named_template
-from sojourn.data.tokenizer import Words, special_tokens
+from sojourn.data.read.document import Document
+from sojourn.data.read.formats import Damaged
+from sojourn.data.read.parcels import read_lot
+from sojourn.data.read.sources import Opened, read_lots
+from sojourn.data.words.chat import Span, Template
+from sojourn.data.words.templates import END_OF_TEXT, NAMED, named_template
+from sojourn.data.words.tokenizer import Words, special_tokens
 from sojourn.errors import UserError
 
 EXAMPLES = 3
@@ -83,7 +83,7 @@ def new_template(data: DataConfig) -> Template:
     name, tokens = data.template.replace("auto", "chatml"), special_tokens(data)
     if name in NAMED:
         return Template(named_template(name, END_OF_TEXT), {"eos_token": END_OF_TEXT}, tokens)
-    from sojourn.data.tokenizer import template_file
+    from sojourn.data.words.tokenizer import template_file
 
     template = Template(template_file(name), {"eos_token": END_OF_TEXT}, tokens)
     template.end_of_turn()

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from sojourn.config.schema import DataConfig
-from sojourn.data.encode import CUT, DROPPED, PAIR, SPLIT, TEXT, Encoded
+from sojourn.data.cut import CUT, DROPPED, SPLIT
+from sojourn.data.encode import PAIR, TEXT, Encoded
 from sojourn.errors import UserError
 
 _SHOWN = 20

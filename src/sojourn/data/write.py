@@ -13,19 +13,20 @@ import numpy as np
 
 from sojourn.config.schema import DataConfig, Source
 from sojourn.data.artefact import FORMAT
-from sojourn.data.chat import Template
+from sojourn.data.clean.duplicates import Near, Seen
 from sojourn.data.crew import work
-from sojourn.data.document import Document, Message
-from sojourn.data.duplicates import Near, Seen
+from sojourn.data.cut import Policy
 from sojourn.data.encode import PAIR, Encoded, Encoder, Recipe
 from sojourn.data.inputs import Inputs
-from sojourn.data.parcels import Lot, read_lot
 from sojourn.data.picture import report_svg
 from sojourn.data.preview import Preview
+from sojourn.data.read.document import Document, Message
+from sojourn.data.read.parcels import Lot, read_lot
+from sojourn.data.read.sources import Opened, read_lots
 from sojourn.data.shelf import Shelf, gather
-from sojourn.data.sources import Opened, read_lots
 from sojourn.data.tally import Tally
-from sojourn.data.tokenizer import Words, train_tokenizer
+from sojourn.data.words.chat import Template
+from sojourn.data.words.tokenizer import Words, train_tokenizer
 from sojourn.errors import UserError
 from sojourn.machine.hardware import cpu
 from sojourn.run.files import write_json, write_text
@@ -82,9 +83,9 @@ def write_artefact(inputs: Inputs, preview: Preview, stage: Path, say: Say) -> N
 def _recipe(inputs: Inputs, words: Words, preview: Preview, tokenizer: Path) -> Recipe:
     data, template = inputs.data, preview.template
     return Recipe(
-        str(tokenizer), template.source if template else None, words.names, words.added, words.id_of(words.end_of_text),
-        data.train_on, data.max_length, data.long_texts, data.long_chats, data.on_bad == "fail", preview.refusal,
-        data.clean, min(1.0, _LOOKED_AT_BYTES / max(1, inputs.size)),
+        str(tokenizer), template.source if template else None, words.names, words.added, data.train_on,
+        Policy(data.max_length, data.long_texts, data.long_chats, words.id_of(words.end_of_text)),
+        data.on_bad == "fail", preview.refusal, data.clean, min(1.0, _LOOKED_AT_BYTES / max(1, inputs.size)),
     )  # fmt: skip
 
 
@@ -210,8 +211,8 @@ def _is_builtin(source: Source) -> bool:
 
 def _train(inputs: Inputs, preview: Preview, folder: Path) -> tuple[Words, list[dict[str, Any]]]:
     """A tokenizer from an even sample of all sources, and how well it and smaller ones inside it compress."""
-    from sojourn.data.language import language
-    from sojourn.data.vocabulary import compression
+    from sojourn.data.clean.language import language
+    from sojourn.data.words.vocabulary import compression
 
     samples: dict[str, list[str]] = {}
     measured = 2.0**64 * _COMPRESSION_BYTES / max(1, inputs.size)

@@ -40,7 +40,7 @@ NAMED = {
 def named_template(name: str, end_of_text: str) -> str:
     """The Jinja of a named template; `plain` ends a turn with the tokenizer's own end of a text."""
     marks = NAMED[name]
-    text = resources.files("sojourn.data").joinpath("chat.jinja").read_text(encoding="utf-8")
+    text = resources.files("sojourn.data.words").joinpath("chat.jinja").read_text(encoding="utf-8")
     words = {"OPEN": marks.open, "MID": marks.mid, "END": marks.end or end_of_text, "GAP": marks.gap}
     for word, meaning in words.items():
         text = text.replace(f"{word} ", f"{json.dumps(meaning)} ").replace(f" {word}", f" {json.dumps(meaning)}")

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from sojourn.config.schema import DataConfig
 from sojourn.config.words import closest
-from sojourn.data.chat import Template
-from sojourn.data.document import Message
-from sojourn.data.formats import Damaged
-from sojourn.data.templates import END_OF_TEXT, NAMED, named_template
+from sojourn.data.read.document import Message
+from sojourn.data.read.formats import Damaged
+from sojourn.data.words.chat import Template
+from sojourn.data.words.templates import END_OF_TEXT, NAMED, named_template
 from sojourn.errors import UserError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Words:
             return self.made
         if self.fast_file is not None:
             return _from_file(self.fast_file)
-        from sojourn.data.sentence import convert
+        from sojourn.data.words.sentence import convert
 
         assert self.model_file is not None  # noqa: S101
         return convert(self.model_file)
@@ -151,7 +151,7 @@ def open_tokenizer(word: str | Path, revision: str | None = None) -> Words:
     """A tokenizer by its folder, its file (tokenizer.json or tokenizer.model) or its model's name on the hub."""
     place = Path(word).expanduser()
     if not place.exists():
-        from sojourn.data.hub import is_hub_name, tokenizer_folder
+        from sojourn.data.read.hub import is_hub_name, tokenizer_folder
 
         if not is_hub_name(str(word)):
             raise UserError(
@@ -210,12 +210,12 @@ def train_tokenizer(data: DataConfig, texts: Iterable[str], folder: Path) -> Wor
     tokens = special_tokens(data)
     model = None
     if data.tokenizer == "sentencepiece":
-        from sojourn.data import sentence
+        from sojourn.data.words import sentence
 
         tokenizer = sentence.train(iter(texts), int(data.vocab_size), tokens, data.split_digits, folder)
         model = folder / "tokenizer.model"
     else:
-        from sojourn.data.vocabulary import train_bpe
+        from sojourn.data.words.vocabulary import train_bpe
 
         tokenizer = train_bpe(iter(texts), int(data.vocab_size), tokens, data.split_digits)
     settings = {

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
-from sojourn.data.document import Message
-from sojourn.data.formats import Damaged
-from sojourn.data.templates import END_OF_TEXT, NAMED, named_template
+from sojourn.data.read.document import Message
+from sojourn.data.read.formats import Damaged
+from sojourn.data.words.templates import END_OF_TEXT, NAMED, named_template
 from sojourn.errors import UserError
 
 Span = tuple[int, int]

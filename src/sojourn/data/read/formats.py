@@ -11,8 +11,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from sojourn.config.schema import Columns
-from sojourn.data.document import Document, Message, Role
+from sojourn.data.read.document import Document, Message, Role
 from sojourn.errors import UserError
 
 Record = dict[str, Any]
@@ -37,9 +36,8 @@ class Empty(Exception):
     """A record without a text: nothing is wrong with it, but there is nothing in it."""
 
 
-def mapped(record: Record, columns: Columns) -> Record:
-    """The record under our names, where the user says which column holds what."""
-    theirs = {ours: column for ours, column in columns if column is not None}
+def mapped(record: Record, theirs: dict[str, str]) -> Record:
+    """The record under our names, where the user says which of `theirs` holds what."""
     if not theirs:
         return record
     found = {ours: record[column] for ours, column in theirs.items() if column in record}

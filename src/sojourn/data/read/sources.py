@@ -13,11 +13,11 @@ from typing import Any
 from sojourn.config.schema import Columns, Source
 from sojourn.config.words import closest
 from sojourn.data import builtin
-from sojourn.data.document import Document, Message
-from sojourn.data.files import find_files, suffix_of
-from sojourn.data.formats import Damaged, mapped, recognise
-from sojourn.data.parcels import Lot, parsed
-from sojourn.data.readers import Parcel, read_file
+from sojourn.data.read.document import Document, Message
+from sojourn.data.read.files import find_files, suffix_of
+from sojourn.data.read.formats import Damaged, mapped, recognise
+from sojourn.data.read.parcels import Lot, parsed
+from sojourn.data.read.readers import Parcel, read_file
 from sojourn.errors import UserError
 from sojourn.run.files import read_json, write_json
 
@@ -36,40 +36,40 @@ class Opened:
     source: Source
     name: str
     size: int
-    columns: Columns
+    columns: dict[str, str]
     read: Callable[[], Iterator[Parcel]]
     digest: Callable[[Digests], str]
 
     def identity(self, digests: Digests) -> dict[str, Any]:
         """All that decides what it yields: the bytes, not the place they are at."""
         keys = {key: getattr(self.source, key) for key in ("weight", "take", "size")}
-        return {"content": self.digest(digests), "columns": self.columns.model_dump(exclude_none=True), **keys}
+        return {"content": self.digest(digests), "columns": self.columns, **keys}
 
 
 def open_source(source: Source, columns: Columns, evaluation: bool, say: Callable[[str], None]) -> Opened:
     """Finds what `source` names; a file goes before a data set's name."""
-    path, columns = source.path, source.columns or columns
+    path = source.path
+    named: dict[str, str] = (source.columns or columns).model_dump(exclude_none=True)
     if path.startswith("builtin:"):
         kind, parts = _builtin_parts(source)
         count = int(source.take or _DEFAULT_TASKS)
         size = int(source.size or _DEFAULT_TEXT_BYTES) if kind == "text" else count * _TASK_BYTES
         made = f"{builtin.VERSION} {kind} {parts} {size}"
-        return Opened(source, path, size, columns, lambda: _read_builtin(source), lambda _: made)
+        return Opened(source, path, size, named, lambda: _read_builtin(source), lambda _: made)
     if not Path(path).expanduser().exists() and _is_hub_name(path):
-        from sojourn.data.hub import open_table
+        from sojourn.data.read.hub import open_table
 
         try:
             table = open_table(source, evaluation, say)
         except UserError as error:
             raise type(error)(f"data.sources: {path}: no such file or folder here; as a data set: {error}") from None
-        if columns == Columns() and table.mapping:
-            columns = Columns(**table.mapping)
+        named = named or table.mapping
         read = lambda: _table_parcels(table)  # noqa: E731
-        return Opened(source, table.name, table.rows * _ROW_BYTES, columns, read, lambda _: table.fingerprint)
+        return Opened(source, table.name, table.rows * _ROW_BYTES, named, read, lambda _: table.fingerprint)
     files = find_files(path)
     sizes = [file.stat().st_size * (_UNPACKED if _is_packed(file) else 1) for file in files]
     return Opened(
-        source, path, sum(sizes), columns,
+        source, path, sum(sizes), named,
         lambda: (parcel for file in files for parcel in read_file(file)),
         lambda digests: _digest_of_files(files, digests),
     )  # fmt: skip
@@ -89,7 +89,7 @@ def read_lots(opened: Opened) -> Iterator[Lot]:
         yield Lot(parcel, opened.columns, name, first)
 
 
-def _format_of(parcel: Parcel, columns: Columns) -> tuple[str, str]:
+def _format_of(parcel: Parcel, columns: dict[str, str]) -> tuple[str, str]:
     """The format of the first record that has one, and where that is."""
     told = ""
     for line, raw in zip(parcel.lines, parcel.records, strict=True):
@@ -102,7 +102,7 @@ def _format_of(parcel: Parcel, columns: Columns) -> tuple[str, str]:
 
 
 def _is_hub_name(path: str) -> bool:
-    from sojourn.data.hub import is_hub_name
+    from sojourn.data.read.hub import is_hub_name
 
     return is_hub_name(path)
 

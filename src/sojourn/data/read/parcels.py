@@ -6,10 +6,9 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from sojourn.config.schema import Columns
-from sojourn.data.document import Document
-from sojourn.data.formats import Damaged, Empty, mapped, recognise, to_document
-from sojourn.data.readers import Parcel
+from sojourn.data.read.document import Document
+from sojourn.data.read.formats import Damaged, Empty, mapped, recognise, to_document
+from sojourn.data.read.readers import Parcel
 from sojourn.errors import UserError
 
 
@@ -18,7 +17,7 @@ class Lot:
     """A parcel with what is known of its source: the columns' meaning, and the format of the file's first record."""
 
     parcel: Parcel
-    columns: Columns = field(default_factory=Columns)
+    columns: dict[str, str] = field(default_factory=dict)
     format: str | None = None
     first: str = ""
 

@@ -15,7 +15,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
-from sojourn.data.files import KNOWN, read_bytes, suffix_of
+from sojourn.data.read.files import KNOWN, read_bytes, suffix_of
 from sojourn.errors import UserError
 
 Kind = Literal["json", "table", "text", "documents"]

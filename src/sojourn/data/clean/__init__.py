@@ -1,0 +1,1 @@
+"""What can be left out while reading: duplicates, other languages."""
