@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from sojourn.data.read import readers
+from sojourn.data.read import json_values, tables, texts
 from sojourn.data.read.files import find_files
 from sojourn.data.read.readers import read_file
 from sojourn.errors import UserError
@@ -234,7 +234,8 @@ def test_damaged_json_lines_are_left_to_the_consumer(tmp_path: Path) -> None:
 
 
 def test_an_endless_line_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "_LONGEST", 1000)
+    monkeypatch.setattr(texts, "LONGEST", 1000)
+    monkeypatch.setattr(json_values, "LONGEST", 1000)
     for name in ("a.jsonl", "a.csv"):
         assert refusal(write(tmp_path / name, "1\n" + "2" * 2000), 100).startswith(f"{name}:2: a line of more than")
     assert "a.json:2: not valid JSON: a value of more" in refusal(write(tmp_path / "a.json", "[\n" + "2" * 2000), 100)
@@ -418,7 +419,7 @@ def test_a_damaged_table_is_told_with_its_line(tmp_path: Path, content: bytes, t
 
 
 def test_a_cell_beyond_reason_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "_LONGEST_FIELD", 100)
+    monkeypatch.setattr(tables, "_LONGEST_FIELD", 100)
     assert refusal(write(tmp_path / "a.csv", f"a\n1\n{'x' * 200}")).startswith("a.csv:3: not a row of a table")
 
 
@@ -536,8 +537,8 @@ PIECES = [
 def test_documents_do_not_depend_on_the_size_of_parcels(tmp_path: Path, pieces: list[bytes], size: int) -> None:
     path = write(tmp_path / "a.txt", b"".join(pieces))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(readers, "_ENOUGH_TEXT", 20)
-        patch.setattr(readers, "_LONGEST_TEXT", 64)
+        patch.setattr(texts, "_ENOUGH_TEXT", 20)
+        patch.setattr(texts, "_LONGEST_TEXT", 64)
         found = read(path, size)
         assert found == read(path)
     text = path.read_bytes().replace(b"\r\n", b"\n").replace(b"\r", b"\n")

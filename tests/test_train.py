@@ -211,7 +211,7 @@ def test_eval_reports_the_held_out_loss(words):
         (["--gpus", "0,1"], "one device"),
         (["train.device=cuda"], "doctor"),
         (["save.resume=nowhere"], "not a whole checkpoint"),
-        (["data.tokenizer=nowhere"], "no tokenizer.json there"),
+        (["data.tokenizer=nowhere"], "no such folder or file"),
     ],
 )
 def test_what_cannot_be_trained_is_one_line_that_says_what_to_do(words, extra, message):

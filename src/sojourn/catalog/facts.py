@@ -87,6 +87,7 @@ class DatasetFacts:
     split: str = "train"
     eval_split: str | None = None
     columns: dict[str, str] = field(default_factory=dict)
+    lines: bool = False
     description: str = ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
 
 import typer
@@ -50,8 +51,15 @@ def _root(
     pass
 
 
+def _end(number: int, _: object) -> None:
+    sys.exit(128 + number)
+
+
 def main() -> None:
     """The console script. Exit codes: 0 done, 1 failed, 2 the input is wrong, 3 stopped and resumable."""
+    for name in ("SIGTERM", "SIGHUP"):  # what is half-made is cleared away, as after Ctrl-C; Windows has no SIGHUP
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), _end)
     try:
         code = app(prog_name="sojourn", standalone_mode=False)
     except UserError as error:

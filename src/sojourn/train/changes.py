@@ -23,7 +23,7 @@ _HARMLESS = {
         "eval_every",
         "eval_rows",
     )
-}
+} | {"data.workers"}
 
 
 def refuse_harmful_changes(begun: RunConfig, config: RunConfig, run: RunFolder) -> None:

@@ -92,6 +92,11 @@ def _open(config: RunConfig, run: RunFolder) -> Session:
     config = resolved.config
     device = _use(config)
     artefact = prepare(data_of(config), prepared_folder(), lambda line: print(line, flush=True))
+    if artefact.is_pairs:
+        raise UserError(
+            "data.sources: preference pairs are prepared, but not trained on yet; to learn the better answers: "
+            "data.columns.prompt=prompt data.columns.completion=chosen"
+        )
     run.set_status("starting", 0, 0)
     write_text(run.config, to_yaml(config))
     facts = {**describe(device), "auto": resolved.reasons, "data": str(artefact.path.resolve())}
@@ -112,7 +117,12 @@ def _open(config: RunConfig, run: RunFolder) -> Session:
     scaler = torch.amp.GradScaler(device, enabled=config.train.precision == "fp16")
     live = Live(model, Optimizer(model, config.train, device), scaler)
     feed = Feed(
-        int(config.train.micro_batch), artefact.max_length, artefact.pad_id, device, str(config.train.precision)
+        int(config.train.micro_batch),
+        artefact.max_length,
+        artefact.pad_id,
+        device,
+        str(config.train.precision),
+        fit=artefact.facts["packing"] == "off",
     )
     return Session(config, run, artefact, feed, live, resume(config.save, run, live), *_length(config, artefact))
 

@@ -46,10 +46,13 @@ class Feed:
     pad_id: int
     device: str
     precision: str = "fp32"
+    fit: bool = False  # rows hold one document each, and a batch is only as wide as its longest
 
     def batches(self, split: Split, rows: np.ndarray) -> Iterator[Batch]:
         for start in range(0, len(rows), self.micro_batch):
-            yield read_batch(split, rows[start : start + self.micro_batch], self.width, self.pad_id)
+            chosen = rows[start : start + self.micro_batch]
+            width = int((split.rows[chosen + 1] - split.rows[chosen]).max()) if self.fit else self.width
+            yield read_batch(split, chosen, min(self.width, -(-width // 8) * 8), self.pad_id)
 
     def autocast(self) -> Any:
         import torch

@@ -183,6 +183,8 @@ def _answer(value: Any, key: str) -> list[Message]:
             roles: dict[str, Role] = {"Human": "user", "Assistant": "assistant"}
             return [Message(roles[who], said.strip()) for who, said in zip(parts[1::2], parts[2::2], strict=True)]
         return [Message("assistant", value)]
+    if not isinstance(value, (dict, list)):
+        _text(value, key)
     return _turns([value] if isinstance(value, dict) else value, key)
 
 

@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
-import os
 import re
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Thread
 from typing import Any
-from urllib.parse import urlsplit
 
 from sojourn.catalog.facts import DatasetFacts, datasets
 from sojourn.config.schema import Source
 from sojourn.config.words import closest, plain, shown
-from sojourn.errors import RunFailed, UserError
-
-Say = Callable[[str], None]
+from sojourn.data.read.reach import Say, absent, gated, hush, in_one_line, unreadable, why_offline
+from sojourn.errors import UserError
 
 _NAMED = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([^/\\:]+))?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _FILES = "txt md json jsonl ndjson csv tsv parquet arrow bin py yaml yml gz zst xz bz2 zip tar 7z"
 _TOKENIZER = "tokenizer.json tokenizer.model tokenizer_config.json special_tokens_map.json chat_template.jinja"
-_OFFLINE_SWITCHES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
-_MIRROR = "export HF_ENDPOINT=https://hf-mirror.com HF_HUB_DISABLE_XET=1"
-_silent: dict[str, str] = {}  # hubs that gave no answer and why: none is asked twice by one process
 
 
 @dataclass(frozen=True)
@@ -40,6 +31,7 @@ class HubTable:
     columns: tuple[str, ...]
     fingerprint: str
     mapping: dict[str, str]
+    lines: bool  # rows are the lines of a running text
     _table: Any = field(repr=False, compare=False)
 
     def batches(self, size: int = 1000) -> Iterator[list[dict[str, Any]]]:
@@ -57,10 +49,10 @@ def is_hub_name(path: str) -> bool:
 
 def open_table(source: Source, evaluation: bool = False, say: Say | None = None) -> HubTable:
     """The data set a source names, downloaded on first use."""
-    wanted, mapping = _wanted(source, evaluation)
+    wanted, row = _wanted(source, evaluation)
     repo, split = wanted.path, str(wanted.split)
-    offline = _why_offline(say)
-    with _in_one_line(repo, f"datasets/{repo}", wanted.revision):
+    offline = why_offline(say)
+    with in_one_line(repo, f"datasets/{repo}", wanted.revision):
         builder = _from_cache(wanted, offline) if offline else _from_hub(wanted)
         try:
             table = builder.as_dataset(split=split)
@@ -69,7 +61,8 @@ def open_table(source: Source, evaluation: bool = False, say: Say | None = None)
     config = builder.config.name
     content = hashlib.sha256("\n".join((repo, builder.hash, config, split)).encode())
     columns = tuple(table.column_names)
-    return HubTable(f"{repo} ({config}, {split})", table.num_rows, columns, content.hexdigest(), mapping, table)
+    name = f"{repo} ({config}, {split})"
+    return HubTable(name, table.num_rows, columns, content.hexdigest(), row.columns, row.lines, table)
 
 
 def tokenizer_folder(model: str, revision: str | None = None, say: Say | None = None) -> Path:
@@ -78,15 +71,15 @@ def tokenizer_folder(model: str, revision: str | None = None, say: Say | None = 
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     model = model.removeprefix("hub:")
-    offline = _why_offline(say)
-    _hush(utils)
+    offline = why_offline(say)
+    hush(utils)
     files = [*_TOKENIZER.split(), "config.json", "generation_config.json"]
-    with _in_one_line(model, model, revision):
+    with in_one_line(model, model, revision):
         try:
             found = snapshot_download(model, revision=revision, allow_patterns=files, local_files_only=bool(offline))
         except LocalEntryNotFoundError:
             if offline:
-                raise _absent(f"the tokenizer of {model}", offline) from None
+                raise absent(f"the tokenizer of {model}", offline) from None
             raise
     if not any(Path(found, name).is_file() for name in files[:2]):
         raise UserError(f"{model} has no {files[0]} and no {files[1]}; name a model or a folder that has one")
@@ -97,8 +90,8 @@ def _row(name: str) -> DatasetFacts | None:
     return next((row for row in datasets() if plain(row.name) == plain(name)), None)
 
 
-def _wanted(source: Source, evaluation: bool) -> tuple[Source, dict[str, str]]:
-    """The source with ORG/NAME as its path and nothing left open but the default configuration; its columns."""
+def _wanted(source: Source, evaluation: bool) -> tuple[Source, DatasetFacts]:
+    """The source with ORG/NAME as its path and nothing left open but the default configuration; its catalogue row."""
     path = source.path.removeprefix("hub:")
     short, _, config = path.partition(":")
     row, named = _row(short), _NAMED.fullmatch(path)
@@ -106,67 +99,14 @@ def _wanted(source: Source, evaluation: bool) -> tuple[Source, dict[str, str]]:
         guess = closest(short, [row.name for row in datasets()])
         raise UserError(f"{shown(source.path)}: not a data set's name on the hub, which is ORG/NAME{guess}")
     row = row or DatasetFacts("", short, "", "")
-    split = source.split or (row.eval_split if evaluation else None) or row.split
+    split = source.split or (row.eval_split if evaluation else row.split)
+    if split is None:
+        tail = "in a YAML file, eval_sources: [{path: NAME, split: SPLIT}]"
+        raise UserError(
+            f"{shown(source.path)}: which of its splits is for evaluation is not known; say it: {tail}"
+        )
     config = source.config or config or row.config or ""
-    return source.model_copy(update={"path": row.hub, "config": config or None, "split": split}), row.columns
-
-
-def _endpoint() -> str:
-    endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/") or "https://huggingface.co"
-    if urlsplit(endpoint).scheme not in ("http", "https"):
-        raise UserError("HF_ENDPOINT must begin with https://, like https://hf-mirror.com")
-    return endpoint
-
-
-def _host() -> str:
-    return urlsplit(_endpoint()).netloc.rpartition("@")[2]
-
-
-def _why_offline(say: Say | None) -> str:
-    """Why nothing can be fetched, or nothing."""
-    endpoint = _endpoint()
-    if endpoint not in _silent:
-        for name in _OFFLINE_SWITCHES:
-            if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE"):
-                return f"{name} is set (unset it to download)"
-        if not (problem := _probe(endpoint)):
-            return ""
-        _silent[endpoint] = f"{_host()} cannot be reached ({problem})"
-        os.environ["HF_HUB_OFFLINE"] = "1"
-        for name in ("huggingface_hub.constants", "datasets.config"):  # which read the variable when imported
-            if module := sys.modules.get(name):
-                module.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
-        if say:
-            say(f"{_silent[endpoint]}: only the local cache is used")
-    return _silent[endpoint]
-
-
-def _probe(endpoint: str, seconds: float = 3) -> str:
-    """What is wrong with the way to the hub, or nothing. Any answer will do: even an error comes from somebody."""
-    import httpx
-
-    outcome: list[str] = []
-
-    def knock() -> None:
-        try:
-            httpx.head(endpoint, timeout=seconds)
-            outcome.append("")
-        except Exception as error:  # whatever a proxy, a resolver or a certificate may raise, there is no way through
-            outcome.append(shown(error, 80) or type(error).__name__)
-
-    # In a thread, because looking up a name knows no time limit.
-    thread = Thread(target=knock, daemon=True)
-    thread.start()
-    thread.join(2 * seconds)
-    return outcome[0] if outcome else "no answer"
-
-
-def _hush(*libraries: Any) -> None:
-    """No log lines, for what fails is raised as well; progress bars only for a person who watches."""
-    for library in libraries:
-        library.logging.set_verbosity(library.logging.CRITICAL)
-        if not sys.stderr.isatty():
-            library.disable_progress_bars()
+    return source.model_copy(update={"path": row.hub, "config": config or None, "split": split}), row
 
 
 def _from_hub(wanted: Source) -> Any:
@@ -174,7 +114,7 @@ def _from_hub(wanted: Source) -> Any:
     import datasets as library
     from huggingface_hub import HfApi, errors, hf_hub_download, utils
 
-    _hush(library, utils)
+    hush(library, utils)
     # Counting a download asks a host that is not the hub, and waits for it where it is closed.
     library.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     repo = wanted.path
@@ -189,7 +129,7 @@ def _from_hub(wanted: Source) -> Any:
         return _prepared(wanted, str(info.sha))
     except (FileNotFoundError, PermissionError, errors.RepositoryNotFoundError):
         if info.gated:
-            raise _gated(repo, f"datasets/{repo}") from None
+            raise gated(repo, f"datasets/{repo}") from None
         raise
 
 
@@ -202,7 +142,7 @@ def _prepared(wanted: Source, commit: str) -> Any:
         builder = library.load_dataset_builder(place, wanted.config, revision=commit)
     except ValueError as error:
         _one_of("config", wanted.config, library.get_dataset_config_names(place, revision=commit), wanted.path)
-        raise _unreadable(wanted.path, error) from None
+        raise unreadable(wanted.path, error) from None
     if builder.hash != commit:  # the library took an older copy from its cache, because the way to this one broke
         raise ConnectionError("not all of it arrived")
     _check_split(wanted, builder.config.data_files or builder.info.splits or {})
@@ -216,7 +156,7 @@ def _from_cache(wanted: Source, offline: str) -> Any:
     from datasets.naming import camelcase_to_snakecase
     from datasets.packaged_modules.cache.cache import Cache
 
-    _hush(library)
+    hush(library)
     owner, name = wanted.path.split("/")
     home = Path(library.config.HF_DATASETS_CACHE).expanduser() / f"{owner}___{camelcase_to_snakecase(name)}"
     made = [p for p in home.glob("*/*/*") if _COMMIT.fullmatch(p.name) and (p / "dataset_info.json").is_file()]
@@ -229,7 +169,7 @@ def _from_cache(wanted: Source, offline: str) -> Any:
     if config not in there:
         others = ", ".join(sorted({p.parts[-3] for p in made}))
         what = ", ".join(filter(None, (wanted.path, config, wanted.revision)))
-        raise _absent(what + (f" (of it there is: {others})" if others else ""), offline)
+        raise absent(what + (f" (of it there is: {others})" if others else ""), offline)
     version = there[config].parts[-2]
     builder = Cache(dataset_name=name, repo_id=wanted.path, config_name=config, version=version, hash=commit)
     _check_split(wanted, builder.info.splits or {})
@@ -273,64 +213,3 @@ def _one_of(what: str, given: str | None, known: Iterable[str], repo: str) -> No
         raise UserError(f"{repo} has more than one {what}: write {repo}:{names[0]} or another; {there}")
     if given is not None and given not in names:
         raise UserError(f"{repo} has no {what} {shown(given)}{closest(given, names)}; {there}")
-
-
-def _absent(what: str, offline: str) -> UserError:
-    ways = (
-        f"connect to the network, or where the hub is slow or closed {_MIRROR}, or copy its files and name their path"
-    )
-    return UserError(f"{what} is not in the local cache and {offline}: {ways}")
-
-
-def _gated(name: str, page: str) -> UserError:
-    return UserError(f"{name} is gated: accept its terms on https://huggingface.co/{page}, then export HF_TOKEN=…")
-
-
-def _unreadable(name: str, error: BaseException) -> UserError:
-    return UserError(f"{name} cannot be read as a table ({shown(error, 200)}): copy its files and name their path")
-
-
-@contextmanager
-def _in_one_line(name: str, page: str, revision: str | None) -> Iterator[None]:
-    """The libraries' errors as ours, each with what to type."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        told = _told(error, name, page, revision)
-        if told is None:
-            raise
-        raise told from None
-
-
-def _told(error: Exception, name: str, page: str, revision: str | None) -> UserError | None:
-    from huggingface_hub import errors
-
-    cached = "or export HF_HUB_OFFLINE=1 to take what the local cache has"
-    if isinstance(error, errors.GatedRepoError):
-        return _gated(name, page)
-    if isinstance(error, errors.RevisionNotFoundError):
-        return UserError(f"{name} has no revision {shown(revision)}; leave it out to take the newest")
-    if isinstance(error, errors.RepositoryNotFoundError):
-        guess = closest(name, [row.hub for row in datasets()]) if page != name else ""
-        return UserError(f"there is no {page} on {_host()}{guess}; if it is private, export HF_TOKEN=…")
-    if isinstance(error, errors.HFValidationError):
-        return UserError(f"{shown(name)}: not a name on the hub, which is ORG/NAME")
-    if isinstance(error, errors.HfHubHTTPError):
-        status = error.response.status_code
-        if status in (401, 403):
-            return UserError(f"{name}: {_host()} refuses the token (HTTP {status}): export HF_TOKEN=…")
-        return RunFailed(f"{name}: {_host()} answers HTTP {status}: try again later, {cached}")
-    if isinstance(error, (ConnectionError, TimeoutError, errors.LocalEntryNotFoundError, *_transport_errors())):
-        why = f"the connection to {_host()} broke ({type(error).__name__})"
-        return RunFailed(f"{name}: {why}: try again, what has arrived is kept, {cached}")
-    if isinstance(error, FileNotFoundError) or type(error).__module__.startswith("datasets."):
-        return _unreadable(name, error.__cause__ or error)
-    return RunFailed(f"{name} cannot be fetched: {shown(error, 200)}") if isinstance(error, OSError) else None
-
-
-def _transport_errors() -> Iterator[type[Exception]]:
-    for client in ("httpx", "httpx2"):  # which one depends on the library's version
-        with suppress(ImportError):
-            yield importlib.import_module(client).TransportError

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sojourn.config.schema import Columns, Source
 from sojourn.config.words import closest
@@ -17,9 +17,13 @@ from sojourn.data.read.document import Document, Message
 from sojourn.data.read.files import find_files, suffix_of
 from sojourn.data.read.formats import Damaged, mapped, recognise
 from sojourn.data.read.parcels import Lot, parsed
-from sojourn.data.read.readers import Parcel, read_file
+from sojourn.data.read.readers import Parcel, gather, read_file
+from sojourn.data.read.texts import documents
 from sojourn.errors import UserError
 from sojourn.run.files import read_json, write_json
+
+if TYPE_CHECKING:
+    from sojourn.data.read.hub import HubTable
 
 _BUILTINS = ("builtin:text", "builtin:instructions")
 _DEFAULT_TEXT_BYTES = 10_000_000
@@ -112,7 +116,11 @@ def _is_packed(file: Path) -> bool:
     return suffix is not None and (bool(suffix.packing) or suffix.inner == ".parquet")
 
 
-def _table_parcels(table: Any) -> Iterator[Parcel]:
+def _table_parcels(table: HubTable) -> Iterator[Parcel]:
+    if table.lines:
+        rows = (str(row["text"] or "").removesuffix("\n") for batch in table.batches() for row in batch)
+        yield from gather(table.name, "text", documents(f"{row}\n".encode() for row in rows), 1 << 20)
+        return
     row = 1
     for records in table.batches():
         yield Parcel(table.name, "table", range(row, row + len(records)), records)

@@ -1,0 +1,1 @@
+"""Measurements of this program against what it promises, on the machine at hand."""

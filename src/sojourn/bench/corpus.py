@@ -1,0 +1,177 @@
+"""Writes chats to measure with: as many bytes as asked, made-up words, but with the statistics of real instruction data.
+
+A tokenizer remembers words, so its speed on a text depends on how many different ones there are and how often each
+comes. Here they follow Zipf's law over a large vocabulary, as in real text. Contents are made as JSON already: the
+forms of the words have their line breaks and quotes escaped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.random import Generator
+
+_CHATS_A_BLOCK = 4096
+_TYPES = 80_000
+_NUMBERS = 3_000
+_CHINESE_TYPES, _CHARACTERS = 30_000, 3_000
+_DRAWS = 1 << 22  # words are drawn by an index into a table of this length, in which each stands as often as it should
+_SYSTEM_PROMPTS = 200
+
+_FIRST, _PLAIN, _COMMA, _END, _START, _PARAGRAPH, _ITEM, _ASIDE = range(8)
+_ENGLISH = (
+    ("{W}",), (" {w}",), (" {w},",), (*[" {w}."] * 8, " {w}?", " {w}!"), (" {W}",), (r"\n\n{W}",),
+    (r"\n- {W}", r"\n1. {W}", r"\n2. {W}", r"\n3. {W}", r"\n* **{W}**:"), (" ({w})", r" \"{w}\"", " {w}'s", " {w}-{w}"),
+)  # fmt: skip
+_CODE = (
+    ("def {w}(",), ("{w} ", "{w}.", "{w} + ", "{w}_"), ("{w}, ", "{w}="), ("{w})", "{w}()", "{w}]", "{w}"),
+    (r"\n    {w} = ", r"\n    return {w}(", r"\n        {w}("), (r"\n\ndef {w}(", r"\n\nclass {W}:"),
+    (r"\n    for {w} in ", r"\n    if {w} == "), (r"\"{w}\"", "{w}[0]", "[{w}"),
+)  # fmt: skip
+_CHINESE = (
+    ("{w}",), ("{w}",), ("{w}，",), (*["{w}。"] * 8, "{w}？", "{w}！"), ("{w}",), (r"\n\n{w}",),
+    (r"\n1. {w}", r"\n2. {w}", r"\n3. {w}"), ("“{w}”", "（{w}）", "《{w}》"),
+)  # fmt: skip
+
+_COMMON = (
+    "the of and to a in is for that with as are on be it by or can this an from your you have their which not at will "
+    "has more also was they such it's help make one use other these people its time up like we may used some new than "
+    "there between been how all into what when should each while but our about them who most many if different way "
+    "through could out using any so based provide example first data his would including create he only work then"
+).split()
+_ONSETS = "b c d f g h j k l m n p r s t v w y z br ch cl cr dr fl gr pl pr sh sl sp st str th tr".split()
+_VOWELS = "a e i o u a e i o ai ea ee io ou".split()
+_CODAS = ["", "", "", "", *"n r s t l m d ng nt ck st".split()]
+
+
+@dataclass(frozen=True)
+class _Tongue:
+    """All forms of all words: form f of word w is `strings[f * types + w]`."""
+
+    strings: np.ndarray
+    types: int
+    draws: np.ndarray
+
+
+def write_corpus(path: Path, size: int, seed: int = 0) -> int:
+    """JSON lines of `size` bytes but for less than a line; the same for the same seed. How many chats they are."""
+    chats = 0
+    with path.open("wb") as file:
+        for block in _blocks(np.random.default_rng(seed)):
+            room = size - file.tell()
+            whole = len(block) < room
+            part = block if whole else block[: block.rfind(b"\n", 0, room) + 1]
+            file.write(part)
+            chats += part.count(b"\n")
+            if not whole:
+                break
+    return chats
+
+
+def _blocks(rng: Generator) -> Iterator[bytes]:
+    words = _words(rng)
+    english = _tongue(words, _ENGLISH, shift=4.0)
+    code = _tongue([word for word in words[:12_000] if word.isalpha()], _CODE, shift=20.0)
+    chinese = _tongue(_chinese_words(rng), _CHINESE, shift=10.0)
+    tongues, shares = (english, code, chinese), (0.8, 0.1, 0.1)
+    prompts = _contents(english, np.full(_SYSTEM_PROMPTS, 16), rng)
+    while True:
+        kinds = rng.choice(len(tongues), _CHATS_A_BLOCK, p=shares)
+        rounds = rng.choice([1, 2, 3], _CHATS_A_BLOCK, p=[0.85, 0.1, 0.05])
+        made = [
+            iter(_contents(tongue, _lengths(int(rounds[kinds == kind].sum()), rng), rng))
+            for kind, tongue in enumerate(tongues)
+        ]
+        systems = np.where(rng.random(_CHATS_A_BLOCK) < 0.15, rng.integers(_SYSTEM_PROMPTS, size=_CHATS_A_BLOCK), -1)
+        lines = [
+            _line(list(islice(made[kind], 2 * count)), prompts[system] if system >= 0 else None)
+            for kind, count, system in zip(kinds.tolist(), rounds.tolist(), systems.tolist(), strict=True)
+        ]
+        yield "".join(lines).encode()
+
+
+def _line(contents: list[str], system: str | None) -> str:
+    turns = [f'{{"role": "system", "content": "{system}"}}'] if system else []
+    for question, answer in zip(contents[::2], contents[1::2], strict=True):
+        turns.append(
+            f'{{"role": "user", "content": "{question}"}}, {{"role": "assistant", "content": "{answer}"}}'
+        )
+    return f'{{"messages": [{", ".join(turns)}]}}\n'
+
+
+def _lengths(rounds: int, rng: Generator) -> np.ndarray:
+    """Words of questions and answers by turns; log-normal, as they are in Alpaca."""
+    questions = rng.lognormal(2.6, 0.6, rounds)
+    answers = rng.lognormal(4.2, 0.85, rounds)
+    return np.clip(np.stack([questions, answers], axis=1).reshape(-1), 5, 1500).astype(np.int64)
+
+
+def _contents(tongue: _Tongue, lengths: np.ndarray, rng: Generator) -> list[str]:
+    """Messages of so many words, in sentences, paragraphs and lists."""
+    ends = np.cumsum(lengths)
+    firsts, total = ends - lengths, int(ends[-1]) if len(ends) else 0
+    words = tongue.draws[rng.integers(_DRAWS, size=total, dtype=np.int32)]
+    luck = rng.random(total, np.float32)
+    stops = luck > 1 - 1 / 14
+    stops[ends - 1] = True
+    forms = np.full(total, _PLAIN, np.int32)
+    forms[luck < 0.08] = _ASIDE
+    forms[luck < 0.06] = _COMMA
+    starts = np.flatnonzero(stops[:-1]) + 1
+    forms[starts] = rng.choice([_START, _PARAGRAPH, _ITEM], len(starts), p=[0.7, 0.12, 0.18])
+    forms[stops] = _END
+    forms[firsts] = _FIRST
+    strings = tongue.strings[forms * tongue.types + words].tolist()
+    return ["".join(strings[first:end]) for first, end in zip(firsts.tolist(), ends.tolist(), strict=True)]
+
+
+def _tongue(words: list[str], forms: tuple[tuple[str, ...], ...], shift: float) -> _Tongue:
+    """`shift` is Mandelbrot's: it makes the most frequent words less frequent than Zipf's law has them."""
+    strings = [
+        choices[number % len(choices)].format(w=word, W=word[0].upper() + word[1:])
+        for choices in forms
+        for number, word in enumerate(words)
+    ]
+    weights = 1 / (np.arange(len(words)) + shift)
+    bounds = np.round(np.cumsum(weights) / weights.sum() * _DRAWS).astype(np.int64)
+    draws = np.repeat(np.arange(len(words), dtype=np.int32), np.diff(bounds, prepend=0))
+    return _Tongue(np.array(strings, object), len(words), draws)
+
+
+def _words(rng: Generator) -> list[str]:
+    """Real function words, then made-up ones, the short ones mostly first; every twenty-fifth is a number."""
+    onsets, vowels, codas = (np.array(parts, object) for parts in (_ONSETS, _VOWELS, _CODAS))
+    count = 2 * _TYPES
+    syllables = [
+        rng.choice(onsets, count) + rng.choice(vowels, count) + rng.choice(codas, count) for _ in range(4)
+    ]
+    many = 1 + rng.choice(4, count, p=[0.1, 0.4, 0.35, 0.15])
+    made = ["".join(parts[:number]) for *parts, number in zip(*syllables, many.tolist(), strict=True)]
+    made = [word for word in dict.fromkeys(made) if word not in _COMMON][:_TYPES]
+    ranks = np.argsort(np.array([len(word) for word in made]) + rng.normal(0, 2.0, len(made)), kind="stable")
+    made = [made[rank] for rank in ranks]
+    for place, number in enumerate(_numbers(rng)):
+        made.insert(25 * place, number)
+    return [*_COMMON, *made]
+
+
+def _numbers(rng: Generator) -> list[str]:
+    values = np.floor(10 ** rng.uniform(0, 4.3, _NUMBERS)).astype(int).tolist()
+    shapes = ("{}", "{}", "{:,}", "{}%", "{}.5", "${:,}")
+    return [shapes[number % len(shapes)].format(value) for number, value in enumerate(values)]
+
+
+def _chinese_words(rng: Generator) -> list[str]:
+    characters = [chr(code) for code in rng.permutation(np.arange(0x4E00, 0x9FA5))[:_CHARACTERS].tolist()]
+    weights = 1 / (np.arange(_CHARACTERS) + 30.0)
+    drawn = rng.choice(_CHARACTERS, (2 * _CHINESE_TYPES, 4), p=weights / weights.sum()).tolist()
+    many = 1 + rng.choice(4, 2 * _CHINESE_TYPES, p=[0.1, 0.7, 0.1, 0.1])
+    made = ["".join(characters[one] for one in row[:count]) for row, count in zip(drawn, many.tolist(), strict=True)]
+    return list(dict.fromkeys(made))[:_CHINESE_TYPES]

@@ -1,0 +1,119 @@
+"""Cuts bytes that arrive in blocks into whole lines and into documents, so that the blocks leave no trace."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from sojourn.errors import UserError
+
+Numbered = tuple[int, int, Any]  # a record's line, about how many bytes it holds, and itself
+
+LONGEST = 1 << 28  # bytes of one line or one JSON value
+_END_OF_TEXT = b"<|endoftext|>"
+_ENOUGH_TEXT = 4000
+_LONGEST_TEXT = 1 << 20
+_SPACE = re.compile(rb"\s*")
+_BLANK_LINE = re.compile(rb"\n[ \t\v\f]*(?=\n)")
+_HEADING = re.compile(rb"\n(?= ?= [^=\n][^\n]*[^=\n] = ?\n)")
+
+
+def whole_lines(file: str, blocks: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Blocks cut anew so that each holds whole lines, with the number of the first."""
+    line, parts, held = 1, [b""], 0
+    for block in blocks:
+        cut = block.rfind(b"\n") + 1
+        if cut:
+            parts.append(block[:cut])
+            whole = b"".join(parts)
+            yield line, whole
+            line, parts, held = line + whole.count(b"\n"), [block[cut:]], len(block) - cut
+        else:
+            parts.append(block)
+            held += len(block)
+        if held > LONGEST:
+            raise UserError(f"{file}:{line}: a line of more than {LONGEST >> 20} MiB; break it into lines")
+    if held:
+        yield line, b"".join(parts)
+
+
+def universal(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """Lines end in \\n alone, wherever the file was written."""
+    held = b""
+    for block in blocks:
+        if held or b"\r" in block:
+            joined = held + block
+            held = b"\r" if joined.endswith(b"\r") else b""
+            joined = joined.removesuffix(b"\r").replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+            if joined:
+                yield joined
+        else:
+            yield block
+    if held:
+        yield b"\n"
+
+
+def documents(blocks: Iterable[bytes]) -> Iterator[Numbered]:
+    """Texts that end at <|endoftext|>, before a heading, at a blank line once long enough, or where they get too long.
+
+    A document's end is judged with all the text before it that may belong to it, so blocks leave no trace.
+    """
+    source = universal(blocks)
+    text, at, line, ended = b"", 0, 1, False
+    while True:
+        start = _SPACE.match(text, at).end()  # type: ignore[union-attr]
+        line += text.count(b"\n", at, start)
+        at = start
+        if not ended and len(text) - at < _LONGEST_TEXT + len(_END_OF_TEXT):
+            more = _at_least(source, _LONGEST_TEXT)
+            ended = not more
+            text, at = text[at:] + (more or b"\n"), 0
+        elif at == len(text):
+            return
+        else:
+            end, after = _document_end(text, at)
+            document = text[at:end].rstrip()
+            if document:
+                yield line, len(document), document
+            line += text.count(b"\n", at, after)
+            at = after
+
+
+def _at_least(blocks: Iterator[bytes], size: int) -> bytes:
+    parts, held = [], 0
+    for block in blocks:
+        parts.append(block)
+        held += len(block)
+        if held >= size:
+            break
+    return b"".join(parts)
+
+
+def _document_end(text: bytes, at: int) -> tuple[int, int]:
+    """Where the document that starts at `at` ends and where the next may start. Looks no further than it must."""
+    span = 2 * _ENOUGH_TEXT
+    while True:
+        span = min(span, _LONGEST_TEXT)
+        end = after = min(at + span, len(text))
+        found = text.find(_END_OF_TEXT, at, end + len(_END_OF_TEXT) - 1)
+        if found >= 0:
+            end, after = found, found + len(_END_OF_TEXT)
+        for pattern, first in ((_BLANK_LINE, at + _ENOUGH_TEXT), (_HEADING, at)):
+            match = pattern.search(text, first, end)
+            if match:
+                end = after = found = match.end()
+        if found >= 0 or end == len(text):
+            return end, after
+        if span == _LONGEST_TEXT:
+            end = text.rfind(b"\n", at, end) + 1 or _character_start(text, end)
+            return end, end
+        span *= 2
+
+
+def _character_start(text: bytes, at: int) -> int:
+    """The nearest place at or before `at` that is not within a character, if this is UTF-8."""
+    for back in range(4):
+        if text[at - back] & 0xC0 != 0x80:
+            return at - back
+    return at
