@@ -79,8 +79,8 @@ def test_the_hash_is_the_same_on_every_machine(home):
     lines(home / "a.jsonl", pairs(40))
     data = DataConfig(sources=[Source(path="a.jsonl")], vocab_size=400, max_length=64)
     artefact = prepare(data, home / "prepared")
-    assert artefact.path.name == "KEY"
-    assert arrays(artefact)["train/tokens.bin"][:16] == "TOKENS"
+    assert artefact.path.name == "9ebc1f51207fda89"
+    assert arrays(artefact)["train/tokens.bin"][:16] == "7dbac8e6b8bf8548"
 
 
 def test_every_setting_that_changes_the_rows_changes_the_hash(fixed, home, chats):
@@ -287,7 +287,7 @@ def test_long_texts_are_split_truncated_or_dropped_and_counted(fixed, home):
     assert split.report["train"]["split_documents"] == 1
     assert "".join(documents(split)).count("river") == 60
     cut = prepare(plain.model_copy(update={"long_texts": "truncate"}), home / "p").report["train"]
-    assert (cut["truncated_texts"], cut["documents"], cut["longest"]) == (1, 2, 32)
+    assert (cut["truncated_texts"], cut["documents"]) == (1, 2) and cut["tokens"] < 32 + 10 < cut["longest"]
     dropped = prepare(plain.model_copy(update={"long_texts": "drop"}), home / "p").report["train"]
     assert (dropped["dropped_texts"], dropped["documents"]) == (1, 1)
 

@@ -7,6 +7,7 @@ SOJOURN_FUZZ_ONLY=1234 tries that one.
 from __future__ import annotations
 
 import contextlib
+import copy
 import faulthandler
 import gzip
 import json
@@ -14,7 +15,6 @@ import os
 import random
 import shutil
 import signal
-from pathlib import Path
 
 import numpy as np
 import pyarrow
@@ -47,19 +47,21 @@ TEMPLATES = {
     "other.jinja": "{% for m in messages %}<|start|>{{ m.content }}<|end|>{% endfor %}",
 }
 WORDS = (
-    "The cat sat on the mat.", "", " ", "\n", "no", "Hello", "你好，世界", "🙂🙂", "  leads and trails  ", "a\r\nb\rc", "<|im_end|>",
-    "<|im_start|>assistant\n", "<|endoftext|>", "Human: hi\n\nAssistant: yes", "\n\nHuman: a\n\nAssistant:", "x" * 300,
-    "e\u0301", "\u0000", "\ufdd0", "\ufdd21\ufdd2", "\ufdd20\ufdd3", "\ud800", "\udc00x", "\u2028", "\ufeff", "{{ 7 }}", "{% raw %}",
-    '{"name": "f", "arguments": {}}', "[1, 2]", "null", "1e999", "<think>a</think>b", "word " * 40, "=cmd", '"', "'", ",", ";", "\t",
+    "The cat sat on the mat.", "", " ", "\n", "no", "Hello", "你好，世界", "🙂🙂", "  leads and trails  ", "a\r\nb\rc",
+    "<|im_end|>", "<|im_start|>assistant\n", "<|endoftext|>", "Human: hi\n\nAssistant: yes",
+    "\n\nHuman: a\n\nAssistant:", "x" * 300, "e\u0301", "\u0000", "\ufdd0", "\ufdd21\ufdd2", "\ufdd20\ufdd3", "\ud800",
+    "\udc00x", "\u2028", "\ufeff", "{{ 7 }}", "{% raw %}", '{"name": "f", "arguments": {}}', "[1, 2]", "null", "1e999",
+    "<think>a</think>b", "word " * 40, "=cmd", '"', "'", ",", ";", "\t",
 )  # fmt: skip
 ODD = (
     None, True, False, 0, 1, -1, 2**70, 1e308, float("nan"), float("inf"), 0.5, [], {}, [[]], [{}], {"a": 1}, ["text"],
     {"role": "user", "content": "x"}, [None], [["q", "a"]], [["q"]],
 )  # fmt: skip
 KEYS = (
-    "text", "instruction", "input", "output", "prompt", "completion", "response", "question", "answer", "query", "messages",
-    "conversations", "conversation", "role", "content", "from", "value", "system", "history", "tools", "functions", "chosen",
-    "rejected", "tool_calls", "function_call", "weight", "loss_weight", "reasoning_content", "name", "arguments", "", "x", "名",
+    "text", "instruction", "input", "output", "prompt", "completion", "response", "question", "answer", "query",
+    "messages", "conversations", "conversation", "role", "content", "from", "value", "system", "history", "tools",
+    "functions", "chosen", "rejected", "tool_calls", "function_call", "weight", "loss_weight", "reasoning_content",
+    "name", "arguments", "", "x", "名",
 )  # fmt: skip
 
 
@@ -99,7 +101,7 @@ def room(tmp_path_factory):
 
 
 def words(dice):
-    return dice.choice(WORDS) if dice.random() < 0.4 else " ".join(dice.choices(WORDS[:13], k=dice.randint(1, 6)))
+    return dice.choice(WORDS) if dice.random() < 0.1 else " ".join(dice.choices(WORDS[:13], k=dice.randint(1, 6)))
 
 
 def call(dice):
@@ -155,8 +157,8 @@ def preference(dice):
     if way == 2:
         return {"chosen": turns(dice), "rejected": turns(dice)}
     if way == 3:
-        return {"conversations": [{"from": "human", "value": "q"}], "chosen": {"from": "gpt", "value": one}, "rejected": [
-            {"from": "gpt", "value": other}]}  # fmt: skip
+        answers = [{"from": "gpt", "value": answer} for answer in (one, other)]
+        return {"conversations": [{"from": "human", "value": "q"}], "chosen": answers[0], "rejected": [answers[1]]}
     before = f"\n\nHuman: {words(dice)}\n\nAssistant: "
     return {"chosen": before + one, "rejected": before + other}
 
@@ -178,11 +180,11 @@ RECORDS = (
 
 def odd(dice):
     if dice.random() < 0.1:
-        value = dice.choice(ODD)
+        value = copy.deepcopy(dice.choice(ODD))
         for _ in range(dice.choice([3, 90, 1100, 30_000])):
             value = [value] if dice.random() < 0.9 else {"a": value}
         return value
-    return dice.choice([dice.choice(ODD), words(dice), {dice.choice(KEYS): words(dice)}, [words(dice)]])
+    return dice.choice([copy.deepcopy(dice.choice(ODD)), words(dice), {dice.choice(KEYS): words(dice)}, [words(dice)]])
 
 
 def spoil(value, dice):
@@ -228,7 +230,9 @@ def flip(data, dice):
         elif way == 2:
             data[at:at] = dice.randbytes(dice.choice([1, 3, 20]))
         elif way == 3:
-            data[at:at] = dice.choice([b"\0", b"\r", b"\n", b"\r\n", b'"', b"{", b"]", b",", b"\xff", b"\\ud800", b"\x1a"])
+            data[at:at] = dice.choice(
+                [b"\0", b"\r", b"\n", b"\r\n", b'"', b"{", b"]", b",", b"\xff", b"\\ud800", b"\x1a"]
+            )
         elif way == 4:
             del data[at:]
         else:
@@ -238,7 +242,9 @@ def flip(data, dice):
 
 def table(records, dice, sign):
     """A table of text, as careless as people write it."""
-    names = list(dict.fromkeys(str(key) for record in records if isinstance(record, dict) for key in record)) or ["text"]
+    names = list(dict.fromkeys(str(key) for record in records if isinstance(record, dict) for key in record)) or [
+        "text"
+    ]
     lines = [sign.join(names)]
     for record in records:
         cells = [record.get(name, "") if isinstance(record, dict) else record for name in names]
@@ -252,9 +258,16 @@ def table(records, dice, sign):
 def columns_file(records, dice, path):
     """A parquet file, if the records fit one."""
     try:
-        made = pyarrow.Table.from_pylist([record for record in records if isinstance(record, dict)])
+        flat = [record for record in records if isinstance(record, dict) and json.dumps(record).count("[") < 100]
+        made = pyarrow.Table.from_pylist(flat)
         if dice.random() < 0.1:
-            kinds = [pyarrow.binary(), pyarrow.timestamp("s"), pyarrow.date32(), pyarrow.decimal128(9), pyarrow.duration("s")]
+            kinds = [
+                pyarrow.binary(),
+                pyarrow.timestamp("s"),
+                pyarrow.date32(),
+                pyarrow.decimal128(9),
+                pyarrow.duration("s"),
+            ]
             column = pyarrow.array([None] * made.num_rows, dice.choice(kinds))
             made = made.set_column(0, dice.choice(KEYS), column) if made.num_columns else made
         if dice.random() < 0.1 and made.num_rows:
@@ -262,7 +275,7 @@ def columns_file(records, dice, path):
             made = made.append_column("tools", column)
         parquet.write_table(made, path)
     except (pyarrow.ArrowException, ValueError, TypeError, OverflowError, RecursionError):
-        path.write_bytes(dice.randbytes(100))
+        parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "completion": [words(random.Random(1)), "d"]}), path)
     return path.read_bytes()
 
 
@@ -274,7 +287,7 @@ def content(dice, path):
     records = [make(dice) for _ in range(dice.choice([1, 2, 3, 8, 30]))]
     if dice.random() < 0.05:
         records.append(dice.choice(RECORDS)(dice))
-    if dice.random() < 0.5:
+    if dice.random() < 0.4:
         for _ in range(dice.choice([1, 1, 3])):
             number = dice.randrange(len(records))
             records[number] = spoil(records[number], dice)
@@ -290,10 +303,10 @@ def content(dice, path):
             text = "[" + dice.choice([",", ",\n", " , "]).join(dumped(record, dice) for record in records) + "]"
         else:
             text = dice.choice(["\n", "\n", "\r\n", "\n\n"]).join(dumped(record, dice) for record in records)
-        data = text.encode("utf-8", "surrogatepass" if dice.random() < 0.3 else "replace")
+        data = text.encode("utf-8", "surrogatepass" if dice.random() < 0.05 else "replace")
         if dice.random() < 0.02:
             data = data.decode(errors="replace").encode(dice.choice(["utf-16", "utf-8-sig", "utf-32"]))
-    return flip(data, dice) if dice.random() < 0.25 else data
+    return flip(data, dice) if dice.random() < 0.12 else data
 
 
 def write_file(folder, dice):
@@ -303,7 +316,7 @@ def write_file(folder, dice):
     data = content(dice, path)
     if packing:
         data = gzip.compress(data) if packing == ".gz" else pyarrow.Codec("zstd").compress(data, asbytes=True)
-        data = flip(data, dice) if dice.random() < 0.2 else data
+        data = flip(data, dice) if dice.random() < 0.1 else data
     path.write_bytes(data)
     return path
 
@@ -333,22 +346,23 @@ def source(path, dice):
 def data_settings(room, folder, dice):
     paths = [write_file(folder, dice) for _ in range(dice.choice([1, 1, 1, 2, 3]))]
     held = [write_file(folder, dice)] if dice.random() < 0.1 else []
-    tokenizer = dice.choice(["bare", "bare", "bare", "own", "odd", "poor"])
-    template = dice.choice(["auto", "auto", "auto", "chatml", "plain", "llama3", "chat-ml", *map(str, map(room.joinpath, TEMPLATES))])
+    tokenizer = dice.choice(["bare"] * 14 + ["own", "own", "odd", "poor"])
+    template = dice.choice(["auto"] * 20 + ["chatml", "plain"] * 6 + ["llama3", "chat-ml", *TEMPLATES])
     chosen = {
         "sources": [source(path, dice) for path in paths],
         "eval_sources": [source(path, dice) for path in held],
         "tokenizer": str(room / tokenizer),
-        "template": template,
+        "template": str(room / template) if template in TEMPLATES else template,
         "max_length": dice.choice([8, 9, 16, 64, 64, 512, 100_000]),
         "workers": 1,
         **maybe(
-            dice, 0.5, on_bad=["fail", "skip"], packing=["packed", "padded", "off"], long_texts=["split", "truncate", "drop"],
-            long_chats=["truncate", "drop"], train_on=["assistant", "last", "all"], eval_fraction=[0, 0.01, 0.5],
+            dice, 0.5, on_bad=["fail", "skip", "skip", "skip"], packing=["packed", "padded", "off"],
+            long_texts=["split", "truncate", "drop"], long_chats=["truncate", "drop"],
+            train_on=["assistant", "last", "all"], eval_fraction=[0, 0.01, 0.5],
         ),
         **maybe(dice, 0.1, take=[1, 3, 1000], max_bad=[0, 0.5, 1], columns=[columns(dice)]),
         "clean": maybe(
-            dice, 0.15, duplicates=["keep", "exact"], min_characters=[1, 5], max_characters=[20, 1000],
+            dice, 0.08, duplicates=["keep", "exact"], min_characters=[1, 5], max_characters=[20, 1000],
             languages=[["en"], ["zh", "en"]],
         ),
     }  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,15 +24,16 @@ _NUMBERS = 3_000
 _CHINESE_TYPES, _CHARACTERS = 30_000, 3_000
 _DRAWS = 1 << 22  # words are drawn by an index into a table of this length, in which each stands as often as it should
 _SYSTEM_PROMPTS = 200
+_SHIFT, _STEEPNESS = 8.0, 1.15  # of Zipf's law with Mandelbrot's shift; so that words repeat as in Alpaca and C4
 
 _FIRST, _PLAIN, _COMMA, _END, _START, _PARAGRAPH, _ITEM, _ASIDE = range(8)
 _ENGLISH = (
     ("{W}",), (" {w}",), (" {w},",), (*[" {w}."] * 8, " {w}?", " {w}!"), (" {W}",), (r"\n\n{W}",),
-    (r"\n- {W}", r"\n1. {W}", r"\n2. {W}", r"\n3. {W}", r"\n* **{W}**:"), (" ({w})", r" \"{w}\"", " {w}'s", " {w}-{w}"),
+    (r"\n- {W}", r"\n1. {W}", r"\n2. {W}", r"\n3. {W}", r"\n* **{W}**:"), (" ({w})", r" \"{w}\"", " {w}'s", " *{w}*"),
 )  # fmt: skip
 _CODE = (
     ("def {w}(",), ("{w} ", "{w}.", "{w} + ", "{w}_"), ("{w}, ", "{w}="), ("{w})", "{w}()", "{w}]", "{w}"),
-    (r"\n    {w} = ", r"\n    return {w}(", r"\n        {w}("), (r"\n\ndef {w}(", r"\n\nclass {W}:"),
+    (r"\n    {w} = ", r"\n    return {w}(", r"\n        {w}("), (r"\n\ndef {w}(", r"\n\nclass {w}:"),
     (r"\n    for {w} in ", r"\n    if {w} == "), (r"\"{w}\"", "{w}[0]", "[{w}"),
 )  # fmt: skip
 _CHINESE = (
@@ -45,10 +46,10 @@ _COMMON = (
     "has more also was they such it's help make one use other these people its time up like we may used some new than "
     "there between been how all into what when should each while but our about them who most many if different way "
     "through could out using any so based provide example first data his would including create he only work then"
-).split()
-_ONSETS = "b c d f g h j k l m n p r s t v w y z br ch cl cr dr fl gr pl pr sh sl sp st str th tr".split()
-_VOWELS = "a e i o u a e i o ai ea ee io ou".split()
-_CODAS = ["", "", "", "", *"n r s t l m d ng nt ck st".split()]
+)
+_ONSETS = "b c d f g h j k l m n p r s t v w y z br ch cl cr dr fl gr pl pr sh sl sp st str th tr"
+_VOWELS = "a e i o u a e i o ai ea ee io ou"
+_CODAS = "- - - - n r s t l m d ng nt ck st"
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,9 @@ def write_corpus(path: Path, size: int, seed: int = 0) -> int:
 
 def _blocks(rng: Generator) -> Iterator[bytes]:
     words = _words(rng)
-    english = _tongue(words, _ENGLISH, shift=4.0)
-    code = _tongue([word for word in words[:12_000] if word.isalpha()], _CODE, shift=20.0)
-    chinese = _tongue(_chinese_words(rng), _CHINESE, shift=10.0)
+    english = _tongue(words, _ENGLISH)
+    code = _tongue([word for word in words[:12_000] if word.isalpha()], _CODE)
+    chinese = _tongue(_chinese_words(rng), _CHINESE)
     tongues, shares = (english, code, chinese), (0.8, 0.1, 0.1)
     prompts = _contents(english, np.full(_SYSTEM_PROMPTS, 16), rng)
     while True:
@@ -100,9 +101,7 @@ def _blocks(rng: Generator) -> Iterator[bytes]:
 def _line(contents: list[str], system: str | None) -> str:
     turns = [f'{{"role": "system", "content": "{system}"}}'] if system else []
     for question, answer in zip(contents[::2], contents[1::2], strict=True):
-        turns.append(
-            f'{{"role": "user", "content": "{question}"}}, {{"role": "assistant", "content": "{answer}"}}'
-        )
+        turns.append(f'{{"role": "user", "content": "{question}"}}, {{"role": "assistant", "content": "{answer}"}}')
     return f'{{"messages": [{", ".join(turns)}]}}\n'
 
 
@@ -132,14 +131,14 @@ def _contents(tongue: _Tongue, lengths: np.ndarray, rng: Generator) -> list[str]
     return ["".join(strings[first:end]) for first, end in zip(firsts.tolist(), ends.tolist(), strict=True)]
 
 
-def _tongue(words: list[str], forms: tuple[tuple[str, ...], ...], shift: float) -> _Tongue:
-    """`shift` is Mandelbrot's: it makes the most frequent words less frequent than Zipf's law has them."""
-    strings = [
-        choices[number % len(choices)].format(w=word, W=word[0].upper() + word[1:])
-        for choices in forms
-        for number, word in enumerate(words)
-    ]
-    weights = 1 / (np.arange(len(words)) + shift)
+def _tongue(words: list[str], forms: tuple[tuple[str, ...], ...]) -> _Tongue:
+    capitals = [word[0].upper() + word[1:] for word in words]
+    strings: list[str] = []
+    for choices in forms:
+        around = [form.replace("W", "w").split("{w}") for form in choices]
+        shown = capitals if "{W}" in choices[0] else words
+        strings += [before + word + after for (before, after), word in zip(cycle(around), shown, strict=False)]
+    weights = (np.arange(len(words)) + _SHIFT) ** -_STEEPNESS
     bounds = np.round(np.cumsum(weights) / weights.sum() * _DRAWS).astype(np.int64)
     draws = np.repeat(np.arange(len(words), dtype=np.int32), np.diff(bounds, prepend=0))
     return _Tongue(np.array(strings, object), len(words), draws)
@@ -147,19 +146,21 @@ def _tongue(words: list[str], forms: tuple[tuple[str, ...], ...], shift: float) 
 
 def _words(rng: Generator) -> list[str]:
     """Real function words, then made-up ones, the short ones mostly first; every twenty-fifth is a number."""
-    onsets, vowels, codas = (np.array(parts, object) for parts in (_ONSETS, _VOWELS, _CODAS))
-    count = 2 * _TYPES
-    syllables = [
-        rng.choice(onsets, count) + rng.choice(vowels, count) + rng.choice(codas, count) for _ in range(4)
-    ]
+    onsets, vowels = (np.array(parts.split(), object) for parts in (_ONSETS, _VOWELS))
+    codas = np.array(_CODAS.replace("-", " ").split(" "), object)
+    common, count = _COMMON.split(), _TYPES * 3 // 2
+    syllables = [rng.choice(onsets, count) + rng.choice(vowels, count) + rng.choice(codas, count) for _ in range(4)]
     many = 1 + rng.choice(4, count, p=[0.1, 0.4, 0.35, 0.15])
     made = ["".join(parts[:number]) for *parts, number in zip(*syllables, many.tolist(), strict=True)]
-    made = [word for word in dict.fromkeys(made) if word not in _COMMON][:_TYPES]
-    ranks = np.argsort(np.array([len(word) for word in made]) + rng.normal(0, 2.0, len(made)), kind="stable")
-    made = [made[rank] for rank in ranks]
-    for place, number in enumerate(_numbers(rng)):
-        made.insert(25 * place, number)
-    return [*_COMMON, *made]
+    made = [word for word in dict.fromkeys(made) if word not in common][:_TYPES]
+    ranks = np.argsort(np.array([len(word) for word in made]) + rng.normal(0, 2.5, len(made)), kind="stable")
+    numbers = iter(_numbers(rng))
+    found = common
+    for place, rank in enumerate(ranks.tolist()):
+        if place % 25 == 0:
+            found += islice(numbers, 1)
+        found.append(made[rank])
+    return found
 
 
 def _numbers(rng: Generator) -> list[str]:

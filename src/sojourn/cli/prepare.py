@@ -25,24 +25,23 @@ def prepare(
     from sojourn.config.load import load_run
     from sojourn.data.inputs import data_of
     from sojourn.data.prepare import prepare as prepare_data
-    from sojourn.data.show import example_lines, report_lines
+    from sojourn.data.show import report_lines, show_examples
     from sojourn.errors import RunFailed
     from sojourn.run.home import prepared_folder
 
     config = load_run(words).config
-    colour, shown = sys.stdout.isatty(), False
+    shown = False
+
+    def say(line: str) -> None:
+        if not json:
+            print(line, flush=True)
 
     def show(formats: list[tuple[str, str]], examples: list[dict[str, Any]]) -> None:
         nonlocal shown
         shown = True
-        for line in example_lines(formats, examples, colour):
-            print(line, flush=True)
+        show_examples(say, sys.stdout.isatty(), formats, examples)
 
-    def tell(line: str) -> None:
-        print(line, flush=True)
-
-    quiet: dict[str, Any] = {"say": lambda line: None, "show": lambda *_: None} if json else {"say": tell, "show": show}
-    artefact = prepare_data(data_of(config), prepared_folder(), **quiet)
+    artefact = prepare_data(data_of(config), prepared_folder(), say, show)
     if verify and (damaged := artefact.damaged()):
         raise RunFailed(f"{artefact.path}: damaged: {', '.join(damaged)}; remove that folder and run this again")
     report = artefact.report

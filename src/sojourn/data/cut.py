@@ -46,7 +46,8 @@ def cut(
         for place in range(0, len(part), policy.longest):
             stop = place + policy.longest
             found.append((part[place:stop], trained[place:stop], owner))
-    found = [one for one in found if fates[one[2]] != DROPPED]
+    # A single token left over has nothing to learn from and nothing to say.
+    found = [one for one in found if fates[one[2]] != DROPPED and (len(one[0]) > 1 or not texts[one[2]])]
     lengths = np.array([len(part) for part, _, _ in found], np.int64)
     ids = np.concatenate([np.zeros(0, np.uint32), *(part for part, _, _ in found)])
     mask = np.concatenate([np.zeros(0, np.uint8), *(trained for _, trained, _ in found)])

@@ -48,6 +48,7 @@ class Encoded:
     lengths: np.ndarray
     document: np.ndarray  # of each piece
     fates: np.ndarray  # of each document
+    document_lengths: np.ndarray  # in tokens, before anything is cut
     fingerprints: np.ndarray
     sizes: np.ndarray
     kinds: np.ndarray
@@ -92,9 +93,11 @@ class Encoder:
         ids, mask, counts = self._tokenise([one for both in strands for one in both])
         owners = np.repeat(np.arange(len(kept)), [len(both) for both in strands])
         cut_up = cut(ids, mask, counts, owners, kinds == TEXT, self._tokenise.before, self._recipe.policy)
+        lengths = np.where(kinds == TEXT, len(self._tokenise.before) + 1, 0)
+        np.maximum.at(lengths, owners, lengths[owners] + counts)
         near = self._recipe.clean.duplicates == "near"
         return Encoded(
-            *cut_up, fingerprints, sizes, kinds, records, bad, left_out, escaped,
+            *cut_up, lengths, fingerprints, sizes, kinds, records, bad, left_out, escaped,
             self._languages(kept, fingerprints, sizes), [_signature(d) for d in kept] if near else None,
         )  # fmt: skip
 

@@ -79,7 +79,7 @@ def histogram_text(lengths: Sequence[Mapping[str, int]], width: int = 40) -> lis
 def _figures(facts: Mapping[str, Any]) -> tuple[int, str]:
     """The numbers, in columns."""
     words = {"documents": "documents", "tokens": "tokens", "trained_tokens": "trained on"}
-    words |= {"truncated": "cut", "duplicates": "duplicates left out"}
+    words |= {"truncated": "cut", "duplicates": "exact duplicates"}
     given = [(_figure(int(facts[key])), word) for key, word in words.items() if facts.get(key) is not None]
     step = INNER / max(len(given), 4)
     drawn = [

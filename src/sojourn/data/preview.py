@@ -11,13 +11,14 @@ from sojourn.data.inputs import Inputs
 from sojourn.data.read.document import Document
 from sojourn.data.read.formats import Damaged
 from sojourn.data.read.parcels import read_lot
-from sojourn.data.read.sources import Opened, read_lots
+from sojourn.data.read.sources import Part, read_lots
 from sojourn.data.words.chat import Span, Template
 from sojourn.data.words.templates import END_OF_TEXT, NAMED, named_template
 from sojourn.data.words.tokenizer import Words, special_tokens
 from sojourn.errors import UserError
 
 EXAMPLES = 3
+_PARTS = 50
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,12 @@ def look(inputs: Inputs) -> Preview:
     formats: list[tuple[str, str]] = []
     firsts: list[Document] = []
     for opened in inputs.sources:
-        name, documents = _beginning(opened)
-        formats.append((opened.name, name))
-        firsts += documents
+        for part in opened.parts[:_PARTS]:
+            name, documents = _beginning(part, opened.columns)
+            formats.append((part.name, name))
+            firsts += documents
+        if len(opened.parts) > _PARTS:
+            formats.append((f"and {len(opened.parts) - _PARTS:,} more of {opened.source.path}", "not looked into yet"))
     if template is None and any(d.is_chat for d in firsts):
         raise UserError(refusal)
     pairs = {bool(d.rejected) for d in firsts}
@@ -59,9 +63,9 @@ def look(inputs: Inputs) -> Preview:
     return Preview(formats, examples[:EXAMPLES], pairs == {True}, template, refusal)
 
 
-def _beginning(opened: Opened) -> tuple[str, list[Document]]:
+def _beginning(part: Part, columns: dict[str, str]) -> tuple[str, list[Document]]:
     name = "empty"
-    for lot in islice(read_lots(opened), 4):
+    for lot in islice(read_lots(part, columns), 4):
         name = lot.format or {"documents": "built in"}.get(lot.parcel.kind, lot.parcel.kind)
         documents = read_lot(lot)[0]
         if documents:

@@ -36,8 +36,6 @@ class Shelf:
     trained_tokens: int = 0
     pieces: int = 0
     rows: int = 0
-    longest: int = 0
-    lengths: np.ndarray = field(default_factory=lambda: np.zeros(40, np.int64))
     digests: dict[str, Any] = field(default_factory=dict)
     added: int = 0
 
@@ -99,20 +97,10 @@ class Shelf:
         self.trained_tokens += int(mask.sum(dtype=np.int64))
         self.pieces += len(lengths)
         self.rows += len(rows)
-        self.longest = max(self.longest, int(lengths.max()))
-        self.lengths += np.bincount(np.frexp(lengths - 0.5)[1], minlength=40)[:40]
-
-    def histogram(self) -> list[dict[str, int]]:
-        """Pieces by length, in bins that double: 1, 2, 3–4, 5–8, …"""
-        found = [(2 ** (power - 1) + 1 if power > 0 else 1, 2**power, int(n)) for power, n in enumerate(self.lengths)]
-        while found and not found[-1][2]:
-            found.pop()
-        first = next((number for number, one in enumerate(found) if one[2]), 0)
-        return [{"from": start, "to": stop, "documents": count} for start, stop, count in found[first:]]
 
     def facts(self) -> dict[str, Any]:
         fill = self.tokens / (self.rows * self.row_length) if self.rows else 0.0
         return {
             "pieces": self.pieces, "tokens": self.tokens, "trained_tokens": self.trained_tokens, "rows": self.rows,
-            "fill": round(fill, 4), "longest": self.longest, "lengths": self.histogram(),
+            "fill": round(fill, 4),
         }  # fmt: skip

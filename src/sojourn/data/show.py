@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from sojourn.data.picture import histogram_text
@@ -12,8 +12,17 @@ _GREEN, _DIM, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 _SHOWN = 700
 
 
-def example_lines(formats: list[tuple[str, str]], examples: Sequence[Mapping[str, Any]], colour: bool) -> Iterator[str]:
+def show_examples(
+    say: Callable[[str], None], colour: bool, formats: list[tuple[str, str]], examples: Sequence[Mapping[str, Any]]
+) -> None:
     """Each source's format, then the examples; what the model learns to say is green and between ‹ and ›."""
+    for line in _example_lines(formats, examples, colour):
+        say(line)
+
+
+def _example_lines(
+    formats: list[tuple[str, str]], examples: Sequence[Mapping[str, Any]], colour: bool
+) -> Iterator[str]:
     for name, kind in formats:
         yield f"{name}: {kind}"
     if examples:

@@ -28,6 +28,8 @@ class Counts:
     truncated_chats: int = 0
     dropped_chats: int = 0
     dropped_texts: int = 0
+    longest: int = 0
+    _lengths: np.ndarray = field(default_factory=lambda: np.zeros(40, np.int64))
 
     def add(self, encoded: Encoded, copies: np.ndarray) -> None:
         kinds, fates = encoded.kinds, encoded.fates
@@ -45,6 +47,21 @@ class Counts:
         self.truncated_chats += times((fates == CUT) & (kinds != TEXT))
         self.dropped_texts += times(~stays & (kinds == TEXT))
         self.dropped_chats += times(~stays & (kinds != TEXT))
+        lengths = encoded.document_lengths[copies > 0]
+        self.longest = max(self.longest, int(lengths.max(initial=0)))
+        self._lengths += np.bincount(np.frexp(lengths - 0.5)[1], copies[copies > 0], 40).astype(np.int64)
+
+    def lengths(self) -> list[dict[str, int]]:
+        """Documents by length in tokens before any was cut, in bins that double: 1, 2, 3–4, 5–8, …"""
+        powers = np.flatnonzero(self._lengths)
+        return [
+            {"from": 2 ** (power - 1) + 1 if power else 1, "to": 2**power, "documents": int(self._lengths[power])}
+            for power in (range(int(powers[0]), int(powers[-1]) + 1) if len(powers) else ())
+        ]
+
+    def facts(self) -> dict[str, Any]:
+        counts = {key: value for key, value in vars(self).items() if not key.startswith("_")}
+        return {**counts, "lengths": self.lengths()}
 
 
 @dataclass

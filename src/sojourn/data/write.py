@@ -22,7 +22,7 @@ from sojourn.data.picture import report_svg
 from sojourn.data.preview import Preview
 from sojourn.data.read.document import Document, Message
 from sojourn.data.read.parcels import Lot, read_lot
-from sojourn.data.read.sources import Opened, read_lots
+from sojourn.data.read.sources import Opened
 from sojourn.data.shelf import Shelf, gather
 from sojourn.data.tally import Tally
 from sojourn.data.words.chat import Template
@@ -96,7 +96,7 @@ def _encoded(inputs: Inputs, recipe: Recipe, sorting: _Sorting, say: Say) -> Ite
     def lots() -> Iterator[Lot]:
         for held, group in ((False, inputs.sources), (True, inputs.eval_sources)):
             for opened in group:
-                for lot in read_lots(opened):
+                for lot in opened.lots():
                     if sorting.has_enough(opened, held):
                         break
                     origins.append((opened, held))
@@ -148,7 +148,7 @@ class _Sorting:
         self.tally.read(encoded)
         if ((encoded.kinds == PAIR) != (self.unit == 2)).any():
             raise UserError(
-                f"{opened.name}: preference pairs and other documents; prepare them apart, each for its own run"
+                f"{opened.source.path}: preference pairs and other documents; prepare them apart, each for its own run"
             )
         copies = self._copies(opened, held, encoded)
         aside = np.full(len(copies), held)
@@ -237,7 +237,7 @@ def _sample(inputs: Inputs) -> Iterator[Document]:
     share = min(1.0, _SAMPLE_BYTES / max(1, inputs.size)) * 2.0**64
     for opened in inputs.sources:
         left = None if opened.source.take is None else int(opened.source.take)
-        for lot in read_lots(opened):
+        for lot in opened.lots():
             documents = read_lot(lot)[0]
             if left is not None:
                 documents, left = documents[:left], left - len(documents)
@@ -252,7 +252,7 @@ def _finish(inputs: Inputs, words: Words, preview: Preview, sorting: _Sorting, c
     template = preview.template if tally.train.chats or words.own_template else None
     words.save(stage / "tokenizer", template, data.max_length)
     write_json(stage / "probes.json", [_probe(messages, words, template) for messages in _PROBES])
-    splits = {name: {**asdict(getattr(tally, name)), **shelves[name].facts()} for name in shelves}
+    splits = {name: {**getattr(tally, name).facts(), **shelves[name].facts()} for name in shelves}
     report = {
         **splits, **tally.facts(), "compression": compression, "max_length": data.max_length,
         "sources": [{"name": name, "format": kind} for name, kind in preview.formats],

@@ -7,7 +7,9 @@ any → steps, with saves between them → the final model. A signal or a limit 
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
+from functools import partial
 
 from sojourn.config.load import read_config, to_yaml
 from sojourn.config.schema import RunConfig
@@ -15,6 +17,7 @@ from sojourn.data.artefact import Artefact
 from sojourn.data.inputs import data_of
 from sojourn.data.order import step_rows
 from sojourn.data.prepare import prepare
+from sojourn.data.show import show_examples
 from sojourn.errors import RunFailed, Stopped, UserError
 from sojourn.model.scratch import build_model
 from sojourn.run.files import write_json, write_text
@@ -81,6 +84,10 @@ def _refuse_what_is_not_here(config: RunConfig) -> None:
         raise UserError("parallel: this version trains on one device; use --gpus 0 and leave parallel.engine at auto")
 
 
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
 def _open(config: RunConfig, run: RunFolder) -> Session:
     """Resolves, prepares, builds, and puts everything back to where the run last was."""
     import torch
@@ -91,7 +98,7 @@ def _open(config: RunConfig, run: RunFolder) -> Session:
         refuse_harmful_changes(begun, resolved.config, run)
     config = resolved.config
     device = _use(config)
-    artefact = prepare(data_of(config), prepared_folder(), lambda line: print(line, flush=True))
+    artefact = prepare(data_of(config), prepared_folder(), say, partial(show_examples, say, sys.stdout.isatty()))
     if artefact.is_pairs:
         raise UserError(
             "data.sources: preference pairs are prepared, but not trained on yet; to learn the better answers: "

@@ -102,9 +102,7 @@ def _wanted(source: Source, evaluation: bool) -> tuple[Source, DatasetFacts]:
     split = source.split or (row.eval_split if evaluation else row.split)
     if split is None:
         tail = "in a YAML file, eval_sources: [{path: NAME, split: SPLIT}]"
-        raise UserError(
-            f"{shown(source.path)}: which of its splits is for evaluation is not known; say it: {tail}"
-        )
+        raise UserError(f"{shown(source.path)}: which of its splits is for evaluation is not known; say it: {tail}")
     config = source.config or config or row.config or ""
     return source.model_copy(update={"path": row.hub, "config": config or None, "split": split}), row
 

@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,20 +35,30 @@ _UNPACKED = 4  # how much larger text is than its compressed file, roughly
 
 
 @dataclass(frozen=True)
+class Part:
+    """One file, data set or built-in set of a source: its name for people, and how to read it."""
+
+    name: str
+    read: Callable[[], Iterator[Parcel]]
+
+
+@dataclass(frozen=True)
 class Opened:
-    """A source that has been found: its name for people, roughly how many bytes it has, and how to read it."""
+    """A source that has been found: its parts, roughly how many bytes they have, and which columns hold what."""
 
     source: Source
-    name: str
+    parts: list[Part]
     size: int
     columns: dict[str, str]
-    read: Callable[[], Iterator[Parcel]]
     digest: Callable[[Digests], str]
 
     def identity(self, digests: Digests) -> dict[str, Any]:
         """All that decides what it yields: the bytes, not the place they are at."""
         keys = {key: getattr(self.source, key) for key in ("weight", "take", "size")}
         return {"content": self.digest(digests), "columns": self.columns, **keys}
+
+    def lots(self) -> Iterator[Lot]:
+        return (lot for part in self.parts for lot in read_lots(part, self.columns))
 
 
 def open_source(source: Source, columns: Columns, evaluation: bool, say: Callable[[str], None]) -> Opened:
@@ -59,38 +70,34 @@ def open_source(source: Source, columns: Columns, evaluation: bool, say: Callabl
         count = int(source.take or _DEFAULT_TASKS)
         size = int(source.size or _DEFAULT_TEXT_BYTES) if kind == "text" else count * _TASK_BYTES
         made = f"{builtin.VERSION} {kind} {parts} {size}"
-        return Opened(source, path, size, named, lambda: _read_builtin(source), lambda _: made)
+        return Opened(source, [Part(path, lambda: _read_builtin(source))], size, named, lambda _: made)
     if not Path(path).expanduser().exists() and _is_hub_name(path):
-        from sojourn.data.read.hub import open_table
-
-        try:
-            table = open_table(source, evaluation, say)
-        except UserError as error:
-            raise type(error)(f"data.sources: {path}: no such file or folder here; as a data set: {error}") from None
-        named = named or table.mapping
-        read = lambda: _table_parcels(table)  # noqa: E731
-        return Opened(source, table.name, table.rows * _ROW_BYTES, named, read, lambda _: table.fingerprint)
+        table = _open_table(source, evaluation, say)
+        part = Part(table.name, lambda: _table_parcels(table))
+        return Opened(source, [part], table.rows * _ROW_BYTES, named or table.mapping, lambda _: table.fingerprint)
     files = find_files(path)
-    sizes = [file.stat().st_size * (_UNPACKED if _is_packed(file) else 1) for file in files]
-    return Opened(
-        source, path, sum(sizes), named,
-        lambda: (parcel for file in files for parcel in read_file(file)),
-        lambda digests: _digest_of_files(files, digests),
-    )  # fmt: skip
+    size = sum(file.stat().st_size * (_UNPACKED if _is_packed(file) else 1) for file in files)
+    read = [Part(str(file), partial(read_file, file)) for file in files]
+    return Opened(source, read, size, named, lambda digests: _digest_of_files(files, digests))
 
 
-def read_lots(opened: Opened) -> Iterator[Lot]:
+def _open_table(source: Source, evaluation: bool, say: Callable[[str], None]) -> HubTable:
+    from sojourn.data.read.hub import open_table
+
+    try:
+        return open_table(source, evaluation, say)
+    except UserError as error:
+        missed = "no such file or folder here; as a data set: " if "/" in source.path else ""
+        raise type(error)(f"data.sources: {source.path}: {missed}{error}") from None
+
+
+def read_lots(part: Part, columns: dict[str, str]) -> Iterator[Lot]:
     """Parcels with the format of their file, which its first records decide."""
-    file, name, first = None, None, ""
-    for parcel in opened.read():
-        if parcel.kind in ("documents", "text"):
-            yield Lot(parcel, opened.columns)
-            continue
-        if parcel.file != file:
-            file, name = parcel.file, None
-        if name is None:
-            name, first = _format_of(parcel, opened.columns)
-        yield Lot(parcel, opened.columns, name, first)
+    name, first = None, ""
+    for parcel in part.read():
+        if name is None and parcel.kind in ("json", "table"):
+            name, first = _format_of(parcel, columns)
+        yield Lot(parcel, columns, name, first)
 
 
 def _format_of(parcel: Parcel, columns: dict[str, str]) -> tuple[str, str]:

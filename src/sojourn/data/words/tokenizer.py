@@ -125,7 +125,7 @@ class Words:
     def save(self, folder: Path, template: Template | None, max_length: int) -> None:
         """The tokenizer's files; with a template, models that use them stop at the end of a turn."""
         folder.mkdir(parents=True, exist_ok=True)
-        if self.model_file:
+        if self.model_file and self.model_file.parent != folder:
             shutil.copyfile(self.model_file, folder / "tokenizer.model")
         self.tokenizer.save(str(folder / "tokenizer.json"))
         settings = dict(self.settings)
