@@ -77,7 +77,7 @@ KINDS = {
     )
 }  # fmt: skip
 OURS = [name for name, kind in KINDS.items() if kind.own is None]
-quickly = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+quickly = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @cache
@@ -125,10 +125,14 @@ def encoded(name: str, messages, tools=(), train_on: str = "assistant"):
     return found.ids.tolist(), found.mask.tolist()
 
 
+def text_of(name: str, ids) -> str:
+    return str(words_of(name).tokenizer.decode(ids, skip_special_tokens=False))
+
+
 def runs(name: str, ids, mask) -> list[str]:
     """What is trained on, each stretch as text."""
     edges = np.flatnonzero(np.diff([0, *mask, 0])).reshape(-1, 2)
-    return [words_of(name).tokenizer.decode(ids[a:b], skip_special_tokens=False) for a, b in edges.tolist()]
+    return [text_of(name, ids[a:b]) for a, b in edges.tolist()]
 
 
 def said(name: str, message: Message) -> str:
@@ -158,12 +162,12 @@ def special_ids(name: str, ids) -> list[int]:
 # Chats
 
 _FRAGMENTS = (
-    "", " ", "\n", "\n\n", "  ", "\t", "assistant", "assistant\n", "user\n", "user", "system\n", "model\n", "### user:\n",
-    "### ", "<|im_end|>", "<|im_start|>", "<|im_start|>assistant\n", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>",
-    "</s>", "<s>", "<end_of_turn>", "<start_of_turn>model\n", "<|end|>", "<|user|>\n", "[INST]", " [/INST]", "<|im_",
-    "end|>", "<", "|>", "Hello", "Hello", "12", "你好", "，世界！", "🙂", "e\u0301", "\u0301", "{{ x }}", "{% if %}",
-    "</tool_call>", "<tool_call>", "<tool_call>\n{}\n</tool_call>", "'", '"', "\\n", "\u00a0", "\u3000", "\u2028",
-    "\u200b", "\x00", "\x1c", "\r\n", "\r",
+    "", " ", "\n", "\n\n", "  ", "\t", "assistant", "assistant\n", "user\n", "user", "system\n", "model\n", "### ",
+    "### user:\n", "<|im_end|>", "<|im_start|>", "<|im_start|>assistant\n", "<|eot_id|>", "<|endoftext|>", "</s>",
+    "<|end_of_text|>", "<s>", "<end_of_turn>", "<start_of_turn>model\n", "<|end|>", "<|user|>\n", "[INST]", " [/INST]",
+    "<|im_", "end|>", "<", "|>", "Hello", "Hello", "12", "你好", "，世界！", "🙂", "e\u0301", "\u0301", "{{ x }}",
+    "{% if %}", "</tool_call>", "<tool_call>", "<tool_call>\n{}\n</tool_call>", "'", '"', "\\n", "\u00a0", "\u3000",
+    "\u2028", "\u200b", "\x00", "\x1c", "\r\n", "\r",
 )  # fmt: skip
 roles = st.sampled_from(["system", "user", "assistant", "tool"])
 characters = st.characters(exclude_categories=["Cs"], exclude_characters="\ufdd0\ufdd1\ufdd2\ufdd3")
@@ -217,7 +221,7 @@ def test_train_on_last_trains_on_the_last_answer_alone(name, data):
     messages = data.draw(chats(KINDS[name]))
     ids, mask = encoded(name, messages, train_on="last")
     assert same(name, runs(name, ids, mask), [said(name, messages[-1])])
-    assert ids == encoded(name, messages)[0]
+    assert text_of(name, ids) == text_of(name, encoded(name, messages)[0])
 
 
 @each_kind()
@@ -235,7 +239,7 @@ def test_an_answer_of_weight_zero_is_read_but_not_trained_on(name, data):
         return
     ids, mask = encoded(name, marked)
     assert same(name, runs(name, ids, mask), wanted)
-    assert ids == encoded(name, messages)[0]
+    assert text_of(name, ids) == text_of(name, encoded(name, messages)[0])
 
 
 @each_kind()
@@ -246,11 +250,11 @@ def test_train_on_all_trains_on_every_token_but_the_first(name, data):
     assert mask == [0] + [1] * (len(ids) - 1)
 
 
-@each_kind()
+@each_kind([name for name, kind in KINDS.items() if not kind.pieces])
 @quickly
 @given(data=st.data())
 def test_ids_are_those_of_the_whole_text_if_answers_start_with_words(name, data):
-    """No answer starts with a space, and none has the text of a special token in it."""
+    """And have no special token's text in them. SentencePiece may join a line's end with what begins the next line."""
     kind = KINDS[name]
     messages = data.draw(chats(kind))
     assume(not any(token in m.content for m in messages for token in kind.tokens))
@@ -268,7 +272,7 @@ def test_a_chat_that_a_template_refuses_is_damaged_and_nothing_worse(name, messa
         ids, mask = encoded(name, messages)
     except Damaged as error:
         assert str(error).strip() and "\n" not in str(error)
-        assert KINDS[name].alternates
+        assert KINDS[name].alternates or name == "thinking"
     else:
         assert len(ids) == len(mask) and any(mask)
 
@@ -291,7 +295,7 @@ json_values = st.recursive(
 calls = st.builds(lambda a: {"name": "look", "arguments": a}, st.dictionaries(contents, json_values, max_size=2))
 
 
-@each_kind(["chatml", "llama3", "plain", "smol", "thinking", "phi", "header"])
+@each_kind(["chatml", "llama3", "plain", "smol", "phi", "header"])
 @quickly
 @given(words=contents, called=st.lists(calls, min_size=1, max_size=2), answer=contents)
 def test_a_tool_call_is_trained_on_with_its_tags_and_its_answer_is_not(name, words, called, answer):
@@ -303,14 +307,18 @@ def test_a_tool_call_is_trained_on_with_its_tags_and_its_answer_is_not(name, wor
     )
     ids, mask = encoded(name, messages, [_TOOL])
     found = runs(name, ids, mask)
-    assert len(found) == 2 and all(run.endswith(KINDS[name].end) for run in found)
-    written = re.findall(
-        r"<tool_call>\n(.*)\n</tool_call>", found[0][len(said(name, Message("assistant", words))) - 20 :]
-    )
-    normal = words_of(name).tokenizer.normalizer.normalize_str
-    assert written[-1] == normal(json.dumps(called[-1], ensure_ascii=False))
-    assert "found" not in "".join(found) or "found" in words + answer
-    assert found[1] == said(name, messages[-1]) or (name == "thinking" and found[1].endswith(said(name, messages[-1])))
+    written = [f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in called]
+    assert found[0] == said(name, Message("assistant", "\n".join([words, *written] if words else written)))
+    assert found[1:] == [said(name, messages[-1])]
+
+
+@quickly
+@given(words=contents, called=calls)
+def test_a_tool_call_that_ends_a_chat_is_trained_on(words, called):
+    written = f"\n<tool_call>\n{json.dumps(called, ensure_ascii=False)}\n</tool_call>"
+    ids, mask = encoded("thinking", (Message("user", "Look!"), Message("assistant", words, (called,))), [_TOOL])
+    wanted = "<think>\n\n</think>\n\n" + said("thinking", Message("assistant", words + written))
+    assert runs("thinking", ids, mask) == [wanted]
 
 
 @each_kind(["chatml", "llama3", "plain", "smol", "thinking"])
@@ -408,7 +416,7 @@ def test_our_quick_filling_is_what_jinja_renders(name, data):
 @each_kind([name for name, kind in KINDS.items() if kind.own])
 @quickly
 @given(data=st.data())
-def test_a_tokenizers_own_template_renders_as_plain_transformers_does(name, data):
+def test_an_own_template_renders_as_plain_transformers_does(name, data):
     from transformers.utils.chat_template_utils import render_jinja_template
 
     messages = data.draw(chats(KINDS[name]))

@@ -414,25 +414,23 @@ def left_behind(prepared):
 
 @contextlib.contextmanager
 def guarded():
-    """No example may take longer than SECONDS."""
-    if not hasattr(signal, "SIGALRM"):
-        faulthandler.dump_traceback_later(SECONDS, exit=True)
-        try:
-            yield
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-        return
+    """No example may take longer than SECONDS. What no signal interrupts is ended with a traceback, much later."""
+    faulthandler.dump_traceback_later(10 * SECONDS, exit=True)
 
     def hung(*_):
         raise Hung(f"no end after {SECONDS} seconds")
 
-    before = signal.signal(signal.SIGALRM, hung)
-    signal.alarm(SECONDS)
+    posix = hasattr(signal, "SIGALRM")
+    before = signal.signal(signal.SIGALRM, hung) if posix else None
+    if posix:
+        signal.alarm(SECONDS)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        if posix:
+            signal.alarm(0)
+            signal.signal(signal.SIGALRM, before)
+        faulthandler.cancel_dump_traceback_later()
 
 
 def try_example(number, room, folder):

@@ -1,4 +1,4 @@
-"""Writes chats to measure with: as many bytes as asked, made-up words, but with the statistics of real instruction data.
+"""Writes chats to measure with: as many bytes as asked, of made-up words with the statistics of real instructions.
 
 A tokenizer remembers words, so its speed on a text depends on how many different ones there are and how often each
 comes. Here they follow Zipf's law over a large vocabulary, as in real text. Contents are made as JSON already: the
@@ -49,7 +49,7 @@ _COMMON = (
 )
 _ONSETS = "b c d f g h j k l m n p r s t v w y z br ch cl cr dr fl gr pl pr sh sl sp st str th tr"
 _VOWELS = "a e i o u a e i o ai ea ee io ou"
-_CODAS = "- - - - n r s t l m d ng nt ck st"
+_CODAS = "- - - - - - - - n r s t l m d ng nt ck st"
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def _tongue(words: list[str], forms: tuple[tuple[str, ...], ...]) -> _Tongue:
 def _words(rng: Generator) -> list[str]:
     """Real function words, then made-up ones, the short ones mostly first; every twenty-fifth is a number."""
     onsets, vowels = (np.array(parts.split(), object) for parts in (_ONSETS, _VOWELS))
-    codas = np.array(_CODAS.replace("-", " ").split(" "), object)
+    codas = np.array([part.strip("-") for part in _CODAS.split()], object)
     common, count = _COMMON.split(), _TYPES * 3 // 2
     syllables = [rng.choice(onsets, count) + rng.choice(vowels, count) + rng.choice(codas, count) for _ in range(4)]
     many = 1 + rng.choice(4, count, p=[0.1, 0.4, 0.35, 0.15])

@@ -10,6 +10,7 @@ import sys
 import typer
 
 from sojourn import __version__
+from sojourn.cli.bench import bench_app
 from sojourn.cli.chat import chat
 from sojourn.cli.config import config_app
 from sojourn.cli.demo import demo
@@ -97,6 +98,7 @@ app.command()(doctor)
 app.command(context_settings=_WORDS)(plan)
 app.command(context_settings=_WORDS)(prepare)
 app.command(context_settings=_WORDS)(train)
+app.add_typer(bench_app, name="bench")
 app.command(name="eval")(evaluate)
 app.command()(generate)
 app.command()(chat)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from sojourn.config.schema import CleanConfig
+from sojourn.data.clean.language import UNKNOWN, language, told_language
 from sojourn.data.cut import Policy, cut
 from sojourn.data.read.document import Document, Message
 from sojourn.data.read.formats import Damaged
@@ -105,10 +106,7 @@ class Encoder:
         """Bytes of each language in a sample of the documents that does not depend on how they are parcelled."""
         found: dict[str, int] = {}
         for number in np.flatnonzero(fingerprints < self._recipe.look_at * (2.0**64 - 2**12)):
-            try:
-                code = _language(documents[number])
-            except UserError:  # without the library that knows them all; a report can do without
-                code = "?"
+            code = told_language(_words(documents[number]))
             found[code] = found.get(code, 0) + int(sizes[number])
         return found
 
@@ -120,7 +118,7 @@ class Encoder:
                 return "too_short"
             if clean.max_characters is not None and length > clean.max_characters:
                 return "too_long"
-        if clean.languages and _language(document) not in (*clean.languages, "?"):
+        if clean.languages and language(_words(document)) not in (*clean.languages, UNKNOWN):
             return "other_languages"
         return None
 
@@ -165,13 +163,11 @@ class Encoder:
         return Strand(text, spans)
 
 
-def _language(document: Document) -> str:
-    from sojourn.data.clean.language import language
-
-    return language(" ".join(document.contents()) if len(document.contents()) > 1 else document.contents()[0])
+def _words(document: Document) -> str:
+    return "\n".join(document.contents())
 
 
 def _signature(document: Document) -> Any:
     from sojourn.data.clean.duplicates import signature
 
-    return signature("\n".join(document.contents()))
+    return signature(_words(document))

@@ -111,6 +111,14 @@ def language(text: str) -> str:
     return (_english(text) if most == _LATIN else "") or _asked(text)
 
 
+def told_language(text: str) -> str:
+    """The same for a report, which can do without the library that knows all languages."""
+    try:
+        return language(text)
+    except UserError:
+        return UNKNOWN
+
+
 def check_codes(codes: Sequence[str]) -> None:
     """Refuse a code that no text could have."""
     for code in codes:

@@ -132,9 +132,10 @@ class Words:
         if self.made is not None:
             ends = template.end_of_turn() if template else self.end_of_text
             settings |= {"model_max_length": max_length, "eos_token": ends}
+        source = template.source if template else self.own_template
         settings.pop("chat_template", None)
-        if template:
-            settings["chat_template"] = template.source
+        if source:
+            settings["chat_template"] = source
         text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
         (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
 

@@ -1,0 +1,70 @@
+"""Runs a command in a process of its own, and watches the memory of it and of all that it starts."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_PAUSE = 0.05
+_WATCHING = 20  # looking takes at most one part in so many of one core
+
+
+@dataclass
+class Memory:
+    """Peaks in bytes, each of a sum over the processes.
+
+    `pss` counts a page that several of them share once in all, `rss` once for each; both count the pages of mapped
+    files. Where the system knows no PSS (all but Linux), `pss` is the RSS, and `kind` says so.
+    """
+
+    pss: int = 0
+    rss: int = 0
+    samples: int = 0
+    kind: str = "PSS"
+
+    def look(self, processes: list[Any]) -> None:
+        import psutil
+
+        pss = rss = 0
+        for process in processes:
+            with contextlib.suppress(psutil.Error, OSError):  # it has just ended
+                facts = process.memory_full_info() if psutil.LINUX else process.memory_info()
+                rss += facts.rss
+                pss += getattr(facts, "pss", facts.rss)
+        self.kind = "PSS" if psutil.LINUX else "RSS"
+        self.pss, self.rss, self.samples = max(self.pss, pss), max(self.rss, rss), self.samples + 1
+
+
+def watched(command: list[str], env: dict[str, str], log: Path) -> tuple[int, Memory]:
+    """The exit code, and the peak of memory while it ran. What it prints goes to `log`. No process is left behind."""
+    import psutil
+
+    memory = Memory()
+    with log.open("wb") as said, subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=env) as process:
+        tree: list[psutil.Process] = []
+        try:
+            root = psutil.Process(process.pid)
+            pause = 0.0
+            while _runs_on(process, pause):
+                began = time.perf_counter()
+                with contextlib.suppress(psutil.Error):
+                    tree = [root, *root.children(recursive=True)]
+                memory.look(tree)
+                pause = max(_PAUSE, _WATCHING * (time.perf_counter() - began))
+        finally:
+            for one in tree:
+                with contextlib.suppress(psutil.Error):  # psutil knows a pid that was given to another process
+                    one.kill()
+        return process.wait(), memory
+
+
+def _runs_on(process: subprocess.Popen[bytes], seconds: float) -> bool:
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return True
+    return False

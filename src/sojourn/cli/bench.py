@@ -1,0 +1,54 @@
+"""`sojourn bench`: measure this program on this machine against what it promises."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+bench_app = typer.Typer(help="Measure this program on this machine.", no_args_is_help=True)
+
+
+@bench_app.callback()
+def _root() -> None:
+    pass
+
+
+@bench_app.command("prepare")
+def bench_prepare(
+    size: Annotated[str, typer.Option(help="Bytes of the generated chats that all contenders prepare.")] = "1GB",
+    flat: Annotated[
+        str, typer.Option(help="Further sizes, with commas, at which our own memory is measured; may be empty.")
+    ] = "0.2GB,4GB",
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="A tokenizer's folder; by default one of 32,000 tokens is trained.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, max=256, help="Processes of each contender; by default one a usable core.")
+    ] = None,
+    peer: Annotated[bool, typer.Option("--peer/--no-peer", help="Do the same with datasets.map.")] = True,
+    folder: Annotated[
+        Path | None, typer.Option(help="Where to work; the system's temporary folder by default.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON; lines go to standard error.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write the result as JSON to this file.")] = None,
+) -> None:
+    """Prepare generated chats: speed against datasets.map and the bare tokenizer, peak memory, the second call."""
+    from json import dumps
+    from tempfile import gettempdir
+
+    from sojourn.bench.prepare import make_plan, measure
+    from sojourn.errors import UserError
+    from sojourn.run.files import write_json
+
+    if out is not None and not out.absolute().parent.is_dir():
+        raise UserError(f"--out: {out.parent}: no such folder")
+    plan = make_plan(size, flat, tokenizer, workers, peer, folder or Path(gettempdir()))
+    result = measure(plan, lambda line: print(line, file=sys.stderr if json else sys.stdout, flush=True))
+    if json:
+        print(dumps(result, ensure_ascii=False))
+    if out is not None:
+        write_json(out, result)
+        print(f"written: {out}", file=sys.stderr if json else sys.stdout)
