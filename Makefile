@@ -4,11 +4,13 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help setup demo test lint format bench golden clean
+.PHONY: help setup demo test fuzz real lint format bench golden clean
 
 help:
 	@echo "make demo    set up, then the whole journey: plan, prepare, train, kill, resume, ask (under 4 minutes)"
 	@echo "make test    set up, lint, type check, room law, all tests"
+	@echo "make fuzz    10,000 random and damaged inputs through prepare (a few minutes)"
+	@echo "make real    formats and tokens of real data: SOJOURN_REAL_DATA and SOJOURN_REAL_TOKENIZER name the folders"
 	@echo "make lint    ruff, mypy, import-linter"
 	@echo "make bench   this project's own measurements, into benchmarks/results/"
 	@echo "make golden  record this machine type's golden losses (after a wanted change of the numbers)"
@@ -41,6 +43,13 @@ format: setup
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -rs --durations 5
+
+fuzz: setup
+	SOJOURN_FUZZ=10000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_prepare_fuzz.py -n 2 --dist worksteal
+
+real: setup
+	@: $${SOJOURN_REAL_DATA:?names the folder whose chat/ holds real data} $${SOJOURN_REAL_TOKENIZER:?names a tokenizer}
+	$(BIN)/python -m pytest tests/test_formats.py -k real -rs
 
 bench: setup
 	$(BIN)/python benchmarks/foundation.py

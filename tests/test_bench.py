@@ -1,0 +1,102 @@
+"""The benchmark of preparation: its chats are what they claim to be, its contenders do the same work, it cleans up."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from conftest import sojourn
+from sojourn.bench.corpus import write_corpus
+from sojourn.bench.prepare import ROW_LENGTH, _best_fit
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_the_chats_are_the_same_for_a_seed_and_as_large_as_asked(tmp_path):
+    one, again, other = (tmp_path / name for name in ("one.jsonl", "again.jsonl", "other.jsonl"))
+    counts = [write_corpus(one, 2_000_000), write_corpus(again, 2_000_000), write_corpus(other, 1_000_000, seed=1)]
+    assert one.read_bytes() == again.read_bytes()
+    assert one.read_bytes()[:1000] != other.read_bytes()[:1000]
+    assert 0.98 * 2_000_000 <= one.stat().st_size <= 2_000_000
+    assert counts[0] == counts[1] == len(one.read_text(encoding="utf-8").splitlines())
+
+
+def test_the_chats_are_whole_and_varied(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    write_corpus(path, 2_000_000)
+    chats = [json.loads(line)["messages"] for line in path.read_text(encoding="utf-8").splitlines()]
+    for chat in chats:
+        turns = chat[1:] if chat[0]["role"] == "system" else chat
+        assert [turn["role"] for turn in turns] == ["user", "assistant"] * (len(turns) // 2) and turns
+        assert all(turn["content"] == turn["content"].strip() != "" for turn in chat)
+    texts = [" ".join(turn["content"] for turn in chat) for chat in chats]
+    assert len(set(texts)) == len(texts)
+    assert 0.05 < sum(not text.isascii() for text in texts) / len(texts) < 0.15
+    assert 0.05 < sum("def " in text for text in texts) / len(texts) < 0.15
+    assert 500 < sum(map(len, texts)) / len(texts) < 1200
+    assert len({word for text in texts for word in text.split()}) > 20_000
+
+
+def test_all_contenders_do_the_same_work(tmp_path):
+    out, folder = tmp_path / "result.json", tmp_path / "work"
+    folder.mkdir()
+    said = _bench("--flat", "500kB", "--folder", str(folder), "--json", "--out", str(out))
+    assert said.returncode == 0, said.stderr
+    result = json.loads(said.stdout)
+    assert result == json.loads(out.read_text(encoding="utf-8"))
+    assert [row["name"] for row in result["rows"]] == ["sojourn", "tokenizer", "datasets", "second call", "sojourn"]
+    ours, floor, peer, _, small = result["rows"]
+    for key in ("records", "documents", "tokens", "trained_tokens"):
+        assert ours[key] == peer[key] > 0
+    assert floor["documents"] == ours["records"] and floor["tokens"] >= ours["tokens"]
+    assert 0 < ours["trained_tokens"] < ours["tokens"] and small["tokens"] < ours["tokens"]
+    assert all(row["peak_memory"] > 2**20 for row in (ours, floor, peer, small))
+    assert len(result["verdicts"]) == 5 and result["versions"]["datasets"] and result["cpu"] and result["date"]
+    assert not list(folder.iterdir())
+
+
+def test_a_template_without_generation_marks_gives_the_peer_the_same_mask(tmp_path):
+    from sojourn.config.schema import DataConfig
+    from sojourn.data.words.tokenizer import train_tokenizer
+
+    words = train_tokenizer(DataConfig(vocab_size=2000), ["some words to learn from"] * 10, tmp_path)
+    words.save(tmp_path / "tokenizer", None, ROW_LENGTH)
+    (tmp_path / "tokenizer" / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    said = _bench("--flat", "", "--tokenizer", str(tmp_path / "tokenizer"), "--json")
+    assert said.returncode == 0, said.stderr
+    ours, floor, peer, _ = json.loads(said.stdout)["rows"]
+    assert ours["cut"] > 0 and floor["tokens"] > ours["tokens"]  # tokens of single letters: long chats are cut
+    assert ours["trained_tokens"] == peer["trained_tokens"] > 0
+
+
+def _bench(*arguments: str):
+    return sojourn("bench", "prepare", "--size", "1MB", "--workers", "2", *arguments)
+
+
+def test_best_fit_fills_rows_with_whole_documents():
+    lengths = [2048, 1500, 548, 1000, 1048, 3]
+    rows = _best_fit(lengths)
+    assert sorted(number for row in rows for number in row) == list(range(6))
+    assert [sum(lengths[number] for number in row) for row in rows] == [2048, 2048, 2048, 3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--size", "much"], "--size: “much” given; allowed: a size such as 500MB or 24GiB"),
+        (["--size", "1kB"], "--size: “1kB” given; the least that can be measured is 500kB"),
+        (["--flat", "1MB,many"], "--flat: “many” given; allowed: a size such as 500MB or 24GiB"),
+        (["--tokenizer", "nowhere"], "--tokenizer: nowhere: no folder with a tokenizer.json"),
+        (["--folder", "nowhere"], "--folder: nowhere: no such folder"),
+        (["--out", "nowhere/a.json"], "--out: nowhere: no such folder"),
+        (["--size", "900TB"], "GB are needed (four times the largest size)"),
+    ],
+    ids=lambda value: value[0] + " " + value[1] if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_line(arguments, told, home: Path):
+    said = sojourn("bench", "prepare", *arguments)
+    assert said.returncode == 2 and said.stdout == ""
+    assert len(said.stderr.splitlines()) == 1 and told in said.stderr
