@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from itertools import islice
 from pathlib import Path
 
@@ -416,10 +417,8 @@ def ready(tmp_path, source):
     Words({"eos_token": "<|im_end|>"}, made=train_bpe(["Q A"], 300, tokens)).save(folder, None, 64)
 
     def ready(*lines, **more):
-        return prepare(
-            DataConfig(sources=[source(*lines)], tokenizer=str(folder), workers=1, eval_fraction=0, **more),
-            tmp_path / "prepared",
-        )
+        given = {"sources": [source(*lines)], "tokenizer": str(folder), "workers": 1, "eval_fraction": 0, **more}
+        return prepare(DataConfig(**given), tmp_path / "prepared")
 
     return ready
 
@@ -447,6 +446,20 @@ def test_documents_that_differ_in_reasoning_or_tools_are_no_duplicates(ready):
     lines = (chat, {**chat, "tools": [FUNCTION]}, answered(content="A", reasoning_content="R"), chat)
     artefact = ready(*lines, clean={"duplicates": "exact"})
     assert artefact.report["train"]["documents"] == 3 and artefact.report["duplicates"] == 1
+
+
+@pytest.mark.parametrize("place", ["~nobody-of-this-name/x.jinja", "x" * 300 + ".jinja"], ids=["no home", "too long"])
+@pytest.mark.parametrize("key", ["sources", "tokenizer", "template"])
+def test_a_place_that_cannot_be_is_refused_in_one_line(ready, key, place):
+    given = {key: [Source(path=place)] if key == "sources" else place}
+    with pytest.raises(UserError, match=f"data.{key}"):
+        ready({"prompt": "Q", "completion": "A"}, **given)
+
+
+def test_a_long_text_without_a_space_does_not_keep_a_new_tokenizer_busy(ready):
+    began = time.monotonic()
+    ready({"text": "=" * 100_000}, {"text": "a few words"}, tokenizer="bpe", vocab_size=320)
+    assert time.monotonic() - began < 10
 
 
 # Real data, where it is at hand

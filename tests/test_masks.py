@@ -258,7 +258,7 @@ def test_ids_are_those_of_the_whole_text_if_answers_start_with_words(name, data)
     kind = KINDS[name]
     messages = data.draw(chats(kind))
     assume(not any(token in m.content for m in messages for token in kind.tokens))
-    assume(not any(m.content[:1].isspace() or m.content[:1] in "\u0301\x1c" for m in messages if m.role == "assistant"))
+    assume(not any(m.content[:1].isspace() for m in messages if m.role == "assistant"))
     text = template_of(name).text(messages)
     assert encoded(name, messages)[0] == words_of(name).tokenizer.encode(text, add_special_tokens=False).ids
 
@@ -287,6 +287,7 @@ def test_a_refusal_says_what_the_template_said():
 # Tools and reasoning
 
 _TOOL = {"type": "function", "function": {"name": "look", "description": "Looks 看", "parameters": {"type": "object"}}}
+CALL = {"name": "look", "arguments": {"at": "x"}}
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-(10**6), 10**6) | contents,
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(contents, inner, max_size=2),
@@ -319,6 +320,18 @@ def test_a_tool_call_that_ends_a_chat_is_trained_on(words, called):
     ids, mask = encoded("thinking", (Message("user", "Look!"), Message("assistant", words, (called,))), [_TOOL])
     wanted = "<think>\n\n</think>\n\n" + said("thinking", Message("assistant", words + written))
     assert runs("thinking", ids, mask) == [wanted]
+
+
+def test_a_tool_call_is_trained_on_where_a_template_writes_the_last_turn_otherwise():
+    messages = (
+        Message("user", "Look!"),
+        Message("assistant", "", (CALL,)),
+        Message("tool", "found"),
+        Message("assistant", "a"),
+    )
+    found = runs("thinking", *encoded("thinking", messages, [_TOOL]))
+    assert len(found) == 2 and found[1].endswith("a<|im_end|>")
+    assert found[0] == f"\n<tool_call>\n{json.dumps(CALL)}\n</tool_call><|im_end|>"
 
 
 @each_kind(["chatml", "llama3", "plain", "smol", "thinking"])
@@ -503,6 +516,13 @@ def test_a_template_of_the_tokenizer_without_an_end_of_turn_is_refused(ready):
     endless = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     with pytest.raises(UserError, match=r"no end-of-turn token follows.*data\.template=chatml"):
         ready(own=endless)
+
+
+def test_a_tokenizers_template_that_is_no_text_is_refused(ready, tmp_path):
+    ready(template="plain")
+    (tmp_path / "tokenizer" / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match=r"chat_template\.jinja.*UTF-8"):
+        ready(template="auto")
 
 
 @pytest.mark.parametrize("name", ["turn", "inst"])

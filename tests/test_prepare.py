@@ -426,3 +426,24 @@ def test_end_of_text_in_a_text_file_parts_documents(fixed, home):
     (home / "a.txt").write_text("One story.\n<|endoftext|>\nAnother story.\n")
     artefact = prepare(reading(fixed, home / "a.txt", eval_fraction=0.0), home / "p")
     assert sorted(documents(artefact)) == ["Another story.<|endoftext|>", "One story.<|endoftext|>"]
+
+
+def test_a_bare_sentencepiece_model_is_a_tokenizer_too(data, home, chats):
+    made = prepare(data.model_copy(update={"tokenizer": "sentencepiece", "vocab_size": 600}), home / "p")
+    assert (made.tokenizer / "tokenizer.model").is_file()
+    alone = home / "alone" / "tokenizer.model"
+    alone.parent.mkdir()
+    alone.write_bytes((made.tokenizer / "tokenizer.model").read_bytes())
+    again = prepare(data.model_copy(update={"tokenizer": str(alone)}), home / "p")
+    assert arrays(again) == arrays(made)
+
+
+def test_plain_transformers_opens_what_was_prepared_and_gives_the_same_tokens(data, home):
+    from transformers import AutoTokenizer
+
+    for tokenizer in ("bpe", "sentencepiece"):
+        artefact = prepare(data.model_copy(update={"tokenizer": tokenizer, "vocab_size": 600}), home / "p")
+        plain = AutoTokenizer.from_pretrained(artefact.tokenizer)
+        for probe in json.loads((artefact.path / "probes.json").read_text()):
+            assert plain.apply_chat_template(probe["messages"], tokenize=True, return_dict=False) == probe["ids"]
+        assert plain.eos_token_id == artefact.stop_ids[0]

@@ -15,7 +15,8 @@ import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sojourn.data import builtin, sentence, vocabulary
+from sojourn.data import builtin
+from sojourn.data.words import sentence, vocabulary
 from sojourn.errors import UserError
 
 MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 _PAUSE = 0.05
+_SEARCH = 0.5  # seconds between looks for new processes, which cost more than looks at known ones
 _WATCHING = 20  # looking takes at most one part in so many of one core
 
 
@@ -48,13 +49,15 @@ def watched(command: list[str], env: dict[str, str], log: Path) -> tuple[int, Me
         tree: list[psutil.Process] = []
         try:
             root = psutil.Process(process.pid)
-            pause = 0.0
+            pause, searched = 0.0, 0.0
             while _runs_on(process, pause):
-                began = time.perf_counter()
-                with contextlib.suppress(psutil.Error):
-                    tree = [root, *root.children(recursive=True)]
+                began = time.process_time()
+                if time.monotonic() - searched > _SEARCH:
+                    with contextlib.suppress(psutil.Error):
+                        tree = [root, *root.children(recursive=True)]
+                    searched = time.monotonic()
                 memory.look(tree)
-                pause = max(_PAUSE, _WATCHING * (time.perf_counter() - began))
+                pause = max(_PAUSE, _WATCHING * (time.process_time() - began))
         finally:
             for one in tree:
                 with contextlib.suppress(psutil.Error):  # psutil knows a pid that was given to another process

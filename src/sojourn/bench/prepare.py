@@ -11,6 +11,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -39,6 +40,7 @@ _FLOOR_BYTES = 300_000_000  # its rate does not change after this
 _TRAINED_ON, _VOCABULARY = 8_000_000, 32_000
 _BATCH = 1000
 _SECOND_CALLS = 3
+_MARKS = re.compile(r"\{%-?\s*generation\b")
 _PACKAGES = ("sojourn", "tokenizers", "datasets", "transformers", "numpy", "pyarrow")
 
 AGAINST_PEER, AGAINST_FLOOR, MOST_MEMORY, SECOND_CALL, FLAT = 2.0, 0.8, 2**30, 1.0, 1.25
@@ -207,6 +209,7 @@ def contend() -> None:
     """The process of one contender."""
     role, task = sys.argv[1], json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))
     row = {"sojourn": _ours, "tokenizer": _floor, "datasets": _peer}[role](task)
+    row["cpu_seconds"] = round(sum(os.times()[:4]), 2)  # with imports, and of all processes that it waited for
     Path(task["out"]).write_text(json.dumps(row), encoding="utf-8")
 
 
@@ -268,7 +271,7 @@ def _peer(task: dict[str, Any]) -> Row:
     features = datasets.Features({name: datasets.List(kind) for name, kind in integers.items()})
     packed_features = datasets.Features({**features, "seq_lengths": datasets.List(datasets.Value("int32"))})
     shared = {"batched": True, "batch_size": _BATCH, "num_proc": task["workers"] if task["workers"] > 1 else None}
-    marks = {} if "generation" in tokenizer.chat_template else {"around": _around(tokenizer)}
+    marks = {} if _MARKS.search(tokenizer.chat_template) else {"around": _around(tokenizer)}
     began = time.perf_counter()
     chats = datasets.load_dataset("json", data_files=task["corpus"], split="train", cache_dir=task["cache"])
     encoded = chats.map(

@@ -30,6 +30,7 @@ _ERRORS_ONLY = 2  # sentencepiece's level of logging
 _LINE = re.compile(r"[\r\n]{0,64}[^\r\n]{1,4000}|[\r\n]{1,64}")
 _MAX_BYTES = 20_000
 _PROBED_MARKS = 20
+_SPECIAL = re.compile(r"<\|[^|<>\s]+\|>")  # which no one writes but to mean a special token
 _TIE = 1e-3
 
 _PROBES = (
@@ -224,7 +225,7 @@ def _build(model: _Model, special_tokens: Sequence[str]) -> Tokenizer:
     steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if model.dummy_prefix else [])])
     for piece in model.pieces:
-        special = piece.kind == _CONTROL or piece.text in special_tokens
+        special = piece.kind == _CONTROL or piece.text in special_tokens or bool(_SPECIAL.fullmatch(piece.text))
         if special or piece.kind == _USER_DEFINED:  # the model looks for these after it has made spaces visible
             token = AddedToken(piece.text, special=special, normalized=piece.kind == _USER_DEFINED)
             (tokenizer.add_special_tokens if special else tokenizer.add_tokens)([token])

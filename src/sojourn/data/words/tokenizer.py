@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 TRAINED = ("auto", "bpe", "sentencepiece")
 _ENDS = (END_OF_TEXT, "<|end_of_text|>")
+_LESS_SURE_ENDS = ("</s>", "<eos>")
 _MARK = re.compile(r"<\|[^|<>\s]+\|>")
 _PROBE = (
     Message("user", "Hello"),
@@ -78,7 +79,7 @@ class Words:
 
     @cached_property
     def end_of_text(self) -> str:
-        for token in (*_ENDS, self.names.get("eos_token")):
+        for token in (*_ENDS, self.names.get("eos_token"), *_LESS_SURE_ENDS):
             if token and self.tokenizer.token_to_id(token) is not None:
                 return token
         raise UserError("data.tokenizer: it has no token that ends a text (eos_token in tokenizer_config.json)")
@@ -132,6 +133,8 @@ class Words:
         if self.made is not None:
             ends = template.end_of_turn() if template else self.end_of_text
             settings |= {"model_max_length": max_length, "eos_token": ends}
+        settings.setdefault("eos_token", template.end_of_turn() if template else self.end_of_text)
+        settings.setdefault("pad_token", self.end_of_text)
         source = template.source if template else self.own_template
         settings.pop("chat_template", None)
         if source:
