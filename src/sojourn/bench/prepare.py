@@ -11,21 +11,20 @@ import datetime
 import json
 import os
 import platform
-import re
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from sojourn.bench.contenders import ROW_LENGTH, chats_of, words_of
 from sojourn.bench.memory import watched
 from sojourn.config.quantities import Size
 from sojourn.errors import RunFailed, UserError
@@ -33,14 +32,10 @@ from sojourn.errors import RunFailed, UserError
 Say = Callable[[str], None]
 Row = dict[str, Any]
 
-ROW_LENGTH = 2048
 _SMALLEST = 500_000
 _ROOM = 4  # the corpus, the artefact, the peer's two sets of Arrow files
-_FLOOR_BYTES = 300_000_000  # its rate does not change after this
 _TRAINED_ON, _VOCABULARY = 8_000_000, 32_000
-_BATCH = 1000
 _SECOND_CALLS = 3
-_MARKS = re.compile(r"\{%-?\s*generation\b")
 _PACKAGES = ("sojourn", "tokenizers", "datasets", "transformers", "numpy", "pyarrow")
 
 AGAINST_PEER, AGAINST_FLOOR, MOST_MEMORY, SECOND_CALL, FLAT = 2.0, 0.8, 2**30, 1.0, 1.25
@@ -152,23 +147,10 @@ def _tokenizer(plan: Plan, corpus: Path, work: Path) -> Path:
         words.save(folder, words.template("auto"), ROW_LENGTH)
         return folder
     data = DataConfig.model_validate({"tokenizer": "bpe", "vocab_size": _VOCABULARY})
-    texts = (message.content for chat in _chats(corpus, _TRAINED_ON) for message in chat)
+    texts = (message.content for chat in chats_of(corpus, _TRAINED_ON) for message in chat)
     words = train_tokenizer(data, texts, folder)
     words.save(folder, words.template("chatml"), ROW_LENGTH)
     return folder
-
-
-def _chats(corpus: Path, size: int) -> Iterator[tuple[Any, ...]]:
-    """The chats in the first `size` bytes."""
-    from sojourn.data.read.document import Message
-
-    read = 0
-    with corpus.open("rb") as file:
-        for raw in file:
-            read += len(raw)
-            if read > size:
-                return
-            yield tuple(Message(turn["role"], turn["content"]) for turn in json.loads(raw)["messages"])
 
 
 def _row(role: str, corpus: Path, tokenizer: Path, workers: int, work: Path) -> Row:
@@ -179,7 +161,7 @@ def _row(role: str, corpus: Path, tokenizer: Path, workers: int, work: Path) -> 
         "cache": str(work / "cache"), "out": str(out),
     }  # fmt: skip
     task.write_text(json.dumps(facts), encoding="utf-8")
-    command = [sys.executable, "-c", "from sojourn.bench.prepare import contend; contend()", role, str(task)]
+    command = [sys.executable, "-c", "from sojourn.bench.contenders import contend; contend()", role, str(task)]
     try:
         code, memory = watched(command, _environment(work, workers, role), log)
         if code:
@@ -198,181 +180,16 @@ def _row(role: str, corpus: Path, tokenizer: Path, workers: int, work: Path) -> 
 def _environment(work: Path, workers: int, role: str = "") -> dict[str, str]:
     told = {
         "PYTHONPATH": os.pathsep.join(sys.path), "RAYON_NUM_THREADS": str(workers), "SOJOURN_HOME": str(work / "home"),
-        "HF_HUB_OFFLINE": "1", "HF_HOME": str(work / "cache"), "TMPDIR": str(work),
+        "HF_HUB_OFFLINE": "1", "HF_HOME": str(work / "cache"),
     }  # fmt: skip
     if role == "datasets" and workers > 1:  # its processes are the parallelism; threads in each would be in the way
         told["TOKENIZERS_PARALLELISM"] = "false"
     return {**os.environ, **told}
 
 
-def contend() -> None:
-    """The process of one contender."""
-    role, task = sys.argv[1], json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))
-    row = {"sojourn": _ours, "tokenizer": _floor, "datasets": _peer}[role](task)
-    row["cpu_seconds"] = round(sum(os.times()[:4]), 2)  # with imports, and of all processes that it waited for
-    Path(task["out"]).write_text(json.dumps(row), encoding="utf-8")
-
-
-def _words(corpus: str, tokenizer: str, workers: int) -> list[str]:
-    """The preparation as one would type it."""
-    return [
-        "small", f"data.sources={corpus}", f"data.tokenizer={tokenizer}", f"data.max_length={ROW_LENGTH}",
-        f"data.workers={workers}", "data.eval_fraction=0.01",
-    ]  # fmt: skip
-
-
-def _ours(task: dict[str, Any]) -> Row:
-    from sojourn.config.load import load_run
-    from sojourn.data.inputs import data_of
-    from sojourn.data.prepare import prepare
-    from sojourn.run.home import prepared_folder
-
-    data = data_of(load_run(_words(task["corpus"], task["tokenizer"], task["workers"])).config)
-    began = time.perf_counter()
-    artefact = prepare(data, prepared_folder())
-    seconds = time.perf_counter() - began
-    report = artefact.report
-    splits = (report["train"], report["eval"])
-    sums = {key: sum(split[key] for split in splits) for key in ("documents", "tokens", "trained_tokens", "rows")}
-    cut = sum(split["truncated_chats"] + split["dropped_chats"] for split in splits)
-    return {
-        "seconds": seconds, **sums, "records": report["records"], "cut": cut, "fill": report["train"]["fill"],
-        "path": str(artefact.path),
-    }  # fmt: skip
-
-
-def _floor(task: dict[str, Any]) -> Row:
-    """Rendering and counting stand between the timed calls, and so does the freeing of what a call returned."""
-    from sojourn.data.words.tokenizer import open_tokenizer
-
-    words = open_tokenizer(task["tokenizer"])
-    tokenizer, template = words.tokenizer, words.template("auto")
-    size = min(Path(task["corpus"]).stat().st_size, _FLOOR_BYTES)
-    texts = (template.text(chat) for chat in _chats(Path(task["corpus"]), size))
-    seconds, documents, tokens = 0.0, 0, 0
-    while batch := list(islice(texts, _BATCH)):
-        began = time.perf_counter()
-        encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
-        seconds += time.perf_counter() - began
-        documents += len(batch)
-        tokens += sum(map(len, encodings))
-        del encodings
-    return {"seconds": seconds, "documents": documents, "tokens": tokens, "bytes": size}
-
-
-def _peer(task: dict[str, Any]) -> Row:
-    import datasets
-    import pyarrow.compute as pc
-    from transformers import AutoTokenizer
-
-    datasets.disable_progress_bars()
-    tokenizer = AutoTokenizer.from_pretrained(task["tokenizer"])
-    integers = {"input_ids": datasets.Value("int32"), "assistant_masks": datasets.Value("int8")}
-    features = datasets.Features({name: datasets.List(kind) for name, kind in integers.items()})
-    packed_features = datasets.Features({**features, "seq_lengths": datasets.List(datasets.Value("int32"))})
-    shared = {"batched": True, "batch_size": _BATCH, "num_proc": task["workers"] if task["workers"] > 1 else None}
-    marks = {} if _MARKS.search(tokenizer.chat_template) else {"around": _around(tokenizer)}
-    began = time.perf_counter()
-    chats = datasets.load_dataset("json", data_files=task["corpus"], split="train", cache_dir=task["cache"])
-    encoded = chats.map(
-        encode_batch, fn_kwargs={"tokenizer": tokenizer, **marks}, remove_columns=chats.column_names, features=features,
-        **shared,
-    )  # fmt: skip
-    packed = encoded.with_format("arrow").map(pack_batch, features=packed_features, **shared)
-    seconds = time.perf_counter() - began
-    tokens = trained = 0
-    for table in packed.iter(_BATCH):
-        tokens += pc.sum(pc.list_value_length(table["input_ids"])).as_py()
-        trained += pc.sum(pc.list_flatten(table["assistant_masks"])).as_py()
-    return {
-        "seconds": seconds, "documents": len(encoded), "tokens": tokens, "trained_tokens": trained, "rows": len(packed),
-        "fill": round(tokens / (len(packed) * ROW_LENGTH), 4), "records": len(chats),
-    }  # fmt: skip
-
-
-def _around(tokenizer: Any) -> tuple[str, str]:
-    """What a template without generation marks writes before the assistant's words, and the token that ends them."""
-    turns = [{"role": "user", "content": "a"}]
-    asked, prompted = (tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=p) for p in (0, 1))
-    answered = tokenizer.apply_chat_template([*turns, {"role": "assistant", "content": "b"}], tokenize=False)
-    tail = answered[len(prompted) + 1 :]
-    ends = [token for token in tokenizer.get_added_vocab() if tail.startswith(token)]
-    return prompted[len(asked) :], max(ends, key=len)
-
-
-def encode_batch(batch: dict[str, Any], tokenizer: Any, around: tuple[str, str] | None = None) -> dict[str, Any]:
-    """Ids and mask of chats; those of which nothing is trained on after cutting are left out, as we do."""
-    cut = {"truncation": True, "max_length": ROW_LENGTH}
-    if around is None:
-        found = tokenizer.apply_chat_template(
-            batch["messages"], return_dict=True, return_assistant_tokens_mask=True, **cut
-        )
-        ids, masks = found["input_ids"], found["assistant_masks"]
-    else:
-        texts = tokenizer.apply_chat_template(batch["messages"], tokenize=False)
-        found = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, **cut)
-        ids = found["input_ids"]
-        masks = [_mask(found, number, text, *around) for number, text in enumerate(texts)]
-    kept = [number for number, mask in enumerate(masks) if 1 in mask]
-    return {"input_ids": [ids[one] for one in kept], "assistant_masks": [masks[one] for one in kept]}
-
-
-def _mask(found: Any, number: int, text: str, before: str, end: str) -> list[int]:
-    mask = [0] * len(found["input_ids"][number])
-    place = text.find(before)
-    while place >= 0:
-        start, stop = place + len(before), text.index(end, place + len(before))
-        first = found.char_to_token(number, start)
-        if first is None:  # cut off
-            break
-        last = found.char_to_token(number, stop)
-        last = len(mask) - 1 if last is None else last
-        mask[first : last + 1] = [1] * (last + 1 - first)
-        place = text.find(before, stop)
-    return mask
-
-
-def pack_batch(table: Any) -> Any:
-    """Rows by best fit of whole documents, long ones first, without leaving Arrow: trl's `bfd`."""
-    import numpy as np
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    lengths = pc.list_value_length(table["input_ids"]).to_numpy()
-    rows = _best_fit(lengths.tolist())
-    order = np.array([document for row in rows for document in row])
-    counts = np.array([len(row) for row in rows])
-    documents = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    tokens = np.concatenate([[0], np.cumsum(lengths[order])]).astype(np.int32)[documents]
-    taken = table.take(order)
-    columns = {
-        name: pa.ListArray.from_arrays(tokens, pc.list_flatten(taken[name]).combine_chunks())
-        for name in ("input_ids", "assistant_masks")
-    }
-    sequences = pa.ListArray.from_arrays(documents, pa.array(lengths[order].astype(np.int32)))
-    return pa.table({**columns, "seq_lengths": sequences})
-
-
-def _best_fit(lengths: list[int]) -> list[list[int]]:
-    from bisect import bisect_left, insort
-
-    rows: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []
-    for document in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-        place = bisect_left(rooms, (lengths[document], -1))
-        if place == len(rooms):
-            room, row = ROW_LENGTH, len(rows)
-            rows.append([])
-        else:
-            room, row = rooms.pop(place)
-        rows[row].append(document)
-        insort(rooms, (room - lengths[document], row))
-    return rows
-
-
 def _second_call(ours: Row, corpus: Path, tokenizer: Path, workers: int, work: Path) -> Row:
     """The whole command, Python's start included; the slowest of a few calls."""
-    command = [sys.executable, "-m", "sojourn", "prepare", *_words(str(corpus), str(tokenizer), workers), "--json"]
+    command = [sys.executable, "-m", "sojourn", "prepare", *words_of(str(corpus), str(tokenizer), workers), "--json"]
     seconds = 0.0
     for _ in range(_SECOND_CALLS):
         began = time.perf_counter()

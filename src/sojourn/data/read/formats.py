@@ -23,6 +23,7 @@ _ROLES: dict[str, Role] = {
     "function_call": "assistant",
     "tool": "tool", "observation": "tool", "function": "tool", "function_response": "tool",
 }  # fmt: skip
+_PLAIN: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _TRANSCRIPT = re.compile(r"(?:^|\n\n)\s*(Human|Assistant):")
 _HALF_CHARACTER = "half a character (a lone surrogate) in the text"
 _OURS = "a noncharacter (U+FDD0 to U+FDD3) in the text"
@@ -196,6 +197,10 @@ def _turns(turns: Any, key: str) -> list[Message]:
 
 def _turn(turn: Any, key: str) -> Message:
     """One message, OpenAI's (role, content) or ShareGPT's (from, value)."""
+    if isinstance(turn, dict) and len(turn) == 2:  # nearly always, so quickly
+        role, content = turn.get("role"), turn.get("content")
+        if isinstance(content, str) and isinstance(role, str) and role in _PLAIN:
+            return Message(_PLAIN[role], _text(content, key))
     if not isinstance(turn, dict):
         raise Damaged(f"{key}: expected messages with a role and a content, found {_kind(turn)}")
     named, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
@@ -206,15 +211,13 @@ def _turn(turn: Any, key: str) -> Message:
             f"{key}: role “{str(named)[:40]}” is not one of {known}" if named else f"{key}: a message has no role"
         )
     calls: tuple[Record, ...] = ()
-    if len(turn) > 2 and role == "assistant":
+    if role == "assistant":
         calls = _calls(turn.get("tool_calls") or ([turn["function_call"]] if turn.get("function_call") else []))
     if named == "function_call":
         calls, content = _called(content), ""
     if content is None and not calls:
         raise Damaged(f"{key}: a message has no content")
     words = content if isinstance(content, str) else _parts(content, key) if content is not None else ""
-    if len(turn) == 2:
-        return Message(role, _text(words, key), calls)
     _, thought = _first(turn, "reasoning_content", "reasoning", "thinking")
     weight = _first(turn, "weight", "loss_weight")[1]
     if weight not in (None, 0, 1):

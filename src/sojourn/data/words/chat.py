@@ -45,6 +45,7 @@ class Template:
         self._ended = re.compile(rf"(?:{ends})\s*\Z")
         self._is_ours = source in {named_template(name, END_OF_TEXT) for name in NAMED}
         self._skeleton = lru_cache(maxsize=4096)(self._find_skeleton)
+        self._frame = lru_cache(maxsize=4096)(self._find_frame)
 
     def text(self, messages: Turns, tools: Tools = (), prompt: bool = False) -> str:
         """The rendering, as plain transformers gives it; with `prompt`, up to where the assistant is to speak."""
@@ -56,8 +57,10 @@ class Template:
     def spans(self, messages: Turns, tools: Tools = (), last: bool = False) -> tuple[str, list[Span]]:
         """The rendering, and the span of each of the assistant's turns (or of the `last`) with its end-of-turn mark."""
         messages, tools = self.adapted(messages, tools)
-        plain = not tools and all(m.content and not m.tool_calls and m.role != "tool" for m in messages)
-        rendered = self._filled(messages) if self._is_ours and plain else self._rendered(messages, tools)
+        if self._is_ours and not tools and all(m.content and not m.tool_calls and m.role != "tool" for m in messages):
+            text, spans = self._filled(messages)
+            return text, spans[-1:] if last else spans
+        rendered = self._rendered(messages, tools)
         if self._has_marks:
             text, spans = _without_marks(rendered)
             spans = [(start, self._end_of_turn(text, start, end)) for start, end in spans]
@@ -143,10 +146,25 @@ class Template:
             place += len(part)
         return spans
 
-    def _filled(self, messages: Turns) -> str:
+    def _filled(self, messages: Turns) -> tuple[str, list[Span]]:
         """What rendering one of our own templates gives, which write every content as it is: only quicker."""
-        pieces = self._skeleton(tuple(m.role for m in messages)) or []
-        return "".join(part for both in zip(["", *(m.content for m in messages)], pieces, strict=True) for part in both)
+        pieces, ends = self._frame(tuple(m.role for m in messages))
+        parts: list[str] = []
+        spans: list[Span] = []
+        place = 0
+        for m, piece, end in zip(messages, pieces, ends, strict=False):
+            start = place + len(piece)
+            place = start + len(m.content)
+            parts += (piece, m.content)
+            if end:
+                spans.append((start, place + end))
+        return "".join([*parts, pieces[-1]]), spans
+
+    def _find_frame(self, roles: tuple[Any, ...]) -> tuple[list[str], list[int]]:
+        """The skeleton without marks, and for each turn how many characters behind its content are still trained on."""
+        marked = self._skeleton(roles) or []
+        ends = [max(0, piece.find(_CLOSE)) for piece in marked[1:]]
+        return [piece.replace(_OPEN, "").replace(_CLOSE, "") for piece in marked], ends
 
     def _find_skeleton(self, roles: tuple[Any, ...]) -> list[str] | None:
         """What the template writes before, between and after the contents of turns with these roles."""
