@@ -469,4 +469,4 @@ def test_any_input_gives_a_sound_artefact_or_one_line_that_refuses(room, tmp_pat
                 raise
         shutil.rmtree(folder, ignore_errors=True)
     assert not failed, "\n".join(failed)
-    assert ONLY or made >= len(numbers) // 10, "too few examples get as far as an artefact to say much"
+    assert made or len(numbers) < PORTION, "some examples must get as far as an artefact"
