@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from sojourn.config.schema import Columns, DataConfig, Source
+from sojourn.data.inputs import find_inputs
 from sojourn.data.prepare import prepare
+from sojourn.data.preview import look
 from sojourn.data.read.document import Message
 from sojourn.data.read.formats import NAMES, Damaged, Empty, mapped, recognise, to_document
 from sojourn.data.read.parcels import read_lot
@@ -362,8 +364,10 @@ def test_two_files_may_have_two_formats(source, tmp_path):
 
 
 def test_a_file_of_no_known_format_is_refused_with_its_line(source):
+    strange = source({"colour": 1}, {"colour": 2})
     with pytest.raises(UserError, match=r"my\.jsonl:1: not a format that is known here \(found colour\)"):
-        read_source(source({"colour": 1}, {"colour": 2}))
+        look(find_inputs(DataConfig(sources=[strange]), print))
+    assert look(find_inputs(DataConfig(sources=[strange], on_bad="skip"), print)).examples == []
 
 
 # Columns
@@ -396,9 +400,10 @@ def test_a_sources_own_columns_go_before_those_of_all(source):
 
 def test_a_missing_column_is_told_with_those_that_are_there(source):
     with pytest.raises(UserError, match=r"my\.jsonl:1: no column body \(it has text, url\)"):
-        read_source(source({"text": "x", "url": "y"}), Columns(text="body"))
-    with pytest.raises(UserError, match=r"my\.jsonl:1: .*(?:no column|not a format).*say"):
-        read_source(source({"ask": "x", "told": "y"}), Columns(prompt="ask", completion="say"))
+        look(find_inputs(DataConfig(sources=[source({"text": "x", "url": "y"})], columns=Columns(text="body")), print))
+    columns = Columns(prompt="ask", completion="say")
+    with pytest.raises(UserError, match=r"my\.jsonl:1: no column say \(it has ask, told\)"):
+        look(find_inputs(DataConfig(sources=[source({"ask": "x", "told": "y"})], columns=columns), print))
 
 
 def test_columns_work_for_tables_too(source):

@@ -321,7 +321,7 @@ def test_a_tool_call_is_trained_on_with_its_tags_and_its_answer_is_not(name, wor
 def test_a_tool_call_that_ends_a_chat_is_trained_on(words, called):
     written = f"\n<tool_call>\n{json.dumps(called, ensure_ascii=False)}\n</tool_call>"
     ids, mask = encoded("thinking", (Message("user", "Look!"), Message("assistant", words, (called,))), [_TOOL])
-    wanted = "<think>\n\n</think>\n\n" + said("thinking", Message("assistant", words + written))
+    wanted = said("thinking", Message("assistant", words + written))
     assert runs("thinking", ids, mask) == [wanted]
 
 

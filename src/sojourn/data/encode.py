@@ -6,13 +6,15 @@ text: a user who writes <|im_end|> does not end a turn.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from sojourn.config.schema import CleanConfig
-from sojourn.data.clean.language import UNKNOWN, language, told_language
+from sojourn.data.clean.language import LOOKED_AT, UNKNOWN, language
 from sojourn.data.cut import Policy, cut
 from sojourn.data.read.document import Document, Message
 from sojourn.data.read.formats import Damaged
@@ -57,7 +59,7 @@ class Encoded:
     bad: list[tuple[str, str]]
     left_out: dict[str, int]
     escaped: int
-    languages: dict[str, int]
+    samples: list[str]
     signatures: list[Any] | None
 
 
@@ -99,16 +101,13 @@ class Encoder:
         near = self._recipe.clean.duplicates == "near"
         return Encoded(
             *cut_up, lengths, fingerprints, sizes, kinds, records, bad, left_out, escaped,
-            self._languages(kept, fingerprints, sizes), [_signature(d) for d in kept] if near else None,
+            self._samples(kept, fingerprints), [_signature(d) for d in kept] if near else None,
         )  # fmt: skip
 
-    def _languages(self, documents: list[Document], fingerprints: np.ndarray, sizes: np.ndarray) -> dict[str, int]:
-        """Bytes of each language in a sample of the documents that does not depend on how they are parcelled."""
-        found: dict[str, int] = {}
-        for number in np.flatnonzero(fingerprints < self._recipe.look_at * (2.0**64 - 2**12)):
-            code = told_language(_words(documents[number]))
-            found[code] = found.get(code, 0) + int(sizes[number])
-        return found
+    def _samples(self, documents: list[Document], fingerprints: np.ndarray) -> list[str]:
+        """The beginnings of some documents, whose language is to be told: which, does not depend on the parcels."""
+        chosen = np.flatnonzero(fingerprints < self._recipe.look_at * (2.0**64 - 2**12))
+        return [_words(documents[number])[:LOOKED_AT] for number in chosen]
 
     def _unwanted(self, document: Document) -> str | None:
         clean = self._recipe.clean
@@ -124,14 +123,19 @@ class Encoder:
 
     def _escape(self, document: Document) -> Document:
         """The document with the text of special tokens made harmless; itself, as nearly always, if it has none."""
-        if not any(map(self._tokenise.has_special, document.contents())):
+        has_special, escaped = self._tokenise.has_special, self._tokenise.escaped
+        turns = (*document.messages, *document.rejected)
+        beside = [document.tools, *((m.tool_calls, m.reasoning) for m in turns if m.tool_calls or m.reasoning)]
+        told = json.dumps(beside, ensure_ascii=False) if beside != [()] else ""
+        if not any(map(has_special, (*document.contents(), told))):
             return document
-        escaped = self._tokenise.escaped
-        messages, rejected = (
-            tuple(replace(m, content=escaped(m.content)) for m in side)
-            for side in (document.messages, document.rejected)
-        )
-        return replace(document, text=escaped(document.text), messages=messages, rejected=rejected)
+
+        def harmless(m: Message) -> Message:
+            return Message(m.role, escaped(m.content), _deep(m.tool_calls, escaped), escaped(m.reasoning), m.trained)
+
+        messages, rejected = (tuple(map(harmless, side)) for side in (document.messages, document.rejected))
+        tools = _deep(document.tools, escaped)
+        return replace(document, text=escaped(document.text), messages=messages, rejected=rejected, tools=tools)
 
     def _strands(self, document: Document) -> list[Strand]:
         if not document.messages:
@@ -161,6 +165,15 @@ class Encoder:
                 )
             raise Damaged("nothing in this example is trained on")
         return Strand(text, spans)
+
+
+def _deep(value: Any, change: Callable[[str], str]) -> Any:
+    """The same with every text in it changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {_deep(key, change): _deep(one, change) for key, one in value.items()}
+    return type(value)(_deep(one, change) for one in value) if isinstance(value, (list, tuple)) else value
 
 
 def _words(document: Document) -> str:

@@ -6,12 +6,12 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from sojourn.config.schema import DataConfig, RunConfig
 from sojourn.data.artefact import FORMAT
 from sojourn.data.read.sources import Digests, Opened, open_source
-from sojourn.data.words.tokenizer import TRAINED, Words, open_tokenizer
+from sojourn.data.words.templates import NAMED
+from sojourn.data.words.tokenizer import TRAINED, Words, open_tokenizer, template_file
 from sojourn.errors import UserError
 
 _DECIDING = (
@@ -73,5 +73,4 @@ def find_inputs(data: DataConfig, say: Callable[[str], None]) -> Inputs:
 
 
 def _content(template: str) -> str:
-    path = Path(template).expanduser()
-    return path.read_text(encoding="utf-8") if path.suffix in (".jinja", ".j2") and path.is_file() else template
+    return template_file(template) if template not in ("auto", *NAMED) else template

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 
@@ -14,7 +15,7 @@ from sojourn.data.read.parcels import read_lot
 from sojourn.data.read.sources import Part, read_lots
 from sojourn.data.words.chat import Span, Template
 from sojourn.data.words.templates import END_OF_TEXT, NAMED, named_template
-from sojourn.data.words.tokenizer import Words, special_tokens
+from sojourn.data.words.tokenizer import Words, checked, special_tokens, template_file
 from sojourn.errors import UserError
 
 EXAMPLES = 3
@@ -49,7 +50,7 @@ def look(inputs: Inputs) -> Preview:
     firsts: list[Document] = []
     for opened in inputs.sources:
         for part in opened.parts[:_PARTS]:
-            name, documents = _beginning(part, opened.columns)
+            name, documents = _beginning(part, opened.columns, data.on_bad == "fail")
             formats.append((part.name, name))
             firsts += documents
         if len(opened.parts) > _PARTS:
@@ -63,13 +64,16 @@ def look(inputs: Inputs) -> Preview:
     return Preview(formats, examples[:EXAMPLES], pairs == {True}, template, refusal)
 
 
-def _beginning(part: Part, columns: dict[str, str]) -> tuple[str, list[Document]]:
+def _beginning(part: Part, columns: dict[str, str], fail: bool) -> tuple[str, list[Document]]:
+    """The format of a part, and its first documents; a part that begins with nothing but damage is not read on."""
     name = "empty"
     for lot in islice(read_lots(part, columns), 4):
-        name = lot.format or {"documents": "built in"}.get(lot.parcel.kind, lot.parcel.kind)
-        documents = read_lot(lot)[0]
+        name = lot.format or {"documents": "built in", "text": "text"}.get(lot.parcel.kind, "nothing that can be read")
+        documents, _, bad = read_lot(lot)
         if documents:
             return name, documents[:EXAMPLES]
+        if bad and fail:
+            raise UserError(f"{bad[0][0]}: {bad[0][1]}")
     return name, []
 
 
@@ -87,11 +91,7 @@ def new_template(data: DataConfig) -> Template:
     name, tokens = data.template.replace("auto", "chatml"), special_tokens(data)
     if name in NAMED:
         return Template(named_template(name, END_OF_TEXT), {"eos_token": END_OF_TEXT}, tokens)
-    from sojourn.data.words.tokenizer import template_file
-
-    template = Template(template_file(name), {"eos_token": END_OF_TEXT}, tokens)
-    template.end_of_turn()
-    return template
+    return checked(Template(template_file(name), {"eos_token": END_OF_TEXT}, tokens), tokens.__contains__, name)
 
 
 def _shown(document: Document, template: Template | None, train_on: str) -> Iterator[Example]:
@@ -100,12 +100,10 @@ def _shown(document: Document, template: Template | None, train_on: str) -> Iter
         return
     sides = (document.messages, document.rejected) if document.rejected else (document.messages,)
     for side, name in zip(sides, (" chosen", " rejected") if document.rejected else ("",), strict=True):
-        try:
+        with suppress(Damaged):  # counted and told when all is read
             if train_on == "all" and not document.rejected:
                 text = template.text(side, document.tools)
                 yield Example(document.where, text, [(0, len(text))])
             else:
                 last = train_on == "last" or bool(document.rejected)
                 yield Example(document.where + name, *template.spans(side, document.tools, last))
-        except Damaged as error:
-            raise UserError(f"{document.where}: {error}") from None

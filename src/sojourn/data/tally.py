@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from sojourn.config.schema import DataConfig
+from sojourn.data.clean.language import told_language
 from sojourn.data.cut import CUT, DROPPED, SPLIT
 from sojourn.data.encode import PAIR, TEXT, Encoded
 from sojourn.errors import UserError
@@ -85,9 +86,11 @@ class Tally:
         self.bad += len(encoded.bad)
         self.shown += encoded.bad[: _SHOWN - len(self.shown)]
         self.escaped += encoded.escaped
-        for counts, more in ((self.left_out, encoded.left_out), (self.languages, encoded.languages)):
-            for key, count in more.items():
-                counts[key] = counts.get(key, 0) + count
+        for key, count in encoded.left_out.items():
+            self.left_out[key] = self.left_out.get(key, 0) + count
+        for text in encoded.samples:
+            code = told_language(text)
+            self.languages[code] = self.languages.get(code, 0) + len(text.encode())
         # Long before the end it may be plain that there is too much.
         if self.records >= 10_000 and self.bad > 10 * self.data.max_bad * self.records:
             self.judge()

@@ -51,7 +51,9 @@ class Document:
     def fingerprint(self) -> int:
         """64 bits of its content: decides the split, stays the same when data is added or moved."""
         parts = [self.text, *(f"{m.role}\0{m.content}" for m in self.messages)]
-        parts += [f"call\0{json.dumps(m.tool_calls, sort_keys=True)}" for m in self.messages if m.tool_calls]
         parts += [f"rejected\0{m.role}\0{m.content}" for m in self.rejected]
+        extras = [(m.tool_calls, m.reasoning, m.trained) for m in (*self.messages, *self.rejected)]
+        if self.tools or any(extra != ((), "", True) for extra in extras):
+            parts.append(json.dumps([self.tools, extras], sort_keys=True))
         whole = "\1".join(parts) + "\1"
         return int.from_bytes(hashlib.blake2b(whole.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")

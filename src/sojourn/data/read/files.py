@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
+from sojourn.config.words import shown
 from sojourn.errors import UserError
 
 _TEXT = (".txt", ".md")
@@ -34,6 +35,16 @@ def suffix_of(path: Path) -> Suffix | None:
     packing = next((end for end in _PACKED if name.endswith(end)), "")
     inner = Path(name.removesuffix(packing)).suffix
     return Suffix(inner, packing) if inner in _KINDS and not (packing and inner == ".parquet") else None
+
+
+def place_of(word: str, key: str) -> Path:
+    """A path as the user wrote it, if it can be one at all."""
+    try:
+        place = Path(word).expanduser()
+        place.exists()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"{key}: {shown(word)}: cannot be read: {_reason(error)}") from None
+    return place
 
 
 def find_files(path: str) -> list[Path]:

@@ -25,6 +25,7 @@ _ROLES: dict[str, Role] = {
 }  # fmt: skip
 _PLAIN: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _TRANSCRIPT = re.compile(r"(?:^|\n\n)\s*(Human|Assistant):")
+_OPTIONAL = ("input", "system", "history", "tools")
 _HALF_CHARACTER = "half a character (a lone surrogate) in the text"
 _OURS = "a noncharacter (U+FDD0 to U+FDD3) in the text"
 
@@ -41,10 +42,10 @@ def mapped(record: Record, theirs: dict[str, str]) -> Record:
     """The record under our names, where the user says which of `theirs` holds what."""
     if not theirs:
         return record
-    found = {ours: record[column] for ours, column in theirs.items() if column in record}
-    if not found:
-        raise Damaged(f"no column {' or '.join(theirs.values())} (it has {_keys(record)})")
-    return found
+    missing = [column for ours, column in theirs.items() if column not in record and ours not in _OPTIONAL]
+    if missing:
+        raise Damaged(f"no column {' and no '.join(missing)} (it has {_keys(record)})")
+    return {ours: record[column] for ours, column in theirs.items() if column in record}
 
 
 def recognise(record: Any) -> str:
@@ -138,6 +139,8 @@ def _from_preference(record: Record, where: str) -> Document:
         raise Damaged("chosen and rejected are the same")
     key, prompt = _first(record, "prompt", "messages", "conversations", "conversation", "instruction", "question")
     before: list[Message] = []
+    if chosen[0].role != "assistant" and chosen[0] != rejected[0]:
+        raise Damaged("chosen and rejected begin with different prompts")
     if chosen[0].role == "assistant" or rejected[0].role == "assistant":
         if prompt is None:
             raise Damaged("chosen and rejected are there, but no prompt before them")
@@ -183,13 +186,15 @@ def _answer(value: Any, key: str) -> list[Message]:
         if len(parts) > 1:
             roles: dict[str, Role] = {"Human": "user", "Assistant": "assistant"}
             return [Message(roles[who], said.strip()) for who, said in zip(parts[1::2], parts[2::2], strict=True)]
-        return [Message("assistant", value)]
+        return [Message("assistant", _text(value, key))]
     if not isinstance(value, (dict, list)):
         _text(value, key)
     return _turns([value] if isinstance(value, dict) else value, key)
 
 
 def _turns(turns: Any, key: str) -> list[Message]:
+    if isinstance(turns, str) and turns.lstrip().startswith("["):  # a cell of a table
+        turns = _unpacked(turns, key)
     if not isinstance(turns, list) or not turns:
         raise Damaged(f"{key}: expected a list of messages, found {_kind(turns) if turns != [] else 'none'}")
     return [_turn(turn, key) for turn in turns]
@@ -239,12 +244,16 @@ def _parts(parts: Any, key: str) -> str:
     return "".join(words)
 
 
+def _unpacked(value: str, key: str) -> Any:
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise Damaged(f"{key}: not valid JSON: {value[:60]}") from None
+
+
 def _called(value: Any) -> tuple[Record, ...]:
     """ShareGPT's function_call: JSON of one call or of a list of them."""
-    try:
-        calls = json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
-        raise Damaged(f"function_call: not valid JSON: {str(value)[:60]}") from None
+    calls = _unpacked(value, "function_call") if isinstance(value, str) else value
     return _calls(calls if isinstance(calls, list) else [calls])
 
 
@@ -270,10 +279,7 @@ def _tools(record: Record) -> tuple[Record, ...]:
     """The functions a chat may call, as {"type": "function", "function": …}."""
     key, tools = _first(record, "tools", "functions")
     if isinstance(tools, str):
-        try:
-            tools = json.loads(tools) if tools.strip() else []
-        except (ValueError, RecursionError):
-            raise Damaged(f"{key}: not valid JSON: {tools[:60]}") from None
+        tools = _unpacked(tools, key) if tools.strip() else []
     tools = [tools] if isinstance(tools, dict) else tools or []
     if not isinstance(tools, list) or any(not isinstance(tool, dict) for tool in tools):
         raise Damaged(f"{key}: expected a list of functions")
@@ -284,8 +290,9 @@ def _sound(value: Any, key: str) -> Any:
     """`value`, once all text in it can be encoded."""
     try:
         _text(json.dumps(value, ensure_ascii=False), key)
-    except (RecursionError, ValueError):
-        raise Damaged(f"{key}: too deeply nested") from None
+    except (RecursionError, TypeError, ValueError) as error:
+        nested = isinstance(error, RecursionError)
+        raise Damaged(f"{key}: {'too deeply nested' if nested else 'not what JSON can hold'}") from None
     return value
 
 

@@ -66,7 +66,7 @@ def parsed(raw: Any) -> dict[str, Any]:
             raw = json.loads(_decoded(raw))
         except (ValueError, RecursionError) as error:
             raise Damaged(f"not valid JSON: {error}") from None
-    if isinstance(raw, list):
+    elif isinstance(raw, list):
         raise Damaged(f"{len(raw)} columns, other than the header")
     if not isinstance(raw, dict):
         recognise(raw)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -15,7 +16,7 @@ from sojourn.config.schema import Columns, Source
 from sojourn.config.words import closest
 from sojourn.data import builtin
 from sojourn.data.read.document import Document, Message
-from sojourn.data.read.files import find_files, suffix_of
+from sojourn.data.read.files import find_files, place_of, suffix_of
 from sojourn.data.read.formats import Damaged, mapped, recognise
 from sojourn.data.read.parcels import Lot, parsed
 from sojourn.data.read.readers import Parcel, gather, read_file
@@ -71,7 +72,7 @@ def open_source(source: Source, columns: Columns, evaluation: bool, say: Callabl
         size = int(source.size or _DEFAULT_TEXT_BYTES) if kind == "text" else count * _TASK_BYTES
         made = f"{builtin.VERSION} {kind} {parts} {size}"
         return Opened(source, [Part(path, lambda: _read_builtin(source))], size, named, lambda _: made)
-    if not Path(path).expanduser().exists() and _is_hub_name(path):
+    if not place_of(path, "data.sources").exists() and _is_hub_name(path):
         table = _open_table(source, evaluation, say)
         part = Part(table.name, lambda: _table_parcels(table))
         return Opened(source, [part], table.rows * _ROW_BYTES, named or table.mapping, lambda _: table.fingerprint)
@@ -100,16 +101,13 @@ def read_lots(part: Part, columns: dict[str, str]) -> Iterator[Lot]:
         yield Lot(parcel, columns, name, first)
 
 
-def _format_of(parcel: Parcel, columns: dict[str, str]) -> tuple[str, str]:
+def _format_of(parcel: Parcel, columns: dict[str, str]) -> tuple[str | None, str]:
     """The format of the first record that has one, and where that is."""
-    told = ""
     for line, raw in zip(parcel.lines, parcel.records, strict=True):
         where = f"{parcel.file}:{line}"
-        try:
+        with suppress(Damaged):
             return recognise(mapped(parsed(raw), columns)), where
-        except Damaged as error:
-            told = told or f"{where}: {error}"
-    raise UserError(told)
+    return None, ""
 
 
 def _is_hub_name(path: str) -> bool:

@@ -29,6 +29,7 @@ _TOOLS = (
     "# Tools\n\nYou may call these functions, given as JSON within <tools></tools> tags:\n<tools>\n{listed}\n</tools>\n"
     "\nTo call one, write its name and arguments as JSON within <tool_call></tool_call> tags."
 )
+_PROBE = (Message("user", "Hello"), Message("assistant", "Hello"))
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -45,6 +46,7 @@ class Template:
         self._ended = re.compile(rf"(?:{ends})\s*\Z")
         self._is_ours = source in {named_template(name, END_OF_TEXT) for name in NAMED}
         self._skeleton = lru_cache(maxsize=4096)(self._find_skeleton)
+        self._ends_inside: bool | None = None
         self._frame = lru_cache(maxsize=4096)(self._find_frame)
 
     def text(self, messages: Turns, tools: Tools = (), prompt: bool = False) -> str:
@@ -63,16 +65,17 @@ class Template:
         rendered = self._rendered(messages, tools)
         if self._has_marks:
             text, spans = _without_marks(rendered)
-            spans = [(start, self._end_of_turn(text, start, end)) for start, end in spans]
+            if not self._marks_have_ends():
+                spans = [(start, self._end_of_turn(text, end)) for start, end in spans]
             return text, spans[-1:] if last else spans
         spans_found = self._by_skeleton(rendered, messages, tools)
         if spans_found is None:
-            return rendered, self._by_prefix(rendered, messages, tools, last)
+            return rendered, self._one_by_one(rendered, messages, tools, last)
         return rendered, spans_found[-1:] if last else spans_found
 
     def end_of_turn(self) -> str:
         """The token that ends an assistant's turn."""
-        text, spans = self.spans((Message("user", "Hello"), Message("assistant", "Hello")))
+        text, spans = self.spans(_PROBE)
         found = self._ended.search(text[: spans[-1][1]]) if spans else None
         if found is None:
             raise UserError(
@@ -114,10 +117,15 @@ class Template:
             why = (str(error).splitlines() or [type(error).__name__])[0][:200]
             raise Damaged(f"the chat template refuses it: {why}") from None
 
-    def _end_of_turn(self, text: str, start: int, end: int) -> int:
-        """Where the turn whose words end at `end` really ends: behind its end-of-turn mark."""
-        if end > start and self._ended.search(text, max(start, end - 200), end):
-            return end
+    def _marks_have_ends(self) -> bool:
+        """Whether what the template marks as generated includes the end-of-turn token."""
+        if self._ends_inside is None:
+            text, spans = _without_marks(self._rendered(_PROBE, ()))
+            self._ends_inside = bool(spans) and self._ended.search(text, *spans[-1]) is not None
+        return self._ends_inside
+
+    def _end_of_turn(self, text: str, end: int) -> int:
+        """Where the turn whose words end at `end` really ends: behind its end-of-turn token."""
         match = self._end.match(text, end)
         if match is None:
             raise UserError(
@@ -142,7 +150,7 @@ class Template:
         spans, place = [], 0
         for number, part in enumerate(parts):
             if number % 2 and messages[number // 2].role == "assistant":
-                spans.append((place, self._end_of_turn(rendered, place, place + len(part))))
+                spans.append((place, self._end_of_turn(rendered, place + len(part))))
             place += len(part)
         return spans
 
@@ -178,21 +186,44 @@ class Template:
             pieces.append(piece)
         return None if any(_CONTENT in piece for piece in (*pieces, rest)) else [*pieces, rest]
 
-    def _by_prefix(self, rendered: str, messages: Turns, tools: Tools, last: bool) -> list[Span]:
-        """Spans by rendering the turns before each answer, and those up to it: both must begin the whole rendering."""
-        spans = []
+    def _one_by_one(self, rendered: str, messages: Turns, tools: Tools, last: bool) -> list[Span]:
+        """Spans of turns that are more than their content (tool calls, reasoning), or that the template rewrites."""
         numbers = [number for number, m in enumerate(messages) if m.role == "assistant"]
+        spans = []
         for number in numbers[-1:] if last else numbers:
-            before = self._rendered(messages[:number], tools, prompt=True)
-            said = self._ended.search(self._rendered(messages[: number + 1], tools))
-            upto = said.string[: said.end()].rstrip() if said else ""
-            if not (len(before) < len(upto) and upto.startswith(before) and rendered.startswith(upto)):
+            ways = (self._by_exchange, self._by_prefix)
+            found = (way(rendered, messages, tools, number) for way in ways)
+            span = next((one for one in found if one and _holds(rendered[slice(*one)], messages[number])), None)
+            if span is None:
                 raise Damaged(
                     f"the chat template rewrites message {number + 1} by what follows it, so its words cannot be told "
                     "apart; train on the last answer alone (data.train_on=last)"
                 )
-            spans.append((len(before), len(upto)))
+            spans.append(span)
         return spans
+
+    def _by_exchange(self, rendered: str, messages: Turns, tools: Tools, number: int) -> Span | None:
+        """With a mark in place of the turn's words: what stands around it must begin and end the rendering."""
+        other = [*messages[:number], Message("assistant", _CONTENT), *messages[number + 1 :]]
+        before, found, after = self._rendered(other, tools).partition(_CONTENT)
+        end = self._end.match(after)
+        words = len(rendered) - len(after)
+        if not (found and end and len(before) <= words and rendered.startswith(before) and rendered.endswith(after)):
+            return None
+        return len(before), words + end.end()
+
+    def _by_prefix(self, rendered: str, messages: Turns, tools: Tools, number: int) -> Span | None:
+        """The rendering of the turns before, with the prompt to answer, and up to it: both must begin the whole."""
+        before = self._rendered(messages[:number], tools, prompt=True)
+        said = self._ended.search(self._rendered(messages[: number + 1], tools))
+        upto = said.string[: said.end()].rstrip() if said else ""
+        fits = len(before) < len(upto) and upto.startswith(before) and rendered.startswith(upto)
+        return (len(before), len(upto)) if fits else None
+
+
+def _holds(said: str, m: Message) -> bool:
+    """Whether all that the assistant said is there: a template may leave out earlier reasoning."""
+    return all(part.strip() in said for part in (m.content, m.reasoning, *(call["name"] for call in m.tool_calls)))
 
 
 def _without_marks(rendered: str) -> tuple[str, list[Span]]:

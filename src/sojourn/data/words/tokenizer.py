@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from sojourn.config.schema import DataConfig
 from sojourn.config.words import closest
 from sojourn.data.read.document import Message
+from sojourn.data.read.files import place_of
 from sojourn.data.read.formats import Damaged
 from sojourn.data.words.chat import Template
 from sojourn.data.words.templates import END_OF_TEXT, NAMED, named_template
@@ -95,18 +96,8 @@ class Words:
     def template(self, choice: str) -> Template:
         """The chat template: the tokenizer's own, that of its family, or the one that the user names."""
         template = Template(self._template_source(choice), self.names, self.added)
-        try:
-            shown = template.text(_PROBE)
-        except Damaged as error:
-            raise UserError(f"data.template: {error}") from None
-        missing = [token for token in dict.fromkeys(_MARK.findall(shown)) if self.tokenizer.token_to_id(token) is None]
-        if missing:
-            tail = "use the tokenizer's own (data.template=auto)" if self.own_template else "use data.template=plain"
-            raise UserError(
-                f"data.template: {choice} needs {', '.join(missing)}, which this tokenizer does not have; {tail}"
-            )
-        template.end_of_turn()
-        return template
+        way_out = "auto" if self.own_template and choice != "auto" else "plain"
+        return checked(template, lambda token: self.tokenizer.token_to_id(token) is not None, choice, way_out)
 
     def _template_source(self, choice: str) -> str:
         if choice in NAMED:
@@ -143,17 +134,41 @@ class Words:
         (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
 
+def checked(template: Template, has: Callable[[str], bool], name: str, way_out: str = "plain") -> Template:
+    """The template, if it works and all special tokens that it writes are in the vocabulary."""
+    try:
+        shown = template.text(_PROBE)
+        missing = [token for token in dict.fromkeys(_MARK.findall(shown)) if not has(token)]
+        if missing:
+            raise UserError(
+                f"data.template: {name} needs {', '.join(missing)}, which this tokenizer does not have; "
+                f"use data.template={way_out}"
+            )
+        template.end_of_turn()
+    except Damaged as error:
+        raise UserError(f"data.template: {name}: {error}; use data.template={way_out}") from None
+    return template
+
+
+def read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = "not UTF-8 text; save it as UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
+        raise UserError(f"data.template: {path}: {why}") from None
+
+
 def template_file(choice: str) -> str:
-    path = Path(choice).expanduser()
+    path = place_of(choice, "data.template")
     if path.suffix not in (".jinja", ".j2") or not path.is_file():
         hint, names = closest(choice, ("auto", *NAMED)), ", ".join(NAMED)
         raise UserError(f"data.template: “{choice}”: no such template{hint}; allowed: auto, {names}, or a .jinja file")
-    return path.read_text(encoding="utf-8")
+    return read_template(path)
 
 
 def open_tokenizer(word: str | Path, revision: str | None = None) -> Words:
     """A tokenizer by its folder, its file (tokenizer.json or tokenizer.model) or its model's name on the hub."""
-    place = Path(word).expanduser()
+    place = place_of(str(word), "data.tokenizer")
     if not place.exists():
         from sojourn.data.read.hub import is_hub_name, tokenizer_folder
 
@@ -170,7 +185,7 @@ def open_tokenizer(word: str | Path, revision: str | None = None) -> Words:
         raise UserError(f"data.tokenizer: {word}: no tokenizer.json and no tokenizer.model there")
     settings = _read(folder / "tokenizer_config.json") | _read(folder / "special_tokens_map.json")
     beside = folder / "chat_template.jinja"
-    own = beside.read_text(encoding="utf-8") if beside.is_file() else _own_template(settings.get("chat_template"))
+    own = read_template(beside) if beside.is_file() else _own_template(settings.get("chat_template"))
     settings.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
     return Words(settings, fast if has_fast else None, model if has_model else None, own)
 

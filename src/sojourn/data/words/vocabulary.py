@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_ENDLESS = re.compile(r"\S{1000}")
 
 
 def train_bpe(
@@ -51,8 +53,14 @@ def train_bpe(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(iter(texts), trainer)
+    tokenizer.train_from_iterator((part for text in texts for part in _breathing(text)), trainer)
     return tokenizer
+
+
+def _breathing(text: str) -> list[str]:
+    """The text, cut where it goes on for very long without a space: learning takes time by the square of a word."""
+    cuts = [found.end() for found in _ENDLESS.finditer(text)]
+    return [text[start:end] for start, end in pairwise([0, *cuts, len(text)])]
 
 
 def compression(tokenizer: Tokenizer, samples: Mapping[str, Sequence[str]]) -> list[dict[str, float]]:
