@@ -8,16 +8,18 @@ whole gets whole texts; a token that reaches into the assistant's words then bel
 
 from __future__ import annotations
 
-import array
 import re
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sojourn.data.read.document import Message
 from sojourn.data.words.chat import Span, Template
+from sojourn.data.words.recall import Recall, as_bytes, recalls
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -42,10 +44,11 @@ class Tokeniser:
         literal = "|".join(map(re.escape, self._special)) or "(?!)"
         self._in_text = re.compile(literal)
         self._cut = re.compile(f"({literal}|\ufdd2[0-9]+\ufdd3)")
-        self._known: dict[str, Sequence[int]] = {
-            token: [int(tokenizer.token_to_id(token) or 0)] for token in self._special
-        }
-        self._known |= {_escape(n): _as_words(tokenizer, token) for n, token in enumerate(self._special)}
+        self._known: dict[str, bytes] = {}  # the tokens of segments, as the bytes of 32-bit numbers
+        for number, token in enumerate(self._special):
+            self._known[token] = as_bytes(tokenizer.encode(token, add_special_tokens=False).ids)
+            self._known[_escape(number)] = as_bytes(_as_words(tokenizer, token))
+        self._encode = Recall(tokenizer) if recalls(tokenizer) else partial(_encoded, tokenizer)
         self._apart = not _swallows_spaces(tokenizer) and (template is None or self._agrees(template))
         self.before = _put_before(tokenizer)
 
@@ -72,25 +75,18 @@ class Tokeniser:
             ends.append(len(segments))
         known = self._known
         new = list(dict.fromkeys(text for text in segments if text not in known))
-        fresh = {
-            text: encoding.ids
-            for text, encoding in zip(
-                new, self._tokenizer.encode_batch_fast(new, add_special_tokens=False), strict=True
-            )
-        }
-        ids, counts = array.array("I"), []
-        for text in segments:
-            words = fresh[text] if text in fresh else known[text]
-            ids.extend(words)
-            counts.append(len(words))
-        for text in new if len(known) < _REMEMBERED else ():
-            if len(text) <= _SHORT:
-                known[text] = fresh[text]
-        totals = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])[[0, *ends]]
-        return _array(ids), np.repeat(np.array(trained, np.uint8), counts), np.diff(totals)
+        known.update(zip(new, self._encode(new), strict=True))
+        tokens = [known[text] for text in segments]
+        for text in new:
+            if len(text) > _SHORT or len(known) > _REMEMBERED:
+                del known[text]
+        counts = np.fromiter(map(len, tokens), np.int64, len(tokens)) // 4
+        totals = np.concatenate([[0], np.cumsum(counts)])[[0, *ends]]
+        ids = np.frombuffer(b"".join(tokens), np.uint32)
+        return ids, np.repeat(np.array(trained, np.uint8), counts), np.diff(totals)
 
     def _whole(self, strands: list[Strand]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        ids, masks, counts = array.array("I"), [np.zeros(0, np.uint8)], []
+        ids, masks, counts = array("I"), [np.zeros(0, np.uint8)], []
         parts = [list(_at_escapes(strand)) for strand in strands]
         texts = [part.text for strand in parts for part in strand]
         encodings = iter(self._tokenizer.encode_batch(texts, add_special_tokens=False))
@@ -98,14 +94,14 @@ class Tokeniser:
             before = len(ids)
             for part in strand:
                 encoding, words = next(encodings), self._known.get(part.text)
-                ids.extend(encoding.ids if words is None else words)
-                masks.append(
-                    _overlap(encoding.offsets, part.spans)
-                    if words is None
-                    else np.full(len(words), bool(part.spans), np.uint8)
-                )
+                if words is None:
+                    ids.extend(encoding.ids)
+                    masks.append(_overlap(encoding.offsets, part.spans))
+                else:
+                    ids.frombytes(words)
+                    masks.append(np.full(len(words) // 4, bool(part.spans), np.uint8))
             counts.append(len(ids) - before)
-        return _array(ids), np.concatenate(masks), np.array(counts, np.int64)
+        return np.array(ids, np.uint32), np.concatenate(masks), np.array(counts, np.int64)
 
     def _agrees(self, template: Template) -> bool:
         """Do the segments of a chat give the tokens of the whole?"""
@@ -150,8 +146,8 @@ def _overlap(offsets: list[Span], spans: list[Span]) -> np.ndarray:
     return mask
 
 
-def _array(ids: array.array[int]) -> np.ndarray:
-    return np.frombuffer(ids, np.uint32) if len(ids) else np.zeros(0, np.uint32)
+def _encoded(tokenizer: Tokenizer, texts: list[str]) -> list[bytes]:
+    return [as_bytes(one.ids) for one in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
 
 def _as_words(tokenizer: Tokenizer, token: str) -> Sequence[int]:
