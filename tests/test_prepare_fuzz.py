@@ -19,6 +19,8 @@ import signal
 import numpy as np
 import pyarrow
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from pyarrow import parquet
 
 from sojourn.config.schema import DataConfig
@@ -433,8 +435,7 @@ def guarded():
         faulthandler.cancel_dump_traceback_later()
 
 
-def try_example(number, room, folder):
-    dice = random.Random(number)
+def try_example(dice, room, folder):
     files = folder / "files"
     files.mkdir(parents=True)
     data = data_settings(room, files, dice)
@@ -462,7 +463,7 @@ def test_any_input_gives_a_sound_artefact_or_one_line_that_refuses(room, tmp_pat
     for number in numbers:
         folder = tmp_path / str(number)
         try:
-            made += try_example(number, room, folder)
+            made += try_example(random.Random(number), room, folder)
         except (Exception, Hung) as error:
             failed.append(f"SOJOURN_FUZZ_ONLY={number}: {type(error).__name__}: {error}")
             if ONLY:
@@ -470,3 +471,13 @@ def test_any_input_gives_a_sound_artefact_or_one_line_that_refuses(room, tmp_pat
         shutil.rmtree(folder, ignore_errors=True)
     assert not failed, "\n".join(failed)
     assert made or len(numbers) < PORTION, "some examples must get as far as an artefact"
+
+
+@settings(max_examples=COUNT, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(dice=st.randoms(use_true_random=False))
+def test_any_input_that_hypothesis_makes_does_too(room, tmp_path_factory, dice):
+    folder = tmp_path_factory.mktemp("example")
+    try:
+        try_example(dice, room, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -11,9 +11,9 @@ from sojourn.data.words.recall import Recall, as_bytes, recalls
 from sojourn.data.words.vocabulary import train_bpe
 
 _ODD = [
-    "a", "b", "The", " cat", " ", "  ", "\n", "\n\n", "\t", "\r\n", "\r", "'s", "'LL", "1", "23", ".", ",", "()", "_", "=",
-    "中文", "，", "é", "\u0301", "\u00a0", "\u2003", "\u3000", "\x1c", "\x1f", "\x85", "\u2028", "Ⅷ", "²", "ß", "ſ", "🙂",
-    "<tool_call>", "<", ">", "|", "\x00", "▁", "-", "#", "K",
+    "a", "b", "The", " cat", " ", "  ", "\n", "\n\n", "\t", "\r\n", "\r", "'s", "'LL", "1", "23", ".", ",", "()", "_",
+    "=", "中文", "，", "é", "\u0301", "\u00a0", "\u2003", "\u3000", "\x1c", "\x1f", "\x85", "\u2028", "Ⅷ", "²", "ß",
+    "ſ", "🙂", "<tool_call>", "<", ">", "|", "\x00", "▁", "-", "#", "K",
 ]  # fmt: skip
 texts = st.lists(st.sampled_from(_ODD) | st.text(max_size=3), max_size=30).map("".join)
 

@@ -35,7 +35,7 @@ Say = Callable[[str], None]
 
 _LOOKED_AT_BYTES = 500_000  # enough to tell a language mix
 _ONE_PROCESS_BYTES = 8_000_000  # less is done before workers have started
-_MOST_WORKERS = 8  # a hundred megabytes each
+_MOST_WORKERS = 6  # more would take more than a gigabyte together
 _SECONDS_BETWEEN_NEWS = 10
 
 _PROBES = (
