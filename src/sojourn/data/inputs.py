@@ -22,10 +22,10 @@ _TRAINING = ("vocab_size", "special_tokens", "split_digits")
 
 def data_of(config: RunConfig) -> DataConfig:
     """The data of a run, with the tokenizer of the model that it starts from where none is named."""
-    base = config.model.base
-    return (
-        config.data.model_copy(update={"tokenizer": base}) if base and config.data.tokenizer == "auto" else config.data
-    )
+    base, revision = config.model.base, config.model.revision
+    if not base or config.data.tokenizer != "auto":
+        return config.data
+    return config.data.model_copy(update={"tokenizer": f"{base}@{revision}" if revision else base})
 
 
 @dataclass(frozen=True)

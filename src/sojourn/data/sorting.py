@@ -53,10 +53,9 @@ class Sorting:
         aside = np.full(len(copies), held)
         if not self.data.eval_sources:
             aside = encoded.fingerprints % np.uint64(_EVAL_PARTS) < self.data.eval_fraction * _EVAL_PARTS
-        for name, which in (("train", ~aside), ("eval", aside)):
-            times = np.where(which, copies, 0)
-            getattr(self.tally, name).add(encoded, times if name == "train" else np.minimum(times, 1))
-            self._shelve(self.shelves[name], encoded, times if name == "train" else np.minimum(times, 1))
+        for name, times in (("train", np.where(aside, 0, copies)), ("eval", np.where(aside, copies.clip(max=1), 0))):
+            getattr(self.tally, name).add(encoded, times)
+            self._shelve(self.shelves[name], encoded, times)
 
     def _copies(self, opened: Opened, held: bool, encoded: Encoded) -> np.ndarray:
         """How often each document is taken: a weight of 2.3 gives it twice, and three tenths of them once more."""

@@ -59,7 +59,7 @@ class Words:
 
     def identity(self) -> str:
         """A hash of all that decides what it does."""
-        digest = hashlib.sha256(json.dumps([self.settings, self.own_template], sort_keys=True).encode())
+        digest = hashlib.sha256(json.dumps([self.names, self.own_template], sort_keys=True).encode())
         digest.update((self.fast_file or self.model_file or Path()).read_bytes())
         return digest.hexdigest()
 
@@ -166,17 +166,18 @@ def template_file(choice: str) -> str:
     return read_template(path)
 
 
-def open_tokenizer(word: str | Path, revision: str | None = None) -> Words:
+def open_tokenizer(word: str | Path) -> Words:
     """A tokenizer by its folder, its file (tokenizer.json or tokenizer.model) or its model's name on the hub."""
     place = place_of(str(word), "data.tokenizer")
     if not place.exists():
         from sojourn.data.read.hub import is_hub_name, tokenizer_folder
 
-        if not is_hub_name(str(word)):
+        name, _, revision = str(word).partition("@")
+        if not is_hub_name(name):
             raise UserError(
                 f"data.tokenizer: {word}: no such folder or file; allowed: {', '.join(TRAINED)}, or one that is there"
             )
-        place = tokenizer_folder(str(word), revision)
+        place = tokenizer_folder(name, revision or None)
     folder = place if place.is_dir() else place.parent
     model = place if place.suffix == ".model" else folder / "tokenizer.model"
     fast = place if place.suffix == ".json" else folder / "tokenizer.json"
