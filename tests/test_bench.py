@@ -7,7 +7,7 @@ import pytest
 
 from conftest import sojourn
 from sojourn.bench.corpus import write_corpus
-from sojourn.bench.prepare import ROW_LENGTH, _best_fit
+from sojourn.bench.contenders import ROW_LENGTH, _best_fit
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
