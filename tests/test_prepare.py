@@ -106,7 +106,7 @@ def test_unchanged_files_are_not_read_again(fixed, home, chats, monkeypatch):
     old = time.time() - 60
     os.utime(chats, (old, old))
     first = prepare(fixed, home / "prepared")
-    monkeypatch.setattr("sojourn.data.read.sources._sha256", lambda file: pytest.fail("read again"))
+    monkeypatch.setattr("sojourn.data.read.sources.sha256", lambda file: pytest.fail("read again"))
     assert prepare(fixed, home / "prepared").path == first.path
 
 

@@ -10,7 +10,6 @@ prepared/HASH/
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from sojourn.errors import RunFailed
-from sojourn.run.files import read_json
+from sojourn.run.files import read_json, sha256
 
 FORMAT = 2
 
@@ -116,18 +115,9 @@ class Artefact:
 
     def damaged(self) -> list[str]:
         """The arrays whose bytes are not those that were written."""
-        return [name for name, facts in self.facts["files"].items() if _sha256(self.path / name) != facts["sha256"]]
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    try:
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-    except OSError:
-        return ""
-    return digest.hexdigest()
+        files = {name: self.path / name for name in self.facts["files"]}
+        written = {name: facts["sha256"] for name, facts in self.facts["files"].items()}
+        return [name for name, file in files.items() if not file.is_file() or sha256(file) != written[name]]
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -24,6 +25,15 @@ def sync_folder(folder: Path) -> None:
 def sync_file(path: Path) -> None:
     with path.open("rb+") as file:
         os.fsync(file.fileno())
+
+
+def sha256(path: Path) -> str:
+    """Of all its bytes."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def write_text(path: Path, text: str) -> None:

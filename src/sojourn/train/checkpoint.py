@@ -8,7 +8,6 @@ loaded only if every file matches its manifest; otherwise the newest good one is
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import shutil
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sojourn.errors import RunFailed, UserError
-from sojourn.run.files import read_json, sync_file, sync_folder, write_json, write_text
+from sojourn.run.files import read_json, sha256, sync_file, sync_folder, write_json, write_text
 
 _MANIFEST = "manifest.json"
 
@@ -62,7 +61,7 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int, min_free: int = 0) -> 
         for file in files:
             sync_file(file)
         write_json(
-            stage / _MANIFEST, {file.name: {"size": file.stat().st_size, "sha256": _sha256(file)} for file in files}
+            stage / _MANIFEST, {file.name: {"size": file.stat().st_size, "sha256": sha256(file)} for file in files}
         )
         sync_folder(stage)
         if target.exists():
@@ -110,7 +109,7 @@ def find_fault(path: Path) -> str | None:
         try:
             if file.stat().st_size != facts["size"]:
                 return f"{name} has the wrong size"
-            if _sha256(file) != facts["sha256"]:
+            if sha256(file) != facts["sha256"]:
                 return f"{name} has changed"
         except OSError:
             return f"{name} is missing or unreadable"
@@ -157,11 +156,3 @@ def check_room(folder: Path, needed: int, min_free: int) -> None:
             f"{folder}: {free / mib:,.0f} MiB free, but a checkpoint takes {needed / mib:,.0f} MiB and save.min_free "
             f"keeps {min_free / mib:,.0f} MiB; make room or set save.folder to another disk"
         )
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()

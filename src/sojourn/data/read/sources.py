@@ -22,7 +22,7 @@ from sojourn.data.read.parcels import Lot, parsed
 from sojourn.data.read.readers import Parcel, gather, read_file
 from sojourn.data.read.texts import documents
 from sojourn.errors import UserError
-from sojourn.run.files import read_json, write_json
+from sojourn.run.files import read_json, sha256, write_json
 
 if TYPE_CHECKING:
     from sojourn.data.read.hub import HubTable
@@ -189,8 +189,7 @@ class Digests:
             if isinstance(known, list) and known[:3] == stamp:
                 return str(known[3])
             began = time.time_ns()
-            with path.open("rb") as opened:
-                digest = _sha256(opened)
+            digest = sha256(path)
         except OSError as error:
             raise UserError(f"data.sources: {file}: cannot be read: {error.strerror or error}") from None
         if facts.st_mtime_ns < began - 2_000_000_000:  # else it may change again within the clock's grain, unseen
@@ -208,10 +207,3 @@ class Digests:
     def keep(self) -> None:
         if self._changed:
             write_json(self._memory, self._known)
-
-
-def _sha256(file: Any) -> str:
-    digest = hashlib.sha256()
-    while block := file.read(1 << 20):
-        digest.update(block)
-    return digest.hexdigest()
