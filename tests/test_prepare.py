@@ -447,3 +447,19 @@ def test_plain_transformers_opens_what_was_prepared_and_gives_the_same_tokens(da
         for probe in json.loads((artefact.path / "probes.json").read_text()):
             assert plain.apply_chat_template(probe["messages"], tokenize=True, return_dict=False) == probe["ids"]
         assert plain.eos_token_id == artefact.stop_ids[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["data.sources=wikitex2"], "no data set of that name; did you mean wikitext2?"),
+        (["data.template=chatm"], "no such template; did you mean chatml?"),
+        (["data.clean.languages=german"], "data.clean.languages: 'german' is not a language code; did you mean de?"),
+        (["data.tokenizer=nowhere/at/all"], "data.tokenizer: nowhere/at/all: no such folder or file"),
+        (["data.columns.prompt=Q"], "allowed together: "),
+    ],
+)  # fmt: skip
+def test_a_slip_is_one_line_that_says_what_to_type(home, words, told):
+    result = sojourn("prepare", "smoke", *words)
+    assert result.returncode == 2 and told in result.stderr and result.stderr.count("\n") == 1
+    assert not (home / "prepared").exists()

@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sojourn.catalog.facts import datasets
 from sojourn.config.schema import Columns, Source
 from sojourn.config.words import closest
 from sojourn.data import builtin
@@ -76,6 +77,9 @@ def open_source(source: Source, columns: Columns, evaluation: bool, say: Callabl
         table = _open_table(source, evaluation, say)
         part = Part(table.name, lambda: _table_parcels(table))
         return Opened(source, [part], table.rows * _ROW_BYTES, named or table.mapping, lambda _: table.fingerprint)
+    if path.isidentifier() and not place_of(path, "data.sources").exists():
+        hint = closest(path, [row.name for row in datasets()])
+        raise UserError(f"data.sources: {path}: no such file or folder, and no data set of that name{hint}")
     files = find_files(path)
     size = sum(file.stat().st_size * (_UNPACKED if _is_packed(file) else 1) for file in files)
     read = [Part(str(file), partial(read_file, file)) for file in files]
