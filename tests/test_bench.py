@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from conftest import sojourn
-from sojourn.bench.corpus import write_corpus
 from sojourn.bench.contenders import ROW_LENGTH, _best_fit
+from sojourn.bench.corpus import write_corpus
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

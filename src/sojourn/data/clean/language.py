@@ -123,9 +123,9 @@ def check_codes(codes: Sequence[str]) -> None:
     """Refuse a code that no text could have."""
     for code in codes:
         if code not in CODES:
-            raise UserError(
-                f"data.clean.languages: {shown(code)!r} is not a language code{_meant(code) or ';'} known: {', '.join(CODES)}"
-            )
+            meant = _meant(code) or ";"
+            told = f"{shown(code)!r} is not a language code{meant} known: {', '.join(CODES)}"
+            raise UserError(f"data.clean.languages: {told}")
 
 
 def _meant(code: str) -> str:
