@@ -72,7 +72,8 @@ TEXTS = st.one_of(
     st.text(alphabet="ab \n\t01是的，。éz<>|x🍕A", max_size=60),
     st.lists(st.sampled_from([*MARKS, "<|a|>x", "<unk>", "<0x41>", " ", "\n", "the", "小"]), max_size=12).map("".join),
     st.sampled_from(corpus()).flatmap(lambda text: st.integers(0, len(text)).map(lambda at: text[at : at + 200])),
-)
+).filter(lambda text: "<s>" not in text and "</s>" not in text)
+# A converted model finds its control symbols in a text, where templates write them; SentencePiece itself does not.
 
 
 def test_bytes_are_learned_the_same_way_each_time() -> None:
