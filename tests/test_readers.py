@@ -8,6 +8,7 @@ import io
 import json
 import os
 import pickle
+import random
 import tracemalloc
 import unicodedata
 from pathlib import Path
@@ -449,13 +450,14 @@ def test_parquet_text_repeated_by_a_dictionary_does_not_swell_a_parcel(tmp_path:
 
 def test_damaged_parquet_is_told(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
-    parquet.write_table(pyarrow.table({"text": [os.urandom(50).hex() for _ in range(20_000)]}), path)
+    dice = random.Random(0)
+    parquet.write_table(pyarrow.table({"text": [dice.randbytes(50).hex() for _ in range(20_000)]}), path)
     data = path.read_bytes()
     for broken in (
         b"",
         b"PAR1",
         data[: len(data) // 2],
-        data[: len(data) // 2] + b"\0" * 5000 + data[len(data) // 2 + 5000 :],
+        data[: len(data) // 2] + b"\xff" * 5000 + data[len(data) // 2 + 5000 :],
     ):
         path.write_bytes(broken)
         assert "not a sound parquet file from this row on" in refusal(path)
