@@ -64,7 +64,7 @@ def run_demo(fast: bool, screen: Screen) -> Outcome:
     called = _called()
     screen.commands(
         (f"{called} chat demo", "talk to what you just trained"),
-        (f"{called} train small --train_file FILE", "train on your own .txt, .md, .json or .jsonl"),
+        (f"{called} train small --train_file FILE", "train on your own texts, chats or tables"),
         (f"{called} plan medium", "what a bigger model takes and costs on a rented GPU"),
         (f"{called} presets list", "where else to start from"),
     )
