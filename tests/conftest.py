@@ -6,6 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,6 +25,22 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SOJOURN_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@contextmanager
+def ordinary_user() -> Iterator[Path]:
+    """A user without special rights, in a folder of theirs: root may read all. Import what is needed before."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = hasattr(os, "geteuid") and os.geteuid() == 0
+        if root:
+            nobody = 65534
+            os.chown(folder, nobody, nobody)
+            os.seteuid(nobody)
+        try:
+            yield Path(folder)
+        finally:
+            if root:
+                os.seteuid(0)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from conftest import ordinary_user
 from sojourn.cli.main import main
 
 SMALL = "extends: small\n"
@@ -355,11 +356,13 @@ def test_a_link_that_goes_in_a_circle_is_no_file() -> None:
     assert "loop.yaml: no such file" in told(["loop.yaml"])
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read every file")
-def test_a_file_that_may_not_be_read_is_told() -> None:
-    write("extends: small\n")
-    Path("run.yaml").chmod(0)
-    assert "run.yaml: cannot be read: Permission denied" in told(["run.yaml"])
+def test_a_file_that_may_not_be_read_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert told(["nosuchpreset"])
+    with ordinary_user() as folder:
+        monkeypatch.chdir(folder)
+        write("extends: small\n")
+        Path("run.yaml").chmod(0)
+        assert "run.yaml: cannot be read: Permission denied" in told(["run.yaml"])
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
+from conftest import ordinary_user
 from sojourn.data.read import json_values, tables, texts
 from sojourn.data.read.files import find_files
 from sojourn.data.read.readers import read_file
@@ -156,16 +157,16 @@ def test_what_cannot_be_found_is_told_in_one_line(tmp_path: Path, name: str, tol
     assert told in str(caught.value)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_what_may_not_be_read_is_told(tmp_path: Path) -> None:
-    folder, file = tmp_path / "closed", write(tmp_path / "closed.txt", "x")
-    folder.mkdir()
-    folder.chmod(0)
-    file.chmod(0)
-    with pytest.raises(UserError, match="cannot be read: Permission denied"):
-        find_files(str(tmp_path))
-    assert refusal(file) == "closed.txt: cannot be read: Permission denied"
-    folder.chmod(0o700)
+def test_what_may_not_be_read_is_told() -> None:
+    with ordinary_user() as place:
+        folder, file = place / "closed", write(place / "closed.txt", "x")
+        folder.mkdir()
+        folder.chmod(0)
+        file.chmod(0)
+        with pytest.raises(UserError, match="cannot be read: Permission denied"):
+            find_files(str(place))
+        assert refusal(file) == "closed.txt: cannot be read: Permission denied"
+        folder.chmod(0o700)
 
 
 # Compression
