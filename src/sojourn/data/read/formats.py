@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from sojourn.data.read.document import Document, Message, Role
-from sojourn.errors import UserError
 
 Record = dict[str, Any]
 
@@ -308,9 +307,3 @@ _FORMATS: tuple[tuple[str, _Needed, Callable[[Record, str], Document]], ...] = (
 )
 _READERS = {name: reader for name, _, reader in _FORMATS}
 NAMES = tuple(_READERS)
-
-
-def clash_of_formats(found: Iterable[tuple[str, str]]) -> UserError:
-    """The error for a file that holds two formats; `found` is (format, where) of the first and of the other one."""
-    (first, first_where), (other, other_where) = found
-    return UserError(f"{other_where}: format {other}, but {first_where} is {first}; a file holds one format")
