@@ -64,6 +64,37 @@ def words(chats: Path) -> list[str]:
     ]  # fmt: skip
 
 
+@pytest.fixture
+def base(chats: Path, home: Path) -> Path:
+    """A tiny Llama with random weights and the tokenizer of the chats, as plain transformers writes it."""
+    return make_base(chats, home, "llama")
+
+
+def make_base(chats: Path, home: Path, family: str, **changed: object) -> Path:
+    """The same of another family."""
+    import shutil
+
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from sojourn.config.load import load_run
+    from sojourn.data.prepare import prepare
+
+    words = ["smoke", f"data.sources={chats}", "data.vocab_size=400", "data.max_length=64"]
+    artefact = prepare(load_run(words).config.data, home / "prepared")
+    sizes = {
+        "vocab_size": artefact.vocab_size, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128,
+        "bos_token_id": None, "eos_token_id": artefact.stop_ids[0], "pad_token_id": artefact.pad_id,
+    }  # fmt: skip
+    torch.manual_seed(1)
+    folder = home / family
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**sizes, **changed})).save_pretrained(folder)
+    for file in artefact.tokenizer.iterdir():
+        shutil.copy(file, folder / file.name)
+    return folder
+
+
 def sojourn(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
     """The real command in a process of its own."""
     command = [sys.executable, "-m", "sojourn", *arguments]

@@ -12,7 +12,7 @@ import pytest
 from sojourn.config.load import Loaded, load_run
 from sojourn.config.quantities import Money
 from sojourn.config.schema import RunConfig
-from sojourn.config.spellings import FLAGS, VALUES
+from sojourn.config.spellings import CHOICES, FLAGS, VALUES
 from sojourn.errors import UserError
 
 
@@ -276,6 +276,60 @@ def test_later_words_win_over_earlier_ones_and_over_the_file() -> None:
 def test_what_other_trainers_need_is_noted_and_left_out() -> None:
     notes = run("small --num_workers 4 --dataloader_pin_memory --device_map auto").notes
     assert [note.split()[0] for note in notes] == ["--num_workers", "--dataloader_pin_memory", "--device_map"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--optim adamw_torch", {"train.optimizer": "adamw"}),
+        ("--optim muon", {"train.optimizer": "muon"}),
+        ("--lr_scheduler_type linear", {"train.schedule": "linear"}),
+        ("--report_to tensorboard,wandb", {"log.tensorboard": "on", "log.trackers": ["wandb"]}),
+        ("--report_to none", {"log.tensorboard": "off", "log.trackers": []}),
+        ("--report_to swanlab,mlflow", {"log.trackers": ["swanlab", "mlflow"]}),
+        ("--load_in_8bit", {"method.kind": "qlora", "method.bits": 8}),
+        ("--load_in_8bit False", {"method.kind": "lora", "method.bits": 4}),
+        ("--dtype torch.bfloat16", {"train.precision": "bf16"}),
+        ("--attn_implementation eager", {"train.attention": "math"}),
+        ("--packing", {"data.packing": "packed"}),
+        ("--packing padded", {"data.packing": "padded"}),
+        ("--packing=False", {"data.packing": "off"}),
+        ("--save_strategy EPOCH", {"save.every_steps": "epoch"}),
+    ],
+)
+def test_values_of_other_trainers_are_translated(words: str, expected: dict[str, Any]) -> None:
+    for command in (f"{words} lora-20k", f"lora-20k {words}"):
+        config = run(command).config
+        assert {key: value(config, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize("flag", CHOICES)
+def test_every_translated_value_is_a_valid_setting_or_a_note(flag: str) -> None:
+    for word, meant in CHOICES[flag].items():
+        loaded = run(f"qlora-7b --{flag} {word}")
+        told = [note for note in loaded.notes if note.startswith(f"--{flag} {word}: ")]
+        assert bool(told) == (not all("=" in part for part in meant.split()))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "--lr_scheduler_type cosine_with_restarts",
+            "train.schedule: “cosine_with_restarts” given; allowed: cosine or",
+        ),
+        ("--optim adafactor", "train.optimizer: “adafactor” given; allowed: adamw or adamw_8bit"),
+        ("--bnb_4bit_quant_type fp4", "--bnb_4bit_quant_type: “fp4” given; allowed: nf4"),
+        ("--save_strategy best", "--save_strategy: “best” given; allowed: epoch or steps or no"),
+        ("--bias all", "--bias: “all” given; allowed: none"),
+        ("--logging_dir", "--logging_dir: needs a value"),
+        ("--push_to_hub", "--push_to_hub: not here; upload"),
+    ],
+)
+def test_what_other_trainers_can_and_this_one_cannot_is_told(words: str, message: str) -> None:
+    with pytest.raises(UserError) as told:
+        run(f"lora-20k {words}")
+    assert message in str(told.value)
 
 
 @pytest.mark.parametrize("flag", FLAGS)

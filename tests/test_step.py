@@ -9,18 +9,33 @@ import torch
 from sojourn.config.load import load_run
 from sojourn.data.artefact import Batch
 from sojourn.data.prepare import prepare
+from sojourn.model.network import close_network, open_network
 from sojourn.model.scratch import build_model
 from sojourn.plan.shape import scratch_shape
+from sojourn.train.feed import Feed
+from sojourn.train.muon import Muon, orthogonal
 from sojourn.train.optim import Optimizer, learning_rate
-from sojourn.train.step import Feed, global_step, loss_sum
+from sojourn.train.step import Stepper, loss_sum
 
 
 @pytest.fixture
 def setting(words, home):
     config = load_run(words).config
     artefact = prepare(config.data, home / "prepared")
-    model = build_model(config.model, artefact.vocab_size, 64, artefact.pad_id, [0], seed=3)
-    return config, artefact, model
+    return config, artefact, _model(config, artefact)
+
+
+def _model(config, artefact, seed=3):
+    return build_model(config.model, artefact.vocab_size, 64, artefact.pad_id, [0], seed=seed)
+
+
+def _loss(model, feed, batch) -> float:
+    return float(loss_sum(open_network(model, "sdpa"), feed, batch).detach())
+
+
+def _stepper(model, train, feed):
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    return Stepper(open_network(model, feed.backend), Optimizer(model, train, "cpu"), scaler, feed, 1.0)
 
 
 def _alone(batch: Batch, row: int, document: int) -> Batch:
@@ -31,10 +46,11 @@ def _alone(batch: Batch, row: int, document: int) -> Batch:
 
 def test_a_packed_row_costs_what_its_documents_cost_alone(setting):
     _, artefact, model = setting
-    batch = next(Feed(4, 64, artefact.pad_id, "cpu").batches(artefact.train, np.arange(4)))
-    packed = float(loss_sum(model, batch, "cpu").detach())
+    feed = Feed(4, 64, artefact.pad_id, "cpu")
+    batch = next(feed.batches(artefact.train, np.arange(4)))
+    packed = _loss(model, feed, batch)
     alone = sum(
-        float(loss_sum(model, _alone(batch, row, document), "cpu").detach())
+        _loss(model, feed, _alone(batch, row, document))
         for row in range(4)
         for document in range(batch.documents[row].max() + 1)
     )
@@ -43,27 +59,28 @@ def test_a_packed_row_costs_what_its_documents_cost_alone(setting):
 
 def test_the_loss_equals_plain_transformers_on_one_document(setting):
     _, artefact, model = setting
-    batch = _alone(next(Feed(1, 64, artefact.pad_id, "cpu").batches(artefact.train, np.arange(1))), 0, 0)
+    feed = Feed(1, 64, artefact.pad_id, "cpu")
+    batch = _alone(next(feed.batches(artefact.train, np.arange(1))), 0, 0)
+    ours = _loss(model, feed, batch)
+    close_network(open_network(model, None))
     logits = model(input_ids=torch.from_numpy(batch.ids)).logits[0].log_softmax(-1)
     labels = batch.labels[0]
     plain = -sum(float(logits[t, labels[t]].detach()) for t in range(len(labels)) if labels[t] >= 0)
-    assert float(loss_sum(model, batch, "cpu").detach()) == pytest.approx(plain, rel=1e-5)
+    assert ours == pytest.approx(plain, rel=1e-5)
 
 
 def test_micro_batches_of_any_size_give_the_same_step(setting, words):
     config, artefact, _ = setting
     results = []
     for micro in (8, 4, 1):
-        model = build_model(config.model, artefact.vocab_size, 64, artefact.pad_id, [0], seed=3)
         train = config.train.model_copy(update={"lr": 1e-3})
-        optimizer = Optimizer(model, train, "cpu")
         feed = Feed(micro, 64, artefact.pad_id, "cpu")
-        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        stepper = _stepper(_model(config, artefact), train, feed)
         losses = []
         for step in range(3):
-            optimizer.set_learning_rate(learning_rate(step, 3, train))
+            stepper.optimizer.set_learning_rate(learning_rate(step, 3, train))
             batches = list(feed.batches(artefact.train, np.arange(step * 8, step * 8 + 8)))
-            losses.append(float(global_step(model, optimizer, scaler, batches, feed, 1.0)[0]))
+            losses.append(float(stepper.step(batches)[0]))
         results.append(losses)
     assert results[1] == pytest.approx(results[0], rel=1e-5)
     assert results[2] == pytest.approx(results[0], rel=1e-5)
@@ -93,27 +110,67 @@ def test_the_learning_rate_warms_up_and_comes_down(setting, schedule):
     assert all(a >= b for a, b in pairwise(rates[9:]))
 
 
-def test_optimizer_state_survives_a_round_trip(setting):
+_OPTIMIZERS = [
+    {}, {"optimizer": "adamw_8bit"}, {"optimizer": "paged_adamw"}, {"optimizer": "paged_adamw_8bit"},
+    {"optimizer": "muon"}, {"offload": "optimizer"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("chosen", _OPTIMIZERS, ids=str)
+@pytest.mark.filterwarnings("ignore:Paged optimizers")
+def test_optimizer_state_survives_a_round_trip(setting, chosen):
     config, artefact, _ = setting
-    train = config.train.model_copy(update={"lr": 1e-3})
+    train = config.train.model_copy(update={"lr": 1e-3, **chosen})
     feed = Feed(8, 64, artefact.pad_id, "cpu")
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
     batches = list(feed.batches(artefact.train, np.arange(8)))
 
-    def steps(model, optimizer, count):
+    def steps(stepper, count):
         for _ in range(count):
-            optimizer.set_learning_rate(1e-3)
-            loss, _ = global_step(model, optimizer, scaler, batches, feed, 1.0)
+            stepper.optimizer.set_learning_rate(1e-3)
+            loss, _ = stepper.step(batches)
         return float(loss)
 
-    model = build_model(config.model, artefact.vocab_size, 64, artefact.pad_id, [0], seed=3)
-    optimizer = Optimizer(model, train, "cpu")
-    steps(model, optimizer, 2)
-    twin = build_model(config.model, artefact.vocab_size, 64, artefact.pad_id, [0], seed=9)
-    twin.load_state_dict(model.state_dict())
-    other = Optimizer(twin, train, "cpu")
-    other.load_tensors({key: value.clone() for key, value in optimizer.tensors().items()})
-    assert steps(model, optimizer, 3) == steps(twin, other, 3)
+    one = _stepper(_model(config, artefact), train, feed)
+    first = steps(one, 2)
+    twin = _model(config, artefact, seed=9)
+    twin.load_state_dict(one.network.model.state_dict())
+    other = _stepper(twin, train, feed)
+    other.optimizer.load_tensors({key: value.clone() for key, value in one.optimizer.tensors().items()})
+    assert steps(one, 3) == steps(other, 3) < first
+
+
+def test_moments_kept_in_host_memory_change_nothing(setting):
+    config, artefact, _ = setting
+    feed = Feed(8, 64, artefact.pad_id, "cpu")
+    ends = []
+    for chosen in ({}, {"offload": "optimizer"}):
+        stepper = _stepper(_model(config, artefact), config.train.model_copy(update=chosen), feed)
+        for step in range(3):
+            stepper.optimizer.set_learning_rate(1e-3)
+            stepper.step(list(feed.batches(artefact.train, np.arange(8 * step, 8 * step + 8))))
+        ends.append([p.detach().clone() for p in stepper.network.model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn", "ignore:.*bf16")
+def test_muon_makes_a_step_nearly_orthogonal_and_goes_as_torch_does():
+    torch.manual_seed(0)
+    for shape in ((48, 32), (32, 48), (32, 32)):
+        values = torch.linalg.svdvals(orthogonal(torch.randn(shape)))
+        assert values.min() > 0.4 and values.max() < 1.4
+    if not hasattr(torch.optim, "Muon"):
+        pytest.skip("this torch has no Muon to compare with")
+    ours, theirs = (torch.nn.Parameter(torch.ones(24, 40)) for _ in range(2))
+    groups = [{"params": [ours], "weight_decay": 0.1, "matrices": True}]
+    mine = Muon(groups, lr=0.01, betas=(0.9, 0.95), eps=1e-8)
+    torchs = torch.optim.Muon([theirs], lr=0.01, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    for _ in range(3):
+        gradient = torch.randn(24, 40)
+        ours.grad, theirs.grad = gradient.clone(), gradient.clone()
+        mine.step()
+        torchs.step()
+    moved = (theirs - 1).norm()
+    assert (ours - theirs).norm() / moved < 0.02  # torch's rounds to bf16
 
 
 def test_weight_decay_leaves_norms_and_embeddings_alone(setting):

@@ -219,25 +219,19 @@ def test_what_cannot_be_trained_is_one_line_that_says_what_to_do(words, extra, m
         _train([*words, *extra])
 
 
-@pytest.mark.parametrize("preset", ["lora-20k", "qlora-7b", "full-7b"])
-def test_methods_that_are_not_here_yet_are_refused_in_one_line(home, preset):
-    said = sojourn("train", preset, "--train_file", "x.jsonl")
-    assert said.returncode == 2 and len(said.stderr.splitlines()) == 1 and "new models only" in said.stderr
-
-
 def test_a_loss_that_is_no_number_ends_the_run_and_spoils_no_checkpoint(words, monkeypatch):
     import torch
 
-    from sojourn.train import loop
+    from sojourn.train.step import Stepper
 
-    real, calls = loop.global_step, []
+    real, calls = Stepper.step, []
 
     def breaks(*arguments):
         calls.append(1)
         loss, norm = real(*arguments)
         return (loss * torch.nan if len(calls) > 5 else loss), norm
 
-    monkeypatch.setattr(loop, "global_step", breaks)
+    monkeypatch.setattr(Stepper, "step", breaks)
     with pytest.raises(RunFailed, match="step 6: the loss is nan"):
         _train([*words, "log.every_steps=100", "save.every_steps=2", "save.keep=9"])
     run = run_folder("t")

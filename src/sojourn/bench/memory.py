@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,14 @@ class Memory:
         self.pss, self.rss, self.samples = max(self.pss, pss), max(self.rss, rss), self.samples + 1
 
 
-def watched(command: list[str], env: dict[str, str], log: Path) -> tuple[int, Memory]:
-    """The exit code, and the peak of memory while it ran. What it prints goes to `log`. No process is left behind."""
+def watched(
+    command: list[str], env: dict[str, str], log: Path, enough: Callable[[], bool] = lambda: False, look: bool = True
+) -> tuple[int, Memory]:
+    """The exit code, and the peak of memory while it ran. What it prints goes to `log`. No process is left behind.
+
+    Once it has done `enough`, it is ended. Looking at the memory of a very large process holds it up a little, so that
+    one may want not to.
+    """
     import psutil
 
     memory = Memory()
@@ -56,7 +63,10 @@ def watched(command: list[str], env: dict[str, str], log: Path) -> tuple[int, Me
                     with contextlib.suppress(psutil.Error):
                         tree = [root, *root.children(recursive=True)]
                     searched = time.monotonic()
-                memory.look(tree)
+                if look:
+                    memory.look(tree)
+                if enough():
+                    break
                 pause = max(_PAUSE, _WATCHING * (time.process_time() - began))
         finally:
             for one in tree:

@@ -99,6 +99,18 @@ def gpus(user: Path | None = None) -> tuple[Gpu, ...]:
     )
 
 
+def peak_flops(gpu_name: str, precision: str, memory_gib: float | None = None) -> float | None:
+    """The most FLOP/s of a GPU as torch names it, in bf16 or fp16 (dense); None where the catalogue cannot tell."""
+    from sojourn.catalog.names import gpu
+
+    try:
+        row = gpu(gpu_name, memory_gib)
+    except UserError:
+        return None
+    tflops = {"bf16": row.bf16_tflops, "fp16": row.fp16_tflops}.get(precision)
+    return None if tflops is None else 1e12 * tflops
+
+
 def platforms(user: Path | None = None) -> tuple[PlatformFacts, ...]:
     """Every platform, in the order in which they are looked for; `generic` matches nothing and means none of them."""
     return tuple(

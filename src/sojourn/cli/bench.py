@@ -52,3 +52,39 @@ def bench_prepare(
     if out is not None:
         write_json(out, result)
         print(f"written: {out}", file=sys.stderr if json else sys.stdout)
+
+
+@bench_app.command("train")
+def bench_train(
+    workload: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What to train (tiny, pretrain-110m, lora-7b, …), with commas; by default what fits this machine."
+        ),
+    ] = None,
+    rows: Annotated[str, typer.Option(help="Only these rows, with commas.")] = "",
+    steps: Annotated[int, typer.Option(min=2, max=10_000, help="Steps of each row; the first fifth warms up.")] = 25,
+    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Do the same with other programs.")] = True,
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="Where to work and to keep weights and data for the next call; by default nothing is kept."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON; lines go to standard error.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write the result as JSON to this file.")] = None,
+) -> None:
+    """Train models of random weights: speed and memory by optimisation and against peers, every loss compared."""
+    from json import dumps
+
+    from sojourn.bench.train.measure import make_plan, measure
+    from sojourn.errors import UserError
+    from sojourn.run.files import write_json
+
+    if out is not None and not out.absolute().parent.is_dir():
+        raise UserError(f"--out: {out.parent}: no such folder")
+    plan = make_plan(workload or [], rows, steps, peers, folder)
+    result = measure(plan, lambda line: print(line, file=sys.stderr if json else sys.stdout, flush=True))
+    if json:
+        print(dumps(result, ensure_ascii=False))
+    if out is not None:
+        write_json(out, result)
+        print(f"written: {out}", file=sys.stderr if json else sys.stdout)

@@ -59,7 +59,7 @@ def _end(number: int, _: object) -> None:
 def main() -> None:
     """The console script. Exit codes: 0 done, 1 failed, 2 the input is wrong, 3 stopped and resumable."""
     for name in ("SIGTERM", "SIGHUP"):  # what is half-made is cleared away, as after Ctrl-C; Windows has no SIGHUP
-        if hasattr(signal, name):
+        if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN:
             signal.signal(getattr(signal, name), _end)
     try:
         code = app(prog_name="sojourn", standalone_mode=False)

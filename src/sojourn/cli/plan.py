@@ -29,7 +29,8 @@ def plan(
         return
     parts, gib = found.memory, 2**30
     size, tokens = found.shape.parameters / 1e6, found.tokens / 1e6
-    print(f"{loaded.config.name}: {size:,.1f}M parameters, {found.steps:,} steps, about {tokens:,.1f}M tokens")
+    shape = f"{found.shape.d_model}×{found.shape.num_layers}"
+    print(f"{loaded.config.name}: {shape}, {size:,.1f}M parameters, {found.steps:,} steps, about {tokens:,.1f}M tokens")
     print(
         f"memory in 32 bits, {found.micro_batch} row(s) at a time: weights {parts.weights / gib:.2f} + "
         f"gradients {parts.gradients / gib:.2f} + optimizer {parts.optimizer / gib:.2f} + "

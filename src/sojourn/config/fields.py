@@ -69,7 +69,7 @@ Heads = Annotated[int, Whole, Field(ge=1, le=1024)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Some = Annotated[Count, Field(ge=1)]
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
-Recompute = Annotated[Literal["auto", "off", "full"], BeforeValidator(_recompute)]
+Recompute = Annotated[Literal["auto", "off", "selective", "full"], BeforeValidator(_recompute)]
 Price = Annotated[Money, BeforeValidator(_per_hour)]
 Name = Annotated[
     str,
@@ -80,6 +80,7 @@ Text = Annotated[
     str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f\x7f]+$"), Says("text (one line, not empty)")
 ]
 Texts = Annotated[list[Text], BeforeValidator(_listed), Says("a list of names, such as [q_proj, v_proj]")]
+Listed = BeforeValidator(_listed)
 Sources = BeforeValidator(_sources)
 Gpus = Annotated[
     list[Annotated[int, Field(ge=0, le=1023)]] | Literal["auto", "all"],

@@ -6,13 +6,24 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from sojourn.config.spellings import ACCUMULATION, BATCH, FLAGS, NEEDLESS, SWITCHES, VALUES
+from sojourn.config.spellings import (
+    ACCUMULATION,
+    BATCH,
+    CHOICES,
+    FLAGS,
+    NEEDLESS,
+    REFUSED,
+    SWITCHES,
+    VALUES,
+    WORDY,
+)
 from sojourn.config.suggest import KeyPath, every_key
 from sojourn.config.words import closest, shown
 from sojourn.errors import UserError
 
 _EXAMPLES = {
     "config": "small",
+    "params": "100M",
     "batch": "16",
     "gpus": "0,1",
     "rate": "1e-4",
@@ -88,7 +99,9 @@ def _flag(typed: Typed, word: str, left: list[str]) -> None:
     origin = f"command line {shown(spelled)}"
     if name not in FLAGS and dotted not in every_key():
         raise UserError(f"{origin}: no such flag{_suggest(spelled, name)}")
-    optional = r"true|false" if name in SWITCHES else r"true|false|auto|[0-9]+" if name in NEEDLESS else ""
+    if name in REFUSED:
+        raise UserError(f"{origin}: {REFUSED[name]}")
+    optional = _optional(name)
     if not equals and optional:
         value = left.pop() if left and re.fullmatch(optional, left[-1], re.IGNORECASE) else "true"
     elif not equals:
@@ -105,6 +118,8 @@ def _flag(typed: Typed, word: str, left: list[str]) -> None:
             typed.settings.append(Setting(tuple(key.split(".")), chosen, origin))
     elif name in NEEDLESS:
         typed.notes.append(f"{spelled} is not needed: {NEEDLESS[name]}")
+    elif name in CHOICES:
+        _choose(typed, name, value, spelled)
     elif name == "config":
         if typed.run is not None:
             raise UserError(f"{origin}: “{shown(value)}” given, but “{shown(typed.run)}” already says what to run")
@@ -117,6 +132,34 @@ def _flag(typed: Typed, word: str, left: list[str]) -> None:
         # A warmup of one step is none: the first step is then already at the full rate.
         value = "0" if name == "warmup_steps" and value == "1" else value
         typed.settings.append(Setting(tuple(VALUES[name].split(".")) if name in VALUES else dotted, value, origin))
+
+
+def _optional(name: str) -> str:
+    """The values that may follow a flag which may stand alone; none: it always has one."""
+    if name in SWITCHES:
+        return "true|false"
+    if name in NEEDLESS:
+        return "" if name in WORDY else "true|false|auto|[0-9]+"
+    known = CHOICES.get(name, {})
+    return "|".join(known) if "true" in known else ""
+
+
+def _choose(typed: Typed, name: str, value: str, spelled: str) -> None:
+    """A value in another trainer's words; `tensorboard,wandb` is two of them."""
+    known, origin = CHOICES[name], f"command line {shown(spelled)}"
+    words = [word.strip() for word in value.split(",")]
+    own = [word for word in words if word.lower() not in known]
+    if own and name not in VALUES:
+        raise UserError(f"{origin}: “{shown(value)}” given; allowed: {' or '.join(known)}")
+    for word in (word.lower() for word in words if word not in own):
+        if not all("=" in part for part in known[word].split()):
+            typed.notes.append(f"{spelled} {word}: {known[word]}")
+            continue
+        for setting in known[word].split():
+            key, _, meant = setting.partition("=")
+            typed.settings.append(Setting(tuple(key.split(".")), meant, origin))
+    if own:
+        typed.settings.append(Setting(tuple(VALUES[name].split(".")), ",".join(own), origin))
 
 
 def _whole(origin: str, value: str) -> int:

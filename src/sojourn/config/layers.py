@@ -9,7 +9,10 @@ from sojourn.config.schema import ADAPTER, QUANTISED
 from sojourn.config.suggest import KeyPath
 
 _LENGTHS: set[KeyPath] = {("train", "epochs"), ("train", "steps"), ("train", "tokens")}
+_DIALS: set[KeyPath] = {("model", "params"), ("model", "depth")}
 _HEADS: set[KeyPath] = {("model", "num_heads"), ("model", "num_kv_heads")}
+_SIZES: set[KeyPath] = {("model", "d_model"), ("model", "num_layers"), ("model", "ffn_size")} | _HEADS
+_WHOLE = _LENGTHS | _DIALS  # two ways to say one thing: the nearer holds, whoever said the other
 _NEAREST = ("typed", "file", "preset")
 
 
@@ -66,16 +69,18 @@ class Layers:
         return min(found, key=lambda origin: _NEAREST.index(origin.kind)).text if found else self.source
 
     def _give_way(self, key: KeyPath, value: Any, origin: Origin) -> None:
-        """Drops what this value voids in earlier layers: a length in other units, and what a preset said about its
-        own width or method."""
+        """Drops what this value voids in earlier layers: a length or a model's size said in other ways, and what a
+        preset said about its own width or method."""
         voided: set[KeyPath] = set()
         if key in _LENGTHS:
             voided = _LENGTHS - {key}
+        elif key in _DIALS:
+            voided = (_DIALS | _SIZES) - {key}
         elif key == ("model", "d_model"):
-            voided = _HEADS
+            voided = _HEADS | _DIALS
         elif key == ("method", "kind") and value in ("pretrain", "full", "lora"):
             voided = {("method", name) for name in (QUANTISED if value == "lora" else (*QUANTISED, *ADAPTER))}
         for other in voided & self.origins.keys():
             earlier = self.origins[other]
-            if earlier.layer < origin.layer and (other in _LENGTHS or earlier.kind == "preset"):
+            if earlier.layer < origin.layer and (_WHOLE & {key, other} or earlier.kind == "preset"):
                 self.drop(other)

@@ -73,6 +73,8 @@ def summary(config: RunConfig) -> str:
     """A run in a few words."""
     model, train = config.model, config.train
     what = f"{config.method.kind} of {model.base}" if model.base else f"a new {model.d_model}×{model.num_layers} model"
+    what = f"a new model of {model.params} parameters" if model.params else what
+    what = f"a new model of depth {model.depth}" if model.depth else what
     epochs = train.epochs or 1
     long = f"{epochs:g} epoch{'' if epochs == 1 else 's'}"
     long = f"{train.steps} steps" if train.steps else f"{train.tokens} tokens" if train.tokens else long

@@ -11,6 +11,7 @@ from sojourn.config.fields import (
     Bool,
     Gpus,
     Heads,
+    Listed,
     Name,
     Price,
     Recompute,
@@ -29,7 +30,9 @@ from sojourn.config.fields import (
 )
 from sojourn.config.quantities import Count, Duration, Money, Size
 
-OptimizerName = Literal["adamw"]
+OptimizerName = Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "muon"]
+Attention = Literal["auto", "flash_attention_2", "varlen", "flex", "sdpa", "math"]
+Tracker = Literal["wandb", "swanlab", "mlflow", "trackio"]
 Precision = Literal["bf16", "fp16", "fp32"]
 MethodKind = Literal["pretrain", "full", "lora", "qlora"]
 
@@ -40,11 +43,13 @@ def usual_head_size(width: int) -> int:
 
 
 class ModelConfig(Section):
-    """Either `base`, an existing model, or the size of a new one."""
+    """Either `base`, an existing model, or the size of a new one: by one dial (`params` or `depth`), or in full."""
 
     base: Text | None = None
     revision: Text | None = None
     trust_remote_code: Bool = False
+    params: Annotated[Count, Field(ge=100_000, le=10**12)] | None = None
+    depth: Annotated[int, Whole, Field(ge=1, le=512)] | None = None
     d_model: Annotated[int, Whole, Field(ge=32, le=65536)] | None = None
     num_layers: Annotated[int, Whole, Field(ge=1, le=1024)] | None = None
     num_heads: Heads | Auto = "auto"
@@ -55,12 +60,15 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> ModelConfig:
+        dials = [key for key in ("params", "depth") if getattr(self, key) is not None]
         sizes = ("d_model", "num_layers", "num_heads", "num_kv_heads", "ffn_size")
-        sized = [key for key in sizes if getattr(self, key) not in (None, "auto")]
+        sized = [*dials, *(key for key in sizes if getattr(self, key) not in (None, "auto"))]
         if self.base is not None:
             if sized:
                 tail = "remove one, or start from a preset for existing models such as lora-20k"
                 raise clash(sized[0], f"sizes a new model, but model.base names an existing one; {tail}", "base")
+        elif dials and len(sized) > 1:
+            raise clash(sized[1], f"model.{dials[0]} already decides the sizes; remove one of the two", dials[0])
         elif self.revision is not None:
             raise clash("revision", "belongs to model.base, which is not set; set it or remove this")
         elif self.d_model is not None:
@@ -88,7 +96,7 @@ class ModelConfig(Section):
             raise clash("num_kv_heads", message, "num_heads", "d_model")
 
 
-ADAPTER = ("rank", "alpha", "dropout", "targets", "rslora", "dora", "modules_to_save")
+ADAPTER = ("rank", "alpha", "dropout", "targets", "rslora", "dora", "modules_to_save", "adapter")
 QUANTISED = ("bits", "double_quant")
 
 
@@ -103,6 +111,7 @@ class MethodConfig(Section):
     rslora: Bool = False
     dora: Bool = False
     modules_to_save: Texts = Field(default=[])
+    adapter: Text | None = None
     bits: Literal[4, 8] = 4
     double_quant: Bool = True
 
@@ -233,11 +242,17 @@ class TrainConfig(Section):
     seed: Annotated[int, Whole, Field(ge=0, le=2**63 - 1)] = 0
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     precision: Precision | Auto = "auto"
-    attention: Literal["auto", "sdpa", "flash_attention_2"] = "auto"
+    attention: Attention = "auto"
     checkpointing: Recompute = "auto"
+    loss: Literal["auto", "chunked", "whole"] = "auto"
+    fused: Switch = "auto"
     compile: Switch = "auto"
+    offload: Literal["off", "optimizer"] = "off"
     eval_every: Steps | None = None
     eval_rows: Rows = 64
+    samples: Texts = Field(default=[])
+    sample_tokens: Rows = 64
+    patience: Steps | None = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> TrainConfig:
@@ -319,6 +334,8 @@ class LogConfig(Section):
 
     every_steps: Steps = 10
     tensorboard: Switch = "auto"
+    trackers: Annotated[list[Tracker], Listed] = Field(default=[])
+    project: Name = "sojourn"
 
 
 class RunConfig(Section):
@@ -343,9 +360,10 @@ class RunConfig(Section):
                 raise clash(
                     "model.base", f"not set, but method.kind {kind} trains an existing model; {example}", "method.kind"
                 )
-            for key in ("d_model", "num_layers"):
+            dialled = self.model.params is not None or self.model.depth is not None
+            for key in () if dialled else ("d_model", "num_layers"):
                 if getattr(self.model, key) is None:
-                    tail = "set it, or model.base, or start from a preset (extends: small)"
+                    tail = "set it, or model.depth, or model.base, or start from a preset (extends: small)"
                     raise clash(f"model.{key}", f"not set, but a new model needs it; {tail}")
         if self.train.precision == "fp16" and device == "cpu":
             raise clash(

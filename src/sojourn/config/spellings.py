@@ -7,15 +7,26 @@ from typing import Any
 # A name with a value, and the key it sets.
 VALUES = {
     "name": "name",
+    "run_name": "name",
+    "params": "model.params",
+    "depth": "model.depth",
     "d_model": "model.d_model",
+    "hidden_size": "model.d_model",
     "num_layers": "model.num_layers",
+    "num_hidden_layers": "model.num_layers",
     "num_heads": "model.num_heads",
+    "num_attention_heads": "model.num_heads",
     "num_kv_heads": "model.num_kv_heads",
+    "num_key_value_heads": "model.num_kv_heads",
+    "intermediate_size": "model.ffn_size",
+    "rope_theta": "model.rope_theta",
     "model": "model.base",
     "model_name": "model.base",
     "model_name_or_path": "model.base",
     "model_path": "model.base",
+    "revision": "model.revision",
     "method": "method.kind",
+    "finetuning_type": "method.kind",
     "r": "method.rank",
     "rank": "method.rank",
     "lora_r": "method.rank",
@@ -24,17 +35,26 @@ VALUES = {
     "lora_dropout": "method.dropout",
     "target_modules": "method.targets",
     "lora_target": "method.targets",
+    "modules_to_save": "method.modules_to_save",
+    "adapter": "method.adapter",
+    "adapter_name_or_path": "method.adapter",
     "dataset": "data.sources",
+    "dataset_name": "data.sources",
     "data_files": "data.sources",
     "train_file": "data.sources",
     "input_dir": "data.sources",
     "val_file": "data.eval_sources",
     "validation_file": "data.eval_sources",
+    "eval_dataset": "data.eval_sources",
+    "dataset_text_field": "data.columns.text",
     "tokenizer": "data.tokenizer",
+    "tokenizer_name": "data.tokenizer",
     "tokenizer_path": "data.tokenizer",
     "vocab_size": "data.vocab_size",
     "template": "data.template",
+    "packing": "data.packing",
     "max_samples": "data.take",
+    "max_train_samples": "data.take",
     "max_seq_len": "data.max_length",
     "max_seq_length": "data.max_length",
     "max_length": "data.max_length",
@@ -51,13 +71,20 @@ VALUES = {
     "warmup_steps": "train.warmup",
     "warmup_ratio": "train.warmup",
     "weight_decay": "train.weight_decay",
+    "adam_beta1": "train.beta1",
+    "adam_beta2": "train.beta2",
     "max_grad_norm": "train.clip",
     "optim": "train.optimizer",
     "seed": "train.seed",
     "device": "train.device",
     "precision": "train.precision",
+    "torch_dtype": "train.precision",
+    "dtype": "train.precision",
+    "bnb_4bit_compute_dtype": "train.precision",
     "attn_implementation": "train.attention",
+    "flash_attn": "train.attention",
     "eval_steps": "train.eval_every",
+    "early_stopping_patience": "train.patience",
     "gpus": "parallel.gpus",
     "deepspeed": "parallel.deepspeed",
     "output_dir": "save.folder",
@@ -67,6 +94,9 @@ VALUES = {
     "resume": "save.resume",
     "resume_from_checkpoint": "save.resume",
     "logging_steps": "log.every_steps",
+    "report_to": "log.trackers",
+    "project": "log.project",
+    "wandb_project": "log.project",
     "max_time": "limits.time",
     "budget": "limits.budget",
     "price_per_hour": "limits.price_per_hour",
@@ -83,7 +113,55 @@ SWITCHES: dict[str, tuple[str, Any, Any]] = {
     "torch_compile": ("train.compile", "on", "off"),
     "fsdp": ("parallel.engine", "fsdp", None),
     "ddp": ("parallel.engine", "ddp", None),
-    "load_in_4bit": ("method.kind", "qlora", None),
+    "bnb_4bit_use_double_quant": ("method.double_quant", True, False),
+    "use_rslora": ("method.rslora", True, False),
+    "use_dora": ("method.dora", True, False),
+    "use_flash_attention_2": ("train.attention", "flash_attention_2", None),
+    "use_liger_kernel": ("train.fused", "on", "off"),
+    "trust_remote_code": ("model.trust_remote_code", True, False),
+}
+
+_DTYPES = {
+    f"{torch}{name}": f"train.precision={precision}"
+    for torch in ("", "torch.")
+    for name, precision in (("bfloat16", "bf16"), ("float16", "fp16"), ("float32", "fp32"))
+}
+_MEASURED = "the held-out loss is measured at the end, and every train.eval_every=STEPS where that is set"
+_BEST = "final/ is the last step's model; with train.eval_every=STEPS the best one stands beside it, in best/"
+
+# Values that other trainers call otherwise: the settings that each stands for, or in words why it changes nothing.
+# Other values mean what they say, where VALUES has the name. A name that knows `true` may stand alone.
+CHOICES: dict[str, dict[str, str]] = {
+    "load_in_4bit": {"true": "method.kind=qlora method.bits=4", "false": ""},
+    "load_in_8bit": {"true": "method.kind=qlora method.bits=8", "false": ""},
+    "bnb_4bit_quant_type": {"nf4": "a base in 4 bits is always nf4"},
+    "bnb_4bit_compute_dtype": _DTYPES,
+    "torch_dtype": _DTYPES,
+    "dtype": _DTYPES,
+    "bias": {"none": "adapters have no biases"},
+    "task_type": {"causal_lm": "language models are all that is trained here"},
+    "attn_implementation": {"eager": "train.attention=math", "flex_attention": "train.attention=flex"},
+    "flash_attn": {"fa2": "train.attention=flash_attention_2", "disabled": "train.attention=math"},
+    "optim": {
+        **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "train.optimizer=adamw"),
+        "adamw_bnb_8bit": "train.optimizer=adamw_8bit",
+        "paged_adamw_32bit": "train.optimizer=paged_adamw",
+    },
+    "lr_scheduler_type": {
+        "constant_with_warmup": "train.schedule=constant",
+        "warmup_stable_decay": "train.schedule=wsd",
+    },
+    "packing": {
+        "true": "data.packing=packed",
+        "false": "data.packing=off",
+        **{word: f"data.packing={word}" for word in ("packed", "padded", "off")},
+    },
+    "report_to": {"none": "log.trackers=[] log.tensorboard=off", "tensorboard": "log.tensorboard=on"},
+    "save_strategy": {"epoch": "save.every_steps=epoch", "steps": "", "no": "a run is always saved, every save.every"},
+    "eval_strategy": {"steps": "", "epoch": _MEASURED, "no": _MEASURED},
+    "evaluation_strategy": {"steps": "", "epoch": _MEASURED, "no": _MEASURED},
+    "logging_strategy": {"steps": "", **dict.fromkeys(("epoch", "no"), "log.every_steps=N says how often")},
+    "load_best_model_at_end": {"true": _BEST, "false": ""},
 }
 
 BATCH = ("batch_size", "per_device_train_batch_size")
@@ -95,14 +173,38 @@ NEEDLESS = {
     "dataloader_num_workers": "prepared data is memory-mapped, so no loader processes are needed",
     "dataloader_pin_memory": "pinned memory is used where it helps",
     "device_map": "the model is placed by parallel.gpus and parallel.engine",
+    "auto_find_batch_size": "train.micro_batch is fitted to the memory where it is left at auto",
+    "per_device_eval_batch_size": "held-out rows are read as many at a time as training's",
+    "group_by_length": "packed rows have hardly any padding to save",
+    "remove_unused_columns": "only the columns that are recognised are read",
+    "overwrite_output_dir": "a folder's run is continued; a new run takes another name or folder",
+    "do_train": "sojourn train trains",
+    "do_eval": "the held-out loss is measured at the end of every run",
+    "ddp_find_unused_parameters": "every parameter is used",
+    "use_fast": "the fast tokenizer is the only kind used",
+    "logging_dir": "logs are in the run's folder, under logs",
+    "metric_for_best_model": _BEST,
+    "greater_is_better": _BEST,
+}
+WORDY = ("logging_dir", "metric_for_best_model")  # always followed by a value
+
+_ONE_MACHINE = "one machine trains a run; spreading one over several is not here"
+
+# Names of what is not here, and what to do instead.
+REFUSED = {
+    "nproc_per_node": "not needed; name the GPUs instead: --gpus 0,1,2,3",
+    **dict.fromkeys(("nnodes", "node_rank", "master_addr", "master_port"), _ONE_MACHINE),
+    "push_to_hub": "not here; upload the run's folder final/ yourself: hf upload NAME final",
 }
 
-FLAGS = (*VALUES, *SWITCHES, *BATCH, *ACCUMULATION, *NEEDLESS, "config")
+FLAGS = tuple(dict.fromkeys((*VALUES, *SWITCHES, *CHOICES, *BATCH, *ACCUMULATION, *NEEDLESS, *REFUSED, "config")))
 
 
 def meaning(name: str) -> str | None:
     """The key, or the `key: value`, that someone who wrote `name` as a key has in mind."""
     if name in SWITCHES:
         key, value, _ = SWITCHES[name]
-        return f"{key}: {value}"
+        return f"{key}: {str(value).lower() if isinstance(value, bool) else value}"
+    if "=" in CHOICES.get(name, {}).get("true", ""):
+        return CHOICES[name]["true"].split()[0].replace("=", ": ")
     return "train.global_batch" if name in (*BATCH, *ACCUMULATION) else VALUES.get(name)

@@ -51,7 +51,7 @@ class Inputs:
             "sources": [opened.identity(digests) for opened in self.sources],
             "eval_sources": [opened.identity(digests) for opened in self.eval_sources],
             "tokenizer": self.words.identity() if self.words else new,
-            "template": _content(data.template),
+            "template": "chatml" if self.words is None and data.template == "auto" else _content(data.template),
             "clean": data.clean.model_dump(mode="json"),
             **{key: getattr(data, key) for key in _DECIDING},
         }

@@ -11,10 +11,11 @@ from sojourn.data.artefact import Artefact
 from sojourn.errors import UserError
 from sojourn.infer.generate import Sampling, as_prompt, generate
 from sojourn.infer.load import Model
+from sojourn.model.network import close_network, open_network
 from sojourn.run.files import read_json
 from sojourn.run.folder import RunFolder
-from sojourn.train.step import Feed
-from sojourn.train.step import evaluate as mean_loss
+from sojourn.train.feed import Feed
+from sojourn.train.step import evaluate
 
 
 @dataclass(frozen=True)
@@ -48,5 +49,10 @@ def held_out_loss(model: Model, run: RunFolder, rows: int) -> float:
     artefact = Artefact(Path(data))
     if not len(artefact.eval):
         return math.nan
-    feed = Feed(8, artefact.max_length, artefact.pad_id, model.device)
-    return mean_loss(model.network, artefact.eval, rows, feed)
+    softcap = getattr(model.network.config.get_text_config(), "attn_logit_softcapping", None) is not None
+    network = open_network(model.network, "math" if softcap else "sdpa")
+    feed = Feed(8, artefact.max_length, artefact.pad_id, model.device, windows=network.windows, backend=network.backend)
+    try:
+        return evaluate(network, artefact.eval, rows, feed)[0]
+    finally:
+        close_network(network)

@@ -1,4 +1,4 @@
-"""Opens a model to talk to: a run by its name, or any folder that plain transformers opens."""
+"""Opens a model to talk to: a run by its name, any folder that plain transformers or peft opens, or a GGUF file."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from sojourn.errors import RunFailed, UserError
-from sojourn.machine.precision import choose_device
+from sojourn.machine.precision import choose_device, cpu_bf16_feature
+from sojourn.model.adapter import ADAPTER_FILE, open_adapter
+from sojourn.model.base import Base, open_base
 from sojourn.model.quiet import quiet_transformers
+from sojourn.run.files import read_json
 from sojourn.run.home import find_run
 
 
@@ -32,12 +35,14 @@ class Model:
 
 
 def find_model(word: str) -> Path:
-    """The folder of a model: `word` itself, or the `final/` of the run of that name."""
-    folder = Path(word).expanduser()
-    if (folder / "config.json").is_file():
-        return folder
+    """The place of a model: `word` itself, or the `final/` of the run of that name."""
+    place = Path(word).expanduser()
+    if place.suffix == ".gguf" and place.is_file():
+        return place
+    if any((place / name).is_file() for name in ("config.json", ADAPTER_FILE)):
+        return place
     run = find_run(word)
-    if (run.final / "config.json").is_file():
+    if run.has_final():
         return run.final
     status = run.status()
     where = f" (step {status.step} of {status.total_steps})" if status else ""
@@ -45,16 +50,31 @@ def find_model(word: str) -> Path:
 
 
 def open_model(word: str, device: str = "auto") -> Model:
-    folder = find_model(word)
-    place = choose_device(device)
+    """An adapter is opened on the model that it was made for."""
+    place = find_model(word)
+    where = choose_device(device)
     quiet_transformers()
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
+    adapter = read_json(place / ADAPTER_FILE) if place.is_dir() and (place / ADAPTER_FILE).is_file() else None
+    base = Base(str(place))
+    if adapter is not None:
+        base = Base(str(adapter.get("base_model_name_or_path")), adapter.get("revision"))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        network = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    except (OSError, ValueError) as error:
-        why = str(error).strip().splitlines()[0]
+        tokenizer = AutoTokenizer.from_pretrained(**(base if place.suffix == ".gguf" else Base(str(place))).place)
+        network = open_base(base, _numbers(base, where), where)
+    except (UserError, OSError, ValueError) as error:
+        why = str(error).strip().splitlines()[0].removeprefix("model.base: ")
         needs = "config.json, tokenizer.json and model.safetensors"
-        raise RunFailed(f"{folder}: cannot be opened as a model (it needs {needs}): {why}") from None
-    return Model(folder, network.to(place).eval(), tokenizer, place)
+        raise RunFailed(f"{place}: cannot be opened as a model (it needs {needs}): {why}") from None
+    if adapter is not None:
+        network = open_adapter(network, place, trainable=False).merge_and_unload()
+    return Model(place, network.eval(), tokenizer, where)
+
+
+def _numbers(base: Base, device: str) -> Any:
+    """The model's own, but not 16 bits on a CPU that must emulate them, and not what a GGUF file unpacks to."""
+    import torch
+
+    slow = device == "cpu" and cpu_bf16_feature() is None
+    return torch.float32 if slow or base.word.endswith(".gguf") else "auto"

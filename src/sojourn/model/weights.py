@@ -8,6 +8,9 @@ from sojourn.errors import UserError
 
 
 def weights(model: Any) -> dict[str, Any]:
+    """What training changes: all of it, or of a model with frozen weights the rest (an adapter)."""
+    if any(not p.requires_grad for p in model.parameters()):
+        return {name: p for name, p in model.named_parameters() if p.requires_grad}
     kept = {name for name, _ in model.named_parameters()}  # names each shared tensor once
     shared = {name for name, _ in model.named_parameters(remove_duplicate=False)} - kept
     return {name: value for name, value in model.state_dict().items() if name not in shared}

@@ -15,6 +15,7 @@ from sojourn.errors import UserError
 from sojourn.plan.shape import Shape, scratch_shape
 
 ASSUMED_SHARE = 0.30
+_LOSS_CHUNK = 1024  # tokens whose logits exist at a time
 _FIXED_BYTES = int(0.8 * 2**30)  # the CUDA context and the libraries' workspaces
 _BYTES_PER_TOKEN = 4.0
 _TOKENS_PER_TASK = 30
@@ -80,15 +81,27 @@ def memory(shape: Shape, config: RunConfig, rows: int, wide: bool = True) -> Mem
     tokens = rows * config.data.max_length
     unit = 4 if wide else 2
     per_layer = unit * (12 * shape.d_model + 4 * shape.ffn_size)  # what a layer keeps of each token for its backward
-    kept = shape.num_layers if config.train.checkpointing != "full" else 1
+    kept = {"full": 1.0, "selective": 0.6 * shape.num_layers}.get(config.train.checkpointing, float(shape.num_layers))
     boundaries = shape.num_layers * unit * shape.d_model
-    logits = 10 * shape.vocab_size
+    logits = 10 * shape.vocab_size * (tokens if config.train.loss == "whole" else min(tokens, _LOSS_CHUNK))
+    frozen, trained = _held(shape, config, unit)
+    moments = 2 if "8bit" in config.train.optimizer else 4 if config.train.optimizer == "muon" else 8
     return Memory(
-        weights=4 * shape.parameters,
-        gradients=4 * shape.parameters,
-        optimizer=8 * shape.parameters,
-        activations=tokens * (kept * per_layer + boundaries + logits),
+        weights=frozen + (4 + (0 if wide or frozen else 2)) * trained,
+        gradients=4 * trained,
+        optimizer=0 if config.train.offload == "optimizer" else moments * trained,
+        activations=int(tokens * (kept * per_layer + boundaries) + logits),
     )
+
+
+def _held(shape: Shape, config: RunConfig, unit: int) -> tuple[int, int]:
+    """Bytes of frozen weights, and how many weights are trained."""
+    method, embeddings = config.method, shape.vocab_size * shape.d_model * (1 if shape.tied else 2)
+    if method.kind in ("pretrain", "full"):
+        return 0, shape.parameters
+    each = unit if method.kind == "lora" else 1.0 if method.bits == 8 else 0.53
+    frozen = int(each * (shape.parameters - embeddings)) + unit * embeddings
+    return frozen, shape.adapter_parameters(method.rank)
 
 
 def estimate_tokens(data: DataConfig) -> int:

@@ -5,9 +5,10 @@ runs/NAME/
   environment.json   versions, machine, command
   status.json        where the run stands (replaced atomically)
   metrics.jsonl      one line a logged step; events.jsonl: what happened
-  logs/              TensorBoard
+  logs/              TensorBoard, and the trackers' files; trackers.json: their names for this run
   checkpoints/step-00000040/ …, latest
-  final/             the model, for plain transformers
+  best/              the model with the lowest held-out loss so far, where there are evaluations
+  final/             the model, for plain transformers; an adapter, for plain peft
 """
 
 from __future__ import annotations
@@ -68,6 +69,10 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def best(self) -> Path:
+        return self.path / "best"
+
+    @property
     def final(self) -> Path:
         return self.path / "final"
 
@@ -81,6 +86,10 @@ class RunFolder:
 
     def exists(self) -> bool:
         return self.config.is_file()
+
+    def has_final(self) -> bool:
+        """A whole model, or an adapter."""
+        return any((self.final / name).is_file() for name in ("config.json", "adapter_config.json"))
 
     def status(self) -> Status | None:
         """The written status; a run that claims to be at work while its process is gone has failed, resumably."""
@@ -108,7 +117,7 @@ class RunFolder:
     def read_metrics(self) -> list[dict[str, Any]]:
         """The curve: for each step the last line written, so that steps done twice after a kill appear once."""
         lines = read_json_lines(self.metrics)
-        return list({(line.get("kind"), line.get("step")): line for line in lines}.values())
+        return list({(line.get("kind"), line.get("step"), line.get("prompt")): line for line in lines}.values())
 
     def acquire(self) -> None:
         """Makes this process the only one that trains here."""

@@ -19,9 +19,15 @@ _HARMLESS = {
         "precision",
         "attention",
         "checkpointing",
+        "loss",
+        "fused",
         "compile",
+        "offload",
         "eval_every",
         "eval_rows",
+        "samples",
+        "sample_tokens",
+        "patience",
     )
 } | {"data.workers"}
 

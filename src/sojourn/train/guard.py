@@ -27,7 +27,8 @@ class Guard:
     def __enter__(self) -> Guard:
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
-                self._old[number] = signal.signal(number, self._hear)
+                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup has a hang-up ignored
+                    self._old[number] = signal.signal(number, self._hear)
         return self
 
     def __exit__(

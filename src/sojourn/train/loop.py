@@ -11,28 +11,33 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 
+from sojourn.catalog.facts import peak_flops
 from sojourn.config.load import read_config, to_yaml
 from sojourn.config.schema import RunConfig
-from sojourn.data.artefact import Artefact
+from sojourn.data.artefact import Artefact, Batch
 from sojourn.data.inputs import data_of
 from sojourn.data.order import step_rows
 from sojourn.data.prepare import prepare
 from sojourn.data.show import show_examples
 from sojourn.errors import RunFailed, Stopped, UserError
-from sojourn.model.scratch import build_model
 from sojourn.run.files import write_json, write_text
 from sojourn.run.folder import RunFolder
 from sojourn.run.home import prepared_folder
+from sojourn.train.assess import Assessor
+from sojourn.train.build import build_network
 from sojourn.train.changes import refuse_harmful_changes
 from sojourn.train.checkpoint import check_room
 from sojourn.train.environment import describe
+from sojourn.train.feed import Ahead, Feed
 from sojourn.train.final import write_final
 from sojourn.train.guard import Guard
-from sojourn.train.meters import Meters
+from sojourn.train.meters import Meters, Work
 from sojourn.train.optim import Optimizer, learning_rate
 from sojourn.train.resolve import resolve
 from sojourn.train.saving import Live, Progress, Saver, resume
-from sojourn.train.step import Feed, evaluate, global_step
+from sojourn.train.step import Stepper
+from sojourn.train.subject import subject_of
+from sojourn.train.trackers import refuse_missing_trackers
 
 
 @dataclass(frozen=True)
@@ -42,24 +47,38 @@ class Session:
     config: RunConfig
     run: RunFolder
     artefact: Artefact
-    feed: Feed
+    stepper: Stepper
     live: Live
     progress: Progress
     total: int
     last_row: int | None
+    work: Work
+
+    @property
+    def ended(self) -> bool:
+        patience = self.config.train.patience
+        return self.progress.step >= self.total or (patience is not None and self.progress.worse >= patience)
+
+    def batches(self, step: int) -> list[Batch]:
+        """The rows of a global step, in micro batches."""
+        rows, train = self.artefact.train, self.config.train
+        chosen = step_rows(step, len(rows), train.global_batch, train.seed, self.last_row)
+        return list(self.stepper.feed.batches(rows, chosen))
 
 
 def train(config: RunConfig, run: RunFolder) -> None:
     """Trains `config` in `run` until it is done (returns) or stopped early but resumable (raises Stopped)."""
     _refuse_what_is_not_here(config)
+    refuse_missing_trackers(config.log.trackers)
     run.acquire()
     try:
         session = _open(config, run)
-        if session.progress.step >= session.total and (run.final / "config.json").is_file():
-            print(f"{run.path}: already done ({session.total} steps); to train longer, begin another run: name=NEW")
+        if session.ended and run.has_final():
+            done = session.progress.step
+            print(f"{run.path}: already done ({done} steps); to train longer, begin another run: name=NEW")
         else:
             _run(session)
-        run.set_status("done", session.total, session.total, resumable=False)
+        run.set_status("done", session.progress.step, session.progress.step, resumable=False)
     except BaseException as error:
         status = run.status()
         if status and status.state in ("starting", "running"):
@@ -72,15 +91,9 @@ def train(config: RunConfig, run: RunFolder) -> None:
 
 
 def _refuse_what_is_not_here(config: RunConfig) -> None:
-    kind, parallel = config.method.kind, config.parallel
-    if config.model.base is not None or kind != "pretrain":
-        raise UserError(
-            f"method.kind: this version trains new models only, not {kind} of an existing one; try: sojourn train small"
-        )
-    if config.train.attention == "flash_attention_2":
-        raise UserError("train.attention: flash_attention_2 is not used yet; leave it at auto")
+    parallel = config.parallel
     several = isinstance(parallel.gpus, list) and len(parallel.gpus) > 1
-    if parallel.engine not in ("auto", "single") or several:
+    if parallel.engine not in ("auto", "single") or several or parallel.deepspeed is not None:
         raise UserError("parallel: this version trains on one device; use --gpus 0 and leave parallel.engine at auto")
 
 
@@ -109,20 +122,10 @@ def _open(config: RunConfig, run: RunFolder) -> Session:
     facts = {**describe(device), "auto": resolved.reasons, "data": str(artefact.path.resolve())}
     write_json(run.environment, facts)
 
-    seed = config.train.seed
-    model = build_model(
-        config.model, artefact.vocab_size, artefact.max_length, artefact.pad_id, artefact.stop_ids, seed
-    )
-    model.to(device).train()
-    if config.train.checkpointing == "full":
-        model.gradient_checkpointing_enable()
-    if config.train.compile == "on":
-        model.get_decoder().compile()
+    network = build_network(config, artefact, device)
+    trained = sum(p.numel() for p in network.model.parameters() if p.requires_grad)
     # Weights and two moments of 32 bits: told now rather than at the first save.
-    check_room(run.path, 12 * sum(p.numel() for p in model.parameters()), int(config.save.min_free))
-    torch.manual_seed(seed)
-    scaler = torch.amp.GradScaler(device, enabled=config.train.precision == "fp16")
-    live = Live(model, Optimizer(model, config.train, device), scaler)
+    check_room(run.path, 12 * trained, int(config.save.min_free))
     feed = Feed(
         int(config.train.micro_batch),
         artefact.max_length,
@@ -130,8 +133,17 @@ def _open(config: RunConfig, run: RunFolder) -> Session:
         device,
         str(config.train.precision),
         fit=artefact.facts["packing"] == "off",
+        backend=network.backend,
+        windows=network.windows,
     )
-    return Session(config, run, artefact, feed, live, resume(config.save, run, live), *_length(config, artefact))
+    scaler = torch.amp.GradScaler(device, enabled=config.train.precision == "fp16")
+    optimizer = Optimizer(network.model, config.train, device)
+    stepper = Stepper(network, optimizer, scaler, feed, config.train.clip, config.train.loss == "whole")
+    live = Live(network.model, optimizer, scaler)
+    progress = resume(config.save, run, live)
+    return Session(
+        config, run, artefact, stepper, live, progress, *_length(config, artefact), _work(config, artefact, device)
+    )
 
 
 def _use(config: RunConfig) -> str:
@@ -145,6 +157,19 @@ def _use(config: RunConfig) -> str:
             raise UserError(f"parallel.gpus: there is no GPU {number}; this machine has {there}, counted from 0")
         torch.cuda.set_device(number)
     return device
+
+
+def _work(config: RunConfig, artefact: Artefact, device: str) -> Work:
+    """For the meters: what a token costs, and what the card could do. A token attends to its own document only."""
+    import numpy as np
+    import torch
+
+    lengths = np.diff(artefact.train.documents[:100_000].astype(np.float64))
+    attended = float((lengths**2).sum() / max(1.0, lengths.sum())) if len(lengths) else float(artefact.max_length)
+    frozen = config.method.kind in ("lora", "qlora")
+    flops = subject_of(config).shape.flops_per_token(attended, frozen)
+    peak = peak_flops(torch.cuda.get_device_name(), str(config.train.precision)) if device == "cuda" else None
+    return Work(flops, peak)
 
 
 def _length(config: RunConfig, artefact: Artefact) -> tuple[int, int | None]:
@@ -162,22 +187,29 @@ def _length(config: RunConfig, artefact: Artefact) -> tuple[int, int | None]:
 def _run(session: Session) -> None:
     """From where the run is to its end."""
     config, run, total = session.config, session.run, session.total
-    live, progress, train_rows = session.live, session.progress, session.artefact.train
-    run.event("start", step=progress.step, total_steps=total, device=session.feed.device,
-              precision=session.feed.precision, parameters=sum(p.numel() for p in live.model.parameters()))  # fmt: skip
+    live, progress, stepper = session.live, session.progress, session.stepper
+    rows, train = len(session.artefact.train), config.train
+    parameters = list(live.model.parameters())
+    run.event("start", step=progress.step, total_steps=total, device=stepper.feed.device,
+              precision=stepper.feed.precision, attention=stepper.network.backend or "its own",
+              parameters=sum(p.numel() for p in parameters),
+              trained=sum(p.numel() for p in parameters if p.requires_grad))  # fmt: skip
     run.set_status("running", progress.step, total)
-    saver = Saver(config, run, live, progress, len(train_rows))
-    with Guard(config.limits, before=progress.seconds) as guard, Meters(run, config, total, progress.step) as meters:
-        while progress.step < total:
-            rate = learning_rate(progress.step, total, config.train)
+    saver = Saver(config, run, live, progress, rows)
+    assessor = Assessor(config, run, session.artefact, stepper.network, stepper.feed)
+    with (
+        Guard(config.limits, before=progress.seconds) as guard,
+        Meters(run, config, total, progress.step, session.work) as meters,
+        Ahead(session.batches, total) as ahead,
+    ):
+        enough = None
+        while progress.step < total and enough is None:
+            rate = learning_rate(progress.step, total, train)
             live.optimizer.set_learning_rate(rate)
-            rows = step_rows(
-                progress.step, len(train_rows), config.train.global_batch, config.train.seed, session.last_row
-            )
-            batches = list(session.feed.batches(train_rows, rows))
-            loss, norm = global_step(live.model, live.optimizer, live.scaler, batches, session.feed, config.train.clip)
+            batches, waited = ahead.take(progress.step)
+            loss, norm = stepper.step(batches)
             tokens = sum(batch.real_tokens for batch in batches)
-            meters.count(tokens)
+            meters.count(tokens, waited)
             progress.step += 1
             progress.tokens += tokens
             progress.seconds = guard.seconds
@@ -186,40 +218,29 @@ def _run(session: Session) -> None:
             stop = None if last else guard.should_stop()
             save_now = saver.due() or last or stop is not None
             log_now = progress.step % config.log.every_steps == 0 or progress.step == 1 or last
-            if log_now or save_now:
-                _check_finite(
-                    float(loss), progress.step, rate
-                )  # before a save: a broken model must not replace a good one
+            if log_now or save_now:  # before a save: a broken model must not replace a good one
+                _check_finite(float(loss), progress.step, rate)
             if log_now:
-                epoch = progress.step * config.train.global_batch / len(train_rows)
+                epoch = progress.step * train.global_batch / rows
                 meters.log(progress.step, float(loss), rate, float(norm), epoch, guard.spent)
             with meters.paused():
-                if save_now:
+                if assessor.due(progress.step, total) and stop is None:
+                    enough = assessor.assess(progress, meters)
+                if save_now or enough is not None:
                     saver.save(meters, total, must=last or stop is not None)
-                if _eval_due(config, progress.step, total):
-                    _evaluate(session, meters)
             if stop:
                 run.set_status("stopped", progress.step, total, stop)
                 run.event("stopped", step=progress.step, why=stop)
                 raise Stopped(f"stopped by {stop} at step {progress.step} of {total}, saved in {run.path}; "
                               "the same command continues")  # fmt: skip
-        write_final(live.model, session.artefact, run.final, session.feed.precision)
-    run.event("done", step=total, tokens=progress.tokens, seconds=round(progress.seconds, 1))
+        if enough is not None:
+            meters.say(f"ended early by {enough}")
+            run.event("ended_early", step=progress.step, why=enough)
+        write_final(live.model, session.artefact, run.final, config)
+    run.event("done", step=progress.step, tokens=progress.tokens, seconds=round(progress.seconds, 1))
 
 
 def _check_finite(loss: float, step: int, rate: float) -> None:
     if not math.isfinite(loss):
         smaller = f"train.lr={rate / 3:.1g} name=NEW"
         raise RunFailed(f"step {step}: the loss is {loss}, so nothing more is saved; try a smaller rate: {smaller}")
-
-
-def _eval_due(config: RunConfig, step: int, total: int) -> bool:
-    every = config.train.eval_every
-    return step == total or (every is not None and step % every == 0)
-
-
-def _evaluate(session: Session, meters: Meters) -> None:
-    held_out = session.artefact.eval
-    if len(held_out):
-        loss = evaluate(session.live.model, held_out, session.config.train.eval_rows, session.feed)
-        meters.log_eval(session.progress.step, loss)

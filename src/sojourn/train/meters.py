@@ -1,89 +1,147 @@
-"""What a run shows of itself: metrics.jsonl, TensorBoard, and one live line (plain lines when not a terminal)."""
+"""What a run shows of itself: metrics.jsonl, TensorBoard, the trackers, and one live line (plain lines elsewhere)."""
 
 from __future__ import annotations
 
+import re
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from sojourn.config.quantities import Duration
 from sojourn.config.schema import RunConfig
+from sojourn.errors import Stopped
 from sojourn.run.folder import RunFolder
+from sojourn.train.live import LiveLine, Reading, plain_line
+from sojourn.train.pace import Lap, Pace
+from sojourn.train.trackers import Trackers
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a token costs and what the device could do at most, both in FLOP; None where it is not known."""
+
+    flops_per_token: float | None = None
+    peak_flops: float | None = None
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the held-out rows say. `accuracy`: the share of tokens that are the likeliest one; `best`: of the run."""
+
+    loss: float
+    perplexity: float
+    accuracy: float
+    bits_per_byte: float | None = None
+    best: bool = False
 
 
 class Meters:
     """Between two logged steps it counts tokens and time; `log` writes them everywhere."""
 
-    def __init__(self, run: RunFolder, config: RunConfig, total_steps: int, first_step: int) -> None:
-        self._run, self._total, self._device = run, total_steps, config.train.device
-        self._first, self._began = first_step, time.monotonic()
-        self._mark, self._tokens = self._began, 0
+    def __init__(self, run: RunFolder, config: RunConfig, total_steps: int, first_step: int, work: Work) -> None:
+        self._run, self._total, self._work, self._device = run, total_steps, work, str(config.train.device)
+        price = config.limits.price_per_hour
+        self._price = None if price is None else float(price.amount)
+        self._trackers = Trackers(run, config, self.say)
         self._writer = _tensorboard(run, config.log.tensorboard, first_step)
-        self._bar = _bar(total_steps, first_step) if sys.stdout.isatty() else None
+        self._line = LiveLine(total_steps, first_step) if sys.stdout.isatty() else None
+        self._pace = Pace()
 
     def __enter__(self) -> Meters:
-        if self._bar:
-            self._bar[0].start()
+        self._trackers.start()
+        if self._line:
+            self._line.start()
+        self._pace = Pace()  # again: starting the trackers is no slow training
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._bar:
-            self._bar[0].stop()
+        if self._line:
+            self._line.stop()
         if self._writer:
             self._writer.close()
+        self._line = None
+        self._trackers.close("done" if kind is None else "stopped" if issubclass(kind, Stopped) else "failed")
 
-    def count(self, tokens: int) -> None:
-        """One more step is done, of so many real tokens."""
-        self._tokens += tokens
-        if self._bar:
-            self._bar[0].advance(self._bar[1])
+    def count(self, tokens: int, waited: float) -> None:
+        """One more step is done, of so many real tokens, after waiting so many seconds for its data."""
+        self._pace.step(tokens, waited)
+        if self._line:
+            self._line.step += 1
 
     def log(self, step: int, loss: float, rate: float, norm: float, epoch: float, spent: float | None) -> None:
         """`step`: how many are done."""
-        elapsed = time.monotonic() - self._mark
-        speed = self._tokens / elapsed if elapsed > 0 else 0.0
-        self._mark, self._tokens = time.monotonic(), 0
+        lap = self._pace.lap()
+        left = self._pace.left(self._total - step)
         memory = used_memory(self._device)
-        values = {"loss": loss, "lr": rate, "grad_norm": norm, "epoch": round(epoch, 4)}
-        values |= {"tokens_per_second": round(speed, 1), "memory": memory}
-        values |= {} if spent is None else {"spent": round(spent, 4)}
-        self._run.metric(kind="train", step=step, **{k: _finite(v) for k, v in values.items()})
-        if self._writer:
-            for name in ("loss", "lr", "grad_norm", "tokens_per_second"):
-                self._writer.add_scalar(f"train/{name}", values[name], step)
-        says = f"loss {loss:.4f} · {speed:,.0f} tok/s · {memory / 2**30:.1f} GiB"
-        says += "" if spent is None else f" · spent {spent:.2f}"
-        if self._bar:
-            self._bar[0].update(self._bar[1], completed=step, says=says)
-            return
-        left = (time.monotonic() - self._began) / max(1, step - self._first) * (self._total - step)
-        print(f"step {step}/{self._total} · {says} · {Duration(round(left))} left", flush=True)
+        values: dict[str, float] = {"loss": loss, "lr": rate, "grad_norm": norm, "epoch": round(epoch, 4)}
+        values["tokens_per_second"] = round(lap.tokens_per_second, 1)
+        mfu = self._mfu(lap)
+        if mfu is not None:
+            values["mfu"] = round(mfu, 4)
+        values |= {"data_wait": round(lap.data_wait, 4), "memory": memory}
+        if self._device == "cuda":
+            values["memory_reserved"] = _reserved_memory()
+        projected = None
+        if spent is not None:
+            values["spent"] = round(spent, 4)
+            if self._price is not None and left is not None:
+                projected = spent + self._price * left / 3600
+                values["projected"] = round(projected, 4)
+        if left is not None:
+            values["eta"] = round(left, 1)
+        self._write("train", step, values)
+        reading = Reading(loss, lap.tokens_per_second, memory, mfu, lap.data_wait, spent, projected, left)
+        if self._line:
+            self._line.show(step, reading)
+        else:
+            print(plain_line(step, self._total, reading), flush=True)
 
-    def log_eval(self, step: int, loss: float) -> None:
-        self._run.metric(kind="eval", step=step, loss=_finite(loss))
-        if self._writer:
-            self._writer.add_scalar("eval/loss", loss, step)
-        self.say(f"step {step}: held-out loss {loss:.4f}")
+    def log_eval(self, step: int, scores: Scores) -> None:
+        values = {"loss": scores.loss, "perplexity": scores.perplexity, "accuracy": scores.accuracy}
+        says = f"step {step}: held-out loss {scores.loss:.4f} · perplexity {scores.perplexity:.4g}"
+        says += f" · {100 * scores.accuracy:.1f} % of tokens right"
+        if scores.bits_per_byte is not None:
+            values["bits_per_byte"] = scores.bits_per_byte
+            says += f" · {scores.bits_per_byte:.3f} bits per byte"
+        self._write("eval", step, values, best=scores.best)
+        self.say(says + (" · best so far" if scores.best else ""))
+
+    def log_samples(self, step: int, samples: list[tuple[str, str]]) -> None:
+        """What the model says now: a line each here, the whole text everywhere else."""
+        for number, (prompt, text) in enumerate(samples, 1):
+            self._run.metric(kind="sample", step=step, prompt=prompt, text=text)
+            if self._writer:
+                shown = "\n".join(f"    {line}" for line in f"{prompt}\n→ {text}".split("\n"))  # Markdown's plain text
+                self._writer.add_text(f"sample/{number}", shown, step)
+            self.say(_shortened(f"step {step}: {prompt} → {text}"))
+        if samples:
+            self._trackers.log_samples(list(samples), step)
 
     def say(self, line: str) -> None:
-        if self._bar:
-            self._bar[0].console.print(line, highlight=False)
+        if self._line:
+            self._line.say(line)
         else:
             print(line, flush=True)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Around what is not training (saving, evaluating), so that it does not count as slow training."""
-        since = time.monotonic()
-        try:
-            yield
-        finally:
-            self._mark += time.monotonic() - since
+        return self._pace.paused()
+
+    def _mfu(self, lap: Lap) -> float | None:
+        if not self._work.flops_per_token or not self._work.peak_flops:
+            return None
+        return lap.tokens_per_second * self._work.flops_per_token / self._work.peak_flops
+
+    def _write(self, kind: str, step: int, values: dict[str, float], **facts: Any) -> None:
+        self._run.metric(kind=kind, step=step, **{name: _finite(value) for name, value in values.items()}, **facts)
+        named = {f"{kind}/{name}": value for name, value in values.items()}
+        if self._writer:
+            for name, value in named.items():
+                self._writer.add_scalar(name, value, step)
+        self._trackers.log(named, step)
 
 
 def used_memory(device: str) -> int:
@@ -101,9 +159,20 @@ def used_memory(device: str) -> int:
     return int(psutil.Process().memory_info().rss)
 
 
+def _reserved_memory() -> int:
+    import torch
+
+    return int(torch.cuda.max_memory_reserved())
+
+
 def _finite(value: Any) -> Any:
     """JSON has no NaN."""
     return None if isinstance(value, float) and not abs(value) < float("inf") else value
+
+
+def _shortened(text: str, most: int = 200) -> str:
+    line = re.sub(r"[\x00-\x1f\x7f-\x9f]", " ", re.sub(r"\r\n|\n|\r", "⏎", text))  # no command to the terminal
+    return line if len(line) <= most else line[: most - 1] + "…"
 
 
 def _tensorboard(run: RunFolder, wanted: str, first_step: int) -> Any:
@@ -116,22 +185,3 @@ def _tensorboard(run: RunFolder, wanted: str, first_step: int) -> Any:
             print("note: tensorboard is not installed; curves are in metrics.jsonl (pip install tensorboard)")
         return None
     return SummaryWriter(str(run.logs), purge_step=first_step + 1 if first_step else None)
-
-
-def _bar(total: int, first: int) -> tuple[Any, Any]:
-    from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
-    from rich.text import Text
-
-    class Left(ProgressColumn):
-        def render(self, task: Any) -> Text:
-            left = task.time_remaining
-            return Text("" if left is None else f"{Duration(int(left))} left")
-
-    columns = (
-        TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-        BarColumn(bar_width=20),
-        TextColumn("{task.fields[says]}"),
-        Left(),
-    )
-    bar = Progress(*columns, refresh_per_second=4)
-    return bar, bar.add_task("train", total=total, completed=first, says="starting")

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from sojourn.config.schema import TrainConfig
+from sojourn.errors import UserError
 
 
 def learning_rate(step: int, total: int, train: TrainConfig) -> float:
@@ -27,22 +28,16 @@ def learning_rate(step: int, total: int, train: TrainConfig) -> float:
 
 
 class Optimizer:
-    """AdamW (fused where torch has it), whose state is known by the names of the parameters."""
+    """One of torch's, bitsandbytes' or ours, whose state is known by the names of the parameters."""
 
     def __init__(self, model: Any, train: TrainConfig, device: str) -> None:
-        import torch
+        groups = parameter_groups(model, train)
+        self._names = [name for group in groups for name in group.pop("names")]
+        self.torch = _make(groups, train, device)
 
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        decayed = [n for n, p in named.items() if p.ndim >= 2 and "embed" not in n and "lm_head" not in n]
-        plain = [n for n in named if n not in decayed]
-        groups = [
-            {"params": [named[n] for n in names], "weight_decay": decay}
-            for names, decay in ((decayed, train.weight_decay), (plain, 0.0))
-            if names
-        ]
-        betas = (train.beta1, train.beta2)
-        self.torch = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=1e-8, fused=device in ("cpu", "cuda"))
-        self._names = [*decayed, *plain]
+    @property
+    def parameters(self) -> list[Any]:
+        return [parameter for group in self.torch.param_groups for parameter in group["params"]]
 
     def set_learning_rate(self, rate: float) -> None:
         for group in self.torch.param_groups:
@@ -52,14 +47,81 @@ class Optimizer:
         self.torch.zero_grad(set_to_none=True)
 
     def tensors(self) -> dict[str, Any]:
-        """Everything that must survive a restart, by parameter name."""
-        state = self.torch.state_dict()["state"]
-        return {f"{self._names[i]}/{key}": value for i, kept in state.items() for key, value in kept.items()}
+        """Everything that must survive a restart, by parameter name; a plain number becomes a tensor."""
+        import torch
+
+        state = self.torch.state
+        return {
+            f"{name}/{key}": value if isinstance(value, torch.Tensor) else torch.tensor(value)
+            for name, parameter in zip(self._names, self.parameters, strict=True)
+            for key, value in state.get(parameter, {}).items()
+        }
 
     def load_tensors(self, tensors: dict[str, Any]) -> None:
-        numbers = {name: i for i, name in enumerate(self._names)}
-        state: dict[int, dict[str, Any]] = {}
+        state: dict[str, dict[str, Any]] = {name: {} for name in self._names}
         for full, value in tensors.items():
             name, key = full.rsplit("/", 1)
-            state.setdefault(numbers[name], {})[key] = value
-        self.torch.load_state_dict({**self.torch.state_dict(), "state": state})
+            state[name][key] = value
+        if hasattr(self.torch, "init_state") or hasattr(self.torch, "make_state"):
+            self._fill(state)
+        else:
+            numbered = {i: state[name] for i, name in enumerate(self._names) if state[name]}
+            self.torch.load_state_dict({**self.torch.state_dict(), "state": numbered})
+
+    def _fill(self, state: dict[str, dict[str, Any]]) -> None:
+        """Into places that the optimizer makes itself, so that paged and offloaded memory stays what it is."""
+        import torch
+
+        names = iter(self._names)
+        for g, group in enumerate(self.torch.param_groups):
+            for i, parameter in enumerate(group["params"]):
+                found = state[next(names)]
+                if not found:
+                    continue
+                if hasattr(self.torch, "make_state"):
+                    self.torch.make_state(parameter)
+                else:  # bitsandbytes
+                    self.torch.init_state(group, parameter, g, i)
+                kept = self.torch.state[parameter]
+                for key, value in found.items():
+                    if isinstance(kept[key], torch.Tensor):
+                        kept[key].copy_(value)
+                    else:
+                        kept[key] = type(kept[key])(value.item())
+
+
+def parameter_groups(model: Any, train: TrainConfig) -> list[dict[str, Any]]:
+    """Matrices are decayed; norms, biases, embeddings and the head are not. Muon takes the decayed ones."""
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    words = ("embed", "lm_head", "wte", "wpe")
+    decayed = [n for n, p in named.items() if p.ndim >= 2 and not any(word in n for word in words)]
+    plain = [n for n in named if n not in set(decayed)]
+    return [
+        {"names": names, "params": [named[n] for n in names], "weight_decay": decay, "matrices": names is decayed}
+        for names, decay in ((decayed, train.weight_decay), (plain, 0.0))
+        if names
+    ]
+
+
+def _make(groups: list[dict[str, Any]], train: TrainConfig, device: str) -> Any:
+    import torch
+
+    settings: dict[str, Any] = {"lr": 0.0, "betas": (train.beta1, train.beta2), "eps": 1e-8}
+    if train.optimizer == "muon":
+        from sojourn.train.muon import Muon
+
+        return Muon(groups, **settings)
+    if train.offload == "optimizer":
+        from sojourn.train.offload import OffloadedAdamW
+
+        return OffloadedAdamW(groups, **settings)
+    if train.optimizer == "adamw":
+        return torch.optim.AdamW(groups, **settings, fused=device in ("cpu", "cuda"))
+    try:
+        import bitsandbytes
+    except ImportError:
+        raise UserError(
+            f"train.optimizer: {train.optimizer} needs the package bitsandbytes; run: pip install bitsandbytes"
+        ) from None
+    kinds = {"adamw_8bit": "AdamW8bit", "paged_adamw": "PagedAdamW", "paged_adamw_8bit": "PagedAdamW8bit"}
+    return getattr(bitsandbytes.optim, kinds[train.optimizer])(groups, **settings)

@@ -9,11 +9,19 @@ from typing import Any
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
 from sojourn.machine.precision import choose_device, choose_precision
+from sojourn.model import attention
+from sojourn.model.adapter import usual_alpha
+from sojourn.model.families import FAMILIES
 from sojourn.plan.estimate import memory
-from sojourn.plan.shape import scratch_shape
+from sojourn.plan.shape import Shape
+from sojourn.train.subject import Subject, subject_of
 
 _CPU_TOKENS = 4096
-_GPU_SHARE = 0.6
+_GPU_SHARE = 0.8
+_FAIR_TOKENS = 4096  # fewer at a time leave a GPU idle
+_MOST_TOKENS = 65536  # more win nothing
+_COMPILE_FLOPS = 2e14  # a second's work on a good card
+_WORTH_COMPILING = 120.0
 
 
 @dataclass
@@ -29,24 +37,72 @@ class Resolved:
 
 def resolve(config: RunConfig, begun: RunConfig | None = None) -> Resolved:
     """`begun`: what this run decided when it began, if it is being continued."""
-    found = Resolved(config)
-    train = config.train
-    shape = scratch_shape(config.model, int(config.data.vocab_size))
-    for key, value in (
-        ("num_heads", shape.num_heads),
-        ("num_kv_heads", shape.num_kv_heads),
-        ("ffn_size", shape.ffn_size),
-        ("tie_embeddings", shape.tied),
-    ):
-        if getattr(config.model, key) == "auto":
-            found.choose("model", key, value, f"the usual choice at width {shape.d_model}")
-    if config.data.template == "auto":
-        found.choose("data", "template", "chatml", "a new tokenizer has ChatML's marks")
+    found, subject = Resolved(config), subject_of(config)
+    if config.model.base is None:
+        _sizes(found, subject.shape)
+        if config.data.template == "auto":
+            found.choose("data", "template", "chatml", "a new tokenizer has ChatML's marks")
+    elif subject.positions is not None and config.data.max_length > subject.positions:
+        raise UserError(
+            f"data.max_length: {config.data.max_length} given, but this model holds {subject.positions} tokens; "
+            f"use data.max_length={subject.positions}"
+        )
+    _method(found, subject)
     if config.log.tensorboard == "auto":
         there = find_spec("tensorboard") is not None
         found.choose(
             "log", "tensorboard", "on" if there else "off", f"tensorboard is {'' if there else 'not '}installed"
         )
+    _numbers(found, begun)
+    _attention(found, subject)
+    _memory(found, subject)
+    if config.train.compile == "auto":
+        found.choose("train", "compile", *_compile(found.config, subject))
+    if config.parallel.engine == "auto":
+        found.choose("parallel", "engine", "single", "one device")
+    return found
+
+
+def _sizes(found: Resolved, shape: Shape) -> None:
+    """Of a new model; a dial becomes the sizes that it means."""
+    model = found.config.model
+    dials = {key: getattr(model, key) for key in ("params", "depth")}
+    asked = [f"model.{key} {value}" for key, value in dials.items() if value is not None]
+    for key, value in (
+        ("d_model", shape.d_model),
+        ("num_layers", shape.num_layers),
+        ("num_heads", shape.num_heads),
+        ("num_kv_heads", shape.num_kv_heads),
+        ("ffn_size", shape.ffn_size),
+        ("tie_embeddings", shape.tied),
+    ):
+        if getattr(model, key) == "auto":
+            found.choose("model", key, value, f"the usual choice at width {shape.d_model}")
+        elif getattr(model, key) is None:
+            found.choose("model", key, value, f"what {asked[0]} comes to")
+    # The sizes stand written out now; beside them the dial would say the same thing twice.
+    written = found.config.model.model_copy(update=dict.fromkeys(dials))
+    found.config = found.config.model_copy(update={"model": written})
+
+
+def _method(found: Resolved, subject: Subject) -> None:
+    config = found.config
+    kind = config.method.kind
+    if kind in ("lora", "qlora") and config.method.alpha == "auto":
+        found.choose("method", "alpha", usual_alpha(config.method), "twice the rank")
+    if config.train.lr == "auto":
+        width = subject.shape.d_model
+        if kind in ("lora", "qlora"):
+            found.choose("train", "lr", 2e-4, "usual for adapters")
+        elif config.model.base is None:
+            found.choose("train", "lr", round(min(3e-3, 0.6 / width), 6), f"0.6 over d_model {width}, at most 3e-3")
+        else:
+            rate = 1e-5 if width >= 2048 else 2e-5
+            found.choose("train", "lr", rate, f"usual for all weights of a trained model of width {width}")
+
+
+def _numbers(found: Resolved, begun: RunConfig | None) -> None:
+    train = found.config.train
     if train.device == "auto":
         found.choose("train", "device", choose_device(), "the fastest device that works here")
     else:
@@ -60,35 +116,68 @@ def resolve(config: RunConfig, begun: RunConfig | None = None) -> Resolved:
         found.choose("train", "precision", precision, reason)
     elif train.precision == "fp16" and device != "cuda":
         raise UserError(f"train.precision: fp16 needs a CUDA GPU, but this run is on {device}; use auto")
-    if train.lr == "auto":
-        width = config.model.d_model or 4096
-        found.choose("train", "lr", round(min(3e-3, 0.6 / width), 6), f"0.6 over d_model {width}, at most 3e-3")
+
+
+def _attention(found: Resolved, subject: Subject) -> None:
+    train = found.config.train
+    facts = (str(train.device), train.precision != "fp32", subject.shape.head_size, subject.softcap, subject.dropout)
     if train.attention == "auto":
-        found.choose("train", "attention", "sdpa", "torch's own attention, with the packed documents' mask")
-    if train.checkpointing == "auto":
-        found.choose("train", "checkpointing", "off", "activations are kept; set full to save memory")
-    if train.compile == "auto":
-        found.choose("train", "compile", "off", "compiling costs more than it wins on short runs")
-    if train.micro_batch == "auto":
-        rows, reason = _micro_batch(found.config)
-        found.choose("train", "micro_batch", rows, reason)
-    if config.parallel.engine == "auto":
-        found.choose("parallel", "engine", "single", "one device")
-    return found
+        chosen = attention.choose(*facts)
+        found.choose("train", "attention", chosen, "the fastest that keeps packed documents apart on this machine")
+    else:
+        wrong = attention.fault(train.attention, *facts)
+        if wrong is not None:
+            best = attention.choose(*facts)
+            raise UserError(f"train.attention: {train.attention} {wrong}; use {best} or auto")
+    known = subject.family in FAMILIES
+    if train.fused == "auto":
+        reason = f"{subject.family} has fused norms, rotations and gates" if known else "made for Llama, Qwen, Mistral"
+        found.choose("train", "fused", "on" if known else "off", reason)
+    elif train.fused == "on" and not known:
+        raise UserError(f"train.fused: {subject.family} has no fused forwards ({', '.join(FAMILIES)} have); use auto")
+    if train.loss == "auto":
+        found.choose("train", "loss", "chunked", "logits of all tokens never exist at once")
 
 
-def _micro_batch(config: RunConfig) -> tuple[int, str]:
-    """The largest divisor of the global batch whose tokens fit: in cache on a CPU, in free memory on a GPU."""
-    length, batch = config.data.max_length, config.train.global_batch
+def _memory(found: Resolved, subject: Subject) -> None:
+    """Micro batch and recomputation together: activations are kept if a fair micro batch then fits."""
+    train = found.config.train
+    length, batch = found.config.data.max_length, train.global_batch
     divisors = [n for n in range(1, batch + 1) if batch % n == 0]
-    if config.train.device == "cuda":
-        import torch
+    if train.device != "cuda":
+        if train.checkpointing == "auto":
+            found.choose("train", "checkpointing", "off", "activations are kept; set full to save memory")
+        if train.micro_batch == "auto":
+            rows = max([n for n in divisors if n * length <= _CPU_TOKENS], default=1)
+            found.choose("train", "micro_batch", rows, f"about {_CPU_TOKENS} tokens at a time suit a CPU")
+        return
+    import torch
 
-        free = torch.cuda.mem_get_info()[0]
-        shape = scratch_shape(config.model, int(config.data.vocab_size))
-        wide = config.train.precision == "fp32"
-        fitting = [n for n in divisors if memory(shape, config, n, wide).total <= _GPU_SHARE * free]
-        return max(fitting, default=1), f"planned into {_GPU_SHARE:.0%} of the {free / 2**30:.0f} GiB free"
-    return max(
-        [n for n in divisors if n * length <= _CPU_TOKENS], default=1
-    ), f"about {_CPU_TOKENS} tokens at a time suit a CPU"
+    free = torch.cuda.mem_get_info()[0]
+    asked = train.micro_batch if isinstance(train.micro_batch, int) else None
+    fair = asked or max([n for n in divisors if n * length <= _FAIR_TOKENS], default=1)
+    for how in ("off", "selective", "full") if train.checkpointing == "auto" else (train.checkpointing,):
+        tried = found.config.model_copy(update={"train": train.model_copy(update={"checkpointing": how})})
+        wide = train.precision == "fp32"
+        fitting = [n for n in divisors if memory(subject.shape, tried, n, wide).total <= _GPU_SHARE * free]
+        if max(fitting, default=0) >= fair:
+            break
+    into = f"planned into {_GPU_SHARE:.0%} of the {free / 2**30:.0f} GiB free"
+    if train.checkpointing == "auto":
+        found.choose("train", "checkpointing", how, f"{into} with {fair} rows at a time")
+    if asked is None:
+        rows = max([n for n in fitting if n * length <= _MOST_TOKENS], default=min(fitting, default=1))
+        found.choose("train", "micro_batch", rows, into)
+
+
+def _compile(config: RunConfig, subject: Subject) -> tuple[str, str]:
+    """Worth its minute only where the run is long."""
+    train = config.train
+    if train.device != "cuda" or find_spec("triton") is None:
+        return "off", "compiling is for GPUs" if train.device != "cuda" else "triton is not installed"
+    steps = train.steps or (train.tokens or 0) / (train.global_batch * config.data.max_length)
+    tokens = float(steps * train.global_batch * config.data.max_length)
+    seconds = subject.shape.flops_per_token(config.data.max_length) * tokens / _COMPILE_FLOPS
+    if steps and seconds < _WORTH_COMPILING:
+        return "off", "compiling costs more than it wins on so short a run"
+    return "on", "blocks are compiled once and run faster from then on"

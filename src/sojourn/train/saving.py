@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import re
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,23 @@ from sojourn.train.random_state import random_tensors, restore_random
 
 @dataclass
 class Progress:
-    """How far the run is; the numbers that a checkpoint carries."""
+    """How far the run is; the numbers that a checkpoint carries. `worse`: evaluations since the best one."""
 
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    best_loss: float | None = None
+    best_step: int = 0
+    worse: int = 0
+
+    def note(self, loss: float) -> bool:
+        """Takes note of a held-out loss; whether it is the best so far."""
+        better = math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss)
+        if better:
+            self.best_loss, self.best_step, self.worse = loss, self.step, 0
+        else:
+            self.worse += 1
+        return better
 
 
 @dataclass(frozen=True)
@@ -35,8 +49,7 @@ class Live:
     scaler: Any
 
     def checkpoint(self, progress: Progress) -> Checkpoint:
-        state = {"step": progress.step, "tokens": progress.tokens, "seconds": round(progress.seconds, 3),
-                 "scaler": self.scaler.state_dict()}  # fmt: skip
+        state = {**asdict(progress), "seconds": round(progress.seconds, 3), "scaler": self.scaler.state_dict()}
         return Checkpoint(weights(self.model), self.optimizer.tensors(), random_tensors(), state)
 
     def restore(self, found: Checkpoint) -> Progress:
@@ -45,7 +58,8 @@ class Live:
         if found.state["scaler"]:
             self.scaler.load_state_dict(found.state["scaler"])
         restore_random(found.random)
-        return Progress(found.step, int(found.state["tokens"]), float(found.state["seconds"]))
+        known = {field.name for field in fields(Progress)}
+        return Progress(**{key: value for key, value in found.state.items() if key in known})
 
 
 def resume(how: SaveConfig, run: RunFolder, live: Live) -> Progress:
@@ -57,7 +71,7 @@ def resume(how: SaveConfig, run: RunFolder, live: Live) -> Progress:
 
     newest = load(run.checkpoints, warn)
     if how.resume != "auto":
-        named = Path(how.resume).expanduser()
+        named = _named(Path(how.resume).expanduser())
         start = load_one(named)
         if newest is None or newest[0].step < start.step:
             newest = start, named
@@ -68,6 +82,15 @@ def resume(how: SaveConfig, run: RunFolder, live: Live) -> Progress:
     found, place = newest
     print(f"continuing from step {found.step} ({place.name})", flush=True)
     return live.restore(found)
+
+
+def _named(path: Path) -> Path:
+    """`RUN/checkpoint-80`, as other trainers call it, is our `RUN/checkpoints/step-00000080`."""
+    found = re.fullmatch(r"checkpoint-(\d{1,8})", path.name)
+    if found is None or path.exists():
+        return path
+    ours = path.parent / "checkpoints" / f"step-{int(found[1]):08d}"
+    return ours if ours.exists() else path
 
 
 class Saver:

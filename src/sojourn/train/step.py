@@ -5,94 +5,71 @@ Shapes: B rows, T tokens a row, N target tokens, D model width.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
-from sojourn.data.artefact import Batch, Split, read_batch
+from sojourn.data.artefact import Batch, Split
+from sojourn.model import loss
+from sojourn.model.network import Network
+from sojourn.train.feed import Feed
 from sojourn.train.optim import Optimizer
 
 
-def loss_sum(model: Any, batch: Batch, device: str) -> Any:
-    """Cross-entropy summed over the targets. Attention stays inside each document; the head sees targets only."""
-    import torch
-    import torch.nn.functional as F
+def hidden_of_targets(network: Network, feed: Feed, batch: Batch) -> tuple[Any, Any]:
+    """Hidden states of the target tokens alone (the head need see no others), and their labels."""
+    ready = feed.ready(batch)
+    hidden_BTD = network.hidden(ready.ids_BT, ready.positions_BT, ready.layout)
+    return hidden_BTD.flatten(0, 1)[ready.places_N], ready.labels_N
 
-    ids_BT = torch.from_numpy(batch.ids).to(device, non_blocking=True)
-    labels_BT = torch.from_numpy(batch.labels).to(device, non_blocking=True)
-    positions_BT = torch.from_numpy(batch.positions).to(device, non_blocking=True)
-    documents_BT = torch.from_numpy(batch.documents).to(device, non_blocking=True)
-    length = ids_BT.shape[1]
-    causal_TT = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    mask_B1TT = (documents_BT[:, :, None] == documents_BT[:, None, :])[:, None] & causal_TT
-    hidden_BTD = model.get_decoder()(
-        input_ids=ids_BT, attention_mask=mask_B1TT, position_ids=positions_BT, use_cache=False
-    ).last_hidden_state
-    wanted_BT = labels_BT >= 0
-    logits_NV = model.get_output_embeddings()(hidden_BTD[wanted_BT])
-    return F.cross_entropy(logits_NV.float(), labels_BT[wanted_BT], reduction="sum")
+
+def loss_sum(network: Network, feed: Feed, batch: Batch, whole: bool = False) -> Any:
+    """Cross-entropy summed over the targets. Attention stays inside each document."""
+    hidden_ND, labels_N = hidden_of_targets(network, feed, batch)
+    return loss.loss_sum(network.head, hidden_ND, labels_N, whole)
 
 
 @dataclass(frozen=True)
-class Feed:
-    """How rows reach the model: how many at once, how wide, on which device, in which numbers."""
+class Stepper:
+    """What every step works with."""
 
-    micro_batch: int
-    width: int
-    pad_id: int
-    device: str
-    precision: str = "fp32"
-    fit: bool = False  # rows hold one document each, and a batch is only as wide as its longest
+    network: Network
+    optimizer: Optimizer
+    scaler: Any
+    feed: Feed
+    clip: float
+    whole: bool = False
 
-    def batches(self, split: Split, rows: np.ndarray) -> Iterator[Batch]:
-        for start in range(0, len(rows), self.micro_batch):
-            chosen = rows[start : start + self.micro_batch]
-            width = int((split.rows[chosen + 1] - split.rows[chosen]).max()) if self.fit else self.width
-            yield read_batch(split, chosen, min(self.width, -(-width // 8) * 8), self.pad_id)
-
-    def autocast(self) -> Any:
-        import torch
-
-        if self.precision == "fp32":
-            return contextlib.nullcontext()
-        return torch.autocast(self.device, dtype=torch.bfloat16 if self.precision == "bf16" else torch.float16)
-
-
-def global_step(
-    model: Any, optimizer: Optimizer, scaler: Any, batches: list[Batch], feed: Feed, clip: float
-) -> tuple[Any, Any]:
-    """Forward and backward of every micro batch, then one update. Returns the mean loss and the gradient's norm."""
-    import torch
-
-    targets = max(1, sum(batch.targets for batch in batches))
-    loss = torch.zeros((), device=feed.device)
-    for batch in batches:
-        with feed.autocast():
-            part = loss_sum(model, batch, feed.device) / targets
-        scaler.scale(part).backward()
-        loss += part.detach()
-    scaler.unscale_(optimizer.torch)
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)
-    scaler.step(optimizer.torch)
-    scaler.update()
-    optimizer.zero_grad()
-    return loss, norm
+    def step(self, batches: list[Batch]) -> tuple[Any, Any]:
+        """Forward and backward of every micro batch, then one update. Returns the mean loss and the gradient's norm."""
+        targets = max(1, sum(batch.targets for batch in batches))
+        mean = torch.zeros((), device=self.feed.device)
+        for batch in batches:
+            if batch.targets:
+                with self.feed.autocast():
+                    part = loss_sum(self.network, self.feed, batch, self.whole) / targets
+                self.scaler.scale(part).backward()
+                mean += part.detach()
+        self.scaler.unscale_(self.optimizer.torch)
+        norm = torch.nn.utils.clip_grad_norm_(self.optimizer.parameters, self.clip or math.inf)
+        self.scaler.step(self.optimizer.torch)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        return mean, norm
 
 
-def evaluate(model: Any, split: Split, rows: int, feed: Feed) -> float:
-    """Mean loss per target token over the first `rows` rows."""
-    import torch
-
-    total, targets = 0.0, 0
-    model.eval()
-    with torch.inference_mode(), feed.autocast():
+def evaluate(network: Network, split: Split, rows: int, feed: Feed) -> tuple[float, float]:
+    """Over the first `rows` rows: the mean loss per target token, and the share of tokens that were the likeliest."""
+    total, hits, targets = 0.0, 0.0, 0
+    was_training = network.model.training
+    network.model.eval()
+    with torch.no_grad(), feed.autocast():
         for batch in feed.batches(split, np.arange(min(rows, len(split)))):
             if batch.targets:
-                total += float(loss_sum(model, batch, feed.device))
-                targets += batch.targets
-    model.train()
-    return total / targets if targets else float("nan")
+                lost, right = loss.score(network.head, *hidden_of_targets(network, feed, batch))
+                total, hits, targets = total + float(lost), hits + float(right), targets + batch.targets
+    network.model.train(was_training)
+    return (total / targets, hits / targets) if targets else (float("nan"), float("nan"))

@@ -1,0 +1,102 @@
+"""Who runs a workload: the ladder of our own rows, each with one thing more than the row before, and the peers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from sojourn.bench.train.workloads import Workload
+from sojourn.config.words import closest, shown
+from sojourn.errors import UserError
+
+OURS = "sojourn"
+REFERENCE = "transformers"  # whose losses the others must have
+
+_LARGEST_IN_FP32 = 1_000_000_000
+
+_PLAIN = {
+    "train.precision": "fp32", "train.attention": "sdpa", "train.loss": "whole", "train.fused": "off",
+    "train.compile": "off", "train.checkpointing": "off", "train.optimizer": "adamw", "train.offload": "off",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Contender:
+    """`settings` are keys of our configuration, or what the peer is told."""
+
+    name: str
+    title: str
+    role: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
+
+
+def contenders(workload: Workload, device: str) -> list[Contender]:
+    """The reference first, so that every row can be told against it; then the ladder, then the other peers."""
+    first, *others = _peers(workload, device)
+    return [first, *_ladder(workload, device), *others]
+
+
+def _ladder(workload: Workload, device: str) -> list[Contender]:
+    on_gpu, settings, rows = device == "cuda", dict(_PLAIN), list[Contender]()
+
+    def step(name: str, title: str, **changes: str) -> None:
+        settings.update({f"train.{key}": value for key, value in changes.items()})
+        rows.append(Contender(name, f"{OURS} {title}", OURS, dict(settings)))
+
+    whole = workload.method in ("pretrain", "full")
+    if workload.checkpointed and whole:
+        settings["train.checkpointing"] = "full"
+    if workload.shape.parameters <= _LARGEST_IN_FP32:
+        step("fp32", "fp32")
+    if on_gpu:
+        step("bf16", "bf16", precision="bf16")
+        step("varlen", "+ variable-length attention", attention="varlen")
+    step("chunked", "+ chunked loss", loss="chunked")
+    step("fused", "+ fused forwards", fused="on")
+    step("compile", "+ compile", compile="on")
+    if workload.method == "pretrain":
+        return rows
+    if settings["train.checkpointing"] == "off":
+        step("selective", "+ selective checkpointing", checkpointing="selective")
+        step("full", "+ full checkpointing", checkpointing="full")
+    if whole and on_gpu:
+        step("adamw-8bit", "+ 8-bit AdamW", optimizer="adamw_8bit")
+        step("offload", "+ AdamW on the host instead", optimizer="adamw", offload="optimizer")
+    return rows
+
+
+def _peers(workload: Workload, device: str) -> list[Contender]:
+    on_gpu, recompute = device == "cuda", {"checkpointing": True}
+    if workload.method == "pretrain":
+        found = [Contender(REFERENCE, "transformers", "transformers")]
+        if on_gpu:
+            found += [
+                Contender("transformers-compiled", "transformers, compiled", "transformers", {"compile": True}),
+                Contender("liger", "Liger", "liger", needs=("liger_kernel",)),
+            ]
+        return [*found, Contender("nanogpt-style", "a Llama of 70 lines of torch", "plain", {"compile": on_gpu})]
+    needs = {"lora": ("peft",), "qlora": ("peft", "bitsandbytes")}.get(workload.method, ())
+    how, told = (", checkpointed", recompute) if workload.checkpointed else ("", {})
+    found = [Contender(REFERENCE, f"transformers, padded{how}", "transformers", {"documents": 8, **told}, needs)]
+    if on_gpu:
+        liger = ("liger_kernel", *needs)
+        found.append(Contender("liger", f"Liger, packed{how}", "liger", told, liger))
+        if workload.checkpointed and workload.adapters:
+            found.append(Contender("liger-kept", "Liger, packed, nothing recomputed", "liger", {}, liger))
+    found.append(Contender("trl", f"trl, packed{how}", "trl", told, ("trl", *needs)))
+    if on_gpu:
+        found.append(Contender("unsloth", "Unsloth, padded", "unsloth", {"documents": 8}, ("unsloth", *needs)))
+    return found
+
+
+def selected(listed: list[Contender], names: list[str], peers: bool) -> list[Contender]:
+    """Those of the list that were asked for by name, or all; without peers only our own."""
+    return [one for one in listed if (one.name in names if names else True) and (peers or one.role == OURS)]
+
+
+def check_rows(names: list[str], known: set[str]) -> None:
+    for name in names:
+        if name not in known:
+            there = ", ".join(sorted(known))
+            raise UserError(f"--rows: “{shown(name)}”: no such row{closest(name, known)}; there are: {there}")

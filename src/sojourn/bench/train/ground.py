@@ -1,0 +1,166 @@
+"""The common ground of a workload, made once: weights, an adapter, a tokenizer, and the rows that all read.
+
+FOLDER/
+  SHAPE-HASH/       base/ (weights and tokenizer), adapter/, data.jsonl
+  home/prepared/    the rows
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from sojourn.bench.train.workloads import Workload
+from sojourn.errors import RunFailed
+
+_VOCABULARY = 32_000  # of the tokenizer; a model's own may be larger
+_TRAINED_ON = 4_000_000
+_BYTES_A_TOKEN = 6  # more than any of the texts has, so that rows suffice
+_USUAL_STEPS = 25
+_SMALLEST, _LARGEST = 300_000, 16_000_000
+ALPHA = 2  # over the rank
+
+
+@dataclass(frozen=True)
+class Ground:
+    workload: Workload
+    folder: Path
+    home: Path
+
+    @property
+    def base(self) -> Path:
+        return self.folder / "base"
+
+    @property
+    def adapter(self) -> Path:
+        return self.folder / "adapter"
+
+    @property
+    def data(self) -> Path:
+        return self.folder / "data.jsonl"
+
+
+def folder_of(workload: Workload, steps: int, work: Path) -> Path:
+    """Workloads that start from the same weights and read the same data share it."""
+    shape = workload.shape
+    says = json.dumps(
+        [1, asdict(shape), workload.documents, workload.row_length, workload.rank, _size(workload, steps)]
+    )
+    return work / f"{shape.family}-{shape.parameters / 1e6:.0f}m-{hashlib.sha256(says.encode()).hexdigest()[:8]}"
+
+
+def lay(workload: Workload, steps: int, device: str, work: Path) -> Ground:
+    """Finds what an earlier call left, or makes it whole."""
+    folder = folder_of(workload, steps, work)
+    ground = Ground(workload, folder, work / "home")
+    if folder.is_dir():
+        return ground
+    stage = work / f".stage-{os.getpid()}-{folder.name}"
+    try:
+        stage.mkdir(parents=True)
+        made = Ground(workload, stage, ground.home)
+        _write_data(workload, made.data, _size(workload, steps))
+        _write_tokenizer(workload, made)
+        _write_weights(made, device)
+        stage.rename(folder)
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+    return ground
+
+
+def _size(workload: Workload, steps: int) -> int:
+    """Bytes of data; short runs have the same, so that they share the rest too."""
+    tokens = workload.rows * workload.row_length * max(steps, _USUAL_STEPS)
+    return min(_LARGEST, max(_SMALLEST, tokens * _BYTES_A_TOKEN))
+
+
+def settings(ground: Ground, steps: int, every: int, device: str) -> dict[str, Any]:
+    """The run as a user would write it. No warm-up and a constant rate: every peer can do that."""
+    workload = ground.workload
+    method: dict[str, Any] = {"kind": workload.method}
+    if workload.adapters:
+        method |= {"rank": workload.rank, "alpha": ALPHA * workload.rank, "adapter": str(ground.adapter.absolute())}
+    return {
+        "model": {"base": str(ground.base.absolute())},
+        "method": method,
+        "data": {"sources": [str(ground.data.absolute())], "max_length": workload.row_length, "eval_fraction": 0},
+        "train": {
+            "steps": steps, "global_batch": workload.rows, "micro_batch": workload.micro_batch, "lr": workload.lr,
+            "schedule": "constant", "warmup": 0, "weight_decay": workload.weight_decay, "beta1": 0.9, "beta2": 0.95,
+            "clip": 1.0, "seed": 0, "device": device,
+        },
+        "save": {"every": "24h", "keep": 1},
+        "log": {"every_steps": every, "tensorboard": "off"},
+    }  # fmt: skip
+
+
+def rows_of(ground: Ground, run: Path) -> Path:
+    """The prepared artefact of the run in the file `run`: the one that `sojourn train` will find."""
+    from sojourn.config.load import load_run
+    from sojourn.data.inputs import data_of
+    from sojourn.data.prepare import prepare
+
+    return prepare(data_of(load_run([str(run)]).config), ground.home / "prepared").path
+
+
+def _write_data(workload: Workload, path: Path, size: int) -> None:
+    if workload.documents == "chats":
+        from sojourn.bench.corpus import write_corpus
+
+        write_corpus(path, size)
+        return
+    from sojourn.data.builtin import text
+
+    texts = [document.text for document in text(size)]
+    lines = ["\n\n".join(texts)] if workload.documents == "long" else texts
+    path.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines), encoding="utf-8")
+
+
+def _write_tokenizer(workload: Workload, ground: Ground) -> None:
+    from sojourn.config.schema import DataConfig
+    from sojourn.data.words.tokenizer import train_tokenizer
+
+    size = min(_VOCABULARY, workload.shape.vocab)
+    words = train_tokenizer(DataConfig.model_validate({"vocab_size": size}), _texts(ground.data), ground.folder)
+    words.save(ground.base, words.template("chatml"), workload.row_length)
+
+
+def _texts(path: Path) -> Iterator[str]:
+    read = 0
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            record = json.loads(line)
+            text = record.get("text") or "\n".join(turn["content"] for turn in record["messages"])
+            yield from text[:_TRAINED_ON].split("\n\n")
+            read += len(text)
+            if read > _TRAINED_ON:
+                return
+
+
+def _write_weights(ground: Ground, device: str) -> None:
+    """In a process of its own: this one must not hold memory of the GPU."""
+    from sojourn.bench.memory import watched
+
+    task, log = ground.folder / "task.json", ground.folder / "log.txt"
+    facts = {
+        "shape": asdict(ground.workload.shape), "settings": ground.workload.shape.settings, "device": device,
+        "length": ground.workload.row_length, "base": str(ground.base),
+        "adapter": str(ground.adapter) if ground.workload.documents == "chats" and find_spec("peft") else None,
+        "rank": ground.workload.rank, "alpha": ALPHA * ground.workload.rank,
+    }  # fmt: skip
+    task.write_text(json.dumps(facts), encoding="utf-8")
+    command = [sys.executable, "-c", "from sojourn.bench.train.weights import main; main()", str(task)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": "1"}
+    if watched(command, environment, log)[0]:
+        said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        raise RunFailed(f"{ground.workload.name}: the weights could not be written: {(said or ['nothing said'])[-1]}")
+    task.unlink()
+    log.unlink()

@@ -1,0 +1,199 @@
+"""Attention that stays inside documents, by whichever kernel the machine has; every one computes the same.
+
+Shapes: B rows, T tokens a row, H heads of queries and K of keys and values, D numbers a head. Registered with
+transformers under `NAME`, so that any of its models uses it; the batch's `Layout` reaches it as the keyword `layout`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+from sojourn.model.layout import Layout
+
+NAME = "sojourn"
+
+
+@dataclass(frozen=True)
+class How:
+    """Beside the tensors: what the scores are multiplied by, and what some models do to them."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    dropout: float = 0.0
+
+
+def register() -> str:
+    """Makes `NAME` known to transformers. It has no mask function there, so models build no mask of their own."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, _from_transformers)
+    return NAME
+
+
+def _from_transformers(
+    module: Any, query_BHTD: Any, key_BKTD: Any, value_BKTD: Any, attention_mask: Any = None, **given: Any
+) -> tuple[Any, None]:
+    if given.get("layout") is None or given.get("s_aux") is not None or not getattr(module, "is_causal", True):
+        raise NotImplementedError(f"{type(module).__name__}: its attention cannot be told about packed documents")
+    how = How(
+        given.get("scaling") or query_BHTD.shape[-1] ** -0.5,
+        given.get("sliding_window"),
+        given.get("softcap"),
+        given.get("dropout") or 0.0,
+    )
+    query_BTHD, key_BTKD, value_BTKD = (x.transpose(1, 2) for x in (query_BHTD, key_BKTD, value_BKTD))
+    return attend(query_BTHD, key_BTKD, value_BTKD, given["layout"], how), None
+
+
+def attend(query_BTHD: Any, key_BTKD: Any, value_BTKD: Any, layout: Layout, how: How) -> Any:
+    return _BACKENDS[layout.backend](query_BTHD, key_BTKD, value_BTKD, layout, how)
+
+
+def _math(query_BTHD: Any, key_BTKD: Any, value_BTKD: Any, layout: Layout, how: How) -> Any:
+    """Whole scores, in 32 bits at least: slow, and what the others are compared with."""
+    import torch
+    import torch.nn.functional as F
+
+    wide = torch.promote_types(query_BTHD.dtype, torch.float32)
+    q, k, v = (x.transpose(1, 2).to(wide) for x in _as_many_heads(query_BTHD, key_BTKD, value_BTKD))
+    with torch.autocast(q.device.type, enabled=False):
+        scores = (q @ k.transpose(-1, -2)) * how.scale
+        if how.softcap is not None:
+            scores = how.softcap * torch.tanh(scores / how.softcap)
+        shares = scores.masked_fill(~layout.masks[layout.window(how.window)], float("-inf")).softmax(-1)
+        return (F.dropout(shares, how.dropout) @ v).transpose(1, 2).to(query_BTHD.dtype)
+
+
+def _sdpa(query_BTHD: Any, key_BTKD: Any, value_BTKD: Any, layout: Layout, how: How) -> Any:
+    """torch's own: flash or cuDNN where a row is one document, else its kernels that take a mask."""
+    import torch.nn.functional as F
+
+    mask = layout.masks.get(layout.window(how.window))
+    q, k, v = (x.transpose(1, 2) for x in _as_many_heads(query_BTHD, key_BTKD, value_BTKD))
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=how.dropout, is_causal=mask is None, scale=how.scale
+    )
+    return out.transpose(1, 2)
+
+
+def _varlen(query_BTHD: Any, key_BTKD: Any, value_BTKD: Any, layout: Layout, how: How) -> Any:
+    """torch's flash attention over documents of any length, end to end: no mask, no score outside a document."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    qkv = (query_BTHD, key_BTKD, value_BTKD)
+    grouped = key_BTKD.shape[2] != query_BTHD.shape[2] and _varlen_takes("enable_gqa")
+    q, k, v = (x.flatten(0, 1) for x in (qkv if grouped else _as_many_heads(*qkv)))
+    window = layout.window(how.window)
+    back = -1 if window is None else window - 1
+    extra = {"enable_gqa": True} if grouped else {}
+    starts, longest = layout.starts, layout.longest
+    out = varlen_attn(q, k, v, starts, starts, longest, longest, scale=how.scale, window_size=(back, 0), **extra)
+    return out.view_as(query_BTHD)
+
+
+def _flash(query_BTHD: Any, key_BTKD: Any, value_BTKD: Any, layout: Layout, how: How) -> Any:
+    """The flash-attn package."""
+    from flash_attn import flash_attn_varlen_func
+
+    q, k, v = (x.flatten(0, 1) for x in (query_BTHD, key_BTKD, value_BTKD))
+    window = layout.window(how.window)
+    starts, longest = layout.starts, layout.longest
+    out = flash_attn_varlen_func(
+        q, k, v, starts, starts, longest, longest,
+        dropout_p=how.dropout, softmax_scale=how.scale, causal=True,
+        window_size=(-1 if window is None else window - 1, 0), softcap=how.softcap or 0.0,
+    )  # fmt: skip
+    return out.view_as(query_BTHD)
+
+
+def _flex(query_BTHD: Any, key_BTKD: Any, value_BTKD: Any, layout: Layout, how: How) -> Any:
+    """Scores as a small program that torch compiles: for what the flash kernels cannot do, such as soft caps."""
+    import torch
+
+    def capped(score: Any, *_: Any) -> Any:
+        return how.softcap * torch.tanh(score / how.softcap)
+
+    q, k, v = (x.transpose(1, 2) for x in (query_BTHD, key_BTKD, value_BTKD))
+    out = _flex_kernel(q.device.type)(
+        q, k, v,
+        score_mod=capped if how.softcap is not None else None,
+        block_mask=layout.masks[layout.window(how.window)],
+        scale=how.scale,
+        enable_gqa=k.shape[1] != q.shape[1],
+    )  # fmt: skip
+    return out.transpose(1, 2)
+
+
+_BACKENDS: dict[str, Callable[[Any, Any, Any, Layout, How], Any]] = {
+    "math": _math,
+    "sdpa": _sdpa,
+    "varlen": _varlen,
+    "flash_attention_2": _flash,
+    "flex": _flex,
+}
+
+
+@cache
+def _flex_kernel(device: str) -> Any:
+    """Compiled on a GPU; a CPU has only the forward, which need not be fast."""
+    import torch
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False) if device == "cuda" else flex_attention
+
+
+def _as_many_heads(query_BTHD: Any, key_BTKD: Any, value_BTKD: Any) -> tuple[Any, Any, Any]:
+    """Keys and values repeated for the queries that share them."""
+    times = query_BTHD.shape[2] // key_BTKD.shape[2]
+    if times == 1:
+        return query_BTHD, key_BTKD, value_BTKD
+    return query_BTHD, key_BTKD.repeat_interleave(times, 2), value_BTKD.repeat_interleave(times, 2)
+
+
+@cache
+def _varlen_takes(name: str) -> bool:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return name in inspect.signature(varlen_attn).parameters
+
+
+def fault(backend: str, device: str, half: bool, head_size: int, softcap: bool, dropout: bool) -> str | None:
+    """Why `backend` cannot be used here, or None."""
+    flash = backend in ("varlen", "flash_attention_2")
+    if flash and device != "cuda":
+        return f"needs a CUDA GPU, but this run is on {device}"
+    if backend == "flex" and device != "cuda":
+        return f"has no backward on a {device.upper()}"
+    if flash and not half:
+        return "needs bf16 or fp16, but this run is in fp32"
+    if flash and (head_size > 256 or head_size % 8):
+        return f"takes heads of up to 256 in steps of 8, but this model's have {head_size}"
+    if flash and _capability() < (8, 0):
+        return "needs a GPU of compute capability 8.0 (RTX 30, A100) or newer"
+    if backend == "flash_attention_2" and find_spec("flash_attn") is None:
+        return "needs the package flash-attn, which is not installed"
+    if backend == "varlen" and (find_spec("torch.nn.attention.varlen") is None or not _varlen_takes("window_size")):
+        return "needs a newer torch (2.11)"
+    if softcap and backend in ("varlen", "sdpa"):
+        return "cannot cap scores, as this model does"
+    if dropout and backend in ("varlen", "flex"):
+        return "has no dropout, which this model's attention has"
+    return None
+
+
+def choose(device: str, half: bool, head_size: int, softcap: bool, dropout: bool) -> str:
+    """The fastest that works here; math always does."""
+    order = ("varlen", "flash_attention_2", "sdpa", "flex", "math") if device == "cuda" else ("sdpa", "math")
+    return next(name for name in order if fault(name, device, half, head_size, softcap, dropout) is None)
+
+
+def _capability() -> tuple[int, int]:
+    import torch
+
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)

@@ -1,0 +1,87 @@
+"""Cross-entropy over the vocabulary without ever holding the logits of all tokens at once.
+
+Shapes: N target tokens, C of them in a chunk, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+_CHUNK_BYTES = {"cuda": 2**28, "cpu": 2**24}  # of 32-bit logits; on a CPU they should stay near its cache
+_LEAST_ROWS = 256  # fewer leave the multiplication starved
+
+
+def loss_sum(head: Any, hidden_ND: Any, labels_N: Any, whole: bool = False) -> Any:
+    """Summed over the tokens. `head` makes logits of hidden states."""
+    if whole:
+        return F.cross_entropy(head(hidden_ND).float(), labels_N, reduction="sum")
+    rows = _chunk_rows(head, hidden_ND)
+    if type(head) is torch.nn.Linear:
+        return _LinearCrossEntropy.apply(hidden_ND, head.weight, head.bias, labels_N, rows)
+    # A head with an adapter, or of its own kind: as it is, its logits made again in the backward.
+    parts = zip(hidden_ND.split(rows), labels_N.split(rows), strict=True)
+    return sum(checkpoint(loss_sum, head, h, y, True, use_reentrant=False) for h, y in parts)
+
+
+def score(head: Any, hidden_ND: Any, labels_N: Any) -> tuple[Any, Any]:
+    """The summed loss, and of how many tokens it was the likeliest."""
+    loss, hits = (torch.zeros((), device=hidden_ND.device) for _ in range(2))
+    rows = _chunk_rows(head, hidden_ND)
+    for hidden_CD, labels_C in zip(hidden_ND.split(rows), labels_N.split(rows), strict=True):
+        logits_CV = head(hidden_CD).float()
+        loss += F.cross_entropy(logits_CV, labels_C, reduction="sum")
+        hits += (logits_CV.argmax(-1) == labels_C).sum()
+    return loss, hits
+
+
+def _chunk_rows(head: Any, hidden_ND: Any) -> int:
+    vocabulary = int(head.weight.shape[0])
+    return max(_LEAST_ROWS, _CHUNK_BYTES.get(hidden_ND.device.type, 2**28) // (4 * vocabulary))
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Head and loss in one: each chunk's logits become its loss and its gradients at once, and are forgotten."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_ND: Any, weight_VD: Any, bias_V: Any, labels_N: Any, rows: int) -> Any:
+        device = hidden_ND.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight_VD.dtype
+        with torch.autocast(device, enabled=False):
+            return _all_chunks(ctx, hidden_ND, weight_VD.to(dtype), bias_V, labels_N, rows, weight_VD.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        return (*(None if grad is None else grad.mul_(upstream[0]) for grad in ctx.grads), None, None)
+
+
+def _all_chunks(ctx: Any, hidden_ND: Any, weight_VD: Any, bias_V: Any, labels_N: Any, rows: int, kept_in: Any) -> Any:
+    wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+    grad_ND = torch.empty_like(hidden_ND) if wants_hidden else None
+    grad_VD = torch.zeros(weight_VD.shape, dtype=kept_in, device=weight_VD.device) if wants_weight else None
+    grad_V = torch.zeros_like(bias_V) if bias_V is not None and wants_bias else None
+    loss = torch.zeros((), device=hidden_ND.device)
+    for start in range(0, len(labels_N), rows):
+        hidden_CD = hidden_ND[start : start + rows].to(weight_VD.dtype)
+        labels_C1 = labels_N[start : start + rows, None]
+        logits_CV = (hidden_CD @ weight_VD.T).float()
+        if bias_V is not None:
+            logits_CV += bias_V
+        norm_C1 = logits_CV.logsumexp(-1, keepdim=True)
+        loss += (norm_C1 - logits_CV.gather(1, labels_C1)).sum()
+        if not any(ctx.needs_input_grad[:3]):
+            continue
+        shares_CV = logits_CV.sub_(norm_C1).exp_()
+        shares_CV.scatter_add_(1, labels_C1, shares_CV.new_full(labels_C1.shape, -1.0))
+        if grad_V is not None:
+            grad_V += shares_CV.sum(0)
+        grad_CV = shares_CV.to(weight_VD.dtype)
+        if grad_ND is not None:
+            grad_ND[start : start + rows] = grad_CV @ weight_VD
+        if grad_VD is not None:
+            grad_VD += grad_CV.T @ hidden_CD
+    ctx.grads = (grad_ND, grad_VD, grad_V)
+    return loss

@@ -1,0 +1,74 @@
+"""Evaluation during training: held-out scores, samples, the best model so far, and when to wait no longer."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+
+import numpy as np
+
+from sojourn.config.schema import RunConfig
+from sojourn.data.artefact import Artefact
+from sojourn.model.network import Network
+from sojourn.run.folder import RunFolder
+from sojourn.train.feed import Feed
+from sojourn.train.final import write_final
+from sojourn.train.meters import Meters, Scores
+from sojourn.train.sample import Samples
+from sojourn.train.saving import Progress
+from sojourn.train.step import evaluate
+
+
+class Assessor:
+    def __init__(self, config: RunConfig, run: RunFolder, artefact: Artefact, network: Network, feed: Feed) -> None:
+        self._config, self._run, self._artefact, self._network, self._feed = config, run, artefact, network, feed
+
+    def due(self, step: int, total: int) -> bool:
+        every = self._config.train.eval_every
+        return step == total or (every is not None and step % every == 0)
+
+    def assess(self, progress: Progress, meters: Meters) -> str | None:
+        """Scores, samples and perhaps a new `best/`; returns why to stop, if patience has run out."""
+        train = self._config.train
+        if train.samples or (train.eval_every is not None and len(self._artefact.eval)):
+            meters.log_samples(
+                progress.step, self._samples.take(self._network, self._feed.autocast(), self._feed.device)
+            )
+        if not len(self._artefact.eval):
+            return None
+        loss, accuracy = evaluate(self._network, self._artefact.eval, train.eval_rows, self._feed)
+        best = progress.note(loss)
+        bits = loss * self._targets / math.log(2) / self._bytes if self._bytes else None
+        meters.log_eval(progress.step, Scores(loss, math.exp(min(loss, 700.0)), accuracy, bits, best))
+        if best and train.eval_every is not None:
+            write_final(self._network.model, self._artefact, self._run.best, self._config)
+            self._run.event("best", step=progress.step, loss=loss)
+        if train.patience is not None and progress.worse >= train.patience:
+            return (
+                f"train.patience: no better held-out loss in {progress.worse} evaluations "
+                f"(best {progress.best_loss:.4f} at step {progress.best_step})"
+            )
+        return None
+
+    @cached_property
+    def _samples(self) -> Samples:
+        return Samples(self._config, self._artefact)
+
+    @cached_property
+    def _targets(self) -> int:
+        rows = np.arange(min(self._config.train.eval_rows, len(self._artefact.eval)))
+        return sum(batch.targets for batch in self._feed.batches(self._artefact.eval, rows))
+
+    @cached_property
+    def _bytes(self) -> int:
+        """Of the text that the held-out targets spell; special tokens spell none."""
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(self._artefact.tokenizer / "tokenizer.json"))
+        split, total = self._artefact.eval, 0
+        for number in range(min(self._config.train.eval_rows, len(split))):
+            ids, mask, starts = split.row(number)
+            for document, trained in zip(np.split(ids, starts[1:]), np.split(mask, starts[1:]), strict=True):
+                spelled = [int(i) for i in document[1:][trained[1:] == 1]]
+                total += len(tokenizer.decode(spelled, skip_special_tokens=True).encode())
+        return total

@@ -1,0 +1,78 @@
+"""The network to train: new or opened, with or without an adapter, in the right numbers, checked, ready for steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sojourn.config.schema import RunConfig
+from sojourn.data.artefact import Artefact
+from sojourn.errors import UserError
+from sojourn.model.adapter import add_adapter, open_adapter
+from sojourn.model.base import open_base
+from sojourn.model.memory import compile_blocks, recompute
+from sojourn.model.network import Network, open_network
+from sojourn.model.probe import check_network
+from sojourn.model.scratch import build_model
+from sojourn.train.feed import Feed
+from sojourn.train.subject import base_of
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def build_network(config: RunConfig, artefact: Artefact, device: str) -> Network:
+    """Weights that are trained are kept in 32 bits; frozen ones in the numbers that the run computes in."""
+    train, seed = config.train, config.train.seed
+    if config.model.base is None:
+        sizes = (artefact.vocab_size, artefact.max_length, artefact.pad_id, artefact.stop_ids)
+        model = build_model(config.model, *sizes, seed).to(device)
+    else:
+        model = _opened(config, artefact, device)
+    model.config.use_cache = False
+    network = open_network(model, train.attention)
+    packed = artefact.facts["packing"] != "off"
+    if config.model.base is not None:
+        network = _checked(network, config, device, packed)
+    if train.fused == "on":
+        from sojourn.model.fused import fuse
+
+        fuse(network.plain)
+    recompute(network.plain, str(train.checkpointing))
+    if train.compile == "on":
+        compile_blocks(network.body)
+    network.model.train()
+    torch.manual_seed(seed)
+    return network
+
+
+def _opened(config: RunConfig, artefact: Artefact, device: str) -> Any:
+    """An existing model, and on it what the method trains."""
+    kind, frozen = config.method.kind, config.method.kind in ("lora", "qlora")
+    model = open_base(base_of(config), DTYPES[str(config.train.precision)] if frozen else torch.float32, device)
+    rows = model.get_input_embeddings().weight.shape[0]
+    if artefact.vocab_size > rows:
+        if frozen:
+            raise UserError(
+                f"data.tokenizer: {artefact.vocab_size} tokens, but model.base has only {rows}; use its own tokenizer "
+                f"(data.tokenizer=auto), or train all weights: method.kind=full, not {kind}"
+            )
+        model.resize_token_embeddings(artefact.vocab_size)
+    if not frozen:
+        return model.requires_grad_(True)
+    model.requires_grad_(False)
+    if config.method.adapter is not None:
+        return open_adapter(model, config.method.adapter, trainable=True)
+    return add_adapter(model, config.method, config.train.seed)
+
+
+def _checked(network: Network, config: RunConfig, device: str, packed: bool) -> Network:
+    """The same network, or one with the model's own attention where it cannot take ours and need not."""
+    feed = Feed(1, 1, 0, device, str(config.train.precision))
+    try:
+        check_network(network, device, feed.autocast(), packed)
+    except NotImplementedError:
+        network.plain.set_attn_implementation("sdpa")
+        network = open_network(network.model, None)
+        check_network(network, device, feed.autocast(), packed)
+    return network

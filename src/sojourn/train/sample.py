@@ -1,0 +1,69 @@
+"""What the model says while it learns: greedy answers to the same few prompts at every evaluation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from sojourn.config.schema import RunConfig
+from sojourn.data.artefact import Artefact, Split
+from sojourn.model.network import Network
+
+_HELD_OUT = 2
+_LOOKED_AT = 8
+_LEAST_TEXT = 24
+
+
+class Samples:
+    """The user's prompts; without any, the beginnings of the first held-out documents."""
+
+    def __init__(self, config: RunConfig, artefact: Artefact) -> None:
+        from transformers import AutoTokenizer
+
+        self._tokenizer = AutoTokenizer.from_pretrained(artefact.tokenizer)
+        self._stops, self._pad, self._most = artefact.stop_ids, artefact.pad_id, config.train.sample_tokens
+        room = artefact.max_length - 1
+        if config.train.samples:
+            self._prompts = [(prompt, self._ids(prompt, artefact)[-room:]) for prompt in config.train.samples]
+        else:
+            found = _beginnings(artefact.eval)
+            self._prompts = [(self._tokenizer.decode(ids), ids) for ids in found[:_HELD_OUT]]
+
+    def _ids(self, prompt: str, artefact: Artefact) -> list[int]:
+        text = prompt
+        if artefact.facts["chat"]:
+            turns = [{"role": "user", "content": prompt}]
+            text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def take(self, network: Network, autocast: Any, device: str) -> list[tuple[str, str]]:
+        """Each prompt with its answer."""
+        import torch
+
+        told = []
+        with network.own_attention() as model, torch.no_grad(), autocast:
+            for prompt, ids in self._prompts:
+                given = torch.tensor([ids], device=device)
+                out = model.generate(
+                    input_ids=given, attention_mask=torch.ones_like(given), max_new_tokens=self._most, use_cache=True,
+                    do_sample=False, temperature=None, top_p=None, top_k=None,
+                    eos_token_id=self._stops, pad_token_id=self._pad,
+                )  # fmt: skip
+                told.append((prompt, self._tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True)))
+        return told
+
+
+def _beginnings(split: Split) -> list[list[int]]:
+    """Of chats, all before the first trained word; then of texts, their first quarter."""
+    questions, texts = [], []
+    for number in range(min(len(split), _LOOKED_AT)):
+        ids, mask, starts = split.row(number)
+        for start, stop in zip(starts, [*starts[1:], len(ids)], strict=True):
+            document = [int(i) for i in ids[start:stop]]
+            untrained = int(np.argmax(mask[start:stop]))
+            if untrained > 1:
+                questions.append(document[:untrained])
+            elif len(document) >= _LEAST_TEXT:
+                texts.append(document[: len(document) // 4])
+    return questions + texts

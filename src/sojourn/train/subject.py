@@ -1,0 +1,44 @@
+"""What is to be trained, as far as choices depend on it: known before any weight is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sojourn.config.schema import RunConfig
+from sojourn.model.base import Base, open_settings
+from sojourn.plan.shape import Shape, base_shape, scratch_shape
+
+
+@dataclass(frozen=True)
+class Subject:
+    """`positions`: how many tokens it can hold; None where any length will do."""
+
+    family: str
+    shape: Shape
+    softcap: bool = False
+    dropout: bool = False
+    positions: int | None = None
+
+
+def base_of(config: RunConfig) -> Base:
+    model, method = config.model, config.method
+    bits = method.bits if method.kind == "qlora" else None
+    return Base(str(model.base), model.revision, model.trust_remote_code, bits, method.double_quant)
+
+
+def subject_of(config: RunConfig) -> Subject:
+    if config.model.base is None:
+        return Subject("llama", scratch_shape(config.model, int(config.data.vocab_size)))
+    settings = open_settings(base_of(config)).get_text_config()
+    known = {**settings.to_dict(), **{key: getattr(settings, key, None) for key in _NAMES}}
+    return Subject(
+        family=settings.model_type,
+        shape=base_shape(known),
+        softcap=getattr(settings, "attn_logit_softcapping", None) is not None,
+        dropout=bool(getattr(settings, "attention_dropout", 0.0) or getattr(settings, "attn_pdrop", 0.0)),
+        positions=getattr(settings, "max_position_embeddings", None),
+    )
+
+
+# Older families have other names for these in their files; transformers' objects answer to both.
+_NAMES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "tie_word_embeddings")

@@ -1,0 +1,209 @@
+"""The benchmark of training: all contenders do the same work, what differs is told, and a failure is only a row."""
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from conftest import sojourn
+from sojourn.bench.train import measure as measuring
+from sojourn.bench.train.compare import best, compare, line
+from sojourn.bench.train.contenders import OURS, REFERENCE, Contender, contenders
+from sojourn.bench.train.ground import Ground, settings
+from sojourn.bench.train.measure import make_plan, measure, why
+from sojourn.bench.train.track import padded
+from sojourn.bench.train.workloads import WORKLOADS, fitting
+from sojourn.config.load import load_run
+from sojourn.data.artefact import Batch
+from sojourn.errors import UserError
+from sojourn.run.files import write_json
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where weights and rows are kept from one test to the next."""
+    return tmp_path_factory.mktemp("bench")
+
+
+@pytest.fixture(scope="module")
+def rows(folder: Path) -> dict[str, dict]:
+    """The command on the tiny model: four steps of three contenders."""
+    out = folder / "result.json"
+    said = sojourn(
+        "bench", "train", "--workload", "tiny", "--steps", "4", "--rows", f"fp32,{REFERENCE},nanogpt-style",
+        "--folder", str(folder), "--json", "--out", str(out),
+    )  # fmt: skip
+    assert said.returncode == 0, said.stderr
+    result = json.loads(said.stdout)
+    assert result == json.loads(out.read_text(encoding="utf-8"))
+    assert result["versions"]["torch"] and result["cpu"] and result["date"] and "bench train" in result["command"]
+    (tiny,) = result["workloads"]
+    assert tiny["workload"] == "tiny"
+    return {row["name"]: row for row in tiny["rows"]}
+
+
+def test_the_same_steps_give_everyone_the_same_losses(rows):
+    assert list(rows) == [REFERENCE, "fp32", "nanogpt-style"]
+    for row in rows.values():
+        assert list(row["losses"]) == ["1", "2", "3", "4"], row.get("said")
+        assert row["same"] and row["difference"] <= 1e-4 and row["gradient_difference"] <= 1e-3
+        assert row["tokens_per_second"] > 0 and row["peak_memory"] > 2**20 and row["seconds_to_first_step"] > 0
+    losses = rows[REFERENCE]["losses"]
+    assert losses["4"] < losses["1"]
+
+
+def test_a_different_computation_is_told_and_one_that_dies_is_only_a_row(rows, folder, monkeypatch):
+    dead = Contender("dead", "one that dies", "nobody")
+    careless = Contender("careless", "one that looks across documents", "plain", {"whole_rows": True})
+    absent = Contender("absent", "one that is not here", "plain", needs=("no_such_module",))
+    monkeypatch.setattr(measuring, "contenders", lambda workload, device: [dead, careless, absent])
+    said: list[str] = []
+    result = measure(make_plan(["tiny"], "", 4, True, folder), said.append)
+    died, differing, missing = result["workloads"][0]["rows"]
+    assert died["note"] == "failed: KeyError: 'nobody'" and "Traceback" in died["said"]
+    assert missing["note"] == "no_such_module is not installed"
+    assert any(text.startswith("one that dies") and "failed" in text for text in said)
+    compare(differing, rows[REFERENCE], "fp32")
+    assert not differing["same"] and differing["gain"] is None and "differs" in line(differing)
+    assert best([rows["fp32"], differing]) is None
+
+
+def _row(name: str, losses: list[float | None], speed: float = 100.0, gradient: float = 1.0) -> dict:
+    return {
+        "name": name, "title": name, "role": OURS if name == "ours" else name, "first_gradient": gradient,
+        "losses": {str(step): loss for step, loss in enumerate(losses, 1)}, "tokens_per_second": speed,
+        "peak_memory": GIB,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("row", "same"),
+    [
+        (_row("ours", [7.0, 6.99]), True),
+        (_row("ours", [7.0, 6.9]), False),
+        (_row("ours", [7.0, None]), False),
+        (_row("ours", [7.0, float("nan")]), False),
+        (_row("ours", [7.0, 6.99], gradient=1.01), False),
+        (_row("ours", []), False),
+    ],
+    ids=["equal", "another loss", "no loss", "not a number", "another gradient", "no step in common"],
+)
+def test_only_the_same_computation_counts(row, same):
+    reference = _row(REFERENCE, [7.0, 6.99], speed=50.0)
+    compare(row, reference, "fp32")
+    assert row["same"] is same and row["gain"] == (2.0 if same else None)
+    json.dumps(row, allow_nan=False) if same else line(row)
+
+
+def test_the_noise_of_bf16_is_allowed_and_grows_unseen_after_twenty_steps():
+    reference, row = _row(REFERENCE, [5.0] * 30), _row("ours", [5.05] * 20 + [9.0] * 10, gradient=1.02)
+    compare(row, reference, "bf16")
+    assert row["same"] and row["difference"] == pytest.approx(0.01)
+    compare(row, reference, "fp32")
+    assert not row["same"]
+
+
+def test_our_best_is_told_against_the_best_peer():
+    rows = [_row("slow", [7.0], 10.0), _row("fast", [7.0], 50.0), _row("ours", [7.0], 100.0)]
+    for row in rows:
+        compare(row, rows[0], "fp32")
+    assert best(rows)["says"] == "ours is 2.00 times as fast as fast, in 1.00 of its memory"
+
+
+def test_each_rung_of_the_ladder_changes_one_thing():
+    for workload in WORKLOADS.values():
+        for device in ("cpu", "cuda"):
+            listed = contenders(workload, device)
+            assert listed[0].name == REFERENCE and len({one.name for one in listed}) == len(listed)
+            rungs = [one for one in listed if one.role == OURS]
+            assert rungs
+            for before, after in pairwise(rungs):
+                changed = [key for key in after.settings if after.settings[key] != before.settings[key]]
+                assert len(changed) == (2 if after.name == "offload" else 1), (workload.name, after.name)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_every_rung_is_a_run_that_can_be_typed(name, tmp_path):
+    workload = WORKLOADS[name]
+    run = tmp_path / "run.yaml"
+    write_json(run, settings(Ground(workload, tmp_path, tmp_path), 25, 5, "cuda"))
+    for rung in (one for one in contenders(workload, "cuda") if one.role == OURS):
+        config = load_run([str(run), *(f"{key}={value}" for key, value in rung.settings.items())]).config
+        assert config.train.steps == 25 and config.method.kind == workload.method
+
+
+def test_a_machine_measures_what_it_has_room_for():
+    assert [one.name for one in fitting(None)] == ["tiny"]
+    assert [one.name for one in fitting(8 * GIB)] == ["tiny"]
+    assert [one.name for one in fitting(16 * GIB)] == ["qlora-7b"]
+    assert {"pretrain-110m", "pretrain-875m", "full-1.5b", "lora-7b", "full-7b"} < {
+        one.name for one in fitting(139 * GIB)
+    }
+
+
+def test_shapes_are_as_large_as_their_names_say():
+    sizes = {name: WORKLOADS[name].shape.parameters / 1e6 for name in ("pretrain-110m", "pretrain-875m", "full-1.5b")}
+    assert {name: round(size, -1) for name, size in sizes.items()} == {
+        "pretrain-110m": 110, "pretrain-875m": 880, "full-1.5b": 1540,
+    }  # fmt: skip
+    assert WORKLOADS["lora-7b"].shape.parameters == pytest.approx(7.6e9, rel=0.01)
+
+
+def test_steps_are_logged_often_enough_and_the_first_fifth_warms_up():
+    plan = replace(make_plan(["tiny"], "", 25, True, None))
+    assert plan.every == 5 and plan.marks == [1, 5, 10, 15, 20, 25]
+    assert replace(plan, steps=4).marks == [1, 2, 3, 4]
+    assert replace(plan, steps=12).marks == [1, 2, 4, 6, 8, 10, 12]
+
+
+def test_padded_documents_are_those_of_the_packed_rows():
+    ids = np.arange(1, 17).reshape(2, 8)
+    documents = np.array([[0, 0, 0, 1, 1, -1, -1, -1], [0, 0, 1, 1, 1, 1, 2, 2]])
+    labels = np.where(documents == 1, ids + 1, -100)
+    batch = Batch(ids, labels, ids, documents)
+    parts = list(padded(batch, 2))
+    assert [part["ids"].shape for part in parts] == [(2, 3), (2, 4), (1, 2)]
+    assert sum(int(part["mask"].sum()) for part in parts) == batch.real_tokens
+    assert sum(int((part["labels"] >= 0).sum()) for part in parts) == batch.targets
+    assert parts[1]["ids"].tolist() == [[9, 10, 0, 0], [11, 12, 13, 14]]
+
+
+def test_a_failure_is_told_in_a_word():
+    assert why("Traceback\ntorch.OutOfMemoryError: CUDA out of memory. Tried…\nfoot", 1) == "out of memory"
+    assert why("one\nRunFailed: no room\n", 1) == "failed: RunFailed: no room"
+    assert why("", -11) == "killed by signal 11"
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"workloads": ["tinny"]}, "--workload: “tinny”: no such workload; did you mean tiny?; there are: tiny,"),
+        ({"rows": "chunkd"}, "--rows: “chunkd”: no such row; did you mean chunked?; there are: "),
+        ({"rows": REFERENCE, "peers": False}, "--rows: only peers are named, but --no-peers leaves them out"),
+        ({"folder": Path("nowhere")}, "--folder: nowhere: no such folder"),
+    ],
+    ids=["workload", "row", "no row left", "folder"],
+)
+def test_a_mistake_is_one_line(asked, told):
+    with pytest.raises(UserError) as error:
+        make_plan(**{"workloads": ["tiny"], "rows": "", "steps": 4, "peers": True, "folder": None, **asked})
+    assert told in str(error.value) and "\n" not in str(error.value)
+
+
+def test_too_small_a_disk_is_told_before_the_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(measuring.shutil, "disk_usage", lambda path: SimpleNamespace(free=20e9))
+    with pytest.raises(UserError, match=r"20\.0 GB are free, 22\.3 GB are needed"):
+        make_plan(["lora-7b,qlora-7b,full-7b", "full-1.5b", "pretrain-875m"], "", 25, True, tmp_path)
+    make_plan(["lora-7b,qlora-7b,full-7b"], "", 25, True, tmp_path)  # these share their weights
+
+
+def test_a_result_that_cannot_be_written_is_told_before_the_work():
+    said = sojourn("bench", "train", "--out", "nowhere/a.json")
+    assert said.returncode == 2 and said.stdout == ""
+    assert said.stderr.strip().endswith("--out: nowhere: no such folder")

@@ -1,0 +1,295 @@
+"""docs/guides-commands.md is true: each line is understood as typed, and runs, or is refused as it says."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from sojourn.config.load import load_run
+from sojourn.config.schema import RunConfig
+from sojourn.config.spellings import ACCUMULATION, BATCH, SWITCHES, VALUES
+from sojourn.config.suggest import every_key
+from sojourn.run.home import run_folder
+from test_config_errors import sojourn
+from test_hub import NEW, Hub, Repository, lines
+
+PAGE = Path(__file__).parent.parent / "docs" / "guides-commands.md"
+VERBS = ("doctor", "prepare", "train", "plan", "eval", "generate", "chat")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of a guide, what to type instead, and what the page says of it."""
+
+    guide: str
+    here: str
+    says: str
+
+    @property
+    def words(self) -> list[str]:
+        """What follows `sojourn VERB`."""
+        command = self.here.removeprefix("nohup ").removeprefix("!")
+        return shlex.split(re.sub(r" > \S+ 2>&1 &$", "", command))[2:]
+
+    @property
+    def verb(self) -> str:
+        found = re.match(r"(?:nohup |!)?sojourn (\w+)", self.here)
+        return found[1] if found else ""
+
+    @property
+    def works(self) -> bool:
+        return self.says.startswith("**works**")
+
+
+def tables() -> dict[str, list[list[str]]]:
+    """The page's tables by the heading above them, each a list of rows of cells."""
+    found: dict[str, list[list[str]]] = {}
+    for section in re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
+        rows = [line for line in section.splitlines() if line.startswith("| ")][1:]
+        found[section.splitlines()[0]] = [[c.strip() for c in re.split(r"(?<!\\)\|", row)[1:-1]] for row in rows]
+    return found
+
+
+TABLES = tables()
+SETTINGS, DEEPSPEED = TABLES.pop("Settings in Python"), TABLES.pop("ds_config.json")
+ROWS = [Row(guide, here.strip("`"), says) for rows in TABLES.values() for guide, here, says in rows]
+RUNS = list({row.here: row for row in ROWS if row.verb in ("train", "prepare")}.values())
+TRAINED = [row for row in RUNS if row.verb == "train"]
+
+
+def here(row: Row) -> str:
+    return row.here
+
+
+def value(config: RunConfig, key: str) -> Any:
+    found: Any = config
+    for part in key.split("."):
+        found = getattr(found, part)
+    return [source.path for source in found] if key.endswith("sources") else found
+
+
+# --- the page ---
+
+
+def test_the_page_covers_every_guide_and_says_what_works() -> None:
+    assert len(TABLES) == 5 and len(ROWS) > 70 and len(TRAINED) > 30
+    for row in ROWS:
+        assert row.says.startswith(("**works**", "**refused**", "**planned**", "vLLM's own")), row
+
+
+def test_every_verb_on_the_page_is_there_or_planned() -> None:
+    for row in ROWS:
+        assert row.verb in ("", *VERBS) or row.says.startswith("**planned**"), row
+        assert row.verb != "" or not row.here.startswith("sojourn")
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if ".py --" in row.guide and row.verb == "train"], ids=here)
+def test_a_training_command_keeps_the_guides_flags(row: Row) -> None:
+    (theirs,) = re.findall(r"`[^`]*\.py ([^`]*)`", row.guide)
+    assert set(re.sub(r" > \S+ 2>&1 &$", "", theirs).split()) <= set(row.words)
+
+
+# --- what each line means ---
+
+
+@pytest.mark.parametrize("row", RUNS, ids=here)
+def test_a_command_sets_what_it_says(row: Row, home: Path) -> None:
+    config = load_run(row.words).config
+    flags = re.findall(r"--([\w-]+)(?:[ =](?!--)(\S+))?", shlex.join(row.words))
+    given = {name.replace("-", "_"): word for name, word in flags}
+    for name, word in given.items():
+        if name in VALUES:
+            found = value(config, VALUES[name])
+            found = ",".join(map(str, found)) if isinstance(found, list) else found
+            assert str(found) == word or float(found) == float(word), (name, word, found)
+        elif name in SWITCHES:
+            assert value(config, SWITCHES[name][0]) == SWITCHES[name][1]
+        elif name in BATCH:
+            assert config.train.micro_batch == int(word)
+    rows, times = ([int(given[name]) for name in names if name in given] for names in (BATCH, ACCUMULATION))
+    if rows:
+        gpus = config.parallel.gpus if isinstance(config.parallel.gpus, list) else [0]
+        assert config.train.global_batch == rows[0] * (times or [1])[0] * len(gpus)
+    if "--load_in_4bit" in row.words:
+        assert (config.method.kind, config.method.bits) == ("qlora", 4)
+
+
+def test_a_config_file_that_is_not_here_is_the_preset_of_its_name(home: Path) -> None:
+    names = {word for row in RUNS for word in row.words if word.startswith("configs/")}
+    assert {"configs/lora_20k.yaml", "configs/lora_50k.yaml", "configs/lora_100k.yaml", "configs/qlora.yaml"} == names
+    for name in names:
+        loaded = load_run(["--config", name])
+        assert loaded.notes == (f"{name} is not here; using the preset {loaded.config.name}",)
+
+
+@pytest.mark.parametrize("cells", SETTINGS, ids=lambda cells: cells[2])
+def test_a_setting_of_another_trainer_is_the_key_that_the_page_names(cells: list[str], home: Path) -> None:
+    _, _, flag, key = cells
+    loaded = load_run(["qlora-7b", *shlex.split(flag.strip("`"))])
+    if not key.startswith("`"):
+        assert loaded.config == load_run(["qlora-7b"]).config
+        assert loaded.notes or "strategy" in flag
+        return
+    words = [word.replace(": ", "=") for word in re.findall(r"`([^`]+)`", key)]
+    assert loaded.config == load_run(["qlora-7b", *words]).config
+
+
+def test_the_deepspeed_files_fields_have_keys_that_exist() -> None:
+    keys = [key for _, cell in DEEPSPEED for key in re.findall(r"`([a-z_0-9]+\.[a-z_0-9]+)`", cell)]
+    assert len(keys) > 10 and {tuple(key.split(".")) for key in keys} <= set(every_key())
+
+
+# --- what each line does ---
+
+
+@pytest.fixture
+def base(home: Path, chats: Path) -> Path:
+    """An existing model, tiny, with a tokenizer of its own."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from sojourn.data.prepare import prepare
+
+    data = load_run(["smoke", f"data.sources={chats}", "data.vocab_size=400", "data.max_length=64"]).config.data
+    artefact = prepare(data, home / "prepared", lambda line: None)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(
+        vocab_size=artefact.vocab_size,
+        max_position_embeddings=64,
+        pad_token_id=artefact.pad_id,
+        eos_token_id=artefact.stop_ids,
+        bos_token_id=None,
+        **sizes,
+    )
+    folder = home / "base"
+    LlamaForCausalLM(config).save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / file).write_bytes((artefact.path / "tokenizer" / file).read_bytes())
+    return folder
+
+
+def small(row: Row, chats: Path, base: Path) -> list[str]:
+    """The same command at the size of a test, on a CPU."""
+    loaded = load_run(row.words).config
+    tiny = ["train.epochs=0.02", "data.max_length=64", "train.device=cpu", "train.precision=auto", "log.trackers=[]",
+            "log.every_steps=1", "log.tensorboard=off", f"data.sources={chats}"]  # fmt: skip
+    if loaded.data.tokenizer != "auto":
+        tiny += [f"data.tokenizer={base}"]
+    if loaded.data.eval_sources:
+        tiny += [f"data.eval_sources={chats}"]
+    if loaded.save.folder and loaded.save.folder.startswith("/"):
+        tiny += ["save.folder=elsewhere"]
+    if loaded.model.base:
+        return [*row.words, *tiny, f"model.base={base}", "method.rank=4"]
+    return [*row.words, *tiny, "model.d_model=64", "model.num_layers=1", "model.num_heads=2", "data.vocab_size=400"]
+
+
+@pytest.mark.parametrize("row", [row for row in TRAINED if row.works and "--resume" not in row.here], ids=here)
+def test_a_command_that_works_trains_and_leaves_a_model(row: Row, chats: Path, base: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    config = load_run(row.words).config
+    gpus = ["parallel.gpus=auto"] if config.parallel.gpus != "auto" else []
+    code, _, err = sojourn("train", *small(row, chats, base), *gpus)
+    assert code == 0, err
+    folder = {"./out": "out", "outputs/my_model": "outputs/my_model"}.get(config.save.folder or "")
+    final = run_folder(config.name or "run", folder or ("elsewhere" if config.save.folder else None)).final
+    assert AutoTokenizer.from_pretrained(final) and AutoModelForCausalLM.from_pretrained(final)
+
+
+def refused() -> list[Any]:
+    return [pytest.param(row, id=row.here) for row in TRAINED if row.says.startswith("**refused**")]
+
+
+@pytest.mark.parametrize("row", refused())
+def test_a_command_for_several_gpus_is_refused_in_one_line(row: Row, chats: Path, base: Path) -> None:
+    Path("ds_config.json").write_text("{}")
+    words = [word for word in small(row, chats, base) if not word.startswith("train.device")]
+    code, _, err = sojourn("train", *words)
+    assert code == 2 and len(err.splitlines()) == 1 and "parallel" in err, err
+
+
+@pytest.mark.parametrize("flag", ["--nnodes=2", "--node_rank=0", "--master_addr=192.168.1.1", "--nproc_per_node=4"])
+def test_a_launchers_flags_are_answered_in_one_line(flag: str, home: Path) -> None:
+    code, _, err = sojourn("train", "small", flag)
+    assert code == 2 and len(err.splitlines()) == 1 and ("--gpus" in err or "one machine" in err)
+
+
+def test_a_checkpoint_is_found_by_the_name_other_trainers_give_it(words: list[str], home: Path) -> None:
+    first = [*words, "--output_dir", "output/paper_r64", "train.steps=4", "save.every_steps=2", "save.keep=9"]
+    assert sojourn("train", *first)[0] == 0
+    assert sorted(p.name for p in Path("output/paper_r64/checkpoints").glob("s*")) == ["step-00000002", "step-00000004"]
+    named = ["name=again", "train.steps=4", "--resume-from-checkpoint"]
+    code, out, err = sojourn("train", *words, *named, "output/paper_r64/checkpoint-2")
+    assert code == 0 and "continuing from step 2 (step-00000002)" in out, err
+    code, _, err = sojourn("train", *words, *named, "output/paper_r64/checkpoint-3", "name=other")
+    assert code == 2 and "checkpoint-3: not a whole checkpoint" in err
+
+
+def test_preprocessing_is_found_again_by_the_training_that_follows(words: list[str], home: Path) -> None:
+    (row,) = [row for row in RUNS if "--input_dir" in row.here]
+    raw = home / "data" / "raw"
+    raw.mkdir(parents=True)
+    (home / "chats.jsonl").rename(raw / "chats.jsonl")
+    sizes = ["data.vocab_size=400", "data.max_length=64"]
+    code, out, err = sojourn("prepare", *row.words, *sizes)
+    assert code == 0 and "the model will see" in out, err
+    code, out, err = sojourn("train", "--input_dir", "data/raw", *words[2:])
+    assert code == 0 and "prepared before" in out, err
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """A hub that has WikiText-2, and the environment in which it is the hub."""
+    card = "---\nconfigs:\n- config_name: wikitext-2-raw-v1\n  data_files:\n"
+    files = {}
+    for split in ("train", "validation"):
+        card += f"  - {{split: {split}, path: {split}.jsonl}}\n"
+        files[f"{split}.jsonl"] = lines(
+            *(f" Robert {n} is an English film , television and theatre actor . \n" for n in range(300))
+        )
+    Hub.repositories = {
+        "datasets/Salesforce/wikitext": Repository({NEW: {"README.md": f"{card}---\n".encode(), **files}})
+    }
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    Thread(target=server.serve_forever, daemon=True).start()
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and not k.lower().endswith("_proxy")}
+    settings = {"HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
+    yield {**kept, **settings, "HF_HUB_DISABLE_XET": "1"}
+    server.shutdown()
+    server.server_close()
+
+
+def test_wikitext2_is_read_from_the_hub_and_trained_on(home: Path, hub: dict[str, str]) -> None:
+    (row,) = [row for row in TRAINED if "--d_model 512" in row.here and "--max_seq_len 512" in row.here]
+    tiny = [word for word in small(row, home, home) if not word.startswith("data.sources")]
+    command = [sys.executable, "-m", "sojourn", "train", *tiny]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=hub)
+    assert said.returncode == 0, said.stderr
+    (report,) = [json.loads(path.read_text()) for path in home.glob("prepared/*/report.json")]
+    assert "Salesforce/wikitext" in report["sources"][0]["name"]
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="there is no hanging up here")
+def test_nohup_keeps_a_run_alive_when_the_line_hangs_up(words: list[str]) -> None:
+    command = [sys.executable, "-m", "sojourn", "train", *words, "train.steps=60"]
+    process = subprocess.Popen(["nohup", *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    run = run_folder("t")
+    while not run.read_metrics():
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(timeout=120) == 0

@@ -1,0 +1,318 @@
+"""Every method against a reference written with plain transformers, peft and torch, on a CPU in 32 bits."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from conftest import make_base, sojourn
+from sojourn.config.load import load_run
+from sojourn.data.artefact import Artefact, read_batch
+from sojourn.data.order import step_rows
+from sojourn.errors import Stopped, UserError
+from sojourn.run.folder import RunFolder
+from sojourn.run.home import run_folder
+from sojourn.train.loop import train
+
+STEPS, BATCH = 20, 8
+
+
+@pytest.fixture
+def words(chats, base):
+    return [
+        f"model.base={base}", f"data.sources={chats}", "data.max_length=64", f"train.global_batch={BATCH}",
+        f"train.steps={STEPS}", "train.micro_batch=4", "train.device=cpu", "train.precision=fp32", "train.lr=1e-3",
+        "log.every_steps=1", "log.tensorboard=off", "name=t",
+    ]  # fmt: skip
+
+
+def _train(words: list[str]) -> RunFolder:
+    config = load_run(words).config
+    run = run_folder(config.name)
+    train(config, run)
+    return run
+
+
+def _losses(run: RunFolder) -> list[float]:
+    return [line["loss"] for line in run.read_metrics() if line["kind"] == "train"]
+
+
+def _artefact(run: RunFolder) -> Artefact:
+    return Artefact(Path(json.loads(run.environment.read_text())["data"]))
+
+
+def _documents(artefact: Artefact, step: int):
+    """The documents of a global step one by one, as plain transformers is given them: ids and labels."""
+    batch = read_batch(artefact.train, step_rows(step, len(artefact.train), BATCH, 0), 64, artefact.pad_id)
+    for row in range(BATCH):
+        for number in range(batch.documents[row].max() + 1):
+            here = batch.documents[row] == number
+            ids, trained = batch.ids[row][here], batch.labels[row][here]
+            labels = np.full(len(ids), -100)
+            labels[1:] = trained[:-1]
+            yield torch.tensor(ids[None]), torch.tensor(labels[None])
+
+
+def _reference(model, run: RunFolder, steps: int = STEPS) -> list[float]:
+    """Each document by itself through the model's own forward, transformers' own loss, torch's own AdamW."""
+    artefact, config = _artefact(run), load_run([str(run.config)]).config
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    bare = {n for n, p in named.items() if p.ndim < 2 or "embed" in n or "lm_head" in n}
+    groups = [
+        {"params": [p for n, p in named.items() if n not in bare], "weight_decay": config.train.weight_decay},
+        {"params": [p for n, p in named.items() if n in bare], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
+    rates = [line["lr"] for line in run.read_metrics() if line["kind"] == "train"]
+    losses = []
+    model.train()
+    for step in range(steps):
+        documents = list(_documents(artefact, step))
+        targets = sum(int((labels >= 0).sum()) for _, labels in documents)
+        total = 0.0
+        for ids, labels in documents:
+            loss = model(input_ids=ids, labels=labels, num_items_in_batch=targets).loss
+            loss.backward()
+            total += float(loss.detach())
+        for group in optimizer.param_groups:
+            group["lr"] = rates[step]
+        torch.nn.utils.clip_grad_norm_(named.values(), config.train.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def _plain(base: Path):
+    return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+
+
+def _with_peft(model, **changed):
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **changed}
+    torch.manual_seed(0)
+    return get_peft_model(model, LoraConfig(**settings))
+
+
+@pytest.mark.parametrize("kind", ["pretrain", "full"])
+def test_training_all_weights_equals_plain_transformers(words, base, kind):
+    run = _train([*words, f"method.kind={kind}"])
+    assert _losses(run) == pytest.approx(_reference(_plain(base), run), rel=1e-5)
+
+
+def test_a_new_model_equals_plain_transformers(chats, home):
+    words = [
+        "smoke", f"data.sources={chats}", "model.d_model=64", "data.vocab_size=400", "data.max_length=64",
+        f"train.global_batch={BATCH}", f"train.steps={STEPS}", "train.device=cpu", "train.precision=fp32",
+        "log.every_steps=1", "log.tensorboard=off", "name=t",
+    ]  # fmt: skip
+    run = _train([*words, "train.steps=1", "name=one", "train.lr=1e-30", "train.weight_decay=0"])
+    start = _plain(run.final)
+    run = _train([*words, "train.lr=1e-3"])
+    assert _losses(run) == pytest.approx(_reference(start, run), rel=1e-5)
+
+
+_LORA = ["method.kind=lora", "method.rank=4"]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ([], {}),
+        (["method.rslora=true"], {"use_rslora": True}),
+        (["method.dora=true"], {"use_dora": True}),
+        (
+            ["method.targets=[q_proj,v_proj]", "method.alpha=3"],
+            {"target_modules": ["q_proj", "v_proj"], "lora_alpha": 3},
+        ),
+        (["method.modules_to_save=[lm_head]"], {"modules_to_save": ["lm_head"]}),
+    ],
+    ids=["lora", "rslora", "dora", "targets", "modules_to_save"],
+)
+def test_lora_equals_plain_peft(words, base, ours, theirs):
+    run = _train([*words, *_LORA, *ours])
+    assert _losses(run) == pytest.approx(_reference(_with_peft(_plain(base), **theirs), run), rel=1e-5)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_qlora_step_equals_pefts_own(words, base, bits):
+    run = _train([*words, "method.kind=qlora", f"method.bits={bits}", "method.rank=4", "train.steps=3"])
+    nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": torch.float32}
+    how = BitsAndBytesConfig(load_in_4bit=True, **nf4) if bits == 4 else BitsAndBytesConfig(load_in_8bit=True)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, quantization_config=how)
+    reference = _reference(_with_peft(model.requires_grad_(False)), run, steps=3)
+    # 8-bit activations are rounded together, so that packing itself changes them a little.
+    assert _losses(run) == pytest.approx(reference, rel=1e-5 if bits == 4 else 1e-3)
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize(
+    "change",
+    ["train.micro_batch=8", "train.micro_batch=1", "train.loss=whole", "train.fused=off", "train.attention=math",
+     "train.checkpointing=full", "train.checkpointing=selective", "train.offload=optimizer"],
+)  # fmt: skip
+def test_how_it_is_computed_changes_nothing_but_rounding(words, kind, change):
+    short = [*words, f"method.kind={kind}", "train.steps=6"]
+    one, other = _train([*short, "name=one"]), _train([*short, "name=other", change])
+    assert _losses(one) == pytest.approx(_losses(other), rel=1e-5)
+
+
+def test_packed_rows_give_the_losses_of_unpacked_ones(words):
+    """The same documents a step, packed or one to a row: all of them in every step."""
+    few = ["data.take=24", "data.eval_fraction=0", "method.kind=full", "train.steps=6", "train.micro_batch=1"]
+    losses = {}
+    for packing in ("packed", "off"):
+        name = f"name={packing}"
+        config = load_run([*words, *few, name, f"data.packing={packing}", "train.global_batch=1"]).config
+        from sojourn.data.inputs import data_of
+        from sojourn.data.prepare import prepare
+        from sojourn.run.home import prepared_folder
+
+        rows = len(prepare(data_of(config), prepared_folder()).train)
+        run = _train([*words, *few, name, f"data.packing={packing}", f"train.global_batch={rows}"])
+        losses[packing] = _losses(run)
+    assert losses["packed"] == pytest.approx(losses["off"], rel=1e-5)
+
+
+def test_our_adapter_opens_in_plain_peft_and_says_the_same(words, base):
+    run = _train([*words, *_LORA])
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= {
+        p.name for p in run.final.iterdir()
+    }
+    theirs = PeftModel.from_pretrained(_plain(base), run.final).eval()
+    from sojourn.infer.load import open_model
+
+    ours = open_model("t", "cpu").network
+    ids = torch.randint(0, 300, (2, 12))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, rtol=1e-4, atol=1e-5)
+        assert (ours(ids).logits - _plain(base)(ids).logits).abs().max() > 1e-3
+    said = sojourn("generate", "t", "--prompt", "What colour is the cat of house 3?", "--max-tokens", "8")
+    assert said.returncode == 0, said.stderr
+
+
+def test_an_adapter_of_pefts_is_taken_up_and_trained_further(words, base, home):
+    first = _train([*words, *_LORA, "train.steps=6", "name=first"])
+    theirs = _with_peft(_plain(base))
+    for p in theirs.parameters():
+        p.data = p.data + 0.01 * torch.randn_like(p) if p.requires_grad else p.data
+    theirs.save_pretrained(home / "theirs")
+    again = _train([*words, "method.kind=lora", f"method.adapter={home / 'theirs'}", "train.steps=6", "name=again"])
+    assert _losses(again) == pytest.approx(_reference(theirs, again, steps=6), rel=1e-5)
+    assert _losses(again)[0] != pytest.approx(_losses(first)[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", [["lora"], ["qlora"], ["lora", "method.dropout=0.3"], ["full"]], ids=str)
+def test_a_stopped_run_continues_exactly(words, kind, monkeypatch):
+    chosen = [*words, f"method.kind={kind[0]}", *kind[1:], "save.every_steps=4", "train.steps=10"]
+    whole = _train([*chosen, "name=whole"])
+    from sojourn.train.guard import Guard
+
+    steps = iter(range(100))
+    with monkeypatch.context() as patch:
+        patch.setattr(Guard, "should_stop", lambda self: "a test" if next(steps) == 5 else None)
+        with pytest.raises(Stopped):
+            _train([*chosen, "name=cut"])
+    cut = _train([*chosen, "name=cut"])
+    assert _losses(cut) == _losses(whole)
+    name = "model.safetensors" if kind[0] == "full" else "adapter_model.safetensors"
+    one, other = load_file(whole.final / name), load_file(cut.final / name)
+    assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+    checkpoint = load_file(next(cut.checkpoints.glob("step-*")) / "model.safetensors")
+    assert all("lora" in key for key in checkpoint) == (kind[0] != "full")
+
+
+@pytest.mark.parametrize(
+    ("family", "changed"),
+    [
+        ("llama", {"tie_word_embeddings": True, "attention_bias": True}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
+        ("qwen3", {}),
+        ("mistral", {"sliding_window": 7}),
+        ("glm", {}),
+        ("glm4", {}),
+        ("smollm3", {}),
+        ("gemma", {}),
+        ("gemma2", {"sliding_window": 7, "final_logit_softcapping": 5.0, "attn_logit_softcapping": 3.0}),
+        ("gemma3_text", {"sliding_window": 7}),
+        ("phi", {}),
+        ("phi3", {"sliding_window": 7}),
+        ("gpt2", {"n_positions": 128, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}),
+        ("cohere", {"logit_scale": 0.5}),
+        ("granite", {"logits_scaling": 4.0}),
+    ],
+)
+def test_every_family_trains_as_plain_transformers_does(words, chats, home, family, changed):
+    base = make_base(chats, home, family, **changed)
+    for kind in ("full", "lora"):
+        method = _LORA if kind == "lora" else ["method.kind=full"]
+        run = _train([*words, f"model.base={base}", *method, "train.steps=3", f"name={kind}"])
+        model = AutoModelForCausalLM.from_pretrained(
+            base, dtype=torch.float32, attn_implementation="eager" if family == "gemma2" else "sdpa"
+        )
+        assert _losses(run) == pytest.approx(
+            _reference(model if kind == "full" else _with_peft(model), run, steps=3), rel=1e-5
+        )
+
+
+def test_a_model_that_cannot_keep_documents_apart_is_refused_but_trains_unpacked(words, chats, home):
+    base = make_base(chats, home, "bloom")
+    bloom = [*words, f"model.base={base}", "method.kind=full", "train.steps=3"]
+    with pytest.raises(UserError, match=r"cannot keep packed documents apart; set data.packing=off"):
+        _train(bloom)
+    run = _train([*bloom, "data.packing=off", "name=apart"])
+    assert _losses(run) == pytest.approx(_reference(_plain(base), run, steps=3), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (
+            ["method.kind=lora", "method.targets=[q_prj]"],
+            r"method.targets: this model has no “q_prj”; did you mean q_proj",
+        ),
+        (["method.kind=lora", "method.modules_to_save=[head]"], "method.modules_to_save: this model has no “head”"),
+        (["method.kind=lora", "method.adapter=nowhere"], "method.adapter: nowhere: no adapter there"),
+        (["method.kind=full", "data.max_length=4096"], "this model holds 128 tokens; use data.max_length=128"),
+        (["method.kind=full", "model.base=./nowhere"], "model.base: ./nowhere: no such folder or file"),
+        (["method.kind=full", "model.base=."], "no model there"),
+        (["method.kind=lora", "train.attention=flex"], "train.attention: flex has no backward on a CPU; use sdpa"),
+        (["method.kind=lora", "train.attention=varlen"], "train.attention: varlen needs a CUDA GPU"),
+        (
+            ["method.kind=lora", "train.attention=flash_attention_2"],
+            "needs a CUDA GPU, but this run is on cpu; use sdpa",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_told_in_one_line(words, extra, message):
+    with pytest.raises(UserError, match=message) as told:
+        _train([*words, *extra])
+    assert "\n" not in str(told.value)
+
+
+def test_an_adapter_named_as_a_base_says_what_to_set(words):
+    run = _train([*words, *_LORA, "train.steps=1"])
+    with pytest.raises(UserError, match=r"is an adapter; set model.base to the model.*method.adapter="):
+        _train([*words, *_LORA, f"model.base={run.final}", "name=u"])
+
+
+def test_remote_code_runs_only_when_it_is_allowed(words, base, home):
+    (base / "config.json").write_text(json.dumps({
+        **json.loads((base / "config.json").read_text()), "model_type": "own",
+        "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"},
+    }))  # fmt: skip
+    (base / "own.py").write_text(
+        "from pathlib import Path\nfrom transformers import LlamaConfig, LlamaForCausalLM\n"
+        f"Path({str(home / 'ran')!r}).touch()\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+        "class OwnForCausalLM(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    with pytest.raises(UserError, match=r"runs its own Python code; .* model.trust_remote_code=true"):
+        _train([*words, "method.kind=full"])
+    assert not (home / "ran").exists()
+    run = _train([*words, "method.kind=full", "model.trust_remote_code=true", "train.steps=2"])
+    assert (home / "ran").exists() and len(_losses(run)) == 2
