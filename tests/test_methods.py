@@ -62,7 +62,8 @@ def _reference(model, run: RunFolder, steps: int = STEPS) -> list[float]:
     """Each document by itself through the model's own forward, transformers' own loss, torch's own AdamW."""
     artefact, config = _artefact(run), load_run([str(run.config)]).config
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    bare = {n for n, p in named.items() if p.ndim < 2 or "embed" in n or "lm_head" in n}
+    words = ("embed", "lm_head", "wte", "wpe")
+    bare = {n for n, p in named.items() if p.ndim < 2 or any(word in n for word in words)}
     groups = [
         {"params": [p for n, p in named.items() if n not in bare], "weight_decay": config.train.weight_decay},
         {"params": [p for n, p in named.items() if n in bare], "weight_decay": 0.0},

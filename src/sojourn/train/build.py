@@ -11,7 +11,7 @@ from sojourn.data.artefact import Artefact
 from sojourn.errors import UserError
 from sojourn.model.adapter import add_adapter, open_adapter
 from sojourn.model.base import open_base
-from sojourn.model.memory import compile_blocks, recompute
+from sojourn.model.blocks import compile_blocks, recompute
 from sojourn.model.network import Network, open_network
 from sojourn.model.probe import check_network
 from sojourn.model.scratch import build_model
@@ -38,9 +38,10 @@ def build_network(config: RunConfig, artefact: Artefact, device: str) -> Network
         from sojourn.model.fused import fuse
 
         fuse(network.plain)
-    recompute(network.plain, str(train.checkpointing))
+    if train.checkpointing != "off":
+        recompute(network.plain, str(train.checkpointing))
     if train.compile == "on":
-        compile_blocks(network.body)
+        compile_blocks(network.plain)
     network.model.train()
     torch.manual_seed(seed)
     return network

@@ -1,0 +1,47 @@
+"""What is put on a model's blocks from outside: recomputing, which trades time for memory, and compiling."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+_DEAR = ("mm", "linear", "attention", "attn", "flash")
+
+
+def blocks(model: Any) -> list[Any]:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def recompute(model: Any, how: str) -> None:
+    """`full` keeps only each block's input; `selective` also what its multiplications and attention made, so that only
+    cheap things are made again in the backward."""
+    for block in blocks(model):
+        block.forward = partial(_recomputed, block.forward, how == "selective")
+
+
+def _recomputed(forward: Any, selective: bool, *given: Any, **named: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*given, **named)
+    extra = {"context_fn": _keep_dear} if selective else {}
+    return checkpoint(forward, *given, use_reentrant=False, **extra, **named)
+
+
+def _keep_dear() -> Any:
+    return create_selective_checkpoint_contexts(_policy)
+
+
+def _policy(_: Any, operation: Any, *given: Any, **named: Any) -> CheckpointPolicy:
+    name = str(operation)
+    return CheckpointPolicy.MUST_SAVE if any(word in name for word in _DEAR) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def compile_blocks(model: Any) -> None:
+    """Block by block: all blocks share one graph, so compiling takes as long for 80 as for 2."""
+    torch._dynamo.config.cache_size_limit = max(64, torch._dynamo.config.cache_size_limit)
+    for block in blocks(model):
+        block.compile()
