@@ -52,6 +52,8 @@ def _from_transformers(
 
 
 def attend(query_BTHD: Any, key_BTKD: Any, value_BTKD: Any, layout: Layout, how: How) -> Any:
+    # Rotation in 32 bits may have widened queries and keys; values are as the run computes.
+    query_BTHD, key_BTKD = query_BTHD.to(value_BTKD.dtype), key_BTKD.to(value_BTKD.dtype)
     return _BACKENDS[layout.backend](query_BTHD, key_BTKD, value_BTKD, layout, how)
 
 
@@ -119,13 +121,12 @@ def _flex(query_BTHD: Any, key_BTKD: Any, value_BTKD: Any, layout: Layout, how: 
     def capped(score: Any, *_: Any) -> Any:
         return how.softcap * torch.tanh(score / how.softcap)
 
-    q, k, v = (x.transpose(1, 2) for x in (query_BTHD, key_BTKD, value_BTKD))
+    q, k, v = (x.transpose(1, 2) for x in _as_many_heads(query_BTHD, key_BTKD, value_BTKD))
     out = _flex_kernel(q.device.type)(
         q, k, v,
         score_mod=capped if how.softcap is not None else None,
         block_mask=layout.masks[layout.window(how.window)],
         scale=how.scale,
-        enable_gqa=k.shape[1] != q.shape[1],
     )  # fmt: skip
     return out.transpose(1, 2)
 
