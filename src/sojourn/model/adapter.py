@@ -52,6 +52,14 @@ def open_adapter(model: Any, folder: str | Path, trainable: bool) -> Any:
         raise UserError(f"method.adapter: {folder} does not fit model.base: {why}") from None
 
 
+def compute_narrow(model: Any) -> None:
+    """Lets autocast narrow the adapter's weights, instead of peft widening what they are multiplied with: the same
+    numbers, with half the memory kept for the backward."""
+    for module in model.modules():
+        if hasattr(module, "cast_input_dtype_enabled"):
+            module.cast_input_dtype_enabled = False
+
+
 def write_adapter(model: Any, folder: Path, base: str, revision: str | None) -> None:
     """`adapter_config.json` and `adapter_model.safetensors`; a local base is named by its whole path."""
     config = model.peft_config["default"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,14 +21,21 @@ def recompute(model: Any, how: str) -> None:
     """`full` keeps only each block's input; `selective` also what its multiplications and attention made, so that only
     cheap things are made again in the backward."""
     for block in blocks(model):
-        block.forward = partial(_recomputed, block.forward, how == "selective")
+        block.__class__ = _recomputing(type(block), how == "selective")
 
 
-def _recomputed(forward: Any, selective: bool, *given: Any, **named: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return forward(*given, **named)
+@cache
+def _recomputing(kind: type, selective: bool) -> type:
+    """The class whose forward is recomputed: inside what is compiled, and the same for every block."""
+    plain: Any = kind.forward  # type: ignore[attr-defined]
     extra = {"context_fn": _keep_dear} if selective else {}
-    return checkpoint(forward, *given, use_reentrant=False, **extra, **named)
+
+    def forward(self: Any, *given: Any, **named: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return plain(self, *given, **named)
+        return checkpoint(plain, self, *given, use_reentrant=False, **extra, **named)
+
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
 def _keep_dear() -> Any:

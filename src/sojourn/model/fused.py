@@ -6,7 +6,7 @@ Shapes as in attention.py.
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,50 +17,53 @@ from sojourn.model.families import FAMILIES
 
 
 def fuse(model: Any) -> None:
-    """Gives the model's norms, attention and feed-forward their fused forwards."""
+    """Gives the model's norms, attention and feed-forward their fused forwards.
+
+    By classes rather than by instance, so that compiled blocks are alike and share one graph.
+    """
     prefix = FAMILIES[model.config.model_type]
-    forwards: dict[str, Any] = {
-        f"{prefix}RMSNorm": _norm,
-        f"{prefix}Attention": _attention,
-        f"{prefix}MLP": _feed_forward,
-    }
+    forwards = {f"{prefix}RMSNorm": _norm, f"{prefix}Attention": _attention, f"{prefix}MLP": _feed_forward}
     for module in model.modules():
         forward = forwards.get(type(module).__name__)
         if forward is not None:
-            module.forward = partial(forward, module, module.forward)
+            module.__class__ = _with_forward(type(module), forward)
 
 
-def _norm(module: Any, plain: Any, hidden: Any) -> Any:
-    weight = module.weight
-    if weight.dtype != hidden.dtype:
-        return plain(hidden)
-    return F.rms_norm(hidden, weight.shape, weight, module.variance_epsilon)
+@cache
+def _with_forward(kind: type, forward: Any) -> type:
+    """The class with another forward, which may fall back on the `plain` one."""
+    return type(kind.__name__, (kind,), {"forward": forward, "plain": kind.forward, "__module__": kind.__module__})  # type: ignore[attr-defined]
 
 
-def _feed_forward(module: Any, plain: Any, hidden: Any) -> Any:
-    if module.config.hidden_act != "silu":
-        return plain(hidden)
-    gate, up = module.gate_proj(hidden), module.up_proj(hidden)
-    return module.down_proj(_on(gate.device.type, "gated")(gate, up))
+def _norm(self: Any, hidden_states: Any) -> Any:
+    if self.weight.dtype != hidden_states.dtype:
+        return self.plain(hidden_states)
+    return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
 
 
-def _attention(module: Any, plain: Any, hidden_states: Any, **given: Any) -> Any:
+def _feed_forward(self: Any, x: Any) -> Any:
+    if self.config.hidden_act != "silu":
+        return self.plain(x)
+    gate, up = self.gate_proj(x), self.up_proj(x)
+    return self.down_proj(_on(gate.device.type, "gated")(gate, up))
+
+
+def _attention(self: Any, hidden_states: Any, position_embeddings: Any, **given: Any) -> Any:
     layout = given.get("layout")
     if layout is None or given.get("past_key_values") is not None:
-        return plain(hidden_states, **given)
-    heads = (*hidden_states.shape[:-1], -1, module.head_dim)
-    query_BTHD = module.q_proj(hidden_states).view(heads)
-    key_BTKD = module.k_proj(hidden_states).view(heads)
-    value_BTKD = module.v_proj(hidden_states).view(heads)
-    if hasattr(module, "q_norm"):
-        query_BTHD, key_BTKD = module.q_norm(query_BTHD), module.k_norm(key_BTKD)
-    cos_BTD, sin_BTD = given["position_embeddings"]
-    query_BTHD, key_BTKD = _on(hidden_states.device.type, "turned")(query_BTHD, key_BTKD, cos_BTD, sin_BTD)
+        return self.plain(hidden_states, position_embeddings, **given)
+    heads = (*hidden_states.shape[:-1], -1, self.head_dim)
+    query_BTHD = self.q_proj(hidden_states).view(heads)
+    key_BTKD = self.k_proj(hidden_states).view(heads)
+    value_BTKD = self.v_proj(hidden_states).view(heads)
+    if hasattr(self, "q_norm"):
+        query_BTHD, key_BTKD = self.q_norm(query_BTHD), self.k_norm(key_BTKD)
+    query_BTHD, key_BTKD = _on(hidden_states.device.type, "turned")(query_BTHD, key_BTKD, *position_embeddings)
     # Qwen's layers say it themselves, Mistral has one window for all, Llama none.
-    window = getattr(module, "sliding_window", getattr(module.config, "sliding_window", None))
-    dropout = module.attention_dropout if module.training else 0.0
-    out_BTHD = attend(query_BTHD, key_BTKD, value_BTKD, layout, How(module.scaling, window, None, dropout))
-    return module.o_proj(out_BTHD.flatten(2)), None
+    window = getattr(self, "sliding_window", getattr(self.config, "sliding_window", None))
+    dropout = self.attention_dropout if self.training else 0.0
+    out_BTHD = attend(query_BTHD, key_BTKD, value_BTKD, layout, How(self.scaling, window, None, dropout))
+    return self.o_proj(out_BTHD.flatten(2)), None
 
 
 def _gated(gate: Any, up: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 from sojourn.config.schema import RunConfig
 from sojourn.data.artefact import Artefact
 from sojourn.errors import UserError
-from sojourn.model.adapter import add_adapter, open_adapter
+from sojourn.model.adapter import add_adapter, compute_narrow, open_adapter
 from sojourn.model.base import open_base
 from sojourn.model.blocks import compile_blocks, recompute
 from sojourn.model.network import Network, open_network
@@ -63,8 +63,12 @@ def _opened(config: RunConfig, artefact: Artefact, device: str) -> Any:
         return model.requires_grad_(True)
     model.requires_grad_(False)
     if config.method.adapter is not None:
-        return open_adapter(model, config.method.adapter, trainable=True)
-    return add_adapter(model, config.method, config.train.seed)
+        model = open_adapter(model, config.method.adapter, trainable=True)
+    else:
+        model = add_adapter(model, config.method, config.train.seed)
+    if config.train.precision != "fp32":
+        compute_narrow(model)
+    return model
 
 
 def _checked(network: Network, config: RunConfig, device: str, packed: bool) -> Network:
