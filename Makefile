@@ -4,13 +4,14 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help setup demo test fuzz real lint format bench golden clean
+.PHONY: help setup demo test fuzz real real-model lint format bench golden clean
 
 help:
 	@echo "make demo    set up, then the whole journey: plan, prepare, train, kill, resume, ask (under 4 minutes)"
 	@echo "make test    set up, lint, type check, room law, all tests"
 	@echo "make fuzz    10,000 random and damaged inputs through prepare (a few minutes)"
 	@echo "make real    formats and tokens of real data: SOJOURN_REAL_DATA and SOJOURN_REAL_TOKENIZER name the folders"
+	@echo "make real-model  fine-tune a real model on 200 questions (about 20 minutes): SOJOURN_REAL_MODEL names it"
 	@echo "make lint    ruff, mypy, import-linter"
 	@echo "make bench   this project's own measurements, into benchmarks/results/"
 	@echo "make golden  record this machine type's golden losses (after a wanted change of the numbers)"
@@ -50,6 +51,10 @@ fuzz: setup
 real: setup
 	@: $${SOJOURN_REAL_DATA:?names the folder whose chat/ holds real data} $${SOJOURN_REAL_TOKENIZER:?names a tokenizer}
 	$(BIN)/python -m pytest tests/test_formats.py -k real -rs
+
+real-model: setup
+	@: $${SOJOURN_REAL_MODEL:?names a folder or a GGUF file, such as SmolLM2-135M-Instruct}
+	$(BIN)/python -m pytest tests/test_real_model.py -rs -s
 
 bench: setup
 	$(BIN)/python benchmarks/foundation.py

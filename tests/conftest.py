@@ -98,4 +98,5 @@ def make_base(chats: Path, home: Path, family: str, **changed: object) -> Path:
 def sojourn(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
     """The real command in a process of its own."""
     command = [sys.executable, "-m", "sojourn", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, **options)  # type: ignore[call-overload]
+    given = {"timeout": 300, **options}
+    return subprocess.run(command, capture_output=True, text=True, check=False, **given)  # type: ignore[call-overload]

@@ -41,6 +41,10 @@ def _listed(value: Any) -> Any:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
+def _one_or_more(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
 def _sources(value: Any) -> Any:
     value = [value] if isinstance(value, (str, dict)) else value
     return [{"path": v} if isinstance(v, str) else v for v in value] if isinstance(value, list) else value
@@ -80,6 +84,7 @@ Text = Annotated[
     str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f\x7f]+$"), Says("text (one line, not empty)")
 ]
 Texts = Annotated[list[Text], BeforeValidator(_listed), Says("a list of names, such as [q_proj, v_proj]")]
+Prompts = Annotated[list[Text], BeforeValidator(_one_or_more), Says("a prompt, or a list of prompts")]
 Listed = BeforeValidator(_listed)
 Sources = BeforeValidator(_sources)
 Gpus = Annotated[

@@ -50,6 +50,9 @@ def load_run(words: list[str]) -> Loaded:
     if path is not None and typed.run is not None:
         layers.values.setdefault("name", re.sub(r"[^\w.-]+", "-", path.stem).strip("-.")[:100] or "run")
     _add_typed(layers, typed)
+    if layers.get(("model", "base")) is not None and layers.get(("method", "kind")) is None:
+        layers.set(("method", "kind"), "lora", Origin("model.base", "preset"))
+        notes.append("method.kind is not given: lora, which trains adapters; method.kind=full trains all weights")
     return Loaded(_validate(layers), source, tuple(notes))
 
 

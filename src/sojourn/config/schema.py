@@ -14,6 +14,7 @@ from sojourn.config.fields import (
     Listed,
     Name,
     Price,
+    Prompts,
     Recompute,
     Rows,
     Says,
@@ -250,7 +251,7 @@ class TrainConfig(Section):
     offload: Literal["off", "optimizer"] = "off"
     eval_every: Steps | None = None
     eval_rows: Rows = 64
-    samples: Texts = Field(default=[])
+    samples: Prompts = Field(default=[])
     sample_tokens: Rows = 64
     patience: Steps | None = None
 
@@ -265,6 +266,14 @@ class TrainConfig(Section):
             best = max(rows for rows in range(1, min(micro, batch) + 1) if batch % rows == 0)
             message = f"{micro} does not divide the global batch of {batch} rows; use {best} or auto"
             raise clash("micro_batch", message, "global_batch")
+        if self.patience is not None and self.eval_every is None:
+            message = "needs evaluations to wait for; set train.eval_every too, such as 100"
+            raise clash("patience", message, "eval_every")
+        if self.offload == "optimizer" and self.optimizer != "adamw":
+            message = (
+                f"optimizer keeps AdamW's moments in host memory, but train.optimizer is {self.optimizer}; keep one"
+            )
+            raise clash("offload", message, "optimizer")
         if self.warmup > 1 and self.warmup != int(self.warmup):
             message = f"{self.warmup} given; allowed: a share of the run up to 1, or a whole number of steps"
             raise clash("warmup", message)

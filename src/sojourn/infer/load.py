@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sojourn.config.load import read_config
 from sojourn.errors import RunFailed, UserError
 from sojourn.machine.precision import choose_device, cpu_bf16_feature
 from sojourn.model.adapter import ADAPTER_FILE, open_adapter
 from sojourn.model.base import Base, open_base
 from sojourn.model.quiet import quiet_transformers
 from sojourn.run.files import read_json
+from sojourn.run.folder import RunFolder
 from sojourn.run.home import find_run
 
 
@@ -57,9 +59,10 @@ def open_model(word: str, device: str = "auto") -> Model:
     from transformers import AutoTokenizer
 
     adapter = read_json(place / ADAPTER_FILE) if place.is_dir() and (place / ADAPTER_FILE).is_file() else None
-    base = Base(str(place))
+    trusted = _is_trusted(place)
+    base = Base(str(place), trust_remote_code=trusted)
     if adapter is not None:
-        base = Base(str(adapter.get("base_model_name_or_path")), adapter.get("revision"))
+        base = Base(str(adapter.get("base_model_name_or_path")), adapter.get("revision"), trusted)
     try:
         tokenizer = AutoTokenizer.from_pretrained(**(base if place.suffix == ".gguf" else Base(str(place))).place)
         network = open_base(base, _numbers(base, where), where)
@@ -70,6 +73,12 @@ def open_model(word: str, device: str = "auto") -> Model:
     if adapter is not None:
         network = open_adapter(network, place, trainable=False).merge_and_unload()
     return Model(place, network.eval(), tokenizer, where)
+
+
+def _is_trusted(place: Path) -> bool:
+    """Whether the run that this came from was told to run the model's own code."""
+    kept = RunFolder(place.parent).config
+    return kept.is_file() and read_config(kept).model.trust_remote_code
 
 
 def _numbers(base: Base, device: str) -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sojourn.errors import RunFailed, UserError
-from sojourn.model.quiet import quiet_transformers
+from sojourn.model.quiet import no_bars, quiet_transformers
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ def open_base(base: Base, dtype: Any, device: str) -> Any:
     if base.bits is not None or device == "cuda":
         extra["device_map"] = {"": device}
     try:
-        model = AutoModelForCausalLM.from_pretrained(**base.place, dtype=dtype, **extra)
+        with no_bars("gguf_file" in base.place):
+            model = AutoModelForCausalLM.from_pretrained(**base.place, dtype=dtype, **extra)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise _told(base, error) from None
     return model if "device_map" in extra else model.to(device)

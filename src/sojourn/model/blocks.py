@@ -21,13 +21,14 @@ def recompute(model: Any, how: str) -> None:
     """`full` keeps only each block's input; `selective` also what its multiplications and attention made, so that only
     cheap things are made again in the backward."""
     for block in blocks(model):
-        block.__class__ = _recomputing(type(block), how == "selective")
+        kind: Any = type(block)
+        block.__class__ = _recomputing(kind, how == "selective")
 
 
 @cache
-def _recomputing(kind: type, selective: bool) -> type:
+def _recomputing(kind: Any, selective: bool) -> Any:
     """The class whose forward is recomputed: inside what is compiled, and the same for every block."""
-    plain: Any = kind.forward  # type: ignore[attr-defined]
+    plain = kind.forward
     extra = {"context_fn": _keep_dear} if selective else {}
 
     def forward(self: Any, *given: Any, **named: Any) -> Any:

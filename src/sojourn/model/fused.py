@@ -24,15 +24,16 @@ def fuse(model: Any) -> None:
     prefix = FAMILIES[model.config.model_type]
     forwards = {f"{prefix}RMSNorm": _norm, f"{prefix}Attention": _attention, f"{prefix}MLP": _feed_forward}
     for module in model.modules():
-        forward = forwards.get(type(module).__name__)
+        kind: Any = type(module)
+        forward = forwards.get(kind.__name__)
         if forward is not None:
-            module.__class__ = _with_forward(type(module), forward)
+            module.__class__ = _with_forward(kind, forward)
 
 
 @cache
-def _with_forward(kind: type, forward: Any) -> type:
+def _with_forward(kind: Any, forward: Any) -> Any:
     """The class with another forward, which may fall back on the `plain` one."""
-    return type(kind.__name__, (kind,), {"forward": forward, "plain": kind.forward, "__module__": kind.__module__})  # type: ignore[attr-defined]
+    return type(kind.__name__, (kind,), {"forward": forward, "plain": kind.forward, "__module__": kind.__module__})
 
 
 def _norm(self: Any, hidden_states: Any) -> Any:

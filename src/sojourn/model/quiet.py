@@ -1,11 +1,26 @@
-"""transformers and bitsandbytes without their progress bars and advice, which are for notebooks."""
+"""transformers and bitsandbytes without their bars and advice; only downloads, which may take long, still show one."""
+
+import contextlib
+import io
+import sys
+from collections.abc import Iterator
 
 
 def quiet_transformers() -> None:
     import logging as standard
 
+    from huggingface_hub.utils import enable_progress_bars
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
+    if sys.stderr.isatty():
+        enable_progress_bars()
     standard.getLogger("bitsandbytes").setLevel(standard.ERROR)
+
+
+@contextlib.contextmanager
+def no_bars(wanted: bool) -> Iterator[None]:
+    """Where a library draws bars that it has no switch for."""
+    with contextlib.redirect_stderr(io.StringIO()) if wanted else contextlib.nullcontext():
+        yield

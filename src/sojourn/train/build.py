@@ -31,13 +31,12 @@ def build_network(config: RunConfig, artefact: Artefact, device: str) -> Network
         model = _opened(config, artefact, device)
     model.config.use_cache = False
     network = open_network(model, train.attention)
-    packed = artefact.facts["packing"] != "off"
-    if config.model.base is not None:
-        network = _checked(network, config, device, packed)
     if train.fused == "on":
         from sojourn.model.fused import fuse
 
         fuse(network.plain)
+    if config.model.base is not None:
+        network = _checked(network, config, device, packed=artefact.facts["packing"] != "off")
     if train.checkpointing != "off":
         recompute(network.plain, str(train.checkpointing))
     if train.compile == "on":
@@ -66,6 +65,9 @@ def _opened(config: RunConfig, artefact: Artefact, device: str) -> Any:
         model = open_adapter(model, config.method.adapter, trainable=True)
     else:
         model = add_adapter(model, config.method, config.train.seed)
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # peft leaves modules_to_save as narrow as the base
+            parameter.data = parameter.data.float()
     if config.train.precision != "fp32":
         compute_narrow(model)
     return model

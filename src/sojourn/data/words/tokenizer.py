@@ -178,6 +178,10 @@ def open_tokenizer(word: str | Path) -> Words:
                 f"data.tokenizer: {word}: no such folder or file; allowed: {', '.join(TRAINED)}, or one that is there"
             )
         place = tokenizer_folder(name, revision or None)
+    if place.suffix == ".gguf" and place.is_file():
+        from sojourn.data.words.gguf import unpacked_tokenizer
+
+        place = unpacked_tokenizer(place)
     folder = place if place.is_dir() else place.parent
     model = place if place.suffix == ".model" else folder / "tokenizer.model"
     fast = place if place.suffix == ".json" else folder / "tokenizer.json"
