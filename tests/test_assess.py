@@ -32,7 +32,7 @@ def words(words):
 
 
 def test_scores_are_those_of_plain_transformers(words):
-    """Loss, perplexity, share of likeliest tokens and bits per byte, worked out anew from final/ and the held-out rows."""
+    """Loss, perplexity, share of likeliest tokens and bits per byte, worked out anew from final/ and held-out rows."""
     run = _train([*words, "data.packing=off", "train.eval_rows=16"])
     from sojourn.data.artefact import Artefact
 
@@ -128,5 +128,5 @@ def test_patience_survives_a_restart(words, monkeypatch):
 
 
 def test_patience_without_evaluations_is_refused(words):
-    with pytest.raises(UserError, match="set train.eval_every too"):
+    with pytest.raises(UserError, match=r"set train\.eval_every too"):
         _train([*words, "train.eval_every=null", "train.patience=2"])

@@ -40,7 +40,8 @@ def write_gguf(folder: Path, file: Path) -> Path:
     writer.add_pad_token_id(special[settings["pad_token"]])
     writer.add_chat_template(settings["chat_template"])
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    for name, tensor in state.items():
+    for name, weight in state.items():
+        tensor = weight
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
         kind = next((part for part in heads if part in name), None)
         if kind:  # llama.cpp interleaves the two halves of each head

@@ -171,6 +171,8 @@ def fault(backend: str, device: str, half: bool, head_size: int, softcap: bool, 
         return f"needs a CUDA GPU, but this run is on {device}"
     if backend == "flex" and device != "cuda":
         return f"has no backward on a {device.upper()}"
+    if backend == "flex" and not can_compile():
+        return "needs triton and a GPU of compute capability 7.0 or newer"
     if flash and not half:
         return "needs bf16 or fp16, but this run is in fp32"
     if flash and (head_size > 256 or head_size % 8):
@@ -192,6 +194,12 @@ def choose(device: str, half: bool, head_size: int, softcap: bool, dropout: bool
     """The fastest that works here; math always does."""
     order = ("varlen", "flash_attention_2", "sdpa", "flex", "math") if device == "cuda" else ("sdpa", "math")
     return next(name for name in order if fault(name, device, half, head_size, softcap, dropout) is None)
+
+
+@cache
+def can_compile() -> bool:
+    """Whether torch can make GPU kernels of its own here."""
+    return find_spec("triton") is not None and _capability() >= (7, 0)
 
 
 def _capability() -> tuple[int, int]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from sojourn.model.attention import How, attend
+from sojourn.model.attention import How, attend, can_compile
 from sojourn.model.families import FAMILIES
 
 
@@ -84,6 +84,6 @@ def _turned(query_BTHD: Any, key_BTKD: Any, cos_BTD: Any, sin_BTD: Any) -> tuple
 
 @cache
 def _on(device: str, name: str) -> Any:
-    """On a GPU each becomes one kernel."""
+    """On a GPU each becomes one kernel, where one can be made."""
     function = {"gated": _gated, "turned": _turned}[name]
-    return torch.compile(function, dynamic=True) if device == "cuda" else function
+    return torch.compile(function, dynamic=True) if device == "cuda" and can_compile() else function

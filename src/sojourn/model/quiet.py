@@ -4,18 +4,20 @@ import contextlib
 import io
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 
 def quiet_transformers() -> None:
     import logging as standard
 
-    from huggingface_hub.utils import enable_progress_bars
+    from huggingface_hub import utils
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     if sys.stderr.isatty():
-        enable_progress_bars()
+        hub: Any = utils
+        hub.enable_progress_bars()
     standard.getLogger("bitsandbytes").setLevel(standard.ERROR)
 
 

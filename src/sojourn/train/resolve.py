@@ -173,8 +173,10 @@ def _memory(found: Resolved, subject: Subject) -> None:
 def _compile(config: RunConfig, subject: Subject) -> tuple[str, str]:
     """Worth its minute only where the run is long."""
     train = config.train
-    if train.device != "cuda" or find_spec("triton") is None:
-        return "off", "compiling is for GPUs" if train.device != "cuda" else "triton is not installed"
+    if train.device != "cuda":
+        return "off", "compiling is for GPUs"
+    if not attention.can_compile():
+        return "off", "triton is not installed, or not made for so old a GPU"
     steps = train.steps or (train.tokens or 0) / (train.global_batch * config.data.max_length)
     tokens = float(steps * train.global_batch * config.data.max_length)
     seconds = subject.shape.flops_per_token(config.data.max_length) * tokens / _COMPILE_FLOPS
