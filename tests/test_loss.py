@@ -48,6 +48,25 @@ def test_chunks_change_nothing_but_rounding(head, rows, monkeypatch):
     assert int(right) == int((head(hidden).argmax(-1) == labels).sum())
 
 
+def test_a_sure_models_small_gradient_survives_fp16():
+    """Shares of a thousandth and far less, as a model has them that knows the answer."""
+    torch.manual_seed(0)
+    head = torch.nn.Linear(64, 1000, bias=False)
+    torch.nn.init.normal_(head.weight, 0.0, 0.125)
+    labels = torch.arange(8)
+    known = head.weight.detach()[labels]
+    hidden = (16 * known / known.square().sum(-1, keepdim=True)).half()
+    exact, weight = hidden.double().requires_grad_(), head.weight.detach().half().double()
+    whole = F.cross_entropy(exact @ weight.T, labels, reduction="sum")
+    assert whole < 8e-3
+    (wanted,) = torch.autograd.grad(whole, exact)
+    hidden.requires_grad_()
+    with torch.autocast("cpu", dtype=torch.float16):
+        (65536 * loss_sum(head, hidden, labels)).backward()
+    assert hidden.grad.dtype == torch.float16
+    assert float((hidden.grad.double() / 65536 - wanted).norm() / wanted.norm()) < 0.005
+
+
 def test_no_tensor_as_large_as_all_logits_is_ever_made(monkeypatch):
     monkeypatch.setattr(loss, "_CHUNK_BYTES", {"cpu": 1})
     from torch.utils._python_dispatch import TorchDispatchMode

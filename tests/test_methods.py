@@ -1,6 +1,7 @@
 """Every method against a reference written with plain transformers, peft and torch, on a CPU in 32 bits."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -160,6 +161,21 @@ def test_how_it_is_computed_changes_nothing_but_rounding(words, kind, change):
     short = [*words, f"method.kind={kind}", "train.steps=6"]
     one, other = _train([*short, "name=one"]), _train([*short, "name=other", change])
     assert _losses(one) == pytest.approx(_losses(other), rel=1e-5)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for a CPU with g++, which is not installed")
+def test_compiled_blocks_share_one_graph_and_change_nothing_but_rounding(words, chats, home):
+    """However many blocks: one graph for the first, whose input needs no gradient, and one for all others."""
+    import torch._dynamo
+
+    deep = make_base(chats, home, "qwen2", num_hidden_layers=6)
+    short = [*words, f"model.base={deep}", *_LORA, "train.steps=3", "train.checkpointing=selective"]
+    plain = _train([*short, "data.eval_fraction=0", "name=plain"])
+    torch._dynamo.reset()
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    compiled = _train([*short, "data.eval_fraction=0", "name=compiled", "train.compile=on"])
+    assert _losses(compiled) == pytest.approx(_losses(plain), rel=1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == 2
 
 
 def test_packed_rows_give_the_losses_of_unpacked_ones(words):
