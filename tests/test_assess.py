@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conftest import sojourn
+from conftest import make_base, sojourn
 from sojourn.config.load import load_run
 from sojourn.errors import UserError
 from sojourn.run.folder import RunFolder
@@ -125,6 +125,30 @@ def test_patience_survives_a_restart(words, monkeypatch):
         with pytest.raises(Stopped):
             _train(patient)
     assert _train(patient).status().step == 12
+
+
+def test_samples_stay_within_what_a_model_can_hold(chats, home):
+    base = make_base(chats, home, "gpt2", n_positions=64)
+    run = _train([
+        f"model.base={base}", f"data.sources={chats}", "method.kind=full", "data.max_length=64", "train.steps=2",
+        "train.global_batch=4", "train.eval_every=1", "data.eval_fraction=0.2", "log.tensorboard=off", "name=t",
+        "train.device=cpu", "train.samples=" + "What colour is it? " * 30,
+    ])  # fmt: skip
+    assert len(_lines(run, "sample")) == 2
+
+
+def test_a_kill_between_patience_and_the_final_model_ends_there_too(words, monkeypatch):
+    from sojourn.train import assess, loop
+
+    losses = iter([3.0, 3.1, 3.2, 3.3])
+    monkeypatch.setattr(assess, "evaluate", lambda *given: (next(losses), 0.5))
+    patient = [*words, "train.steps=100", "train.patience=2"]
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "write_final", lambda *given: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            _train(patient)
+    run = _train(patient)
+    assert run.status().step == 12 and run.has_final()
 
 
 def test_patience_without_evaluations_is_refused(words):

@@ -292,6 +292,7 @@ def test_a_model_that_cannot_keep_documents_apart_is_refused_but_trains_unpacked
             ["method.kind=lora", "method.targets=[q_prj]"],
             r"method.targets: this model has no “q_prj”; did you mean q_proj",
         ),
+        (["method.kind=lora", "method.targets=[self_attn]"], "method.targets: this model has no “self_attn”"),
         (["method.kind=lora", "method.modules_to_save=[head]"], "method.modules_to_save: this model has no “head”"),
         (["method.kind=lora", "method.adapter=nowhere"], "method.adapter: nowhere: no adapter there"),
         (["method.kind=full", "data.max_length=4096"], "this model holds 128 tokens; use data.max_length=128"),
@@ -309,6 +310,51 @@ def test_what_does_not_fit_is_told_in_one_line(words, extra, message):
     with pytest.raises(UserError, match=message) as told:
         _train([*words, *extra])
     assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+def test_no_adapter_goes_on_one_end_of_shared_weights(words, chats, home, target):
+    tied = make_base(chats, home, "qwen2", tie_word_embeddings=True)
+    with pytest.raises(UserError, match=rf"use method\.modules_to_save=\[{target}\]"):
+        _train([*words, f"model.base={tied}", *_LORA, f"method.targets=[{target},q_proj]"])
+
+
+def test_a_base_that_lacks_weights_is_refused_rather_than_made_up(words, base):
+    from safetensors.torch import save_file
+
+    state = load_file(base / "model.safetensors")
+    del state["model.layers.1.mlp.down_proj.weight"]
+    save_file(state, base / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"lacks 1 of the weights .* such as model\.layers\.1\.mlp\.down_proj\.weight"):
+        _train([*words, "method.kind=full"])
+    (base / "model.safetensors").write_bytes((base / "model.safetensors").read_bytes()[:5000])
+    with pytest.raises(UserError, match=r"model\.base") as told:
+        _train([*words, "method.kind=full"])
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.6, "top_p": 0.9}, {"do_sample": False, "temperature": 0.6}])
+def test_a_base_with_odd_sampling_settings_still_ends_in_a_model(words, base, sampling):
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": 7, **sampling}))
+    run = _train([*words, "method.kind=full", "train.steps=2"])
+    kept = json.loads((run.final / "generation_config.json").read_text())
+    assert kept["temperature"] == 0.6 and 7 in kept["eos_token_id"] and len(kept["eos_token_id"]) > 1
+
+
+def test_an_adapter_whose_targets_are_a_pattern_stays_one(words, base, home):
+    _with_peft(_plain(base), target_modules=r".*\.(q_proj|v_proj)").save_pretrained(home / "pattern")
+    run = _train([*words, "method.kind=lora", f"method.adapter={home / 'pattern'}", "train.steps=2"])
+    assert json.loads((run.final / "adapter_config.json").read_text())["target_modules"] == r".*\.(q_proj|v_proj)"
+    assert PeftModel.from_pretrained(_plain(base), run.final)
+
+
+def test_a_quantised_base_cannot_have_all_its_weights_trained(words, base, home):
+    how = BitsAndBytesConfig(load_in_4bit=True)
+    AutoModelForCausalLM.from_pretrained(base, quantization_config=how).save_pretrained(home / "quantised")
+    for file in base.glob("tokenizer*"):
+        shutil.copy(file, home / "quantised")
+    with pytest.raises(UserError, match=r"those of model\.base are quantised; use qlora"):
+        _train([*words, f"model.base={home / 'quantised'}", "method.kind=full"])
 
 
 def test_an_adapter_named_as_a_base_says_what_to_set(words):

@@ -239,6 +239,35 @@ def test_a_loss_that_is_no_number_ends_the_run_and_spoils_no_checkpoint(words, m
     assert run.status().state == "failed" and run.status().resumable
 
 
+def test_an_infinite_gradient_ends_the_run_before_it_is_saved(words, monkeypatch):
+    import torch
+
+    real, calls = torch.nn.utils.clip_grad_norm_, []
+
+    def breaks(parameters, clip):
+        calls.append(1)
+        if len(calls) == 4:
+            next(iter(parameters)).grad.fill_(torch.inf)
+        return real(parameters, clip)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", breaks)
+    with pytest.raises(RunFailed, match="step 4: the gradient's norm is inf"):
+        _train([*words, "log.every_steps=100", "save.every_steps=2", "save.keep=9"])
+    assert sorted(p.name for p in run_folder("t").checkpoints.glob("step-*")) == ["step-00000002"]
+
+
+def test_data_that_changed_since_is_refused(words, chats):
+    with pytest.raises(Stopped):
+        _train([*words, "train.steps=100000", "limits.time=0.5s"])
+    before = chats.read_text()
+    chats.write_text(before.replace("colour", "shape"))
+    with pytest.raises(UserError, match=r"was begun with other data .*name=NEW"):
+        _train([*words, "train.steps=100000", "limits.time=0.5s"])
+    chats.write_text(before)
+    with pytest.raises(Stopped):
+        _train([*words, "train.steps=100000", "limits.time=0.5s"])
+
+
 def test_a_disk_too_small_for_a_checkpoint_is_told_before_training(words):
     with pytest.raises(RunFailed, match="make room or set save"):
         _train([*words, "save.min_free=100000TiB"])

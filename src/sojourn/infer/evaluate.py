@@ -50,9 +50,13 @@ def held_out_loss(model: Model, run: RunFolder, rows: int) -> float:
     if not len(artefact.eval):
         return math.nan
     softcap = getattr(model.network.config.get_text_config(), "attn_logit_softcapping", None) is not None
-    network = open_network(model.network, "math" if softcap else "sdpa")
-    feed = Feed(8, artefact.max_length, artefact.pad_id, model.device, windows=network.windows, backend=network.backend)
-    try:
-        return evaluate(network, artefact.eval, rows, feed)[0]
-    finally:
-        close_network(network)
+    for backend in ("math" if softcap else "sdpa", None):  # None: its own, as it was trained if ours does not suit it
+        network = open_network(model.network, backend)
+        feed = Feed(8, artefact.max_length, artefact.pad_id, model.device, backend=backend, windows=network.windows)
+        try:
+            return evaluate(network, artefact.eval, rows, feed)[0]
+        except NotImplementedError:
+            continue
+        finally:
+            close_network(network)
+    return math.nan

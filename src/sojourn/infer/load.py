@@ -29,7 +29,7 @@ class Model:
     @property
     def context(self) -> int:
         """How many tokens it can hold."""
-        return int(self.network.config.max_position_embeddings)
+        return int(getattr(self.network.config.get_text_config(), "max_position_embeddings", None) or 2**20)
 
     @property
     def is_chat(self) -> bool:

@@ -17,20 +17,26 @@ def add_adapter(model: Any, method: MethodConfig, seed: int) -> Any:
     import torch
     from peft import LoraConfig, get_peft_model
 
-    linear, alpha = _linear_names(model), usual_alpha(method)
+    linear, alpha = _names(model.get_decoder(), linear=True), usual_alpha(method)
     everywhere = method.targets == ["all-linear"]
+    if not linear:
+        raise UserError("method.kind: this model has no linear layers that an adapter could go on")
+    _refuse_tied(model, method.targets)
     config = LoraConfig(
         r=method.rank,
         lora_alpha=int(alpha) if alpha == int(alpha) else alpha,  # some readers of adapters want a whole number
         lora_dropout=method.dropout,
-        target_modules=linear if everywhere else _checked(method.targets, _module_names(model), "targets"),
+        target_modules=linear if everywhere else _checked(method.targets, _names(model, linear=False), "targets"),
         use_rslora=method.rslora,
         use_dora=method.dora,
         modules_to_save=_checked(method.modules_to_save, _module_names(model), "modules_to_save") or None,
         task_type="CAUSAL_LM",
     )
     torch.manual_seed(seed)
-    return get_peft_model(model, config)
+    try:
+        return get_peft_model(model, config)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"method: no adapter fits this model: {' '.join(str(error).split())[:200]}") from None
 
 
 def usual_alpha(method: MethodConfig) -> float:
@@ -66,7 +72,8 @@ def write_adapter(model: Any, folder: Path, base: str, revision: str | None) -> 
     place = Path(base).expanduser()
     config.base_model_name_or_path = str(place.resolve()) if place.exists() else base
     config.revision = revision
-    config.target_modules = sorted(config.target_modules)
+    if not isinstance(config.target_modules, str):  # which is a pattern
+        config.target_modules = sorted(config.target_modules)
     model.save_pretrained(str(folder), save_embedding_layers=False)
     (folder / "README.md").unlink(missing_ok=True)
 
@@ -83,14 +90,26 @@ def _checked(wanted: list[str], there: list[str], key: str) -> list[str]:
     return list(wanted)
 
 
-def _linear_names(model: Any) -> list[str]:
-    """The last parts of the names of all linear layers but the head, each once."""
+def _refuse_tied(model: Any, targets: list[str]) -> None:
+    """An adapter on one end of shared weights would change both once merged."""
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    ends = [name for name in targets if "embed" in name or "lm_head" in name or name == "wte"]
+    if tied and ends:
+        raise UserError(
+            f"method.targets: {ends[0]} shares its weights with the model's other end, so it can have no adapter; "
+            f"use method.modules_to_save=[{ends[0]}]"
+        )
+
+
+def _names(model: Any, linear: bool) -> list[str]:
+    """The last parts of the names of what an adapter can go on, each once; `linear`: without embeddings and head."""
     import torch
     from transformers.pytorch_utils import Conv1D
 
-    head = model.get_output_embeddings()
-    found = [n for n, m in model.named_modules() if isinstance(m, (torch.nn.Linear, Conv1D)) and m is not head]
-    return list(dict.fromkeys(name.rpartition(".")[2] for name in found))
+    kinds = (torch.nn.Linear, Conv1D) if linear else (torch.nn.Linear, Conv1D, torch.nn.Embedding)
+    found = [name for name, module in model.named_modules() if isinstance(module, kinds)]
+    names = dict.fromkeys(name.rpartition(".")[2] for name in found)
+    return [name for name in names if not (linear and name == "lm_head")]
 
 
 def _module_names(model: Any) -> list[str]:

@@ -76,7 +76,8 @@ def _sdpa(query_BTHD: Any, key_BTKD: Any, value_BTKD: Any, layout: Layout, how: 
     """torch's own: flash or cuDNN where a row is one document, else its kernels that take a mask."""
     import torch.nn.functional as F
 
-    mask = layout.masks.get(layout.window(how.window))
+    window = layout.window(how.window)
+    mask = None if layout.plain and window is None else layout.masks[window]
     q, k, v = (x.transpose(1, 2) for x in _as_many_heads(query_BTHD, key_BTKD, value_BTKD))
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=how.dropout, is_causal=mask is None, scale=how.scale

@@ -34,6 +34,7 @@ class Base:
 
 def open_base(base: Base, dtype: Any, device: str) -> Any:
     """The model on its device, in `dtype` (its weights in 4 or 8 bits where asked)."""
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     quiet_transformers()
@@ -45,9 +46,17 @@ def open_base(base: Base, dtype: Any, device: str) -> Any:
         extra["device_map"] = {"": device}
     try:
         with no_bars("gguf_file" in base.place):
-            model = AutoModelForCausalLM.from_pretrained(**base.place, dtype=dtype, **extra)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+            model, found = AutoModelForCausalLM.from_pretrained(
+                **base.place, dtype=dtype, output_loading_info=True, **extra
+            )
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         raise _told(base, error) from None
+    lacking = [*found["missing_keys"], *(str(one[0]) for one in found["mismatched_keys"])]
+    if lacking:  # transformers would make them up
+        raise UserError(
+            f"model.base: {base.word} lacks {len(lacking)} of the weights of a {type(model).__name__}, such as "
+            f"{sorted(lacking)[0]}; is it whole, and a model that writes text?"
+        )
     return model if "device_map" in extra else model.to(device)
 
 

@@ -21,7 +21,7 @@ def fuse(model: Any) -> None:
 
     By classes rather than by instance, so that compiled blocks are alike and share one graph.
     """
-    prefix = FAMILIES[model.config.model_type]
+    prefix = FAMILIES[model.config.get_text_config().model_type]
     forwards = {f"{prefix}RMSNorm": _norm, f"{prefix}Attention": _attention, f"{prefix}MLP": _feed_forward}
     for module in model.modules():
         kind: Any = type(module)
@@ -61,7 +61,8 @@ def _attention(self: Any, hidden_states: Any, position_embeddings: Any, **given:
         query_BTHD, key_BTKD = self.q_norm(query_BTHD), self.k_norm(key_BTKD)
     query_BTHD, key_BTKD = _on(hidden_states.device.type, "turned")(query_BTHD, key_BTKD, *position_embeddings)
     # Qwen's layers say it themselves, Mistral has one window for all, Llama none.
-    window = getattr(self, "sliding_window", getattr(self.config, "sliding_window", None))
+    one_for_all = self.config.sliding_window if self.config.model_type == "mistral" else None
+    window = getattr(self, "sliding_window", one_for_all)
     dropout = self.attention_dropout if self.training else 0.0
     out_BTHD = attend(query_BTHD, key_BTKD, value_BTKD, layout, How(self.scaling, window, None, dropout))
     return self.o_proj(out_BTHD.flatten(2)), None

@@ -15,7 +15,7 @@ from sojourn.errors import UserError
 from sojourn.model.layout import find_starts, make_layout, padded_starts
 from sojourn.model.network import Network
 
-_FIRST, _SECOND = 9, 16
+_FIRST, _SECOND, _LONGEST = 9, 16, 2048
 _AGREE = {torch.float32: 1e-3, torch.float64: 1e-3}
 _AGREE_HALF = 0.05
 
@@ -23,8 +23,11 @@ _AGREE_HALF = 0.05
 def check_network(network: Network, device: str, autocast: Any, packed: bool) -> None:
     """Refuses a model that our computation does not fit, in one line that says what does."""
     model = network.plain
-    numbers = np.random.default_rng(0).integers(0, min(1000, model.config.get_text_config().vocab_size), 50)
-    first, other, second = numbers[:_FIRST], numbers[_FIRST : 2 * _FIRST], numbers[-_SECOND:]
+    long = min(max([_SECOND, *(window + 8 for window in network.windows)]), _LONGEST)  # beyond a window, if it can be
+    numbers = np.random.default_rng(0).integers(
+        0, min(1000, model.config.get_text_config().vocab_size), 2 * _FIRST + long
+    )
+    first, other, second = numbers[:_FIRST], numbers[_FIRST : 2 * _FIRST], numbers[2 * _FIRST :]
     was_training = network.model.training
     network.model.eval()
     try:
@@ -34,15 +37,15 @@ def check_network(network: Network, device: str, autocast: Any, packed: bool) ->
             agree = _AGREE.get(ours.dtype if not _is_half(autocast) else None, _AGREE_HALF)
             with network.own_attention():
                 own = network.model(input_ids=torch.tensor(second[None], device=device), use_cache=False).logits.float()
-            if _distance(ours, own) > agree:
+            if not _distance(ours, own) <= agree:
                 raise UserError(
-                    f"model.base: {type(model).__name__} computes its logits in a way that is not known here, so it "
-                    "cannot be trained yet"
+                    f"model.base: {type(model).__name__} computes in a way that is not known here, so it cannot be "
+                    "trained yet"
                 )
             if not packed:
                 return
             pairs = [_hidden(network, device, [before, second])[:, _FIRST:] for before in (first, other)]
-            if _distance(*pairs) > agree or _distance(pairs[0], alone) > agree:
+            if not (_distance(*pairs) <= agree and _distance(pairs[0], alone) <= agree):
                 raise UserError(
                     f"data.packing: {type(model).__name__} cannot keep packed documents apart; set data.packing=off"
                 )

@@ -41,14 +41,24 @@ class Assessor:
         bits = loss * self._targets / math.log(2) / self._bytes if self._bytes else None
         meters.log_eval(progress.step, Scores(loss, math.exp(min(loss, 700.0)), accuracy, bits, best))
         if best and train.eval_every is not None:
-            write_final(self._network.model, self._artefact, self._run.best, self._config)
-            self._run.event("best", step=progress.step, loss=loss)
+            self._keep_best(progress, meters)
         if train.patience is not None and progress.worse >= train.patience:
             return (
                 f"train.patience: no better held-out loss in {progress.worse} evaluations "
-                f"(best {progress.best_loss:.4f} at step {progress.best_step})"
+                f"(best {progress.best_loss or math.nan:.4f} at step {progress.best_step})"
             )
         return None
+
+    def _keep_best(self, progress: Progress, meters: Meters) -> None:
+        """A disk that is too full for it does not end the run."""
+        from safetensors import SafetensorError
+
+        try:
+            write_final(self._network.model, self._artefact, self._run.best, self._config)
+            self._run.event("best", step=progress.step, loss=progress.best_loss)
+        except (OSError, SafetensorError) as error:
+            self._run.event("best_failed", step=progress.step, says=str(error))
+            meters.say(f"warning: {self._run.best} could not be written ({error}); training goes on without it")
 
     @cached_property
     def _samples(self) -> Samples:

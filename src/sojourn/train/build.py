@@ -12,7 +12,7 @@ from sojourn.errors import UserError
 from sojourn.model.adapter import add_adapter, compute_narrow, open_adapter
 from sojourn.model.base import open_base
 from sojourn.model.blocks import compile_blocks, recompute
-from sojourn.model.network import Network, open_network
+from sojourn.model.network import Network, close_network, open_network
 from sojourn.model.probe import check_network
 from sojourn.model.scratch import build_model
 from sojourn.train.feed import Feed
@@ -59,6 +59,8 @@ def _opened(config: RunConfig, artefact: Artefact, device: str) -> Any:
             )
         model.resize_token_embeddings(artefact.vocab_size)
     if not frozen:
+        if getattr(model, "quantization_method", None) is not None:
+            raise UserError(f"method.kind: {kind} trains all weights, but those of model.base are quantised; use qlora")
         return model.requires_grad_(True)
     model.requires_grad_(False)
     if config.method.adapter is not None:
@@ -79,7 +81,7 @@ def _checked(network: Network, config: RunConfig, device: str, packed: bool) -> 
     try:
         check_network(network, device, feed.autocast(), packed)
     except NotImplementedError:
-        network.plain.set_attn_implementation("sdpa")
+        close_network(network)
         network = open_network(network.model, None)
         check_network(network, device, feed.autocast(), packed)
     return network

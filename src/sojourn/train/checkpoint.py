@@ -42,6 +42,7 @@ class Checkpoint:
 
 def save(folder: Path, checkpoint: Checkpoint, keep: int, min_free: int = 0) -> Path:
     """Writes `checkpoint` under `folder` and returns its place; on failure nothing has changed."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -68,11 +69,10 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int, min_free: int = 0) -> 
             _remove(target)
         stage.rename(target)
         sync_folder(folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(stage, ignore_errors=True)
-        raise RunFailed(
-            f"{folder}: the checkpoint of step {checkpoint.step} could not be written: {error.strerror}"
-        ) from error
+        why = getattr(error, "strerror", None) or error
+        raise RunFailed(f"{folder}: the checkpoint of step {checkpoint.step} could not be written: {why}") from error
     write_text(folder / "latest", target.name + "\n")
     _prune(folder, keep)
     return target

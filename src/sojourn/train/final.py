@@ -16,8 +16,9 @@ from sojourn.run.files import sync_file, sync_folder
 
 def write_final(model: Any, artefact: Artefact, folder: Path, config: RunConfig) -> None:
     """Weights in the precision of the training (16-bit where it was), tokenizer, template and stop tokens."""
+    old = folder.with_name(f".old-{folder.name}")
+    _clear_up(folder, old)
     stage = folder.with_name(f".stage-{os.getpid()}-{folder.name}")
-    shutil.rmtree(stage, ignore_errors=True)
     if config.method.kind in ("lora", "qlora"):
         write_adapter(model, stage, str(config.model.base), config.model.revision)
     else:
@@ -28,12 +29,19 @@ def write_final(model: Any, artefact: Artefact, folder: Path, config: RunConfig)
     for file in stage.iterdir():
         sync_file(file)
     sync_folder(stage)
-    old = folder.with_name(f".old-{folder.name}")
-    shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         folder.rename(old)
     stage.rename(folder)
     sync_folder(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _clear_up(folder: Path, old: Path) -> None:
+    """What a kill left: half of a new one goes; an old one that was just moved aside comes back."""
+    for stage in folder.parent.glob(f".stage-*-{folder.name}"):
+        shutil.rmtree(stage, ignore_errors=True)
+    if old.exists() and not folder.exists():
+        old.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -42,12 +50,14 @@ def _write_model(model: Any, artefact: Artefact, stage: Path, precision: str) ->
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
     state = {name: value.detach().to("cpu", dtype) for name, value in model.state_dict().items()}
-    stops, kept = artefact.stop_ids, (model.config.use_cache, model.generation_config.eos_token_id)
+    settings = model.generation_config
+    known = settings.eos_token_id if isinstance(settings.eos_token_id, list) else [settings.eos_token_id]
+    settings.eos_token_id = list(dict.fromkeys([*artefact.stop_ids, *(i for i in known if i is not None)]))
+    if any(getattr(settings, name, None) is not None for name in ("temperature", "top_p", "top_k")):
+        settings.do_sample = True  # bases exist that say how to sample but not to; transformers will not save such
     model.config.use_cache = True
-    known = kept[1] if isinstance(kept[1], list) else [] if kept[1] is None else [kept[1]]
-    model.generation_config.eos_token_id = list(dict.fromkeys([*stops, *known]))
     model.save_pretrained(stage, state_dict=state)
-    model.config.use_cache = kept[0]
+    model.config.use_cache = False
     written = json.loads((stage / "config.json").read_text(encoding="utf-8"))
-    settings = json.dumps({**written, "dtype": str(dtype).removeprefix("torch.")}, indent=2) + "\n"
-    (stage / "config.json").write_text(settings, encoding="utf-8")
+    text = json.dumps({**written, "dtype": str(dtype).removeprefix("torch.")}, indent=2) + "\n"
+    (stage / "config.json").write_text(text, encoding="utf-8")

@@ -16,12 +16,13 @@ _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if
 
 @dataclass
 class Guard:
-    """Watches from `__enter__` to `__exit__`. `before` is the time that earlier sessions of this run took."""
+    """Watches from `__enter__` to `__exit__`. `before` is the time that earlier calls took; this one began at `began`:
+    opening the model and reading data are paid for too."""
 
     limits: LimitsConfig
     before: float = 0.0
+    began: float = field(default_factory=time.monotonic)
     reason: str | None = None
-    _began: float = field(default_factory=time.monotonic)
     _old: dict[int, Any] = field(default_factory=dict)
 
     def __enter__(self) -> Guard:
@@ -45,7 +46,7 @@ class Guard:
     @property
     def seconds(self) -> float:
         """Of this run, all sessions together."""
-        return self.before + time.monotonic() - self._began
+        return self.before + time.monotonic() - self.began
 
     @property
     def spent(self) -> float | None:
@@ -55,7 +56,7 @@ class Guard:
     def should_stop(self) -> str | None:
         """Why to stop now, or None."""
         if self.reason is None:
-            if self.limits.time is not None and time.monotonic() - self._began >= self.limits.time:
+            if self.limits.time is not None and time.monotonic() - self.began >= self.limits.time:
                 self.reason = f"the time limit of {self.limits.time}"
             elif self.limits.budget is not None and (self.spent or 0.0) >= float(self.limits.budget.amount):
                 self.reason = f"the budget of {self.limits.budget}"

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from sojourn.catalog.facts import peak_flops
 from sojourn.config.load import read_config, to_yaml
@@ -20,7 +22,7 @@ from sojourn.data.order import step_rows
 from sojourn.data.prepare import prepare
 from sojourn.data.show import show_examples
 from sojourn.errors import RunFailed, Stopped, UserError
-from sojourn.run.files import write_json, write_text
+from sojourn.run.files import read_json, write_json, write_text
 from sojourn.run.folder import RunFolder
 from sojourn.run.home import prepared_folder
 from sojourn.train.assess import Assessor
@@ -68,6 +70,7 @@ class Session:
 
 def train(config: RunConfig, run: RunFolder) -> None:
     """Trains `config` in `run` until it is done (returns) or stopped early but resumable (raises Stopped)."""
+    began = time.monotonic()
     _refuse_what_is_not_here(config)
     refuse_missing_trackers(config.log.trackers)
     run.acquire()
@@ -77,7 +80,7 @@ def train(config: RunConfig, run: RunFolder) -> None:
             done = session.progress.step
             print(f"{run.path}: already done ({done} steps); to train longer, begin another run: name=NEW")
         else:
-            _run(session)
+            _run(session, began)
         run.set_status("done", session.progress.step, session.progress.step, resumable=False)
     except BaseException as error:
         status = run.status()
@@ -112,6 +115,7 @@ def _open(config: RunConfig, run: RunFolder) -> Session:
     config = resolved.config
     device = _use(config)
     artefact = prepare(data_of(config), prepared_folder(), say, partial(show_examples, say, sys.stdout.isatty()))
+    _refuse_other_data(run, artefact)
     if artefact.is_pairs:
         raise UserError(
             "data.sources: preference pairs are prepared, but not trained on yet; to learn the better answers: "
@@ -144,6 +148,16 @@ def _open(config: RunConfig, run: RunFolder) -> Session:
     return Session(
         config, run, artefact, stepper, live, progress, *_length(config, artefact), _work(config, artefact, device)
     )
+
+
+def _refuse_other_data(run: RunFolder, artefact: Artefact) -> None:
+    """The same file with other contents: steps already done would have read other rows, perhaps other tokens."""
+    before = Path(str((read_json(run.environment) or {}).get("data", ""))).name
+    if before not in ("", artefact.path.name) and any(run.checkpoints.glob("step-*")):
+        raise UserError(
+            f"{run.path} was begun with other data (the files in data.sources have changed since); put them back to "
+            "continue it, or start a new run: name=NEW"
+        )
 
 
 def _use(config: RunConfig) -> str:
@@ -184,8 +198,8 @@ def _length(config: RunConfig, artefact: Artefact) -> tuple[int, int | None]:
     return math.ceil(last_row / train.global_batch), last_row
 
 
-def _run(session: Session) -> None:
-    """From where the run is to its end."""
+def _run(session: Session, began: float) -> None:
+    """From where the run is to its end; the clock of its limits has run since `began`."""
     config, run, total = session.config, session.run, session.total
     live, progress, stepper = session.live, session.progress, session.stepper
     rows, train = len(session.artefact.train), config.train
@@ -198,12 +212,12 @@ def _run(session: Session) -> None:
     saver = Saver(config, run, live, progress, rows)
     assessor = Assessor(config, run, session.artefact, stepper.network, stepper.feed)
     with (
-        Guard(config.limits, before=progress.seconds) as guard,
+        Guard(config.limits, before=progress.seconds, began=began) as guard,
         Meters(run, config, total, progress.step, session.work) as meters,
         Ahead(session.batches, total) as ahead,
     ):
         enough = None
-        while progress.step < total and enough is None:
+        while not session.ended:
             rate = learning_rate(progress.step, total, train)
             live.optimizer.set_learning_rate(rate)
             batches, waited = ahead.take(progress.step)
@@ -219,7 +233,7 @@ def _run(session: Session) -> None:
             save_now = saver.due() or last or stop is not None
             log_now = progress.step % config.log.every_steps == 0 or progress.step == 1 or last
             if log_now or save_now:  # before a save: a broken model must not replace a good one
-                _check_finite(float(loss), progress.step, rate)
+                _check_finite(float(loss), float(norm), session, rate)
             if log_now:
                 epoch = progress.step * train.global_batch / rows
                 meters.log(progress.step, float(loss), rate, float(norm), epoch, guard.spent)
@@ -240,7 +254,12 @@ def _run(session: Session) -> None:
     run.event("done", step=progress.step, tokens=progress.tokens, seconds=round(progress.seconds, 1))
 
 
-def _check_finite(loss: float, step: int, rate: float) -> None:
-    if not math.isfinite(loss):
-        smaller = f"train.lr={rate / 3:.1g} name=NEW"
-        raise RunFailed(f"step {step}: the loss is {loss}, so nothing more is saved; try a smaller rate: {smaller}")
+def _check_finite(loss: float, norm: float, session: Session, rate: float) -> None:
+    """An infinite gradient is a skipped step in fp16; elsewhere it has just spoilt the weights."""
+    scaled = session.stepper.scaler.is_enabled()
+    if math.isfinite(loss) and (scaled or math.isfinite(norm)):
+        return
+    what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
+    try_this = "train.precision=fp32" if scaled else f"a smaller rate: train.lr={rate / 3:.1g}"
+    step = session.progress.step
+    raise RunFailed(f"step {step}: {what}, so nothing more is saved; try {try_this} name=NEW")

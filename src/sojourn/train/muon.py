@@ -18,7 +18,7 @@ _A, _B, _C = 3.4445, -4.7750, 2.0315  # of the quintic that drives singular valu
 
 
 class Muon(torch.optim.Optimizer):
-    """A group with `matrices` true goes by Muon."""
+    """The matrices of a group with `matrices` true go by Muon."""
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, "matrices": False})
@@ -30,7 +30,7 @@ class Muon(torch.optim.Optimizer):
                 if parameter.grad is None:
                     continue
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                if group["matrices"]:
+                if group["matrices"] and parameter.ndim == 2:
                     self._along_momentum(parameter, group["lr"])
                 else:
                     self._along_adam(parameter, group)
@@ -41,8 +41,8 @@ class Muon(torch.optim.Optimizer):
             state["momentum"] = torch.zeros_like(parameter)
         momentum = state["momentum"].lerp_(parameter.grad, 1 - _MOMENTUM)
         ahead = parameter.grad.lerp(momentum, _MOMENTUM)
-        scale = 0.2 * math.sqrt(max(parameter.shape[0], parameter[0].numel()))
-        parameter.sub_(orthogonal(ahead.flatten(1)).view_as(parameter), alpha=rate * scale)
+        scale = 0.2 * math.sqrt(max(parameter.shape))
+        parameter.sub_(orthogonal(ahead), alpha=rate * scale)
 
     def _along_adam(self, parameter: Any, group: dict[str, Any]) -> None:
         state, (first, second) = self.state[parameter], group["betas"]

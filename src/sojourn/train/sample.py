@@ -23,9 +23,8 @@ class Samples:
 
         self._tokenizer = AutoTokenizer.from_pretrained(artefact.tokenizer)
         self._stops, self._pad, self._most = artefact.stop_ids, artefact.pad_id, config.train.sample_tokens
-        room = artefact.max_length - 1
         if config.train.samples:
-            self._prompts = [(prompt, self._ids(prompt, artefact)[-room:]) for prompt in config.train.samples]
+            self._prompts = [(prompt, self._ids(prompt, artefact)) for prompt in config.train.samples]
         else:
             found = _beginnings(artefact.eval)
             self._prompts = [(self._tokenizer.decode(ids), ids) for ids in found[:_HELD_OUT]]
@@ -42,11 +41,14 @@ class Samples:
         import torch
 
         told = []
+        holds = getattr(network.plain.config.get_text_config(), "max_position_embeddings", None) or 2**20
         with network.own_attention() as model, torch.no_grad(), autocast:
-            for prompt, ids in self._prompts:
+            for prompt, whole in self._prompts:
+                ids = whole[-max(1, holds - self._most) :]
                 given = torch.tensor([ids], device=device)
                 out = model.generate(
-                    input_ids=given, attention_mask=torch.ones_like(given), max_new_tokens=self._most, use_cache=True,
+                    input_ids=given, attention_mask=torch.ones_like(given), use_cache=True,
+                    max_new_tokens=min(self._most, holds - len(ids)),
                     do_sample=False, temperature=None, top_p=None, top_k=None,
                     eos_token_id=self._stops, pad_token_id=self._pad,
                 )  # fmt: skip

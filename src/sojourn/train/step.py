@@ -45,8 +45,10 @@ class Stepper:
 
     def step(self, batches: list[Batch]) -> tuple[Any, Any]:
         """Forward and backward of every micro batch, then one update. Returns the mean loss and the gradient's norm."""
-        targets = max(1, sum(batch.targets for batch in batches))
+        targets = sum(batch.targets for batch in batches)
         mean = torch.zeros((), device=self.feed.device)
+        if targets == 0:  # nothing to learn from
+            return mean, mean
         for batch in batches:
             if batch.targets:
                 with self.feed.autocast():
