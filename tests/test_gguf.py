@@ -80,6 +80,16 @@ def test_a_gguf_file_is_trained_and_asked(file, base, chats):
     assert asked.returncode == 0, asked.stderr
 
 
+def test_all_its_weights_are_trained_and_saved_as_a_plain_model(file, chats):
+    run = run_folder("full")
+    words = [f"model.base={file}", f"data.sources={chats}", "method.kind=full", "data.max_length=64", "train.steps=2"]
+    train(load_run([*words, "train.device=cpu", "log.tensorboard=off", "name=full"]).config, run)
+    assert "quantization_config" not in json.loads((run.final / "config.json").read_text())
+    assert AutoModelForCausalLM.from_pretrained(run.final).num_parameters() > 0
+    with pytest.raises(UserError, match="use lora"):
+        train(load_run([*words, "method.kind=qlora", "name=q"]).config, run_folder("q"))
+
+
 def test_its_tokenizer_makes_the_same_tokens(file, base):
     from sojourn.data.words.tokenizer import open_tokenizer
 

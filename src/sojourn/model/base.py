@@ -34,19 +34,22 @@ class Base:
 
 def open_base(base: Base, dtype: Any, device: str) -> Any:
     """The model on its device, in `dtype` (its weights in 4 or 8 bits where asked)."""
+    import transformers
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
 
     quiet_transformers()
     _check_place(base)
     extra: dict[str, Any] = {}
+    packed = "gguf_file" in base.place
     if base.bits is not None:
         extra["quantization_config"] = _quantisation(base, dtype)
+    elif packed and hasattr(transformers, "GgufConfig"):  # newer ones might leave it packed
+        extra["quantization_config"] = transformers.GgufConfig(dequantize=True)
     if base.bits is not None or device == "cuda":
         extra["device_map"] = {"": device}
     try:
-        with no_bars("gguf_file" in base.place):
-            model, found = AutoModelForCausalLM.from_pretrained(
+        with no_bars(packed):
+            model, found = transformers.AutoModelForCausalLM.from_pretrained(
                 **base.place, dtype=dtype, output_loading_info=True, **extra
             )
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
@@ -57,7 +60,16 @@ def open_base(base: Base, dtype: Any, device: str) -> Any:
             f"model.base: {base.word} lacks {len(lacking)} of the weights of a {type(model).__name__}, such as "
             f"{sorted(lacking)[0]}; is it whole, and a model that writes text?"
         )
+    if packed:
+        _forget_packing(model)
     return model if "device_map" in extra else model.to(device)
+
+
+def _forget_packing(model: Any) -> None:
+    """It is a model like any other now; transformers would still refuse to save it."""
+    model.hf_quantizer = model.quantization_method = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
 
 
 def open_settings(base: Base) -> Any:
@@ -91,6 +103,8 @@ def _check_place(base: Base) -> None:
 
         if find_spec("gguf") is None:
             raise UserError("model.base: a GGUF file needs the package gguf; run: pip install gguf")
+        if base.bits is not None:
+            raise UserError("method.kind: qlora quantises by itself, which a GGUF file has already had; use lora")
 
 
 def _quantisation(base: Base, dtype: Any) -> Any:
