@@ -13,9 +13,25 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import flex_attention
+
 from sojourn.model.layout import Layout
 
 NAME = "sojourn"
+
+
+def _parameters_of_varlen() -> frozenset[str]:
+    """None where torch has no such thing (before 2.10); what it takes has grown since."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return frozenset()
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+_VARLEN_TAKES = _parameters_of_varlen()
 
 
 @dataclass(frozen=True)
@@ -59,9 +75,6 @@ def attend(query_BTHD: Any, key_BTKD: Any, value_BTKD: Any, layout: Layout, how:
 
 def _math(query_BTHD: Any, key_BTKD: Any, value_BTKD: Any, layout: Layout, how: How) -> Any:
     """Whole scores, in 32 bits at least: slow, and what the others are compared with."""
-    import torch
-    import torch.nn.functional as F
-
     wide = torch.promote_types(query_BTHD.dtype, torch.float32)
     q, k, v = (x.transpose(1, 2).to(wide) for x in _as_many_heads(query_BTHD, key_BTKD, value_BTKD))
     with torch.autocast(q.device.type, enabled=False):
@@ -74,8 +87,6 @@ def _math(query_BTHD: Any, key_BTKD: Any, value_BTKD: Any, layout: Layout, how: 
 
 def _sdpa(query_BTHD: Any, key_BTKD: Any, value_BTKD: Any, layout: Layout, how: How) -> Any:
     """torch's own: flash or cuDNN where a row is one document, else its kernels that take a mask."""
-    import torch.nn.functional as F
-
     window = layout.window(how.window)
     mask = None if layout.plain and window is None else layout.masks[window]
     q, k, v = (x.transpose(1, 2) for x in _as_many_heads(query_BTHD, key_BTKD, value_BTKD))
@@ -90,7 +101,7 @@ def _varlen(query_BTHD: Any, key_BTKD: Any, value_BTKD: Any, layout: Layout, how
     from torch.nn.attention.varlen import varlen_attn
 
     qkv = (query_BTHD, key_BTKD, value_BTKD)
-    grouped = key_BTKD.shape[2] != query_BTHD.shape[2] and _varlen_takes("enable_gqa")
+    grouped = key_BTKD.shape[2] != query_BTHD.shape[2] and "enable_gqa" in _VARLEN_TAKES
     q, k, v = (x.flatten(0, 1) for x in (qkv if grouped else _as_many_heads(*qkv)))
     window = layout.window(how.window)
     back = -1 if window is None else window - 1
@@ -117,13 +128,13 @@ def _flash(query_BTHD: Any, key_BTKD: Any, value_BTKD: Any, layout: Layout, how:
 
 def _flex(query_BTHD: Any, key_BTKD: Any, value_BTKD: Any, layout: Layout, how: How) -> Any:
     """Scores as a small program that torch compiles: for what the flash kernels cannot do, such as soft caps."""
-    import torch
 
     def capped(score: Any, *_: Any) -> Any:
         return how.softcap * torch.tanh(score / how.softcap)
 
     q, k, v = (x.transpose(1, 2) for x in _as_many_heads(query_BTHD, key_BTKD, value_BTKD))
-    out = _flex_kernel(q.device.type)(
+    kernel = flex_attention if q.device.type != "cuda" or torch.compiler.is_compiling() else _flex_kernel()
+    out = kernel(
         q, k, v,
         score_mod=capped if how.softcap is not None else None,
         block_mask=layout.masks[layout.window(how.window)],
@@ -142,12 +153,8 @@ _BACKENDS: dict[str, Callable[[Any, Any, Any, Layout, How], Any]] = {
 
 
 @cache
-def _flex_kernel(device: str) -> Any:
-    """Compiled on a GPU; a CPU has only the forward, which need not be fast."""
-    import torch
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention, dynamic=False) if device == "cuda" else flex_attention
+def _flex_kernel() -> Any:
+    return torch.compile(flex_attention, dynamic=False)
 
 
 def _as_many_heads(query_BTHD: Any, key_BTKD: Any, value_BTKD: Any) -> tuple[Any, Any, Any]:
@@ -156,13 +163,6 @@ def _as_many_heads(query_BTHD: Any, key_BTKD: Any, value_BTKD: Any) -> tuple[Any
     if times == 1:
         return query_BTHD, key_BTKD, value_BTKD
     return query_BTHD, key_BTKD.repeat_interleave(times, 2), value_BTKD.repeat_interleave(times, 2)
-
-
-@cache
-def _varlen_takes(name: str) -> bool:
-    from torch.nn.attention.varlen import varlen_attn
-
-    return name in inspect.signature(varlen_attn).parameters
 
 
 def fault(backend: str, device: str, half: bool, head_size: int, softcap: bool, dropout: bool) -> str | None:
@@ -182,7 +182,7 @@ def fault(backend: str, device: str, half: bool, head_size: int, softcap: bool, 
         return "needs a GPU of compute capability 8.0 (RTX 30, A100) or newer"
     if backend == "flash_attention_2" and find_spec("flash_attn") is None:
         return "needs the package flash-attn, which is not installed"
-    if backend == "varlen" and (find_spec("torch.nn.attention.varlen") is None or not _varlen_takes("window_size")):
+    if backend == "varlen" and "window_size" not in _VARLEN_TAKES:
         return "needs a newer torch (2.11)"
     if softcap and backend in ("varlen", "sdpa"):
         return "cannot cap scores, as this model does"
@@ -204,6 +204,4 @@ def can_compile() -> bool:
 
 
 def _capability() -> tuple[int, int]:
-    import torch
-
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)

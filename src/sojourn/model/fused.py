@@ -83,8 +83,12 @@ def _turned(query_BTHD: Any, key_BTKD: Any, cos_BTD: Any, sin_BTD: Any) -> tuple
     return turn(query_BTHD), turn(key_BTKD)
 
 
-@cache
 def _on(device: str, name: str) -> Any:
-    """On a GPU each becomes one kernel, where one can be made."""
+    """On a GPU each becomes one kernel, where one can be made; in a compiled block it becomes part of that."""
     function = {"gated": _gated, "turned": _turned}[name]
-    return torch.compile(function, dynamic=True) if device == "cuda" and can_compile() else function
+    return function if device != "cuda" or torch.compiler.is_compiling() else _kernel(function)
+
+
+@cache
+def _kernel(function: Any) -> Any:
+    return torch.compile(function, dynamic=True) if can_compile() else function
