@@ -102,6 +102,14 @@ def _distance(one, other) -> float:
     return float((one - other).norm() / other.norm())
 
 
+def test_a_backend_that_fails_when_it_is_tried_is_passed_over(monkeypatch):
+    assert attention.works("sdpa", "cpu", False, 64) and attention.works("math", "cpu", False, 64)
+    assert not attention.works("varlen", "cpu", False, 64)  # it has no kernel here
+    assert not attention.works("flash_attention_2", "cpu", False, 64)
+    monkeypatch.setattr(attention, "works", lambda name, *given: name != "sdpa")
+    assert attention.choose("cpu", False, 64, False, False) == "math"
+
+
 def test_a_machine_without_a_gpu_uses_torchs_own_attention():
     assert attention.choose("cpu", False, 64, False, False) == "sdpa"
     assert attention.choose("cpu", False, 64, True, False) == "math"

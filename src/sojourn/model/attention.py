@@ -13,11 +13,12 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
-from sojourn.model.layout import Layout
+from sojourn.model.layout import Layout, find_starts, make_layout, padded_starts
 
 NAME = "sojourn"
 
@@ -192,9 +193,25 @@ def fault(backend: str, device: str, half: bool, head_size: int, softcap: bool, 
 
 
 def choose(device: str, half: bool, head_size: int, softcap: bool, dropout: bool) -> str:
-    """The fastest that works here; math always does."""
-    order = ("varlen", "flash_attention_2", "sdpa", "flex", "math") if device == "cuda" else ("sdpa", "math")
-    return next(name for name in order if fault(name, device, half, head_size, softcap, dropout) is None)
+    """The fastest that should work here, and does when it is tried; math always does."""
+    order = ("varlen", "flash_attention_2", "sdpa", "flex") if device == "cuda" else ("sdpa",)
+    able = [name for name in order if fault(name, device, half, head_size, softcap, dropout) is None]
+    return next((name for name in able if works(name, device, half, head_size)), "math")
+
+
+def works(backend: str, device: str, half: bool, head_size: int) -> bool:
+    """Tried on two short documents, forward and backward: a build may lack the kernel for just this card."""
+    dtype = torch.float32 if not half else torch.bfloat16 if _capability() >= (8, 0) else torch.float16
+    documents = np.array([[0] * 40 + [1] * 24], np.int32)
+    starts = torch.from_numpy(padded_starts(find_starts(documents))).to(device)
+    layout = make_layout(backend, documents, torch.from_numpy(documents).to(device), starts, ())
+    made = [torch.ones(1, 64, 2, head_size, dtype=dtype, device=device, requires_grad=True) for _ in range(3)]
+    try:
+        out = attend(made[0], made[1], made[2], layout, How(1.0))
+        out.sum().backward()
+        return bool(torch.isfinite(out).all()) and made[0].grad is not None
+    except Exception:  # whatever a missing kernel raises
+        return False
 
 
 @cache
