@@ -357,6 +357,15 @@ def test_a_quantised_base_cannot_have_all_its_weights_trained(words, base, home)
         _train([*words, f"model.base={home / 'quantised'}", "method.kind=full"])
 
 
+def test_a_name_on_a_hub_that_cannot_be_reached_says_what_to_do_at_once(chats, home):
+    import os
+
+    env = {**{k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"}, "HF_ENDPOINT": "http://127.0.0.1:9"}
+    said = sojourn("train", "lora-20k", "--train_file", str(chats), env={**env, "HF_HOME": str(home / "hf")})
+    assert said.returncode == 2 and len(said.stderr.splitlines()) == 1, said.stderr
+    assert "model.base: Qwen/Qwen2.5-1.5B-Instruct is not in the local cache" in said.stderr
+
+
 def test_an_adapter_named_as_a_base_says_what_to_set(words):
     run = _train([*words, *_LORA, "train.steps=1"])
     with pytest.raises(UserError, match=r"is an adapter; set model.base to the model.*method.adapter="):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sojourn.data.read.reach import absent, why_offline
 from sojourn.errors import RunFailed, UserError
 from sojourn.model.quiet import no_bars, quiet_transformers
 
@@ -94,6 +95,8 @@ def _check_place(base: Base) -> None:
     looks_local = base.word.startswith((".", "/", "~")) or base.word.count("/") > 1 or path.suffix == ".gguf"
     if looks_local and not path.exists():
         raise UserError(f"model.base: {base.word}: no such folder or file")
+    if not path.exists():
+        why_offline(None)  # where there is no way to the hub, it is asked once and not five times
     if path.is_dir() and not (path / "config.json").is_file():
         ggufs = sorted(path.glob("*.gguf"))
         hint = f"; name the file: model.base={ggufs[0]}" if ggufs else ""
@@ -127,6 +130,9 @@ def _quantisation(base: Base, dtype: Any) -> Any:
 def _told(base: Base, error: Exception) -> UserError | RunFailed:
     """Of transformers' long messages, the part that a person can act on."""
     text = " ".join(str(error).split())
+    offline = "" if Path(base.word).expanduser().exists() else why_offline(None)
+    if offline:
+        return absent(f"model.base: {base.word}", offline)
     if "trust_remote_code" in text:
         return UserError(
             f"model.base: {base.word} runs its own Python code; read it first, then allow it with "
@@ -136,9 +142,8 @@ def _told(base: Base, error: Exception) -> UserError | RunFailed:
         return UserError(
             f"model.base: {base.word} asks for permission on the hub; accept its terms there and set HF_TOKEN"
         )
-    if "connect" in text or "offline" in text.lower() or "couldn't find them in the cached files" in text:
+    if "connect" in text:
         return RunFailed(
-            f"model.base: {base.word}: not on this machine, and the hub cannot be reached; give a local folder, or set "
-            "HF_ENDPOINT to a mirror"
+            f"model.base: {base.word}: the connection to the hub broke; try again, what has arrived is kept"
         )
     return UserError(f"model.base: {base.word}: {text[:300]}")
