@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -36,22 +37,12 @@ def bench_prepare(
     out: Annotated[Path | None, typer.Option(help="Write the result as JSON to this file.")] = None,
 ) -> None:
     """Prepare generated chats: speed against datasets.map and the bare tokenizer, peak memory, the second call."""
-    from json import dumps
     from tempfile import gettempdir
 
     from sojourn.bench.prepare import make_plan, measure
-    from sojourn.errors import UserError
-    from sojourn.run.files import write_json
 
-    if out is not None and not out.absolute().parent.is_dir():
-        raise UserError(f"--out: {out.parent}: no such folder")
-    plan = make_plan(size, flat, tokenizer, workers, peer, folder or Path(gettempdir()))
-    result = measure(plan, lambda line: print(line, file=sys.stderr if json else sys.stdout, flush=True))
-    if json:
-        print(dumps(result, ensure_ascii=False))
-    if out is not None:
-        write_json(out, result)
-        print(f"written: {out}", file=sys.stderr if json else sys.stdout)
+    place = folder or Path(gettempdir())
+    _report(lambda say: measure(make_plan(size, flat, tokenizer, workers, peer, place), say), json, out)
 
 
 @bench_app.command("train")
@@ -73,18 +64,24 @@ def bench_train(
     out: Annotated[Path | None, typer.Option(help="Write the result as JSON to this file.")] = None,
 ) -> None:
     """Train models of random weights: speed and memory by optimisation and against peers, every loss compared."""
+    from sojourn.bench.train.measure import make_plan, measure
+
+    _report(lambda say: measure(make_plan(workload or [], rows, steps, peers, folder), say), json, out)
+
+
+def _report(measured: Callable[[Callable[[str], None]], dict[str, Any]], json: bool, out: Path | None) -> None:
+    """Measures, having made sure that the result can be kept; then prints and writes it."""
     from json import dumps
 
-    from sojourn.bench.train.measure import make_plan, measure
     from sojourn.errors import UserError
     from sojourn.run.files import write_json
 
     if out is not None and not out.absolute().parent.is_dir():
         raise UserError(f"--out: {out.parent}: no such folder")
-    plan = make_plan(workload or [], rows, steps, peers, folder)
-    result = measure(plan, lambda line: print(line, file=sys.stderr if json else sys.stdout, flush=True))
+    lines = sys.stderr if json else sys.stdout
+    result = measured(lambda line: print(line, file=lines, flush=True))
     if json:
         print(dumps(result, ensure_ascii=False))
     if out is not None:
         write_json(out, result)
-        print(f"written: {out}", file=sys.stderr if json else sys.stdout)
+        print(f"written: {out}", file=lines)
