@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from sojourn.bench.contenders import ROW_LENGTH, chats_of, words_of
 from sojourn.bench.memory import watched
 from sojourn.config.quantities import Size
 from sojourn.errors import RunFailed, UserError
+from sojourn.train.environment import version_of
 
 Say = Callable[[str], None]
 Row = dict[str, Any]
@@ -251,12 +251,5 @@ def _circumstances(plan: Plan) -> dict[str, Any]:
         "command": shlex.join(["sojourn", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "cpu": machine.model, "cores": machine.usable, "system": platform.platform(), "workers": plan.workers,
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        "versions": {"python": platform.python_version(), **{name: version_of(name) for name in _PACKAGES}},
     }  # fmt: skip
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

@@ -29,13 +29,13 @@ def describe(device: str) -> dict[str, Any]:
         "system": platform.platform(),
         "machine": platform.machine(),
         "threads": torch.get_num_threads(),
-        "versions": {name: _version(name) for name in _PACKAGES},
+        "versions": {name: version_of(name) for name in _PACKAGES},
         "device": device,
         **gpu,
     }
 
 
-def _version(name: str) -> str | None:
+def version_of(name: str) -> str | None:
     try:
         return version(name)
     except PackageNotFoundError:

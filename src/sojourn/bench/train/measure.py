@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -27,6 +26,7 @@ from sojourn.bench.train.workloads import Workload, chosen, fitting
 from sojourn.errors import UserError
 from sojourn.run.files import read_json, write_json
 from sojourn.run.folder import RunFolder
+from sojourn.train.environment import version_of
 
 Say = Callable[[str], None]
 
@@ -241,12 +241,5 @@ def _circumstances(plan: Plan) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "device": plan.device, "gpus": [seen.name for seen in driver_gpus()], "cpu": machine.model,
         "cores": machine.usable, "system": platform.platform(), "steps": plan.steps,
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        "versions": {"python": platform.python_version(), **{name: version_of(name) for name in _PACKAGES}},
     }  # fmt: skip
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
