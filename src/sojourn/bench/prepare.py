@@ -125,7 +125,7 @@ def line(row: Row) -> str:
 
 def _corpus(work: Path, size: int) -> tuple[Path, int]:
     from sojourn.bench.corpus import write_corpus
-    from sojourn.run.files import sync_file
+    from sojourn.run.disk import sync_file
 
     path = work / "chats.jsonl"
     chats = write_corpus(path, size)

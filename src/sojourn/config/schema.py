@@ -254,6 +254,11 @@ class TrainConfig(Section):
     samples: Prompts = Field(default=[])
     sample_tokens: Rows = 64
     patience: Steps | None = None
+    rehearse: Literal["on", "off"] = "on"
+    deterministic: Literal["on", "off"] = "off"
+    on_nan: Literal["skip", "rollback", "stop"] = "skip"
+    on_spike: Literal["keep", "skip", "rollback"] = "keep"
+    max_bad_steps: Annotated[int, Whole, Field(ge=0, le=1_000_000)] = 10
 
     @model_validator(mode="after")
     def _fits_together(self) -> TrainConfig:
@@ -309,6 +314,9 @@ class SaveConfig(Section):
     every: Duration = Duration(600)
     every_steps: Steps | Literal["epoch"] | None = None
     keep: Annotated[int, Whole, Field(ge=1, le=1000)] = 2
+    milestones: Steps | None = None
+    mirror: Annotated[Text, Says("a folder such as /root/autodl-fs, or hub:USER/REPOSITORY")] | None = None
+    at_risk: Annotated[Duration, Field(gt=0)] = Duration(3600)
     min_free: Size = Size(256 * 2**20)
     resume: Text = "auto"
 
@@ -317,6 +325,8 @@ class LimitsConfig(Section):
     """Where the run must stop by itself, saved and resumable."""
 
     time: Annotated[Duration, Field(gt=0)] | None = None
+    session: Annotated[Duration, Field(gt=0)] | Literal["auto", "off"] = "auto"
+    grace: Annotated[Duration, Field(gt=0)] = Duration(30)
     budget: Money | None = None
     price_per_hour: Price | None = None
 
@@ -326,10 +336,7 @@ class LimitsConfig(Section):
         if budget is None:
             return self
         if price is None:
-            message = (
-                f"{budget} given, but no price; add limits.price_per_hour, such as 2.19 CNY (or --price '2.19 CNY')"
-            )
-            raise clash("budget", message)
+            return self  # the catalogue may know it, where the run is
         if price.amount == 0:
             raise clash("price_per_hour", "0 given; with a budget the price must be above 0", "budget")
         if budget.currency and price.currency and budget.currency != price.currency:

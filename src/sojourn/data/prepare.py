@@ -17,7 +17,7 @@ from sojourn.data.preview import look
 from sojourn.data.read.sources import Digests
 from sojourn.data.write import write_artefact
 from sojourn.errors import RunFailed
-from sojourn.run.files import sync_file, sync_folder
+from sojourn.run.disk import sync_file, sync_folder
 
 Show = Callable[[list[tuple[str, str]], list[dict[str, Any]]], None]
 

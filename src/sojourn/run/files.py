@@ -9,22 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-
-def sync_folder(folder: Path) -> None:
-    """Makes renames inside `folder` durable. Windows cannot, and some network drives refuse: there it does nothing."""
-    if os.name != "posix":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):
-            os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def sync_file(path: Path) -> None:
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
+from sojourn.run import disk
 
 
 def sha256(path: Path) -> str:
@@ -40,14 +25,14 @@ def write_text(path: Path, text: str) -> None:
     """Replaces `path` atomically and durably."""
     stage = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with stage.open("w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        stage.replace(path)
-    finally:
+        with stage.open("wb", buffering=0) as file:
+            disk.write(file, text.encode())
+            disk.sync(file.fileno())
+        disk.rename(stage, path)
+    except BaseException:
         stage.unlink(missing_ok=True)
-    sync_folder(path.parent)
+        raise
+    disk.sync_folder(path.parent)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -6,6 +6,7 @@ runs/NAME/
   status.json        where the run stands (replaced atomically)
   metrics.jsonl      one line a logged step; events.jsonl: what happened
   logs/              TensorBoard, and the trackers' files; trackers.json: their names for this run
+  ledger.json        time and money spent, also by calls that were killed; ladder.json: what memory made it give up
   checkpoints/step-00000040/ …, latest
   best/              the model with the lowest held-out loss so far, where there are evaluations
   final/             the model, for plain transformers; an adapter, for plain peft
@@ -42,7 +43,10 @@ class Status:
 
 @dataclass(frozen=True)
 class RunFolder:
+    """`silent`: for the other processes of a run; one alone writes."""
+
     path: Path
+    silent: bool = False
 
     @property
     def config(self) -> Path:
@@ -59,6 +63,14 @@ class RunFolder:
     @property
     def events(self) -> Path:
         return self.path / "events.jsonl"
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / "ledger.json"
+
+    @property
+    def ladder(self) -> Path:
+        return self.path / "ladder.json"
 
     @property
     def logs(self) -> Path:
@@ -105,14 +117,18 @@ class RunFolder:
         return status
 
     def set_status(self, state: State, step: int, total_steps: int, says: str = "", resumable: bool = True) -> None:
+        if self.silent:
+            return
         pid, started = this_process()
         write_json(self._status, asdict(Status(state, step, total_steps, says, resumable, pid, started, time.time())))
 
     def event(self, kind: str, **facts: Any) -> None:
-        append_json(self.events, {"time": round(time.time(), 3), "kind": kind, **facts})
+        if not self.silent:
+            append_json(self.events, {"time": round(time.time(), 3), "kind": kind, **facts})
 
     def metric(self, **values: Any) -> None:
-        append_json(self.metrics, {"time": round(time.time(), 3), **values})
+        if not self.silent:
+            append_json(self.metrics, {"time": round(time.time(), 3), **values})
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The curve: for each step the last line written, so that steps done twice after a kill appear once."""
@@ -121,6 +137,8 @@ class RunFolder:
 
     def acquire(self) -> None:
         """Makes this process the only one that trains here."""
+        if self.silent:
+            return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -145,4 +163,5 @@ class RunFolder:
         raise UserError(f"{self.path}: another process is starting here at this moment; try again")
 
     def release(self) -> None:
-        self._lock.unlink(missing_ok=True)
+        if not self.silent:
+            self._lock.unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from functools import cached_property
 
 import numpy as np
@@ -14,34 +15,45 @@ from sojourn.run.folder import RunFolder
 from sojourn.train.feed import Feed
 from sojourn.train.final import write_final
 from sojourn.train.meters import Meters, Scores
+from sojourn.train.ranks import Ranks
 from sojourn.train.sample import Samples
 from sojourn.train.saving import Progress
 from sojourn.train.step import evaluate
 
 
 class Assessor:
-    def __init__(self, config: RunConfig, run: RunFolder, artefact: Artefact, network: Network, feed: Feed) -> None:
-        self._config, self._run, self._artefact, self._network, self._feed = config, run, artefact, network, feed
+    """An evaluation is only noted when all of it is done: one that a stop cut short is made by the next call."""
 
-    def due(self, step: int, total: int) -> bool:
-        every = self._config.train.eval_every
-        return step == total or (every is not None and step % every == 0)
+    def __init__(
+        self, config: RunConfig, run: RunFolder, artefact: Artefact, network: Network, feed: Feed, ranks: Ranks
+    ) -> None:
+        self._config, self._run, self._artefact, self._network, self._feed = config, run, artefact, network, feed
+        self._ranks = ranks
+        self.seconds: float | None = None  # that the last one took
+
+    def due(self, progress: Progress, total: int) -> bool:
+        every, step = self._config.train.eval_every, progress.step
+        wanted = step == total or (every is not None and step % every == 0)
+        return wanted and step not in (0, progress.assessed)
 
     def assess(self, progress: Progress, meters: Meters) -> str | None:
         """Scores, samples and perhaps a new `best/`; returns why to stop, if patience has run out."""
-        train = self._config.train
-        if train.samples or (train.eval_every is not None and len(self._artefact.eval)):
-            meters.log_samples(
-                progress.step, self._samples.take(self._network, self._feed.autocast(), self._feed.device)
-            )
+        began, train = time.monotonic(), self._config.train
+        wanted = train.samples or (train.eval_every is not None and len(self._artefact.eval))
+        if wanted and self._ranks.first:
+            taken = self._samples.take(self._network, self._feed.autocast(), self._feed.device)
+            meters.log_samples(progress.step, taken)
         if not len(self._artefact.eval):
+            progress.assessed = progress.step
             return None
-        loss, accuracy = evaluate(self._network, self._artefact.eval, train.eval_rows, self._feed)
-        best = progress.note(loss)
+        loss, accuracy = evaluate(self._network, self._artefact.eval, train.eval_rows, self._feed, self._ranks)
+        best = progress.is_best(loss)
         bits = loss * self._targets / math.log(2) / self._bytes if self._bytes else None
         meters.log_eval(progress.step, Scores(loss, math.exp(min(loss, 700.0)), accuracy, bits, best))
-        if best and train.eval_every is not None:
-            self._keep_best(progress, meters)
+        if best and train.eval_every is not None and self._ranks.first:
+            self._keep_best(progress.step, loss, meters)
+        progress.note(loss)
+        self.seconds = time.monotonic() - began
         if train.patience is not None and progress.worse >= train.patience:
             return (
                 f"train.patience: no better held-out loss in {progress.worse} evaluations "
@@ -49,15 +61,15 @@ class Assessor:
             )
         return None
 
-    def _keep_best(self, progress: Progress, meters: Meters) -> None:
+    def _keep_best(self, step: int, loss: float, meters: Meters) -> None:
         """A disk that is too full for it does not end the run."""
         from safetensors import SafetensorError
 
         try:
             write_final(self._network.model, self._artefact, self._run.best, self._config)
-            self._run.event("best", step=progress.step, loss=progress.best_loss)
+            self._run.event("best", step=step, loss=loss)
         except (OSError, SafetensorError) as error:
-            self._run.event("best_failed", step=progress.step, says=str(error))
+            self._run.event("best_failed", step=step, says=str(error))
             meters.say(f"warning: {self._run.best} could not be written ({error}); training goes on without it")
 
     @cached_property

@@ -10,7 +10,7 @@ from sojourn.errors import UserError
 from sojourn.run.folder import RunFolder
 
 # What decides the numbers that come out. The rest (where and when to save, how to split a batch) may change freely.
-_DECISIVE = ("model", "method", "data", "train")
+_DECISIVE = ("model", "method", "train")  # data is known by the hash of what was prepared, wherever it lies
 _HARMLESS = {
     f"train.{key}"
     for key in (
@@ -28,8 +28,13 @@ _HARMLESS = {
         "samples",
         "sample_tokens",
         "patience",
+        "rehearse",
+        "deterministic",
+        "on_nan",
+        "on_spike",
+        "max_bad_steps",
     )
-} | {"data.workers"}
+}
 
 
 def refuse_harmful_changes(begun: RunConfig, config: RunConfig, run: RunFolder) -> None:
@@ -44,7 +49,7 @@ def refuse_harmful_changes(begun: RunConfig, config: RunConfig, run: RunFolder) 
         told = "; ".join(f"{key} was {changed[key][0]}, now {changed[key][1]}" for key in harmful[:3])
         raise UserError(
             f"{run.path} was begun with other settings ({told}); put them back to continue it, "
-            "or start a new run: name=NEW"
+            "or go on with the new ones in another run: --fork NEWNAME"
         )
     for key, (old, new) in changed.items():
         run.event("changed", key=key, before=old, now=new)

@@ -8,16 +8,20 @@ loaded only if every file matches its manifest; otherwise the newest good one is
 from __future__ import annotations
 
 import contextlib
-import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sojourn.errors import RunFailed, UserError
-from sojourn.run.files import read_json, sha256, sync_file, sync_folder, write_json, write_text
+from sojourn.run import disk
+from sojourn.run.files import read_json, sha256, write_json, write_text
+from sojourn.run.stage import staged
+from sojourn.train.tensors import write_tensors
 
-_MANIFEST = "manifest.json"
+MANIFEST = "manifest.json"
+PARTS = ("model", "optimizer", "random")
 
 
 @dataclass(frozen=True)
@@ -36,51 +40,50 @@ class Checkpoint:
     @property
     def size(self) -> int:
         """Bytes, but for headers and JSON."""
-        parts = (self.model, self.optimizer, self.random)
-        return sum(tensor.numel() * tensor.element_size() for part in parts for tensor in part.values())
+        return sum(t.numel() * t.element_size() for part in PARTS for t in getattr(self, part).values())
 
 
-def save(folder: Path, checkpoint: Checkpoint, keep: int, min_free: int = 0) -> Path:
+@dataclass(frozen=True)
+class Keep:
+    """Which checkpoints stay: the last few, that of the best step, and one every `milestones` steps."""
+
+    last: int = 2
+    best: int | None = None
+    milestones: int | None = None
+    busy: int | None = None  # being read by somebody
+
+    def always(self, step: int) -> bool:
+        return step in (self.best, self.busy) or (self.milestones is not None and step % self.milestones == 0)
+
+
+def save(folder: Path, checkpoint: Checkpoint, keep: Keep, min_free: int = 0) -> Path:
     """Writes `checkpoint` under `folder` and returns its place; on failure nothing has changed."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    _remove_stages(folder)
     target = folder / f"step-{checkpoint.step:08d}"
-    if target.exists() and find_fault(target) is None:
-        return target
-    check_room(folder, checkpoint.size, min_free)
-    stage = folder / f".stage-{os.getpid()}-{target.name}"
     try:
-        stage.mkdir()
-        for name in ("model", "optimizer", "random"):
-            tensors = {key: value.detach().to("cpu").contiguous() for key, value in getattr(checkpoint, name).items()}
-            save_file(tensors, stage / f"{name}.safetensors")
-        write_json(stage / "state.json", checkpoint.state)
-        files = sorted(stage.iterdir())
-        for file in files:
-            sync_file(file)
-        write_json(
-            stage / _MANIFEST, {file.name: {"size": file.stat().st_size, "sha256": sha256(file)} for file in files}
-        )
-        sync_folder(stage)
-        if target.exists():
-            _remove(target)
-        stage.rename(target)
-        sync_folder(folder)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(stage, ignore_errors=True)
-        why = getattr(error, "strerror", None) or error
+        folder.mkdir(parents=True, exist_ok=True)
+        _remove_stages(folder)
+        if target.exists() and find_fault(target) is None:
+            return target
+        _make_room(folder, checkpoint.size, min_free, keep)
+        with staged(target) as stage:
+            manifest = {
+                f"{part}.safetensors": write_tensors(stage / f"{part}.safetensors", getattr(checkpoint, part))
+                for part in PARTS
+            }
+            write_json(stage / "state.json", checkpoint.state)
+            manifest["state.json"] = facts_of(stage / "state.json")
+            write_json(stage / MANIFEST, manifest)
+        write_text(folder / "latest", target.name + "\n")
+    except OSError as error:
+        why = error.strerror or error
         raise RunFailed(f"{folder}: the checkpoint of step {checkpoint.step} could not be written: {why}") from error
-    write_text(folder / "latest", target.name + "\n")
     _prune(folder, keep)
     return target
 
 
 def load(folder: Path, say: Any = None) -> tuple[Checkpoint, Path] | None:
     """The newest good checkpoint under `folder`, or None. Damaged ones are passed over, and `say` hears of each."""
-    for path in reversed(_all(folder)):
+    for path in reversed(checkpoints_in(folder)):
         fault = find_fault(path)
         if fault is None:
             return _read(path), path
@@ -101,8 +104,8 @@ def load_one(path: Path) -> Checkpoint:
 
 def find_fault(path: Path) -> str | None:
     """What is wrong with a checkpoint, or None if every byte is as it was written."""
-    manifest = read_json(path / _MANIFEST)
-    if not isinstance(manifest, dict) or not manifest:
+    manifest = read_json(path / MANIFEST)
+    if not isinstance(manifest, dict) or not {f"{part}.safetensors" for part in PARTS} <= manifest.keys():
         return "no readable manifest"
     for name, facts in manifest.items():
         file = path / name
@@ -121,30 +124,53 @@ def find_fault(path: Path) -> str | None:
 def _read(path: Path) -> Checkpoint:
     from safetensors.torch import load_file
 
-    parts = {name: load_file(path / f"{name}.safetensors") for name in ("model", "optimizer", "random")}
+    parts = {name: load_file(path / f"{name}.safetensors") for name in PARTS}
     return Checkpoint(**parts, state=read_json(path / "state.json"))
 
 
-def _all(folder: Path) -> list[Path]:
+def facts_of(file: Path) -> dict[str, Any]:
+    """What the manifest says of a file."""
+    return {"size": file.stat().st_size, "sha256": sha256(file)}
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
     """Oldest first, by step number (not by time: copies reorder times)."""
-    return sorted(path for path in folder.glob("step-*") if path.is_dir())
+    found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name) and path.is_dir()]
+    return sorted(found, key=step_of)
 
 
-def _prune(folder: Path, keep: int) -> None:
-    for path in _all(folder)[:-keep]:
-        _remove(path)
+def _prune(folder: Path, keep: Keep) -> None:
+    for path in checkpoints_in(folder)[: -keep.last]:
+        if not keep.always(step_of(path)):
+            remove(path)
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
     """Unseals first, so that a kill half-way leaves something that is plainly no checkpoint."""
-    with contextlib.suppress(FileNotFoundError):
-        (path / _MANIFEST).unlink()
-    shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        disk.unlink(path / MANIFEST)
+    disk.remove_folder(path)
 
 
 def _remove_stages(folder: Path) -> None:
-    for stage in folder.glob(".stage-*"):
-        shutil.rmtree(stage, ignore_errors=True)
+    for stage in [*folder.glob(".stage-*"), *folder.glob(".old-*")]:
+        disk.remove_folder(stage)
+
+
+def _make_room(folder: Path, needed: int, min_free: int, keep: Keep) -> None:
+    """On a disk that is nearly full older checkpoints go early, but never the newest good one."""
+    while shutil.disk_usage(folder).free < needed + min_free:
+        there = checkpoints_in(folder)
+        good = next((path for path in reversed(there) if find_fault(path) is None), None)
+        spare = [path for path in there if path != good and not keep.always(step_of(path))]
+        if good is None or not spare:
+            break
+        remove(spare[0])
+    check_room(folder, needed, min_free)
 
 
 def check_room(folder: Path, needed: int, min_free: int) -> None:

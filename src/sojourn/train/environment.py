@@ -35,6 +35,13 @@ def describe(device: str) -> dict[str, Any]:
     }
 
 
+def device_name(device: str) -> str:
+    """What must be the same for two machines to have as much memory."""
+    import torch
+
+    return str(torch.cuda.get_device_name()) if device == "cuda" else device
+
+
 def version_of(name: str) -> str | None:
     try:
         return version(name)

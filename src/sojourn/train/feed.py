@@ -30,7 +30,7 @@ class Ready:
     layout: Layout | None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Feed:
     micro_batch: int
     width: int
@@ -87,6 +87,10 @@ class Ahead:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def forget(self) -> None:
+        """What was read ahead is no longer wanted: batches are cut differently now, or the run has gone back."""
+        self._next = None
 
     def take(self, step: int) -> tuple[list[Batch], float]:
         """The batches of `step`, and how long they kept us waiting."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,38 +10,22 @@ from typing import Any
 from sojourn.config.schema import RunConfig
 from sojourn.data.artefact import Artefact
 from sojourn.model.adapter import write_adapter
-from sojourn.run.files import sync_file, sync_folder
+from sojourn.run.disk import sync_file
+from sojourn.run.stage import staged
 
 
 def write_final(model: Any, artefact: Artefact, folder: Path, config: RunConfig) -> None:
     """Weights in the precision of the training (16-bit where it was), tokenizer, template and stop tokens."""
-    old = folder.with_name(f".old-{folder.name}")
-    _clear_up(folder, old)
-    stage = folder.with_name(f".stage-{os.getpid()}-{folder.name}")
-    if config.method.kind in ("lora", "qlora"):
-        write_adapter(model, stage, str(config.model.base), config.model.revision)
-    else:
-        _write_model(model, artefact, stage, str(config.train.precision))
-    for file in artefact.tokenizer.iterdir():
-        shutil.copy(file, stage / file.name)
-    shutil.copy(artefact.path / "probes.json", stage / "probes.json")
-    for file in stage.iterdir():
-        sync_file(file)
-    sync_folder(stage)
-    if folder.exists():
-        folder.rename(old)
-    stage.rename(folder)
-    sync_folder(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _clear_up(folder: Path, old: Path) -> None:
-    """What a kill left: half of a new one goes; an old one that was just moved aside comes back."""
-    for stage in folder.parent.glob(f".stage-*-{folder.name}"):
-        shutil.rmtree(stage, ignore_errors=True)
-    if old.exists() and not folder.exists():
-        old.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+    with staged(folder) as stage:
+        if config.method.kind in ("lora", "qlora"):
+            write_adapter(model, stage, str(config.model.base), config.model.revision)
+        else:
+            _write_model(model, artefact, stage, str(config.train.precision))
+        for file in artefact.tokenizer.iterdir():
+            shutil.copy(file, stage / file.name)
+        shutil.copy(artefact.path / "probes.json", stage / "probes.json")
+        for file in stage.iterdir():
+            sync_file(file)
 
 
 def _write_model(model: Any, artefact: Artefact, stage: Path, precision: str) -> None:

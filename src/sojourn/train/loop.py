@@ -1,71 +1,38 @@
 """Training, from a configuration to `final/`: one loop for every device. A second call on the same run continues it.
 
 The order of things: resolve what the machine decides → the prepared data → the model → the newest good checkpoint, if
-any → steps, with saves between them → the final model. A signal or a limit ends the loop after the step in hand.
+any → steps, with saves between them → the final model. A signal or a limit ends the loop; so does memory that runs out
+for good, and then everything is built again one rung down the ladder.
 """
 
 from __future__ import annotations
 
-import math
-import sys
 import time
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import NoReturn
 
-from sojourn.catalog.facts import peak_flops
-from sojourn.config.load import read_config, to_yaml
 from sojourn.config.schema import RunConfig
-from sojourn.data.artefact import Artefact, Batch
-from sojourn.data.inputs import data_of
-from sojourn.data.order import step_rows
-from sojourn.data.prepare import prepare
-from sojourn.data.show import show_examples
 from sojourn.errors import RunFailed, Stopped, UserError
-from sojourn.run.files import read_json, write_json, write_text
+from sojourn.machine.precision import choose_device
 from sojourn.run.folder import RunFolder
-from sojourn.run.home import prepared_folder
+from sojourn.run.ledger import Ledger
 from sojourn.train.assess import Assessor
-from sojourn.train.build import build_network
-from sojourn.train.changes import refuse_harmful_changes
-from sojourn.train.checkpoint import check_room
-from sojourn.train.environment import describe
-from sojourn.train.feed import Ahead, Feed
+from sojourn.train.careful import Careful, Done
+from sojourn.train.copies import fetch_beginnings, mirror_of
+from sojourn.train.feed import Ahead
 from sojourn.train.final import write_final
-from sojourn.train.guard import Guard
-from sojourn.train.meters import Meters, Work
-from sojourn.train.optim import Optimizer, learning_rate
-from sojourn.train.resolve import resolve
-from sojourn.train.saving import Live, Progress, Saver, resume
-from sojourn.train.step import Stepper
-from sojourn.train.subject import subject_of
+from sojourn.train.guard import Abandoned, Guard
+from sojourn.train.ladder import OneRungDown, free_memory
+from sojourn.train.limits import priced, session_end
+from sojourn.train.meters import Meters
+from sojourn.train.optim import learning_rate
+from sojourn.train.pressure import Pressure
+from sojourn.train.ranks import Ranks, join, leave
+from sojourn.train.saving import Saver
+from sojourn.train.session import Session, open_session, say
 from sojourn.train.trackers import refuse_missing_trackers
-
-
-@dataclass(frozen=True)
-class Session:
-    """Everything that one call of `train` works with."""
-
-    config: RunConfig
-    run: RunFolder
-    artefact: Artefact
-    stepper: Stepper
-    live: Live
-    progress: Progress
-    total: int
-    last_row: int | None
-    work: Work
-
-    @property
-    def ended(self) -> bool:
-        patience = self.config.train.patience
-        return self.progress.step >= self.total or (patience is not None and self.progress.worse >= patience)
-
-    def batches(self, step: int) -> list[Batch]:
-        """The rows of a global step, in micro batches."""
-        rows, train = self.artefact.train, self.config.train
-        chosen = step_rows(step, len(rows), train.global_batch, train.seed, self.last_row)
-        return list(self.stepper.feed.batches(rows, chosen))
 
 
 def train(config: RunConfig, run: RunFolder) -> None:
@@ -73,15 +40,50 @@ def train(config: RunConfig, run: RunFolder) -> None:
     began = time.monotonic()
     _refuse_what_is_not_here(config)
     refuse_missing_trackers(config.log.trackers)
+    config = priced(config)
+    ranks = join(_use(config), config.train.global_batch)
+    run = replace(run, silent=not ranks.first)
     run.acquire()
     try:
-        session = _open(config, run)
-        if session.ended and run.has_final():
-            done = session.progress.step
-            print(f"{run.path}: already done ({done} steps); to train longer, begin another run: name=NEW")
-        else:
-            _run(session, began)
-        run.set_status("done", session.progress.step, session.progress.step, resumable=False)
+        mirror = mirror_of(config, run)
+        if mirror is not None and ranks.first:
+            fetch_beginnings(mirror, run)
+        with (
+            Ledger.open(run.ledger, config.limits.price_per_hour, began, run.silent) as ledger,
+            Guard(config.limits, ledger, session_end(config.limits), together=ranks.size > 1) as guard,
+            _told(run, guard),
+        ):
+            while not _trained(config, run, ranks, guard):
+                free_memory()
+    finally:
+        run.release()
+        leave()
+
+
+def _trained(config: RunConfig, run: RunFolder, ranks: Ranks, guard: Guard) -> bool:
+    """Opens everything and trains to the end; False when it must be done again, one rung down."""
+    with guard.abandonable():
+        session = open_session(config, run, ranks)
+    guard.ledger.catch_up(session.progress.seconds, session.progress.money)
+    if session.ended and run.has_final():
+        done = session.progress.step
+        say(f"{run.path}: already done ({done} steps); to train longer, begin another run: --fork NEWNAME")
+    else:
+        try:
+            _run(session, guard)
+        except OneRungDown:
+            return False
+    run.set_status("done", session.progress.step, session.progress.step, resumable=False)
+    return True
+
+
+@contextmanager
+def _told(run: RunFolder, guard: Guard) -> Iterator[None]:
+    """However a run ends, its status says so."""
+    try:
+        yield
+    except Abandoned:  # while opening: nothing was begun that is not saved
+        _stop(run, guard.reason or "a signal", 0, 0)
     except BaseException as error:
         status = run.status()
         if status and status.state in ("starting", "running"):
@@ -89,8 +91,6 @@ def train(config: RunConfig, run: RunFolder) -> None:
             run.set_status("failed", status.step, status.total_steps, says)
             run.event("failed", error=says)
         raise
-    finally:
-        run.release()
 
 
 def _refuse_what_is_not_here(config: RunConfig) -> None:
@@ -100,166 +100,128 @@ def _refuse_what_is_not_here(config: RunConfig) -> None:
         raise UserError("parallel: this version trains on one device; use --gpus 0 and leave parallel.engine at auto")
 
 
-def say(line: str) -> None:
-    print(line, flush=True)
-
-
-def _open(config: RunConfig, run: RunFolder) -> Session:
-    """Resolves, prepares, builds, and puts everything back to where the run last was."""
-    import torch
-
-    begun = read_config(run.config) if run.exists() else None
-    resolved = resolve(config, begun)
-    if begun is not None:
-        refuse_harmful_changes(begun, resolved.config, run)
-    config = resolved.config
-    device = _use(config)
-    artefact = prepare(data_of(config), prepared_folder(), say, partial(show_examples, say, sys.stdout.isatty()))
-    _refuse_other_data(run, artefact)
-    if artefact.is_pairs:
-        raise UserError(
-            "data.sources: preference pairs are prepared, but not trained on yet; to learn the better answers: "
-            "data.columns.prompt=prompt data.columns.completion=chosen"
-        )
-    run.set_status("starting", 0, 0)
-    write_text(run.config, to_yaml(config))
-    facts = {**describe(device), "auto": resolved.reasons, "data": str(artefact.path.resolve())}
-    write_json(run.environment, facts)
-
-    network = build_network(config, artefact, device)
-    trained = sum(p.numel() for p in network.model.parameters() if p.requires_grad)
-    # Weights and two moments of 32 bits: told now rather than at the first save.
-    check_room(run.path, 12 * trained, int(config.save.min_free))
-    feed = Feed(
-        int(config.train.micro_batch),
-        artefact.max_length,
-        artefact.pad_id,
-        device,
-        str(config.train.precision),
-        fit=artefact.facts["packing"] == "off",
-        backend=network.backend,
-        windows=network.windows,
-    )
-    scaler = torch.amp.GradScaler(device, enabled=config.train.precision == "fp16")
-    optimizer = Optimizer(network.model, config.train, device)
-    stepper = Stepper(network, optimizer, scaler, feed, config.train.clip, config.train.loss == "whole")
-    live = Live(network.model, optimizer, scaler)
-    progress = resume(config.save, run, live)
-    return Session(
-        config, run, artefact, stepper, live, progress, *_length(config, artefact), _work(config, artefact, device)
-    )
-
-
-def _refuse_other_data(run: RunFolder, artefact: Artefact) -> None:
-    """The same file with other contents: steps already done would have read other rows, perhaps other tokens."""
-    before = Path(str((read_json(run.environment) or {}).get("data", ""))).name
-    if before not in ("", artefact.path.name) and any(run.checkpoints.glob("step-*")):
-        raise UserError(
-            f"{run.path} was begun with other data (the files in data.sources have changed since); put them back to "
-            "continue it, or start a new run: name=NEW"
-        )
-
-
 def _use(config: RunConfig) -> str:
     """Makes the chosen device current and returns torch's name for it."""
     import torch
 
-    device = str(config.train.device)
+    device = choose_device(config.train.device)
     if device == "cuda" and isinstance(config.parallel.gpus, list):
         number, there = config.parallel.gpus[0], torch.cuda.device_count()
         if number >= there:
             raise UserError(f"parallel.gpus: there is no GPU {number}; this machine has {there}, counted from 0")
         torch.cuda.set_device(number)
+    if config.train.deterministic == "on":
+        torch.use_deterministic_algorithms(True)
     return device
 
 
-def _work(config: RunConfig, artefact: Artefact, device: str) -> Work:
-    """For the meters: what a token costs, and what the card could do. A token attends to its own document only."""
-    import numpy as np
-    import torch
-
-    lengths = np.diff(artefact.train.documents[:100_000].astype(np.float64))
-    attended = float((lengths**2).sum() / max(1.0, lengths.sum())) if len(lengths) else float(artefact.max_length)
-    frozen = config.method.kind in ("lora", "qlora")
-    flops = subject_of(config).shape.flops_per_token(attended, frozen)
-    peak = peak_flops(torch.cuda.get_device_name(), str(config.train.precision)) if device == "cuda" else None
-    return Work(flops, peak)
-
-
-def _length(config: RunConfig, artefact: Artefact) -> tuple[int, int | None]:
-    """How many steps, and the row (counted over all epochs) that ends the run."""
-    train, rows = config.train, len(artefact.train)
-    if train.steps is not None:
-        return train.steps, None
-    if train.tokens is not None:
-        per_step = train.global_batch * max(1.0, float(artefact.train.rows[-1]) / rows)
-        return max(1, round(train.tokens / per_step)), None
-    last_row = max(1, round((train.epochs or 1.0) * rows))
-    return math.ceil(last_row / train.global_batch), last_row
-
-
-def _run(session: Session, began: float) -> None:
-    """From where the run is to its end; the clock of its limits has run since `began`."""
-    config, run, total = session.config, session.run, session.total
-    live, progress, stepper = session.live, session.progress, session.stepper
-    rows, train = len(session.artefact.train), config.train
+def _run(session: Session, guard: Guard) -> None:
+    """From where the run is to its end."""
+    config, run, total, live = session.config, session.run, session.total, session.live
+    progress, stepper = session.progress, session.stepper
     parameters = list(live.model.parameters())
     run.event("start", step=progress.step, total_steps=total, device=stepper.feed.device,
               precision=stepper.feed.precision, attention=stepper.network.backend or "its own",
-              parameters=sum(p.numel() for p in parameters),
+              processes=stepper.ranks.size, parameters=sum(p.numel() for p in parameters),
               trained=sum(p.numel() for p in parameters if p.requires_grad))  # fmt: skip
     run.set_status("running", progress.step, total)
-    saver = Saver(config, run, live, progress, rows)
-    assessor = Assessor(config, run, session.artefact, stepper.network, stepper.feed)
-    with (
-        Guard(config.limits, before=progress.seconds, began=began) as guard,
-        Meters(run, config, total, progress.step, session.work) as meters,
-        Ahead(session.batches, total) as ahead,
-    ):
-        enough = None
-        while not session.ended:
-            rate = learning_rate(progress.step, total, train)
-            live.optimizer.set_learning_rate(rate)
-            batches, waited = ahead.take(progress.step)
-            loss, norm = stepper.step(batches)
-            tokens = sum(batch.real_tokens for batch in batches)
-            meters.count(tokens, waited)
-            progress.step += 1
-            progress.tokens += tokens
-            progress.seconds = guard.seconds
+    with Meters(run, config, total, progress.step, session.work) as meters:
+        saver = Saver(config, run, live, progress, total, len(session.artefact.train), meters.say)
+        try:
+            with Ahead(session.batches, total) as ahead:
+                careful = Careful(session, guard, saver, ahead, meters.say)
+                assessor = Assessor(config, run, session.artefact, stepper.network, stepper.feed, stepper.ranks)
+                _steps(session, guard, meters, saver, careful, assessor)
+            guard.save_seconds = saver.seconds
+            with guard.abandonable():
+                if stepper.ranks.first:
+                    write_final(live.model, session.artefact, run.final, config)
+                    if saver.copies is not None:
+                        saver.copies.bring_home(run.final, run.best)
+        except Abandoned:
+            _stop(run, guard.reason or "a signal", progress.step, total)
+        finally:
+            saver.close()
+    run.event("done", step=progress.step, tokens=progress.tokens, seconds=round(guard.ledger.seconds, 1))
 
-            last = progress.step == total
-            stop = None if last else guard.should_stop()
-            save_now = saver.due() or last or stop is not None
-            log_now = progress.step % config.log.every_steps == 0 or progress.step == 1 or last
-            if log_now or save_now:  # before a save: a broken model must not replace a good one
-                _check_finite(float(loss), float(norm), session, rate)
-            if log_now:
-                epoch = progress.step * train.global_batch / rows
-                meters.log(progress.step, float(loss), rate, float(norm), epoch, guard.spent)
+
+def _steps(session: Session, guard: Guard, meters: Meters, saver: Saver, careful: Careful, assessor: Assessor) -> None:
+    config, run, progress, total = session.config, session.run, session.progress, session.total
+    train, ranks, pressure = config.train, session.stepper.ranks, Pressure(session.stepper.feed.device)
+    enough, first = None, progress.step
+    try:
+        if train.rehearse == "on" and not session.ended:
+            careful.rehearse()
+        while True:
+            # A limit that leaves no time for a single step would never let the run get on: one is always made.
+            stop = guard.reason if progress.step == first else guard.should_stop()
+            if not session.ended and ranks.any(stop is not None):
+                raise Abandoned
             with meters.paused():
-                if assessor.due(progress.step, total) and stop is None:
-                    enough = assessor.assess(progress, meters)
-                if save_now or enough is not None:
-                    saver.save(meters, total, must=last or stop is not None)
-            if stop:
-                run.set_status("stopped", progress.step, total, stop)
-                run.event("stopped", step=progress.step, why=stop)
-                raise Stopped(f"stopped by {stop} at step {progress.step} of {total}, saved in {run.path}; "
-                              "the same command continues")  # fmt: skip
-        if enough is not None:
-            meters.say(f"ended early by {enough}")
-            run.event("ended_early", step=progress.step, why=enough)
-        write_final(live.model, session.artefact, run.final, config)
-    run.event("done", step=progress.step, tokens=progress.tokens, seconds=round(progress.seconds, 1))
+                if assessor.due(progress, total):
+                    enough = careful.retried(lambda: assessor.assess(progress, meters), assessor.seconds)
+                if saver.due():
+                    saver.save()
+                saver.look()
+            if session.ended:
+                break
+            guard.save_seconds, began = saver.seconds, time.monotonic()
+            rate = learning_rate(progress.step, total, train)
+            session.live.optimizer.set_learning_rate(rate)
+            done = careful.step()
+            if done is None:
+                continue
+            _count(session, guard, meters, done)
+            guard.step_seconds = time.monotonic() - began
+            last, every = progress.step == total, config.log.every_steps
+            if not done.skipped and (progress.step % every == 0 or progress.step == 1 or last):
+                epoch = progress.step * train.global_batch / len(session.artefact.train)
+                meters.log(progress.step, done.loss, rate, done.norm, epoch, guard.ledger.spent)
+                pressure.look(careful, saver)
+            warning = guard.warning()
+            if warning is not None:
+                run.event("budget", says=warning)
+                meters.say(f"warning: {warning}")
+    except Abandoned:
+        _save_and_stop(session, guard, saver)
+    except OneRungDown as down:
+        if down.clean:
+            saver.save(must=True)
+        raise OneRungDown(down.rung, down.clean) from None
+    saver.save(must=True)
+    saver.finish()
+    if enough is not None:
+        meters.say(f"ended early by {enough}")
+        run.event("ended_early", step=progress.step, why=enough)
 
 
-def _check_finite(loss: float, norm: float, session: Session, rate: float) -> None:
-    """An infinite gradient is a skipped step in fp16; elsewhere it has just spoilt the weights."""
-    scaled = session.stepper.scaler.is_enabled()
-    if math.isfinite(loss) and (scaled or math.isfinite(norm)):
-        return
-    what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
-    try_this = "train.precision=fp32" if scaled else f"a smaller rate: train.lr={rate / 3:.1g}"
+def _count(session: Session, guard: Guard, meters: Meters, done: Done) -> None:
+    progress = session.progress
+    meters.count(done.tokens, done.waited)
+    progress.step += 1
+    progress.tokens += done.tokens
+    progress.seconds, progress.money = guard.ledger.seconds, guard.ledger.spent or guard.ledger.paid
+
+
+def _save_and_stop(session: Session, guard: Guard, saver: Saver) -> NoReturn:
+    """Saved, in the mirror if there is one, and only then told."""
     step = session.progress.step
-    raise RunFailed(f"step {step}: {what}, so nothing more is saved; try {try_this} name=NEW")
+    if step:
+        saver.save(must=True)
+    saver.finish()
+    failed = saver.copies.failed if saver.copies is not None else None
+    _stop(session.run, guard.reason or "another process", step, session.total, failed)
+
+
+def _stop(run: RunFolder, why: str, step: int, total: int, not_mirrored: str | None = None) -> NoReturn:
+    status = run.status()
+    step, total = (step, total) if total or status is None else (status.step, status.total_steps)
+    run.set_status("stopped", step, total, why)
+    run.event("stopped", step=step, why=why)
+    if step == 0:
+        raise Stopped(f"stopped by {why} before the first step; the same command begins again")
+    if not_mirrored is not None:
+        raise RunFailed(
+            f"stopped by {why} at step {step} of {total}, saved in {run.path}, but not mirrored: {not_mirrored}"
+        )
+    raise Stopped(f"stopped by {why} at step {step} of {total}, saved in {run.path}; the same command continues")

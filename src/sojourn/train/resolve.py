@@ -35,8 +35,10 @@ class Resolved:
         self.reasons[f"{section}.{key}"] = f"{value}: {reason}"
 
 
-def resolve(config: RunConfig, begun: RunConfig | None = None) -> Resolved:
-    """`begun`: what this run decided when it began, if it is being continued."""
+def resolve(
+    config: RunConfig, begun: RunConfig | None = None, rung: dict[str, Any] | None = None, processes: int = 1
+) -> Resolved:
+    """`begun`: what this run decided when it began, if it is continued; `rung`: what memory has made it give up."""
     found, subject = Resolved(config), subject_of(config)
     if config.model.base is None:
         _sizes(found, subject.shape)
@@ -56,10 +58,14 @@ def resolve(config: RunConfig, begun: RunConfig | None = None) -> Resolved:
     _numbers(found, begun)
     _attention(found, subject)
     _memory(found, subject)
+    for key, value in (rung or {}).items():
+        now = min(int(found.config.train.micro_batch), value) if key == "micro_batch" else value
+        found.choose("train", key, now, "memory ran out with more (ladder.json)")
     if config.train.compile == "auto":
         found.choose("train", "compile", *_compile(found.config, subject))
     if config.parallel.engine == "auto":
-        found.choose("parallel", "engine", "single", "one device")
+        engine, reason = ("single", "one process") if processes == 1 else ("ddp", f"{processes} processes")
+        found.choose("parallel", "engine", engine, reason)
     return found
 
 

@@ -5,39 +5,67 @@ from __future__ import annotations
 import math
 import re
 import time
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from sojourn.config.quantities import Duration
 from sojourn.config.schema import RunConfig, SaveConfig
 from sojourn.errors import RunFailed
 from sojourn.model.weights import load_weights, weights
 from sojourn.run.folder import RunFolder
-from sojourn.train.checkpoint import Checkpoint, load, load_one, save
-from sojourn.train.meters import Meters
+from sojourn.train.checkpoint import Checkpoint, Keep, load, load_one, save
+from sojourn.train.copies import Copies, mirror_of
 from sojourn.train.optim import Optimizer
 from sojourn.train.random_state import random_tensors, restore_random
+from sojourn.train.snapshot import Snapshots
+
+Say = Callable[[str], None]
 
 
 @dataclass
 class Progress:
-    """How far the run is; the numbers that a checkpoint carries. `worse`: evaluations since the best one."""
+    """How far the run is; the numbers that a checkpoint carries.
+
+    `money`: spent. `worse`: evaluations since the best one; `assessed`: the step of the last one. `recent`: losses, to
+    tell a spike by; `bad`: steps that were skipped, `skip`: those to be skipped when they come again.
+    """
 
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    money: float = 0.0
     best_loss: float | None = None
     best_step: int = 0
     worse: int = 0
+    assessed: int = 0
+    recent: list[float] = field(default_factory=list)
+    bad: int = 0
+    skip: list[int] = field(default_factory=list)
 
-    def note(self, loss: float) -> bool:
-        """Takes note of a held-out loss; whether it is the best so far."""
-        better = math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss)
-        if better:
+    def is_best(self, loss: float) -> bool:
+        return math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss)
+
+    def note(self, loss: float) -> None:
+        """Takes note of this step's held-out loss."""
+        self.assessed = self.step
+        if self.is_best(loss):
             self.best_loss, self.best_step, self.worse = loss, self.step, 0
         else:
             self.worse += 1
-        return better
+
+
+@dataclass(frozen=True)
+class Saved:
+    """`stalled`: the seconds of it that training waited for."""
+
+    step: int
+    place: Path
+    keep: Keep
+    stalled: float
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -94,37 +122,107 @@ def _named(path: Path) -> Path:
 
 
 class Saver:
-    """Saves by steps, by epochs and by time, whichever comes first."""
+    """Saves by steps, by epochs and by time, whichever comes first; in a thread, from a copy, where memory allows."""
 
-    def __init__(self, config: RunConfig, run: RunFolder, live: Live, progress: Progress, epoch_rows: int) -> None:
+    def __init__(
+        self, config: RunConfig, run: RunFolder, live: Live, progress: Progress, total: int, epoch_rows: int, say: Say
+    ) -> None:
         self._config, self._run, self._live, self._progress = config, run, live, progress
-        self._epoch_rows = epoch_rows
-        self._last_time, self._last_step = time.monotonic(), progress.step
+        self._total, self._epoch_rows, self._say = total, epoch_rows, say
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
+        self._snapshots: Snapshots | None = Snapshots()
+        self._under_way: Future[Saved] | None = None
+        mirror = mirror_of(config, run)
+        self.copies = None if mirror is None else Copies(mirror, run, say)
+        self._last_try = self._last_good = time.monotonic()
+        self._last_step = progress.step
+        self._trouble: str | None = None
+        self._longest = 0.0
 
     def due(self) -> bool:
         every, step = self._config.save.every_steps, self._progress.step
+        if step == self._last_step:
+            return False
         if every == "epoch":
             batch = self._config.train.global_batch
             by_step = step * batch // self._epoch_rows > (step - 1) * batch // self._epoch_rows
         else:
             by_step = every is not None and step % every == 0
-        return by_step or time.monotonic() - self._last_time >= self._config.save.every
+        return by_step or time.monotonic() - self._last_try >= self._config.save.every
 
-    def save(self, meters: Meters, total: int, must: bool) -> None:
+    @property
+    def seconds(self) -> float:
+        """What a save takes at worst, with the copy into the mirror."""
+        return self._longest + (self.copies.seconds if self.copies is not None else 0.0)
+
+    def save(self, must: bool = False) -> None:
         """A save that fails is told and tried again at the next interval, unless it `must` succeed."""
-        step = self._progress.step
-        if step == self._last_step:
+        if self._run.silent:
             return
-        self._last_time = time.monotonic()
+        if must or self._config.save.every_steps is not None:  # the steps that were asked for, all of them
+            self._hear(wait=True)
+        step = self._progress.step
+        if step == self._last_step or self._under_way is not None:
+            return
+        self._last_try = time.monotonic()
+        checkpoint = self._live.checkpoint(self._progress)
+        copy = None if self._snapshots is None else self._snapshots.take(checkpoint)
+        self._under_way = self._thread.submit(self._write, copy or checkpoint, self._last_try)
+        if copy is None or must:
+            self._hear(wait=True, must=must)
+
+    def _write(self, checkpoint: Checkpoint, began: float) -> Saved:
+        how = self._config.save
+        busy = self.copies.busy if self.copies is not None else None
+        keep = Keep(how.keep, checkpoint.state.get("best_step") or None, how.milestones, busy)
+        stalled = time.monotonic() - began
+        place = save(self._run.checkpoints, checkpoint, keep, int(how.min_free))
+        return Saved(checkpoint.step, place, keep, stalled, time.monotonic() - began)
+
+    def look(self) -> None:
+        """Hears of a save that has ended meanwhile, and stops a run of which too much would be lost."""
+        self._hear(wait=False)
+        risk = time.monotonic() - self._last_good
+        if self._trouble is not None and risk >= self._config.save.at_risk:
+            raise RunFailed(
+                f"nothing could be saved for {Duration(round(risk))} ({self._trouble}), so training stops at step "
+                f"{self._progress.step} before more is at risk (save.at_risk); make room, then the same command "
+                f"continues from step {self._last_step}"
+            )
+
+    def _hear(self, wait: bool, must: bool = False) -> None:
+        if self._under_way is None or not (wait or self._under_way.done()):
+            return
+        ended, self._under_way = self._under_way, None
         try:
-            place = save(self._run.checkpoints, self._live.checkpoint(self._progress),
-                         self._config.save.keep, int(self._config.save.min_free))  # fmt: skip
+            saved = ended.result()
         except RunFailed as error:
-            self._run.event("save_failed", step=step, says=str(error))
+            self._trouble = str(error)
+            self._run.event("save_failed", step=self._progress.step, says=str(error))
             if must:
                 raise
-            meters.say(f"warning: {error}; training goes on and saving is tried again later")
+            self._say(f"warning: {error}; training goes on and saving is tried again later")
             return
-        self._last_step = step
-        self._run.event("saved", step=step, seconds=round(time.monotonic() - self._last_time, 3), path=place.name)
-        self._run.set_status("running", step, total)
+        self._trouble, self._last_step, self._last_good = None, saved.step, time.monotonic()
+        self._longest = max(self._longest, saved.seconds)
+        self._run.event("saved", step=saved.step, seconds=round(saved.seconds, 3), stalled=round(saved.stalled, 3),
+                        path=saved.place.name)  # fmt: skip
+        self._run.set_status("running", saved.step, self._total)
+        if self.copies is not None:
+            self.copies.add(saved.place, saved.keep)
+
+    def in_place(self) -> None:
+        """From now on without a copy in the host's memory, which is short."""
+        self._hear(wait=True)
+        self._snapshots = None
+
+    def finish(self) -> None:
+        """Everything is on disk, and in the mirror, when this returns."""
+        self._hear(wait=True)
+        if self.copies is not None:
+            self.copies.finish()
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True)
+        if self.copies is not None:
+            self.copies.close()

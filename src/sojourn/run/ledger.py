@@ -1,0 +1,89 @@
+"""What a run has cost so far, on disk every few seconds: a kill must not make a budget forget what was paid."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from sojourn.config.quantities import Money
+from sojourn.errors import UserError
+from sojourn.run.files import read_json, write_json
+
+_EVERY = 10.0
+
+
+@dataclass
+class Ledger:
+    """`before` and `paid`: seconds and money of the calls before this one, which began at `began`: opening the model
+    and reading data are paid for too. `path` is None where another process keeps the books."""
+
+    path: Path | None
+    price: Money | None = None
+    before: float = 0.0
+    paid: float = 0.0
+    currency: str = ""
+    began: float = field(default_factory=time.monotonic)
+    _over: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    @classmethod
+    def open(cls, path: Path, price: Money | None, began: float, silent: bool) -> Ledger:
+        found = read_json(path)
+        found = found if isinstance(found, dict) else {}
+        paid, currency = float(found.get("money") or 0.0), str(found.get("currency") or "")
+        if price is not None and paid and currency and price.currency and currency != price.currency:
+            raise UserError(
+                f"limits.price_per_hour: in {price.currency}, but this run has already cost {paid:.2f} {currency}; "
+                f"give the price in {currency}"
+            )
+        known = currency or (price.currency if price is not None else "")
+        return cls(None if silent else path, price, float(found.get("seconds") or 0.0), paid, known, began)
+
+    def __enter__(self) -> Ledger:
+        self._thread = threading.Thread(target=self._keep, name="ledger", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+        self.write()
+
+    @property
+    def elapsed(self) -> float:
+        """Of this call."""
+        return time.monotonic() - self.began
+
+    @property
+    def seconds(self) -> float:
+        """Of this run, all calls together."""
+        return self.before + self.elapsed
+
+    @property
+    def spent(self) -> float | None:
+        """Money, all calls together; None where the price is not known."""
+        return None if self.price is None else self.paid + float(self.price.amount) * self.elapsed / 3600
+
+    def catch_up(self, seconds: float, money: float) -> None:
+        """A checkpoint from another machine may have cost more than is written here."""
+        self.before, self.paid = max(self.before, seconds), max(self.paid, money)
+
+    def write(self) -> None:
+        """Where the disk is full it waits for the next time."""
+        if self.path is None or not self.path.parent.is_dir():
+            return
+        money = self.spent if self.spent is not None else self.paid
+        facts = {"seconds": round(self.seconds, 3), "money": round(money, 6), "currency": self.currency}
+        with contextlib.suppress(OSError):
+            write_json(self.path, facts)
+
+    def _keep(self) -> None:
+        while not self._over.wait(_EVERY):
+            self.write()

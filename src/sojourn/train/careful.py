@@ -1,0 +1,221 @@
+"""One step that memory running out, wrong numbers and a stop in its midst cannot spoil.
+
+Until the update nothing has changed, so the gradients of a step can be thrown away and made again: with fewer rows at a
+time when memory ran out, and once more when the result looks wrong. A fault of the machine rarely strikes twice in the
+same place; a bad batch does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from sojourn.data.artefact import Batch
+from sojourn.errors import RunFailed
+from sojourn.train.checkpoint import load
+from sojourn.train.feed import Ahead
+from sojourn.train.guard import Abandoned, Guard
+from sojourn.train.ladder import OneRungDown, free_memory, is_memory_error, next_rung, remember, told
+from sojourn.train.numbers import RECENT, Verdict, judge, same
+from sojourn.train.random_state import random_tensors, restore_random
+from sojourn.train.saving import Saver, Say
+from sojourn.train.session import Session
+
+_EXACT = {"cpu": 0.0}
+_GPU_NOISE = 1e-2  # sums on a GPU come out in another order each time
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Done:
+    """A step's loss and gradient norm, its real tokens, and the seconds that it waited for data."""
+
+    loss: float
+    norm: float
+    tokens: int
+    waited: float
+    skipped: bool = False
+
+
+@dataclass
+class Careful:
+    session: Session
+    guard: Guard
+    saver: Saver
+    ahead: Ahead
+    say: Say
+
+    def step(self) -> Done | None:
+        """The next global step. None: the run went back to its last checkpoint instead."""
+        progress, stepper = self.session.progress, self.session.stepper
+        step, random = progress.step, random_tensors()
+        if step in progress.skip:
+            return Done(float("nan"), float("nan"), 0, 0.0, skipped=True)
+        try:
+            with self.guard.abandonable(self.guard.step_seconds):
+                batches, waited = self.ahead.take(step)
+            found = self._gradients(batches, random)
+            verdict = judge(*found, progress.recent, stepper.scaler.is_enabled())
+            if verdict != "good":
+                again = self._suspicious(found, verdict, random)
+                if again is None:
+                    return self._without(step, verdict, found)
+                found = again
+        except Abandoned:
+            stepper.discard()
+            restore_random(random)
+            raise
+        why = self._update()
+        if why is not None:  # outside, since the error holds on to the memory of where it happened
+            raise self._down(True, why) or RuntimeError(why)
+        progress.recent = [*progress.recent, found[0]][-RECENT:]
+        return Done(*found, sum(batch.real_tokens for batch in batches), waited)
+
+    def _update(self) -> str | None:
+        """Why memory did not suffice, if it did not."""
+        try:
+            self.session.stepper.update()
+        except (RuntimeError, MemoryError) as error:
+            if not is_memory_error(error):
+                raise
+            return str(error)
+        return None
+
+    def rehearse(self) -> None:
+        """The longest rows there are, forward and back, before anything is paid for; then as if nothing had been."""
+        rows = self.session.artefact.train
+        random, feed = random_tensors(), self.session.stepper.feed
+        longest = np.argsort(-np.diff(rows.rows), kind="stable")
+        self._gradients([], random, lambda: list(feed.batches(rows, longest[: feed.micro_batch])))
+        self.session.stepper.discard()
+        restore_random(random)
+        free_memory()
+
+    def retried(self, work: Callable[[], T], usual: float | None = None) -> T:
+        """Work that changes nothing, with fewer rows at a time if memory runs out."""
+        while True:
+            try:
+                with self.guard.abandonable(usual):
+                    return work()
+            except (RuntimeError, MemoryError) as error:
+                if not is_memory_error(error):
+                    raise
+                why = str(error)
+            down = self._down(False, why)  # outside, since the error holds on to the memory of where it happened
+            if down is not None:
+                raise down
+
+    def ease(self, why: str) -> None:
+        """Fewer rows at a time before memory really runs out."""
+        if self.session.stepper.feed.micro_batch > 1:
+            self._down(False, why)
+
+    def _gradients(
+        self, batches: list[Batch], random: dict[str, Any], read: Callable[[], list[Batch]] | None = None
+    ) -> tuple[float, float]:
+        session, step = self.session, self.session.progress.step
+        read = read or (lambda: session.batches(step))
+        cut = session.stepper.feed.micro_batch if batches else None
+
+        def make() -> tuple[float, float]:
+            nonlocal batches, cut
+            if cut != session.stepper.feed.micro_batch:  # a rung was taken: cut the same rows into smaller pieces
+                session.stepper.discard()
+                restore_random(random)
+                batches, cut = read(), session.stepper.feed.micro_batch
+            return session.stepper.gradients(batches)
+
+        return self.retried(make, self.guard.step_seconds)
+
+    def _down(self, in_update: bool, why: str) -> OneRungDown | None:
+        """Takes the next rung. Fewer rows at a time need nothing more; anything else has the run built anew."""
+        session = self.session
+        feed = session.stepper.feed
+        train = session.config.train.model_copy(update={"micro_batch": feed.micro_batch})
+        rung = next_rung(train, in_update)
+        step, says = session.progress.step + 1, why.strip().split("\n")[0][:200]
+        if rung is None:
+            raise RunFailed(
+                f"step {step}: out of memory with everything given up that can be ({says}); use a GPU with more "
+                "memory, data.max_length shorter, or method.kind=qlora, as a new run: --fork NEWNAME"
+            )
+        remember(session.run, rung, session.device_name)
+        session.run.event("out_of_memory", step=step, says=says, now=rung)
+        self.say(f"step {step}: memory is short ({says}); going on with {told(rung)}")
+        session.stepper.discard()
+        if set(rung) != {"micro_batch"} or in_update:
+            return OneRungDown(rung, clean=not in_update)
+        feed.micro_batch = rung["micro_batch"]
+        self.ahead.forget()
+        free_memory()
+        return None
+
+    def _suspicious(
+        self, found: tuple[float, float], verdict: Verdict, random: dict[str, Any]
+    ) -> tuple[float, float] | None:
+        """Does the step again. Returns a result to go on with, or None where the batch itself is bad."""
+        session = self.session
+        stepper, progress, train = session.stepper, session.progress, session.config.train
+        step = progress.step + 1
+        stepper.discard()
+        restore_random(random)
+        again = self._gradients(session.batches(progress.step), random)
+        if not same(found, again, _EXACT.get(stepper.feed.device, _GPU_NOISE)):
+            session.run.event("suspect_hardware", step=step, loss=_text(found[0]), again=_text(again[0]))
+            self.say(
+                f"warning: step {step} came out as {found[0]:.4g} and, done again, as {again[0]:.4g}: suspect the "
+                "hardware (memory errors, heat); if this comes again, use another machine"
+            )
+            if judge(*again, progress.recent, stepper.scaler.is_enabled()) == "good":
+                return again
+        if verdict == "spike" and train.on_spike == "keep":
+            session.run.event("spike", step=step, loss=_text(again[0]), rows=session.rows(progress.step))
+            self.say(f"note: step {step}: a spike, loss {again[0]:.4f} (train.on_spike=skip leaves such batches out)")
+            return again
+        return None
+
+    def _without(self, step: int, verdict: Verdict, found: tuple[float, float]) -> Done | None:
+        """Goes on without this batch, here or from the last checkpoint, as the policy says."""
+        session = self.session
+        progress, train, stepper = session.progress, session.config.train, session.stepper
+        stepper.discard()
+        policy = train.on_nan if verdict == "not a number" else train.on_spike
+        what = f"the loss is {found[0]:.4g}, the gradient's norm {found[1]:.4g}"
+        progress.bad += 1
+        if policy == "stop" or progress.bad > train.max_bad_steps:
+            scaled = stepper.scaler.is_enabled()
+            try_this = "train.precision=fp32" if scaled else f"a smaller rate: train.lr={float(train.lr) / 3:.1g}"
+            often = "" if policy == "stop" else f", after {train.max_bad_steps} bad steps (train.max_bad_steps)"
+            raise RunFailed(f"step {step + 1}: {what}{often}, so nothing more is saved; try {try_this} --fork NEWNAME")
+        session.run.event("bad_step", step=step + 1, why=verdict, policy=policy, loss=_text(found[0]),
+                          norm=_text(found[1]), rows=session.rows(step))  # fmt: skip
+        progress.skip = [*progress.skip, step]
+        if policy == "rollback" and self._go_back():
+            self.say(f"step {step + 1}: {what}; back to step {progress.step}, and on without that batch")
+            return None
+        self.say(f"step {step + 1}: {what}; going on without that batch")
+        return Done(*found, 0, 0.0, skipped=True)
+
+    def _go_back(self) -> bool:
+        session = self.session
+        self.saver.finish()
+        session.stepper.ranks.wait()
+        newest = load(session.run.checkpoints)
+        if newest is None:
+            return False
+        progress, kept = session.progress, (session.progress.bad, session.progress.skip)
+        before = session.live.restore(newest[0])
+        for name in vars(before):
+            setattr(progress, name, getattr(before, name))
+        progress.bad, progress.skip = kept
+        self.ahead.forget()
+        return True
+
+
+def _text(value: float) -> float | str:
+    """JSON has no NaN."""
+    return value if abs(value) < float("inf") else str(value)

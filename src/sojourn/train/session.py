@@ -1,0 +1,178 @@
+"""Everything that one call of `train` works with, opened and put back to where the run last was."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from sojourn.catalog.facts import peak_flops
+from sojourn.config.load import read_config, to_yaml
+from sojourn.config.schema import RunConfig
+from sojourn.data.artefact import Artefact, Batch
+from sojourn.data.inputs import data_of
+from sojourn.data.order import step_rows
+from sojourn.data.prepare import prepare
+from sojourn.data.show import show_examples
+from sojourn.errors import UserError
+from sojourn.run.files import read_json, write_json, write_text
+from sojourn.run.folder import RunFolder
+from sojourn.run.home import prepared_folder
+from sojourn.train.build import build_network
+from sojourn.train.changes import refuse_harmful_changes
+from sojourn.train.checkpoint import check_room
+from sojourn.train.copies import fetch_newer, mirror_of
+from sojourn.train.environment import describe, device_name
+from sojourn.train.feed import Feed
+from sojourn.train.ladder import remembered
+from sojourn.train.meters import Work
+from sojourn.train.optim import Optimizer
+from sojourn.train.ranks import Ranks
+from sojourn.train.resolve import resolve
+from sojourn.train.saving import Live, Progress, resume
+from sojourn.train.step import Stepper
+from sojourn.train.subject import subject_of
+
+
+@dataclass(frozen=True)
+class Session:
+    config: RunConfig
+    run: RunFolder
+    artefact: Artefact
+    stepper: Stepper
+    live: Live
+    progress: Progress
+    total: int
+    last_row: int | None
+    work: Work
+    device_name: str
+
+    @property
+    def ended(self) -> bool:
+        patience = self.config.train.patience
+        return self.progress.step >= self.total or (patience is not None and self.progress.worse >= patience)
+
+    def rows(self, step: int) -> list[int]:
+        """Of a global step, for all processes together."""
+        train = self.config.train
+        chosen = step_rows(step, len(self.artefact.train), train.global_batch, train.seed, self.last_row)
+        return [int(row) for row in chosen]
+
+    def batches(self, step: int) -> list[Batch]:
+        """This process's rows of a global step, in micro batches."""
+        train = self.config.train
+        chosen = step_rows(step, len(self.artefact.train), train.global_batch, train.seed, self.last_row)
+        return list(self.stepper.feed.batches(self.artefact.train, self.stepper.ranks.share(chosen)))
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+def open_session(config: RunConfig, run: RunFolder, ranks: Ranks) -> Session:
+    """Resolves, prepares, builds, and goes on from the newest good checkpoint."""
+    import torch
+
+    begun = read_config(run.config) if run.exists() else None
+    device = ranks.device
+    named = device_name(device)
+    resolved = resolve(config, begun, remembered(run, named), ranks.size)
+    if begun is not None:
+        refuse_harmful_changes(begun, resolved.config, run)
+    config = resolved.config
+    artefact = _prepared(config, ranks)
+    _refuse_other_data(run, artefact)
+    if artefact.is_pairs:
+        raise UserError(
+            "data.sources: preference pairs are prepared, but not trained on yet; to learn the better answers: "
+            "data.columns.prompt=prompt data.columns.completion=chosen"
+        )
+    run.set_status("starting", 0, 0)
+    if ranks.first:
+        write_text(run.config, to_yaml(config))
+        facts = {**describe(device), "auto": resolved.reasons, "data": str(artefact.path.resolve())}
+        write_json(run.environment, facts)
+
+    network = build_network(config, artefact, device)
+    trained = sum(p.numel() for p in network.model.parameters() if p.requires_grad)
+    if ranks.first:
+        # Weights and two moments of 32 bits: told now rather than at the first save.
+        check_room(run.path, 12 * trained, int(config.save.min_free))
+    feed = Feed(
+        int(config.train.micro_batch),
+        artefact.max_length,
+        artefact.pad_id,
+        device,
+        str(config.train.precision),
+        fit=artefact.facts["packing"] == "off",
+        backend=network.backend,
+        windows=network.windows,
+    )
+    scaler = torch.amp.GradScaler(device, enabled=config.train.precision == "fp16")
+    optimizer = Optimizer(network.model, config.train, device)
+    stepper = Stepper(network, optimizer, scaler, feed, config.train.clip, config.train.loss == "whole", ranks)
+    live = Live(network.model, optimizer, scaler)
+    progress = _resumed(config, run, live, ranks)
+    length, work = _length(config, artefact), _work(config, artefact, device)
+    return Session(config, run, artefact, stepper, live, progress, *length, work, named)
+
+
+def _prepared(config: RunConfig, ranks: Ranks) -> Artefact:
+    """By the first process for all."""
+    if not ranks.first:
+        ranks.wait()
+    artefact = prepare(data_of(config), prepared_folder(), say, partial(show_examples, say, sys.stdout.isatty()))
+    if ranks.first:
+        ranks.wait()
+    return artefact
+
+
+def _resumed(config: RunConfig, run: RunFolder, live: Live, ranks: Ranks) -> Progress:
+    """From the newest good checkpoint here or in the mirror. Processes beyond the first get other random numbers."""
+    import torch
+
+    mirror = mirror_of(config, run)
+    if mirror is not None and ranks.first:
+        fetch_newer(mirror, run, say)
+    ranks.wait()
+    progress = resume(config.save, run, live)
+    if not ranks.first:
+        torch.manual_seed(hash((config.train.seed, progress.step, ranks.rank)) % 2**63)
+    return progress
+
+
+def _refuse_other_data(run: RunFolder, artefact: Artefact) -> None:
+    """The same file with other contents: steps already done would have read other rows, perhaps other tokens."""
+    before = Path(str((read_json(run.environment) or {}).get("data", ""))).name
+    if before not in ("", artefact.path.name) and any(run.checkpoints.glob("step-*")):
+        raise UserError(
+            f"{run.path} was begun with other data (the files in data.sources have changed since); put them back to "
+            "continue it, or go on with the new ones in another run: --fork NEWNAME"
+        )
+
+
+def _work(config: RunConfig, artefact: Artefact, device: str) -> Work:
+    """For the meters: what a token costs, and what the card could do. A token attends to its own document only."""
+    import numpy as np
+    import torch
+
+    lengths = np.diff(artefact.train.documents[:100_000].astype(np.float64))
+    attended = float((lengths**2).sum() / max(1.0, lengths.sum())) if len(lengths) else float(artefact.max_length)
+    frozen = config.method.kind in ("lora", "qlora")
+    flops = subject_of(config).shape.flops_per_token(attended, frozen)
+    peak = peak_flops(torch.cuda.get_device_name(), str(config.train.precision)) if device == "cuda" else None
+    return Work(flops, peak)
+
+
+def _length(config: RunConfig, artefact: Artefact) -> tuple[int, int | None]:
+    """How many steps, and the row (counted over all epochs) that ends the run."""
+    train, rows = config.train, len(artefact.train)
+    if train.steps is not None:
+        return train.steps, None
+    if train.tokens is not None:
+        per_step = train.global_batch * max(1.0, float(artefact.train.rows[-1]) / rows)
+        return max(1, round(train.tokens / per_step)), None
+    last_row = max(1, round((train.epochs or 1.0) * rows))
+    return math.ceil(last_row / train.global_batch), last_row
