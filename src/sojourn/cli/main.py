@@ -20,7 +20,9 @@ from sojourn.cli.generate import generate
 from sojourn.cli.plan import plan
 from sojourn.cli.prepare import prepare
 from sojourn.cli.presets import presets_app
+from sojourn.cli.rehearse import rehearse
 from sojourn.cli.train import train
+from sojourn.cli.verify_resume import verify_resume
 from sojourn.errors import UserError
 
 _WORDS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
@@ -97,7 +99,9 @@ app.add_typer(config_app, name="config")
 app.command()(doctor)
 app.command(context_settings=_WORDS)(plan)
 app.command(context_settings=_WORDS)(prepare)
+app.command(context_settings=_WORDS)(rehearse)
 app.command(context_settings=_WORDS)(train)
+app.command(name="verify-resume", context_settings=_WORDS)(verify_resume)
 app.add_typer(bench_app, name="bench")
 app.command(name="eval")(evaluate)
 app.command()(generate)

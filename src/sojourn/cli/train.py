@@ -9,6 +9,12 @@ def train(
     words: list[str] = typer.Argument(
         metavar="RUN [key=value]... [--flag value]...", help="A preset or a YAML file, then overrides."
     ),
+    fork: str | None = typer.Option(
+        None,
+        "--fork",
+        metavar="NEWNAME",
+        help="Go on from this run's newest checkpoint in a new run, with new settings.",
+    ),
 ) -> None:
     """Train. Ctrl-C saves; the same command continues where it was.
 
@@ -17,6 +23,7 @@ def train(
     """
     from sojourn.config.load import load_run
     from sojourn.run.files import read_json
+    from sojourn.run.fork import forked
     from sojourn.run.home import home_warning, run_folder
 
     loaded = load_run(words)
@@ -25,12 +32,13 @@ def train(
     warning = home_warning() if loaded.config.save.folder is None else None
     if warning:
         print(f"warning: {warning}")
-    name = loaded.config.name or "run"
-    run = run_folder(name, loaded.config.save.folder)
+    config = loaded.config if fork is None else forked(loaded.config, fork)
+    name = config.name or "run"
+    run = run_folder(name, config.save.folder)
     from sojourn.train.loop import train as train_run
 
-    train_run(loaded.config, run)
+    train_run(config, run)
     print(f"done: the model is in {run.final}")
     chats = "chat_template" in (read_json(run.final / "tokenizer_config.json") or {})
-    called = name if loaded.config.save.folder is None else run.path
+    called = name if config.save.folder is None else run.path
     print(f"next: sojourn chat {called}" if chats else f'next: sojourn generate {called} --prompt "Once"')

@@ -49,6 +49,8 @@ def load_run(words: list[str]) -> Loaded:
         _add_file(layers, path, ())
     if path is not None and typed.run is not None:
         layers.values.setdefault("name", re.sub(r"[^\w.-]+", "-", path.stem).strip("-.")[:100] or "run")
+        if _what_is(Path(typed.run)) == "folder" and path.name == "run.yaml":  # a run's folder: the run goes on there
+            layers.set(("save", "folder"), str(Path(typed.run)), Origin("command line", "preset"))
     _add_typed(layers, typed)
     if layers.get(("model", "base")) is not None and layers.get(("method", "kind")) is None:
         layers.set(("method", "kind"), "lora", Origin("model.base", "preset"))
@@ -61,6 +63,21 @@ def read_config(path: Path) -> RunConfig:
     layers = Layers()
     _add_file(layers, path, ())
     return _validate(layers)
+
+
+def with_settings(config: RunConfig, settings: dict[str, Any]) -> RunConfig:
+    """The same with some keys (dotted) changed, checked as if typed."""
+    values = dump(config)
+    for key, value in settings.items():
+        *sections, last = key.split(".")
+        place = values
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[last] = value
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise UserError(explain(error, lambda *_: "settings")) from None
 
 
 def dump(config: RunConfig) -> dict[str, Any]:
@@ -101,6 +118,8 @@ def _find(word: str, notes: list[str]) -> Path:
     if named is not None:
         return named
     if here == "folder":
+        if (path / "run.yaml").is_file():
+            return path / "run.yaml"
         raise UserError(f"{shown(path, 200)}: a folder; give a YAML file or a preset (see: sojourn presets list)")
     if like_a_file:
         named = find_preset(path.stem)

@@ -41,7 +41,7 @@ def train(config: RunConfig, run: RunFolder) -> None:
     _refuse_what_is_not_here(config)
     refuse_missing_trackers(config.log.trackers)
     config = priced(config)
-    ranks = join(_use(config), config.train.global_batch)
+    ranks = join(use_device(config), config.train.global_batch)
     run = replace(run, silent=not ranks.first)
     run.acquire()
     try:
@@ -100,7 +100,7 @@ def _refuse_what_is_not_here(config: RunConfig) -> None:
         raise UserError("parallel: this version trains on one device; use --gpus 0 and leave parallel.engine at auto")
 
 
-def _use(config: RunConfig) -> str:
+def use_device(config: RunConfig) -> str:
     """Makes the chosen device current and returns torch's name for it."""
     import torch
 

@@ -27,6 +27,16 @@ def learning_rate(step: int, total: int, train: TrainConfig) -> float:
     return peak * (train.min_lr + (1 - train.min_lr) * share)
 
 
+_ADAM = {"step", "exp_avg", "exp_avg_sq"}
+_STATES = {
+    "adamw": _ADAM,
+    "muon": {"step", "momentum", "mean", "square"},
+    "paged_adamw": {"step", "state1", "state2"},
+    "adamw_8bit": {"step", "state1", "state2", "qmap1", "qmap2", "absmax1", "absmax2"},
+    "paged_adamw_8bit": {"step", "state1", "state2", "qmap1", "qmap2", "absmax1", "absmax2"},
+}
+
+
 class Optimizer:
     """One of torch's, bitsandbytes' or ours, whose state is known by the names of the parameters."""
 
@@ -34,6 +44,7 @@ class Optimizer:
         groups = parameter_groups(model, train)
         self._names = [name for group in groups for name in group.pop("names")]
         self.torch = _make(groups, train, device)
+        self._kinds = _STATES[train.optimizer]
 
     @property
     def parameters(self) -> list[Any]:
@@ -56,6 +67,12 @@ class Optimizer:
             for name, parameter in zip(self._names, self.parameters, strict=True)
             for key, value in state.get(parameter, {}).items()
         }
+
+    def fits(self, tensors: dict[str, Any]) -> bool:
+        """Whether they are the state of an optimizer of this kind, for these parameters."""
+        names = {full.rsplit("/", 1)[0] for full in tensors}
+        kinds = {full.rsplit("/", 1)[1] for full in tensors}
+        return names <= set(self._names) and kinds <= self._kinds
 
     def load_tensors(self, tensors: dict[str, Any]) -> None:
         state: dict[str, dict[str, Any]] = {name: {} for name in self._names}

@@ -13,7 +13,7 @@ from typing import Any
 
 from sojourn.config.quantities import Duration
 from sojourn.config.schema import RunConfig, SaveConfig
-from sojourn.errors import RunFailed
+from sojourn.errors import RunFailed, UserError
 from sojourn.model.weights import load_weights, weights
 from sojourn.run.folder import RunFolder
 from sojourn.train.checkpoint import Checkpoint, Keep, load, load_one, save
@@ -80,9 +80,13 @@ class Live:
         state = {**asdict(progress), "seconds": round(progress.seconds, 3), "scaler": self.scaler.state_dict()}
         return Checkpoint(weights(self.model), self.optimizer.tensors(), random_tensors(), state)
 
-    def restore(self, found: Checkpoint) -> Progress:
+    def restore(self, found: Checkpoint, begun_elsewhere: bool = False) -> Progress:
+        """`begun_elsewhere`: by another run, perhaps with another optimizer, whose state then means nothing here."""
         load_weights(self.model, found.model)
-        self.optimizer.load_tensors(found.optimizer)
+        if begun_elsewhere and not self.optimizer.fits(found.optimizer):
+            print("note: another optimizer than before, so its state begins anew", flush=True)
+        else:
+            self.optimizer.load_tensors(found.optimizer)
         if found.state["scaler"]:
             self.scaler.load_state_dict(found.state["scaler"])
         restore_random(found.random)
@@ -99,9 +103,11 @@ def resume(how: SaveConfig, run: RunFolder, live: Live) -> Progress:
 
     newest = load(run.checkpoints, warn)
     if how.resume != "auto":
-        named = _named(Path(how.resume).expanduser())
-        start = load_one(named)
-        if newest is None or newest[0].step < start.step:
+        start, named = _start(Path(how.resume).expanduser(), warn)
+        if newest is None:
+            print(f"continuing from step {start.step} ({named})", flush=True)
+            return live.restore(start, begun_elsewhere=True)
+        if newest[0].step < start.step:
             newest = start, named
         else:  # the same command typed again: going back would lose work
             print(f"{run.path} is already further than {named.name}; to go back to it, begin another run: name=NEW")
@@ -110,6 +116,17 @@ def resume(how: SaveConfig, run: RunFolder, live: Live) -> Progress:
     found, place = newest
     print(f"continuing from step {found.step} ({place.name})", flush=True)
     return live.restore(found)
+
+
+def _start(path: Path, warn: Say) -> tuple[Checkpoint, Path]:
+    """A checkpoint by its folder, or the newest good one of a run by the run's."""
+    if (path / "run.yaml").is_file():
+        newest = load(path / "checkpoints", warn)
+        if newest is None:
+            raise UserError(f"{path}: this run has no checkpoint to begin from; leave out --fork or save.resume")
+        return newest
+    named = _named(path)
+    return load_one(named), named
 
 
 def _named(path: Path) -> Path:

@@ -1,0 +1,233 @@
+"""One minute on the card before hours are paid for: the longest rows, real steps, a checkpoint written and read back.
+
+Everything happens in a scratch folder beside the run's, on the same disk, and with the run's own code. Each finding is
+either fine, a warning, or a reason not to start.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from sojourn.config.load import with_settings
+from sojourn.config.quantities import Duration
+from sojourn.config.schema import RunConfig
+from sojourn.errors import RunFailed
+from sojourn.plan.estimate import memory as planned_memory
+from sojourn.run.disk import remove_folder
+from sojourn.run.folder import RunFolder
+from sojourn.run.ledger import Ledger
+from sojourn.train.careful import Careful
+from sojourn.train.checkpoint import checkpoints_in, load
+from sojourn.train.copies import mirror_of
+from sojourn.train.feed import Ahead
+from sojourn.train.guard import Guard
+from sojourn.train.ladder import OneRungDown, free_memory, told
+from sojourn.train.limits import priced, session_end
+from sojourn.train.optim import learning_rate
+from sojourn.train.ranks import Ranks
+from sojourn.train.saving import Saver
+from sojourn.train.session import Session, open_session, say
+from sojourn.train.subject import subject_of
+
+_GIB = 2**30
+_STEPS = 3  # the first starts everything up
+
+
+@dataclass(frozen=True)
+class Finding:
+    level: Literal["ok", "warn", "fail"]
+    name: str
+    says: str
+
+
+@dataclass
+class Report:
+    findings: list[Finding] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, level: Literal["ok", "warn", "fail"], name: str, says: str) -> None:
+        self.findings.append(Finding(level, name, says))
+
+    @property
+    def refused(self) -> str | None:
+        """Why the run must not start, if so."""
+        reasons = [f"{one.name}: {one.says}" for one in self.findings if one.level == "fail"]
+        return "; ".join(reasons) if reasons else None
+
+
+def rehearse(config: RunConfig, run: RunFolder, device: str) -> Report:
+    """Tries `config` for real, in a scratch folder beside `run`; what it leaves there is gone when this returns."""
+    config = priced(config)
+    scratch = RunFolder(run.path.with_name(f".rehearsal-{os.getpid()}-{run.path.name}"))
+    scratch.path.mkdir(parents=True)
+    report = Report()
+    try:
+        while not _tried(config, run, scratch, device, report):
+            free_memory()
+            remove_folder(scratch.checkpoints)
+            report.findings.clear()
+    except (RunFailed, RuntimeError) as error:
+        report.add("fail", "run", str(error).split("\n")[0])
+    finally:
+        remove_folder(scratch.path)
+    return report
+
+
+def _tried(config: RunConfig, run: RunFolder, scratch: RunFolder, device: str, report: Report) -> bool:
+    """False when it must be built again, one rung down."""
+    alone = with_settings(config, {"save.mirror": None, "save.resume": "auto", "log.trackers": []})
+    began = time.monotonic()
+    session = open_session(alone, scratch, Ranks(device=device))
+    opening = time.monotonic() - began
+    ledger = Ledger(None, config.limits.price_per_hour)
+    guard = Guard(config.limits, ledger, session_end(config.limits))
+    saver = Saver(session.config, scratch, session.live, session.progress, session.total, 1 << 60, say)
+    try:
+        with Ahead(session.batches, session.total) as ahead:
+            careful = Careful(session, guard, saver, ahead, say)
+            careful.rehearse()
+            seconds = _steps(session, careful, report)
+            careful.rehearse()  # the longest rows again, now beside the optimizer's moments
+        _memory(session, report)
+        saving = _save(session, scratch, saver, report)
+    except OneRungDown as down:
+        report.facts["rung"] = told(down.rung)
+        return False
+    finally:
+        saver.close()
+    report.facts |= {"opening_seconds": round(opening, 1), "step_seconds": round(seconds, 4),
+                     "micro_batch": session.stepper.feed.micro_batch}  # fmt: skip
+    _disk(session, run, report)
+    _time(session, guard, seconds, saving, report)
+    _mirror(config, run, scratch, report)
+    if "rung" in report.facts:
+        report.add("warn", "memory", f"did not suffice at first; fits with {report.facts['rung']} (set it to be safe)")
+    return True
+
+
+def _steps(session: Session, careful: Careful, report: Report) -> float:
+    """Real steps; the seconds of the last."""
+    vocabulary, seconds, losses = session.artefact.vocab_size, 0.0, []
+    for _ in range(min(_STEPS, session.total)):
+        began = time.monotonic()
+        session.live.optimizer.set_learning_rate(
+            learning_rate(session.progress.step, session.total, session.config.train)
+        )
+        done = careful.step()
+        if done is None or done.skipped:
+            report.add("fail", "loss", "is not a number; try a smaller train.lr, or train.precision=fp32")
+            return seconds
+        losses.append(done.loss)
+        session.progress.step += 1
+        session.progress.tokens += done.tokens
+        seconds = time.monotonic() - began
+    level: Literal["ok", "warn"] = "warn" if losses[0] > 1.5 * math.log(vocabulary) else "ok"
+    chance = f"guessing among {vocabulary:,} tokens would be {math.log(vocabulary):.2f}"
+    report.add(level, "loss", f"{losses[0]:.4f} at first, {losses[-1]:.4f} after {len(losses)} steps; {chance}")
+    targets = sum(batch.targets for batch in session.batches(0))
+    tokens = sum(batch.real_tokens for batch in session.batches(0))
+    share = targets / max(1, tokens)
+    if targets == 0:
+        report.add("fail", "data", "the first step has nothing to learn from; look at it: sojourn prepare RUN")
+    else:
+        level = "warn" if share < 0.02 else "ok"
+        report.add(level, "data", f"{targets:,} of {tokens:,} tokens of a step are learned ({share:.0%})")
+    return seconds
+
+
+def _memory(session: Session, report: Report) -> None:
+    feed, config = session.stepper.feed, session.config
+    if feed.device != "cuda":
+        report.add("ok", "memory", f"{feed.micro_batch} rows at a time, on the {feed.device}")
+        return
+    import torch
+
+    used, total = torch.cuda.max_memory_allocated(), torch.cuda.get_device_properties(0).total_memory
+    reserved = torch.cuda.max_memory_reserved()
+    planned = planned_memory(subject_of(config).shape, config, feed.micro_batch, feed.precision == "fp32").total
+    report.facts |= {"memory": used, "memory_reserved": reserved, "memory_planned": planned}
+    level: Literal["ok", "warn"] = "warn" if reserved > 0.95 * total else "ok"
+    report.add(level, "memory", f"{used / _GIB:.1f} GiB of {total / _GIB:.0f} at the peak with {feed.micro_batch} rows "
+               f"at a time ({reserved / _GIB:.1f} reserved, {planned / _GIB:.1f} planned)")  # fmt: skip
+
+
+def _save(session: Session, scratch: RunFolder, saver: Saver, report: Report) -> float:
+    """Writes a checkpoint, reads it back, and returns how long writing took."""
+    saver.save(must=True)
+    places = checkpoints_in(scratch.checkpoints)
+    size = sum(file.stat().st_size for file in places[-1].iterdir())
+    began = time.monotonic()
+    if load(scratch.checkpoints) is None:
+        report.add("fail", "checkpoint", "does not come back from the disk as written; use another: save.folder=FOLDER")
+        return saver.seconds
+    reading = time.monotonic() - began
+    report.facts |= {"checkpoint_bytes": size, "save_seconds": round(saver.seconds, 2),
+                     "load_seconds": round(reading, 2)}  # fmt: skip
+    every = float(session.config.save.every)
+    level: Literal["ok", "warn"] = "warn" if saver.seconds > max(1.0, every / 2) else "ok"
+    report.add(level, "checkpoint", f"{size / 2**20:,.0f} MiB, written in {saver.seconds:.1f} s, read back and the same "
+               f"in {reading:.1f} s")  # fmt: skip
+    return saver.seconds
+
+
+def _disk(session: Session, run: RunFolder, report: Report) -> None:
+    how, size = session.config.save, int(report.facts["checkpoint_bytes"])
+    kept = how.keep + 1 + (session.total // how.milestones if how.milestones else 0)
+    models = 2 if session.config.train.eval_every is not None else 1
+    needed = (kept + models) * size + int(how.min_free)
+    free = shutil.disk_usage(_existing(run.path)).free
+    says = f"{needed / _GIB:.1f} GiB for {kept} checkpoints and the model, {free / _GIB:.1f} GiB are free"
+    least = 2 * size + int(how.min_free)
+    if free < least:
+        report.add("fail", "disk", f"{says}; make room or set save.folder to another disk")
+    else:
+        report.add("warn" if free < needed else "ok", "disk", says)
+
+
+def _time(session: Session, guard: Guard, step: float, saving: float, report: Report) -> None:
+    left = [(float(session.config.limits.time), "limits.time")] if session.config.limits.time is not None else []
+    if guard.session_end is not None:
+        left.append((guard.session_end - time.time(), "the platform's session"))
+    whole = session.total * step
+    price = session.config.limits.price_per_hour
+    cost = f", about {float(price.amount) * whole / 3600:.2f} {price.currency}".rstrip() if price is not None else ""
+    report.facts["seconds"] = round(whole, 1)
+    report.add("ok", "time", f"{session.total:,} steps of {step:.3g} s: about {Duration(max(1, round(whole)))}{cost}")
+    for seconds, name in left:
+        if seconds < 2 * step + 1.5 * saving:
+            report.add("fail", "time", f"{name} leaves {max(0.0, seconds):.0f} s, less than two steps and a save "
+                       f"({2 * step + 1.5 * saving:.0f} s)")  # fmt: skip
+    budget = session.config.limits.budget
+    if budget is not None and price is not None and float(price.amount) * whole / 3600 > float(budget.amount):
+        report.add("warn", "money", f"the whole run would cost more than the budget of {budget}; it will stop there")
+
+
+def _mirror(config: RunConfig, run: RunFolder, scratch: RunFolder, report: Report) -> None:
+    """A small folder there and back."""
+    mirror = mirror_of(config, replace(run, path=scratch.path))
+    if mirror is None:
+        return
+    began, name = time.monotonic(), f"checkpoints/.rehearsal-{os.getpid()}"
+    probe = scratch.path / "probe"
+    probe.mkdir()
+    (probe / "probe.txt").write_text("sojourn\n", encoding="utf-8")
+    try:
+        mirror.put(probe, name)
+        mirror.fetch(name, scratch.path / "back")
+        mirror.remove(name)
+    except RunFailed as error:
+        report.add("fail", "mirror", str(error))
+        return
+    report.add("ok", "mirror", f"{mirror.where}: there and back in {time.monotonic() - began:.1f} s")
+
+
+def _existing(path: Path) -> Path:
+    while not path.exists():
+        path = path.parent
+    return path
