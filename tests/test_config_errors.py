@@ -159,7 +159,6 @@ FILES: dict[str, tuple[str | bytes, tuple[str, ...]]] = {
     "no GPU": (SMALL + "parallel:\n  gpus: []\n", ("run.yaml:3: parallel.gpus: no GPU named; allowed: numbers such as 0",)),
     "single on two GPUs": (SMALL + "parallel: {engine: single, gpus: [0, 1]}\n", ("parallel.engine: single uses one GPU, but 2 are named",)),
     "DeepSpeed file with FSDP": (SMALL + "parallel: {engine: fsdp, deepspeed: ds.json}\n", ("run.yaml:2: parallel.deepspeed", "parallel.engine is fsdp; remove one")),
-    "budget without price": (SMALL + "limits:\n  budget: 30 CNY\n", ("limits.budget: ¥30 given, but no price; add limits.price_per_hour",)),
     "budget with a price of 0": (SMALL + "limits: {budget: 30, price_per_hour: 0}\n", ("limits.price_per_hour: 0 given", "above 0")),
     "currencies that differ": (SMALL + "limits: {budget: $30, price_per_hour: 2 CNY/h}\n", ("limits.budget: in USD, but the price per hour in CNY",)),
     # extends
@@ -273,7 +272,6 @@ LINES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "switch with a word": (["small", "--fp16=perhaps"], ("command line --fp16: “perhaps” given; allowed: nothing, true or false",)),
     "fp16 on a CPU by flags": (["small", "--fp16", "--device", "cpu"], ("command line --fp16: train.precision: fp16 needs a GPU",)),
     "DeepSpeed and FSDP by flags": (["lora-r64", "--fsdp", "--deepspeed", "ds_config.json"], ("command line --deepspeed: parallel.deepspeed: a DeepSpeed file is given, but parallel.engine is fsdp; remove one",)),
-    "budget by flag without price": (["small", "--budget", "30"], ("command line --budget: limits.budget: 30 given, but no price", "--price '2.19 CNY'")),
     "currencies by flag": (["small", "--budget", "$30", "--price", "2.19 CNY"], ("command line --budget: limits.budget: in USD, but the price per hour in CNY",)),
     "time by flag": (["small", "--max_time", "later"], ("command line --max_time: limits.time: “later” given", "11h30m")),
     "4 bit of a new model": (["small", "--load_in_4bit"], ("command line --load_in_4bit: model.base: not set, but method.kind qlora",)),

@@ -240,7 +240,7 @@ def test_a_drive_that_knows_no_fsync_is_read_back_instead(mirror, tmp_path, monk
 def test_what_was_cut_short_or_lost_is_not_listed(mirror, tmp_path):
     source = checkpoint(tmp_path / "source")
     for number, name in enumerate((*content(source), SEAL)):
-        for harm in (Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:-1])):
+        for harm in (Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:-2])):
             if name == "empty" and harm is not Path.unlink:
                 continue
             mirror.put(source, FIRST)
@@ -430,8 +430,11 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         for name in list(os.environ):
             if name.lower().endswith("_proxy"):
                 monkeypatch.delenv(name)
-        for name, value in {"ENDPOINT": found.url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}.items():
-            monkeypatch.setattr(constants, name, value)
+        template = f"{found.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "ENDPOINT", found.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no token"))
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         close_session()

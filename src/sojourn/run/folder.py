@@ -14,8 +14,10 @@ runs/NAME/
 
 from __future__ import annotations
 
+import errno
 import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +26,7 @@ from sojourn.errors import RunFailed, UserError
 from sojourn.run.files import append_json, read_json, read_json_lines, write_json
 from sojourn.run.process import alive, this_process
 
+FULL = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EIO", "EROFS") if hasattr(errno, name)}
 State = Literal["starting", "running", "stopped", "done", "failed"]
 
 
@@ -120,15 +123,28 @@ class RunFolder:
         if self.silent:
             return
         pid, started = this_process()
-        write_json(self._status, asdict(Status(state, step, total_steps, says, resumable, pid, started, time.time())))
+        self._try(
+            write_json,
+            self._status,
+            asdict(Status(state, step, total_steps, says, resumable, pid, started, time.time())),
+        )
 
     def event(self, kind: str, **facts: Any) -> None:
         if not self.silent:
-            append_json(self.events, {"time": round(time.time(), 3), "kind": kind, **facts})
+            self._try(append_json, self.events, {"time": round(time.time(), 3), "kind": kind, **facts})
 
     def metric(self, **values: Any) -> None:
         if not self.silent:
-            append_json(self.metrics, {"time": round(time.time(), 3), **values})
+            self._try(append_json, self.metrics, {"time": round(time.time(), 3), **values})
+
+    def _try(self, write: Callable[[Path, Any], None], path: Path, value: Any) -> None:
+        """A disk that is full loses a line; it does not end a run."""
+        try:
+            write(path, value)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            print(f"warning: {path}: {error.strerror}; not written", flush=True)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The curve: for each step the last line written, so that steps done twice after a kill appear once."""

@@ -72,8 +72,9 @@ class Ledger:
         return None if self.price is None else self.paid + float(self.price.amount) * self.elapsed / 3600
 
     def catch_up(self, seconds: float, money: float) -> None:
-        """A checkpoint from another machine may have cost more than is written here."""
-        self.before, self.paid = max(self.before, seconds), max(self.paid, money)
+        """A checkpoint from another machine may have cost more, all in all, than is written here."""
+        self.before = max(self.before, seconds - self.elapsed)
+        self.paid = max(self.paid, money - ((self.spent or self.paid) - self.paid))
 
     def write(self) -> None:
         """Where the disk is full it waits for the next time."""

@@ -40,9 +40,10 @@ class Assessor:
         """Scores, samples and perhaps a new `best/`; returns why to stop, if patience has run out."""
         began, train = time.monotonic(), self._config.train
         wanted = train.samples or (train.eval_every is not None and len(self._artefact.eval))
-        if wanted and self._ranks.first:
-            taken = self._samples.take(self._network, self._feed.autocast(), self._feed.device)
-            meters.log_samples(progress.step, taken)
+        with self._ranks.together():
+            if wanted and self._ranks.first:
+                taken = self._samples.take(self._network, self._feed.autocast(), self._feed.device)
+                meters.log_samples(progress.step, taken)
         if not len(self._artefact.eval):
             progress.assessed = progress.step
             return None

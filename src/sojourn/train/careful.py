@@ -59,13 +59,14 @@ class Careful:
             with self.guard.abandonable(self.guard.step_seconds):
                 batches, waited = self.ahead.take(step)
             found = self._gradients(batches, random)
-            verdict = judge(*found, progress.recent, stepper.scaler.is_enabled())
-            if verdict != "good":
-                again = self._suspicious(found, verdict, random)
-                if again is None:
+            if self._judged(found) != "good":
+                found = self._again(found, random)
+                verdict = self._judged(found)
+                if verdict == "spike" and self.session.config.train.on_spike == "keep":
+                    self._spike(found)
+                elif verdict != "good":
                     return self._without(step, verdict, found)
-                found = again
-        except Abandoned:
+        except (Abandoned, OneRungDown):
             stepper.discard()
             restore_random(random)
             raise
@@ -154,29 +155,28 @@ class Careful:
         free_memory()
         return None
 
-    def _suspicious(
-        self, found: tuple[float, float], verdict: Verdict, random: dict[str, Any]
-    ) -> tuple[float, float] | None:
-        """Does the step again. Returns a result to go on with, or None where the batch itself is bad."""
-        session = self.session
-        stepper, progress, train = session.stepper, session.progress, session.config.train
-        step = progress.step + 1
+    def _judged(self, found: tuple[float, float]) -> Verdict:
+        return judge(*found, self.session.progress.recent, self.session.stepper.scaler.is_enabled())
+
+    def _again(self, found: tuple[float, float], random: dict[str, Any]) -> tuple[float, float]:
+        """Does a suspicious step once more, with the same random numbers; another result says much of the machine."""
+        session, stepper = self.session, self.session.stepper
         stepper.discard()
         restore_random(random)
-        again = self._gradients(session.batches(progress.step), random)
+        again = self._gradients(session.batches(session.progress.step), random)
         if not same(found, again, _EXACT.get(stepper.feed.device, _GPU_NOISE)):
+            step = session.progress.step + 1
             session.run.event("suspect_hardware", step=step, loss=_text(found[0]), again=_text(again[0]))
             self.say(
                 f"warning: step {step} came out as {found[0]:.4g} and, done again, as {again[0]:.4g}: suspect the "
                 "hardware (memory errors, heat); if this comes again, use another machine"
             )
-            if judge(*again, progress.recent, stepper.scaler.is_enabled()) == "good":
-                return again
-        if verdict == "spike" and train.on_spike == "keep":
-            session.run.event("spike", step=step, loss=_text(again[0]), rows=session.rows(progress.step))
-            self.say(f"note: step {step}: a spike, loss {again[0]:.4f} (train.on_spike=skip leaves such batches out)")
-            return again
-        return None
+        return again
+
+    def _spike(self, found: tuple[float, float]) -> None:
+        step = self.session.progress.step
+        self.session.run.event("spike", step=step + 1, loss=_text(found[0]), rows=self.session.rows(step))
+        self.say(f"note: step {step + 1}: a spike, loss {found[0]:.4f} (train.on_spike=skip leaves such batches out)")
 
     def _without(self, step: int, verdict: Verdict, found: tuple[float, float]) -> Done | None:
         """Goes on without this batch, here or from the last checkpoint, as the policy says."""
@@ -212,6 +212,7 @@ class Careful:
         for name in vars(before):
             setattr(progress, name, getattr(before, name))
         progress.bad, progress.skip = kept
+        session.stepper.ranks.diverge(session.config.train.seed, progress.step)
         self.ahead.forget()
         return True
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from typing import Any
 
 from sojourn.config.load import dump
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
+from sojourn.run.files import read_json
 from sojourn.run.folder import RunFolder
 
 # What decides the numbers that come out. The rest (where and when to save, how to split a batch) may change freely.
@@ -44,7 +47,8 @@ def refuse_harmful_changes(begun: RunConfig, config: RunConfig, run: RunFolder) 
         for key in sorted(before.keys() | now.keys())
         if before.get(key) not in (now.get(key), "auto")
     }
-    harmful = [key for key in changed if key.split(".")[0] in _DECISIVE and key not in _HARMLESS]
+    moved = {"model.base"} if base_mark(config) == (read_json(run.environment) or {}).get("base") else set()
+    harmful = [key for key in changed if key.split(".")[0] in _DECISIVE and key not in _HARMLESS | moved]
     if harmful:
         told = "; ".join(f"{key} was {changed[key][0]}, now {changed[key][1]}" for key in harmful[:3])
         raise UserError(
@@ -53,6 +57,20 @@ def refuse_harmful_changes(begun: RunConfig, config: RunConfig, run: RunFolder) 
         )
     for key, (old, new) in changed.items():
         run.event("changed", key=key, before=old, now=new)
+
+
+def base_mark(config: RunConfig) -> str | None:
+    """What tells one base model from another wherever it lies: its settings and its files' names and sizes."""
+    base = config.model.base
+    if base is None or not Path(base).exists():
+        return base
+    path, digest = Path(base), hashlib.sha256()
+    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+        if file.suffix in (".safetensors", ".bin", ".gguf"):
+            digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+        elif file.name == "config.json":
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def flat(values: Any, at: str = "") -> dict[str, Any]:

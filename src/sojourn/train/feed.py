@@ -6,9 +6,11 @@ Shapes: B rows, T tokens a row, N target tokens.
 from __future__ import annotations
 
 import contextlib
+import queue
+import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -73,20 +75,29 @@ class Feed:
 
 
 class Ahead:
-    """Reads the next step's batches in a thread while the present step computes."""
+    """Reads the next step's batches in a thread while the present step computes. One that hangs holds nobody up."""
 
     def __init__(self, read: Callable[[int], list[Batch]], last: int) -> None:
         self._read, self._last = read, last
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rows")
+        self._asked: queue.SimpleQueue[tuple[int, Future[list[Batch]]] | None] = queue.SimpleQueue()
         self._next: tuple[int, Future[list[Batch]]] | None = None
 
     def __enter__(self) -> Ahead:
+        threading.Thread(target=self._work, name="rows", daemon=True).start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._asked.put(None)
+
+    def _work(self) -> None:
+        while (wanted := self._asked.get()) is not None:
+            step, answer = wanted
+            try:
+                answer.set_result(self._read(step))
+            except BaseException as error:
+                answer.set_exception(error)
 
     def forget(self) -> None:
         """What was read ahead is no longer wanted: batches are cut differently now, or the run has gone back."""
@@ -98,5 +109,8 @@ class Ahead:
         ahead = self._next is not None and self._next[0] == step
         batches = self._next[1].result() if self._next is not None and ahead else self._read(step)
         waited = time.monotonic() - began
-        self._next = (step + 1, self._thread.submit(self._read, step + 1)) if step + 1 < self._last else None
+        self._next = None
+        if step + 1 < self._last:
+            self._next = step + 1, Future()
+            self._asked.put(self._next)
         return batches, waited

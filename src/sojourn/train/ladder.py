@@ -58,6 +58,14 @@ def next_rung(train: TrainConfig, in_update: bool = False) -> dict[str, Any] | N
     return offload
 
 
+def further(key: str, one: Any, other: Any) -> bool:
+    """Whether one value of a setting saves more memory than the other."""
+    if key == "micro_batch":
+        return int(one) < int(other)
+    order = ("off", "whole", "selective", "chunked", "full", "optimizer")
+    return order.index(one) > order.index(other)
+
+
 def told(rung: dict[str, Any]) -> str:
     return ", ".join(f"train.{key}={value}" for key, value in rung.items())
 

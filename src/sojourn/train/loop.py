@@ -7,6 +7,7 @@ for good, and then everything is built again one rung down the ladder.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -111,6 +112,7 @@ def use_device(config: RunConfig) -> str:
             raise UserError(f"parallel.gpus: there is no GPU {number}; this machine has {there}, counted from 0")
         torch.cuda.set_device(number)
     if config.train.deterministic == "on":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it
         torch.use_deterministic_algorithms(True)
     return device
 
@@ -209,6 +211,7 @@ def _save_and_stop(session: Session, guard: Guard, saver: Saver) -> NoReturn:
     if step:
         saver.save(must=True)
     saver.finish()
+    session.stepper.ranks.wait()  # who leaves first has torchrun kill the others
     failed = saver.copies.failed if saver.copies is not None else None
     _stop(session.run, guard.reason or "another process", step, session.total, failed)
 

@@ -93,6 +93,13 @@ class Ranks:
         if self.any(trouble is not None):
             raise trouble or MemoryError("out of memory in another process")
 
+    def diverge(self, seed: int, step: int) -> None:
+        """Processes beyond the first get random numbers of their own; the first one's are in the checkpoints."""
+        if not self.first:
+            import torch
+
+            torch.manual_seed((seed * 1_000_003 + step) * 1_000_003 % 2**62 + self.rank)
+
     def wait(self) -> None:
         """For all of them."""
         self.total(0.0)

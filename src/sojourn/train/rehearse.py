@@ -171,7 +171,7 @@ def _save(session: Session, scratch: RunFolder, saver: Saver, report: Report) ->
                      "load_seconds": round(reading, 2)}  # fmt: skip
     every = float(session.config.save.every)
     level: Literal["ok", "warn"] = "warn" if saver.seconds > max(1.0, every / 2) else "ok"
-    report.add(level, "checkpoint", f"{size / 2**20:,.0f} MiB, written in {saver.seconds:.1f} s, read back and the same "
+    report.add(level, "checkpoint", f"{size / 2**20:,.0f} MiB, written in {saver.seconds:.1f} s, read back the same "
                f"in {reading:.1f} s")  # fmt: skip
     return saver.seconds
 

@@ -14,6 +14,7 @@ from sojourn.model.adapter import usual_alpha
 from sojourn.model.families import FAMILIES
 from sojourn.plan.estimate import memory
 from sojourn.plan.shape import Shape
+from sojourn.train.ladder import further
 from sojourn.train.subject import Subject, subject_of
 
 _CPU_TOKENS = 4096
@@ -59,8 +60,8 @@ def resolve(
     _attention(found, subject)
     _memory(found, subject)
     for key, value in (rung or {}).items():
-        now = min(int(found.config.train.micro_batch), value) if key == "micro_batch" else value
-        found.choose("train", key, now, "memory ran out with more (ladder.json)")
+        if further(key, value, getattr(found.config.train, key)):
+            found.choose("train", key, value, "memory ran out with more (ladder.json)")
     if config.train.compile == "auto":
         found.choose("train", "compile", *_compile(found.config, subject))
     if config.parallel.engine == "auto":

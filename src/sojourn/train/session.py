@@ -21,7 +21,7 @@ from sojourn.run.files import read_json, write_json, write_text
 from sojourn.run.folder import RunFolder
 from sojourn.run.home import prepared_folder
 from sojourn.train.build import build_network
-from sojourn.train.changes import refuse_harmful_changes
+from sojourn.train.changes import base_mark, refuse_harmful_changes
 from sojourn.train.checkpoint import check_room
 from sojourn.train.copies import fetch_newer, mirror_of
 from sojourn.train.environment import describe, device_name
@@ -75,7 +75,8 @@ def open_session(config: RunConfig, run: RunFolder, ranks: Ranks) -> Session:
     """Resolves, prepares, builds, and goes on from the newest good checkpoint."""
     import torch
 
-    begun = read_config(run.config) if run.exists() else None
+    ranks.wait()  # for what the first one may just have written
+    begun, was = (read_config(run.config) if run.exists() else None), run.status()
     device = ranks.device
     named = device_name(device)
     resolved = resolve(config, begun, remembered(run, named), ranks.size)
@@ -89,10 +90,15 @@ def open_session(config: RunConfig, run: RunFolder, ranks: Ranks) -> Session:
             "data.sources: preference pairs are prepared, but not trained on yet; to learn the better answers: "
             "data.columns.prompt=prompt data.columns.completion=chosen"
         )
-    run.set_status("starting", 0, 0)
+    run.set_status("starting", was.step if was else 0, was.total_steps if was else 0)
     if ranks.first:
         write_text(run.config, to_yaml(config))
-        facts = {**describe(device), "auto": resolved.reasons, "data": str(artefact.path.resolve())}
+        facts = {
+            **describe(device),
+            "auto": resolved.reasons,
+            "data": str(artefact.path.resolve()),
+            "base": base_mark(config),
+        }
         write_json(run.environment, facts)
 
     network = build_network(config, artefact, device)
@@ -130,16 +136,13 @@ def _prepared(config: RunConfig, ranks: Ranks) -> Artefact:
 
 
 def _resumed(config: RunConfig, run: RunFolder, live: Live, ranks: Ranks) -> Progress:
-    """From the newest good checkpoint here or in the mirror. Processes beyond the first get other random numbers."""
-    import torch
-
+    """From the newest good checkpoint here or in the mirror."""
     mirror = mirror_of(config, run)
     if mirror is not None and ranks.first:
         fetch_newer(mirror, run, say)
     ranks.wait()
     progress = resume(config.save, run, live)
-    if not ranks.first:
-        torch.manual_seed(hash((config.train.seed, progress.step, ranks.rank)) % 2**63)
+    ranks.diverge(config.train.seed, progress.step)
     return progress
 
 

@@ -1,0 +1,213 @@
+"""A tiny run of each method, what comes of it undisturbed, and what must be true of one that is not left in peace."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kill.forge import Forge, Order, Outcome
+from sojourn.run.files import read_json, read_json_lines, sha256
+from sojourn.run.folder import RunFolder
+from sojourn.train.checkpoint import checkpoints_in, find_fault, step_of
+
+needs_fork = pytest.mark.skipif(sys.platform != "linux", reason="a trainer is forked, and its files seen in /proc")
+
+EPOCHS, BATCH, EVERY, KEEP = 3, 3, 2, 2
+_COLOURS = ("red", "green", "blue", "gold", "grey", "pink")
+_COMMON = [
+    "data.max_length=48", "data.eval_fraction=0.2", f"train.epochs={EPOCHS}", f"train.global_batch={BATCH}",
+    "train.device=cpu", "train.precision=fp32", "train.lr=1e-2", "train.eval_every=5", "train.sample_tokens=2",
+    "log.every_steps=1", "log.tensorboard=off", f"save.every_steps={EVERY}", f"save.keep={KEEP}",
+]  # fmt: skip
+_ADAPTER = ["method.rank=2", "method.dropout=0.1", "method.targets=[q_proj,v_proj]"]
+METHODS = {
+    "pretrain": ["smoke", "model.d_model=32", "data.vocab_size=300"],
+    "lora": ["method.kind=lora", *_ADAPTER],
+    "qlora": ["method.kind=qlora", *_ADAPTER],
+}
+
+
+@dataclass(frozen=True)
+class Scene:
+    """`calls`: the disk calls of an undisturbed run, in order; `seconds`: how long it took, `tail` of them after its
+    last step."""
+
+    method: str
+    home: Path
+    words: list[str]
+    forge: Forge
+    result: dict[str, str] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
+    total: int = 0
+    seconds: float = 0.0
+    tail: float = 0.0
+
+
+def set_scene(forge: Forge, home: Path, method: str) -> Scene:
+    """Prepares the data, and runs once undisturbed."""
+    home.mkdir()
+    chats = home / "chats.jsonl"
+    lines = [
+        {"prompt": f"What colour is house {i}?", "completion": f"It is {_COLOURS[i % 6]}, and so is {i * 7}."}
+        for i in range(24)
+    ]
+    chats.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    words = [*METHODS[method], f"data.sources={chats}", *_COMMON]
+    notes = home / "notes"
+    if method != "pretrain":
+        made = forge.run(Order([], str(home), str(home), str(notes), base_from=str(chats), learn=True))
+        assert made.code == 0, made.complained
+        words.insert(0, f"model.base={home / 'llama'}")
+    bare = Scene(method, home, words, forge)
+    for name in ("first", "whole"):  # the first also prepares, and finds out what to import
+        journey = Journey(bare, name)
+        last = journey.call(note_calls=name == "whole", learn=name == "first")
+        assert last.code == 0, last.complained
+    run = journey.run
+    lines = [line for line in run.read_metrics() if line["kind"] == "train"]
+    calls = [line["name"] for line in journey.notes() if line["what"] == "call"]
+    events = {line["kind"]: line["time"] for line in read_json_lines(run.events)}
+    scene = Scene(
+        method, home, words, forge, weights_of(run), [line["loss"] for line in lines], calls, run.status().total_steps,
+        last.seconds, max(0.05, events["done"] - lines[-1]["time"]),
+    )  # fmt: skip
+    journey.scene = scene
+    journey.check_end()
+    return scene
+
+
+def weights_of(run: RunFolder) -> dict[str, str]:
+    """SHA-256 of everything that a run leaves of its training."""
+    final = [*run.final.glob("*.safetensors"), *run.best.glob("*.safetensors")]
+    last = checkpoints_in(run.checkpoints)[-1]
+    files = [*final, *last.glob("*.safetensors")]
+    return {str(file.relative_to(run.path)): sha256(file) for file in files}
+
+
+class Journey:
+    """One run from its first call to `final/`, with what must hold after each call."""
+
+    def __init__(self, scene: Scene, name: str, *words: str, folder: Path | None = None) -> None:
+        self.scene, self.run = scene, RunFolder(folder or scene.home / "runs" / name)
+        place = [] if folder is None else [f"save.folder={folder}"]
+        self._words = [*scene.words, f"name={name}", *place, *words]
+        self._notes = scene.home / f"notes-{name}"
+        self._seconds = 0.0
+        self.where: Counter[str] = Counter()
+
+    def call(self, **befalls: Any) -> Outcome:
+        """`sojourn train`, once; returns when it has ended, however that was."""
+        before = self.newest_good()
+        home, run = str(self.scene.home), str(self.run.path)
+        outcome = self.scene.forge.run(Order(self._words, home, run, str(self._notes), **befalls))
+        self._check_call(outcome, before)
+        if outcome.killed:
+            self.where[self._struck_in(outcome.pid)] += 1
+        return outcome
+
+    def finish(self) -> Outcome:
+        """Without further trouble, to the end."""
+        outcome = self.call()
+        assert outcome.code == 0, outcome.complained
+        self.check_end()
+        return outcome
+
+    def clear(self) -> None:
+        """Passed: its files are of no more use."""
+        shutil.rmtree(self.run.path, ignore_errors=True)
+        self._notes.unlink(missing_ok=True)
+
+    def notes(self, pid: int | None = None) -> list[dict[str, Any]]:
+        return [line for line in read_json_lines(self._notes) if pid in (None, line["pid"])]
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [line for line in read_json_lines(self.run.events) if line["kind"] == kind]
+
+    def newest_good(self) -> int:
+        """The step that a continued run has to begin with."""
+        good = [step_of(path) for path in checkpoints_in(self.run.checkpoints) if find_fault(path) is None]
+        return max(good, default=0)
+
+    def steps(self, pid: int) -> list[int]:
+        return [line["step"] for line in self.notes(pid) if line["what"] == "trained"]
+
+    def _check_call(self, outcome: Outcome, before: int) -> None:
+        assert "Traceback" not in outcome.complained, outcome.complained
+        assert "damaged" not in outcome.said, outcome.said
+        steps, good = self.steps(outcome.pid), self.newest_good()
+        assert steps == list(range(before, before + len(steps))), f"did not go on from step {before}"
+        if before and steps:
+            assert f"continuing from step {before} (step-{before:08d})" in outcome.said
+        saved = [line["step"] for line in self.events("saved")]
+        assert good >= max(saved, default=0), "what was reported as saved is not there"
+        # One save may be under way when the next is due; the next then waits for it.
+        assert not self.events("save_failed") and not steps or max(steps, default=0) + 1 - good <= 2 * EVERY
+        latest = self.run.checkpoints / "latest"
+        assert not latest.exists() or find_fault(self.run.checkpoints / latest.read_text().strip()) is None
+        seconds = (read_json(self.run.ledger) or {}).get("seconds", 0.0)
+        assert seconds >= self._seconds, "the ledger forgot time"
+        self._seconds = seconds
+        status = self.run.status()
+        if outcome.killed and status is not None:
+            assert (status.state, status.resumable) in (("failed", True), ("stopped", True), ("done", False))
+
+    def _struck_in(self, pid: int) -> str:
+        """What a killed call was at, by what it left behind."""
+        blow = next((line for line in self.notes(pid) if line["what"] == "blow"), None)
+        if blow is not None:
+            return blow["name"].split()[0] + " " + blow["how"]
+        for part, name in ((self.run.checkpoints, "a save"), (self.run.path, "writing a model")):
+            if any(part.glob(f".stage-{pid}-*")):
+                return name
+        steps = self.steps(pid)
+        if steps and steps[-1] + 1 == self.scene.total:
+            return "the end"
+        return "steps" if steps else "the start"
+
+    def check_end(self) -> None:
+        """The run is done, and nobody could tell it from one that was left in peace."""
+        run, scene = self.run, self.scene
+        status = run.status()
+        assert (status.state, status.step, status.resumable) == ("done", scene.total, False)
+        assert weights_of(run) == scene.result
+        assert [line["loss"] for line in run.read_metrics() if line["kind"] == "train"] == scene.losses
+        assert self.rows_are_exact()
+        rubbish = [p for p in run.path.rglob(".*") if p.name.startswith((".stage-", ".old-", ".lock"))]
+        assert rubbish == []
+        good = [p for p in checkpoints_in(run.checkpoints) if find_fault(p) is None]
+        assert good == checkpoints_in(run.checkpoints) and step_of(good[-1]) == scene.total
+
+    def rows_are_exact(self) -> bool:
+        """The diary: a step reads the same rows and tokens each time; the steps that made the model are all of them
+        once, in order; and in each epoch they hold every row once."""
+        rows: dict[int, list[int]] = {}
+        fed: dict[int, str] = {}
+        made: list[int] = []
+        of = 0
+        pids = set()
+        for line in self.notes():
+            step = line.get("step")
+            if line["what"] == "read":
+                assert rows.setdefault(step, line["rows"]) == line["rows"], f"step {step} read other rows"
+                of = line["of"]
+            elif line["what"] == "fed":
+                assert fed.setdefault(step, line["digest"]) == line["digest"], f"step {step} read other tokens"
+            elif line["what"] == "trained":
+                if line["pid"] not in pids:  # a call goes back to its checkpoint, and what came after is made again
+                    pids.add(line["pid"])
+                    del made[step:]
+                assert step == len(made), f"step {step} came after {len(made)}"
+                made.append(step)
+        assert made == list(range(self.scene.total))
+        read = [row for step in made for row in rows[step]]
+        epochs = [sorted(read[start : start + of]) for start in range(0, len(read), of)]
+        assert epochs == [list(range(of))] * EPOCHS
+        return True

@@ -1,0 +1,365 @@
+"""Memory that runs out, anywhere: the run goes on one rung down, and nothing of its result changes but rounding."""
+
+import pytest
+import torch
+
+from sojourn.errors import RunFailed, Stopped
+from sojourn.model import loss as model_loss
+from sojourn.run.files import read_json, write_json
+from sojourn.train import step as step_module
+from sojourn.train.guard import Guard
+from sojourn.train.step import Stepper
+from tiny import LORA, events, losses, run_of, run_train, same_weights, saved_steps, tiny_home, weights
+
+PRETRAIN: tuple[str, ...] = ()
+DROPOUT = (*LORA, "method.dropout=0.3")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    with tiny_home(tmp_path_factory.mktemp("home")) as made:
+        yield made
+
+
+def _full():
+    return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def _forward(monkeypatch, full):
+    """Memory runs out in a forward pass whenever `full(rows, call)` says so."""
+    real, calls = step_module.loss_sum, []
+
+    def tight(network, feed, batch, whole=False):
+        calls.append(len(batch.ids))
+        if full(len(batch.ids), len(calls)):
+            raise _full()
+        return real(network, feed, batch, whole)
+
+    monkeypatch.setattr(step_module, "loss_sum", tight)
+    return calls
+
+
+def _backward(monkeypatch, full):
+    """The same in a backward pass, when the head has its gradient already and the layers have none yet."""
+    real, calls = step_module.hidden_of_targets, []
+
+    def tight(network, feed, batch):
+        hidden, labels = real(network, feed, batch)
+        if hidden.requires_grad:
+            calls.append(len(batch.ids))
+            number = len(calls)
+
+            def hook(grad):
+                if full(len(batch.ids), number):
+                    raise _full()
+
+            hidden.register_hook(hook)
+        return hidden, labels
+
+    monkeypatch.setattr(step_module, "hidden_of_targets", tight)
+    return calls
+
+
+def _update(monkeypatch, full):
+    """The same in the optimizer, when some weights have changed already."""
+    real, calls = torch.optim.AdamW.step, []
+
+    def tight(self, closure=None):
+        calls.append(1)
+        if full(len(calls)):
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].mul_(3.0)
+            raise _full()
+        return real(self, closure)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", tight)
+    return calls
+
+
+def _evaluation(monkeypatch, full):
+    real, calls, rows = model_loss.score, [], []
+    hidden = step_module.hidden_of_targets
+
+    def seen(network, feed, batch):
+        rows.append(len(batch.ids))
+        return hidden(network, feed, batch)
+
+    def tight(*arguments):
+        calls.append(rows[-1])
+        if full(rows[-1], len(calls)):
+            raise _full()
+        return real(*arguments)
+
+    monkeypatch.setattr(step_module, "hidden_of_targets", seen)
+    monkeypatch.setattr(model_loss, "score", tight)
+    return calls
+
+
+def _same_result(run, whole):
+    ours, theirs = losses(run), losses(whole)
+    assert len(ours) == len(theirs) == 12
+    assert ours == pytest.approx(theirs, rel=1e-6)
+    mine, others = weights(run), weights(whole)
+    assert mine.keys() == others.keys()
+    for key in mine:
+        torch.testing.assert_close(mine[key], others[key], rtol=1e-4, atol=1e-6)
+    status = run.status()
+    assert (status.state, status.step) == ("done", 12)
+
+
+@pytest.mark.parametrize("kind", [PRETRAIN, LORA], ids=["pretrain", "lora"])
+@pytest.mark.parametrize("where", [_forward, _backward], ids=["forward", "backward"])
+def test_a_step_that_does_not_fit_is_done_with_fewer_rows_at_a_time(tiny, monkeypatch, kind, where):
+    whole, words = tiny.whole(*kind), tiny.words(*kind)
+    rows = where(monkeypatch, lambda rows, call: rows > 4 and call > 5)
+    run = run_train(words)
+    assert set(rows) == {8, 4}
+    assert read_json(run.ladder) == {"device": "cpu", "micro_batch": 4}
+    assert [event["now"] for event in events(run, "out_of_memory")] == [{"micro_batch": 4}]
+    _same_result(run, whole)
+
+
+@pytest.mark.parametrize("where", [_forward, _backward], ids=["forward", "backward"])
+def test_memory_that_runs_out_in_the_midst_of_a_batch_counts_no_row_twice(tiny, monkeypatch, where):
+    whole, words = tiny.whole(), tiny.words("train.micro_batch=4")
+    where(monkeypatch, lambda rows, call: call == 8)  # a step's second part: the first has left its gradients
+    run = run_train(words)
+    assert read_json(run.ladder)["micro_batch"] == 2
+    _same_result(run, whole)
+
+
+def test_a_row_at_a_time_is_found_by_the_rehearsal_before_the_first_step(tiny, monkeypatch):
+    whole, words = tiny.whole(), tiny.words()
+    rows = _forward(monkeypatch, lambda rows, call: rows > 1)
+    run = run_train(words)
+    assert rows[:4] == [8, 4, 2, 1] and set(rows[4:]) == {1}
+    assert [event["step"] for event in events(run, "out_of_memory")] == [1, 1, 1]
+    _same_result(run, whole)
+
+
+@pytest.mark.parametrize("kind", [PRETRAIN, LORA], ids=["pretrain", "lora"])
+def test_when_a_single_row_does_not_fit_activations_are_recomputed(tiny, monkeypatch, kind):
+    """Fewer rows, then selective, then full recomputation: in the midst of a run that has saved nothing yet."""
+    whole, words = tiny.whole(*kind), tiny.words(*kind)
+    run = run_of(words)
+    full = {"device": "cpu", "micro_batch": 1, "checkpointing": "full"}
+    _forward(monkeypatch, lambda rows, call: call > 6 and read_json(run.ladder) != full)
+    run_train(words)
+    said = [event["now"] for event in events(run, "out_of_memory")]
+    assert said == [{"micro_batch": n} for n in (4, 2, 1)] + [{"checkpointing": c} for c in ("selective", "full")]
+    assert len(events(run, "start")) == 3
+    _same_result(run, whole)
+
+
+@pytest.mark.parametrize("kind", [DROPOUT], ids=["lora with dropout"])
+def test_a_step_done_again_draws_the_same_random_numbers(tiny, monkeypatch, kind):
+    one = (*kind, "train.micro_batch=1")
+    whole, words = tiny.whole(*one), tiny.words(*one)
+    run = run_of(words)
+    _backward(monkeypatch, lambda rows, call: call > 30 and not run.ladder.exists())  # rows 6 of step 3
+    run_train(words)
+    assert read_json(run.ladder) == {"device": "cpu", "checkpointing": "selective"}
+    _same_result(run, whole)
+
+
+def test_the_loss_in_chunks_is_the_rung_after_full_recomputation(tiny, monkeypatch):
+    whole, words = tiny.whole(), tiny.words("train.micro_batch=1", "train.checkpointing=full", "train.loss=whole")
+    run = run_of(words)
+    _forward(monkeypatch, lambda rows, call: call > 20 and (read_json(run.ladder) or {}).get("offload") != "optimizer")
+    run_train(words)
+    assert [event["now"] for event in events(run, "out_of_memory")] == [{"loss": "chunked"}, {"offload": "optimizer"}]
+    _same_result(run, whole)
+
+
+@pytest.mark.parametrize("kind", [PRETRAIN, DROPOUT], ids=["pretrain", "lora with dropout"])
+@pytest.mark.parametrize("every", [[], ["save.every_steps=3"]], ids=["before any checkpoint", "after one"])
+def test_an_update_that_does_not_fit_goes_back_and_keeps_the_moments_in_the_hosts_memory(
+    tiny, monkeypatch, kind, every
+):
+    whole, words = tiny.whole(*kind), tiny.words(*kind, *every)
+    _update(monkeypatch, lambda call: call == 5)
+    run = run_train(words)
+    assert read_json(run.ladder) == {"device": "cpu", "offload": "optimizer"}
+    started = [event["step"] for event in events(run, "start")]
+    assert started == [0, 3 if every else 0]
+    _same_result(run, whole)
+
+
+def test_an_update_of_another_optimizer_gives_up_rows(tiny, monkeypatch):
+    whole, words = tiny.whole("train.optimizer=muon"), tiny.words("train.optimizer=muon", "save.every_steps=2")
+    from sojourn.train.muon import Muon
+
+    real, calls = Muon.step, []
+
+    def tight(self, closure=None):
+        calls.append(1)
+        if len(calls) == 4:
+            raise _full()
+        return real(self, closure)
+
+    monkeypatch.setattr(Muon, "step", tight)
+    run = run_train(words)
+    assert read_json(run.ladder) == {"device": "cpu", "micro_batch": 4}
+    _same_result(run, whole)
+
+
+def test_an_evaluation_that_does_not_fit_is_made_with_fewer_rows(tiny, monkeypatch):
+    held_out = ("data.eval_fraction=0.2", "train.eval_every=4")
+    whole, words = tiny.whole(*held_out), tiny.words(*held_out)
+    rows = _evaluation(monkeypatch, lambda rows, call: rows > 2)
+    run = run_train(words)
+    assert rows[0] == 8 and rows[-1] <= 2
+    found, wanted = (
+        [(line["step"], line["loss"]) for line in one.read_metrics() if line["kind"] == "eval"] for one in (run, whole)
+    )
+    assert [step for step, _ in found] == [step for step, _ in wanted] == [4, 8, 12]
+    assert [loss for _, loss in found] == pytest.approx([loss for _, loss in wanted], rel=1e-5)
+    _same_result(run, whole)
+
+
+def test_an_evaluation_for_which_the_run_is_built_anew_is_made_once(tiny, monkeypatch):
+    held_out = ("data.eval_fraction=0.2", "train.eval_every=4", "train.micro_batch=1")
+    whole, words = tiny.whole(*held_out), tiny.words(*held_out)
+    run = run_of(words)
+    _evaluation(monkeypatch, lambda rows, call: not run.ladder.exists())
+    run_train(words)
+    assert saved_steps(run) == [4, 12]  # nothing was lost: the four steps before it were saved
+    assert [event["step"] for event in events(run, "start")] == [0, 4]
+    assert [event["step"] for event in events(run, "best")] == [event["step"] for event in events(whole, "best")]
+    _same_result(run, whole)
+
+
+def test_other_libraries_words_for_it_are_understood(tiny, monkeypatch):
+    words = tiny.words()
+    said = iter(
+        [
+            RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"),
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."),
+            MemoryError(),
+        ]
+    )
+    real = step_module.loss_sum
+
+    def tight(*arguments):
+        error = next(said, None)
+        if error is not None:
+            raise error
+        return real(*arguments)
+
+    monkeypatch.setattr(step_module, "loss_sum", tight)
+    run = run_train(words)
+    assert read_json(run.ladder)["micro_batch"] == 1
+
+
+def test_an_error_that_is_not_about_memory_is_not_taken_for_one(tiny, monkeypatch):
+    words = tiny.words()
+
+    def breaks(*arguments):
+        raise RuntimeError("the size of tensor a (3) must match the size of tensor b (4)")
+
+    monkeypatch.setattr(step_module, "loss_sum", breaks)
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        run_train(words)
+    run = run_of(words)
+    assert not run.ladder.exists() and run.status().state == "failed"
+
+
+def _stopped_after(words, monkeypatch, steps):
+    real, made = Stepper.update, []
+
+    def update(self):
+        made.append(1)
+        return real(self)
+
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(Stepper, "update", update)
+        patch.setattr(Guard, "should_stop", lambda self: "a test" if len(made) >= steps else None)
+        run_train(words)
+
+
+def test_the_next_call_starts_on_the_rung(tiny, monkeypatch):
+    whole, words = tiny.whole(), tiny.words()
+    with monkeypatch.context() as patch:
+        _forward(patch, lambda rows, call: rows > 2)
+        _stopped_after(words, patch, 4)
+    rows = _forward(monkeypatch, lambda rows, call: rows > 2)
+    run = run_train(words)
+    assert set(rows) == {2} and len(events(run, "out_of_memory")) == 2
+    reason = read_json(run.environment)["auto"]["train.micro_batch"]
+    assert reason.startswith("2: memory ran out with more")
+    _same_result(run, whole)
+
+
+def test_another_kind_of_device_ignores_the_rung(tiny, monkeypatch):
+    words = tiny.words()
+    _stopped_after(words, monkeypatch, 4)
+    run = run_of(words)
+    write_json(run.ladder, {"device": "NVIDIA A100-SXM4-80GB", "micro_batch": 1, "checkpointing": "full"})
+    rows = _forward(monkeypatch, lambda rows, call: False)
+    run_train(words)
+    assert set(rows) == {8}
+    _same_result(run, tiny.whole())
+
+
+def test_a_spoiled_ladder_file_is_no_obstacle(tiny):
+    words = tiny.words()
+    run = run_of(words)
+    run.path.mkdir(parents=True)
+    run.ladder.write_text('{"device": "cpu", "micro_ba')
+    assert run_train(words).status().state == "done"
+
+
+def test_a_user_who_gives_up_more_than_the_ladder_is_not_given_it_back(tiny):
+    words = tiny.words("train.checkpointing=full", "train.micro_batch=2")
+    run = run_of(words)
+    run.path.mkdir(parents=True)
+    write_json(run.ladder, {"device": "cpu", "micro_batch": 4, "checkpointing": "selective"})
+    run_train(words)
+    auto = (run.config).read_text()
+    assert "micro_batch: 2" in auto and "checkpointing: full" in auto
+
+
+def test_when_nothing_is_left_to_give_up_one_line_says_so_and_nothing_is_lost(tiny, monkeypatch):
+    words = tiny.words()
+    with monkeypatch.context() as patch:
+        _forward(patch, lambda rows, call: call > 5)
+        with pytest.raises(RunFailed, match="step 5: out of memory with everything given up that can be") as told:
+            run_train(words)
+    assert "\n" not in str(told.value) and "--fork NEWNAME" in str(told.value)
+    run = run_of(words)
+    assert read_json(run.ladder) == {
+        "device": "cpu", "micro_batch": 1, "checkpointing": "full", "offload": "optimizer"
+    }  # fmt: skip
+    assert run.status().state == "failed" and run.status().resumable and saved_steps(run) == [4]
+    run_train(words)  # on a machine whose memory is not full
+    _same_result(run, tiny.whole())
+
+
+def test_a_run_that_has_given_up_everything_before_still_saves_its_steps(tiny, monkeypatch):
+    words = tiny.words(
+        "train.micro_batch=1", "train.checkpointing=full", "train.loss=chunked", "train.offload=optimizer"
+    )
+    _forward(monkeypatch, lambda rows, call: call > 40)
+    with pytest.raises(RunFailed, match="out of memory"):
+        run_train(words)
+    assert saved_steps(run_of(words)) == [4]
+
+
+def test_time_and_money_are_counted_once_however_often_the_run_is_built_anew(tiny, monkeypatch):
+    import time
+
+    words = tiny.words("train.micro_batch=1", "limits.price_per_hour=3600 CNY")
+    run = run_of(words)
+    want = [{"checkpointing": "selective"}, {"checkpointing": "full"}, {"offload": "optimizer"}]
+    _forward(monkeypatch, lambda rows, call: call > 20 and len(events(run, "out_of_memory")) < len(want))
+    began = time.monotonic()
+    run_train(words)
+    took = time.monotonic() - began
+    assert [event["now"] for event in events(run, "out_of_memory")] == want
+    books = read_json(run.ledger)
+    assert 0 < books["seconds"] <= took and books["money"] == pytest.approx(books["seconds"], abs=0.1)
+
+
+def test_an_undisturbed_run_has_no_ladder_and_is_the_same_twice(tiny):
+    run = run_train(tiny.words())
+    assert not run.ladder.exists() and same_weights(run, tiny.whole())
