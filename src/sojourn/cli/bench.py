@@ -69,6 +69,26 @@ def bench_train(
     _report(lambda say: measure(make_plan(workload or [], rows, steps, peers, folder), say), json, out)
 
 
+@bench_app.command("save")
+def bench_save(
+    workload: Annotated[
+        list[str] | None, typer.Option(help="What to train and save (tiny, lora-7b, full-1.5b, …), with commas.")
+    ] = None,
+    saves: Annotated[int, typer.Option(min=2, max=1000, help="Checkpoints to write.")] = 3,
+    every: Annotated[float, typer.Option(min=0.1, max=86_400, help="Seconds between them.")] = 15.0,
+    folder: Annotated[
+        Path | None, typer.Option(help="Where to keep weights and data for the next call; by default nothing is kept.")
+    ] = None,
+    runs: Annotated[Path | None, typer.Option(help="Where the checkpoints go; by default with the rest.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON; lines go to standard error.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write the result as JSON to this file.")] = None,
+) -> None:
+    """What saving costs: how long training waits, what it loses in all, and how much later a resumed run starts."""
+    from sojourn.bench.save import make_plan, measure
+
+    _report(lambda say: measure(make_plan(workload or [], saves, every, folder, runs), say), json, out)
+
+
 def _report(measured: Callable[[Callable[[str], None]], dict[str, Any]], json: bool, out: Path | None) -> None:
     """Measures, having made sure that the result can be kept; then prints and writes it."""
     from json import dumps

@@ -18,7 +18,7 @@ from sojourn.errors import RunFailed
 from sojourn.train.checkpoint import load
 from sojourn.train.feed import Ahead
 from sojourn.train.guard import Abandoned, Guard
-from sojourn.train.ladder import OneRungDown, free_memory, is_memory_error, next_rung, remember, told
+from sojourn.train.ladder import NoRungLeft, OneRungDown, free_memory, is_memory_error, next_rung, remember, told
 from sojourn.train.numbers import RECENT, Verdict, judge, same
 from sojourn.train.random_state import random_tensors, restore_random
 from sojourn.train.saving import Saver, Say
@@ -66,7 +66,7 @@ class Careful:
                     self._spike(found)
                 elif verdict != "good":
                     return self._without(step, verdict, found)
-        except (Abandoned, OneRungDown):
+        except (Abandoned, OneRungDown, NoRungLeft):
             stepper.discard()
             restore_random(random)
             raise
@@ -140,9 +140,10 @@ class Careful:
         rung = next_rung(train, in_update)
         step, says = session.progress.step + 1, why.strip().split("\n")[0][:200]
         if rung is None:
-            raise RunFailed(
+            raise NoRungLeft(
                 f"step {step}: out of memory with everything given up that can be ({says}); use a GPU with more "
-                "memory, data.max_length shorter, or method.kind=qlora, as a new run: --fork NEWNAME"
+                "memory, a shorter data.max_length, or method.kind=qlora in a new run: name=NEW",
+                clean=not in_update,
             )
         remember(session.run, rung, session.device_name)
         session.run.event("out_of_memory", step=step, says=says, now=rung)

@@ -10,6 +10,7 @@ import gc
 from typing import Any
 
 from sojourn.config.schema import TrainConfig
+from sojourn.errors import RunFailed
 from sojourn.run.files import read_json, write_json
 from sojourn.run.folder import RunFolder
 
@@ -29,6 +30,14 @@ class OneRungDown(Exception):
     def __init__(self, rung: dict[str, Any], clean: bool) -> None:
         super().__init__(told(rung))
         self.rung, self.clean = rung, clean
+
+
+class NoRungLeft(RunFailed):
+    """Nothing is left to give up."""
+
+    def __init__(self, says: str, clean: bool) -> None:
+        super().__init__(says)
+        self.clean = clean
 
 
 def is_memory_error(error: BaseException) -> bool:

@@ -33,7 +33,7 @@ def _catalogue_price() -> Money | None:
     if not cards:
         return None
     try:
-        name = gpu(cards[0].name).name
+        name = gpu(cards[0].name, cards[0].memory_gib).name
     except UserError:
         return None
     found = [row for row in prices() if (row.platform, row.gpu) == (here, name) and row.cny_per_hour > 0]

@@ -25,7 +25,7 @@ from sojourn.train.copies import fetch_beginnings, mirror_of
 from sojourn.train.feed import Ahead
 from sojourn.train.final import write_final
 from sojourn.train.guard import Abandoned, Guard
-from sojourn.train.ladder import OneRungDown, free_memory
+from sojourn.train.ladder import NoRungLeft, OneRungDown, free_memory
 from sojourn.train.limits import priced, session_end
 from sojourn.train.meters import Meters
 from sojourn.train.optim import learning_rate
@@ -151,22 +151,27 @@ def _steps(session: Session, guard: Guard, meters: Meters, saver: Saver, careful
     config, run, progress, total = session.config, session.run, session.progress, session.total
     train, ranks, pressure = config.train, session.stepper.ranks, Pressure(session.stepper.feed.device)
     enough, first = None, progress.step
+
+    def stop_if_told() -> None:
+        # A limit that leaves no time for a single step would never let the run get on: one is always made.
+        stop = guard.reason if progress.step == first else guard.should_stop()
+        if not session.ended and ranks.any(stop is not None):
+            raise Abandoned
+
     try:
         if train.rehearse == "on" and not session.ended:
             careful.rehearse()
         while True:
-            # A limit that leaves no time for a single step would never let the run get on: one is always made.
-            stop = guard.reason if progress.step == first else guard.should_stop()
-            if not session.ended and ranks.any(stop is not None):
-                raise Abandoned
             with meters.paused():
                 if assessor.due(progress, total):
+                    stop_if_told()
                     enough = careful.retried(lambda: assessor.assess(progress, meters), assessor.seconds)
                 if saver.due():
                     saver.save()
                 saver.look()
             if session.ended:
                 break
+            stop_if_told()
             guard.save_seconds, began = saver.seconds, time.monotonic()
             rate = learning_rate(progress.step, total, train)
             session.live.optimizer.set_learning_rate(rate)
@@ -190,6 +195,11 @@ def _steps(session: Session, guard: Guard, meters: Meters, saver: Saver, careful
         if down.clean:
             saver.save(must=True)
         raise OneRungDown(down.rung, down.clean) from None
+    except NoRungLeft as end:
+        if end.clean:
+            saver.save(must=True)
+            saver.finish()
+        raise
     saver.save(must=True)
     saver.finish()
     if enough is not None:

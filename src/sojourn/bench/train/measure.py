@@ -111,7 +111,7 @@ def measure(plan: Plan, say: Say) -> dict[str, Any]:
     made = tempfile.TemporaryDirectory(prefix="sojourn-bench-") if plan.folder is None else nullcontext(plan.folder)
     with made as work:
         results = [_measure(plan, workload, Path(work).absolute(), say) for workload in plan.workloads]
-    return {**_circumstances(plan), "workloads": results}
+    return {**circumstances(plan.device), "steps": plan.steps, "workloads": results}
 
 
 def _measure(plan: Plan, workload: Workload, work: Path, say: Say) -> dict[str, Any]:
@@ -231,7 +231,8 @@ def why(said: str, code: int) -> str:
     return f"failed: {told[:160]}"
 
 
-def _circumstances(plan: Plan) -> dict[str, Any]:
+def circumstances(device: str) -> dict[str, Any]:
+    """Where, when and with what."""
     from sojourn.machine.gpus import driver_gpus
     from sojourn.machine.hardware import cpu
 
@@ -239,7 +240,7 @@ def _circumstances(plan: Plan) -> dict[str, Any]:
     return {
         "command": shlex.join(["sojourn", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "device": plan.device, "gpus": [seen.name for seen in driver_gpus()], "cpu": machine.model,
-        "cores": machine.usable, "system": platform.platform(), "steps": plan.steps,
+        "device": device, "gpus": [seen.name for seen in driver_gpus()], "cpu": machine.model,
+        "cores": machine.usable, "system": platform.platform(),
         "versions": {"python": platform.python_version(), **{name: version_of(name) for name in _PACKAGES}},
     }  # fmt: skip
