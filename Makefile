@@ -4,11 +4,12 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help setup demo test fuzz real real-model lint format bench golden clean
+.PHONY: help setup demo test test-kill fuzz real real-model lint format bench golden clean
 
 help:
 	@echo "make demo    set up, then the whole journey: plan, prepare, train, kill, resume, ask (under 4 minutes)"
 	@echo "make test    set up, lint, type check, room law, all tests"
+	@echo "make test-kill  hundreds of kills and disk failures at every moment of a run (about 15 minutes)"
 	@echo "make fuzz    10,000 random and damaged inputs through prepare (a few minutes)"
 	@echo "make real    formats and tokens of real data: SOJOURN_REAL_DATA and SOJOURN_REAL_TOKENIZER name the folders"
 	@echo "make real-model  fine-tune a real model on 200 questions (about 20 minutes): SOJOURN_REAL_MODEL names it"
@@ -44,6 +45,9 @@ format: setup
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -rs --durations 5
+
+test-kill: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/kill -n 2 --dist worksteal -rs
 
 fuzz: setup
 	SOJOURN_FUZZ=10000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_prepare_fuzz.py -n 2 --dist worksteal

@@ -544,9 +544,7 @@ def test_a_hub_in_trouble_is_one_line_and_leaves_no_half_entry(hub, tmp_path, ve
         except MirrorFailed as error:
             failures.append(str(error))
     assert failures and all("\n" not in text and text.startswith("hub:me/x: ") for text in failures)
-    assert any("the hub answers HTTP 418 (as the test wants it); try again later" in text for text in failures), (
-        failures
-    )
+    assert any("the hub answers HTTP 418" in text for text in failures), failures
     hub.fail = {}
     assert mirror.names("checkpoints")[0] == "step-00000040" and not left_behind(tmp_path)
     assert verb not in ("create", "preupload", "batch", "commit", "tree") or len(mirror.names("checkpoints")) == 1

@@ -6,8 +6,10 @@ import torch
 from sojourn.errors import RunFailed, Stopped
 from sojourn.model import loss as model_loss
 from sojourn.run.files import read_json, write_json
+from sojourn.train import session
 from sojourn.train import step as step_module
 from sojourn.train.guard import Guard
+from sojourn.train.optim import Optimizer
 from sojourn.train.step import Stepper
 from tiny import LORA, events, losses, run_of, run_train, same_weights, saved_steps, tiny_home, weights
 
@@ -129,7 +131,7 @@ def test_memory_that_runs_out_in_the_midst_of_a_batch_counts_no_row_twice(tiny, 
 
 
 def test_a_row_at_a_time_is_found_by_the_rehearsal_before_the_first_step(tiny, monkeypatch):
-    whole, words = tiny.whole(), tiny.words()
+    whole, words = tiny.whole(), tiny.words("train.rehearse=on")
     rows = _forward(monkeypatch, lambda rows, call: rows > 1)
     run = run_train(words)
     assert rows[:4] == [8, 4, 2, 1] and set(rows[4:]) == {1}
@@ -156,7 +158,7 @@ def test_a_step_done_again_draws_the_same_random_numbers(tiny, monkeypatch, kind
     one = (*kind, "train.micro_batch=1")
     whole, words = tiny.whole(*one), tiny.words(*one)
     run = run_of(words)
-    _backward(monkeypatch, lambda rows, call: call > 30 and not run.ladder.exists())  # rows 6 of step 3
+    _backward(monkeypatch, lambda rows, call: call > 30 and not run.ladder.exists())  # the 7th row of step 4
     run_train(words)
     assert read_json(run.ladder) == {"device": "cpu", "checkpointing": "selective"}
     _same_result(run, whole)
@@ -322,7 +324,7 @@ def test_a_user_who_gives_up_more_than_the_ladder_is_not_given_it_back(tiny):
 def test_when_nothing_is_left_to_give_up_one_line_says_so_and_nothing_is_lost(tiny, monkeypatch):
     words = tiny.words()
     with monkeypatch.context() as patch:
-        _forward(patch, lambda rows, call: call > 5)
+        _forward(patch, lambda rows, call: call > 4)
         with pytest.raises(RunFailed, match="step 5: out of memory with everything given up that can be") as told:
             run_train(words)
     assert "\n" not in str(told.value) and "--fork NEWNAME" in str(told.value)
@@ -339,7 +341,7 @@ def test_a_run_that_has_given_up_everything_before_still_saves_its_steps(tiny, m
     words = tiny.words(
         "train.micro_batch=1", "train.checkpointing=full", "train.loss=chunked", "train.offload=optimizer"
     )
-    _forward(monkeypatch, lambda rows, call: call > 40)
+    _forward(monkeypatch, lambda rows, call: call > 35)
     with pytest.raises(RunFailed, match="out of memory"):
         run_train(words)
     assert saved_steps(run_of(words)) == [4]
@@ -358,6 +360,35 @@ def test_time_and_money_are_counted_once_however_often_the_run_is_built_anew(tin
     assert [event["now"] for event in events(run, "out_of_memory")] == want
     books = read_json(run.ledger)
     assert 0 < books["seconds"] <= took and books["money"] == pytest.approx(books["seconds"], abs=0.1)
+
+
+def test_memory_that_runs_out_while_a_run_is_opened_keeps_the_moments_in_the_hosts_memory(tiny, monkeypatch):
+    """On a smaller card than before: the model fits, but not with its optimizer's moments."""
+    words = tiny.words()
+    _stopped_after(words, monkeypatch, 4)
+    real, calls = Optimizer.load_tensors, []
+
+    def tight(self, tensors):
+        calls.append(1)
+        if len(calls) == 1:
+            raise _full()
+        return real(self, tensors)
+
+    monkeypatch.setattr(Optimizer, "load_tensors", tight)
+    run = run_train(words)
+    assert [event["now"] for event in events(run, "out_of_memory")] == [{"offload": "optimizer"}]
+    _same_result(run, tiny.whole())
+
+
+def test_a_model_that_does_not_fit_at_all_is_one_line(tiny, monkeypatch):
+    def tight(*arguments):
+        raise _full()
+
+    monkeypatch.setattr(session, "build_network", tight)
+    words = tiny.words()
+    with pytest.raises(RunFailed, match="out of memory") as told:
+        run_train(words)
+    assert "\n" not in str(told.value) and run_of(words).status().state == "failed"
 
 
 def test_an_undisturbed_run_has_no_ladder_and_is_the_same_twice(tiny):

@@ -33,7 +33,10 @@ class Tiny:
     def chats(self) -> Path:
         path = self.home / "chats.jsonl"
         lines = [
-            {"prompt": f"What colour is the {THINGS[i % 8]} of house {i}?", "completion": f"It is {COLOURS[i // 8 % 8]}."}
+            {
+                "prompt": f"What colour is the {THINGS[i % 8]} of house {i}?",
+                "completion": f"It is {COLOURS[i // 8 % 8]}.",
+            }
             for i in range(400)
         ]
         path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
@@ -50,8 +53,8 @@ class Tiny:
         model = [f"model.base={self.base}"] if existing else ["smoke", "model.d_model=64", "data.vocab_size=400"]
         return [
             *model, f"data.sources={self.chats}", "data.max_length=64", "train.global_batch=8", "train.steps=12",
-            "train.device=cpu", "train.precision=fp32", "log.every_steps=1", "log.tensorboard=off",
-            f"name=r{self._count}", *extra,
+            "train.device=cpu", "train.precision=fp32", "train.rehearse=off", "limits.session=off", "log.every_steps=1",
+            "log.tensorboard=off", f"name=r{self._count}", *extra,
         ]  # fmt: skip
 
     def whole(self, *extra: str) -> RunFolder:

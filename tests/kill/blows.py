@@ -107,7 +107,7 @@ def _lie_in_wait(notes: Notes, order: Order) -> None:
             name = name_of(kind, path)
             if order.note_calls:
                 notes.add("call", name=name)
-            how = order.blows.get(name)
+            how = order.blows.pop(name, None)
             if how is None:
                 real(target, *rest)
                 return
@@ -131,7 +131,7 @@ def _lie_in_wait(notes: Notes, order: Order) -> None:
 def _path_of(kind: str, target: Any) -> str:
     if kind == "write":
         return str(target.name)
-    return os.readlink(f"/proc/self/fd/{target}") if kind == "sync" else str(target)
+    return str(Path(f"/proc/self/fd/{target}").readlink() if kind == "sync" else target)
 
 
 def _half(data: Any) -> Any:

@@ -1,7 +1,7 @@
 """A trainer for every trial without waiting for imports: a process that has them all forks one whenever it is asked.
 
-It is a fresh Python beside the tests, told what to do by lines of JSON, so that no thread of theirs is inherited; and it
-never computes anything itself, so that a fork of it is as good as a new process.
+It is a fresh Python beside the tests, told what to do by lines of JSON, so that no thread of theirs is inherited; and
+it never computes anything itself, so that a fork of it is as good as a new process.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ _PATIENCE = 120.0
 class Order:
     """One call of `sojourn train`, and what is to befall it.
 
-    `kill_after`: seconds from its start; with `kill_at_step`: from when the metrics tell of that step. `blows`: how each
-    named disk call ends, see `blows.py`. `fill`: a folder's disk is full from one step to another but for so many bytes.
+    `kill_after`: seconds from its start; with `kill_at_step`: from when the metrics tell of that step. `blows`: how
+    each named disk call ends, see `blows.py`. `fill`: a folder whose disk is full `from` one step `until` another, but
+    for the bytes to `leave`.
     """
 
     words: list[str]

@@ -9,6 +9,7 @@ from typing import Any
 
 from kill.scene import Journey, Scene
 
+TROUBLE = ("ENOSPC", "EIO", "EDQUOT")
 Blow = tuple[str, str]  # a disk call, and how it ends
 
 
@@ -17,11 +18,11 @@ def calls_of(scene: Scene, making: str) -> list[str]:
     return list(dict.fromkeys(name for name in scene.calls if name.endswith(f" of {making}")))
 
 
-def aimed_at_saves(scene: Scene, saves: tuple[int, int, int] = (6, 8, 10), all_tensors: bool = True) -> list[list[Blow]]:
-    """Every call of three consecutive saves that also remove old checkpoints: a kill before it in the first, after it in
-    the second, and in the midst of it, where it writes, in the third."""
-    chains = []
-    for name in _thinned(calls_of(scene, _step(saves[0])), all_tensors):
+def aimed_at_saves(scene: Scene, all_tensors: bool) -> list[list[Blow]]:
+    """Every call of consecutive saves that also remove old checkpoints: a kill before it in the first, after it in the
+    second, and in the midst of it, where it writes, in the third."""
+    chains, saves = [], (6, 8, 10)
+    for name in calls_of_save(scene, saves[0], all_tensors):
         kinds = ("before", "after", "half") if name.startswith("write") else ("before", "after")
         chains.append([(name.replace(_step(saves[0]), _step(s)), how) for s, how in zip(saves, kinds, strict=False)])
     return chains
@@ -45,38 +46,51 @@ def _step(number: int) -> str:
     return f"step-{number:08d}"
 
 
-def _thinned(names: list[str], all_tensors: bool) -> list[str]:
-    """Of many tensors in a file the first three and the tenth will do."""
+def calls_of_save(scene: Scene, step: int, all_tensors: bool = False) -> list[str]:
+    """Of many tensors in a file the first three and the tenth will do, unless all are wanted."""
+    names = calls_of(scene, _step(step))
     if all_tensors:
         return names
     tensors = [name for name in names if name.startswith("write") and ".safetensors" in name]
     return [name for name in names if name not in tensors or name.split()[2] in ("1", "2", "3", "10")]
 
 
-def strike(journey: Journey, chain: list[Blow]) -> int:
-    """One call of the run after another, each killed at its blow, then to the end. Returns how many were killed."""
+def failing_saves(scene: Scene, saves: tuple[int, ...] = (4, 8, 12, 16)) -> list[dict[str, str]]:
+    """Every call of a save that the disk can refuse, for each reason it may have; several saves of a run fail."""
+    names = [name for name in calls_of_save(scene, 6) if not name.startswith("remove_folder")]
+    blows = [(name, why) for name in names for why in TROUBLE]
+    return [
+        {name.replace(_step(6), _step(step)): why for step, (name, why) in zip(saves, blows[at:], strict=False)}
+        for at in range(0, len(blows), len(saves))
+    ]
+
+
+def strike(journey: Journey, chain: list[Blow]) -> None:
+    """One call of the run after another, each killed at its blow, then to the end."""
     for name, how in chain:
         outcome = journey.call(blows={name: how})
         assert outcome.killed, f"{name} never came: {outcome.said}{outcome.complained}"
     journey.finish()
-    return len(chain)
 
 
-def random_moment(scene: Scene, chance: Random) -> dict[str, Any]:
+def random_moment(journey: Journey, chance: Random) -> dict[str, Any]:
     """When to kill: at any time, soon after a certain step was told, or when the last one was."""
-    kind = chance.choice(("any", "any", "step", "step", "end"))
+    scene, done = journey.scene, journey.newest_good()
+    kind = "any" if done == scene.total else chance.choice(("any", "any", "step", "step", "end"))
     if kind == "any":
-        return {"kill_after": chance.uniform(0, scene.seconds)}
+        left = 1 - done / scene.total
+        return {"kill_after": chance.uniform(0, scene.seconds * (0.4 + 0.6 * left))}
     if kind == "step":
-        return {"kill_at_step": chance.randint(1, scene.total), "kill_after": chance.uniform(0, 0.05)}
-    return {"kill_at_step": scene.total, "kill_after": chance.uniform(0, 1.5 * scene.tail)}
+        nearest = chance.randint(done + 1, min(done + 6, scene.total))
+        return {"kill_at_step": nearest, "kill_after": chance.uniform(0, 0.06)}
+    return {"kill_at_step": scene.total, "kill_after": chance.uniform(0, 1.2 * scene.tail)}
 
 
 def harry(journey: Journey, chance: Random, most: int) -> int:
     """Kills the run at random moments until it is done all the same, at most so often. Returns how many it took."""
     kills = 0
     while kills < most:
-        outcome = journey.call(**random_moment(journey.scene, chance))
+        outcome = journey.call(**random_moment(journey, chance))
         if not outcome.killed:
             assert outcome.code == 0, outcome.complained
             break

@@ -16,6 +16,18 @@ def weights(model: Any) -> dict[str, Any]:
     return {name: value for name, value in model.state_dict().items() if name not in shared}
 
 
+def are_numbers(model: Any) -> bool:
+    """Whether no weight that training changes has become infinite or undefined."""
+    import torch
+
+    largest = [
+        torch.linalg.vector_norm(tensor.detach(), torch.inf, dtype=torch.float32)
+        for tensor in weights(model).values()
+        if tensor.is_floating_point() and tensor.numel()
+    ]
+    return not largest or bool(torch.isfinite(torch.stack(largest)).all())
+
+
 def load_weights(model: Any, tensors: dict[str, Any]) -> None:
     """Every tensor must find its place and fill it."""
     import torch

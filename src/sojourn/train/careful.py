@@ -15,6 +15,7 @@ import numpy as np
 
 from sojourn.data.artefact import Batch
 from sojourn.errors import RunFailed
+from sojourn.model.weights import are_numbers
 from sojourn.train.checkpoint import load
 from sojourn.train.feed import Ahead
 from sojourn.train.guard import Abandoned, Guard
@@ -195,11 +196,29 @@ class Careful:
         session.run.event("bad_step", step=step + 1, why=verdict, policy=policy, loss=_text(found[0]),
                           norm=_text(found[1]), rows=session.rows(step))  # fmt: skip
         progress.skip = [*progress.skip, step]
+        if verdict == "not a number" and not self.sound():
+            return None
         if policy == "rollback" and self._go_back():
             self.say(f"step {step + 1}: {what}; back to step {progress.step}, and on without that batch")
             return None
         self.say(f"step {step + 1}: {what}; going on without that batch")
         return Done(*found, 0, 0.0, skipped=True)
+
+    def sound(self) -> bool:
+        """Whether the weights can be saved. Ones that are no numbers must not replace good ones: the run goes back."""
+        session, progress = self.session, self.session.progress
+        if are_numbers(session.live.model):
+            return True
+        step = progress.step
+        session.run.event("bad_weights", step=step)
+        progress.bad += 1
+        if progress.bad > session.config.train.max_bad_steps or not self._go_back():
+            raise RunFailed(
+                f"step {step}: some weights are no longer numbers, so nothing more is saved; try a smaller rate, "
+                f"train.lr={float(session.config.train.lr) / 3:.1g}, from the last checkpoint: --fork NEWNAME"
+            )
+        self.say(f"warning: step {step}: some weights are no longer numbers; back to step {progress.step}")
+        return False
 
     def _go_back(self) -> bool:
         session = self.session

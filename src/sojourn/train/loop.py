@@ -10,29 +10,33 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
-from typing import NoReturn
+from pathlib import Path
 
 from sojourn.config.schema import RunConfig
-from sojourn.errors import RunFailed, Stopped, UserError
+from sojourn.errors import UserError
 from sojourn.machine.precision import choose_device
 from sojourn.run.folder import RunFolder
 from sojourn.run.ledger import Ledger
-from sojourn.train.assess import Assessor
-from sojourn.train.careful import Careful, Done
 from sojourn.train.copies import fetch_beginnings, mirror_of
-from sojourn.train.feed import Ahead
-from sojourn.train.final import write_final
+from sojourn.train.environment import device_name
 from sojourn.train.guard import Abandoned, Guard
-from sojourn.train.ladder import NoRungLeft, OneRungDown, free_memory
+from sojourn.train.ladder import (
+    NoRungLeft,
+    OneRungDown,
+    free_memory,
+    is_memory_error,
+    next_rung,
+    remember,
+    remembered,
+    told,
+)
 from sojourn.train.limits import priced, session_end
-from sojourn.train.meters import Meters
-from sojourn.train.optim import learning_rate
-from sojourn.train.pressure import Pressure
 from sojourn.train.ranks import Ranks, join, leave
-from sojourn.train.saving import Saver
+from sojourn.train.resolve import resolve
 from sojourn.train.session import Session, open_session, say
+from sojourn.train.steps import run_steps, stop
 from sojourn.train.trackers import refuse_missing_trackers
 
 
@@ -50,6 +54,7 @@ def train(config: RunConfig, run: RunFolder) -> None:
         if mirror is not None and ranks.first:
             fetch_beginnings(mirror, run)
         with (
+            _silent() if run.silent else nullcontext(),
             Ledger.open(run.ledger, config.limits.price_per_hour, began, run.silent) as ledger,
             Guard(config.limits, ledger, session_end(config.limits), together=ranks.size > 1) as guard,
             _told(run, guard),
@@ -63,19 +68,53 @@ def train(config: RunConfig, run: RunFolder) -> None:
 
 def _trained(config: RunConfig, run: RunFolder, ranks: Ranks, guard: Guard) -> bool:
     """Opens everything and trains to the end; False when it must be done again, one rung down."""
-    with guard.abandonable():
-        session = open_session(config, run, ranks)
+    try:
+        with guard.abandonable():
+            session = open_session(config, run, ranks)
+    except (RuntimeError, MemoryError) as error:
+        if ranks.size > 1 or not is_memory_error(error):
+            raise
+        why = str(error)
+    else:
+        return _run_to_its_end(session, guard)
+    _lower(config, run, ranks, why)
+    return False
+
+
+def _lower(config: RunConfig, run: RunFolder, ranks: Ranks, why: str) -> None:
+    """Memory ran out while opening, where only moments in the host's memory would help."""
+    named = device_name(ranks.device)
+    train = resolve(config, rung=remembered(run, named)).config.train
+    rung, says = next_rung(train, in_update=True), why.strip().split("\n")[0][:200]
+    if rung != {"offload": "optimizer"}:
+        raise NoRungLeft(
+            f"out of memory while opening ({says}); use a GPU with more memory, or method.kind=qlora", clean=False
+        )
+    remember(run, rung, named)
+    run.event("out_of_memory", step=0, says=says, now=rung)
+    say(f"memory is short ({says}); going on with {told(rung)}")
+
+
+def _run_to_its_end(session: Session, guard: Guard) -> bool:
+    run = session.run
     guard.ledger.catch_up(session.progress.seconds, session.progress.money)
     if session.ended and run.has_final():
         done = session.progress.step
         say(f"{run.path}: already done ({done} steps); to train longer, begin another run: --fork NEWNAME")
     else:
         try:
-            _run(session, guard)
+            run_steps(session, guard)
         except OneRungDown:
             return False
     run.set_status("done", session.progress.step, session.progress.step, resumable=False)
     return True
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """One process speaks for all."""
+    with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
+        yield
 
 
 @contextmanager
@@ -84,7 +123,7 @@ def _told(run: RunFolder, guard: Guard) -> Iterator[None]:
     try:
         yield
     except Abandoned:  # while opening: nothing was begun that is not saved
-        _stop(run, guard.reason or "a signal", 0, 0)
+        stop(run, guard.reason or "a signal", 0, 0)
     except BaseException as error:
         status = run.status()
         if status and status.state in ("starting", "running"):
@@ -115,126 +154,3 @@ def use_device(config: RunConfig) -> str:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it
         torch.use_deterministic_algorithms(True)
     return device
-
-
-def _run(session: Session, guard: Guard) -> None:
-    """From where the run is to its end."""
-    config, run, total, live = session.config, session.run, session.total, session.live
-    progress, stepper = session.progress, session.stepper
-    parameters = list(live.model.parameters())
-    run.event("start", step=progress.step, total_steps=total, device=stepper.feed.device,
-              precision=stepper.feed.precision, attention=stepper.network.backend or "its own",
-              processes=stepper.ranks.size, parameters=sum(p.numel() for p in parameters),
-              trained=sum(p.numel() for p in parameters if p.requires_grad))  # fmt: skip
-    run.set_status("running", progress.step, total)
-    with Meters(run, config, total, progress.step, session.work) as meters:
-        saver = Saver(config, run, live, progress, total, len(session.artefact.train), meters.say)
-        try:
-            with Ahead(session.batches, total) as ahead:
-                careful = Careful(session, guard, saver, ahead, meters.say)
-                assessor = Assessor(config, run, session.artefact, stepper.network, stepper.feed, stepper.ranks)
-                _steps(session, guard, meters, saver, careful, assessor)
-            guard.save_seconds = saver.seconds
-            with guard.abandonable():
-                if stepper.ranks.first:
-                    write_final(live.model, session.artefact, run.final, config)
-                    if saver.copies is not None:
-                        saver.copies.bring_home(run.final, run.best)
-        except Abandoned:
-            _stop(run, guard.reason or "a signal", progress.step, total)
-        finally:
-            saver.close()
-    run.event("done", step=progress.step, tokens=progress.tokens, seconds=round(guard.ledger.seconds, 1))
-
-
-def _steps(session: Session, guard: Guard, meters: Meters, saver: Saver, careful: Careful, assessor: Assessor) -> None:
-    config, run, progress, total = session.config, session.run, session.progress, session.total
-    train, ranks, pressure = config.train, session.stepper.ranks, Pressure(session.stepper.feed.device)
-    enough, first = None, progress.step
-
-    def stop_if_told() -> None:
-        # A limit that leaves no time for a single step would never let the run get on: one is always made.
-        stop = guard.reason if progress.step == first else guard.should_stop()
-        if not session.ended and ranks.any(stop is not None):
-            raise Abandoned
-
-    try:
-        if train.rehearse == "on" and not session.ended:
-            careful.rehearse()
-        while True:
-            with meters.paused():
-                if assessor.due(progress, total):
-                    stop_if_told()
-                    enough = careful.retried(lambda: assessor.assess(progress, meters), assessor.seconds)
-                if saver.due():
-                    saver.save()
-                saver.look()
-            if session.ended:
-                break
-            stop_if_told()
-            guard.save_seconds, began = saver.seconds, time.monotonic()
-            rate = learning_rate(progress.step, total, train)
-            session.live.optimizer.set_learning_rate(rate)
-            done = careful.step()
-            if done is None:
-                continue
-            _count(session, guard, meters, done)
-            guard.step_seconds = time.monotonic() - began
-            last, every = progress.step == total, config.log.every_steps
-            if not done.skipped and (progress.step % every == 0 or progress.step == 1 or last):
-                epoch = progress.step * train.global_batch / len(session.artefact.train)
-                meters.log(progress.step, done.loss, rate, done.norm, epoch, guard.ledger.spent)
-                pressure.look(careful, saver)
-            warning = guard.warning()
-            if warning is not None:
-                run.event("budget", says=warning)
-                meters.say(f"warning: {warning}")
-    except Abandoned:
-        _save_and_stop(session, guard, saver)
-    except OneRungDown as down:
-        if down.clean:
-            saver.save(must=True)
-        raise OneRungDown(down.rung, down.clean) from None
-    except NoRungLeft as end:
-        if end.clean:
-            saver.save(must=True)
-            saver.finish()
-        raise
-    saver.save(must=True)
-    saver.finish()
-    if enough is not None:
-        meters.say(f"ended early by {enough}")
-        run.event("ended_early", step=progress.step, why=enough)
-
-
-def _count(session: Session, guard: Guard, meters: Meters, done: Done) -> None:
-    progress = session.progress
-    meters.count(done.tokens, done.waited)
-    progress.step += 1
-    progress.tokens += done.tokens
-    progress.seconds, progress.money = guard.ledger.seconds, guard.ledger.spent or guard.ledger.paid
-
-
-def _save_and_stop(session: Session, guard: Guard, saver: Saver) -> NoReturn:
-    """Saved, in the mirror if there is one, and only then told."""
-    step = session.progress.step
-    if step:
-        saver.save(must=True)
-    saver.finish()
-    session.stepper.ranks.wait()  # who leaves first has torchrun kill the others
-    failed = saver.copies.failed if saver.copies is not None else None
-    _stop(session.run, guard.reason or "another process", step, session.total, failed)
-
-
-def _stop(run: RunFolder, why: str, step: int, total: int, not_mirrored: str | None = None) -> NoReturn:
-    status = run.status()
-    step, total = (step, total) if total or status is None else (status.step, status.total_steps)
-    run.set_status("stopped", step, total, why)
-    run.event("stopped", step=step, why=why)
-    if step == 0:
-        raise Stopped(f"stopped by {why} before the first step; the same command begins again")
-    if not_mirrored is not None:
-        raise RunFailed(
-            f"stopped by {why} at step {step} of {total}, saved in {run.path}, but not mirrored: {not_mirrored}"
-        )
-    raise Stopped(f"stopped by {why} at step {step} of {total}, saved in {run.path}; the same command continues")

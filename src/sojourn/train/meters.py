@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
@@ -60,8 +61,7 @@ class Meters:
     ) -> None:
         if self._line:
             self._line.stop()
-        if self._writer:
-            self._writer.close()
+        self._draw(lambda board: board.close())
         self._line = None
         self._trackers.close("done" if kind is None else "stopped" if issubclass(kind, Stopped) else "failed")
 
@@ -113,9 +113,8 @@ class Meters:
         """What the model says now: a line each here, the whole text everywhere else."""
         for number, (prompt, text) in enumerate(samples, 1):
             self._run.metric(kind="sample", step=step, prompt=prompt, text=text)
-            if self._writer:
-                shown = "\n".join(f"    {line}" for line in f"{prompt}\n→ {text}".split("\n"))  # Markdown's plain text
-                self._writer.add_text(f"sample/{number}", shown, step)
+            shown = "\n".join(f"    {line}" for line in f"{prompt}\n→ {text}".split("\n"))  # Markdown's plain text
+            self._draw(lambda board, n=number, s=shown: board.add_text(f"sample/{n}", s, step))
             self.say(_shortened(f"step {step}: {prompt} → {text}"))
         if samples:
             self._trackers.log_samples(list(samples), step)
@@ -135,12 +134,19 @@ class Meters:
             return None
         return lap.tokens_per_second * self._work.flops_per_token / self._work.peak_flops
 
+    def _draw(self, draw: Callable[..., Any]) -> None:
+        """On TensorBoard, until a full disk forbids it: that must not end a run."""
+        try:
+            if self._writer is not None:
+                draw(self._writer)
+        except OSError as error:
+            self._writer = None
+            self.say(f"warning: no more curves for TensorBoard: {error.strerror or error}")
+
     def _write(self, kind: str, step: int, values: dict[str, float], **facts: Any) -> None:
         self._run.metric(kind=kind, step=step, **{name: _finite(value) for name, value in values.items()}, **facts)
         named = {f"{kind}/{name}": value for name, value in values.items()}
-        if self._writer:
-            for name, value in named.items():
-                self._writer.add_scalar(name, value, step)
+        self._draw(lambda board: [board.add_scalar(name, value, step) for name, value in named.items()])
         self._trackers.log(named, step)
 
 

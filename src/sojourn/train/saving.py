@@ -18,6 +18,7 @@ from sojourn.model.weights import load_weights, weights
 from sojourn.run.folder import RunFolder
 from sojourn.train.checkpoint import Checkpoint, Keep, load, load_one, save
 from sojourn.train.copies import Copies, mirror_of
+from sojourn.train.ladder import is_memory_error
 from sojourn.train.optim import Optimizer
 from sojourn.train.random_state import random_tensors, restore_random
 from sojourn.train.snapshot import Snapshots
@@ -81,7 +82,8 @@ class Live:
         return Checkpoint(weights(self.model), self.optimizer.tensors(), random_tensors(), state)
 
     def restore(self, found: Checkpoint, begun_elsewhere: bool = False) -> Progress:
-        """`begun_elsewhere`: by another run, perhaps with another optimizer, whose state then means nothing here."""
+        """`begun_elsewhere`: by another run, which paid for itself, perhaps with another optimizer, whose state then
+        means nothing here."""
         load_weights(self.model, found.model)
         if begun_elsewhere and not self.optimizer.fits(found.optimizer):
             print("note: another optimizer than before, so its state begins anew", flush=True)
@@ -90,7 +92,7 @@ class Live:
         if found.state["scaler"]:
             self.scaler.load_state_dict(found.state["scaler"])
         restore_random(found.random)
-        known = {field.name for field in fields(Progress)}
+        known = {field.name for field in fields(Progress)} - ({"seconds", "money"} if begun_elsewhere else set())
         return Progress(**{key: value for key, value in found.state.items() if key in known})
 
 
@@ -193,7 +195,13 @@ class Saver:
         busy = self.copies.busy if self.copies is not None else None
         keep = Keep(how.keep, checkpoint.state.get("best_step") or None, how.milestones, busy)
         stalled = time.monotonic() - began
-        place = save(self._run.checkpoints, checkpoint, keep, int(how.min_free))
+        try:
+            place = save(self._run.checkpoints, checkpoint, keep, int(how.min_free))
+        except (RuntimeError, MemoryError) as error:
+            if not is_memory_error(error):
+                raise
+            why = "the host's memory is full"
+            raise RunFailed(f"the checkpoint of step {checkpoint.step} could not be written: {why}") from error
         return Saved(checkpoint.step, place, keep, stalled, time.monotonic() - began)
 
     def look(self) -> None:

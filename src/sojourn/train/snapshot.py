@@ -6,6 +6,7 @@ from typing import Any
 
 from sojourn.machine.hardware import memory
 from sojourn.train.checkpoint import PARTS, Checkpoint
+from sojourn.train.ladder import is_memory_error
 
 _SPARE = 0.1  # of the host's memory stays free
 
@@ -23,6 +24,15 @@ class Snapshots:
         if seen.available - max(0, new) < _SPARE * seen.limit:
             self._places = {}
             return None
+        try:
+            return self._copied(checkpoint)
+        except (RuntimeError, MemoryError) as error:  # pinned memory may be shorter than the host's
+            if not is_memory_error(error):
+                raise
+        self._places = {}
+        return None
+
+    def _copied(self, checkpoint: Checkpoint) -> Checkpoint:
         import torch
 
         parts: dict[str, dict[str, Any]] = {}

@@ -1,0 +1,152 @@
+"""The steps of a run, from where it is to its end, with evaluations and saves between them."""
+
+from __future__ import annotations
+
+import time
+from typing import NoReturn
+
+from sojourn.errors import RunFailed, Stopped
+from sojourn.model.weights import are_numbers
+from sojourn.run.folder import RunFolder
+from sojourn.train.assess import Assessor
+from sojourn.train.careful import Careful, Done
+from sojourn.train.feed import Ahead
+from sojourn.train.final import write_final
+from sojourn.train.guard import Abandoned, Guard
+from sojourn.train.ladder import NoRungLeft, OneRungDown
+from sojourn.train.meters import Meters
+from sojourn.train.optim import learning_rate
+from sojourn.train.pressure import Pressure
+from sojourn.train.saving import Saver
+from sojourn.train.session import Session
+
+
+def run_steps(session: Session, guard: Guard) -> None:
+    """From where the run is to its end."""
+    config, run, total, live = session.config, session.run, session.total, session.live
+    progress, stepper = session.progress, session.stepper
+    parameters = list(live.model.parameters())
+    run.event("start", step=progress.step, total_steps=total, device=stepper.feed.device,
+              precision=stepper.feed.precision, attention=stepper.network.backend or "its own",
+              processes=stepper.ranks.size, parameters=sum(p.numel() for p in parameters),
+              trained=sum(p.numel() for p in parameters if p.requires_grad))  # fmt: skip
+    run.set_status("running", progress.step, total)
+    with Meters(run, config, total, progress.step, session.work) as meters:
+        saver = Saver(config, run, live, progress, total, len(session.artefact.train), meters.say)
+        try:
+            with Ahead(session.batches, total) as ahead:
+                careful = Careful(session, guard, saver, ahead, meters.say)
+                assessor = Assessor(config, run, session.artefact, stepper.network, stepper.feed, stepper.ranks)
+                _steps(session, guard, meters, saver, careful, assessor)
+            guard.save_seconds = saver.seconds
+            with guard.abandonable():
+                if stepper.ranks.first:
+                    write_final(live.model, session.artefact, run.final, config)
+                    if saver.copies is not None:
+                        saver.copies.bring_home(run.final, run.best)
+        except Abandoned:
+            stop(run, guard.reason or "a signal", progress.step, total)
+        finally:
+            saver.close()
+    run.event("done", step=progress.step, tokens=progress.tokens, seconds=round(guard.ledger.seconds, 1))
+
+
+def _steps(session: Session, guard: Guard, meters: Meters, saver: Saver, careful: Careful, assessor: Assessor) -> None:
+    config, run, progress, total = session.config, session.run, session.progress, session.total
+    train, ranks, pressure = config.train, session.stepper.ranks, Pressure(session.stepper.feed.device)
+    enough, first = None, progress.step
+
+    def stop_if_told() -> None:
+        # A limit that leaves no time for a single step would never let the run get on: one is always made.
+        stop = guard.reason if progress.step == first else guard.should_stop()
+        if not session.ended and ranks.any(stop is not None):
+            raise Abandoned
+
+    try:
+        if train.rehearse == "on" and not session.ended:
+            careful.rehearse()
+        while True:
+            with meters.paused():
+                if assessor.due(progress, total):
+                    stop_if_told()
+                    enough = careful.retried(lambda: assessor.assess(progress, meters), assessor.seconds)
+                if (saver.due() or session.ended) and not careful.sound():
+                    continue
+                if saver.due():
+                    saver.save()
+                saver.look()
+            if session.ended:
+                break
+            stop_if_told()
+            guard.save_seconds, began = saver.seconds, time.monotonic()
+            rate = learning_rate(progress.step, total, train)
+            session.live.optimizer.set_learning_rate(rate)
+            done = careful.step()
+            if done is None:
+                continue
+            _count(session, guard, meters, done)
+            guard.step_seconds = time.monotonic() - began
+            last, every = progress.step == total, config.log.every_steps
+            if not done.skipped and (progress.step % every == 0 or progress.step == 1 or last):
+                epoch = progress.step * train.global_batch / len(session.artefact.train)
+                meters.log(progress.step, done.loss, rate, done.norm, epoch, guard.ledger.spent)
+                pressure.look(careful, saver)
+            warning = guard.warning()
+            if warning is not None:
+                run.event("budget", says=warning)
+                meters.say(f"warning: {warning}")
+    except Abandoned:
+        _save_and_stop(session, guard, saver)
+    except OneRungDown as down:
+        _keep(session, saver, down.clean)
+        raise OneRungDown(down.rung, down.clean) from None
+    except NoRungLeft as end:
+        _keep(session, saver, end.clean)
+        raise
+    except OSError:  # the data can no longer be read
+        _keep(session, saver, clean=True)
+        raise
+    saver.save(must=True)
+    saver.finish()
+    if enough is not None:
+        meters.say(f"ended early by {enough}")
+        run.event("ended_early", step=progress.step, why=enough)
+
+
+def _keep(session: Session, saver: Saver, clean: bool) -> None:
+    """What was trained before things went wrong."""
+    if clean and session.progress.step and are_numbers(session.live.model):
+        saver.save(must=True)
+        saver.finish()
+
+
+def _count(session: Session, guard: Guard, meters: Meters, done: Done) -> None:
+    progress = session.progress
+    meters.count(done.tokens, done.waited)
+    progress.step += 1
+    progress.tokens += done.tokens
+    progress.seconds, progress.money = guard.ledger.seconds, guard.ledger.spent or guard.ledger.paid
+
+
+def _save_and_stop(session: Session, guard: Guard, saver: Saver) -> NoReturn:
+    """Saved, in the mirror if there is one, and only then told."""
+    step = session.progress.step
+    _keep(session, saver, clean=True)
+    saver.finish()
+    session.stepper.ranks.wait()  # who leaves first has torchrun kill the others
+    failed = saver.copies.failed if saver.copies is not None else None
+    stop(session.run, guard.reason or "another process", step, session.total, failed)
+
+
+def stop(run: RunFolder, why: str, step: int, total: int, not_mirrored: str | None = None) -> NoReturn:
+    status = run.status()
+    step, total = (step, total) if total or status is None else (status.step, status.total_steps)
+    run.set_status("stopped", step, total, why)
+    run.event("stopped", step=step, why=why)
+    if step == 0:
+        raise Stopped(f"stopped by {why} before the first step; the same command begins again")
+    if not_mirrored is not None:
+        raise RunFailed(
+            f"stopped by {why} at step {step} of {total}, saved in {run.path}, but not mirrored: {not_mirrored}"
+        )
+    raise Stopped(f"stopped by {why} at step {step} of {total}, saved in {run.path}; the same command continues")

@@ -1,0 +1,89 @@
+"""One forge and one undisturbed run of each method for a worker's tests; at the end, a table of what was survived."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kill.forge import Forge
+from kill.scene import Scene, set_scene
+
+
+@pytest.fixture(scope="session")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Scene]]:
+    """The scene of a method."""
+    folder = tmp_path_factory.mktemp("kill")
+    forge, known = Forge(folder), {}
+
+    def scene(method: str) -> Scene:
+        if method not in known:
+            known[method] = set_scene(forge, folder / method, method)
+        return known[method]
+
+    yield scene
+    forge.close()
+
+
+@pytest.fixture
+def tell(record_property: Callable[[str, object], None]) -> Callable[..., None]:
+    """Adds a row to the table of results."""
+    return lambda **row: record_property("survived", json.dumps(row))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    told = [
+        (report.outcome == "passed", json.loads(value))
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        if getattr(report, "when", None) == "call"
+        for name, value in report.user_properties
+        if name == "survived"
+    ]
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for passed, row in told:
+        key = row["method"], row["trouble"]
+        total = rows.setdefault(key, {"method": key[0], "trouble": key[1], "times": 0, "runs": 0, "where": {}})
+        total["times"] += row["times"]
+        total["runs"] += row["runs"]
+        for place, times in row["where"].items():
+            total["where"][place] = total["where"].get(place, 0) + times
+        total["identical"] = total["rows_exact"] = total.get("identical", True) and passed
+    if not rows:
+        return
+    table = [rows[key] for key in sorted(rows)]
+    terminalreporter.write_line("")
+    for row in table:
+        where = ", ".join(f"{place} {times}" for place, times in sorted(row["where"].items(), key=lambda i: -i[1]))
+        same = "same weights, every row once an epoch" if row["identical"] else "NOT the same"
+        line = f"{row['method']:9} {row['times']:4} {row['trouble']} in {row['runs']} runs: {same} ({where})"
+        terminalreporter.write_line(line)
+    kills = sum(row["times"] for row in table if "kill" in row["trouble"])
+    terminalreporter.write_line(f"{kills} kills, {sum(row['times'] for row in table) - kills} failures of the disk")
+    if os.environ.get("SOJOURN_RESULTS"):
+        _write(Path(os.environ["SOJOURN_RESULTS"]), table, kills)
+
+
+def _write(folder: Path, table: list[dict[str, Any]], kills: int) -> None:
+    from sojourn.machine.hardware import cpu
+    from sojourn.train.environment import version_of
+
+    now, machine = datetime.datetime.now(datetime.timezone.utc), cpu()
+    facts = {
+        "command": "make test-kill",
+        "date": now.isoformat(timespec="seconds"),
+        "cpu": machine.model,
+        "cores": machine.usable,
+        "system": platform.platform(),
+        "versions": {name: version_of(name) for name in ("sojourn", "torch", "transformers", "peft", "bitsandbytes")},
+        "kills": kills,
+        "table": table,
+    }
+    path = folder / f"kill-{machine.model.replace(' ', '_')}-{platform.machine()}-{now:%Y-%m-%d}.json"
+    path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,119 @@
+"""A disk that refuses: a save that fails is told and made up for; what cannot go on says so in a line, and the same
+command completes it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kill.forge import Outcome
+from kill.plans import TROUBLE, calls_of, calls_of_save, failing_saves
+from kill.scene import Journey, Scene, needs_fork
+
+pytestmark = needs_fork
+
+
+@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize("method", ["pretrain", "lora"])
+def test_a_save_that_fails_is_told_and_the_run_goes_on_to_the_same_end(scenes, tell, method, part):
+    scene = scenes(method)
+    runs, where = failing_saves(scene)[part::2], Counter()
+    for number, blows in enumerate(runs):
+        journey = Journey(scene, f"failing-{part}-{number}")
+        outcome = journey.call(blows=blows)
+        assert outcome.code == 0, outcome.complained
+        struck = [line["name"] for line in journey.notes() if line["what"] == "blow"]
+        fatal = [name for name in struck if not _is_harmless(name)]
+        assert len(journey.events("save_failed")) == len(fatal), f"{blows} {outcome.said}"
+        assert outcome.said.count("saving is tried again later") == len(fatal)
+        journey.check_end()
+        where.update(name.split()[0] for name in struck)
+        journey.clear()
+    tell(method=method, trouble="failures of a save's disk calls", times=where.total(), runs=len(runs), where=where)
+
+
+def _is_harmless(name: str) -> bool:
+    """Some disks cannot make a folder durable, and an old checkpoint that stays does no harm."""
+    return name.startswith("unlink") or re.match(r"sync checkpoints(/\.stage-PID-step-\d+)? \d", name) is not None
+
+
+@pytest.mark.parametrize("method", ["pretrain", "lora", "qlora"])
+def test_where_a_run_cannot_go_on_without_its_disk_it_says_so_and_the_next_call_completes(scenes, tell, method):
+    scene = scenes(method)
+    names = [name for making in ("the start", "best", "final") for name in calls_of(scene, making)]
+    names = [name for name in (*names, *calls_of_save(scene, scene.total)) if not name.startswith("remove_folder")]
+    where, chosen = Counter(), names[:: {"pretrain": 1, "lora": 3, "qlora": 9}[method]]
+    for number, name in enumerate(chosen):
+        journey = Journey(scene, f"refused-{number}")
+        outcome = journey.call(blows={name: TROUBLE[number % 3]})
+        assert outcome.code == 0 or _is_told_in_a_line(outcome), f"{name}: {outcome.complained}"
+        journey.finish()
+        where[name.split()[0]] += 1
+        journey.clear()
+    tell(method=method, trouble="failures of other disk calls", times=where.total(), runs=len(chosen), where=where)
+
+
+def _is_told_in_a_line(outcome: Outcome) -> bool:
+    return outcome.code == 1 and re.fullmatch(r"sojourn: [^\n]+\n", outcome.complained) is not None
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 4 MiB, where we may make one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(folder)]
+    made = subprocess.run(command, check=False, capture_output=True)
+    if made.returncode:
+        pytest.skip(f"a small disk cannot be mounted here: {made.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def _on(disk: Path, scene: Scene, name: str) -> Journey:
+    return Journey(scene, name, "save.min_free=0", folder=disk / "run")
+
+
+@pytest.mark.parametrize("method", ["pretrain", "lora"])
+@pytest.mark.parametrize("room", ["none", "half a checkpoint", "a checkpoint but for its manifest"])
+def test_a_disk_that_somebody_else_fills_for_a_while_costs_no_step(scenes, small_disk, method, room):
+    journey = _on(small_disk, scenes(method), f"full-{room.replace(' ', '-')}")
+    size = _checkpoint_size(scenes(method))
+    leave = {"none": 0, "half a checkpoint": size // 2, "a checkpoint but for its manifest": size + 4096}[room]
+    full = {"folder": str(small_disk), "from": 5, "until": 11, "leave": leave}
+    outcome = journey.call(fill=full)
+    assert outcome.code == 0, outcome.complained
+    assert room == "half a checkpoint" or "saving is tried again later" in outcome.said  # an older one made room
+    journey.check_end(curve=room != "none")
+
+
+_BEHIND = pytest.mark.xfail(reason="`latest` still names a checkpoint that had to make room", strict=True)
+_TRACE = pytest.mark.xfail(reason="safetensors has an error of its own for a full disk", strict=True)
+
+
+@pytest.mark.parametrize(
+    ("method", "leave"),
+    [
+        pytest.param("pretrain", 0, marks=_BEHIND),
+        pytest.param("lora", 0, marks=_BEHIND),
+        pytest.param("pretrain", 32 << 10, marks=_TRACE),
+        ("lora", 32 << 10),
+    ],
+)
+def test_a_disk_that_stays_full_ends_the_run_in_a_line_and_room_completes_it(scenes, small_disk, method, leave):
+    journey = _on(small_disk, scenes(method), f"stays-{leave}")
+    full = {"folder": str(small_disk), "from": 5, "until": -1, "leave": leave}
+    outcome = journey.call(fill=full)
+    assert _is_told_in_a_line(outcome), outcome.complained
+    (small_disk / "somebody-else").unlink()
+    journey.finish(curve=False)
+
+
+def _checkpoint_size(scene: Scene) -> int:
+    place = scene.home / "runs" / "whole" / "checkpoints" / f"step-{scene.total:08d}"
+    return sum(file.stat().st_size for file in place.iterdir())

@@ -1,0 +1,29 @@
+"""SIGKILL at any moment, again and again: the run ends with the weights and the rows of one that nobody touched."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import pytest
+
+from kill.plans import harry
+from kill.scene import Journey, needs_fork
+
+pytestmark = needs_fork
+
+KILLS = 20  # a test
+TESTS = {"pretrain": 4, "lora": 4, "qlora": 3}
+
+
+@pytest.mark.parametrize(("method", "seed"), [(method, n) for method, tests in TESTS.items() for n in range(tests)])
+def test_a_run_killed_at_random_moments_is_the_run_that_was_not(scenes, tell, method, seed):
+    scene, chance = scenes(method), Random(f"{method} {seed}")
+    kills, runs, where = 0, 0, Counter()
+    while kills < KILLS:
+        journey = Journey(scene, f"random-{seed}-{runs}")
+        kills += harry(journey, chance, most=8)
+        runs += 1
+        where += journey.where
+        journey.clear()
+    tell(method=method, trouble="random kills", times=kills, runs=runs, where=where)

@@ -1,0 +1,301 @@
+"""Time, money and sessions: counted through every kill and move, told in time, and never a step too late."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from decimal import Decimal
+
+import psutil
+import pytest
+
+from sojourn.catalog.facts import platforms
+from sojourn.config.load import load_run
+from sojourn.config.quantities import Duration, Money
+from sojourn.config.schema import LimitsConfig
+from sojourn.errors import Stopped, UserError
+from sojourn.machine.gpus import GpuSeen
+from sojourn.machine.platform import Platform
+from sojourn.run import ledger as ledger_module
+from sojourn.run.files import read_json, write_json
+from sojourn.run.ledger import Ledger
+from sojourn.train import limits, loop
+from sojourn.train.guard import Guard
+from sojourn.train.step import Stepper
+from tiny import events, run_of, run_train, same_weights, saved_steps, tiny_home
+
+LONG = ("train.steps=100000", "log.every_steps=1000")
+PRICE = "limits.price_per_hour=3600 CNY"  # a second costs one
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    with tiny_home(tmp_path_factory.mktemp("home")) as made:
+        yield made
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time that goes by only when it is told to: none but a second a step."""
+
+    class Clock:
+        now = 1000.0
+
+        def monotonic(self):
+            return self.now
+
+    clock, real = Clock(), Stepper.update
+
+    def update(self):
+        real(self)
+        clock.now += 1.0
+
+    monkeypatch.setattr(ledger_module, "time", clock)
+    monkeypatch.setattr(loop, "time", clock)
+    monkeypatch.setattr(Stepper, "update", update)
+    return clock
+
+
+def test_a_budget_is_kept_over_all_calls_and_each_gets_on_by_a_step_at_least(tiny, clock):
+    words = tiny.words(PRICE, "limits.budget=6.5 CNY")
+    steps = []
+    for _ in range(3):
+        with pytest.raises(Stopped, match=r"the budget of ¥6\.5"):
+            run_train(words)
+        steps.append(run_of(words).status().step)
+    assert steps == [6, 7, 8]  # a seventh step would have cost more than there was
+    assert read_json(run_of(words).ledger) == {"seconds": 8.0, "money": 8.0, "currency": "CNY"}
+
+
+def test_what_was_paid_after_the_last_checkpoint_is_not_forgotten_by_a_kill(tiny, monkeypatch):
+    """The books are written while the run goes on, not with its checkpoints."""
+    words = [*tiny.words(*LONG, PRICE), "save.every=1h"]
+    code = "import sojourn.run.ledger as l; l._EVERY = 0.05; from sojourn.cli.main import main; main()"
+    process = subprocess.Popen([sys.executable, "-c", code, "train", *words], stdout=subprocess.DEVNULL)
+    run = run_of(words)
+    while not ((read_json(run.ledger) or {}).get("seconds", 0) > 1 and run.metrics.exists()):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    books = read_json(run.ledger)
+    assert saved_steps(run) == [] and books["money"] == pytest.approx(books["seconds"], abs=0.1)
+    with pytest.raises(Stopped, match="the budget"):
+        run_train([*words, f"limits.budget={books['money']:.3f} CNY"])
+    assert run.status().step == 1 and read_json(run.ledger)["seconds"] > books["seconds"]
+
+
+def test_a_run_that_moves_without_its_books_knows_from_its_checkpoint_what_it_has_cost(tiny, clock):
+    words = tiny.words(PRICE)
+    with pytest.raises(Stopped):
+        run_train([*words, "limits.budget=5.5 CNY"])
+    run = run_of(words)
+    run.ledger.unlink()
+    with pytest.raises(Stopped, match=r"the budget of ¥8\.5"):
+        run_train([*words, "limits.budget=8.5 CNY"])
+    assert run.status().step == 8 and read_json(run.ledger)["money"] == 8.0
+
+
+def test_books_that_are_further_than_the_checkpoint_are_believed(tiny, clock):
+    words = tiny.words(PRICE)
+    with pytest.raises(Stopped):
+        run_train([*words, "limits.budget=3.5 CNY"])
+    run = run_of(words)
+    write_json(run.ledger, {"seconds": 50.0, "money": 50.0, "currency": "CNY"})
+    with pytest.raises(Stopped):
+        run_train([*words, "limits.budget=52.5 CNY"])
+    assert run.status().step == 5 and read_json(run.ledger)["money"] == 52.0
+
+
+def test_a_price_that_changes_counts_from_then_on_and_a_call_without_one_forgets_nothing(tiny, monkeypatch, clock):
+    words = tiny.words()
+    real = Guard.should_stop
+    for price, paid in (([PRICE], 2.0), ([], 2.0), (["limits.price_per_hour=7200 CNY"], 6.0)):
+        with monkeypatch.context() as patch, pytest.raises(Stopped):
+            asked = iter(range(9))
+            patch.setattr(Guard, "should_stop", lambda self, a=asked: "a test" if next(a) == 1 else real(self))
+            run_train([*words, *price])
+        assert read_json(run_of(words).ledger)["money"] == paid
+    assert read_json(run_of(words).ledger) == {"seconds": 6.0, "money": 6.0, "currency": "CNY"}
+
+
+def test_a_warning_comes_once_when_most_of_the_budget_is_spent(tiny, clock, capsys):
+    words = tiny.words(PRICE, "limits.budget=10 CNY")
+    with pytest.raises(Stopped):
+        run_train(words)
+    (event,) = events(run_of(words), "budget")
+    assert event["says"].startswith("8.00 of the budget of ¥10 are spent")
+    assert capsys.readouterr().out.count("warning: 8.00 of the budget") == 1
+
+
+def test_a_run_within_its_budget_is_not_warned(tiny, clock):
+    words = tiny.words(PRICE, "limits.budget=100 CNY")
+    run = run_train(words)
+    assert run.status().state == "done" and not events(run, "budget")
+    assert [line["spent"] for line in run.read_metrics() if line["kind"] == "train"][:3] == [1.0, 2.0, 3.0]
+
+
+def test_another_currency_than_before_is_refused(tiny, clock):
+    words = tiny.words(PRICE)
+    with pytest.raises(Stopped):
+        run_train([*words, "limits.budget=3.5 CNY"])
+    with pytest.raises(UserError, match=r"in USD, but this run has already cost 3\.00 CNY") as told:
+        run_train([w for w in words if w != PRICE] + ["limits.price_per_hour=1 USD"])
+    assert "\n" not in str(told.value) and run_of(words).status().state == "stopped"
+
+
+@pytest.mark.parametrize("spoiled", ["", '{"seconds": ', "[1, 2]", '{"seconds": null, "money": null}'])
+def test_spoiled_books_are_no_obstacle(tiny, spoiled):
+    words = tiny.words()
+    run = run_of(words)
+    run.path.mkdir(parents=True)
+    run.ledger.write_text(spoiled)
+    assert run_train([*words, "train.steps=1"]).status().state == "done"
+
+
+def _on(monkeypatch, platform, *cards):
+    facts = next(row for row in platforms() if row.name == platform)
+    monkeypatch.setattr(limits, "detect", lambda: Platform(facts, "a test"))
+    seen = [GpuSeen(i, name, 24 << 30, 0, None, None, None, "torch") for i, name in enumerate(cards)]
+    monkeypatch.setattr(limits, "gpus", lambda: seen)
+
+
+def _config(*extra):
+    return load_run(["smoke", *extra]).config
+
+
+def test_the_price_comes_from_the_catalogue_where_platform_and_gpu_are_known(monkeypatch, capsys):
+    _on(monkeypatch, "autodl", "NVIDIA GeForce RTX 4090")
+    priced = limits.priced(_config("limits.budget=50 CNY"))
+    assert priced.limits.price_per_hour == Money(Decimal("2.19"), "CNY")
+    assert "from the catalogue" in capsys.readouterr().out
+    _on(monkeypatch, "autodl", *["NVIDIA GeForce RTX 4090"] * 2)
+    assert limits.priced(_config("limits.budget=50")).limits.price_per_hour == Money(Decimal("4.38"), "CNY")
+
+
+def test_a_price_that_is_given_is_used_and_without_a_budget_none_is_looked_up(monkeypatch):
+    _on(monkeypatch, "autodl", "NVIDIA GeForce RTX 4090")
+    given = limits.priced(_config("limits.budget=50 CNY", "limits.price_per_hour=9 CNY"))
+    assert given.limits.price_per_hour == Money(Decimal(9), "CNY")
+    assert limits.priced(_config()).limits.price_per_hour is None
+
+
+@pytest.mark.parametrize(
+    ("platform", "cards", "budget"),
+    [
+        ("autodl", [], "50 CNY"),
+        ("generic", ["NVIDIA GeForce RTX 4090"], "50 CNY"),
+        ("autodl", ["Voodoo 2"], "50 CNY"),
+        ("autodl", ["NVIDIA GeForce RTX 4090"], "50 USD"),
+    ],
+    ids=["no GPU", "no platform", "unknown GPU", "another currency"],
+)
+def test_a_budget_without_a_known_price_is_one_line_that_says_what_to_type(tiny, monkeypatch, platform, cards, budget):
+    _on(monkeypatch, platform, *cards)
+    with pytest.raises(UserError, match=r"no price is known for this machine; add limits\.price_per_hour") as told:
+        run_train(tiny.words(f"limits.budget={budget}"))
+    assert "\n" not in str(told.value)
+
+
+def _container_began(monkeypatch, ago):
+    began = time.time() - ago
+
+    class First:
+        def create_time(self):
+            return began
+
+    real = psutil.Process
+    monkeypatch.setattr(psutil, "boot_time", lambda: began - 1e6)
+    monkeypatch.setattr(psutil, "Process", lambda pid=None: First() if pid == 1 else real(pid))
+    return began
+
+
+def test_a_session_lasts_as_long_as_the_platform_says_from_the_containers_start(monkeypatch):
+    began = _container_began(monkeypatch, 3600)
+    _on(monkeypatch, "kaggle")
+    assert limits.session_end(LimitsConfig()) == began + 12 * 3600
+    _on(monkeypatch, "generic")
+    assert limits.session_end(LimitsConfig()) is None
+    assert limits.session_end(LimitsConfig(session=Duration(7200))) == began + 7200
+    assert limits.session_end(LimitsConfig(session="off")) is None
+
+
+def test_a_run_stops_saved_before_the_session_ends(tiny, monkeypatch):
+    words = tiny.words(*LONG, "limits.session=2h")
+    _container_began(monkeypatch, 7200 - 61)  # a minute is kept for the difference of clocks
+    with pytest.raises(Stopped, match="the end of the platform's session"):
+        run_train(words)
+    run = run_of(words)
+    assert run.status().step >= 1 and max(saved_steps(run)) == run.status().step
+
+
+@pytest.mark.parametrize("late", [10, 100_000], ids=["in its last minute", "after its end"])
+def test_a_call_made_too_late_in_a_session_makes_one_step_and_saves_it(tiny, monkeypatch, late):
+    words = tiny.words("limits.session=2h")
+    _container_began(monkeypatch, 7200 + late - 30)
+    for step in (1, 2):
+        with pytest.raises(Stopped, match=f"session at step {step} of 12"):
+            run_train(words)
+        assert saved_steps(run_of(words))[-1] == step
+
+
+def test_the_time_that_saving_takes_is_kept_in_reserve(clock):
+    """A step takes 10 s, saving 20 s, and half as much again is allowed for it: 40 s before the end it is time."""
+    for limit, stops in ((Duration(1040), True), (Duration(1041), False)):
+        books = Ledger(None, began=0.0)
+        guard = Guard(LimitsConfig(time=limit), books, save_seconds=20.0, step_seconds=10.0)
+        assert (guard.should_stop() is not None) is stops
+    for budget, stops in (("1040 CNY", True), ("1041 CNY", False)):
+        price = Money(Decimal(3600), "CNY")
+        amount = Money(Decimal(budget.split()[0]), "CNY")
+        guard = Guard(LimitsConfig(budget=amount, price_per_hour=price), Ledger(None, price, began=0.0),
+                      save_seconds=20.0, step_seconds=10.0)  # fmt: skip
+        assert (guard.should_stop() is not None) is stops
+    for ahead, stops in ((99, True), (105, False)):
+        guard = Guard(LimitsConfig(), Ledger(None), time.time() + ahead, save_seconds=20.0, step_seconds=10.0)
+        assert (guard.should_stop() is not None) is stops
+
+
+def test_the_measured_save_is_what_the_guard_counts_with(tiny, monkeypatch):
+    words = tiny.words("save.every_steps=4")
+    from sojourn.train.saving import Saver
+
+    seen = []
+    real = Guard.should_stop
+    monkeypatch.setattr(Saver, "seconds", property(lambda self: 1.25 if self._longest else 0.0))
+    monkeypatch.setattr(Guard, "should_stop", lambda self: (seen.append(self.save_seconds), real(self))[1])
+    run_train(words)
+    assert seen[0] == 0.0 and seen[-1] == 1.25
+
+
+def test_a_time_limit_is_of_one_call_and_ends_with_the_same_weights_after_all(tiny, clock):
+    words = tiny.words("limits.time=5.5s")
+    steps = []
+    while True:
+        try:
+            run = run_train(words)
+            break
+        except Stopped as stopped:
+            assert "the time limit of 5.5s" in str(stopped)
+            steps.append(run_of(words).status().step)
+    assert steps == [5, 10] and same_weights(run, tiny.whole())
+
+
+def test_a_limit_does_not_end_what_is_already_finished(tiny, clock):
+    words = tiny.words(PRICE, "limits.budget=12.5 CNY")
+    run = run_train(words)  # the money ends with the last step
+    assert run.status().state == "done" and run.has_final()
+
+
+def test_a_signal_counts_before_any_limit(tiny, monkeypatch):
+    words = tiny.words("limits.time=0.001s")
+    real = Stepper.update
+
+    def update(self):
+        real(self)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Stepper, "update", update)
+    with pytest.raises(Stopped, match="stopped by SIGTERM at step 1 of 12"):
+        run_train(words)

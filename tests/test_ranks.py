@@ -1,0 +1,221 @@
+"""Several processes train one run together, move between machines with more or fewer of them, and stop as one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sojourn.errors import Stopped, UserError
+from sojourn.run.files import read_json, read_json_lines
+from sojourn.train.guard import Guard
+from sojourn.train.ranks import Ranks
+from sojourn.train.session import Session
+from tiny import events, losses, run_of, run_train, saved_steps, tiny_home, weights
+
+_SCRIPT = '''
+"""The real command, in one of several processes; what it does is written down, and a part of it may go wrong."""
+import json, os, signal, sys, time
+from pathlib import Path
+
+rank, notes = int(os.environ["RANK"]), Path(os.environ["NOTES"])
+
+def note(**facts):
+    with (notes / f"{rank}.jsonl").open("a") as file:
+        file.write(json.dumps(facts) + "\\n")
+
+import torch
+from sojourn.cli.main import main
+from sojourn.train import step as step_module
+from sojourn.train.saving import Saver
+from sojourn.train.session import Session
+from sojourn.train.step import Stepper
+from sojourn.train import ladder, loop
+
+batches = Session.batches
+def written(self, step):
+    rows = self.stepper.ranks.share(__import__("numpy").array(self.rows(step)))
+    note(step=step, rows=[int(row) for row in rows])
+    return batches(self, step)
+Session.batches = written
+
+opened = loop.open_session
+def open_session(*arguments):
+    made = opened(*arguments)
+    train = made.config.train
+    note(micro_batch=train.micro_batch, checkpointing=train.checkpointing)
+    return made
+loop.open_session = open_session
+
+def left(other, most):
+    """Waits for what should not happen."""
+    until = time.monotonic() + most
+    while time.monotonic() < until:
+        if (notes / f"{other}.left").exists():
+            note(alone=True)
+            return
+        time.sleep(0.01)
+
+WRONG
+code = 0
+try:
+    main()
+except SystemExit as end:
+    code = end.code
+(notes / f"{rank}.left").touch()
+note(code=code)
+sys.exit(code)
+'''
+
+# One of two: memory runs out in the midst of a step, so that all are built anew; later it gets a SIGTERM. Meanwhile the
+# first process is slow to write the ladder and to save.
+_IN_ONE_OF_TWO = """
+loss_sum, parts = step_module.loss_sum, []
+def tight(*arguments):
+    parts.append(1)
+    if rank == 1 and len(parts) == 8:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    return loss_sum(*arguments)
+step_module.loss_sum = tight
+
+write_json = ladder.write_json
+def late(*arguments):
+    time.sleep(0.3)
+    write_json(*arguments)
+ladder.write_json = late
+
+update = Stepper.update
+made = []
+def struck(self):
+    made.append(1)
+    update(self)
+    if rank == 1 and len(made) == 4:
+        os.kill(os.getpid(), signal.SIGTERM)
+Stepper.update = struck
+
+save = Saver.save
+def slow(self, must=False):
+    if must and rank == 0 and len(made) == 4:
+        left(1, 1.5)
+    save(self, must)
+Saver.save = slow
+"""
+
+# One of four: memory runs out in the update, when the others have made theirs.
+_IN_ONE_OF_FOUR = """
+step, made = torch.optim.AdamW.step, []
+def full(self, closure=None):
+    made.append(1)
+    if rank == 2 and len(made) == 2:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    return step(self, closure)
+torch.optim.AdamW.step = full
+"""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    with tiny_home(tmp_path_factory.mktemp("home")) as made:
+        yield made
+
+
+def _torchrun(processes: int, words: list[str], folder: Path, wrong: str = "") -> tuple[int, str, list[list[dict]]]:
+    """The real launcher; what it says, and what each process wrote down."""
+    folder.mkdir()
+    script = folder / "start.py"
+    script.write_text(_SCRIPT.replace("WRONG", wrong))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    env = {**os.environ, "NOTES": str(folder), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, str(script), "train", *words], capture_output=True, text=True, check=False,
+                          env=env, timeout=300)  # fmt: skip
+    notes = [read_json_lines(folder / f"{rank}.jsonl") for rank in range(processes)]
+    return done.returncode, done.stdout + done.stderr, notes
+
+
+def _rows(notes: list[list[dict]]) -> dict[int, list[int]]:
+    """The global batch of each step, put together of what the processes read."""
+    found = [{line["step"]: line["rows"] for line in lines if "rows" in line} for lines in notes]
+    return {step: [row for one in found for row in one[step]] for step in found[0] if all(step in one for one in found)}
+
+
+def _stop_after(steps, monkeypatch):
+    asked = iter(range(999))
+    monkeypatch.setattr(Guard, "should_stop", lambda self: "a test" if next(asked) == steps - 1 else None)
+
+
+def test_a_run_moves_from_one_process_to_two_to_four_and_ends_the_same(tiny, monkeypatch, tmp_path):
+    """A third of the run each; in one of them memory runs out, and one gets a signal."""
+    held_out = ("data.eval_fraction=0.2", "train.eval_every=6", "train.micro_batch=1")
+    words, wanted = tiny.words(*held_out), {}
+    run = run_of(words)
+    with monkeypatch.context() as patch:
+        real = Session.batches
+
+        def written(self, step):
+            wanted[step] = self.rows(step)
+            return real(self, step)
+
+        patch.setattr(Session, "batches", written)
+        whole = tiny.whole(*held_out)
+        _stop_after(4, patch)
+        with pytest.raises(Stopped):
+            run_train(words)
+    assert run.status().step == 4
+
+    code, said, notes = _torchrun(2, words, tmp_path / "two", _IN_ONE_OF_TWO)
+    assert code != 0 and [lines[-1:] for lines in notes] == [[{"code": 3}], [{"code": 3}]], said
+    assert run.status().state == "stopped" and run.status().step == 8 and saved_steps(run)[-1] == 8
+    assert not any("alone" in line for line in notes[0]), "a process left while the first was still saving"
+    for lines in notes:
+        assert [line["checkpointing"] for line in lines if "checkpointing" in line] == ["off", "selective"]
+    found = _rows(notes)
+    assert {step: found[step] for step in range(4, 8)} == {step: wanted[step] for step in range(4, 8)}
+
+    code, said, notes = _torchrun(4, words, tmp_path / "four", _IN_ONE_OF_FOUR)
+    assert code == 0 and [lines[-1:] for lines in notes] == [[{"code": 0}]] * 4, said
+    found = _rows(notes)
+    assert {step: found[step] for step in range(8, 12)} == {step: wanted[step] for step in range(8, 12)}
+    assert all(len(line["rows"]) == 2 for line in notes[3] if "rows" in line)
+
+    assert [event["now"] for event in events(run, "out_of_memory")] == [
+        {"checkpointing": "selective"}, {"offload": "optimizer"}
+    ]  # fmt: skip
+    assert read_json(run.ladder) == {"device": "cpu", "checkpointing": "selective", "offload": "optimizer"}
+    started = [(event["processes"], event["step"]) for event in events(run, "start")]
+    assert started[0] == (1, 0) and started[1] == (2, 4) and started[-2:] == [(4, 8), (4, 8)]
+    assert run.status().state == "done" and len(losses(run)) == 12
+    for kind in ("train", "eval"):
+        ours, theirs = ([line["loss"] for line in one.read_metrics() if line["kind"] == kind] for one in (run, whole))
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    mine, others = weights(run), weights(whole)
+    assert all(np.allclose(mine[key], others[key], rtol=1e-3, atol=1e-5) for key in others)
+
+
+def test_a_batch_smaller_than_the_number_of_processes_is_refused_in_one_line(tiny, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(
+        UserError, match=r"train\.global_batch: 8 rows cannot be shared by 16 processes; use 16"
+    ) as told:
+        run_train(tiny.words())
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8])
+def test_every_row_of_a_batch_goes_to_one_process(size):
+    rows = np.array([5, 3, 9, 1, 0, 7, 2, 8])
+    shares = [Ranks(rank, size).share(rows) for rank in range(size)]
+    assert np.concatenate(shares).tolist() == rows.tolist() and min(map(len, shares)) >= 1
+
+
+def test_a_process_alone_asks_nobody():
+    alone = Ranks()
+    assert alone.first and alone.total(1.0, 2.0) == [1.0, 2.0] and alone.any(True) and not alone.any(False)
+    assert alone.told(3.0) == 3.0
+    alone.wait()
+    with alone.together():
+        pass
+    assert json.dumps(alone.share(np.arange(3)).tolist()) == "[0, 1, 2]"

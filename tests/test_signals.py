@@ -1,0 +1,443 @@
+"""Signals in every phase of a run: saved within the grace, at most the step in hand lost, resumable, nothing hangs."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from sojourn.data.artefact import Batch
+from sojourn.errors import Stopped
+from sojourn.run import disk
+from sojourn.train import assess, loop, session
+from sojourn.train import step as step_module
+from sojourn.train.guard import Guard
+from sojourn.train.saving import Saver
+from sojourn.train.step import Stepper
+from tiny import LORA, events, losses, run_of, run_train, same_weights, saved_steps, tiny_home
+
+DROPOUT = (*LORA, "method.dropout=0.3")
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+HELD_OUT = ("data.eval_fraction=0.2", "train.eval_every=3", "train.patience=9", "train.lr=1e-2")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    with tiny_home(tmp_path_factory.mktemp("home")) as made:
+        yield made
+
+
+class Phase:
+    """Sends a signal the `when`th time a function is called; the phase then lasts as long as the test lets it."""
+
+    def __init__(self, monkeypatch, owner, name, number=signal.SIGTERM, when=1, lasts=0.0, after=False):
+        self.real, self.calls, self.left = getattr(owner, name), 0, False
+        self.number, self.when, self.lasts = number, when, lasts
+        phase = self
+
+        def call(*arguments, **options):
+            phase.calls += 1
+            mine = phase.calls == phase.when
+            if mine and not after:
+                phase.strike()
+            result = phase.real(*arguments, **options)
+            if mine and after:
+                phase.strike()
+            return result
+
+        monkeypatch.setattr(owner, name, call)
+
+    def strike(self):
+        until = time.monotonic() + self.lasts
+        try:
+            signal.raise_signal(self.number)
+            while time.monotonic() < until:
+                time.sleep(0.005)
+        except BaseException:
+            self.left = True
+            raise
+
+
+def _stopped(words, why):
+    with pytest.raises(Stopped, match=f"stopped by {why}") as told:
+        run_train(words)
+    assert "\n" not in str(told.value)
+    run = run_of(words)
+    status = run.status()
+    assert status.state == "stopped" and status.resumable and status.says == why
+    assert [event["why"] for event in events(run, "stopped")][-1] == why
+    assert all(signal.getsignal(number) is old for number, old in BEFORE.items())
+    return run
+
+
+BEFORE = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGALRM)}
+
+
+def _told(number):
+    return "Ctrl-C" if number == signal.SIGINT else number.name
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda n: n.name)
+def test_a_signal_in_the_midst_of_a_step_saves_and_the_same_command_ends_as_if_nothing_had_been(
+    tiny, monkeypatch, number
+):
+    parts = (*DROPOUT, "train.micro_batch=4")
+    whole, words = tiny.whole(*parts), tiny.words(*parts, "limits.grace=30s")
+    with monkeypatch.context() as patch:
+        Phase(patch, step_module, "loss_sum", number, when=2 * 5)  # the 2nd part of step 5
+        run = _stopped(words, _told(number))
+    assert run.status().step == 5 and saved_steps(run) == [5]  # 30 s are enough to finish the step
+    run_train(words)
+    assert same_weights(run, whole) and losses(run) == losses(whole)
+
+
+@pytest.mark.parametrize("kind", [(), DROPOUT], ids=["pretrain", "lora with dropout"])
+def test_a_step_longer_than_the_grace_is_left_where_it_stands(tiny, monkeypatch, kind):
+    parts = (*kind, "train.micro_batch=4")
+    whole, words = tiny.whole(*parts), tiny.words(*parts, "limits.grace=1s")
+    with monkeypatch.context() as patch:
+        phase = Phase(patch, step_module, "loss_sum", when=2 * 5, lasts=60)
+        run = _stopped(words, "SIGTERM")
+    assert phase.left and run.status().step == 4 and saved_steps(run) == [4]
+    run_train(words)
+    assert same_weights(run, whole) and losses(run) == losses(whole)
+
+
+def test_a_step_that_is_left_in_its_backward_leaves_no_gradient_behind(tiny, monkeypatch):
+    words = tiny.words("train.micro_batch=4", "limits.grace=1s")
+    whole = tiny.whole("train.micro_batch=4")
+    real, calls = step_module.hidden_of_targets, []
+
+    def hooked(*arguments):
+        hidden, labels = real(*arguments)
+        calls.append(1)
+        if len(calls) == 10:
+            hidden.register_hook(lambda grad: _strike_and_wait())
+        return hidden, labels
+
+    def _strike_and_wait():
+        signal.raise_signal(signal.SIGTERM)
+        while True:
+            time.sleep(0.005)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(step_module, "hidden_of_targets", hooked)
+        run = _stopped(words, "SIGTERM")
+    run_train(words)
+    assert same_weights(run, whole) and losses(run) == losses(whole)
+
+
+def test_a_signal_in_the_update_lets_it_end(tiny, monkeypatch):
+    whole, words = tiny.whole(), tiny.words("limits.grace=0.3s")
+    with monkeypatch.context() as patch:
+        phase = Phase(patch, Stepper, "update", when=5, lasts=0.5)
+        run = _stopped(words, "SIGTERM")
+    assert not phase.left and run.status().step == 5
+    run_train(words)
+    assert same_weights(run, whole) and losses(run) == losses(whole)
+
+
+OPENING = [(session, "prepare", False), (session, "build_network", False), (session, "Optimizer", True)]
+
+
+@pytest.mark.parametrize("place", OPENING, ids=["data", "model", "optimizer"])
+def test_a_signal_while_opening_a_new_run_leaves_at_once(tiny, monkeypatch, place):
+    owner, name, after = place
+    words = tiny.words("limits.grace=30s")
+    with monkeypatch.context() as patch:
+        phase = Phase(patch, owner, name, lasts=60, after=after)
+        run = _stopped(words, "SIGTERM")
+    assert phase.left and saved_steps(run) == []
+    run_train(words)
+    assert same_weights(run, tiny.whole())
+
+
+@pytest.mark.parametrize("place", OPENING[:2], ids=["data", "model"])
+def test_a_signal_while_opening_a_run_that_is_under_way_forgets_no_step(tiny, monkeypatch, place):
+    owner, name, _ = place
+    words = tiny.words()
+    with monkeypatch.context() as patch:
+        Phase(patch, Stepper, "update", when=5)
+        _stopped(words, "SIGTERM")
+    with monkeypatch.context() as patch:
+        Phase(patch, owner, name, signal.SIGINT, lasts=60)
+        with pytest.raises(Stopped) as told:
+            run_train(words)
+    run = run_of(words)
+    assert "before the first step" not in str(told.value) and "continues" in str(told.value)
+    assert (run.status().state, run.status().step, run.status().total_steps) == ("stopped", 5, 12)
+    run_train(words)
+    assert same_weights(run, tiny.whole())
+
+
+def test_a_signal_in_the_rehearsal_or_while_compiling_leaves_at_once(tiny, monkeypatch):
+    """The first pass through the network is where it is compiled, for minutes."""
+    words = tiny.words("limits.grace=30s")
+    with monkeypatch.context() as patch:
+        phase = Phase(patch, step_module, "loss_sum", when=1, lasts=60)
+        run = _stopped([*words, "train.rehearse=on"], "SIGTERM")
+    assert phase.left and run.status().step == 0
+    with monkeypatch.context() as patch:
+        phase = Phase(patch, step_module, "loss_sum", when=1, lasts=60)
+        _stopped(words, "SIGTERM")
+    assert phase.left
+    run_train(words)
+    assert same_weights(run, tiny.whole())
+
+
+@pytest.mark.parametrize("grace", ["0.3s", "1s"])
+def test_a_signal_while_data_is_waited_for_does_not_wait_for_it(tiny, monkeypatch, grace):
+    words = tiny.words(f"limits.grace={grace}")
+    hangs, enough = threading.Event(), threading.Event()
+    real, number = session.Session.batches, signal.SIGTERM
+
+    def batches(self, step) -> list[Batch]:
+        if step == 5 and threading.current_thread() is not threading.main_thread():
+            hangs.set()
+            enough.wait()  # a network disk that is gone
+        return real(self, step)
+
+    def strike():
+        hangs.wait()
+        while not any(line["step"] == 5 for line in run_of(words).read_metrics()):
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session.Session, "batches", batches)
+        threading.Thread(target=strike, daemon=True).start()
+        run = _stopped(words, "SIGTERM")
+    enough.set()
+    assert saved_steps(run) == [5]
+    run_train(words)
+    assert same_weights(run, tiny.whole())
+
+
+@pytest.mark.parametrize("name", ["evaluate", "write_final"], ids=["scores", "best model"])
+def test_an_evaluation_that_was_cut_short_is_made_by_the_next_call(tiny, monkeypatch, name):
+    whole, words = tiny.whole(*HELD_OUT), tiny.words(*HELD_OUT, "limits.grace=0.3s")
+    with monkeypatch.context() as patch:
+        phase = Phase(patch, assess, name, when=2, lasts=60)
+        run = _stopped(words, "SIGTERM")
+    assert phase.left and run.status().step == 6
+    state = json.loads((run.checkpoints / "step-00000006" / "state.json").read_text())
+    assert (state["assessed"], state["worse"]) == (3, 0)
+    run_train(words)
+    assert same_weights(run, whole) and losses(run) == losses(whole)
+    found, wanted = (
+        [(line["step"], line["loss"], line["best"]) for line in one.read_metrics() if line["kind"] == "eval"]
+        for one in (run, whole)
+    )
+    assert found == wanted and [step for step, *_ in found] == [3, 6, 9, 12]
+    best, theirs = ((one.best / "model.safetensors").read_bytes() for one in (run, whole))
+    assert best == theirs and not list(run.path.glob(".*best*"))
+
+
+def test_an_evaluation_that_can_be_finished_in_the_grace_is(tiny, monkeypatch):
+    words = tiny.words(*HELD_OUT, "limits.grace=30s")
+    with monkeypatch.context() as patch:
+        phase = Phase(patch, assess, "evaluate", when=2)
+        run = _stopped(words, "SIGTERM")
+    state = json.loads((run.checkpoints / "step-00000006" / "state.json").read_text())
+    assert not phase.left and state["assessed"] == 6
+
+
+def test_a_signal_in_a_save_under_way_ends_with_the_newest_step_saved(tiny, monkeypatch):
+    """The first save is being written, in its thread, when the signal comes."""
+    whole, words = tiny.whole(), tiny.words("save.every=0.001s", "limits.grace=2s")
+    writing, go_on = threading.Event(), threading.Event()
+    real = disk.write
+
+    def slow(file, data):
+        if threading.current_thread().name.startswith("save") and not go_on.is_set():
+            writing.set()
+            go_on.wait()
+        real(file, data)
+
+    update, made = Stepper.update, []
+
+    def strike(self):
+        made.append(1)
+        update(self)
+        if len(made) == 5:
+            writing.wait()
+            signal.raise_signal(signal.SIGTERM)
+            go_on.set()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "write", slow)
+        patch.setattr(Stepper, "update", strike)
+        run = _stopped(words, "SIGTERM")
+    assert run.status().step == 5 and max(saved_steps(run)) == 5
+    run_train(words)
+    assert same_weights(run, whole)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
+def test_a_signal_while_training_waits_for_a_save_lets_it_end(tiny, monkeypatch, number):
+    words = tiny.words("save.every_steps=4", "limits.grace=0.3s")
+    from sojourn.train.snapshot import Snapshots
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Snapshots, "take", lambda self, checkpoint: None)
+        phase = Phase(patch, Saver, "_write", signal.SIGUSR1, when=10**9)  # only counts
+        real = Saver._hear
+
+        def hear(self, wait, **options):
+            if wait and self._under_way is not None:
+                signal.raise_signal(number)
+            real(self, wait, **options)
+
+        patch.setattr(Saver, "_hear", hear)
+        run = _stopped(words, _told(number))
+    assert phase.calls == 1 and run.status().step == 4 and saved_steps(run) == [4]
+    assert not list(run.checkpoints.glob(".*"))
+    run_train(words)
+    assert same_weights(run, tiny.whole())
+
+
+@pytest.mark.parametrize("grace", ["0.3s", "30s"])
+def test_a_signal_while_the_final_model_is_written_leaves_none_or_all_of_it(tiny, monkeypatch, grace):
+    words = tiny.words(f"limits.grace={grace}")
+    from sojourn.train import final
+
+    with monkeypatch.context() as patch:
+        phase = Phase(patch, final, "sync_file", when=2, lasts=60)
+        run = _stopped(words, "SIGTERM")
+    assert phase.left and not run.has_final() and not list(run.path.glob(".stage*"))
+    assert run.status().step == 12 and saved_steps(run) == [12]
+    run_train(words)
+    assert run.status().state == "done" and same_weights(run, tiny.whole())
+
+
+def test_a_signal_after_the_last_step_still_ends_with_a_model_next_time(tiny, monkeypatch):
+    words = tiny.words()
+    with monkeypatch.context() as patch:
+        Phase(patch, Stepper, "update", when=12)
+        run = _stopped(words, "SIGTERM")
+    assert saved_steps(run) == [12]
+    run_train(words)
+    assert run.status().state == "done" and same_weights(run, tiny.whole())
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_save(tiny, monkeypatch):
+    words = tiny.words("save.every_steps=4")
+    with monkeypatch.context() as patch:
+        Phase(patch, Stepper, "update", signal.SIGINT, when=6)
+        real = Saver.save
+
+        def again(self, must=False):
+            if must:
+                signal.raise_signal(signal.SIGINT)
+            real(self, must)
+
+        patch.setattr(Saver, "save", again)
+        with pytest.raises(KeyboardInterrupt):
+            run_train(words)
+    run = run_of(words)
+    assert run.status().state == "failed" and run.status().resumable and saved_steps(run) == [4]
+    run_train(words)
+    assert same_weights(run, tiny.whole())
+
+
+def test_further_signals_do_not_disturb_the_stop(tiny, monkeypatch):
+    words = tiny.words()
+    with monkeypatch.context() as patch:
+        Phase(patch, Stepper, "update", signal.SIGTERM, when=5)
+        Phase(patch, loop, "_save_and_stop", signal.SIGTERM)
+        Phase(patch, loop, "_stop", signal.SIGHUP)
+        run = _stopped(words, "SIGTERM")
+    assert saved_steps(run) == [5]
+
+
+def test_a_hang_up_is_ignored_where_nohup_has_it_ignored(tiny, monkeypatch):
+    words = tiny.words()
+    Phase(monkeypatch, Stepper, "update", signal.SIGHUP, when=5)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        run = run_train(words)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert run.status().state == "done" and same_weights(run, tiny.whole())
+
+
+def test_a_run_in_another_thread_can_be_trained_though_it_hears_no_signal(tiny):
+    words = tiny.words()
+    failed = []
+
+    def work():
+        try:
+            run_train(words)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert failed == [] and run_of(words).status().state == "done"
+
+
+def test_what_is_reserved_for_saving_shortens_the_time_left_for_a_step(tiny):
+    """A step of 3 s fits into a grace of 10 s, but not when saving takes 5 of them."""
+    from sojourn.config.quantities import Duration
+    from sojourn.config.schema import LimitsConfig
+    from sojourn.run.ledger import Ledger
+    from sojourn.train.guard import Abandoned
+
+    for save_seconds, left in ((1.0, False), (5.0, True)):
+        with Guard(LimitsConfig(grace=Duration(10)), Ledger(None)) as guard:
+            guard.save_seconds, guard.step_seconds, finished = save_seconds, 3.0, False
+            try:
+                with guard.abandonable(guard.step_seconds):
+                    signal.raise_signal(signal.SIGTERM)
+                    finished = True
+            except Abandoned:
+                pass
+            assert finished is not left and guard.reason == "SIGTERM" and 9 < guard.grace_left <= 10
+
+
+def test_the_real_command_stops_with_code_3_in_each_way_and_continues(tiny):
+    """One run, three processes: a hang-up under nohup changes nothing, SIGTERM stops it, the third ends it."""
+    words = [*tiny.words("train.steps=400"), "limits.grace=10s"]
+    run = run_of(words)
+    nohup = subprocess.Popen(
+        ["nohup", sys.executable, "-m", "sojourn", "train", *words],
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    _until_step(run, nohup, 3)
+    nohup.send_signal(signal.SIGHUP)
+    _until_step(run, nohup, run.read_metrics()[-1]["step"] + 5)
+    nohup.send_signal(signal.SIGTERM)
+    _, said = nohup.communicate(timeout=60)
+    assert nohup.returncode == 3, said
+    assert "stopped by SIGTERM at step" in said and "Traceback" not in said
+    reached = run.status().step
+    assert run.status().state == "stopped" and saved_steps(run) == [reached]
+    again = run_train(words)
+    assert [event["step"] for event in events(again, "start")] == [0, reached]
+    assert again.status().state == "done"
+
+
+def _until_step(run, process, step):
+    while not any(line["step"] >= step for line in run.read_metrics()):
+        assert process.poll() is None, "the run ended too early"
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda n: n.name)
+@pytest.mark.parametrize("seconds", [1, 5, 20, 60])
+@pytest.mark.parametrize("grace", [2, 10, 30])
+def test_steps_of_every_length_and_every_grace(tiny, monkeypatch, grace, seconds, number):
+    """Whatever the lengths, the process is gone, and saved, before the platform would have killed it."""
+    words = tiny.words("train.steps=3", f"limits.grace={grace}s")
+    with monkeypatch.context() as patch:
+        Phase(patch, step_module, "loss_sum", number, when=2, lasts=seconds)
+        began = time.monotonic()
+        run = _stopped(words, _told(number))
+    assert time.monotonic() - began < grace + 10  # opening and the first step come before the signal
+    assert run.status().step in (1, 2) and max(saved_steps(run)) == run.status().step
