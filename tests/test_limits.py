@@ -20,7 +20,7 @@ from sojourn.machine.platform import Platform
 from sojourn.run import ledger as ledger_module
 from sojourn.run.files import read_json, write_json
 from sojourn.run.ledger import Ledger
-from sojourn.train import limits, loop
+from sojourn.train import limits, loop, steps
 from sojourn.train.guard import Guard
 from sojourn.train.step import Stepper
 from tiny import events, run_of, run_train, same_weights, saved_steps, tiny_home
@@ -53,18 +53,19 @@ def clock(monkeypatch):
 
     monkeypatch.setattr(ledger_module, "time", clock)
     monkeypatch.setattr(loop, "time", clock)
+    monkeypatch.setattr(steps, "time", clock)
     monkeypatch.setattr(Stepper, "update", update)
     return clock
 
 
 def test_a_budget_is_kept_over_all_calls_and_each_gets_on_by_a_step_at_least(tiny, clock):
     words = tiny.words(PRICE, "limits.budget=6.5 CNY")
-    steps = []
+    reached = []
     for _ in range(3):
         with pytest.raises(Stopped, match=r"the budget of ¥6\.5"):
             run_train(words)
-        steps.append(run_of(words).status().step)
-    assert steps == [6, 7, 8]  # a seventh step would have cost more than there was
+        reached.append(run_of(words).status().step)
+    assert reached == [6, 7, 8]  # a seventh step would have cost more than there was
     assert read_json(run_of(words).ledger) == {"seconds": 8.0, "money": 8.0, "currency": "CNY"}
 
 
@@ -271,15 +272,15 @@ def test_the_measured_save_is_what_the_guard_counts_with(tiny, monkeypatch):
 
 def test_a_time_limit_is_of_one_call_and_ends_with_the_same_weights_after_all(tiny, clock):
     words = tiny.words("limits.time=5.5s")
-    steps = []
+    reached = []
     while True:
         try:
             run = run_train(words)
             break
         except Stopped as stopped:
             assert "the time limit of 5.5s" in str(stopped)
-            steps.append(run_of(words).status().step)
-    assert steps == [5, 10] and same_weights(run, tiny.whole())
+            reached.append(run_of(words).status().step)
+    assert reached == [5, 10] and same_weights(run, tiny.whole())
 
 
 def test_a_limit_does_not_end_what_is_already_finished(tiny, clock):

@@ -276,7 +276,8 @@ def test_memory_that_runs_out_while_a_bad_step_is_done_again_is_no_bad_step(tiny
 
 
 @pytest.mark.parametrize("policy", ["skip", "rollback", "stop"])
-def test_weights_that_have_gone_bad_are_never_saved_and_the_good_ones_stay(tiny, monkeypatch, policy):
+@pytest.mark.parametrize("bad", [5, 6], ids=["between two saves", "just before one"])
+def test_weights_that_have_gone_bad_are_never_saved_and_no_batch_is_blamed(tiny, monkeypatch, policy, bad):
     """A bit flips in the update itself: its loss was good, and every one after it is none."""
     words = tiny.words("save.every_steps=2", "save.keep=1", "train.max_bad_steps=2", f"train.on_nan={policy}")
     real, made = Stepper.update, []
@@ -284,7 +285,7 @@ def test_weights_that_have_gone_bad_are_never_saved_and_the_good_ones_stay(tiny,
     def update(self):
         real(self)
         made.append(1)
-        if len(made) == 6:
+        if len(made) == bad:
             with torch.no_grad():
                 self.optimizer.parameters[0].fill_(math.nan)
 

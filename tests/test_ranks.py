@@ -104,8 +104,17 @@ def slow(self, must=False):
 Saver.save = slow
 """
 
-# One of four: memory runs out in the update, when the others have made theirs.
+# One of four: memory runs out in its update, when the others have made theirs; at the end another's weights go bad.
 _IN_ONE_OF_FOUR = """
+update, updates = Stepper.update, []
+def flipped(self):
+    update(self)
+    updates.append(1)
+    if rank == 3 and len(updates) == 5:
+        with torch.no_grad():
+            self.optimizer.parameters[0].fill_(float("nan"))
+Stepper.update = flipped
+
 step, made = torch.optim.AdamW.step, []
 def full(self, closure=None):
     made.append(1)
@@ -184,6 +193,7 @@ def test_a_run_moves_from_one_process_to_two_to_four_and_ends_the_same(tiny, mon
         {"checkpointing": "selective"}, {"offload": "optimizer"}
     ]  # fmt: skip
     assert read_json(run.ladder) == {"device": "cpu", "checkpointing": "selective", "offload": "optimizer"}
+    assert [event["step"] for event in events(run, "bad_weights")] == [12]
     started = [(event["processes"], event["step"]) for event in events(run, "start")]
     assert started[0] == (1, 0) and started[1] == (2, 4) and started[-2:] == [(4, 8), (4, 8)]
     assert run.status().state == "done" and len(losses(run)) == 12

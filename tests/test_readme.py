@@ -9,7 +9,7 @@ import pytest
 from conftest import sojourn
 
 README = Path(__file__).parent.parent / "README.md"
-RUN_VERBS = ("train", "prepare", "plan")
+RUN_VERBS = ("train", "prepare", "plan", "rehearse", "verify-resume")
 
 
 def commands() -> list[str]:
@@ -20,7 +20,8 @@ def commands() -> list[str]:
 
 def test_the_readme_shows_every_verb_of_the_journey():
     verbs = {command.split()[1] for command in commands()}
-    assert {"doctor", "plan", "prepare", "train", "eval", "generate", "chat", "presets", "config"} <= verbs
+    journey = {"doctor", "plan", "prepare", "rehearse", "train", "verify-resume", "eval", "generate", "chat"}
+    assert journey | {"presets", "config"} <= verbs
 
 
 def test_the_make_targets_of_the_readme_exist():
@@ -32,7 +33,10 @@ def test_the_make_targets_of_the_readme_exist():
 @pytest.mark.parametrize("command", [c for c in commands() if c.split()[1] in RUN_VERBS])
 def test_a_run_is_understood_as_the_readme_types_it(command, home):
     (home / "my.yaml").write_text("extends: small\n", encoding="utf-8")
-    said = sojourn("config", "check", *shlex.split(command)[2:])
+    words = shlex.split(command)[2:]
+    if "--fork" in words:  # of `train` alone
+        del words[(at := words.index("--fork")) : at + 2]
+    said = sojourn("config", "check", *words)
     assert said.returncode == 0, said.stderr
 
 
@@ -41,7 +45,9 @@ def test_the_readmes_commands_walk_the_whole_way(home, words):
     small = ["small", *words[1:-1], "name=small"]
     for arguments, expected in (
         (["prepare", *small], "the model will see"),
+        (["rehearse", *small], "ready: sojourn train small"),
         (["train", *small], "next: sojourn chat small"),
+        (["train", *small, "train.lr=1e-4", "--fork", "second"], "next: sojourn chat second"),
         (["eval", "small", "--tasks", "0"], "held-out loss"),
         (["generate", "small", "--prompt", "Hello", "--max-tokens", "4"], ""),
         (["presets", "copy", "small", "my.yaml"], "my.yaml written"),

@@ -13,7 +13,7 @@ import pytest
 from sojourn.data.artefact import Batch
 from sojourn.errors import Stopped
 from sojourn.run import disk
-from sojourn.train import assess, loop, session
+from sojourn.train import assess, session
 from sojourn.train import step as step_module
 from sojourn.train.guard import Guard
 from sojourn.train.saving import Saver
@@ -348,8 +348,8 @@ def test_further_signals_do_not_disturb_the_stop(tiny, monkeypatch):
     words = tiny.words()
     with monkeypatch.context() as patch:
         Phase(patch, Stepper, "update", signal.SIGTERM, when=5)
-        Phase(patch, loop, "_save_and_stop", signal.SIGTERM)
-        Phase(patch, loop, "_stop", signal.SIGHUP)
+        Phase(patch, Saver, "save", signal.SIGTERM)
+        Phase(patch, Saver, "finish", signal.SIGHUP)
         run = _stopped(words, "SIGTERM")
     assert saved_steps(run) == [5]
 
@@ -401,8 +401,8 @@ def test_what_is_reserved_for_saving_shortens_the_time_left_for_a_step(tiny):
 
 
 def test_the_real_command_stops_with_code_3_in_each_way_and_continues(tiny):
-    """One run, three processes: a hang-up under nohup changes nothing, SIGTERM stops it, the third ends it."""
-    words = [*tiny.words("train.steps=400"), "limits.grace=10s"]
+    """A hang-up under nohup changes nothing, SIGTERM stops it, and the next call goes on from there."""
+    words = [*tiny.words("train.steps=5000"), "limits.grace=10s"]
     run = run_of(words)
     nohup = subprocess.Popen(
         ["nohup", sys.executable, "-m", "sojourn", "train", *words],
@@ -417,9 +417,9 @@ def test_the_real_command_stops_with_code_3_in_each_way_and_continues(tiny):
     assert "stopped by SIGTERM at step" in said and "Traceback" not in said
     reached = run.status().step
     assert run.status().state == "stopped" and saved_steps(run) == [reached]
-    again = run_train(words)
-    assert [event["step"] for event in events(again, "start")] == [0, reached]
-    assert again.status().state == "done"
+    with pytest.raises(Stopped):
+        run_train([*words, "limits.time=0.001s"])
+    assert [event["step"] for event in events(run, "start")] == [0, reached] and run.status().step == reached + 1
 
 
 def _until_step(run, process, step):

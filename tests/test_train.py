@@ -250,7 +250,7 @@ def test_an_infinite_gradient_ends_the_run_before_it_is_saved(words, monkeypatch
         return real(parameters, clip)
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", breaks)
-    with pytest.raises(RunFailed, match="step 4: .*the gradient's norm inf"):
+    with pytest.raises(RunFailed, match=r"step 4: .*the gradient's norm inf"):
         _train([*words, "train.rehearse=off", "train.on_nan=stop", "save.every_steps=2", "save.keep=9"])
     assert sorted(p.name for p in run_folder("t").checkpoints.glob("step-*")) == ["step-00000002"]
 

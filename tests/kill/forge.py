@@ -116,6 +116,8 @@ def _import_all() -> None:
 def _trial(order: Order, folder: Path) -> dict[str, Any]:
     metrics = Path(order.run) / "metrics.jsonl"
     known = metrics.stat().st_size if metrics.exists() else 0
+    for name in ("said", "complained"):
+        (folder / name).write_text("")
     began = time.monotonic()
     pid = os.fork()
     if pid == 0:
@@ -130,7 +132,7 @@ def _trial(order: Order, folder: Path) -> dict[str, Any]:
             since = now
         due = order.kill_after is not None and since is not None and now - since >= order.kill_after
         if due or now - began > _PATIENCE:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL if due else signal.SIGABRT)  # one that hangs is no survivor
         time.sleep(_TICK)
 
 
@@ -145,7 +147,7 @@ def _tells_of(metrics: Path, known: int, step: int | None) -> bool:
 
 def _child(order: Order, folder: Path) -> int:
     for name, number in (("said", 1), ("complained", 2)):
-        handle = os.open(folder / name, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+        handle = os.open(folder / name, os.O_WRONLY)
         os.dup2(handle, number)
         os.close(handle)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

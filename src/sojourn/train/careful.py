@@ -95,7 +95,8 @@ class Careful:
         self._gradients([], random, lambda: list(feed.batches(rows, longest[: feed.micro_batch])))
         self.session.stepper.discard()
         restore_random(random)
-        free_memory()
+        if feed.device == "cuda":
+            free_memory()
 
     def retried(self, work: Callable[[], T], usual: float | None = None) -> T:
         """Work that changes nothing, with fewer rows at a time if memory runs out."""

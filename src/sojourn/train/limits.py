@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from decimal import Decimal
 
-from sojourn.catalog.facts import platforms, prices
+from sojourn.catalog.facts import prices
 from sojourn.catalog.names import gpu
 from sojourn.config.quantities import Money
 from sojourn.config.schema import LimitsConfig, RunConfig
@@ -48,7 +48,7 @@ def session_end(limits: LimitsConfig) -> float | None:
     if limits.session == "off":
         return None
     if limits.session == "auto":
-        hours = next((facts.session_hours for facts in platforms() if facts.name == detect().name), None)
+        hours = detect().facts.session_hours
         if hours is None:
             return None
         seconds = 3600 * hours

@@ -103,7 +103,8 @@ def _tried(config: RunConfig, run: RunFolder, scratch: RunFolder, device: str, r
         saver.close()
     report.facts |= {"opening_seconds": round(opening, 1), "step_seconds": round(seconds, 4),
                      "micro_batch": session.stepper.feed.micro_batch}  # fmt: skip
-    _disk(session, run, report)
+    if "checkpoint_bytes" in report.facts:
+        _disk(session, run, report)
     _time(session, guard, seconds, saving, report)
     _mirror(config, run, scratch, report)
     if "rung" in report.facts:
@@ -159,6 +160,8 @@ def _memory(session: Session, report: Report) -> None:
 
 def _save(session: Session, scratch: RunFolder, saver: Saver, report: Report) -> float:
     """Writes a checkpoint, reads it back, and returns how long writing took."""
+    if session.progress.step == 0:
+        return 0.0
     saver.save(must=True)
     places = checkpoints_in(scratch.checkpoints)
     size = sum(file.stat().st_size for file in places[-1].iterdir())
