@@ -14,12 +14,16 @@ from kill.scene import Journey, Scene, needs_fork, set_scene
 pytestmark = needs_fork
 
 
+@pytest.fixture(scope="module")
+def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
+    opened = Forge(tmp_path_factory.mktemp("forge"))
+    yield opened
+    opened.close()
+
+
 @pytest.fixture(scope="module", params=["pretrain", "lora"])
-def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    folder = tmp_path_factory.mktemp("kill")
-    forge = Forge(folder)
-    yield set_scene(forge, folder / request.param, request.param)
-    forge.close()
+def scene(request: pytest.FixtureRequest, forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    return set_scene(forge, tmp_path_factory.mktemp("kill") / request.param, request.param)
 
 
 def test_random_kills_change_neither_the_weights_nor_what_was_read(scene):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from sojourn.errors import UserError
@@ -16,13 +17,13 @@ def weights(model: Any) -> dict[str, Any]:
     return {name: value for name, value in model.state_dict().items() if name not in shared}
 
 
-def are_numbers(model: Any) -> bool:
-    """Whether no weight that training changes has become infinite or undefined."""
+def are_numbers(tensors: Iterable[Any]) -> bool:
+    """Whether none of them has become infinite or undefined."""
     import torch
 
     largest = [
         torch.linalg.vector_norm(tensor.detach(), torch.inf, dtype=torch.float32)
-        for tensor in weights(model).values()
+        for tensor in tensors
         if tensor.is_floating_point() and tensor.numel()
     ]
     return not largest or bool(torch.isfinite(torch.stack(largest)).all())

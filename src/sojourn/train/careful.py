@@ -15,7 +15,6 @@ import numpy as np
 
 from sojourn.data.artefact import Batch
 from sojourn.errors import RunFailed
-from sojourn.model.weights import are_numbers
 from sojourn.train.checkpoint import load
 from sojourn.train.feed import Ahead
 from sojourn.train.guard import Abandoned, Guard
@@ -65,6 +64,8 @@ class Careful:
                 verdict = self._judged(found)
                 if verdict == "spike" and self.session.config.train.on_spike == "keep":
                     self._spike(found)
+                elif verdict == "not a number" and not self.sound():
+                    return None
                 elif verdict != "good":
                     return self._without(step, verdict, found)
         except (Abandoned, OneRungDown, NoRungLeft):
@@ -197,8 +198,6 @@ class Careful:
         session.run.event("bad_step", step=step + 1, why=verdict, policy=policy, loss=_text(found[0]),
                           norm=_text(found[1]), rows=session.rows(step))  # fmt: skip
         progress.skip = [*progress.skip, step]
-        if verdict == "not a number" and not self.sound():
-            return None
         if policy == "rollback" and self._go_back():
             self.say(f"step {step + 1}: {what}; back to step {progress.step}, and on without that batch")
             return None
@@ -208,8 +207,9 @@ class Careful:
     def sound(self) -> bool:
         """Whether the weights can be saved. Ones that are no numbers must not replace good ones: the run goes back."""
         session, progress = self.session, self.session.progress
-        if are_numbers(session.live.model):
+        if not session.stepper.ranks.any(not session.live.is_sound()):
             return True
+        session.stepper.discard()
         step = progress.step
         session.run.event("bad_weights", step=step)
         progress.bad += 1

@@ -8,7 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from sojourn.config.schema import RunConfig
-from sojourn.errors import RunFailed
+from sojourn.errors import RunFailed, UserError
+from sojourn.machine.platform import detect, survives
 from sojourn.run.folder import RunFolder
 from sojourn.run.mirror import Mirror, open_mirror
 from sojourn.train.checkpoint import Keep, checkpoints_in, step_of
@@ -18,7 +19,23 @@ _BESIDE = (*_FIRST, "ledger.json", "ladder.json", "metrics.jsonl", "events.jsonl
 
 
 def mirror_of(config: RunConfig, run: RunFolder) -> Mirror | None:
-    return None if config.save.mirror is None else open_mirror(config.save.mirror, config.name or run.path.name)
+    """A drive that is not mounted must not be taken for an empty one, and filled up on the system's disk."""
+    text = config.save.mirror
+    if text is None:
+        return None
+    if not text.startswith("hub:"):
+        above = Path(text).expanduser().absolute().parent
+        if not above.is_dir():
+            raise UserError(f"save.mirror: {text}: there is no {above}; mount the drive, or make that folder, first")
+    return open_mirror(text, config.name or run.path.name)
+
+
+def mirror_warning(config: RunConfig) -> str | None:
+    """What to tell before a run whose mirror would not outlive this session."""
+    text = config.save.mirror
+    if text is None or text.startswith("hub:") or survives(detect(), Path(text).expanduser()) is not False:
+        return None
+    return f"save.mirror: {text} does not outlive a stop on {detect().facts.title}; choose another place"
 
 
 class Copies:

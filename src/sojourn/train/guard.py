@@ -106,13 +106,8 @@ class Guard:
             raise Abandoned
 
     def _alarm(self, seconds: float) -> None:
-        if signal.SIGALRM in self._old if hasattr(signal, "SIGALRM") else False:
+        if hasattr(signal, "SIGALRM") and signal.SIGALRM in self._old:
             signal.setitimer(signal.ITIMER_REAL, seconds)
-
-    @property
-    def grace_left(self) -> float | None:
-        """Seconds until a platform that has sent its signal kills us; None while none was sent."""
-        return None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
 
     @property
     def reserve(self) -> float:

@@ -19,7 +19,7 @@ from sojourn.errors import UserError
 from sojourn.machine.precision import choose_device
 from sojourn.run.folder import RunFolder
 from sojourn.run.ledger import Ledger
-from sojourn.train.copies import fetch_beginnings, mirror_of
+from sojourn.train.copies import fetch_beginnings, mirror_of, mirror_warning
 from sojourn.train.environment import device_name
 from sojourn.train.guard import Abandoned, Guard
 from sojourn.train.ladder import (
@@ -52,6 +52,9 @@ def train(config: RunConfig, run: RunFolder) -> None:
     try:
         mirror = mirror_of(config, run)
         if mirror is not None and ranks.first:
+            warning = mirror_warning(config)
+            if warning is not None:
+                say(f"warning: {warning}")
             fetch_beginnings(mirror, run)
         with (
             _silent() if run.silent else nullcontext(),

@@ -14,7 +14,7 @@ from typing import Any
 from sojourn.config.quantities import Duration
 from sojourn.config.schema import RunConfig, SaveConfig
 from sojourn.errors import RunFailed, UserError
-from sojourn.model.weights import load_weights, weights
+from sojourn.model.weights import are_numbers, load_weights, weights
 from sojourn.run.folder import RunFolder
 from sojourn.train.checkpoint import Checkpoint, Keep, load, load_one, save
 from sojourn.train.copies import Copies, mirror_of
@@ -80,6 +80,12 @@ class Live:
     def checkpoint(self, progress: Progress) -> Checkpoint:
         state = {**asdict(progress), "seconds": round(progress.seconds, 3), "scaler": self.scaler.state_dict()}
         return Checkpoint(weights(self.model), self.optimizer.tensors(), random_tensors(), state)
+
+    def is_sound(self) -> bool:
+        """Whether all that would be saved are numbers; moments kept on the host would take too long to read."""
+        held = [*weights(self.model).values(), *self.optimizer.tensors().values()]
+        here = next(iter(self.model.parameters())).device
+        return are_numbers(tensor for tensor in held if tensor.device == here)
 
     def restore(self, found: Checkpoint, begun_elsewhere: bool = False) -> Progress:
         """`begun_elsewhere`: by another run, which paid for itself, perhaps with another optimizer, whose state then

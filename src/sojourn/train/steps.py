@@ -6,7 +6,6 @@ import time
 from typing import NoReturn
 
 from sojourn.errors import RunFailed, Stopped
-from sojourn.model.weights import are_numbers
 from sojourn.run.folder import RunFolder
 from sojourn.train.assess import Assessor
 from sojourn.train.careful import Careful, Done
@@ -56,28 +55,34 @@ def _steps(session: Session, guard: Guard, meters: Meters, saver: Saver, careful
     train, ranks, pressure = config.train, session.stepper.ranks, Pressure(session.stepper.feed.device)
     enough, first = None, progress.step
 
-    def stop_if_told() -> None:
+    def due_or_stopped() -> bool:
+        """Whether to save now, agreed by all processes; raises where one of them was told to stop."""
         # A limit that leaves no time for a single step would never let the run get on: one is always made.
-        stop = guard.reason if progress.step == first else guard.should_stop()
-        if not session.ended and ranks.any(stop is not None):
+        why = guard.reason if progress.step == first else guard.should_stop()
+        told, due = ranks.total(why is not None, ranks.first and saver.due())
+        if told and not session.ended:
             raise Abandoned
+        return due > 0
 
     try:
         if train.rehearse == "on" and not session.ended:
             careful.rehearse()
         while True:
+            due, paused = due_or_stopped(), False
             with meters.paused():
                 if assessor.due(progress, total):
-                    stop_if_told()
+                    paused = True
                     enough = careful.retried(lambda: assessor.assess(progress, meters), assessor.seconds)
-                if (saver.due() or session.ended) and not careful.sound():
+                if (due or session.ended) and not careful.sound():
                     continue
-                if saver.due():
+                if due:
+                    paused = True
                     saver.save()
                 saver.look()
             if session.ended:
                 break
-            stop_if_told()
+            if paused:
+                due_or_stopped()
             guard.save_seconds, began = saver.seconds, time.monotonic()
             rate = learning_rate(progress.step, total, train)
             session.live.optimizer.set_learning_rate(rate)
@@ -115,7 +120,7 @@ def _steps(session: Session, guard: Guard, meters: Meters, saver: Saver, careful
 
 def _keep(session: Session, saver: Saver, clean: bool) -> None:
     """What was trained before things went wrong."""
-    if clean and session.progress.step and are_numbers(session.live.model):
+    if clean and session.progress.step and session.live.is_sound():
         saver.save(must=True)
         saver.finish()
 
