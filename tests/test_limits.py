@@ -23,7 +23,7 @@ from sojourn.run.ledger import Ledger
 from sojourn.train import limits, loop, steps
 from sojourn.train.guard import Guard
 from sojourn.train.step import Stepper
-from tiny import events, run_of, run_train, same_weights, saved_steps, tiny_home
+from tiny import events, run_of, run_train, same_weights, saved_steps, stop_after, tiny_home
 
 LONG = ("train.steps=100000", "log.every_steps=1000")
 PRICE = "limits.price_per_hour=3600 CNY"  # a second costs one
@@ -111,11 +111,9 @@ def test_books_that_are_further_than_the_checkpoint_are_believed(tiny, clock):
 
 def test_a_price_that_changes_counts_from_then_on_and_a_call_without_one_forgets_nothing(tiny, monkeypatch, clock):
     words = tiny.words()
-    real = Guard.should_stop
     for price, paid in (([PRICE], 2.0), ([], 2.0), (["limits.price_per_hour=7200 CNY"], 6.0)):
         with monkeypatch.context() as patch, pytest.raises(Stopped):
-            asked = iter(range(9))
-            patch.setattr(Guard, "should_stop", lambda self, a=asked: "a test" if next(a) == 1 else real(self))
+            stop_after(patch, 2)
             run_train([*words, *price])
         assert read_json(run_of(words).ledger)["money"] == paid
     assert read_json(run_of(words).ledger) == {"seconds": 6.0, "money": 6.0, "currency": "CNY"}

@@ -13,10 +13,9 @@ from sojourn.run.files import read_json
 from sojourn.train import step as step_module
 from sojourn.train.careful import Careful
 from sojourn.train.checkpoint import load
-from sojourn.train.guard import Guard
 from sojourn.train.numbers import RECENT, judge, same
 from sojourn.train.step import Stepper
-from tiny import LORA, events, losses, run_of, run_train, same_weights, saved_steps, tiny_home, weights
+from tiny import LORA, events, losses, run_of, run_train, same_weights, saved_steps, stop_after, tiny_home, weights
 
 _numbers = st.floats(min_value=1e-3, max_value=1e3)
 
@@ -191,8 +190,7 @@ def test_how_many_steps_were_bad_survives_a_stop(tiny, monkeypatch):
     words = tiny.words("train.max_bad_steps=1")
     _spoil(monkeypatch, lambda step, time: step in (2, 8))
     with monkeypatch.context() as patch, pytest.raises(Stopped):
-        passed = iter(range(100))
-        patch.setattr(Guard, "should_stop", lambda self: "a test" if next(passed) == 4 else None)
+        stop_after(patch, 5)
         run_train(words)
     state = read_json(run_of(words).checkpoints / "step-00000005" / "state.json")
     assert (state["bad"], state["skip"], len(state["recent"])) == (1, [2], 4)
@@ -205,8 +203,7 @@ def test_a_stopped_run_with_bad_steps_ends_like_one_that_was_not_stopped(tiny, m
     _spoil(monkeypatch, lambda step, time: step in (2, 4))
     whole = run_train(one)
     with monkeypatch.context() as patch, pytest.raises(Stopped):
-        passed = iter(range(100))
-        patch.setattr(Guard, "should_stop", lambda self: "a test" if next(passed) == 4 else None)
+        stop_after(patch, 5)
         run_train(other)
     cut = run_train(other)
     assert same_weights(cut, whole) and losses(cut) == losses(whole)

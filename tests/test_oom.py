@@ -8,10 +8,8 @@ from sojourn.model import loss as model_loss
 from sojourn.run.files import read_json, write_json
 from sojourn.train import session
 from sojourn.train import step as step_module
-from sojourn.train.guard import Guard
 from sojourn.train.optim import Optimizer
-from sojourn.train.step import Stepper
-from tiny import LORA, events, losses, run_of, run_train, same_weights, saved_steps, tiny_home, weights
+from tiny import LORA, events, losses, run_of, run_train, same_weights, saved_steps, stop_after, tiny_home, weights
 
 PRETRAIN: tuple[str, ...] = ()
 DROPOUT = (*LORA, "method.dropout=0.3")
@@ -271,15 +269,8 @@ def test_an_error_that_is_not_about_memory_is_not_taken_for_one(tiny, monkeypatc
 
 
 def _stopped_after(words, monkeypatch, steps):
-    real, made = Stepper.update, []
-
-    def update(self):
-        made.append(1)
-        return real(self)
-
     with monkeypatch.context() as patch, pytest.raises(Stopped):
-        patch.setattr(Stepper, "update", update)
-        patch.setattr(Guard, "should_stop", lambda self: "a test" if len(made) >= steps else None)
+        stop_after(patch, steps)
         run_train(words)
 
 

@@ -11,10 +11,9 @@ import pytest
 
 from sojourn.errors import Stopped, UserError
 from sojourn.run.files import read_json, read_json_lines
-from sojourn.train.guard import Guard
 from sojourn.train.ranks import Ranks
 from sojourn.train.session import Session
-from tiny import events, losses, run_of, run_train, saved_steps, tiny_home, weights
+from tiny import events, losses, run_of, run_train, saved_steps, stop_after, tiny_home, weights
 
 _SCRIPT = '''
 """The real command, in one of several processes; what it does is written down, and a part of it may go wrong."""
@@ -150,11 +149,6 @@ def _rows(notes: list[list[dict]]) -> dict[int, list[int]]:
     return {step: [row for one in found for row in one[step]] for step in found[0] if all(step in one for one in found)}
 
 
-def _stop_after(steps, monkeypatch):
-    asked = iter(range(999))
-    monkeypatch.setattr(Guard, "should_stop", lambda self: "a test" if next(asked) == steps - 1 else None)
-
-
 def test_a_run_moves_from_one_process_to_two_to_four_and_ends_the_same(tiny, monkeypatch, tmp_path):
     """A third of the run each; in one of them memory runs out, and one gets a signal."""
     held_out = ("data.eval_fraction=0.2", "train.eval_every=6", "train.micro_batch=1")
@@ -169,7 +163,7 @@ def test_a_run_moves_from_one_process_to_two_to_four_and_ends_the_same(tiny, mon
 
         patch.setattr(Session, "batches", written)
         whole = tiny.whole(*held_out)
-        _stop_after(4, patch)
+        stop_after(patch, 4)
         with pytest.raises(Stopped):
             run_train(words)
     assert run.status().step == 4

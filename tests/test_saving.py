@@ -17,10 +17,9 @@ from sojourn.run.folder import RunFolder
 from sojourn.train import checkpoint as checkpoint_module
 from sojourn.train import pressure, snapshot, tensors
 from sojourn.train.checkpoint import Checkpoint, Keep, find_fault, load, save
-from sojourn.train.guard import Guard
 from sojourn.train.saving import Saver
 from sojourn.train.step import Stepper
-from tiny import LORA, events, losses, run_of, run_train, same_weights, saved_steps, tiny_home
+from tiny import LORA, events, losses, run_of, run_train, same_weights, saved_steps, stop_after, tiny_home
 
 OFTEN = ("save.every=0.001s",)
 
@@ -347,8 +346,7 @@ def test_another_machine_continues_from_the_mirror_alone(tiny, monkeypatch, tmp_
     mirror = tmp_path / "mirror"
     words = tiny.words(*LORA, "method.dropout=0.3", f"save.mirror={mirror}", "save.every_steps=4")
     with monkeypatch.context() as patch, pytest.raises(Stopped):
-        asked = iter(range(99))
-        patch.setattr(Guard, "should_stop", lambda self: "a test" if next(asked) == 5 else None)
+        stop_after(patch, 6)
         run_train(words)
     assert [event["path"] for event in events(run_of(words), "mirrored")][-1] == "step-00000006"
     there = tmp_path / "machine"
@@ -392,8 +390,7 @@ def test_a_stop_whose_mirror_failed_says_so_and_is_no_success(tiny, monkeypatch,
         raise MirrorFailed("the drive is gone")
 
     monkeypatch.setattr(PathMirror, "put", put)
-    asked = iter(range(99))
-    monkeypatch.setattr(Guard, "should_stop", lambda self: "a test" if next(asked) == 4 else None)
+    stop_after(monkeypatch, 5)
     with pytest.raises(RunFailed, match="but not mirrored: the drive is gone"):
         run_train(words)
     run = run_of(words)

@@ -18,6 +18,8 @@ from sojourn.config.load import load_run
 from sojourn.run.files import read_json_lines
 from sojourn.run.folder import RunFolder
 from sojourn.run.home import run_folder
+from sojourn.train import steps as steps_module
+from sojourn.train.guard import Guard
 from sojourn.train.loop import train
 
 LORA = ("method.kind=lora", "method.rank=4", "train.lr=1e-3")
@@ -81,6 +83,18 @@ def run_train(words: list[str]) -> RunFolder:
     run = run_folder(str(config.name))
     train(config, run)
     return run
+
+
+def stop_after(patch: pytest.MonkeyPatch, steps: int) -> None:
+    """A limit is reached when this call has made so many steps."""
+    counts, made = steps_module._count, []
+
+    def count(*arguments: Any) -> None:
+        counts(*arguments)
+        made.append(1)
+
+    patch.setattr(steps_module, "_count", count)
+    patch.setattr(Guard, "should_stop", lambda self: "a test" if len(made) >= steps else None)
 
 
 def losses(run: RunFolder) -> list[float]:

@@ -96,18 +96,9 @@ def test_a_disk_that_somebody_else_fills_for_a_while_costs_no_step(scenes, small
     journey.check_end(curve=room != "none")
 
 
-_BEHIND = pytest.mark.xfail(reason="`latest` still names a checkpoint that had to make room", strict=True)
-_TRACE = pytest.mark.xfail(reason="safetensors has an error of its own for a full disk", strict=True)
-
-
 @pytest.mark.parametrize(
     ("method", "leave"),
-    [
-        pytest.param("pretrain", 0, marks=_BEHIND),
-        pytest.param("lora", 0, marks=_BEHIND),
-        pytest.param("pretrain", 32 << 10, marks=_TRACE),
-        ("lora", 32 << 10),
-    ],
+    [("pretrain", 0), ("lora", 0), ("pretrain", 32 << 10), ("lora", 32 << 10)],
 )
 def test_a_disk_that_stays_full_ends_the_run_in_a_line_and_room_completes_it(scenes, small_disk, method, leave):
     journey = _on(small_disk, scenes(method), f"stays-{leave}")

@@ -35,6 +35,22 @@ def write_text(path: Path, text: str) -> None:
     disk.sync_folder(path.parent)
 
 
+def remove_halves(folder: Path) -> None:
+    """What `write_text` left in a folder, which is ours alone, when it was killed."""
+    for path in folder.glob(".*.*"):
+        pid = path.name.rpartition(".")[2]
+        if pid.isdecimal() and int(pid) != os.getpid() and path.is_file():
+            path.unlink(missing_ok=True)
+
+
+def read_text(path: Path) -> str | None:
+    """The content, or None where there is no such file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return None
+
+
 def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, ensure_ascii=False, indent=2) + "\n")
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sojourn.errors import RunFailed, UserError
-from sojourn.run.files import append_json, read_json, read_json_lines, write_json
+from sojourn.run.files import append_json, read_json, read_json_lines, remove_halves, write_json
 from sojourn.run.process import alive, this_process
 
 FULL = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EIO", "EROFS") if hasattr(errno, name)}
@@ -175,6 +175,7 @@ class RunFolder:
                 continue
             with os.fdopen(handle, "w") as file:
                 file.write(str(list(this_process())))
+            remove_halves(self.path)
             return
         raise UserError(f"{self.path}: another process is starting here at this moment; try again")
 

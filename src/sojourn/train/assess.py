@@ -10,6 +10,7 @@ import numpy as np
 
 from sojourn.config.schema import RunConfig
 from sojourn.data.artefact import Artefact
+from sojourn.errors import RunFailed
 from sojourn.model.network import Network
 from sojourn.run.folder import RunFolder
 from sojourn.train.feed import Feed
@@ -64,12 +65,10 @@ class Assessor:
 
     def _keep_best(self, step: int, loss: float, meters: Meters) -> None:
         """A disk that is too full for it does not end the run."""
-        from safetensors import SafetensorError
-
         try:
             write_final(self._network.model, self._artefact, self._run.best, self._config)
             self._run.event("best", step=step, loss=loss)
-        except (OSError, SafetensorError) as error:
+        except (OSError, RunFailed) as error:
             self._run.event("best_failed", step=step, says=str(error))
             meters.say(f"warning: {self._run.best} could not be written ({error}); training goes on without it")
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from sojourn.errors import RunFailed, UserError
 from sojourn.run import disk
-from sojourn.run.files import read_json, sha256, write_json, write_text
+from sojourn.run.files import read_json, read_text, remove_halves, sha256, write_json, write_text
 from sojourn.run.stage import staged
 from sojourn.train.tensors import write_tensors
 
@@ -63,6 +63,7 @@ def save(folder: Path, checkpoint: Checkpoint, keep: Keep, min_free: int = 0) ->
         folder.mkdir(parents=True, exist_ok=True)
         _remove_stages(folder)
         if target.exists() and find_fault(target) is None:
+            tidy(folder, keep)
             return target
         _make_room(folder, checkpoint.size, min_free, keep)
         with staged(target) as stage:
@@ -143,6 +144,19 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
+def tidy(folder: Path, keep: Keep) -> None:
+    """Makes up for what a kill, or a full disk, left undone after a checkpoint was in place."""
+    _remove_stages(folder)
+    for path in checkpoints_in(folder):
+        if not (path / MANIFEST).exists():  # its removal had begun
+            remove(path)
+    there = checkpoints_in(folder)
+    with contextlib.suppress(OSError):
+        if there and read_text(folder / "latest") != f"{there[-1].name}\n":
+            write_text(folder / "latest", f"{there[-1].name}\n")
+    _prune(folder, keep)
+
+
 def _prune(folder: Path, keep: Keep) -> None:
     for path in checkpoints_in(folder)[: -keep.last]:
         if not keep.always(step_of(path)):
@@ -159,6 +173,7 @@ def remove(path: Path) -> None:
 def _remove_stages(folder: Path) -> None:
     for stage in [*folder.glob(".stage-*"), *folder.glob(".old-*")]:
         disk.remove_folder(stage)
+    remove_halves(folder)
 
 
 def _make_room(folder: Path, needed: int, min_free: int, keep: Keep) -> None:

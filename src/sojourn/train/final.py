@@ -7,8 +7,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from sojourn.config.schema import RunConfig
 from sojourn.data.artefact import Artefact
+from sojourn.errors import RunFailed
 from sojourn.model.adapter import write_adapter
 from sojourn.run.disk import sync_file
 from sojourn.run.stage import staged
@@ -16,6 +19,13 @@ from sojourn.run.stage import staged
 
 def write_final(model: Any, artefact: Artefact, folder: Path, config: RunConfig) -> None:
     """Weights in the precision of the training (16-bit where it was), tokenizer, template and stop tokens."""
+    try:
+        _write(model, artefact, folder, config)
+    except SafetensorError as error:  # what the library makes of a full disk
+        raise RunFailed(f"{folder}: could not be written: {error}; make room, then run the same again") from error
+
+
+def _write(model: Any, artefact: Artefact, folder: Path, config: RunConfig) -> None:
     with staged(folder) as stage:
         if config.method.kind in ("lora", "qlora"):
             write_adapter(model, stage, str(config.model.base), config.model.revision)

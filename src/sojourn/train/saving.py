@@ -16,7 +16,7 @@ from sojourn.config.schema import RunConfig, SaveConfig
 from sojourn.errors import RunFailed, UserError
 from sojourn.model.weights import are_numbers, load_weights, weights
 from sojourn.run.folder import RunFolder
-from sojourn.train.checkpoint import Checkpoint, Keep, load, load_one, save
+from sojourn.train.checkpoint import Checkpoint, Keep, load, load_one, save, tidy
 from sojourn.train.copies import Copies, mirror_of
 from sojourn.train.ladder import is_memory_error
 from sojourn.train.optim import Optimizer
@@ -163,6 +163,8 @@ class Saver:
         self._last_step = progress.step
         self._trouble: str | None = None
         self._longest = 0.0
+        if not run.silent and run.checkpoints.is_dir():
+            tidy(run.checkpoints, self._keep(progress.best_step))
 
     def due(self) -> bool:
         every, step = self._config.save.every_steps, self._progress.step
@@ -196,10 +198,12 @@ class Saver:
         if copy is None or must:
             self._hear(wait=True, must=must)
 
+    def _keep(self, best_step: int) -> Keep:
+        how, busy = self._config.save, self.copies.busy if self.copies is not None else None
+        return Keep(how.keep, best_step or None, how.milestones, busy)
+
     def _write(self, checkpoint: Checkpoint, began: float) -> Saved:
-        how = self._config.save
-        busy = self.copies.busy if self.copies is not None else None
-        keep = Keep(how.keep, checkpoint.state.get("best_step") or None, how.milestones, busy)
+        how, keep = self._config.save, self._keep(checkpoint.state["best_step"])
         stalled = time.monotonic() - began
         try:
             place = save(self._run.checkpoints, checkpoint, keep, int(how.min_free))
