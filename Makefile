@@ -48,6 +48,7 @@ test: lint
 
 test-kill: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/kill -n 2 --dist worksteal -rs
+	OMP_NUM_THREADS=1 SOJOURN_SLOW=1 $(BIN)/python -m pytest tests/test_signals.py -m slow -n 6
 
 fuzz: setup
 	SOJOURN_FUZZ=10000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_prepare_fuzz.py -n 2 --dist worksteal

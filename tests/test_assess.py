@@ -138,13 +138,13 @@ def test_samples_stay_within_what_a_model_can_hold(chats, home):
 
 
 def test_a_kill_between_patience_and_the_final_model_ends_there_too(words, monkeypatch):
-    from sojourn.train import assess, loop
+    from sojourn.train import assess, steps
 
     losses = iter([3.0, 3.1, 3.2, 3.3])
     monkeypatch.setattr(assess, "evaluate", lambda *given: (next(losses), 0.5))
     patient = [*words, "train.steps=100", "train.patience=2"]
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "write_final", lambda *given: 1 / 0)
+        patch.setattr(steps, "write_final", lambda *given: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             _train(patient)
     run = _train(patient)

@@ -63,6 +63,7 @@ class Phase:
 
 
 def _stopped(words, why):
+    before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGALRM)}
     with pytest.raises(Stopped, match=f"stopped by {why}") as told:
         run_train(words)
     assert "\n" not in str(told.value)
@@ -70,11 +71,8 @@ def _stopped(words, why):
     status = run.status()
     assert status.state == "stopped" and status.resumable and status.says == why
     assert [event["why"] for event in events(run, "stopped")][-1] == why
-    assert all(signal.getsignal(number) is old for number, old in BEFORE.items())
+    assert all(signal.getsignal(number) is old for number, old in before.items())
     return run
-
-
-BEFORE = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGALRM)}
 
 
 def _told(number):

@@ -77,7 +77,7 @@ def prove(config: RunConfig, steps: int, say: Callable[[str], None]) -> Verdict:
         killed = _killed(Path(scratch) / "kill.yaml", runs["kill"], every)
         say(f"killed at step {killed}; continuing")
         _train(Path(scratch) / "kill.yaml")
-        return _compare(runs["peace"], runs["kill"], steps, killed)
+        return compare(runs["peace"], runs["kill"], steps, killed)
 
 
 def _start(file: Path) -> subprocess.Popen[str]:
@@ -121,7 +121,8 @@ def _step(run: RunFolder) -> int:
     return max((line["step"] for line in run.read_metrics() if line.get("kind") == "train"), default=0)
 
 
-def _compare(peace: RunFolder, kill: RunFolder, steps: int, killed: int) -> Verdict:
+def compare(peace: RunFolder, kill: RunFolder, steps: int, killed: int) -> Verdict:
+    """A run left in peace and one that was killed and continued, after the same number of steps."""
     curves = [
         {line["step"]: line["loss"] for line in run.read_metrics() if line.get("kind") == "train"}
         for run in (peace, kill)

@@ -113,7 +113,7 @@ def resume(how: SaveConfig, run: RunFolder, live: Live) -> Progress:
     if how.resume != "auto":
         start, named = _start(Path(how.resume).expanduser(), warn)
         if newest is None:
-            print(f"continuing from step {start.step} ({named})", flush=True)
+            print(f"continuing from step {start.step} ({named.name})", flush=True)
             return live.restore(start, begun_elsewhere=True)
         if newest[0].step < start.step:
             newest = start, named

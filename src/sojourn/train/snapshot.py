@@ -9,6 +9,7 @@ from sojourn.train.checkpoint import PARTS, Checkpoint
 from sojourn.train.ladder import is_memory_error
 
 _SPARE = 0.1  # of the host's memory stays free
+_PINNED = 1.5  # torch rounds pinned pieces up
 
 
 class Snapshots:
@@ -20,8 +21,9 @@ class Snapshots:
     def take(self, checkpoint: Checkpoint) -> Checkpoint | None:
         """None where the host has no memory for it: such a checkpoint is written while training waits."""
         new = checkpoint.size - sum(t.numel() * t.element_size() for t in self._places.values())
+        on_gpu = any(tensor.is_cuda for tensor in checkpoint.model.values())
         seen = memory()
-        if seen.available - max(0, new) < _SPARE * seen.limit:
+        if seen.available - max(0, new) * (_PINNED if on_gpu else 1) < _SPARE * seen.limit:
             self._places = {}
             return None
         try:
