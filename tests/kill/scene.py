@@ -182,7 +182,11 @@ class Journey:
         run, scene = self.run, self.scene
         status = run.status()
         assert (status.state, status.step, status.resumable) == ("done", scene.total, False)
-        assert weights_of(run) == scene.result
+        mine = weights_of(run)
+        differ = {name for name, digest in scene.result.items() if mine.get(name) != digest}
+        if not curve:  # a disk so full that it could not take a line could not take `best/` either, and that was told
+            differ = {name for name in differ if not name.startswith("best/")}
+        assert not differ, differ
         losses = [line["loss"] for line in run.read_metrics() if line["kind"] == "train"]
         assert losses == scene.losses if curve else set(losses) <= set(scene.losses)
         assert self.rows_are_exact()

@@ -52,9 +52,10 @@ class Assessor:
         best = progress.is_best(loss)
         bits = loss * self._targets / math.log(2) / self._bytes if self._bytes else None
         meters.log_eval(progress.step, Scores(loss, math.exp(min(loss, 700.0)), accuracy, bits, best))
+        kept = True
         if best and train.eval_every is not None and self._ranks.first:
-            self._keep_best(progress.step, loss, meters)
-        progress.note(loss)
+            kept = self._keep_best(progress.step, loss, meters)
+        progress.note(loss, kept=not self._ranks.any(not kept))
         self.seconds = time.monotonic() - began
         if train.patience is not None and progress.worse >= train.patience:
             return (
@@ -63,14 +64,16 @@ class Assessor:
             )
         return None
 
-    def _keep_best(self, step: int, loss: float, meters: Meters) -> None:
-        """A disk that is too full for it does not end the run."""
+    def _keep_best(self, step: int, loss: float, meters: Meters) -> bool:
+        """Whether it could be written: a disk that is too full for it does not end the run."""
         try:
             write_final(self._network.model, self._artefact, self._run.best, self._config)
             self._run.event("best", step=step, loss=loss)
         except (OSError, RunFailed) as error:
             self._run.event("best_failed", step=step, says=str(error))
             meters.say(f"warning: {self._run.best} could not be written ({error}); training goes on without it")
+            return False
+        return True
 
     @cached_property
     def _samples(self) -> Samples:

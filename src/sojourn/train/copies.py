@@ -23,11 +23,12 @@ def mirror_of(config: RunConfig, run: RunFolder) -> Mirror | None:
     text = config.save.mirror
     if text is None:
         return None
+    mirror = open_mirror(text, config.name or run.path.name)
     if not text.startswith("hub:"):
         above = Path(text).expanduser().absolute().parent
         if not above.is_dir():
             raise UserError(f"save.mirror: {text}: there is no {above}; mount the drive, or make that folder, first")
-    return open_mirror(text, config.name or run.path.name)
+    return mirror
 
 
 def mirror_warning(config: RunConfig) -> str | None:

@@ -49,13 +49,16 @@ class Progress:
     def is_best(self, loss: float) -> bool:
         return math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss)
 
-    def note(self, loss: float) -> None:
-        """Takes note of this step's held-out loss."""
+    def note(self, loss: float, kept: bool = True) -> None:
+        """Takes note of this step's held-out loss. If the best model could not be `kept`, the one before stays the best:
+        `best_step` is what `best/` holds."""
         self.assessed = self.step
-        if self.is_best(loss):
-            self.best_loss, self.best_step, self.worse = loss, self.step, 0
-        else:
+        if not self.is_best(loss):
             self.worse += 1
+            return
+        self.worse = 0
+        if kept:
+            self.best_loss, self.best_step = loss, self.step
 
 
 @dataclass(frozen=True)
