@@ -50,7 +50,7 @@ class Progress:
         return math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss)
 
     def note(self, loss: float, kept: bool = True) -> None:
-        """Takes note of this step's held-out loss. If the best model could not be `kept`, the one before stays the best:
+        """Takes note of this step's held-out loss. If its model could not be `kept`, the one before stays the best:
         `best_step` is what `best/` holds."""
         self.assessed = self.step
         if not self.is_best(loss):
