@@ -105,7 +105,8 @@ def open_session(config: RunConfig, run: RunFolder, ranks: Ranks) -> Session:
     trained = sum(p.numel() for p in network.model.parameters() if p.requires_grad)
     if ranks.first:
         # Weights and two moments of 32 bits: told now rather than at the first save.
-        check_room(run.path, 12 * trained, int(config.save.min_free))
+        place = run.checkpoints if run.checkpoints.is_dir() else run.path  # perhaps another disk
+        check_room(place, 12 * trained, int(config.save.min_free))
     feed = Feed(
         int(config.train.micro_batch),
         artefact.max_length,
