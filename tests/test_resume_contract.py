@@ -127,6 +127,18 @@ def test_what_cannot_be_forked_is_one_line(words):
         _train([*words, "model.d_model=128"], fork="wider")
 
 
+def test_a_run_that_is_done_says_so_without_opening_its_model(words, monkeypatch, capsys):
+    from sojourn.train import loop
+
+    _train(words)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "open_session", lambda *given: 1 / 0)
+        run = _train(words)
+    assert "already done (12 steps)" in capsys.readouterr().out and run.status().state == "done"
+    with pytest.raises(UserError, match="--fork NEWNAME"):
+        _train([*words, "train.lr=1e-4"])
+
+
 def test_the_contract_is_proved_on_the_users_own_run(words):
     said = sojourn("verify-resume", *words, "--steps", "40", "--json")
     assert said.returncode == 0, said.stderr

@@ -59,6 +59,12 @@ def refuse_harmful_changes(begun: RunConfig, config: RunConfig, run: RunFolder) 
         run.event("changed", key=key, before=old, now=new)
 
 
+def nothing_changed(begun: RunConfig, config: RunConfig) -> bool:
+    """Whether a configuration as typed asks for nothing else than the one that a run was begun with, resolved."""
+    before, now = flat(dump(begun)), flat(dump(config))
+    return all(value in ("auto", before.get(key)) for key, value in now.items())
+
+
 def base_mark(config: RunConfig) -> str | None:
     """What tells one base model from another wherever it lies: its settings and its files' names and sizes."""
     base = config.model.base

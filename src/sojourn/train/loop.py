@@ -14,11 +14,13 @@ from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
+from sojourn.config.load import read_config
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
 from sojourn.machine.precision import choose_device
 from sojourn.run.folder import RunFolder
 from sojourn.run.ledger import Ledger
+from sojourn.train.changes import nothing_changed
 from sojourn.train.copies import fetch_beginnings, mirror_of, mirror_warning
 from sojourn.train.environment import device_name
 from sojourn.train.guard import Abandoned, Guard
@@ -71,6 +73,10 @@ def train(config: RunConfig, run: RunFolder) -> None:
 
 def _trained(config: RunConfig, run: RunFolder, ranks: Ranks, guard: Guard) -> bool:
     """Opens everything and trains to the end; False when it must be done again, one rung down."""
+    was = run.status()
+    if was and was.state == "done" and run.has_final() and nothing_changed(read_config(run.config), config):
+        _already_done(run, was.step)
+        return True
     try:
         with guard.abandonable():
             session = open_session(config, run, ranks)
@@ -102,8 +108,7 @@ def _run_to_its_end(session: Session, guard: Guard) -> bool:
     run = session.run
     guard.ledger.catch_up(session.progress.seconds, session.progress.money)
     if session.ended and run.has_final():
-        done = session.progress.step
-        say(f"{run.path}: already done ({done} steps); to train longer, begin another run: --fork NEWNAME")
+        _already_done(run, session.progress.step)
     else:
         try:
             run_steps(session, guard)
@@ -111,6 +116,10 @@ def _run_to_its_end(session: Session, guard: Guard) -> bool:
             return False
     run.set_status("done", session.progress.step, session.progress.step, resumable=False)
     return True
+
+
+def _already_done(run: RunFolder, steps: int) -> None:
+    say(f"{run.path}: already done ({steps} steps); to train longer, begin another run: --fork NEWNAME")
 
 
 @contextmanager
