@@ -132,6 +132,13 @@ def _read(path: Path) -> Checkpoint:
     return Checkpoint(**parts, state=read_json(path / "state.json"))
 
 
+def cost_so_far(folder: Path) -> tuple[float, float]:
+    """Seconds and money, as the newest checkpoint has them."""
+    there = checkpoints_in(folder)
+    state = read_json(there[-1] / "state.json") if there else None
+    return (float(state["seconds"]), float(state.get("money", 0.0))) if isinstance(state, dict) else (0.0, 0.0)
+
+
 def facts_of(file: Path) -> dict[str, Any]:
     """What the manifest says of a file."""
     return {"size": file.stat().st_size, "sha256": sha256(file)}

@@ -21,6 +21,7 @@ from sojourn.machine.precision import choose_device
 from sojourn.run.folder import RunFolder
 from sojourn.run.ledger import Ledger
 from sojourn.train.changes import nothing_changed
+from sojourn.train.checkpoint import cost_so_far
 from sojourn.train.copies import fetch_beginnings, mirror_of, mirror_warning
 from sojourn.train.environment import device_name
 from sojourn.train.guard import Abandoned, Guard
@@ -75,6 +76,7 @@ def _trained(config: RunConfig, run: RunFolder, ranks: Ranks, guard: Guard) -> b
     """Opens everything and trains to the end; False when it must be done again, one rung down."""
     was = run.status()
     if was and was.state == "done" and run.has_final() and nothing_changed(read_config(run.config), config):
+        guard.ledger.catch_up(*cost_so_far(run.checkpoints))
         _already_done(run, was.step)
         return True
     try:
