@@ -365,7 +365,8 @@ def test_another_machine_continues_from_the_mirror_alone(tiny, monkeypatch, tmp_
 
 def test_a_mirror_that_fails_for_a_while_ends_no_run(tiny, monkeypatch, tmp_path, capsys):
     words = tiny.words(f"save.mirror={tmp_path / 'mirror'}", "save.every_steps=4")
-    from sojourn.run.mirror import MirrorFailed, PathMirror
+    from sojourn.run.mirror import MirrorFailed
+    from sojourn.run.path_mirror import PathMirror
 
     real, calls = PathMirror.put, []
 
@@ -384,7 +385,8 @@ def test_a_mirror_that_fails_for_a_while_ends_no_run(tiny, monkeypatch, tmp_path
 
 def test_a_stop_whose_mirror_failed_says_so_and_is_no_success(tiny, monkeypatch, tmp_path):
     words = tiny.words(f"save.mirror={tmp_path / 'mirror'}")
-    from sojourn.run.mirror import MirrorFailed, PathMirror
+    from sojourn.run.mirror import MirrorFailed
+    from sojourn.run.path_mirror import PathMirror
 
     def put(self, folder, name):
         raise MirrorFailed("the drive is gone")

@@ -23,13 +23,12 @@ from sojourn.run.mirror import (
     MirrorFailed,
     absent,
     check_manifest,
-    check_room,
     check_same,
     files_in,
     read_seal,
-    replace,
     seal_of,
 )
+from sojourn.run.path_mirror import check_room, replace
 from sojourn.run.stage import staged
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
