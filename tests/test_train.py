@@ -16,6 +16,7 @@ from sojourn.config.load import load_run
 from sojourn.errors import RunFailed, Stopped, UserError
 from sojourn.run.folder import RunFolder
 from sojourn.run.home import run_folder
+from sojourn.train.checkpoint import checkpoints_in
 from sojourn.train.loop import train
 
 
@@ -69,7 +70,7 @@ def test_a_run_killed_between_checkpoints_ends_with_the_weights_of_an_undisturbe
     killed = [*words, "name=k", "train.steps=100", "save.every_steps=3"]
     process = subprocess.Popen([sys.executable, "-m", "sojourn", "train", *killed], stdout=subprocess.DEVNULL)
     run = run_folder("k")
-    while not any(line["step"] >= 4 for line in run.read_metrics()):
+    while not checkpoints_in(run.checkpoints):
         assert process.poll() is None, "the run ended before it could be killed"
         time.sleep(0.005)
     process.kill()
