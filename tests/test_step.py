@@ -15,6 +15,7 @@ from sojourn.plan.shape import scratch_shape
 from sojourn.train.feed import Feed
 from sojourn.train.muon import Muon, orthogonal
 from sojourn.train.optim import Optimizer, learning_rate
+from sojourn.train.parallel.engine import Engine
 from sojourn.train.step import Stepper, loss_sum
 
 
@@ -35,7 +36,7 @@ def _loss(model, feed, batch) -> float:
 
 def _stepper(model, train, feed):
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    return Stepper(open_network(model, feed.backend), Optimizer(model, train, "cpu"), scaler, feed, 1.0)
+    return Stepper(Engine(open_network(model, feed.backend), Optimizer(model, train, "cpu"), scaler), feed, 1.0)
 
 
 def _alone(batch: Batch, row: int, document: int) -> Batch:

@@ -21,8 +21,13 @@ def doctor(
         Path | None, typer.Option(help="The folder to keep runs in; found by itself when not given.")
     ] = None,
 ) -> None:
-    """Examine this machine: platform, GPU, precision, attention, disks, persistence, by really using each once."""
+    """Examine this machine: platform, GPU, precision, attention, disks, persistence, by really using each once.
+
+    Under torchrun (torchrun --nproc_per_node=GPUS -m sojourn doctor, on each of several machines) the processes are
+    compared instead: versions, GPUs, clocks, and how fast they sum gradients.
+    """
     from sojourn.errors import UserError
+    from sojourn.machine import gang
     from sojourn.machine.doctor import examine, exit_code, next_step, report
     from sojourn.machine.platform import detect
     from sojourn.run.home import home as default_home
@@ -32,16 +37,19 @@ def doctor(
         folder = (home or default_home()).expanduser().absolute()
     except UserError:  # a broken catalogue of the user's own: the examination reports it as a finding
         platform, folder = None, (home or Path()).expanduser().absolute()
-    findings = examine(folder, platform=platform)
-    if json:
-        from json import dumps
 
-        print(dumps(report(findings, folder, platform), indent=2))
-    else:
-        from rich.console import Console
+    def tell(findings: list[Finding]) -> int:
+        if json:
+            from json import dumps
 
-        _show(findings, Console(highlight=False), next_step(findings))
-    raise typer.Exit(exit_code(findings))
+            print(dumps(report(findings, folder, platform), indent=2), flush=True)
+        else:
+            from rich.console import Console
+
+            _show(findings, Console(highlight=False), next_step(findings))
+        return exit_code(findings)
+
+    raise typer.Exit(gang.attend(tell) if gang.called() else tell(examine(folder, platform=platform)))
 
 
 def _show(findings: list[Finding], console: Console, next_step: str) -> None:

@@ -17,6 +17,7 @@ from sojourn.cli.demo import demo
 from sojourn.cli.doctor import doctor
 from sojourn.cli.eval import evaluate
 from sojourn.cli.generate import generate
+from sojourn.cli.launch_line import launch_line
 from sojourn.cli.plan import plan
 from sojourn.cli.prepare import prepare
 from sojourn.cli.presets import presets_app
@@ -101,6 +102,7 @@ app.command(context_settings=_WORDS)(plan)
 app.command(context_settings=_WORDS)(prepare)
 app.command(context_settings=_WORDS)(rehearse)
 app.command(context_settings=_WORDS)(train)
+app.command(name="launch-line", context_settings=_WORDS)(launch_line)
 app.command(name="verify-resume", context_settings=_WORDS)(verify_resume)
 app.add_typer(bench_app, name="bench")
 app.command(name="eval")(evaluate)

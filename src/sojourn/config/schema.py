@@ -248,7 +248,7 @@ class TrainConfig(Section):
     loss: Literal["auto", "chunked", "whole"] = "auto"
     fused: Switch = "auto"
     compile: Switch = "auto"
-    offload: Literal["off", "optimizer"] = "off"
+    offload: Literal["off", "optimizer", "all"] = "off"
     eval_every: Steps | None = None
     eval_rows: Rows = 64
     samples: Prompts = Field(default=[])
@@ -274,7 +274,7 @@ class TrainConfig(Section):
         if self.patience is not None and self.eval_every is None:
             message = "needs evaluations to wait for; set train.eval_every too, such as 100"
             raise clash("patience", message, "eval_every")
-        if self.offload == "optimizer" and self.optimizer != "adamw":
+        if self.offload != "off" and self.optimizer != "adamw":
             message = (
                 f"optimizer keeps AdamW's moments in host memory, but train.optimizer is {self.optimizer}; keep one"
             )
@@ -291,6 +291,12 @@ class ParallelConfig(Section):
     engine: Literal["auto", "single", "ddp", "fsdp", "deepspeed"] = "auto"
     gpus: Gpus = "auto"
     deepspeed: Text | None = None
+    reshard: bool = True
+    nodes: Annotated[int, Whole, Field(ge=1, le=10_000)] = 1
+    node: Annotated[int, Whole, Field(ge=0, le=9_999)] | Literal["auto"] = "auto"
+    master: Annotated[Text, Says("the first machine's HOST or HOST:PORT")] | None = None
+    restarts: Annotated[int, Whole, Field(ge=0, le=1000)] = 3
+    timeout: Annotated[Duration, Field(gt=0)] = Duration(600)
 
     @model_validator(mode="after")
     def _fits_together(self) -> ParallelConfig:
@@ -304,6 +310,10 @@ class ParallelConfig(Section):
         if self.deepspeed is not None and self.engine not in ("auto", "deepspeed"):
             message = f"a DeepSpeed file is given, but parallel.engine is {self.engine}; remove one"
             raise clash("deepspeed", message, "engine")
+        if self.nodes > 1 and self.master is None:
+            raise clash("nodes", f"{self.nodes} machines must meet; give parallel.master=HOST, the first one's name")
+        if self.node != "auto" and self.node >= self.nodes:
+            raise clash("node", f"{self.node} given, but {self.nodes} machines are counted from 0", "nodes")
         return self
 
 

@@ -42,7 +42,7 @@ def examine(
 
 def _compute(root: Path) -> list[Finding]:
     """CPU, memory, GPUs, torch and what rests on it."""
-    from sojourn.machine import probe_attention, probe_torch
+    from sojourn.machine import probe_attention, probe_parallel, probe_torch
 
     findings = guarded("cpu", lambda: probe_hardware.processor(root), crash="warn")
     findings += guarded("ram", lambda: probe_hardware.memory(root), crash="warn")
@@ -81,6 +81,7 @@ def _compute(root: Path) -> list[Finding]:
                 "bitsandbytes", lambda: probe_torch.bitsandbytes(module, bool(by_torch)), 60, crash="warn"
             )
             findings += fourbit
+            findings += probe_parallel.parallel(module, by_torch)
     findings += guarded("libraries", lambda: probe_software.libraries(torch.module is not None))
     findings += guarded("extras", probe_software.extras, crash="warn")
     return findings
@@ -93,6 +94,9 @@ def exit_code(findings: list[Finding]) -> int:
 def next_step(findings: list[Finding]) -> str:
     """What to type now."""
     named = {finding.name: finding for finding in findings}
+    if "processes" in named:  # of a gang
+        bad = exit_code(findings)
+        return "mend what failed, then the same command" if bad else "the same torchrun line with: -m sojourn train RUN"
     if exit_code(findings):
         return "mend what failed, then: sojourn doctor"
     if "torch" in named and named["torch"].level != "ok" and named["torch"].mend:

@@ -58,6 +58,15 @@ def open_adapter(model: Any, folder: str | Path, trainable: bool) -> Any:
         raise UserError(f"method.adapter: {folder} does not fit model.base: {why}") from None
 
 
+def empty_adapter(model: Any, folder: str | Path, trainable: bool) -> Any:
+    """The same with room for the adapter's weights."""
+    from peft import PeftConfig, get_peft_model
+
+    config = PeftConfig.from_pretrained(str(Path(folder).expanduser()))
+    config.inference_mode = not trainable
+    return get_peft_model(model, config)
+
+
 def compute_narrow(model: Any) -> None:
     """Lets autocast narrow the adapter's weights, instead of peft widening what they are multiplied with: the same
     numbers, with half the memory kept for the backward."""
@@ -66,7 +75,7 @@ def compute_narrow(model: Any) -> None:
             module.cast_input_dtype_enabled = False
 
 
-def write_adapter(model: Any, folder: Path, base: str, revision: str | None) -> None:
+def write_adapter(model: Any, weights: dict[str, Any], folder: Path, base: str, revision: str | None) -> None:
     """`adapter_config.json` and `adapter_model.safetensors`; a local base is named by its whole path."""
     config = model.peft_config["default"]
     place = Path(base).expanduser()
@@ -74,7 +83,7 @@ def write_adapter(model: Any, folder: Path, base: str, revision: str | None) -> 
     config.revision = revision
     if not isinstance(config.target_modules, str):  # which is a pattern
         config.target_modules = sorted(config.target_modules)
-    model.save_pretrained(str(folder), save_embedding_layers=False)
+    model.save_pretrained(str(folder), save_embedding_layers=False, state_dict=weights)
     (folder / "README.md").unlink(missing_ok=True)
 
 

@@ -66,6 +66,21 @@ def open_base(base: Base, dtype: Any, device: str) -> Any:
     return model if "device_map" in extra else model.to(device)
 
 
+def empty_base(base: Base, dtype: Any) -> Any:
+    """The same model with room for its weights, which takes no memory until they come."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    quiet_transformers()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            open_settings(base), dtype=dtype, trust_remote_code=base.trust_remote_code
+        )
+    model = model.to_empty(device="cpu")
+    model.tie_weights()
+    return model
+
+
 def _forget_packing(model: Any) -> None:
     """It is a model like any other now; transformers would still refuse to save it."""
     model.hf_quantizer = model.quantization_method = None

@@ -34,11 +34,15 @@ def load_weights(model: Any, tensors: dict[str, Any]) -> None:
     import torch
 
     places = weights(model)
+    check_fit(places, tensors)
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            places[name].copy_(tensor)
+
+
+def check_fit(places: dict[str, Any], tensors: dict[str, Any]) -> None:
     wrong = sorted(places.keys() ^ tensors.keys()) or [n for n, t in tensors.items() if places[n].shape != t.shape]
     if wrong:
         raise UserError(
             f"the checkpoint belongs to another model ({wrong[0]} differs); give this run another name: name=NEW"
         )
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            places[name].copy_(tensor)

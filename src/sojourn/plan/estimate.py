@@ -76,8 +76,11 @@ def make_plan(config: RunConfig, only: list[Gpu] | None = None) -> Plan:
     return Plan(shape, tokens, steps, memory(shape, config, micro), micro, 12 * shape.parameters, tuple(offers))
 
 
-def memory(shape: Shape, config: RunConfig, rows: int, wide: bool = True) -> Memory:
-    """Bytes to train `rows` rows at a time; `wide`: in 32-bit numbers, else in 16-bit ones over 32-bit weights."""
+def memory(shape: Shape, config: RunConfig, rows: int, wide: bool = True, cut: int = 1) -> Memory:
+    """Bytes to train `rows` rows at a time; `wide`: in 32-bit numbers, else in 16-bit ones over 32-bit weights.
+
+    `cut`: over how many GPUs weights, gradients and moments are spread; what is computed with is gathered.
+    """
     tokens = rows * config.data.max_length
     unit = 4 if wide else 2
     per_layer = unit * (12 * shape.d_model + 4 * shape.ffn_size)  # what a layer keeps of each token for its backward
@@ -86,10 +89,13 @@ def memory(shape: Shape, config: RunConfig, rows: int, wide: bool = True) -> Mem
     logits = 10 * shape.vocab_size * (tokens if config.train.loss == "whole" else min(tokens, _LOSS_CHUNK))
     frozen, trained = _held(shape, config, unit)
     moments = 2 if "8bit" in config.train.optimizer else 4 if config.train.optimizer == "muon" else 8
+    weights = frozen + (4 + (0 if wide or frozen else 2)) * trained
+    ends = shape.vocab_size * shape.d_model * (1 if shape.tied else 2)
+    gathered = 0 if cut == 1 else (4 if wide or not frozen else 2) * ends + 2 * (weights - 4 * ends) // shape.num_layers
     return Memory(
-        weights=frozen + (4 + (0 if wide or frozen else 2)) * trained,
-        gradients=4 * trained,
-        optimizer=0 if config.train.offload == "optimizer" else moments * trained,
+        weights=weights // cut + max(0, gathered),
+        gradients=4 * trained // cut + (0 if cut == 1 or frozen else 4 * ends),
+        optimizer=0 if config.train.offload == "optimizer" else moments * trained // cut,
         activations=int(tokens * (kept * per_layer + boundaries) + logits),
     )
 

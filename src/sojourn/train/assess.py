@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 import time
-from functools import cached_property
+from contextlib import nullcontext
+from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
+import torch
 
 from sojourn.config.schema import RunConfig
 from sojourn.data.artefact import Artefact
 from sojourn.errors import RunFailed
-from sojourn.model.network import Network
 from sojourn.run.folder import RunFolder
 from sojourn.train.feed import Feed
 from sojourn.train.final import write_final
 from sojourn.train.meters import Meters, Scores
-from sojourn.train.ranks import Ranks
+from sojourn.train.parallel.engine import Engine
 from sojourn.train.sample import Samples
 from sojourn.train.saving import Progress
 from sojourn.train.step import evaluate
@@ -25,11 +27,9 @@ from sojourn.train.step import evaluate
 class Assessor:
     """An evaluation is only noted when all of it is done: one that a stop cut short is made by the next call."""
 
-    def __init__(
-        self, config: RunConfig, run: RunFolder, artefact: Artefact, network: Network, feed: Feed, ranks: Ranks
-    ) -> None:
-        self._config, self._run, self._artefact, self._network, self._feed = config, run, artefact, network, feed
-        self._ranks = ranks
+    def __init__(self, config: RunConfig, run: RunFolder, artefact: Artefact, engine: Engine, feed: Feed) -> None:
+        self._config, self._run, self._artefact, self._engine, self._feed = config, run, artefact, engine, feed
+        self._network, self._ranks = engine.network, engine.ranks
         self.seconds: float | None = None  # that the last one took
 
     def due(self, progress: Progress, total: int) -> bool:
@@ -41,20 +41,21 @@ class Assessor:
         """Scores, samples and perhaps a new `best/`; returns why to stop, if patience has run out."""
         began, train = time.monotonic(), self._config.train
         wanted = train.samples or (train.eval_every is not None and len(self._artefact.eval))
-        with self._ranks.together():
-            if wanted and self._ranks.first:
-                taken = self._samples.take(self._network, self._feed.autocast(), self._feed.device)
-                meters.log_samples(progress.step, taken)
+        if wanted:
+            self._sample(progress.step, meters)
         if not len(self._artefact.eval):
             progress.assessed = progress.step
             return None
-        loss, accuracy = evaluate(self._network, self._artefact.eval, train.eval_rows, self._feed, self._ranks)
+        loss, accuracy = evaluate(self._network, self._artefact.eval, train.eval_rows, self._feed, self._engine)
         best = progress.is_best(loss)
         bits = loss * self._targets / math.log(2) / self._bytes if self._bytes else None
         meters.log_eval(progress.step, Scores(loss, math.exp(min(loss, 700.0)), accuracy, bits, best))
         kept = True
-        if best and train.eval_every is not None and self._ranks.first:
-            kept = self._keep_best(progress.step, loss, meters)
+        if best and train.eval_every is not None:
+            weights = self._engine.weights()
+            if self._ranks.first:
+                kept = self._keep_best(weights, progress.step, loss, meters)
+            self._ranks.wait()
         progress.note(loss, kept=not self._ranks.any(not kept))
         self.seconds = time.monotonic() - began
         if train.patience is not None and progress.worse >= train.patience:
@@ -64,10 +65,19 @@ class Assessor:
             )
         return None
 
-    def _keep_best(self, step: int, loss: float, meters: Meters) -> bool:
+    def _sample(self, step: int, meters: Meters) -> None:
+        """By the first process; where weights are cut, all must say the same words with it."""
+        lockstep = self._engine.lockstep
+        with nullcontext() if lockstep else self._ranks.together():
+            if self._ranks.first or lockstep:
+                make = partial(self._samples.take, self._network, self._feed.autocast(), self._feed.device)
+                with torch.no_grad():
+                    meters.log_samples(step, self._engine.run(make))
+
+    def _keep_best(self, weights: dict[str, Any], step: int, loss: float, meters: Meters) -> bool:
         """Whether it could be written: a disk that is too full for it does not end the run."""
         try:
-            write_final(self._network.model, self._artefact, self._run.best, self._config)
+            write_final(self._network.model, weights, self._artefact, self._run.best, self._config)
             self._run.event("best", step=step, loss=loss)
         except (OSError, RunFailed) as error:
             self._run.event("best_failed", step=step, says=str(error))

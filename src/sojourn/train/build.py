@@ -9,8 +9,8 @@ import torch
 from sojourn.config.schema import RunConfig
 from sojourn.data.artefact import Artefact
 from sojourn.errors import UserError
-from sojourn.model.adapter import add_adapter, compute_narrow, open_adapter
-from sojourn.model.base import open_base
+from sojourn.model.adapter import add_adapter, compute_narrow, empty_adapter, open_adapter
+from sojourn.model.base import empty_base, open_base
 from sojourn.model.blocks import compile_blocks, recompute
 from sojourn.model.network import Network, close_network, open_network
 from sojourn.model.probe import check_network
@@ -23,33 +23,49 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 def build_network(config: RunConfig, artefact: Artefact, device: str) -> Network:
     """Weights that are trained are kept in 32 bits; frozen ones in the numbers that the run computes in."""
-    train, seed = config.train, config.train.seed
+    network = bare_network(config, artefact, device)
+    if config.model.base is not None:
+        network = _checked(network, config, device, packed=artefact.facts["packing"] != "off")
+    save_memory(network, config)
+    ready(network, config)
+    return network
+
+
+def bare_network(config: RunConfig, artefact: Artefact, device: str, empty: bool = False) -> Network:
+    """Opened, but neither tried nor made ready for steps; `empty`: with room for an existing model's weights only."""
+    train = config.train
     if config.model.base is None:
         sizes = (artefact.vocab_size, artefact.max_length, artefact.pad_id, artefact.stop_ids)
-        model = build_model(config.model, *sizes, seed).to(device)
+        model = build_model(config.model, *sizes, train.seed).to(device)
     else:
-        model = _opened(config, artefact, device)
+        model = _opened(config, artefact, device, empty)
     model.config.use_cache = False
     network = open_network(model, train.attention)
     if train.fused == "on":
         from sojourn.model.fused import fuse
 
         fuse(network.plain)
-    if config.model.base is not None:
-        network = _checked(network, config, device, packed=artefact.facts["packing"] != "off")
-    if train.checkpointing != "off":
-        recompute(network.plain, str(train.checkpointing))
-    if train.compile == "on":
-        compile_blocks(network.plain)
-    network.model.train()
-    torch.manual_seed(seed)
     return network
 
 
-def _opened(config: RunConfig, artefact: Artefact, device: str) -> Any:
+def save_memory(network: Network, config: RunConfig) -> None:
+    if config.train.checkpointing != "off":
+        recompute(network.plain, str(config.train.checkpointing))
+
+
+def ready(network: Network, config: RunConfig) -> None:
+    """For steps."""
+    if config.train.compile == "on":
+        compile_blocks(network.plain)
+    network.model.train()
+    torch.manual_seed(config.train.seed)
+
+
+def _opened(config: RunConfig, artefact: Artefact, device: str, empty: bool) -> Any:
     """An existing model, and on it what the method trains."""
     kind, frozen = config.method.kind, config.method.kind in ("lora", "qlora")
-    model = open_base(base_of(config), DTYPES[str(config.train.precision)] if frozen else torch.float32, device)
+    dtype = DTYPES[str(config.train.precision)] if frozen else torch.float32
+    model = empty_base(base_of(config), dtype) if empty else open_base(base_of(config), dtype, device)
     rows = model.get_input_embeddings().weight.shape[0]
     if artefact.vocab_size > rows:
         if frozen:
@@ -57,14 +73,14 @@ def _opened(config: RunConfig, artefact: Artefact, device: str) -> Any:
                 f"data.tokenizer: {artefact.vocab_size} tokens, but model.base has only {rows}; use its own tokenizer "
                 f"(data.tokenizer=auto), or train all weights: method.kind=full, not {kind}"
             )
-        model.resize_token_embeddings(artefact.vocab_size)
+        model.resize_token_embeddings(artefact.vocab_size, mean_resizing=not empty)
     if not frozen:
         if getattr(model, "quantization_method", None) is not None:
             raise UserError(f"method.kind: {kind} trains all weights, but those of model.base are quantised; use qlora")
         return model.requires_grad_(True)
     model.requires_grad_(False)
     if config.method.adapter is not None:
-        model = open_adapter(model, config.method.adapter, trainable=True)
+        model = (empty_adapter if empty else open_adapter)(model, config.method.adapter, trainable=True)
     else:
         model = add_adapter(model, config.method, config.train.seed)
     for parameter in model.parameters():
@@ -75,13 +91,17 @@ def _opened(config: RunConfig, artefact: Artefact, device: str) -> Any:
     return model
 
 
+def check(network: Network, config: RunConfig, device: str, packed: bool) -> None:
+    feed = Feed(1, 1, 0, device, str(config.train.precision))
+    check_network(network, device, feed.autocast(), packed)
+
+
 def _checked(network: Network, config: RunConfig, device: str, packed: bool) -> Network:
     """The same network, or one with the model's own attention where it cannot take ours and need not."""
-    feed = Feed(1, 1, 0, device, str(config.train.precision))
     try:
-        check_network(network, device, feed.autocast(), packed)
+        check(network, config, device, packed)
     except NotImplementedError:
         close_network(network)
         network = open_network(network.model, None)
-        check_network(network, device, feed.autocast(), packed)
+        check(network, config, device, packed)
     return network

@@ -160,7 +160,7 @@ class Careful:
         return None
 
     def _judged(self, found: tuple[float, float]) -> Verdict:
-        return judge(*found, self.session.progress.recent, self.session.stepper.scaler.is_enabled())
+        return judge(*found, self.session.progress.recent, self.session.stepper.engine.scaled)
 
     def _again(self, found: tuple[float, float], random: dict[str, Any]) -> tuple[float, float]:
         """Does a suspicious step once more, with the same random numbers; another result says much of the machine."""
@@ -191,7 +191,7 @@ class Careful:
         what = f"the loss is {found[0]:.4g}, the gradient's norm {found[1]:.4g}"
         progress.bad += 1
         if policy == "stop" or progress.bad > train.max_bad_steps:
-            scaled = stepper.scaler.is_enabled()
+            scaled = stepper.engine.scaled
             try_this = "train.precision=fp32" if scaled else f"a smaller rate: train.lr={float(train.lr) / 3:.1g}"
             often = "" if policy == "stop" else f", after {train.max_bad_steps} bad steps (train.max_bad_steps)"
             raise RunFailed(f"step {step + 1}: {what}{often}, so nothing more is saved; try {try_this} --fork NEWNAME")
@@ -207,7 +207,7 @@ class Careful:
     def sound(self) -> bool:
         """Whether the weights can be saved. Ones that are no numbers must not replace good ones: the run goes back."""
         session, progress = self.session, self.session.progress
-        if not session.stepper.ranks.any(not session.live.is_sound()):
+        if session.live.is_sound():
             return True
         session.stepper.discard()
         step = progress.step

@@ -17,20 +17,20 @@ from sojourn.run.disk import sync_file
 from sojourn.run.stage import staged
 
 
-def write_final(model: Any, artefact: Artefact, folder: Path, config: RunConfig) -> None:
-    """Weights in the precision of the training (16-bit where it was), tokenizer, template and stop tokens."""
+def write_final(model: Any, weights: dict[str, Any], artefact: Artefact, folder: Path, config: RunConfig) -> None:
+    """`weights`: what was trained, whole. Written in the precision of the training (16-bit where it was), tokenizer, template and stop tokens."""
     try:
-        _write(model, artefact, folder, config)
+        _write(model, weights, artefact, folder, config)
     except SafetensorError as error:  # what the library makes of a full disk
         raise RunFailed(f"{folder}: could not be written: {error}; make room, then run the same again") from error
 
 
-def _write(model: Any, artefact: Artefact, folder: Path, config: RunConfig) -> None:
+def _write(model: Any, weights: dict[str, Any], artefact: Artefact, folder: Path, config: RunConfig) -> None:
     with staged(folder) as stage:
         if config.method.kind in ("lora", "qlora"):
-            write_adapter(model, stage, str(config.model.base), config.model.revision)
+            write_adapter(model, weights, stage, str(config.model.base), config.model.revision)
         else:
-            _write_model(model, artefact, stage, str(config.train.precision))
+            _write_model(model, weights, artefact, stage, str(config.train.precision))
         for file in artefact.tokenizer.iterdir():
             shutil.copy(file, stage / file.name)
         shutil.copy(artefact.path / "probes.json", stage / "probes.json")
@@ -38,11 +38,11 @@ def _write(model: Any, artefact: Artefact, folder: Path, config: RunConfig) -> N
             sync_file(file)
 
 
-def _write_model(model: Any, artefact: Artefact, stage: Path, precision: str) -> None:
+def _write_model(model: Any, weights: dict[str, Any], artefact: Artefact, stage: Path, precision: str) -> None:
     import torch
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
-    state = {name: value.detach().to("cpu", dtype) for name, value in model.state_dict().items()}
+    state = {name: value.detach().to("cpu", dtype) for name, value in weights.items()}
     settings = model.generation_config
     known = settings.eos_token_id if isinstance(settings.eos_token_id, list) else [settings.eos_token_id]
     settings.eos_token_id = list(dict.fromkeys([*artefact.stop_ids, *(i for i in known if i is not None)]))

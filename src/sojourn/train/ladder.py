@@ -7,6 +7,7 @@ memory. The rung is kept in the run's folder, so that the next call on the same 
 from __future__ import annotations
 
 import gc
+import json
 from typing import Any
 
 from sojourn.config.schema import TrainConfig
@@ -71,7 +72,7 @@ def further(key: str, one: Any, other: Any) -> bool:
     """Whether one value of a setting saves more memory than the other."""
     if key == "micro_batch":
         return int(one) < int(other)
-    order = ("off", "whole", "selective", "chunked", "full", "optimizer")
+    order = ("off", "whole", "selective", "chunked", "full", "optimizer", "all")
     return order.index(one) > order.index(other)
 
 
@@ -91,6 +92,14 @@ def remembered(run: RunFolder, device: str) -> dict[str, Any]:
     if not isinstance(found, dict) or found.pop("device", None) != device:
         return {}
     return {key: value for key, value in found.items() if key in ("micro_batch", "checkpointing", "loss", "offload")}
+
+
+def furthest(several: list[str]) -> dict[str, Any]:
+    """Of what the processes remember (as JSON), whatever saves most."""
+    rung: dict[str, Any] = {}
+    for found in map(json.loads, several):
+        rung.update({k: v for k, v in found.items() if k not in rung or further(k, v, rung[k])})
+    return rung
 
 
 def free_memory() -> None:

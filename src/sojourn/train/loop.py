@@ -46,10 +46,9 @@ from sojourn.train.trackers import refuse_missing_trackers
 def train(config: RunConfig, run: RunFolder) -> None:
     """Trains `config` in `run` until it is done (returns) or stopped early but resumable (raises Stopped)."""
     began = time.monotonic()
-    _refuse_what_is_not_here(config)
     refuse_missing_trackers(config.log.trackers)
     config = priced(config)
-    ranks = join(use_device(config), config.train.global_batch)
+    ranks = join(use_device(config), config)
     run = replace(run, silent=not ranks.first)
     run.acquire()
     try:
@@ -145,13 +144,6 @@ def _told(run: RunFolder, guard: Guard) -> Iterator[None]:
             run.set_status("failed", status.step, status.total_steps, says)
             run.event("failed", error=says)
         raise
-
-
-def _refuse_what_is_not_here(config: RunConfig) -> None:
-    parallel = config.parallel
-    several = isinstance(parallel.gpus, list) and len(parallel.gpus) > 1
-    if parallel.engine not in ("auto", "single") or several or parallel.deepspeed is not None:
-        raise UserError("parallel: this version trains on one device; use --gpus 0 and leave parallel.engine at auto")
 
 
 def use_device(config: RunConfig) -> str:

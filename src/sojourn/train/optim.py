@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from sojourn.config.schema import TrainConfig
@@ -40,9 +41,14 @@ _STATES = {
 class Optimizer:
     """One of torch's, bitsandbytes' or ours, whose state is known by the names of the parameters."""
 
-    def __init__(self, model: Any, train: TrainConfig, device: str) -> None:
+    def __init__(
+        self, model: Any, train: TrainConfig, device: str, local: Callable[[Any], Any] = lambda parameter: parameter
+    ) -> None:
+        """`local`: this process's part of a parameter, where they are cut."""
         groups = parameter_groups(model, train)
-        self._names = [name for group in groups for name in group.pop("names")]
+        for group in groups:
+            group["params"] = [local(parameter) for parameter in group["params"]]
+        self.names = [name for group in groups for name in group.pop("names")]
         self.torch = _make(groups, train, device)
         self._kinds = _STATES[train.optimizer]
 
@@ -64,7 +70,7 @@ class Optimizer:
         state = self.torch.state
         return {
             f"{name}/{key}": value if isinstance(value, torch.Tensor) else torch.tensor(value)
-            for name, parameter in zip(self._names, self.parameters, strict=True)
+            for name, parameter in zip(self.names, self.parameters, strict=True)
             for key, value in state.get(parameter, {}).items()
         }
 
@@ -72,24 +78,24 @@ class Optimizer:
         """Whether they are the state of an optimizer of this kind, for these parameters."""
         names = {full.rsplit("/", 1)[0] for full in tensors}
         kinds = {full.rsplit("/", 1)[1] for full in tensors}
-        return names <= set(self._names) and kinds <= self._kinds
+        return names <= set(self.names) and kinds <= self._kinds
 
     def load_tensors(self, tensors: dict[str, Any]) -> None:
-        state: dict[str, dict[str, Any]] = {name: {} for name in self._names}
+        state: dict[str, dict[str, Any]] = {name: {} for name in self.names}
         for full, value in tensors.items():
             name, key = full.rsplit("/", 1)
             state[name][key] = value
         if hasattr(self.torch, "init_state") or hasattr(self.torch, "make_state"):
             self._fill(state)
         else:
-            numbered = {i: state[name] for i, name in enumerate(self._names) if state[name]}
+            numbered = {i: state[name] for i, name in enumerate(self.names) if state[name]}
             self.torch.load_state_dict({**self.torch.state_dict(), "state": numbered})
 
     def _fill(self, state: dict[str, dict[str, Any]]) -> None:
         """Into places that the optimizer makes itself, so that paged and offloaded memory stays what it is."""
         import torch
 
-        names = iter(self._names)
+        names = iter(self.names)
         for g, group in enumerate(self.torch.param_groups):
             for i, parameter in enumerate(group["params"]):
                 found = state[next(names)]

@@ -1,36 +1,51 @@
-"""The processes that train one run together. Each reads its share of every global batch; gradients are summed.
+"""The processes that train one run together. Each reads its share of every global batch.
 
-Started by torchrun, which says who is who in the environment; a process alone is rank 0 of 1 and asks nobody.
+Started by torchrun, which says who is who in the environment; a process alone is rank 0 of 1 and asks nobody. Numbers
+are agreed upon by collectives, within `parallel.timeout`; texts, and waits for work that may take long, go through the
+store that all of them met at.
 """
 
 from __future__ import annotations
 
-import datetime
+import itertools
 import os
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 
-from sojourn.errors import UserError
+from sojourn.config.schema import RunConfig
+from sojourn.errors import RunFailed, UserError
 from sojourn.train.ladder import is_memory_error
 
-_PATIENCE = datetime.timedelta(hours=2)  # the first of them may prepare data for all
+_PATIENCE = 6 * 3600.0  # the first of them may prepare data, or fetch a model, for all
+_REFUSED = "!"
 
 
 @dataclass(frozen=True)
 class Ranks:
+    """`local`: which one on this machine."""
+
     rank: int = 0
     size: int = 1
     local: int = 0
     device: str = "cpu"
+    store: Any = None
+    _calls: Iterator[int] = field(default_factory=itertools.count)
 
     @property
     def first(self) -> bool:
         """The one that writes."""
         return self.rank == 0
+
+    @property
+    def first_here(self) -> bool:
+        """The one that prepares and fetches for its machine."""
+        return self.local == 0
 
     def share(self, rows: np.ndarray) -> np.ndarray:
         """This process's part of a global batch."""
@@ -38,13 +53,19 @@ class Ranks:
 
     def total(self, *numbers: float) -> list[float]:
         """Each number summed over all processes."""
+        return self._reduced(numbers, "SUM")
+
+    def most(self, number: int) -> int:
+        return int(self._reduced((number,), "MAX")[0])
+
+    def _reduced(self, numbers: tuple[float, ...], how: str) -> list[float]:
         if self.size == 1:
             return list(numbers)
         import torch
         import torch.distributed as dist
 
         tensor = torch.tensor(numbers, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, getattr(dist.ReduceOp, how))
         return [float(number) for number in tensor.tolist()]
 
     def any(self, flag: bool) -> bool:
@@ -62,34 +83,20 @@ class Ranks:
 
             dist.all_reduce(tensor)
 
-    def add_gradients(self, parameters: Iterable[Any]) -> None:
-        """A process whose rows trained nothing has no gradients; it adds zeros."""
-        if self.size == 1:
-            return
-        import torch
-        import torch.distributed as dist
-
-        under_way = []
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            under_way.append(dist.all_reduce(parameter.grad, async_op=True))
-        for work in under_way:
-            work.wait()
-
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """If memory runs out in one process, it does so in all: they take the ladder's next rung together."""
-        if self.size == 1:
-            yield
-            return
+    def together(self, finish: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """If memory runs out in one process, it does so in all: they take the ladder's next rung together.
+
+        `finish`: what the others wait for, even so.
+        """
         trouble: BaseException | None = None
         try:
             yield
         except (RuntimeError, MemoryError) as error:
-            if not is_memory_error(error):
+            if self.size == 1 or not is_memory_error(error):
                 raise
             trouble = error
+        finish()
         if self.any(trouble is not None):
             raise trouble or MemoryError("out of memory in another process")
 
@@ -101,29 +108,77 @@ class Ranks:
             torch.manual_seed((seed * 1_000_003 + step) * 1_000_003 % 2**62 + self.rank)
 
     def wait(self) -> None:
-        """For all of them."""
-        self.total(0.0)
+        """For all of them, however long it takes."""
+        if self.size == 1:
+            return
+        key = f"wait/{next(self._calls)}"
+        self.store.add(key, 1)
+        _until(lambda: bool(self.store.add(key, 0) >= self.size))
+
+    def gathered(self, text: str) -> list[str]:
+        """What each of them says."""
+        if self.size == 1:
+            return [text]
+        call = next(self._calls)
+        self.store.set(f"say/{call}/{self.rank}", text)
+        return [self._heard(f"say/{call}/{rank}") for rank in range(self.size)]
+
+    def from_first(self, make: Callable[[], str]) -> str:
+        """Made by the first one for all. What it refuses, all refuse."""
+        if self.size == 1:
+            return make()
+        key = f"first/{next(self._calls)}"
+        if self.first:
+            try:
+                text = make()
+            except UserError as error:
+                self.store.set(key, f"{_REFUSED}{error}")
+                raise
+            self.store.set(key, f"={text}")
+            return text
+        text = self._heard(key)
+        if text.startswith(_REFUSED):
+            raise UserError(text[1:])
+        return text[1:]
+
+    def _heard(self, key: str) -> str:
+        _until(lambda: bool(self.store.check([key])))
+        return str(self.store.get(key).decode())
+
+
+def _until(ready: Callable[[], bool]) -> None:
+    """Asks now and then: the store's own waiting would be deaf to signals."""
+    end, pause = time.monotonic() + _PATIENCE, 0.002
+    while not ready():
+        if time.monotonic() > end:
+            raise RunFailed("another process of this run does not come; run the same command again on all machines")
+        time.sleep(pause)
+        pause = min(0.2, 1.5 * pause)
 
 
 ALONE = Ranks()
 
 
-def join(device: str, global_batch: int) -> Ranks:
+def join(device: str, config: RunConfig) -> Ranks:
     """Meets the others, if torchrun started us."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1:
+    size, batch = int(os.environ.get("WORLD_SIZE", "1")), config.train.global_batch
+    if batch < size:
+        raise UserError(f"train.global_batch: {batch} rows cannot be shared by {size} processes; use {size}")
+    if size == 1 and config.parallel.engine in ("auto", "single"):
         return Ranks(device=device)
-    if global_batch < size:
-        raise UserError(f"train.global_batch: {global_batch} rows cannot be shared by {size} processes; use {size}")
-    import torch
     import torch.distributed as dist
 
-    rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
-    if device == "cuda":
-        torch.cuda.set_device(local)
-    if not dist.is_initialized():
-        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=_PATIENCE)
-    return Ranks(rank, size, local, device)
+    rank, local = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
+    if dist.is_initialized():
+        leave()
+    store = dist.HashStore() if size == 1 else next(dist.rendezvous("env://", timeout=timedelta(seconds=_PATIENCE)))[0]
+    store.set_timeout(timedelta(seconds=_PATIENCE))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+        store=dist.PrefixStore("group", store), rank=rank, world_size=size,
+        timeout=timedelta(seconds=float(config.parallel.timeout)),
+    )  # fmt: skip
+    return Ranks(rank, size, local, device, dist.PrefixStore("sojourn", store))
 
 
 def leave() -> None:

@@ -117,7 +117,7 @@ def _steps(session: Session, careful: Careful, report: Report) -> float:
     vocabulary, seconds, losses = session.artefact.vocab_size, 0.0, []
     for _ in range(min(_STEPS, session.total)):
         began = time.monotonic()
-        session.live.optimizer.set_learning_rate(
+        session.stepper.engine.set_learning_rate(
             learning_rate(session.progress.step, session.total, session.config.train)
         )
         done = careful.step()

@@ -58,16 +58,45 @@ def resolve(
         )
     _numbers(found, begun)
     _attention(found, subject)
-    _memory(found, subject)
+    _engine(found, subject, processes)
+    _memory(found, subject, processes)
     for key, value in (rung or {}).items():
         if further(key, value, getattr(found.config.train, key)):
             found.choose("train", key, value, "memory ran out with more (ladder.json)")
     if config.train.compile == "auto":
         found.choose("train", "compile", *_compile(found.config, subject))
-    if config.parallel.engine == "auto":
-        engine, reason = ("single", "one process") if processes == 1 else ("ddp", f"{processes} processes")
-        found.choose("parallel", "engine", engine, reason)
     return found
+
+
+def _engine(found: Resolved, subject: Subject, processes: int) -> None:
+    """The fastest that fits: whole weights everywhere where there is room for them, else cut."""
+    config = found.config
+    engine = config.parallel.engine
+    if engine == "single" and processes > 1:
+        raise UserError(f"parallel.engine: single is for one process, and {processes} were started; use auto")
+    if config.train.offload == "all" and engine not in ("auto", "fsdp", "deepspeed"):
+        raise UserError(f"train.offload: all needs parallel.engine=fsdp or deepspeed, not {engine}; use optimizer")
+    if engine != "auto":
+        return
+    if config.parallel.deepspeed is not None:
+        found.choose("parallel", "engine", "deepspeed", f"{config.parallel.deepspeed} is given")
+    elif config.train.offload == "all":
+        found.choose("parallel", "engine", "fsdp", "train.offload=all has weights in the host's memory")
+    elif processes == 1:
+        found.choose("parallel", "engine", "single", "one process")
+    elif config.train.device != "cuda" or config.train.optimizer != "adamw":
+        found.choose("parallel", "engine", "ddp", f"{processes} processes")
+    else:
+        import torch
+
+        tried = config.model_copy(update={"train": config.train.model_copy(update={"checkpointing": "full"})})
+        free, wide = torch.cuda.mem_get_info()[0], config.train.precision == "fp32"
+        fits = memory(subject.shape, tried, 1, wide).total <= _GPU_SHARE * free
+        engine = "ddp" if fits else "fsdp"
+        room = f"{free / 2**30:.0f} GiB free on a GPU"
+        found.choose(
+            "parallel", "engine", engine, f"all weights {'fit into' if fits else 'are too much for'} the {room}"
+        )
 
 
 def _sizes(found: Resolved, shape: Shape) -> None:
@@ -146,10 +175,11 @@ def _attention(found: Resolved, subject: Subject) -> None:
         found.choose("train", "loss", "chunked", "logits of all tokens never exist at once")
 
 
-def _memory(found: Resolved, subject: Subject) -> None:
+def _memory(found: Resolved, subject: Subject, processes: int) -> None:
     """Micro batch and recomputation together: activations are kept if a fair micro batch then fits."""
     train = found.config.train
-    length, batch = found.config.data.max_length, train.global_batch
+    length, batch = found.config.data.max_length, -(-train.global_batch // processes)
+    cut = processes if found.config.parallel.engine in ("fsdp", "deepspeed") else 1
     divisors = [n for n in range(1, batch + 1) if batch % n == 0]
     if train.device != "cuda":
         if train.checkpointing == "auto":
@@ -166,7 +196,7 @@ def _memory(found: Resolved, subject: Subject) -> None:
     for how in ("off", "selective", "full") if train.checkpointing == "auto" else (train.checkpointing,):
         tried = found.config.model_copy(update={"train": train.model_copy(update={"checkpointing": how})})
         wide = train.precision == "fp32"
-        fitting = [n for n in divisors if memory(subject.shape, tried, n, wide).total <= _GPU_SHARE * free]
+        fitting = [n for n in divisors if memory(subject.shape, tried, n, wide, cut).total <= _GPU_SHARE * free]
         if max(fitting, default=0) >= fair:
             break
     into = f"planned into {_GPU_SHARE:.0%} of the {free / 2**30:.0f} GiB free"

@@ -9,17 +9,16 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
 from sojourn.config.quantities import Duration
 from sojourn.config.schema import RunConfig, SaveConfig
 from sojourn.errors import RunFailed, UserError
-from sojourn.model.weights import are_numbers, load_weights, weights
+from sojourn.model.weights import are_numbers
 from sojourn.run.folder import RunFolder
 from sojourn.train.checkpoint import Checkpoint, Keep, load, load_one, save, tidy
 from sojourn.train.copies import Copies, mirror_of
 from sojourn.train.ladder import is_memory_error
-from sojourn.train.optim import Optimizer
+from sojourn.train.parallel.engine import Engine
 from sojourn.train.random_state import random_tensors, restore_random
 from sojourn.train.snapshot import Snapshots
 
@@ -76,30 +75,30 @@ class Saved:
 class Live:
     """The things in memory that a checkpoint holds a copy of."""
 
-    model: Any
-    optimizer: Optimizer
-    scaler: Any
+    engine: Engine
 
     def checkpoint(self, progress: Progress) -> Checkpoint:
-        state = {**asdict(progress), "seconds": round(progress.seconds, 3), "scaler": self.scaler.state_dict()}
-        return Checkpoint(weights(self.model), self.optimizer.tensors(), random_tensors(), state)
+        engine = self.engine
+        state = {**asdict(progress), "seconds": round(progress.seconds, 3), "scaler": engine.scaler.state_dict()}
+        return Checkpoint(engine.weights(), engine.moments(), random_tensors(), state)
 
     def is_sound(self) -> bool:
-        """Whether all that would be saved are numbers; moments kept on the host would take too long to read."""
-        held = [*weights(self.model).values(), *self.optimizer.tensors().values()]
-        here = next(iter(self.model.parameters())).device
-        return are_numbers(tensor for tensor in held if tensor.device == here)
+        """Whether all that would be saved are numbers, in all processes; moments kept on the host would take too long
+        to read."""
+        here = next(iter(self.engine.network.model.parameters())).device
+        return not self.engine.ranks.any(not are_numbers(t for t in self.engine.held() if t.device == here))
 
     def restore(self, found: Checkpoint, begun_elsewhere: bool = False) -> Progress:
         """`begun_elsewhere`: by another run, which paid for itself, perhaps with another optimizer, whose state then
         means nothing here."""
-        load_weights(self.model, found.model)
-        if begun_elsewhere and not self.optimizer.fits(found.optimizer):
+        engine = self.engine
+        engine.load(found.model)
+        if begun_elsewhere and not engine.optimizer.fits(found.optimizer):
             print("note: another optimizer than before, so its state begins anew", flush=True)
         else:
-            self.optimizer.load_tensors(found.optimizer)
+            engine.load_moments(found.optimizer)
         if found.state["scaler"]:
-            self.scaler.load_state_dict(found.state["scaler"])
+            engine.scaler.load_state_dict(found.state["scaler"])
         restore_random(found.random)
         known = {field.name for field in fields(Progress)} - ({"seconds", "money"} if begun_elsewhere else set())
         return Progress(**{key: value for key, value in found.state.items() if key in known})
@@ -187,16 +186,19 @@ class Saver:
 
     def save(self, must: bool = False) -> None:
         """A save that fails is told and tried again at the next interval, unless it `must` succeed."""
-        if self._run.silent:
+        engine = self._live.engine
+        if self._run.silent and not engine.lockstep:
             return
         if must or self._config.save.every_steps is not None:  # the steps that were asked for, all of them
             self._hear(wait=True)
-        step = self._progress.step
-        if step == self._last_step or self._under_way is not None:
+        wanted = self._progress.step != self._last_step and self._under_way is None
+        if not (engine.ranks.told(wanted) if engine.lockstep else wanted):
             return
         self._last_try = time.monotonic()
-        checkpoint = self._live.checkpoint(self._progress)
-        copy = None if self._snapshots is None else self._snapshots.take(checkpoint)
+        checkpoint = self._live.checkpoint(self._progress)  # of cut weights: by all processes
+        if self._run.silent:
+            return
+        copy = checkpoint if engine.copies else None if self._snapshots is None else self._snapshots.take(checkpoint)
         self._under_way = self._thread.submit(self._write, copy or checkpoint, self._last_try)
         if copy is None or must:
             self._hear(wait=True, must=must)

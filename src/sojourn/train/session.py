@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from sojourn.catalog.facts import peak_flops
-from sojourn.config.load import read_config, to_yaml
+from sojourn.config.load import dump, read_config, to_yaml
 from sojourn.config.schema import RunConfig
 from sojourn.data.artefact import Artefact, Batch
 from sojourn.data.inputs import data_of
@@ -20,19 +21,19 @@ from sojourn.errors import UserError
 from sojourn.run.files import read_json, write_json, write_text
 from sojourn.run.folder import RunFolder
 from sojourn.run.home import prepared_folder
-from sojourn.train.build import build_network
 from sojourn.train.changes import base_mark, refuse_harmful_changes
 from sojourn.train.checkpoint import check_room
 from sojourn.train.copies import fetch_newer, mirror_of
 from sojourn.train.environment import describe, device_name
 from sojourn.train.feed import Feed
-from sojourn.train.ladder import remembered
+from sojourn.train.ladder import furthest, remembered
+from sojourn.train.level import level
 from sojourn.train.meters import Work
-from sojourn.train.optim import Optimizer
+from sojourn.train.parallel.open import open_engine
 from sojourn.train.ranks import Ranks
-from sojourn.train.resolve import resolve
+from sojourn.train.resolve import Resolved, resolve
 from sojourn.train.saving import Live, Progress, resume
-from sojourn.train.step import Stepper
+from sojourn.train.step import Stepper, blank
 from sojourn.train.subject import subject_of
 
 
@@ -64,7 +65,10 @@ class Session:
         """This process's rows of a global step, in micro batches."""
         train = self.config.train
         chosen = step_rows(step, len(self.artefact.train), train.global_batch, train.seed, self.last_row)
-        return list(self.stepper.feed.batches(self.artefact.train, self.stepper.ranks.share(chosen)))
+        feed, mine = self.stepper.feed, self.stepper.ranks.share(chosen)
+        if len(mine) == 0 and self.stepper.engine.lockstep:  # of a run's last, smaller batch
+            return [blank(batch) for batch in feed.batches(self.artefact.train, chosen[:1])]
+        return list(feed.batches(self.artefact.train, mine))
 
 
 def say(line: str) -> None:
@@ -73,16 +77,11 @@ def say(line: str) -> None:
 
 def open_session(config: RunConfig, run: RunFolder, ranks: Ranks) -> Session:
     """Resolves, prepares, builds, and goes on from the newest good checkpoint."""
-    import torch
-
     ranks.wait()  # for what the first one may just have written
-    begun, was = (read_config(run.config) if run.exists() else None), run.status()
-    device = ranks.device
+    level(run, ranks, say)
+    was, device = run.status(), ranks.device
     named = device_name(device)
-    resolved = resolve(config, begun, remembered(run, named), ranks.size)
-    if begun is not None:
-        refuse_harmful_changes(begun, resolved.config, run)
-    config = resolved.config
+    config, reasons = _decided(config, run, ranks, named)
     artefact = _prepared(config, ranks)
     _refuse_other_data(run, artefact)
     if artefact.is_pairs:
@@ -95,13 +94,14 @@ def open_session(config: RunConfig, run: RunFolder, ranks: Ranks) -> Session:
         write_text(run.config, to_yaml(config))
         facts = {
             **describe(device),
-            "auto": resolved.reasons,
+            "auto": reasons,
             "data": str(artefact.path.resolve()),
             "base": base_mark(config),
         }
         write_json(run.environment, facts)
 
-    network = build_network(config, artefact, device)
+    engine = open_engine(config, artefact, ranks)
+    network = engine.network
     trained = sum(p.numel() for p in network.model.parameters() if p.requires_grad)
     if ranks.first:
         # Weights and two moments of 32 bits: told now rather than at the first save.
@@ -117,22 +117,49 @@ def open_session(config: RunConfig, run: RunFolder, ranks: Ranks) -> Session:
         backend=network.backend,
         windows=network.windows,
     )
-    scaler = torch.amp.GradScaler(device, enabled=config.train.precision == "fp16")
-    optimizer = Optimizer(network.model, config.train, device)
-    stepper = Stepper(network, optimizer, scaler, feed, config.train.clip, config.train.loss == "whole", ranks)
-    live = Live(network.model, optimizer, scaler)
+    stepper = Stepper(engine, feed, config.train.clip, config.train.loss == "whole")
+    live = Live(engine)
     progress = _resumed(config, run, live, ranks)
     length, work = _length(config, artefact), _work(config, artefact, device)
     return Session(config, run, artefact, stepper, live, progress, *length, work, named)
 
 
+def _decided(config: RunConfig, run: RunFolder, ranks: Ranks, named: str) -> tuple[RunConfig, dict[str, str]]:
+    """Every setting, and why it is so, decided by the first process for all."""
+    rung = furthest(ranks.gathered(json.dumps(remembered(run, named))))
+
+    def decide() -> Resolved:
+        begun = read_config(run.config) if run.exists() else None
+        resolved = resolve(config, begun, rung, ranks.size)
+        if begun is not None:
+            refuse_harmful_changes(begun, resolved.config, run)
+        return resolved
+
+    if ranks.size == 1:
+        alone = decide()
+        return alone.config, alone.reasons
+
+    def written() -> str:
+        found = decide()
+        return json.dumps({"config": dump(found.config), "reasons": found.reasons})
+
+    told = json.loads(ranks.from_first(written))
+    return RunConfig.model_validate(told["config"]), told["reasons"]
+
+
 def _prepared(config: RunConfig, ranks: Ranks) -> Artefact:
-    """By the first process for all."""
-    if not ranks.first:
+    """By one process of each machine."""
+    if not ranks.first_here:
         ranks.wait()
     artefact = prepare(data_of(config), prepared_folder(), say, partial(show_examples, say, sys.stdout.isatty()))
-    if ranks.first:
+    if ranks.first_here:
         ranks.wait()
+    marks = ranks.gathered(artefact.path.name)
+    if len(set(marks)) > 1:
+        raise UserError(
+            "data.sources: the machines of this run have different data there (or different versions of sojourn); "
+            "copy the first one's to the others"
+        )
     return artefact
 
 

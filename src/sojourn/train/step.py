@@ -5,8 +5,9 @@ Shapes: B rows, T tokens a row, N target tokens, D model width.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from sojourn.data.artefact import Batch, Split
 from sojourn.model import loss
 from sojourn.model.network import Network
 from sojourn.train.feed import Feed
-from sojourn.train.optim import Optimizer
+from sojourn.train.parallel.engine import Engine
 from sojourn.train.ranks import ALONE, Ranks
 
 
@@ -37,47 +38,46 @@ def loss_sum(network: Network, feed: Feed, batch: Batch, whole: bool = False) ->
 class Stepper:
     """What every step works with. Nothing is changed before `update`: gradients can be thrown away at any time."""
 
-    network: Network
-    optimizer: Optimizer
-    scaler: Any
+    engine: Engine
     feed: Feed
     clip: float
     whole: bool = False
-    ranks: Ranks = ALONE
+
+    @property
+    def network(self) -> Network:
+        return self.engine.network
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.engine.ranks
 
     def gradients(self, batches: list[Batch]) -> tuple[float, float]:
         """Forward and backward of every micro batch. Returns the mean loss and the norm of the (clipped) gradient."""
-        targets = self.ranks.total(sum(batch.targets for batch in batches))[0]
+        engine, ranks = self.engine, self.ranks
+        targets = ranks.total(sum(batch.targets for batch in batches))[0]
         mean = torch.zeros((), device=self.feed.device)
         if targets == 0:  # nothing to learn from
             return 0.0, 0.0
-        with self.ranks.together():
-            for batch in batches:
-                if batch.targets:
-                    with self.feed.autocast():
-                        part = loss_sum(self.network, self.feed, batch, self.whole) / targets
-                    self.scaler.scale(part).backward()
-                    mean += part.detach()
-        self.ranks.add_gradients(self.optimizer.parameters)
-        self.ranks.add(mean)
-        self.scaler.unscale_(self.optimizer.torch)
-        norm = torch.nn.utils.clip_grad_norm_(self.optimizer.parameters, self.clip or math.inf)
-        loss, size = torch.stack([mean, norm.to(mean.dtype)]).tolist()
+        batches = in_step(batches, ranks) if engine.lockstep else [batch for batch in batches if batch.targets]
+        with engine.passes():
+            for number, batch in enumerate(batches, 1):
+                with self.feed.autocast():
+                    part = engine.run(partial(self._loss, batch)) / targets
+                engine.backward(part, last=number == len(batches))
+                mean += part.detach()
+        ranks.add(mean)
+        norm = engine.clip(self.clip)
+        loss, size = torch.stack([mean, norm.to(mean)]).tolist()
         return loss, size
 
+    def _loss(self, batch: Batch) -> Any:
+        return loss_sum(self.network, self.feed, batch, self.whole)
+
     def update(self) -> None:
-        """One step of the optimizer, if there is anything to learn from."""
-        with self.ranks.together():
-            if any(parameter.grad is not None for parameter in self.optimizer.parameters):
-                self.scaler.step(self.optimizer.torch)
-                self.scaler.update()
-        self.optimizer.zero_grad()
+        self.engine.update()
 
     def discard(self) -> None:
-        """Throws the gradients away, and what the scaler has noted of them."""
-        self.optimizer.zero_grad()
-        if self.scaler.is_enabled():
-            self.scaler._per_optimizer_states.clear()
+        self.engine.discard()
 
     def step(self, batches: list[Batch]) -> tuple[float, float]:
         done = self.gradients(batches)
@@ -85,16 +85,38 @@ class Stepper:
         return done
 
 
-def evaluate(network: Network, split: Split, rows: int, feed: Feed, ranks: Ranks = ALONE) -> tuple[float, float]:
+def in_step(batches: list[Batch], ranks: Ranks) -> list[Batch]:
+    """As many as the process with the most has; those added train nothing."""
+    return batches + [blank(batches[0])] * (ranks.most(len(batches)) - len(batches))
+
+
+def blank(batch: Batch) -> Batch:
+    """Its tokens, with nothing to learn from them."""
+    return replace(batch, labels=np.full_like(batch.labels, -100))
+
+
+def evaluate(
+    network: Network, split: Split, rows: int, feed: Feed, engine: Engine | None = None
+) -> tuple[float, float]:
     """Over the first `rows` rows: the mean loss per target token, and the share of tokens that were the likeliest."""
     total, hits, targets = 0.0, 0.0, 0
+    ranks, lockstep = (engine.ranks, engine.lockstep) if engine is not None else (ALONE, False)
     was_training = network.model.training
     network.model.eval()
+
+    def scored(batch: Batch) -> tuple[Any, Any]:
+        return loss.score(network.head, *hidden_of_targets(network, feed, batch))
+
     try:
-        with torch.no_grad(), feed.autocast(), ranks.together():
-            for batch in feed.batches(split, ranks.share(np.arange(min(rows, len(split))))):
-                if batch.targets:
-                    lost, right = loss.score(network.head, *hidden_of_targets(network, feed, batch))
+        with torch.no_grad(), feed.autocast(), nullcontext() if lockstep else ranks.together():
+            mine = ranks.share(np.arange(min(rows, len(split))))
+            batches = feed.batches(split, mine)
+            if lockstep:
+                found = list(batches) or [blank(one) for one in feed.batches(split, np.zeros(1, np.int64))]
+                batches = iter(in_step(found, ranks))
+            for batch in batches:
+                if batch.targets or lockstep:
+                    lost, right = scored(batch) if engine is None else engine.run(partial(scored, batch))
                     total, hits, targets = total + float(lost), hits + float(right), targets + batch.targets
     finally:
         network.model.train(was_training)

@@ -24,7 +24,7 @@ def run_steps(session: Session, guard: Guard) -> None:
     """From where the run is to its end."""
     config, run, total, live = session.config, session.run, session.total, session.live
     progress, stepper = session.progress, session.stepper
-    parameters = list(live.model.parameters())
+    parameters = list(stepper.network.model.parameters())
     run.event("start", step=progress.step, total_steps=total, device=stepper.feed.device,
               precision=stepper.feed.precision, attention=stepper.network.backend or "its own",
               processes=stepper.ranks.size, parameters=sum(p.numel() for p in parameters),
@@ -35,12 +35,13 @@ def run_steps(session: Session, guard: Guard) -> None:
         try:
             with Ahead(session.batches, total) as ahead:
                 careful = Careful(session, guard, saver, ahead, meters.say)
-                assessor = Assessor(config, run, session.artefact, stepper.network, stepper.feed, stepper.ranks)
+                assessor = Assessor(config, run, session.artefact, stepper.engine, stepper.feed)
                 _steps(session, guard, meters, saver, careful, assessor)
             guard.save_seconds = saver.seconds
             with guard.abandonable():
+                weights = stepper.engine.weights()
                 if stepper.ranks.first:
-                    write_final(live.model, session.artefact, run.final, config)
+                    write_final(stepper.network.model, weights, session.artefact, run.final, config)
                     if saver.copies is not None:
                         saver.copies.bring_home(run.final, run.best)
         except Abandoned:
@@ -85,7 +86,7 @@ def _steps(session: Session, guard: Guard, meters: Meters, saver: Saver, careful
                 due_or_stopped()
             guard.save_seconds, began = saver.seconds, time.monotonic()
             rate = learning_rate(progress.step, total, train)
-            session.live.optimizer.set_learning_rate(rate)
+            session.stepper.engine.set_learning_rate(rate)
             done = careful.step()
             if done is None:
                 continue
@@ -108,8 +109,9 @@ def _steps(session: Session, guard: Guard, meters: Meters, saver: Saver, careful
     except NoRungLeft as end:
         _keep(session, saver, end.clean)
         raise
-    except OSError:  # the data can no longer be read
-        _keep(session, saver, clean=True)
+    except OSError:  # the data can no longer be read; by this process, perhaps, and not by others
+        if ranks.size == 1:
+            _keep(session, saver, clean=True)
         raise
     saver.save(must=True)
     saver.finish()

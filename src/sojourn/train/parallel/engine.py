@@ -1,0 +1,93 @@
+"""What the loop knows of the way a run is spread over processes. `Engine` is a process alone; the others build on it.
+
+A step is: `passes` around all micro batches (`run`, `backward`), then `clip`, then `update`, or `discard` at any time
+before that, as if nothing had been.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from sojourn.model.network import Network
+from sojourn.model.weights import load_weights, weights
+from sojourn.train.optim import Optimizer
+from sojourn.train.ranks import ALONE, Ranks
+
+T = TypeVar("T")
+
+
+class Engine:
+    """`lockstep`: weights or gradients travel in every pass, so all processes must make the same number of passes, and
+    one that fails half-way leaves the others waiting: then all begin again from the last checkpoint."""
+
+    lockstep = False
+
+    def __init__(self, network: Network, optimizer: Optimizer, scaler: Any, ranks: Ranks = ALONE) -> None:
+        self.network, self.optimizer, self.scaler, self.ranks = network, optimizer, scaler, ranks
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Work that needs the weights."""
+        return work()
+
+    @contextmanager
+    def passes(self) -> Iterator[None]:
+        """Around the passes of a step. If memory runs out in one process, it does so in all."""
+        with self.ranks.together():
+            yield
+
+    def backward(self, loss: Any, last: bool) -> None:
+        """Adds to the gradients; `last`: of this step."""
+        self.scaler.scale(loss).backward()
+
+    def clip(self, most: float) -> Any:
+        """The norm of the whole gradient, which is no longer than `most` afterwards."""
+        self.scaler.unscale_(self.optimizer.torch)
+        return torch.nn.utils.clip_grad_norm_(self.optimizer.parameters, most or math.inf)
+
+    def update(self) -> None:
+        """One step of the optimizer, if there is anything to learn from."""
+        with self.ranks.together():
+            if any(parameter.grad is not None for parameter in self.optimizer.parameters):
+                self.scaler.step(self.optimizer.torch)
+                self.scaler.update()
+        self.optimizer.zero_grad()
+
+    def discard(self) -> None:
+        """Throws the gradients away, and what the scaler has noted of them."""
+        self.optimizer.zero_grad()
+        if self.scaler.is_enabled():
+            self.scaler._per_optimizer_states.clear()
+
+    @property
+    def scaled(self) -> bool:
+        """Whether infinite gradients are the scaler's everyday business."""
+        return bool(self.scaler.is_enabled())
+
+    def set_learning_rate(self, rate: float) -> None:
+        self.optimizer.set_learning_rate(rate)
+
+    def held(self) -> Iterable[Any]:
+        """What this process holds of weights and moments."""
+        return [*weights(self.network.model).values(), *self.optimizer.tensors().values()]
+
+    def weights(self) -> dict[str, Any]:
+        """Whole, by name, where they are to be written. All processes must ask together."""
+        return weights(self.network.model)
+
+    def moments(self) -> dict[str, Any]:
+        """The optimizer's state, likewise."""
+        return self.optimizer.tensors()
+
+    copies = False  # whether the two above are copies already
+
+    def load(self, tensors: dict[str, Any]) -> None:
+        """Puts whole weights back, each process its share."""
+        load_weights(self.network.model, tensors)
+
+    def load_moments(self, tensors: dict[str, Any]) -> None:
+        self.optimizer.load_tensors(tensors)
