@@ -106,7 +106,7 @@ def test_the_guides_file_is_taken_and_its_scheduler_noted(file: Path) -> None:
         "train_batch_size": 4,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": 0.0,
+        "gradient_clipping": 1.0,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**12,
@@ -337,7 +337,7 @@ def test_deepspeed_itself_takes_what_we_give_it(file: Path, content: Any, offloa
     given = usual(run(word), 1) if content is None else fill(file, content, word, processes=1)[0]
     read = DeepSpeedConfig(given)
     assert read.zero_config.stage == given[ZERO]["stage"] and read.bfloat16_config.enabled
-    assert (read.train_batch_size, read.gradient_clipping, read.zero_force_ds_cpu_optimizer) == (1, 0.0, False)
+    assert (read.train_batch_size, read.gradient_clipping, read.zero_force_ds_cpu_optimizer) == (1, 1.0, False)
     assert read.optimizer_name is None and read.scheduler_name is None
 
 

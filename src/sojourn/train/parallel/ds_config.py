@@ -237,7 +237,7 @@ def _finished(given: dict[str, Any], train: TrainConfig, processes: int) -> dict
         "train_batch_size": processes,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": 0.0,  # the loop clips, by the norm over all processes
+        "gradient_clipping": train.clip,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": _QUIET,

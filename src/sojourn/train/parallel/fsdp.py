@@ -23,20 +23,10 @@ from sojourn.model.network import Network
 from sojourn.model.weights import check_fit, weights
 from sojourn.train.optim import Optimizer
 from sojourn.train.parallel.engine import Engine
+from sojourn.train.parallel.root import Root
 from sojourn.train.ranks import Ranks
 
 T = TypeVar("T")
-
-
-class Root(torch.nn.Module):  # type: ignore[misc]
-    """The outermost module: work that runs inside it finds the weights outside the blocks gathered."""
-
-    def __init__(self, network: Network) -> None:
-        super().__init__()
-        self.model = network.model
-
-    def forward(self, work: Callable[[], T]) -> T:
-        return work()
 
 
 def shard(network: Network, config: RunConfig, ranks: Ranks, from_first: bool) -> Root:
