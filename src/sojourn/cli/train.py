@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import typer
 
 
@@ -27,17 +30,27 @@ def train(
     from sojourn.run.home import home_warning, run_folder
 
     loaded = load_run(words)
-    for note in loaded.notes:
-        print(f"note: {note}")
-    warning = home_warning() if loaded.config.save.folder is None else None
-    if warning:
-        print(f"warning: {warning}")
     config = loaded.config if fork is None else forked(loaded.config, fork)
+    from sojourn.train.parallel.launch import is_worker, launch, leave_if_over, processes_here, worker
+
+    if not is_worker():
+        processes = processes_here(config)
+        if processes > 1 or config.parallel.nodes > 1:
+            raise typer.Exit(launch(config, sys.argv[1:], processes))
+    leave_if_over()
+    first = os.environ.get("RANK", "0") == "0"
+    warning = home_warning() if config.save.folder is None else None
+    if first:
+        for line in (*(f"note: {note}" for note in loaded.notes), *([f"warning: {warning}"] if warning else ())):
+            print(line)
     name = config.name or "run"
     run = run_folder(name, config.save.folder)
     from sojourn.train.loop import train as train_run
 
-    train_run(config, run)
+    with worker():
+        train_run(config, run)
+    if not first:
+        return
     print(f"done: the model is in {run.final}")
     chats = "chat_template" in (read_json(run.final / "tokenizer_config.json") or {})
     called = name if config.save.folder is None else run.path

@@ -395,8 +395,6 @@ class RunConfig(Section):
             raise clash(
                 "train.precision", "fp16 needs a GPU, but train.device is cpu; use fp32 or auto", "train.device"
             )
-        if device == "cpu" and isinstance(self.parallel.gpus, list):
-            raise clash("train.device", "cpu given, but parallel.gpus names GPUs; remove one", "parallel.gpus")
         if device == "mps" and kind == "qlora":
             raise clash("train.device", "mps cannot run qlora; set method.kind to lora, or use cuda", "method.kind")
         return self

@@ -87,6 +87,10 @@ VALUES = {
     "early_stopping_patience": "train.patience",
     "gpus": "parallel.gpus",
     "deepspeed": "parallel.deepspeed",
+    "nnodes": "parallel.nodes",
+    "node_rank": "parallel.node",
+    "master_addr": "parallel.master",
+    "max_restarts": "parallel.restarts",
     "output_dir": "save.folder",
     "save_dir": "save.folder",
     "save_steps": "save.every_steps",
@@ -188,12 +192,10 @@ NEEDLESS = {
 }
 WORDY = ("logging_dir", "metric_for_best_model")  # always followed by a value
 
-_ONE_MACHINE = "one machine trains a run; spreading one over several is not here"
-
 # Names of what is not here, and what to do instead.
 REFUSED = {
     "nproc_per_node": "not needed; name the GPUs instead: --gpus 0,1,2,3",
-    **dict.fromkeys(("nnodes", "node_rank", "master_addr", "master_port"), _ONE_MACHINE),
+    "master_port": "say it with the first machine's name: --master_addr HOST:PORT",
     "push_to_hub": "not here; upload the run's folder final/ yourself: hf upload NAME final",
 }
 

@@ -119,6 +119,10 @@ class RunFolder:
             )
         return status
 
+    def changed_at(self) -> float:
+        """When the status was last written, by `time.time`."""
+        return self._status.stat().st_mtime
+
     def set_status(self, state: State, step: int, total_steps: int, says: str = "", resumable: bool = True) -> None:
         if self.silent:
             return

@@ -18,7 +18,16 @@ from sojourn.errors import RunFailed
 from sojourn.train.checkpoint import load
 from sojourn.train.feed import Ahead
 from sojourn.train.guard import Abandoned, Guard
-from sojourn.train.ladder import NoRungLeft, OneRungDown, free_memory, is_memory_error, next_rung, remember, told
+from sojourn.train.ladder import (
+    NoRungLeft,
+    OneRungDown,
+    StartAgain,
+    free_memory,
+    is_memory_error,
+    next_rung,
+    remember,
+    told,
+)
 from sojourn.train.numbers import RECENT, Verdict, judge, same
 from sojourn.train.random_state import random_tensors, restore_random
 from sojourn.train.saving import Saver, Say
@@ -76,7 +85,7 @@ class Careful:
         if why is not None:  # outside, since the error holds on to the memory of where it happened
             raise self._down(True, why) or RuntimeError(why)
         progress.recent = [*progress.recent, found[0]][-RECENT:]
-        return Done(*found, sum(batch.real_tokens for batch in batches), waited)
+        return Done(*found, self.session.tokens(step), waited)
 
     def _update(self) -> str | None:
         """Why memory did not suffice, if it did not."""
@@ -115,7 +124,7 @@ class Careful:
 
     def ease(self, why: str) -> None:
         """Fewer rows at a time before memory really runs out."""
-        if self.session.stepper.feed.micro_batch > 1:
+        if self.session.stepper.feed.micro_batch > 1 and not self.session.stepper.engine.lockstep:
             self._down(False, why)
 
     def _gradients(
@@ -148,8 +157,12 @@ class Careful:
                 "memory, a shorter data.max_length, or method.kind=qlora in a new run: name=NEW",
                 clean=not in_update,
             )
-        remember(session.run, rung, session.device_name)
+        lockstep = session.stepper.engine.lockstep
+        if lockstep or not session.run.silent:
+            remember(session.run, rung, session.device_name)
         session.run.event("out_of_memory", step=step, says=says, now=rung)
+        if lockstep:  # the others wait for this process in the midst of a pass
+            raise StartAgain(f"step {step}: out of memory ({says}); the same command goes on with {told(rung)}")
         self.say(f"step {step}: memory is short ({says}); going on with {told(rung)}")
         session.stepper.discard()
         if set(rung) != {"micro_batch"} or in_update:

@@ -18,7 +18,8 @@ from sojourn.run.stage import staged
 
 
 def write_final(model: Any, weights: dict[str, Any], artefact: Artefact, folder: Path, config: RunConfig) -> None:
-    """`weights`: what was trained, whole. Written in the precision of the training (16-bit where it was), tokenizer, template and stop tokens."""
+    """`weights`: what was trained, whole. They go into the folder in the precision of the training (16-bit where it
+    was), with tokenizer, template and stop tokens."""
     try:
         _write(model, weights, artefact, folder, config)
     except SafetensorError as error:  # what the library makes of a full disk

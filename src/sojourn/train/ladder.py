@@ -41,6 +41,10 @@ class NoRungLeft(RunFailed):
         self.clean = clean
 
 
+class StartAgain(RunFailed):
+    """Processes wait for each other in the midst of a pass: all must begin again from the last checkpoint."""
+
+
 def is_memory_error(error: BaseException) -> bool:
     """Torch's own error, or one of those of the libraries below it."""
     import torch
@@ -82,8 +86,8 @@ def told(rung: dict[str, Any]) -> str:
 
 def remember(run: RunFolder, rung: dict[str, Any], device: str) -> None:
     """Adds a rung to those of earlier times."""
-    if not run.silent:
-        write_json(run.ladder, {"device": device, **remembered(run, device), **rung})
+    run.path.mkdir(parents=True, exist_ok=True)  # on a machine that does not write the run itself
+    write_json(run.ladder, {"device": device, **remembered(run, device), **rung})
 
 
 def remembered(run: RunFolder, device: str) -> dict[str, Any]:

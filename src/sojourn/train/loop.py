@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import os
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
-from pathlib import Path
 
 from sojourn.config.load import read_config
 from sojourn.config.schema import RunConfig
-from sojourn.errors import UserError
+from sojourn.errors import Stopped, UserError
 from sojourn.machine.precision import choose_device
 from sojourn.run.folder import RunFolder
 from sojourn.run.ledger import Ledger
@@ -51,6 +51,7 @@ def train(config: RunConfig, run: RunFolder) -> None:
     ranks = join(use_device(config), config)
     run = replace(run, silent=not ranks.first)
     run.acquire()
+    began_again(run, ranks)
     try:
         mirror = mirror_of(config, run)
         if mirror is not None and ranks.first:
@@ -59,7 +60,7 @@ def train(config: RunConfig, run: RunFolder) -> None:
                 say(f"warning: {warning}")
             fetch_beginnings(mirror, run)
         with (
-            _silent() if run.silent else nullcontext(),
+            _apart(run, ranks) if run.silent else nullcontext(),
             Ledger.open(run.ledger, config.limits.price_per_hour, began, run.silent) as ledger,
             Guard(config.limits, ledger, session_end(config.limits), together=ranks.size > 1) as guard,
             _told(run, guard),
@@ -68,7 +69,7 @@ def train(config: RunConfig, run: RunFolder) -> None:
                 free_memory()
     finally:
         run.release()
-        leave()
+    leave()
 
 
 def _trained(config: RunConfig, run: RunFolder, ranks: Ranks, guard: Guard) -> bool:
@@ -124,10 +125,15 @@ def _already_done(run: RunFolder, steps: int) -> None:
 
 
 @contextmanager
-def _silent() -> Iterator[None]:
-    """One process speaks for all."""
-    with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
-        yield
+def _apart(run: RunFolder, ranks: Ranks) -> Iterator[None]:
+    """One process speaks for all; what the others say is kept in files."""
+    run.logs.mkdir(parents=True, exist_ok=True)
+    with (run.logs / f"process-{ranks.rank}.log").open("a", encoding="utf-8", buffering=1) as log, redirect_stdout(log):
+        try:
+            yield
+        except BaseException:
+            traceback.print_exc(file=log)
+            raise
 
 
 @contextmanager
@@ -146,16 +152,37 @@ def _told(run: RunFolder, guard: Guard) -> Iterator[None]:
         raise
 
 
+def began_again(run: RunFolder, ranks: Ranks) -> None:
+    """torchrun starts ended processes again, also those that ended on purpose."""
+    count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if count == 0 or ranks.size == 1:
+        return
+    import psutil
+
+    was = run.status()
+    if was and was.state == "stopped" and run.changed_at() > psutil.Process(os.getppid()).create_time():
+        raise Stopped(f"stopped by {was.says} at step {was.step} of {was.total_steps}; the same command continues")
+    run.event("began_again", restart=count)
+    if ranks.first:
+        say(f"began again after a process had ended (restart {count})")
+
+
 def use_device(config: RunConfig) -> str:
     """Makes the chosen device current and returns torch's name for it."""
     import torch
 
-    device = choose_device(config.train.device)
-    if device == "cuda" and isinstance(config.parallel.gpus, list):
-        number, there = config.parallel.gpus[0], torch.cuda.device_count()
+    device, gpus = choose_device(config.train.device), config.parallel.gpus
+    local, here = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if isinstance(gpus, list) and len(gpus) != here:
+        raise UserError(f"parallel.gpus: {len(gpus)} GPUs are named, but torchrun started {here} processes here")
+    if device == "cuda":
+        number, there = gpus[local] if isinstance(gpus, list) else local, torch.cuda.device_count()
         if number >= there:
             raise UserError(f"parallel.gpus: there is no GPU {number}; this machine has {there}, counted from 0")
         torch.cuda.set_device(number)
+        if gpus == "auto" and here == 1 and there > 1:
+            say(f"note: 1 of the {there} GPUs here is used; all of them: --gpus all")
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if device == "cuda" else "cpu")  # else it wonders aloud
     if config.train.deterministic == "on":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it
         torch.use_deterministic_algorithms(True)

@@ -8,11 +8,12 @@ store that all of them met at.
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -20,10 +21,15 @@ import numpy as np
 
 from sojourn.config.schema import RunConfig
 from sojourn.errors import RunFailed, UserError
+from sojourn.machine.gang import Facts, compare, facts
 from sojourn.train.ladder import is_memory_error
 
 _PATIENCE = 6 * 3600.0  # the first of them may prepare data, or fetch a model, for all
 _REFUSED = "!"
+
+
+class Relayed(UserError):
+    """What the first process has refused, as the others hear of it."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +120,9 @@ class Ranks:
         key = f"wait/{next(self._calls)}"
         self.store.add(key, 1)
         _until(lambda: bool(self.store.add(key, 0) >= self.size))
+        self.store.add(f"{key}/seen", 1)
+        if self.first:  # it may keep the store, and must not leave with it before all have seen this
+            _until(lambda: bool(self.store.add(f"{key}/seen", 0) >= self.size))
 
     def gathered(self, text: str) -> list[str]:
         """What each of them says."""
@@ -138,7 +147,7 @@ class Ranks:
             return text
         text = self._heard(key)
         if text.startswith(_REFUSED):
-            raise UserError(text[1:])
+            raise Relayed(text[1:])
         return text[1:]
 
     def _heard(self, key: str) -> str:
@@ -178,7 +187,19 @@ def join(device: str, config: RunConfig) -> Ranks:
         store=dist.PrefixStore("group", store), rank=rank, world_size=size,
         timeout=timedelta(seconds=float(config.parallel.timeout)),
     )  # fmt: skip
-    return Ranks(rank, size, local, device, dist.PrefixStore("sojourn", store))
+    ranks = Ranks(rank, size, local, device, dist.PrefixStore("sojourn", store))
+    _refuse_unlike(ranks)
+    return ranks
+
+
+def _refuse_unlike(ranks: Ranks) -> None:
+    """Other versions on another machine would compute something else, or hang."""
+    if ranks.size == 1:
+        return
+    known = [Facts(**json.loads(text)) for text in ranks.gathered(json.dumps(asdict(facts(os.environ))))]
+    wrong = next((finding for finding in compare(known, "") if finding.level == "fail"), None)
+    if wrong is not None:
+        raise UserError(f"{wrong.name}: {wrong.says}; {wrong.mend}")
 
 
 def leave() -> None:

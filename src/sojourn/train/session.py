@@ -61,6 +61,11 @@ class Session:
         chosen = step_rows(step, len(self.artefact.train), train.global_batch, train.seed, self.last_row)
         return [int(row) for row in chosen]
 
+    def tokens(self, step: int) -> int:
+        """Of a global step, padding not counted."""
+        ends, rows = self.artefact.train.rows, self.rows(step)
+        return int(sum(int(ends[row + 1]) - int(ends[row]) for row in rows))
+
     def batches(self, step: int) -> list[Batch]:
         """This process's rows of a global step, in micro batches."""
         train = self.config.train

@@ -2,8 +2,8 @@
 
 Gradients live in flat buckets, of which each parameter's gradient is a view. In a step's last pass a bucket travels as
 soon as it is full, while the rest of the backward goes on; passes before it keep to themselves. torch's own wrapper
-does the same, but where one process runs out of memory in its backward, the others would wait for its buckets for ever. Here
-it sends them all the same, and what came of it is thrown away by all.
+does the same, but where one process runs out of memory in its backward, the others would wait for its buckets for ever.
+Here it sends them all the same, and what came of it is thrown away by all.
 """
 
 from __future__ import annotations

@@ -57,7 +57,8 @@ def import_quietly() -> None:
             import deepspeed
     except ImportError:
         raise UserError(
-            "parallel.engine: deepspeed is not installed; run: DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed"
+            "parallel.engine: deepspeed is not installed; run: "
+            "DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed"
         ) from None
     deepspeed.utils.logger.setLevel("ERROR")
 
@@ -169,16 +170,15 @@ class DeepSpeed(Engine):
         import deepspeed
         from deepspeed.utils import safe_set_full_fp32_param
 
-        places = {name: self._trained.get(name) for name in self._names()}
-        shapes = {n: torch.empty(getattr(p, "ds_shape", p.shape), device="meta") for n, p in places.items() if p is not None}
-        check_fit(shapes, {name: tensor for name, tensor in tensors.items() if places.get(name) is not None})
         buffers = dict(self.network.model.named_buffers())
+        forms = {name: torch.empty(getattr(p, "ds_shape", p.shape), device="meta") for name, p in self._trained.items()}
+        check_fit(forms, {name: tensor for name, tensor in tensors.items() if name not in buffers})
         with torch.no_grad():
             for name, tensor in tensors.items():
-                place = places[name]
-                if place is None:
+                if name in buffers:
                     buffers[name].copy_(tensor)
                     continue
+                place = self._trained[name]
                 with deepspeed.zero.GatheredParameters([place], modifier_rank=0):
                     place.data.copy_(tensor)
                 safe_set_full_fp32_param(place, tensor.to(self.ranks.device))

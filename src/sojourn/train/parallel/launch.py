@@ -1,0 +1,192 @@
+"""Several processes from one command: `sojourn train RUN --gpus 0,1` starts itself again under torchrun's own agent.
+
+The agent runs in a thread of this process, which stays to pass signals on: to the workers alone, and as long as they
+take to save. A worker that must end the whole run leaves a verdict; one that was killed, or lost another, leaves none,
+and then all are started again from the last checkpoint, `parallel.restarts` times at most.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from sojourn.config.schema import RunConfig
+from sojourn.errors import Stopped, UserError
+from sojourn.machine.precision import choose_device
+from sojourn.train.ladder import StartAgain
+from sojourn.train.ranks import Relayed
+
+_VERDICT = "SOJOURN_VERDICT"
+_PORT = 29500
+_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+_LOST = ("connection closed by peer", "connection reset", "gloo", "nccl", "socket", "broken pipe", "peer")
+
+
+def is_worker() -> bool:
+    """Whether torchrun, or we, started this process as one of several."""
+    return "WORLD_SIZE" in os.environ and "RANK" in os.environ
+
+
+def processes_here(config: RunConfig) -> int:
+    """How many this machine is to have; 1 where nothing need be launched."""
+    gpus, device = config.parallel.gpus, choose_device(config.train.device)
+    if isinstance(gpus, list):
+        if device != "cuda" and len(gpus) > 1:
+            print(f"note: no GPU is used here; {len(gpus)} processes share the {device}", flush=True)
+        return len(gpus)
+    if gpus == "all" and device == "cuda":
+        import torch
+
+        return int(torch.cuda.device_count())
+    return 1
+
+
+def launch(config: RunConfig, words: list[str], processes: int) -> int:
+    """Runs `sojourn` with `words` in so many processes here; returns its exit code when all have ended."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.run import config_from_args, parse_args
+
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else a machine that was lost cannot come back
+    with tempfile.TemporaryDirectory(prefix="sojourn-") as folder:
+        verdict = Path(folder) / "verdict.json"
+        os.environ[_VERDICT] = str(verdict)
+        how, entry, given = config_from_args(parse_args([*_meeting(config, processes), "-m", "sojourn", *words]))
+        ended: list[BaseException | None] = []
+
+        def agent() -> None:
+            try:
+                elastic_launch(config=how, entrypoint=entry)(*given)
+                ended.append(None)
+            except BaseException as error:
+                ended.append(error)
+
+        thread = threading.Thread(target=agent, name="agent", daemon=True)
+        with _passed_on():
+            thread.start()
+            while thread.is_alive():
+                thread.join(0.2)
+        found = json.loads(verdict.read_text()) if verdict.exists() else None
+        trouble = ended[0]
+    if found is not None:
+        if found["rank"] != 0:
+            print(f"sojourn: process {found['rank']}: {found['says']}", file=sys.stderr)
+        return int(found["code"])
+    if isinstance(trouble, ChildFailedError):
+        rank, failure = trouble.get_first_failure()
+        how_ended = f"was killed ({failure.signal_name()})" if failure.exitcode < 0 else f"ended ({failure.exitcode})"
+        print(
+            f"sojourn: process {rank} {how_ended}, {config.parallel.restarts} restarts did not help; the same command "
+            "continues from the last checkpoint",
+            file=sys.stderr,
+        )
+        return 1
+    if trouble is not None:
+        raise trouble
+    return 0
+
+
+def _meeting(config: RunConfig, processes: int) -> list[str]:
+    """Where the machines of this run meet, in torchrun's words."""
+    parallel = config.parallel
+    words = [f"--nproc_per_node={processes}", f"--max-restarts={parallel.restarts}", "--monitor-interval=0.1"]
+    if parallel.nodes == 1:
+        return [*words, "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={os.getpid()}"]
+    host, _, port = str(parallel.master).partition(":")
+    meeting = [f"--nnodes={parallel.nodes}", "--rdzv-backend=c10d", f"--rdzv-id={config.name or 'run'}",
+               f"--rdzv-endpoint={host}:{port or _PORT}"]  # fmt: skip
+    if parallel.node != "auto":
+        meeting.append(f"--rdzv-conf=is_host={'true' if parallel.node == 0 else 'false'}")
+    return [*words, *meeting]
+
+
+@contextmanager
+def _passed_on() -> Iterator[None]:
+    """Every signal goes to all workers, which agree on what to do."""
+    import psutil
+
+    def hear(number: int, _: Any) -> None:
+        for child in psutil.Process().children():
+            with suppress(psutil.Error):
+                child.send_signal(number)
+
+    was = {n: signal.signal(n, hear) for n in _SIGNALS if signal.getsignal(n) is not signal.SIG_IGN}
+    try:
+        yield
+    finally:
+        for number, handler in was.items():
+            signal.signal(number, handler)
+
+
+def leave_if_over() -> None:
+    """A worker that is started again after a verdict has nothing to do."""
+    if Path(os.environ.get(_VERDICT, "")).is_file():
+        several = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
+        os._exit(1 if several else 0)  # other machines must not wait for this one
+
+
+@contextmanager
+def worker() -> Iterator[None]:
+    """Around what one of several processes does. It ends at once where it fails: others may never answer again."""
+    if not is_worker() or os.environ["WORLD_SIZE"] == "1":
+        yield
+        return
+    if _VERDICT in os.environ:
+        threading.Thread(target=_watch_parent, args=(os.getppid(),), daemon=True).start()
+    try:
+        yield
+    except SystemExit:
+        raise
+    except BaseException as error:
+        _end(error)
+
+
+def _end(error: BaseException) -> None:
+    rank, launched = int(os.environ["RANK"]), _VERDICT in os.environ
+    code = error.code if isinstance(error, UserError) else 1
+    says = str(error) if isinstance(error, UserError) else "".join(traceback.format_exception(error)).rstrip()
+    lost = _lost_another(error)
+    if lost:
+        says = f"process {rank} lost another one, which has ended or cannot be reached"
+    if rank == 0 or not isinstance(error, UserError):
+        print(f"sojourn: {says}", file=sys.stderr)
+    # What the first process refused or stopped, it tells itself.
+    own = rank == 0 or not isinstance(error, (Stopped, Relayed))
+    if launched and own and not lost and not isinstance(error, StartAgain):
+        with suppress(FileExistsError):
+            whole = Path(os.environ[_VERDICT]).with_suffix(f".{rank}")
+            whole.write_text(json.dumps({"rank": rank, "code": code, "says": says}))
+            os.link(whole, os.environ[_VERDICT])  # the first one counts
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0 if launched and isinstance(error, Stopped) else code)
+
+
+def _lost_another(error: BaseException) -> bool:
+    """Whether it failed because another process had gone, which is the one to ask."""
+    import torch.distributed as dist
+
+    known = getattr(dist, "DistError", ())
+    return isinstance(error, known) or (
+        isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _LOST)
+    )
+
+
+def _watch_parent(parent: int) -> None:
+    """If the one that started us is gone, nobody could stop us any more."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.kill(os.getpid(), signal.SIGTERM)
