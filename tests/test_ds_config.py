@@ -11,8 +11,8 @@ import pytest
 from sojourn.config.load import load_run
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
-from sojourn.train.parallel import ds_config
 from sojourn.train.parallel.ds_config import filled, usual
+from sojourn.train.parallel.ds_fields import KEPT, KNOWN
 
 WORDS = (
     "small", "train.global_batch=32", "train.micro_batch=4", "train.lr=2e-5", "train.precision=bf16", "train.clip=1",
@@ -342,7 +342,7 @@ def test_deepspeed_itself_takes_what_we_give_it(file: Path, content: Any, offloa
 
 
 def test_a_field_stands_in_one_table_only() -> None:
-    assert len(set(ds_config._KNOWN)) == len(ds_config._KNOWN)
+    assert len(set(KNOWN)) == len(KNOWN)
 
 
 def test_deepspeed_knows_every_field_that_is_kept(file: Path) -> None:
@@ -351,7 +351,7 @@ def test_deepspeed_knows_every_field_that_is_kept(file: Path) -> None:
 
     example = {"flag": True, "size": 7, "count": 7, "number": 7, (0, 1, 2, 3): 3}
     content: dict[str, Any] = {}
-    for field, kind in ds_config._KEPT.items():
+    for field, kind in KEPT.items():
         *sections, last = field.split(".")
         inner = content
         for section in sections:

@@ -16,8 +16,9 @@ from sojourn.errors import UserError
 from sojourn.machine import probe_parallel
 from sojourn.machine.doctor import exit_code, next_step
 from sojourn.machine.finding import Finding
-from sojourn.machine.gang import Facts, Speed, absent, all_reduce, called, compare
+from sojourn.machine.gang import called
 from sojourn.machine.gpus import GpuSeen
+from sojourn.machine.group import Facts, Speed, absent, all_reduce, compare
 
 GIB = 1024**3
 VERSIONS = {"python": "3.11.7", "sojourn": "0.1.0", "torch": "2.7.1+cu128", "peft": "0.17.0", "CUDA": "12.8"}

@@ -53,9 +53,17 @@ def bench_train(
             help="What to train (tiny, pretrain-110m, lora-7b, …), with commas; by default what fits this machine."
         ),
     ] = None,
-    rows: Annotated[str, typer.Option(help="Only these rows, with commas.")] = "",
+    rows: Annotated[
+        str, typer.Option(help="Only these rows, with commas. With --gpus: the one whose settings to use.")
+    ] = "",
     steps: Annotated[int, typer.Option(min=2, max=10_000, help="Steps of each row; the first fifth warms up.")] = 25,
     peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Do the same with other programs.")] = True,
+    gpus: Annotated[
+        str | None, typer.Option(help="Report instead what more GPUs bring, on 1, 2, 4, … of these: 0,1 or all.")
+    ] = None,
+    engines: Annotated[
+        str | None, typer.Option(help="Those to compare with one process alone, for --gpus; by default ddp,fsdp.")
+    ] = None,
     folder: Annotated[
         Path | None,
         typer.Option(help="Where to work and to keep weights and data for the next call; by default nothing is kept."),
@@ -64,9 +72,18 @@ def bench_train(
     out: Annotated[Path | None, typer.Option(help="Write the result as JSON to this file.")] = None,
 ) -> None:
     """Train models of random weights: speed and memory by optimisation and against peers, every loss compared."""
-    from sojourn.bench.train.measure import make_plan, measure
+    from sojourn.bench.train import measure, scaling
+    from sojourn.errors import UserError
 
-    _report(lambda say: measure(make_plan(workload or [], rows, steps, peers, folder), say), json, out)
+    if gpus is None:
+        if engines is not None:
+            raise UserError("--engines: say on which GPUs to compare them, such as --gpus 0,1 or --gpus all")
+        _report(
+            lambda say: measure.measure(measure.make_plan(workload or [], rows, steps, peers, folder), say), json, out
+        )
+        return
+    asked = (workload or [], rows, steps, folder, gpus, engines or "ddp,fsdp")
+    _report(lambda say: scaling.measure(scaling.make_scaling(*asked), say), json, out)
 
 
 @bench_app.command("save")

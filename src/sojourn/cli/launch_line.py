@@ -63,13 +63,12 @@ def launch_line(
 
 
 def _make(kind: str, launch: Launch, json: bool) -> Any:
-    from sojourn.run import launch_line
+    from sojourn.run.launch_kubernetes import pytorchjob, trainjob
+    from sojourn.run.launch_line import shell, shell_text, slurm
 
     if kind == "shell":
-        return launch_line.shell(launch) if json else launch_line.shell_text(launch)
-    return {"slurm": launch_line.slurm, "pytorchjob": launch_line.pytorchjob, "trainjob": launch_line.trainjob}[kind](
-        launch
-    )
+        return shell(launch) if json else shell_text(launch)
+    return {"slurm": slurm, "pytorchjob": pytorchjob, "trainjob": trainjob}[kind](launch)
 
 
 def _gpus(typed: str) -> int:

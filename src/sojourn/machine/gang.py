@@ -13,61 +13,23 @@ import platform
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from sojourn import __version__
 from sojourn.errors import UserError
-from sojourn.machine.finding import Finding, Level, gib, guarded, one_line
+from sojourn.machine.finding import Finding, guarded, one_line
+from sojourn.machine.group import NETWORK_MEND, WAIT, Facts, Speed, absent, all_reduce, backend, compare
 from sojourn.machine.hardware import volume
 from sojourn.machine.precision import INSTALL_TORCH
 from sojourn.machine.probe_software import installed
 
-WAIT = "SOJOURN_DOCTOR_WAIT"  # seconds until a process that has not come counts as missing
 SHARED = Path("/dev/shm")  # noqa: S108
-GIB = 1024**3
 _MEASURING = 90.0  # seconds; a first all-reduce that takes longer hangs
 _BYTES = 64 * 1024**2
-
-_LOCAL_MEND = (
-    "put NCCL_P2P_DISABLE=1 before the command: if that helps, export it; in a container: docker run --ipc=host (or "
-    "--shm-size=8g); NCCL_DEBUG=INFO before the command tells more"
-)
-_NETWORK_MEND = (
-    "on every machine: export NCCL_SOCKET_IFNAME=eth0 GLOO_SOCKET_IFNAME=eth0 with the name that `ip -br addr` shows "
-    "for the fast network, and open all ports between the machines; NCCL_DEBUG=INFO before the command tells more"
-)
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What one process knows of itself; `seconds_off` is its clock against the first one's, as measured `within`."""
-
-    rank: int
-    host: str
-    versions: dict[str, str | None]
-    node: int = 0
-    local_rank: int = 0
-    gpu: str | None = None
-    gpu_bytes: int = 0
-    gpus_here: int = 0
-    shared_free: int | None = None
-    seconds_off: float = 0.0
-    within: float = 0.0
-
-
-@dataclass(frozen=True)
-class Speed:
-    """What one process measured: what the slowest link carried (bus bandwidth), latency, whether sums were right."""
-
-    gb_per_s: float = 0.0
-    latency_us: float = 0.0
-    right: bool = False
-    error: str | None = None
-
 
 Tell = Callable[[list[Finding]], int]
 
@@ -124,7 +86,7 @@ def _examine(store: Any, rank: int, size: int, env: Mapping[str, str]) -> tuple[
         known = _with_clocks(store, known, rank)
         speeds, hung = _speeds(store, known, rank, env)
     except RuntimeError as error:  # every error of the store is one
-        return [Finding("processes", "fail", f"one went away: {one_line(error)}", _NETWORK_MEND)], True
+        return [Finding("processes", "fail", f"one went away: {one_line(error)}", NETWORK_MEND)], True
     if rank > 0:
         return [], hung
     return [*compare(known, _address(env)), all_reduce(known, speeds)], hung
@@ -243,17 +205,6 @@ def _code(store: Any, present: list[int], rank: int) -> int:
     return code
 
 
-def absent(missing: list[int], size: int, patience: float, address: str) -> Finding:
-    never = f"{_ranks(missing)} of {size} did not come to {address} within {patience:g} s"
-    mend = (
-        "see there whether it still runs and what it said; check --nnodes, --node_rank and --master_addr, let the "
-        "firewall pass every port between the machines, and where one has several networks: export "
-        f"NCCL_SOCKET_IFNAME=eth0 GLOO_SOCKET_IFNAME=eth0; to wait longer: export {WAIT}=600; for this machine alone: "
-        "unset WORLD_SIZE"
-    )
-    return Finding("processes", "fail", never, mend, {"missing": missing})
-
-
 def _with_clocks(store: Any, known: list[Facts], rank: int) -> list[Facts]:
     """Each clock against the first one's: asked and answered, so that half the round trip bounds the error."""
     rounds = range(5)
@@ -298,12 +249,12 @@ def _measure(store: Any, known: list[Facts], mine: Facts) -> Speed:
     import torch.distributed as dist
 
     device = torch.device("cpu")
-    if _backend(known) == "nccl":
+    if backend(known) == "nccl":
         device = torch.device("cuda", mine.local_rank)
         torch.cuda.set_device(device)
     # Beyond our own patience: torch would end the process.
     later = timedelta(seconds=4 * _MEASURING)
-    dist.init_process_group(_backend(known), store=store, rank=mine.rank, world_size=len(known), timeout=later)
+    dist.init_process_group(backend(known), store=store, rank=mine.rank, world_size=len(known), timeout=later)
 
     def seconds(tensor: Any, times: int) -> float:
         start = time.perf_counter()
@@ -325,155 +276,6 @@ def _measure(store: Any, known: list[Facts], mine: Facts) -> Speed:
     took = seconds(data, min(max(int(1 / float(once)), 1), 20))
     dist.destroy_process_group()
     return Speed(2 * (size - 1) / size * _BYTES / took / 1e9, latency * 1e6, right)
-
-
-def _backend(known: Sequence[Facts]) -> str:
-    return "nccl" if all(one.gpu for one in known) else "gloo"
-
-
-def compare(known: Sequence[Facts], address: str) -> list[Finding]:
-    """Whether these processes can train one run together; a function of the facts alone."""
-    met = f"{len(known)} on {_count(_nodes(known), 'machine')}, all met at {address}: {_who(known)}"
-    findings = [Finding("processes", "ok", met, data={"facts": [asdict(one) for one in known]})]
-    return [*findings, _versions(known), _cards(known), _clocks(known), *_shared(known)]
-
-
-def all_reduce(known: Sequence[Facts], speeds: Sequence[Speed]) -> Finding:
-    """The measured sum over all processes, judged by the order of magnitude that the hardware should give."""
-    several = _nodes(known) > 1
-    mend = _NETWORK_MEND if several else _LOCAL_MEND
-    failed = [(one, speed) for one, speed in zip(known, speeds, strict=True) if speed.error]
-    if failed:
-        says = f"over {_backend(known)} failed on {_who([one for one, _ in failed])}: {failed[0][1].error}"
-        return Finding("all-reduce", "fail", says, mend, {"backend": _backend(known)})
-    slowest = min(speeds, key=lambda speed: speed.gb_per_s)
-    latency = max(speed.latency_us for speed in speeds)
-    data = {"backend": _backend(known), "gb_per_s": round(slowest.gb_per_s, 3), "latency_us": round(latency, 1)}
-    wrong = [one for one, speed in zip(known, speeds, strict=True) if not speed.right]
-    if wrong:
-        return Finding("all-reduce", "fail", f"gives wrong sums on {_who(wrong)}: do not train so", mend, data)
-    says = f"{slowest.gb_per_s:.3g} GB/s over {_backend(known)}, {latency:.0f} µs for a small one"
-    floor = 0.0 if _backend(known) == "gloo" else 0.5 if several else 1.0
-    if slowest.gb_per_s < floor:
-        slow = f"{says}: gradients of 1 GB take {2 / slowest.gb_per_s:.0f} s a step"
-        return Finding("all-reduce", "warn", slow, mend, data)
-    return Finding("all-reduce", "ok", says, data=data)
-
-
-def _versions(known: Sequence[Facts]) -> Finding:
-    said, mends = [], []
-    differ = [name for name in known[0].versions if len(_by_version(known, name)) > 1]
-    for name in differ:
-        having = _by_version(known, name)
-        # What most have, and rank 0 where that is undecided; never "missing".
-        wanted = max(having, key=lambda version: (version is not None, len(having[version])))
-        told = [f"{version or 'missing'} on {_who(those)}" for version, those in having.items()]
-        said.append(f"{name} {', but '.join(told)}")
-        if not (name in ("CUDA", "NCCL") and "torch" in differ):  # those come with torch
-            others = [one for one in known if one not in having[wanted]]
-            cuda = having[wanted][0].versions.get("CUDA")
-            mends.append(f"on {', '.join(_hosts(others))}: {_install(name, str(wanted), cuda)}")
-    if differ:
-        return Finding("versions", "fail", "; ".join(said), "; ".join(mends), {"differ": differ})
-    alike = ", ".join(f"{name} {version}" for name, version in known[0].versions.items() if version)
-    return Finding("versions", "ok", f"the same everywhere: {alike}", data={"differ": []})
-
-
-def _by_version(known: Sequence[Facts], name: str) -> dict[str | None, list[Facts]]:
-    having: dict[str | None, list[Facts]] = {}
-    for one in known:
-        version = one.versions.get(name)
-        if name == "python" and version:  # 3.11.4 and 3.11.9 work together
-            version = ".".join(version.split(".")[:2])
-        having.setdefault(version, []).append(one)
-    return having
-
-
-def _install(name: str, version: str, cuda: str | None) -> str:
-    """The line that brings a version, or says why no line can."""
-    if name == "python":
-        return f"conda create -n sojourn python={version}"
-    if name == "NCCL":
-        return f"pip install --no-deps 'nvidia-nccl-cu{(cuda or '12').partition('.')[0]}=={version}'"
-    public, _, tag = version.partition("+")
-    if name == "CUDA" or (tag and not tag.startswith(("cu", "cpu"))) or "a0" in public:
-        return "start from the same image as the others: this build of torch cannot be had by pip"
-    index = f" --index-url https://download.pytorch.org/whl/{tag}" if tag else ""
-    return f"pip install '{name}=={version}'{index}"
-
-
-def _cards(known: Sequence[Facts]) -> Finding:
-    without = [one for one in known if not one.gpu]
-    if len(without) == len(known):
-        return Finding("gpus", "ok", "none: the processes compute on CPUs", data={"kinds": []})
-    if without:
-        few = [one for one in without if one.gpus_here]
-        says = f"none for {_who(without)}, while others have one"
-        mend = "rent machines with the same number of GPUs, or start fewer processes there: --nproc_per_node"
-        if few:
-            mend = f"one process a GPU: torchrun --nproc_per_node={few[0].gpus_here} on {few[0].host}"
-        return Finding("gpus", "fail", says, mend)
-    kinds: dict[str, list[Facts]] = {}
-    for one in known:
-        kinds.setdefault(f"{one.gpu} {gib(one.gpu_bytes)}", []).append(one)
-    data = {"kinds": list(kinds)}
-    if len(kinds) == 1:
-        return Finding("gpus", "ok", f"{len(known)} alike: {next(iter(kinds))}", data=data)
-    says = ", but ".join(f"{kind} on {_who(those)}" for kind, those in kinds.items())
-    mend = "rent machines of one kind: the slowest sets the pace, and the smallest memory the micro batch"
-    return Finding("gpus", "warn", says, mend, data)
-
-
-def _clocks(known: Sequence[Facts]) -> Finding:
-    worst = max(known, key=lambda one: abs(one.seconds_off) - one.within)
-    data = {"seconds_off": {str(one.rank): round(one.seconds_off, 6) for one in known}}
-    if abs(worst.seconds_off) - worst.within > 2:
-        says = f"that of {worst.host} is {worst.seconds_off:+.1f} s off that of {known[0].host}: logs will not match"
-        mend = f"on {worst.host}: sudo timedatectl set-ntp true (or: sudo ntpdate pool.ntp.org)"
-        return Finding("clocks", "warn", says, mend, data)
-    most = max(abs(one.seconds_off) + one.within for one in known)
-    return Finding("clocks", "ok", f"within {most * 1000:.3g} ms of each other", data=data)
-
-
-def _shared(known: Sequence[Facts]) -> list[Finding]:
-    """Processes of one machine may talk through it; NCCL stops with "No space left on device" where it is small."""
-    crowded = [one for one in known if sum((one.host, one.node) == (two.host, two.node) for two in known) > 1]
-    sizes = [(one.shared_free, one) for one in crowded if one.shared_free is not None]
-    if not sizes:
-        return []
-    least, where = min(sizes, key=lambda pair: pair[0])
-    level: Level = "warn" if least < GIB and _backend(known) == "nccl" else "ok"
-    mend = "docker run --ipc=host (or --shm-size=8g); else: export NCCL_SHM_DISABLE=1" if level == "warn" else None
-    says = f"{gib(least)} free on {where.host}" + (": NCCL may find it too small" if mend else "")
-    return [Finding("shared memory", level, says, mend, {"least_free_bytes": least})]
-
-
-def _nodes(known: Sequence[Facts]) -> int:
-    return len({(one.host, one.node) for one in known})
-
-
-def _hosts(known: Sequence[Facts]) -> list[str]:
-    return list(dict.fromkeys(one.host for one in known))
-
-
-def _who(known: Sequence[Facts]) -> str:
-    """`a (ranks 0-3), b (ranks 4-7)`."""
-    return ", ".join(f"{host} ({_ranks([one.rank for one in known if one.host == host])})" for host in _hosts(known))
-
-
-def _ranks(numbers: Sequence[int]) -> str:
-    spans: list[list[int]] = []
-    for number in sorted(numbers):
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    told = ", ".join(f"{low}-{high}" if high > low else str(low) for low, high in spans)
-    return f"rank{'s' if len(numbers) > 1 else ''} {told}"
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}" + ("s" if number != 1 else "")
 
 
 def _main() -> None:

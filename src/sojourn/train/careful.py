@@ -28,6 +28,7 @@ from sojourn.train.ladder import (
     remember,
     told,
 )
+from sojourn.train.level import level
 from sojourn.train.numbers import RECENT, Verdict, judge, same
 from sojourn.train.random_state import random_tensors, restore_random
 from sojourn.train.saving import Saver, Say
@@ -238,6 +239,7 @@ class Careful:
         session = self.session
         self.saver.finish()
         session.stepper.ranks.wait()
+        level(session.run, session.stepper.ranks, self.say)
         newest = load(session.run.checkpoints)
         if newest is None:
             return False

@@ -67,9 +67,10 @@ class Guard:
             signal.signal(number, handler)
 
     @contextmanager
-    def abandonable(self, usual: float | None = None) -> Iterator[None]:
-        """Around what may be left at any point; `usual`: how long it takes, None where nobody knows."""
-        if self.together:
+    def abandonable(self, usual: float | None = None, alone: bool = False) -> Iterator[None]:
+        """Around what may be left at any point; `usual`: how long it takes, None where nobody knows. `alone`: even by
+        one of several processes."""
+        if self.together and not alone:
             yield
             return
         self._open_since, self._usual = time.monotonic(), usual

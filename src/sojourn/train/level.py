@@ -31,7 +31,7 @@ def level(run: RunFolder, ranks: Ranks, say: Any) -> None:
     if not lacking:
         return
     source = steps.index(best)
-    # The one that writes also needs what the run has written so far, if it has begun nothing itself.
+    # The one that writes also needs what the run has written so far, which is more than it has itself.
     beginnings = [run.config, run.environment, run.metrics, run.events, run.ledger, run.ladder]
     files = [path for path in beginnings if path.is_file()] if 0 in lacking else []
     there = [*files, *sorted(newest.iterdir())] if newest is not None and ranks.rank == source else []
@@ -50,12 +50,13 @@ def _send(run: RunFolder, ranks: Ranks, source: int, listed: list[tuple[str, int
     sealed = [(name, size) for name, size in listed if name.startswith("checkpoints/")]
     for name, size in listed:
         if (name, size) not in sealed:
-            _write(run.path / name, _pieces(run.path / name, size, ranks, source), writes and not run.exists())
+            _write(run.path / name, _pieces(run.path / name, size, ranks, source), writes)
     target = run.path / Path(sealed[0][0]).parent
     if not writes:
         for name, size in sealed:
             _write(run.path / name, _pieces(run.path / name, size, ranks, source), False)
         return
+    target.parent.mkdir(parents=True, exist_ok=True)
     with staged(target) as stage:
         for name, size in sealed:
             _write(stage / Path(name).name, _pieces(run.path / name, size, ranks, source), True)

@@ -80,7 +80,7 @@ def _trained(config: RunConfig, run: RunFolder, ranks: Ranks, guard: Guard) -> b
         _already_done(run, was.step)
         return True
     try:
-        with guard.abandonable():
+        with guard.abandonable(alone=True):
             session = open_session(config, run, ranks)
     except (RuntimeError, MemoryError) as error:
         if ranks.size > 1 or not is_memory_error(error):

@@ -12,20 +12,27 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from sojourn.config.schema import RunConfig
 from sojourn.errors import RunFailed, UserError
-from sojourn.machine.gang import Facts, compare, facts
+from sojourn.machine.gang import facts
+from sojourn.machine.group import Facts, compare
 from sojourn.train.ladder import is_memory_error
 
 _PATIENCE = 6 * 3600.0  # the first of them may prepare data, or fetch a model, for all
 _REFUSED = "!"
+VERDICT = "SOJOURN_VERDICT"  # names the file in which processes tell the one that started them how they ended
+
+
+class Over(UserError):
+    """The run has ended for good on one of the machines; its verdict, as JSON."""
 
 
 class Relayed(UserError):
@@ -142,10 +149,13 @@ class Ranks:
                 text = make()
             except UserError as error:
                 self.store.set(key, f"{_REFUSED}{error}")
+                with suppress(RunFailed):  # it may keep the store, and leaves when all have heard
+                    _until(lambda: bool(self.store.add(f"{key}/heard", 0) >= self.size - 1), seconds=10)
                 raise
             self.store.set(key, f"={text}")
             return text
         text = self._heard(key)
+        self.store.add(f"{key}/heard", 1)
         if text.startswith(_REFUSED):
             raise Relayed(text[1:])
         return text[1:]
@@ -155,17 +165,23 @@ class Ranks:
         return str(self.store.get(key).decode())
 
 
-def _until(ready: Callable[[], bool]) -> None:
+def _until(ready: Callable[[], bool], seconds: float = _PATIENCE) -> None:
     """Asks now and then: the store's own waiting would be deaf to signals."""
-    end, pause = time.monotonic() + _PATIENCE, 0.002
+    end, pause = time.monotonic() + seconds, 0.002
     while not ready():
         if time.monotonic() > end:
             raise RunFailed("another process of this run does not come; run the same command again on all machines")
         time.sleep(pause)
-        pause = min(0.2, 1.5 * pause)
+        pause = min(0.1, 1.5 * pause)
 
 
 ALONE = Ranks()
+
+
+def wants_group(config: RunConfig) -> bool:
+    """Whether even a process alone needs a group to be in."""
+    several = config.parallel.engine not in ("auto", "single") or config.parallel.deepspeed is not None
+    return several or config.train.offload == "all"
 
 
 def join(device: str, config: RunConfig) -> Ranks:
@@ -173,7 +189,7 @@ def join(device: str, config: RunConfig) -> Ranks:
     size, batch = int(os.environ.get("WORLD_SIZE", "1")), config.train.global_batch
     if batch < size:
         raise UserError(f"train.global_batch: {batch} rows cannot be shared by {size} processes; use {size}")
-    if size == 1 and config.parallel.engine in ("auto", "single"):
+    if size == 1 and not wants_group(config):
         return Ranks(device=device)
     import torch.distributed as dist
 
@@ -182,14 +198,28 @@ def join(device: str, config: RunConfig) -> Ranks:
         leave()
     store = dist.HashStore() if size == 1 else next(dist.rendezvous("env://", timeout=timedelta(seconds=_PATIENCE)))[0]
     store.set_timeout(timedelta(seconds=_PATIENCE))
+    ranks = Ranks(rank, size, local, device, dist.PrefixStore("sojourn", store))
+    hear_verdict(ranks)
+    _refuse_unlike(ranks)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
         store=dist.PrefixStore("group", store), rank=rank, world_size=size,
         timeout=timedelta(seconds=float(config.parallel.timeout)),
     )  # fmt: skip
-    ranks = Ranks(rank, size, local, device, dist.PrefixStore("sojourn", store))
-    _refuse_unlike(ranks)
     return ranks
+
+
+def own_verdict() -> str:
+    """Why this machine's processes have ended for good, if they have: JSON that `launch` reads."""
+    path = Path(os.environ.get(VERDICT, ""))
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+def hear_verdict(ranks: Ranks) -> None:
+    """What ended the run on one machine ends it on all, which would wait for that one otherwise."""
+    for verdict in ranks.gathered(own_verdict()):
+        if verdict:
+            raise Over(verdict)
 
 
 def _refuse_unlike(ranks: Ranks) -> None:

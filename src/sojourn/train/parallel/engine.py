@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -36,8 +36,8 @@ class Engine:
 
     @contextmanager
     def passes(self) -> Iterator[None]:
-        """Around the passes of a step. If memory runs out in one process, it does so in all."""
-        with self.ranks.together():
+        """Around the passes of a step. If memory runs out in one process, it does in all, if they can agree."""
+        with nullcontext() if self.lockstep else self.ranks.together():
             yield
 
     def backward(self, loss: Any, last: bool) -> None:

@@ -36,7 +36,8 @@ def shard(network: Network, config: RunConfig, ranks: Ranks, from_first: bool) -
     """
     mesh = init_device_mesh(ranks.device, (ranks.size,))
     narrow = config.train.precision == "bf16" and config.method.kind in ("full", "pretrain")
-    offload = CPUOffloadPolicy() if config.train.offload == "all" else OffloadPolicy()
+    host = config.train.offload == "all" and ranks.device != "cpu"
+    offload = CPUOffloadPolicy() if host else OffloadPolicy()
     common: dict[str, Any] = {"mesh": mesh, "offload_policy": offload}
     # Blocks travel in 16 bits, as they compute; what is outside them stays as wide as it is for a process alone.
     policy = MixedPrecisionPolicy(

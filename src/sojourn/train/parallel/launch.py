@@ -24,11 +24,12 @@ from typing import Any
 from sojourn.config.schema import RunConfig
 from sojourn.errors import Stopped, UserError
 from sojourn.machine.precision import choose_device
+from sojourn.run.files import read_json
 from sojourn.train.ladder import StartAgain
-from sojourn.train.ranks import Relayed
+from sojourn.train.parallel.address import meeting_place, own_address
+from sojourn.train.ranks import VERDICT, Over, Relayed
 
-_VERDICT = "SOJOURN_VERDICT"
-_PORT = 29500
+_WAIT = 3600  # seconds for a machine to come, or to come back
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 _LOST = ("connection closed by peer", "connection reset", "gloo", "nccl", "socket", "broken pipe", "peer")
 
@@ -55,16 +56,27 @@ def processes_here(config: RunConfig) -> int:
 def launch(config: RunConfig, words: list[str], processes: int) -> int:
     """Runs `sojourn` with `words` in so many processes here; returns its exit code when all have ended."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
 
+    several = processes * config.parallel.nodes
+    if config.train.global_batch < several:
+        raise UserError(
+            f"train.global_batch: {config.train.global_batch} rows cannot be shared by {several} processes; use "
+            f"{several}"
+        )
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else a machine that was lost cannot come back
     with tempfile.TemporaryDirectory(prefix="sojourn-") as folder:
         verdict = Path(folder) / "verdict.json"
-        os.environ[_VERDICT] = str(verdict)
+        os.environ[VERDICT] = str(verdict)
         how, entry, given = config_from_args(parse_args([*_meeting(config, processes), "-m", "sojourn", *words]))
+        if config.parallel.nodes > 1:
+            print(f"meeting {config.parallel.nodes} machines at {config.parallel.master}", flush=True)
+            how.local_addr = own_address(config.parallel)
         ended: list[BaseException | None] = []
 
         def agent() -> None:
@@ -75,16 +87,23 @@ def launch(config: RunConfig, words: list[str], processes: int) -> int:
                 ended.append(error)
 
         thread = threading.Thread(target=agent, name="agent", daemon=True)
-        with _passed_on():
+        with _passed_on(_told_to_stop(verdict)):
             thread.start()
             while thread.is_alive():
                 thread.join(0.2)
-        found = json.loads(verdict.read_text()) if verdict.exists() else None
+        found, first = (read_json(path) for path in (verdict, _of(verdict, 0)))
         trouble = ended[0]
     if found is not None:
-        if found["rank"] != 0:
+        if found["rank"] != 0 and first is None:  # which would have told it itself
             print(f"sojourn: process {found['rank']}: {found['says']}", file=sys.stderr)
         return int(found["code"])
+    if isinstance(trouble, RendezvousError):
+        print(
+            f"sojourn: the machines of this run do not meet at {config.parallel.master}; is the first one gone, or "
+            "behind a firewall? The same command on all of them continues from the last checkpoint",
+            file=sys.stderr,
+        )
+        return 1
     if isinstance(trouble, ChildFailedError):
         rank, failure = trouble.get_first_failure()
         how_ended = f"was killed ({failure.signal_name()})" if failure.exitcode < 0 else f"ended ({failure.exitcode})"
@@ -105,20 +124,20 @@ def _meeting(config: RunConfig, processes: int) -> list[str]:
     words = [f"--nproc_per_node={processes}", f"--max-restarts={parallel.restarts}", "--monitor-interval=0.1"]
     if parallel.nodes == 1:
         return [*words, "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={os.getpid()}"]
-    host, _, port = str(parallel.master).partition(":")
+    host, port = meeting_place(parallel)
     meeting = [f"--nnodes={parallel.nodes}", "--rdzv-backend=c10d", f"--rdzv-id={config.name or 'run'}",
-               f"--rdzv-endpoint={host}:{port or _PORT}"]  # fmt: skip
-    if parallel.node != "auto":
-        meeting.append(f"--rdzv-conf=is_host={'true' if parallel.node == 0 else 'false'}")
-    return [*words, *meeting]
+               f"--rdzv-endpoint={host}:{port}"]  # fmt: skip
+    host_is_here = [] if parallel.node == "auto" else [f"is_host={'true' if parallel.node == 0 else 'false'}"]
+    return [*words, *meeting, f"--rdzv-conf={','.join([f'join_timeout={_WAIT}', *host_is_here])}"]
 
 
 @contextmanager
-def _passed_on() -> Iterator[None]:
-    """Every signal goes to all workers, which agree on what to do."""
+def _passed_on(told: Path) -> Iterator[None]:
+    """Every signal goes to all workers, which agree on what to do. `told` is there from then on."""
     import psutil
 
     def hear(number: int, _: Any) -> None:
+        told.touch()
         for child in psutil.Process().children():
             with suppress(psutil.Error):
                 child.send_signal(number)
@@ -132,10 +151,9 @@ def _passed_on() -> Iterator[None]:
 
 
 def leave_if_over() -> None:
-    """A worker that is started again after a verdict has nothing to do."""
-    if Path(os.environ.get(_VERDICT, "")).is_file():
-        several = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
-        os._exit(1 if several else 0)  # other machines must not wait for this one
+    """A worker that is started again after a verdict has nothing to do; with other machines it must tell them first."""
+    if Path(os.environ.get(VERDICT, "")).is_file() and os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+        os._exit(0)
 
 
 @contextmanager
@@ -144,7 +162,7 @@ def worker() -> Iterator[None]:
     if not is_worker() or os.environ["WORLD_SIZE"] == "1":
         yield
         return
-    if _VERDICT in os.environ:
+    if VERDICT in os.environ:
         threading.Thread(target=_watch_parent, args=(os.getppid(),), daemon=True).start()
     try:
         yield
@@ -155,24 +173,47 @@ def worker() -> Iterator[None]:
 
 
 def _end(error: BaseException) -> None:
-    rank, launched = int(os.environ["RANK"]), _VERDICT in os.environ
+    rank, launched = int(os.environ["RANK"]), VERDICT in os.environ
     code = error.code if isinstance(error, UserError) else 1
     says = str(error) if isinstance(error, UserError) else "".join(traceback.format_exception(error)).rstrip()
     lost = _lost_another(error)
     if lost:
         says = f"process {rank} lost another one, which has ended or cannot be reached"
+    if isinstance(error, Over):
+        _leave_verdict(rank, says)
+        os._exit(0)
+    if launched and _stopped_by_agent(error):  # because of another process: all begin again
+        os._exit(1)
     if rank == 0 or not isinstance(error, UserError):
         print(f"sojourn: {says}", file=sys.stderr)
-    # What the first process refused or stopped, it tells itself.
-    own = rank == 0 or not isinstance(error, (Stopped, Relayed))
-    if launched and own and not lost and not isinstance(error, StartAgain):
-        with suppress(FileExistsError):
-            whole = Path(os.environ[_VERDICT]).with_suffix(f".{rank}")
-            whole.write_text(json.dumps({"rank": rank, "code": code, "says": says}))
-            os.link(whole, os.environ[_VERDICT])  # the first one counts
+    if launched and not lost and not isinstance(error, (StartAgain, Relayed)):
+        _leave_verdict(rank, json.dumps({"rank": rank, "code": code, "says": says}))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0 if launched and isinstance(error, Stopped) else code)
+
+
+def _leave_verdict(rank: int, text: str) -> None:
+    place = Path(os.environ[VERDICT])
+    whole = _of(place, rank)
+    whole.write_text(text)
+    with suppress(FileExistsError):
+        os.link(whole, place)  # the first one counts
+
+
+def _stopped_by_agent(error: BaseException) -> bool:
+    """Whether a signal stopped us that nobody has sent to the one that started us."""
+    by_signal = isinstance(error, Stopped) and "stopped by SIGTERM" in str(error)
+    return by_signal and not _told_to_stop(Path(os.environ[VERDICT])).exists()
+
+
+def _told_to_stop(verdict: Path) -> Path:
+    return verdict.with_suffix(".stop")
+
+
+def _of(verdict: Path, rank: int) -> Path:
+    """What one process says; that of the first to say anything is the verdict."""
+    return verdict.with_suffix(f".{rank}")
 
 
 def _lost_another(error: BaseException) -> bool:

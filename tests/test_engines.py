@@ -1,0 +1,300 @@
+"""One run, whatever spreads it: the same losses and weights, checkpoints that every engine can go on from, and the same
+ways to go wrong."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from gang import Gang, needs_fork
+from sojourn.run.files import read_json
+from sojourn.train.checkpoint import checkpoints_in
+from tiny import LORA, events, losses, run_of, run_train, saved_steps, tiny_home, weights
+
+pytestmark = needs_fork
+
+METHODS = {
+    "pretrain": (),
+    "full": ("method.kind=full", "train.lr=1e-3"),
+    "lora": LORA,
+    "qlora": ("method.kind=qlora", "method.rank=4", "train.lr=1e-3"),
+}
+RUN = (
+    "train.micro_batch=2",
+    "data.eval_fraction=0.1",
+    "train.eval_every=10",
+    "train.steps=20",
+    "train.sample_tokens=4",
+)
+
+
+def _engine(name: str, home) -> str:
+    """`zero1` … are DeepSpeed's, each from a file; a star has it all in the host's memory."""
+    if not name.startswith("zero"):
+        return f"parallel.engine={name}"
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    stage, host = int(name[4]), {"device": "cpu"}
+    zero = {"stage": stage, **({"offload_optimizer": host} if name.endswith("*") else {})}
+    zero |= {"offload_param": host} if name == "zero3*" else {}
+    path = home / f"{name.replace('*', '-offload')}.json"
+    path.write_text(json.dumps({"train_batch_size": "auto", "zero_optimization": zero}))
+    return f"parallel.deepspeed={path}"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    with tiny_home(tmp_path_factory.mktemp("home")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def gang(tmp_path_factory, tiny):
+    made = Gang(tmp_path_factory.mktemp("gang"))
+    yield made
+    made.close()
+
+
+def _curve(run, kind="train"):
+    return [line["loss"] for line in run.read_metrics() if line["kind"] == kind]
+
+
+def _samples(run):
+    return [line["text"] for line in run.read_metrics() if line["kind"] == "sample"]
+
+
+def _same(run, whole):
+    assert len(losses(run)) == len(losses(whole)) and run.status().state == "done"
+    for kind in ("train", "eval"):
+        assert _curve(run, kind) == pytest.approx(_curve(whole, kind), rel=1e-5)
+    mine, theirs = weights(run), weights(whole)
+    assert mine.keys() == theirs.keys()
+    assert all(np.allclose(mine[key], theirs[key], rtol=1e-3, atol=1e-5) for key in theirs)
+
+
+@pytest.mark.parametrize(
+    ("method", "engine", "size"),
+    [
+        *((method, engine, 2) for method in METHODS for engine in ("ddp", "fsdp", "zero2")),
+        *((method, engine, 4) for method in ("pretrain", "lora", "qlora") for engine in ("ddp", "fsdp")),
+        ("pretrain", "ddp", 3), ("lora", "fsdp", 3),
+        ("pretrain", "ddp", 1), ("pretrain", "fsdp", 1), ("lora", "zero2", 1),
+        ("pretrain", "zero1", 2), ("lora", "zero3", 2), ("pretrain", "zero2*", 2), ("full", "zero3*", 2),
+    ],
+)  # fmt: skip
+def test_the_losses_are_those_of_a_process_alone(tiny, gang, method, engine, size):
+    whole = tiny.whole(*METHODS[method], *RUN)
+    words = tiny.words(*METHODS[method], *RUN, _engine(engine, tiny.home))
+    done = gang.run(size, words)
+    assert done.codes == [0] * size, done
+    _same(run_of(words), whole)
+    assert events(run_of(words), "start")[0]["processes"] == size
+    assert _samples(run_of(words)) == _samples(whole) != []
+
+
+_STOP = """
+from sojourn.train import steps
+from sojourn.train.guard import Guard
+count, made = steps._count, []
+def counted(*given):
+    count(*given)
+    made.append(1)
+steps._count = counted
+Guard.should_stop = lambda self: "a test" if len(made) >= {} else None
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "legs"),
+    [
+        ("pretrain", [("fsdp", 4), ("single", 1), ("zero2", 2), ("fsdp", 2), ("ddp", 2), ("zero3", 2), ("ddp", 1)]),
+        ("lora", [("ddp", 2), ("fsdp", 2), ("zero2", 2), ("single", 1), ("fsdp", 3), ("zero3", 2), ("fsdp", 2)]),
+        ("qlora", [("zero2", 2), ("ddp", 2), ("single", 1), ("fsdp", 2), ("single", 1)]),
+        ("full", [("single", 1), ("zero3*", 2), ("single", 1), ("zero2*", 2), ("fsdp", 4)]),
+    ],
+)
+def test_a_checkpoint_of_any_engine_is_gone_on_from_by_any_other(tiny, gang, method, legs):
+    whole = tiny.whole(*METHODS[method], *RUN)
+    words = tiny.words(*METHODS[method], *RUN)
+    run, each = run_of(words), -(-20 // len(legs))
+    for number, (engine, size) in enumerate(legs):
+        last = number == len(legs) - 1
+        done = gang.run(size, [*words, _engine(engine, tiny.home)], "" if last else _STOP.format(each))
+        assert done.codes == [0 if last else 3] * size, f"{engine} on {size}: {done}"
+        if not last:
+            assert saved_steps(run)[-1] == each * (number + 1)
+            names = {path.name for path in checkpoints_in(run.checkpoints)[-1].iterdir()}
+            files = {"model.safetensors", "optimizer.safetensors", "random.safetensors"}
+            assert names == {*files, "state.json", "manifest.json"}
+    _same(run, whole)
+    assert [event["step"] for event in events(run, "start")] == [each * number for number in range(len(legs))]
+
+
+_SIGNAL = """
+from sojourn.train.step import Stepper
+update, made = Stepper.update, []
+def struck(self):
+    made.append(1)
+    update(self)
+    if rank == 1 and len(made) == 5:
+        os.kill(os.getpid(), signal.SIGTERM)
+Stepper.update = struck
+"""
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero2"])
+def test_a_signal_to_one_process_stops_all_after_the_same_step_and_nothing_is_lost(tiny, gang, engine):
+    whole = tiny.whole(*RUN)
+    words = tiny.words(*RUN, _engine(engine, tiny.home))
+    done = gang.run(2, words, _SIGNAL)
+    assert done.codes == [3, 3], done
+    assert run_of(words).status().state == "stopped" and saved_steps(run_of(words)) == [5]
+    assert gang.run(2, words).codes == [0, 0]
+    _same(run_of(words), whole)
+
+
+_KILL = """
+from sojourn.train.step import Stepper
+update, made = Stepper.update, []
+def struck(self):
+    made.append(1)
+    if rank == 1 and len(made) == 8:
+        os.kill(os.getpid(), signal.SIGKILL)
+    update(self)
+Stepper.update = struck
+"""
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero2"])
+def test_a_killed_process_ends_the_others_and_the_next_start_goes_on_from_the_checkpoint(tiny, gang, engine):
+    whole = tiny.whole(*RUN)
+    words = tiny.words(*RUN, _engine(engine, tiny.home), "save.every_steps=4")
+    done = gang.run(2, words, _KILL)
+    assert done.codes[1] == -9 and done.codes[0] == 1, done
+    assert "process 0 lost another one" in done.said[0]
+    again = gang.run(2, words, TORCHELASTIC_RESTART_COUNT="1")
+    assert again.codes == [0, 0], again
+    assert "began again after a process had ended" in again.said[0] and "continuing from step 4" in again.said[0]
+    _same(run_of(words), whole)
+
+
+# In one process of two, once; `backward` is in the midst of the step's last pass, when gradients travel.
+_TIGHT = """
+import torch
+from sojourn.train import step as step_module
+from sojourn.train.parallel.engine import Engine
+calls = []
+def full(where, when):
+    calls.append(where)
+    if rank == 1 and calls.count(where) == when:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+place = "PLACE"
+if place == "forward":
+    inner = step_module.loss_sum
+    def loss_sum(*given):
+        full("forward", 9)
+        return inner(*given)
+    step_module.loss_sum = loss_sum
+elif place == "backward":
+    inner = step_module.hidden_of_targets
+    def hidden_of_targets(*given):
+        hidden, labels = inner(*given)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda grad: full("backward", 10))
+        return hidden, labels
+    step_module.hidden_of_targets = hidden_of_targets
+elif place == "update":
+    inner = torch.optim.AdamW.step
+    def step(self, closure=None):
+        full("update", 4)
+        return inner(self, closure)
+    torch.optim.AdamW.step = step
+elif place == "evaluation":
+    from sojourn.model import loss
+    inner = loss.score
+    def score(*given):
+        full("evaluation", 1)
+        return inner(*given)
+    loss.score = score
+"""
+
+
+@pytest.mark.parametrize("place", ["forward", "backward", "update", "evaluation"])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero2"])
+def test_memory_that_runs_out_in_one_process_costs_no_step_or_begins_again_one_rung_down(tiny, gang, engine, place):
+    whole = tiny.whole(*RUN)
+    words = tiny.words(*RUN, _engine(engine, tiny.home), "save.every_steps=4")
+    run, wrong = run_of(words), _TIGHT.replace("PLACE", place)
+    done = gang.run(2, words, wrong)
+    if engine == "ddp":  # all agree, and do the same step again
+        assert done.codes == [0, 0], done
+    else:  # the others wait in the midst of a pass
+        assert done.codes[1] == 1 and done.codes[0] != 0, done
+        assert run.status().state == "failed"
+        again = gang.run(2, words)
+        assert again.codes == [0, 0], again
+    rung = read_json(run.ladder)
+    assert rung.items() >= ({"offload": "optimizer"} if place == "update" else {"micro_batch": 1}).items()
+    _same(run, whole)
+
+
+_NAN = """
+from sojourn.train import step as step_module
+inner = step_module.Stepper._loss
+seen = {}
+def bad(self, batch):
+    made = inner(self, batch)
+    key = batch.ids.tobytes()
+    return made * float("nan") if PICK else made
+step_module.Stepper._loss = bad
+"""
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero2", "zero3", "zero2*"])
+def test_a_step_that_is_no_number_is_left_out_by_every_engine(tiny, gang, engine):
+    """The rows of step 3 make no number wherever they are read; alone or together, the run goes on without them."""
+    common = (*RUN, "train.on_nan=skip", "train.micro_batch=1")
+    alone, words = tiny.words(*common), tiny.words(*common, _engine(engine, tiny.home))
+    first = "rank == 0 and seen.setdefault(key, len(seen)) in (24, 25)"
+    bad = _NAN.replace("PICK", first)
+    # Alone, rows 24… are those of step 4; of two processes the first has read 12 rows by then.
+    assert gang.run(1, alone, bad).codes == [0]
+    done = gang.run(2, words, _NAN.replace("PICK", first.replace("(24, 25)", "(12, 13)")))
+    assert done.codes == [0, 0], done
+    skipped = [event["step"] for event in events(run_of(words), "bad_step")]
+    assert skipped == [event["step"] for event in events(run_of(alone), "bad_step")] == [4]
+    assert losses(run_of(words)) == pytest.approx(losses(run_of(alone)), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        (("parallel.engine=single",), "single is for one process, and 2 were started"),
+        (("parallel.engine=fsdp", "train.optimizer=muon"), "muon needs whole tensors"),
+        (("parallel.engine=ddp", "train.offload=all"), "all needs parallel.engine=fsdp or deepspeed"),
+        (("parallel.gpus=0,1,2",), "3 GPUs are named, but torchrun started 2 processes here"),
+        (("train.global_batch=1",), "1 rows cannot be shared by 2 processes; use 2"),
+    ],
+)
+def test_what_an_engine_cannot_do_is_refused_in_one_line_by_all_processes(tiny, gang, extra, says):
+    done = gang.run(2, tiny.words(*extra))
+    assert done.codes == [2, 2], done
+    told = [line for line in done.said[0].splitlines() if line.startswith("sojourn: ")]
+    assert len(told) == 1 and says in told[0]
+
+
+def test_weights_in_the_hosts_memory_give_the_same_losses(tiny, gang):
+    words = tiny.words(*RUN, "train.offload=all")
+    done = gang.run(2, words)
+    assert done.codes == [0, 0], done
+    _same(run_of(words), tiny.whole(*RUN))
+    assert "fsdp: train.offload=all" in read_json(run_of(words).environment)["auto"]["parallel.engine"]
+
+
+def test_an_engine_with_one_process_is_the_process_alone(tiny):
+    """Without any launcher."""
+    whole = tiny.whole(*RUN)
+    for engine in ("ddp", "fsdp"):
+        run = run_train(tiny.words(*RUN, f"parallel.engine={engine}"))
+        assert losses(run) == pytest.approx(losses(whole), rel=1e-6)
