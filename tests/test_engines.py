@@ -73,14 +73,20 @@ def _same(run, whole):
     assert all(np.allclose(mine[key], theirs[key], rtol=1e-3, atol=1e-5) for key in theirs)
 
 
+def _slow(*cases):
+    """Those that `make test-parallel` adds."""
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
 @pytest.mark.parametrize(
     ("method", "engine", "size"),
     [
-        *((method, engine, 2) for method in METHODS for engine in ("ddp", "fsdp", "zero2")),
-        *((method, engine, 4) for method in ("pretrain", "lora", "qlora") for engine in ("ddp", "fsdp")),
-        ("pretrain", "ddp", 3), ("lora", "fsdp", 3),
-        ("pretrain", "ddp", 1), ("pretrain", "fsdp", 1), ("lora", "zero2", 1),
-        ("pretrain", "zero1", 2), ("lora", "zero3", 2), ("pretrain", "zero2*", 2), ("full", "zero3*", 2),
+        *((method, engine, size) for method in ("pretrain", "lora", "qlora") for engine, size in
+          (("ddp", 2), ("ddp", 4), ("fsdp", 2), ("fsdp", 4), ("zero2", 2))),
+        ("full", "fsdp", 2),
+        *_slow(("full", "ddp", 2), ("full", "zero2", 2), ("pretrain", "ddp", 3), ("lora", "fsdp", 3),
+               ("pretrain", "ddp", 1), ("pretrain", "fsdp", 1), ("lora", "zero2", 1), ("pretrain", "zero1", 2),
+               ("lora", "zero3", 2), ("pretrain", "zero2*", 2), ("full", "zero3*", 2)),
     ],
 )  # fmt: skip
 def test_the_losses_are_those_of_a_process_alone(tiny, gang, method, engine, size):
@@ -108,10 +114,13 @@ Guard.should_stop = lambda self: "a test" if len(made) >= {} else None
 @pytest.mark.parametrize(
     ("method", "legs"),
     [
-        ("pretrain", [("fsdp", 4), ("single", 1), ("zero2", 2), ("fsdp", 2), ("ddp", 2), ("zero3", 2), ("ddp", 1)]),
-        ("lora", [("ddp", 2), ("fsdp", 2), ("zero2", 2), ("single", 1), ("fsdp", 3), ("zero3", 2), ("fsdp", 2)]),
-        ("qlora", [("zero2", 2), ("ddp", 2), ("single", 1), ("fsdp", 2), ("single", 1)]),
-        ("full", [("single", 1), ("zero3*", 2), ("single", 1), ("zero2*", 2), ("fsdp", 4)]),
+        ("pretrain", [("fsdp", 4), ("single", 1), ("zero2", 2), ("fsdp", 2), ("ddp", 2), ("zero2", 2), ("ddp", 1)]),
+        ("lora", [("ddp", 2), ("fsdp", 2), ("zero2", 2), ("single", 1), ("fsdp", 4)]),
+        *_slow(
+            ("qlora", [("zero2", 2), ("ddp", 2), ("single", 1), ("fsdp", 2), ("single", 1)]),
+            ("full", [("single", 1), ("zero3*", 2), ("single", 1), ("zero2*", 2), ("fsdp", 4)]),
+            ("lora", [("zero3", 2), ("fsdp", 3), ("zero3", 2), ("ddp", 2)]),
+        ),
     ],
 )
 def test_a_checkpoint_of_any_engine_is_gone_on_from_by_any_other(tiny, gang, method, legs):
@@ -220,8 +229,14 @@ elif place == "evaluation":
 """
 
 
-@pytest.mark.parametrize("place", ["forward", "backward", "update", "evaluation"])
-@pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero2"])
+@pytest.mark.parametrize(
+    ("engine", "place"),
+    [
+        ("ddp", "forward"), ("ddp", "backward"), ("fsdp", "forward"), ("zero2", "backward"),
+        *_slow(("ddp", "update"), ("ddp", "evaluation"), ("fsdp", "backward"), ("fsdp", "update"),
+               ("fsdp", "evaluation"), ("zero2", "forward"), ("zero2", "update"), ("zero2", "evaluation")),
+    ],
+)  # fmt: skip
 def test_memory_that_runs_out_in_one_process_costs_no_step_or_begins_again_one_rung_down(tiny, gang, engine, place):
     whole = tiny.whole(*RUN)
     words = tiny.words(*RUN, _engine(engine, tiny.home), "save.every_steps=4")
@@ -251,7 +266,7 @@ step_module.Stepper._loss = bad
 """
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero2", "zero3", "zero2*"])
+@pytest.mark.parametrize("engine", ["fsdp", "zero2", *(case for case in _slow(("ddp",), ("zero3",), ("zero2*",)))])
 def test_a_step_that_is_no_number_is_left_out_by_every_engine(tiny, gang, engine):
     """The rows of step 3 make no number wherever they are read; alone or together, the run goes on without them."""
     common = (*RUN, "train.on_nan=skip", "train.micro_batch=1")

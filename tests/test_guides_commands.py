@@ -19,16 +19,18 @@ from typing import Any
 
 import pytest
 
-from sojourn.config.load import load_run
+from conftest import sojourn as command
+from sojourn.config.load import load_run, read_config
 from sojourn.config.schema import RunConfig
 from sojourn.config.spellings import ACCUMULATION, BATCH, SWITCHES, VALUES
 from sojourn.config.suggest import every_key
+from sojourn.run.files import read_json_lines
 from sojourn.run.home import run_folder
 from test_config_errors import sojourn
 from test_hub import NEW, Hub, Repository, lines
 
 PAGE = Path(__file__).parent.parent / "docs" / "guides-commands.md"
-VERBS = ("doctor", "prepare", "train", "plan", "eval", "generate", "chat")
+VERBS = ("doctor", "prepare", "train", "plan", "eval", "generate", "chat", "launch-line")
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def value(config: RunConfig, key: str) -> Any:
 def test_the_page_covers_every_guide_and_says_what_works() -> None:
     assert len(TABLES) == 5 and len(ROWS) > 70 and len(TRAINED) > 30
     for row in ROWS:
-        assert row.says.startswith(("**works**", "**refused**", "**planned**", "vLLM's own")), row
+        assert row.says.startswith(("**works**", "**planned**", "vLLM's own")), row
 
 
 def test_every_verb_on_the_page_is_there_or_planned() -> None:
@@ -197,7 +199,10 @@ def small(row: Row, chats: Path, base: Path) -> list[str]:
     return [*row.words, *tiny, "model.d_model=64", "model.num_layers=1", "model.num_heads=2", "data.vocab_size=400"]
 
 
-@pytest.mark.parametrize("row", [row for row in TRAINED if row.works and "--resume" not in row.here], ids=here)
+ALONE = [row for row in TRAINED if not any(word in row.here for word in ("0,1", "--deepspeed", "--resume"))]
+
+
+@pytest.mark.parametrize("row", [row for row in ALONE if row.works], ids=here)
 def test_a_command_that_works_trains_and_leaves_a_model(row: Row, chats: Path, base: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -210,22 +215,58 @@ def test_a_command_that_works_trains_and_leaves_a_model(row: Row, chats: Path, b
     assert AutoTokenizer.from_pretrained(final) and AutoModelForCausalLM.from_pretrained(final)
 
 
-def refused() -> list[Any]:
-    return [pytest.param(row, id=row.here) for row in TRAINED if row.says.startswith("**refused**")]
+DS_CONFIG = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": 1.0,
+    "zero_optimization": {
+        "stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": False}, "allgather_partitions": True,
+        "allgather_bucket_size": 2e8, "reduce_scatter": True, "reduce_bucket_size": 2e8, "overlap_comm": False,
+        "contiguous_gradients": True,
+    },
+    "fp16": {"enabled": False},
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
+    "scheduler": {
+        "type": "WarmupLR", "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto"),
+    },
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("row", refused())
-def test_a_command_for_several_gpus_is_refused_in_one_line(row: Row, chats: Path, base: Path) -> None:
-    Path("ds_config.json").write_text("{}")
-    words = [word for word in small(row, chats, base) if not word.startswith("train.device")]
-    code, _, err = sojourn("train", *words)
-    assert code == 2 and len(err.splitlines()) == 1 and "parallel" in err, err
+def several() -> list[Any]:
+    """Each way to spread a run once; the others differ in nothing but numbers, and take their time."""
+    rows = [row for row in TRAINED if ("0,1" in row.here or "--deepspeed" in row.here) and "--nnodes" not in row.here]
+    seen: set[tuple[bool, ...]] = set()
+    marked = []
+    for row in sorted(rows, key=lambda row: len(row.here)):
+        kind = tuple(word in row.here for word in ("--fsdp", "--deepspeed"))
+        marked.append(pytest.param(row, id=row.here, marks=[pytest.mark.slow] if kind in seen else []))
+        seen.add(kind)
+    return marked
 
 
-@pytest.mark.parametrize("flag", ["--nnodes=2", "--node_rank=0", "--master_addr=192.168.1.1", "--nproc_per_node=4"])
-def test_a_launchers_flags_are_answered_in_one_line(flag: str, home: Path) -> None:
-    code, _, err = sojourn("train", "small", flag)
-    assert code == 2 and len(err.splitlines()) == 1 and ("--gpus" in err or "one machine" in err)
+@pytest.mark.parametrize("row", several())
+def test_a_command_for_several_gpus_trains_on_as_many_processes(row: Row, chats: Path, base: Path) -> None:
+    """On a machine without GPUs they share its CPU."""
+    if "--deepspeed" in row.here:
+        pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+        Path("ds_config.json").write_text(json.dumps(DS_CONFIG))
+    config = load_run(row.words).config
+    precision = "train.precision=bf16" if "--deepspeed" in row.here else "train.precision=fp32"
+    words = [word for word in small(row, chats, base) if not word.startswith("train.precision")]
+    said = command("train", *words, precision)
+    assert said.returncode == 0, said.stderr
+    run = run_folder(config.name or "run")
+    (start,) = [event for event in read_json_lines(run.events) if event["kind"] == "start"]
+    assert start["processes"] == (len(config.parallel.gpus) if isinstance(config.parallel.gpus, list) else 1)
+    engine = "fsdp" if "--fsdp" in row.here else "deepspeed" if "--deepspeed" in row.here else "ddp"
+    assert read_config(run.config).parallel.engine == engine and run.has_final()
+
+
+def test_a_launchers_flag_is_answered_in_one_line(home: Path) -> None:
+    code, _, err = sojourn("train", "small", "--nproc_per_node=4")
+    assert code == 2 and len(err.splitlines()) == 1 and "--gpus" in err
 
 
 def test_a_checkpoint_is_found_by_the_name_other_trainers_give_it(words: list[str], home: Path) -> None:

@@ -428,9 +428,6 @@ def _until_step(run, process, step):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    "SOJOURN_SLOW" not in os.environ, reason="SOJOURN_SLOW=1 runs it: every grace in real time, some minutes"
-)
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda n: n.name)
 @pytest.mark.parametrize("seconds", [1, 5, 20, 60])
 @pytest.mark.parametrize("grace", [2, 10, 30])

@@ -210,7 +210,6 @@ def test_eval_reports_the_held_out_loss(words):
     [
         (["--train_file", "missing.jsonl"], "missing.jsonl: no such file or folder"),
         (["data.sources=[]"], "nothing to read"),
-        (["--gpus", "0,1"], "one device"),
         (["train.device=cuda"], "doctor"),
         (["save.resume=nowhere"], "not a whole checkpoint"),
         (["data.tokenizer=nowhere"], "no such folder or file"),

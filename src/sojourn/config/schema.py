@@ -294,7 +294,8 @@ class ParallelConfig(Section):
     reshard: bool = True
     nodes: Annotated[int, Whole, Field(ge=1, le=10_000)] = 1
     node: Annotated[int, Whole, Field(ge=0, le=9_999)] | Literal["auto"] = "auto"
-    master: Annotated[Text, Says("the first machine's HOST or HOST:PORT")] | None = None
+    master: Annotated[Text, Says("the first machine's name or address")] | None = None
+    port: Annotated[int, Whole, Field(ge=1, le=65535)] = 29500
     restarts: Annotated[int, Whole, Field(ge=0, le=1000)] = 3
     timeout: Annotated[Duration, Field(gt=0)] = Duration(600)
 

@@ -90,6 +90,7 @@ VALUES = {
     "nnodes": "parallel.nodes",
     "node_rank": "parallel.node",
     "master_addr": "parallel.master",
+    "master_port": "parallel.port",
     "max_restarts": "parallel.restarts",
     "output_dir": "save.folder",
     "save_dir": "save.folder",
@@ -195,7 +196,6 @@ WORDY = ("logging_dir", "metric_for_best_model")  # always followed by a value
 # Names of what is not here, and what to do instead.
 REFUSED = {
     "nproc_per_node": "not needed; name the GPUs instead: --gpus 0,1,2,3",
-    "master_port": "say it with the first machine's name: --master_addr HOST:PORT",
     "push_to_hub": "not here; upload the run's folder final/ yourself: hf upload NAME final",
 }
 

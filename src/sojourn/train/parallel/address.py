@@ -10,8 +10,6 @@ import psutil
 from sojourn.config.schema import ParallelConfig
 from sojourn.errors import UserError
 
-PORT = 29500
-
 
 class Address(str):
     """Where a machine is reached. torchrun's agent counts the machines in the order of these: in that of `node`."""
@@ -39,8 +37,8 @@ class Address(str):
 def meeting_place(parallel: ParallelConfig) -> tuple[str, int]:
     host, _, port = str(parallel.master).partition(":")
     if not (port or "1").isdecimal():
-        raise UserError(f"parallel.master: {parallel.master} given, but a port is a number: HOST:{PORT}")
-    return host, int(port or PORT)
+        raise UserError(f"parallel.master: {parallel.master} given, but a port is a number: HOST:{parallel.port}")
+    return host, int(port or parallel.port)
 
 
 def own_address(parallel: ParallelConfig) -> Address:

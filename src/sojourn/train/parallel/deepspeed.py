@@ -6,6 +6,7 @@ public functions, so that checkpoints are the same as those of any other engine.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
@@ -44,6 +45,7 @@ def open_deepspeed(config: RunConfig, network: Network, scaler: Any, ranks: Rank
     optimizer, root = Optimizer(network.model, train, ranks.device), Root(network)
     if stage == 3:  # its weight is used without its forward
         deepspeed.zero.register_external_parameter(root, network.plain.get_output_embeddings().weight)
+    os.environ.setdefault("LOCAL_RANK", str(ranks.local))  # it insists
     with redirect_stdout(StringIO()):
         made, *_ = deepspeed.initialize(
             model=root, optimizer=optimizer.torch, config=settings, dist_init_required=False

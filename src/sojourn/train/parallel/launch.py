@@ -41,6 +41,7 @@ def is_worker() -> bool:
 
 def processes_here(config: RunConfig) -> int:
     """How many this machine is to have; 1 where nothing need be launched."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is there: a lost peer is told in one line
     gpus, device = config.parallel.gpus, choose_device(config.train.device)
     if isinstance(gpus, list):
         if device != "cuda" and len(gpus) > 1:
@@ -68,7 +69,6 @@ def launch(config: RunConfig, words: list[str], processes: int) -> int:
         )
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else a machine that was lost cannot come back
     with tempfile.TemporaryDirectory(prefix="sojourn-") as folder:
         verdict = Path(folder) / "verdict.json"

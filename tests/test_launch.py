@@ -1,0 +1,106 @@
+"""`--gpus 0,1` as a person types it: processes that start themselves, are lost, fail, and are stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tiny import Tiny, events, losses, run_of, saved_steps, tiny_home
+
+RUN = ("train.micro_batch=1", "train.steps=14", "save.every_steps=4", "parallel.gpus=0,1")
+
+# What goes wrong, in every process before it trains: Python that knows its rank and which start of it this is.
+_WRONG = """
+import os, signal
+if "RANK" in os.environ:
+    rank, start = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    import torch
+    from sojourn.train.step import Stepper
+    gradients = Stepper.gradients
+    def struck(self, batches):
+        step = struck.steps = struck.steps + 1
+        if rank == 1:
+            WRONG
+        return gradients(self, batches)
+    struck.steps = 0
+    Stepper.gradients = struck
+"""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    with tiny_home(tmp_path_factory.mktemp("home")) as made:
+        yield made
+
+
+def _start(tiny: Tiny, words: list[str], wrong: str = "pass") -> subprocess.Popen[str]:
+    inside = tiny.home / "inside"
+    inside.mkdir(exist_ok=True)
+    (inside / "sitecustomize.py").write_text(_WRONG.replace("WRONG", wrong))
+    env = {**os.environ, "PYTHONPATH": str(inside), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "sojourn", "train", *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+
+
+def test_processes_that_run_out_of_memory_or_are_killed_begin_again_and_end_the_same(tiny):
+    """In the second of two, under an engine whose processes cannot agree any more when one fails."""
+    words = tiny.words(*RUN, "parallel.engine=fsdp")
+    wrong = (
+        "if start == 0 and step == 6: raise torch.OutOfMemoryError('CUDA out of memory.')\n"
+        "            if start == 1 and step == 5: os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    out, err = (process := _start(tiny, words, wrong)).communicate(timeout=300)
+    run = run_of(words)
+    assert process.returncode == 0, err
+    assert "2 processes share the cpu" in out and "done: the model is in" in out
+    assert [event["restart"] for event in events(run, "began_again")] == [1, 2]
+    assert [event["step"] for event in events(run, "start")] == [0, 4, 8]
+    assert losses(run) == pytest.approx(losses(tiny.whole("train.micro_batch=1", "train.steps=14")), rel=1e-5)
+    assert "Traceback" not in err and "process 0 lost another one" in err
+    assert (run.logs / "process-1.log").is_file() and "Traceback" in (run.logs / "process-1.log").read_text()
+
+
+def test_a_process_that_fails_ends_all_with_its_own_traceback_and_nothing_is_started_again(tiny):
+    words = tiny.words(*RUN)
+    out, err = (process := _start(tiny, words, "if step == 3: nonsense = {}['missing']")).communicate(timeout=300)
+    assert process.returncode == 1
+    assert "sojourn: process 1: Traceback" in err and "KeyError: 'missing'" in err
+    assert "KeyError" in err.split("Traceback", 2)[1], "the first traceback is that of the one that failed"
+    assert "began again" not in out and run_of(words).status().resumable
+
+
+@pytest.mark.parametrize("how", ["Ctrl-C", "kill -9 of the one that started them"])
+def test_what_stops_the_command_stops_its_processes_saved(tiny, how):
+    words = tiny.words(*RUN, "train.steps=5000", "save.every_steps=null")
+    process, run = _start(tiny, words), run_of(words)
+    while len(run.read_metrics()) < 3:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    workers = psutil.Process(process.pid).children()
+    assert len(workers) == 2
+    process.send_signal(signal.SIGINT if how == "Ctrl-C" else signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    if how == "Ctrl-C":
+        assert process.returncode == 3 and err.count("\n") == 1 and "stopped by Ctrl-C at step" in err
+    gone, alive = psutil.wait_procs(workers, timeout=60)
+    assert not alive
+    step = run.status().step
+    assert run.status().state == "stopped" and run.status().resumable and saved_steps(run) == [step] and step >= 3
+
+
+def test_what_cannot_be_launched_is_refused_before_anything_starts(tiny: Tiny, tmp_path: Path) -> None:
+    for extra, says in (
+        (("train.global_batch=1",), "1 rows cannot be shared by 2 processes"),
+        (("parallel.nodes=2",), "2 machines must meet"),
+        (("parallel.nodes=2", "parallel.master=nowhere.invalid"), "nowhere.invalid cannot be reached from here"),
+        (("parallel.nodes=2", "parallel.master=x", "parallel.node=2"), "2 machines are counted from 0"),
+    ):
+        out, err = (process := _start(tiny, tiny.words(*RUN, *extra))).communicate(timeout=60)
+        assert process.returncode == 2 and err.count("\n") == 1 and says in err, err
