@@ -4,13 +4,13 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help setup demo test test-kill test-parallel fuzz real real-model lint format bench golden clean
+.PHONY: help setup packages demo test test-kill test-parallel fuzz real real-model lint format bench golden clean
 
 help:
 	@echo "make demo    set up, then the whole journey: plan, prepare, train, kill, resume, ask (under 4 minutes)"
 	@echo "make test    set up, lint, type check, room law, all tests"
 	@echo "make test-kill  hundreds of kills and disk failures at every moment of a run (about 15 minutes)"
-	@echo "make test-parallel  every engine on 1 to 4 processes, in every combination (about 15 minutes)"
+	@echo "make test-parallel  every engine on 1 to 4 processes, two machines, every way to fail (about 15 minutes)"
 	@echo "make fuzz    10,000 random and damaged inputs through prepare (a few minutes)"
 	@echo "make real    formats and tokens of real data: SOJOURN_REAL_DATA and SOJOURN_REAL_TOKENIZER name the folders"
 	@echo "make real-model  fine-tune a real model on 200 questions (about 20 minutes): SOJOURN_REAL_MODEL names it"
@@ -29,7 +29,16 @@ $(READY): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (once; a few minutes)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,clean,dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel
+	@DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt deepspeed || \
+	  echo "DeepSpeed could not be installed; its tests are skipped"
 	@touch $(READY)
+
+# What tests need of Debian: two machines are two network namespaces.
+packages:
+	@command -v ip >/dev/null || \
+	  { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -q && apt-get install -qy iproute2; } || \
+	  echo "ip is missing, so tests of two machines are skipped; on Debian or Ubuntu: sudo apt-get install iproute2"
 
 demo: setup
 	@$(BIN)/sojourn demo
@@ -44,15 +53,15 @@ format: setup
 	$(BIN)/ruff check --fix src tests benchmarks
 	$(BIN)/ruff format src tests benchmarks
 
-test: lint
+test: lint packages
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -rs --durations 5
 
 test-kill: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/kill -n 2 --dist worksteal -rs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_signals.py -m slow -n 6
 
-test-parallel: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_engines.py tests/test_nodes.py tests/test_guides_commands.py tests/test_launch.py -m "slow or not slow" -n 2 --dist loadgroup -rs
+test-parallel: setup packages
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_engines.py tests/test_nodes.py tests/test_guides_commands.py tests/test_launch.py -m "slow or not slow" -n 2 -rs
 
 fuzz: setup
 	SOJOURN_FUZZ=10000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_prepare_fuzz.py -n 2 --dist worksteal

@@ -6,6 +6,7 @@ as good as a new process. Where one of a gang ends badly, the rest get a while a
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ import pytest
 
 needs_fork = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
 
+KNOWN = ("torch", "transformers", "peft", "sojourn", "deepspeed", "safetensors", "tokenizers", "bitsandbytes")
 _PATIENCE, _WHILE = 60.0, 10.0
 
 
@@ -79,6 +81,10 @@ def _serve(folder: Path) -> None:
     for line in sys.stdin:
         assert threading.active_count() == 1, "a process with threads must not be forked"
         print(json.dumps(_train(Order(**json.loads(line)), folder)), file=answers, flush=True)
+        for name in json.loads((folder / "modules").read_text()):  # so that those after it need not import them
+            if name not in sys.modules:
+                with contextlib.suppress(Exception):
+                    importlib.import_module(name)
 
 
 def _import_all() -> None:
@@ -145,6 +151,10 @@ def _fork(order: Order, rank: int, port: int, folder: Path) -> int:
     except BaseException:
         traceback.print_exc()
     finally:
+        if rank == 0:
+            (folder / "modules").write_text(
+                json.dumps([name for name in sys.modules if name.partition(".")[0] in KNOWN])
+            )
         sys.stdout.flush()
         os._exit(code)
 

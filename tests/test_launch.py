@@ -89,7 +89,7 @@ def test_what_stops_the_command_stops_its_processes_saved(tiny, how):
     _, err = process.communicate(timeout=60)
     if how == "Ctrl-C":
         assert process.returncode == 3 and err.count("\n") == 1 and "stopped by Ctrl-C at step" in err
-    gone, alive = psutil.wait_procs(workers, timeout=60)
+    _, alive = psutil.wait_procs(workers, timeout=60)
     assert not alive
     step = run.status().step
     assert run.status().state == "stopped" and run.status().resumable and saved_steps(run) == [step] and step >= 3
@@ -102,5 +102,5 @@ def test_what_cannot_be_launched_is_refused_before_anything_starts(tiny: Tiny, t
         (("parallel.nodes=2", "parallel.master=nowhere.invalid"), "nowhere.invalid cannot be reached from here"),
         (("parallel.nodes=2", "parallel.master=x", "parallel.node=2"), "2 machines are counted from 0"),
     ):
-        out, err = (process := _start(tiny, tiny.words(*RUN, *extra))).communicate(timeout=60)
+        _, err = (process := _start(tiny, tiny.words(*RUN, *extra))).communicate(timeout=60)
         assert process.returncode == 2 and err.count("\n") == 1 and says in err, err

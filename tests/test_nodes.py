@@ -168,6 +168,7 @@ def _check(words: list[str], tiny: Tiny, writer: Node, other: Node) -> None:
     assert [node.logs().count("reading and tokenising") for node in (writer, other)] == [1, 1], logs
 
 
+@pytest.mark.slow
 def test_two_machines_train_what_one_would(tiny, nodes):
     words, (one, two) = tiny.words(*_RUN), nodes
     _until_done(nodes, two.train(words, 1, one), one.train(words, 0, one))
@@ -189,6 +190,7 @@ def test_a_machine_that_was_lost_comes_back_and_the_run_goes_on(tiny, nodes):
     assert f"the checkpoint of step {continued['step']} came from another machine" in two.logs()
 
 
+@pytest.mark.slow
 def test_the_machine_that_wrote_is_lost_and_the_other_one_writes_on(tiny, nodes):
     words, (one, two) = tiny.words(*_RUN), nodes
     first, second = one.train(words, 0, one), two.train(words, 1, one)
@@ -204,3 +206,16 @@ def test_the_machine_that_wrote_is_lost_and_the_other_one_writes_on(tiny, nodes)
     _check(words, tiny, two, one)
     assert [event["step"] for event in events(two.run(words), "start")] == [0, newest]
     assert f"the checkpoint of step {newest} came from another machine" in two.said()
+
+
+@pytest.mark.slow
+def test_what_one_machine_refuses_ends_the_run_on_both_in_a_line(tiny: Tiny, nodes: tuple[Node, Node]) -> None:
+    """The data is on the first machine only."""
+    one, two = nodes
+    words = ["data.sources=chats.jsonl" if w.startswith("data.sources") else w for w in tiny.words(*_RUN)]
+    shutil.copy(tiny.chats, one.home / "chats.jsonl")
+    both = one.train(words, 0, one), two.train(words, 1, one)
+    _until(lambda: all(process.poll() is not None for process in both), "the end on both", nodes)
+    assert [process.returncode for process in both] == [2, 2]
+    for node in nodes:
+        assert "chats.jsonl: no such file" in node.said() and "Traceback" not in node.said()

@@ -217,9 +217,10 @@ def own_verdict() -> str:
 
 def hear_verdict(ranks: Ranks) -> None:
     """What ended the run on one machine ends it on all, which would wait for that one otherwise."""
-    for verdict in ranks.gathered(own_verdict()):
-        if verdict:
-            raise Over(verdict)
+    told = [verdict for verdict in ranks.gathered(own_verdict()) if verdict]
+    if told:
+        ranks.wait()  # until all have heard
+        raise Over(told[0])
 
 
 def _refuse_unlike(ranks: Ranks) -> None:

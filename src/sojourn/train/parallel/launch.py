@@ -29,6 +29,7 @@ from sojourn.train.ladder import StartAgain
 from sojourn.train.parallel.address import meeting_place, own_address
 from sojourn.train.ranks import VERDICT, Over, Relayed
 
+_TOLD = ".told"  # beside a verdict that its process has shown itself
 _WAIT = 3600  # seconds for a machine to come, or to come back
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 _LOST = ("connection closed by peer", "connection reset", "gloo", "nccl", "socket", "broken pipe", "peer")
@@ -91,10 +92,9 @@ def launch(config: RunConfig, words: list[str], processes: int) -> int:
             thread.start()
             while thread.is_alive():
                 thread.join(0.2)
-        found, first = (read_json(path) for path in (verdict, _of(verdict, 0)))
-        trouble = ended[0]
+        found, told, trouble = read_json(verdict), verdict.with_suffix(_TOLD).exists(), ended[0]
     if found is not None:
-        if found["rank"] != 0 and first is None:  # which would have told it itself
+        if not told:
             print(f"sojourn: process {found['rank']}: {found['says']}", file=sys.stderr)
         return int(found["code"])
     if isinstance(trouble, RendezvousError):
@@ -180,23 +180,25 @@ def _end(error: BaseException) -> None:
     if lost:
         says = f"process {rank} lost another one, which has ended or cannot be reached"
     if isinstance(error, Over):
-        _leave_verdict(rank, says)
+        _leave_verdict(says)
         os._exit(0)
     if launched and _stopped_by_agent(error):  # because of another process: all begin again
         os._exit(1)
-    if rank == 0 or not isinstance(error, UserError):
+    if rank == 0 or not (launched or isinstance(error, UserError)):
         print(f"sojourn: {says}", file=sys.stderr)
     if launched and not lost and not isinstance(error, (StartAgain, Relayed)):
-        _leave_verdict(rank, json.dumps({"rank": rank, "code": code, "says": says}))
+        _leave_verdict(json.dumps({"rank": rank, "code": code, "says": says}))
+        if rank == 0:
+            Path(os.environ[VERDICT]).with_suffix(_TOLD).touch()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0 if launched and isinstance(error, Stopped) else code)
 
 
-def _leave_verdict(rank: int, text: str) -> None:
+def _leave_verdict(text: str) -> None:
     place = Path(os.environ[VERDICT])
-    whole = _of(place, rank)
-    whole.write_text(text)
+    whole = place.with_suffix(f".{os.getpid()}")
+    whole.write_text(text, encoding="utf-8")
     with suppress(FileExistsError):
         os.link(whole, place)  # the first one counts
 
@@ -209,11 +211,6 @@ def _stopped_by_agent(error: BaseException) -> bool:
 
 def _told_to_stop(verdict: Path) -> Path:
     return verdict.with_suffix(".stop")
-
-
-def _of(verdict: Path, rank: int) -> Path:
-    """What one process says; that of the first to say anything is the verdict."""
-    return verdict.with_suffix(f".{rank}")
 
 
 def _lost_another(error: BaseException) -> bool:
