@@ -363,8 +363,16 @@ def test_a_driver_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPat
         launch_line._gpus("auto")
 
 
-def test_limits_that_torchrun_does_not_keep_are_told() -> None:
-    config = load_run(["small", "limits.time=2h", "limits.grace=2m"]).config
-    kept, stopped = check(Launch("a", WORDS, 2, 4, grace=120.0), config)
-    assert "30 s" in kept and "--max-restarts 0" in stopped
-    assert check(Launch("a", WORDS, 2, 4, max_restarts=0), config) == []
+def test_a_grace_that_torchrun_does_not_keep_is_told() -> None:
+    config = load_run(["small", "limits.grace=2m"]).config
+    (kept,) = check(Launch("a", WORDS, 2, 4, grace=120.0), config)
+    assert "30 s" in kept and check(Launch("a", WORDS, 2, 4), config) == []
+
+
+def test_our_own_lines_say_who_is_who() -> None:
+    lines = [shlex.split(line) for line in shell(Launch("r", ("small",), 2, 2, "box", 2950, 7))["own"]]
+    for number, words in enumerate(lines):
+        assert words[:2] == ["sojourn", "train"]
+        found = load_run(words[2:]).config.parallel
+        assert (found.nodes, found.node, found.master, found.port) == (2, number, "box", 2950)
+        assert (found.gpus, found.restarts) == ([0, 1], 7)

@@ -72,6 +72,7 @@ def watched(
             for one in tree:
                 with contextlib.suppress(psutil.Error):  # psutil knows a pid that was given to another process
                     one.kill()
+            psutil.wait_procs(tree, timeout=30)  # so that their memory is free for what comes next
         return process.wait(), memory
 
 

@@ -23,6 +23,8 @@ def train(
 
     Any field can be set after RUN as key=value (train.lr=1e-4), and the usual flags work too:
     --d_model 512 --num_layers 6 --batch_size 16 --num_epochs 10 --max_seq_len 512 --train_file my.jsonl --gpus 0 …
+    Several GPUs: --gpus 0,1 or --gpus all, with --fsdp or --deepspeed ds_config.json if you like; several machines:
+    --nnodes 2 --node_rank 0 --master_addr HOST on each (see: sojourn launch-line).
     """
     from sojourn.config.load import load_run
     from sojourn.run.files import read_json

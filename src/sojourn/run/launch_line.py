@@ -70,16 +70,12 @@ def check(launch: Launch, config: RunConfig) -> list[str]:
             f"torchrun ends its processes {TORCHRUN_WAITS} s after a signal, whatever limits.grace says "
             f"({config.limits.grace})"
         )
-    if config.limits.time is not None and launch.nodes > 1 and launch.max_restarts:
-        notes.append(
-            f"limits.time ({config.limits.time}) counts from every start, and torchrun starts a run again that has "
-            "stopped at it; --max-restarts 0 makes the first stop the last"
-        )
     return notes
 
 
 def shell(launch: Launch) -> dict[str, Any]:
-    """`check` and `every`: the same line on every machine. `by_rank`: the guides' way, a line for each."""
+    """`own`: our command, a line for each machine. With torchrun by hand: `check` and `every`, the same line on every
+    machine; `by_rank`, the guides' way, a line for each."""
     if launch.nodes == 1:
         return {"every": shlex.join(["sojourn", "train", *launch.words])}
     if launch.master is None:
@@ -96,7 +92,14 @@ def shell(launch: Launch) -> dict[str, Any]:
         [f"--node_rank={rank}", f"--master_addr={launch.master}", f"--master_port={launch.port}"]
         for rank in range(launch.nodes)
     ]
+    gpus = ",".join(map(str, range(launch.gpus)))
+    spread = ["--gpus", gpus, "--nnodes", str(launch.nodes), "--master_addr", launch.master]
+    place = ["--master_port", str(launch.port), "--max_restarts", str(launch.max_restarts)]
     return {
+        "own": [
+            shlex.join(["sojourn", *train_words(launch), *spread, *place, "--node_rank", str(rank)])
+            for rank in range(launch.nodes)
+        ],
         "check": f"{_COME_BACK} {shlex.join(_torchrun(launch, meet, ['doctor'], restarts=0))}",
         "every": f"{_COME_BACK} {shlex.join(_torchrun(launch, meet, train_words(launch)))}",
         "by_rank": [shlex.join(_torchrun(launch, rank, train_words(launch))) for rank in ranks],
@@ -112,10 +115,13 @@ def shell_text(launch: Launch) -> str:
         "# 1. do the machines find each other? On every machine, within ten minutes:",
         made["check"],
         "",
-        "# 2. the run. The same line on every machine, in any order; the same line again continues it:",
+        "# 2. the run. One line for each machine, in any order; the same lines again continue it:",
+        *made["own"],
+        "",
+        "# or by torchrun: the same line on every machine",
         made["every"],
         "",
-        "# the same with ranks given by hand, as guides do it; one line for each machine:",
+        "# or by torchrun with ranks given by hand, as guides do it; one line for each machine:",
         *made["by_rank"],
     ]
     return "\n".join(lines) + "\n"

@@ -123,7 +123,7 @@ def _measure(plan: Plan, workload: Workload, work: Path, say: Say) -> dict[str, 
     say(head(""))
     rows: list[Row] = []
     for contender in plan.contenders(workload):
-        row = _row(plan, contender, ground, run, rows_at, work)
+        row = row_of(plan, contender, ground, run, rows_at, work)
         rows.append(row)
         if (reference := _reference(rows)) is not None:
             compare(row, reference, plan.precision)
@@ -141,7 +141,7 @@ def _reference(rows: list[Row]) -> Row | None:
     return next((row for row in worked if row["name"] == REFERENCE), worked[0] if worked else None)
 
 
-def _row(plan: Plan, contender: Contender, ground: Ground, run: Path, rows_at: Path, work: Path) -> Row:
+def row_of(plan: Plan, contender: Contender, ground: Ground, run: Path, rows_at: Path, work: Path) -> Row:
     """One contender. What fails is a row that says so."""
     row: Row = {"name": contender.name, "title": contender.title, "role": contender.role, "told": contender.settings}
     missing = [name for name in contender.needs if find_spec(name) is None]

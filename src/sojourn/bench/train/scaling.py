@@ -18,7 +18,7 @@ from typing import Any
 from sojourn.bench.train.compare import Row, compare
 from sojourn.bench.train.contenders import OURS, Contender, check_rows, contenders
 from sojourn.bench.train.ground import lay, rows_of, settings
-from sojourn.bench.train.measure import Plan, _row, circumstances, make_plan
+from sojourn.bench.train.measure import Plan, circumstances, make_plan, row_of
 from sojourn.bench.train.workloads import Workload
 from sojourn.config.fields import gpu_numbers
 from sojourn.config.words import closest, shown
@@ -132,7 +132,7 @@ def _measure(scaling: Scaling, asked: Workload, work: Path, say: Say) -> dict[st
     rows: list[Row] = []
     for contender in scaling.contenders(workload):
         with _temporary_files_in(work):
-            row = _row(plan, contender, ground, run, rows_at, work)
+            row = row_of(plan, contender, ground, run, rows_at, work)
         engine, _, count = contender.name.partition("-")
         rows.append(row | {"engine": engine, "processes": int(count)})
         judge(rows[-1], rows[0], plan.on_cpu)
