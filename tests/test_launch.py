@@ -104,3 +104,20 @@ def test_what_cannot_be_launched_is_refused_before_anything_starts(tiny: Tiny, t
     ):
         _, err = (process := _start(tiny, tiny.words(*RUN, *extra))).communicate(timeout=60)
         assert process.returncode == 2 and err.count("\n") == 1 and says in err, err
+
+
+@pytest.mark.slow
+def test_a_run_of_several_processes_is_rehearsed_and_proved_by_them(tiny):
+    words = tiny.words("train.micro_batch=1", "parallel.gpus=0,1", "parallel.engine=fsdp")
+    command = [sys.executable, "-m", "sojourn"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    tried = subprocess.run([*command, "rehearse", *words], capture_output=True, text=True, env=env, check=False)
+    assert tried.returncode == 0 and "ready: sojourn train" in tried.stdout and "ok   checkpoint" in tried.stdout, tried
+    full = [*command, "rehearse", *words, "save.min_free=100TiB"]
+    refused = subprocess.run(full, capture_output=True, text=True, env=env, check=False)
+    assert refused.returncode == 1 and refused.stderr.count("this run should not start") == 1, refused
+    proved = subprocess.run(
+        [*command, "verify-resume", *words, "--steps", "40"], capture_output=True, text=True, env=env
+    )
+    assert proved.returncode == 0 and "the same weights, bit for bit" in proved.stdout, proved
+    assert not list((tiny.home / "runs").glob(".rehearsal*"))

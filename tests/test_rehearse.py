@@ -8,12 +8,13 @@ import pytest
 from conftest import sojourn
 from sojourn.config.load import load_run
 from sojourn.run.home import run_folder
+from sojourn.train.ranks import Ranks
 from sojourn.train.rehearse import rehearse
 
 
 def _rehearse(words: list[str]):
     config = load_run(words).config
-    return rehearse(config, run_folder(config.name), "cpu")
+    return rehearse(config, run_folder(config.name), Ranks())
 
 
 def _levels(report) -> dict[str, str]:

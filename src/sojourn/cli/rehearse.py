@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
 import typer
+
+if TYPE_CHECKING:
+    from sojourn.train.rehearse import Report
 
 
 def rehearse(
@@ -16,30 +25,56 @@ def rehearse(
     The longest rows go forward and back, a few real steps are made, a checkpoint is written and read back, and the
     disk, the limits and the mirror are checked. Exit 1 when the run should not start, with the reason.
     """
-    import contextlib
-    import dataclasses
     import sys
-    from json import dumps
 
-    from sojourn.config.load import load_run
+    from sojourn.config.load import load_run, with_settings
     from sojourn.errors import RunFailed
     from sojourn.run.home import run_folder
 
-    loaded = load_run(words)
+    loaded, told = load_run(words), sys.stdout
     run = run_folder(loaded.config.name or "run", loaded.config.save.folder)
-    with contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext():
+    with redirect_stdout(sys.stderr) if json else nullcontext():
+        from sojourn.train.parallel.launch import is_worker, launch, leave_if_over, processes_here, worker
+
+        if not is_worker():
+            processes = processes_here(loaded.config)
+            if processes > 1 or loaded.config.parallel.nodes > 1:
+                once = with_settings(loaded.config, {"parallel.restarts": 0})
+                raise typer.Exit(launch(once, sys.argv[1:], processes))
+        leave_if_over()
         from sojourn.train.loop import use_device
+        from sojourn.train.ranks import join, leave
         from sojourn.train.rehearse import rehearse as rehearse_run
 
-        report = rehearse_run(loaded.config, run, use_device(loaded.config))
-    if json:
-        found = [dataclasses.asdict(one) for one in report.findings]
-        print(dumps({"starts": report.refused is None, "findings": found, **report.facts}, ensure_ascii=False))
-    else:
-        marks = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
-        for one in report.findings:
-            print(f"{marks[one.level]} {one.name:<10} {one.says}")
-    if report.refused is not None:
-        raise RunFailed(f"this run should not start: {report.refused}")
-    if not json:
+        silent = os.environ.get("RANK", "0") != "0"
+        with worker(), _nowhere() if silent else nullcontext():
+            ranks = join(use_device(loaded.config), loaded.config)
+            report = rehearse_run(loaded.config, run, ranks)
+            if ranks.first:
+                _show(report, json, told)
+            if report.refused is not None:
+                raise RunFailed(f"this run should not start: {report.refused}")
+            leave()
+    if not (json or silent):
         print(f"ready: sojourn train {' '.join(words)}")
+
+
+@contextmanager
+def _nowhere() -> Iterator[None]:
+    """One process speaks for all."""
+    with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
+        yield
+
+
+def _show(report: Report, json: bool, told: TextIO) -> None:
+    if json:
+        from dataclasses import asdict
+        from json import dumps
+
+        found = [asdict(one) for one in report.findings]
+        all_of_it = {"starts": report.refused is None, "findings": found, **report.facts}
+        print(dumps(all_of_it, ensure_ascii=False), file=told)
+        return
+    marks = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
+    for one in report.findings:
+        print(f"{marks[one.level]} {one.name:<10} {one.says}", file=told)

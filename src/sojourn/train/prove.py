@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -112,9 +112,20 @@ def _killed(file: Path, run: RunFolder, after: int) -> int:
                 f"the trial run failed: {(process.stdout.read() if process.stdout else '').strip()[-_KEPT:]}"
             )
     finally:
-        process.send_signal(getattr(signal, "SIGKILL", signal.SIGTERM))
-        process.communicate()
+        _kill_all(process)
     return _step(run)
+
+
+def _kill_all(process: subprocess.Popen[str]) -> None:
+    """With the processes that it has started, at one blow."""
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        root = psutil.Process(process.pid)
+        for one in [root, *root.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+    process.communicate()
 
 
 def _step(run: RunFolder) -> int:

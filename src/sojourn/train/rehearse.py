@@ -61,29 +61,32 @@ class Report:
         return "; ".join(reasons) if reasons else None
 
 
-def rehearse(config: RunConfig, run: RunFolder, device: str) -> Report:
+def rehearse(config: RunConfig, run: RunFolder, ranks: Ranks) -> Report:
     """Tries `config` for real, in a scratch folder beside `run`; what it leaves there is gone when this returns."""
     config = priced(config)
-    scratch = RunFolder(run.path.with_name(f".rehearsal-{os.getpid()}-{run.path.name}"))
-    scratch.path.mkdir(parents=True)
+    named = ranks.from_first(lambda: f".rehearsal-{os.getpid()}-{run.path.name}")
+    scratch = RunFolder(run.path.with_name(named), silent=not ranks.first)
+    scratch.path.mkdir(parents=True, exist_ok=True)
     report = Report()
     try:
-        while not _tried(config, run, scratch, device, report):
+        while not _tried(config, run, scratch, ranks, report):
             free_memory()
             remove_folder(scratch.checkpoints)
             report.findings.clear()
     except (RunFailed, RuntimeError) as error:
         report.add("fail", "run", str(error).split("\n")[0])
+    else:
+        ranks.wait()
     finally:
         remove_folder(scratch.path)
     return report
 
 
-def _tried(config: RunConfig, run: RunFolder, scratch: RunFolder, device: str, report: Report) -> bool:
+def _tried(config: RunConfig, run: RunFolder, scratch: RunFolder, ranks: Ranks, report: Report) -> bool:
     """False when it must be built again, one rung down."""
     alone = with_settings(config, {"save.mirror": None, "save.resume": "auto", "log.trackers": []})
     began = time.monotonic()
-    session = open_session(alone, scratch, Ranks(device=device))
+    session = open_session(alone, scratch, ranks)
     opening = time.monotonic() - began
     ledger = Ledger(None, config.limits.price_per_hour)
     guard = Guard(config.limits, ledger, session_end(config.limits))
@@ -103,6 +106,8 @@ def _tried(config: RunConfig, run: RunFolder, scratch: RunFolder, device: str, r
         saver.close()
     report.facts |= {"opening_seconds": round(opening, 1), "step_seconds": round(seconds, 4),
                      "micro_batch": session.stepper.feed.micro_batch}  # fmt: skip
+    if not ranks.first:
+        return True
     if "checkpoint_bytes" in report.facts:
         _disk(session, run, report)
     _time(session, guard, seconds, saving, report)
@@ -131,8 +136,8 @@ def _steps(session: Session, careful: Careful, report: Report) -> float:
     level: Literal["ok", "warn"] = "warn" if losses[0] > 1.5 * math.log(vocabulary) else "ok"
     chance = f"guessing among {vocabulary:,} tokens would be {math.log(vocabulary):.2f}"
     report.add(level, "loss", f"{losses[0]:.4f} at first, {losses[-1]:.4f} after {len(losses)} steps; {chance}")
-    targets = sum(batch.targets for batch in session.batches(0))
-    tokens = sum(batch.real_tokens for batch in session.batches(0))
+    targets = int(session.stepper.ranks.total(sum(batch.targets for batch in session.batches(0)))[0])
+    tokens = session.tokens(0)
     share = targets / max(1, tokens)
     if targets == 0:
         report.add("fail", "data", "the first step has nothing to learn from; look at it: sojourn prepare RUN")
@@ -149,9 +154,10 @@ def _memory(session: Session, report: Report) -> None:
         return
     import torch
 
+    cut = session.stepper.ranks.size if session.stepper.engine.lockstep else 1
     used, total = torch.cuda.max_memory_allocated(), torch.cuda.get_device_properties(0).total_memory
     reserved = torch.cuda.max_memory_reserved()
-    planned = planned_memory(subject_of(config).shape, config, feed.micro_batch, feed.precision == "fp32").total
+    planned = planned_memory(subject_of(config).shape, config, feed.micro_batch, feed.precision == "fp32", cut).total
     report.facts |= {"memory": used, "memory_reserved": reserved, "memory_planned": planned}
     level: Literal["ok", "warn"] = "warn" if reserved > 0.95 * total else "ok"
     report.add(level, "memory", f"{used / _GIB:.1f} GiB of {total / _GIB:.0f} at the peak with {feed.micro_batch} rows "
@@ -163,6 +169,8 @@ def _save(session: Session, scratch: RunFolder, saver: Saver, report: Report) ->
     if session.progress.step == 0:
         return 0.0
     saver.save(must=True)
+    if not session.stepper.ranks.first:
+        return 0.0
     places = checkpoints_in(scratch.checkpoints)
     size = sum(file.stat().st_size for file in places[-1].iterdir())
     began = time.monotonic()

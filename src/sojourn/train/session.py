@@ -125,7 +125,7 @@ def open_session(config: RunConfig, run: RunFolder, ranks: Ranks) -> Session:
     stepper = Stepper(engine, feed, config.train.clip, config.train.loss == "whole")
     live = Live(engine)
     progress = _resumed(config, run, live, ranks)
-    length, work = _length(config, artefact), _work(config, artefact, device)
+    length, work = _length(config, artefact), _work(config, artefact, ranks)
     return Session(config, run, artefact, stepper, live, progress, *length, work, named)
 
 
@@ -189,8 +189,8 @@ def _refuse_other_data(run: RunFolder, artefact: Artefact) -> None:
         )
 
 
-def _work(config: RunConfig, artefact: Artefact, device: str) -> Work:
-    """For the meters: what a token costs, and what the card could do. A token attends to its own document only."""
+def _work(config: RunConfig, artefact: Artefact, ranks: Ranks) -> Work:
+    """For the meters: what a token costs, and what the cards could do. A token attends to its own document only."""
     import numpy as np
     import torch
 
@@ -198,8 +198,9 @@ def _work(config: RunConfig, artefact: Artefact, device: str) -> Work:
     attended = float((lengths**2).sum() / max(1.0, lengths.sum())) if len(lengths) else float(artefact.max_length)
     frozen = config.method.kind in ("lora", "qlora")
     flops = subject_of(config).shape.flops_per_token(attended, frozen)
-    peak = peak_flops(torch.cuda.get_device_name(), str(config.train.precision)) if device == "cuda" else None
-    return Work(flops, peak)
+    cuda = ranks.device == "cuda"
+    peak = peak_flops(torch.cuda.get_device_name(), str(config.train.precision)) if cuda else None
+    return Work(flops, None if peak is None else peak * ranks.size)
 
 
 def _length(config: RunConfig, artefact: Artefact) -> tuple[int, int | None]:
