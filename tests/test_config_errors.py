@@ -153,7 +153,6 @@ FILES: dict[str, tuple[str | bytes, tuple[str, ...]]] = {
     "bits without qlora": ("extends: lora\nmethod:\n  bits: 8\n", ("run.yaml:3: method.bits: belongs to qlora, but method.kind is lora",)),
     "adapters in full": ("extends: lora\nmethod:\n  kind: full\n  rank: 8\n", ("run.yaml:4: method.rank: belongs to lora and qlora",)),
     "fp16 on a CPU": (SMALL + "train: {precision: fp16, device: cpu}\n", ("train.precision: fp16 needs a GPU, but train.device is cpu",)),
-    "GPUs on a CPU": (SMALL + "train:\n  device: cpu\nparallel:\n  gpus: 0\n", ("run.yaml:3: train.device: cpu given, but parallel.gpus",)),
     "qlora on a Mac": ("extends: qlora\ntrain:\n  device: mps\n", ("run.yaml:3: train.device: mps cannot run qlora", "lora")),
     "a GPU twice": (SMALL + "parallel:\n  gpus: 0,0\n", ("run.yaml:3: parallel.gpus: 0,0 given; name each GPU once",)),
     "no GPU": (SMALL + "parallel:\n  gpus: []\n", ("run.yaml:3: parallel.gpus: no GPU named; allowed: numbers such as 0",)),

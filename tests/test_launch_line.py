@@ -74,6 +74,7 @@ while True:  # the first one says when it is over
 """
 
 
+@pytest.mark.slow
 def test_a_machine_that_was_lost_comes_back_with_the_same_line(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -139,8 +140,8 @@ def test_the_guides_way_has_a_line_for_each_machine() -> None:
 def test_the_command_prints_lines_that_can_be_pasted(home: Path) -> None:
     said = printed(*WORDS, "--nodes", "3", "--gpus-per-node", "2", "--master", "node-a", "--port", "1234")
     lines = [line for line in said.splitlines() if line and not line.startswith("#")]
-    assert len(lines) == 1 + 1 + 3
-    read = as_torchrun_reads_it(lines[1])
+    assert len(lines) == 1 + 3 + 1 + 3
+    read = as_torchrun_reads_it(lines[4])
     assert (read.nnodes, read.nproc_per_node, read.rdzv_endpoint) == ("3", "2", "node-a:1234")
     assert load_run(read.training_script_args[1:]).config == load_run(list(WORDS)).config
 

@@ -6,9 +6,9 @@ import torch
 from sojourn.errors import RunFailed, Stopped
 from sojourn.model import loss as model_loss
 from sojourn.run.files import read_json, write_json
-from sojourn.train import session
 from sojourn.train import step as step_module
 from sojourn.train.optim import Optimizer
+from sojourn.train.parallel import open as open_module
 from tiny import LORA, events, losses, run_of, run_train, same_weights, saved_steps, stop_after, tiny_home, weights
 
 PRETRAIN: tuple[str, ...] = ()
@@ -379,7 +379,7 @@ def test_a_model_that_does_not_fit_at_all_is_one_line(tiny, monkeypatch):
     def tight(*arguments):
         raise _full()
 
-    monkeypatch.setattr(session, "build_network", tight)
+    monkeypatch.setattr(open_module, "build_network", tight)
     words = tiny.words()
     with pytest.raises(RunFailed, match="out of memory") as told:
         run_train(words)

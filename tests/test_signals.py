@@ -16,6 +16,7 @@ from sojourn.run import disk
 from sojourn.train import assess, session
 from sojourn.train import step as step_module
 from sojourn.train.guard import Guard
+from sojourn.train.parallel import open as open_module
 from sojourn.train.saving import Saver
 from sojourn.train.step import Stepper
 from tiny import LORA, events, losses, run_of, run_train, same_weights, saved_steps, tiny_home
@@ -140,7 +141,7 @@ def test_a_signal_in_the_update_lets_it_end(tiny, monkeypatch):
     assert same_weights(run, whole) and losses(run) == losses(whole)
 
 
-OPENING = [(session, "prepare", False), (session, "build_network", False), (session, "Optimizer", True)]
+OPENING = [(session, "prepare", False), (open_module, "build_network", False), (open_module, "Optimizer", True)]
 
 
 @pytest.mark.parametrize("place", OPENING, ids=["data", "model", "optimizer"])

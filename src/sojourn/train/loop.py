@@ -180,6 +180,7 @@ def use_device(config: RunConfig) -> str:
         if number >= there:
             raise UserError(f"parallel.gpus: there is no GPU {number}; this machine has {there}, counted from 0")
         torch.cuda.set_device(number)
+        torch.cuda.init()  # or others would choose the first one again
         if gpus == "auto" and here == 1 and there > 1:
             say(f"note: 1 of the {there} GPUs here is used; all of them: --gpus all")
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if device == "cuda" else "cpu")  # else it wonders aloud

@@ -17,6 +17,7 @@ from sojourn.data.artefact import Batch, Split
 from sojourn.model import loss
 from sojourn.model.network import Network
 from sojourn.train.feed import Feed
+from sojourn.train.optim import Optimizer
 from sojourn.train.parallel.engine import Engine
 from sojourn.train.ranks import ALONE, Ranks
 
@@ -50,6 +51,10 @@ class Stepper:
     @property
     def ranks(self) -> Ranks:
         return self.engine.ranks
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self.engine.optimizer
 
     def gradients(self, batches: list[Batch]) -> tuple[float, float]:
         """Forward and backward of every micro batch. Returns the mean loss and the norm of the (clipped) gradient."""
