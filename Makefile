@@ -61,7 +61,7 @@ test-kill: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_signals.py -m slow -n 6
 
 test-parallel: setup packages
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_engines.py tests/test_nodes.py tests/test_guides_commands.py tests/test_launch.py tests/test_launch_line.py -m "slow or not slow" -n 2 -rs
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_engines.py tests/test_nodes.py tests/test_guides_commands.py tests/test_launch.py tests/test_launch_line.py tests/test_bench_scaling.py -m "slow or not slow" -n 2 -rs
 
 fuzz: setup
 	SOJOURN_FUZZ=10000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_prepare_fuzz.py -n 2 --dist worksteal

@@ -22,6 +22,7 @@ def asked(workloads: str = "tiny", row: str = "", gpus: str = "0,1", engines: st
     return make_scaling([workloads], row, 4, None, gpus, engines)
 
 
+@pytest.mark.slow
 def test_two_real_processes_are_told_against_one_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(measuring.Scaling, "counts", [2])  # one process of an engine starts like one alone
     out = tmp_path / "result.json"

@@ -222,7 +222,7 @@ DS_CONFIG = {
     "gradient_clipping": 1.0,
     "zero_optimization": {
         "stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": False}, "allgather_partitions": True,
-        "allgather_bucket_size": 2e8, "reduce_scatter": True, "reduce_bucket_size": 2e8, "overlap_comm": False,
+        "allgather_bucket_size": 2e5, "reduce_scatter": True, "reduce_bucket_size": 2e5, "overlap_comm": False,
         "contiguous_gradients": True,
     },
     "fp16": {"enabled": False},
