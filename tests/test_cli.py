@@ -8,7 +8,22 @@ import pytest
 
 from conftest import sojourn
 
-VERBS = ("demo", "doctor", "plan", "prepare", "train", "eval", "generate", "chat", "rehearse", "verify-resume", "launch-line", "presets", "config", "bench")
+VERBS = (
+    "demo",
+    "doctor",
+    "plan",
+    "prepare",
+    "train",
+    "eval",
+    "generate",
+    "chat",
+    "rehearse",
+    "verify-resume",
+    "launch-line",
+    "presets",
+    "config",
+    "bench",
+)
 
 
 def test_help_names_every_verb():
