@@ -57,65 +57,68 @@ def processes_here(config: RunConfig) -> int:
 
 def launch(config: RunConfig, words: list[str], processes: int) -> int:
     """Runs `sojourn` with `words` in so many processes here; returns its exit code when all have ended."""
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
-    from torch.distributed.launcher.api import elastic_launch
-    from torch.distributed.run import config_from_args, parse_args
-
-    several = processes * config.parallel.nodes
-    if config.train.global_batch < several:
-        raise UserError(
-            f"train.global_batch: {config.train.global_batch} rows cannot be shared by {several} processes; use "
-            f"{several}"
-        )
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    several, batch = processes * config.parallel.nodes, config.train.global_batch
+    if batch < several:
+        raise UserError(f"train.global_batch: {batch} rows cannot be shared by {several} processes; use {several}")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else a machine that was lost cannot come back
     with tempfile.TemporaryDirectory(prefix="sojourn-") as folder:
         verdict = Path(folder) / "verdict.json"
         os.environ[VERDICT] = str(verdict)
-        how, entry, given = config_from_args(parse_args([*_meeting(config, processes), "-m", "sojourn", *words]))
-        if config.parallel.nodes > 1:
-            print(f"meeting {config.parallel.nodes} machines at {config.parallel.master}", flush=True)
-            how.local_addr = own_address(config.parallel)
-        ended: list[BaseException | None] = []
-
-        def agent() -> None:
-            try:
-                elastic_launch(config=how, entrypoint=entry)(*given)
-                ended.append(None)
-            except BaseException as error:
-                ended.append(error)
-
-        thread = threading.Thread(target=agent, name="agent", daemon=True)
         with _passed_on(_told_to_stop(verdict)):
-            thread.start()
-            while thread.is_alive():
-                thread.join(0.2)
-        found, told, trouble = read_json(verdict), verdict.with_suffix(_TOLD).exists(), ended[0]
-    if found is not None:
-        if not told:
-            print(f"sojourn: process {found['rank']}: {found['says']}", file=sys.stderr)
-        return int(found["code"])
+            trouble = _run_agent(config, [*_meeting(config, processes), "-m", "sojourn", *words])
+        found, shown = read_json(verdict), verdict.with_suffix(_TOLD).exists()
+    if found is not None and not shown:
+        print(f"sojourn: process {found['rank']}: {found['says']}", file=sys.stderr)
+    return int(found["code"]) if found is not None else 0 if trouble is None else _told(trouble, config)
+
+
+def _run_agent(config: RunConfig, words: list[str]) -> BaseException | None:
+    """torchrun's, in a thread, so that signals are ours; returns what went wrong with it in the end."""
+    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.run import config_from_args, parse_args
+
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    how, entry, given = config_from_args(parse_args(words))
+    if config.parallel.nodes > 1:
+        print(f"meeting {config.parallel.nodes} machines at {config.parallel.master}", flush=True)
+        how.local_addr = own_address(config.parallel)
+    trouble: list[BaseException] = []
+
+    def agent() -> None:
+        try:
+            elastic_launch(config=how, entrypoint=entry)(*given)
+        except BaseException as error:
+            trouble.append(error)
+
+    thread = threading.Thread(target=agent, name="agent", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.2)
+    return trouble[0] if trouble else None
+
+
+def _told(trouble: BaseException, config: RunConfig) -> int:
+    """What became of processes that left no verdict."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
     if isinstance(trouble, RendezvousError):
-        print(
-            f"sojourn: the machines of this run do not meet at {config.parallel.master}; is the first one gone, or "
-            "behind a firewall? The same command on all of them continues from the last checkpoint",
-            file=sys.stderr,
+        says = (
+            f"the machines of this run do not meet at {config.parallel.master}; is the first one gone, or behind a "
+            "firewall? The same command on all of them continues from the last checkpoint"
         )
-        return 1
-    if isinstance(trouble, ChildFailedError):
+    elif isinstance(trouble, ChildFailedError):
         rank, failure = trouble.get_first_failure()
-        how_ended = f"was killed ({failure.signal_name()})" if failure.exitcode < 0 else f"ended ({failure.exitcode})"
-        print(
-            f"sojourn: process {rank} {how_ended}, {config.parallel.restarts} restarts did not help; the same command "
-            "continues from the last checkpoint",
-            file=sys.stderr,
+        ended = f"was killed ({failure.signal_name()})" if failure.exitcode < 0 else f"ended ({failure.exitcode})"
+        says = (
+            f"process {rank} {ended}, {config.parallel.restarts} restarts did not help; the same command continues "
+            "from the last checkpoint"
         )
-        return 1
-    if trouble is not None:
+    else:
         raise trouble
-    return 0
+    print(f"sojourn: {says}", file=sys.stderr)
+    return 1
 
 
 def _meeting(config: RunConfig, processes: int) -> list[str]:
