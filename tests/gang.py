@@ -25,7 +25,7 @@ import pytest
 needs_fork = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
 
 KNOWN = ("torch", "transformers", "peft", "sojourn", "deepspeed", "safetensors", "tokenizers", "bitsandbytes")
-_PATIENCE, _WHILE = 60.0, 10.0
+_PATIENCE, _WHILE = 240.0, 30.0
 
 
 @dataclass(frozen=True)
