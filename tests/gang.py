@@ -81,7 +81,8 @@ def _serve(folder: Path) -> None:
     for line in sys.stdin:
         assert threading.active_count() == 1, "a process with threads must not be forked"
         print(json.dumps(_train(Order(**json.loads(line)), folder)), file=answers, flush=True)
-        for name in json.loads((folder / "modules").read_text()):  # so that those after it need not import them
+        known = folder / "modules"  # not where the first process was ended at once
+        for name in json.loads(known.read_text()) if known.exists() else []:  # those after it need not import them
             if name not in sys.modules:
                 with contextlib.suppress(Exception):
                     importlib.import_module(name)
