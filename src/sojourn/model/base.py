@@ -13,13 +13,18 @@ from sojourn.model.quiet import no_bars, quiet_transformers
 
 @dataclass(frozen=True)
 class Base:
-    """Which model, and how it is to be held: `bits` is 4 or 8 for a quantised one."""
+    """Which model, and how it is to be held: `bits` is 4 or 8 for a quantised one.
+
+    `cut`: FSDP will cut its weights, which older torch only does to tensors of floating point numbers. The bits of a
+    quantised one are kept as such then.
+    """
 
     word: str
     revision: str | None = None
     trust_remote_code: bool = False
     bits: int | None = None
     double_quant: bool = True
+    cut: bool = False
 
     @property
     def place(self) -> dict[str, Any]:
@@ -139,6 +144,7 @@ def _quantisation(base: Base, dtype: Any) -> Any:
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=base.double_quant,
         bnb_4bit_compute_dtype=dtype,
+        bnb_4bit_quant_storage=dtype if base.cut else None,
     )
 
 

@@ -23,7 +23,8 @@ class Subject:
 def base_of(config: RunConfig) -> Base:
     model, method = config.model, config.method
     bits = method.bits if method.kind == "qlora" else None
-    return Base(str(model.base), model.revision, model.trust_remote_code, bits, method.double_quant)
+    cut = config.parallel.engine == "fsdp"
+    return Base(str(model.base), model.revision, model.trust_remote_code, bits, method.double_quant, cut)
 
 
 def subject_of(config: RunConfig) -> Subject:
