@@ -163,6 +163,23 @@ def test_how_it_is_computed_changes_nothing_but_rounding(words, kind, change):
     assert _losses(one) == pytest.approx(_losses(other), rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    "how",
+    [["method.kind=pretrain"], ["method.kind=full"], _LORA, [*_LORA, "method.dora=true"],
+     [*_LORA, "method.modules_to_save=[lm_head]"], ["method.kind=qlora", "method.rank=4"]],
+    ids=["pretrain", "full", "lora", "dora", "modules_to_save", "qlora"],
+)  # fmt: skip
+def test_16_bits_learn_as_32_do(words, how):
+    """The blocks compute in 16 bits throughout; what is trained is kept in 32 and is so in the checkpoint."""
+    short = [*words, *how, "train.steps=6"]
+    wide, narrow = _train([*short, "name=wide"]), _train([*short, "name=narrow", "train.precision=bf16"])
+    assert _losses(narrow) == pytest.approx(_losses(wide), rel=0.02) and _losses(narrow) != _losses(wide)
+    from safetensors.torch import load_file
+
+    [newest] = sorted(narrow.checkpoints.glob("step-*"))[-1:]
+    assert all(tensor.dtype == torch.float32 for tensor in load_file(newest / "model.safetensors").values())
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for a CPU with g++, which is not installed")
 def test_compiled_blocks_share_one_graph_and_change_nothing_but_rounding(words, chats, home):
     """However many blocks: one graph for the first, whose input needs no gradient, and one for all others."""

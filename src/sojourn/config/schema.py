@@ -247,6 +247,7 @@ class TrainConfig(Section):
     checkpointing: Recompute = "auto"
     loss: Literal["auto", "chunked", "whole"] = "auto"
     fused: Switch = "auto"
+    fp8: Literal["on", "off"] = "off"
     compile: Switch = "auto"
     offload: Literal["off", "optimizer", "all"] = "off"
     eval_every: Steps | None = None

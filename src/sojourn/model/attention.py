@@ -99,6 +99,8 @@ def _sdpa(query_BTHD: Any, key_BTKD: Any, value_BTKD: Any, layout: Layout, how: 
 
 def _varlen(query_BTHD: Any, key_BTKD: Any, value_BTKD: Any, layout: Layout, how: How) -> Any:
     """torch's flash attention over documents of any length, end to end: no mask, no score outside a document."""
+    if layout.plain and layout.window(how.window) is None:  # there are faster kernels for that
+        return _sdpa(query_BTHD, key_BTKD, value_BTKD, layout, how)
     from torch.nn.attention.varlen import varlen_attn
 
     qkv = (query_BTHD, key_BTKD, value_BTKD)

@@ -11,7 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-_CHUNK_BYTES = {"cuda": 2**28, "cpu": 2**24}  # of 32-bit logits; on a CPU they should stay near its cache
+from sojourn.model.attention import can_compile
+
+# Of logits, were they in 32 bits. On a CPU they should stay near its cache; our kernel needs them in 16 bits only.
+_CHUNK_BYTES = {"cuda": 2**28, "kernel": 2**30, "cpu": 2**24}
 _LEAST_ROWS = 256  # fewer leave the multiplication starved
 
 
@@ -39,8 +42,13 @@ def score(head: Any, hidden_ND: Any, labels_N: Any) -> tuple[Any, Any]:
 
 
 def _chunk_rows(head: Any, hidden_ND: Any) -> int:
-    vocabulary = int(head.weight.shape[0])
-    return max(_LEAST_ROWS, _CHUNK_BYTES.get(hidden_ND.device.type, 2**28) // (4 * vocabulary))
+    vocabulary, device = int(head.weight.shape[0]), hidden_ND.device.type
+    chunk = _CHUNK_BYTES["kernel" if _has_kernel(hidden_ND) else device if device == "cpu" else "cuda"]
+    return max(_LEAST_ROWS, chunk // (4 * vocabulary))
+
+
+def _has_kernel(tensor: Any) -> bool:
+    return tensor.device.type == "cuda" and can_compile()
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -49,7 +57,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_ND: Any, weight_VD: Any, bias_V: Any, labels_N: Any, rows: int) -> Any:
         device = hidden_ND.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight_VD.dtype
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_ND.dtype
         with torch.autocast(device, enabled=False):
             return _all_chunks(ctx, hidden_ND, weight_VD.to(dtype), bias_V, labels_N, rows, weight_VD.dtype)
 
@@ -61,27 +69,40 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _all_chunks(ctx: Any, hidden_ND: Any, weight_VD: Any, bias_V: Any, labels_N: Any, rows: int, kept_in: Any) -> Any:
     wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
     grad_ND = torch.empty_like(hidden_ND) if wants_hidden else None
-    grad_VD = torch.zeros(weight_VD.shape, dtype=kept_in, device=weight_VD.device) if wants_weight else None
+    grad_VD = None if len(labels_N) or not wants_weight else torch.zeros_like(weight_VD, dtype=kept_in)
     grad_V = torch.zeros_like(bias_V) if bias_V is not None and wants_bias else None
     loss = torch.zeros((), device=hidden_ND.device)
     for start in range(0, len(labels_N), rows):
         hidden_CD = hidden_ND[start : start + rows].to(weight_VD.dtype)
-        labels_C1 = labels_N[start : start + rows, None]
-        logits_CV = (hidden_CD @ weight_VD.T).float()
+        logits_CV = hidden_CD @ weight_VD.T
         if bias_V is not None:
-            logits_CV += bias_V
-        norm_C1 = logits_CV.logsumexp(-1, keepdim=True)
-        loss += (norm_C1 - logits_CV.gather(1, labels_C1)).sum()
-        if not any(ctx.needs_input_grad[:3]):
+            logits_CV = logits_CV + bias_V
+        losses_C, grad_CV = _loss_of_chunk(logits_CV, labels_N[start : start + rows], any(ctx.needs_input_grad[:3]))
+        loss += losses_C.sum()
+        if grad_CV is None:
             continue
-        shares_CV = logits_CV.sub_(norm_C1).exp_()
-        shares_CV.scatter_add_(1, labels_C1, shares_CV.new_full(labels_C1.shape, -1.0))
         if grad_V is not None:
-            grad_V += shares_CV.sum(0)
-        grad_CV = shares_CV.to(weight_VD.dtype)
+            grad_V += grad_CV.sum(0, dtype=grad_V.dtype)
+        grad_CV = grad_CV.to(weight_VD.dtype)
         if grad_ND is not None:
             grad_ND[start : start + rows] = grad_CV @ weight_VD
-        if grad_VD is not None:
-            grad_VD += grad_CV.T @ hidden_CD
+        if wants_weight:
+            part_VD = grad_CV.T @ hidden_CD
+            grad_VD = part_VD.to(kept_in) if grad_VD is None else grad_VD.add_(part_VD)
     ctx.grads = (grad_ND, grad_VD, grad_V)
     return loss
+
+
+def _loss_of_chunk(logits_CV: Any, labels_C: Any, wants_gradient: bool) -> tuple[Any, Any]:
+    """Each token's loss, and its gradient by the logits, which are used up."""
+    if wants_gradient and _has_kernel(logits_CV):
+        from sojourn.model.fast.cross_entropy import losses_and_gradients
+
+        return losses_and_gradients(logits_CV, labels_C), logits_CV
+    logits_CV, labels_C1 = logits_CV.float(), labels_C[:, None]
+    norm_C1 = logits_CV.logsumexp(-1, keepdim=True)
+    losses_C = (norm_C1 - logits_CV.gather(1, labels_C1)).squeeze(1)
+    if not wants_gradient:
+        return losses_C, None
+    shares_CV = logits_CV.sub_(norm_C1).exp_()
+    return losses_C, shares_CV.scatter_add_(1, labels_C1, shares_CV.new_full(labels_C1.shape, -1.0))

@@ -19,10 +19,12 @@ from sojourn.model.layout import Layout
 @dataclass(frozen=True)
 class Network:
     """`model` may have an adapter on it. `backend` is None where the model's own attention is used, as it must be when
-    it cannot be told about packed documents; then a row holds one document."""
+    it cannot be told about packed documents; then a row holds one document. `numbers`: what the blocks compute in by
+    themselves; None where that is left to autocast."""
 
     model: Any
     backend: str | None
+    numbers: Any = None
 
     @property
     def plain(self) -> Any:
@@ -45,8 +47,12 @@ class Network:
 
     def hidden(self, ids_BT: Any, positions_BT: Any, layout: Layout | None) -> Any:
         extra = {} if layout is None else {"layout": layout}
-        out = self.body(input_ids=ids_BT, position_ids=positions_BT, use_cache=False, **extra)
-        return out.last_hidden_state
+        given, body = {"position_ids": positions_BT, "use_cache": False, **extra}, self.body
+        if self.numbers is None:
+            return body(input_ids=ids_BT, **given).last_hidden_state
+        with torch.autocast(ids_BT.device.type, enabled=False):
+            hidden_BTD = body.get_input_embeddings()(ids_BT).to(self.numbers)
+            return body(inputs_embeds=hidden_BTD, **given).last_hidden_state
 
     @contextmanager
     def own_attention(self) -> Iterator[Any]:
@@ -64,8 +70,8 @@ class Network:
             self.model.train(was_training)
 
 
-def open_network(model: Any, backend: str | None) -> Network:
-    network = Network(model, backend)
+def open_network(model: Any, backend: str | None, numbers: Any = None) -> Network:
+    network = Network(model, backend, numbers)
     if backend is not None:
         attention.register()
         network.plain.set_attn_implementation(attention.NAME)

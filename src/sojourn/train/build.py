@@ -40,11 +40,14 @@ def bare_network(config: RunConfig, artefact: Artefact, device: str, empty: bool
     else:
         model = _opened(config, artefact, device, empty)
     model.config.use_cache = False
-    network = open_network(model, train.attention)
-    if train.fused == "on":
-        from sojourn.model.fused import fuse
+    if train.fused == "off":
+        return open_network(model, train.attention)
+    from sojourn.model.fast.forwards import fuse
 
-        fuse(network.plain)
+    # fp16 has too small a range for what blocks hand on, and DoRA is peft's own arithmetic: autocast knows both.
+    by_itself = train.precision == "bf16" and not config.method.dora
+    network = open_network(model, train.attention, torch.bfloat16 if by_itself else None)
+    fuse(network.plain)
     return network
 
 
@@ -55,6 +58,10 @@ def save_memory(network: Network, config: RunConfig) -> None:
 
 def ready(network: Network, config: RunConfig) -> None:
     """For steps."""
+    if config.train.fp8 == "on":
+        from sojourn.model.fast.forwards import multiply_in_fp8
+
+        multiply_in_fp8(network.plain)
     if config.train.compile == "on":
         compile_blocks(network.plain)
     network.model.train()
@@ -102,6 +109,6 @@ def _checked(network: Network, config: RunConfig, device: str, packed: bool) -> 
         check(network, config, device, packed)
     except NotImplementedError:
         close_network(network)
-        network = open_network(network.model, None)
+        network = open_network(network.model, None, network.numbers)
         check(network, config, device, packed)
     return network

@@ -24,6 +24,7 @@ _HARMLESS = {
         "checkpointing",
         "loss",
         "fused",
+        "fp8",
         "compile",
         "offload",
         "eval_every",

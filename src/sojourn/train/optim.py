@@ -60,8 +60,14 @@ class Optimizer:
         for group in self.torch.param_groups:
             group["lr"] = rate
 
+    @property
+    def shortens(self) -> bool:
+        """Whether its kernel can divide gradients by `grad_scale` on its way, which saves a pass over them."""
+        return bool(self.torch.defaults.get("fused")) and self.parameters[0].device.type == "cuda"
+
     def zero_grad(self) -> None:
         self.torch.zero_grad(set_to_none=True)
+        self.torch.grad_scale = None
 
     def tensors(self) -> dict[str, Any]:
         """Everything that must survive a restart, by parameter name; a plain number becomes a tensor."""

@@ -171,8 +171,27 @@ def _attention(found: Resolved, subject: Subject) -> None:
         found.choose("train", "fused", "on" if known else "off", reason)
     elif train.fused == "on" and not known:
         raise UserError(f"train.fused: {subject.family} has no fused forwards ({', '.join(FAMILIES)} have); use auto")
+    if train.fp8 == "on":
+        wrong = fp8_fault(str(train.device), str(train.precision), found.config.train.fused == "on")
+        if wrong is not None:
+            raise UserError(f"train.fp8: {wrong}; leave it off")
     if train.loss == "auto":
         found.choose("train", "loss", "chunked", "logits of all tokens never exist at once")
+
+
+def fp8_fault(device: str, precision: str, fused: bool) -> str | None:
+    """Why linear layers cannot multiply in 8 bits here, or None."""
+    if not fused:
+        return "only the fused forwards of Llama, Qwen2, Qwen3 and Mistral multiply in 8 bits"
+    if device != "cuda":
+        return f"needs a CUDA GPU, but this run is on {device}"
+    import torch
+
+    if torch.cuda.get_device_capability() < (8, 9):
+        return "needs a GPU of compute capability 8.9 (RTX 40, L4, H100) or newer"
+    if precision != "bf16":
+        return f"the rest must be in bf16, but train.precision is {precision}"
+    return None
 
 
 def _memory(found: Resolved, subject: Subject, processes: int) -> None:

@@ -55,6 +55,8 @@ def _ladder(workload: Workload, device: str) -> list[Contender]:
     step("chunked", "+ chunked loss", loss="chunked")
     step("fused", "+ fused forwards", fused="on")
     step("compile", "+ compile", compile="on")
+    if on_gpu and workload.method != "qlora":
+        rows.append(Contender("fp8", f"{OURS} + 8-bit multiplications", OURS, {**settings, "train.fp8": "on"}))
     if workload.method == "pretrain":
         return rows
     if settings["train.checkpointing"] == "off":

@@ -47,7 +47,12 @@ class Engine:
     def clip(self, most: float) -> Any:
         """The norm of the whole gradient, which is no longer than `most` afterwards."""
         self.scaler.unscale_(self.optimizer.torch)
-        return torch.nn.utils.clip_grad_norm_(self.optimizer.parameters, most or math.inf)
+        if not most or self.scaler.is_enabled() or not self.optimizer.shortens:
+            return torch.nn.utils.clip_grad_norm_(self.optimizer.parameters, most or math.inf)
+        grads = [parameter.grad for parameter in self.optimizer.parameters if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads)
+        self.optimizer.torch.grad_scale = ((norm + 1e-6) / most).clamp(min=1.0)  # which its kernel divides by
+        return norm
 
     def update(self) -> None:
         """One step of the optimizer, if there is anything to learn from."""

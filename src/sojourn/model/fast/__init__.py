@@ -1,0 +1,1 @@
+"""The same models, computed faster: forwards, kernels and numbers that transformers has no reason to have."""

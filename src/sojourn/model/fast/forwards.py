@@ -1,0 +1,150 @@
+"""Forwards for the Llama, Qwen2, Qwen3 and Mistral families that do in few passes over memory what transformers does in
+many. Modules, names and weights stay transformers' own; only training, where a `Layout` is given, goes this way.
+
+Everything is computed in the numbers of the hidden states: weights that are kept wider are cast where they are used.
+
+Shapes as in attention.py.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from sojourn.model.attention import How, attend, can_compile
+from sojourn.model.blocks import blocks
+from sojourn.model.families import FAMILIES
+from sojourn.model.fast.fp8 import fits
+from sojourn.model.fast.fp8 import multiply as fp8_multiply
+from sojourn.model.fast.nf4 import multiply as nf4_multiply
+
+_LEAST_FP8 = 256
+
+
+def fuse(model: Any) -> None:
+    """Gives the model's norms, attention, feed-forward and the linear layers of its blocks their fused forwards.
+
+    By classes rather than by instance, so that compiled blocks are alike and share one graph.
+    """
+    prefix = FAMILIES[model.config.get_text_config().model_type]
+    forwards = {f"{prefix}RMSNorm": _norm, f"{prefix}Attention": _attention, f"{prefix}MLP": _feed_forward}
+    for module in model.modules():
+        _change(module, forwards.get(type(module).__name__), kernels=can_compile())
+    for block in blocks(model):
+        for layer in block.modules():
+            if type(layer) is torch.nn.Linear:
+                _change(layer, _linear, multiply=F.linear)
+            elif type(layer).__name__ == "Linear4bit" and hasattr(layer, "quant_state"):  # bitsandbytes' own
+                _change(layer, _linear_nf4)
+
+
+def multiply_in_fp8(model: Any) -> None:
+    """The linear layers of fused blocks from now on, except adapters, which are too small to win anything."""
+    for block in blocks(model):
+        for layer in block.modules():
+            if getattr(layer, "multiply", None) is F.linear and min(layer.weight.shape) >= _LEAST_FP8 and fits(layer):
+                _change(layer, _linear, multiply=fp8_multiply)
+
+
+def _change(module: Any, forward: Any, **facts: Any) -> None:
+    if forward is not None:
+        kind: Any = type(module)
+        module.__class__ = _with_forward(kind, forward, **facts)
+
+
+@cache
+def _with_forward(kind: Any, forward: Any, **facts: Any) -> Any:
+    """The class with another forward, which may fall back on the `plain` one, and what that forward is to know."""
+    known = {name: staticmethod(fact) if callable(fact) else fact for name, fact in facts.items()}
+    new = {"forward": forward, "plain": kind.forward, **known, "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), new)
+
+
+def _linear(self: Any, x: Any) -> Any:
+    return self.multiply(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
+def _linear_nf4(self: Any, x: Any) -> Any:
+    state = getattr(self.weight, "quant_state", None) or self.quant_state  # FSDP's own parameters forget it
+    if x.device.type != "cuda" or state is None or state.quant_type != "nf4":
+        return self.plain(x)
+    return nf4_multiply(x, self.weight, state, self.bias)
+
+
+def _norm(self: Any, hidden_states: Any) -> Any:
+    weight = self.weight.to(hidden_states.dtype)
+    return F.rms_norm(hidden_states, weight.shape, weight, self.variance_epsilon)
+
+
+def _feed_forward(self: Any, x: Any) -> Any:
+    if self.config.hidden_act != "silu":
+        return self.plain(x)
+    gate, up = self.gate_proj(x), self.up_proj(x)
+    return self.down_proj(_on(gate.device.type, "gated")(gate, up))
+
+
+def _attention(self: Any, hidden_states: Any, position_embeddings: Any, **given: Any) -> Any:
+    layout = given.get("layout")
+    if layout is None or given.get("past_key_values") is not None:
+        return self.plain(hidden_states, position_embeddings, **given)
+    query_BTHD, key_BTKD, value_BTKD = _heads(self, hidden_states, position_embeddings)
+    # Qwen's layers say it themselves, Mistral has one window for all, Llama none.
+    one_for_all = self.config.sliding_window if self.config.model_type == "mistral" else None
+    window = getattr(self, "sliding_window", one_for_all)
+    dropout = self.attention_dropout if self.training else 0.0
+    out_BTHD = attend(query_BTHD, key_BTKD, value_BTKD, layout, How(self.scaling, window, None, dropout))
+    return self.o_proj(out_BTHD.flatten(2)), None
+
+
+def _heads(self: Any, x: Any, position_embeddings: Any) -> tuple[Any, Any, Any]:
+    """Queries, keys and values, turned to their positions."""
+    layers = (self.q_proj, self.k_proj, self.v_proj)
+    if self.kernels and x.device.type == "cuda" and _join(layers) and not hasattr(self, "q_norm"):
+        from sojourn.model.fast.rotary import turned_apart
+
+        # Laying trained weights side by side costs less than multiplying with each alone.
+        weight = torch.cat([layer.weight.to(x.dtype) for layer in layers])
+        bias = None if layers[0].bias is None else torch.cat([layer.bias.to(x.dtype) for layer in layers])
+        heads = (layer.out_features // self.head_dim for layer in layers[:2])
+        made: tuple[Any, Any, Any] = turned_apart(layers[0].multiply(x, weight, bias), *position_embeddings, *heads)
+        return made
+    query_BTHD, key_BTKD, value_BTKD = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in layers)
+    if hasattr(self, "q_norm"):
+        query_BTHD, key_BTKD = self.q_norm(query_BTHD), self.k_norm(key_BTKD)
+    return *_on(x.device.type, "turned")(query_BTHD, key_BTKD, *position_embeddings), value_BTKD
+
+
+def _join(layers: Any) -> bool:
+    """Whether they can make one multiplication: not where each has an adapter, and not worth it for frozen ones."""
+    multiply = getattr(layers[0], "multiply", None)
+    alike = all(getattr(layer, "multiply", None) is multiply for layer in layers)
+    return multiply is not None and alike and bool(layers[0].weight.requires_grad)
+
+
+def _gated(gate: Any, up: Any) -> Any:
+    return F.silu(gate) * up
+
+
+def _turned(query_BTHD: Any, key_BTKD: Any, cos_BTD: Any, sin_BTD: Any) -> tuple[Any, Any]:
+    """Rotary positions."""
+    cos, sin = cos_BTD[:, :, None], sin_BTD[:, :, None]
+
+    def turn(x: Any) -> Any:
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat((-second, first), -1) * sin
+
+    return turn(query_BTHD), turn(key_BTKD)
+
+
+def _on(device: str, name: str) -> Any:
+    """On a GPU each becomes one kernel, where one can be made; in a compiled block it becomes part of that."""
+    function = {"gated": _gated, "turned": _turned}[name]
+    return function if device != "cuda" or torch.compiler.is_compiling() else _kernel(function)
+
+
+@cache
+def _kernel(function: Any) -> Any:
+    return torch.compile(function, dynamic=True) if can_compile() else function

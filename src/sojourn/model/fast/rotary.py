@@ -1,0 +1,114 @@
+"""Rotary positions for queries, keys and values that were made in one multiplication: cut apart and turned in one pass
+over memory, forward and back.
+
+Shapes: B rows, T tokens a row, H heads of queries and K of keys and values, D numbers a head, P = (H + 2K)·D.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch.library import custom_op
+
+
+def turned_apart(joined_BTP: Any, cos_BTD: Any, sin_BTD: Any, heads: int, kv_heads: int) -> Any:
+    """Queries and keys, turned, and values: of shapes BTHD, BTKD and BTKD."""
+    made: Any = _cut(joined_BTP, cos_BTD, sin_BTD, heads, kv_heads)
+    return made
+
+
+@custom_op("sojourn::turned_apart", mutates_args=())
+def _cut(
+    joined: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, kv_heads: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    made: tuple[Any, Any, Any] = _empty_parts(joined, cos, sin, heads, kv_heads)
+    _launch(_parts(joined, heads, kv_heads), made, cos, sin, 1)
+    return made
+
+
+@_cut.register_fake
+def _empty_parts(joined: Any, cos: Any, sin: Any, heads: int, kv_heads: int) -> Any:
+    size = joined.shape[-1] // (heads + 2 * kv_heads)
+    return tuple(joined.new_empty(*joined.shape[:2], n, size) for n in (heads, kv_heads, kv_heads))
+
+
+@custom_op("sojourn::turned_together", mutates_args=())
+def _join(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of what came in, from those of what went out."""
+    joined = _empty_whole(query, key, value, cos, sin)
+    given = [x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)]
+    _launch(given, _parts(joined, query.shape[2], key.shape[2]), cos, sin, -1)
+    return joined
+
+
+@_join.register_fake
+def _empty_whole(query: Any, key: Any, value: Any, cos: Any, sin: Any) -> Any:
+    rows, width, heads, size = query.shape
+    return query.new_empty(rows, width, (heads + 2 * key.shape[2]) * size)
+
+
+def _remember(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(inputs[1], inputs[2])
+
+
+def _backward(ctx: Any, query: Any, key: Any, value: Any) -> Any:
+    return _join(query, key, value, *ctx.saved_tensors), None, None, None, None
+
+
+_cut.register_autograd(_backward, setup_context=_remember)
+
+
+def _parts(joined: Any, heads: int, kv_heads: int) -> list[Any]:
+    whole = joined.unflatten(-1, (heads + 2 * kv_heads, -1))
+    return list(whole.split([heads, kv_heads, kv_heads], 2))
+
+
+def _launch(given: Any, made: Any, cos: Any, sin: Any, way: int) -> None:
+    rows, width, heads, size = given[0].shape
+    strides = [x.stride(i) for x in (*given, *made) for i in range(3)]
+    _kernel[(rows * width,)](
+        *given, *made, cos, sin, width, *strides, cos.stride(0), cos.stride(1), heads, given[1].shape[2], size // 2,
+        HEADS=triton.next_power_of_2(heads), KV_HEADS=triton.next_power_of_2(given[1].shape[2]),
+        HALF=triton.next_power_of_2(size // 2), WAY=way,
+    )  # fmt: skip
+
+
+@triton.jit
+def _kernel(  # type: ignore[no-untyped-def]
+    q, k, v, q_out, k_out, v_out, cos, sin, width,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, qo_b, qo_t, qo_h, ko_b, ko_t, ko_h, vo_b, vo_t, vo_h, c_b, c_t,
+    heads, kv_heads, half, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, WAY: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    b, t = token // width, token % width
+    places = tl.arange(0, HALF)
+    inside = places < half
+    c = tl.load(cos + b * c_b + t * c_t + places, mask=inside, other=0.0).to(tl.float32)[None, :]
+    s = tl.load(sin + b * c_b + t * c_t + places, mask=inside, other=0.0).to(tl.float32)[None, :] * WAY
+    head = tl.arange(0, HEADS)[:, None]
+    here = (head < heads) & inside[None, :]
+    at = head * q_h + places[None, :]
+    to = head * qo_h + places[None, :]
+    _turn(q + b * q_b + t * q_t + at, q_out + b * qo_b + t * qo_t + to, half, here, c, s)
+    head = tl.arange(0, KV_HEADS)[:, None]
+    here = (head < kv_heads) & inside[None, :]
+    at = head * k_h + places[None, :]
+    to = head * ko_h + places[None, :]
+    _turn(k + b * k_b + t * k_t + at, k_out + b * ko_b + t * ko_t + to, half, here, c, s)
+    source = v + b * v_b + t * v_t + head * v_h + places[None, :]
+    target = v_out + b * vo_b + t * vo_t + head * vo_h + places[None, :]
+    tl.store(target, tl.load(source, mask=here), mask=here)
+    tl.store(target + half, tl.load(source + half, mask=here), mask=here)
+
+
+@triton.jit
+def _turn(source, target, half, here, c, s):  # type: ignore[no-untyped-def]
+    first = tl.load(source, mask=here).to(tl.float32)
+    second = tl.load(source + half, mask=here).to(tl.float32)
+    tl.store(target, (first * c - second * s).to(target.dtype.element_ty), mask=here)
+    tl.store(target + half, (second * c + first * s).to(target.dtype.element_ty), mask=here)

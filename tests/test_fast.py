@@ -1,0 +1,100 @@
+"""What computes faster computes the same: 8-bit and 4-bit multiplications, our kernels, blocks in 16 bits throughout."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sojourn.config.load import load_run
+from sojourn.errors import UserError
+from sojourn.model.attention import can_compile
+from sojourn.model.fast import fp8
+from sojourn.model.fast.forwards import _turned
+from sojourn.train.resolve import fp8_fault
+
+GPU = torch.cuda.is_available() and can_compile()
+needs_gpu = pytest.mark.skipif(not GPU, reason="the kernel is for GPUs")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _apart(one, other) -> float:
+    return float((one.detach().double() - other.detach().double()).norm() / other.detach().double().norm())
+
+
+@pytest.mark.parametrize("rows", [(2, 48), (3, 7)], ids=["whole", "rows that 8 bits cannot multiply"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_8_bits_are_near_16_and_exactly_so_in_scale(rows, bias):
+    """Whatever the size of the numbers: each tensor is scaled to its own range."""
+    torch.manual_seed(0)
+    for size in (1e-6, 1.0, 1e4):
+        x = (size * torch.randn(*rows, 64, device=DEVICE)).bfloat16().requires_grad_()
+        weight = torch.randn(80, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+        add = torch.randn(80, device=DEVICE, dtype=torch.bfloat16) if bias else None
+        upstream = torch.randn(*rows, 80, device=DEVICE, dtype=torch.bfloat16) / size
+        plain, ours = F.linear(x, weight, add), fp8.multiply(x, weight, add)
+        wanted = torch.autograd.grad(plain, (x, weight), upstream)
+        found = torch.autograd.grad(ours, (x, weight), upstream)
+        assert ours.dtype == plain.dtype and _apart(ours, plain) < 0.06
+        assert all(_apart(a, b) < 0.1 and a.dtype == b.dtype for a, b in zip(found, wanted, strict=True))
+
+
+def test_8_bits_of_nothing_are_nothing():
+    x = torch.zeros(16, 32, dtype=torch.bfloat16, device=DEVICE)
+    assert not fp8.multiply(x, torch.zeros(16, 32, dtype=torch.bfloat16, device=DEVICE), None).any()
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_4_bits_multiply_as_bitsandbytes_does(nested):
+    bnb = pytest.importorskip("bitsandbytes")
+    from sojourn.model.fast import nf4
+
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    layer = bnb.nn.Linear4bit(128, 96, compute_dtype=dtype, quant_type="nf4", compress_statistics=nested).to(DEVICE)
+    x = torch.randn(3, 40, 128, device=DEVICE, dtype=dtype, requires_grad=True)
+    upstream = torch.randn(3, 40, 96, device=DEVICE, dtype=dtype)
+    plain = layer(x)
+    ours = nf4.multiply(x, layer.weight, layer.weight.quant_state, layer.bias)
+    assert _apart(ours, plain) < (0.01 if DEVICE == "cuda" else 1e-6)
+    wanted, found = (torch.autograd.grad(y, x, upstream)[0] for y in (plain, ours))
+    assert _apart(found, wanted) < (0.01 if DEVICE == "cuda" else 1e-6)
+
+
+@needs_gpu
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(12, 12, 64), (28, 4, 128), (6, 2, 96)])
+def test_the_rotary_kernel_turns_as_torch_does(heads, kv_heads, size):
+    from sojourn.model.fast.rotary import turned_apart
+
+    torch.manual_seed(0)
+    joined = torch.randn(3, 100, (heads + 2 * kv_heads) * size, device="cuda", requires_grad=True)
+    angles = torch.rand(3, 100, size // 2, device="cuda").repeat(1, 1, 2)
+    parts = joined.unflatten(-1, (-1, size)).split([heads, kv_heads, kv_heads], 2)
+    wanted = (*_turned(parts[0], parts[1], angles.cos(), angles.sin()), parts[2])
+    found = turned_apart(joined, angles.cos(), angles.sin(), heads, kv_heads)
+    upstream = [torch.randn(3, n, 100, size, device="cuda").transpose(1, 2) for n in (heads, kv_heads, kv_heads)]
+    for mine, reference in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, reference)
+    torch.testing.assert_close(*(torch.autograd.grad(made, joined, upstream)[0] for made in (found, wanted)))
+
+
+@needs_gpu
+@pytest.mark.parametrize(("tokens", "vocabulary"), [(1, 7), (300, 500), (257, 32_000), (9, 151_936)])
+def test_the_loss_kernel_is_the_cross_entropy_and_its_gradient(tokens, vocabulary):
+    from sojourn.model.fast.cross_entropy import losses_and_gradients
+
+    torch.manual_seed(0)
+    logits = (5 * torch.randn(tokens, vocabulary, device="cuda")).requires_grad_()
+    labels = torch.randint(0, vocabulary, (tokens,), device="cuda")
+    wanted = F.cross_entropy(logits, labels, reduction="none")
+    (gradient,) = torch.autograd.grad(wanted.sum(), logits)
+    used = logits.detach().clone()
+    torch.testing.assert_close(losses_and_gradients(used, labels), wanted)
+    torch.testing.assert_close(used, gradient, atol=1e-6, rtol=1e-4)
+
+
+def test_8_bits_where_they_cannot_be_are_refused_in_one_line():
+    assert "CUDA" in fp8_fault("cpu", "bf16", True) and "fused" in fp8_fault("cuda", "bf16", False)
+    config = load_run(["small", "train.fp8=on", "train.device=cpu"]).config
+    from sojourn.train.resolve import resolve
+
+    with pytest.raises(UserError, match=r"train\.fp8: needs a CUDA GPU, but this run is on cpu; leave it off"):
+        resolve(config)
