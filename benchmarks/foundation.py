@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,37 +46,42 @@ def prepare_speed() -> dict[str, Any]:
     return {"tokens": facts["tokens"], "seconds": round(seconds, 2), "fill": facts["fill"]}
 
 
-def train_speed(rounds: int = 5, steps: int = 10) -> dict[str, Any]:
+def train_speed(words: Sequence[str] = ("demo",), rounds: int = 5, steps: int = 10) -> dict[str, Any]:
     """Tokens a second of our step and of a plain transformers loop, turn by turn on the same batches."""
     import torch
-    from transformers import LlamaForCausalLM
 
     from sojourn.config.load import load_run
     from sojourn.data.order import step_rows
     from sojourn.data.prepare import prepare
     from sojourn.model.scratch import build_model
+    from sojourn.train.build import build_network
+    from sojourn.train.feed import Feed
     from sojourn.train.optim import Optimizer
-    from sojourn.train.step import Feed, global_step
+    from sojourn.train.parallel.engine import Engine
+    from sojourn.train.resolve import resolve
+    from sojourn.train.step import Stepper
 
-    config = load_run(["demo", "train.lr=1e-3"]).config
+    config = resolve(load_run([*words, "train.lr=1e-3", "train.device=cpu"]).config).config
     with tempfile.TemporaryDirectory() as folder:
         artefact = prepare(config.data, Path(folder))
         width, pad = artefact.max_length, artefact.pad_id
-        feed = Feed(config.train.global_batch, width, pad, "cpu")
-        ours = build_model(config.model, artefact.vocab_size, width, pad, [0], 0).train()
-        optimizer = Optimizer(ours, config.train, "cpu")
+        network = build_network(config, artefact, "cpu")
+        optimizer = Optimizer(network.model, config.train, "cpu")
         optimizer.set_learning_rate(1e-3)
+        feed = Feed(int(config.train.micro_batch), width, pad, "cpu", backend=network.backend, joined=network.short)
         scaler = torch.amp.GradScaler("cpu", enabled=False)
-        plain = LlamaForCausalLM(ours.config).train()
+        stepper = Stepper(Engine(network, optimizer, scaler), feed, config.train.clip)
+        rows_as_they_are = Feed(config.train.global_batch, width, pad, "cpu")
+        plain = build_model(config.model, artefact.vocab_size, width, pad, [0], 0).train()
         plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
 
         def our_step(rows: Any) -> int:
             batches = list(feed.batches(artefact.train, rows))
-            global_step(ours, optimizer, scaler, batches, feed, 1.0)
+            stepper.step(batches)
             return sum(batch.real_tokens for batch in batches)
 
         def plain_step(rows: Any) -> int:
-            batch = next(feed.batches(artefact.train, rows))
+            batch = next(rows_as_they_are.batches(artefact.train, rows))
             labels = torch.from_numpy(batch.ids).masked_fill(torch.from_numpy(batch.documents) < 0, -100)
             plain(input_ids=torch.from_numpy(batch.ids), labels=labels).loss.backward()
             torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)

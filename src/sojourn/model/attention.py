@@ -89,12 +89,15 @@ def _math(query_BTHD: Any, key_BTKD: Any, value_BTKD: Any, layout: Layout, how: 
 def _sdpa(query_BTHD: Any, key_BTKD: Any, value_BTKD: Any, layout: Layout, how: How) -> Any:
     """torch's own: flash or cuDNN where a row is one document, else its kernels that take a mask."""
     window = layout.window(how.window)
-    mask = None if layout.plain and window is None else layout.masks[window]
-    q, k, v = (x.transpose(1, 2) for x in _as_many_heads(query_BTHD, key_BTKD, value_BTKD))
+    mask, grid = None if layout.plain and window is None else layout.masks[window], layout.grid
+    qkv = (query_BTHD, key_BTKD, value_BTKD)
+    if grid is not None:
+        qkv = (grid.spread(query_BTHD), grid.spread(key_BTKD), grid.spread(value_BTKD))
+    q, k, v = (x.transpose(1, 2) for x in _as_many_heads(*qkv))
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=how.dropout, is_causal=mask is None, scale=how.scale
-    )
-    return out.transpose(1, 2)
+    ).transpose(1, 2)
+    return out if grid is None else grid.collect(out)
 
 
 def _varlen(query_BTHD: Any, key_BTKD: Any, value_BTKD: Any, layout: Layout, how: How) -> Any:

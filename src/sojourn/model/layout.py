@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from sojourn.model.grid import Grid
+
 _STARTS_ROUND = 64  # lengths of `starts`, and of the longest document, come in few sizes: each costs a compilation
 _LONGEST_ROUND = 512
 
@@ -24,6 +26,7 @@ class Layout:
     longest: int
     plain: bool  # one document a row: causal attention is already exact
     masks: dict[int | None, Any] = field(default_factory=dict)  # by window; what sdpa, math and flex read
+    grid: Grid | None = None  # then the rows of `masks` are those of the grid
 
     def window(self, wanted: int | None) -> int | None:
         """A window that no document reaches beyond is none."""
@@ -43,7 +46,12 @@ def padded_starts(starts: np.ndarray) -> np.ndarray:
 
 
 def make_layout(
-    backend: str, documents: np.ndarray, documents_BT: Any, starts: Any, windows: tuple[int, ...]
+    backend: str,
+    documents: np.ndarray,
+    documents_BT: Any,
+    starts: Any,
+    windows: tuple[int, ...],
+    grid: Grid | None = None,
 ) -> Layout:
     """`documents` is the same as `documents_BT`, still in the host's memory; `windows` are those that the model has."""
     ends = find_starts(documents)
@@ -54,13 +62,15 @@ def make_layout(
         documents_BT,
         starts,
         min(width, -(-longest // _LONGEST_ROUND) * _LONGEST_ROUND),
-        plain=bool((documents.max(axis=1) <= 0).all()),
+        plain=grid is not None or bool((documents.max(axis=1) <= 0).all()),
+        grid=grid,
     )
     for window in {layout.window(wanted) for wanted in (None, *windows)}:
         if backend == "flex":
             layout.masks[window] = _block_mask(documents_BT, rows, width, window)
         elif backend in ("sdpa", "math") and not (backend == "sdpa" and layout.plain and window is None):
-            layout.masks[window] = dense_mask(documents_BT, window)
+            alike_BT = documents_BT if grid is None else documents_BT.new_zeros(1, grid.longest)
+            layout.masks[window] = dense_mask(alike_BT, window)
     return layout
 
 

@@ -20,11 +20,12 @@ from sojourn.model.layout import Layout
 class Network:
     """`model` may have an adapter on it. `backend` is None where the model's own attention is used, as it must be when
     it cannot be told about packed documents; then a row holds one document. `numbers`: what the blocks compute in by
-    themselves; None where that is left to autocast."""
+    themselves; None where that is left to autocast. `short`: as last_block.py has made it."""
 
     model: Any
     backend: str | None
     numbers: Any = None
+    short: bool = False
 
     @property
     def plain(self) -> Any:
@@ -45,14 +46,21 @@ class Network:
         window = getattr(self.plain.config.get_text_config(), "sliding_window", None)
         return (int(window),) if window else ()
 
-    def hidden(self, ids_BT: Any, positions_BT: Any, layout: Layout | None) -> Any:
+    def hidden(self, ids_BT: Any, positions_BT: Any, layout: Layout | None, places_N: Any = None) -> Any:
+        """Of all tokens, or one after another of those at `places_N` in the flattened batch."""
         extra = {} if layout is None else {"layout": layout}
+        if self.short:
+            extra["places_N"] = places_N
         given, body = {"position_ids": positions_BT, "use_cache": False, **extra}, self.body
         if self.numbers is None:
-            return body(input_ids=ids_BT, **given).last_hidden_state
-        with torch.autocast(ids_BT.device.type, enabled=False):
-            hidden_BTD = body.get_input_embeddings()(ids_BT).to(self.numbers)
-            return body(inputs_embeds=hidden_BTD, **given).last_hidden_state
+            out = body(input_ids=ids_BT, **given).last_hidden_state
+        else:
+            with torch.autocast(ids_BT.device.type, enabled=False):
+                embedded_BTD = body.get_input_embeddings()(ids_BT).to(self.numbers)
+                out = body(inputs_embeds=embedded_BTD, **given).last_hidden_state
+        if places_N is None:
+            return out
+        return out[0] if self.short else out.flatten(0, 1).index_select(0, places_N)
 
     @contextmanager
     def own_attention(self) -> Iterator[Any]:

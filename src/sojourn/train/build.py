@@ -12,6 +12,7 @@ from sojourn.errors import UserError
 from sojourn.model.adapter import add_adapter, compute_narrow, empty_adapter, open_adapter
 from sojourn.model.base import empty_base, open_base
 from sojourn.model.blocks import compile_blocks, recompute
+from sojourn.model.last_block import shorten
 from sojourn.model.network import Network, close_network, open_network
 from sojourn.model.probe import check_network
 from sojourn.model.scratch import build_model
@@ -48,6 +49,8 @@ def bare_network(config: RunConfig, artefact: Artefact, device: str, empty: bool
     by_itself = train.precision == "bf16" and not config.method.dora
     network = open_network(model, train.attention, torch.bfloat16 if by_itself else None)
     fuse(network.plain)
+    if train.device == "cpu" and train.compile != "on":
+        network = shorten(network)
     return network
 
 

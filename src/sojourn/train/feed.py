@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from sojourn.data.artefact import Batch, Split, read_batch
+from sojourn.model.grid import make_grid
 from sojourn.model.layout import Layout, find_starts, make_layout, padded_starts
 
 
@@ -42,6 +43,7 @@ class Feed:
     fit: bool = False  # rows hold one document each, and a batch is only as wide as its longest
     backend: str | None = "sdpa"
     windows: tuple[int, ...] = ()
+    joined: bool = False  # real tokens end to end where that saves anything: see grid.py
 
     def batches(self, split: Split, rows: np.ndarray) -> Iterator[Batch]:
         for start in range(0, len(rows), self.micro_batch):
@@ -50,11 +52,16 @@ class Feed:
             yield read_batch(split, chosen, min(self.width, -(-width // 8) * 8), self.pad_id)
 
     def ready(self, batch: Batch) -> Ready:
+        grid = None
+        if self.joined and self.backend == "sdpa":
+            joined = end_to_end(batch)
+            grid = make_grid(joined.documents[0], *batch.documents.shape)
+            batch = batch if grid is None else joined
         places = np.flatnonzero(batch.labels >= 0)
         layout = None
         if self.backend is not None:
             starts = self._to(padded_starts(find_starts(batch.documents)))
-            layout = make_layout(self.backend, batch.documents, self._to(batch.documents), starts, self.windows)
+            layout = make_layout(self.backend, batch.documents, self._to(batch.documents), starts, self.windows, grid)
         labels = batch.labels.reshape(-1)[places]
         return Ready(self._to(batch.ids), self._to(batch.positions), self._to(places), self._to(labels), layout)
 
@@ -72,6 +79,13 @@ class Feed:
         if self.precision == "fp32":
             return contextlib.nullcontext()
         return torch.autocast(self.device, dtype=torch.bfloat16 if self.precision == "bf16" else torch.float16)
+
+
+def end_to_end(batch: Batch) -> Batch:
+    """Its real tokens in a single row, their documents numbered throughout."""
+    real, (rows, width) = batch.documents >= 0, batch.documents.shape
+    _, documents = np.unique((batch.documents + width * np.arange(rows)[:, None])[real], return_inverse=True)
+    return Batch(batch.ids[real][None], batch.labels[real][None], batch.positions[real][None], documents[None])
 
 
 class Ahead:

@@ -121,6 +121,7 @@ def open_session(config: RunConfig, run: RunFolder, ranks: Ranks) -> Session:
         fit=artefact.facts["packing"] == "off",
         backend=network.backend,
         windows=network.windows,
+        joined=network.short,
     )
     stepper = Stepper(engine, feed, config.train.clip, config.train.loss == "whole")
     live = Live(engine)

@@ -25,8 +25,7 @@ from sojourn.train.ranks import ALONE, Ranks
 def hidden_of_targets(network: Network, feed: Feed, batch: Batch) -> tuple[Any, Any]:
     """Hidden states of the target tokens alone (the head need see no others), and their labels."""
     ready = feed.ready(batch)
-    hidden_BTD = network.hidden(ready.ids_BT, ready.positions_BT, ready.layout)
-    return hidden_BTD.flatten(0, 1)[ready.places_N], ready.labels_N
+    return network.hidden(ready.ids_BT, ready.positions_BT, ready.layout, ready.places_N), ready.labels_N
 
 
 def loss_sum(network: Network, feed: Feed, batch: Batch, whole: bool = False) -> Any:

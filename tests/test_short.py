@@ -1,0 +1,147 @@
+"""What a step on a CPU leaves out (padding, scores between documents, most of the last block) is what nothing needs."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from sojourn.config.load import load_run
+from sojourn.data.artefact import Batch
+from sojourn.model.blocks import recompute
+from sojourn.model.fused import fuse
+from sojourn.model.last_block import shorten
+from sojourn.model.network import open_network
+from sojourn.train.feed import Feed
+from sojourn.train.step import blank, loss_sum
+
+WIDTH = 48
+PACKED = ([9, 14, 3, 16], [25, 1, 6], [11])
+UNEVEN = ([2, 3, 1, 5, 2, 9, 4], [46], [11])
+UNPACKED = ([48], [20], [31])
+FAMILIES = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 5},
+    "mistral, its window beyond every document": {"sliding_window": 40},
+}
+
+
+def _batch(lengths, trained: float) -> Batch:
+    """Random documents; of their tokens, so many are trained on."""
+    random = np.random.default_rng(0)
+    shape = (len(lengths), WIDTH)
+    batch = Batch(np.zeros(shape, np.int64), np.full(shape, -100), np.zeros(shape, np.int64), np.full(shape, -1))
+    for row, sizes in enumerate(lengths):
+        start = 0
+        for number, size in enumerate(sizes):
+            ids = random.integers(1, 90, size)
+            here = np.s_[row, start : start + size]
+            batch.ids[here], batch.positions[here], batch.documents[here] = ids, np.arange(size), number
+            chosen = random.random(size - 1) < trained
+            batch.labels[row, start : start + size - 1][chosen] = ids[1:][chosen]
+            start += size
+    return batch
+
+
+def _model(family: str):
+    sizes = {
+        "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    kind = AutoConfig.for_model(family.split(",", maxsplit=1)[0], **sizes, **FAMILIES[family])
+    return AutoModelForCausalLM.from_config(kind).train()
+
+
+def _both(family: str, checkpointing: str = "off"):
+    """Twins: one that computes everything, and one that leaves out what it can."""
+    model = _model(family)
+    for twin, short in ((model, False), (copy.deepcopy(model), True)):
+        network = open_network(twin, "sdpa")
+        if short:
+            fuse(network.plain)
+            network = shorten(network)
+        if checkpointing != "off":
+            recompute(network.plain, checkpointing)
+        yield network, Feed(8, WIDTH, 0, "cpu", windows=network.windows, joined=short)
+
+
+def _gradients(network, feed, batch):
+    loss = loss_sum(network, feed, batch)
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in network.model.named_parameters()}
+
+
+def _compare(twins, batch):
+    (loss, gradients), (short_loss, short_gradients) = (_gradients(*one, batch) for one in twins)
+    torch.testing.assert_close(short_loss, loss, rtol=1e-5, atol=0)
+    for name, wanted in gradients.items():
+        found = short_gradients[name]
+        assert float((found - wanted).norm()) <= 1e-5 * float(wanted.norm()) + 1e-6, name
+
+
+@pytest.mark.parametrize("trained", [0.2, 1.0])
+@pytest.mark.parametrize("lengths", [PACKED, UNEVEN, UNPACKED], ids=["packed", "uneven", "unpacked"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients_are_those_of_the_whole_computation(family, lengths, trained):
+    _compare(_both(family), _batch(lengths, trained))
+
+
+@pytest.mark.parametrize("checkpointing", ["selective", "full"])
+def test_recomputing_changes_nothing_of_it(checkpointing):
+    _compare(_both("llama", checkpointing), _batch(PACKED, 0.3))
+
+
+def test_a_batch_without_targets_leaves_every_gradient_at_nothing():
+    _, (network, feed) = _both("llama")
+    loss, gradients = _gradients(network, feed, blank(_batch(PACKED, 0.3)))
+    assert float(loss) == 0
+    assert all(gradient is not None and not gradient.any() for gradient in gradients.values())
+
+
+def test_only_the_targets_pass_through_the_last_feed_forward_and_no_padding_through_any():
+    _, (network, feed) = _both("llama")
+    batch, seen = _batch(PACKED, 0.3), list[int]()
+    for layer in network.body.layers:
+        layer.mlp.register_forward_pre_hook(lambda _, given: seen.append(given[0][..., 0].numel()))
+    loss_sum(network, feed, batch)
+    assert seen == [batch.real_tokens, batch.targets]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "joined"),
+    [
+        (PACKED, True),
+        (UNPACKED, True),
+        ([[48], [48]], False),  # nothing to leave out
+        (UNEVEN, False),  # a grid would be empty for the most part
+    ],
+)
+def test_documents_stand_side_by_side_only_where_that_is_less_work(lengths, joined):
+    feed = Feed(8, WIDTH, 0, "cpu", joined=True)
+    assert (feed.ready(_batch(lengths, 0.5)).layout.grid is not None) is joined
+
+
+@pytest.mark.parametrize(("extra", "short"), [([], True), (["train.compile=on"], False), (["train.fused=off"], False)])
+def test_it_is_for_fused_blocks_that_are_not_compiled(words, home, extra, short):
+    from sojourn.data.prepare import prepare
+    from sojourn.train.build import bare_network
+    from sojourn.train.resolve import resolve
+
+    config = resolve(load_run([*words, "train.device=cpu", *extra]).config).config
+    network = bare_network(config, prepare(config.data, home / "prepared"), "cpu")
+    assert network.short is short
+
+
+def test_the_measurement_against_plain_transformers_runs(words, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    import foundation
+
+    found = foundation.train_speed(words, rounds=1, steps=1)
+    assert found["ratio"] > 0 and set(found["tokens_per_second"]) == {"sojourn", "transformers"}
