@@ -14,6 +14,7 @@ from sojourn.config.load import load_run
 from sojourn.data.artefact import Batch
 from sojourn.model.blocks import recompute
 from sojourn.model.fused import fuse
+from sojourn.model.grid import make_grids
 from sojourn.model.last_block import shorten
 from sojourn.model.network import open_network
 from sojourn.train.feed import Feed
@@ -114,18 +115,24 @@ def test_only_the_targets_pass_through_the_last_feed_forward_and_no_padding_thro
     assert seen == [batch.real_tokens, batch.targets]
 
 
-@pytest.mark.parametrize(
-    ("lengths", "joined"),
-    [
-        (PACKED, True),
-        (UNPACKED, True),
-        ([[48], [48]], False),  # nothing to leave out
-        (UNEVEN, False),  # a grid would be empty for the most part
-    ],
-)
-def test_documents_stand_side_by_side_only_where_that_is_less_work(lengths, joined):
+def test_full_rows_of_one_document_are_left_as_they_are():
     feed = Feed(8, WIDTH, 0, "cpu", joined=True)
-    assert (feed.ready(_batch(lengths, 0.5)).layout.grid is not None) is joined
+    assert feed.ready(_batch([[48], [48]], 0.5)).layout.grids is None
+    assert feed.ready(_batch(PACKED, 0.5)).layout.grids is not None
+
+
+@pytest.mark.parametrize("lengths", [[[3, 33, 32, 1]], [[48], [48], [20]], [[1]], [[64, 5], [70]]])
+def test_every_token_stands_once_beside_its_neighbours_in_a_grid(lengths):
+    sizes = [size for row in lengths for size in row]
+    documents = np.repeat(np.arange(len(sizes)), sizes)
+    grids = make_grids(documents)
+    x = torch.arange(len(documents)).view(1, -1, 1, 1).expand(-1, -1, 2, 3)
+    rows = [row[:, 0, 0] for part in grids.spread(x) for row in part]
+    for document in range(len(sizes)):
+        tokens = torch.from_numpy(np.flatnonzero(documents == document))
+        assert any(torch.equal(row[: len(tokens)], tokens) for row in rows)
+    assert torch.equal(grids.collect(grids.spread(x)), x)
+    assert sum(count * longest for count, longest in grids.shapes) <= 2 * len(documents) + 32 * len(sizes)
 
 
 @pytest.mark.parametrize(("extra", "short"), [([], True), (["train.compile=on"], False), (["train.fused=off"], False)])

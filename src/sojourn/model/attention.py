@@ -88,16 +88,21 @@ def _math(query_BTHD: Any, key_BTKD: Any, value_BTKD: Any, layout: Layout, how: 
 
 def _sdpa(query_BTHD: Any, key_BTKD: Any, value_BTKD: Any, layout: Layout, how: How) -> Any:
     """torch's own: flash or cuDNN where a row is one document, else its kernels that take a mask."""
-    window = layout.window(how.window)
-    mask, grid = None if layout.plain and window is None else layout.masks[window], layout.grid
-    qkv = (query_BTHD, key_BTKD, value_BTKD)
-    if grid is not None:
-        qkv = (grid.spread(query_BTHD), grid.spread(key_BTKD), grid.spread(value_BTKD))
-    q, k, v = (x.transpose(1, 2) for x in _as_many_heads(*qkv))
+    window, grids = layout.window(how.window), layout.grids
+    mask = None if layout.plain and window is None else layout.masks[window]
+    if grids is None:
+        return _torchs(query_BTHD, key_BTKD, value_BTKD, mask, how)
+    parts = zip(grids.spread(query_BTHD), grids.spread(key_BTKD), grids.spread(value_BTKD), strict=True)
+    corner = (lambda size: None) if mask is None else (lambda size: mask[..., :size, :size])
+    return grids.collect([_torchs(q, k, v, corner(q.shape[1]), how) for q, k, v in parts])
+
+
+def _torchs(query_BTHD: Any, key_BTKD: Any, value_BTKD: Any, mask: Any, how: How) -> Any:
+    q, k, v = (x.transpose(1, 2) for x in _as_many_heads(query_BTHD, key_BTKD, value_BTKD))
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=how.dropout, is_causal=mask is None, scale=how.scale
-    ).transpose(1, 2)
-    return out if grid is None else grid.collect(out)
+    )
+    return out.transpose(1, 2)
 
 
 def _varlen(query_BTHD: Any, key_BTKD: Any, value_BTKD: Any, layout: Layout, how: How) -> Any:

@@ -1,7 +1,7 @@
-"""Documents side by side, one to a row of a grid, for attention on a CPU: few scores are made that would not count.
+"""Documents side by side, those of about one length in a grid, for attention on a CPU: few scores are made in vain.
 
-All else needs no rows, so the real tokens of a batch lie end to end and its padding is gone. Shapes: R real tokens, G
-documents, L tokens of the longest, H heads, D numbers a head.
+All else needs no rows, so the real tokens of a batch lie end to end and its padding is gone. Shapes: R real tokens, S
+places in all grids, G documents in a grid, L tokens of its longest, H heads, D numbers a head.
 """
 
 from __future__ import annotations
@@ -12,33 +12,51 @@ from typing import Any
 import numpy as np
 import torch
 
+_SHORTEST = 32  # shorter ones are not worth a grid of their own
+
 
 @dataclass(frozen=True)
-class Grid:
-    """`tokens`: which one stands in each place; beyond a document's end any does, for nothing looks at it there.
+class Grids:
+    """`tokens_S`: which one stands in each place; beyond a document's end any does, for nothing looks at it there.
 
-    `places_R`: where in the grid each token stands.
+    `places_R`: where each token stands. `shapes`: G and L of each grid.
     """
 
-    tokens: Any
+    tokens_S: Any
     places_R: Any
-    longest: int
+    shapes: list[tuple[int, int]]
 
-    def spread(self, x_1RHD: Any) -> Any:
+    @property
+    def longest(self) -> int:
+        return self.shapes[-1][1]
+
+    def spread(self, x_1RHD: Any) -> list[Any]:
         # What is beyond a document's end has a gradient of nothing, so it does not matter whose it is added to.
-        return x_1RHD[0].flatten(1).index_select(0, self.tokens).view(-1, self.longest, *x_1RHD.shape[2:])
+        spread = x_1RHD[0].flatten(1).index_select(0, self.tokens_S)
+        parts = spread.split([count * longest for count, longest in self.shapes])
+        return [
+            part.view(count, longest, *x_1RHD.shape[2:])
+            for part, (count, longest) in zip(parts, self.shapes, strict=True)
+        ]
 
-    def collect(self, x_GLHD: Any) -> Any:
-        return x_GLHD.flatten(0, 1).flatten(1).index_select(0, self.places_R).view(1, -1, *x_GLHD.shape[2:])
+    def collect(self, parts: list[Any]) -> Any:
+        heads = parts[0].shape[2:]
+        collected = torch.cat([part.reshape(-1, heads.numel()) for part in parts]).index_select(0, self.places_R)
+        return collected.view(1, -1, *heads)
 
 
-def make_grid(documents_R: np.ndarray, rows: int, width: int) -> Grid | None:
-    """Of documents end to end, numbered from 0; None where rows of `width` under a mask have less to do."""
+def make_grids(documents_R: np.ndarray) -> Grids:
+    """Of documents end to end, numbered from 0."""
     lengths = np.bincount(documents_R)
-    count, longest = len(lengths), int(lengths.max())
-    if count * longest**2 > rows * width**2 or lengths.min() == width:
-        return None
     starts = np.cumsum(lengths) - lengths
-    tokens_GL = np.minimum(starts[:, None] + np.arange(longest), len(documents_R) - 1)
-    places_R = np.arange(len(documents_R)) + (np.arange(count) * longest - starts)[documents_R]
-    return Grid(torch.from_numpy(tokens_GL.reshape(-1)), torch.from_numpy(places_R), longest)
+    doublings = np.ceil(np.log2(np.maximum(lengths, _SHORTEST)))
+    first, tokens, shapes, used = np.zeros(len(lengths), np.int64), list[np.ndarray](), list[tuple[int, int]](), 0
+    for doubling in np.unique(doublings):
+        chosen = np.flatnonzero(doublings == doubling)
+        longest = int(lengths[chosen].max())
+        first[chosen] = used + longest * np.arange(len(chosen))
+        tokens.append(np.minimum(starts[chosen, None] + np.arange(longest), len(documents_R) - 1).reshape(-1))
+        shapes.append((len(chosen), longest))
+        used += len(chosen) * longest
+    places_R = np.arange(len(documents_R)) + (first - starts)[documents_R]
+    return Grids(torch.from_numpy(np.concatenate(tokens)), torch.from_numpy(places_R), shapes)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from sojourn.model.grid import Grid
+from sojourn.model.grid import Grids
 
 _STARTS_ROUND = 64  # lengths of `starts`, and of the longest document, come in few sizes: each costs a compilation
 _LONGEST_ROUND = 512
@@ -26,7 +26,7 @@ class Layout:
     longest: int
     plain: bool  # one document a row: causal attention is already exact
     masks: dict[int | None, Any] = field(default_factory=dict)  # by window; what sdpa, math and flex read
-    grid: Grid | None = None  # then the rows of `masks` are those of the grid
+    grids: Grids | None = None  # then the rows of `masks` are those of the longest documents
 
     def window(self, wanted: int | None) -> int | None:
         """A window that no document reaches beyond is none."""
@@ -51,7 +51,7 @@ def make_layout(
     documents_BT: Any,
     starts: Any,
     windows: tuple[int, ...],
-    grid: Grid | None = None,
+    grids: Grids | None = None,
 ) -> Layout:
     """`documents` is the same as `documents_BT`, still in the host's memory; `windows` are those that the model has."""
     ends = find_starts(documents)
@@ -62,14 +62,14 @@ def make_layout(
         documents_BT,
         starts,
         min(width, -(-longest // _LONGEST_ROUND) * _LONGEST_ROUND),
-        plain=grid is not None or bool((documents.max(axis=1) <= 0).all()),
-        grid=grid,
+        plain=grids is not None or bool((documents.max(axis=1) <= 0).all()),
+        grids=grids,
     )
     for window in {layout.window(wanted) for wanted in (None, *windows)}:
         if backend == "flex":
             layout.masks[window] = _block_mask(documents_BT, rows, width, window)
         elif backend in ("sdpa", "math") and not (backend == "sdpa" and layout.plain and window is None):
-            alike_BT = documents_BT if grid is None else documents_BT.new_zeros(1, grid.longest)
+            alike_BT = documents_BT if grids is None else documents_BT.new_zeros(1, grids.longest)
             layout.masks[window] = dense_mask(alike_BT, window)
     return layout
 

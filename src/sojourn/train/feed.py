@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from sojourn.data.artefact import Batch, Split, read_batch
-from sojourn.model.grid import make_grid
+from sojourn.model.grid import make_grids
 from sojourn.model.layout import Layout, find_starts, make_layout, padded_starts
 
 
@@ -52,16 +52,15 @@ class Feed:
             yield read_batch(split, chosen, min(self.width, -(-width // 8) * 8), self.pad_id)
 
     def ready(self, batch: Batch) -> Ready:
-        grid = None
-        if self.joined and self.backend == "sdpa":
-            joined = end_to_end(batch)
-            grid = make_grid(joined.documents[0], *batch.documents.shape)
-            batch = batch if grid is None else joined
+        grids = None
+        if self.joined and self.backend == "sdpa" and not full_rows(batch):
+            batch = end_to_end(batch)
+            grids = make_grids(batch.documents[0])
         places = np.flatnonzero(batch.labels >= 0)
         layout = None
         if self.backend is not None:
             starts = self._to(padded_starts(find_starts(batch.documents)))
-            layout = make_layout(self.backend, batch.documents, self._to(batch.documents), starts, self.windows, grid)
+            layout = make_layout(self.backend, batch.documents, self._to(batch.documents), starts, self.windows, grids)
         labels = batch.labels.reshape(-1)[places]
         return Ready(self._to(batch.ids), self._to(batch.positions), self._to(places), self._to(labels), layout)
 
@@ -79,6 +78,11 @@ class Feed:
         if self.precision == "fp32":
             return contextlib.nullcontext()
         return torch.autocast(self.device, dtype=torch.bfloat16 if self.precision == "bf16" else torch.float16)
+
+
+def full_rows(batch: Batch) -> bool:
+    """Whether every row is one document without padding."""
+    return bool((batch.documents == 0).all())
 
 
 def end_to_end(batch: Batch) -> Batch:
