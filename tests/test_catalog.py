@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sojourn.catalog import gpu, gpus, platforms, prices
+from sojourn.catalog import currencies, gpu, gpus, model, platforms, prices, prices_of, user_file
 from sojourn.errors import UserError
 
 MONTH = re.compile(r"20\d\d-(0[1-9]|1[0-2])$")
@@ -19,7 +19,7 @@ def own(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("row", gpus(), ids=lambda row: row.name)
 def test_every_gpu_has_a_source_a_date_and_sane_figures(row):
     assert row.source and MONTH.match(row.date)
-    assert 8 <= row.memory_gib <= 256
+    assert 8 <= row.memory_gib <= (512 if row.unified else 256)
     assert 50 <= row.bandwidth_gbs <= 10_000
     assert row.plan_gib < row.memory_gib and row.plan_gib > 0.7 * row.memory_gib
     if row.unified:
@@ -28,6 +28,40 @@ def test_every_gpu_has_a_source_a_date_and_sane_figures(row):
     assert row.usable_gib is not None
     assert row.fp16_tflops is not None and 10 <= row.fp16_tflops <= 3000
     assert row.capability is not None and (6, 0) <= row.capability <= (12, 1)
+    assert row.usable_gib <= 0.995 * row.memory_gib, "CUDA always keeps something"
+    assert row.fp32_tflops is not None and 5 <= row.fp32_tflops <= 200
+    assert row.fp32_tflops < row.fp16_tflops
+    assert row.pcie_gen in (3, 4, 5) and row.pcie_lanes in (8, 16)
+    # Operations for each byte read: so it is on every card there is.
+    assert 20 <= 1000 * row.fp16_tflops / row.bandwidth_gbs <= 500
+
+
+def test_rates_are_dense_by_what_the_tensor_cores_of_each_generation_do_in_a_clock():
+    """A multiple of the ordinary cores' rate, which nobody halves or doubles in a table."""
+    times = {(6, 0): 2, (7, 0): 8, (7, 5): 8, (8, 0): 16, (8, 6): 4, (8, 9): 4, (9, 0): 14.8, (10, 0): 30}
+    slowed = {(7, 5): 4, (8, 6): 2, (8, 9): 2, (12, 0): 2}  # GeForce: 32-bit sums at half the speed
+    for row in gpus():
+        if row.capability is None or row.name == "H20":  # its tensor cores were cut down, its ordinary ones were not
+            continue
+        geforce = row.name.startswith("RTX ") and not row.name.startswith("RTX A")
+        expected = (slowed if geforce else times)[row.capability]
+        assert row.fp16_tflops / row.fp32_tflops == pytest.approx(expected, rel=0.02), row.name
+
+
+def test_links_between_cards_are_those_of_the_board():
+    for row in gpus():
+        assert (row.nvlink_gbs is None) == (row.nvlink_peers is None), row.name
+        if row.nvlink_gbs:
+            assert row.nvlink_peers in (2, 8) and 100 <= row.nvlink_gbs <= 1800, row.name
+            assert row.nvlink_peers == 2 or not row.name.startswith("RTX"), row.name
+            assert row.nvlink_gbs / 2 > row.pcie_gbs, row.name
+        if row.name.endswith("PCIe"):
+            assert row.nvlink_peers != 8, row.name
+    assert gpu("4090").nvlink_gbs is None and gpu("3090").nvlink_gbs == 112.5
+    assert gpu("A100 80GB").nvlink_gbs == 600 and gpu("A800").nvlink_gbs == gpu("H800").nvlink_gbs == 400
+    assert gpu("4090").pcie_gbs == pytest.approx(31.5, abs=0.1) and gpu("4060 Ti").pcie_gbs == pytest.approx(
+        15.75, abs=0.1
+    )
 
 
 def test_bf16_and_fp8_figures_stand_only_where_the_hardware_has_them():
@@ -36,13 +70,18 @@ def test_bf16_and_fp8_figures_stand_only_where_the_hardware_has_them():
             continue
         assert (row.bf16_tflops is not None) == (row.capability >= (8, 0)), row.name
         assert (row.fp8_tflops is not None) == (row.capability >= (8, 9)), row.name
+        assert (row.tf32_tflops is not None) == (row.capability >= (8, 0)), row.name
+        if row.bf16_tflops:
+            assert row.bf16_tflops == row.fp16_tflops, row.name
+            assert row.tf32_tflops == pytest.approx(row.bf16_tflops / 2, rel=0.02), row.name
         if row.fp8_tflops and row.bf16_tflops:
             assert row.fp8_tflops == pytest.approx(2 * row.bf16_tflops, rel=0.02), row.name
 
 
 def test_the_cards_people_rent_are_all_there():
     said = "T4 P100 V100-16GB V100-32GB 2080Ti 3060 3080 3090 4060Ti 4070 4080 4090 4090D 5090 A10 A5000 A6000 A40 L4"
-    said += " L40S A100-40GB A100-80GB A800 H20 H100 H800 H200 B200 M1 M1-Max M2-Pro M3-Max M4 M4-Max"
+    said += " L40S A100-40GB A100-80GB A800 H20 H100 H800 H200 B200 M1 M1-Max M2-Pro M3-Max M4 M4-Max M1-Ultra M5"
+    said += " V100-PCIE-16GB V100-PCIE-32GB A100-PCIE-40GB A100-PCIE-80GB A800-PCIE-80GB H100-PCIe H800-PCIe"
     assert len({gpu(name).name for name in said.split()}) == len(said.split())
 
 
@@ -55,13 +94,18 @@ def test_the_cards_people_rent_are_all_there():
         ("NVIDIA GeForce RTX 4090", "RTX 4090"),
         ("NVIDIA GeForce RTX 4090 D", "RTX 4090D"),
         ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
-        ("NVIDIA A100-PCIE-40GB", "A100 40GB"),
-        ("NVIDIA A100 80GB PCIe", "A100 80GB"),
+        ("NVIDIA A100-PCIE-40GB", "A100 40GB PCIe"),
+        ("NVIDIA A100 80GB PCIe", "A100 80GB PCIe"),
+        ("a100-80g", "A100 80GB"),
+        ("A100-SXM-80G", "A100 80GB"),
+        ("NVIDIA H800 PCIe", "H800 PCIe"),
+        ("b200 192gb", "B200"),
         ("a100-40", "A100 40GB"),
         ("a100_80g", "A100 80GB"),
         ("Tesla T4", "T4"),
         ("Tesla P100-PCIE-16GB", "P100 16GB"),
         ("Tesla V100-SXM2-32GB", "V100 32GB"),
+        ("Tesla V100-PCIE-32GB", "V100 32GB PCIe"),
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA H100 PCIe", "H100 PCIe"),
         ("NVIDIA RTX A6000", "RTX A6000"),
@@ -91,14 +135,36 @@ def test_a_name_sold_in_two_sizes_asks_which_unless_the_driver_told_the_memory()
         gpu("RTX 4060 Ti", memory_gib=7.7)
 
 
+def test_a_mac_is_its_chip_with_the_memory_that_it_has():
+    assert gpu("M3 Max 64GB").memory_gib == 64 and gpu("Apple M3 Max", memory_gib=36).plan_gib == 27
+    with pytest.raises(UserError, match="memory size"):
+        gpu("M1 64GB")
+
+
 def test_every_platform_has_its_facts_and_a_way_to_be_recognised():
     rows = platforms()
     assert [row.name for row in rows if not (row.env or row.folders)] == ["generic"]
     for row in rows:
         assert row.source and MONTH.match(row.date) and row.limits and row.wiped and row.stop and row.reach, row.name
         assert set(row.grade) <= set("ABC/")
+        assert row.currency in (None, *currencies()), row.name
+        assert {disk.path for disk in row.disks} <= {*row.persistent, *row.volatile, *row.read_only}, row.name
+        for disk in row.disks:
+            assert disk.path in row.volatile or disk.survives in ("stop", "release"), (row.name, disk.path)
         if row.name != "generic":
             assert row.home and row.persistent, row.name
+
+
+def test_when_sessions_end_and_what_a_machine_without_its_gpu_costs():
+    place = {row.name: row for row in platforms()}
+    assert (place["kaggle"].session_hours, place["kaggle"].weekly_gpu_hours) == (12, 30)
+    assert (place["colab"].session_hours, place["paperspace"].session_hours) == (12, 6)
+    assert place["autodl"].session_hours is place["autodl"].weekly_gpu_hours is None
+    assert (place["autodl"].no_gpu_per_hour, place["autodl"].currency) == (0.1, "CNY")
+    assert (place["autodl"].released_after_days, place["gpushare"].released_after_days) == (15, 10)
+    net = next(disk for disk in place["autodl"].disks if disk.path == "/root/autodl-fs")
+    assert (net.free_gb, net.inodes, net.survives) == (20, 200_000, "release")
+    assert next(disk for disk in place["gpushare"].disks if disk.path == "/hy-tmp").kept_hours == 24
 
 
 def test_a_generic_machine_has_no_stop_command():
@@ -110,6 +176,13 @@ def test_every_price_names_a_known_gpu_and_platform_and_its_month():
     for row in prices():
         assert row.platform in places and row.gpu in cards
         assert row.source and MONTH.match(row.month) and 0 <= row.cny_per_hour < 100
+        assert row.per_hour == row.cny_per_hour and row.currency == "CNY"
+
+
+def test_a_card_on_another_board_has_the_price_of_its_sister():
+    assert {p.platform for p in prices_of(gpu("A100-PCIE-40GB"))} == {"autodl", "matpool"}
+    assert [p.cny_per_hour for p in prices_of(gpu("A100 80GB PCIe"))] == [5.98]
+    assert prices_of(gpu("H100 PCIe")) == prices_of(gpu("RTX 4070")) == ()
 
 
 def test_a_users_price_wins_and_carries_the_users_file_as_its_source(own):
@@ -131,11 +204,46 @@ def test_a_user_adds_a_gpu_of_their_own_and_changes_a_platform(own):
     assert paperspace.session_hours == 8 and paperspace.home == ("/storage", "/notebooks")
 
 
+def test_tables_may_be_called_by_the_word_for_many(own):
+    own.write_text('[gpus."Mine"]\nmemory_gib = 24\nbandwidth_gbs = 900\n[prices.autodl."4090"]\ncny_per_hour = 1\n')
+    assert gpu("mine", user=own).plan_gib == pytest.approx(0.97 * 24)
+    assert [p.cny_per_hour for p in prices(own) if (p.platform, p.gpu) == ("autodl", "RTX 4090")] == [1]
+
+
+def test_another_memory_size_of_a_card_does_not_keep_what_the_old_size_left_usable(own):
+    own.write_text('[gpu."RTX 4090"]\nmemory_gib = 48\n')
+    assert gpu("4090", user=own).plan_gib == pytest.approx(0.97 * 48)
+
+
+def test_a_price_in_dollars_is_compared_in_the_catalogues_unit(own):
+    own.write_text(
+        '[platform.mine]\n[price.mine."H100"]\nper_hour = 2.0\ncurrency = "USD"\n'
+        '[price.autodl."RTX 4090"]\nper_hour = 0.3\ncurrency = "USD"\n[currency.USD]\ncny = 7\n'
+    )
+    found = {(p.platform, p.gpu): p for p in prices(own)}
+    assert found["mine", "H100"].cny_per_hour == 14 and found["mine", "H100"].per_hour == 2
+    assert found["autodl", "RTX 4090"].cny_per_hour == pytest.approx(2.1)
+    assert currencies()["USD"].source and MONTH.match(currencies()["USD"].date)
+
+
+def test_rows_in_sojourns_home_are_read_before_those_in_the_configuration_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("SOJOURN_HOME", str(tmp_path))
+    assert user_file().parent != tmp_path
+    (tmp_path / "catalog.toml").write_text('[gpu."Mine"]\nmemory_gib = 24\nbandwidth_gbs = 900\n')
+    assert user_file() == tmp_path / "catalog.toml" and gpu("mine").memory_gib == 24
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ("[gpu", "not valid TOML"),
-        ("[gpus.x]\nmemory_gib = 1", r"unknown table \[gpus\]; did you mean gpu"),
+        ("[gpux.x]\nmemory_gib = 1", r"unknown table \[gpux\]; did you mean gpu"),
+        ("[gpu.a]\n[gpus.b]", "are the same table"),
+        ('[gpu."RTX 4090"]\nmemory_gib = nan', "`memory_gib` is nan: it must be a number"),
+        ('[gpu."RTX 4090"]\nmemory_gib = 0', "`memory_gib` is 0: no GPU has that"),
+        (f'[gpu."RTX 4090"]\nbandwidth_gbs = 1{"0" * 400}', "`bandwidth_gbs` is 1000.*it must be a number"),
+        ('[gpu."RTX 4090"]\nusable_gib = 25', "`usable_gib` is 25: it must be between"),
+        ('[gpu."RTX 4090"]\npcie_gen = 9', "`pcie_gen` is 9: known are 3, 4"),
         ('[gpu."RTX 4090"]\nmemory_gb = 24', "unknown key `memory_gb`; did you mean memory_gib"),
         ('[gpu."RTX 4090"]\nmemory_gib = "24"', "`memory_gib` is '24': it must be a number"),
         ('[gpu."RTX 4090"]\nmemory_gib = -1', "`memory_gib` is -1: it cannot be negative"),
@@ -156,3 +264,48 @@ def test_a_mistake_in_a_users_price_names_the_row(own):
     own.write_text('[price.autodl]\n"RTX 4090" = 2.0\n')
     with pytest.raises(UserError, match=r"price.autodl.RTX 4090 must be a table"):
         prices(own)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('[price.autodl."RTX 4091"]\ncny_per_hour = 1', r'price.autodl."RTX 4091": no GPU called.*RTX 4090'),
+        ('[price.autodI."RTX 4090"]\ncny_per_hour = 1', r"no platform called 'autodI'; did you mean autodl"),
+        ('[price.xyz."RTX 4090"]\ncny_per_hour = 1', r"no platform called 'xyz'; add \[platform.xyz\]"),
+        ('[price.autodl."A40"]\nper_hour = 1\ncurrency = "XYZ"', r"'XYZ', which has no rate; add \[currency.XYZ\]"),
+        ('[price.autodl."A40"]\nper_hour = 1\ncny_per_hour = 7', "are both there"),
+        ('[price.autodl."A40"]\nnote = "x"', "`cny_per_hour` is missing"),
+        ('[price.autodl."A40"]\ncny_per_hour = 1\ncurrency = "USD"', "`currency` goes with `per_hour`"),
+    ],
+)
+def test_a_price_that_cannot_be_used_says_why(own, text, says):
+    own.write_text(text)
+    with pytest.raises(UserError, match=says) as error:
+        prices(own)
+    assert str(error.value).startswith(str(own)) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("disks", "says"),
+    [
+        ('"/data"', "`disks` is '/data': it must be a list of tables"),
+        ('["/data"]', "`disks` is '/data' at place 1: it must be a table"),
+        ('[{ path = "/data" }]', "`disks` at place 1: `survives` is missing"),
+        ('[{ path = "/data", survives = "fire" }]', "`survives` is 'fire': it must be one of session, stop, release"),
+    ],
+)
+def test_a_mistake_in_a_users_platform_names_the_disk(own, disks, says):
+    own.write_text(f"[platform.mine]\ndisks = {disks}\n")
+    with pytest.raises(UserError, match=says) as error:
+        platforms(own)
+    assert str(error.value).startswith(f"{own}: platform.mine")
+
+
+def test_the_rows_that_the_documentation_shows_can_be_typed(own):
+    text = (Path(__file__).parent.parent / "docs/catalogue.md").read_text(encoding="utf-8")
+    own.write_text(text.split("```toml\n")[1].split("```")[0], encoding="utf-8")
+    assert gpu("4090 48g", user=own).bf16_tflops == 165.2 and gpu("4090 24g", user=own).name == "RTX 4090"
+    found = {(p.platform, p.gpu): p.cny_per_hour for p in prices(own)}
+    assert found["autodl", "RTX 4090"] == 1.98 and found["campus", "RTX 4090 48GB"] == pytest.approx(0.35 * 7.1)
+    assert model("my-7b", own).kv_heads == 8
+    assert gpu("4090", user=own).memory_gib == 24 and gpu("4090", memory_gib=47.4, user=own).memory_gib == 48

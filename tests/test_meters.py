@@ -208,7 +208,8 @@ def _as_torch_says(name: str) -> str:
     if name.startswith("RTX"):
         return f"NVIDIA GeForce {name.replace('4090D', '4090 D').removesuffix(' 12GB').removesuffix(' 16GB')}"
     if name[0] in "PVT":
-        return f"Tesla {name.replace(' ', '-PCIE-')}"
+        board = "-SXM2-" if name[0] == "V" and not name.endswith("PCIe") else "-PCIE-"
+        return f"Tesla {name.removesuffix(' PCIe').replace(' ', board)}"
     return f"NVIDIA {name.replace(' ', '-SXM4-') if name.endswith('GB') else name}"
 
 

@@ -1,7 +1,36 @@
-"""Facts about GPUs and platforms as data, with typed readers (no torch)."""
+"""Facts about GPUs, platforms, prices and models as data, with typed readers (no torch)."""
 
-from sojourn.catalog.facts import Gpu, PlatformFacts, Price, gpus, peak_flops, platforms, prices
-from sojourn.catalog.names import gpu
+from sojourn.catalog.facts import (
+    Currency,
+    Disk,
+    Gpu,
+    PlatformFacts,
+    Price,
+    currencies,
+    gpus,
+    peak_flops,
+    platforms,
+    prices,
+)
+from sojourn.catalog.names import gpu, prices_of
+from sojourn.catalog.shapes import ModelShape, model, models
 from sojourn.catalog.tables import user_file
 
-__all__ = ["Gpu", "PlatformFacts", "Price", "gpu", "gpus", "peak_flops", "platforms", "prices", "user_file"]
+__all__ = [
+    "Currency",
+    "Disk",
+    "Gpu",
+    "ModelShape",
+    "PlatformFacts",
+    "Price",
+    "currencies",
+    "gpu",
+    "gpus",
+    "model",
+    "models",
+    "peak_flops",
+    "platforms",
+    "prices",
+    "prices_of",
+    "user_file",
+]

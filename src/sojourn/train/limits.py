@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from decimal import Decimal
 
-from sojourn.catalog.facts import prices
-from sojourn.catalog.names import gpu
+from sojourn.catalog.names import gpu, prices_of
 from sojourn.config.quantities import Money
 from sojourn.config.schema import LimitsConfig, RunConfig
 from sojourn.errors import UserError
@@ -33,10 +32,10 @@ def _catalogue_price() -> Money | None:
     if not cards:
         return None
     try:
-        name = gpu(cards[0].name, cards[0].memory_gib).name
+        card = gpu(cards[0].name, cards[0].memory_gib)
     except UserError:
         return None
-    found = [row for row in prices() if (row.platform, row.gpu) == (here, name) and row.cny_per_hour > 0]
+    found = [row for row in prices_of(card) if row.platform == here and row.cny_per_hour > 0]
     per_card = min((row.cny_per_hour / row.count for row in found), default=None)
     return None if per_card is None else Money(Decimal(str(round(per_card * len(cards), 4))), "CNY")
 

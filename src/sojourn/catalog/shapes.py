@@ -1,0 +1,159 @@
+"""Shapes of well-known models, found by the names people use, and the parameters that a shape adds up to."""
+
+import difflib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sojourn.catalog.tables import rows, to_row, user_file
+from sojourn.config.words import shown
+from sojourn.errors import UserError
+
+_SAME_SHAPE = {  # words in a name that do not change a shape: how it was tuned, and how it is stored
+    *("instruct", "chat", "it", "pt", "base", "thinking", "hf", "meta", "unsloth", "mlx"),
+    *("gguf", "awq", "gptq", "bnb", "fp8", "int4", "int8", "4bit", "8bit", "bf16", "fp16"),
+}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder of a language model. See models.toml for the keys; everything else follows from them."""
+
+    name: str
+    hub: str
+    family: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    positions: int
+    source: str
+    date: str
+    also: tuple[str, ...] = ()
+    tied: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    head_bias: bool = False
+    norm_bias: bool = False
+    qk_norm: bool = False
+    norms: int = 2
+    experts: int | None = None
+    active_experts: int | None = None
+    expert_ffn: int | None = None
+    shared_ffn: int | None = None
+    sliding_window: int | None = None
+    full_every: int | None = None
+    published: int | None = None
+    note: str = ""
+
+    @property
+    def attention_parameters(self) -> int:
+        """Of one layer: queries, keys, values and the output, with their biases and norms."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        made = queries + 2 * keys
+        biases = made * self.qkv_bias + self.hidden * self.o_bias
+        return self.hidden * (made + queries) + biases + 2 * self.head_dim * self.qk_norm
+
+    def _feed_forward(self, size: int) -> int:
+        """A gated feed-forward: two matrices up, one down."""
+        return 3 * self.hidden * size + (2 * size + self.hidden) * self.mlp_bias
+
+    def ffn_parameters(self, active: bool = False) -> int:
+        """Of one layer; `active`: only what one token visits."""
+        if self.experts is None:
+            return self._feed_forward(self.ffn)
+        visited = (self.active_experts if active else self.experts) or 0
+        shared = self._feed_forward(self.shared_ffn) if self.shared_ffn else 0
+        return self.hidden * self.experts + visited * self._feed_forward(self.expert_ffn or 0) + shared
+
+    def layer_parameters(self, active: bool = False) -> int:
+        return self.attention_parameters + self.ffn_parameters(active) + self.norms * self._norm
+
+    @property
+    def _norm(self) -> int:
+        return self.hidden * (1 + self.norm_bias)
+
+    @property
+    def embedding_parameters(self) -> int:
+        return self.vocab * self.hidden
+
+    @property
+    def head_parameters(self) -> int:
+        """The output matrix where it is not the embedding, and its bias."""
+        return self.embedding_parameters * (not self.tied) + self.vocab * self.head_bias
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.layer_parameters() + self._ends
+
+    @property
+    def active_parameters(self) -> int:
+        """What one token is computed with: all, but for the experts that it does not visit."""
+        return self.layers * self.layer_parameters(active=True) + self._ends
+
+    @property
+    def _ends(self) -> int:
+        return self.embedding_parameters + self._norm + self.head_parameters
+
+    @property
+    def full_layers(self) -> int:
+        """Layers whose attention looks back to the start."""
+        if self.sliding_window is None:
+            return self.layers
+        return self.layers // self.full_every if self.full_every else 0
+
+
+def models(user: Path | None = None) -> tuple[ModelShape, ...]:
+    """Every model of the catalogue and of the user's own file."""
+    return tuple(_shape(name, row, f'{where}: model."{name}"') for name, (row, where) in rows("model", user).items())
+
+
+def model(name: str, user: Path | None = None) -> ModelShape:
+    """The catalogue's row for a model: `qwen2.5-7b`, `Qwen/Qwen2.5-7B-Instruct`, `llama3.1:8b`."""
+    known = {_key(called): row for row in models(user) for called in (row.name, row.hub, *row.also)}
+    found = known.get(_key(name))
+    if found is not None:
+        return found
+    close = difflib.get_close_matches(_key(name)[:60], known, n=6, cutoff=0.6)
+    names = list(dict.fromkeys(known[key].name for key in close))[:3]
+    guess = f"did you mean {' or '.join(names)}?" if names else "it knows models like qwen2.5-7b or llama-3.1-8b."
+    raise UserError(f"no model called '{shown(name)}' in the catalogue; {guess} Your own go into {user_file()}")
+
+
+def _key(name: str) -> str:
+    """The last part of a path or hub name as one word, without what leaves the shape as it is."""
+    last = re.split(r"[/\\]", name.strip().rstrip("/\\"))[-1].lower()
+    return "".join(word for word in re.split(r"[\s\-_:]+", last) if word not in _SAME_SHAPE)
+
+
+def _shape(name: str, row: dict[str, Any], where: str) -> ModelShape:
+    filled = {"name": name, "hub": name, "family": "llama", **row}
+    hidden, heads = filled.get("hidden"), filled.get("heads")
+    if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:  # else `to_row` says what is wrong
+        filled = {"kv_heads": heads, "head_dim": hidden // heads, **filled}
+    shape = to_row(ModelShape, filled, where, "model")
+    if wrong := _wrong(shape):
+        raise UserError(f"{where}: {wrong}")
+    return shape
+
+
+def _wrong(shape: ModelShape) -> str | None:
+    """What makes a shape impossible, by the key to change."""
+    if shape.heads % shape.kv_heads:
+        return f"`kv_heads` is {shape.kv_heads}: it must divide heads ({shape.heads})"
+    if any((shape.experts, shape.active_experts, shape.expert_ffn, shape.shared_ffn)):
+        for key in ("experts", "active_experts", "expert_ffn"):
+            if getattr(shape, key) is None:
+                return f"`{key}` is missing; a model with experts needs it"
+        if (shape.active_experts or 0) > (shape.experts or 0):
+            return f"`active_experts` is {shape.active_experts}: there are only {shape.experts} experts"
+    if shape.full_every and shape.sliding_window is None:
+        return "`full_every` goes with `sliding_window`, which is missing"
+    if shape.published not in (None, shape.parameters):
+        return f"`published` is {shape.published:,}, but the shape gives {shape.parameters:,} parameters"
+    return None
