@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from sojourn.config.load import load_run
 from sojourn.data.artefact import Batch
 from sojourn.model.blocks import recompute
-from sojourn.model.fused import fuse
+from sojourn.model.fast.forwards import fuse
 from sojourn.model.grid import make_grids
 from sojourn.model.last_block import shorten
 from sojourn.model.network import open_network
