@@ -1,7 +1,7 @@
 """Whether a row did the same computation as the reference, and the line that tells about it.
 
-Three things are compared: each loss of the first steps, those after that in the mean, as the noise of few bits grows with
-time, and the length of the first gradient. That is the sharpest test: a model of random weights says much the same
+Three things are compared: each loss of the first steps, those after that in the mean, as the noise of few bits grows
+with time, and the length of the first gradient. That is the sharpest test: a model of random weights says much the same
 whatever it attends to, but its gradient does not.
 """
 
