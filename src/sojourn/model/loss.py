@@ -22,9 +22,10 @@ def loss_sum(head: Any, hidden_ND: Any, labels_N: Any, whole: bool = False) -> A
     """Summed over the tokens. `head` makes logits of hidden states."""
     if whole:
         return F.cross_entropy(head(hidden_ND).float(), labels_N, reduction="sum")
-    rows = _chunk_rows(head, hidden_ND)
     if type(head) is torch.nn.Linear:
+        rows = _chunk_rows(head, hidden_ND, kernel=_has_kernel(hidden_ND))
         return _LinearCrossEntropy.apply(hidden_ND, head.weight, head.bias, labels_N, rows)
+    rows = _chunk_rows(head, hidden_ND)
     # A head with an adapter, or of its own kind: as it is, its logits made again in the backward.
     parts = zip(hidden_ND.split(rows), labels_N.split(rows), strict=True)
     return sum(checkpoint(loss_sum, head, h, y, True, use_reentrant=False) for h, y in parts)
@@ -41,9 +42,9 @@ def score(head: Any, hidden_ND: Any, labels_N: Any) -> tuple[Any, Any]:
     return loss, hits
 
 
-def _chunk_rows(head: Any, hidden_ND: Any) -> int:
+def _chunk_rows(head: Any, hidden_ND: Any, kernel: bool = False) -> int:
     vocabulary, device = int(head.weight.shape[0]), hidden_ND.device.type
-    chunk = _CHUNK_BYTES["kernel" if _has_kernel(hidden_ND) else device if device == "cpu" else "cuda"]
+    chunk = _CHUNK_BYTES["kernel" if kernel else device if device == "cpu" else "cuda"]
     return max(_LEAST_ROWS, chunk // (4 * vocabulary))
 
 
