@@ -83,14 +83,12 @@ def block_parameters(work: Work) -> int:
 
 
 def adapter_parameters(work: Work) -> int:
-    """LoRA's, of all blocks; in a mixture every expert has its own."""
+    """LoRA's, of all blocks. Experts have none: transformers keeps them as one tensor, not as linear layers."""
     shape = work.shape
     q, k, d = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.hidden
     sizes = {"q_proj": d + q, "k_proj": d + k, "v_proj": d + k, "o_proj": q + d}
-    wide = shape.ffn if shape.experts is None else (shape.expert_ffn or shape.ffn)
-    count = shape.experts or 1
-    feed = sum(name in work.targets for name in ("gate_proj", "up_proj", "down_proj")) * count * (d + wide)
-    return shape.layers * work.rank * (sum(size for name, size in sizes.items() if name in work.targets) + feed)
+    sizes |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), d + shape.ffn)
+    return shape.layers * work.rank * sum(size for name, size in sizes.items() if work.targeted(name))
 
 
 def _norm(work: Work, name: str, size: int, trained: bool, groups: int = 1) -> Iterator[Kept]:

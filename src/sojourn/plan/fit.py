@@ -30,7 +30,7 @@ context_mib = { "6.0" = 350, "8.0" = 450, "9.0" = 550, "10.0" = 600 }
 share = 0.80
 # passes over memory, against compiled blocks: fused forwards not compiled, and transformers' own not compiled
 eager_fused = 1.25
-eager_plain = 2.6
+eager_plain = 3.0
 
 [launch]
 # assumed for a usual server's CPU: milliseconds to launch a block's forward and backward, which a GPU waits for where it

@@ -70,10 +70,12 @@ def weights(work: Work) -> list[Term]:
         terms.append(Term("weights", "base", 0 if on_host else e * count / w, f"e·P / {w} = {e}·{count:,}"))
     else:
         inside = shape.layers * (shape.layer_parameters() - shape.norms * shape.hidden)
+        if shape.experts is not None:  # bitsandbytes leaves experts as they are
+            inside = shape.layers * shape.attention_parameters
         each = quantised_bytes(work)
         terms.append(Term("weights", f"base in {work.bits} bits", each * inside / w, f"{each:.4f}·{inside:,} / {w}"))
         rest = count - inside
-        terms.append(Term("weights", "embedding, head, norms", e * rest / w, f"e·{rest:,} / {w}"))
+        terms.append(Term("weights", "embedding, head, norms" if shape.experts is None else "embedding, head, experts", e * rest / w, f"e·{rest:,} / {w}"))
     own = trained_parameters(work)
     terms.append(Term("adapters", "adapters", 4 * own / w, f"4·N / {w} = 4·{own:,}"))
     return terms

@@ -15,7 +15,7 @@ from sojourn.plan.constants import constants
 from sojourn.plan.holdings import ends_parameters, head_is_trained, quantised_bytes, trained_parameters
 from sojourn.plan.work import LINEAR, Work
 
-_FORWARD_OF_BOTH = 1 / 3.5  # attention's forward, of forward and backward
+_SHARE_8BIT = 0.5  # of the bandwidth that other pointwise kernels reach: assumed of bitsandbytes' 8-bit update
 
 
 @dataclass(frozen=True)
@@ -171,6 +171,7 @@ def _weight_bytes(work: Work) -> float:
     if work.adapters:
         return 0.0
     cast = 6 if work.numbers == 2 and work.engine not in ("fsdp", "deepspeed") else 0
+    cast *= 2 if work.recompute != "off" else 1
     summed = (6 if work.numbers == 2 else 0) + (12 if work.passes > 1 else 0)
     return count * (cast + summed)
 
@@ -178,9 +179,10 @@ def _weight_bytes(work: Work) -> float:
 def _optimizer(work: Work, gpu: Gpu) -> float:
     """Weights and gradients read and written, moments too; moments on the host travel over the bus both ways."""
     count = trained_parameters(work) / (work.world if work.sharded else 1)
-    norm = 4
+    norm = 4 if work.optimizer == "adamw" else 12  # only AdamW of torch shortens gradients on its way
     moments = {"adamw_8bit": 4, "paged_adamw_8bit": 4, "muon": 8}.get(work.optimizer, 16)
-    seconds = _traffic(gpu, count * (4 + 8 + moments + norm))
+    slow = 1 / _SHARE_8BIT if "8bit" in work.optimizer else 1.0
+    seconds = _traffic(gpu, count * (slow * (4 + 8 + moments) + norm))
     if work.optimizer == "muon" and not work.adapters:
         rounds = 5 * 6.0 * work.shape.hidden * (count - ends_parameters(work))
         seconds += rounds / (0.5 * rate(work, gpu))

@@ -138,6 +138,8 @@ def _number(settings: dict[str, Any], key: str, where: str) -> int | None:
             continue
         most = _MOST.get(key, 10_000_000_000)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
+            if key == "positions":  # nothing of a plan hangs on it
+                return None
             raise UserError(f"{where}: `{name}` is {shown(repr(value))}: it must be a whole number from 1 to {most:,}")
         return value
     return None

@@ -16,6 +16,7 @@ from sojourn.config.schema import RunConfig
 
 FUSED_FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+EXPERTS = ("gate_proj", "up_proj", "down_proj")
 _COMPILE_FLOPS = 2e14
 _WORTH_COMPILING = 120.0
 
@@ -85,21 +86,37 @@ class Work:
         return self.engine in ("fsdp", "deepspeed") and self.world > 1
 
     def targeted(self, name: str) -> bool:
-        """Whether this linear layer has an adapter."""
-        return self.adapters and name in self.targets
+        """Whether this linear layer has an adapter. Experts are no linear layers."""
+        inside = self.shape.experts is None or name not in EXPERTS
+        return self.adapters and inside and name in self.targets
 
     def trained(self, name: str) -> bool:
         """Whether this linear layer's input is needed for a gradient of weights."""
-        return not self.adapters or name in self.targets
+        return not self.adapters or self.targeted(name)
+
+
+@dataclass(frozen=True)
+class Place:
+    """What of a machine decides how a run computes."""
+
+    device: str
+    capability: tuple[int, int] | None
+    precision: str
+
+
+def place_of(gpu: Gpu | None) -> Place:
+    if gpu is None:
+        return Place("cpu", None, "fp32")
+    return Place("mps" if gpu.unified else "cuda", gpu.capability, usual_precision(gpu))
 
 
 def work_of(
-    config: RunConfig, shape: ModelShape, gpu: Gpu | None, rows: int = 1, recompute: str | None = None,
+    config: RunConfig, shape: ModelShape, place: Place, rows: int = 1, recompute: str | None = None,
     world: int = 1, engine: str | None = None,
 ) -> Work:  # fmt: skip
-    """`gpu` None: a CPU. `recompute` and `engine` where they are being tried."""
-    train, method, capability = config.train, config.method, gpu.capability if gpu else None
-    precision = str(train.precision) if train.precision != "auto" else usual_precision(gpu)
+    """`recompute` and `engine` where they are being tried."""
+    train, method, capability = config.train, config.method, place.capability
+    precision = str(train.precision) if train.precision != "auto" else place.precision
     kernels = capability is not None and capability >= (7, 0)
     targets = LINEAR if method.targets == ["all-linear"] else tuple(method.targets)
     chosen = engine or _engine(config, world)
@@ -107,7 +124,7 @@ def work_of(
     work = Work(
         shape=shape, method=method.kind, rows=rows, length=config.data.max_length,
         passes=max(1, -(-train.global_batch // (rows * world))), document=usual_document(config),
-        device="cuda" if gpu and not gpu.unified else "mps" if gpu else "cpu", precision=precision, fused=fused,
+        device=place.device, precision=precision, fused=fused,
         kernels=kernels, attention=_attention(train.attention, precision, shape, capability),
         recompute=recompute or ("off" if train.checkpointing == "auto" else train.checkpointing),
         whole_loss=train.loss == "whole", fp8=train.fp8 == "on", optimizer=train.optimizer, offload=train.offload,
@@ -118,9 +135,7 @@ def work_of(
     return replace(work, compiled=_compiles(config, work, kernels))
 
 
-def usual_precision(gpu: Gpu | None) -> str:
-    if gpu is None:
-        return "fp32"
+def usual_precision(gpu: Gpu) -> str:
     if gpu.bf16_tflops is not None and (gpu.capability is None or gpu.capability >= (8, 0)):
         return "bf16" if not gpu.unified else "fp32"
     return "fp16" if gpu.capability is not None and gpu.capability >= (7, 0) else "fp32"
