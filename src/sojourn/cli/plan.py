@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import typer
+
+if TYPE_CHECKING:
+    from sojourn.catalog.facts import Gpu
+    from sojourn.config.schema import RunConfig
 
 
 def plan(
-    words: list[str] = typer.Argument(
+    words: list[str] | None = typer.Argument(
         None, metavar="RUN [key=value]... [--flag value]...", help="A preset or a YAML file, then overrides."
     ),
-    gpu: list[str] = typer.Option(
+    gpu: list[str] | None = typer.Option(
         None, "--gpu", help="Only this GPU (RTX 4090, A100 80GB, …); may be given several times."
     ),
-    platform: str = typer.Option(None, "--platform", help="Only offers of this platform (autodl, kaggle, …)."),
-    budget: str = typer.Option(None, "--budget", help="The most it may cost: 30, ¥30, $5."),
-    deadline: str = typer.Option(None, "--deadline", help="When it must be done: 12h, 3d."),
-    fit: str = typer.Option(None, "--fit", metavar="SIZE", help="What so much memory would hold: 24GiB."),
+    platform: str | None = typer.Option(None, "--platform", help="Only offers of this platform (autodl, kaggle, …)."),
+    budget: str | None = typer.Option(None, "--budget", help="The most it may cost: 30, ¥30, $5."),
+    deadline: str | None = typer.Option(None, "--deadline", help="When it must be done: 12h, 3d."),
+    fit: str | None = typer.Option(None, "--fit", metavar="SIZE", help="What so much memory would hold: 24GiB."),
     explain: bool = typer.Option(False, "--explain", help="Every term with its formula."),
     calibrate: bool = typer.Option(False, "--calibrate", help="Learn from planned and measured runs on this machine."),
     json: bool = typer.Option(False, "--json", help="Print JSON."),
@@ -30,7 +36,9 @@ def plan(
         if not words:
             return
     if not words:
-        raise UserError("plan: name a run: a preset (sojourn presets list) or a YAML file, such as: sojourn plan medium")
+        raise UserError(
+            "plan: name a run: a preset (sojourn presets list) or a YAML file, such as: sojourn plan medium"
+        )
     config = load_run(words).config
     cards = [find_gpu(name) for name in gpu] if gpu else None
     if fit is not None:
@@ -39,21 +47,32 @@ def plan(
     _plan(config, cards, platform, budget, deadline, explain, json)
 
 
-def _plan(config, cards, platform, budget, deadline, explain: bool, json: bool) -> None:  # type: ignore[no-untyped-def]
+def _plan(
+    config: RunConfig, cards: list[Gpu] | None, platform: str | None, budget: str | None, deadline: str | None,
+    explain: bool, json: bool,
+) -> None:  # fmt: skip
     from sojourn.plan.advise import advise_for
     from sojourn.plan.ask import known_platform, to_budget, to_seconds
     from sojourn.plan.estimate import make_plan
-    from sojourn.plan.show import advice_lines, as_values, best_lines, explain_lines, head_lines, memory_lines, table_lines
+    from sojourn.plan.show import (
+        advice_lines,
+        as_values,
+        best_lines,
+        explain_lines,
+        head_lines,
+        memory_lines,
+        table_lines,
+    )
 
-    budget, seconds = to_budget(budget), to_seconds(deadline)
-    found = make_plan(config, cards, known_platform(platform), budget, seconds)
+    money, seconds = to_budget(budget), to_seconds(deadline)
+    found = make_plan(config, cards, known_platform(platform), money, seconds)
     target, advice = advise_for(config, found, cards)
     if json:
         _print_json(as_values(config, found, advice))
         return
     where = f" on {found.best.gpu.name}" if found.best else f" on {cards[0].name}" if cards else ""
     lines = [*head_lines(config, found), *memory_lines(found.smallest, where), ""]
-    lines += [*table_lines(found, cards is not None), "", *best_lines(found, bool(budget or seconds))]
+    lines += [*table_lines(found, cards is not None), "", *best_lines(found, bool(money or seconds))]
     if target is not None:
         lines += advice_lines(advice, target.name)
     if found.correction.records:
@@ -63,7 +82,7 @@ def _plan(config, cards, platform, budget, deadline, explain: bool, json: bool) 
     print("\n".join(lines))
 
 
-def _inverse(config, size: str, json: bool) -> None:  # type: ignore[no-untyped-def]
+def _inverse(config: RunConfig, size: str, json: bool) -> None:
     from sojourn.plan.advise import what_fits
     from sojourn.plan.ask import to_bytes
     from sojourn.plan.show import inverse_lines
@@ -88,7 +107,8 @@ def _calibrate(json: bool) -> None:
     elif not found.records:
         print(f"nothing measured yet in {folder()}: a rehearsal or a finished run on a GPU leaves a record there")
     else:
-        print(f"{found.records} records: measured memory is {found.memory:.3f} times the plan's, steps {found.time:.3f} times")
+        ratios = f"measured memory is {found.memory:.3f} times the plan's, steps {found.time:.3f} times"
+        print(f"{found.records} records: {ratios}")
 
 
 def _print_json(value: object) -> None:

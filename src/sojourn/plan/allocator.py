@@ -48,7 +48,7 @@ def context(work: Work) -> int:
     return (int(fitting[-1] if fitting else known[0][1]) + communication) * _MIB
 
 
-def lost(held: float, changing: float) -> float:
-    """Between segments: little of what stays, more of what comes and goes."""
-    memory = constants()["memory"]
-    return float(memory["lost_of_held"]) * held + float(memory["lost_of_changing"]) * changing
+def lost(tensors: list[tuple[float, int]], changing: float) -> float:
+    """To rounding, of the tensors that stay (bytes, count), and between segments, of what comes and goes."""
+    to_rounding = sum(segments(size, count) - size * count for size, count in tensors)
+    return to_rounding + float(constants()["memory"]["lost_of_changing"]) * changing

@@ -35,5 +35,7 @@ def to_bytes(text: str) -> int:
 def known_platform(name: str | None) -> str | None:
     names = [place.name for place in platforms()]
     if name is not None and name not in names:
-        raise UserError(f"--platform: no platform called “{shown(name)}”{closest(name, names)}; there are: {', '.join(names)}")
+        raise UserError(
+            f"--platform: no platform called “{shown(name)}”{closest(name, names)}; there are: {', '.join(names)}"
+        )
     return name

@@ -14,7 +14,7 @@ from sojourn.plan.length import length_of
 from sojourn.plan.memory import memory
 from sojourn.plan.money import Bill, bill, disk_notes, within
 from sojourn.plan.records import Correction, correction
-from sojourn.plan.speed import Speed, speed
+from sojourn.plan.speed import Speed, has_rate, speed
 from sojourn.plan.subject import subject_of
 from sojourn.plan.whole import Whole, checkpoint_bytes, preparing_seconds, whole_run
 from sojourn.plan.work import Work, place_of, work_of
@@ -114,7 +114,9 @@ def fit_on(config: RunConfig, shape: ModelShape, gpu: Gpu, count: int = 1, room:
     space = room if room is not None else room_of(gpu, correction())
     engines: tuple[str | None, ...] = (None,) if count == 1 or config.parallel.engine != "auto" else ("ddp", "fsdp")
     for engine in engines:
-        if engine == "fsdp" and (train.optimizer != "adamw" or (config.method.kind == "qlora" and config.method.bits == 8)):
+        if engine == "fsdp" and (
+            train.optimizer != "adamw" or (config.method.kind == "qlora" and config.method.bits == 8)
+        ):
             continue
         make = partial(_work, config, shape, gpu, count, engine)
         found = cut(make, batch, config.data.max_length, space, ways_of(train.checkpointing), asked)
@@ -138,7 +140,9 @@ def timed(config: RunConfig, found: Cut, gpu: Gpu, steps: int, learned: Correcti
 def _offers_on(
     gpu: Gpu, config: RunConfig, shape: ModelShape, steps: int, learned: Correction, platform: str | None
 ) -> list[Offer]:
-    known = [price for price in prices() if price.gpu == gpu.name and platform in (None, price.platform)]
+    known: list[Price | None] = [
+        price for price in prices() if price.gpu == gpu.name and platform in (None, price.platform)
+    ]
     if platform is not None and not known:
         return []
     made: dict[int, Offer] = {}
@@ -159,6 +163,8 @@ def _bare(gpu: Gpu, count: int, config: RunConfig, shape: ModelShape, steps: int
     found = fit_on(config, shape, gpu, count, room_of(gpu, learned))
     if found is None:
         return Offer(gpu, count, None, why_not="too small")
+    if not has_rate(gpu):
+        return Offer(gpu, count, found, most_rows=_most_rows(found, config, room_of(gpu, learned)))
     fast, whole = timed(config, found, gpu, steps, learned)
     return Offer(gpu, count, found, fast, whole, most_rows=_most_rows(found, config, room_of(gpu, learned)))
 

@@ -18,9 +18,8 @@ from sojourn.catalog.names import gpu as find_gpu
 # What no measurement stands behind yet, said so in the file.
 _ASSUMED = """
 [memory]
-# assumed, until whole devices are measured: shares lost between the allocator's segments, of what stays and of what
-# comes and goes; MiB of a CUDA context by compute capability (426 MiB seen on an RTX 6000 Ada), and of NCCL's buffers
-lost_of_held = 0.005
+# assumed, until whole devices are measured: share lost between the allocator's segments of what comes and goes;
+# MiB of a CUDA context by compute capability (426 MiB seen on an RTX 6000 Ada), and of NCCL's buffers
 lost_of_changing = 0.04
 nccl_mib = 400
 context_mib = { "6.0" = 350, "8.0" = 450, "9.0" = 550, "10.0" = 600 }
@@ -33,8 +32,8 @@ eager_fused = 1.25
 eager_plain = 3.0
 
 [launch]
-# assumed for a usual server's CPU: milliseconds to launch a block's forward and backward, which a GPU waits for where it
-# has less to do: compiled, fused forwards not compiled, transformers' own not compiled
+# assumed for a usual server's CPU: milliseconds to launch a block's forward and backward, which a GPU with less to do
+# waits for: compiled, fused forwards not compiled, transformers' own not compiled
 compiled_ms = 2.5
 eager_fused_ms = 2.5
 eager_plain_ms = 4.0
@@ -71,14 +70,14 @@ def fitted(points: dict[str, Any]) -> str:
         "fp8_slowness = 1.54  # of 8-bit multiplications; from pretrain-875m with and without train.fp8",
         "",
         "[attention]",
-        "# share of the dense rate = peak · context / (context + half), less for heads narrower than 128, less for kernels",
-        "# of variable length; forward and backward together are 3.5 times the forward's operations",
+        "# share of the dense rate = peak · context / (context + half), less for heads narrower than 128, and less for",
+        "# kernels of variable length; forward and backward together are 3.5 times the forward's operations",
         *(f"{key} = {value:.6g}" for key, value in attention.items()),
     ]
     lines += [
         "",
         "[idle]",
-        f"# milliseconds a layer that a step's start leaves the GPU idle, from {step['what']}: the loss was read before it",
+        f"# milliseconds a layer that a step's start leaves the GPU idle, from {step['what']}: the loss was just read",
         f"layer_ms = {idle:.4g}",
     ]
     return "\n".join(lines) + "\n" + _ASSUMED

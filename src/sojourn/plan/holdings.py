@@ -1,4 +1,4 @@
-"""What a process holds through a whole step: weights, adapters, gradients, the optimizer's moments, by how they are spread.
+"""What a process holds through a whole step: weights, adapters, gradients, moments, by how they are spread.
 
 P all parameters, N trained ones, w processes. All of this follows from how we keep things; nothing is fitted.
 """
@@ -31,7 +31,8 @@ def trained_parameters(work: Work) -> int:
     whole = sum(
         shape.embedding_parameters
         for name in ("embed_tokens", "lm_head")
-        if name in work.saved_modules and not (name == "lm_head" and shape.tied and "embed_tokens" in work.saved_modules)
+        if name in work.saved_modules
+        and not (name == "lm_head" and shape.tied and "embed_tokens" in work.saved_modules)
     )
     return adapter_parameters(work) + whole
 
@@ -72,10 +73,17 @@ def weights(work: Work) -> list[Term]:
         inside = shape.layers * (shape.layer_parameters() - shape.norms * shape.hidden)
         if shape.experts is not None:  # bitsandbytes leaves experts as they are
             inside = shape.layers * shape.attention_parameters
-        each = quantised_bytes(work)
-        terms.append(Term("weights", f"base in {work.bits} bits", each * inside / w, f"{each:.4f}·{inside:,} / {w}"))
+        size = quantised_bytes(work)
+        terms.append(Term("weights", f"base in {work.bits} bits", size * inside / w, f"{size:.4f}·{inside:,} / {w}"))
         rest = count - inside
-        terms.append(Term("weights", "embedding, head, norms" if shape.experts is None else "embedding, head, experts", e * rest / w, f"e·{rest:,} / {w}"))
+        terms.append(
+            Term(
+                "weights",
+                "embedding, head, norms" if shape.experts is None else "embedding, head, experts",
+                e * rest / w,
+                f"e·{rest:,} / {w}",
+            )
+        )
     own = trained_parameters(work)
     terms.append(Term("adapters", "adapters", 4 * own / w, f"4·N / {w} = 4·{own:,}"))
     return terms
@@ -129,6 +137,22 @@ def gathered(work: Work) -> list[Term]:
         terms.append(Term("temporary", "a block's gradient, being shared out", (e + 4) * block, "(e + 4)·block"))
         terms.append(Term("temporary", "gradient of embedding and head", 4 * ends_parameters(work), "4·ends"))
     return terms
+
+
+def tensors(work: Work) -> list[tuple[float, int]]:
+    """Sizes in bytes of the tensors that stay, and how many there are of each: for the allocator's rounding."""
+    shape, layers = work.shape, work.shape.layers
+    d, q, k = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    matrices = [(d * q, layers), (d * k, 2 * layers), (q * d, layers), (d * shape.ffn, 3 * layers)]
+    ends = [(shape.embedding_parameters, 1 if shape.tied else 2)]
+    cut = work.world if _cut_weights(work) else 1
+    if work.adapters:
+        each = quantised_bytes(work) if work.method == "qlora" else work.numbers
+        own = [(work.rank * size, 7 * layers) for size in (d, d)]
+        base = [(each * size / cut, count) for size, count in matrices] + [(work.numbers * size, n) for size, n in ends]
+        return base + [(4 * size, (2 + len(optimizer(work))) * count) for size, count in own]
+    copies = 4 if work.optimizer == "adamw" and work.offload == "off" else 2  # weight, gradient, two moments
+    return [(4 * size / cut, copies * count) for size, count in (*matrices, *ends)]
 
 
 def always_gradients(work: Work) -> bool:

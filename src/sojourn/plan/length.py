@@ -42,7 +42,9 @@ def length_of(config: RunConfig) -> tuple[int, int, str | None]:
     if train.steps is not None:
         return train.steps, train.steps * per_step, None
     if not config.data.sources and train.tokens is None:
-        assumed = f"no data is named, so {_ASSUMED_STEPS:,} steps are assumed; give data.sources, train.tokens or train.steps"
+        assumed = (
+            f"no data is named, so {_ASSUMED_STEPS:,} steps are assumed; give data.sources, train.tokens or train.steps"
+        )
         return _ASSUMED_STEPS, _ASSUMED_STEPS * per_step, assumed
     tokens = (
         int(train.tokens) if train.tokens is not None else int((train.epochs or 1.0) * estimate_tokens(config.data))

@@ -19,6 +19,7 @@ from sojourn.plan.holdings import (
     head_is_trained,
     largest_parameter,
     optimizer,
+    tensors,
     weights,
 )
 from sojourn.plan.work import Work
@@ -71,7 +72,7 @@ def memory(work: Work) -> Memory:
         moments.append(_evaluation(work))
     peak = max(moments, key=lambda moment: moment.bytes)
     changing = sum(term.bytes for term in peak.terms if term.kind in _CHANGING)
-    return Memory(tuple(moments), context(work), lost(peak.bytes - changing, changing))
+    return Memory(tuple(moments), context(work), lost(tensors(work), changing))
 
 
 def chunk_rows(work: Work) -> int:
@@ -91,7 +92,9 @@ def _activations(work: Work, layers: int) -> list[Term]:
     """Of so many blocks, and of the ends."""
     t = work.tokens
     terms = [
-        Term("activations", row.name, t * row.bytes * layers, f"T·{layers}·{row.formula} = {t:,}·{layers}·{row.bytes:g}")
+        Term(
+            "activations", row.name, t * row.bytes * layers, f"T·{layers}·{row.formula} = {t:,}·{layers}·{row.bytes:g}"
+        )
         for row in kept_between(work)
     ]
     if work.recompute == "off" and kept_casts(work):
@@ -113,7 +116,10 @@ def _logits(work: Work) -> list[Term]:
     v, d = shape.vocab, shape.hidden
     hidden = Term("loss", "hidden states of targets, and their gradient", 2 * t * d * e, "2·T·D·e")
     if work.whole_loss:
-        return [hidden, Term("loss", "logits of all tokens", 12 * t * v, "T·V·(4 + 4 + 4): their logarithms, two gradients")]
+        return [
+            hidden,
+            Term("loss", "logits of all tokens", 12 * t * v, "T·V·(4 + 4 + 4): their logarithms, two gradients"),
+        ]
     rows = min(t, chunk_rows(work))
     several = t > rows
     # With a kernel the logits become their own gradient; a chunk's are still there while the next one's are made.
@@ -159,7 +165,9 @@ def _within(work: Work) -> list[Term]:
     if not work.adapters and not work.sharded:
         times = 4 if work.compiled else 4 / 3  # compiled blocks hand over all gradients of their weights at once
         own = times * block_parameters(work)
-        terms.append(Term("temporary", "gradients of a block's weights", own, "4·block, of the largest alone if not compiled"))
+        terms.append(
+            Term("temporary", "gradients of a block's weights", own, "4·block, of the largest alone if not compiled")
+        )
     return terms
 
 
@@ -186,7 +194,7 @@ def _first_block(work: Work) -> Moment:
         share = ends_parameters(work) if work.shape.tied else work.shape.embedding_parameters
         missing = whole.bytes * (share + block_parameters(work)) / work.shape.parameters
     terms = [*held, Term(whole.kind, whole.name, whole.bytes - missing, whole.formula), *_activations(work, 1)]
-    return Moment("backward of the first block", tuple([*terms, *_head_held(work), *_within(work)]))
+    return Moment("backward of the first block", (*terms, *_head_held(work), *_within(work)))
 
 
 def _end_of_backward(work: Work) -> Moment:

@@ -48,11 +48,12 @@ def table_lines(plan: Plan, everything: bool) -> list[str]:
     """Offers with a price, one a line; the others in one line each for those that fit and those that do not."""
     priced = [o for o in plan.offers if o.bill is not None]
     listed = list(plan.offers) if everything else priced
-    title = f"{'GPU':<17}{'fits':>6}{'rows':>6}{'most':>6}{'GiB':>7}{'tok/s':>11}{'time':>8}{'cost':>10}{'sessions':>9}  where"
+    columns = {"fits": 6, "rows": 6, "most": 6, "GiB": 7, "tok/s": 11, "time": 8, "cost": 10, "sessions": 9}
+    title = f"{'GPU':<17}" + "".join(f"{name:>{width}}" for name, width in columns.items()) + "  where"
     lines = [title, *(_row(offer) for offer in listed)] if listed else []
     if not everything:
         rest = [o for o in plan.offers if o.bill is None]
-        fitting = [f"{o.gpu.name} ({_time(o.whole.seconds / 3600)})" for o in rest if o.fits and o.whole]
+        fitting = [f"{o.gpu.name}{f' ({_time(o.whole.seconds / 3600)})' if o.whole else ''}" for o in rest if o.fits]
         lines += _wrapped("fits, no price known: ", fitting)
         lines += _wrapped("does not fit: ", [o.gpu.name for o in rest if not o.fits])
     return lines
@@ -60,8 +61,11 @@ def table_lines(plan: Plan, everything: bool) -> list[str]:
 
 def _row(offer: Offer) -> str:
     name = f"{offer.count} × {offer.gpu.name}" if offer.count > 1 else offer.gpu.name
-    if offer.cut is None or offer.speed is None or offer.whole is None:
+    if offer.cut is None:
         return f"{name:<17}{'no':>6}{'':>57}  {offer.why_not}"
+    if offer.speed is None or offer.whole is None:
+        size = offer.cut.memory.device / _GIB
+        return f"{name:<17}{'yes':>6}{offer.cut.work.rows:>6}{offer.most_rows:>6}{size:>7.1f}  its speed is not known"
     bill = offer.bill
     hours = bill.hours if bill else offer.whole.seconds / 3600
     cells = (

@@ -51,11 +51,18 @@ def speed(work: Work, gpu: Gpu) -> Speed:
     launching = _launching(work)
     if launching > busy:
         parts.append(Part("waiting for launches", launching - busy, "layers·passes·launch, where the GPU is faster"))
-    parts.append(Part("exchange between GPUs", _exchange(work, gpu, busy), "bytes / link, what the backward cannot hide"))
+    parts.append(
+        Part("exchange between GPUs", _exchange(work, gpu, busy), "bytes / link, what the backward cannot hide")
+    )
     idle = 1e-3 * constants()["idle"]["layer_ms"] * work.shape.layers
     parts.append(Part("start of a step", idle, "idle·layers"))
     total = sum(part.seconds for part in parts)
     return Speed(tuple(parts), total, work.tokens * work.passes * work.world)
+
+
+def has_rate(gpu: Gpu) -> bool:
+    """Some vendors tell none; then nothing can be said of a run's time."""
+    return any((gpu.bf16_tflops, gpu.fp16_tflops, gpu.fp32_tflops))
 
 
 def rate(work: Work, gpu: Gpu) -> float:
@@ -78,9 +85,8 @@ def layer_shapes(work: Work) -> dict[str, tuple[int, int]]:
     """Inputs and outputs of a block's linear layers, as one token meets them."""
     shape = work.shape
     d, q, k, wide = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, inner(work)
-    sizes = {"q_proj": (d, q), "k_proj": (d, k), "v_proj": (d, k), "o_proj": (q, d), "gate_proj": (d, wide),
-             "up_proj": (d, wide), "down_proj": (wide, d)}  # fmt: skip
-    return sizes
+    return {"q_proj": (d, q), "k_proj": (d, k), "v_proj": (d, k), "o_proj": (q, d), "gate_proj": (d, wide),
+            "up_proj": (d, wide), "down_proj": (wide, d)}  # fmt: skip
 
 
 def _multiplications(work: Work, gpu: Gpu) -> float:
@@ -116,7 +122,7 @@ def _attention(work: Work, gpu: Gpu) -> float:
     """A document looks back at itself alone; a dense mask computes what it then hides."""
     shape, curve, m = work.shape, constants()["attention"], work.tokens
     seen = float(work.document if work.packed and work.document else work.length)
-    masked = work.packed and work.attention in ("sdpa", "math", "flex") and work.attention != "flex"
+    masked = work.packed and work.attention in ("sdpa", "math")
     if masked:
         seen = 2.0 * work.length
     windows = shape.sliding_window
@@ -219,7 +225,8 @@ def _exchange(work: Work, gpu: Gpu, busy: float) -> float:
         whole = work.numbers if work.method != "qlora" else quantised_bytes(work)
         gathers = (2 if work.reshard else 1) * whole * work.shape.parameters
         sent = share * work.passes * (gathers + (4 * trained_parameters(work)))
-    return max(0.05 * sent / link_bytes(work, gpu), sent / link_bytes(work, gpu) - constants()["links"]["hidden"] * busy)
+    seconds, hidden = sent / link_bytes(work, gpu), float(constants()["links"]["hidden"])
+    return max(0.05 * seconds, seconds - hidden * busy)
 
 
 def _traffic(gpu: Gpu, size: float) -> float:

@@ -61,7 +61,9 @@ def of_base(word: str) -> ModelShape:
     if (path / "config.json").is_file():
         return of_file(path / "config.json")
     if path.exists() or word.startswith((".", "/", "~")):
-        what = "a GGUF file tells its shape only when it is opened" if path.suffix == ".gguf" else "no config.json there"
+        what = (
+            "a GGUF file tells its shape only when it is opened" if path.suffix == ".gguf" else "no config.json there"
+        )
         raise UserError(f"model.base: {shown(word)}: {what}; plan with its name, or with the folder of its config.json")
     try:
         return model(word)
@@ -120,7 +122,9 @@ def _with_experts(
 ) -> ModelShape:
     active = found["active_experts"]
     if active is None or active > experts:
-        raise UserError(f"{where}: `num_experts_per_tok` is {active}, with {experts} experts; it must be 1 to {experts}")
+        raise UserError(
+            f"{where}: `num_experts_per_tok` is {active}, with {experts} experts; it must be 1 to {experts}"
+        )
     expert_ffn = found["expert_ffn"] or shape.ffn
     shared = settings.get("n_shared_experts")
     size = settings.get("shared_expert_intermediate_size")

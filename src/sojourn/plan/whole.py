@@ -68,4 +68,5 @@ def _saves(config: RunConfig, work: Work, gpu: Gpu, stepping: float) -> float:
     """Training waits while the weights are copied to the host; writing happens beside it."""
     times = 1 + stepping / max(60.0, float(config.save.every))
     copying = checkpoint_bytes(work) / (0.5e9 * (gpu.pcie_gbs or 8.0))
-    return times * copying + checkpoint_bytes(work) / (1e6 * constants()["seconds"]["disk_mbs"])
+    writing = checkpoint_bytes(work) / (1e6 * float(constants()["seconds"]["disk_mbs"]))
+    return times * copying + writing

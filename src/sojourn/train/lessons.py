@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -49,8 +50,6 @@ def _note(session: Session, kind: str, memory: int, step_seconds: float) -> None
     import torch
 
     name, work, planned = torch.cuda.get_device_name(), work_of_session(session), None
-    try:
+    with suppress(UserError):  # a card that the catalogue does not know
         planned = speed(work, find_gpu(name, torch.cuda.get_device_properties(0).total_memory / 2**30)).step_seconds
-    except UserError:  # a card that the catalogue does not know
-        pass
     note(work, name, kind, {"memory": memory, "step_seconds": step_seconds}, planned)

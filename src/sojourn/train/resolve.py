@@ -210,7 +210,12 @@ def _memory(found: Resolved, subject: Subject, processes: int) -> None:
     asked = train.micro_batch if isinstance(train.micro_batch, int) else None
     ways = ways_of(train.checkpointing)
     chosen = cut(
-        lambda rows, how: work_here(config, subject, rows, how, processes), batch, length, _GPU_SHARE * free, ways, asked
+        lambda rows, how: work_here(config, subject, rows, how, processes),
+        batch,
+        length,
+        _GPU_SHARE * free,
+        ways,
+        asked,
     )
     rows, how = (chosen.work.rows, chosen.work.recompute) if chosen else (1, ways[-1])
     into = f"planned into {_GPU_SHARE:.0%} of the {free / 2**30:.0f} GiB free"

@@ -13,8 +13,7 @@ from sojourn.plan.subject import of_new, of_settings
 
 @dataclass(frozen=True)
 class Subject:
-    """`model`: the shape in full, as plans have it. `positions`: how many tokens it can hold; None where any length will
-    do."""
+    """`model`: the whole shape, as plans have it. `positions`: how many tokens it holds; None where any length does."""
 
     family: str
     shape: Shape
