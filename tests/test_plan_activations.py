@@ -10,10 +10,11 @@ from sojourn.model.blocks import recompute
 from sojourn.model.fast.forwards import fuse
 from sojourn.model.layout import find_starts, make_layout, padded_starts
 from sojourn.model.network import open_network
-from sojourn.plan.activations import kept_between, kept_casts, outside_blocks
+from sojourn.plan.activations import adapter_parameters, kept_between, kept_casts, outside_blocks
 from sojourn.plan.subject import of_settings
 from sojourn.plan.work import LINEAR, Work
 
+pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 ROWS, LENGTH, RANK = 2, 96, 8
 SIZES = {
     "vocab_size": 512, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -93,3 +94,12 @@ def test_a_block_keeps_what_the_table_says(family, targets, how, narrow):
     # Of adapters, the first block's input needs no gradient: its norm keeps nothing.
     planned -= work.tokens * (4 * 128 + 4) if targets and how == "off" else 0
     assert planned == pytest.approx(found, rel=0.02)
+
+
+@pytest.mark.parametrize("targets", [["all-linear"], ["q_proj", "down_proj"]])
+def test_as_many_weights_are_trained_as_are_planned(targets):
+    network = _network("qwen2", True, targets, False, "off")
+    wanted = LINEAR if targets == ["all-linear"] else tuple(targets)
+    work = Work(of_settings({**SIZES, "model_type": "qwen2"}, "test"), "lora", rank=RANK, targets=wanted)
+    real = sum(parameter.numel() for parameter in network.model.parameters() if parameter.requires_grad)
+    assert adapter_parameters(work) == real

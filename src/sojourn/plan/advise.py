@@ -99,7 +99,8 @@ def _changes(config: RunConfig, shape: ModelShape) -> Iterator[Change]:
             yield Change(f"rows of {length // part} tokens", {"data.max_length": length // part})
     for count in (2, 4, 8):
         if train.global_batch >= count:
-            yield Change(f"{count} GPUs", {}, count)
+            other = {} if train.optimizer == "adamw" else {"train.optimizer": "adamw"}  # which FSDP can cut
+            yield Change(f"{count} GPUs", other, count)
 
 
 def _clash(group: tuple[Change, ...]) -> bool:

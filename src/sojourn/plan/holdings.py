@@ -92,11 +92,8 @@ def weights(work: Work) -> list[Term]:
 def optimizer(work: Work) -> list[Term]:
     count = trained_parameters(work)
     w = work.world if _cut_moments(work) else 1
-    if work.offload == "all" or (work.offload == "optimizer" and work.engine == "deepspeed"):
+    if work.offload != "off":
         return [Term("optimizer", "moments, in the host's memory", 0, "0")]
-    if work.offload == "optimizer":
-        largest = 2 * 2 * 4 * largest_parameter(work)
-        return [Term("optimizer", "moments of two parameters on their visit", largest, "2·2·4·largest")]
     if work.optimizer in ("paged_adamw", "paged_adamw_8bit"):
         return [Term("optimizer", "moments, paged out", 0, "0; in memory that moves to the host when it is needed")]
     if work.optimizer == "adamw_8bit":

@@ -209,6 +209,9 @@ def _end_of_backward(work: Work) -> Moment:
 
 def _step(work: Work) -> Moment:
     terms = _held(work, True)
+    if work.offload == "optimizer" and work.engine != "deepspeed":
+        visiting = 2 * 2 * 4 * largest_parameter(work)
+        terms.append(Term("temporary", "moments of two parameters on their visit", visiting, "2·2·4·largest"))
     if work.optimizer == "muon":
         size = largest_parameter(work) if work.adapters else work.shape.hidden * work.shape.ffn
         terms.append(Term("temporary", "the largest matrix, being made orthogonal", (4 + 4 * 2) * size, "12·D·F"))

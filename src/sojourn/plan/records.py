@@ -69,6 +69,8 @@ def calibrate() -> Correction:
     """The middle of all ratios of measured to planned, kept for later plans."""
     lines = records()
     found = Correction(_middle(lines, "memory"), _middle(lines, "step_seconds"), len(lines))
+    if not lines:
+        return found
     folder().mkdir(parents=True, exist_ok=True)
     write_json(folder() / "calibration.json", asdict(found))
     return found

@@ -171,6 +171,9 @@ def _passes(work: Work) -> float:
 def _weight_bytes(work: Work) -> float:
     """Of a block, in one pass: casting, widening 4-bit weights for each use, and summing up gradients."""
     count = block_parameters(work)
+    if work.shape.experts is not None:  # all experts are read, whoever visits them
+        reads = (3 if work.recompute == "full" else 2) * work.numbers * work.shape.ffn_parameters()
+        return reads + (0 if work.adapters else 12 * count)
     if work.method == "qlora":
         uses = 2 + (1 if work.recompute == "full" else 0)
         return uses * count * (quantised_bytes(work) + 2)
