@@ -23,7 +23,7 @@ from sojourn.plan.money import bill, within
 from sojourn.plan.records import calibrate, correction, note
 from sojourn.plan.shape import Shape
 from sojourn.plan.speed import speed
-from sojourn.plan.subject import of_base, of_file, of_new, of_settings
+from sojourn.plan.subject import of_base, of_file, of_new, of_settings, subject_of
 from sojourn.plan.work import Work, place_of, work_of
 
 GIB = 2**30
@@ -261,6 +261,37 @@ def test_a_price_of_ones_own_is_used():
     found = make_plan(config, [gpu("RTX 4090")]).offers
     assert {o.bill.currency for o in found if o.bill} == {"USD"} and all(
         o.bill.seen == "your price" for o in found if o.bill
+    )
+
+
+def test_preparing_without_a_gpu_is_named_with_its_price(home):
+    assert "AutoDL without its GPU, ¥0.10 an hour" in sojourn("plan", "medium", "--platform", "autodl").stdout
+
+
+# --- the same choice on the machine
+
+
+@pytest.mark.parametrize("gib", [12, 24, 80])
+@pytest.mark.parametrize("words", [["qlora-7b", "train.micro_batch=auto", "train.checkpointing=auto"], ["large"]])
+def test_a_run_is_cut_up_on_the_machine_as_it_was_planned(monkeypatch, words, gib):
+    import torch
+
+    from sojourn.train import resolve
+    from sojourn.train.subject import Subject
+
+    config = with_settings(load_run([*words, "train.steps=100"]).config, {"train.device": "cuda", "train.precision": "bf16",
+                           "train.attention": "varlen", "train.fused": "on", "parallel.engine": "single"})  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (gib * GIB, gib * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    card = gpu("RTX 4090")
+    shape = subject_of(config)
+    found = resolve.Resolved(config)
+    resolve._memory(found, Subject(shape.family, Shape(64, 1, 1, 1, 64, 64, True), shape), 1)
+    planned = fit_on(config, shape, card, 1, 0.9 * gib * GIB)
+    assert planned is not None
+    assert (found.config.train.micro_batch, found.config.train.checkpointing) == (
+        planned.work.rows,
+        planned.work.recompute,
     )
 
 

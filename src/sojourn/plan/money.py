@@ -30,6 +30,7 @@ class Bill:
     weeks: int
     seen: str
     notes: tuple[str, ...] = ()
+    no_gpu_per_hour: float | None = None
 
     @property
     def shown(self) -> str:
@@ -61,6 +62,7 @@ def bill(price: Price, place: PlatformFacts | None, seconds: float, again: float
     return Bill(
         price.platform, place.title if place else price.platform, price.count, per_hour, currency, per_hour * hours,
         in_cny(per_hour * hours, currency), hours, elapsed, sessions, weeks, seen, tuple(notes),
+        place.no_gpu_per_hour if place else None,
     )  # fmt: skip
 
 

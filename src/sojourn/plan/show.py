@@ -10,6 +10,7 @@ from sojourn.plan.advise import Advice, Inverse
 from sojourn.plan.choose import Cut
 from sojourn.plan.estimate import Offer, Plan
 from sojourn.plan.memory import Memory
+from sojourn.plan.money import money_text
 
 _GIB = 2**30
 _BAR = 56
@@ -24,6 +25,10 @@ def head_lines(config: RunConfig, plan: Plan) -> list[str]:
     how = {"pretrain": "from scratch", "full": "all weights"}.get(method.kind, f"{method.kind}, rank {method.rank}")
     name = f"{config.name}: {shape.name}" if config.name else shape.name
     lines = [f"{name}, {size} parameters{active}, {how}; {plan.steps:,} steps, about {_count(plan.tokens)} tokens"]
+    if 0 < shape.positions < config.data.max_length:
+        lines.append(
+            f"note: data.max_length is {config.data.max_length:,}, but this model holds {shape.positions:,} tokens"
+        )
     return [*lines, *([f"note: {plan.assumed}"] if plan.assumed else [])]
 
 
@@ -96,10 +101,18 @@ def best_lines(plan: Plan, limited: bool) -> list[str]:
         parts = {name: took for name, took in best.whole.parts.items() if took >= 0.01 * best.whole.seconds}
         lines.append("time goes to: " + ", ".join(f"{name} {_time(took / 3600)}" for name, took in parts.items()))
     lines.append(
-        f"prepare the data first, where no GPU is paid for: about {_time(plan.preparing_seconds / 3600)} on two cores; "
-        f"a checkpoint takes {plan.checkpoint_bytes / _GIB:.2f} GiB"
+        f"prepare the data first, where no GPU is paid for ({_without_gpu(best)}): about "
+        f"{_time(plan.preparing_seconds / 3600)} on two cores; a checkpoint takes {plan.checkpoint_bytes / _GIB:.2f} GiB"
     )
     return lines
+
+
+def _without_gpu(offer: Offer) -> str:
+    bill = offer.bill
+    if bill is None or bill.no_gpu_per_hour is None:
+        return "on your own machine"
+    price = "free" if bill.no_gpu_per_hour == 0 else f"{money_text(bill.no_gpu_per_hour, bill.currency)} an hour"
+    return f"on your own machine, or {bill.title} without its GPU, {price}"
 
 
 def _named(offer: Offer) -> str:

@@ -118,7 +118,7 @@ def work_of(
     train, method, capability = config.train, config.method, place.capability
     precision = str(train.precision) if train.precision != "auto" else place.precision
     kernels = capability is not None and capability >= (7, 0)
-    targets = LINEAR if method.targets == ["all-linear"] else tuple(method.targets)
+    targets = tuple(name for name in method.targets if name in LINEAR) or LINEAR  # names of other families: as if all
     chosen = engine or _engine(config, world)
     fused = shape.family in FUSED_FAMILIES if train.fused == "auto" else train.fused == "on"
     work = Work(
