@@ -100,9 +100,10 @@ def best_lines(plan: Plan, limited: bool) -> list[str]:
     if best.whole is not None:
         parts = {name: took for name, took in best.whole.parts.items() if took >= 0.01 * best.whole.seconds}
         lines.append("time goes to: " + ", ".join(f"{name} {_time(took / 3600)}" for name, took in parts.items()))
+    took, size = _time(plan.preparing_seconds / 3600), plan.checkpoint_bytes / _GIB
     lines.append(
-        f"prepare the data first, where no GPU is paid for ({_without_gpu(best)}): about "
-        f"{_time(plan.preparing_seconds / 3600)} on two cores; a checkpoint takes {plan.checkpoint_bytes / _GIB:.2f} GiB"
+        f"prepare the data first, where no GPU is paid for ({_without_gpu(best)}): about {took} on two cores; "
+        f"a checkpoint takes {size:.2f} GiB"
     )
     return lines
 
