@@ -116,7 +116,7 @@ def _linear_input(work: Work, name: str, size: int, *layers: str) -> Iterator[Ke
         yield Kept(f"{name}, dropped out", len(needed) * size * (e + mask), "size·(e + mask) an adapter")
     elif work.fp8 and work.compiled:
         return  # 8-bit versions are made again from what the norm or the gate keeps
-    elif work.precision == "fp16" and not work.compiled:
+    elif work.stream > e and not work.compiled:
         yield Kept(f"{name}, cast for each", len(needed) * size * e, "size·e a layer")
     else:
         yield Kept(name, size * e, "size·e")

@@ -74,8 +74,11 @@ class Work:
 
     @property
     def stream(self) -> int:
-        """Bytes of what blocks hand on: fp16 has too small a range for it."""
-        return 2 if self.precision == "bf16" and self.fused else 4
+        """Bytes of what blocks hand on: narrow where they compute by themselves or the base is narrow; else autocast
+        leaves the residual stream as wide as the embedding."""
+        if self.precision == "fp32":
+            return 4
+        return 2 if self.adapters or (self.precision == "bf16" and self.fused) else 4
 
     @property
     def packed(self) -> bool:
