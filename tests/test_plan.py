@@ -255,6 +255,13 @@ def test_the_cheapest_that_meets_a_deadline_is_chosen():
     assert make_plan(config, deadline=60).best is None
 
 
+def test_a_platform_whose_disk_holds_no_two_checkpoints_is_never_the_choice():
+    found = make_plan(load_run(["xxl"]).config)
+    kaggle = next(o for o in found.offers if o.bill and o.bill.platform == "kaggle")
+    assert kaggle.fits and not kaggle.bill.disk_suffices and "two checkpoints take 32 GB" in kaggle.bill.notes[-1]
+    assert found.best is not None and found.best.bill.platform != "kaggle"
+
+
 def test_a_price_of_ones_own_is_used():
     config = load_run(["medium", "limits.price_per_hour=2 USD"]).config
     found = make_plan(config, [gpu("RTX 4090")]).offers

@@ -70,7 +70,7 @@ def _plan(
     if json:
         _print_json(as_values(config, found, advice))
         return
-    where = f" on {found.best.gpu.name}" if found.best else f" on {cards[0].name}" if cards else ""
+    where = f" on {found.shown.gpu.name}" if found.shown else f" on {cards[0].name}" if cards else ""
     lines = [*head_lines(config, found), *memory_lines(found.smallest, where), ""]
     lines += [*table_lines(found, cards is not None), "", *best_lines(found, bool(money or seconds))]
     if target is not None:

@@ -12,7 +12,7 @@ from sojourn.config.schema import RunConfig
 from sojourn.plan.choose import Cut, cut, divisors, ways_of
 from sojourn.plan.length import length_of
 from sojourn.plan.memory import memory
-from sojourn.plan.money import Bill, bill, disk_notes, within
+from sojourn.plan.money import Bill, bill, with_disk, within
 from sojourn.plan.records import Correction, correction
 from sojourn.plan.speed import Speed, has_rate, speed
 from sojourn.plan.subject import subject_of
@@ -59,6 +59,7 @@ class Plan:
     offers: tuple[Offer, ...]
     best: Offer | None
     fastest: Offer | None
+    shown: Offer | None
     smallest: Cut
     checkpoint_bytes: int
     preparing_seconds: float
@@ -84,7 +85,7 @@ def make_plan(
     shown = best or next((o for o in offers if o.cut), None)
     smallest = shown.cut if shown and shown.cut else least(config, shape, only[0] if only else None)
     return Plan(
-        shape, steps, tokens, assumed, tuple(offers), best, fastest, smallest, checkpoint_bytes(smallest.work),
+        shape, steps, tokens, assumed, tuple(offers), best, fastest, shown, smallest, checkpoint_bytes(smallest.work),
         preparing_seconds(tokens if config.train.epochs is None else int(tokens / config.train.epochs)), learned,
     )  # fmt: skip
 
@@ -183,9 +184,8 @@ def _billed(offer: Offer, price: Price | None, config: RunConfig) -> Offer:
     place = next((p for p in platforms() if price and p.name == price.platform), None)
     charged = price or Price("generic", offer.gpu.name, 0.0, "your price", "")
     found = bill(charged, place, offer.whole.seconds, offer.whole.again, own)
-    kept = (config.save.keep + 2) * checkpoint_bytes(offer.cut.work)
-    base = 2 * offer.cut.work.shape.parameters if config.model.base is not None else 0
-    return replace(offer, bill=replace(found, notes=(*found.notes, *disk_notes(place, kept + base))))
+    size = checkpoint_bytes(offer.cut.work)
+    return replace(offer, bill=with_disk(found, place, 2 * size, (config.save.keep + 2) * size))
 
 
 def _order(offer: Offer) -> tuple[bool, bool, float, float]:

@@ -116,8 +116,9 @@ def gradients(work: Work) -> Term:
     return Term("gradients", "gradients", each * count / w, f"{each}·N / {w} = {each}·{count:,}")
 
 
-def gathered(work: Work) -> list[Term]:
-    """What is whole at a time although it is cut: two blocks (one computes, the next arrives) and the ends."""
+def gathered(work: Work, backward: bool) -> list[Term]:
+    """What is whole at a time although it is cut: two blocks (one computes, the next arrives) and the ends; in a
+    backward their gradients too."""
     if not _cut_weights(work) and work.offload != "all":
         return []
     shape, e = work.shape, work.numbers
@@ -130,7 +131,7 @@ def gathered(work: Work) -> list[Term]:
         Term("temporary", "a block on its way", each * block, f"{each:g}·block"),
         Term("temporary", "gathered embedding and head", ends, "as held·ends"),
     ]
-    if not work.adapters:
+    if backward and not work.adapters:
         terms.append(Term("temporary", "a block's gradient, being shared out", (e + 4) * block, "(e + 4)·block"))
         terms.append(Term("temporary", "gradient of embedding and head", 4 * ends_parameters(work), "4·ends"))
     return terms

@@ -82,8 +82,9 @@ def chunk_rows(work: Work) -> int:
     return int(max(_LEAST_ROWS, _CHUNK_BYTES[kind] // (4 * work.shape.vocab)))
 
 
-def _held(work: Work, with_gradients: bool) -> list[Term]:
-    terms = [*weights(work), *optimizer(work), *gathered(work)]
+def _held(work: Work, with_gradients: bool, backward: bool = False, computing: bool = True) -> list[Term]:
+    """What stays through the step, and where it is cut, what of it is gathered just now."""
+    terms = [*weights(work), *optimizer(work), *(gathered(work, backward) if computing else ())]
     terms.append(Term("temporary", "cuBLAS' workspace", workspace(work), "by architecture"))
     return [*terms, gradients(work)] if with_gradients else terms
 
@@ -181,14 +182,14 @@ def _adapted_outputs(work: Work) -> int:
 
 def _last_block(work: Work) -> Moment:
     layers = work.shape.layers
-    held = _held(work, always_gradients(work))
+    held = _held(work, always_gradients(work), backward=True)
     terms = [*held, *_activations(work, layers), *_head_held(work), *_within(work)]
     return Moment("backward of the last block", tuple(terms))
 
 
 def _first_block(work: Work) -> Moment:
     """All other gradients are there, the embedding's is not yet."""
-    held, whole = _held(work, False), gradients(work)
+    held, whole = _held(work, False, backward=True), gradients(work)
     missing = 0.0
     if not always_gradients(work) and not work.adapters:
         share = ends_parameters(work) if work.shape.tied else work.shape.embedding_parameters
@@ -199,7 +200,7 @@ def _first_block(work: Work) -> Moment:
 
 def _end_of_backward(work: Work) -> Moment:
     """The embedding's gradient arrives; where it is tied to the head, beside the head's, and then their sum."""
-    terms = [*_held(work, True), *_head_held(work)]
+    terms = [*_held(work, True, backward=True), *_head_held(work)]
     if not work.adapters:
         size = 4 * work.shape.embedding_parameters
         again = size if work.shape.tied or always_gradients(work) else 0
@@ -208,7 +209,7 @@ def _end_of_backward(work: Work) -> Moment:
 
 
 def _step(work: Work) -> Moment:
-    terms = _held(work, True)
+    terms = _held(work, True, computing=False)
     if work.offload == "optimizer" and work.engine != "deepspeed":
         visiting = 2 * 2 * 4 * largest_parameter(work)
         terms.append(Term("temporary", "moments of two parameters on their visit", visiting, "2·2·4·largest"))

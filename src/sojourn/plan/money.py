@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sojourn.catalog.facts import PlatformFacts, Price, currencies
 from sojourn.config.quantities import Money
@@ -31,6 +31,7 @@ class Bill:
     seen: str
     notes: tuple[str, ...] = ()
     no_gpu_per_hour: float | None = None
+    disk_suffices: bool = True
 
     @property
     def shown(self) -> str:
@@ -83,23 +84,27 @@ def in_cny(amount: float, currency: str) -> float:
 
 
 def within(one: Bill, budget: Money | None, deadline: float | None) -> bool:
-    """`deadline` in seconds from now."""
+    """`deadline` in seconds from now. Where two checkpoints have no room, a run cannot be kept."""
+    if not one.disk_suffices:
+        return False
     if budget is not None and one.cny > in_cny(float(budget.amount), budget.currency or one.currency):
         return False
     return deadline is None or 3600 * one.elapsed <= deadline
 
 
-def disk_notes(place: PlatformFacts | None, needed: float) -> list[str]:
-    """What the platform's lasting disk says to so many bytes."""
-    if place is None:
-        return []
-    lasting = [disk for disk in place.disks if disk.survives in ("stop", "release")]
+def with_disk(one: Bill, place: PlatformFacts | None, least: float, usual: float) -> Bill:
+    """What the platform's lasting disk says to so many bytes: `least` must go there, `usual` is what is set."""
+    lasting = [disk for disk in place.disks if disk.survives in ("stop", "release")] if place else []
+    if not lasting or any(disk.free_gb is None and disk.size_gb is None for disk in lasting):
+        return one
     limits = [disk.size_gb for disk in lasting if disk.size_gb is not None]
-    gb = needed / 1e9
-    if limits and gb > max(limits):
-        return [f"needs {gb:.0f} GB of disk, {place.title} keeps {max(limits):g} GB"]
-    free = [disk.free_gb for disk in lasting if disk.free_gb is not None]
-    open_ended = any(disk.free_gb is None and disk.size_gb is None for disk in lasting)
-    if free and not open_ended and gb > max(free):
-        return [f"needs {gb:.0f} GB of disk, of which {max(free):g} GB are free of charge"]
-    return []
+    free = max((disk.free_gb for disk in lasting if disk.free_gb is not None), default=0.0)
+    if limits and least > 1e9 * max(limits):
+        note = f"its {max(limits):g} GB of disk are too few: two checkpoints take {least / 1e9:.0f} GB"
+        return replace(one, notes=(*one.notes, note), disk_suffices=False)
+    if limits and usual > 1e9 * max(limits):
+        note = f"of {max(limits):g} GB of disk, checkpoints would take {usual / 1e9:.0f}: lower save.keep"
+        return replace(one, notes=(*one.notes, note))
+    if not limits and usual > 1e9 * free:
+        return replace(one, notes=(*one.notes, f"checkpoints take {usual / 1e9:.0f} GB of disk, {free:g} GB are free"))
+    return one

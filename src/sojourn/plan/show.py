@@ -78,7 +78,8 @@ def _row(offer: Offer) -> str:
         f"{offer.speed.tokens_per_second:>11,.0f}{_time(hours):>8}{bill.shown if bill else '':>10}"
         f"{bill.sessions if bill else '':>9}"
     )
-    said = "" if bill is None else f"  {bill.title} ({'; '.join([bill.seen, *bill.notes])})"
+    how = [f"--gpus all, by {offer.cut.work.engine}"] if offer.count > 1 else []
+    said = "" if bill is None else f"  {bill.title} ({'; '.join([bill.seen, *how, *bill.notes])})"
     return cells + said
 
 
@@ -94,7 +95,7 @@ def best_lines(plan: Plan, limited: bool) -> list[str]:
     fastest = plan.fastest
     if fastest is not None and fastest is not best:
         lines.append(f"fastest that fits{limits}: {_named(fastest)}: {_billed(fastest)}")
-    paid = [o for o in plan.offers if o.fits and o.bill is not None and o.bill.amount > 0]
+    paid = [o for o in plan.offers if o.fits and o.bill is not None and o.bill.amount > 0 and o.bill.disk_suffices]
     if best.bill.amount == 0 and paid and (fastest is None or paid[0] is not fastest):
         lines.append(f"cheapest of those that cost: {_named(paid[0])}: {_billed(paid[0])}")
     if best.whole is not None:
