@@ -4,6 +4,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -349,6 +350,31 @@ def test_records_teach_a_correction_that_plans_use(tmp_path, monkeypatch):
     assert make_plan(config, [gpu("H200")]).offers[0].speed.tokens_per_second == pytest.approx(1.2 * slower, rel=0.01)
     (tmp_path / "plan/calibration.json").write_text('{"memory": "x", "time": 1e9}')
     assert correction().memory == 1.0
+
+
+def test_a_finished_run_on_a_gpu_leaves_a_record(tmp_path, monkeypatch):
+    import torch
+
+    from sojourn.train import lessons
+
+    monkeypatch.setenv("SOJOURN_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=140 * GIB))
+    lines = [{"step": 1}, *({"tokens_per_second": speed_, "memory": 7 * GIB} for speed_ in (1e5, 2e5, 4e5))]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    config = with_settings(load_run(["medium"]).config, {"train.device": "cuda", "train.precision": "bf16"})
+    feed, ranks = SimpleNamespace(micro_batch=16, device="cuda"), SimpleNamespace(size=1, first=True)
+    session = SimpleNamespace(
+        config=config, run=SimpleNamespace(metrics=tmp_path / "metrics.jsonl"),
+        stepper=SimpleNamespace(feed=feed, ranks=ranks),
+        artefact=SimpleNamespace(report={"train": {"tokens": 1000, "documents": 10}}, facts={"packing": "packed"}),
+    )  # fmt: skip
+    lessons.note_run(session)
+    (found,) = [json.loads(line) for line in (tmp_path / "plan/records.jsonl").read_text().splitlines()]
+    assert found["measured"] == {"memory": 7 * GIB, "step_seconds": 16 * 512 / 2e5}
+    assert found["gpu"] == "NVIDIA H200" and found["settings"]["rows"] == 16 and found["settings"]["document"] == 100
+    assert found["planned"]["memory"] > 0 and found["planned"]["step_seconds"] > 0 and found["subject"]["hidden"] == 512
 
 
 # --- the command
