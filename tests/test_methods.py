@@ -195,6 +195,28 @@ def test_compiled_blocks_share_one_graph_and_change_nothing_but_rounding(words, 
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == 2
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for a CPU with g++, which is not installed")
+def test_what_was_compiled_is_kept_with_the_run_and_not_compiled_again(words, home, monkeypatch):
+    import torch._dynamo
+
+    def compilations(*more):
+        torch._dynamo.reset()
+        before = dict(torch._dynamo.utils.counters["inductor"])
+        run = _train([*words, *_LORA, "train.steps=2", "train.compile=on", "data.eval_fraction=0", *more])
+        now = torch._dynamo.utils.counters["inductor"]
+        return run, *(now[key] - before.get(key, 0) for key in ("fxgraph_cache_miss", "fxgraph_cache_hit"))
+
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    run, missed, _ = compilations("name=first")
+    assert missed and any(run.compiled.rglob("*.so"))
+    shutil.copytree(run.compiled, home / "elsewhere")
+    _, missed, found = compilations("name=second", f"train.compile_cache={home / 'elsewhere'}")
+    assert found and not missed
+    import os
+
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+
+
 def test_packed_rows_give_the_losses_of_unpacked_ones(words):
     """The same documents a step, packed or one to a row: all of them in every step."""
     few = ["data.take=24", "data.eval_fraction=0", "method.kind=full", "train.steps=6", "train.micro_batch=1"]

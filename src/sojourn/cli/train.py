@@ -33,6 +33,10 @@ def train(
 
     loaded = load_run(words)
     config = loaded.config if fork is None else forked(loaded.config, fork)
+    if config.model.base is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+        from sojourn.machine.read_ahead import read_ahead
+
+        read_ahead(config.model.base)
     from sojourn.train.parallel.launch import is_worker, launch, leave_if_over, processes_here, worker
 
     if not is_worker():

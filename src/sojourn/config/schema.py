@@ -249,6 +249,7 @@ class TrainConfig(Section):
     fused: Switch = "auto"
     fp8: Literal["on", "off"] = "off"
     compile: Switch = "auto"
+    compile_cache: Text | None = None
     offload: Literal["off", "optimizer", "all"] = "off"
     eval_every: Steps | None = None
     eval_rows: Rows = 64

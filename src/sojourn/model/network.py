@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -45,6 +46,12 @@ class Network:
         """How far back its layers look, where not to the start."""
         window = getattr(self.plain.config.get_text_config(), "sliding_window", None)
         return (int(window),) if window else ()
+
+    @cached_property
+    def by_chance(self) -> bool:
+        """Whether it drops anything at random."""
+        dropouts = (module.p for module in self.model.modules() if isinstance(module, torch.nn.Dropout))
+        return any(dropouts) or bool(getattr(self.plain.config.get_text_config(), "attention_dropout", 0.0))
 
     def hidden(self, ids_BT: Any, positions_BT: Any, layout: Layout | None, places_N: Any = None) -> Any:
         """Of all tokens, or one after another of those at `places_N` in the flattened batch."""

@@ -80,6 +80,10 @@ class RunFolder:
         return self.path / "logs"
 
     @property
+    def compiled(self) -> Path:
+        return self.path / "compiled"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

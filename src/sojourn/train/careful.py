@@ -8,7 +8,7 @@ same place; a bad batch does.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,10 +29,11 @@ from sojourn.train.ladder import (
     told,
 )
 from sojourn.train.level import level
-from sojourn.train.numbers import RECENT, Verdict, judge, same
+from sojourn.train.numbers import RECENT, Verdict, highest, judge, same
 from sojourn.train.random_state import random_tensors, restore_random
 from sojourn.train.saving import Saver, Say
 from sojourn.train.session import Session
+from sojourn.train.step import Begun
 
 _EXACT = {"cpu": 0.0}
 _GPU_NOISE = 1e-2  # sums on a GPU come out in another order each time
@@ -58,6 +59,7 @@ class Careful:
     saver: Saver
     ahead: Ahead
     say: Say
+    begun: Begun | None = None
 
     def step(self) -> Done | None:
         """The next global step. None: the run went back to its last checkpoint instead."""
@@ -67,9 +69,10 @@ class Careful:
             return Done(float("nan"), float("nan"), 0, 0.0, skipped=True)
         try:
             with self.guard.abandonable(self.guard.step_seconds):
-                batches, waited = self.ahead.take(step)
-            found = self._gradients(batches, random)
+                batches, waited = self._taken(step)
+            found, done = self._computed(batches, random)
             if self._judged(found) != "good":
+                self.begun = None
                 found = self._again(found, random)
                 verdict = self._judged(found)
                 if verdict == "spike" and self.session.config.train.on_spike == "keep":
@@ -79,31 +82,79 @@ class Careful:
                 elif verdict != "good":
                     return self._without(step, verdict, found)
         except (Abandoned, OneRungDown, NoRungLeft):
+            self.begun = None
             stepper.discard()
             restore_random(random)
             raise
-        why = self._update()
-        if why is not None:  # outside, since the error holds on to the memory of where it happened
-            raise self._down(True, why) or RuntimeError(why)
+        if not done:
+            self._changing(stepper.update)
         progress.recent = [*progress.recent, found[0]][-RECENT:]
         return Done(*found, self.session.tokens(step), waited)
 
-    def _update(self) -> str | None:
-        """Why memory did not suffice, if it did not."""
+    def _taken(self, step: int) -> tuple[list[Batch], float]:
+        begun = self.begun
+        if begun is None or (begun.step, begun.micro_batch) != (step, self.session.stepper.feed.micro_batch):
+            self.begun = None
+            return self.ahead.take(step)
+        return begun.batches, begun.waited
+
+    def _computed(self, batches: list[Batch], random: dict[str, Any]) -> tuple[tuple[float, float], bool]:
+        """Loss and norm, and whether the weights have changed already.
+
+        Where the device itself can see if a step is good, it is told to go on at once, with the update and with the
+        next step, and the answer is read while it works. Until then signals wait: saving would have to wait as well.
+        """
+        stepper = self.session.stepper
+        if not stepper.engine.asks:
+            return self._gradients(batches, random, stepper.gradients), False
+        found = self._gradients(batches, random, lambda given: stepper.passes(given, self.begun))
+        self.begun = None
+        most = highest(self.session.progress.recent)
+        answer = self._changing(lambda: stepper.update_if_good(found, most))
+        self._begin_next()
+        loss, norm, changed = answer.tolist()
+        return (loss, norm), bool(changed)
+
+    def _begin_next(self) -> None:
+        """The next step's first forward pass. Not where chance plays a part: its numbers are drawn in the order of
+        steps that are known to be good."""
+        session, stepper = self.session, self.session.stepper
+        step = session.progress.step + 1
+        if stepper.network.by_chance or step >= session.total or step in session.progress.skip:
+            return
+        if not self.ahead.has(step):
+            return
+        batches, waited = self.ahead.take(step)
+        part = None
         try:
-            self.session.stepper.update()
+            part = stepper.begin(batches)
+        except RuntimeError as error:
+            if not is_memory_error(error):
+                raise
+        self.begun = Begun(step, batches, waited, stepper.feed.micro_batch, part)
+
+    def put_down(self) -> None:
+        """Frees the memory of what is begun, for work between steps."""
+        if self.begun is not None:
+            self.begun = replace(self.begun, part=None)
+
+    def _changing(self, work: Callable[[], T]) -> T:
+        """Work that changes the weights, and may have changed some of them when memory runs out."""
+        try:
+            return work()
         except (RuntimeError, MemoryError) as error:
             if not is_memory_error(error):
                 raise
-            return str(error)
-        return None
+            why = str(error)
+        raise self._down(True, why) or RuntimeError(why)  # outside, since the error holds on to memory
 
     def rehearse(self) -> None:
         """The longest rows there are, forward and back, before anything is paid for; then as if nothing had been."""
         rows = self.session.artefact.train
         random, feed = random_tensors(), self.session.stepper.feed
         longest = np.argsort(-np.diff(rows.rows), kind="stable")
-        self._gradients([], random, lambda: list(feed.batches(rows, longest[: feed.micro_batch])))
+        read = lambda: list(feed.batches(rows, longest[: feed.micro_batch]))  # noqa: E731
+        self._gradients([], random, self.session.stepper.gradients, read)
         self.session.stepper.discard()
         restore_random(random)
         if feed.device == "cuda":
@@ -129,19 +180,23 @@ class Careful:
             self._down(False, why)
 
     def _gradients(
-        self, batches: list[Batch], random: dict[str, Any], read: Callable[[], list[Batch]] | None = None
-    ) -> tuple[float, float]:
+        self,
+        batches: list[Batch],
+        random: dict[str, Any],
+        compute: Callable[[list[Batch]], T],
+        read: Callable[[], list[Batch]] | None = None,
+    ) -> T:
         session, step = self.session, self.session.progress.step
         read = read or (lambda: session.batches(step))
         cut = session.stepper.feed.micro_batch if batches else None
 
-        def make() -> tuple[float, float]:
+        def make() -> T:
             nonlocal batches, cut
             if cut != session.stepper.feed.micro_batch:  # a rung was taken: cut the same rows into smaller pieces
                 session.stepper.discard()
                 restore_random(random)
                 batches, cut = read(), session.stepper.feed.micro_batch
-            return session.stepper.gradients(batches)
+            return compute(batches)
 
         return self.retried(make, self.guard.step_seconds)
 
@@ -165,6 +220,7 @@ class Careful:
         if lockstep:  # the others wait for this process in the midst of a pass
             raise StartAgain(f"step {step}: out of memory ({says}); the same command goes on with {told(rung)}")
         self.say(f"step {step}: memory is short ({says}); going on with {told(rung)}")
+        self.begun = None
         session.stepper.discard()
         if set(rung) != {"micro_batch"} or in_update:
             return OneRungDown(rung, clean=not in_update)
@@ -181,7 +237,7 @@ class Careful:
         session, stepper = self.session, self.session.stepper
         stepper.discard()
         restore_random(random)
-        again = self._gradients(session.batches(session.progress.step), random)
+        again = self._gradients(session.batches(session.progress.step), random, stepper.gradients)
         if not same(found, again, _EXACT.get(stepper.feed.device, _GPU_NOISE)):
             step = session.progress.step + 1
             session.run.event("suspect_hardware", step=step, loss=_text(found[0]), again=_text(again[0]))
@@ -250,6 +306,7 @@ class Careful:
         progress.bad, progress.skip = kept
         session.stepper.ranks.diverge(session.config.train.seed, progress.step)
         self.ahead.forget()
+        self.begun = None
         return True
 
 

@@ -26,6 +26,7 @@ _HARMLESS = {
         "fused",
         "fp8",
         "compile",
+        "compile_cache",
         "offload",
         "eval_every",
         "eval_rows",

@@ -121,6 +121,10 @@ class Ahead:
         """What was read ahead is no longer wanted: batches are cut differently now, or the run has gone back."""
         self._next = None
 
+    def has(self, step: int) -> bool:
+        """Whether the batches of `step` have been read already."""
+        return self._next is not None and self._next[0] == step and self._next[1].done()
+
     def take(self, step: int) -> tuple[list[Batch], float]:
         """The batches of `step`, and how long they kept us waiting."""
         began = time.monotonic()

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
+from pathlib import Path
 
 from sojourn.config.load import read_config
 from sojourn.config.schema import RunConfig
@@ -43,6 +44,8 @@ from sojourn.train.session import Session, open_session, say
 from sojourn.train.steps import run_steps, stop
 from sojourn.train.trackers import refuse_missing_trackers
 
+_TORCH_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+
 
 def train(config: RunConfig, run: RunFolder) -> None:
     """Trains `config` in `run` until it is done (returns) or stopped early but resumable (raises Stopped)."""
@@ -65,6 +68,7 @@ def train(config: RunConfig, run: RunFolder) -> None:
             Ledger.open(run.ledger, config.limits.price_per_hour, began, run.silent) as ledger,
             Guard(config.limits, ledger, session_end(config.limits), together=ranks.size > 1) as guard,
             _told(run, guard),
+            _compiled_kept(config, run),
         ):
             while not _trained(config, run, ranks, guard):
                 free_memory()
@@ -136,6 +140,24 @@ def _apart(run: RunFolder, ranks: Ranks) -> Iterator[None]:
         except BaseException:
             traceback.print_exc(file=log)
             raise
+
+
+@contextmanager
+def _compiled_kept(config: RunConfig, run: RunFolder) -> Iterator[None]:
+    """What is compiled lies in the run's folder, or where it was said, so that nothing is compiled again after a
+    restart or on another machine of the kind. torch finds it by what was compiled, for which device and version."""
+    given = config.train.compile_cache
+    if _TORCH_CACHE in os.environ and given is None:
+        yield
+        return
+    was = os.environ.get(_TORCH_CACHE)
+    os.environ[_TORCH_CACHE] = str(Path(given).expanduser().absolute() if given else run.compiled.absolute())
+    try:
+        yield
+    finally:
+        os.environ.pop(_TORCH_CACHE)
+        if was is not None:
+            os.environ[_TORCH_CACHE] = was
 
 
 @contextmanager

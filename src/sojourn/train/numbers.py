@@ -18,12 +18,16 @@ def judge(loss: float, norm: float, recent: list[float], scaled: bool) -> Verdic
     """`recent`: the losses before. In fp16 an infinite gradient is everyday: the scaler passes over such a step."""
     if not math.isfinite(loss) or not (scaled or math.isfinite(norm)):
         return "not a number"
-    if len(recent) >= _ENOUGH:
-        middle = median(recent)
-        spread = 1.4826 * median(abs(value - middle) for value in recent)
-        if loss - middle > _SPIKE * max(spread, _LEAST * abs(middle)):
-            return "spike"
-    return "good"
+    return "spike" if loss > highest(recent) else "good"
+
+
+def highest(recent: list[float]) -> float:
+    """The highest loss that is no spike."""
+    if len(recent) < _ENOUGH:
+        return math.inf
+    middle = median(recent)
+    spread = 1.4826 * median(abs(value - middle) for value in recent)
+    return middle + _SPIKE * max(spread, _LEAST * abs(middle))
 
 
 def same(one: tuple[float, float], other: tuple[float, float], within: float) -> bool:

@@ -62,12 +62,13 @@ class Optimizer:
 
     @property
     def shortens(self) -> bool:
-        """Whether its kernel can divide gradients by `grad_scale` on its way, which saves a pass over them."""
+        """Whether its kernel, on its way, divides gradients by `grad_scale`, which saves a pass over them, and leaves
+        everything as it is where `found_inf` is 1."""
         return bool(self.torch.defaults.get("fused")) and self.parameters[0].device.type == "cuda"
 
     def zero_grad(self) -> None:
         self.torch.zero_grad(set_to_none=True)
-        self.torch.grad_scale = None
+        self.torch.grad_scale = self.torch.found_inf = None
 
     def tensors(self) -> dict[str, Any]:
         """Everything that must survive a restart, by parameter name; a plain number becomes a tensor."""

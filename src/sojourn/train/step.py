@@ -35,6 +35,17 @@ def loss_sum(network: Network, feed: Feed, batch: Batch, whole: bool = False) ->
 
 
 @dataclass(frozen=True)
+class Begun:
+    """A step whose first forward pass has been asked for before the one before it was known to be good."""
+
+    step: int
+    batches: list[Batch]
+    waited: float
+    micro_batch: int
+    part: Any
+
+
+@dataclass(frozen=True)
 class Stepper:
     """What every step works with. Nothing is changed before `update`: gradients can be thrown away at any time."""
 
@@ -57,25 +68,46 @@ class Stepper:
 
     def gradients(self, batches: list[Batch]) -> tuple[float, float]:
         """Forward and backward of every micro batch. Returns the mean loss and the norm of the (clipped) gradient."""
+        loss, size = self.passes(batches).tolist()
+        return loss, size
+
+    def passes(self, batches: list[Batch], begun: Begun | None = None) -> Any:
+        """The same, as numbers still on the device. `begun`: what has been done of them already."""
         engine, ranks = self.engine, self.ranks
         targets = ranks.total(sum(batch.targets for batch in batches))[0]
         mean = torch.zeros((), device=self.feed.device)
         if targets == 0:  # nothing to learn from
-            return 0.0, 0.0
+            return torch.stack([mean, mean])
+        there = begun.part if begun is not None and begun.batches is batches else None
         batches = in_step(batches, ranks) if engine.lockstep else [batch for batch in batches if batch.targets]
         with engine.passes():
             for number, batch in enumerate(batches, 1):
-                with self.feed.autocast():
-                    part = engine.run(partial(self._loss, batch)) / targets
+                part = self._part(batch, targets) if there is None else there
                 engine.backward(part, last=number == len(batches))
                 mean += part.detach()
+                there = None
         ranks.add(mean)
-        norm = engine.clip(self.clip)
-        loss, size = torch.stack([mean, norm.to(mean)]).tolist()
-        return loss, size
+        return torch.stack([mean, engine.clip(self.clip).to(mean)])
+
+    def begin(self, batches: list[Batch]) -> Any:
+        """The forward pass of the first of them that teaches anything; None where none does."""
+        targets = sum(batch.targets for batch in batches)
+        return next((self._part(batch, targets) for batch in batches if batch.targets), None)
+
+    def _part(self, batch: Batch, targets: float) -> Any:
+        """A micro batch's share of the mean loss."""
+        with self.feed.autocast():
+            return self.engine.run(partial(self._loss, batch)) / targets
 
     def _loss(self, batch: Batch) -> Any:
         return loss_sum(self.network, self.feed, batch, self.whole)
+
+    def update_if_good(self, found: Any, highest: float) -> Any:
+        """The update, if the device finds loss and norm to be numbers, and the loss not too high. Returns all three,
+        still on the device: loss, norm, and 1 where the weights have changed."""
+        good = torch.isfinite(found).all() & (found[0].double() <= highest)
+        self.engine.update(good)
+        return torch.cat([found, good.to(found)[None]])
 
     def update(self) -> None:
         self.engine.update()

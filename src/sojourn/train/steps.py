@@ -71,6 +71,8 @@ def _steps(session: Session, guard: Guard, meters: Meters, saver: Saver, careful
         while True:
             due, paused = due_or_stopped(), False
             with meters.paused():
+                if due or assessor.due(progress, total):
+                    careful.put_down()
                 if assessor.due(progress, total):
                     paused = True
                     enough = careful.retried(lambda: assessor.assess(progress, meters), assessor.seconds)

@@ -1,7 +1,8 @@
 """Whether a row did the same computation as the reference, and the line that tells about it.
 
-Two things are compared: the losses at the logged steps, and the length of the first gradient. The second is the
-sharper test: a model of random weights says much the same whatever it attends to, but its gradient does not.
+Three things are compared: each loss of the first steps, those after that in the mean, as the noise of few bits grows
+with time, and the length of the first gradient. That is the sharpest test: a model of random weights says much the same
+whatever it attends to, but its gradient does not.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 Row = dict[str, Any]
 
-COMPARED_STEPS = 20  # afterwards the noise of bf16 has grown too far
+COMPARED_STEPS = 20  # afterwards the noise of bf16 has grown too far for a single loss
 _LOSS = {"fp32": 1e-4, "bf16": 0.02}
 _GRADIENT = {"fp32": 1e-3, "bf16": 0.05}
 
@@ -20,18 +21,23 @@ def compare(row: Row, reference: Row, precision: str) -> None:
     """Adds to `row`: its largest differences, whether they are within the noise of `precision`, and its gain."""
     if "losses" not in row:
         return
-    shared = [step for step in reference["losses"] if step in row["losses"] and int(step) <= COMPARED_STEPS]
-    loss = max((_apart(row["losses"][step], reference["losses"][step]) for step in shared), default=math.inf)
+    shared = [step for step in reference["losses"] if step in row["losses"]]
+    apart = {int(step): _apart(row["losses"][step], reference["losses"][step]) for step in shared}
+    loss = max((one for step, one in apart.items() if step <= COMPARED_STEPS), default=math.inf)
+    later = [one for step, one in apart.items() if step > COMPARED_STEPS]
+    curve = sum(later) / len(later) if later else 0.0
     gradient = _apart(row["first_gradient"], reference["first_gradient"])
-    same = loss <= _LOSS[precision] and gradient <= _GRADIENT[precision]
+    same = max(loss, curve) <= _LOSS[precision] and gradient <= _GRADIENT[precision]
     row |= {
-        "difference": _known(loss), "gradient_difference": _known(gradient), "same": same,
+        "difference": _known(loss), "curve_difference": _known(curve) if later else None,
+        "gradient_difference": _known(gradient), "same": same,
         "gain": row["tokens_per_second"] / reference["tokens_per_second"] if same else None,
     }  # fmt: skip
     if row is reference:
         row["note"] = "the reference"
     elif not same:
-        row["note"] = f"differs (its first gradient by {gradient:.1e})"
+        later_too = f", later losses by {curve:.1e} in the mean" if later else ""
+        row["note"] = f"differs (its first gradient by {gradient:.1e}{later_too})"
 
 
 def _apart(one: float | None, other: float | None) -> float:

@@ -17,6 +17,7 @@ _LARGEST_IN_FP32 = 1_000_000_000
 _PLAIN = {
     "train.precision": "fp32", "train.attention": "sdpa", "train.loss": "whole", "train.fused": "off",
     "train.compile": "off", "train.checkpointing": "off", "train.optimizer": "adamw", "train.offload": "off",
+    "train.fp8": "off",
 }  # fmt: skip
 
 
@@ -55,16 +56,14 @@ def _ladder(workload: Workload, device: str) -> list[Contender]:
     step("chunked", "+ chunked loss", loss="chunked")
     step("fused", "+ fused forwards", fused="on")
     step("compile", "+ compile", compile="on")
-    if on_gpu and workload.method != "qlora":
-        rows.append(Contender("fp8", f"{OURS} + 8-bit multiplications", OURS, {**settings, "train.fp8": "on"}))
-    if workload.method == "pretrain":
-        return rows
-    if settings["train.checkpointing"] == "off":
+    if workload.method != "pretrain" and settings["train.checkpointing"] == "off":
         step("selective", "+ selective checkpointing", checkpointing="selective")
         step("full", "+ full checkpointing", checkpointing="full")
-    if whole and on_gpu:
+    if workload.method == "full" and on_gpu:
         step("adamw-8bit", "+ 8-bit AdamW", optimizer="adamw_8bit")
         step("offload", "+ AdamW on the host instead", optimizer="adamw", offload="optimizer")
+    if on_gpu and workload.method in ("pretrain", "lora"):
+        step("fp8", "+ 8-bit multiplications", fp8="on")
     return rows
 
 

@@ -36,7 +36,8 @@ _PACKAGES = (
 )  # fmt: skip
 _SPARE = 500_000_000  # for data, rows and what is compiled
 _KEPT = 3000  # characters of what a failed row said
-_BLOCKS = 5  # a run is cut into so many; the first of them warms up
+_BLOCKS = 5  # a run is cut into so many at least; the first of them warms up
+_LONGEST_BLOCK = 10  # steps, so that there is a curve to compare
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Plan:
 
     @property
     def every(self) -> int:
-        return max(1, self.steps // _BLOCKS)
+        return max(1, min(_LONGEST_BLOCK, self.steps // _BLOCKS))
 
     @property
     def marks(self) -> list[int]:

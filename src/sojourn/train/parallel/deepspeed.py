@@ -115,7 +115,7 @@ class DeepSpeed(Engine):
         norm = norm.detach().float() / float(zero.loss_scale)
         return torch.where(norm >= 0, norm, torch.full_like(norm, torch.nan))  # below 0 it means: no number
 
-    def update(self) -> None:
+    def update(self, good: Any = None) -> None:
         self._made.step()
 
     def discard(self) -> None:

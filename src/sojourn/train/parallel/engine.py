@@ -54,10 +54,18 @@ class Engine:
         self.optimizer.torch.grad_scale = ((norm + 1e-6) / most).clamp(min=1.0)  # which its kernel divides by
         return norm
 
-    def update(self) -> None:
-        """One step of the optimizer, if there is anything to learn from."""
+    @property
+    def asks(self) -> bool:
+        """Whether `update` can leave it to the device to see if a step is good, instead of waiting for the answer."""
+        alone = self.ranks.size == 1 and not self.lockstep and not self.scaler.is_enabled()
+        return alone and self.optimizer.shortens and bool(self.optimizer.torch.state)
+
+    def update(self, good: Any = None) -> None:
+        """One step of the optimizer, if there is anything to learn from; `good`: and if this turns out to be true."""
         with self.ranks.together():
             if any(parameter.grad is not None for parameter in self.optimizer.parameters):
+                if good is not None:
+                    self.optimizer.torch.found_inf = (~good).float()
                 self.scaler.step(self.optimizer.torch)
                 self.scaler.update()
         self.optimizer.zero_grad()

@@ -121,7 +121,7 @@ class Fsdp(Engine):
             torch.nn.utils.clip_grads_with_norm_(ours, most, norm.to(ours[0].device))
         return norm
 
-    def update(self) -> None:
+    def update(self, good: Any = None) -> None:
         if any(parameter.grad is not None for parameter in self.optimizer.parameters):
             self.scaler.step(self.optimizer.torch)
             self.scaler.update()

@@ -1,0 +1,116 @@
+"""Steps that are asked for before the one before is known to be good, as on a GPU: the same numbers, and as safe."""
+
+import math
+
+import pytest
+import torch
+
+from sojourn.errors import Stopped
+from sojourn.train import step as step_module
+from sojourn.train.careful import Careful
+from sojourn.train.feed import Ahead
+from sojourn.train.optim import Optimizer
+from tiny import LORA, events, losses, run_train, same_weights, stop_after, tiny_home, weights
+
+DROPOUT = (*LORA, "method.dropout=0.3")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    with tiny_home(tmp_path_factory.mktemp("home")) as made:
+        yield made
+
+
+@pytest.fixture
+def ahead(tiny, monkeypatch):
+    """The CPU's AdamW has the same kernel as the GPU's. Returns the steps that were begun early."""
+    for kind in ((), LORA, DROPOUT):
+        tiny.whole(*kind)  # steps one after another, to compare with
+    monkeypatch.setattr(Optimizer, "shortens", property(lambda self: bool(self.torch.defaults.get("fused"))))
+    monkeypatch.setattr(Ahead, "has", lambda self, step: self._next is not None and self._next[0] == step)
+    begun, real = [], Careful._begin_next
+
+    def begin(self):
+        real(self)
+        if self.begun is not None:
+            begun.append(self.begun.step)
+
+    monkeypatch.setattr(Careful, "_begin_next", begin)
+    return begun
+
+
+@pytest.mark.parametrize("kind", [(), LORA], ids=["pretrain", "lora"])
+def test_the_numbers_are_those_of_steps_one_after_another(tiny, ahead, kind):
+    run = run_train(tiny.words(*kind))
+    assert losses(run) == pytest.approx(losses(tiny.whole(*kind)), rel=1e-6)
+    assert ahead == list(range(2, 12))  # the first has no moments yet to leave as they are
+
+
+def test_chance_is_drawn_in_the_order_of_steps(tiny, ahead):
+    run = run_train(tiny.words(*DROPOUT))
+    assert losses(run) == pytest.approx(losses(tiny.whole(*DROPOUT)), rel=1e-6) and not ahead
+
+
+def test_a_run_that_was_stopped_ends_with_the_same_weights(tiny, ahead, monkeypatch):
+    whole, words = run_train(tiny.words()), tiny.words("save.every_steps=4")
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        stop_after(patch, 6)
+        run_train(words)
+    run = run_train(words)
+    assert losses(run) == losses(whole) and same_weights(run, whole)
+
+
+def _spoil(monkeypatch, tiny, times, into):
+    """The loss of the sixth step's rows comes out wrong so many times."""
+    rows, real, calls = [], step_module.loss_sum, []
+
+    def recorded(network, feed, batch, whole=False):
+        rows.append(batch.ids.tobytes())
+        return real(network, feed, batch, whole)
+
+    monkeypatch.setattr(step_module, "loss_sum", recorded)
+    run_train(tiny.words("train.rehearse=off"))
+    wrong = rows[len(rows) // 12 * 5]
+
+    def spoiled(network, feed, batch, whole=False):
+        if batch.ids.tobytes() == wrong:
+            calls.append(1)
+        bad = batch.ids.tobytes() == wrong and len(calls) <= times
+        return real(network, feed, batch, whole) * (into if bad else 1.0)
+
+    monkeypatch.setattr(step_module, "loss_sum", spoiled)
+    return calls
+
+
+@pytest.mark.parametrize("into", [math.nan, math.inf], ids=str)
+def test_a_wrong_loss_changes_no_weight_and_is_done_again(tiny, ahead, monkeypatch, into):
+    whole = tiny.whole()
+    _spoil(monkeypatch, tiny, 1, into)
+    run = run_train(tiny.words("train.rehearse=off"))
+    assert [event["step"] for event in events(run, "suspect_hardware")] == [6] and not events(run, "bad_step")
+    assert losses(run) == pytest.approx(losses(whole), rel=1e-6)
+    assert all(torch.isfinite(tensor).all() for tensor in weights(run).values())
+
+
+def test_a_batch_that_is_always_bad_is_left_out(tiny, ahead, monkeypatch):
+    _spoil(monkeypatch, tiny, 99, math.nan)
+    run = run_train(tiny.words("train.rehearse=off"))
+    (event,) = events(run, "bad_step")
+    assert event["step"] == 6 and run.status().state == "done"
+    assert all(torch.isfinite(tensor).all() for tensor in weights(run).values())
+
+
+def test_memory_that_runs_out_in_a_step_begun_early_costs_a_rung_and_nothing_else(tiny, ahead, monkeypatch):
+    whole = tiny.whole()
+    real, calls = step_module.loss_sum, []
+
+    def tight(network, feed, batch, whole=False):
+        calls.append(len(batch.ids))
+        if len(calls) >= 8 and len(batch.ids) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return real(network, feed, batch, whole)
+
+    monkeypatch.setattr(step_module, "loss_sum", tight)
+    run = run_train(tiny.words())
+    assert events(run, "out_of_memory") and run.status().state == "done"
+    assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
