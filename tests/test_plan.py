@@ -67,7 +67,7 @@ def test_speed_is_what_was_measured_on_an_h200(name):
 
 def _published():
     a100, h100 = gpu("A100 80GB"), gpu("H100")
-    # The 96 GB card of that table has slower memory, and ran at 500 of 700 W.
+    # The 96 GB card of that table has slower memory, and ran at 500 of 700 W; the rate is taken to fall as the power.
     power = 500 / 700
     limited = replace(h100, bandwidth_gbs=2400, bf16_tflops=989 * power, fp8_tflops=1979 * power)
     titan = Work(model("llama-3.1-8b"), "pretrain", 2, 8192, attention="sdpa", recompute="selective", whole_loss=True,

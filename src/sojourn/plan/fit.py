@@ -27,7 +27,8 @@ context_mib = { "6.0" = 350, "8.0" = 450, "9.0" = 550, "10.0" = 600 }
 [traffic]
 # share of the bandwidth that pointwise kernels reach; the card's copy on an H200 is 90 %
 share = 0.80
-# passes over memory, against compiled blocks: fused forwards not compiled, and transformers' own not compiled
+# passes over memory, against compiled blocks: fused forwards not compiled, and transformers' own not compiled; chosen
+# by eye between rows of runs that are not compiled (ours, transformers', torchtune's, torchtitan's), not by kernels
 eager_fused = 1.25
 eager_plain = 3.0
 
@@ -67,7 +68,7 @@ def fitted(points: dict[str, Any]) -> str:
         "[matmul]",
         "# time = slowness · operations / the card's dense rate + start; never faster than memory allows",
         *(f"{key} = {value:.6g}" for key, value in matmul.items()),
-        "fp8_slowness = 1.54  # of 8-bit multiplications; from pretrain-875m with and without train.fp8",
+        "fp8_slowness = 1.54  # of 8-bit multiplications; solved from one run, pretrain-875m with train.fp8",
         "",
         "[attention]",
         "# share of the dense rate = peak · context / (context + half), less for heads narrower than 128, and less for",
