@@ -92,7 +92,7 @@ def test_plan_shows_memory_time_and_money_and_finds_a_gpu_by_any_spelling(home):
     plan = json.loads(said.stdout)
     assert plan["parameters"] == 23_468_544
     assert {offer["gpu"]["name"] for offer in plan["offers"]} == {"RTX 4090"}
-    assert all(offer["cost"] > 0 and offer["micro_batch"] == 16 for offer in plan["offers"])
+    assert all(offer["cost"] > 0 and offer["largest_micro_batch"] == 16 for offer in plan["offers"])
     text = sojourn("plan", "medium").stdout
     assert "cheapest that fits" in text and "¥" in text
 

@@ -104,7 +104,7 @@ def test_a_summary_names_the_dial() -> None:
 def test_the_plan_shows_what_a_dial_comes_to() -> None:
     said = sojourn("plan", "small", "--params", "20M", "--json")
     plan = json.loads(said.stdout)
-    assert 19e6 < plan["parameters"] < 21e6 and plan["shape"]["d_model"] >= 256
+    assert 19e6 < plan["parameters"] < 21e6 and plan["shape"]["hidden"] >= 256
     assert "small: 256×4, " in sojourn("plan", "small", "--depth", "4").stdout
 
 

@@ -9,7 +9,7 @@ import pytest
 from conftest import sojourn
 
 README = Path(__file__).parent.parent / "README.md"
-RUN_VERBS = ("train", "prepare", "plan", "rehearse", "verify-resume")
+RUN_VERBS = ("train", "prepare", "rehearse", "verify-resume")
 
 
 def commands() -> list[str]:
@@ -38,6 +38,12 @@ def test_a_run_is_understood_as_the_readme_types_it(command, home):
         del words[(at := words.index("--fork")) : at + 2]
     said = sojourn("config", "check", *words)
     assert said.returncode == 0, said.stderr
+
+
+@pytest.mark.parametrize("command", [c for c in commands() if c.split()[1] == "plan"])
+def test_plans_are_made_as_the_readme_types_them(command, home):
+    said = sojourn(*shlex.split(command)[1:])
+    assert said.returncode == 0 and said.stdout, said.stderr
 
 
 def test_the_readmes_commands_walk_the_whole_way(home, words):

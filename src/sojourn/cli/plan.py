@@ -2,56 +2,116 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import typer
+
+if TYPE_CHECKING:
+    from sojourn.catalog.facts import Gpu
+    from sojourn.config.schema import RunConfig
 
 
 def plan(
-    words: list[str] = typer.Argument(
-        metavar="RUN [key=value]... [--flag value]...", help="A preset or a YAML file, then overrides."
+    words: list[str] | None = typer.Argument(
+        None, metavar="RUN [key=value]... [--flag value]...", help="A preset or a YAML file, then overrides."
     ),
-    gpu: list[str] = typer.Option(
+    gpu: list[str] | None = typer.Option(
         None, "--gpu", help="Only this GPU (RTX 4090, A100 80GB, …); may be given several times."
     ),
+    platform: str | None = typer.Option(None, "--platform", help="Only offers of this platform (autodl, kaggle, …)."),
+    budget: str | None = typer.Option(None, "--budget", help="The most it may cost: 30, ¥30, $5."),
+    deadline: str | None = typer.Option(None, "--deadline", help="When it must be done: 12h, 3d."),
+    fit: str | None = typer.Option(None, "--fit", metavar="SIZE", help="What so much memory would hold: 24GiB."),
+    explain: bool = typer.Option(False, "--explain", help="Every term with its formula."),
+    calibrate: bool = typer.Option(False, "--calibrate", help="Learn from planned and measured runs on this machine."),
     json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
-    """What a from-scratch run needs and what it costs on each GPU. Needs no torch and no GPU."""
+    """What a run needs and what it costs on each GPU. Needs no torch, no GPU and no network."""
     from sojourn.catalog.names import gpu as find_gpu
     from sojourn.config.load import load_run
-    from sojourn.plan.estimate import ASSUMED_SHARE, make_plan
+    from sojourn.errors import UserError
 
-    loaded = load_run(words)
-    found = make_plan(loaded.config, [find_gpu(name) for name in gpu] if gpu else None)
-    if json:
-        from dataclasses import asdict
-        from json import dumps
-
-        print(dumps({**asdict(found), "parameters": found.shape.parameters}, ensure_ascii=False, default=str))
-        return
-    parts, gib = found.memory, 2**30
-    size, tokens = found.shape.parameters / 1e6, found.tokens / 1e6
-    shape = f"{found.shape.d_model}×{found.shape.num_layers}"
-    print(f"{loaded.config.name}: {shape}, {size:,.1f}M parameters, {found.steps:,} steps, about {tokens:,.1f}M tokens")
-    print(
-        f"memory in 32 bits, {found.micro_batch} row(s) at a time: weights {parts.weights / gib:.2f} + "
-        f"gradients {parts.gradients / gib:.2f} + optimizer {parts.optimizer / gib:.2f} + "
-        f"activations {parts.activations / gib:.2f} = {parts.total / gib:.2f} GiB"
-    )
-    print(f"disk: {found.checkpoint_bytes / gib:.2f} GiB a checkpoint\n")
-    print(f"{'GPU':<15}{'memory':>9}{'rows at once':>14}{'tok/s':>12}{'time':>7}{'cost':>10}  where")
-    sign = "¥" if loaded.config.limits.price_per_hour is None else ""
-    for offer in found.offers:
-        fits, speed = str(offer.micro_batch or "no"), f"{offer.tokens_per_second:,.0f}"
-        cost = "" if offer.cost is None else f"{sign}{offer.cost:,.2f}"
-        where = f"{offer.platform or ''} {f'({offer.seen})' if offer.seen else ''}".strip()
-        memory, time = f"{offer.gpu.memory_gib:.0f} GiB", _time(offer.hours)
-        print(f"{offer.gpu.name:<15}{memory:>9}{fits:>14}{speed:>12}{time:>7}{cost:>10}  {where}")
-    print(f"\nrough: time assumes {ASSUMED_SHARE:.0%} of each card's peak, without start-up and downloads; prices move")
-    if found.best:
-        best = found.best
-        print(
-            f"cheapest that fits: {best.gpu.name} on {best.platform}, about {_time(best.hours)}, {sign}{best.cost:,.2f}"
+    if calibrate:
+        _calibrate(json)
+        if not words:
+            return
+    if not words:
+        raise UserError(
+            "plan: name a run: a preset (sojourn presets list) or a YAML file, such as: sojourn plan medium"
         )
+    config = load_run(words).config
+    cards = [find_gpu(name) for name in gpu] if gpu else None
+    if fit is not None:
+        _inverse(config, fit, json)
+        return
+    _plan(config, cards, platform, budget, deadline, explain, json)
 
 
-def _time(hours: float) -> str:
-    return f"{hours * 3600:.0f}s" if hours < 1 / 60 else f"{hours * 60:.0f}m" if hours < 1 else f"{hours:.1f}h"
+def _plan(
+    config: RunConfig, cards: list[Gpu] | None, platform: str | None, budget: str | None, deadline: str | None,
+    explain: bool, json: bool,
+) -> None:  # fmt: skip
+    from sojourn.plan.advise import advise_for
+    from sojourn.plan.ask import known_platform, to_budget, to_seconds
+    from sojourn.plan.estimate import make_plan
+    from sojourn.plan.show import (
+        advice_lines,
+        as_values,
+        best_lines,
+        explain_lines,
+        head_lines,
+        memory_lines,
+        table_lines,
+    )
+
+    money, seconds = to_budget(budget), to_seconds(deadline)
+    found = make_plan(config, cards, known_platform(platform), money, seconds)
+    target, advice = advise_for(config, found, cards)
+    if json:
+        _print_json(as_values(config, found, advice))
+        return
+    where = f" on {found.shown.gpu.name}" if found.shown else f" on {cards[0].name}" if cards else ""
+    lines = [*head_lines(config, found), *memory_lines(found.smallest, where), ""]
+    lines += [*table_lines(found, cards is not None), "", *best_lines(found, bool(money or seconds))]
+    if target is not None:
+        lines += advice_lines(advice, target.name)
+    if found.correction.records:
+        lines.append(f"corrected by {found.correction.records} runs measured here (sojourn plan --calibrate)")
+    if explain:
+        lines += ["", *explain_lines(found)]
+    print("\n".join(lines))
+
+
+def _inverse(config: RunConfig, size: str, json: bool) -> None:
+    from sojourn.plan.advise import what_fits
+    from sojourn.plan.ask import to_bytes
+    from sojourn.plan.show import inverse_lines
+
+    found = what_fits(config, to_bytes(size))
+    if json:
+        names = {method: one and {"model": one[0].name, "device": one[1]} for method, one in found.models.items()}
+        _print_json({"room": found.room, "rows": found.rows, "rows_recomputed": found.rows_recomputed,
+                     "length": found.length, "models": names})  # fmt: skip
+        return
+    print("\n".join(inverse_lines(found)))
+
+
+def _calibrate(json: bool) -> None:
+    from dataclasses import asdict
+
+    from sojourn.plan.records import calibrate, folder
+
+    found = calibrate()
+    if json:
+        _print_json(asdict(found))
+    elif not found.records:
+        print(f"nothing measured yet in {folder()}: a rehearsal or a finished run on a GPU leaves a record there")
+    else:
+        ratios = f"measured memory is {found.memory:.3f} times the plan's, steps {found.time:.3f} times"
+        print(f"{found.records} records: {ratios}")
+
+
+def _print_json(value: object) -> None:
+    from json import dumps
+
+    print(dumps(value, ensure_ascii=False, default=str))

@@ -109,12 +109,18 @@ def _doctor(screen: Screen) -> None:
 
 
 def _plan(config: RunConfig, screen: Screen) -> None:
-    from sojourn.plan.estimate import make_plan
+    from sojourn.plan.length import length_of
+    from sojourn.plan.memory import memory
+    from sojourn.plan.subject import subject_of
+    from sojourn.plan.whole import checkpoint_bytes
+    from sojourn.plan.work import place_of, work_of
 
-    plan = make_plan(config)
-    size, tokens, mib = plan.shape.parameters / 1e6, plan.tokens / 1e6, 2**20
-    screen.say(f"a new model of {size:.2f}M parameters, {plan.steps} steps, up to {tokens:.2f}M tokens")
-    screen.say(f"about {plan.memory.total / mib:.0f} MiB of memory; {plan.checkpoint_bytes / mib:.0f} MiB a checkpoint")
+    shape, (steps, tokens, _), mib = subject_of(config), length_of(config), 2**20
+    rows = config.train.micro_batch if isinstance(config.train.micro_batch, int) else 1
+    work = work_of(config, shape, place_of(None), rows)
+    size, needed = shape.parameters / 1e6, memory(work).allocated / mib
+    screen.say(f"a new model of {size:.2f}M parameters, {steps} steps, up to {tokens / 1e6:.2f}M tokens")
+    screen.say(f"about {needed:.0f} MiB of memory; {checkpoint_bytes(work) / mib:.0f} MiB a checkpoint")
 
 
 def _prepare(config: RunConfig, screen: Screen) -> Artefact:

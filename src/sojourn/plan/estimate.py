@@ -1,167 +1,194 @@
-"""What a from-scratch run will take: memory by component, tokens, hours and money on each GPU of the catalogue.
-
-Memory is the sum of what stays (weights, gradients, optimizer) and the activations of one micro batch. Time is the
-run's operations over the share of the card's peak that such models reach; the share is an assumption, and shown.
-"""
+"""A plan: for every GPU and platform whether the run fits, how it is cut up, how long it takes and what it costs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
+from functools import partial
 
-from sojourn.catalog.facts import Gpu, Price, gpus, prices
-from sojourn.config.schema import DataConfig, RunConfig
-from sojourn.errors import UserError
-from sojourn.plan.shape import Shape, scratch_shape
+from sojourn.catalog.facts import Gpu, Price, gpus, platforms, prices
+from sojourn.catalog.shapes import ModelShape
+from sojourn.config.quantities import Money
+from sojourn.config.schema import RunConfig
+from sojourn.plan.choose import Cut, cut, divisors, ways_of
+from sojourn.plan.length import length_of
+from sojourn.plan.memory import memory
+from sojourn.plan.money import Bill, bill, with_disk, within
+from sojourn.plan.records import Correction, correction
+from sojourn.plan.speed import Speed, has_rate, speed
+from sojourn.plan.subject import subject_of
+from sojourn.plan.whole import Whole, checkpoint_bytes, preparing_seconds, whole_run
+from sojourn.plan.work import Work, place_of, work_of
 
-ASSUMED_SHARE = 0.30
-_LOSS_CHUNK = 1024  # tokens whose logits exist at a time
-_FIXED_BYTES = int(0.8 * 2**30)  # the CUDA context and the libraries' workspaces
-_BYTES_PER_TOKEN = 4.0
-_TOKENS_PER_TASK = 30
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes, by what they hold."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations
+_GIB = 2**30
+_SAFE = 0.97  # of the usable memory: a plan that says "fits" must be right
+_TOO_OLD = (7, 0)  # current torch has no kernels for GPUs before it
 
 
 @dataclass(frozen=True)
 class Offer:
-    """One GPU for this run. `micro_batch` is None when not even one row fits; `cost` when no price is known."""
+    """`count` GPUs of a kind for this run; without a cut not even one row fits, without a bill no price is known.
+
+    `most_rows`: the largest micro batch that would fit, whatever is set.
+    """
 
     gpu: Gpu
-    micro_batch: int | None
-    tokens_per_second: float
-    hours: float
-    platform: str | None
-    cost: float | None
-    seen: str
+    count: int
+    cut: Cut | None
+    speed: Speed | None = None
+    whole: Whole | None = None
+    bill: Bill | None = None
+    why_not: str = ""
+    most_rows: int | None = None
+    priced: bool = False
+
+    @property
+    def fits(self) -> bool:
+        return self.cut is not None
+
+    @property
+    def micro_batch(self) -> int | None:
+        return self.cut.work.rows if self.cut else None
 
 
 @dataclass(frozen=True)
 class Plan:
-    shape: Shape
-    tokens: int
+    shape: ModelShape
     steps: int
-    memory: Memory
-    micro_batch: int
-    checkpoint_bytes: int
+    tokens: int
+    assumed: str | None
     offers: tuple[Offer, ...]
-
-    @property
-    def best(self) -> Offer | None:
-        """The cheapest offer that fits, among those with a price."""
-        fitting = [offer for offer in self.offers if offer.micro_batch and offer.cost is not None]
-        return min(fitting, key=lambda offer: offer.cost or 0.0, default=None)
-
-
-def make_plan(config: RunConfig, only: list[Gpu] | None = None) -> Plan:
-    if config.model.base is not None:
-        raise UserError("plan: this version plans from-scratch runs; a run with model.base cannot be planned yet")
-    shape = scratch_shape(config.model, int(config.data.vocab_size))
-    steps, tokens = _length(config)
-    micro = config.train.micro_batch if isinstance(config.train.micro_batch, int) else 1
-    offers = [_offer(gpu, price, shape, config, tokens) for gpu in only or gpus() for price in _prices_of(gpu)]
-    offers.sort(key=lambda o: (o.micro_batch is None, o.cost is None, o.cost or 0.0, o.hours))
-    return Plan(shape, tokens, steps, memory(shape, config, micro), micro, 12 * shape.parameters, tuple(offers))
+    best: Offer | None
+    fastest: Offer | None
+    shown: Offer | None
+    smallest: Cut
+    checkpoint_bytes: int
+    preparing_seconds: float
+    correction: Correction
 
 
-def memory(shape: Shape, config: RunConfig, rows: int, wide: bool = True, cut: int = 1) -> Memory:
-    """Bytes to train `rows` rows at a time; `wide`: in 32-bit numbers, else in 16-bit ones over 32-bit weights.
-
-    `cut`: over how many GPUs weights, gradients and moments are spread; what is computed with is gathered.
-    """
-    tokens = rows * config.data.max_length
-    unit = 4 if wide else 2
-    per_layer = unit * (12 * shape.d_model + 4 * shape.ffn_size)  # what a layer keeps of each token for its backward
-    kept = {"full": 1.0, "selective": 0.6 * shape.num_layers}.get(config.train.checkpointing, float(shape.num_layers))
-    boundaries = shape.num_layers * unit * shape.d_model
-    logits = 10 * shape.vocab_size * (tokens if config.train.loss == "whole" else min(tokens, _LOSS_CHUNK))
-    frozen, trained = _held(shape, config, unit)
-    moments = 2 if "8bit" in config.train.optimizer else 4 if config.train.optimizer == "muon" else 8
-    weights = frozen + (4 + (0 if wide or frozen else 2)) * trained
-    ends = shape.vocab_size * shape.d_model * (1 if shape.tied else 2)
-    gathered = 0 if cut == 1 else (4 if wide or not frozen else 2) * ends + 2 * (weights - 4 * ends) // shape.num_layers
-    return Memory(
-        weights=weights // cut + max(0, gathered),
-        gradients=4 * trained // cut + (0 if cut == 1 or frozen else 4 * ends),
-        optimizer=0 if config.train.offload == "optimizer" else moments * trained // cut,
-        activations=int(tokens * (kept * per_layer + boundaries) + logits),
-    )
-
-
-def _held(shape: Shape, config: RunConfig, unit: int) -> tuple[int, int]:
-    """Bytes of frozen weights, and how many weights are trained."""
-    method, embeddings = config.method, shape.vocab_size * shape.d_model * (1 if shape.tied else 2)
-    if method.kind in ("pretrain", "full"):
-        return 0, shape.parameters
-    each = unit if method.kind == "lora" else 1.0 if method.bits == 8 else 0.53
-    frozen = int(each * (shape.parameters - embeddings)) + unit * embeddings
-    return frozen, shape.adapter_parameters(method.rank)
+def make_plan(
+    config: RunConfig, only: list[Gpu] | None = None, platform: str | None = None, budget: Money | None = None,
+    deadline: float | None = None,
+) -> Plan:  # fmt: skip
+    shape = subject_of(config)
+    steps, tokens, assumed = length_of(config)
+    learned = correction()
+    offers = [
+        one
+        for gpu in (only or gpus())
+        for one in _offers_on(gpu, config, shape, steps, learned, platform)
+    ]  # fmt: skip
+    offers.sort(key=_order)
+    meeting = [o for o in offers if o.fits and o.bill is not None and within(o.bill, budget, deadline)]
+    best = min(meeting, key=lambda o: (o.bill.cny, o.bill.elapsed) if o.bill else (0.0, 0.0), default=None)
+    fastest = min(meeting, key=lambda o: o.bill.elapsed if o.bill else 0.0, default=None)
+    shown = best or next((o for o in offers if o.cut), None)
+    smallest = shown.cut if shown and shown.cut else least(config, shape, only[0] if only else None)
+    return Plan(
+        shape, steps, tokens, assumed, tuple(offers), best, fastest, shown, smallest, checkpoint_bytes(smallest.work),
+        preparing_seconds(tokens if config.train.epochs is None else int(tokens / config.train.epochs)), learned,
+    )  # fmt: skip
 
 
-def estimate_tokens(data: DataConfig) -> int:
-    """Of one epoch; files are weighed, not read."""
-    total = 0.0
-    for source in data.sources:
-        if source.path.startswith("builtin:instructions"):
-            total += source.weight * int(source.take or 20_000) * _TOKENS_PER_TASK
-        elif source.path.startswith("builtin:text"):
-            total += source.weight * int(source.size or 10_000_000) / _BYTES_PER_TOKEN
-        else:
-            total += source.weight * _bytes_at(Path(source.path).expanduser()) / _BYTES_PER_TOKEN
-    return int(total)
+def least(config: RunConfig, shape: ModelShape, gpu: Gpu | None = None) -> Cut:
+    """One row at a time, as little kept as the settings allow: what there is to say of a run that fits nowhere."""
+    place = place_of(gpu or next(card for card in gpus() if card.name == "H200"))
+    rows = config.train.micro_batch if isinstance(config.train.micro_batch, int) else 1
+    found = cut(
+        lambda n, how: work_of(config, shape, place, n, how), rows, config.data.max_length, float("inf"),
+        ways_of(config.train.checkpointing)[-1:], rows,
+    )  # fmt: skip
+    if found is None:
+        raise AssertionError("endless room holds any run")
+    return found
 
 
-def _bytes_at(path: Path) -> int:
-    if path.is_dir():
-        return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    if not path.is_file():
-        raise UserError(
-            f"data.sources: {path}: no such file, so its size is not known; give train.tokens or train.steps"
-        )
-    return path.stat().st_size
+def room_of(gpu: Gpu, learned: Correction) -> float:
+    return _SAFE * gpu.plan_gib * _GIB / max(1.0, learned.memory)  # never more room than the model itself leaves
 
 
-def _length(config: RunConfig) -> tuple[int, int]:
-    """Steps and tokens of the whole run."""
+def fit_on(config: RunConfig, shape: ModelShape, gpu: Gpu, count: int = 1, room: float | None = None) -> Cut | None:
+    """How the run is cut up for so many GPUs of a kind: whole weights on each where they fit, else cut."""
     train = config.train
-    per_step = train.global_batch * config.data.max_length
-    if train.steps is not None:
-        return train.steps, train.steps * per_step
-    if not config.data.sources and train.tokens is None:
-        raise UserError("plan: how long is the run? give data.sources, train.tokens or train.steps")
-    tokens = (
-        int(train.tokens) if train.tokens is not None else int((train.epochs or 1.0) * estimate_tokens(config.data))
-    )
-    return max(1, round(tokens / per_step)), tokens
+    asked = train.micro_batch if isinstance(train.micro_batch, int) else None
+    batch = -(-train.global_batch // count)
+    space = room if room is not None else room_of(gpu, correction())
+    engines: tuple[str | None, ...] = (None,) if count == 1 or config.parallel.engine != "auto" else ("ddp", "fsdp")
+    for engine in engines:
+        if engine == "fsdp" and (
+            train.optimizer != "adamw" or (config.method.kind == "qlora" and config.method.bits == 8)
+        ):
+            continue
+        make = partial(_work, config, shape, gpu, count, engine)
+        found = cut(make, batch, config.data.max_length, space, ways_of(train.checkpointing), asked)
+        if found is not None:
+            return found
+    return None
 
 
-def _prices_of(gpu: Gpu) -> list[Price | None]:
-    return [price for price in prices() if price.gpu == gpu.name] or [None]
+def _work(
+    config: RunConfig, shape: ModelShape, gpu: Gpu, world: int, engine: str | None, rows: int, how: str
+) -> Work:  # fmt: skip
+    return work_of(config, shape, place_of(gpu), rows, how, world, engine)
 
 
-def _offer(gpu: Gpu, price: Price | None, shape: Shape, config: RunConfig, tokens: int) -> Offer:
-    room = gpu.plan_gib * 2**30 - _FIXED_BYTES
-    batch = config.train.global_batch
-    fitting = [n for n in range(1, batch + 1) if batch % n == 0 and memory(shape, config, n, wide=False).total <= room]
-    peak = 1e12 * (gpu.bf16_tflops or gpu.fp16_tflops or 5.0)
-    speed = ASSUMED_SHARE * peak / shape.flops_per_token(config.data.max_length)
-    hours = tokens / speed / 3600
+def timed(config: RunConfig, found: Cut, gpu: Gpu, steps: int, learned: Correction) -> tuple[Speed, Whole]:
+    fast = speed(found.work, gpu)
+    fast = replace(fast, step_seconds=fast.step_seconds * learned.time)
+    return fast, whole_run(config, found.work, gpu, fast, steps)
+
+
+def _offers_on(
+    gpu: Gpu, config: RunConfig, shape: ModelShape, steps: int, learned: Correction, platform: str | None
+) -> list[Offer]:
+    known: list[Price | None] = [
+        price for price in prices() if price.gpu == gpu.name and platform in (None, price.platform)
+    ]
+    if platform is not None and not known:
+        return []
+    made: dict[int, Offer] = {}
+    offers = []
+    for price in known or [None]:
+        count = price.count if price else 1
+        if count not in made:
+            made[count] = _bare(gpu, count, config, shape, steps, learned)
+        offers.append(_billed(made[count], price, config))
+    return offers
+
+
+def _bare(gpu: Gpu, count: int, config: RunConfig, shape: ModelShape, steps: int, learned: Correction) -> Offer:
+    if gpu.capability is not None and gpu.capability < _TOO_OLD:
+        return Offer(gpu, count, None, why_not="current torch has no kernels for it")
+    if gpu.unified and config.method.kind == "qlora":
+        return Offer(gpu, count, None, why_not="cannot run qlora")
+    found = fit_on(config, shape, gpu, count, room_of(gpu, learned))
+    if found is None:
+        return Offer(gpu, count, None, why_not="too small")
+    if not has_rate(gpu):
+        return Offer(gpu, count, found, most_rows=_most_rows(found, config, room_of(gpu, learned)))
+    fast, whole = timed(config, found, gpu, steps, learned)
+    return Offer(gpu, count, found, fast, whole, most_rows=_most_rows(found, config, room_of(gpu, learned)))
+
+
+def _most_rows(found: Cut, config: RunConfig, room: float) -> int:
+    rows = [n for n in divisors(-(-config.train.global_batch // found.work.world)) if n >= found.work.rows]
+    fitting = [n for n in rows if memory(replace(found.work, rows=n)).device <= room]
+    return max(fitting, default=found.work.rows)
+
+
+def _billed(offer: Offer, price: Price | None, config: RunConfig) -> Offer:
     own = config.limits.price_per_hour
-    per_hour = float(own.amount) if own else price.cny_per_hour / price.count if price else None
-    seen = "your price" if own else f"{price.source}, {price.month}" if price else ""
-    platform = price.platform if price else None
-    return Offer(
-        gpu, max(fitting, default=None), speed, hours, platform, None if per_hour is None else per_hour * hours, seen
-    )
+    offer = replace(offer, priced=price is not None)
+    if offer.whole is None or offer.cut is None or (price is None and own is None):
+        return offer
+    place = next((p for p in platforms() if price and p.name == price.platform), None)
+    charged = price or Price("generic", offer.gpu.name, 0.0, "your price", "")
+    found = bill(charged, place, offer.whole.seconds, offer.whole.again, own)
+    size = checkpoint_bytes(offer.cut.work)
+    return replace(offer, bill=with_disk(found, place, 2 * size, (config.save.keep + 2) * size))
+
+
+def _order(offer: Offer) -> tuple[bool, bool, float, float]:
+    cost = offer.bill.cny if offer.bill else 0.0
+    hours = offer.whole.seconds if offer.whole else 0.0
+    return not offer.fits, offer.bill is None, cost, hours

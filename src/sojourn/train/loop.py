@@ -36,6 +36,7 @@ from sojourn.train.ladder import (
     remembered,
     told,
 )
+from sojourn.train.lessons import note_run
 from sojourn.train.limits import priced, session_end
 from sojourn.train.ranks import Ranks, join, leave
 from sojourn.train.resolve import resolve
@@ -120,6 +121,7 @@ def _run_to_its_end(session: Session, guard: Guard) -> bool:
             run_steps(session, guard)
         except OneRungDown:
             return False
+        note_run(session)
     run.set_status("done", session.progress.step, session.progress.step, resumable=False)
     return True
 

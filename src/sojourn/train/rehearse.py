@@ -18,7 +18,7 @@ from sojourn.config.load import with_settings
 from sojourn.config.quantities import Duration
 from sojourn.config.schema import RunConfig
 from sojourn.errors import RunFailed
-from sojourn.plan.estimate import memory as planned_memory
+from sojourn.plan.memory import memory as planned_memory
 from sojourn.run.disk import remove_folder
 from sojourn.run.folder import RunFolder
 from sojourn.run.ledger import Ledger
@@ -28,12 +28,12 @@ from sojourn.train.copies import mirror_of
 from sojourn.train.feed import Ahead
 from sojourn.train.guard import Guard
 from sojourn.train.ladder import OneRungDown, free_memory, told
+from sojourn.train.lessons import note_rehearsal, work_of_session
 from sojourn.train.limits import priced, session_end
 from sojourn.train.optim import learning_rate
 from sojourn.train.ranks import Ranks
 from sojourn.train.saving import Saver
 from sojourn.train.session import Session, open_session, say
-from sojourn.train.subject import subject_of
 
 _GIB = 2**30
 _STEPS = 3  # the first starts everything up
@@ -108,6 +108,7 @@ def _tried(config: RunConfig, run: RunFolder, scratch: RunFolder, ranks: Ranks, 
                      "micro_batch": session.stepper.feed.micro_batch}  # fmt: skip
     if not ranks.first:
         return True
+    note_rehearsal(session, seconds, report.facts.get("memory"))
     if "checkpoint_bytes" in report.facts:
         _disk(session, run, report)
     _time(session, guard, seconds, saving, report)
@@ -148,16 +149,15 @@ def _steps(session: Session, careful: Careful, report: Report) -> float:
 
 
 def _memory(session: Session, report: Report) -> None:
-    feed, config = session.stepper.feed, session.config
+    feed = session.stepper.feed
     if feed.device != "cuda":
         report.add("ok", "memory", f"{feed.micro_batch} rows at a time, on the {feed.device}")
         return
     import torch
 
-    cut = session.stepper.ranks.size if session.stepper.engine.lockstep else 1
     used, total = torch.cuda.max_memory_allocated(), torch.cuda.get_device_properties(0).total_memory
     reserved = torch.cuda.max_memory_reserved()
-    planned = planned_memory(subject_of(config).shape, config, feed.micro_batch, feed.precision == "fp32", cut).total
+    planned = planned_memory(work_of_session(session)).allocated
     report.facts |= {"memory": used, "memory_reserved": reserved, "memory_planned": planned}
     level: Literal["ok", "warn"] = "warn" if reserved > 0.95 * total else "ok"
     report.add(level, "memory", f"{used / _GIB:.1f} GiB of {total / _GIB:.0f} at the peak with {feed.micro_batch} rows "

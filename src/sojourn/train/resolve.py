@@ -12,15 +12,15 @@ from sojourn.machine.precision import choose_device, choose_precision
 from sojourn.model import attention
 from sojourn.model.adapter import usual_alpha
 from sojourn.model.families import FAMILIES
-from sojourn.plan.estimate import memory
+from sojourn.plan.choose import cut, ways_of
+from sojourn.plan.memory import memory
 from sojourn.plan.shape import Shape
+from sojourn.plan.work import Place, Work, work_of
 from sojourn.train.ladder import further
 from sojourn.train.subject import Subject, subject_of
 
 _CPU_TOKENS = 4096
-_GPU_SHARE = 0.8
-_FAIR_TOKENS = 4096  # fewer at a time leave a GPU idle
-_MOST_TOKENS = 65536  # more win nothing
+_GPU_SHARE = 0.9
 _COMPILE_FLOPS = 2e14  # a second's work on a good card
 _WORTH_COMPILING = 120.0
 
@@ -89,9 +89,8 @@ def _engine(found: Resolved, subject: Subject, processes: int) -> None:
     else:
         import torch
 
-        tried = config.model_copy(update={"train": config.train.model_copy(update={"checkpointing": "full"})})
-        free, wide = torch.cuda.mem_get_info()[0], config.train.precision == "fp32"
-        fits = memory(subject.shape, tried, 1, wide).total <= _GPU_SHARE * free
+        free = torch.cuda.mem_get_info()[0]
+        fits = memory(work_here(config, subject, 1, "full", processes, "ddp")).device <= _GPU_SHARE * free
         engine = "ddp" if fits else "fsdp"
         room = f"{free / 2**30:.0f} GiB free on a GPU"
         found.choose(
@@ -198,32 +197,44 @@ def _memory(found: Resolved, subject: Subject, processes: int) -> None:
     """Micro batch and recomputation together: activations are kept if a fair micro batch then fits."""
     train = found.config.train
     length, batch = found.config.data.max_length, -(-train.global_batch // processes)
-    cut = processes if found.config.parallel.engine in ("fsdp", "deepspeed") else 1
-    divisors = [n for n in range(1, batch + 1) if batch % n == 0]
     if train.device != "cuda":
         if train.checkpointing == "auto":
             found.choose("train", "checkpointing", "off", "activations are kept; set full to save memory")
         if train.micro_batch == "auto":
-            rows = max([n for n in divisors if n * length <= _CPU_TOKENS], default=1)
+            rows = max([n for n in range(1, batch + 1) if batch % n == 0 and n * length <= _CPU_TOKENS], default=1)
             found.choose("train", "micro_batch", rows, f"about {_CPU_TOKENS} tokens at a time suit a CPU")
         return
     import torch
 
-    free = torch.cuda.mem_get_info()[0]
+    free, config = torch.cuda.mem_get_info()[0], found.config
     asked = train.micro_batch if isinstance(train.micro_batch, int) else None
-    fair = asked or max([n for n in divisors if n * length <= _FAIR_TOKENS], default=1)
-    for how in ("off", "selective", "full") if train.checkpointing == "auto" else (train.checkpointing,):
-        tried = found.config.model_copy(update={"train": train.model_copy(update={"checkpointing": how})})
-        wide = train.precision == "fp32"
-        fitting = [n for n in divisors if memory(subject.shape, tried, n, wide, cut).total <= _GPU_SHARE * free]
-        if max(fitting, default=0) >= fair:
-            break
+    ways = ways_of(train.checkpointing)
+    chosen = cut(
+        lambda rows, how: work_here(config, subject, rows, how, processes),
+        batch,
+        length,
+        _GPU_SHARE * free,
+        ways,
+        asked,
+    )
+    rows, how = (chosen.work.rows, chosen.work.recompute) if chosen else (1, ways[-1])
     into = f"planned into {_GPU_SHARE:.0%} of the {free / 2**30:.0f} GiB free"
     if train.checkpointing == "auto":
-        found.choose("train", "checkpointing", how, f"{into} with {fair} rows at a time")
+        found.choose("train", "checkpointing", how, f"{into} with {rows} rows at a time")
     if asked is None:
-        rows = max([n for n in fitting if n * length <= _MOST_TOKENS], default=min(fitting, default=1))
         found.choose("train", "micro_batch", rows, into)
+
+
+def work_here(
+    config: RunConfig, subject: Subject, rows: int, how: str | None, processes: int, engine: str | None = None
+) -> Work:
+    """What this process is to do, as plans see it. On a GPU every choice but compiling is made by now."""
+    import torch
+
+    train = config.train
+    capability = torch.cuda.get_device_capability() if train.device == "cuda" else None
+    place = Place(str(train.device), capability, str(train.precision))
+    return work_of(config, subject.model, place, rows, how, processes, engine)
 
 
 def _compile(config: RunConfig, subject: Subject) -> tuple[str, str]:

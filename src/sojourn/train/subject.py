@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sojourn.catalog.shapes import ModelShape
 from sojourn.config.schema import RunConfig
 from sojourn.model.base import Base, open_settings
 from sojourn.plan.shape import Shape, base_shape, scratch_shape
+from sojourn.plan.subject import of_new, of_settings
 
 
 @dataclass(frozen=True)
 class Subject:
-    """`positions`: how many tokens it can hold; None where any length will do."""
+    """`model`: the whole shape, as plans have it. `positions`: how many tokens it holds; None where any length does."""
 
     family: str
     shape: Shape
+    model: ModelShape
     softcap: bool = False
     dropout: bool = False
     positions: int | None = None
@@ -29,12 +32,14 @@ def base_of(config: RunConfig) -> Base:
 
 def subject_of(config: RunConfig) -> Subject:
     if config.model.base is None:
-        return Subject("llama", scratch_shape(config.model, int(config.data.vocab_size)))
+        shape = scratch_shape(config.model, int(config.data.vocab_size))
+        return Subject("llama", shape, of_new(shape))
     settings = open_settings(base_of(config)).get_text_config()
     known = {**settings.to_dict(), **{key: getattr(settings, key, None) for key in _NAMES}}
     return Subject(
         family=settings.model_type,
         shape=base_shape(known),
+        model=of_settings({**known, "model_type": settings.model_type}, str(config.model.base)),
         softcap=getattr(settings, "attn_logit_softcapping", None) is not None,
         dropout=bool(getattr(settings, "attention_dropout", 0.0) or getattr(settings, "attn_pdrop", 0.0)),
         positions=getattr(settings, "max_position_embeddings", None),

@@ -1,0 +1,18 @@
+"""The figures of the model that come from measurements, read from fit.toml, which fit.py writes."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from functools import cache
+from importlib import resources
+from typing import Any
+
+_toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+
+
+@cache
+def constants() -> dict[str, Any]:
+    text = resources.files("sojourn.plan").joinpath("fit.toml").read_text(encoding="utf-8")
+    table: dict[str, Any] = _toml.loads(text)
+    return table

@@ -1,0 +1,127 @@
+"""Writes fit.toml: the few figures of the model that come from measurements, from single kernels on one H200.
+
+    python -m sojourn.plan.fit benchmarks/results/kernels-H200-2026-11-15.json
+
+Everything else in memory.py and speed.py is derived from the code that runs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from sojourn.catalog.names import gpu as find_gpu
+
+# What no measurement stands behind yet, said so in the file.
+_ASSUMED = """
+[memory]
+# assumed, until whole devices are measured: share lost between the allocator's segments of what comes and goes;
+# MiB of a CUDA context by compute capability (426 MiB seen on an RTX 6000 Ada), and of NCCL's buffers
+lost_of_changing = 0.04
+nccl_mib = 400
+context_mib = { "6.0" = 350, "8.0" = 450, "9.0" = 550, "10.0" = 600 }
+
+[traffic]
+# share of the bandwidth that pointwise kernels reach; the card's copy on an H200 is 90 %
+share = 0.80
+# passes over memory, against compiled blocks: fused forwards not compiled, and transformers' own not compiled; chosen
+# by eye between rows of runs that are not compiled (ours, transformers', torchtune's, torchtitan's), not by kernels
+eager_fused = 1.25
+eager_plain = 3.0
+
+[launch]
+# assumed for a usual server's CPU: milliseconds to launch a block's forward and backward, which a GPU with less to do
+# waits for: compiled, fused forwards not compiled, transformers' own not compiled
+compiled_ms = 2.5
+eager_fused_ms = 2.5
+eager_plain_ms = 4.0
+
+[links]
+# assumed: shares of what a link could do that collectives reach, and of the backward that they hide behind
+nvlink = 0.70
+pcie = 0.55
+hidden = 0.6
+
+[seconds]
+# assumed: starting Python and CUDA, compiling the first block's graphs, MB/s of downloads and of a usual disk
+start = 30
+compile = 60
+download_mbs = 30
+disk_mbs = 500
+"""
+
+
+def fitted(points: dict[str, Any]) -> str:
+    """The file's text."""
+    card = find_gpu(str(points["device"]))
+    peak, matmul = 1e12 * float(card.bf16_tflops or 0), _matmul(points["matmul"], 1e12 * float(card.bf16_tflops or 0))
+    attention = _attention(points["attention"], peak)
+    step = points["steps"][0]
+    idle = (step["milliseconds"] - step["gpu_milliseconds"]) / step["layers"]
+    lines = [
+        "# Written by `python -m sojourn.plan.fit`; change that, or the measurements, not this file.",
+        f"# Measurements: {points['device']}, {points['date']}, torch {points['versions']['torch']}.",
+        "",
+        "[matmul]",
+        "# time = slowness · operations / the card's dense rate + start; never faster than memory allows",
+        *(f"{key} = {value:.6g}" for key, value in matmul.items()),
+        "fp8_slowness = 1.54  # of 8-bit multiplications; solved from one run, pretrain-875m with train.fp8",
+        "",
+        "[attention]",
+        "# share of the dense rate = peak · context / (context + half), less for heads narrower than 128, and less for",
+        "# kernels of variable length; forward and backward together are 3.5 times the forward's operations",
+        *(f"{key} = {value:.6g}" for key, value in attention.items()),
+    ]
+    lines += [
+        "",
+        "[idle]",
+        f"# milliseconds a layer that a step's start leaves the GPU idle, from {step['what']}: the loss was just read",
+        f"layer_ms = {idle:.4g}",
+    ]
+    return "\n".join(lines) + "\n" + _ASSUMED
+
+
+def _matmul(rows: list[dict[str, Any]], peak: float) -> dict[str, float]:
+    """Least squares of relative errors: time / ideal = slowness + start / ideal."""
+    a11 = a12 = a22 = b1 = b2 = 0.0
+    for row in rows:
+        ideal = 2.0 * row["m"] * row["k"] * row["n"] / peak
+        real = peak / (1e12 * row["tflops"])
+        x1, x2 = 1 / real, 1e-6 / ideal / real
+        a11, a12, a22 = a11 + x1 * x1, a12 + x1 * x2, a22 + x2 * x2
+        b1, b2 = b1 + x1, b2 + x2
+    det = a11 * a22 - a12 * a12
+    return {"slowness": (b1 * a22 - b2 * a12) / det, "start": 1e-6 * (a11 * b2 - a12 * b1) / det}
+
+
+def _attention(rows: list[dict[str, Any]], peak: float) -> dict[str, float]:
+    def share(row: dict[str, Any]) -> float:
+        forward = 2.0 * row["rows"] * row["heads"] * row["length"] ** 2 * row["head"]
+        return float(3.5 * forward / (1e-3 * row["ms"]) / peak)
+
+    wide = sorted((r for r in rows if r["head"] == 128 and r["kernel"] == "cudnn"), key=lambda r: int(r["length"]))
+    (near, far), (t1, t2) = (share(wide[0]), share(wide[-1])), (wide[0]["length"], wide[-1]["length"])
+    half = (far - near) * t1 * t2 / (near * t2 - far * t1)
+    most = near * (t1 + half) / t1
+
+    def by_length(row: dict[str, Any]) -> float:
+        return float(most * row["length"] / (row["length"] + half))
+
+    narrow = next(r for r in rows if r["head"] == 64)
+    ragged = next(r for r in rows if r["kernel"] == "varlen")
+    return {
+        "peak": most, "half": half, "varlen": share(ragged) / by_length(ragged),
+        "narrow": math.log(share(narrow) / by_length(narrow)) / math.log(64 / 128),
+    }  # fmt: skip
+
+
+def main(words: list[str]) -> None:
+    text = fitted(json.loads(Path(words[0]).read_text(encoding="utf-8")))
+    Path(__file__).with_name("fit.toml").write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,110 @@
+"""What a run costs on a platform: sessions, weeks, money in the platform's own currency, disk."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from sojourn.catalog.facts import PlatformFacts, Price, currencies
+from sojourn.config.quantities import Money
+from sojourn.errors import UserError
+
+_SIGNS = {"CNY": "¥", "USD": "$", "EUR": "€", "GBP": "£"}
+_WEEK = 168.0
+
+
+@dataclass(frozen=True)
+class Bill:
+    """`hours` on the GPU, `elapsed` from start to end with the weeks that a quota makes one wait; `amount` of all."""
+
+    platform: str
+    title: str
+    count: int
+    per_hour: float
+    currency: str
+    amount: float
+    cny: float
+    hours: float
+    elapsed: float
+    sessions: int
+    weeks: int
+    seen: str
+    notes: tuple[str, ...] = ()
+    no_gpu_per_hour: float | None = None
+    disk_suffices: bool = True
+
+    @property
+    def shown(self) -> str:
+        return "free" if self.amount == 0 else money_text(self.amount, self.currency)
+
+
+def money_text(amount: float, currency: str) -> str:
+    sign = _SIGNS.get(currency)
+    return f"{sign}{amount:,.2f}" if sign else f"{amount:,.2f} {currency}".strip()
+
+
+def bill(price: Price, place: PlatformFacts | None, seconds: float, again: float, own: Money | None = None) -> Bill:
+    """`again`: seconds that every further session pays to start; `own`: the user's price for an hour."""
+    session = place.session_hours if place else None
+    quota = place.weekly_gpu_hours if place else None
+    hours, sessions = _sessions(seconds / 3600, again / 3600, session)
+    weeks = max(1, math.ceil(hours / quota - 1e-9)) if quota else 1
+    elapsed = hours if weeks == 1 else (weeks - 1) * _WEEK + (hours - (weeks - 1) * (quota or 0.0))
+    if own is not None:
+        per_hour, currency, seen = float(own.amount), own.currency or price.currency, "your price"
+    else:
+        per_hour = price.per_hour if price.per_hour is not None else price.cny_per_hour
+        currency, seen = price.currency, f"{price.source}, {price.month}"
+    notes = []
+    if sessions > 1:
+        notes.append(f"{sessions} sessions of {session:g} h")
+    if weeks > 1:
+        notes.append(f"{weeks} weeks at {quota:g} GPU-hours a week")
+    return Bill(
+        price.platform, place.title if place else price.platform, price.count, per_hour, currency, per_hour * hours,
+        in_cny(per_hour * hours, currency), hours, elapsed, sessions, weeks, seen, tuple(notes),
+        place.no_gpu_per_hour if place else None,
+    )  # fmt: skip
+
+
+def _sessions(hours: float, again: float, session: float | None) -> tuple[float, int]:
+    """Hours in all, and how many sessions: each after the first starts anew."""
+    if session is None or hours <= session:
+        return hours, 1
+    useful = max(0.1, session - again)
+    count = 1 + math.ceil((hours - session) / useful - 1e-9)
+    return hours + (count - 1) * again, count
+
+
+def in_cny(amount: float, currency: str) -> float:
+    rates = currencies()
+    if currency and currency not in rates:
+        raise UserError(f"no rate for {currency} in the catalogue; it has {', '.join(rates)}")
+    return amount * rates[currency or "CNY"].cny
+
+
+def within(one: Bill, budget: Money | None, deadline: float | None) -> bool:
+    """`deadline` in seconds from now. Where two checkpoints have no room, a run cannot be kept."""
+    if not one.disk_suffices:
+        return False
+    if budget is not None and one.cny > in_cny(float(budget.amount), budget.currency or one.currency):
+        return False
+    return deadline is None or 3600 * one.elapsed <= deadline
+
+
+def with_disk(one: Bill, place: PlatformFacts | None, least: float, usual: float) -> Bill:
+    """What the platform's lasting disk says to so many bytes: `least` must go there, `usual` is what is set."""
+    lasting = [disk for disk in place.disks if disk.survives in ("stop", "release")] if place else []
+    if not lasting or any(disk.free_gb is None and disk.size_gb is None for disk in lasting):
+        return one
+    limits = [disk.size_gb for disk in lasting if disk.size_gb is not None]
+    free = max((disk.free_gb for disk in lasting if disk.free_gb is not None), default=0.0)
+    if limits and least > 1e9 * max(limits):
+        note = f"its {max(limits):g} GB of disk are too few: two checkpoints take {least / 1e9:.0f} GB"
+        return replace(one, notes=(*one.notes, note), disk_suffices=False)
+    if limits and usual > 1e9 * max(limits):
+        note = f"of {max(limits):g} GB of disk, checkpoints would take {usual / 1e9:.0f}: lower save.keep"
+        return replace(one, notes=(*one.notes, note))
+    if not limits and usual > 1e9 * free:
+        return replace(one, notes=(*one.notes, f"checkpoints take {usual / 1e9:.0f} GB of disk, {free:g} GB are free"))
+    return one

@@ -1,0 +1,88 @@
+"""Planned against measured: small records that rehearsals and finished runs leave, and the correction that they teach.
+
+`plan/records.jsonl` under SOJOURN_HOME has one line a run; `sojourn plan --calibrate` folds them into
+`plan/calibration.json`, which later plans use.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sojourn.plan.memory import memory
+from sojourn.plan.work import Work
+from sojourn.run.files import read_json, read_json_lines, write_json
+from sojourn.run.home import home
+
+_LEAST, _MOST = 0.5, 2.0  # a correction beyond these is a mistake in a record, not a better plan
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What planned memory and planned step times are multiplied with; `records`: how many taught it."""
+
+    memory: float = 1.0
+    time: float = 1.0
+    records: int = 0
+
+
+def folder() -> Path:
+    return home() / "plan"
+
+
+def note(work: Work, gpu: str, kind: str, measured: dict[str, float], planned_seconds: float | None) -> None:
+    """One line; `measured` may have `memory` (bytes) and `step_seconds`. A disk that refuses it stops no run."""
+    settings = {key: value for key, value in asdict(work).items() if key != "shape"}
+    line = {
+        "kind": kind, "gpu": gpu, "subject": asdict(work.shape), "settings": settings,
+        "planned": {"memory": memory(work).allocated, "step_seconds": planned_seconds}, "measured": measured,
+    }  # fmt: skip
+    try:
+        folder().mkdir(parents=True, exist_ok=True)
+        with (folder() / "records.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    except OSError:
+        return
+
+
+def records() -> list[dict[str, Any]]:
+    return [line for line in read_json_lines(folder() / "records.jsonl") if isinstance(line, dict)]
+
+
+def correction() -> Correction:
+    """From the local file, where there is a sound one."""
+    found = read_json(folder() / "calibration.json")
+    if not isinstance(found, dict):
+        return Correction()
+    factors = [found.get("memory"), found.get("time")]
+    if not all(isinstance(one, (int, float)) and _LEAST <= one <= _MOST for one in factors):
+        return Correction()
+    count = found.get("records")
+    return Correction(float(factors[0] or 1), float(factors[1] or 1), count if isinstance(count, int) else 0)
+
+
+def calibrate() -> Correction:
+    """The middle of all ratios of measured to planned, kept for later plans."""
+    lines = records()
+    found = Correction(_middle(lines, "memory"), _middle(lines, "step_seconds"), len(lines))
+    if not lines:
+        return found
+    folder().mkdir(parents=True, exist_ok=True)
+    write_json(folder() / "calibration.json", asdict(found))
+    return found
+
+
+def _middle(lines: list[dict[str, Any]], key: str) -> float:
+    ratios = []
+    for line in lines:
+        try:
+            ratio = float(line["measured"][key]) / float(line["planned"][key])
+        except (KeyError, TypeError, ValueError, ZeroDivisionError):
+            continue
+        if math.isfinite(ratio) and _LEAST <= ratio <= _MOST:
+            ratios.append(ratio)
+    return statistics.median(ratios) if ratios else 1.0

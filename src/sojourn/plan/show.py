@@ -1,0 +1,235 @@
+"""A plan as text, one screen, and as plain values for JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from sojourn.config.schema import RunConfig
+from sojourn.plan.advise import Advice, Inverse
+from sojourn.plan.choose import Cut
+from sojourn.plan.estimate import Offer, Plan
+from sojourn.plan.memory import Memory
+from sojourn.plan.money import money_text
+
+_GIB = 2**30
+_BAR = 56
+_MARKS = {"weights": "█", "adapters": "▪", "gradients": "▓", "optimizer": "▒", "activations": "▚", "loss": "▞",
+          "temporary": "░", "context and lost": "·"}  # fmt: skip
+
+
+def head_lines(config: RunConfig, plan: Plan) -> list[str]:
+    shape, method = plan.shape, config.method
+    size = _count(shape.parameters)
+    active = f" ({_count(shape.active_parameters)} active)" if shape.experts else ""
+    how = {"pretrain": "from scratch", "full": "all weights"}.get(method.kind, f"{method.kind}, rank {method.rank}")
+    name = f"{config.name}: {shape.name}" if config.name else shape.name
+    lines = [f"{name}, {size} parameters{active}, {how}; {plan.steps:,} steps, about {_count(plan.tokens)} tokens"]
+    if 0 < shape.positions < config.data.max_length:
+        lines.append(
+            f"note: data.max_length is {config.data.max_length:,}, but this model holds {shape.positions:,} tokens"
+        )
+    return [*lines, *([f"note: {plan.assumed}"] if plan.assumed else [])]
+
+
+def memory_lines(found: Cut, where: str = "") -> list[str]:
+    work, needed = found.work, found.memory
+    kinds = {**needed.peak.by_kind(), "context and lost": needed.device - needed.allocated}
+    kinds = {kind: size for kind, size in kinds.items() if size >= 0.005 * _GIB or kind == "weights"}
+    bar = "".join(_MARKS[kind] * max(1, round(_BAR * size / needed.device)) for kind, size in kinds.items())
+    legend = "  ".join(f"{_MARKS[kind]} {kind} {size / _GIB:.2f}" for kind, size in kinds.items())
+    plural = "row" if work.rows == 1 else "rows"
+    recomputed = {"off": "nothing recomputed", "selective": "some recomputed", "full": "blocks recomputed"}
+    return [
+        f"memory{where}: {needed.device / _GIB:.1f} GiB of the card, {needed.allocated / _GIB:.1f} of it torch's, with "
+        f"{work.rows} {plural} of {work.length:,} at a time, {work.precision}, {recomputed[work.recompute]}",
+        f"  {bar}",
+        f"  {legend}  GiB",
+        f"  the peak is at: {needed.peak.name}",
+    ]
+
+
+def table_lines(plan: Plan, everything: bool) -> list[str]:
+    """Offers with a price, one a line; the others in one line each for those that fit and those that do not."""
+    priced = [o for o in plan.offers if o.bill is not None]
+    listed = list(plan.offers) if everything else priced
+    columns = {"fits": 6, "rows": 6, "most": 6, "GiB": 7, "tok/s": 11, "time": 8, "cost": 10, "sessions": 9}
+    title = f"{'GPU':<17}" + "".join(f"{name:>{width}}" for name, width in columns.items()) + "  where"
+    lines = [title, *(_row(offer) for offer in listed)] if listed else []
+    if not everything:
+        rest = [o for o in plan.offers if o.bill is None]
+        fitting = [f"{o.gpu.name}{f' ({_time(o.whole.seconds / 3600)})' if o.whole else ''}" for o in rest if o.fits]
+        lines += _wrapped("fits, no price known: ", fitting)
+        lines += _wrapped("does not fit: ", [o.gpu.name for o in rest if not o.fits])
+    return lines
+
+
+def _row(offer: Offer) -> str:
+    name = f"{offer.count} × {offer.gpu.name}" if offer.count > 1 else offer.gpu.name
+    if offer.cut is None:
+        return f"{name:<17}{'no':>6}{'':>57}  {offer.why_not}"
+    if offer.speed is None or offer.whole is None:
+        size = offer.cut.memory.device / _GIB
+        return f"{name:<17}{'yes':>6}{offer.cut.work.rows:>6}{offer.most_rows:>6}{size:>7.1f}  its speed is not known"
+    bill = offer.bill
+    hours = bill.hours if bill else offer.whole.seconds / 3600
+    cells = (
+        f"{name:<17}{'yes':>6}{offer.cut.work.rows:>6}{offer.most_rows:>6}{offer.cut.memory.device / _GIB:>7.1f}"
+        f"{offer.speed.tokens_per_second:>11,.0f}{_time(hours):>8}{bill.shown if bill else '':>10}"
+        f"{bill.sessions if bill else '':>9}"
+    )
+    how = [f"--gpus all, by {offer.cut.work.engine}"] if offer.count > 1 else []
+    said = "" if bill is None else f"  {bill.title} ({'; '.join([bill.seen, *how, *bill.notes])})"
+    return cells + said
+
+
+def best_lines(plan: Plan, limited: bool) -> list[str]:
+    best = plan.best
+    if best is None or best.bill is None:
+        if any(o.fits and o.bill for o in plan.offers):
+            return ["nothing meets the deadline and the budget; the table says what each would take"]
+        return ["no GPU with a known price fits; what helps is below" if not any(o.fits for o in plan.offers) else
+                "no price is known for the GPUs that fit; give limits.price_per_hour, or your own prices"]  # fmt: skip
+    limits = " and meets the limits" if limited else ""
+    lines = [f"cheapest that fits{limits}: {_named(best)}: {_billed(best)}"]
+    fastest = plan.fastest
+    if fastest is not None and fastest is not best:
+        lines.append(f"fastest that fits{limits}: {_named(fastest)}: {_billed(fastest)}")
+    paid = [o for o in plan.offers if o.fits and o.bill is not None and o.bill.amount > 0 and o.bill.disk_suffices]
+    if best.bill.amount == 0 and paid and (fastest is None or paid[0] is not fastest):
+        lines.append(f"cheapest of those that cost: {_named(paid[0])}: {_billed(paid[0])}")
+    if best.whole is not None:
+        parts = {name: took for name, took in best.whole.parts.items() if took >= 0.01 * best.whole.seconds}
+        lines.append("time goes to: " + ", ".join(f"{name} {_time(took / 3600)}" for name, took in parts.items()))
+    took, size = _time(plan.preparing_seconds / 3600), plan.checkpoint_bytes / _GIB
+    lines.append(
+        f"prepare the data first, where no GPU is paid for ({_without_gpu(best)}): about {took} on two cores; "
+        f"a checkpoint takes {size:.2f} GiB"
+    )
+    return lines
+
+
+def _without_gpu(offer: Offer) -> str:
+    bill = offer.bill
+    if bill is None or bill.no_gpu_per_hour is None:
+        return "on your own machine"
+    price = "free" if bill.no_gpu_per_hour == 0 else f"{money_text(bill.no_gpu_per_hour, bill.currency)} an hour"
+    return f"on your own machine, or {bill.title} without its GPU, {price}"
+
+
+def _named(offer: Offer) -> str:
+    count = f"{offer.count} × " if offer.count > 1 else ""
+    return f"{count}{offer.gpu.name} on {offer.bill.title if offer.bill else '?'}"
+
+
+def _billed(offer: Offer) -> str:
+    if offer.bill is None:
+        return ""
+    parts = [offer.bill.shown, _time(offer.bill.hours), *offer.bill.notes]
+    if offer.bill.weeks > 1:
+        parts.append(f"done after {offer.bill.elapsed / 24:.1f} days")
+    return ", ".join(parts)
+
+
+def advice_lines(advice: list[Advice], gpu: str) -> list[str]:
+    if not advice:
+        return [f"nothing we know makes it fit on {gpu}; take a larger GPU or a smaller model"]
+    lines = [f"to fit on {gpu}, fastest first:"]
+    for one in advice:
+        says = ", ".join(change.says for change in one.changes)
+        lines.append(f"  {says}: {one.tokens_per_second:,.0f} tok/s, {one.memory / _GIB:.1f} GiB   ({one.typed})")
+    return lines
+
+
+def inverse_lines(found: Inverse) -> list[str]:
+    words = {"full": "all weights", "lora": "LoRA", "qlora": "QLoRA"}
+    lines = [
+        f"into {found.room / _GIB:g} GiB fit, of this run: {found.rows or 'no'} rows at a time as it is set, "
+        f"{found.rows_recomputed or 'none'} with train.checkpointing=full, and one row of up to "
+        f"{f'{found.length:,} tokens' if found.length else 'not even 256 tokens'}"
+    ]
+    for method, largest in found.models.items():
+        if largest is None:
+            lines.append(f"  {words[method]}: no model of the catalogue")
+        else:
+            shape, size = largest
+            lines.append(f"  {words[method]}: up to {shape.name} ({_count(shape.parameters)}), {size / _GIB:.1f} GiB")
+    return lines
+
+
+def explain_lines(plan: Plan) -> list[str]:
+    """Every term of every moment, and every part of a step, with its formula."""
+    lines = []
+    for moment in plan.smallest.memory.moments:
+        mark = " (the peak)" if moment is plan.smallest.memory.peak else ""
+        lines.append(f"{moment.name}: {moment.bytes / _GIB:.3f} GiB{mark}")
+        lines += [f"  {t.bytes / _GIB:>9.3f}  {t.kind}: {t.name} = {t.formula}" for t in moment.terms if t.bytes]
+    shown = next((o for o in (plan.best, *plan.offers) if o is not None and o.speed is not None), None)
+    if shown is not None and shown.speed is not None:
+        lines.append(f"a step on {shown.gpu.name}: {1e3 * shown.speed.step_seconds:.1f} ms")
+        lines += [f"  {1e3 * p.seconds:>9.2f} ms  {p.name} = {p.formula}" for p in shown.speed.parts]
+    if shown is not None and shown.whole is not None:
+        lines.append(f"the whole run there: {_time(shown.whole.seconds / 3600)}")
+        lines += [f"  {took:>9.1f} s  {name}" for name, took in shown.whole.parts.items()]
+    return lines
+
+
+def as_values(config: RunConfig, plan: Plan, advice: list[Advice]) -> dict[str, Any]:
+    """For --json."""
+    return {
+        "name": config.name, "shape": asdict(plan.shape), "parameters": plan.shape.parameters,
+        "active_parameters": plan.shape.active_parameters, "steps": plan.steps, "tokens": plan.tokens,
+        "assumed": plan.assumed, "memory": _memory_values(plan.smallest.memory),
+        "work": {key: value for key, value in asdict(plan.smallest.work).items() if key != "shape"},
+        "checkpoint_bytes": plan.checkpoint_bytes, "preparing_seconds": round(plan.preparing_seconds, 1),
+        "offers": [_offer_values(offer) for offer in plan.offers],
+        "best": None if plan.best is None else _offer_values(plan.best),
+        "fastest": None if plan.fastest is None else _offer_values(plan.fastest),
+        "advice": [{"changes": [c.says for c in one.changes], "typed": one.typed, "gpu": one.gpu.name,
+                    "tokens_per_second": round(one.tokens_per_second, 1), "memory": one.memory} for one in advice],
+        "correction": asdict(plan.correction),
+    }  # fmt: skip
+
+
+def _memory_values(found: Memory) -> dict[str, Any]:
+    return {
+        "allocated": found.allocated, "device": found.device, "moment": found.peak.name,
+        "by_kind": {kind: int(size) for kind, size in found.peak.by_kind().items()},
+        "moments": [{"name": one.name, "bytes": int(one.bytes), "terms": [asdict(term) for term in one.terms]}
+                    for one in found.moments],
+    }  # fmt: skip
+
+
+def _offer_values(offer: Offer) -> dict[str, Any]:
+    bill, found = offer.bill, offer.cut
+    return {
+        "gpu": asdict(offer.gpu), "count": offer.count, "fits": offer.fits, "why_not": offer.why_not,
+        "micro_batch": offer.micro_batch, "largest_micro_batch": offer.most_rows,
+        "checkpointing": found.work.recompute if found else None, "engine": found.work.engine if found else None,
+        "allocated": found.memory.allocated if found else None, "device": found.memory.device if found else None,
+        "tokens_per_second": round(offer.speed.tokens_per_second, 1) if offer.speed else None,
+        "step_seconds": round(offer.speed.step_seconds, 5) if offer.speed else None,
+        "hours": round(offer.whole.seconds / 3600, 4) if offer.whole else None,
+        "platform": bill.platform if bill else None, "cost": round(bill.amount, 4) if bill else None,
+        "bill": asdict(bill) if bill else None,
+    }  # fmt: skip
+
+
+def _wrapped(title: str, names: list[str]) -> list[str]:
+    from textwrap import wrap
+
+    text = title + ", ".join(dict.fromkeys(names))
+    return wrap(text, 118, subsequent_indent="  ") if names else []
+
+
+def _count(number: float) -> str:
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.2f}{unit}" if number < 10 * size else f"{number / size:.1f}{unit}"
+    return f"{number:.0f}"
+
+
+def _time(hours: float) -> str:
+    if hours < 1 / 60:
+        return f"{hours * 3600:.0f}s"
+    return f"{hours * 60:.0f}m" if hours < 1 else f"{hours:.1f}h" if hours < 100 else f"{hours:,.0f}h"

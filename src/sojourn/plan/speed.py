@@ -1,0 +1,236 @@
+"""How long a step takes: operations and bytes against what the card can do, part by part.
+
+Multiplications by their shapes, attention by its context, pointwise work by its passes over memory, the optimizer, the
+exchange between GPUs, and launching. Curves and shares are in fit.toml; operations and bytes follow from the code.
+M tokens of a pass, K inputs, N outputs of a multiplication.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sojourn.catalog.facts import Gpu
+from sojourn.plan.activations import block_parameters, inner
+from sojourn.plan.constants import constants
+from sojourn.plan.holdings import ends_parameters, head_is_trained, quantised_bytes, trained_parameters
+from sojourn.plan.work import LINEAR, Work
+
+_SHARE_8BIT = 0.5  # of the bandwidth that other pointwise kernels reach: assumed of bitsandbytes' 8-bit update
+
+
+@dataclass(frozen=True)
+class Part:
+    """Seconds of a whole step (all its passes)."""
+
+    name: str
+    seconds: float
+    formula: str
+
+
+@dataclass(frozen=True)
+class Speed:
+    parts: tuple[Part, ...]
+    step_seconds: float
+    tokens: int  # of a step, over all GPUs
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.step_seconds
+
+
+def speed(work: Work, gpu: Gpu) -> Speed:
+    passes = work.passes
+    parts = [
+        Part("multiplications", passes * _multiplications(work, gpu), "sum over the layers' shapes"),
+        Part("head and loss", passes * _head(work, gpu), "V·D multiplications and passes over the logits"),
+        Part("attention", passes * _attention(work, gpu), "3.5·forward operations / share of the dense rate"),
+        Part("pointwise", passes * _pointwise(work, gpu), "passes over memory / (share·bandwidth)"),
+        Part("optimizer", _optimizer(work, gpu), "bytes of weights, gradients, moments / (share·bandwidth)"),
+    ]
+    busy = sum(part.seconds for part in parts)
+    launching = _launching(work)
+    if launching > busy:
+        parts.append(Part("waiting for launches", launching - busy, "layers·passes·launch, where the GPU is faster"))
+    parts.append(
+        Part("exchange between GPUs", _exchange(work, gpu, busy), "bytes / link, what the backward cannot hide")
+    )
+    idle = 1e-3 * constants()["idle"]["layer_ms"] * work.shape.layers
+    parts.append(Part("start of a step", idle, "idle·layers"))
+    total = sum(part.seconds for part in parts)
+    return Speed(tuple(parts), total, work.tokens * work.passes * work.world)
+
+
+def has_rate(gpu: Gpu) -> bool:
+    """Some vendors tell none; then nothing can be said of a run's time."""
+    return any((gpu.bf16_tflops, gpu.fp16_tflops, gpu.fp32_tflops))
+
+
+def rate(work: Work, gpu: Gpu) -> float:
+    """The card's dense rate in the numbers that are multiplied, operations a second."""
+    known = {"bf16": gpu.bf16_tflops, "fp16": gpu.fp16_tflops, "fp32": gpu.tf32_tflops or gpu.fp32_tflops}
+    tflops = known[work.precision] or gpu.fp16_tflops or gpu.fp32_tflops or 5.0
+    if gpu.capability is not None and gpu.capability < (7, 0):
+        tflops = gpu.fp32_tflops or tflops
+    return 1e12 * tflops
+
+
+def matmul(gpu: Gpu, peak: float, m: float, k: float, n: float, e: int, slowness: float | None = None) -> float:
+    """Seconds of one multiplication."""
+    curve = constants()["matmul"]
+    least = e * (m * k + k * n + m * n) / (constants()["traffic"]["share"] * 1e9 * gpu.bandwidth_gbs)
+    return float(max((slowness or curve["slowness"]) * 2 * m * k * n / peak, least) + curve["start"])
+
+
+def layer_shapes(work: Work) -> dict[str, tuple[int, int]]:
+    """Inputs and outputs of a block's linear layers, as one token meets them."""
+    shape = work.shape
+    d, q, k, wide = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, inner(work)
+    return {"q_proj": (d, q), "k_proj": (d, k), "v_proj": (d, k), "o_proj": (q, d), "gate_proj": (d, wide),
+            "up_proj": (d, wide), "down_proj": (wide, d)}  # fmt: skip
+
+
+def _multiplications(work: Work, gpu: Gpu) -> float:
+    """Of all blocks: forward, gradient of inputs, gradient of weights where they are trained, and again what is
+    recomputed (all but the last layer, whose result nobody needs)."""
+    peak, m, e = rate(work, gpu), work.tokens, work.numbers
+    slowness = None
+    if work.fp8 and gpu.fp8_tflops:
+        peak, slowness = 1e12 * gpu.fp8_tflops, constants()["matmul"]["fp8_slowness"]
+    total = 0.0
+    for name, (k, n) in layer_shapes(work).items():
+        forward = matmul(gpu, peak, m, k, n, e, slowness)
+        again = forward if work.recompute == "full" and name != "down_proj" else 0.0
+        own = 0.0 if work.adapters else matmul(gpu, peak, k, m, n, e, slowness)
+        total += forward + again + matmul(gpu, peak, m, n, k, e, slowness) + own
+    return work.shape.layers * total
+
+
+def _head(work: Work, gpu: Gpu) -> float:
+    peak, m, e, shape = rate(work, gpu), work.tokens, work.numbers, work.shape
+    each = matmul(gpu, peak, m, shape.hidden, shape.vocab, e)
+    times = 3 if head_is_trained(work) else 2
+    if work.whole_loss:
+        passes = 2 + 6 + 12 + 12 + 8  # logits, widened, logarithms, their gradient, narrowed
+    elif work.kernels:
+        passes = 2 * e + 2 * e + 2 * e
+    else:
+        passes = 10 * 4
+    return times * each + _traffic(gpu, m * shape.vocab * passes)
+
+
+def _attention(work: Work, gpu: Gpu) -> float:
+    """A document looks back at itself alone; a dense mask computes what it then hides."""
+    shape, curve, m = work.shape, constants()["attention"], work.tokens
+    seen = float(work.document if work.packed and work.document else work.length)
+    masked = work.packed and work.attention in ("sdpa", "math")
+    if masked:
+        seen = 2.0 * work.length
+    windows = shape.sliding_window
+    full = shape.full_layers if windows is not None and windows < seen else shape.layers
+    near = min(seen, 2.0 * (windows or seen))
+    share = curve["peak"] * seen / (seen + curve["half"]) * (min(128, shape.head_dim) / 128) ** curve["narrow"]
+    if work.packed and work.attention in ("varlen", "flash_attention_2"):
+        share *= curve["varlen"]
+    context = (full * seen + (shape.layers - full) * near) / shape.layers
+    forward = 2.0 * m * context * shape.heads * shape.head_dim
+    times = 3.5 + (1.0 if work.recompute == "full" else 0.0)
+    seconds = shape.layers * times * forward / (share * rate(work, gpu))
+    if work.attention == "math":
+        seconds += _traffic(gpu, shape.layers * m * work.length * shape.heads * 4 * 12)
+    return float(seconds)
+
+
+def _pointwise(work: Work, gpu: Gpu) -> float:
+    """Passes over memory in the blocks of one forward and backward, and what weights cost beside multiplications."""
+    shape, e, r, m = work.shape, work.numbers, work.stream, work.tokens
+    d, q, wide = shape.hidden, shape.heads * shape.head_dim, inner(work)
+    heads = q + 2 * shape.kv_heads * shape.head_dim
+    repeated = 2 * (q - shape.kv_heads * shape.head_dim) if shape.kv_heads < shape.heads else 0
+    forward = 9 * d * r + (2 * heads + repeated + 3 * wide) * e
+    backward = 14 * d * r + (2 * heads + 2 * repeated + 5 * wide) * e
+    adapted = [size for name, size in layer_shapes(work).items() if work.targeted(name)]
+    forward += e * sum(k + 3 * n for k, n in adapted)
+    backward += e * sum(2 * k + 3 * n for k, n in adapted)
+    if work.dropout:
+        forward += e * 2 * sum(k for k, _ in adapted)
+        backward += e * 2 * sum(k for k, _ in adapted)
+    if work.fp8:
+        backward += 7 * sum(k + n for k, n in layer_shapes(work).values())
+    again = {"off": 0.0, "selective": 0.6, "full": 1.0}[work.recompute]
+    tokens = shape.layers * m * (forward * (1 + again) + backward) * _passes(work)
+    return _traffic(gpu, tokens + shape.layers * _weight_bytes(work))
+
+
+def _passes(work: Work) -> float:
+    """Against compiled blocks."""
+    if work.compiled:
+        return 1.0
+    return float(constants()["traffic"]["eager_fused" if work.fused else "eager_plain"])
+
+
+def _weight_bytes(work: Work) -> float:
+    """Of a block, in one pass: casting, widening 4-bit weights for each use, and summing up gradients."""
+    count = block_parameters(work)
+    if work.shape.experts is not None:  # all experts are read, whoever visits them
+        reads = (3 if work.recompute == "full" else 2) * work.numbers * work.shape.ffn_parameters()
+        return reads + (0 if work.adapters else 12 * count)
+    if work.method == "qlora":
+        uses = 2 + (1 if work.recompute == "full" else 0)
+        return uses * count * (quantised_bytes(work) + 2)
+    if work.adapters:
+        return 0.0
+    cast = 6 if work.numbers == 2 and work.engine not in ("fsdp", "deepspeed") else 0
+    cast *= 2 if work.recompute != "off" else 1
+    summed = (6 if work.numbers == 2 else 0) + (12 if work.passes > 1 else 0)
+    return count * (cast + summed)
+
+
+def _optimizer(work: Work, gpu: Gpu) -> float:
+    """Weights and gradients read and written, moments too; moments on the host travel over the bus both ways."""
+    count = trained_parameters(work) / (work.world if work.sharded else 1)
+    norm = 4 if work.optimizer == "adamw" else 12  # only AdamW of torch shortens gradients on its way
+    moments = {"adamw_8bit": 4, "paged_adamw_8bit": 4, "muon": 8}.get(work.optimizer, 16)
+    slow = 1 / _SHARE_8BIT if "8bit" in work.optimizer else 1.0
+    seconds = _traffic(gpu, count * (slow * (4 + 8 + moments) + norm))
+    if work.optimizer == "muon" and not work.adapters:
+        rounds = 5 * 6.0 * work.shape.hidden * (count - ends_parameters(work))
+        seconds += rounds / (0.5 * rate(work, gpu))
+    if work.offload != "off":
+        seconds += 16 * count / (0.7e9 * (gpu.pcie_gbs or 16.0))
+    if work.offload == "all":
+        seconds += work.passes * 2 * 2 * work.shape.parameters / (0.7e9 * (gpu.pcie_gbs or 16.0))
+    return seconds
+
+
+def _launching(work: Work) -> float:
+    launch = constants()["launch"]
+    each = launch["compiled_ms"] if work.compiled else launch["eager_fused_ms" if work.fused else "eager_plain_ms"]
+    again = 1.3 if work.recompute != "off" else 1.0
+    adapters = 1 + (0.0 if work.compiled else 0.15 * sum(work.targeted(name) for name in LINEAR))
+    return float(1e-3 * each * work.shape.layers * work.passes * again * adapters)
+
+
+def link_bytes(work: Work, gpu: Gpu) -> float:
+    """Bytes a second of one card to the others, one direction, as collectives reach it."""
+    links = constants()["links"]
+    if gpu.nvlink_gbs is not None and (gpu.nvlink_peers or 0) >= work.world and (gpu.nvlink_peers or 0) > 2:
+        return float(links["nvlink"]) * 1e9 * gpu.nvlink_gbs / 2
+    return float(links["pcie"]) * 1e9 * (gpu.pcie_gbs or 8.0)
+
+
+def _exchange(work: Work, gpu: Gpu, busy: float) -> float:
+    """Gradients go around once a step; weights that are cut are gathered in every pass."""
+    if work.world == 1:
+        return 0.0
+    share = (work.world - 1) / work.world
+    sent = 2 * share * 4 * trained_parameters(work)
+    if work.sharded:
+        whole = work.numbers if work.method != "qlora" else quantised_bytes(work)
+        gathers = (2 if work.reshard else 1) * whole * work.shape.parameters
+        sent = share * work.passes * (gathers + (4 * trained_parameters(work)))
+    seconds, hidden = sent / link_bytes(work, gpu), float(constants()["links"]["hidden"])
+    return max(0.05 * seconds, seconds - hidden * busy)
+
+
+def _traffic(gpu: Gpu, size: float) -> float:
+    return float(size / (constants()["traffic"]["share"] * 1e9 * gpu.bandwidth_gbs))

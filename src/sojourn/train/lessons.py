@@ -1,0 +1,55 @@
+"""Planned against measured: what a rehearsal or a finished run on a GPU leaves for later plans."""
+
+from __future__ import annotations
+
+import statistics
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from sojourn.catalog.names import gpu as find_gpu
+from sojourn.errors import UserError
+from sojourn.plan.records import note
+from sojourn.plan.speed import speed
+from sojourn.plan.work import Work
+from sojourn.run.files import read_json_lines
+from sojourn.train.resolve import work_here
+from sojourn.train.session import Session
+from sojourn.train.subject import subject_of
+
+
+def work_of_session(session: Session) -> Work:
+    """As plans see it, with the documents as long as they really are."""
+    config, stepper = session.config, session.stepper
+    work = work_here(config, subject_of(config), stepper.feed.micro_batch, None, stepper.ranks.size)
+    facts: dict[str, Any] = session.artefact.report.get("train", {})
+    packed = session.artefact.facts.get("packing") == "packed" and facts.get("documents")
+    document = max(1, round(facts["tokens"] / facts["documents"])) if packed else None
+    return replace(work, document=None if document is None or document >= work.length else document)
+
+
+def note_rehearsal(session: Session, step_seconds: float, memory: int | None) -> None:
+    if session.stepper.feed.device == "cuda" and memory is not None:
+        _note(session, "rehearsal", memory, step_seconds)
+
+
+def note_run(session: Session) -> None:
+    """The median of all logged speeds and the highest memory."""
+    if session.stepper.feed.device != "cuda" or not session.stepper.ranks.first:
+        return
+    lines = read_json_lines(session.run.metrics)
+    speeds = [line["tokens_per_second"] for line in lines if line.get("tokens_per_second")]
+    peaks = [line["memory"] for line in lines if line.get("memory")]
+    if speeds and peaks:
+        config = session.config
+        tokens = config.train.global_batch * config.data.max_length
+        _note(session, "run", max(peaks), tokens / statistics.median(speeds))
+
+
+def _note(session: Session, kind: str, memory: int, step_seconds: float) -> None:
+    import torch
+
+    name, work, planned = torch.cuda.get_device_name(), work_of_session(session), None
+    with suppress(UserError):  # a card that the catalogue does not know
+        planned = speed(work, find_gpu(name, torch.cuda.get_device_properties(0).total_memory / 2**30)).step_seconds
+    note(work, name, kind, {"memory": memory, "step_seconds": step_seconds}, planned)
