@@ -75,10 +75,10 @@ def memory(work: Work) -> Memory:
     return Memory(tuple(moments), context(work), lost(tensors(work), changing))
 
 
-def chunk_rows(work: Work) -> int:
-    """Target tokens whose logits exist at a time, as model/loss.py cuts them."""
+def chunk_rows(work: Work, trains: bool = True) -> int:
+    """Target tokens whose logits exist at a time, as model/loss.py cuts them; evaluation has no kernel for them."""
     on_gpu = work.device == "cuda"
-    kind = "kernel" if on_gpu and work.kernels else "cpu" if work.device == "cpu" else "cuda"
+    kind = "kernel" if on_gpu and work.kernels and trains else "cpu" if work.device == "cpu" else "cuda"
     return int(max(_LEAST_ROWS, _CHUNK_BYTES[kind] // (4 * work.shape.vocab)))
 
 
@@ -222,7 +222,7 @@ def _step(work: Work) -> Moment:
 def _evaluation(work: Work) -> Moment:
     """Forward alone; `score` widens its chunks of logits."""
     e, t, v = work.numbers, work.tokens, work.shape.vocab
-    rows = min(t, chunk_rows(work))
+    rows = min(t, chunk_rows(work, trains=False))
     each = 8 + e if t > rows else 8
     block = work.tokens * (3 * inner(work) + 4 * work.shape.hidden) * e
     terms = [
