@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from sojourn.plan.speed import speed
 from sojourn.plan.work import Work
 from sojourn.run.files import read_json_lines
 from sojourn.train.resolve import work_here
-from sojourn.train.session import Session
+from sojourn.train.session import Session, say
 from sojourn.train.subject import subject_of
 
 
@@ -30,13 +31,27 @@ def work_of_session(session: Session) -> Work:
 
 def note_rehearsal(session: Session, step_seconds: float, memory: int | None) -> None:
     if session.stepper.feed.device == "cuda" and memory is not None:
-        _note(session, "rehearsal", memory, step_seconds)
+        with _harmless():
+            _note(session, "rehearsal", memory, step_seconds)
 
 
 def note_run(session: Session) -> None:
+    if session.stepper.feed.device == "cuda" and session.stepper.ranks.first:
+        with _harmless():
+            _note_run(session)
+
+
+@contextmanager
+def _harmless() -> Iterator[None]:
+    """No lesson is worth a run that has ended well."""
+    try:
+        yield
+    except Exception as error:
+        say(f"note: nothing was noted for later plans: {type(error).__name__}: {error}")
+
+
+def _note_run(session: Session) -> None:
     """The median of all logged speeds and the highest memory."""
-    if session.stepper.feed.device != "cuda" or not session.stepper.ranks.first:
-        return
     lines = read_json_lines(session.run.metrics)
     speeds = [line["tokens_per_second"] for line in lines if line.get("tokens_per_second")]
     peaks = [line["memory"] for line in lines if line.get("memory")]

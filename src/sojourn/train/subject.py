@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from sojourn.catalog.shapes import ModelShape
 from sojourn.config.schema import RunConfig
+from sojourn.errors import UserError
 from sojourn.model.base import Base, open_settings
 from sojourn.plan.shape import Shape, base_shape, scratch_shape
 from sojourn.plan.subject import of_new, of_settings
@@ -36,10 +37,15 @@ def subject_of(config: RunConfig) -> Subject:
         return Subject("llama", shape, of_new(shape))
     settings = open_settings(base_of(config)).get_text_config()
     known = {**settings.to_dict(), **{key: getattr(settings, key, None) for key in _NAMES}}
+    shape = base_shape(known)
+    try:
+        model = of_settings({**known, "model_type": settings.model_type}, str(config.model.base))
+    except UserError:  # transformers knows it, and that counts; its memory is planned as that of a usual model
+        model = of_new(shape)
     return Subject(
         family=settings.model_type,
-        shape=base_shape(known),
-        model=of_settings({**known, "model_type": settings.model_type}, str(config.model.base)),
+        shape=shape,
+        model=model,
         softcap=getattr(settings, "attn_logit_softcapping", None) is not None,
         dropout=bool(getattr(settings, "attention_dropout", 0.0) or getattr(settings, "attn_pdrop", 0.0)),
         positions=getattr(settings, "max_position_embeddings", None),
