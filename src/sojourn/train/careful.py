@@ -153,8 +153,8 @@ class Careful:
         rows = self.session.artefact.train
         random, feed = random_tensors(), self.session.stepper.feed
         longest = np.argsort(-np.diff(rows.rows), kind="stable")
-        read = lambda: list(feed.batches(rows, longest[: feed.micro_batch]))  # noqa: E731
-        self._gradients([], random, self.session.stepper.gradients, read)
+        compute = self.session.stepper.gradients
+        self._gradients([], random, compute, lambda: list(feed.batches(rows, longest[: feed.micro_batch])))
         self.session.stepper.discard()
         restore_random(random)
         if feed.device == "cuda":
