@@ -12,6 +12,7 @@ from sojourn.train.feed import Ahead
 from sojourn.train.optim import Optimizer
 from tiny import LORA, events, losses, run_train, same_weights, stop_after, tiny_home, weights
 
+AHEAD = "train.ahead=on"
 DROPOUT = (*LORA, "method.dropout=0.3")
 
 
@@ -41,18 +42,18 @@ def ahead(tiny, monkeypatch):
 
 @pytest.mark.parametrize("kind", [(), LORA], ids=["pretrain", "lora"])
 def test_the_numbers_are_those_of_steps_one_after_another(tiny, ahead, kind):
-    run = run_train(tiny.words(*kind))
+    run = run_train(tiny.words(*kind, AHEAD))
     assert losses(run) == pytest.approx(losses(tiny.whole(*kind)), rel=1e-6)
     assert ahead == list(range(2, 12))  # the first has no moments yet to leave as they are
 
 
 def test_chance_is_drawn_in_the_order_of_steps(tiny, ahead):
-    run = run_train(tiny.words(*DROPOUT))
+    run = run_train(tiny.words(*DROPOUT, AHEAD))
     assert losses(run) == pytest.approx(losses(tiny.whole(*DROPOUT)), rel=1e-6) and not ahead
 
 
 def test_a_run_that_was_stopped_ends_with_the_same_weights(tiny, ahead, monkeypatch):
-    whole, words = run_train(tiny.words()), tiny.words("save.every_steps=4")
+    whole, words = run_train(tiny.words(AHEAD)), tiny.words(AHEAD, "save.every_steps=4")
     with monkeypatch.context() as patch, pytest.raises(Stopped):
         stop_after(patch, 6)
         run_train(words)
@@ -69,7 +70,7 @@ def _spoil(monkeypatch, tiny, times, into):
         return real(network, feed, batch, whole)
 
     monkeypatch.setattr(step_module, "loss_sum", recorded)
-    run_train(tiny.words("train.rehearse=off"))
+    run_train(tiny.words(AHEAD, "train.rehearse=off"))
     wrong = rows[len(rows) // 12 * 5]
 
     def spoiled(network, feed, batch, whole=False):
@@ -86,7 +87,7 @@ def _spoil(monkeypatch, tiny, times, into):
 def test_a_wrong_loss_changes_no_weight_and_is_done_again(tiny, ahead, monkeypatch, into):
     whole = tiny.whole()
     _spoil(monkeypatch, tiny, 1, into)
-    run = run_train(tiny.words("train.rehearse=off"))
+    run = run_train(tiny.words(AHEAD, "train.rehearse=off"))
     assert [event["step"] for event in events(run, "suspect_hardware")] == [6] and not events(run, "bad_step")
     assert losses(run) == pytest.approx(losses(whole), rel=1e-6)
     assert all(torch.isfinite(tensor).all() for tensor in weights(run).values())
@@ -94,7 +95,7 @@ def test_a_wrong_loss_changes_no_weight_and_is_done_again(tiny, ahead, monkeypat
 
 def test_a_batch_that_is_always_bad_is_left_out(tiny, ahead, monkeypatch):
     _spoil(monkeypatch, tiny, 99, math.nan)
-    run = run_train(tiny.words("train.rehearse=off"))
+    run = run_train(tiny.words(AHEAD, "train.rehearse=off"))
     (event,) = events(run, "bad_step")
     assert event["step"] == 6 and run.status().state == "done"
     assert all(torch.isfinite(tensor).all() for tensor in weights(run).values())
@@ -111,6 +112,6 @@ def test_memory_that_runs_out_in_a_step_begun_early_costs_a_rung_and_nothing_els
         return real(network, feed, batch, whole)
 
     monkeypatch.setattr(step_module, "loss_sum", tight)
-    run = run_train(tiny.words())
+    run = run_train(tiny.words(AHEAD))
     assert events(run, "out_of_memory") and run.status().state == "done"
     assert losses(run) == pytest.approx(losses(whole), rel=1e-5)

@@ -105,7 +105,7 @@ class Careful:
         next step, and the answer is read while it works. Until then signals wait: saving would have to wait as well.
         """
         stepper = self.session.stepper
-        if not stepper.engine.asks:
+        if self.session.config.train.ahead == "off" or not stepper.engine.asks:
             return self._gradients(batches, random, stepper.gradients), False
         found = self._gradients(batches, random, lambda given: stepper.passes(given, self.begun))
         self.begun = None

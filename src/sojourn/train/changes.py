@@ -27,6 +27,7 @@ _HARMLESS = {
         "fp8",
         "compile",
         "compile_cache",
+        "ahead",
         "offload",
         "eval_every",
         "eval_rows",
