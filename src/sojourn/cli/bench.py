@@ -86,6 +86,45 @@ def bench_train(
     _report(lambda say: scaling.measure(scaling.make_scaling(*asked), say), json, out)
 
 
+@bench_app.command("plan")
+def bench_plan(
+    cases: Annotated[
+        list[str] | None, typer.Option(help="Only these, by name or a part of it (lora, 7b, …), with commas.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many of them.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, max=64, help="Capped runs at once, if their memory allows.")] = 8,
+    skip_capped: Annotated[
+        bool, typer.Option("--skip-capped", help="Leave out the runs under a cap of what is planned.")
+    ] = False,
+    seconds: Annotated[float, typer.Option(min=1, max=3600, help="A run that takes longer is ended.")] = 150.0,
+    read: Annotated[
+        Path | None, typer.Option(help="Measure nothing: plan what this result has measured anew, without a GPU.")
+    ] = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on with this result; what it has is kept.")] = None,
+    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Ask other programs for the same runs.")] = True,
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="Where to work and to keep what was compiled for the next call; by default nothing is kept."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON; lines go to standard error.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the result as JSON to this file, after every run already.")
+    ] = None,
+) -> None:
+    """How right `sojourn plan` is: real steps of many runs against what was planned, and against other estimates."""
+    from sojourn.bench.plan.measure import finished, make_plan, measure, read_result
+    from sojourn.errors import UserError
+
+    if read is not None:
+        if resume is not None or cases or limit:
+            raise UserError("--read: measures nothing; remove --resume, --cases and --limit, or --read")
+        result = read_result(read, "--read")
+        _report(lambda say: finished(result, peers, say), json, out)
+        return
+    asked = (cases or [], limit, jobs, seconds, not skip_capped, peers, folder, out, resume)
+    _report(lambda say: measure(make_plan(*asked), say), json, out)
+
+
 @bench_app.command("save")
 def bench_save(
     workload: Annotated[

@@ -1,0 +1,193 @@
+"""Runs the cases twice and puts planned and measured side by side: first under a cap of what was planned, several at
+once, which also compiles everything; then one by one, with the whole device, for peaks and times."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from sojourn.bench.plan.cases import Case, chosen, held_out, shape_of
+from sojourn.bench.plan.child import Task, device_used
+from sojourn.bench.plan.crew import Crew
+from sojourn.bench.plan.ground import lay, settings_of
+from sojourn.bench.plan.peers import ask_peers
+from sojourn.bench.plan.replan import Row, planned
+from sojourn.bench.plan.report import lines, summary
+from sojourn.bench.train.measure import circumstances
+from sojourn.config.load import dump
+from sojourn.errors import UserError
+from sojourn.run.files import read_json, write_json
+
+Say = Callable[[str], None]
+
+_GIB = 2**30
+_ROOM = 0.95  # of the device, for cases side by side
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`before`: rows of an earlier call that need not be measured again."""
+
+    cases: tuple[Case, ...]
+    device: str
+    gpu: str
+    capability: tuple[int, int] | None
+    memory: int
+    jobs: int
+    limit: float
+    capped: bool
+    peers: bool
+    folder: Path | None
+    out: Path | None
+    before: dict[str, Row]
+
+
+def make_plan(
+    words: Iterable[str], limit: int | None, jobs: int, seconds: float, capped: bool, peers: bool, folder: Path | None,
+    out: Path | None, resume: Path | None,
+) -> Plan:  # fmt: skip
+    missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
+    if missing:
+        raise UserError(f"to train, {' and '.join(missing)} must be installed: pip install 'sojourn[train]'")
+    if folder is not None and not folder.is_dir():
+        raise UserError(f"--folder: {folder}: no such folder")
+    from sojourn.machine.gpus import driver_gpus
+
+    seen = driver_gpus()
+    device = "cuda" if seen else "cpu"
+    before = {} if resume is None else {row["name"]: row for row in read_result(resume, "--resume")["rows"]}
+    cases = tuple(chosen(words, limit, device))
+    first = (seen[0].name, seen[0].capability, seen[0].memory_bytes) if seen else ("cpu", None, 0)
+    return Plan(cases, device, *first, jobs, seconds, capped, peers, folder, out, before)
+
+
+def measure(plan: Plan, say: Say) -> dict[str, Any]:
+    made = tempfile.TemporaryDirectory(prefix="sojourn-bench-") if plan.folder is None else nullcontext(plan.folder)
+    with made as work:
+        return _measure(plan, Path(work).absolute(), say)
+
+
+def _measure(plan: Plan, folder: Path, say: Say) -> dict[str, Any]:
+    crew = Crew(plan.device, plan.capability, folder / "compiled")
+    if not crew.forks:
+        say("note: a forked process cannot use the GPU here, so that each case starts a Python of its own")
+    result: dict[str, Any] = {**circumstances(plan.device), "rows": []}
+    configs = {case.name: settings_of(case, plan.device, folder) for case in plan.cases}
+    rows = {case.name: plan.before.get(case.name) or _row(plan, case, dump(configs[case.name])) for case in plan.cases}
+    result["rows"] = [*rows.values(), *(row for name, row in plan.before.items() if name not in rows)]
+    _set_home(folder)
+    for case in plan.cases:
+        lay(case, configs[case.name], folder)
+    before = device_used() or 0
+
+    def keep() -> None:
+        if plan.out is not None:
+            write_json(plan.out, result)
+
+    def tasks(kind: str, cap: bool) -> list[tuple[Task, int]]:
+        (folder / kind).mkdir(exist_ok=True)
+        todo = [row for row in rows.values() if kind not in row]
+        return [(_task(row, dump(configs[row["name"]]), folder / kind, folder, before, cap), _need(row)) for row in todo]
+
+    def told(kind: str) -> Callable[[Task, Row], None]:
+        def tell(task: Task, found: Row) -> None:
+            row = rows[task.name]
+            _note(row, kind, task, found)
+            say(line(row, kind))
+            keep()
+
+        return tell
+
+    if plan.capped and plan.device == "cuda":
+        say(f"under a cap of what is planned, up to {plan.jobs} at once:")
+        crew.run(tasks("capped", True), int(_ROOM * plan.memory), plan.jobs, plan.limit, told("capped"))
+    say("one by one, with the whole device:")
+    crew.run(tasks("measured", False), 0, 1, plan.limit, told("measured"))
+    return finished(result, plan.peers, say)
+
+
+def finished(result: dict[str, Any], peers: bool, say: Say) -> dict[str, Any]:
+    """With the planned side by the present planner, the peers' answers, and the report."""
+    for row in result["rows"]:
+        row["planned"] = planned(row)
+    if peers:
+        result["peers"] = ask_peers(result["rows"], result.get("peers", {}))
+    result["report"] = summary(result)
+    for text in lines(result):
+        say(text)
+    return result
+
+
+def read_result(path: Path, flag: str) -> dict[str, Any]:
+    found = read_json(path)
+    if not path.is_file():
+        raise UserError(f"{flag}: {path}: no such file")
+    if not isinstance(found, dict) or not all("shape" in row for row in found.get("rows", [{}])):
+        raise UserError(f"{flag}: {path}: not a result of sojourn bench plan --out FILE")
+    return found
+
+
+def _set_home(folder: Path) -> None:
+    """For this process and those it starts: rows and runs lie with the rest."""
+    import os
+
+    os.environ["SOJOURN_HOME"] = str(folder / "home")
+
+
+def _row(plan: Plan, case: Case, config: dict[str, Any]) -> Row:
+    capability = list(plan.capability) if plan.capability else None
+    precision = "bf16" if plan.device == "cuda" else "fp32"
+    row = {
+        "name": case.name, "held_out": case.name in held_out(), "case": asdict(case), "config": _portable(config, case.shape),
+        "shape": asdict(shape_of(case)), "document": case.document, "gpu": plan.gpu,
+        "place": {"device": plan.device, "capability": capability, "precision": precision},
+    }  # fmt: skip
+    row["planned"] = planned(row)
+    return row
+
+
+def _portable(config: dict[str, Any], shape: str) -> dict[str, Any]:
+    """Without the places of this machine, on which no plan depends."""
+    model = {**config["model"], "base": shape if config["model"]["base"] else None}
+    return {**config, "model": model, "data": {**config["data"], "sources": [], "tokenizer": "auto"}}
+
+
+def _need(row: Row) -> int:
+    return int(row["planned"]["device"])
+
+
+def _task(row: Row, config: dict[str, Any], out: Path, folder: Path, before: int, cap: bool) -> Task:
+    name = row["name"]
+    most = row["planned"]["device"] - row["planned"]["context"] if cap else None
+    (out / f"{name}.json").unlink(missing_ok=True)  # of an earlier call
+    return Task(name, config, str(folder), str(out / f"{name}.json"), str(out / f"{name}.log"), most, before)
+
+
+def _note(row: Row, kind: str, task: Task, found: Row) -> None:
+    if "config" in found:
+        row["config"] = _portable(found.pop("config"), row["case"]["shape"])
+        row["document"], row["gpu"] = found.pop("document"), found.pop("gpu")
+    if task.cap is not None:
+        found["cap"] = task.cap
+    row[kind] = found
+    row["planned"] = planned(row)
+
+
+def line(row: Row, kind: str) -> str:
+    found, plan = row[kind], row["planned"]
+    said = f"{row['name']:<26}"
+    if "failed" in found:
+        out = "RAN OUT OF MEMORY: " if found.get("out_of_memory") else "failed: "
+        return said + out + found["failed"]
+    if found.get("allocated") is not None:
+        said += f"{found['allocated'] / _GIB:8.2f} GiB of {plan['allocated'] / _GIB:7.2f} planned"
+        said += f" ({found['allocated'] / plan['allocated'] - 1:+6.1%})" if kind == "measured" else ""
+    if "step_seconds" in found:
+        said += f"{1e3 * found['step_seconds']:9.1f} ms"
+        said += f" of {1e3 * plan['step_seconds']:8.1f} planned" if plan["step_seconds"] else ""
+    return f"{said}   {found['seconds']:.0f} s in all, {found['opened']:.0f} to open"

@@ -1,0 +1,106 @@
+"""What others answer for the same runs, by their own computations where they are installed. None of them needs a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from importlib.util import find_spec
+from typing import Any
+
+from sojourn.bench.plan.cases import sizes
+from sojourn.bench.plan.replan import Row, work_of_row
+from sojourn.plan.work import LINEAR, Work
+from sojourn.train.environment import version_of
+
+# What each counts; which figure that comes nearest to is in COLUMN.
+COUNTS = {
+    "accelerate, float32": "weights, gradients and Adam's moments in 32 bits (estimate-memory: training using Adam); no "
+    "activations; answers for all weights with AdamW",
+    "accelerate, float16": "the largest of weights, gradients and moments in mixed precision, not their sum; else the same",
+    "deepspeed, ZeRO-2": "model states of its own engine on one GPU without offloading; no activations; answers for all "
+    "weights with AdamW",
+    "deepspeed, ZeRO-3": "the same for ZeRO-3, with the largest layer",
+    "fitcheck": "everything, context included, for plain transformers; knows neither packing, selective recomputing, "
+    "chunked losses nor compiling",
+}  # fmt: skip
+COLUMN = {peer: "device" if peer == "fitcheck" else "allocated" for peer in COUNTS}
+
+Answers = dict[str, int]
+
+
+def ask_peers(rows: list[Row], before: dict[str, Any]) -> dict[str, Any]:
+    """Puts answers into the rows, and returns who answered, in which version. Earlier answers stay where a peer is no
+    longer here."""
+    told = dict(before)
+    for package, distribution, ask in _PEERS:
+        if find_spec(package) is None:
+            continue
+        for row in rows:
+            answers: Answers = {}
+            with suppress(ValueError):  # what it does not know
+                answers = ask(work_of_row(row))
+            row.setdefault("peers", {}).update(answers)
+            told |= dict.fromkeys(answers, version_of(distribution))
+    return told
+
+
+def _plain(work: Work) -> bool:
+    return not work.adapters and work.optimizer == "adamw" and work.offload == "off"
+
+
+def _accelerate(work: Work) -> Answers:
+    from accelerate import init_empty_weights
+    from accelerate.commands.estimate import estimate_training_usage
+    from accelerate.utils import calculate_maximum_sizes
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if not _plain(work):
+        return {}
+    config = AutoConfig.for_model(work.shape.family, **sizes(work.shape))
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(config)
+    total, _ = calculate_maximum_sizes(model)
+    return {
+        f"accelerate, {dtype}": int(max(estimate_training_usage(total, dtype).values()))
+        for dtype in ("float32", "float16")
+    }
+
+
+def _deepspeed(work: Work) -> Answers:
+    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
+    from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
+
+    if not _plain(work):
+        return {}
+    count, largest = work.shape.parameters, work.shape.embedding_parameters
+    second = estimate_zero2_model_states_mem_needs(count, 1, 1, cpu_offload=False)
+    third = estimate_zero3_model_states_mem_needs(count, largest, 1, 1, cpu_offload=False, cpu_offload_params=False)
+    return {"deepspeed, ZeRO-2": second[1], "deepspeed, ZeRO-3": third[1]}
+
+
+def _fitcheck(work: Work) -> Answers:
+    import fitcheck
+
+    shape = work.shape
+    if work.recompute == "selective" or work.offload != "off":
+        return {}
+    model = fitcheck.ModelConfig(
+        name=shape.name, num_params=shape.parameters, hidden_size=shape.hidden, num_layers=shape.layers,
+        num_attention_heads=shape.heads, num_kv_heads=shape.kv_heads, intermediate_size=shape.ffn,
+        vocab_size=shape.vocab, head_dim=shape.head_dim, tie_word_embeddings=shape.tied,
+    )  # fmt: skip
+    quantised = work.method == "qlora"
+    run = fitcheck.TrainingConfig(
+        precision=work.precision, quantization="nf4" if quantised else "none", double_quant=quantised,
+        optimizer=work.optimizer.replace("_", "-"), batch_size=work.rows, seq_len=work.length,
+        lora_rank=work.rank if work.adapters else None, lora_targets=[name for name in LINEAR if name in work.targets],
+        grad_checkpoint=work.recompute == "full", flash_attn=True, grad_accum_steps=work.passes,
+    )  # fmt: skip
+    return {"fitcheck": int(fitcheck.estimate(model, run, fitcheck.get_gpu("h200")).total_mib * 2**20)}
+
+
+_PEERS: tuple[tuple[str, str, Callable[[Work], Answers]], ...] = (
+    ("accelerate", "accelerate", _accelerate),
+    ("deepspeed", "deepspeed", _deepspeed),
+    ("fitcheck", "fitcheck-llm", _fitcheck),
+)

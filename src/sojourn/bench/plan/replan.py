@@ -1,0 +1,47 @@
+"""The planned side of a row, from what the row itself says: no torch, no GPU, and always the present planner."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import fields, replace
+from typing import Any
+
+from sojourn.catalog.names import gpu as find_gpu
+from sojourn.catalog.shapes import ModelShape
+from sojourn.config.schema import RunConfig
+from sojourn.errors import UserError
+from sojourn.plan.memory import memory
+from sojourn.plan.speed import speed
+from sojourn.plan.work import Place, Work, work_of
+
+Row = dict[str, Any]
+
+
+def work_of_row(row: Row) -> Work:
+    """As plans see it, with documents as long as they really are, and no evaluation, since none was run."""
+    config = RunConfig.model_validate(row["config"])
+    known = {field.name for field in fields(ModelShape)}
+    shape = ModelShape(**{key: _plain(value) for key, value in row["shape"].items() if key in known})
+    capability = row["place"]["capability"]
+    place = Place(row["place"]["device"], None if capability is None else tuple(capability), row["place"]["precision"])
+    rows = config.train.micro_batch if isinstance(config.train.micro_batch, int) else 1
+    work = work_of(config, shape, place, rows)
+    document = row["document"]
+    return replace(work, document=document if document and document < work.length else None, evaluates=False)
+
+
+def planned(row: Row) -> Row:
+    work = work_of_row(row)
+    found = memory(work)
+    plan: Row = {
+        "allocated": found.allocated, "device": found.device, "context": found.context, "moment": found.peak.name,
+        "kinds": {kind: int(size) for kind, size in found.peak.by_kind().items()}, "step_seconds": None,
+    }  # fmt: skip
+    with suppress(UserError):  # a card that the catalogue does not know, or none
+        fast = speed(work, find_gpu(str(row.get("gpu"))))
+        plan |= {"step_seconds": fast.step_seconds, "parts": {part.name: part.seconds for part in fast.parts}}
+    return plan
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,116 @@
+"""Planned against measured in a few numbers, for each half, and who is furthest off."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from sojourn.bench.plan.peers import COLUMN, COUNTS
+from sojourn.bench.plan.replan import Row
+
+_GIB = 2**30
+_WORST = 8
+HALVES = {"held out": True, "the other half": False}
+_COLUMNS = ("allocated", "device", "step_seconds")
+
+
+def summary(result: dict[str, Any]) -> dict[str, Any]:
+    """By who plans and for which half: of each column the errors, and how many capped runs ran out of memory."""
+    rows = [row for row in result["rows"] if "failed" not in row.get("measured", {"failed": ""})]
+    halves = {half: [row for row in rows if row["held_out"] is held] for half, held in HALVES.items()}
+    found = {f"sojourn, {half}": _ours(some, result["rows"], HALVES[half]) for half, some in halves.items()}
+    for peer in sorted(result.get("peers", {})):
+        for half, some in halves.items():
+            answers = {row["name"]: row.get("peers", {}).get(peer) for row in some}
+            found[f"{peer}, {half}"] = {COLUMN[peer]: errors(some, COLUMN[peer], answers)}
+    return found
+
+
+def _ours(rows: list[Row], everything: list[Row], held: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for column in _COLUMNS:
+        found[column] = errors(rows, column, {row["name"]: row["planned"][column] for row in rows})
+    capped = [row["capped"] for row in everything if row["held_out"] is held and "capped" in row]
+    tried = [one for one in capped if "failed" not in one or one.get("out_of_memory")]
+    found["capped"] = len(tried)
+    found["false_fits"] = sum(bool(one.get("out_of_memory")) for one in tried)
+    found["above_need"] = sum(_above(row) for row in rows)
+    return found
+
+
+def _above(row: Row) -> bool:
+    """Whether the peak alone is more than the plan wants to be there: certain not to fit, capped or not."""
+    peak, plan = row["measured"].get("allocated"), row["planned"]
+    return peak is not None and peak > plan["device"] - plan["context"]
+
+
+def errors(rows: list[Row], column: str, plans: dict[str, Any]) -> dict[str, Any] | None:
+    """Shares of what was measured: the mean, the 95th percentile and the worst, whichever way they go; None: nothing to
+    compare."""
+    apart = {}
+    for row in rows:
+        real, plan = row["measured"].get(column), plans.get(row["name"])
+        if real and plan:
+            apart[row["name"]] = plan / real - 1
+    if not apart:
+        return None
+    sizes = sorted(map(abs, apart.values()))
+    worst = max(apart, key=lambda name: abs(apart[name]))
+    return {
+        "cases": len(apart), "mean": sum(sizes) / len(sizes), "p95": sizes[math.ceil(0.95 * len(sizes)) - 1],
+        "worst": apart[worst], "worst_case": worst, "bias": sum(apart.values()) / len(apart),
+    }  # fmt: skip
+
+
+def lines(result: dict[str, Any]) -> list[str]:
+    """For a screen."""
+    rows = result["rows"]
+    failed = [row for row in rows if "failed" in row.get("measured", {})]
+    done = [row for row in rows if "measured" in row and row not in failed]
+    said = ["", f"{len(done)} cases measured, {len(failed)} failed, {len(rows) - len(done) - len(failed)} not run"]
+    said += [f"  {row['name']}: {row['measured']['failed']}" for row in failed]
+    said += ["", f"{'planned against measured':<34}{'cases':>6}   {'mean':>6}  {'95 %':>6}  {'worst':>7}"]
+    titles = {"allocated": "peak that torch counts", "device": "whole device", "step_seconds": "time of a step"}
+    for who, found in result["report"].items():
+        for column in _COLUMNS:
+            one = found.get(column)
+            if one is not None:
+                said.append(f"{who}: {titles[column]}")
+                said.append(f"{'':<34}{one['cases']:>6}   {one['mean']:>6.1%}  {one['p95']:>6.1%}  {one['worst']:>+7.1%}  "
+                            f"{one['worst_case']}")  # fmt: skip
+        if found.get("capped"):
+            said.append(f"{who}: {found['false_fits']} of {found['capped']} ran out of memory under a cap of the plan")
+        if found.get("above_need"):
+            said.append(f"{who}: {found['above_need']} peaks above what the plan wants to be there")
+    said += ["", *(f"{peer} counts {COUNTS[peer]}" for peer in sorted(result.get("peers", {})))]
+    return [*said, *_groups(done), *_offenders(done, "allocated"), *_offenders(done, "step_seconds")]
+
+
+def _groups(rows: list[Row]) -> list[str]:
+    """Which way plans err, by what the runs have in common."""
+    said = ["", f"{'sojourn, by':<34}{'cases':>6}   {'memory':>15}   {'time':>15}   (mean either way, and mean)"]
+    for key in ("method", "compiled", "checkpointing", "optimizer", "fused"):
+        for value in sorted({str(row["case"][key]) for row in rows}):
+            some = [row for row in rows if str(row["case"][key]) == value]
+            both = []
+            for column in ("allocated", "step_seconds"):
+                one = errors(some, column, {row["name"]: row["planned"][column] for row in some})
+                both.append(f"{one['mean']:>6.1%} {one['bias']:>+7.1%}" if one else "")
+            said.append(f"{key + ' ' + value:<34}{len(some):>6}   {both[0]:>15}   {both[1]:>15}")
+    return said
+
+
+def _offenders(rows: list[Row], column: str) -> list[str]:
+    apart = {
+        row["name"]: (row["planned"][column] / row["measured"][column] - 1, row)
+        for row in rows
+        if row["planned"][column] and row["measured"].get(column)
+    }
+    scale, unit = (_GIB, "GiB") if column == "allocated" else (1e-3, "ms")
+    said = ["", f"furthest off in {'memory' if column == 'allocated' else 'time'}:"] if apart else []
+    for name in sorted(apart, key=lambda name: -abs(apart[name][0]))[:_WORST]:
+        off, row = apart[name]
+        where = row["planned"]["moment"] if column == "allocated" else ""
+        said.append(f"  {name:<26}{off:>+7.1%}   {row['planned'][column] / scale:,.2f} {unit} planned, "
+                    f"{row['measured'][column] / scale:,.2f} measured   {where}")  # fmt: skip
+    return said
