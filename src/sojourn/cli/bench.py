@@ -96,7 +96,7 @@ def bench_plan(
     skip_capped: Annotated[
         bool, typer.Option("--skip-capped", help="Leave out the runs under a cap of what is planned.")
     ] = False,
-    seconds: Annotated[float, typer.Option(min=1, max=3600, help="A run that takes longer is ended.")] = 150.0,
+    seconds: Annotated[float, typer.Option(min=1, max=3600, help="A run that takes longer is ended.")] = 180.0,
     read: Annotated[
         Path | None, typer.Option(help="Measure nothing: plan what this result has measured anew, without a GPU.")
     ] = None,

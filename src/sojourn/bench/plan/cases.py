@@ -63,14 +63,11 @@ NEW = {
 }
 
 
+@cache
 def shape_of(case: Case) -> ModelShape:
     if case.new:
         return of_new(NEW[case.shape])
-    # A window of attention is no part of these runs: neither its rows nor the plan of a config.json have one.
-    return model(case.shape) if case.shape in _KNOWN else _TINY[case.shape]
-
-
-
+    return _TINY[case.shape] if case.shape in _TINY else model(case.shape)
 
 
 def sizes(shape: ModelShape) -> dict[str, Any]:
@@ -84,12 +81,6 @@ def sizes(shape: ModelShape) -> dict[str, Any]:
 
 
 _P, _F, _L, _Q = METHODS
-_KNOWN = (
-    "smollm2-135m", "smollm2-360m", "smollm2-1.7b", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b",
-    "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "llama-2-7b", "llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b",
-    "mistral-7b-v0.3",
-)  # fmt: skip
-
 CASES = (
     Case("pretrain-11m", _P, "11m", 512, 32, True),
     Case("pretrain-11m-eager", _P, "11m", 512, 32, False),
@@ -163,22 +154,24 @@ CASES = (
 _TINY = {
     "tiny-llama": replace(of_new(NEW["30k"]), name="tiny-llama"),
     "tiny-qwen2": replace(of_new(NEW["30k"]), name="tiny-qwen2", family="qwen2", qkv_bias=True),
+    "tiny-qwen3": replace(of_new(NEW["30k"]), name="tiny-qwen3", family="qwen3", qk_norm=True),
 }
 TINY = (
     Case("tiny-pretrain", _P, "30k", 64, 2, False, document=20),
+    Case("tiny-whole", _P, "30k", 64, 2, False, whole=True, checkpointing="selective"),
     Case("tiny-full", _F, "tiny-llama", 64, 2, False, filled=0.5),
+    Case("tiny-qwen3", _F, "tiny-qwen3", 64, 2, False, checkpointing="full"),
     Case("tiny-lora", _L, "tiny-qwen2", 64, 2, False, passes=2, document=20, rank=4),
 )
 
 
 @cache
 def held_out() -> frozenset[str]:
-    """Half of each method's runs, drawn once and for all."""
+    """One of each two that are alike, drawn once and for all."""
     draw, found = random.Random(0), set()  # noqa: S311
     for method in METHODS:
-        for group in (CASES, TINY):
-            names = sorted(case.name for case in group if case.method == method)
-            found |= set(draw.sample(names, len(names) // 2))
+        alike = sorted((case.compiled, case.checkpointing, case.name) for case in CASES if case.method == method)
+        found |= {draw.choice(pair)[2] for pair in zip(alike[::2], alike[1::2], strict=True)}
     return frozenset(found)
 
 

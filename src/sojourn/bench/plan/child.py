@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ def main() -> None:
 
 
 def _run(task: Task) -> dict[str, Any]:
+    began, config = time.monotonic(), RunConfig.model_validate(task.config)
     import torch
 
     from sojourn.run.folder import RunFolder
@@ -67,11 +69,11 @@ def _run(task: Task) -> dict[str, Any]:
     from sojourn.train.ranks import Ranks
     from sojourn.train.session import open_session
 
-    began = time.monotonic()
-    config = RunConfig.model_validate(task.config)
     device = use_device(config)
     if task.cap is not None and device == "cuda":
-        torch.cuda.set_per_process_memory_fraction(min(1.0, task.cap / torch.cuda.get_device_properties(0).total_memory))
+        torch.cuda.set_per_process_memory_fraction(
+            min(1.0, task.cap / torch.cuda.get_device_properties(0).total_memory)
+        )
     _for_made_bases()
     run = RunFolder(Path(task.folder) / "home" / "runs" / f"{task.name}-{os.getpid()}")
     run.path.mkdir(parents=True)
@@ -111,9 +113,9 @@ def _steps(session: Any, most: int) -> tuple[list[float], float]:
 
 def _for_made_bases() -> None:
     """Two things that only this bench needs: zeros would be multiplied too fast and fail the trial of a model, so they
-    become random numbers as soon as they are loaded; and nothing is saved, so that the disk need have no room for it."""
-    from sojourn.train import build, session
-
+    become random numbers as soon as they are loaded; and nothing is saved, so that the disk needs no room for it."""
+    build: Any = import_module("sojourn.train.build")
+    session: Any = import_module("sojourn.train.session")
     opened = build.open_base
     build.open_base = lambda *given: filled(opened(*given))
     session.check_room = lambda *given: None
@@ -178,9 +180,11 @@ def device_used() -> int | None:
 
 
 def _is_memory(error: BaseException) -> bool:
+    if not isinstance(error, (RuntimeError, MemoryError)):
+        return False
     from sojourn.train.ladder import is_memory_error
 
-    return isinstance(error, (RuntimeError, MemoryError)) and is_memory_error(error)
+    return is_memory_error(error)
 
 
 def _line(error: BaseException) -> str:

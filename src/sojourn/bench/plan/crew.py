@@ -20,7 +20,7 @@ from sojourn.bench.plan.child import Task
 
 _HEAVY = (
     "torch", "transformers", "transformers.models.llama.modeling_llama", "transformers.models.qwen2.modeling_qwen2",
-    "transformers.models.qwen3.modeling_qwen3", "transformers.models.mistral.modeling_mistral", "peft",
+    "transformers.models.qwen3.modeling_qwen3", "transformers.models.mistral.modeling_mistral",
     "sojourn.train.loop", "sojourn.train.lessons", "sojourn.train.parallel.open", "sojourn.model.fast.forwards",
 )  # fmt: skip
 _COMPILER = ("torch._dynamo", "torch._inductor.compile_fx", "triton")
@@ -46,26 +46,30 @@ class Running:
 
     def kill(self) -> None:
         """It and all that it started, which is a group of its own."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        for kill in (os.killpg, os.kill):  # one that has just begun is no group yet
+            with suppress(ProcessLookupError):
+                kill(self.pid, signal.SIGKILL)
         if self.process is not None:
             self.process.wait()
         else:
             os.waitpid(self.pid, 0)
 
 
+def make_crew(device: str, capability: tuple[int, int] | None, compiled: Path, adapters: bool) -> Crew:
+    """`adapters`: whether any case has them."""
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else asking for a GPU already begins to use it
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compiled)
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # cases compile side by side
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    _load(capability, [*_HEAVY, *(["peft"] if adapters else []), *(_COMPILER if device == "cuda" else ())])
+    return Crew(forks=device != "cuda" or _fork_reaches_gpu())
+
+
+@dataclass(frozen=True)
 class Crew:
     """`forks`: whether cases are forked; where forking spoils the GPU, each starts a Python of its own."""
 
-    def __init__(self, device: str, capability: tuple[int, int] | None, compiled: Path) -> None:
-        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else asking for a GPU already begins to use it
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compiled)
-        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # cases compile side by side
-        os.environ["HF_HUB_OFFLINE"] = "1"
-        self.forks = True
-        _load(capability, (*_HEAVY, *_COMPILER) if device == "cuda" else _HEAVY)
-        if device == "cuda":
-            self.forks = _fork_reaches_gpu()
+    forks: bool
 
     def start(self, task: Task) -> Running:
         began = time.monotonic()
@@ -123,11 +127,13 @@ def _found(one: Running, limit: float) -> Found | None:
     if path.is_file():
         found: Found = json.loads(path.read_text(encoding="utf-8"))
         return found
-    said = Path(one.task.log).read_text(encoding="utf-8", errors="replace").strip() if Path(one.task.log).is_file() else ""
+    said = (
+        Path(one.task.log).read_text(encoding="utf-8", errors="replace").strip() if Path(one.task.log).is_file() else ""
+    )
     return {"failed": f"ended with {status}: {(said.splitlines() or ['nothing said'])[-1][:200]}"}
 
 
-def _load(capability: tuple[int, int] | None, names: tuple[str, ...]) -> None:
+def _load(capability: tuple[int, int] | None, names: list[str]) -> None:
     """Imports once for all. bitsandbytes asks the GPU for its kind while it is imported, which would begin to use it:
     it gets the driver's answer instead."""
     import torch

@@ -78,9 +78,8 @@ def _write_base(shape: ModelShape, folder: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(
-        shape.family, **sizes(shape), max_position_embeddings=_POSITIONS, pad_token_id=0, bos_token_id=None, eos_token_id=0
-    )
+    ends = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 0}
+    config = AutoConfig.for_model(shape.family, **sizes(shape), **ends, max_position_embeddings=_POSITIONS)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     config.architectures = [type(model).__name__]

@@ -3,6 +3,7 @@ once, which also compiles everything; then one by one, with the whole device, fo
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -13,13 +14,14 @@ from typing import Any
 
 from sojourn.bench.plan.cases import Case, chosen, held_out, shape_of
 from sojourn.bench.plan.child import Task, device_used
-from sojourn.bench.plan.crew import Crew
+from sojourn.bench.plan.crew import make_crew
 from sojourn.bench.plan.ground import lay, settings_of
 from sojourn.bench.plan.peers import ask_peers
 from sojourn.bench.plan.replan import Row, planned
 from sojourn.bench.plan.report import lines, summary
 from sojourn.bench.train.measure import circumstances
 from sojourn.config.load import dump
+from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
 from sojourn.run.files import read_json, write_json
 
@@ -73,12 +75,15 @@ def measure(plan: Plan, say: Say) -> dict[str, Any]:
 
 
 def _measure(plan: Plan, folder: Path, say: Say) -> dict[str, Any]:
-    crew = Crew(plan.device, plan.capability, folder / "compiled")
+    adapters = any(case.method in ("lora", "qlora") for case in plan.cases)
+    crew = make_crew(plan.device, plan.capability, folder / "compiled", adapters)
     if not crew.forks:
         say("note: a forked process cannot use the GPU here, so that each case starts a Python of its own")
     result: dict[str, Any] = {**circumstances(plan.device), "rows": []}
     configs = {case.name: settings_of(case, plan.device, folder) for case in plan.cases}
     rows = {case.name: plan.before.get(case.name) or _row(plan, case, dump(configs[case.name])) for case in plan.cases}
+    for row in plan.before.values():
+        row["planned"] = planned(row)
     result["rows"] = [*rows.values(), *(row for name, row in plan.before.items() if name not in rows)]
     _set_home(folder)
     for case in plan.cases:
@@ -91,8 +96,8 @@ def _measure(plan: Plan, folder: Path, say: Say) -> dict[str, Any]:
 
     def tasks(kind: str, cap: bool) -> list[tuple[Task, int]]:
         (folder / kind).mkdir(exist_ok=True)
-        todo = [row for row in rows.values() if kind not in row]
-        return [(_task(row, dump(configs[row["name"]]), folder / kind, folder, before, cap), _need(row)) for row in todo]
+        todo = [row for row in rows.values() if _open(row, kind)]
+        return [(_task(row, configs[row["name"]], folder / kind, folder, before, cap), _need(row)) for row in todo]
 
     def told(kind: str) -> Callable[[Task, Row], None]:
         def tell(task: Task, found: Row) -> None:
@@ -134,8 +139,6 @@ def read_result(path: Path, flag: str) -> dict[str, Any]:
 
 def _set_home(folder: Path) -> None:
     """For this process and those it starts: rows and runs lie with the rest."""
-    import os
-
     os.environ["SOJOURN_HOME"] = str(folder / "home")
 
 
@@ -143,7 +146,8 @@ def _row(plan: Plan, case: Case, config: dict[str, Any]) -> Row:
     capability = list(plan.capability) if plan.capability else None
     precision = "bf16" if plan.device == "cuda" else "fp32"
     row = {
-        "name": case.name, "held_out": case.name in held_out(), "case": asdict(case), "config": _portable(config, case.shape),
+        "name": case.name, "held_out": case.name in held_out(), "case": asdict(case),
+        "config": _portable(config, case.shape),
         "shape": asdict(shape_of(case)), "document": case.document, "gpu": plan.gpu,
         "place": {"device": plan.device, "capability": capability, "precision": precision},
     }  # fmt: skip
@@ -157,21 +161,28 @@ def _portable(config: dict[str, Any], shape: str) -> dict[str, Any]:
     return {**config, "model": model, "data": {**config["data"], "sources": [], "tokenizer": "auto"}}
 
 
+def _open(row: Row, kind: str) -> bool:
+    """Whether this is still to be run: running out of memory is an answer, other failures are not."""
+    return kind not in row or ("failed" in row[kind] and not row[kind].get("out_of_memory"))
+
+
 def _need(row: Row) -> int:
     return int(row["planned"]["device"])
 
 
-def _task(row: Row, config: dict[str, Any], out: Path, folder: Path, before: int, cap: bool) -> Task:
+def _task(row: Row, config: RunConfig, out: Path, folder: Path, before: int, cap: bool) -> Task:
     name = row["name"]
     most = row["planned"]["device"] - row["planned"]["context"] if cap else None
     (out / f"{name}.json").unlink(missing_ok=True)  # of an earlier call
-    return Task(name, config, str(folder), str(out / f"{name}.json"), str(out / f"{name}.log"), most, before)
+    return Task(name, dump(config), str(folder), str(out / f"{name}.json"), str(out / f"{name}.log"), most, before)
 
 
 def _note(row: Row, kind: str, task: Task, found: Row) -> None:
     if "config" in found:
         row["config"] = _portable(found.pop("config"), row["case"]["shape"])
         row["document"], row["gpu"] = found.pop("document"), found.pop("gpu")
+    if "failed" in found:
+        found["failed"] = found["failed"].replace(f"{task.folder}/", "")
     if task.cap is not None:
         found["cap"] = task.cap
     row[kind] = found
@@ -183,7 +194,7 @@ def line(row: Row, kind: str) -> str:
     said = f"{row['name']:<26}"
     if "failed" in found:
         out = "RAN OUT OF MEMORY: " if found.get("out_of_memory") else "failed: "
-        return said + out + found["failed"]
+        return f"{said}{out}{found['failed']}"
     if found.get("allocated") is not None:
         said += f"{found['allocated'] / _GIB:8.2f} GiB of {plan['allocated'] / _GIB:7.2f} planned"
         said += f" ({found['allocated'] / plan['allocated'] - 1:+6.1%})" if kind == "measured" else ""

@@ -1,7 +1,8 @@
-"""What others answer for the same runs, by their own computations where they are installed. None of them needs a GPU."""
+"""What others answer for the same runs, by their own computations, where they are installed. None needs a GPU."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
@@ -14,15 +15,15 @@ from sojourn.train.environment import version_of
 
 # What each counts; which figure that comes nearest to is in COLUMN.
 COUNTS = {
-    "accelerate, float32": "weights, gradients and Adam's moments in 32 bits (estimate-memory: training using Adam); no "
-    "activations; answers for all weights with AdamW",
-    "accelerate, float16": "the largest of weights, gradients and moments in mixed precision, not their sum; else the same",
-    "deepspeed, ZeRO-2": "model states of its own engine on one GPU without offloading; no activations; answers for all "
-    "weights with AdamW",
+    "accelerate, float32": "weights, gradients and Adam's moments in 32 bits (estimate-memory: training using Adam); "
+    "no activations, and only where all weights are trained with AdamW",
+    "accelerate, float16": "the largest of weights, gradients and moments, not their sum, in mixed precision",
+    "deepspeed, ZeRO-2": "model states of its own engine on one GPU without offloading; no activations, and only where "
+    "all weights are trained with AdamW",
     "deepspeed, ZeRO-3": "the same for ZeRO-3, with the largest layer",
-    "fitcheck": "everything, context included, for plain transformers; knows neither packing, selective recomputing, "
-    "chunked losses nor compiling",
-}  # fmt: skip
+    "fitcheck": "everything, context included, for plain transformers; no packing, selective recomputing, chunked "
+    "losses or compiling",
+}
 COLUMN = {peer: "device" if peer == "fitcheck" else "allocated" for peer in COUNTS}
 
 Answers = dict[str, int]
@@ -67,6 +68,7 @@ def _accelerate(work: Work) -> Answers:
 
 
 def _deepspeed(work: Work) -> Answers:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it wonders aloud
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
     from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 

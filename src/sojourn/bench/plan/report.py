@@ -69,15 +69,14 @@ def lines(result: dict[str, Any]) -> list[str]:
     done = [row for row in rows if "measured" in row and row not in failed]
     said = ["", f"{len(done)} cases measured, {len(failed)} failed, {len(rows) - len(done) - len(failed)} not run"]
     said += [f"  {row['name']}: {row['measured']['failed']}" for row in failed]
-    said += ["", f"{'planned against measured':<34}{'cases':>6}   {'mean':>6}  {'95 %':>6}  {'worst':>7}"]
+    said += ["", f"{'planned against measured':<60}{'cases':>6}{'mean':>9}{'95 %':>9}{'worst':>9}"]
     titles = {"allocated": "peak that torch counts", "device": "whole device", "step_seconds": "time of a step"}
     for who, found in result["report"].items():
         for column in _COLUMNS:
             one = found.get(column)
             if one is not None:
-                said.append(f"{who}: {titles[column]}")
-                said.append(f"{'':<34}{one['cases']:>6}   {one['mean']:>6.1%}  {one['p95']:>6.1%}  {one['worst']:>+7.1%}  "
-                            f"{one['worst_case']}")  # fmt: skip
+                sizes = f"{one['mean']:>9.1%}{one['p95']:>9.1%}{one['worst']:>+9.1%}"
+                said.append(f"{f'{who}: {titles[column]}':<60}{one['cases']:>6}{sizes}  {one['worst_case']}")
         if found.get("capped"):
             said.append(f"{who}: {found['false_fits']} of {found['capped']} ran out of memory under a cap of the plan")
         if found.get("above_need"):

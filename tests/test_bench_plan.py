@@ -1,0 +1,234 @@
+"""The benchmark of plans: real steps in clean processes, failures that are only rows, and arithmetic one can trust."""
+
+import hashlib
+import json
+import math
+import os
+import subprocess
+import sys
+from collections import Counter
+from copy import deepcopy
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from conftest import sojourn
+from sojourn.bench.plan.cases import CASES, METHODS, TINY, chosen, held_out, shape_of
+from sojourn.bench.plan.child import Task
+from sojourn.bench.plan.crew import Crew
+from sojourn.bench.plan.ground import settings_of
+from sojourn.bench.plan.measure import finished, line, make_plan
+from sojourn.bench.plan.peers import ask_peers
+from sojourn.bench.plan.replan import planned
+from sojourn.bench.plan.report import errors, lines, summary
+from sojourn.catalog.names import gpu
+from sojourn.config.load import dump
+from sojourn.errors import UserError
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict]]:
+    """The command on a CPU: of one case the base is damaged, and one has been measured before."""
+    folder = tmp_path_factory.mktemp("plan")
+    base = folder / "bases/tiny-qwen3/model.safetensors"
+    base.parent.mkdir(parents=True)
+    base.write_bytes(b"no weights")
+    done = _row(next(case for case in TINY if case.name == "tiny-whole"), measured={"loss": 1, "step_seconds": 1.5})
+    before, out = folder / "before.json", folder / "result.json"
+    before.write_text(json.dumps({"rows": [done]}), encoding="utf-8")
+    words = ("--folder", str(folder), "--resume", str(before), "--out", str(out), "--no-peers", "--json")
+    said = sojourn("bench", "plan", *words)
+    assert said.returncode == 0 and "4 cases measured, 1 failed, 0 not run" in said.stderr, said.stderr
+    result = json.loads(said.stdout)
+    assert result == json.loads(out.read_text(encoding="utf-8")) and result["versions"]["torch"]
+    return folder, {row["name"]: row for row in result["rows"]}
+
+
+def test_a_case_that_fails_is_a_row_with_its_reason_and_the_others_go_on(ran):
+    rows = {name: row["measured"] for name, row in ran[1].items()}
+    assert rows["tiny-qwen3"]["failed"].startswith("model.base: ") and "\n" not in rows["tiny-qwen3"]["failed"]
+    assert list(rows) == [case.name for case in TINY]
+    assert all("step_seconds" in row for name, row in rows.items() if name != "tiny-qwen3")
+
+
+def test_what_has_been_measured_is_not_measured_again(ran):
+    assert ran[1]["tiny-whole"]["measured"] == {"loss": 1, "step_seconds": 1.5}
+
+
+def test_every_case_makes_real_steps_on_random_weights_that_take_no_disk(ran):
+    folder, rows = ran
+    tokens = {"tiny-pretrain": 128, "tiny-full": 64, "tiny-lora": 256}
+    for name, count in tokens.items():
+        found = rows[name]["measured"]
+        assert found["step_seconds"] > 0 and 2 <= len(found["steps"]) <= 8 and found["tokens"] == count
+        assert found["loss"] == pytest.approx(math.log(300), rel=0.05)
+        assert abs(found["loss"] - math.log(300)) > 1e-6  # as weights of zero would have it
+    assert rows["tiny-full"]["measured"]["parameters"] == rows["tiny-full"]["planned"]["kinds"]["weights"] // 4
+    assert rows["tiny-full"]["document"] is None and 10 < rows["tiny-lora"]["document"] < 25
+    assert str(folder) not in json.dumps(rows)
+    weights = folder / "bases/tiny-qwen2/model.safetensors"
+    assert weights.stat().st_blocks * 512 < weights.stat().st_size / 4
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [(lambda place: os.mkfifo(place / "log"), "took longer than 0 s"), (lambda place: None, "ended with 0: ")],
+    ids=["one that hangs", "one that dies"],
+)
+def test_a_process_that_hangs_or_dies_is_told(tmp_path, make, says):
+    make(tmp_path)
+    out = tmp_path / ("out" if "longer" in says else "no such folder/out")
+    task, told = Task("x", {}, str(tmp_path), str(out), str(tmp_path / "log")), []
+    Crew(forks=True).run([(task, 0)], 0, 1, 0.3 if "longer" in says else 60, lambda task, found: told.append(found))
+    assert len(told) == 1 and told[0]["failed"].startswith(says)
+
+
+def test_side_by_side_only_as_many_as_there_is_room_for(tmp_path):
+    names = "abcd"
+    tasks = [Task(name, {}, "", str(tmp_path / f"{name}.json"), str(tmp_path / f"{name}.log")) for name in names]
+    told = []
+    Crew(forks=True).run([(task, 60) for task in tasks], 100, 4, 60, lambda task, found: told.append(task.name))
+    assert told == list(names)  # no two fit together
+
+
+def test_the_cases_span_what_people_train_and_fit_an_h200_by_plan():
+    assert len(CASES) >= 64 and len({case.name for case in CASES}) == len(CASES)
+    sizes = [shape_of(case).parameters for case in CASES]
+    assert min(sizes) < 12e6 and max(sizes) > 8e9
+    spans = {"length": (512, 16_384), "rows": (1, 32)}
+    assert {key: (min(got), max(got)) for key in spans if (got := [getattr(case, key) for case in CASES])} == spans
+    assert {shape_of(case).family for case in CASES} == {"llama", "qwen2", "qwen3", "mistral"}
+    assert {case.checkpointing for case in CASES} == {"off", "selective", "full"}
+    assert 0.4 < sum(case.compiled for case in CASES) / len(CASES) < 0.6
+    room = 0.97 * gpu("H200").plan_gib * GIB
+    assert all(planned(_row(case))["device"] < room for case in CASES)
+
+
+def test_the_held_out_half_is_half_of_each_method_and_never_changes():
+    halves = Counter((case.method, case.name in held_out()) for case in CASES)
+    assert all(halves[method, True] == halves[method, False] for method in METHODS)
+    compiled = sum(case.compiled for case in CASES if case.name in held_out())
+    assert abs(compiled - len(CASES) / 4) <= 3
+    names = "\n".join(sorted(held_out() & {case.name for case in CASES}))
+    assert hashlib.sha256(names.encode()).hexdigest()[:12] == "24422e5ee830"
+
+
+def _row(case, **measured):
+    row = {
+        "name": case.name, "held_out": case.name in held_out(), "case": asdict(case),
+        "config": dump(settings_of(case, "cuda", Path("somewhere"))), "shape": asdict(shape_of(case)),
+        "document": case.document, "gpu": "NVIDIA H200",
+        "place": {"device": "cuda", "capability": [9, 0], "precision": "bf16"},
+    }  # fmt: skip
+    return {**json.loads(json.dumps(row)), **measured}
+
+
+@pytest.fixture(scope="module")
+def result() -> dict:
+    """As if every peak were four fifths of the plan, and one twice the plan; half of the time planned too short."""
+    rows = [_row(case) for case in CASES]
+    for number, row in enumerate(rows):
+        plan = planned(row)
+        peak = plan["allocated"] * (2 if row["name"] == "lora-7b" else 0.8)
+        seconds = plan["step_seconds"] * (2 if number % 2 else 1)
+        row["measured"] = {"allocated": peak, "device": plan["device"], "step_seconds": seconds}
+        row["capped"] = {"cap": 1} | ({"failed": "…", "out_of_memory": True} if row["name"] == "lora-7b" else {})
+        row["planned"] = {"allocated": 1, "device": 1, "context": 0, "moment": "", "step_seconds": 1.0}
+    return {"rows": rows}
+
+
+def test_errors_are_shares_of_what_was_measured():
+    rows = [{"name": str(n), "measured": {"allocated": 1000}} for n in range(1, 101)]
+    found = errors(rows, "allocated", {str(n): 1000 + (n if n % 2 else -n) for n in range(1, 101)})
+    assert found["mean"] == pytest.approx(0.0505) and found["p95"] == pytest.approx(0.095)
+    assert found["worst"] == pytest.approx(-0.1) and found["worst_case"] == "100" and found["cases"] == 100
+    assert errors(rows, "device", {}) is None
+
+
+def test_reading_plans_anew_and_tells_both_halves_apart(result, tmp_path):
+    file = tmp_path / "result.json"
+    file.write_text(json.dumps(result), encoding="utf-8")
+    code = (
+        "import json, sys; from pathlib import Path\n"
+        "from sojourn.bench.plan.measure import finished, read_result\n"
+        "found = finished(read_result(Path(sys.argv[1]), '--read'), False, lambda text: print(text, file=sys.stderr))\n"
+        "assert 'torch' not in sys.modules\nprint(json.dumps(found['report']))"
+    )
+    said = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, text=True, check=False)
+    assert said.returncode == 0, said.stderr
+    report = json.loads(said.stdout)
+    held, other = report["sojourn, held out"], report["sojourn, the other half"]
+    assert held["allocated"]["cases"] + other["allocated"]["cases"] == len(CASES)
+    assert held["allocated"]["p95"] == pytest.approx(0.25) == other["allocated"]["p95"]
+    mine = other if "lora-7b" not in held_out() else held
+    assert mine["allocated"]["worst_case"] == "lora-7b" and mine["allocated"]["worst"] == pytest.approx(-0.5)
+    assert mine["false_fits"] == 1 and mine["above_need"] == 1 and mine["capped"] == len(CASES) // 2
+    assert held["device"]["mean"] == 0 and 0.2 < held["step_seconds"]["mean"] < 0.3
+    assert "1 of 33 ran out of memory under a cap of the plan" in said.stderr
+    assert "method qlora" in said.stderr and "furthest off in memory:" in said.stderr
+
+
+def test_peers_answer_what_they_count_and_their_answers_stay(result):
+    pytest.importorskip("accelerate")
+    rows = [
+        deepcopy(row) for row in result["rows"] if row["name"] in ("pretrain-875m", "pretrain-201m-long", "lora-135m")
+    ]
+    told = ask_peers(rows, {"fitcheck": "0.3.1"})
+    count = shape_of(chosen(["pretrain-201m-long"], 1, "cuda")[0]).parameters
+    answers = {row["name"]: row["peers"] for row in rows}
+    assert answers["pretrain-201m-long"]["accelerate, float32"] == pytest.approx(16 * count, rel=0.001)
+    assert not any(key.startswith("accelerate") for key in answers["lora-135m"])
+    assert told["fitcheck"] == "0.3.1" and told["accelerate, float32"]
+    for row in rows:
+        row["planned"] = planned(row)
+    found = {"rows": rows, "peers": told}
+    found["report"] = summary(found)
+    assert any(text.startswith("accelerate, float32, ") for text in lines(found))
+    assert any(text.startswith("fitcheck counts everything") for text in lines(found))
+
+
+def test_lines_say_what_was_planned_and_what_failed(result):
+    row = deepcopy(result["rows"][0])
+    row["planned"] = planned(row)
+    row["measured"] |= {"seconds": 3.2, "opened": 1.1, "allocated": 1.25 * row["planned"]["allocated"]}
+    assert "(+25.0%)" in line(row, "measured")
+    row["capped"] = {"failed": "CUDA out of memory", "out_of_memory": True}
+    assert "RAN OUT OF MEMORY: CUDA out of memory" in line(row, "capped")
+    assert finished({"rows": [row]}, False, lambda text: None)["report"]["sojourn, held out"]["false_fits"] <= 1
+
+
+def _plan(**given):
+    asked = {"words": [], "limit": None, "jobs": 1, "seconds": 9.0, "capped": True, "peers": False}
+    return make_plan(**asked | {"folder": None, "out": None, "resume": None} | given)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"words": ["lora-900b"]}, "--cases: “lora-900b”: no such case"),
+        ({"folder": Path("nowhere")}, "--folder: nowhere: no such folder"),
+        ({"resume": Path("nothing.json")}, "--resume: nothing.json: no such file"),
+        ({"resume": Path("bad.json")}, "--resume: bad.json: not a result of sojourn bench plan --out FILE"),
+    ],
+)
+def test_what_is_wrong_is_one_line(home, given, says):
+    (home / "bad.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(UserError) as told:
+        _plan(**given)
+    assert str(told.value).startswith(says) and "\n" not in str(told.value)
+
+
+def test_reading_and_measuring_are_not_asked_for_together(home):
+    said = sojourn("bench", "plan", "--read", "some.json", "--limit", "1")
+    assert said.returncode == 2 and len(said.stderr.strip().splitlines()) == 1
+    assert "--read: measures nothing; remove --resume, --cases and --limit" in said.stderr
+
+
+def test_cases_are_found_by_name_and_by_part():
+    assert [case.name for case in chosen(["lora-7b"], None, "cuda")] == ["lora-7b"]
+    assert len(chosen(["qlora"], None, "cuda")) == 14 and len(chosen([], 5, "cuda")) == 5
+    with pytest.raises(UserError, match="did you mean lora-135m"):
+        chosen(["lora-13m"], None, "cuda")
