@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
 from copy import deepcopy
 from dataclasses import asdict
@@ -82,7 +83,7 @@ def test_a_process_that_hangs_or_dies_is_told(tmp_path, make, says):
     make(tmp_path)
     out = tmp_path / ("out" if "longer" in says else "no such folder/out")
     task, told = Task("x", {}, str(tmp_path), str(out), str(tmp_path / "log")), []
-    Crew(forks=True).run([(task, 0)], 0, 1, 0.3 if "longer" in says else 60, lambda task, found: told.append(found))
+    Crew(forks=True).run([(task, 0)], lambda task, found: told.append(found), 0, 1, 0.3 if "longer" in says else 60)
     assert len(told) == 1 and told[0]["failed"].startswith(says)
 
 
@@ -90,8 +91,11 @@ def test_side_by_side_only_as_many_as_there_is_room_for(tmp_path):
     names = "abcd"
     tasks = [Task(name, {}, "", str(tmp_path / f"{name}.json"), str(tmp_path / f"{name}.log")) for name in names]
     told = []
-    Crew(forks=True).run([(task, 60) for task in tasks], 100, 4, 60, lambda task, found: told.append(task.name))
+    sized = [(task, 60) for task in tasks]
+    Crew(forks=True).run(sized, lambda task, found: told.append(task.name), room=100, jobs=4, limit=60)
     assert told == list(names)  # no two fit together
+    Crew(forks=True).run(sized, lambda task, found: told.append(task.name), 100, 4, 60, until=time.monotonic())
+    assert told == list(names)  # and none begins when time is up
 
 
 def test_the_cases_span_what_people_train_and_fit_an_h200_by_plan():
@@ -201,7 +205,7 @@ def test_lines_say_what_was_planned_and_what_failed(result):
 
 
 def _plan(**given):
-    asked = {"words": [], "limit": None, "jobs": 1, "seconds": 9.0, "capped": True, "peers": False}
+    asked = {"words": [], "limit": None, "jobs": 1, "seconds": 9.0, "within": None, "capped": True, "peers": False}
     return make_plan(**asked | {"folder": None, "out": None, "resume": None} | given)
 
 

@@ -97,6 +97,9 @@ def bench_plan(
         bool, typer.Option("--skip-capped", help="Leave out the runs under a cap of what is planned.")
     ] = False,
     seconds: Annotated[float, typer.Option(min=1, max=3600, help="A run that takes longer is ended.")] = 180.0,
+    within: Annotated[
+        float | None, typer.Option(min=1, help="After so many seconds no further run begins; --resume goes on later.")
+    ] = None,
     read: Annotated[
         Path | None, typer.Option(help="Measure nothing: plan what this result has measured anew, without a GPU.")
     ] = None,
@@ -121,7 +124,7 @@ def bench_plan(
         result = read_result(read, "--read")
         _report(lambda say: finished(result, peers, say), json, out)
         return
-    asked = (cases or [], limit, jobs, seconds, not skip_capped, peers, folder, out, resume)
+    asked = (cases or [], limit, jobs, seconds, within, not skip_capped, peers, folder, out, resume)
     _report(lambda say: measure(make_plan(*asked), say), json, out)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -61,8 +62,10 @@ def make_crew(device: str, capability: tuple[int, int] | None, compiled: Path, a
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compiled)
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # cases compile side by side
     os.environ["HF_HUB_OFFLINE"] = "1"
-    _load(capability, [*_HEAVY, *(["peft"] if adapters else []), *(_COMPILER if device == "cuda" else ())])
-    return Crew(forks=device != "cuda" or _fork_reaches_gpu())
+    spoilt = _load(capability, [*_HEAVY, *(["peft"] if adapters else []), *(_COMPILER if device == "cuda" else ())])
+    if device != "cuda" or (spoilt is None and _fork_reaches_gpu()):
+        return Crew(forks=True)
+    return Crew(forks=False, why=f"{spoilt} has begun to use it" if spoilt else "why, nobody says")
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ class Crew:
     """`forks`: whether cases are forked; where forking spoils the GPU, each starts a Python of its own."""
 
     forks: bool
+    why: str = ""
 
     def start(self, task: Task) -> Running:
         began = time.monotonic()
@@ -85,18 +89,23 @@ class Crew:
         if pid == 0:
             try:
                 os.setsid()
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 child.work(task)
             finally:
                 os._exit(0)
         return Running(pid, task, began)
 
-    def run(self, tasks: list[tuple[Task, int]], room: int, jobs: int, limit: float, tell: Callable[[Task, Found], None]
-            ) -> None:  # fmt: skip
-        """All tasks, each with the bytes that it is to need: as many at once as there is room for. `tell` hears of
-        each as it ends; the next in line that fits goes first."""
+    def run(
+        self, tasks: list[tuple[Task, int]], tell: Callable[[Task, Found], None], room: int, jobs: int, limit: float,
+        until: float = math.inf,
+    ) -> None:  # fmt: skip
+        """All tasks, each with the bytes that it is to need: as many at once as there is room for, the next in line
+        that fits first. `tell` hears of each as it ends, or is ended after `limit` seconds. After `until`, on the
+        monotonic clock, none is begun."""
         waiting, running = list(tasks), dict[int, tuple[Running, int]]()
         try:
             while waiting or running:
+                waiting = waiting if time.monotonic() < until else []
                 free = room - sum(size for _, size in running.values())
                 able = len(running) < jobs
                 following = next((one for one in waiting if able and (one[1] <= free or not running)), None)
@@ -133,9 +142,9 @@ def _found(one: Running, limit: float) -> Found | None:
     return {"failed": f"ended with {status}: {(said.splitlines() or ['nothing said'])[-1][:200]}"}
 
 
-def _load(capability: tuple[int, int] | None, names: list[str]) -> None:
+def _load(capability: tuple[int, int] | None, names: list[str]) -> str | None:
     """Imports once for all. bitsandbytes asks the GPU for its kind while it is imported, which would begin to use it:
-    it gets the driver's answer instead."""
+    it gets the driver's answer instead. Returns the module that begins to use the GPU all the same, if one does."""
     import torch
 
     asked = torch.cuda.get_device_capability
@@ -145,16 +154,17 @@ def _load(capability: tuple[int, int] | None, names: list[str]) -> None:
         for name in names:
             with suppress(ImportError):  # the case that needs it says so
                 importlib.import_module(name)
+            if torch.cuda.is_initialized():
+                return name
     finally:
         torch.cuda.get_device_capability = asked
+    return None
 
 
 def _fork_reaches_gpu() -> bool:
     """Whether a forked process can use the GPU: an import that has begun to use it here would spoil that."""
     import torch
 
-    if torch.cuda.is_initialized():
-        return False
     pid = os.fork()
     if pid == 0:
         status = 1

@@ -3,8 +3,12 @@ once, which also compiles everything; then one by one, with the whole device, fo
 
 from __future__ import annotations
 
+import math
 import os
+import signal
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -33,7 +37,8 @@ _ROOM = 0.95  # of the device, for cases side by side
 
 @dataclass(frozen=True)
 class Plan:
-    """`before`: rows of an earlier call that need not be measured again."""
+    """`limit`: seconds that a run may take; `within`: those after which none is begun; `before`: rows of an earlier
+    call."""
 
     cases: tuple[Case, ...]
     device: str
@@ -42,6 +47,7 @@ class Plan:
     memory: int
     jobs: int
     limit: float
+    within: float
     capped: bool
     peers: bool
     folder: Path | None
@@ -50,8 +56,8 @@ class Plan:
 
 
 def make_plan(
-    words: Iterable[str], limit: int | None, jobs: int, seconds: float, capped: bool, peers: bool, folder: Path | None,
-    out: Path | None, resume: Path | None,
+    words: Iterable[str], limit: int | None, jobs: int, seconds: float, within: float | None, capped: bool, peers: bool,
+    folder: Path | None, out: Path | None, resume: Path | None,
 ) -> Plan:  # fmt: skip
     missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
     if missing:
@@ -65,7 +71,7 @@ def make_plan(
     before = {} if resume is None else {row["name"]: row for row in read_result(resume, "--resume")["rows"]}
     cases = tuple(chosen(words, limit, device))
     first = (seen[0].name, seen[0].capability, seen[0].memory_bytes) if seen else ("cpu", None, 0)
-    return Plan(cases, device, *first, jobs, seconds, capped, peers, folder, out, before)
+    return Plan(cases, device, *first, jobs, seconds, within or math.inf, capped, peers, folder, out, before)
 
 
 def measure(plan: Plan, say: Say) -> dict[str, Any]:
@@ -75,10 +81,12 @@ def measure(plan: Plan, say: Say) -> dict[str, Any]:
 
 
 def _measure(plan: Plan, folder: Path, say: Say) -> dict[str, Any]:
+    until = time.monotonic() + plan.within
+    signal.signal(signal.SIGTERM, lambda *given: sys.exit(1))  # so that no case is left behind
     adapters = any(case.method in ("lora", "qlora") for case in plan.cases)
     crew = make_crew(plan.device, plan.capability, folder / "compiled", adapters)
     if not crew.forks:
-        say("note: a forked process cannot use the GPU here, so that each case starts a Python of its own")
+        say(f"note: a forked process cannot use the GPU ({crew.why}), so that each case starts a Python of its own")
     result: dict[str, Any] = {**circumstances(plan.device), "rows": []}
     configs = {case.name: settings_of(case, plan.device, folder) for case in plan.cases}
     rows = {case.name: plan.before.get(case.name) or _row(plan, case, dump(configs[case.name])) for case in plan.cases}
@@ -110,9 +118,10 @@ def _measure(plan: Plan, folder: Path, say: Say) -> dict[str, Any]:
 
     if plan.capped and plan.device == "cuda":
         say(f"under a cap of what is planned, up to {plan.jobs} at once:")
-        crew.run(tasks("capped", True), int(_ROOM * plan.memory), plan.jobs, plan.limit, told("capped"))
+        room = int(_ROOM * plan.memory)
+        crew.run(tasks("capped", True), told("capped"), room, plan.jobs, plan.limit, until)
     say("one by one, with the whole device:")
-    crew.run(tasks("measured", False), 0, 1, plan.limit, told("measured"))
+    crew.run(tasks("measured", False), told("measured"), 0, 1, plan.limit, until)
     return finished(result, plan.peers, say)
 
 
