@@ -157,8 +157,8 @@ def test_reading_plans_anew_and_tells_both_halves_apart(result, tmp_path):
     file.write_text(json.dumps(result), encoding="utf-8")
     code = (
         "import json, sys; from pathlib import Path\n"
-        "from sojourn.bench.plan.measure import finished, read_result\n"
-        "found = finished(read_result(Path(sys.argv[1]), '--read'), False, lambda text: print(text, file=sys.stderr))\n"
+        "from sojourn.bench.plan.measure import read_again\n"
+        "found = read_again(Path(sys.argv[1]), False, lambda text: print(text, file=sys.stderr))\n"
         "assert 'torch' not in sys.modules\nprint(json.dumps(found['report']))"
     )
     said = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, text=True, check=False)
@@ -172,6 +172,7 @@ def test_reading_plans_anew_and_tells_both_halves_apart(result, tmp_path):
     assert mine["false_fits"] == 1 and mine["above_need"] == 1 and mine["capped"] == len(CASES) // 2
     assert held["device"]["mean"] == 0 and 0.2 < held["step_seconds"]["mean"] < 0.3
     assert "1 of 33 ran out of memory under a cap of the plan" in said.stderr
+    assert said.stderr.startswith("pretrain-11m  ") and "(-20.0%)" in said.stderr
     assert "method qlora" in said.stderr and "furthest off in memory:" in said.stderr
 
 

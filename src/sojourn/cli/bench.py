@@ -115,14 +115,13 @@ def bench_plan(
     ] = None,
 ) -> None:
     """How right `sojourn plan` is: real steps of many runs against what was planned, and against other estimates."""
-    from sojourn.bench.plan.measure import finished, make_plan, measure, read_result
+    from sojourn.bench.plan.measure import make_plan, measure, read_again
     from sojourn.errors import UserError
 
     if read is not None:
         if resume is not None or cases or limit:
             raise UserError("--read: measures nothing; remove --resume, --cases and --limit, or --read")
-        result = read_result(read, "--read")
-        _report(lambda say: finished(result, peers, say), json, out)
+        _report(lambda say: read_again(read, peers, say), json, out)
         return
     asked = (cases or [], limit, jobs, seconds, within, not skip_capped, peers, folder, out, resume)
     _report(lambda say: measure(make_plan(*asked), say), json, out)

@@ -9,17 +9,19 @@ import subprocess
 import sys
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from sojourn.bench.plan.phases import phases
 from sojourn.config.load import dump
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
 
-_WARM = 2  # steps that start everything up
-_MOST, _LEAST, _SECONDS = 8, 2, 1.5  # steps that are timed, and about how long
+_WARM, _WARM_SECONDS = 2, 0.3  # steps that start everything up, and the clocks of a GPU
+_MOST, _LEAST, _SECONDS = 8, 3, 1.5  # steps that are timed, and about how long
 _LINE = 300
 
 
@@ -78,7 +80,7 @@ def _run(task: Task) -> dict[str, Any]:
     run = RunFolder(Path(task.folder) / "home" / "runs" / f"{task.name}-{os.getpid()}")
     run.path.mkdir(parents=True)
     session = open_session(config, run, Ranks(device=device))
-    loading = _peak(device)
+    loading, held = _loaded(device)
     opened = time.monotonic() - began
     rate = float(session.config.train.lr)
     session.stepper.engine.set_learning_rate(rate)
@@ -87,28 +89,34 @@ def _run(task: Task) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in session.stepper.network.model.parameters()),
         "attention": session.stepper.network.backend, "loading": loading, "opened": round(opened, 2),
     }  # fmt: skip
-    times, loss = _steps(session, _WARM if task.cap is not None else _WARM + _MOST)
-    found |= {"first_seconds": round(times[0], 2), "loss": loss, "tokens": session.tokens(0)}
-    timed = times[_WARM:]
-    if timed:
-        found |= {"step_seconds": statistics.median(timed), "steps": [round(one, 5) for one in timed]}
+    first, times, loss = _steps(session, timed=task.cap is None)
+    found |= {"first_seconds": round(first, 2), "loss": loss, "tokens": session.tokens(0)}
+    if times:
+        found |= {"step_seconds": statistics.median(times), "steps": [round(one, 5) for one in times]}
     found |= _memory(device, task.before)
+    if times and device == "cuda":
+        with suppress(RuntimeError):  # a detail that must not cost the row
+            found["phases"] = phases(session, held)
     return found | {"seconds": round(time.monotonic() - began, 2)}
 
 
-def _steps(session: Any, most: int) -> tuple[list[float], float]:
-    """Seconds from the end of one step to that of the next, as the loop has them: a step ends when its loss is read,
-    while its update still runs. Rows are read before, as the loop reads them ahead."""
+def _steps(session: Any, timed: bool) -> tuple[float, list[float], float]:
+    """Seconds of the first step; then those from the end of one to the end of the next, as the loop has them: a step
+    ends when its loss is read, while its update still runs. Rows are read before, as the loop reads them ahead."""
     batches = [session.batches(step) for step in range(2)]
-    times, loss, last = [], 0.0, time.perf_counter()
-    for step in range(most):
-        loss, _ = session.stepper.step(batches[step % 2])
-        now = time.perf_counter()
-        times.append(now - last)
-        last = now
-        if step + 1 >= _WARM + _LEAST and sum(times[_WARM:]) >= _SECONDS:
-            break
-    return times, loss
+    count, warm, first, times = 0, False, 0.0, list[float]()
+    began = last = time.perf_counter()
+    while True:
+        loss, _ = session.stepper.step(batches[count % 2])
+        now, count = time.perf_counter(), count + 1
+        if warm:
+            times.append(now - last)
+        elif count == 1:
+            first, began = now - began, now
+        last, warm = now, warm or (count >= _WARM and now - began >= _WARM_SECONDS)
+        enough = len(times) >= _MOST or (len(times) >= _LEAST and sum(times) >= _SECONDS)
+        if enough or (count >= _WARM and not timed):
+            return first, times, loss
 
 
 def _for_made_bases() -> None:
@@ -148,10 +156,13 @@ def _fill_scales(packed: Any) -> None:
         packed.absmax.fill_(0.05)
 
 
-def _peak(device: str) -> int | None:
-    from sojourn.train.meters import used_memory
+def _loaded(device: str) -> tuple[int | None, int]:
+    """Bytes at the peak so far, and those that are held now."""
+    import torch
 
-    return used_memory(device) if device == "cuda" else None
+    if device != "cuda":
+        return None, 0
+    return int(torch.cuda.max_memory_allocated()), int(torch.cuda.memory_allocated())
 
 
 def _memory(device: str, before: int) -> dict[str, Any]:
@@ -165,7 +176,7 @@ def _memory(device: str, before: int) -> dict[str, Any]:
     used = device_used()
     return {
         "allocated": int(torch.cuda.max_memory_allocated()), "reserved": int(torch.cuda.max_memory_reserved()),
-        "device": None if used is None else used - before, "lacking": total - free,
+        "device": total - free if used is None else used - before, "lacking": total - free,
     }  # fmt: skip
 
 

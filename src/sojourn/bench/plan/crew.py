@@ -65,7 +65,7 @@ def make_crew(device: str, capability: tuple[int, int] | None, compiled: Path, a
     spoilt = _load(capability, [*_HEAVY, *(["peft"] if adapters else []), *(_COMPILER if device == "cuda" else ())])
     if device != "cuda" or (spoilt is None and _fork_reaches_gpu()):
         return Crew(forks=True)
-    return Crew(forks=False, why=f"{spoilt} has begun to use it" if spoilt else "why, nobody says")
+    return Crew(forks=False, why=f"{spoilt} has begun to use it" if spoilt else "as it says above")
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def _load(capability: tuple[int, int] | None, names: list[str]) -> str | None:
 
     asked = torch.cuda.get_device_capability
     if capability is not None:
-        torch.cuda.get_device_capability = lambda *given: capability
+        torch.cuda.get_device_capability = lambda *given, **named: capability
     try:
         for name in names:
             with suppress(ImportError):  # the case that needs it says so
@@ -171,6 +171,8 @@ def _fork_reaches_gpu() -> bool:
         try:
             torch.zeros(8, device="cuda").sum().item()
             status = 0
+        except Exception as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         finally:
             os._exit(status)
     began = time.monotonic()

@@ -137,6 +137,16 @@ def finished(result: dict[str, Any], peers: bool, say: Say) -> dict[str, Any]:
     return result
 
 
+def read_again(path: Path, peers: bool, say: Say) -> dict[str, Any]:
+    """A result of an earlier call, planned by the present planner."""
+    result = read_result(path, "--read")
+    for row in result["rows"]:
+        row["planned"] = planned(row)
+        if "measured" in row:
+            say(line(row, "measured"))
+    return finished(result, peers, say)
+
+
 def read_result(path: Path, flag: str) -> dict[str, Any]:
     found = read_json(path)
     if not path.is_file():
@@ -210,4 +220,6 @@ def line(row: Row, kind: str) -> str:
     if "step_seconds" in found:
         said += f"{1e3 * found['step_seconds']:9.1f} ms"
         said += f" of {1e3 * plan['step_seconds']:8.1f} planned" if plan["step_seconds"] else ""
-    return f"{said}   {found['seconds']:.0f} s in all, {found['opened']:.0f} to open"
+    if "seconds" in found:
+        said += f"   {found['seconds']:.0f} s in all, {found['opened']:.0f} to open"
+    return said

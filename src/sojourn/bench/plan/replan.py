@@ -35,6 +35,7 @@ def planned(row: Row) -> Row:
     found = memory(work)
     plan: Row = {
         "allocated": found.allocated, "device": found.device, "context": found.context, "moment": found.peak.name,
+        "moments": {moment.name: int(moment.bytes) for moment in found.moments},
         "kinds": {kind: int(size) for kind, size in found.peak.by_kind().items()}, "step_seconds": None,
     }  # fmt: skip
     with suppress(UserError):  # a card that the catalogue does not know, or none

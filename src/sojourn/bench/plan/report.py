@@ -109,7 +109,20 @@ def _offenders(rows: list[Row], column: str) -> list[str]:
     said = ["", f"furthest off in {'memory' if column == 'allocated' else 'time'}:"] if apart else []
     for name in sorted(apart, key=lambda name: -abs(apart[name][0]))[:_WORST]:
         off, row = apart[name]
-        where = row["planned"]["moment"] if column == "allocated" else ""
+        where = _moments(row) if column == "allocated" else _parts(row)
         said.append(f"  {name:<26}{off:>+7.1%}   {row['planned'][column] / scale:,.2f} {unit} planned, "
                     f"{row['measured'][column] / scale:,.2f} measured   {where}")  # fmt: skip
     return said
+
+
+def _moments(row: Row) -> str:
+    """The planned peak's moment, and what was counted in each phase."""
+    real = row["measured"].get("phases", {})
+    counted = [f"{name} {real[name] / _GIB:.2f}" for name in ("forward", "gradients", "update") if name in real]
+    return ", ".join([row["planned"]["moment"], *counted])
+
+
+def _parts(row: Row) -> str:
+    """The largest planned parts of a step."""
+    parts: dict[str, float] = row["planned"].get("parts", {})
+    return ", ".join(f"{name} {1e3 * parts[name]:.1f}" for name in sorted(parts, key=lambda name: -parts[name])[:3])
