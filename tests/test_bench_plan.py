@@ -172,7 +172,7 @@ def test_reading_plans_anew_and_tells_both_halves_apart(result, tmp_path):
     assert mine["false_fits"] == 1 and mine["above_need"] == 1 and mine["capped"] == len(CASES) // 2
     assert held["device"]["mean"] == 0 and 0.2 < held["step_seconds"]["mean"] < 0.3
     assert "1 of 33 ran out of memory under a cap of the plan" in said.stderr
-    assert said.stderr.startswith("pretrain-11m  ") and "(-20.0%)" in said.stderr
+    assert said.stderr.startswith("pretrain-11m  ") and "(+25.0%)" in said.stderr
     assert "method qlora" in said.stderr and "furthest off in memory:" in said.stderr
 
 
@@ -199,7 +199,7 @@ def test_lines_say_what_was_planned_and_what_failed(result):
     row = deepcopy(result["rows"][0])
     row["planned"] = planned(row)
     row["measured"] |= {"seconds": 3.2, "opened": 1.1, "allocated": 1.25 * row["planned"]["allocated"]}
-    assert "(+25.0%)" in line(row, "measured")
+    assert "(-20.0%)" in line(row, "measured")
     row["capped"] = {"failed": "CUDA out of memory", "out_of_memory": True}
     assert "RAN OUT OF MEMORY: CUDA out of memory" in line(row, "capped")
     assert finished({"rows": [row]}, False, lambda text: None)["report"]["sojourn, held out"]["false_fits"] <= 1

@@ -216,7 +216,7 @@ def line(row: Row, kind: str) -> str:
         return f"{said}{out}{found['failed']}"
     if found.get("allocated") is not None:
         said += f"{found['allocated'] / _GIB:8.2f} GiB of {plan['allocated'] / _GIB:7.2f} planned"
-        said += f" ({found['allocated'] / plan['allocated'] - 1:+6.1%})" if kind == "measured" else ""
+        said += f" ({plan['allocated'] / found['allocated'] - 1:+6.1%})" if kind == "measured" else ""
     if "step_seconds" in found:
         said += f"{1e3 * found['step_seconds']:9.1f} ms"
         said += f" of {1e3 * plan['step_seconds']:8.1f} planned" if plan["step_seconds"] else ""
