@@ -77,6 +77,20 @@ def test_the_rotary_kernel_turns_as_torch_does(heads, kv_heads, size):
 
 
 @needs_gpu
+@pytest.mark.parametrize("width", [7, 1024, 5504])
+def test_the_gate_s_kernel_computes_as_torch_does(width):
+    from sojourn.model.fast.gated import gated
+
+    torch.manual_seed(0)
+    joined = torch.randn(3, 50, 2 * width, device="cuda", requires_grad=True)
+    gate, other = joined.chunk(2, -1)
+    wanted, found = F.silu(gate) * other, gated(joined)
+    torch.testing.assert_close(found, wanted)
+    upstream = torch.randn_like(wanted)
+    torch.testing.assert_close(*(torch.autograd.grad(made, joined, upstream)[0] for made in (found, wanted)))
+
+
+@needs_gpu
 @pytest.mark.parametrize(("tokens", "vocabulary"), [(1, 7), (300, 500), (257, 32_000), (9, 151_936)])
 def test_the_loss_kernel_is_the_cross_entropy_and_its_gradient(tokens, vocabulary):
     from sojourn.model.fast.cross_entropy import losses_and_gradients
