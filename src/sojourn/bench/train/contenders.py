@@ -30,6 +30,7 @@ class Contender:
     role: str
     settings: dict[str, Any] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
+    another: bool = False  # model of the same size: its losses say nothing
 
 
 def contenders(workload: Workload, device: str) -> list[Contender]:
@@ -78,7 +79,10 @@ def _peers(workload: Workload, device: str) -> list[Contender]:
                 Contender("transformers-compiled", "transformers, compiled", "transformers", {"compile": True}),
                 Contender("liger", "Liger", "liger", needs=("liger_kernel",)),
             ]
-        return [*found, Contender("nanogpt-style", "a Llama of 70 lines of torch", "plain", {"compile": on_gpu})]
+        found.append(Contender("plain", "a Llama of 70 lines of torch", "plain", {"compile": on_gpu}))
+        if workload.documents == "long":
+            found.append(Contender("nanogpt", "nanoGPT's GPT-2 of that size", "gpt", {"compile": on_gpu}, another=True))
+        return found
     needs = {"lora": ("peft",), "qlora": ("peft", "bitsandbytes")}.get(workload.method, ())
     how, told = (", checkpointed", recompute) if workload.checkpointed else ("", {})
     found = [Contender(REFERENCE, f"transformers, padded{how}", "transformers", {"documents": 8, **told}, needs)]
