@@ -36,7 +36,7 @@ def rows(folder: Path) -> dict[str, dict]:
     """The command on the tiny model: four steps of three contenders."""
     out = folder / "result.json"
     said = sojourn(
-        "bench", "train", "--workload", "tiny", "--steps", "4", "--rows", f"fp32,{REFERENCE},nanogpt-style",
+        "bench", "train", "--workload", "tiny", "--steps", "4", "--rows", f"fp32,{REFERENCE},plain",
         "--folder", str(folder), "--json", "--out", str(out),
     )  # fmt: skip
     assert said.returncode == 0, said.stderr
@@ -49,7 +49,7 @@ def rows(folder: Path) -> dict[str, dict]:
 
 
 def test_the_same_steps_give_everyone_the_same_losses(rows):
-    assert list(rows) == [REFERENCE, "fp32", "nanogpt-style"]
+    assert list(rows) == [REFERENCE, "fp32", "plain"]
     for row in rows.values():
         assert list(row["losses"]) == ["1", "2", "3", "4"], row.get("said")
         assert row["same"] and row["difference"] <= 1e-4 and row["gradient_difference"] <= 1e-3

@@ -77,6 +77,47 @@ def test_the_rotary_kernel_turns_as_torch_does(heads, kv_heads, size):
 
 
 @needs_gpu
+@pytest.mark.parametrize("width", [7, 1024, 5504])
+def test_the_gate_s_kernel_computes_as_torch_does(width):
+    from sojourn.model.fast.gated import gated
+
+    torch.manual_seed(0)
+    joined = torch.randn(3, 50, 2 * width, device="cuda", requires_grad=True)
+    gate, other = joined.chunk(2, -1)
+    wanted, found = F.silu(gate) * other, gated(joined)
+    torch.testing.assert_close(found, wanted)
+    upstream = torch.randn_like(wanted)
+    torch.testing.assert_close(*(torch.autograd.grad(made, joined, upstream)[0] for made in (found, wanted)))
+
+
+@needs_gpu
+def test_the_optimizer_s_kernel_updates_as_torch_does():
+    """Large and small tensors, decayed or not, gradients shortened on the way, and a step that turns out to be bad."""
+    from sojourn.train.adamw import LARGE, AdamW
+
+    def run(kind):
+        torch.manual_seed(0)
+        weights = [torch.randn(size, device="cuda", requires_grad=True) for size in (LARGE + 77, 500, 2 * LARGE)]
+        groups = [{"params": weights[:2], "weight_decay": 0.1}, {"params": weights[2:], "weight_decay": 0.0}]
+        optimizer = kind(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, fused=True)
+        for step in range(6):
+            for weight in weights:
+                weight.grad = torch.randn_like(weight)
+            optimizer.grad_scale = torch.tensor(1.0 + step, device="cuda") if step > 1 else None
+            optimizer.found_inf = torch.tensor(float(step == 4), device="cuda") if step > 2 else None
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights, [optimizer.state[weight] for weight in weights]
+
+    (ours, mine), (theirs, wanted) = run(AdamW), run(torch.optim.AdamW)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    for one, other in zip(mine, wanted, strict=True):
+        assert one.keys() == other.keys() and float(one["step"]) == float(other["step"]) == 5
+        torch.testing.assert_close(one["exp_avg_sq"], other["exp_avg_sq"], rtol=1e-5, atol=1e-8)
+
+
+@needs_gpu
 @pytest.mark.parametrize(("tokens", "vocabulary"), [(1, 7), (300, 500), (257, 32_000), (9, 151_936)])
 def test_the_loss_kernel_is_the_cross_entropy_and_its_gradient(tokens, vocabulary):
     from sojourn.model.fast.cross_entropy import losses_and_gradients

@@ -136,6 +136,8 @@ def parameter_groups(model: Any, train: TrainConfig) -> list[dict[str, Any]]:
 def _make(groups: list[dict[str, Any]], train: TrainConfig, device: str) -> Any:
     import torch
 
+    from sojourn.model.attention import can_compile
+
     settings: dict[str, Any] = {"lr": 0.0, "betas": (train.beta1, train.beta2), "eps": 1e-8}
     if train.optimizer == "muon":
         from sojourn.train.muon import Muon
@@ -145,6 +147,10 @@ def _make(groups: list[dict[str, Any]], train: TrainConfig, device: str) -> Any:
         from sojourn.train.offload import OffloadedAdamW
 
         return OffloadedAdamW(groups, **settings)
+    if train.optimizer == "adamw" and device == "cuda" and can_compile():
+        from sojourn.train.adamw import AdamW
+
+        return AdamW(groups, **settings, fused=True)
     if train.optimizer == "adamw":
         return torch.optim.AdamW(groups, **settings, fused=device in ("cpu", "cuda"))
     try:

@@ -21,6 +21,9 @@ def compare(row: Row, reference: Row, precision: str) -> None:
     """Adds to `row`: its largest differences, whether they are within the noise of `precision`, and its gain."""
     if "losses" not in row:
         return
+    if row.get("another"):
+        row |= {"gain": row["tokens_per_second"] / reference["tokens_per_second"], "note": "another model"}
+        return
     shared = [step for step in reference["losses"] if step in row["losses"]]
     apart = {int(step): _apart(row["losses"][step], reference["losses"][step]) for step in shared}
     loss = max((one for step, one in apart.items() if step <= COMPARED_STEPS), default=math.inf)
@@ -65,8 +68,8 @@ def line(row: Row) -> str:
 
 
 def best(rows: list[Row]) -> Row | None:
-    """Our fastest row against the fastest peer, among those that did the same computation."""
-    fair = [row for row in rows if row.get("same")]
+    """Our fastest row against the fastest peer, among those that did the same computation, or as much of one."""
+    fair = [row for row in rows if row.get("same") or (row.get("another") and "losses" in row)]
     ours, peers = ([row for row in fair if (row["role"] == "sojourn") is mine] for mine in (True, False))
     if not ours or not peers:
         return None

@@ -17,7 +17,7 @@ _LARGEST_IN_FP32 = 1_000_000_000
 _PLAIN = {
     "train.precision": "fp32", "train.attention": "sdpa", "train.loss": "whole", "train.fused": "off",
     "train.compile": "off", "train.checkpointing": "off", "train.optimizer": "adamw", "train.offload": "off",
-    "train.fp8": "off",
+    "train.fp8": "off", "train.ahead": "off",
 }  # fmt: skip
 
 
@@ -30,6 +30,7 @@ class Contender:
     role: str
     settings: dict[str, Any] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
+    another: bool = False  # model of the same size: its losses say nothing
 
 
 def contenders(workload: Workload, device: str) -> list[Contender]:
@@ -56,6 +57,8 @@ def _ladder(workload: Workload, device: str) -> list[Contender]:
     step("chunked", "+ chunked loss", loss="chunked")
     step("fused", "+ fused forwards", fused="on")
     step("compile", "+ compile", compile="on")
+    if on_gpu:
+        step("ahead", "+ never waiting for a step's loss", ahead="on")
     if workload.method != "pretrain" and settings["train.checkpointing"] == "off":
         step("selective", "+ selective checkpointing", checkpointing="selective")
         step("full", "+ full checkpointing", checkpointing="full")
@@ -76,7 +79,10 @@ def _peers(workload: Workload, device: str) -> list[Contender]:
                 Contender("transformers-compiled", "transformers, compiled", "transformers", {"compile": True}),
                 Contender("liger", "Liger", "liger", needs=("liger_kernel",)),
             ]
-        return [*found, Contender("nanogpt-style", "a Llama of 70 lines of torch", "plain", {"compile": on_gpu})]
+        found.append(Contender("plain", "a Llama of 70 lines of torch", "plain", {"compile": on_gpu}))
+        if workload.documents == "long":
+            found.append(Contender("nanogpt", "nanoGPT's GPT-2 of that size", "gpt", {"compile": on_gpu}, another=True))
+        return found
     needs = {"lora": ("peft",), "qlora": ("peft", "bitsandbytes")}.get(workload.method, ())
     how, told = (", checkpointed", recompute) if workload.checkpointed else ("", {})
     found = [Contender(REFERENCE, f"transformers, padded{how}", "transformers", {"documents": 8, **told}, needs)]

@@ -138,13 +138,15 @@ def _measure(plan: Plan, workload: Workload, work: Path, say: Say) -> dict[str, 
 
 def _reference(rows: list[Row]) -> Row | None:
     """Plain transformers, or where it is not there or failed, the first row that did not."""
-    worked = [row for row in rows if "losses" in row]
+    worked = [row for row in rows if "losses" in row and not row.get("another")]
     return next((row for row in worked if row["name"] == REFERENCE), worked[0] if worked else None)
 
 
 def row_of(plan: Plan, contender: Contender, ground: Ground, run: Path, rows_at: Path, work: Path) -> Row:
     """One contender. What fails is a row that says so."""
     row: Row = {"name": contender.name, "title": contender.title, "role": contender.role, "told": contender.settings}
+    if contender.another:
+        row["another"] = True
     missing = [name for name in contender.needs if find_spec(name) is None]
     if missing:
         return {**row, "note": f"{missing[0]} is not installed"}

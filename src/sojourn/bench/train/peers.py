@@ -25,6 +25,10 @@ def _run(task: Task) -> Row:
         from sojourn.bench.train.plain import run_plain
 
         return run_plain(task)
+    if task.role == "gpt":
+        from sojourn.bench.train.gpt import run_gpt
+
+        return run_gpt(task)
     if task.role == "trl":
         from sojourn.bench.train.sft import run_trl
 

@@ -82,6 +82,11 @@ def _norm(self: Any, hidden_states: Any) -> Any:
 def _feed_forward(self: Any, x: Any) -> Any:
     if self.config.hidden_act != "silu":
         return self.plain(x)
+    layers = (self.gate_proj, self.up_proj)
+    if self.kernels and x.device.type == "cuda" and _join(layers):
+        from sojourn.model.fast.gated import gated
+
+        return self.down_proj(gated(_joined(layers, x)))
     gate, up = self.gate_proj(x), self.up_proj(x)
     return self.down_proj(_on(gate.device.type, "gated")(gate, up))
 
@@ -105,11 +110,8 @@ def _heads(self: Any, x: Any, position_embeddings: Any) -> tuple[Any, Any, Any]:
     if self.kernels and x.device.type == "cuda" and _join(layers) and not hasattr(self, "q_norm"):
         from sojourn.model.fast.rotary import turned_apart
 
-        # Laying trained weights side by side costs less than multiplying with each alone.
-        weight = torch.cat([layer.weight.to(x.dtype) for layer in layers])
-        bias = None if layers[0].bias is None else torch.cat([layer.bias.to(x.dtype) for layer in layers])
         heads = (layer.out_features // self.head_dim for layer in layers[:2])
-        made: tuple[Any, Any, Any] = turned_apart(layers[0].multiply(x, weight, bias), *position_embeddings, *heads)
+        made: tuple[Any, Any, Any] = turned_apart(_joined(layers, x), *position_embeddings, *heads)
         return made
     query_BTHD, key_BTKD, value_BTKD = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in layers)
     if hasattr(self, "q_norm"):
@@ -122,6 +124,13 @@ def _join(layers: Any) -> bool:
     multiply = getattr(layers[0], "multiply", None)
     alike = all(getattr(layer, "multiply", None) is multiply for layer in layers)
     return multiply is not None and alike and bool(layers[0].weight.requires_grad)
+
+
+def _joined(layers: Any, x: Any) -> Any:
+    """What they make of x, side by side. Laying trained weights side by side costs less than multiplying with each."""
+    weight = torch.cat([layer.weight.to(x.dtype) for layer in layers])
+    bias = None if layers[0].bias is None else torch.cat([layer.bias.to(x.dtype) for layer in layers])
+    return layers[0].multiply(x, weight, bias)
 
 
 def _gated(gate: Any, up: Any) -> Any:

@@ -6,7 +6,6 @@ before that, as if nothing had been.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -47,12 +46,17 @@ class Engine:
     def clip(self, most: float) -> Any:
         """The norm of the whole gradient, which is no longer than `most` afterwards."""
         self.scaler.unscale_(self.optimizer.torch)
-        if not most or self.scaler.is_enabled() or not self.optimizer.shortens:
-            return torch.nn.utils.clip_grad_norm_(self.optimizer.parameters, most or math.inf)
         grads = [parameter.grad for parameter in self.optimizer.parameters if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads)
-        self.optimizer.torch.grad_scale = ((norm + 1e-6) / most).clamp(min=1.0)  # which its kernel divides by
+        if most:
+            self._shorten(norm, most)
         return norm
+
+    def _shorten(self, norm: Any, most: float) -> None:
+        if self.optimizer.shortens and not self.scaler.is_enabled():
+            self.optimizer.torch.grad_scale = ((norm + 1e-6) / most).clamp(min=1.0)  # which its kernel divides by
+        else:
+            torch.nn.utils.clip_grads_with_norm_(self.optimizer.parameters, most, norm)
 
     @property
     def asks(self) -> bool:

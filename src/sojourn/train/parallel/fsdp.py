@@ -118,7 +118,7 @@ class Fsdp(Engine):
         self.ranks.add(square)
         norm = square.sqrt().float()
         if most and ours:
-            torch.nn.utils.clip_grads_with_norm_(ours, most, norm.to(ours[0].device))
+            self._shorten(norm.to(ours[0].device), most)
         return norm
 
     def update(self, good: Any = None) -> None:
