@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import signal
 import sys
 import tempfile
@@ -105,6 +106,7 @@ def _measure(plan: Plan, folder: Path, say: Say) -> dict[str, Any]:
     def tasks(kind: str, cap: bool) -> list[tuple[Task, int]]:
         (folder / kind).mkdir(exist_ok=True)
         todo = [row for row in rows.values() if _open(row, kind)]
+        random.Random(1).shuffle(todo)  # noqa: S311  a call that is cut short has some of each
         return [(_task(row, configs[row["name"]], folder / kind, folder, before, cap), _need(row)) for row in todo]
 
     def told(kind: str) -> Callable[[Task, Row], None]:
