@@ -1,12 +1,14 @@
 """The command line as a whole: verbs, exit codes, and what it does not import."""
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 
 from conftest import sojourn
+from sojourn.cli import main
 
 VERBS = (
     "demo",
@@ -100,3 +102,16 @@ def test_plan_shows_memory_time_and_money_and_finds_a_gpu_by_any_spelling(home):
 def test_plan_says_no_where_a_model_does_not_fit(home):
     offers = json.loads(sojourn("plan", "xxl", "model.num_layers=200", "--gpu", "T4", "--json").stdout)["offers"]
     assert offers[0]["micro_batch"] is None
+
+
+def test_torch_is_told_to_lose_no_gpu_memory_between_tensors_unless_the_user_has_said_otherwise(monkeypatch):
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(main.sys, "platform", "linux")
+    main._spare_gpu_memory()
+    assert {os.environ[name] for name in names} == {"expandable_segments:True"}
+    monkeypatch.delenv(names[0])
+    monkeypatch.setenv(names[1], "max_split_size_mb:128")
+    main._spare_gpu_memory()
+    assert names[0] not in os.environ and os.environ[names[1]] == "max_split_size_mb:128"

@@ -59,6 +59,16 @@ def test_4_bits_multiply_as_bitsandbytes_does(nested):
     assert _apart(found, wanted) < (0.01 if DEVICE == "cuda" else 1e-6)
 
 
+def test_selective_recomputation_keeps_what_4_bits_made():
+    """Else each block would be multiplied out twice, which is what `full` is for."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    from sojourn.model.blocks import _policy
+    from sojourn.model.fast import nf4  # noqa: F401  registers the operation
+
+    assert _policy(None, torch.ops.sojourn.times_nf4.default) is CheckpointPolicy.MUST_SAVE
+
+
 @needs_gpu
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(12, 12, 64), (28, 4, 128), (6, 2, 96)])
 def test_the_rotary_kernel_turns_as_torch_does(heads, kv_heads, size):

@@ -55,6 +55,14 @@ def _root(
     pass
 
 
+def _spare_gpu_memory() -> None:
+    """torch otherwise takes a GPU's memory in pieces that do not fit each other's tensors, and up to a fifth is lost.
+    It reads this when it is imported, and a user's own choice stands."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # what torch calls it, and called it before 2.9
+    if sys.platform == "linux" and not any(name in os.environ for name in names):
+        os.environ.update(dict.fromkeys(names, "expandable_segments:True"))
+
+
 def _end(number: int, _: object) -> None:
     sys.exit(128 + number)
 
@@ -64,6 +72,7 @@ def main() -> None:
     for name in ("SIGTERM", "SIGHUP"):  # what is half-made is cleared away, as after Ctrl-C; Windows has no SIGHUP
         if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN:
             signal.signal(getattr(signal, name), _end)
+    _spare_gpu_memory()
     try:
         code = app(prog_name="sojourn", standalone_mode=False)
     except UserError as error:

@@ -250,7 +250,7 @@ class TrainConfig(Section):
     fp8: Literal["on", "off"] = "off"
     compile: Switch = "auto"
     compile_cache: Text | None = None
-    ahead: Literal["on", "off"] = "off"
+    ahead: Literal["on", "off"] = "on"
     offload: Literal["off", "optimizer", "all"] = "off"
     eval_every: Steps | None = None
     eval_rows: Rows = 64

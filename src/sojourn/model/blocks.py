@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-_DEAR = ("mm", "linear", "attention", "attn", "flash")
+_DEAR = ("mm", "linear", "times_nf4", "attention", "attn", "flash")
 
 
 def blocks(model: Any) -> list[Any]:

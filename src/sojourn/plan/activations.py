@@ -112,8 +112,7 @@ def _linear_input(work: Work, name: str, size: int, *layers: str) -> Iterator[Ke
     if not needed:
         return
     if work.adapters and work.dropout:
-        mask = 0 if work.compiled else 1
-        yield Kept(f"{name}, dropped out", len(needed) * size * (e + mask), "size·(e + mask) an adapter")
+        yield Kept(f"{name}, dropped out", len(needed) * size * (e + 1), "size·(e + mask) an adapter")
     elif work.fp8 and work.compiled:
         return  # 8-bit versions are made again from what the norm or the gate keeps
     elif work.stream > e and not work.compiled:

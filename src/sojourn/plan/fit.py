@@ -19,10 +19,11 @@ from sojourn.catalog.names import gpu as find_gpu
 _ASSUMED = """
 [memory]
 # assumed, until whole devices are measured: share lost between the allocator's segments of what comes and goes;
-# MiB of a CUDA context by compute capability (426 MiB seen on an RTX 6000 Ada), and of NCCL's buffers
+# MiB of a CUDA context by compute capability (seen: 426 of a bare one on an RTX 6000 Ada, 768 with all that a run loads
+# on an H200), and of NCCL's buffers
 lost_of_changing = 0.04
 nccl_mib = 400
-context_mib = { "6.0" = 350, "8.0" = 450, "9.0" = 550, "10.0" = 600 }
+context_mib = { "6.0" = 500, "8.0" = 650, "9.0" = 768, "10.0" = 850 }
 
 [traffic]
 # share of the bandwidth that pointwise kernels reach; the card's copy on an H200 is 90 %

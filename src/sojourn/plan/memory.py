@@ -150,10 +150,13 @@ def _head_held(work: Work) -> list[Term]:
 def _within(work: Work) -> list[Term]:
     """What a block's backward makes beside what was kept: at its largest in the feed-forward."""
     shape, e, t, wide = work.shape, work.numbers, work.tokens, inner(work)
-    paths = 2 if work.targeted("down_proj") else 1
+    # Not compiled, gate and up turn into their gradients in place, and what is used up goes at once.
+    apart = work.compiled or not (work.fused and work.kernels and work.device == "cuda")
+    wides = (2 if apart else 0) + (2 if work.targeted("down_proj") else 1)
+    streams, stream = (2 if apart else 1), t * shape.hidden * work.stream
     terms = [
-        Term("temporary", "gradients in the feed-forward", t * wide * e * (2 + paths), f"T·F·e·{2 + paths}"),
-        Term("temporary", "gradients of the residual stream", 2 * t * shape.hidden * work.stream, "2·T·D·r"),
+        Term("temporary", "gradients in the feed-forward", t * wide * e * wides, f"T·F·e·{wides}"),
+        Term("temporary", "gradients of the residual stream", stream * streams, f"{streams}·T·D·r"),
     ]
     if work.recompute != "off":
         kept, again = kept_between(work), block_keeps(work)

@@ -62,7 +62,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     weights, grads, means, squares, corrections, scale, bad, size, lr, decay,
     BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    if bad is not None:
+    if bad is not None:  # noqa: SIM102  the one is known when this is compiled, the other is not
         if tl.load(bad) != 0.0:
             return
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
