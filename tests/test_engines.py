@@ -299,6 +299,15 @@ def test_what_an_engine_cannot_do_is_refused_in_one_line_by_all_processes(tiny, 
     assert len(told) == 1 and says in told[0]
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_weights_that_stay_gathered_are_cut_again_where_no_backward_does_it(tiny, gang, size):
+    """After the trial of a base, and after evaluations: or what is trained and saved would be a copy."""
+    words = tiny.words(*METHODS["full"], *RUN, "parallel.engine=fsdp", "parallel.reshard=false")
+    done = gang.run(size, words)
+    assert done.codes == [0] * size, done
+    _same(run_of(words), tiny.whole(*METHODS["full"], *RUN))
+
+
 def test_weights_in_the_hosts_memory_give_the_same_losses(tiny, gang):
     words = tiny.words(*RUN, "train.offload=all")
     done = gang.run(2, words)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from sojourn.config.schema import RunConfig
@@ -43,13 +43,21 @@ def shard(network: Network, config: RunConfig, ranks: Ranks, from_first: bool) -
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if narrow else None, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
+    reshard = config.parallel.reshard and ranks.size > 1  # alone, there is nothing to give back
     for block in blocks(network.plain):
         _arrive(block, ranks, from_first)
-        fully_shard(block, mp_policy=policy, reshard_after_forward=config.parallel.reshard, **common)
+        fully_shard(block, mp_policy=policy, reshard_after_forward=reshard, **common)
     root = Root(network)
     _arrive(root, ranks, from_first)
     fully_shard(root, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), reshard_after_forward=False, **common)
     return root
+
+
+def reshard(root: Root) -> None:
+    """After a pass that no backward follows: what stayed gathered is cut again, or it would be taken for the weights."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _arrive(module: Any, ranks: Ranks, from_first: bool) -> None:
@@ -97,7 +105,7 @@ class Fsdp(Engine):
     def run(self, work: Callable[[], T]) -> T:
         made: T = self._root(work)
         if not torch.is_grad_enabled():
-            self._root.reshard()  # after a backward it happens by itself
+            reshard(self._root)  # after a backward it happens by itself
         return made
 
     def backward(self, loss: Any, last: bool) -> None:
