@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from sojourn.model.attention import can_compile
+
 
 def multiply(x: Any, packed: Any, state: Any, bias_N: Any) -> Any:
     """Like `F.linear`, with a weight that bitsandbytes quantised to `packed` and `state`."""
@@ -56,6 +58,10 @@ def _widened(
     dtype: Any, packed: Any, absmax: Any, code: Any, block: int, offset: Any, absmax2: Any, code2: Any, block2: int,
     outputs: int, inputs: int,
 ) -> Any:  # fmt: skip
+    if packed.is_cuda and can_compile():
+        from sojourn.model.fast.widen import widened
+
+        return widened(dtype, packed, absmax, code, block, offset, absmax2, code2, block2, outputs, inputs)
     from bitsandbytes.functional import QuantState, dequantize_4bit
 
     inner = None
