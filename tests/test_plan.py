@@ -77,6 +77,9 @@ def _published():
         of_new(Shape(1664, 26, 13, 13, 8 * 1664 // 3, 65_536, False)), "pretrain", 32, 2048, engine="ddp", world=8
     )
     again = replace(tune, recompute="full")
+    # Which GPU is not said: taken to be an A100 of 40 GB. It recomputes unless told otherwise.
+    factory = Work(model("llama-2-7b"), "lora", 4, 1024, 2, rank=8, recompute="full", attention="flash_attention_2",
+                   fused=False, compiled=False, kernels=False, capability=(8, 0))  # fmt: skip
     return {
         "torchtitan 8B": (replace(titan, compiled=False), limited, 5762),
         "torchtitan 8B, compiled": (titan, limited, 6667),
@@ -88,6 +91,9 @@ def _published():
         "torchtune 3B, 8-bit moments": (replace(again, optimizer="adamw_8bit"), a100, 6960),
         "torchtune 3B, LoRA": (replace(again, method="lora", rank=8), a100, 8210),
         "torchtune 3B, QLoRA": (replace(again, method="qlora", rank=8), a100, 8035),
+        "LLaMA-Factory 7B": (replace(factory, attention="math"), gpu("A100 40GB"), 2392),
+        "LLaMA-Factory 7B, FlashAttention": (factory, gpu("A100 40GB"), 2954),
+        "LLaMA-Factory 7B, Unsloth": (replace(factory, fused=True, kernels=True), gpu("A100 40GB"), 4007),
         "nanochat d26": (nano, h100, 630_000 / 8),
         "nanochat d26, fp8": (replace(nano, fp8=True), h100, 740_000 / 8),
     }
