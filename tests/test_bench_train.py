@@ -58,6 +58,19 @@ def test_the_same_steps_give_everyone_the_same_losses(rows):
     assert losses["4"] < losses["1"]
 
 
+def test_another_model_of_the_size_is_compared_in_speed_alone_and_peers_may_make_fewer_steps(folder, monkeypatch):
+    plain, gpt = Contender("plain", "a Llama", "plain"), Contender("nanogpt", "a GPT-2", "gpt", another=True)
+    monkeypatch.setattr(measuring, "contenders", lambda workload, device: [gpt, plain])
+    said: list[str] = []
+    rows = measure(make_plan(["tiny"], "", 4, True, folder, 2), said.append)["workloads"][0]["rows"]
+    assert [list(row["losses"]) for row in rows] == [["1", "2"], ["1", "2"]], rows
+    another, reference = rows
+    assert reference["note"] == "the reference" and reference["same"]
+    assert "same" not in another and another["losses"]["2"] > 0
+    compare(another, reference, "fp32")
+    assert another["gain"] > 0 and "another model" in line(another)
+
+
 def test_a_different_computation_is_told_and_one_that_dies_is_only_a_row(rows, folder, monkeypatch):
     dead = Contender("dead", "one that dies", "nobody")
     careless = Contender("careless", "one that looks across documents", "plain", {"whole_rows": True})

@@ -58,6 +58,9 @@ def bench_train(
     ] = "",
     steps: Annotated[int, typer.Option(min=2, max=10_000, help="Steps of each row; the first fifth warms up.")] = 25,
     peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Do the same with other programs.")] = True,
+    peer_steps: Annotated[
+        int | None, typer.Option(min=2, max=10_000, help="Steps of other programs, where --steps would take too long.")
+    ] = None,
     gpus: Annotated[
         str | None, typer.Option(help="Report instead what more GPUs bring, on 1, 2, 4, … of these: 0,1 or all.")
     ] = None,
@@ -78,9 +81,8 @@ def bench_train(
     if gpus is None:
         if engines is not None:
             raise UserError("--engines: say on which GPUs to compare them, such as --gpus 0,1 or --gpus all")
-        _report(
-            lambda say: measure.measure(measure.make_plan(workload or [], rows, steps, peers, folder), say), json, out
-        )
+        wanted = (workload or [], rows, steps, peers, folder, peer_steps)
+        _report(lambda say: measure.measure(measure.make_plan(*wanted), say), json, out)
         return
     asked = (workload or [], rows, steps, folder, gpus, engines or "ddp,fsdp")
     _report(lambda say: scaling.measure(scaling.make_scaling(*asked), say), json, out)

@@ -42,7 +42,7 @@ _LONGEST_BLOCK = 10  # steps, so that there is a curve to compare
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure; `folder` is None where nothing is to be left."""
+    """What to measure; `folder` is None where nothing is to be left. Peers may make fewer steps."""
 
     workloads: tuple[Workload, ...]
     rows: tuple[str, ...]
@@ -50,6 +50,7 @@ class Plan:
     peers: bool
     device: str
     folder: Path | None
+    peer_steps: int
 
     @property
     def every(self) -> int:
@@ -74,7 +75,9 @@ class Plan:
         return selected(contenders(workload, self.device), list(self.rows), self.peers)
 
 
-def make_plan(workloads: Iterable[str], rows: str, steps: int, peers: bool, folder: Path | None) -> Plan:
+def make_plan(
+    workloads: Iterable[str], rows: str, steps: int, peers: bool, folder: Path | None, peer_steps: int | None = None
+) -> Plan:
     missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
     if missing:
         raise UserError(f"to train, {' and '.join(missing)} must be installed: pip install 'sojourn[train]'")
@@ -89,7 +92,7 @@ def make_plan(workloads: Iterable[str], rows: str, steps: int, peers: bool, fold
         seen = driver_gpus() if device == "cuda" else []
         named = fitting(seen[0].memory_bytes if seen else None)
     wanted = tuple(dict.fromkeys(name.strip() for name in rows.split(",") if name.strip()))
-    plan = Plan(tuple(named), wanted, steps, peers, device, folder)
+    plan = Plan(tuple(named), wanted, steps, peers, device, folder, min(steps, peer_steps or steps))
     check_rows(list(wanted), {one.name for workload in named for one in contenders(workload, device)})
     if not any(plan.contenders(workload) for workload in named):
         raise UserError("--rows: only peers are named, but --no-peers leaves them out; remove one")
@@ -203,7 +206,8 @@ def _peer(
         "role": contender.role, "family": workload.shape.family, "theta": workload.shape.theta,
         "method": workload.method, "base": str(ground.base), "rows": str(rows_at),
         "adapter": str(ground.adapter) if workload.adapters else None, "whole_rows": workload.documents == "long",
-        "global_batch": workload.rows, "micro_batch": workload.micro_batch, "steps": plan.steps, "marks": plan.marks,
+        "global_batch": workload.rows, "micro_batch": workload.micro_batch, "steps": plan.peer_steps,
+        "marks": sorted({*(mark for mark in plan.marks if mark <= plan.peer_steps), plan.peer_steps}),
         "device": plan.device, "precision": plan.precision, "weights": workload.weights, "lr": workload.lr,
         "weight_decay": workload.weight_decay, "clip": 1.0, "rank": workload.rank, "alpha": ALPHA * workload.rank,
         "out": str(out), **contender.settings,

@@ -54,7 +54,7 @@ def shard(network: Network, config: RunConfig, ranks: Ranks, from_first: bool) -
 
 
 def reshard(root: Root) -> None:
-    """After a pass that no backward follows: what stayed gathered is cut again, or it would be taken for the weights."""
+    """After a pass that no backward follows: what stayed gathered would be taken for the weights."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
