@@ -27,13 +27,13 @@ def test_a_model_has_about_the_parameters_asked_for(vocabulary: int) -> None:
             continue
         shape = scratch_shape(ModelConfig.model_validate({"params": wanted}), vocabulary)
         assert abs(shape.parameters / wanted - 1) <= 0.05, (wanted, shape)
-        assert shape.d_model % shape.num_heads == 0 and shape.head_size in (64, 128)
+        assert shape.hidden % shape.heads == 0 and shape.head_dim in (64, 128)
 
 
 @pytest.mark.parametrize("wanted", ["10M", "100M", "350M", "1B", "7B", "10B"])
 def test_where_embeddings_leave_room_the_proportions_are_the_usual_ones(wanted: str) -> None:
     shape = scratch_shape(ModelConfig.model_validate({"params": wanted}), 8192)
-    assert abs(math.log2(shape.d_model / shape.num_layers / 64)) < 1
+    assert abs(math.log2(shape.hidden / shape.layers / 64)) < 1
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_where_embeddings_leave_room_the_proportions_are_the_usual_ones(wanted: 
 )
 def test_a_depth_sets_the_width_in_whole_heads(depth: int, width: int, heads: int) -> None:
     shape = scratch_shape(ModelConfig(depth=depth), 32_000)
-    assert (shape.num_layers, shape.d_model, shape.num_heads) == (depth, width, heads)
+    assert (shape.layers, shape.hidden, shape.heads) == (depth, width, heads)
 
 
 @pytest.mark.parametrize(

@@ -21,14 +21,14 @@ from sojourn.plan.fit import fitted
 from sojourn.plan.memory import chunk_rows, memory
 from sojourn.plan.money import bill, within
 from sojourn.plan.records import calibrate, correction, note
-from sojourn.plan.shape import Shape
+from sojourn.plan.shape import new_shape
 from sojourn.plan.speed import speed
-from sojourn.plan.subject import of_base, of_file, of_new, of_settings, subject_of
+from sojourn.plan.subject import of_base, of_file, of_settings, subject_of
 from sojourn.plan.work import Work, place_of, work_of
 
 GIB = 2**30
-M110 = of_new(Shape(768, 12, 12, 12, 2048, 32_000, True))
-M875 = of_new(Shape(2048, 16, 16, 16, 5504, 32_000, True))
+M110 = new_shape(768, 12, 12, 12, 2048, 32_000, True)
+M875 = new_shape(2048, 16, 16, 16, 5504, 32_000, True)
 QWEN_1_5B, QWEN_7B = model("qwen2.5-1.5b"), model("qwen2.5-7b")
 LORA = Work(QWEN_7B, "lora", 1, 8192, document=480, evaluates=False)
 FULL = Work(QWEN_1_5B, "full", 1, 4096, passes=4, document=480, evaluates=False)
@@ -73,9 +73,7 @@ def _published():
     titan = Work(model("llama-3.1-8b"), "pretrain", 2, 8192, attention="sdpa", recompute="selective", whole_loss=True,
                  engine="fsdp", world=8, fused=False)  # fmt: skip
     tune = Work(model("llama-3.2-3b"), "full", 2, 4096)
-    nano = Work(
-        of_new(Shape(1664, 26, 13, 13, 8 * 1664 // 3, 65_536, False)), "pretrain", 32, 2048, engine="ddp", world=8
-    )
+    nano = Work(new_shape(1664, 26, 13, 13, 8 * 1664 // 3, 65_536, False), "pretrain", 32, 2048, engine="ddp", world=8)
     again = replace(tune, recompute="full")
     # Which GPU is not said: taken to be an A100 of 40 GB. It recomputes unless told otherwise.
     factory = Work(model("llama-2-7b"), "lora", 4, 1024, 2, rank=8, recompute="full", attention="flash_attention_2",
@@ -119,7 +117,7 @@ def test_chunks_of_logits_are_those_of_the_real_loss():
 
     assert planned._CHUNK_BYTES == loss._CHUNK_BYTES and planned._LEAST_ROWS == loss._LEAST_ROWS
     head = torch.nn.Linear(64, 2000)
-    work = Work(of_new(Shape(64, 2, 2, 2, 192, 2000, True)), device="cpu", precision="fp32", kernels=False)
+    work = Work(new_shape(64, 2, 2, 2, 192, 2000, True), device="cpu", precision="fp32", kernels=False)
     assert chunk_rows(work) == loss._chunk_rows(head, torch.zeros(1, 64))
 
 
@@ -299,7 +297,7 @@ def test_a_run_is_cut_up_on_the_machine_as_it_was_planned(monkeypatch, words, gi
     card = gpu("RTX 4090")
     shape = subject_of(config)
     found = resolve.Resolved(config)
-    resolve._memory(found, Subject(shape.family, Shape(64, 1, 1, 1, 64, 64, True), shape), 1)
+    resolve._memory(found, Subject(shape.family, shape), 1)
     planned = fit_on(config, shape, card, 1, 0.9 * gib * GIB)
     assert planned is not None
     assert (found.config.train.micro_batch, found.config.train.checkpointing) == (

@@ -100,6 +100,12 @@ class ModelShape:
     def _ends(self) -> int:
         return self.embedding_parameters + self._norm + self.head_parameters
 
+    def flops_per_token(self, length: float, frozen: bool = False) -> float:
+        """Forward and backward; the input embedding is a lookup and costs none. Frozen weights get no gradients."""
+        lookup = 0 if self.tied else self.embedding_parameters
+        attention = 12 * self.layers * self.heads * self.head_dim * length
+        return (4 if frozen else 6) * (self.active_parameters - lookup) + attention
+
     @property
     def full_layers(self) -> int:
         """Layers whose attention looks back to the start."""

@@ -22,15 +22,15 @@ def build_model(
     shape = scratch_shape(model, vocab_size)
     config = LlamaConfig(
         vocab_size=vocab_size,
-        hidden_size=shape.d_model,
-        intermediate_size=shape.ffn_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.ffn,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
         max_position_embeddings=max_length,
         rope_theta=model.rope_theta,
         tie_word_embeddings=shape.tied,
-        initializer_range=0.02 * math.sqrt(768 / shape.d_model),
+        initializer_range=0.02 * math.sqrt(768 / shape.hidden),
         bos_token_id=None,
         eos_token_id=stop_ids,
         pad_token_id=pad_id,
@@ -44,5 +44,5 @@ def build_model(
         with torch.no_grad():
             for name, weight in built.named_parameters():
                 if name.endswith(("o_proj.weight", "down_proj.weight")):
-                    weight.mul_(1 / math.sqrt(2 * shape.num_layers))
+                    weight.mul_(1 / math.sqrt(2 * shape.layers))
     return built

@@ -14,7 +14,7 @@ from sojourn.catalog.shapes import ModelShape, model
 from sojourn.config.schema import RunConfig
 from sojourn.config.words import shown
 from sojourn.errors import UserError
-from sojourn.plan.shape import Shape, scratch_shape
+from sojourn.plan.shape import scratch_shape
 
 _LARGEST_FILE = 4 << 20  # of a config.json; real ones have a few kilobytes
 _MOST = {"layers": 1000, "hidden": 200_000, "heads": 4096, "ffn": 2_000_000, "vocab": 10_000_000, "experts": 10_000}
@@ -40,17 +40,8 @@ _TIED = ("gemma", "gemma2", "gemma3", "gemma3_text", "gpt2")  # where the file i
 
 def subject_of(config: RunConfig) -> ModelShape:
     if config.model.base is None:
-        return of_new(scratch_shape(config.model, int(config.data.vocab_size)))
+        return scratch_shape(config.model, int(config.data.vocab_size))
     return of_base(str(config.model.base))
-
-
-def of_new(shape: Shape) -> ModelShape:
-    """As transformers' Llama lays it out."""
-    return ModelShape(
-        name=f"{shape.d_model}×{shape.num_layers}", hub="", family="llama", hidden=shape.d_model,
-        layers=shape.num_layers, heads=shape.num_heads, kv_heads=shape.num_kv_heads, head_dim=shape.head_size,
-        ffn=shape.ffn_size, vocab=shape.vocab_size, positions=0, source="the configuration", date="", tied=shape.tied,
-    )  # fmt: skip
 
 
 def of_base(word: str) -> ModelShape:

@@ -16,7 +16,7 @@ LARGE = 2**20  # numbers; below that torch's way, many tensors at once, is the f
 _BLOCK = 2048
 
 
-class AdamW(torch.optim.AdamW):  # type: ignore[misc]
+class AdamW(torch.optim.AdamW):
     """State, settings and results are torch's. Where a parameter has no state yet, torch makes the step."""
 
     @torch.no_grad()

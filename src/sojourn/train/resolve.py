@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
+from sojourn.catalog.shapes import ModelShape
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
 from sojourn.machine.precision import choose_device, choose_precision
@@ -14,7 +15,6 @@ from sojourn.model.adapter import usual_alpha
 from sojourn.model.families import FAMILIES
 from sojourn.plan.choose import cut, ways_of
 from sojourn.plan.memory import memory
-from sojourn.plan.shape import Shape
 from sojourn.plan.work import Place, Work, work_of
 from sojourn.train.ladder import further
 from sojourn.train.subject import Subject, subject_of
@@ -98,21 +98,21 @@ def _engine(found: Resolved, subject: Subject, processes: int) -> None:
         )
 
 
-def _sizes(found: Resolved, shape: Shape) -> None:
+def _sizes(found: Resolved, shape: ModelShape) -> None:
     """Of a new model; a dial becomes the sizes that it means."""
     model = found.config.model
     dials = {key: getattr(model, key) for key in ("params", "depth")}
     asked = [f"model.{key} {value}" for key, value in dials.items() if value is not None]
     for key, value in (
-        ("d_model", shape.d_model),
-        ("num_layers", shape.num_layers),
-        ("num_heads", shape.num_heads),
-        ("num_kv_heads", shape.num_kv_heads),
-        ("ffn_size", shape.ffn_size),
+        ("d_model", shape.hidden),
+        ("num_layers", shape.layers),
+        ("num_heads", shape.heads),
+        ("num_kv_heads", shape.kv_heads),
+        ("ffn_size", shape.ffn),
         ("tie_embeddings", shape.tied),
     ):
         if getattr(model, key) == "auto":
-            found.choose("model", key, value, f"the usual choice at width {shape.d_model}")
+            found.choose("model", key, value, f"the usual choice at width {shape.hidden}")
         elif getattr(model, key) is None:
             found.choose("model", key, value, f"what {asked[0]} comes to")
     # The sizes stand written out now; beside them the dial would say the same thing twice.
@@ -126,7 +126,7 @@ def _method(found: Resolved, subject: Subject) -> None:
     if kind in ("lora", "qlora") and config.method.alpha == "auto":
         found.choose("method", "alpha", usual_alpha(config.method), "twice the rank")
     if config.train.lr == "auto":
-        width = subject.shape.d_model
+        width = subject.shape.hidden
         if kind in ("lora", "qlora"):
             found.choose("train", "lr", 2e-4, "usual for adapters")
         elif config.model.base is None:
@@ -155,7 +155,7 @@ def _numbers(found: Resolved, begun: RunConfig | None) -> None:
 
 def _attention(found: Resolved, subject: Subject) -> None:
     train = found.config.train
-    facts = (str(train.device), train.precision != "fp32", subject.shape.head_size, subject.softcap, subject.dropout)
+    facts = (str(train.device), train.precision != "fp32", subject.shape.head_dim, subject.softcap, subject.dropout)
     if train.attention == "auto":
         chosen = attention.choose(*facts)
         found.choose("train", "attention", chosen, "the fastest that keeps packed documents apart on this machine")
@@ -234,7 +234,7 @@ def work_here(
     train = config.train
     capability = torch.cuda.get_device_capability() if train.device == "cuda" else None
     place = Place(str(train.device), capability, str(train.precision))
-    return work_of(config, subject.model, place, rows, how, processes, engine)
+    return work_of(config, subject.shape, place, rows, how, processes, engine)
 
 
 def _compile(config: RunConfig, subject: Subject) -> tuple[str, str]:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from sojourn.catalog.shapes import ModelShape
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
 from sojourn.model.base import Base, open_settings
-from sojourn.plan.shape import Shape, base_shape, scratch_shape
-from sojourn.plan.subject import of_new, of_settings
+from sojourn.plan.shape import new_shape, scratch_shape
+from sojourn.plan.subject import of_settings
 
 
 @dataclass(frozen=True)
 class Subject:
-    """`model`: the whole shape, as plans have it. `positions`: how many tokens it holds; None where any length does."""
+    """`positions`: how many tokens it holds; None where any length does."""
 
     family: str
-    shape: Shape
-    model: ModelShape
+    shape: ModelShape
     softcap: bool = False
     dropout: bool = False
     positions: int | None = None
@@ -33,19 +33,16 @@ def base_of(config: RunConfig) -> Base:
 
 def subject_of(config: RunConfig) -> Subject:
     if config.model.base is None:
-        shape = scratch_shape(config.model, int(config.data.vocab_size))
-        return Subject("llama", shape, of_new(shape))
+        return Subject("llama", scratch_shape(config.model, int(config.data.vocab_size)))
     settings = open_settings(base_of(config)).get_text_config()
     known = {**settings.to_dict(), **{key: getattr(settings, key, None) for key in _NAMES}}
-    shape = base_shape(known)
     try:
-        model = of_settings({**known, "model_type": settings.model_type}, str(config.model.base))
-    except UserError:  # transformers knows it, and that counts; its memory is planned as that of a usual model
-        model = of_new(shape)
+        shape = of_settings({**known, "model_type": settings.model_type}, str(config.model.base))
+    except UserError:  # transformers knows it, and that counts; it is planned as a usual model
+        shape = _usual(known)
     return Subject(
         family=settings.model_type,
         shape=shape,
-        model=model,
         softcap=getattr(settings, "attn_logit_softcapping", None) is not None,
         dropout=bool(getattr(settings, "attention_dropout", 0.0) or getattr(settings, "attn_pdrop", 0.0)),
         positions=getattr(settings, "max_position_embeddings", None),
@@ -54,3 +51,13 @@ def subject_of(config: RunConfig) -> Subject:
 
 # Older families have other names for these in their files; transformers' objects answer to both.
 _NAMES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "tie_word_embeddings")
+
+
+def _usual(settings: dict[str, Any]) -> ModelShape:
+    d, heads = int(settings["hidden_size"]), int(settings["num_attention_heads"])
+    shape = new_shape(
+        d, int(settings["num_hidden_layers"]), heads, int(settings.get("num_key_value_heads") or heads),
+        int(settings.get("intermediate_size") or 4 * d), int(settings["vocab_size"]),
+        bool(settings.get("tie_word_embeddings", True)),
+    )  # fmt: skip
+    return replace(shape, head_dim=int(settings.get("head_dim") or shape.head_dim))

@@ -11,8 +11,7 @@ from typing import Any
 from sojourn.catalog.shapes import ModelShape, model
 from sojourn.config.words import closest, shown
 from sojourn.errors import UserError
-from sojourn.plan.shape import Shape
-from sojourn.plan.subject import of_new
+from sojourn.plan.shape import new_shape
 
 METHODS = ("pretrain", "full", "lora", "qlora")
 
@@ -51,22 +50,22 @@ class Case:
 
 # Width, layers, heads, key/value heads, feed-forward, vocabulary, tied.
 NEW = {
-    "30k": Shape(32, 2, 2, 1, 96, 300, True),
-    "11m": Shape(256, 4, 4, 4, 704, 32_000, True),
-    "26m": Shape(384, 8, 6, 6, 1024, 32_000, True),
-    "48m": Shape(512, 8, 8, 2, 1408, 50_304, True),
-    "110m": Shape(768, 12, 12, 12, 2048, 32_000, True),
-    "201m": Shape(768, 16, 12, 4, 2048, 65_536, False),
-    "316m": Shape(1024, 24, 16, 8, 2816, 32_000, True),
-    "725m": Shape(1280, 20, 20, 20, 3456, 128_256, False),
-    "875m": Shape(2048, 16, 16, 16, 5504, 32_000, True),
+    "30k": new_shape(32, 2, 2, 1, 96, 300, True),
+    "11m": new_shape(256, 4, 4, 4, 704, 32_000, True),
+    "26m": new_shape(384, 8, 6, 6, 1024, 32_000, True),
+    "48m": new_shape(512, 8, 8, 2, 1408, 50_304, True),
+    "110m": new_shape(768, 12, 12, 12, 2048, 32_000, True),
+    "201m": new_shape(768, 16, 12, 4, 2048, 65_536, False),
+    "316m": new_shape(1024, 24, 16, 8, 2816, 32_000, True),
+    "725m": new_shape(1280, 20, 20, 20, 3456, 128_256, False),
+    "875m": new_shape(2048, 16, 16, 16, 5504, 32_000, True),
 }
 
 
 @cache
 def shape_of(case: Case) -> ModelShape:
     if case.new:
-        return of_new(NEW[case.shape])
+        return NEW[case.shape]
     return _TINY[case.shape] if case.shape in _TINY else model(case.shape)
 
 
@@ -152,9 +151,9 @@ CASES = (
 
 # Runs that a CPU has the time for: they show that this works, and prove nothing.
 _TINY = {
-    "tiny-llama": replace(of_new(NEW["30k"]), name="tiny-llama"),
-    "tiny-qwen2": replace(of_new(NEW["30k"]), name="tiny-qwen2", family="qwen2", qkv_bias=True),
-    "tiny-qwen3": replace(of_new(NEW["30k"]), name="tiny-qwen3", family="qwen3", qk_norm=True),
+    "tiny-llama": replace(NEW["30k"], name="tiny-llama"),
+    "tiny-qwen2": replace(NEW["30k"], name="tiny-qwen2", family="qwen2", qkv_bias=True),
+    "tiny-qwen3": replace(NEW["30k"], name="tiny-qwen3", family="qwen3", qk_norm=True),
 }
 TINY = (
     Case("tiny-pretrain", _P, "30k", 64, 2, False, document=20),
