@@ -54,10 +54,17 @@ def speed(work: Work, gpu: Gpu) -> Speed:
     parts.append(
         Part("exchange between GPUs", _exchange(work, gpu, busy), "bytes / link, what the backward cannot hide")
     )
-    idle = 1e-3 * constants()["idle"]["layer_ms"] * work.shape.layers
-    parts.append(Part("start of a step", idle, "idle·layers"))
+    if _waits(work):
+        idle = 1e-3 * constants()["idle"]["layer_ms"] * work.shape.layers
+        parts.append(Part("start of a step", idle, "idle·layers, as the loss was just read"))
     total = sum(part.seconds for part in parts)
     return Speed(tuple(parts), total, work.tokens * work.passes * work.world)
+
+
+def _waits(work: Work) -> bool:
+    """Whether each step's loss is read before the next begins, as train/parallel/engine.py decides it."""
+    able = work.device == "cuda" and work.optimizer == "adamw" and work.offload == "off" and work.precision != "fp16"
+    return work.world > 1 or not able
 
 
 def has_rate(gpu: Gpu) -> bool:

@@ -1,0 +1,93 @@
+"""Writes plan/fit.toml anew: curves from single kernels, then what only whole steps can tell.
+
+    python -m sojourn.bench.plan.fit KERNELS.json PLAN.json
+
+PLAN.json is a result of `sojourn bench plan --out`. Only the half of it that is not held out is looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from sojourn.bench.plan.replan import work_of_row
+from sojourn.catalog.facts import Gpu
+from sojourn.catalog.names import gpu as find_gpu
+from sojourn.plan.constants import constants
+from sojourn.plan.fit import fitted
+from sojourn.plan.speed import speed
+from sojourn.plan.work import Work
+
+# What steps may change, and by how much a change counts against itself: kernels measured the first ones by themselves.
+FREE = {
+    ("matmul", "slowness"): 4.0, ("matmul", "start"): 0.5, ("matmul", "fp8_slowness"): 1.0,
+    ("attention", "peak"): 1.0, ("attention", "varlen"): 0.2, ("traffic", "share"): 1.0,
+    ("traffic", "eager_fused"): 0.1, ("traffic", "eager_plain"): 0.1, ("launch", "compiled_ms"): 0.1,
+    ("launch", "eager_fused_ms"): 0.1, ("launch", "eager_plain_ms"): 0.1, ("idle", "layer_ms"): 0.1,
+}  # fmt: skip
+_STRIDES = (0.2, 0.1, 0.05, 0.02, 0.01)
+_SMALL = 0.05  # what holds a figure in its place, against a squared error
+
+Timed = tuple[Work, Gpu, float]
+
+
+def timed(rows: list[dict[str, Any]]) -> list[Timed]:
+    """Those that may be looked at."""
+    able = [row for row in rows if not row["held_out"] and row.get("measured", {}).get("step_seconds")]
+    return [(work_of_row(row), find_gpu(str(row["gpu"])), float(row["measured"]["step_seconds"])) for row in able]
+
+
+def adjust(table: dict[str, Any], steps: list[Timed]) -> dict[tuple[str, str], float]:
+    """Changes `table`, which speed() reads, until no single change brings the planned times nearer."""
+    first = {key: float(table[key[0]][key[1]]) for key in FREE}
+
+    def error() -> float:
+        missed = sum(math.log(speed(work, card).step_seconds / real) ** 2 for work, card, real in steps) / len(steps)
+        moved = sum(weight * math.log(table[a][b] / first[a, b]) ** 2 for (a, b), weight in FREE.items())
+        return missed + _SMALL * moved / len(steps)
+
+    best = error()
+    for stride in _STRIDES:
+        better = True
+        while better:
+            better = False
+            for a, b in FREE:
+                for times in (1 + stride, 1 / (1 + stride)):
+                    kept, table[a][b] = table[a][b], table[a][b] * times
+                    found = error()
+                    if found < best - 1e-9:
+                        best, better = found, True
+                    else:
+                        table[a][b] = kept
+    return {key: float(table[key[0]][key[1]]) for key in FREE}
+
+
+def written(text: str, changes: dict[tuple[str, str], float], count: int) -> str:
+    """The file's text with other figures in it."""
+    section, lines = "", []
+    for line in text.splitlines():
+        section = line.strip("[]") if line.startswith("[") else section
+        name = line.partition(" = ")[0]
+        value = changes.get((section, name))
+        lines.append(line if value is None else re.sub(r"= [^ ]+", f"= {value:.6g}", line, count=1))
+    lines.insert(2, f"# Then adjusted to {count} whole steps of `sojourn bench plan`.")
+    return "\n".join(lines) + "\n"
+
+
+def main(words: list[str]) -> None:
+    kernels, plan = (json.loads(Path(word).read_text(encoding="utf-8")) for word in words)
+    target = Path(str(resources.files("sojourn.plan"))) / "fit.toml"
+    text = fitted(kernels)
+    target.write_text(text, encoding="utf-8")
+    constants.cache_clear()
+    steps = timed(plan["rows"])
+    target.write_text(written(text, adjust(constants(), steps), len(steps)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
