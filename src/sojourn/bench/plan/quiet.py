@@ -1,0 +1,53 @@
+"""What a case says to its parent, a letter at a time, and how it waits for the device to be quiet."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from socket import socket
+
+OPENED, STEPPED, ASK, DONE = b"o", b"s", b"a", b"d"  # from a case
+GO, LEAVE = b"g", b"l"  # from its parent
+
+_SET_DEATH_SIGNAL = 1  # of prctl
+_CALM, _AT_ONCE, _PATIENCE = 20, 5e-4, 5.0
+
+
+def die_with(parent: int) -> None:
+    """Without a parent nobody would wake a case that is stopped."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A case's end of the line to its parent."""
+
+    socket: socket
+
+    def say(self, word: bytes) -> None:
+        self.socket.sendall(word)
+
+    def wait_for(self, word: bytes) -> None:
+        """A parent that hangs up wants nothing more."""
+        if self.socket.recv(1) != word:
+            os._exit(1)
+
+
+def wait_for_calm() -> None:
+    """Until the device answers at once: kernels that the others had asked for before they were stopped still run."""
+    import torch
+
+    one, calm, until = torch.ones(1, device="cuda"), 0, time.monotonic() + _PATIENCE
+    while calm < _CALM and time.monotonic() < until:
+        began = time.perf_counter()
+        one.add_(1)
+        torch.cuda.synchronize()
+        calm = calm + 1 if time.perf_counter() - began < _AT_ONCE else 0
+        time.sleep(0.002)
