@@ -98,14 +98,13 @@ def _run(task: Task, line: Line, found: Found) -> None:
     _begin_anew(device)
     line.say(ASK)
     line.wait_for(GO)
-    if device == "cuda":
-        wait_for_calm()
+    waited = wait_for_calm() if device == "cuda" else 0.0
     times, loss = _timed(session, batches)
     found["measured"] = {
         "parameters": sum(p.numel() for p in session.stepper.network.model.parameters()),
         "attention": session.stepper.network.backend, "loading": loading, "loss": loss, "tokens": session.tokens(0),
         "step_seconds": statistics.median(times), "steps": [round(one, 5) for one in times],
-        **_memory(device, loading), **pieces,
+        "waited": round(waited, 3), **_memory(device, loading), **pieces,
     }  # fmt: skip
 
 

@@ -99,12 +99,11 @@ def _measure(plan: Plan, folder: Path, say: Say) -> dict[str, Any]:
     _set_home(folder)
     for case in plan.cases:
         lay(case, configs[case.name], folder)
-    kinds = ["capped", "measured"] if plan.capped and plan.device == "cuda" else ["measured"]
-    todo = [row for row in rows.values() if any(_open(row, kind) for kind in kinds)]
-    todo.sort(key=lambda row: -_need(row))  # small ones fill the gaps, and the end is short
     place = folder / "cases"
     place.mkdir(exist_ok=True)
-    tasks = [(_task(row, configs[row["name"]], place, folder, "capped" in kinds), _need(row)) for row in todo]
+    capped = plan.capped and plan.device == "cuda"
+    todo = to_run(list(rows.values()), capped)
+    tasks = [(_task(row, configs[row["name"]], place, folder, capped), _need(row)) for row in todo]
 
     def tell(task: Task, found: Row) -> None:
         row = rows[task.name]
@@ -174,8 +173,14 @@ def _portable(config: dict[str, Any], shape: str) -> dict[str, Any]:
     return {**config, "model": model, "data": {**config["data"], "sources": [], "tokenizer": "auto"}}
 
 
+def to_run(rows: list[Row], capped: bool) -> list[Row]:
+    """Those that lack an answer, the largest first: small ones fill the gaps between them, and the end is short."""
+    kinds = ("capped", "measured") if capped else ("measured",)
+    return sorted((row for row in rows if any(_open(row, kind) for kind in kinds)), key=_need, reverse=True)
+
+
 def _open(row: Row, kind: str) -> bool:
-    """Whether this is still to be run: running out of memory is an answer, other failures are not."""
+    """Running out of memory is an answer, other failures are not."""
     return kind not in row or ("failed" in row[kind] and not row[kind].get("out_of_memory"))
 
 

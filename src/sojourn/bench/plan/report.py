@@ -75,9 +75,11 @@ def line(row: Row) -> str:
         if found.get(column):
             said += f" {title}{found[column] / _GIB:6.2f}/{plan[column] / _GIB:6.2f} GiB"
             said += f" {plan[column] / found[column] - 1:+6.1%}"
-    said += f"  {1e3 * found['step_seconds']:7.1f}" if "step_seconds" in found else ""
-    if plan["step_seconds"] and "step_seconds" in found:
-        said += f"/{1e3 * plan['step_seconds']:7.1f} ms {plan['step_seconds'] / found['step_seconds'] - 1:+6.1%}"
+    if "step_seconds" in found:
+        said += f"  {1e3 * found['step_seconds']:7.1f}"
+        said += f"/{1e3 * plan['step_seconds']:7.1f}" if plan["step_seconds"] else ""
+        said += " ms"
+        said += f" {plan['step_seconds'] / found['step_seconds'] - 1:+6.1%}" if plan["step_seconds"] else ""
     capped = row.get("capped")
     if capped is not None:
         said += "  cap " + ("OOM" if capped.get("out_of_memory") else "failed" if "failed" in capped else "ok")
@@ -91,7 +93,7 @@ def lines(result: dict[str, Any]) -> list[str]:
     failed = [row for row in rows if "failed" in row.get("measured", {})]
     done = [row for row in rows if "measured" in row and row not in failed]
     said = ["", f"{len(done)} cases measured, {len(failed)} failed, {len(rows) - len(done) - len(failed)} not run"]
-    said += [f"  {row['name']}: {row['measured']['failed']}" for row in failed]
+    said += [f"  {line(row)}" for row in failed[:_FAILED]]
     said += ["", f"{'planned against measured':<60}{'cases':>6}{'mean':>9}{'95 %':>9}{'worst':>9}"]
     titles = {"allocated": "peak that torch counts", "device": "whole device", "step_seconds": "time of a step"}
     for who, found in result["report"].items():
