@@ -13,7 +13,10 @@ import pytest
 from sojourn.bench.plan import child
 from sojourn.bench.plan.child import Task
 from sojourn.bench.plan.crew import Crew
-from sojourn.bench.plan.quiet import ASK, DONE, GO, LEAVE, Line
+from sojourn.bench.plan.quiet import ASK, DONE, GO, LEAVE, READY, Line
+from sojourn.bench.plan.running import Need
+
+_NONE = Need()
 
 
 def _state(pid: int) -> str:
@@ -50,13 +53,13 @@ def _turn(line: Line, task: Task, work=lambda: {}) -> None:
 def run(tmp_path, monkeypatch):
     """Runs cases that do what is given for each name, and returns what was told of them, in this order."""
 
-    def go(works, limit=60.0, room=0, jobs=4, size=0, **named):
+    def go(works, limit=60.0, room=0, jobs=4, need=_NONE, **named):
         monkeypatch.setattr(child, "work", lambda task, line: works[task.name](line, task))
         names = {
             name: Task(name, {}, "", str(tmp_path / f"{name}.json"), str(tmp_path / f"{name}.log")) for name in works
         }
         told = {}
-        tasks = [(task, size) for task in names.values()]
+        tasks = [(task, need) for task in names.values()]
         Crew(forks=True).run(
             tasks, lambda task, found: told.setdefault(task.name, found["measured"]), room, jobs, limit, **named
         )
@@ -127,9 +130,25 @@ def test_side_by_side_only_as_many_as_there_is_room_for(run, tmp_path):
         _turn(line, task, lambda: {"seen": len(list(tmp_path.glob("case-?")))})
 
     cases = {f"case-{letter}": alone for letter in "abcd"}
-    told = run(cases, room=100, size=60)
+    told = run(cases, room=100, need=Need(60, 60))
     assert [found["seen"] for found in told.values()] == [1, 2, 3, 4]  # no two fit together
-    assert run(cases, room=100, size=60, until=time.monotonic()) == {}  # and none begins when time is up
+    assert run(cases, room=100, need=Need(60, 60), until=time.monotonic()) == {}  # and none begins when time is up
+
+
+def test_memory_of_whole_steps_is_one_cases_at_a_time_and_waiting_for_it_costs_nothing(run, tmp_path):
+    def case(line, task):
+        (tmp_path / task.name).touch()
+        for name in ("one", "two"):
+            _wait(tmp_path / name)  # both are there at once
+        line.say(READY)
+        line.wait_for(GO)
+        began = time.monotonic()
+        time.sleep(0.8)
+        _turn(line, task, lambda: {"began": began, "ended": time.monotonic()})
+
+    told = list(run({"one": case, "two": case}, limit=1.5, room=100, need=Need(10, 80)).values())
+    assert len(told) == 2 and not any("failed" in found for found in told)
+    assert told[1]["began"] > told[0]["ended"] and told[1]["seconds"] < 1.5
 
 
 def test_memory_that_others_may_have_taken_is_asked_for_once_more_alone(run, tmp_path):
@@ -147,7 +166,7 @@ def test_memory_that_others_may_have_taken_is_asked_for_once_more_alone(run, tmp
         time.sleep(0.3)
         _turn(line, task)
 
-    told = run({"short": short, "other": other}, room=100, size=10)
+    told = run({"short": short, "other": other}, room=100, need=Need(10, 20))
     assert list(told) == ["other", "short"] and "failed" not in told["short"]
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from sojourn.bench.plan import child
 from sojourn.bench.plan.child import Found, Task
-from sojourn.bench.plan.quiet import OPENED, STEPPED, Line, die_with
-from sojourn.bench.plan.running import PAUSE, Running, take_turn
+from sojourn.bench.plan.quiet import ASK, OPENED, READY, Line, die_with
+from sojourn.bench.plan.running import PAUSE, Need, Running, take_turn
 
 _HEAVY = (
     "torch", "transformers", "transformers.models.llama.modeling_llama", "transformers.models.qwen2.modeling_qwen2",
@@ -49,18 +49,18 @@ class Crew:
     forks: bool
     why: str = ""
 
-    def start(self, task: Task, size: int = 0) -> Running:
+    def start(self, task: Task, need: Need) -> Running:
         Path(task.out).unlink(missing_ok=True)  # of an earlier call
         ours, theirs = socket.socketpair()
         with theirs:
             if self.forks:
-                return Running(self._fork(task, theirs), task, ours, size)
+                return Running(self._fork(task, theirs), task, ours, need)
             command = [sys.executable, "-c", "from sojourn.bench.plan.child import main; main()",
                        str(child.task_file(task)), str(theirs.fileno()), str(os.getpid())]  # fmt: skip
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
             fds = (theirs.fileno(),)
             process = subprocess.Popen(command, env=environment, start_new_session=True, pass_fds=fds)
-            return Running(process.pid, task, ours, size, process)
+            return Running(process.pid, task, ours, need, process)
 
     def _fork(self, task: Task, line: socket.socket) -> int:
         sys.stdout.flush()
@@ -78,20 +78,17 @@ class Crew:
         return pid
 
     def run(
-        self, tasks: list[tuple[Task, int]], tell: Callable[[Task, Found], None], room: int, jobs: int, limit: float,
+        self, tasks: list[tuple[Task, Need]], tell: Callable[[Task, Found], None], room: int, jobs: int, limit: float,
         until: float = math.inf,
     ) -> None:  # fmt: skip
-        """All tasks, each with the bytes that it is to need: as many at once as there is room for, the next in line
-        that fits first. `tell` hears of each as it ends, or is ended after `limit` seconds, those not counted in which
-        it was stopped. After `until`, on the monotonic clock, none is begun."""
+        """All tasks: as many at once as there is room for, the next in line that fits first. `tell` hears of each as it
+        ends, or is ended after `limit` seconds of its own. After `until`, on the monotonic clock, none is begun."""
         waiting, running = list(tasks), list[Running]()
         try:
             while waiting or running:
                 waiting = waiting if time.monotonic() < until else []
-                free = room - sum(one.size for one in running)
-                able = len(running) < jobs
-                following = next((one for one in waiting if able and (one[1] <= free or not running)), None)
-                if following is not None:
+                following = next((one for one in waiting if _fits(one[1], running, room)), None)
+                if following is not None and len(running) < jobs:
                     waiting.remove(following)
                     running.append(self.start(*following))
                     continue
@@ -101,14 +98,31 @@ class Crew:
                         continue
                     running.remove(one)
                     one.line.close()
-                    if found["measured"].get("out_of_memory") and running and one.size < room:
-                        waiting.append((one.task, room))  # perhaps the others took it: once more, alone
+                    if found["measured"].get("out_of_memory") and running and one.need.first < room:
+                        waiting.append((one.task, Need(room, room)))  # perhaps the others took it: once more, alone
                     else:
                         tell(one.task, found)
+                _share(running, room)
                 time.sleep(PAUSE)
         finally:
             for one in running:
                 one.kill()
+
+
+def _fits(need: Need, running: list[Running], room: int) -> bool:
+    """Whether any one of them could then still make whole steps, as otherwise all might wait for each other."""
+    needs = [need, *(one.need for one in running)]
+    return not running or sum(one.first for one in needs) + max(one.most - one.first for one in needs) <= room
+
+
+def _share(running: list[Running], room: int) -> None:
+    """Lets those make whole steps that there is room for, each in its turn, so that small ones do not keep out a large
+    one."""
+    for one in sorted((one for one in running if one.ready), key=lambda one: one.said[READY]):
+        others = [other for other in running if other is not one]
+        if others and sum(other.holds for other in others) + one.need.most > room:
+            return
+        one.begin_steps()
 
 
 def _found(one: Running, others: list[Running], limit: float) -> Found | None:
@@ -132,11 +146,11 @@ def _found(one: Running, others: list[Running], limit: float) -> Found | None:
 
 
 def _times(one: Running) -> dict[str, float]:
-    """Where the time went: until it was open, in its first steps, in the quiet, in all."""
+    """Where its time went: until it was open, compiling and in its first steps, in the quiet, in all."""
     opened = one.said.get(OPENED)
     found = {"seconds": one.age, "opened": opened, "quiet": one.quiet}
-    if opened is not None and STEPPED in one.said:
-        found["first_seconds"] = one.said[STEPPED] - opened
+    if opened is not None and ASK in one.said:
+        found["first_seconds"] = one.said[ASK] - opened
     return {name: round(seconds, 2) for name, seconds in found.items() if seconds is not None}
 
 

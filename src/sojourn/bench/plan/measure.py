@@ -25,6 +25,7 @@ from sojourn.bench.plan.ground import lay, settings_of
 from sojourn.bench.plan.peers import ask_peers
 from sojourn.bench.plan.replan import Row, planned
 from sojourn.bench.plan.report import line, lines, summary
+from sojourn.bench.plan.running import Need
 from sojourn.bench.train.measure import circumstances
 from sojourn.config.load import dump
 from sojourn.config.schema import RunConfig
@@ -36,6 +37,7 @@ Say = Callable[[str], None]
 _GIB = 2**30
 _ROOM = 0.97  # of the device, for cases side by side
 _MORE = 1.15  # than planned may be needed, and a GiB
+_BLOCKS, _ENDS = 3, 0.3  # two blocks while compiling, and some more; their gradients and those of the ends
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ def _measure(plan: Plan, folder: Path, say: Say) -> dict[str, Any]:
             write_json(plan.out, result)
 
     say(f"{len(tasks)} cases, up to {plan.jobs} at once, one of them timed while the others stand still:")
-    room = int(_ROOM * plan.memory) if plan.device == "cuda" else sum(size for _, size in tasks)
+    room = int(_ROOM * plan.memory) if plan.device == "cuda" else sum(need.most for _, need in tasks)
     crew.run(tasks, tell, room, plan.jobs, plan.limit, until)
     return finished(result, plan.peers, say)
 
@@ -176,7 +178,7 @@ def _portable(config: dict[str, Any], shape: str) -> dict[str, Any]:
 def to_run(rows: list[Row], capped: bool) -> list[Row]:
     """Those that lack an answer, the largest first: small ones fill the gaps between them, and the end is short."""
     kinds = ("capped", "measured") if capped else ("measured",)
-    return sorted((row for row in rows if any(_open(row, kind) for kind in kinds)), key=_need, reverse=True)
+    return sorted((row for row in rows if any(_open(row, kind) for kind in kinds)), key=lambda row: -_need(row).most)
 
 
 def _open(row: Row, kind: str) -> bool:
@@ -184,8 +186,15 @@ def _open(row: Row, kind: str) -> bool:
     return kind not in row or ("failed" in row[kind] and not row[kind].get("out_of_memory"))
 
 
-def _need(row: Row) -> int:
-    return int(_MORE * row["planned"]["device"]) + _GIB
+def _need(row: Row) -> Need:
+    """While it is opened, and compiled with two blocks alone; then the whole."""
+    plan, few = row["planned"], row["planned"]["moments"]["loading"] + row["planned"]["context"]
+    if row["case"]["compiled"]:
+        kinds, blocks = plan["kinds"], min(1.0, _BLOCKS / row["shape"]["layers"])
+        few += sum(kinds.get(kind, 0) for kind in ("loss", "temporary"))
+        few += blocks * kinds.get("activations", 0) + _ENDS * kinds.get("gradients", 0)
+    most = int(_MORE * plan["device"]) + _GIB
+    return Need(min(most, int(_MORE * few) + _GIB), most)
 
 
 def _task(row: Row, config: RunConfig, out: Path, folder: Path, cap: bool) -> Task:

@@ -10,8 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from socket import socket
 
-OPENED, STEPPED, ASK, DONE = b"o", b"s", b"a", b"d"  # from a case
-GO, LEAVE = b"g", b"l"  # from its parent
+# From a case: it is open; it needs its memory to go on; it needs quiet; it is done. From its parent: go on; leave.
+OPENED, READY, ASK, DONE = b"o", b"r", b"a", b"d"
+GO, LEAVE = b"g", b"l"
 
 _SET_DEATH_SIGNAL = 1  # of prctl
 _CALM, _AT_ONCE, _PATIENCE = 10, 5e-4, 2.5

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from socket import socket
 
 from sojourn.bench.plan.child import Task
-from sojourn.bench.plan.quiet import ASK, DONE, GO, LEAVE
+from sojourn.bench.plan.quiet import ASK, DONE, GO, LEAVE, READY
 
 PAUSE = 0.02
 _TURN = 60.0  # seconds that the others wait for one at most
@@ -20,18 +20,27 @@ _SETTLE = 0.1
 _LEAVING = 20.0
 
 
+@dataclass(frozen=True)
+class Need:
+    """Bytes of the device: until a case makes whole steps, and at the most."""
+
+    first: int = 0
+    most: int = 0
+
+
 @dataclass
 class Running:
-    """`size`: bytes of the device that are set aside for it. `said`: its words, and its age at each."""
+    """`said`: its words, and its age at each. `whole`: whether it may make whole steps."""
 
     pid: int
     task: Task
     line: socket
-    size: int = 0
+    need: Need = Need()
     process: subprocess.Popen[bytes] | None = None
-    began: float = field(default_factory=time.monotonic)
-    stopped: float = 0.0
+    ran: float = 0.0
+    since: float | None = field(default_factory=time.monotonic)
     said: dict[bytes, float] = field(default_factory=dict)
+    whole: bool = False
     status: int | None = None
     quiet: float | None = None
     device: int | None = None
@@ -41,17 +50,40 @@ class Running:
 
     @property
     def age(self) -> float:
-        """Seconds that it has run, those not counted in which it was stopped."""
-        return time.monotonic() - self.began - self.stopped
+        """Seconds that it has run, those not counted in which it was stopped, or waited for memory."""
+        return self.ran + (0.0 if self.since is None else time.monotonic() - self.since)
+
+    def halt(self) -> None:
+        self.ran, self.since = self.age, None
+
+    def go_on(self) -> None:
+        self.since = time.monotonic()
+
+    @property
+    def holds(self) -> int:
+        return self.need.most if self.whole else self.need.first
+
+    @property
+    def ready(self) -> bool:
+        return READY in self.said and not self.whole
 
     @property
     def asks(self) -> bool:
         return ASK in self.said and self.quiet is None
 
     def listen(self) -> None:
+        said = b""
         with suppress(OSError):  # nothing was said
-            for word in self.line.recv(16):
-                self.said.setdefault(bytes([word]), self.age)
+            said = self.line.recv(16)
+        for word in said:
+            self.said.setdefault(bytes([word]), self.age)
+        if self.ready:
+            self.halt()
+
+    def begin_steps(self) -> None:
+        self.whole = True
+        self.go_on()
+        self.tell(GO)
 
     def tell(self, word: bytes) -> None:
         with suppress(OSError):  # it is gone
@@ -82,15 +114,18 @@ class Running:
 @contextmanager
 def stopped(others: list[Running]) -> Iterator[None]:
     """The others stand still, whatever happens in here."""
-    began = time.monotonic()
+    went = [other for other in others if other.since is not None]
     try:
         for other in others:
             other.signal(signal.SIGSTOP)
+        for other in went:
+            other.halt()
         yield
     finally:
         for other in others:
             other.signal(signal.SIGCONT)
-            other.stopped += time.monotonic() - began
+        for other in went:
+            other.go_on()
 
 
 def take_turn(one: Running, others: list[Running], limit: float) -> bool:
