@@ -95,7 +95,6 @@ def _run(task: Task, line: Line, found: Found) -> None:
     line.wait_for(GO)
     if task.cap is not None:
         found["capped"] = _capped(session, batches, task.cap)
-        _begin_anew(device)
     if "failed" in found.get("capped", {"failed": ""}):
         _two(session, batches)
     pieces = _pieces(session, held) if device == "cuda" else {}
@@ -136,7 +135,10 @@ def _capped(session: Any, batches: list[Any], cap: int) -> Found:
         found = _failure(error)
         if not found["out_of_memory"]:
             raise
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
     session.stepper.discard()  # outside, since the error holds on to memory
+    _begin_anew("cuda")
     return {"cap": cap, **found}
 
 
@@ -157,14 +159,13 @@ def _pieces(session: Any, held: int) -> Found:
 
 
 def _begin_anew(device: str) -> None:
-    """No cap, nothing kept for later, and peaks counted from here."""
+    """Nothing kept for later, and peaks counted from here."""
     if device != "cuda":
         return
     import torch
 
     from sojourn.train.ladder import free_memory
 
-    torch.cuda.set_per_process_memory_fraction(1.0)
     torch.cuda.synchronize()
     free_memory()
     torch.cuda.reset_peak_memory_stats()

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from sojourn.bench.plan import child
 from sojourn.bench.plan.child import Found, Task
-from sojourn.bench.plan.quiet import ASK, OPENED, READY, Line, die_with
+from sojourn.bench.plan.quiet import ASK, OPENED, Line, die_with
 from sojourn.bench.plan.running import PAUSE, Need, Running, take_turn
 
 _HEAVY = (
@@ -116,11 +116,11 @@ def _fits(need: Need, running: list[Running], room: int) -> bool:
 
 
 def _share(running: list[Running], room: int) -> None:
-    """Lets those make whole steps that there is room for, each in its turn, so that small ones do not keep out a large
-    one."""
-    for one in sorted((one for one in running if one.ready), key=lambda one: one.said[READY]):
-        others = [other for other in running if other is not one]
-        if others and sum(other.holds for other in others) + one.need.most > room:
+    """Lets those make whole steps that there is room for, in the order of their beginning, so that small ones do not
+    keep out a large one."""
+    for one in (one for one in running if one.ready):
+        others = sum(other.holds for other in running if other is not one)
+        if others and others + one.need.most > room:
             return
         one.begin_steps()
 

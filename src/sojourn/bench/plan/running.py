@@ -80,6 +80,10 @@ class Running:
         if self.ready:
             self.halt()
 
+    def done(self) -> bool:
+        self.listen()
+        return DONE in self.said or self.ended()
+
     def begin_steps(self) -> None:
         self.whole = True
         self.go_on()
@@ -136,7 +140,7 @@ def take_turn(one: Running, others: list[Running], limit: float) -> bool:
         time.sleep(_SETTLE)
         one.tell(GO)
         one.quiet = 0.0
-        in_time = _until(lambda: one.listen() or DONE in one.said or one.ended(), min(limit, _TURN))
+        in_time = _until(one.done, min(limit, _TURN))
         if in_time and not one.ended():
             used = device_used()
             one.tell(LEAVE)
@@ -147,7 +151,7 @@ def take_turn(one: Running, others: list[Running], limit: float) -> bool:
     return in_time
 
 
-def _until(true: Callable[[], bool | None], limit: float) -> bool:
+def _until(true: Callable[[], bool], limit: float) -> bool:
     until = time.monotonic() + limit
     while not true():
         if time.monotonic() > until:
