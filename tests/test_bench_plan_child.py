@@ -1,4 +1,9 @@
-"""The benchmark of plans compiles two blocks where memory for all is not there yet: nothing may be left to compile."""
+"""What a measured case does before it is timed: compiling with little memory, and steps under a cap."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
 
 from sojourn.bench.plan import child
 from sojourn.bench.plan.cases import NEW, Case
@@ -32,3 +37,23 @@ def test_two_blocks_compile_what_all_blocks_need(tmp_path, monkeypatch):
     assert all(parameter.grad is None for parameter in session.stepper.network.model.parameters())
     child._two(session, batches)
     assert counters["stats"]["unique_graphs"] == graphs
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("wrong shape")])
+def test_only_memory_is_an_answer_under_a_cap_which_never_stays(monkeypatch, error):
+    caps, thrown = [], []
+
+    def step(batches):
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", caps.append)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(total_memory=100))
+    monkeypatch.setattr(child, "_begin_anew", lambda device: None)
+    session = SimpleNamespace(stepper=SimpleNamespace(step=step, discard=lambda: thrown.append(1)))
+    if isinstance(error, torch.OutOfMemoryError):
+        found = child._capped(session, [[]], 50)
+        assert found["cap"] == 50 and found["out_of_memory"] and thrown == [1]
+    else:
+        with pytest.raises(RuntimeError, match="wrong shape"):
+            child._capped(session, [[]], 50)
+    assert caps == [0.5, 1.0]
