@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import math
@@ -37,6 +38,7 @@ def make_crew(device: str, capability: tuple[int, int] | None, compiled: Path, a
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # cases compile side by side
     os.environ["HF_HUB_OFFLINE"] = "1"
     spoilt = _load(capability, [*_HEAVY, *(["peft"] if adapters else []), *(_COMPILER if device == "cuda" else ())])
+    gc.freeze()  # no case need look through what was imported when it frees memory
     if device != "cuda" or (spoilt is None and _fork_reaches_gpu()):
         return Crew(forks=True)
     return Crew(forks=False, why=f"{spoilt} has begun to use it" if spoilt else "as it says above")
