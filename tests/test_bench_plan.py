@@ -3,10 +3,8 @@
 import hashlib
 import json
 import math
-import os
 import subprocess
 import sys
-import time
 from collections import Counter
 from copy import deepcopy
 from dataclasses import asdict
@@ -16,13 +14,11 @@ import pytest
 
 from conftest import sojourn
 from sojourn.bench.plan.cases import CASES, METHODS, TINY, chosen, held_out, shape_of
-from sojourn.bench.plan.child import Task
-from sojourn.bench.plan.crew import Crew
 from sojourn.bench.plan.ground import settings_of
-from sojourn.bench.plan.measure import finished, line, make_plan
-from sojourn.bench.plan.peers import ask_peers
+from sojourn.bench.plan.measure import finished, make_plan, to_run
+from sojourn.bench.plan.peers import COUNTS, ask_peers
 from sojourn.bench.plan.replan import planned
-from sojourn.bench.plan.report import errors, lines, summary
+from sojourn.bench.plan.report import errors, line, lines, summary
 from sojourn.catalog.names import gpu
 from sojourn.config.load import dump
 from sojourn.errors import UserError
@@ -74,28 +70,24 @@ def test_every_case_makes_real_steps_on_random_weights_that_take_no_disk(ran):
     assert weights.stat().st_blocks * 512 < weights.stat().st_size / 4
 
 
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [(lambda place: os.mkfifo(place / "log"), "took longer than 0 s"), (lambda place: None, "ended with 0: ")],
-    ids=["one that hangs", "one that dies"],
-)
-def test_a_process_that_hangs_or_dies_is_told(tmp_path, make, says):
-    make(tmp_path)
-    out = tmp_path / ("out" if "longer" in says else "no such folder/out")
-    task, told = Task("x", {}, str(tmp_path), str(out), str(tmp_path / "log")), []
-    Crew(forks=True).run([(task, 0)], lambda task, found: told.append(found), 0, 1, 0.3 if "longer" in says else 60)
-    assert len(told) == 1 and told[0]["failed"].startswith(says)
+def test_each_case_is_one_process(ran):
+    folder, rows = ran
+    runs = Counter(path.name.rsplit("-", 1)[0] for path in (folder / "home/runs").iterdir())
+    assert runs == Counter(name for name in rows if name != "tiny-whole")
+    assert all(row["measured"]["quiet"] > 0 for name, row in rows.items() if name not in ("tiny-whole", "tiny-qwen3"))
 
 
-def test_side_by_side_only_as_many_as_there_is_room_for(tmp_path):
-    names = "abcd"
-    tasks = [Task(name, {}, "", str(tmp_path / f"{name}.json"), str(tmp_path / f"{name}.log")) for name in names]
-    told = []
-    sized = [(task, 60) for task in tasks]
-    Crew(forks=True).run(sized, lambda task, found: told.append(task.name), room=100, jobs=4, limit=60)
-    assert told == list(names)  # no two fit together
-    Crew(forks=True).run(sized, lambda task, found: told.append(task.name), 100, 4, 60, until=time.monotonic())
-    assert told == list(names)  # and none begins when time is up
+def test_only_what_lacks_an_answer_is_run_the_largest_first(result):
+    rows = deepcopy(result["rows"])
+    for row in rows:
+        row["planned"] = planned(row)
+    assert to_run(rows, True) == []  # running out of memory under the cap is an answer
+    del rows[1]["capped"], rows[20]["measured"]
+    rows[30]["measured"] = {"failed": "took longer than 9 s"}
+    found = to_run(rows, True)
+    assert {row["name"] for row in found} == {rows[n]["name"] for n in (1, 20, 30)}
+    assert found == sorted(found, key=lambda row: -row["planned"]["device"])
+    assert {row["name"] for row in to_run(rows, False)} == {rows[n]["name"] for n in (20, 30)}
 
 
 def test_the_cases_span_what_people_train_and_fit_an_h200_by_plan():
@@ -172,7 +164,7 @@ def test_reading_plans_anew_and_tells_both_halves_apart(result, tmp_path):
     assert mine["false_fits"] == 1 and mine["above_need"] == 1 and mine["capped"] == len(CASES) // 2
     assert held["device"]["mean"] == 0 and 0.2 < held["step_seconds"]["mean"] < 0.3
     assert "1 of 33 ran out of memory under a cap of the plan" in said.stderr
-    assert said.stderr.startswith("pretrain-11m  ") and "(+25.0%)" in said.stderr
+    assert said.stderr.startswith("pretrain-11m  ") and "+25.0%" in said.stderr
     assert "method qlora" in said.stderr and "furthest off in memory:" in said.stderr
 
 
@@ -195,14 +187,29 @@ def test_peers_answer_what_they_count_and_their_answers_stay(result):
     assert any(text.startswith("fitcheck counts everything") for text in lines(found))
 
 
-def test_lines_say_what_was_planned_and_what_failed(result):
-    row = deepcopy(result["rows"][0])
+def test_lines_say_what_was_planned_what_failed_and_where_time_went(result):
+    row = deepcopy(next(row for row in result["rows"] if row["name"] == "lora-1.7b-selective"))
     row["planned"] = planned(row)
-    row["measured"] |= {"seconds": 3.2, "opened": 1.1, "allocated": 1.25 * row["planned"]["allocated"]}
-    assert "(-20.0%)" in line(row, "measured")
+    times = {"opened": 11.1, "first_seconds": 22.22, "quiet": 13.33}
+    row["measured"] |= {**times, "allocated": 1.25 * row["planned"]["allocated"]}
+    assert "-20.0%" in line(row) and "cap ok  11.1 + 22.2 + 13.3 s" in line(row) and len(line(row)) < 150
     row["capped"] = {"failed": "CUDA out of memory", "out_of_memory": True}
-    assert "RAN OUT OF MEMORY: CUDA out of memory" in line(row, "capped")
+    assert "cap OOM" in line(row)
     assert finished({"rows": [row]}, False, lambda text: None)["report"]["sojourn, held out"]["false_fits"] <= 1
+    row["measured"] = {"failed": "CUDA out of memory" * 20, "out_of_memory": True}
+    assert "RAN OUT OF MEMORY: CUDA out of memory" in line(row) and len(line(row)) < 150
+
+
+def test_the_report_fits_a_screen(result):
+    rows = deepcopy(result["rows"])
+    for number, row in enumerate(rows):
+        row["planned"] = planned(row)
+        row["peers"] = dict.fromkeys(COUNTS, row["planned"]["device"])
+        if number > 50:
+            row["measured"] = {"failed": "…"}
+    found = {"rows": rows, "peers": dict.fromkeys(COUNTS, "1.0")}
+    found["report"] = summary(found)
+    assert len(lines(found)) <= 75
 
 
 def _plan(**given):

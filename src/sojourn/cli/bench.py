@@ -94,11 +94,13 @@ def bench_plan(
         list[str] | None, typer.Option(help="Only these, by name or a part of it (lora, 7b, …), with commas.")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many of them.")] = None,
-    jobs: Annotated[int, typer.Option(min=1, max=64, help="Capped runs at once, if their memory allows.")] = 8,
+    jobs: Annotated[int, typer.Option(min=1, max=64, help="Runs at once, if their memory allows.")] = 12,
     skip_capped: Annotated[
-        bool, typer.Option("--skip-capped", help="Leave out the runs under a cap of what is planned.")
+        bool, typer.Option("--skip-capped", help="Let first steps have more memory than is planned.")
     ] = False,
-    seconds: Annotated[float, typer.Option(min=1, max=3600, help="A run that takes longer is ended.")] = 180.0,
+    seconds: Annotated[
+        float, typer.Option(min=1, max=3600, help="A run that takes longer is ended; waiting does not count.")
+    ] = 180.0,
     within: Annotated[
         float | None, typer.Option(min=1, help="After so many seconds no further run begins; --resume goes on later.")
     ] = None,

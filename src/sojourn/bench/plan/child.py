@@ -4,31 +4,33 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import statistics
-import subprocess
 import sys
 import time
 import traceback
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from sojourn.bench.plan.opening import shorten_opening
 from sojourn.bench.plan.phases import phases
+from sojourn.bench.plan.quiet import ASK, DONE, GO, LEAVE, OPENED, READY, Line, die_with, wait_for_calm
 from sojourn.config.load import dump
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
 
 _WARM, _WARM_SECONDS = 2, 0.3  # steps that start everything up, and the clocks of a GPU
-_MOST, _LEAST, _SECONDS = 8, 3, 1.5  # steps that are timed, and about how long
+_MOST, _LEAST, _SECONDS = 8, 3, 1.0  # steps that are timed, and about how long
 _LINE = 300
+
+Found = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Task:
-    """`cap`: bytes that torch may take from the device; with one, two steps are enough. `before`: bytes of the device
-    that were taken before."""
+    """`cap`: bytes that torch may take from the device in the first steps; None: as many as it wants."""
 
     name: str
     config: dict[str, Any]
@@ -36,35 +38,38 @@ class Task:
     out: str
     log: str
     cap: int | None = None
-    before: int = 0
 
 
-def work(task: Task) -> None:
+def work(task: Task, line: Line) -> None:
     """The process: it speaks into its log, leaves its findings as JSON, and ends."""
     log = os.open(task.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    found: Found = {}
     try:
-        found = _run(task)
+        _run(task, line, found)
     except BaseException as error:
         traceback.print_exc()
-        found = {"failed": _line(error), "out_of_memory": _is_memory(error)}
+        found["measured"] = _failure(error)
     sys.stdout.flush()
     partial = Path(f"{task.out}.part")
     partial.write_text(json.dumps(found), encoding="utf-8")
     partial.rename(task.out)
+    if "failed" not in found["measured"]:  # what it holds is weighed when it lets go
+        line.say(DONE)
+        line.wait_for(LEAVE)
 
 
 def main() -> None:
-    """Where forking is not possible."""
-    work(Task(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))))
+    """Where forking is not possible: the task's file, the line's number and the parent's process."""
+    path, number, parent = sys.argv[1:]
+    die_with(int(parent))
+    work(Task(**json.loads(Path(path).read_text(encoding="utf-8"))), Line(socket.socket(fileno=int(number))))
     os._exit(0)  # nothing here needs tidying up
 
 
-def _run(task: Task) -> dict[str, Any]:
-    began, config = time.monotonic(), RunConfig.model_validate(task.config)
-    import torch
-
+def _run(task: Task, line: Line, found: Found) -> None:
+    config = RunConfig.model_validate(task.config)
     from sojourn.run.folder import RunFolder
     from sojourn.train.lessons import work_of_session
     from sojourn.train.loop import use_device
@@ -72,88 +77,114 @@ def _run(task: Task) -> dict[str, Any]:
     from sojourn.train.session import open_session
 
     device = use_device(config)
-    if task.cap is not None and device == "cuda":
-        torch.cuda.set_per_process_memory_fraction(
-            min(1.0, task.cap / torch.cuda.get_device_properties(0).total_memory)
-        )
-    _for_made_bases()
+    shorten_opening(device)
     run = RunFolder(Path(task.folder) / "home" / "runs" / f"{task.name}-{os.getpid()}")
     run.path.mkdir(parents=True)
     session = open_session(config, run, Ranks(device=device))
     loading, held = _loaded(device)
-    opened = time.monotonic() - began
-    rate = float(session.config.train.lr)
-    session.stepper.engine.set_learning_rate(rate)
-    found: dict[str, Any] = {
+    line.say(OPENED)
+    session.stepper.engine.set_learning_rate(float(session.config.train.lr))
+    found |= {
         "config": dump(session.config), "document": work_of_session(session).document, "gpu": session.device_name,
-        "parameters": sum(p.numel() for p in session.stepper.network.model.parameters()),
-        "attention": session.stepper.network.backend, "loading": loading, "opened": round(opened, 2),
     }  # fmt: skip
-    first, times, loss = _steps(session, timed=task.cap is None)
-    found |= {"first_seconds": round(first, 2), "loss": loss, "tokens": session.tokens(0)}
-    if times:
-        found |= {"step_seconds": statistics.median(times), "steps": [round(one, 5) for one in times]}
-    found |= _memory(device, task.before)
-    if times and device == "cuda":
-        with suppress(RuntimeError):  # a detail that must not cost the row
-            found["phases"] = phases(session, held)
-    return found | {"seconds": round(time.monotonic() - began, 2)}
-
-
-def _steps(session: Any, timed: bool) -> tuple[float, list[float], float]:
-    """Seconds of the first step; then those from the end of one to the end of the next, as the loop has them: a step
-    ends when its loss is read, while its update still runs. Rows are read before, as the loop reads them ahead."""
     batches = [session.batches(step) for step in range(2)]
-    count, warm, first, times = 0, False, 0.0, list[float]()
+    if session.config.train.compile == "on":
+        _compile(session, batches)
+        _begin_anew(device)
+    line.say(READY)
+    line.wait_for(GO)
+    if task.cap is not None:
+        found["capped"] = _capped(session, batches, task.cap)
+    if "failed" in found.get("capped", {"failed": ""}):
+        _two(session, batches)
+    pieces = _pieces(session, held) if device == "cuda" else {}
+    _begin_anew(device)
+    line.say(ASK)
+    line.wait_for(GO)
+    waited = wait_for_calm() if device == "cuda" else 0.0
+    times, loss = _timed(session, batches)
+    found["measured"] = {
+        "parameters": sum(p.numel() for p in session.stepper.network.model.parameters()),
+        "attention": session.stepper.network.backend, "loading": loading, "loss": loss, "tokens": session.tokens(0),
+        "step_seconds": statistics.median(times), "steps": [round(one, 5) for one in times],
+        "waited": round(waited, 3), **_memory(device, loading), **pieces,
+    }  # fmt: skip
+
+
+def _compile(session: Any, batches: list[Any]) -> None:
+    """Passes of two blocks alone: all blocks share their graphs, but for the first one, whose input may need no
+    gradient. So the memory of a whole step is not needed while the compiler works."""
+    settings = session.stepper.network.body.config
+    layers, settings.num_hidden_layers = settings.num_hidden_layers, 2
+    try:
+        for some in batches:
+            session.stepper.begin(some).backward()
+    finally:
+        settings.num_hidden_layers = layers
+        session.stepper.discard()
+
+
+def _capped(session: Any, batches: list[Any], cap: int) -> Found:
+    """What two steps come to under a cap; running out of memory is an answer."""
+    import torch
+
+    torch.cuda.set_per_process_memory_fraction(min(1.0, cap / torch.cuda.get_device_properties(0).total_memory))
+    try:
+        return {"cap": cap, **_two(session, batches)}
+    except (RuntimeError, MemoryError) as error:
+        found = _failure(error)
+        if not found["out_of_memory"]:
+            raise
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    session.stepper.discard()  # outside, since the error holds on to memory
+    _begin_anew("cuda")
+    return {"cap": cap, **found}
+
+
+def _two(session: Any, batches: list[Any]) -> Found:
+    import torch
+
+    loss = [session.stepper.step(some)[0] for some in batches][-1]
+    peak = {"allocated": int(torch.cuda.max_memory_allocated())} if session.stepper.feed.device == "cuda" else {}
+    return {"loss": loss, **peak}
+
+
+def _pieces(session: Any, held: int) -> Found:
+    """A detail that must not cost the row."""
+    with suppress(RuntimeError):
+        return {"phases": phases(session, held)}
+    session.stepper.discard()
+    return {}
+
+
+def _begin_anew(device: str) -> None:
+    """Nothing kept for later, and peaks counted from here."""
+    if device != "cuda":
+        return
+    import torch
+
+    from sojourn.train.ladder import free_memory
+
+    torch.cuda.synchronize()
+    free_memory()
+    torch.cuda.reset_peak_memory_stats()
+
+
+def _timed(session: Any, batches: list[Any]) -> tuple[list[float], float]:
+    """Seconds from the end of one step to the end of the next, as the loop has them: a step ends when its loss is read,
+    while its update still runs. Rows are read before, as the loop reads them ahead."""
+    count, times = 0, list[float]()
     began = last = time.perf_counter()
+    warm = False
     while True:
         loss, _ = session.stepper.step(batches[count % 2])
         now, count = time.perf_counter(), count + 1
         if warm:
             times.append(now - last)
-        elif count == 1:
-            first, began = now - began, now
         last, warm = now, warm or (count >= _WARM and now - began >= _WARM_SECONDS)
-        enough = len(times) >= _MOST or (len(times) >= _LEAST and sum(times) >= _SECONDS)
-        if enough or (count >= _WARM and not timed):
-            return first, times, loss
-
-
-def _for_made_bases() -> None:
-    """Two things that only this bench needs: zeros would be multiplied too fast and fail the trial of a model, so they
-    become random numbers as soon as they are loaded; and nothing is saved, so that the disk needs no room for it."""
-    build: Any = import_module("sojourn.train.build")
-    session: Any = import_module("sojourn.train.session")
-    opened = build.open_base
-    build.open_base = lambda *given: filled(opened(*given))
-    session.check_room = lambda *given: None
-
-
-def filled(model: Any) -> Any:
-    """The model with random numbers in place of its own, where they are."""
-    import torch
-
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            packed = getattr(weight, "quant_state", None)
-            if packed is not None:
-                weight.data.random_()
-                _fill_scales(packed)
-            elif "norm" in name:
-                weight.normal_(1.0, 0.02)
-            else:
-                weight.normal_(0.0, 0.02)
-    return model
-
-
-def _fill_scales(packed: Any) -> None:
-    """Of 4-bit weights; these may be in 8 bits themselves, with scales and a middle of their own."""
-    if packed.nested:
-        packed.absmax.random_()
-        packed.offset.fill_(0.05)
-        packed.state2.absmax.fill_(0.02)
-    else:
-        packed.absmax.fill_(0.05)
+        if len(times) >= _MOST or (len(times) >= _LEAST and sum(times) >= _SECONDS):
+            return times, loss
 
 
 def _loaded(device: str) -> tuple[int | None, int]:
@@ -165,29 +196,20 @@ def _loaded(device: str) -> tuple[int | None, int]:
     return int(torch.cuda.max_memory_allocated()), int(torch.cuda.memory_allocated())
 
 
-def _memory(device: str, before: int) -> dict[str, Any]:
-    """Torch gives nothing back by itself, so that what the device lacks at the end is what it lacked at the peak."""
+def _memory(device: str, loading: int | None) -> Found:
+    """The peaks; `device` is known when the process has gone."""
     import torch
 
     if device != "cuda":
         return {"allocated": None, "reserved": None, "device": None}
     torch.cuda.synchronize()
-    free, total = torch.cuda.mem_get_info()
-    used = device_used()
-    return {
-        "allocated": int(torch.cuda.max_memory_allocated()), "reserved": int(torch.cuda.max_memory_reserved()),
-        "device": total - free if used is None else used - before, "lacking": total - free,
-    }  # fmt: skip
+    steps = int(torch.cuda.max_memory_allocated())
+    return {"allocated": max(steps, loading or 0), "reserved": int(torch.cuda.max_memory_reserved()), "device": None}
 
 
-def device_used() -> int | None:
-    """Bytes of the first GPU that are taken, as the driver counts them: the only count that needs no context."""
-    command = ["nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=15, check=True).stdout.strip()
-        return int(said) * 2**20
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return None
+def _failure(error: BaseException) -> Found:
+    kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+    return {"failed": (kind + " ".join(str(error).split()))[:_LINE], "out_of_memory": _is_memory(error)}
 
 
 def _is_memory(error: BaseException) -> bool:
@@ -196,11 +218,6 @@ def _is_memory(error: BaseException) -> bool:
     from sojourn.train.ladder import is_memory_error
 
     return is_memory_error(error)
-
-
-def _line(error: BaseException) -> str:
-    kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-    return (kind + " ".join(str(error).split()))[:_LINE]
 
 
 def task_file(task: Task) -> Path:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,10 +16,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from sojourn.bench.plan import child
-from sojourn.bench.plan.child import Task
+from sojourn.bench.plan.child import Found, Task
+from sojourn.bench.plan.quiet import ASK, OPENED, Line, die_with
+from sojourn.bench.plan.running import PAUSE, Need, Running, take_turn
 
 _HEAVY = (
     "torch", "transformers", "transformers.models.llama.modeling_llama", "transformers.models.qwen2.modeling_qwen2",
@@ -25,35 +28,7 @@ _HEAVY = (
     "sojourn.train.loop", "sojourn.train.lessons", "sojourn.train.parallel.open", "sojourn.model.fast.forwards",
 )  # fmt: skip
 _COMPILER = ("torch._dynamo", "torch._inductor.compile_fx", "triton")
-_PAUSE = 0.02
 _PROBE = 60.0
-
-Found = dict[str, Any]
-
-
-@dataclass
-class Running:
-    pid: int
-    task: Task
-    began: float
-    process: subprocess.Popen[bytes] | None = None
-
-    def ended(self) -> int | None:
-        """The exit status, or None while it runs."""
-        if self.process is not None:
-            return self.process.poll()
-        pid, status = os.waitpid(self.pid, os.WNOHANG)
-        return None if pid == 0 else os.waitstatus_to_exitcode(status)
-
-    def kill(self) -> None:
-        """It and all that it started, which is a group of its own."""
-        for kill in (os.killpg, os.kill):  # one that has just begun is no group yet
-            with suppress(ProcessLookupError):
-                kill(self.pid, signal.SIGKILL)
-        if self.process is not None:
-            self.process.wait()
-        else:
-            os.waitpid(self.pid, 0)
 
 
 def make_crew(device: str, capability: tuple[int, int] | None, compiled: Path, adapters: bool) -> Crew:
@@ -63,6 +38,7 @@ def make_crew(device: str, capability: tuple[int, int] | None, compiled: Path, a
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # cases compile side by side
     os.environ["HF_HUB_OFFLINE"] = "1"
     spoilt = _load(capability, [*_HEAVY, *(["peft"] if adapters else []), *(_COMPILER if device == "cuda" else ())])
+    gc.freeze()  # no case need look through what was imported when it frees memory
     if device != "cuda" or (spoilt is None and _fork_reaches_gpu()):
         return Crew(forks=True)
     return Crew(forks=False, why=f"{spoilt} has begun to use it" if spoilt else "as it says above")
@@ -75,71 +51,114 @@ class Crew:
     forks: bool
     why: str = ""
 
-    def start(self, task: Task) -> Running:
-        began = time.monotonic()
-        if not self.forks:
+    def start(self, task: Task, need: Need) -> Running:
+        Path(task.out).unlink(missing_ok=True)  # of an earlier call
+        ours, theirs = socket.socketpair()
+        with theirs:
+            if self.forks:
+                return Running(self._fork(task, theirs), task, ours, need)
             command = [sys.executable, "-c", "from sojourn.bench.plan.child import main; main()",
-                       str(child.task_file(task))]  # fmt: skip
+                       str(child.task_file(task)), str(theirs.fileno()), str(os.getpid())]  # fmt: skip
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-            process = subprocess.Popen(command, env=environment, start_new_session=True)
-            return Running(process.pid, task, began, process)
+            fds = (theirs.fileno(),)
+            process = subprocess.Popen(command, env=environment, start_new_session=True, pass_fds=fds)
+            return Running(process.pid, task, ours, need, process)
+
+    def _fork(self, task: Task, line: socket.socket) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
+        parent = os.getpid()
         pid = os.fork()
         if pid == 0:
             try:
                 os.setsid()
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                child.work(task)
+                die_with(parent)
+                child.work(task, Line(line))
             finally:
                 os._exit(0)
-        return Running(pid, task, began)
+        return pid
 
     def run(
-        self, tasks: list[tuple[Task, int]], tell: Callable[[Task, Found], None], room: int, jobs: int, limit: float,
+        self, tasks: list[tuple[Task, Need]], tell: Callable[[Task, Found], None], room: int, jobs: int, limit: float,
         until: float = math.inf,
     ) -> None:  # fmt: skip
-        """All tasks, each with the bytes that it is to need: as many at once as there is room for, the next in line
-        that fits first. `tell` hears of each as it ends, or is ended after `limit` seconds. After `until`, on the
-        monotonic clock, none is begun."""
-        waiting, running = list(tasks), dict[int, tuple[Running, int]]()
+        """All tasks: as many at once as there is room for, the next in line that fits first. `tell` hears of each as it
+        ends, or is ended after `limit` seconds of its own. After `until`, on the monotonic clock, none is begun."""
+        waiting, running = list(tasks), list[Running]()
         try:
             while waiting or running:
                 waiting = waiting if time.monotonic() < until else []
-                free = room - sum(size for _, size in running.values())
-                able = len(running) < jobs
-                following = next((one for one in waiting if able and (one[1] <= free or not running)), None)
-                if following is not None:
+                following = next((one for one in waiting if _fits(one[1], running, room)), None)
+                if following is not None and len(running) < jobs:
                     waiting.remove(following)
-                    one = self.start(following[0])
-                    running[one.pid] = one, following[1]
+                    running.append(self.start(*following))
                     continue
-                for pid, (one, _) in list(running.items()):
-                    found = _found(one, limit)
-                    if found is not None:
-                        del running[pid]
+                for one in list(running):
+                    found = _found(one, [other for other in running if other is not one], limit)
+                    if found is None:
+                        continue
+                    running.remove(one)
+                    one.line.close()
+                    if found["measured"].get("out_of_memory") and running and one.need.first < room:
+                        waiting.append((one.task, Need(room, room)))  # perhaps the others took it: once more, alone
+                    else:
                         tell(one.task, found)
-                time.sleep(_PAUSE)
+                _share(running, room)
+                time.sleep(PAUSE)
         finally:
-            for one, _ in running.values():
+            for one in running:
                 one.kill()
 
 
-def _found(one: Running, limit: float) -> Found | None:
-    status = one.ended()
-    if status is None:
-        if time.monotonic() - one.began <= limit:
-            return None
-        one.kill()
-        return {"failed": f"took longer than {limit:.0f} s"}
+def _fits(need: Need, running: list[Running], room: int) -> bool:
+    """Whether any one of them could then still make whole steps, as otherwise all might wait for each other."""
+    needs = [need, *(one.need for one in running)]
+    return not running or sum(one.first for one in needs) + max(one.most - one.first for one in needs) <= room
+
+
+def _share(running: list[Running], room: int) -> None:
+    """Lets those make whole steps that there is room for, in the order of their beginning, so that small ones do not
+    keep out a large one."""
+    for one in (one for one in running if one.ready):
+        others = sum(other.holds for other in running if other is not one)
+        if others and others + one.need.most > room:
+            return
+        one.begin_steps()
+
+
+def _found(one: Running, others: list[Running], limit: float) -> Found | None:
+    """What it found, if it has come to its end. If it asks for quiet, it gets it, and comes to its end."""
+    one.listen()
+    in_time = one.age <= limit
+    if one.asks and not one.ended():
+        in_time = take_turn(one, others, limit)
+    if in_time and not one.ended():
+        return None
+    measured = {} if one.ended() else {"failed": f"took longer than {limit:.0f} s"}
+    one.kill()
     path = Path(one.task.out)
-    if path.is_file():
-        found: Found = json.loads(path.read_text(encoding="utf-8"))
-        return found
-    said = (
-        Path(one.task.log).read_text(encoding="utf-8", errors="replace").strip() if Path(one.task.log).is_file() else ""
-    )
-    return {"failed": f"ended with {status}: {(said.splitlines() or ['nothing said'])[-1][:200]}"}
+    found: Found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if not found and not measured:
+        measured = {"failed": f"ended with {one.status}: {_last_line(Path(one.task.log))}"}
+    found["measured"] = {**found.get("measured", {}), **measured, **_times(one)}
+    if one.device is not None:
+        found["measured"]["device"] = one.device
+    return found
+
+
+def _times(one: Running) -> dict[str, float]:
+    """Where its time went: until it was open, compiling and in its first steps, in the quiet, in all."""
+    opened = one.said.get(OPENED)
+    found = {"seconds": one.age, "opened": opened, "quiet": one.quiet}
+    if opened is not None and ASK in one.said:
+        found["first_seconds"] = one.said[ASK] - opened
+    return {name: round(seconds, 2) for name, seconds in found.items() if seconds is not None}
+
+
+def _last_line(log: Path) -> str:
+    said = log.read_text(encoding="utf-8", errors="replace").strip() if log.is_file() else ""
+    return (said.splitlines() or ["nothing said"])[-1][:200]
 
 
 def _load(capability: tuple[int, int] | None, names: list[str]) -> str | None:
@@ -180,7 +199,7 @@ def _fork_reaches_gpu() -> bool:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             return status == 0
-        time.sleep(_PAUSE)
+        time.sleep(PAUSE)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     return False

@@ -1,11 +1,12 @@
-"""Runs the cases twice and puts planned and measured side by side: first under a cap of what was planned, several at
-once, which also compiles everything; then one by one, with the whole device, for peaks and times."""
+"""Runs the cases side by side, each in a process of its own, and puts planned and measured next to each other.
+
+First steps are under a cap of what was planned, and compile; then one case at a time has the device to itself.
+"""
 
 from __future__ import annotations
 
 import math
 import os
-import random
 import signal
 import sys
 import tempfile
@@ -18,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from sojourn.bench.plan.cases import Case, chosen, held_out, shape_of
-from sojourn.bench.plan.child import Task, device_used
+from sojourn.bench.plan.child import Task
 from sojourn.bench.plan.crew import make_crew
 from sojourn.bench.plan.ground import lay, settings_of
 from sojourn.bench.plan.peers import ask_peers
 from sojourn.bench.plan.replan import Row, planned
-from sojourn.bench.plan.report import lines, summary
+from sojourn.bench.plan.report import line, lines, summary
+from sojourn.bench.plan.running import Need
 from sojourn.bench.train.measure import circumstances
 from sojourn.config.load import dump
 from sojourn.config.schema import RunConfig
@@ -33,7 +35,9 @@ from sojourn.run.files import read_json, write_json
 Say = Callable[[str], None]
 
 _GIB = 2**30
-_ROOM = 0.95  # of the device, for cases side by side
+_ROOM = 0.97  # of the device, for cases side by side
+_MORE = 1.15  # than planned may be needed, and a GiB
+_BLOCKS, _ENDS = 3, 0.3  # two blocks while compiling, and some more; their gradients and those of the ends
 
 
 @dataclass(frozen=True)
@@ -97,33 +101,22 @@ def _measure(plan: Plan, folder: Path, say: Say) -> dict[str, Any]:
     _set_home(folder)
     for case in plan.cases:
         lay(case, configs[case.name], folder)
-    before = device_used() or 0
+    place = folder / "cases"
+    place.mkdir(exist_ok=True)
+    capped = plan.capped and plan.device == "cuda"
+    todo = to_run(list(rows.values()), capped)
+    tasks = [(_task(row, configs[row["name"]], place, folder, capped), _need(row)) for row in todo]
 
-    def keep() -> None:
+    def tell(task: Task, found: Row) -> None:
+        row = rows[task.name]
+        _note(row, task, found)
+        say(line(row))
         if plan.out is not None:
             write_json(plan.out, result)
 
-    def tasks(kind: str, cap: bool) -> list[tuple[Task, int]]:
-        (folder / kind).mkdir(exist_ok=True)
-        todo = [row for row in rows.values() if _open(row, kind)]
-        random.Random(1).shuffle(todo)  # noqa: S311  a call that is cut short has some of each
-        return [(_task(row, configs[row["name"]], folder / kind, folder, before, cap), _need(row)) for row in todo]
-
-    def told(kind: str) -> Callable[[Task, Row], None]:
-        def tell(task: Task, found: Row) -> None:
-            row = rows[task.name]
-            _note(row, kind, task, found)
-            say(line(row, kind))
-            keep()
-
-        return tell
-
-    if plan.capped and plan.device == "cuda":
-        say(f"under a cap of what is planned, up to {plan.jobs} at once:")
-        room = int(_ROOM * plan.memory)
-        crew.run(tasks("capped", True), told("capped"), room, plan.jobs, plan.limit, until)
-    say("one by one, with the whole device:")
-    crew.run(tasks("measured", False), told("measured"), 0, 1, plan.limit, until)
+    say(f"{len(tasks)} cases, up to {plan.jobs} at once, one of them timed while the others stand still:")
+    room = int(_ROOM * plan.memory) if plan.device == "cuda" else sum(need.most for _, need in tasks)
+    crew.run(tasks, tell, room, plan.jobs, plan.limit, until)
     return finished(result, plan.peers, say)
 
 
@@ -145,7 +138,7 @@ def read_again(path: Path, peers: bool, say: Say) -> dict[str, Any]:
     for row in result["rows"]:
         row["planned"] = planned(row)
         if "measured" in row:
-            say(line(row, "measured"))
+            say(line(row))
     return finished(result, peers, say)
 
 
@@ -182,46 +175,41 @@ def _portable(config: dict[str, Any], shape: str) -> dict[str, Any]:
     return {**config, "model": model, "data": {**config["data"], "sources": [], "tokenizer": "auto"}}
 
 
+def to_run(rows: list[Row], capped: bool) -> list[Row]:
+    """Those that lack an answer, the largest first: small ones fill the gaps between them, and the end is short."""
+    kinds = ("capped", "measured") if capped else ("measured",)
+    return sorted((row for row in rows if any(_open(row, kind) for kind in kinds)), key=lambda row: -_need(row).most)
+
+
 def _open(row: Row, kind: str) -> bool:
-    """Whether this is still to be run: running out of memory is an answer, other failures are not."""
+    """Running out of memory is an answer, other failures are not."""
     return kind not in row or ("failed" in row[kind] and not row[kind].get("out_of_memory"))
 
 
-def _need(row: Row) -> int:
-    return int(row["planned"]["device"])
+def _need(row: Row) -> Need:
+    """While it is opened, and compiled with two blocks alone; then the whole."""
+    plan, few = row["planned"], row["planned"]["moments"]["loading"] + row["planned"]["context"]
+    if row["case"]["compiled"]:
+        kinds, blocks = plan["kinds"], min(1.0, _BLOCKS / row["shape"]["layers"])
+        few += sum(kinds.get(kind, 0) for kind in ("loss", "temporary"))
+        few += blocks * kinds.get("activations", 0) + _ENDS * kinds.get("gradients", 0)
+    most = int(_MORE * plan["device"]) + _GIB
+    return Need(min(most, int(_MORE * few) + _GIB), most)
 
 
-def _task(row: Row, config: RunConfig, out: Path, folder: Path, before: int, cap: bool) -> Task:
+def _task(row: Row, config: RunConfig, out: Path, folder: Path, cap: bool) -> Task:
     name = row["name"]
     most = row["planned"]["device"] - row["planned"]["context"] if cap else None
-    (out / f"{name}.json").unlink(missing_ok=True)  # of an earlier call
-    return Task(name, dump(config), str(folder), str(out / f"{name}.json"), str(out / f"{name}.log"), most, before)
+    return Task(name, dump(config), str(folder), str(out / f"{name}.json"), str(out / f"{name}.log"), most)
 
 
-def _note(row: Row, kind: str, task: Task, found: Row) -> None:
+def _note(row: Row, task: Task, found: Row) -> None:
     if "config" in found:
-        row["config"] = _portable(found.pop("config"), row["case"]["shape"])
-        row["document"], row["gpu"] = found.pop("document"), found.pop("gpu")
-    if "failed" in found:
-        found["failed"] = found["failed"].replace(f"{task.folder}/", "")
-    if task.cap is not None:
-        found["cap"] = task.cap
-    row[kind] = found
+        row["config"] = _portable(found["config"], row["case"]["shape"])
+        row["document"], row["gpu"] = found["document"], found["gpu"]
+    for kind in ("capped", "measured"):
+        if kind in found:
+            row[kind] = found[kind]
+            if "failed" in row[kind]:
+                row[kind]["failed"] = row[kind]["failed"].replace(f"{task.folder}/", "")
     row["planned"] = planned(row)
-
-
-def line(row: Row, kind: str) -> str:
-    found, plan = row[kind], row["planned"]
-    said = f"{row['name']:<26}"
-    if "failed" in found:
-        out = "RAN OUT OF MEMORY: " if found.get("out_of_memory") else "failed: "
-        return f"{said}{out}{found['failed']}"
-    if found.get("allocated") is not None:
-        said += f"{found['allocated'] / _GIB:8.2f} GiB of {plan['allocated'] / _GIB:7.2f} planned"
-        said += f" ({plan['allocated'] / found['allocated'] - 1:+6.1%})" if kind == "measured" else ""
-    if "step_seconds" in found:
-        said += f"{1e3 * found['step_seconds']:9.1f} ms"
-        said += f" of {1e3 * plan['step_seconds']:8.1f} planned" if plan["step_seconds"] else ""
-    if "seconds" in found:
-        said += f"   {found['seconds']:.0f} s in all, {found['opened']:.0f} to open"
-    return said

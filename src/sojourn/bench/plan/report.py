@@ -9,7 +9,9 @@ from sojourn.bench.plan.peers import COLUMN, COUNTS
 from sojourn.bench.plan.replan import Row
 
 _GIB = 2**30
-_WORST = 8
+_WORST = 6
+_FAILED = 8  # that are named
+_WIDTH = 149
 HALVES = {"held out": True, "the other half": False}
 _COLUMNS = ("allocated", "device", "step_seconds")
 
@@ -62,13 +64,36 @@ def errors(rows: list[Row], column: str, plans: dict[str, Any]) -> dict[str, Any
     }  # fmt: skip
 
 
+def line(row: Row) -> str:
+    """A case that has ended: measured of planned, and where its time went."""
+    found, plan = row["measured"], row["planned"]
+    said = f"{row['name']:<24}"
+    if "failed" in found:
+        out = "RAN OUT OF MEMORY: " if found.get("out_of_memory") else "failed: "
+        return f"{said}{out}{found['failed']}"[:_WIDTH]
+    for title, column in (("", "allocated"), ("device ", "device")):
+        if found.get(column):
+            said += f" {title}{found[column] / _GIB:6.2f}/{plan[column] / _GIB:6.2f} GiB"
+            said += f" {plan[column] / found[column] - 1:+6.1%}"
+    if "step_seconds" in found:
+        said += f"  {1e3 * found['step_seconds']:7.1f}"
+        said += f"/{1e3 * plan['step_seconds']:7.1f}" if plan["step_seconds"] else ""
+        said += " ms"
+        said += f" {plan['step_seconds'] / found['step_seconds'] - 1:+6.1%}" if plan["step_seconds"] else ""
+    capped = row.get("capped")
+    if capped is not None:
+        said += "  cap " + ("OOM" if capped.get("out_of_memory") else "failed" if "failed" in capped else "ok")
+    parts = [f"{found[name]:.1f}" for name in ("opened", "first_seconds", "quiet") if name in found]
+    return f"{said}  {' + '.join(parts)} s" if parts else said
+
+
 def lines(result: dict[str, Any]) -> list[str]:
     """For a screen."""
     rows = result["rows"]
     failed = [row for row in rows if "failed" in row.get("measured", {})]
     done = [row for row in rows if "measured" in row and row not in failed]
     said = ["", f"{len(done)} cases measured, {len(failed)} failed, {len(rows) - len(done) - len(failed)} not run"]
-    said += [f"  {row['name']}: {row['measured']['failed']}" for row in failed]
+    said += [f"  {line(row)}" for row in failed[:_FAILED]]
     said += ["", f"{'planned against measured':<60}{'cases':>6}{'mean':>9}{'95 %':>9}{'worst':>9}"]
     titles = {"allocated": "peak that torch counts", "device": "whole device", "step_seconds": "time of a step"}
     for who, found in result["report"].items():

@@ -1,0 +1,226 @@
+"""Cases side by side, of which one at a time has the machine to itself: whatever happens, none stays stopped."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sojourn.bench.plan import child
+from sojourn.bench.plan.child import Task
+from sojourn.bench.plan.crew import Crew
+from sojourn.bench.plan.quiet import ASK, DONE, GO, LEAVE, READY, Line
+from sojourn.bench.plan.running import Need
+
+_NONE = Need()
+
+
+def _state(pid: int) -> str:
+    """A letter: T is stopped, Z has ended; empty: gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def _wait(path: Path) -> str:
+    until = time.monotonic() + 30
+    while not path.is_file() and time.monotonic() < until:
+        time.sleep(0.005)
+    return path.read_text(encoding="utf-8")
+
+
+def _write(path: Path, text: str) -> None:
+    part = path.with_suffix(".part")
+    part.write_text(text, encoding="utf-8")
+    part.rename(path)
+
+
+def _turn(line: Line, task: Task, work=lambda: {}) -> None:
+    """What a case does at its end."""
+    line.say(ASK)
+    line.wait_for(GO)
+    _write(Path(task.out), json.dumps({"measured": work()}))
+    line.say(DONE)
+    line.wait_for(LEAVE)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Runs cases that do what is given for each name, and returns what was told of them, in this order."""
+
+    def go(works, limit=60.0, room=0, jobs=4, need=_NONE, **named):
+        monkeypatch.setattr(child, "work", lambda task, line: works[task.name](line, task))
+        names = {
+            name: Task(name, {}, "", str(tmp_path / f"{name}.json"), str(tmp_path / f"{name}.log")) for name in works
+        }
+        told = {}
+        tasks = [(task, need) for task in names.values()]
+        Crew(forks=True).run(
+            tasks, lambda task, found: told.setdefault(task.name, found["measured"]), room, jobs, limit, **named
+        )
+        return told
+
+    return go
+
+
+def test_all_that_the_others_do_stands_still_while_one_is_timed(run, tmp_path):
+    def timed(line, task):
+        pids = [int(pid) for pid in _wait(tmp_path / "pids").split()]
+
+        def work():
+            began = time.monotonic()
+            time.sleep(0.5)
+            return {"began": began, "ended": time.monotonic(), "states": [_state(pid) for pid in pids]}
+
+        _turn(line, task, work)
+
+    def busy(line, task):
+        with subprocess.Popen(["sleep", "60"]) as started:
+            _write(tmp_path / "pids", f"{os.getpid()} {started.pid}")
+            ticks = []
+            while not (tmp_path / "timed.json").is_file() or time.monotonic() < ticks[-1] + 0.05:
+                ticks.append(time.monotonic())
+                time.sleep(0.002)
+            started.kill()
+        _turn(line, task, lambda: {"ticks": ticks})
+
+    told = run({"timed": timed, "busy": busy})
+    assert list(told) == ["timed", "busy"] and told["timed"]["states"] == ["T", "T"]
+    ticks, began, ended = told["busy"]["ticks"], told["timed"]["began"], told["timed"]["ended"]
+    assert not [tick for tick in ticks if began < tick < ended] and ticks[0] < began
+    assert told["timed"]["quiet"] >= 0.5
+
+
+def test_one_that_is_killed_in_its_turn_or_never_asks_holds_nobody_up(run):
+    def killed(line, task):
+        _turn(line, task, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+    told = run(
+        {"killed": killed, "idle": lambda line, task: time.sleep(60), "good": _turn, "gone": lambda *given: None}, 1.0
+    )
+    assert told["killed"]["failed"] == "ended with -9: nothing said"
+    assert told["gone"]["failed"] == "ended with 0: nothing said"
+    assert told["idle"]["failed"] == "took longer than 1 s" and "failed" not in told["good"]
+    assert list(told)[-1] == "idle"
+
+
+def test_one_that_hangs_in_its_turn_is_ended_and_the_next_has_its_own(run):
+    told = run({"hangs": lambda line, task: _turn(line, task, lambda: time.sleep(60)), "good": _turn}, 1.0)
+    assert told["hangs"]["failed"] == "took longer than 1 s" and "failed" not in told["good"]
+
+
+def test_time_in_which_a_case_is_stopped_is_not_its_own(run, tmp_path):
+    def slow(line, task):
+        for _ in range(150):  # one long sleep would go on while it is stopped
+            time.sleep(0.01)
+        _turn(line, task)
+
+    told = run({"long": lambda line, task: _turn(line, task, lambda: time.sleep(1.8) or {}), "slow": slow}, 3.0)
+    assert "failed" not in told["slow"] and 1.4 < told["slow"]["seconds"] < 3
+
+
+def test_side_by_side_only_as_many_as_there_is_room_for(run, tmp_path):
+    def alone(line, task):
+        (tmp_path / task.name).touch()
+        _turn(line, task, lambda: {"seen": len(list(tmp_path.glob("case-?")))})
+
+    cases = {f"case-{letter}": alone for letter in "abcd"}
+    told = run(cases, room=100, need=Need(60, 60))
+    assert [found["seen"] for found in told.values()] == [1, 2, 3, 4]  # no two fit together
+    assert run(cases, room=100, need=Need(60, 60), until=time.monotonic()) == {}  # and none begins when time is up
+
+
+def test_memory_of_whole_steps_is_one_cases_at_a_time_and_waiting_for_it_costs_nothing(run, tmp_path):
+    def case(line, task):
+        (tmp_path / task.name).touch()
+        for name in ("one", "two"):
+            _wait(tmp_path / name)  # both are there at once
+        line.say(READY)
+        line.wait_for(GO)
+        began = time.monotonic()
+        time.sleep(0.8)
+        _turn(line, task, lambda: {"began": began, "ended": time.monotonic()})
+
+    told = list(run({"one": case, "two": case}, limit=1.5, room=100, need=Need(10, 80)).values())
+    assert len(told) == 2 and not any("failed" in found for found in told)
+    assert told[1]["began"] > told[0]["ended"] and told[1]["seconds"] < 1.5
+
+
+def test_memory_that_others_may_have_taken_is_asked_for_once_more_alone(run, tmp_path):
+    def short(line, task):
+        again = (tmp_path / "tried").is_file()
+        (tmp_path / "tried").touch()
+        if again:
+            return _turn(line, task)
+        _wait(tmp_path / "there")
+        return _write(Path(task.out), json.dumps({"measured": {"failed": "…", "out_of_memory": True}}))
+
+    def other(line, task):
+        (tmp_path / "there").touch()
+        _wait(tmp_path / "short.json")
+        time.sleep(0.3)
+        _turn(line, task)
+
+    told = run({"short": short, "other": other}, room=100, need=Need(10, 20))
+    assert list(told) == ["other", "short"] and "failed" not in told["short"]
+
+
+_STOPPABLE = """
+import os, sys, time
+from pathlib import Path
+from sojourn.bench.plan import child, measure
+from sojourn.bench.plan.crew import Crew
+from sojourn.bench.plan.quiet import ASK, GO
+
+def work(task, line):
+    (folder / f"{task.name}.pid").write_text(str(os.getpid()))
+    if task.name == "tiny-whole":
+        while len(list(folder.glob("*.pid"))) < 2:
+            time.sleep(0.01)
+        line.say(ASK)
+        line.wait_for(GO)
+        (folder / "quiet").touch()
+    time.sleep(600)
+
+folder = Path(sys.argv[1])
+child.work, measure.make_crew = work, lambda *given: Crew(forks=True)
+plan = measure.make_plan(["tiny-whole,tiny-pretrain"], None, 4, 60.0, None, True, False, folder, None, None)
+measure.measure(plan, print)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_however_the_command_ends_no_case_is_left(tmp_path, number):
+    with subprocess.Popen([sys.executable, "-c", _STOPPABLE, str(tmp_path)], stderr=subprocess.DEVNULL) as command:
+        _wait(tmp_path / "quiet")
+        pids = {path.stem: int(path.read_text()) for path in tmp_path.glob("*.pid")}
+        assert _state(pids["tiny-pretrain"]) == "T" != _state(pids["tiny-whole"])
+        command.send_signal(number)
+        assert command.wait(20) != 0
+    until = time.monotonic() + 10
+    while any(_state(pid) not in ("", "Z") for pid in pids.values()) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert all(_state(pid) in ("", "Z") for pid in pids.values())
+
+
+_SPAWNED = """
+import sys
+from pathlib import Path
+from sojourn.bench.plan import measure
+from sojourn.bench.plan.crew import Crew
+
+measure.make_crew = lambda *given: Crew(forks=False, why="a test")
+plan = measure.make_plan(["tiny-pretrain"], None, 4, 60.0, None, True, False, Path(sys.argv[1]), None, None)
+row = measure.measure(plan, print)["rows"][0]["measured"]
+assert row["step_seconds"] > 0 and row["quiet"] > 0, row
+"""
+
+
+def test_where_forking_is_not_possible_a_case_starts_a_python_of_its_own(tmp_path):
+    said = subprocess.run([sys.executable, "-c", _SPAWNED, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert said.returncode == 0 and "each case starts a Python of its own" in said.stdout, said.stderr
