@@ -1,5 +1,6 @@
 """What a measured case does before it is timed: compiling with little memory, and steps under a cap."""
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -8,32 +9,58 @@ import torch
 from sojourn.bench.plan import child
 from sojourn.bench.plan.cases import NEW, Case
 from sojourn.bench.plan.ground import lay, settings_of
-from sojourn.plan.shape import Shape
+from sojourn.plan.shape import new_shape
 from sojourn.run.folder import RunFolder
+from sojourn.train.optim import Optimizer
 
 
-def test_two_blocks_compile_what_all_blocks_need(tmp_path, monkeypatch):
-    from torch._dynamo.utils import counters
-    from torch.nn import Module
-
+@pytest.fixture
+def opened(tmp_path, monkeypatch):
+    """Opens a session of a small new model, each time from the start."""
     from sojourn.train.ranks import Ranks
     from sojourn.train.session import open_session
 
     monkeypatch.setenv("SOJOURN_HOME", str(tmp_path / "home"))
-    monkeypatch.setitem(NEW, "four blocks", Shape(32, 4, 2, 1, 96, 300, True))
+
+    def make(layers, compiled=False):
+        monkeypatch.setitem(NEW, "small", new_shape(32, layers, 2, 1, 96, 300, True))
+        case = Case("x", "pretrain", "small", 64, 2, compiled, document=20)
+        config = settings_of(case, "cpu", tmp_path)
+        lay(case, config, tmp_path)
+        run = RunFolder(tmp_path / f"home/runs/{layers}-{time.time_ns()}")
+        run.path.mkdir(parents=True)
+        session = open_session(config, run, Ranks(device="cpu"))
+        session.stepper.engine.set_learning_rate(1e-2)
+        return session
+
+    return make
+
+
+def test_steps_are_timed_as_the_loop_makes_them(opened, monkeypatch):
+    """The next one begun before the loss of this one is read, where the loop does so, with the same losses."""
+    plain, ahead = opened(2), opened(2)
+    batches = [plain.batches(step) for step in range(2)]
+    wanted = [plain.stepper.step(batches[step % 2])[0] for step in range(5)]
+    monkeypatch.setattr(Optimizer, "shortens", property(lambda self: bool(self.torch.defaults.get("fused"))))
+    begun, found = None, []
+    for step in range(5):
+        loss, begun = child._step(ahead, batches[step % 2], batches[(step + 1) % 2], begun)
+        found.append(loss)
+    assert found == pytest.approx(wanted, rel=1e-5) and begun is not None and begun.part is not None
+
+
+def test_two_groups_of_blocks_compile_what_all_need(opened, monkeypatch):
+    from torch._dynamo.utils import counters
+    from torch.nn import Module
+
     real = Module.compile
     monkeypatch.setattr(Module, "compile", lambda self: real(self, backend="aot_eager"))
-    case = Case("x", "pretrain", "four blocks", 64, 2, True, document=20)
-    config = settings_of(case, "cpu", tmp_path)
-    lay(case, config, tmp_path)
-    run = RunFolder(tmp_path / "home/runs/x")
-    run.path.mkdir(parents=True)
-    session = open_session(config, run, Ranks(device="cpu"))
+    session = opened(12, compiled=True)
     counters.clear()
     batches = [session.batches(step) for step in range(2)]
     child._compile(session, batches)
     graphs = counters["stats"]["unique_graphs"]
-    assert graphs > 0 and session.stepper.network.body.config.num_hidden_layers == 4
+    assert graphs > 0 and session.stepper.network.body.config.num_hidden_layers == 12
     assert all(parameter.grad is None for parameter in session.stepper.network.model.parameters())
     child._two(session, batches)
     assert counters["stats"]["unique_graphs"] == graphs

@@ -195,6 +195,37 @@ def test_compiled_blocks_share_one_graph_and_change_nothing_but_rounding(words, 
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == 2
 
 
+@pytest.mark.parametrize("recomputed", ["off", "selective"])
+def test_blocks_that_are_compiled_together_train_speak_and_are_saved_as_ever(
+    words, chats, home, monkeypatch, recomputed
+):
+    import torch._dynamo
+
+    deep = make_base(chats, home, "llama", num_hidden_layers=6)
+    asked = [
+        *words, f"model.base={deep}", "method.kind=full", "train.steps=4", f"train.checkpointing={recomputed}",
+        "data.eval_fraction=0.1", "train.eval_every=2", "train.sample_tokens=6",
+    ]  # fmt: skip
+    plain = _train([*asked, "name=plain"])
+    real = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: real(self, backend="aot_eager"))
+    torch._dynamo.reset()
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    compiled = _train([*asked, "name=compiled", "train.compile=on"])
+    for kind in ("train", "eval"):
+        one, other = (
+            [line["loss"] for line in run.read_metrics() if line["kind"] == kind] for run in (compiled, plain)
+        )
+        assert one == pytest.approx(other, rel=1e-5)
+    said = [[line["text"] for line in run.read_metrics() if line["kind"] == "sample"] for run in (compiled, plain)]
+    assert said[0] == said[1] != []
+    ours, theirs = (load_file(run.final / "model.safetensors") for run in (compiled, plain))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.allclose(ours[name], theirs[name], rtol=1e-3, atol=1e-5) for name in theirs)
+    made = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
+    assert made <= 3, "a graph of three blocks to train with, one to evaluate with, and one for fewer rows at its end"
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for a CPU with g++, which is not installed")
 def test_what_was_compiled_is_kept_with_the_run_and_not_compiled_again(words, home, monkeypatch):
     import torch._dynamo

@@ -19,6 +19,8 @@ from sojourn.model.scratch import build_model
 from sojourn.train.feed import Feed
 from sojourn.train.subject import base_of
 
+_TOGETHER = 4
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -66,9 +68,16 @@ def ready(network: Network, config: RunConfig) -> None:
 
         multiply_in_fp8(network.plain)
     if config.train.compile == "on":
-        compile_blocks(network.plain)
+        compile_blocks(network.plain, blocks_together(network, config))
     network.model.train()
     torch.manual_seed(config.train.seed)
+
+
+def blocks_together(network: Network, config: RunConfig) -> int:
+    """Several where all weights are trained, and steps are many enough for longer compiling; not where blocks come and
+    go one by one, nor where they differ in how far they look back."""
+    whole = config.method.kind in ("pretrain", "full") and config.train.fused == "on"
+    return _TOGETHER if whole and config.parallel.engine in ("single", "ddp") and not network.windows else 1
 
 
 def _opened(config: RunConfig, artefact: Artefact, device: str, empty: bool) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import statistics
@@ -112,10 +113,14 @@ def _run(task: Task, line: Line, found: Found) -> None:
 
 
 def _compile(session: Any, batches: list[Any]) -> None:
-    """Passes of two blocks alone: all blocks share their graphs, but for the first one, whose input may need no
+    """Passes of two groups of blocks alone: all share their graphs, but for the first one, whose input may need no
     gradient. So the memory of a whole step is not needed while the compiler works."""
-    settings = session.stepper.network.body.config
-    layers, settings.num_hidden_layers = settings.num_hidden_layers, 2
+    from sojourn.model.blocks import group_size
+    from sojourn.train.build import blocks_together
+
+    network, settings = session.stepper.network, session.stepper.network.body.config
+    group = group_size(settings.num_hidden_layers, blocks_together(network, session.config))
+    layers, settings.num_hidden_layers = settings.num_hidden_layers, group + 1  # the others follow
     try:
         for some in batches:
             session.stepper.begin(some).backward()
@@ -172,19 +177,31 @@ def _begin_anew(device: str) -> None:
 
 
 def _timed(session: Any, batches: list[Any]) -> tuple[list[float], float]:
-    """Seconds from the end of one step to the end of the next, as the loop has them: a step ends when its loss is read,
-    while its update still runs. Rows are read before, as the loop reads them ahead."""
-    count, times = 0, list[float]()
+    """Seconds from the end of one step to the end of the next, as the loop has them: a step ends when its loss is read.
+    Rows are read before, as the loop reads them ahead."""
+    count, times, begun = 0, list[float](), None
     began = last = time.perf_counter()
     warm = False
     while True:
-        loss, _ = session.stepper.step(batches[count % 2])
+        loss, begun = _step(session, batches[count % 2], batches[(count + 1) % 2], begun)
         now, count = time.perf_counter(), count + 1
         if warm:
             times.append(now - last)
         last, warm = now, warm or (count >= _WARM and now - began >= _WARM_SECONDS)
         if len(times) >= _MOST or (len(times) >= _LEAST and sum(times) >= _SECONDS):
             return times, loss
+
+
+def _step(session: Any, now: list[Any], then: list[Any], begun: Any) -> tuple[float, Any]:
+    """The loss, and what has been begun of the next step before it was read, as train/careful.py does it."""
+    from sojourn.train.step import Begun
+
+    stepper = session.stepper
+    if session.config.train.ahead == "off" or not stepper.engine.asks:
+        return stepper.step(now)[0], None
+    answer = stepper.update_if_good(stepper.passes(now, begun), math.inf)
+    part = None if stepper.network.by_chance else stepper.begin(then)
+    return answer.tolist()[0], Begun(0, then, 0.0, stepper.feed.micro_batch, part)
 
 
 def _loaded(device: str) -> tuple[int | None, int]:
