@@ -195,6 +195,11 @@ def test_compiled_blocks_share_one_graph_and_change_nothing_but_rounding(words, 
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == 2
 
 
+def test_blocks_that_can_only_be_compiled_one_by_one_are_told(words, home):
+    with pytest.raises(UserError, match=r"train.compile_together: 4 given, but .* parallel.engine=fsdp .*; use 1"):
+        _train([*words, "method.kind=full", "train.compile=on", "train.compile_together=4", "parallel.engine=fsdp"])
+
+
 @pytest.mark.parametrize("recomputed", ["off", "selective"])
 def test_blocks_that_are_compiled_together_train_speak_and_are_saved_as_ever(
     words, chats, home, monkeypatch, recomputed
@@ -211,7 +216,7 @@ def test_blocks_that_are_compiled_together_train_speak_and_are_saved_as_ever(
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self: real(self, backend="aot_eager"))
     torch._dynamo.reset()
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    compiled = _train([*asked, "name=compiled", "train.compile=on"])
+    compiled = _train([*asked, "name=compiled", "train.compile=on", "train.compile_together=4"])
     for kind in ("train", "eval"):
         one, other = (
             [line["loss"] for line in run.read_metrics() if line["kind"] == kind] for run in (compiled, plain)

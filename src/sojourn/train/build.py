@@ -19,8 +19,6 @@ from sojourn.model.scratch import build_model
 from sojourn.train.feed import Feed
 from sojourn.train.subject import base_of
 
-_TOGETHER = 4
-
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -74,10 +72,14 @@ def ready(network: Network, config: RunConfig) -> None:
 
 
 def blocks_together(network: Network, config: RunConfig) -> int:
-    """Several where all weights are trained, and steps are many enough for longer compiling; not where blocks come and
-    go one by one, nor where they differ in how far they look back."""
-    whole = config.method.kind in ("pretrain", "full") and config.train.fused == "on"
-    return _TOGETHER if whole and config.parallel.engine in ("single", "ddp") and not network.windows else 1
+    """In one graph: not where blocks come and go one by one, nor where they differ in how far they look back."""
+    asked, engine = config.train.compile_together, config.parallel.engine
+    if asked > 1 and (engine not in ("single", "ddp") or config.train.fused != "on" or network.windows):
+        raise UserError(
+            f"train.compile_together: {asked} given, but blocks of this model under parallel.engine={engine} can only "
+            "be compiled one by one; use 1"
+        )
+    return asked
 
 
 def _opened(config: RunConfig, artefact: Artefact, device: str, empty: bool) -> Any:

@@ -27,6 +27,7 @@ _HARMLESS = {
         "fp8",
         "compile",
         "compile_cache",
+        "compile_together",
         "ahead",
         "offload",
         "eval_every",
