@@ -18,6 +18,7 @@ from sojourn.run.folder import RunFolder
 from sojourn.run.home import run_folder
 from sojourn.train.checkpoint import checkpoints_in
 from sojourn.train.loop import train
+from sojourn.train.parallel.engine import Engine
 
 
 def _train(words: list[str]) -> RunFolder:
@@ -241,15 +242,15 @@ def test_a_loss_that_is_no_number_ends_the_run_and_spoils_no_checkpoint(words, m
 def test_an_infinite_gradient_ends_the_run_before_it_is_saved(words, monkeypatch):
     import torch
 
-    real, calls = torch.nn.utils.clip_grad_norm_, []
+    real, calls = Engine.clip, []
 
-    def breaks(parameters, clip):
+    def breaks(self, most):
         calls.append(1)
         if len(calls) >= 4:
-            next(iter(parameters)).grad.fill_(torch.inf)
-        return real(parameters, clip)
+            self.optimizer.parameters[0].grad.fill_(torch.inf)
+        return real(self, most)
 
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", breaks)
+    monkeypatch.setattr(Engine, "clip", breaks)
     with pytest.raises(RunFailed, match=r"step 4: .*the gradient's norm inf"):
         _train([*words, "train.rehearse=off", "train.on_nan=stop", "save.every_steps=2", "save.keep=9"])
     assert sorted(p.name for p in run_folder("t").checkpoints.glob("step-*")) == ["step-00000002"]
