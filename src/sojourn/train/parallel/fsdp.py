@@ -53,7 +53,7 @@ def shard(network: Network, config: RunConfig, ranks: Ranks, from_first: bool) -
     return root
 
 
-def reshard(root: Root) -> None:
+def cut_again(root: Root) -> None:
     """After a pass that no backward follows: what stayed gathered would be taken for the weights."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
@@ -105,7 +105,7 @@ class Fsdp(Engine):
     def run(self, work: Callable[[], T]) -> T:
         made: T = self._root(work)
         if not torch.is_grad_enabled():
-            reshard(self._root)  # after a backward it happens by itself
+            cut_again(self._root)  # after a backward it happens by itself
         return made
 
     def backward(self, loss: Any, last: bool) -> None:

@@ -37,7 +37,7 @@ def open_engine(config: RunConfig, artefact: Artefact, ranks: Ranks) -> Engine:
 
 def _fsdp(config: RunConfig, artefact: Artefact, ranks: Ranks, scaler: Any) -> Engine:
     """The first process reads an existing model's weights; each gets its shards as they pass by."""
-    from sojourn.train.parallel.fsdp import Fsdp, local, refuse_what_cannot_be_cut, reshard, shard
+    from sojourn.train.parallel.fsdp import Fsdp, cut_again, local, refuse_what_cannot_be_cut, shard
 
     refuse_what_cannot_be_cut(config)
     by_first = config.model.base is not None and config.method.kind != "qlora"
@@ -56,7 +56,7 @@ def _fsdp(config: RunConfig, artefact: Artefact, ranks: Ranks, scaler: Any) -> E
             raise UserError(
                 "parallel.engine: this model attends in a way that parallel.engine=fsdp cannot use; use ddp"
             ) from None
-        reshard(root)
+        cut_again(root)
     ready(network, config)
     optimizer = Optimizer(network.model, config.train, ranks.device, local)
     return Fsdp(root, network, optimizer, scaler, ranks)
