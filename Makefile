@@ -4,13 +4,16 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help setup packages demo test test-kill test-parallel fuzz real real-model lint format bench golden clean
+PARALLEL := $(addprefix tests/test_,engines.py nodes.py guides_commands.py launch.py launch_line.py bench_scaling.py)
+
+.PHONY: help setup packages demo test test-kill test-parallel test-long fuzz real real-model lint format bench golden clean
 
 help:
 	@echo "make demo    set up, then the whole journey: plan, prepare, train, kill, resume, ask (under 4 minutes)"
 	@echo "make test    set up, lint, type check, room law, all tests"
 	@echo "make test-kill  hundreds of kills and disk failures at every moment of a run (about 15 minutes)"
 	@echo "make test-parallel  every engine on 1 to 4 processes, two machines, every way to fail (about 15 minutes)"
+	@echo "make test-long  further model families, number formats and repeats of what make test shows once (a few minutes)"
 	@echo "make fuzz    10,000 random and damaged inputs through prepare (a few minutes)"
 	@echo "make real    formats and tokens of real data: SOJOURN_REAL_DATA and SOJOURN_REAL_TOKENIZER name the folders"
 	@echo "make real-model  fine-tune a real model on 200 questions (about 20 minutes): SOJOURN_REAL_MODEL names it"
@@ -61,7 +64,10 @@ test-kill: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_signals.py -m slow -n 6
 
 test-parallel: setup packages
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_engines.py tests/test_nodes.py tests/test_guides_commands.py tests/test_launch.py tests/test_launch_line.py tests/test_bench_scaling.py -m "slow or not slow" -n 2 -rs
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m "slow or not slow" -n 2 -rs
+
+test-long: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(addprefix --ignore=,$(PARALLEL) tests/test_signals.py) -m slow -n 2 --dist worksteal -rs
 
 fuzz: setup
 	SOJOURN_FUZZ=10000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_prepare_fuzz.py -n 2 --dist worksteal

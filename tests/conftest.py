@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
+
+from gang import Gang
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -25,6 +28,14 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SOJOURN_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture(scope="session")
+def gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
+    """Processes without the wait for their imports; their home is that of the test."""
+    made = Gang(tmp_path_factory.mktemp("gang"))
+    yield made
+    made.close()
 
 
 @contextmanager
@@ -100,3 +111,19 @@ def sojourn(*arguments: str, **options: object) -> subprocess.CompletedProcess[s
     command = [sys.executable, "-m", "sojourn", *arguments]
     given = {"timeout": 300, **options}
     return subprocess.run(command, capture_output=True, text=True, check=False, **given)  # type: ignore[call-overload]
+
+
+def called(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The same command in this process, which need not import everything anew."""
+    from sojourn.cli.main import main
+
+    out, err, before, code = io.StringIO(), io.StringIO(), sys.argv, 0
+    sys.argv = ["sojourn", *arguments]
+    try:
+        with redirect_stdout(out), redirect_stderr(err):
+            main()
+    except SystemExit as leaving:
+        code = int(leaving.code or 0)
+    finally:
+        sys.argv = before
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())

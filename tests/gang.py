@@ -53,7 +53,7 @@ class Gang:
 
     def __init__(self, folder: Path) -> None:
         alone = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(Path(__file__).parent)}
+        offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(sys.path)}
         self._folder = folder
         self._process = subprocess.Popen(
             [sys.executable, "-m", "gang", str(folder)], cwd=folder, env={**os.environ, **offline, **alone},

@@ -9,7 +9,7 @@ from sojourn.errors import Stopped
 from sojourn.train import step as step_module
 from sojourn.train.careful import Careful
 from sojourn.train.feed import Ahead
-from sojourn.train.optim import Optimizer
+from sojourn.train.update.optim import Optimizer
 from tiny import LORA, events, losses, run_train, same_weights, stop_after, tiny_home, weights
 
 AHEAD = "train.ahead=on"
@@ -115,3 +115,11 @@ def test_memory_that_runs_out_in_a_step_begun_early_costs_a_rung_and_nothing_els
     run = run_train(tiny.words(AHEAD))
     assert events(run, "out_of_memory") and run.status().state == "done"
     assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU answers while it works")
+def test_an_answer_is_read_while_the_device_does_what_it_was_given_since():
+    answer = step_module.Answer(torch.tensor([1.5, 2.0], device="cuda") * 2)
+    torch.cuda._sleep(2_000_000_000)  # cycles: about a second
+    assert answer.read() == [3.0, 4.0] and not torch.cuda.current_stream().query()
+    torch.cuda.synchronize()

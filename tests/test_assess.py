@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conftest import make_base, sojourn
+from conftest import called, make_base
 from sojourn.config.load import load_run
 from sojourn.errors import UserError
 from sojourn.run.folder import RunFolder
@@ -69,7 +69,7 @@ def test_the_model_answers_the_same_prompts_at_every_evaluation(words):
     samples = _lines(run, "sample")
     assert [line["step"] for line in samples] == [4, 8, 12]
     assert {line["prompt"] for line in samples} == {"What colour is the cat of house 3?"}
-    said = sojourn("generate", "t", "--prompt", samples[0]["prompt"], "--max-tokens", "5")
+    said = called("generate", "t", "--prompt", samples[0]["prompt"], "--max-tokens", "5")
     assert said.stdout.strip() == samples[-1]["text"].strip()
 
 
@@ -93,7 +93,7 @@ def test_best_is_the_model_with_the_lowest_held_out_loss(words, monkeypatch):
     )
     assert all(torch.equal(best[name], saved[name]) for name in best)
     assert AutoModelForCausalLM.from_pretrained(run.best) is not None
-    said = sojourn("generate", str(run.best), "--prompt", "hello", "--max-tokens", "2")
+    said = called("generate", str(run.best), "--prompt", "hello", "--max-tokens", "2")
     assert said.returncode == 0, said.stderr
 
 
@@ -114,7 +114,7 @@ def test_patience_ends_a_run_that_gets_no_better_and_a_second_call_leaves_it_alo
 def test_patience_survives_a_restart(words, monkeypatch):
     from sojourn.errors import Stopped
     from sojourn.train import assess
-    from sojourn.train.guard import Guard
+    from sojourn.train.survive.guard import Guard
 
     losses = iter([3.0, 3.1, 3.2, 3.3])
     monkeypatch.setattr(assess, "evaluate", lambda *given: (next(losses), 0.5))

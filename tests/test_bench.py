@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import sojourn
+from conftest import called, sojourn
 from sojourn.bench.contenders import ROW_LENGTH, _best_fit
 from sojourn.bench.corpus import write_corpus
 
@@ -43,7 +43,7 @@ def test_the_chats_are_whole_and_varied(tmp_path):
 def test_all_contenders_do_the_same_work(tmp_path):
     out, folder = tmp_path / "result.json", tmp_path / "work"
     folder.mkdir()
-    said = _bench("--flat", "500kB", "--folder", str(folder), "--json", "--out", str(out))
+    said = _bench("1MB", "--flat", "500kB", "--folder", str(folder), "--json", "--out", str(out))
     assert said.returncode == 0, said.stderr
     result = json.loads(said.stdout)
     assert result == json.loads(out.read_text(encoding="utf-8"))
@@ -58,6 +58,7 @@ def test_all_contenders_do_the_same_work(tmp_path):
     assert not list(folder.iterdir())
 
 
+@pytest.mark.slow
 def test_a_template_without_generation_marks_gives_the_peer_the_same_mask(tmp_path):
     from sojourn.config.schema import DataConfig
     from sojourn.data.words.tokenizer import train_tokenizer
@@ -65,15 +66,15 @@ def test_a_template_without_generation_marks_gives_the_peer_the_same_mask(tmp_pa
     words = train_tokenizer(DataConfig(vocab_size=2000), ["some words to learn from"] * 10, tmp_path)
     words.save(tmp_path / "tokenizer", None, ROW_LENGTH)
     (tmp_path / "tokenizer" / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    said = _bench("--flat", "", "--tokenizer", str(tmp_path / "tokenizer"), "--json")
+    said = _bench("500kB", "--flat", "", "--tokenizer", str(tmp_path / "tokenizer"), "--json")
     assert said.returncode == 0, said.stderr
     ours, floor, peer, _ = json.loads(said.stdout)["rows"]
     assert ours["cut"] > 0 and floor["tokens"] > ours["tokens"]  # tokens of single letters: long chats are cut
     assert ours["trained_tokens"] == peer["trained_tokens"] > 0
 
 
-def _bench(*arguments: str):
-    return sojourn("bench", "prepare", "--size", "1MB", "--workers", "2", *arguments)
+def _bench(size: str, *arguments: str):
+    return sojourn("bench", "prepare", "--size", size, "--workers", "2", *arguments)
 
 
 def test_best_fit_fills_rows_with_whole_documents():
@@ -97,6 +98,6 @@ def test_best_fit_fills_rows_with_whole_documents():
     ids=lambda value: value[0] + " " + value[1] if isinstance(value, list) else "",
 )
 def test_a_mistake_is_one_line(arguments, told, home: Path):
-    said = sojourn("bench", "prepare", *arguments)
+    said = called("bench", "prepare", *arguments)
     assert said.returncode == 2 and said.stdout == ""
     assert len(said.stderr.splitlines()) == 1 and told in said.stderr

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from copy import deepcopy
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -15,13 +15,15 @@ import pytest
 from conftest import sojourn
 from sojourn.bench.plan.cases import CASES, METHODS, TINY, chosen, held_out, shape_of
 from sojourn.bench.plan.ground import settings_of
-from sojourn.bench.plan.measure import finished, make_plan, to_run
+from sojourn.bench.plan.measure import _task, finished, make_plan, to_run
 from sojourn.bench.plan.peers import COUNTS, ask_peers
 from sojourn.bench.plan.replan import planned
 from sojourn.bench.plan.report import errors, line, lines, summary
 from sojourn.catalog.names import gpu
 from sojourn.config.load import dump
 from sojourn.errors import UserError
+from sojourn.plan.estimate import room_of
+from sojourn.plan.records import Correction
 
 GIB = 2**30
 
@@ -132,8 +134,18 @@ def result() -> dict:
         seconds = plan["step_seconds"] * (2 if number % 2 else 1)
         row["measured"] = {"allocated": peak, "device": plan["device"], "step_seconds": seconds}
         row["capped"] = {"cap": 1} | ({"failed": "…", "out_of_memory": True} if row["name"] == "lora-7b" else {})
-        row["planned"] = {"allocated": 1, "device": 1, "context": 0, "moment": "", "step_seconds": 1.0}
+        row["planned"] = {"allocated": 1, "device": 1, "enough": 1, "context": 0, "moment": "", "step_seconds": 1.0}
     return {"rows": rows}
+
+
+def test_first_steps_have_the_memory_of_the_smallest_card_that_is_said_to_be_enough(tmp_path):
+    case = CASES[0]
+    row = _row(case)
+    row["planned"] = plan = planned(row)
+    cap = _task(row, settings_of(case, "cuda", tmp_path), tmp_path, tmp_path, cap=True).cap
+    for share, fits in ((1.001, True), (0.999, False)):
+        card = replace(gpu("H200"), usable_gib=share * (cap + plan["context"]) / GIB)
+        assert (plan["device"] <= room_of(card, Correction())) is fits
 
 
 def test_errors_are_shares_of_what_was_measured():
@@ -163,7 +175,7 @@ def test_reading_plans_anew_and_tells_both_halves_apart(result, tmp_path):
     assert mine["allocated"]["worst_case"] == "lora-7b" and mine["allocated"]["worst"] == pytest.approx(-0.5)
     assert mine["false_fits"] == 1 and mine["above_need"] == 1 and mine["capped"] == len(CASES) // 2
     assert held["device"]["mean"] == 0 and 0.2 < held["step_seconds"]["mean"] < 0.3
-    assert "1 of 33 ran out of memory under a cap of the plan" in said.stderr
+    assert "1 of 33 ran out of memory where the plan says that they fit" in said.stderr
     assert said.stderr.startswith("pretrain-11m  ") and "+25.0%" in said.stderr
     assert "method qlora" in said.stderr and "furthest off in memory:" in said.stderr
 

@@ -11,7 +11,7 @@ from sojourn.bench.plan.cases import NEW, Case
 from sojourn.bench.plan.ground import lay, settings_of
 from sojourn.plan.shape import new_shape
 from sojourn.run.folder import RunFolder
-from sojourn.train.optim import Optimizer
+from sojourn.train.update.optim import Optimizer
 
 
 @pytest.fixture
@@ -49,18 +49,18 @@ def test_steps_are_timed_as_the_loop_makes_them(opened, monkeypatch):
     assert found == pytest.approx(wanted, rel=1e-5) and begun is not None and begun.part is not None
 
 
-def test_two_groups_of_blocks_compile_what_all_need(opened, monkeypatch):
+def test_two_blocks_compile_what_all_blocks_need(opened, monkeypatch):
     from torch._dynamo.utils import counters
     from torch.nn import Module
 
     real = Module.compile
     monkeypatch.setattr(Module, "compile", lambda self: real(self, backend="aot_eager"))
-    session = opened(12, compiled=True)
+    session = opened(4, compiled=True)
     counters.clear()
     batches = [session.batches(step) for step in range(2)]
     child._compile(session, batches)
     graphs = counters["stats"]["unique_graphs"]
-    assert graphs > 0 and session.stepper.network.body.config.num_hidden_layers == 12
+    assert graphs > 0 and session.stepper.network.body.config.num_hidden_layers == 4
     assert all(parameter.grad is None for parameter in session.stepper.network.model.parameters())
     child._two(session, batches)
     assert counters["stats"]["unique_graphs"] == graphs

@@ -13,7 +13,7 @@ from conftest import sojourn
 from sojourn.bench.train import measure as measuring
 from sojourn.bench.train.compare import best, compare, line
 from sojourn.bench.train.contenders import OURS, REFERENCE, Contender, contenders
-from sojourn.bench.train.ground import Ground, settings
+from sojourn.bench.train.ground import Ground, folder_of, settings
 from sojourn.bench.train.measure import make_plan, measure, why
 from sojourn.bench.train.track import padded
 from sojourn.bench.train.workloads import WORKLOADS, fitting
@@ -33,10 +33,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def rows(folder: Path) -> dict[str, dict]:
-    """The command on the tiny model: four steps of three contenders."""
+    """The command on the tiny model: four steps of ours and of plain transformers."""
     out = folder / "result.json"
     said = sojourn(
-        "bench", "train", "--workload", "tiny", "--steps", "4", "--rows", f"fp32,{REFERENCE},plain",
+        "bench", "train", "--workload", "tiny", "--steps", "4", "--rows", f"fp32,{REFERENCE}",
         "--folder", str(folder), "--json", "--out", str(out),
     )  # fmt: skip
     assert said.returncode == 0, said.stderr
@@ -49,7 +49,7 @@ def rows(folder: Path) -> dict[str, dict]:
 
 
 def test_the_same_steps_give_everyone_the_same_losses(rows):
-    assert list(rows) == [REFERENCE, "fp32", "plain"]
+    assert list(rows) == [REFERENCE, "fp32"]
     for row in rows.values():
         assert list(row["losses"]) == ["1", "2", "3", "4"], row.get("said")
         assert row["same"] and row["difference"] <= 1e-4 and row["gradient_difference"] <= 1e-3
@@ -58,17 +58,60 @@ def test_the_same_steps_give_everyone_the_same_losses(rows):
     assert losses["4"] < losses["1"]
 
 
-def test_another_model_of_the_size_is_compared_in_speed_alone_and_peers_may_make_fewer_steps(folder, monkeypatch):
+@pytest.mark.parametrize(
+    "workload, record",
+    [
+        ("tiny", {"text": "Rain fell on the hills all night, and the river rose by a hand. " * 40}),
+        ("tiny-lora", {"instruction": "Say how the river is.", "output": "It has risen by a hand. " * 20}),
+    ],
+    ids=["texts", "chats"],
+)
+def test_own_data_is_what_all_read(tmp_path, workload, record):
+    """Fewer than the steps need, so they are read several times; what is known is kept after every row."""
+    own, out, kept = tmp_path / "own.jsonl", tmp_path / "out.json", []
+    own.write_text(f"{json.dumps(record)}\n" * 50, encoding="utf-8")
+
+    def say(line: str) -> None:
+        kept.append(len(json.loads(out.read_text(encoding="utf-8"))["workloads"][0]["rows"]) if out.is_file() else 0)
+
+    plan = make_plan([workload], f"fp32,{REFERENCE}", 4, True, tmp_path, data=str(own), out=out)
+    rows = measure(plan, say)["workloads"][0]["rows"]
+    assert [row["same"] for row in rows] == [True, True], rows
+    assert rows[0]["losses"]["4"] < rows[0]["losses"]["1"] and 1 in kept and kept[-1] == 2
+    (ground,) = tmp_path.glob("*/data.jsonl")
+    written = ground.read_text(encoding="utf-8")
+    assert written.count("river") >= 50 and ("messages" if workload == "tiny-lora" else "text") in written
+    own.write_text(json.dumps(record) + "\n", encoding="utf-8")
+    assert folder_of(WORKLOADS[workload], 4, tmp_path, str(own)) != ground.parent
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("nothing", r"--data: .*nothing: no such file or folder"),
+        ("words.txt", r"--data: .*: no chats in it, which tiny-lora"),
+    ],
+)
+def test_data_that_cannot_be_read_is_told(tmp_path, name, said):
+    (tmp_path / "words.txt").write_text("Nobody speaks here.\n", encoding="utf-8")
+    with pytest.raises(UserError, match=said):
+        measure(make_plan(["tiny-lora"], "fp32", 4, True, tmp_path, data=str(tmp_path / name)), lambda line: None)
+
+
+@pytest.mark.slow
+def test_another_model_of_the_size_is_compared_in_speed_alone_and_peers_may_make_fewer_steps(rows, folder, monkeypatch):
     plain, gpt = Contender("plain", "a Llama", "plain"), Contender("nanogpt", "a GPT-2", "gpt", another=True)
     monkeypatch.setattr(measuring, "contenders", lambda workload, device: [gpt, plain])
     said: list[str] = []
-    rows = measure(make_plan(["tiny"], "", 4, True, folder, 2), said.append)["workloads"][0]["rows"]
-    assert [list(row["losses"]) for row in rows] == [["1", "2"], ["1", "2"]], rows
-    another, reference = rows
+    made = measure(make_plan(["tiny"], "", 4, True, folder, 2), said.append)["workloads"][0]["rows"]
+    assert [list(row["losses"]) for row in made] == [["1", "2"], ["1", "2"]], made
+    another, reference = made
     assert reference["note"] == "the reference" and reference["same"]
     assert "same" not in another and another["losses"]["2"] > 0
     compare(another, reference, "fp32")
     assert another["gain"] > 0 and "another model" in line(another)
+    compare(reference, rows[REFERENCE], "fp32")
+    assert reference["same"] and reference["difference"] <= 1e-4 and reference["gradient_difference"] <= 1e-3
 
 
 def test_a_different_computation_is_told_and_one_that_dies_is_only_a_row(rows, folder, monkeypatch):

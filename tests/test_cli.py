@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from conftest import sojourn
+from conftest import called, sojourn
 from sojourn.cli import main
 
 VERBS = (
@@ -36,7 +36,7 @@ def test_help_names_every_verb():
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_explains_itself(verb):
-    said = sojourn(verb, "--help")
+    said = called(verb, "--help")
     assert said.returncode == 0 and "Usage" in said.stdout
 
 
@@ -76,7 +76,7 @@ def test_a_users_mistake_is_one_line_and_exit_2(home):
 
 def test_a_folder_that_cannot_be_written_is_one_line(home):
     (home / "file").write_text("x")
-    said = sojourn("train", "smoke", "--output_dir", "file/run")
+    said = called("train", "smoke", "--output_dir", "file/run")
     assert said.returncode == 1 and said.stderr.splitlines() == [
         "sojourn: file/run: cannot be made: Not a directory; choose another: save.folder=FOLDER"
     ]
@@ -84,7 +84,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(home):
 
 @pytest.mark.parametrize("verb", ["generate", "chat", "eval"])
 def test_asking_a_run_that_is_not_there_says_what_to_do(home, verb):
-    said = sojourn(verb, "nobody", *(["--prompt", "x"] if verb == "generate" else []))
+    said = called(verb, "nobody", *(["--prompt", "x"] if verb == "generate" else []))
     assert said.returncode == 2 and len(said.stderr.splitlines()) == 1 and "train one first" in said.stderr
 
 

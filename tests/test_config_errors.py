@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import subprocess
 import sys
@@ -13,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from conftest import ordinary_user
-from sojourn.cli.main import main
+from conftest import called, ordinary_user
 
 SMALL = "extends: small\n"
 BIG = "1" + "0" * 400
@@ -25,16 +22,8 @@ LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
 
 def sojourn(*words: str) -> tuple[int, str, str]:
     """Runs the command in this process: exit code, stdout, stderr."""
-    out, err, before, code = io.StringIO(), io.StringIO(), sys.argv, 0
-    sys.argv = ["sojourn", *words]
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            main()
-    except SystemExit as leaving:
-        code = int(leaving.code or 0)
-    finally:
-        sys.argv = before
-    return code, out.getvalue(), err.getvalue()
+    ran = called(*words)
+    return ran.returncode, ran.stdout, ran.stderr
 
 
 # name: (the file's content, what the line must say)

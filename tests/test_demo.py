@@ -2,7 +2,7 @@
 
 import json
 
-from conftest import sojourn
+from conftest import called, sojourn
 from sojourn.run.files import read_json_lines
 
 
@@ -29,5 +29,5 @@ def test_the_fast_demo_is_killed_goes_on_and_learns(home):
     ):
         assert shown in said.stderr
     assert len(said.stderr.splitlines()) <= 50
-    again = sojourn("generate", "demo", "--prompt", "hello", "--max-tokens", "4")
+    again = called("generate", "demo", "--prompt", "hello", "--max-tokens", "4")
     assert again.returncode == 0, again.stderr

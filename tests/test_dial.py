@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import sojourn
+from conftest import called
 from sojourn.config.load import load_run, read_config, summary
 from sojourn.config.schema import ModelConfig
 from sojourn.errors import UserError
@@ -102,10 +102,10 @@ def test_a_summary_names_the_dial() -> None:
 
 
 def test_the_plan_shows_what_a_dial_comes_to() -> None:
-    said = sojourn("plan", "small", "--params", "20M", "--json")
+    said = called("plan", "small", "--params", "20M", "--json")
     plan = json.loads(said.stdout)
     assert 19e6 < plan["parameters"] < 21e6 and plan["shape"]["hidden"] >= 256
-    assert "small: 256×4, " in sojourn("plan", "small", "--depth", "4").stdout
+    assert "small: 256×4, " in called("plan", "small", "--depth", "4").stdout
 
 
 def test_the_rate_follows_the_width_that_the_dial_comes_to() -> None:

@@ -47,10 +47,19 @@ def test_json_is_one_object_with_platform_findings_and_summary(tmp_path):
     assert done.returncode == told["summary"]["exit_code"] == (1 if told["summary"]["fail"] else 0)
 
 
-def test_a_pipe_gets_one_whole_line_a_finding_and_no_colours(tmp_path):
-    done = cli("--home", str(tmp_path), env={"COLUMNS": "80", "SSH_TTY": "/dev/pts/0", "TMUX": "", "STY": ""})
-    assert "\x1b" not in done.stdout and not done.stderr
-    *lines, blank, summary = done.stdout.splitlines()
+@pytest.fixture(scope="module")
+def piped(tmp_path_factory):
+    """What a pipe gets over SSH, where the user's catalogue is broken."""
+    folder = tmp_path_factory.mktemp("home")
+    (folder / "sojourn").mkdir()
+    (folder / "sojourn/catalog.toml").write_text("[gpux.a]\n")
+    env = {"COLUMNS": "80", "SSH_TTY": "/dev/pts/0", "TMUX": "", "STY": "", "SOJOURN_HOME": ""}
+    return cli("--home", str(folder), env={**env, "XDG_CONFIG_HOME": str(folder)})
+
+
+def test_a_pipe_gets_one_whole_line_a_finding_and_no_colours(piped):
+    assert "\x1b" not in piped.stdout and not piped.stderr
+    *lines, blank, summary = piped.stdout.splitlines()
     assert blank == "" and "Next: " in summary
     assert all(line[:4].strip() in ("ok", "warn", "fail") or line.strip().startswith("mend: ") for line in lines)
     assert any("over SSH without tmux" in line for line in lines)
@@ -236,13 +245,9 @@ def test_a_probe_that_raises_or_hangs_becomes_one_finding():
     never.set()
 
 
-def test_a_broken_catalogue_of_the_users_is_a_finding_not_a_traceback(tmp_path):
-    (tmp_path / "sojourn").mkdir()
-    (tmp_path / "sojourn/catalog.toml").write_text("[gpux.a]\n")
-    if sys.platform != "linux":
-        pytest.skip("the user's file is elsewhere there")
-    done = cli("--home", str(tmp_path), env={"XDG_CONFIG_HOME": str(tmp_path), "SOJOURN_HOME": ""})
-    assert done.returncode == 1 and "unknown table [gpux]" in done.stdout and "Traceback" not in done.stderr
+@pytest.mark.skipif(sys.platform != "linux", reason="the user's file is elsewhere there")
+def test_a_broken_catalogue_of_the_users_is_a_finding_not_a_traceback(piped):
+    assert piped.returncode == 1 and "unknown table [gpux]" in piped.stdout and "Traceback" not in piped.stderr
 
 
 def test_any_failure_makes_the_exit_code_1_and_the_summary_says_what_to_do():

@@ -8,9 +8,9 @@ import json
 import numpy as np
 import pytest
 
-from gang import Gang, needs_fork
+from gang import needs_fork
 from sojourn.run.files import read_json
-from sojourn.train.checkpoint import checkpoints_in
+from sojourn.train.keep.checkpoint import checkpoints_in
 from tiny import LORA, events, losses, run_of, run_train, saved_steps, tiny_home, weights
 
 pytestmark = needs_fork
@@ -47,13 +47,6 @@ def _engine(name: str, home) -> str:
 def tiny(tmp_path_factory):
     with tiny_home(tmp_path_factory.mktemp("home")) as made:
         yield made
-
-
-@pytest.fixture(scope="module")
-def gang(tmp_path_factory, tiny):
-    made = Gang(tmp_path_factory.mktemp("gang"))
-    yield made
-    made.close()
 
 
 def _curve(run, kind="train"):
@@ -101,7 +94,7 @@ def test_the_losses_are_those_of_a_process_alone(tiny, gang, method, engine, siz
 
 _STOP = """
 from sojourn.train import steps
-from sojourn.train.guard import Guard
+from sojourn.train.survive.guard import Guard
 count, made = steps._count, []
 def counted(*given):
     count(*given)
@@ -266,7 +259,7 @@ step_module.Stepper._loss = bad
 """
 
 
-@pytest.mark.parametrize("engine", ["fsdp", "zero2", *(case for case in _slow(("ddp",), ("zero3",), ("zero2*",)))])
+@pytest.mark.parametrize("engine", ["fsdp", "zero2", *_slow(("ddp",), ("zero3",), ("zero2*",))])
 def test_a_step_that_is_no_number_is_left_out_by_every_engine(tiny, gang, engine):
     """The rows of step 3 make no number wherever they are read; alone or together, the run goes on without them."""
     common = (*RUN, "train.on_nan=skip", "train.micro_batch=1")
@@ -314,6 +307,12 @@ def test_weights_in_the_hosts_memory_give_the_same_losses(tiny, gang):
     assert done.codes == [0, 0], done
     _same(run_of(words), tiny.whole(*RUN))
     assert "fsdp: train.offload=all" in read_json(run_of(words).environment)["auto"]["parallel.engine"]
+
+
+def test_deepspeed_compiles_nothing_for_a_cpu(tiny, gang, tmp_path):
+    """A process that is killed meanwhile would leave a lock that all later ones wait for."""
+    done = gang.run(1, tiny.words("train.steps=1", _engine("zero2", tiny.home)), TORCH_EXTENSIONS_DIR=str(tmp_path))
+    assert done.codes == [0] and not any(tmp_path.iterdir()), done
 
 
 def test_an_engine_with_one_process_is_the_process_alone(tiny):

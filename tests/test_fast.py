@@ -103,7 +103,7 @@ def test_the_gate_s_kernel_computes_as_torch_does(width):
 @needs_gpu
 def test_the_optimizer_s_kernel_updates_as_torch_does():
     """Large and small tensors, decayed or not, gradients shortened on the way, and a step that turns out to be bad."""
-    from sojourn.train.adamw import LARGE, AdamW
+    from sojourn.train.update.adamw import LARGE, AdamW
 
     def run(kind):
         torch.manual_seed(0)

@@ -7,7 +7,7 @@ import gguf
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conftest import sojourn
+from conftest import called, sojourn
 from sojourn.config.load import load_run
 from sojourn.errors import UserError
 from sojourn.run.home import run_folder
@@ -76,7 +76,7 @@ def test_a_gguf_file_is_trained_and_asked(file, base, chats):
     assert losses["file"] == pytest.approx(losses["folder"], rel=1e-5)
     said = sojourn("generate", "file", "--prompt", "What colour is the cat?", "--max-tokens", "4")
     assert said.returncode == 0 and "Converting" not in said.stderr, said.stderr
-    asked = sojourn("generate", str(file), "--prompt", "What colour is the cat?", "--max-tokens", "4")
+    asked = called("generate", str(file), "--prompt", "What colour is the cat?", "--max-tokens", "4")
     assert asked.returncode == 0, asked.stderr
 
 

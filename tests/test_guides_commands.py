@@ -235,13 +235,15 @@ DS_CONFIG = {
 
 
 def several() -> list[Any]:
-    """Each way to spread a run once; the others differ in nothing but numbers, and take their time."""
+    """Each way to spread a run once, over two processes at most; the others differ in nothing but numbers, and take
+    their time."""
     rows = [row for row in TRAINED if ("0,1" in row.here or "--deepspeed" in row.here) and "--nnodes" not in row.here]
     seen: set[tuple[bool, ...]] = set()
     marked = []
     for row in sorted(rows, key=lambda row: len(row.here)):
         kind = tuple(word in row.here for word in ("--fsdp", "--deepspeed"))
-        marked.append(pytest.param(row, id=row.here, marks=[pytest.mark.slow] if kind in seen else []))
+        slow = kind in seen or "0,1,2" in row.here
+        marked.append(pytest.param(row, id=row.here, marks=[pytest.mark.slow] if slow else []))
         seen.add(kind)
     return marked
 
@@ -322,6 +324,7 @@ def test_wikitext2_is_read_from_the_hub_and_trained_on(home: Path, hub: dict[str
     assert "Salesforce/wikitext" in report["sources"][0]["name"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="there is no hanging up here")
 def test_nohup_keeps_a_run_alive_when_the_line_hangs_up(words: list[str]) -> None:
     command = [sys.executable, "-m", "sojourn", "train", *words, "train.steps=60"]

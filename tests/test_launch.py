@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from conftest import called
 from tiny import Tiny, events, losses, run_of, saved_steps, tiny_home
 
 RUN = ("train.micro_batch=1", "train.steps=14", "save.every_steps=4", "parallel.gpus=0,1")
@@ -44,24 +45,31 @@ def _start(tiny: Tiny, words: list[str], wrong: str = "pass") -> subprocess.Pope
     inside = tiny.home / "inside"
     inside.mkdir(exist_ok=True)
     (inside / "sitecustomize.py").write_text(_WRONG.replace("WRONG", wrong))
-    env = {**os.environ, "PYTHONPATH": str(inside), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(inside), *sys.path]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "sojourn", "train", *words]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
 
 
-def test_processes_that_run_out_of_memory_or_are_killed_begin_again_and_end_the_same(tiny):
+_FULL = "if start == 0 and step == 6: raise torch.OutOfMemoryError('CUDA out of memory.')"
+_KILLED = "if start == 1 and step == 5: os.kill(os.getpid(), signal.SIGKILL)"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "starts"),
+    [
+        pytest.param(_FULL, [0, 4], id="memory"),
+        pytest.param(f"{_FULL}\n            {_KILLED}", [0, 4, 8], id="memory, then a kill", marks=pytest.mark.slow),
+    ],
+)
+def test_processes_that_run_out_of_memory_or_are_killed_begin_again_and_end_the_same(tiny, wrong, starts):
     """In the second of two, under an engine whose processes cannot agree any more when one fails."""
     words = tiny.words(*RUN, "parallel.engine=fsdp")
-    wrong = (
-        "if start == 0 and step == 6: raise torch.OutOfMemoryError('CUDA out of memory.')\n"
-        "            if start == 1 and step == 5: os.kill(os.getpid(), signal.SIGKILL)"
-    )
     out, err = (process := _start(tiny, words, wrong)).communicate(timeout=300)
     run = run_of(words)
     assert process.returncode == 0, err
     assert "2 processes share the cpu" in out and "done: the model is in" in out
-    assert [event["restart"] for event in events(run, "began_again")] == [1, 2]
-    assert [event["step"] for event in events(run, "start")] == [0, 4, 8]
+    assert [event["restart"] for event in events(run, "began_again")] == list(range(1, len(starts)))
+    assert [event["step"] for event in events(run, "start")] == starts
     assert losses(run) == pytest.approx(losses(tiny.whole("train.micro_batch=1", "train.steps=14")), rel=1e-5)
     assert "Traceback" not in err and "process 0 lost another one" in err
     assert (run.logs / "process-1.log").is_file() and "Traceback" in (run.logs / "process-1.log").read_text()
@@ -76,7 +84,9 @@ def test_a_process_that_fails_ends_all_with_its_own_traceback_and_nothing_is_sta
     assert "began again" not in out and run_of(words).status().resumable
 
 
-@pytest.mark.parametrize("how", ["Ctrl-C", "kill -9 of the one that started them"])
+@pytest.mark.parametrize(
+    "how", ["Ctrl-C", pytest.param("kill -9 of the one that started them", marks=pytest.mark.slow)]
+)
 def test_what_stops_the_command_stops_its_processes_saved(tiny, how):
     words = tiny.words(*RUN, "train.steps=5000", "save.every_steps=null")
     process, run = _start(tiny, words), run_of(words)
@@ -102,8 +112,8 @@ def test_what_cannot_be_launched_is_refused_before_anything_starts(tiny: Tiny, t
         (("parallel.nodes=2", "parallel.master=nowhere.invalid"), "nowhere.invalid cannot be reached from here"),
         (("parallel.nodes=2", "parallel.master=x", "parallel.node=2"), "2 machines are counted from 0"),
     ):
-        _, err = (process := _start(tiny, tiny.words(*RUN, *extra))).communicate(timeout=60)
-        assert process.returncode == 2 and err.count("\n") == 1 and says in err, err
+        told = called("train", *tiny.words(*RUN, *extra))
+        assert told.returncode == 2 and told.stderr.count("\n") == 1 and says in told.stderr, told
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from conftest import sojourn
+from conftest import called, sojourn
 from sojourn.config.load import load_run
 from sojourn.errors import UserError
 from sojourn.run.launch_kubernetes import pytorchjob, trainjob
@@ -35,14 +35,14 @@ def as_torchrun_reads_it(line: str) -> Namespace:
 
 
 def printed(*words: str) -> str:
-    said = sojourn("launch-line", *words)
+    said = called("launch-line", *words)
     assert said.returncode == 0, said.stderr
     return said.stdout
 
 
 def refused(*words: str) -> str:
     """The one line of an error; nothing may be printed beside it that one could paste."""
-    said = sojourn("launch-line", *words)
+    said = called("launch-line", *words)
     assert said.returncode == 2 and said.stdout == "" and len(said.stderr.splitlines()) == 1, said
     return said.stderr
 

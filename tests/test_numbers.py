@@ -12,10 +12,10 @@ from sojourn.errors import RunFailed, Stopped
 from sojourn.run.files import read_json
 from sojourn.train import step as step_module
 from sojourn.train.careful import Careful
-from sojourn.train.checkpoint import load
-from sojourn.train.numbers import RECENT, judge, same
+from sojourn.train.keep.checkpoint import load
 from sojourn.train.parallel.engine import Engine
 from sojourn.train.step import Stepper
+from sojourn.train.survive.numbers import RECENT, judge, same
 from tiny import LORA, events, losses, run_of, run_train, same_weights, saved_steps, stop_after, tiny_home, weights
 
 _numbers = st.floats(min_value=1e-3, max_value=1e3)

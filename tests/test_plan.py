@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from conftest import sojourn
+from conftest import called
 from sojourn.catalog.facts import Price, platforms
 from sojourn.catalog.names import gpu
 from sojourn.catalog.shapes import model
@@ -276,7 +276,7 @@ def test_a_price_of_ones_own_is_used():
 
 
 def test_preparing_without_a_gpu_is_named_with_its_price(home):
-    assert "AutoDL without its GPU, ¥0.10 an hour" in sojourn("plan", "medium", "--platform", "autodl").stdout
+    assert "AutoDL without its GPU, ¥0.10 an hour" in called("plan", "medium", "--platform", "autodl").stdout
 
 
 # --- the same choice on the machine
@@ -403,7 +403,7 @@ def test_the_command_answers_within_two_seconds_and_without_torch(home):
 
 
 def test_one_screen_has_memory_table_choice_and_note(home):
-    text = sojourn("plan", "qlora-7b").stdout
+    text = called("plan", "qlora-7b").stdout
     for word in (
         "the peak is at",
         "RTX 4090",
@@ -418,29 +418,29 @@ def test_one_screen_has_memory_table_choice_and_note(home):
 
 
 def test_a_run_that_fits_nowhere_asked_for_gets_advice(home):
-    said = sojourn("plan", "full-7b", "train.steps=10", "--gpu", "4090")
+    said = called("plan", "full-7b", "train.steps=10", "--gpu", "4090")
     assert said.returncode == 0 and "to fit on RTX 4090, fastest first" in said.stdout
-    found = json.loads(sojourn("plan", "full-7b", "train.steps=10", "--gpu", "4090", "--json").stdout)
+    found = json.loads(called("plan", "full-7b", "train.steps=10", "--gpu", "4090", "--json").stdout)
     assert found["best"] is None and found["advice"] and not any(offer["fits"] for offer in found["offers"])
 
 
 def test_explain_names_every_term_with_its_formula(home):
-    text = sojourn("plan", "medium", "--gpu", "4090", "--explain").stdout
+    text = called("plan", "medium", "--gpu", "4090", "--explain").stdout
     for word in ("(the peak)", "gradients = 4·N", "T·F·e", "multiplications =", "optimizer's step", "ms"):
         assert word in text, word
 
 
 def test_json_terms_add_up_to_the_peak(home):
-    found = json.loads(sojourn("plan", "medium", "--json").stdout)["memory"]
+    found = json.loads(called("plan", "medium", "--json").stdout)["memory"]
     peak = next(one for one in found["moments"] if one["name"] == found["moment"])
     assert sum(term["bytes"] for term in peak["terms"]) == pytest.approx(found["allocated"], abs=16)
     assert sum(found["by_kind"].values()) == pytest.approx(found["allocated"], abs=16)
 
 
 def test_fit_answers_the_inverse_question(home):
-    text = sojourn("plan", "qlora-7b", "--fit", "24GiB").stdout
+    text = called("plan", "qlora-7b", "--fit", "24GiB").stdout
     assert text.startswith("into 24 GiB fit") and "QLoRA: up to" in text
-    assert json.loads(sojourn("plan", "qlora-7b", "--fit", "24GiB", "--json").stdout)["models"]["lora"]["model"]
+    assert json.loads(called("plan", "qlora-7b", "--fit", "24GiB", "--json").stdout)["models"]["lora"]["model"]
 
 
 @pytest.mark.parametrize(
@@ -455,15 +455,15 @@ def test_fit_answers_the_inverse_question(home):
     ],
 )
 def test_what_cannot_be_understood_is_one_line(home, words, says):
-    said = sojourn("plan", *words)
+    said = called("plan", *words)
     assert said.returncode == 2 and says in said.stderr and len(said.stderr.splitlines()) == 1
 
 
 def test_platform_and_limits_narrow_the_choice(home):
-    found = json.loads(sojourn("plan", "medium", "--platform", "autodl", "--budget", "¥5", "--json").stdout)
+    found = json.loads(called("plan", "medium", "--platform", "autodl", "--budget", "¥5", "--json").stdout)
     assert {offer["platform"] for offer in found["offers"]} == {"autodl"} and found["best"]["cost"] <= 5
-    assert "nothing meets the deadline" in sojourn("plan", "medium", "--deadline", "1s").stdout
+    assert "nothing meets the deadline" in called("plan", "medium", "--deadline", "1s").stdout
 
 
 def test_calibrate_without_records_says_where_they_come_from(home):
-    assert "a rehearsal or a finished run" in sojourn("plan", "--calibrate").stdout
+    assert "a rehearsal or a finished run" in called("plan", "--calibrate").stdout

@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from conftest import sojourn
+from conftest import called
 from sojourn.config.load import load_run
 from sojourn.config.schema import CleanConfig, Columns, DataConfig, Source
 from sojourn.data import shelf
@@ -144,9 +144,9 @@ def test_a_full_disk_leaves_nothing(fixed, home, monkeypatch):
     assert not (home / "prepared").exists()
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_kill_in_the_middle_leaves_no_artefact_and_no_process(fixed, home, how):
-    path = lines(home / "many.jsonl", pairs(60_000))
+    path = lines(home / "many.jsonl", pairs(30_000))
     words = [
         "smoke",
         f"data.sources={path}",
@@ -344,7 +344,7 @@ def test_pairs_and_chats_are_not_mixed(fixed, home):
 
 def test_pairs_are_not_trained_on_yet_and_the_error_says_what_to_type(words, home):
     path = lines(home / "p.jsonl", [{"prompt": f"Q {i}", "chosen": f"a {i}", "rejected": f"b {i}"} for i in range(40)])
-    result = sojourn("train", *words, f"data.sources={path}")
+    result = called("train", *words, f"data.sources={path}")
     assert result.returncode == 2 and "data.columns.completion=chosen" in result.stderr
 
 
@@ -380,7 +380,7 @@ def test_near_duplicates_lengths_and_languages_are_filtered_and_counted(fixed, h
 
 
 def test_formats_and_three_marked_examples_come_before_anything_else(words):
-    result = sojourn("prepare", *words)
+    result = called("prepare", *words)
     told = result.stdout.splitlines()
     assert told[0].endswith("chats.jsonl: prompt/completion")
     assert told[1].startswith("the model will see this") and "‹It is red.<|im_end|>›⏎" in told[2]
@@ -388,12 +388,12 @@ def test_formats_and_three_marked_examples_come_before_anything_else(words):
     assert any(line.startswith("an epoch is ") for line in told) and any(
         line.startswith("languages: en") for line in told
     )
-    again = sojourn("prepare", *words)
+    again = called("prepare", *words)
     assert again.stdout.splitlines()[1:5] == told[:4] and "prepared before" in again.stdout.splitlines()[0]
 
 
 def test_the_report_is_text_json_and_a_plot(words, home):
-    facts = json.loads(sojourn("prepare", *words, "--json").stdout)
+    facts = json.loads(called("prepare", *words, "--json").stdout)
     for key in ("damaged", "duplicates", "languages", "steps_per_epoch", "compression"):
         assert key in facts
     assert sum(one["documents"] for one in facts["train"]["lengths"]) == facts["train"]["documents"]
@@ -403,10 +403,10 @@ def test_the_report_is_text_json_and_a_plot(words, home):
 
 
 def test_verify_reads_every_byte(words, home):
-    assert sojourn("prepare", *words, "--verify").returncode == 0
+    assert called("prepare", *words, "--verify").returncode == 0
     mask = next((home / "prepared").glob("*/train/mask.bin"))
     mask.write_bytes(bytes([mask.read_bytes()[0] ^ 1]) + mask.read_bytes()[1:])
-    result = sojourn("prepare", *words, "--verify")
+    result = called("prepare", *words, "--verify")
     assert result.returncode == 1 and "damaged: train/mask.bin" in result.stderr
 
 
@@ -460,6 +460,6 @@ def test_plain_transformers_opens_what_was_prepared_and_gives_the_same_tokens(da
     ],
 )  # fmt: skip
 def test_a_slip_is_one_line_that_says_what_to_type(home, words, told):
-    result = sojourn("prepare", "smoke", *words)
+    result = called("prepare", "smoke", *words)
     assert result.returncode == 2 and told in result.stderr and result.stderr.count("\n") == 1
     assert not (home / "prepared").exists()

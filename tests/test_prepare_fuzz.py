@@ -30,7 +30,7 @@ from sojourn.data.words.tokenizer import Words
 from sojourn.data.words.vocabulary import train_bpe
 from sojourn.errors import UserError
 
-COUNT = int(os.environ.get("SOJOURN_FUZZ", "300"))
+COUNT = int(os.environ.get("SOJOURN_FUZZ", "150"))
 ONLY = os.environ.get("SOJOURN_FUZZ_ONLY")
 PORTION = 50
 SECONDS = 20

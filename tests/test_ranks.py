@@ -9,14 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gang import needs_fork
 from sojourn.errors import Stopped, UserError
 from sojourn.run.files import read_json, read_json_lines
 from sojourn.train.ranks import Ranks
 from sojourn.train.session import Session
 from tiny import events, losses, run_of, run_train, saved_steps, stop_after, tiny_home, weights
 
-_SCRIPT = '''
-"""The real command, in one of several processes; what it does is written down, and a part of it may go wrong."""
+_NOTES = '''
+"""What one of several processes does is written down, and a part of it may go wrong."""
 import json, os, signal, sys, time
 from pathlib import Path
 
@@ -27,12 +28,12 @@ def note(**facts):
         file.write(json.dumps(facts) + "\\n")
 
 import torch
-from sojourn.cli.main import main
 from sojourn.train import step as step_module
-from sojourn.train.saving import Saver
+from sojourn.train.keep.saving import Saver
 from sojourn.train.session import Session
 from sojourn.train.step import Stepper
-from sojourn.train import ladder, loop
+from sojourn.train.survive import ladder
+from sojourn.train import loop
 
 batches = Session.batches
 def written(self, step):
@@ -65,14 +66,17 @@ def left_with(code):
     leave(code)
 os._exit = left_with
 
-WRONG
+'''
+
+_COMMAND = """
+from sojourn.cli.main import main
 code = 0
 try:
     main()
 except SystemExit as end:
     code = end.code
 left_with(code)
-'''
+"""
 
 # One of two: memory runs out in the midst of a step, so that all are built anew; later it gets a SIGTERM. Meanwhile the
 # first process is slow to write the ladder and to save.
@@ -135,17 +139,20 @@ def tiny(tmp_path_factory):
         yield made
 
 
-def _torchrun(processes: int, words: list[str], folder: Path, wrong: str = "") -> tuple[int, str, list[list[dict]]]:
-    """The real launcher; what it says, and what each process wrote down."""
-    folder.mkdir()
+def _torchrun(processes: int, words: list[str], folder: Path, wrong: str) -> tuple[int, str]:
+    """The real launcher: how it ends, and what it says."""
     script = folder / "start.py"
-    script.write_text(_SCRIPT.replace("WRONG", wrong))
+    script.write_text(_NOTES + wrong + _COMMAND)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     env = {**os.environ, "NOTES": str(folder), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, str(script), "train", *words], capture_output=True, text=True, check=False,
                           env=env, timeout=300)  # fmt: skip
-    notes = [read_json_lines(folder / f"{rank}.jsonl") for rank in range(processes)]
-    return done.returncode, done.stdout + done.stderr, notes
+    return done.returncode, done.stdout + done.stderr
+
+
+def _notes(processes: int, folder: Path) -> list[list[dict]]:
+    """What each process wrote down."""
+    return [read_json_lines(folder / f"{rank}.jsonl") for rank in range(processes)]
 
 
 def _rows(notes: list[list[dict]]) -> dict[int, list[int]]:
@@ -154,7 +161,8 @@ def _rows(notes: list[list[dict]]) -> dict[int, list[int]]:
     return {step: [row for one in found for row in one[step]] for step in found[0] if all(step in one for one in found)}
 
 
-def test_a_run_moves_from_one_process_to_two_to_four_and_ends_the_same(tiny, monkeypatch, tmp_path):
+@needs_fork
+def test_a_run_moves_from_one_process_to_two_to_four_and_ends_the_same(tiny, gang, monkeypatch, tmp_path):
     """A third of the run each; in one of them memory runs out, and one gets a signal."""
     held_out = ("data.eval_fraction=0.2", "train.eval_every=6", "train.micro_batch=1")
     words, wanted = tiny.words(*held_out), {}
@@ -173,7 +181,10 @@ def test_a_run_moves_from_one_process_to_two_to_four_and_ends_the_same(tiny, mon
             run_train(words)
     assert run.status().step == 4
 
-    code, said, notes = _torchrun(2, words, tmp_path / "two", _IN_ONE_OF_TWO)
+    two, four = tmp_path / "two", tmp_path / "four"
+    two.mkdir()
+    four.mkdir()
+    (code, said), notes = _torchrun(2, words, two, _IN_ONE_OF_TWO), _notes(2, two)
     assert code != 0 and [lines[-1:] for lines in notes] == [[{"code": 3}], [{"code": 3}]], said
     assert run.status().state == "stopped" and run.status().step == 8 and saved_steps(run)[-1] == 8
     assert not any("alone" in line for line in notes[0]), "a process left while the first was still saving"
@@ -182,8 +193,8 @@ def test_a_run_moves_from_one_process_to_two_to_four_and_ends_the_same(tiny, mon
     found = _rows(notes)
     assert {step: found[step] for step in range(4, 8)} == {step: wanted[step] for step in range(4, 8)}
 
-    code, said, notes = _torchrun(4, words, tmp_path / "four", _IN_ONE_OF_FOUR)
-    assert code == 0 and [lines[-1:] for lines in notes] == [[{"code": 0}]] * 4, said
+    done, notes = gang.run(4, words, _NOTES + _IN_ONE_OF_FOUR, NOTES=str(four)), _notes(4, four)
+    assert done.codes == [0] * 4 and [lines[-1:] for lines in notes] == [[{"code": 0}]] * 4, done
     found = _rows(notes)
     assert {step: found[step] for step in range(8, 12)} == {step: wanted[step] for step in range(8, 12)}
     assert all(len(line["rows"]) == 2 for line in notes[3] if "rows" in line)

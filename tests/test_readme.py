@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import sojourn
+from conftest import called, sojourn
 
 README = Path(__file__).parent.parent / "README.md"
 RUN_VERBS = ("train", "prepare", "rehearse", "verify-resume")
@@ -36,13 +36,13 @@ def test_a_run_is_understood_as_the_readme_types_it(command, home):
     words = shlex.split(command)[2:]
     if "--fork" in words:  # of `train` alone
         del words[(at := words.index("--fork")) : at + 2]
-    said = sojourn("config", "check", *words)
+    said = called("config", "check", *words)
     assert said.returncode == 0, said.stderr
 
 
 @pytest.mark.parametrize("command", [c for c in commands() if c.split()[1] == "plan"])
 def test_plans_are_made_as_the_readme_types_them(command, home):
-    said = sojourn(*shlex.split(command)[1:])
+    said = called(*shlex.split(command)[1:])
     assert said.returncode == 0 and said.stdout, said.stderr
 
 
@@ -59,8 +59,8 @@ def test_the_readmes_commands_walk_the_whole_way(home, words):
         (["presets", "copy", "small", "my.yaml"], "my.yaml written"),
         (["config", "check", "my.yaml"], "ok: my.yaml is a valid run"),
     ):
-        said = sojourn(*arguments)
+        said = (sojourn if arguments == ["train", *small] else called)(*arguments)
         assert said.returncode == 0, (arguments, said.stderr)
         assert expected in said.stdout
-    typo = sojourn("config", "check", "my.yaml", "trian.lr=1e-4")
+    typo = called("config", "check", "my.yaml", "trian.lr=1e-4")
     assert typo.returncode == 2 and "did you mean train?" in typo.stderr

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from conftest import sojourn
+from conftest import called, sojourn
 from sojourn.config.load import load_run
 from sojourn.run.home import run_folder
 from sojourn.train.ranks import Ranks
@@ -85,6 +85,6 @@ def test_the_verb_answers_in_json_and_by_its_exit_code(words, chats):
     assert good.returncode == 0, good.stderr
     found = json.loads(good.stdout)
     assert found["starts"] is True and found["micro_batch"] == 8
-    bad = sojourn("rehearse", *words, f"save.mirror={chats}")
+    bad = called("rehearse", *words, f"save.mirror={chats}")
     assert bad.returncode == 1 and "this run should not start: mirror:" in bad.stderr
     assert "Traceback" not in bad.stderr

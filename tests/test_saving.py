@@ -14,11 +14,12 @@ from sojourn.machine.hardware import Memory
 from sojourn.run import disk
 from sojourn.run.files import read_json
 from sojourn.run.folder import RunFolder
-from sojourn.train import checkpoint as checkpoint_module
-from sojourn.train import pressure, snapshot, tensors
-from sojourn.train.checkpoint import Checkpoint, Keep, find_fault, load, save
-from sojourn.train.saving import Saver
+from sojourn.train.keep import checkpoint as checkpoint_module
+from sojourn.train.keep import snapshot, tensors
+from sojourn.train.keep.checkpoint import Checkpoint, Keep, find_fault, load, save
+from sojourn.train.keep.saving import Saver
 from sojourn.train.step import Stepper
+from sojourn.train.survive import pressure
 from tiny import LORA, events, losses, run_of, run_train, same_weights, saved_steps, stop_after, tiny_home
 
 OFTEN = ("save.every=0.001s",)

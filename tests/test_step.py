@@ -13,10 +13,10 @@ from sojourn.model.network import close_network, open_network
 from sojourn.model.scratch import build_model
 from sojourn.plan.shape import scratch_shape
 from sojourn.train.feed import Feed
-from sojourn.train.muon import Muon, orthogonal
-from sojourn.train.optim import Optimizer, learning_rate
 from sojourn.train.parallel.engine import Engine
 from sojourn.train.step import Stepper, loss_sum
+from sojourn.train.update.muon import Muon, orthogonal
+from sojourn.train.update.optim import Optimizer, learning_rate
 
 
 @pytest.fixture

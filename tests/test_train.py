@@ -11,12 +11,12 @@ import time
 
 import pytest
 
-from conftest import sojourn
+from conftest import called, sojourn
 from sojourn.config.load import load_run
 from sojourn.errors import RunFailed, Stopped, UserError
 from sojourn.run.folder import RunFolder
 from sojourn.run.home import run_folder
-from sojourn.train.checkpoint import checkpoints_in
+from sojourn.train.keep.checkpoint import checkpoints_in
 from sojourn.train.loop import train
 from sojourn.train.parallel.engine import Engine
 
@@ -77,7 +77,7 @@ def test_a_run_killed_between_checkpoints_ends_with_the_weights_of_an_undisturbe
     process.kill()
     process.wait()
     assert run.status().state == "failed" and run.status().resumable
-    again = sojourn("train", *killed)
+    again = called("train", *killed)
     assert again.returncode == 0, again.stderr
     assert "continuing from step" in again.stdout
     assert _weights(run) == _weights(whole)
@@ -201,7 +201,7 @@ def test_chat_answers_line_by_line_and_leaves_at_the_end_of_input(words):
 
 def test_eval_reports_the_held_out_loss(words):
     _train([*words, "data.eval_fraction=0.2"])
-    said = sojourn("eval", "t", "--tasks", "0", "--json")
+    said = called("eval", "t", "--tasks", "0", "--json")
     assert said.returncode == 0, said.stderr
     assert 0 < json.loads(said.stdout)["loss"] < 10
 

@@ -19,8 +19,8 @@ from sojourn.run.files import read_json_lines
 from sojourn.run.folder import RunFolder
 from sojourn.run.home import run_folder
 from sojourn.train import steps as steps_module
-from sojourn.train.guard import Guard
 from sojourn.train.loop import train
+from sojourn.train.survive.guard import Guard
 
 LORA = ("method.kind=lora", "method.rank=4", "train.lr=1e-3")
 

@@ -65,8 +65,8 @@ class Forge:
     """The tests' end of it."""
 
     def __init__(self, folder: Path) -> None:
-        tests = Path(__file__).parent.parent
-        offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(tests)}
+        path = os.pathsep.join((str(Path(__file__).parent.parent), *sys.path))
+        offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": path}
         alone = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         self._folder = folder
         self._process = subprocess.Popen(

@@ -27,7 +27,7 @@ from sojourn.bench.contenders import ROW_LENGTH, chats_of, words_of
 from sojourn.bench.memory import watched
 from sojourn.config.quantities import Size
 from sojourn.errors import RunFailed, UserError
-from sojourn.train.environment import version_of
+from sojourn.train.show.environment import version_of
 
 Say = Callable[[str], None]
 Row = dict[str, Any]

@@ -61,6 +61,10 @@ def bench_train(
     peer_steps: Annotated[
         int | None, typer.Option(min=2, max=10_000, help="Steps of other programs, where --steps would take too long.")
     ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="Texts of your own to train on (for adapters: chats), a file or a folder, not made-up ones."),
+    ] = None,
     gpus: Annotated[
         str | None, typer.Option(help="Report instead what more GPUs bring, on 1, 2, 4, … of these: 0,1 or all.")
     ] = None,
@@ -72,7 +76,9 @@ def bench_train(
         typer.Option(help="Where to work and to keep weights and data for the next call; by default nothing is kept."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON; lines go to standard error.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Write the result as JSON to this file.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the result as JSON to this file, after every row already.")
+    ] = None,
 ) -> None:
     """Train models of random weights: speed and memory by optimisation and against peers, every loss compared."""
     from sojourn.bench.train import measure, scaling
@@ -81,10 +87,10 @@ def bench_train(
     if gpus is None:
         if engines is not None:
             raise UserError("--engines: say on which GPUs to compare them, such as --gpus 0,1 or --gpus all")
-        wanted = (workload or [], rows, steps, peers, folder, peer_steps)
+        wanted = (workload or [], rows, steps, peers, folder, peer_steps, data, out)
         _report(lambda say: measure.measure(measure.make_plan(*wanted), say), json, out)
         return
-    asked = (workload or [], rows, steps, folder, gpus, engines or "ddp,fsdp")
+    asked = (workload or [], rows, steps, folder, gpus, engines or "ddp,fsdp", data, out)
     _report(lambda say: scaling.measure(scaling.make_scaling(*asked), say), json, out)
 
 

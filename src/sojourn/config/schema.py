@@ -250,7 +250,6 @@ class TrainConfig(Section):
     fp8: Literal["on", "off"] = "off"
     compile: Switch = "auto"
     compile_cache: Text | None = None
-    compile_together: Annotated[int, Whole, Field(ge=1, le=16)] = 1
     ahead: Literal["on", "off"] = "on"
     offload: Literal["off", "optimizer", "all"] = "off"
     eval_every: Steps | None = None

@@ -48,48 +48,8 @@ def _policy(_: Any, operation: Any, *given: Any, **named: Any) -> CheckpointPoli
     return CheckpointPolicy.MUST_SAVE if any(word in name for word in _DEAR) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def compile_blocks(model: Any, together: int = 1) -> None:
-    """All share one graph, so compiling takes as long for 80 as for 2. Up to `together` blocks are one graph: where one
-    ends and the next begins, their sums and norms become one kernel; compiling takes so many times as long."""
+def compile_blocks(model: Any) -> None:
+    """All share one graph, so compiling takes as long for 80 as for 2."""
     torch._dynamo.config.cache_size_limit = max(64, torch._dynamo.config.cache_size_limit)
-    found = blocks(model)
-    size = group_size(len(found), together)
-    for start in range(0, len(found), size):
-        first, *others = found[start : start + size]
-        if others:
-            _lead(first, others)
-        first.compile()
-
-
-def group_size(count: int, most: int) -> int:
-    """The largest that leaves no rest, which would be a graph of its own."""
-    return max(size for size in range(1, most + 1) if count % size == 0)
-
-
-def _lead(first: Any, others: list[Any]) -> None:
-    """The first block does the work of all; when their turn comes, the others hand on what they are given."""
-    first.followers = tuple(others)  # in a tuple, so that no weight gets a second name
-    for block in (first, *others):
-        kind: Any = type(block)
-        block.__class__ = _leading(kind) if block is first else _following(kind)
-
-
-@cache
-def _leading(kind: Any) -> Any:
-    own = kind.forward
-
-    def forward(self: Any, hidden: Any, *given: Any, **named: Any) -> Any:
-        hidden = own(self, hidden, *given, **named)
-        for block in self.followers:
-            hidden = own(block, hidden, *given, **named)
-        return hidden
-
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
-
-
-@cache
-def _following(kind: Any) -> Any:
-    def forward(self: Any, hidden: Any, *given: Any, **named: Any) -> Any:
-        return hidden
-
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    for block in blocks(model):
+        block.compile()

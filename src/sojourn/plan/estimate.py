@@ -11,7 +11,7 @@ from sojourn.config.quantities import Money
 from sojourn.config.schema import RunConfig
 from sojourn.plan.choose import Cut, cut, divisors, ways_of
 from sojourn.plan.length import length_of
-from sojourn.plan.memory import memory
+from sojourn.plan.memory import SAFE, memory
 from sojourn.plan.money import Bill, bill, with_disk, within
 from sojourn.plan.records import Correction, correction
 from sojourn.plan.speed import Speed, has_rate, speed
@@ -20,7 +20,6 @@ from sojourn.plan.whole import Whole, checkpoint_bytes, preparing_seconds, whole
 from sojourn.plan.work import Work, place_of, work_of
 
 _GIB = 2**30
-_SAFE = 0.97  # of the usable memory: a plan that says "fits" must be right
 _TOO_OLD = (7, 0)  # current torch has no kernels for GPUs before it
 
 
@@ -104,7 +103,7 @@ def least(config: RunConfig, shape: ModelShape, gpu: Gpu | None = None) -> Cut:
 
 
 def room_of(gpu: Gpu, learned: Correction) -> float:
-    return _SAFE * gpu.plan_gib * _GIB / max(1.0, learned.memory)  # never more room than the model itself leaves
+    return SAFE * gpu.plan_gib * _GIB / max(1.0, learned.memory)  # never more room than the model itself leaves
 
 
 def fit_on(config: RunConfig, shape: ModelShape, gpu: Gpu, count: int = 1, room: float | None = None) -> Cut | None:

@@ -1,7 +1,7 @@
 """How much memory a step needs: the peak is the largest of several moments, each a list of named terms.
 
-Moments follow the code that runs: train/step.py, model/loss.py, model/blocks.py, train/optim.py. What a block keeps is
-in activations.py, what stays through the step in holdings.py. T tokens of a pass, V vocabulary, D width.
+Moments follow the code that runs: train/step.py, model/loss.py, model/blocks.py, train/update/optim.py. What a block
+keeps is in activations.py, what stays through the step in holdings.py. T tokens of a pass, V vocabulary, D width.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from sojourn.plan.work import Work
 _CHUNK_BYTES = {"kernel": 2**30, "cuda": 2**28, "cpu": 2**24}  # as in model/loss.py
 _LEAST_ROWS = 256
 _CHANGING = ("activations", "loss", "temporary")
+SAFE = 0.97  # of the usable memory: a plan that says "fits" must be right
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class Moment:
 
 @dataclass(frozen=True)
 class Memory:
-    """`allocated` is what torch counts at the peak; `device` what the card then lacks."""
+    """`allocated` is what torch counts at the peak; `device` what the card then lacks; a card that has `enough` is the
+    smallest that the run is said to fit on."""
 
     moments: tuple[Moment, ...]
     context: int
@@ -64,6 +66,10 @@ class Memory:
     @property
     def device(self) -> int:
         return int(self.peak.bytes + self.lost) + self.context
+
+    @property
+    def enough(self) -> int:
+        return int(self.device / SAFE)
 
 
 def memory(work: Work) -> Memory:

@@ -16,11 +16,11 @@ from sojourn.data.artefact import Artefact
 from sojourn.errors import RunFailed
 from sojourn.run.folder import RunFolder
 from sojourn.train.feed import Feed
-from sojourn.train.final import write_final
-from sojourn.train.meters import Meters, Scores
+from sojourn.train.keep.final import write_final
+from sojourn.train.keep.saving import Progress
 from sojourn.train.parallel.engine import Engine
 from sojourn.train.sample import Samples
-from sojourn.train.saving import Progress
+from sojourn.train.show.meters import Meters, Scores
 from sojourn.train.step import evaluate
 
 

@@ -66,20 +66,9 @@ def ready(network: Network, config: RunConfig) -> None:
 
         multiply_in_fp8(network.plain)
     if config.train.compile == "on":
-        compile_blocks(network.plain, blocks_together(network, config))
+        compile_blocks(network.plain)
     network.model.train()
     torch.manual_seed(config.train.seed)
-
-
-def blocks_together(network: Network, config: RunConfig) -> int:
-    """In one graph: not where blocks come and go one by one, nor where they differ in how far they look back."""
-    asked, engine = config.train.compile_together, config.parallel.engine
-    if asked > 1 and (engine not in ("single", "ddp") or config.train.fused != "on" or network.windows):
-        raise UserError(
-            f"train.compile_together: {asked} given, but blocks of this model under parallel.engine={engine} can only "
-            "be compiled one by one; use 1"
-        )
-    return asked
 
 
 def _opened(config: RunConfig, artefact: Artefact, device: str, empty: bool) -> Any:

@@ -15,10 +15,15 @@ import numpy as np
 
 from sojourn.data.artefact import Batch
 from sojourn.errors import RunFailed
-from sojourn.train.checkpoint import load
 from sojourn.train.feed import Ahead
-from sojourn.train.guard import Abandoned, Guard
-from sojourn.train.ladder import (
+from sojourn.train.keep.checkpoint import load
+from sojourn.train.keep.level import level
+from sojourn.train.keep.random_state import random_tensors, restore_random
+from sojourn.train.keep.saving import Saver, Say
+from sojourn.train.session import Session
+from sojourn.train.step import Begun
+from sojourn.train.survive.guard import Abandoned, Guard
+from sojourn.train.survive.ladder import (
     NoRungLeft,
     OneRungDown,
     StartAgain,
@@ -28,12 +33,7 @@ from sojourn.train.ladder import (
     remember,
     told,
 )
-from sojourn.train.level import level
-from sojourn.train.numbers import RECENT, Verdict, highest, judge, same
-from sojourn.train.random_state import random_tensors, restore_random
-from sojourn.train.saving import Saver, Say
-from sojourn.train.session import Session
-from sojourn.train.step import Begun
+from sojourn.train.survive.numbers import RECENT, Verdict, highest, judge, same
 
 _EXACT = {"cpu": 0.0}
 _GPU_NOISE = 1e-2  # sums on a GPU come out in another order each time
@@ -112,7 +112,7 @@ class Careful:
         most = highest(self.session.progress.recent)
         answer = self._changing(lambda: stepper.update_if_good(found, most))
         self._begin_next()
-        loss, norm, changed = answer.tolist()
+        loss, norm, changed = answer.read()
         return (loss, norm), bool(changed)
 
     def _begin_next(self) -> None:

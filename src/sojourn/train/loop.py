@@ -21,12 +21,18 @@ from sojourn.errors import Stopped, UserError
 from sojourn.machine.precision import choose_device
 from sojourn.run.folder import RunFolder
 from sojourn.run.ledger import Ledger
-from sojourn.train.changes import nothing_changed
-from sojourn.train.checkpoint import cost_so_far
-from sojourn.train.copies import fetch_beginnings, mirror_of, mirror_warning
-from sojourn.train.environment import device_name
-from sojourn.train.guard import Abandoned, Guard
-from sojourn.train.ladder import (
+from sojourn.train.keep.changes import nothing_changed
+from sojourn.train.keep.checkpoint import cost_so_far
+from sojourn.train.keep.copies import fetch_beginnings, mirror_of, mirror_warning
+from sojourn.train.lessons import note_run
+from sojourn.train.ranks import Ranks, join, leave
+from sojourn.train.resolve import resolve
+from sojourn.train.session import Session, open_session, say
+from sojourn.train.show.environment import device_name
+from sojourn.train.show.trackers import refuse_missing_trackers
+from sojourn.train.steps import run_steps, stop
+from sojourn.train.survive.guard import Abandoned, Guard
+from sojourn.train.survive.ladder import (
     NoRungLeft,
     OneRungDown,
     free_memory,
@@ -36,13 +42,7 @@ from sojourn.train.ladder import (
     remembered,
     told,
 )
-from sojourn.train.lessons import note_run
-from sojourn.train.limits import priced, session_end
-from sojourn.train.ranks import Ranks, join, leave
-from sojourn.train.resolve import resolve
-from sojourn.train.session import Session, open_session, say
-from sojourn.train.steps import run_steps, stop
-from sojourn.train.trackers import refuse_missing_trackers
+from sojourn.train.survive.limits import priced, session_end
 
 _TORCH_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 

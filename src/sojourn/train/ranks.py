@@ -24,7 +24,7 @@ from sojourn.config.schema import RunConfig
 from sojourn.errors import RunFailed, UserError
 from sojourn.machine.gang import facts
 from sojourn.machine.group import Facts, compare
-from sojourn.train.ladder import is_memory_error
+from sojourn.train.survive.ladder import is_memory_error
 
 _PATIENCE = 6 * 3600.0  # the first of them may prepare data, or fetch a model, for all
 _REFUSED = "!"

@@ -23,17 +23,17 @@ from sojourn.run.disk import remove_folder
 from sojourn.run.folder import RunFolder
 from sojourn.run.ledger import Ledger
 from sojourn.train.careful import Careful
-from sojourn.train.checkpoint import checkpoints_in, load
-from sojourn.train.copies import mirror_of
 from sojourn.train.feed import Ahead
-from sojourn.train.guard import Guard
-from sojourn.train.ladder import OneRungDown, free_memory, told
+from sojourn.train.keep.checkpoint import checkpoints_in, load
+from sojourn.train.keep.copies import mirror_of
+from sojourn.train.keep.saving import Saver
 from sojourn.train.lessons import note_rehearsal, work_of_session
-from sojourn.train.limits import priced, session_end
-from sojourn.train.optim import learning_rate
 from sojourn.train.ranks import Ranks
-from sojourn.train.saving import Saver
 from sojourn.train.session import Session, open_session, say
+from sojourn.train.survive.guard import Guard
+from sojourn.train.survive.ladder import OneRungDown, free_memory, told
+from sojourn.train.survive.limits import priced, session_end
+from sojourn.train.update.optim import learning_rate
 
 _GIB = 2**30
 _STEPS = 3  # the first starts everything up

@@ -16,8 +16,8 @@ from sojourn.model.families import FAMILIES
 from sojourn.plan.choose import cut, ways_of
 from sojourn.plan.memory import memory
 from sojourn.plan.work import Place, Work, work_of
-from sojourn.train.ladder import further
 from sojourn.train.subject import Subject, subject_of
+from sojourn.train.survive.ladder import further
 
 _CPU_TOKENS = 4096
 _GPU_SHARE = 0.9

@@ -21,20 +21,20 @@ from sojourn.errors import UserError
 from sojourn.run.files import read_json, write_json, write_text
 from sojourn.run.folder import RunFolder
 from sojourn.run.home import prepared_folder
-from sojourn.train.changes import base_mark, refuse_harmful_changes
-from sojourn.train.checkpoint import check_room
-from sojourn.train.copies import fetch_newer, mirror_of
-from sojourn.train.environment import describe, device_name
 from sojourn.train.feed import Feed
-from sojourn.train.ladder import furthest, remembered
-from sojourn.train.level import level
-from sojourn.train.meters import Work
+from sojourn.train.keep.changes import base_mark, refuse_harmful_changes
+from sojourn.train.keep.checkpoint import check_room
+from sojourn.train.keep.copies import fetch_newer, mirror_of
+from sojourn.train.keep.level import level
+from sojourn.train.keep.saving import Live, Progress, resume
 from sojourn.train.parallel.open import open_engine
 from sojourn.train.ranks import Ranks
 from sojourn.train.resolve import Resolved, resolve
-from sojourn.train.saving import Live, Progress, resume
+from sojourn.train.show.environment import describe, device_name
+from sojourn.train.show.meters import Work
 from sojourn.train.step import Stepper, blank
 from sojourn.train.subject import subject_of
+from sojourn.train.survive.ladder import furthest, remembered
 
 
 @dataclass(frozen=True)

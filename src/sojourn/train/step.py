@@ -17,9 +17,9 @@ from sojourn.data.artefact import Batch, Split
 from sojourn.model import loss
 from sojourn.model.network import Network
 from sojourn.train.feed import Feed
-from sojourn.train.optim import Optimizer
 from sojourn.train.parallel.engine import Engine
 from sojourn.train.ranks import ALONE, Ranks
+from sojourn.train.update.optim import Optimizer
 
 
 def hidden_of_targets(network: Network, feed: Feed, batch: Batch) -> tuple[Any, Any]:
@@ -43,6 +43,24 @@ class Begun:
     waited: float
     micro_batch: int
     part: Any
+
+
+class Answer:
+    """Numbers on their way from the device. Reading them waits for what made them, but not for work that the device was
+    given since: so it never runs out of work while we look at its answer."""
+
+    def __init__(self, numbers: Any) -> None:
+        self._numbers, self._there = numbers, None
+        if numbers.is_cuda:
+            self._numbers = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
+            self._there = torch.cuda.Event()
+            self._there.record()
+
+    def read(self) -> list[float]:
+        if self._there is not None:
+            self._there.synchronize()
+        found: list[float] = self._numbers.tolist()
+        return found
 
 
 @dataclass(frozen=True)
@@ -102,12 +120,12 @@ class Stepper:
     def _loss(self, batch: Batch) -> Any:
         return loss_sum(self.network, self.feed, batch, self.whole)
 
-    def update_if_good(self, found: Any, highest: float) -> Any:
-        """The update, if the device finds loss and norm to be numbers, and the loss not too high. Returns all three,
-        still on the device: loss, norm, and 1 where the weights have changed."""
+    def update_if_good(self, found: Any, highest: float) -> Answer:
+        """The update, if the device finds loss and norm to be numbers, and the loss not too high. The answer: loss,
+        norm, and 1 where the weights have changed."""
         good = torch.isfinite(found).all() & (found[0].double() <= highest)
         self.engine.update(good)
-        return torch.cat([found, good.to(found)[None]])
+        return Answer(torch.cat([found, good.to(found)[None]]))
 
     def update(self) -> None:
         self.engine.update()

@@ -10,14 +10,14 @@ from sojourn.run.folder import RunFolder
 from sojourn.train.assess import Assessor
 from sojourn.train.careful import Careful, Done
 from sojourn.train.feed import Ahead
-from sojourn.train.final import write_final
-from sojourn.train.guard import Abandoned, Guard
-from sojourn.train.ladder import NoRungLeft, OneRungDown
-from sojourn.train.meters import Meters
-from sojourn.train.optim import learning_rate
-from sojourn.train.pressure import Pressure
-from sojourn.train.saving import Saver
+from sojourn.train.keep.final import write_final
+from sojourn.train.keep.saving import Saver
 from sojourn.train.session import Session
+from sojourn.train.show.meters import Meters
+from sojourn.train.survive.guard import Abandoned, Guard
+from sojourn.train.survive.ladder import NoRungLeft, OneRungDown
+from sojourn.train.survive.pressure import Pressure
+from sojourn.train.update.optim import learning_rate
 
 
 def run_steps(session: Session, guard: Guard) -> None:

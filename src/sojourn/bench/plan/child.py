@@ -113,14 +113,10 @@ def _run(task: Task, line: Line, found: Found) -> None:
 
 
 def _compile(session: Any, batches: list[Any]) -> None:
-    """Passes of two groups of blocks alone: all share their graphs, but for the first one, whose input may need no
-    gradient. So the memory of a whole step is not needed while the compiler works."""
-    from sojourn.model.blocks import group_size
-    from sojourn.train.build import blocks_together
-
-    network, settings = session.stepper.network, session.stepper.network.body.config
-    group = group_size(settings.num_hidden_layers, blocks_together(network, session.config))
-    layers, settings.num_hidden_layers = settings.num_hidden_layers, group + 1  # the others follow
+    """Passes of two blocks alone: all share their graphs, but for the first one, whose input may need no gradient. So
+    the memory of a whole step is not needed while the compiler works."""
+    settings = session.stepper.network.body.config
+    layers, settings.num_hidden_layers = settings.num_hidden_layers, 2
     try:
         for some in batches:
             session.stepper.begin(some).backward()
@@ -169,7 +165,7 @@ def _begin_anew(device: str) -> None:
         return
     import torch
 
-    from sojourn.train.ladder import free_memory
+    from sojourn.train.survive.ladder import free_memory
 
     torch.cuda.synchronize()
     free_memory()
@@ -201,7 +197,7 @@ def _step(session: Any, now: list[Any], then: list[Any], begun: Any) -> tuple[fl
         return stepper.step(now)[0], None
     answer = stepper.update_if_good(stepper.passes(now, begun), math.inf)
     part = None if stepper.network.by_chance else stepper.begin(then)
-    return answer.tolist()[0], Begun(0, then, 0.0, stepper.feed.micro_batch, part)
+    return answer.read()[0], Begun(0, then, 0.0, stepper.feed.micro_batch, part)
 
 
 def _loaded(device: str) -> tuple[int | None, int]:
@@ -232,7 +228,7 @@ def _failure(error: BaseException) -> Found:
 def _is_memory(error: BaseException) -> bool:
     if not isinstance(error, (RuntimeError, MemoryError)):
         return False
-    from sojourn.train.ladder import is_memory_error
+    from sojourn.train.survive.ladder import is_memory_error
 
     return is_memory_error(error)
 

@@ -1,6 +1,7 @@
 """Runs the cases side by side, each in a process of its own, and puts planned and measured next to each other.
 
-First steps are under a cap of what was planned, and compile; then one case at a time has the device to itself.
+First steps compile, and have no more memory than the smallest card that the plan says is enough. Then one case at a
+time has the device to itself.
 """
 
 from __future__ import annotations
@@ -199,7 +200,7 @@ def _need(row: Row) -> Need:
 
 def _task(row: Row, config: RunConfig, out: Path, folder: Path, cap: bool) -> Task:
     name = row["name"]
-    most = row["planned"]["device"] - row["planned"]["context"] if cap else None
+    most = row["planned"]["enough"] - row["planned"]["context"] if cap else None
     return Task(name, dump(config), str(folder), str(out / f"{name}.json"), str(out / f"{name}.log"), most)
 
 

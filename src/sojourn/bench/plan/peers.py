@@ -11,7 +11,7 @@ from typing import Any
 from sojourn.bench.plan.cases import sizes
 from sojourn.bench.plan.replan import Row, work_of_row
 from sojourn.plan.work import LINEAR, Work
-from sojourn.train.environment import version_of
+from sojourn.train.show.environment import version_of
 
 # What each counts; which figure that comes nearest to is in COLUMN.
 COUNTS = {

@@ -34,7 +34,8 @@ def planned(row: Row) -> Row:
     work = work_of_row(row)
     found = memory(work)
     plan: Row = {
-        "allocated": found.allocated, "device": found.device, "context": found.context, "moment": found.peak.name,
+        "allocated": found.allocated, "device": found.device, "enough": found.enough, "context": found.context,
+        "moment": found.peak.name,
         "moments": {moment.name: int(moment.bytes) for moment in found.moments},
         "kinds": {kind: int(size) for kind, size in found.peak.by_kind().items()}, "step_seconds": None,
     }  # fmt: skip

@@ -41,9 +41,9 @@ def _ours(rows: list[Row], everything: list[Row], held: bool) -> dict[str, Any]:
 
 
 def _above(row: Row) -> bool:
-    """Whether the peak alone is more than the plan wants to be there: certain not to fit, capped or not."""
+    """Whether the peak alone is more than there is on a card that is said to be enough, capped or not."""
     peak, plan = row["measured"].get("allocated"), row["planned"]
-    return peak is not None and peak > plan["device"] - plan["context"]
+    return peak is not None and peak > plan["enough"] - plan["context"]
 
 
 def errors(rows: list[Row], column: str, plans: dict[str, Any]) -> dict[str, Any] | None:
@@ -103,9 +103,10 @@ def lines(result: dict[str, Any]) -> list[str]:
                 sizes = f"{one['mean']:>9.1%}{one['p95']:>9.1%}{one['worst']:>+9.1%}"
                 said.append(f"{f'{who}: {titles[column]}':<60}{one['cases']:>6}{sizes}  {one['worst_case']}")
         if found.get("capped"):
-            said.append(f"{who}: {found['false_fits']} of {found['capped']} ran out of memory under a cap of the plan")
+            share = f"{found['false_fits']} of {found['capped']}"
+            said.append(f"{who}: {share} ran out of memory where the plan says that they fit")
         if found.get("above_need"):
-            said.append(f"{who}: {found['above_need']} peaks above what the plan wants to be there")
+            said.append(f"{who}: {found['above_need']} peaks above the memory that the plan calls enough")
     said += ["", *(f"{peer} counts {COUNTS[peer]}" for peer in sorted(result.get("peers", {})))]
     return [*said, *_groups(done), *_offenders(done, "allocated"), *_offenders(done, "step_seconds")]
 

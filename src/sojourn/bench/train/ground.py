@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from sojourn.bench.train.texts import identity, write_data
 from sojourn.bench.train.workloads import Workload
 from sojourn.errors import RunFailed
 
@@ -25,7 +26,7 @@ _VOCABULARY = 32_000  # of the tokenizer; a model's own may be larger
 _TRAINED_ON = 4_000_000
 _BYTES_A_TOKEN = 6  # more than any of the texts has, so that rows suffice
 _USUAL_STEPS = 25
-_SMALLEST, _LARGEST = 300_000, 16_000_000
+_SMALLEST, _LARGEST, _LARGEST_OWN = 300_000, 16_000_000, 32_000_000  # bytes of data
 ALPHA = 2  # over the rank
 
 
@@ -48,18 +49,17 @@ class Ground:
         return self.folder / "data.jsonl"
 
 
-def folder_of(workload: Workload, steps: int, work: Path) -> Path:
+def folder_of(workload: Workload, steps: int, work: Path, own: str | None = None) -> Path:
     """Workloads that start from the same weights and read the same data share it."""
-    shape = workload.shape
-    says = json.dumps(
-        [1, asdict(shape), workload.documents, workload.row_length, workload.rank, _size(workload, steps)]
-    )
+    shape, size = workload.shape, _size(workload, steps, own)
+    facts = [2, asdict(shape), workload.documents, workload.row_length, workload.rank, size, identity(own)]
+    says = json.dumps(facts)
     return work / f"{shape.family}-{shape.parameters / 1e6:.0f}m-{hashlib.sha256(says.encode()).hexdigest()[:8]}"
 
 
-def lay(workload: Workload, steps: int, device: str, work: Path) -> Ground:
-    """Finds what an earlier call left, or makes it whole."""
-    folder = folder_of(workload, steps, work)
+def lay(workload: Workload, steps: int, device: str, work: Path, own: str | None = None) -> Ground:
+    """Finds what an earlier call left, or makes it whole; `own` are texts or chats of the user's."""
+    folder = folder_of(workload, steps, work, own)
     ground = Ground(workload, folder, work / "home")
     if folder.is_dir():
         return ground
@@ -67,7 +67,7 @@ def lay(workload: Workload, steps: int, device: str, work: Path) -> Ground:
     try:
         stage.mkdir(parents=True)
         made = Ground(workload, stage, ground.home)
-        _write_data(workload, made.data, _size(workload, steps))
+        write_data(workload, made.data, _size(workload, steps, own), own)
         _write_tokenizer(workload, made)
         _write_weights(made, device)
         stage.rename(folder)
@@ -76,10 +76,10 @@ def lay(workload: Workload, steps: int, device: str, work: Path) -> Ground:
     return ground
 
 
-def _size(workload: Workload, steps: int) -> int:
+def _size(workload: Workload, steps: int, own: str | None) -> int:
     """Bytes of data; short runs have the same, so that they share the rest too."""
     tokens = workload.rows * workload.row_length * max(steps, _USUAL_STEPS)
-    return min(_LARGEST, max(_SMALLEST, tokens * _BYTES_A_TOKEN))
+    return min(_LARGEST if own is None else _LARGEST_OWN, max(_SMALLEST, tokens * _BYTES_A_TOKEN))
 
 
 def settings(ground: Ground, steps: int, every: int, device: str) -> dict[str, Any]:
@@ -109,19 +109,6 @@ def rows_of(ground: Ground, run: Path) -> Path:
     from sojourn.data.prepare import prepare
 
     return prepare(data_of(load_run([str(run)]).config), ground.home / "prepared").path
-
-
-def _write_data(workload: Workload, path: Path, size: int) -> None:
-    if workload.documents == "chats":
-        from sojourn.bench.corpus import write_corpus
-
-        write_corpus(path, size)
-        return
-    from sojourn.data.builtin import text
-
-    texts = [document.text for document in text(size)]
-    lines = ["\n\n".join(texts)] if workload.documents == "long" else texts
-    path.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines), encoding="utf-8")
 
 
 def _write_tokenizer(workload: Workload, ground: Ground) -> None:

@@ -10,7 +10,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -26,7 +26,7 @@ from sojourn.bench.train.workloads import Workload, chosen, fitting
 from sojourn.errors import UserError
 from sojourn.run.files import read_json, write_json
 from sojourn.run.folder import RunFolder
-from sojourn.train.environment import version_of
+from sojourn.train.show.environment import version_of
 
 Say = Callable[[str], None]
 
@@ -42,7 +42,10 @@ _LONGEST_BLOCK = 10  # steps, so that there is a curve to compare
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure; `folder` is None where nothing is to be left. Peers may make fewer steps."""
+    """What to measure; `folder` is None where nothing is to be left. Peers may make fewer steps.
+
+    `data`: texts or chats of the user's, instead of those that we make. `out`: where the rows are kept as they come.
+    """
 
     workloads: tuple[Workload, ...]
     rows: tuple[str, ...]
@@ -51,6 +54,8 @@ class Plan:
     device: str
     folder: Path | None
     peer_steps: int
+    data: str | None = None
+    out: Path | None = None
 
     @property
     def every(self) -> int:
@@ -76,7 +81,14 @@ class Plan:
 
 
 def make_plan(
-    workloads: Iterable[str], rows: str, steps: int, peers: bool, folder: Path | None, peer_steps: int | None = None
+    workloads: Iterable[str],
+    rows: str,
+    steps: int,
+    peers: bool,
+    folder: Path | None,
+    peer_steps: int | None = None,
+    data: str | None = None,
+    out: Path | None = None,
 ) -> Plan:
     missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
     if missing:
@@ -92,7 +104,7 @@ def make_plan(
         seen = driver_gpus() if device == "cuda" else []
         named = fitting(seen[0].memory_bytes if seen else None)
     wanted = tuple(dict.fromkeys(name.strip() for name in rows.split(",") if name.strip()))
-    plan = Plan(tuple(named), wanted, steps, peers, device, folder, min(steps, peer_steps or steps))
+    plan = Plan(tuple(named), wanted, steps, peers, device, folder, min(steps, peer_steps or steps), data, out)
     check_rows(list(wanted), {one.name for workload in named for one in contenders(workload, device)})
     if not any(plan.contenders(workload) for workload in named):
         raise UserError("--rows: only peers are named, but --no-peers leaves them out; remove one")
@@ -102,7 +114,7 @@ def make_plan(
 
 def _check_room(plan: Plan) -> None:
     place = plan.folder or Path(tempfile.gettempdir())
-    bases = {folder_of(one, plan.steps, place): one.shape.size for one in plan.workloads}
+    bases = {folder_of(one, plan.steps, place, plan.data): one.shape.size for one in plan.workloads}
     needed = sum(size for folder, size in bases.items() if not folder.is_dir()) + _SPARE
     free = shutil.disk_usage(place).free
     if free < needed:
@@ -113,14 +125,26 @@ def _check_room(plan: Plan) -> None:
 def measure(plan: Plan, say: Say) -> dict[str, Any]:
     """Everything, and a line to `say` for each row as it comes."""
     made = tempfile.TemporaryDirectory(prefix="sojourn-bench-") if plan.folder is None else nullcontext(plan.folder)
+    result: Row = {**circumstances(plan.device), "steps": plan.steps, "workloads": []}
     with made as work:
-        results = [_measure(plan, workload, Path(work).absolute(), say) for workload in plan.workloads]
-    return {**circumstances(plan.device), "steps": plan.steps, "workloads": results}
+        for workload in plan.workloads:
+            for found in _measure(plan, workload, Path(work).absolute(), say):
+                keep(plan, result, found)
+    return result
 
 
-def _measure(plan: Plan, workload: Workload, work: Path, say: Say) -> dict[str, Any]:
+def keep(plan: Plan, result: Row, found: Row) -> None:
+    """What is known of a workload so far takes the place of what was known before."""
+    others = [one for one in result["workloads"] if one["workload"] != found["workload"]]
+    result["workloads"] = [*others, found]
+    if plan.out is not None:
+        write_json(plan.out, result)
+
+
+def _measure(plan: Plan, workload: Workload, work: Path, say: Say) -> Iterator[Row]:
+    """All rows so far, after each."""
     say(f"{workload.name}: {workload.says}; {workload.rows} rows of {workload.row_length:,} to a step")
-    ground = lay(workload, plan.steps, plan.device, work)
+    ground = lay(workload, plan.steps, plan.device, work, plan.data)
     run = work / "run.yaml"
     write_json(run, settings(ground, plan.steps, plan.every, plan.device))
     rows_at = rows_of(ground, run)
@@ -132,11 +156,10 @@ def _measure(plan: Plan, workload: Workload, work: Path, say: Say) -> dict[str, 
         if (reference := _reference(rows)) is not None:
             compare(row, reference, plan.precision)
         say(line(row))
-    found = best(rows)
-    if found:
+        yield {"workload": workload.name, "rows": rows, "best": best(rows)}
+    if found := best(rows):
         say(found["says"])
     say("")
-    return {"workload": workload.name, "rows": rows, "best": found}
 
 
 def _reference(rows: list[Row]) -> Row | None:

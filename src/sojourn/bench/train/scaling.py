@@ -18,7 +18,7 @@ from typing import Any
 from sojourn.bench.train.compare import Row, compare
 from sojourn.bench.train.contenders import OURS, Contender, check_rows, contenders
 from sojourn.bench.train.ground import lay, rows_of, settings
-from sojourn.bench.train.measure import Plan, circumstances, make_plan, row_of
+from sojourn.bench.train.measure import Plan, circumstances, keep, make_plan, row_of
 from sojourn.bench.train.workloads import Workload
 from sojourn.config.fields import gpu_numbers
 from sojourn.config.words import closest, shown
@@ -65,7 +65,14 @@ class Scaling:
 
 
 def make_scaling(
-    workloads: Iterable[str], row: str, steps: int, folder: Path | None, gpus: str, engines: str
+    workloads: Iterable[str],
+    row: str,
+    steps: int,
+    folder: Path | None,
+    gpus: str,
+    engines: str,
+    data: str | None = None,
+    out: Path | None = None,
 ) -> Scaling:
     named = list(dict.fromkeys(name.strip() for name in engines.split(",") if name.strip()))
     for name in named:
@@ -73,7 +80,7 @@ def make_scaling(
             hint = closest(name, ENGINES)
             raise UserError(f"--engines: “{shown(name)}”: no such engine{hint}; there are: {', '.join(ENGINES)}")
     numbers = _numbers(gpus)
-    plan = make_plan(workloads, "", steps, False, folder)
+    plan = make_plan(workloads, "", steps, False, folder, data=data, out=out)
     used = row.strip() or _USUAL
     common = [{one.name for one in plan.contenders(workload)} for workload in plan.workloads]
     check_rows([used], set.intersection(*common))
@@ -112,19 +119,23 @@ def measure(scaling: Scaling, say: Say) -> dict[str, Any]:
     made = tempfile.TemporaryDirectory(prefix="sojourn-bench-") if plan.folder is None else nullcontext(plan.folder)
     if plan.on_cpu and len(scaling.gpus) > 1:
         say(f"no GPU is used here; {len(scaling.gpus)} processes share the CPU")
-    with made as work:
-        results = [_measure(scaling, workload, Path(work).absolute(), say) for workload in plan.workloads]
-    return {
+    result: Row = {
         **circumstances(plan.device), "steps": plan.steps, "gpus_used": list(scaling.gpus), "settings": plan.rows[0],
-        "workloads": results,
+        "workloads": [],
     }  # fmt: skip
+    with made as work:
+        for workload in plan.workloads:
+            for found in _measure(scaling, workload, Path(work).absolute(), say):
+                keep(plan, result, found)
+    return result
 
 
-def _measure(scaling: Scaling, asked: Workload, work: Path, say: Say) -> dict[str, Any]:
+def _measure(scaling: Scaling, asked: Workload, work: Path, say: Say) -> Iterator[Row]:
+    """All rows so far, after each."""
     plan, workload = scaling.plan, scaling.workload(asked)
     says = f"{workload.name}: {workload.says}; {workload.rows} rows of {workload.row_length:,} to a step"
     say(f"{says}, in all processes together")
-    ground = lay(workload, plan.steps, plan.device, work)
+    ground = lay(workload, plan.steps, plan.device, work, plan.data)
     run = work / "run.yaml"
     write_json(run, settings(ground, plan.steps, plan.every, plan.device))
     rows_at = rows_of(ground, run)
@@ -137,8 +148,8 @@ def _measure(scaling: Scaling, asked: Workload, work: Path, say: Say) -> dict[st
         rows.append(row | {"engine": engine, "processes": int(count)})
         judge(rows[-1], rows[0], plan.on_cpu)
         say(line(rows[-1]))
+        yield {"workload": workload.name, "rows_to_a_step": workload.rows, "rows": rows}
     say("")
-    return {"workload": workload.name, "rows_to_a_step": workload.rows, "rows": rows}
 
 
 @contextmanager

@@ -19,11 +19,11 @@ from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
 from sojourn.model.network import Network
 from sojourn.model.weights import check_fit, weights
-from sojourn.train.optim import Optimizer
 from sojourn.train.parallel.ds_config import filled, usual
 from sojourn.train.parallel.engine import Engine
 from sojourn.train.parallel.root import Root
 from sojourn.train.ranks import Ranks
+from sojourn.train.update.optim import Optimizer
 
 T = TypeVar("T")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -33,6 +33,8 @@ def open_deepspeed(config: RunConfig, network: Network, scaler: Any, ranks: Rank
     import_quietly()
     import deepspeed
 
+    if ranks.device == "cpu":  # it would compile an operation that no training calls; a kill meanwhile locks out all
+        deepspeed.ops.__compatible_ops__ = {}
     file = config.parallel.deepspeed
     settings, notes = (
         (usual(config, ranks.size), []) if file is None else filled(Path(file).expanduser(), config, ranks.size)

@@ -14,8 +14,8 @@ import torch
 
 from sojourn.model.network import Network
 from sojourn.model.weights import load_weights, weights
-from sojourn.train.optim import Optimizer
 from sojourn.train.ranks import ALONE, Ranks
+from sojourn.train.update.optim import Optimizer
 
 T = TypeVar("T")
 

@@ -21,10 +21,10 @@ from sojourn.errors import UserError
 from sojourn.model.blocks import blocks
 from sojourn.model.network import Network
 from sojourn.model.weights import check_fit, weights
-from sojourn.train.optim import Optimizer
 from sojourn.train.parallel.engine import Engine
 from sojourn.train.parallel.root import Root
 from sojourn.train.ranks import Ranks
+from sojourn.train.update.optim import Optimizer
 
 T = TypeVar("T")
 

@@ -25,9 +25,9 @@ from sojourn.config.schema import RunConfig
 from sojourn.errors import Stopped, UserError
 from sojourn.machine.precision import choose_device
 from sojourn.run.files import read_json
-from sojourn.train.ladder import StartAgain
 from sojourn.train.parallel.address import meeting_place, own_address
 from sojourn.train.ranks import VERDICT, Over, Relayed
+from sojourn.train.survive.ladder import StartAgain
 
 _TOLD = ".told"  # beside a verdict that its process has shown itself
 _WAIT = 3600  # seconds for a machine to come, or to come back

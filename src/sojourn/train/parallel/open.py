@@ -12,9 +12,9 @@ from sojourn.data.artefact import Artefact
 from sojourn.errors import RunFailed, UserError
 from sojourn.model.network import Network
 from sojourn.train.build import bare_network, build_network, check, ready, save_memory
-from sojourn.train.optim import Optimizer
 from sojourn.train.parallel.engine import Engine
 from sojourn.train.ranks import Ranks
+from sojourn.train.update.optim import Optimizer
 
 
 def open_engine(config: RunConfig, artefact: Artefact, ranks: Ranks) -> Engine:

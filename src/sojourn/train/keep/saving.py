@@ -15,12 +15,12 @@ from sojourn.config.schema import RunConfig, SaveConfig
 from sojourn.errors import RunFailed, UserError
 from sojourn.model.weights import are_numbers
 from sojourn.run.folder import RunFolder
-from sojourn.train.checkpoint import Checkpoint, Keep, load, load_one, save, tidy
-from sojourn.train.copies import Copies, mirror_of
-from sojourn.train.ladder import is_memory_error
+from sojourn.train.keep.checkpoint import Checkpoint, Keep, load, load_one, save, tidy
+from sojourn.train.keep.copies import Copies, mirror_of
+from sojourn.train.keep.random_state import random_tensors, restore_random
+from sojourn.train.keep.snapshot import Snapshots
 from sojourn.train.parallel.engine import Engine
-from sojourn.train.random_state import random_tensors, restore_random
-from sojourn.train.snapshot import Snapshots
+from sojourn.train.survive.ladder import is_memory_error
 
 Say = Callable[[str], None]
 

@@ -27,7 +27,6 @@ _HARMLESS = {
         "fp8",
         "compile",
         "compile_cache",
-        "compile_together",
         "ahead",
         "offload",
         "eval_every",

@@ -21,8 +21,8 @@ from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
 from sojourn.run.files import read_json, write_json
 from sojourn.run.folder import RunFolder
-from sojourn.train.changes import flat
-from sojourn.train.sinks import PATIENCE, SINKS, About, End, Sink
+from sojourn.train.keep.changes import flat
+from sojourn.train.show.sinks import PATIENCE, SINKS, About, End, Sink
 
 _MOST_WAITING = 10_000
 

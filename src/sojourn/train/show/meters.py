@@ -13,9 +13,9 @@ from typing import Any
 from sojourn.config.schema import RunConfig
 from sojourn.errors import Stopped
 from sojourn.run.folder import RunFolder
-from sojourn.train.live import LiveLine, Reading, plain_line
-from sojourn.train.pace import Lap, Pace
-from sojourn.train.trackers import Trackers
+from sojourn.train.show.live import LiveLine, Reading, plain_line
+from sojourn.train.show.pace import Lap, Pace
+from sojourn.train.show.trackers import Trackers
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from sojourn.machine.hardware import memory
 
 if TYPE_CHECKING:
     from sojourn.train.careful import Careful
-    from sojourn.train.saving import Saver
+    from sojourn.train.keep.saving import Saver
 
 _STORM = 10  # times between two logged steps that the allocator had to start over
 _HOST_SHARE = 0.05

@@ -19,7 +19,7 @@ from sojourn.errors import RunFailed, UserError
 from sojourn.run import disk
 from sojourn.run.files import read_json, read_text, remove_halves, sha256, write_json, write_text
 from sojourn.run.stage import staged
-from sojourn.train.tensors import write_tensors
+from sojourn.train.keep.tensors import write_tensors
 
 MANIFEST = "manifest.json"
 PARTS = ("model", "optimizer", "random")

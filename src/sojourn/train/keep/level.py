@@ -14,7 +14,7 @@ from typing import Any
 from sojourn.errors import RunFailed
 from sojourn.run.folder import RunFolder
 from sojourn.run.stage import staged
-from sojourn.train.checkpoint import checkpoints_in, find_fault, step_of
+from sojourn.train.keep.checkpoint import checkpoints_in, find_fault, step_of
 from sojourn.train.ranks import Ranks
 
 _PIECE = 64 << 20

@@ -12,7 +12,7 @@ from sojourn.errors import RunFailed, UserError
 from sojourn.machine.platform import detect, survives
 from sojourn.run.folder import RunFolder
 from sojourn.run.mirror import Mirror, open_mirror
-from sojourn.train.checkpoint import Keep, checkpoints_in, step_of
+from sojourn.train.keep.checkpoint import Keep, checkpoints_in, step_of
 
 _FIRST = ("run.yaml", "environment.json")  # without these a run cannot be continued
 _BESIDE = (*_FIRST, "ledger.json", "ladder.json", "metrics.jsonl", "events.jsonl", "trackers.json")

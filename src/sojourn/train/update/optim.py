@@ -140,15 +140,15 @@ def _make(groups: list[dict[str, Any]], train: TrainConfig, device: str) -> Any:
 
     settings: dict[str, Any] = {"lr": 0.0, "betas": (train.beta1, train.beta2), "eps": 1e-8}
     if train.optimizer == "muon":
-        from sojourn.train.muon import Muon
+        from sojourn.train.update.muon import Muon
 
         return Muon(groups, **settings)
     if train.offload == "optimizer":
-        from sojourn.train.offload import OffloadedAdamW
+        from sojourn.train.update.offload import OffloadedAdamW
 
         return OffloadedAdamW(groups, **settings)
     if train.optimizer == "adamw" and device == "cuda" and can_compile():
-        from sojourn.train.adamw import AdamW
+        from sojourn.train.update.adamw import AdamW
 
         return AdamW(groups, **settings, fused=True)
     if train.optimizer == "adamw":

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from sojourn.machine.hardware import memory
-from sojourn.train.checkpoint import PARTS, Checkpoint
-from sojourn.train.ladder import is_memory_error
+from sojourn.train.keep.checkpoint import PARTS, Checkpoint
+from sojourn.train.survive.ladder import is_memory_error
 
 _SPARE = 0.1  # of the host's memory stays free
 _PINNED = 1.5  # torch rounds pinned pieces up

@@ -1,0 +1,1 @@
+"""Optimizers by name, schedules, and their state as named tensors."""
