@@ -218,7 +218,7 @@ class Careful:
             remember(session.run, rung, session.device_name)
         session.run.event("out_of_memory", step=step, says=says, now=rung)
         if lockstep:  # the others wait for this process in the midst of a pass
-            raise StartAgain(f"step {step}: out of memory ({says}); the same command goes on with {told(rung)}")
+            raise StartAgain(f"step {step}: out of memory ({says}); the next start goes on with {told(rung)}")
         self.say(f"step {step}: memory is short ({says}); going on with {told(rung)}")
         self.begun = None
         session.stepper.discard()

@@ -187,7 +187,9 @@ def _end(error: BaseException) -> None:
         os._exit(0)
     if launched and _stopped_by_agent(error):  # because of another process: all begin again
         os._exit(1)
-    if rank == 0 or not (launched or isinstance(error, UserError)):
+    if isinstance(error, StartAgain):  # whichever it is: the first may hear no more of it than a signal
+        print(f"sojourn: process {rank}: {says}", file=sys.stderr)
+    elif rank == 0 or not (launched or isinstance(error, UserError)):
         print(f"sojourn: {says}", file=sys.stderr)
     if launched and not lost and not isinstance(error, (StartAgain, Relayed)):
         _leave_verdict(json.dumps({"rank": rank, "code": code, "says": says}))
