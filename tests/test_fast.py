@@ -16,6 +16,14 @@ needs_gpu = pytest.mark.skipif(not GPU, reason="the kernel is for GPUs")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _kernels_where_they_work():
+    fp8.try_kernels(torch.device(DEVICE))
+    assert fp8.Kernels.work == GPU
+    yield
+    fp8.try_kernels(torch.device("cpu"))
+
+
 def _apart(one, other) -> float:
     return float((one.detach().double() - other.detach().double()).norm() / other.detach().double().norm())
 
@@ -37,9 +45,77 @@ def test_8_bits_are_near_16_and_exactly_so_in_scale(rows, bias):
         assert all(_apart(a, b) < 0.1 and a.dtype == b.dtype for a, b in zip(found, wanted, strict=True))
 
 
+def test_frozen_weights_in_8_bits_hand_gradients_on():
+    torch.manual_seed(0)
+    x = torch.randn(2, 48, 64, device=DEVICE).bfloat16().requires_grad_()
+    weight, upstream = (torch.randn(n, m, device=DEVICE).bfloat16() for n, m in ((80, 64), (96, 80)))
+    plain, ours = F.linear(x, weight), fp8.multiply(x, weight, None)
+    wanted, found = (torch.autograd.grad(y, x, upstream.view_as(y))[0] for y in (plain, ours))
+    assert _apart(ours, plain) < 0.06 and _apart(found, wanted) < 0.1
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0, 30.0])
+def test_a_feed_forward_in_8_bits_is_near_one_in_32(size):
+    torch.manual_seed(0)
+    x = (size * torch.randn(3, 32, 64, device=DEVICE)).bfloat16().requires_grad_()
+    joined = (torch.randn(2 * 96, 64, device=DEVICE) / 8).bfloat16().requires_grad_()
+    down = (torch.randn(64, 96, device=DEVICE) / 9).bfloat16().requires_grad_()
+    upstream = torch.randn(3, 32, 64, device=DEVICE, dtype=torch.bfloat16)
+    gate, other = F.linear(x.float(), joined.float()).chunk(2, -1)
+    plain, ours = F.linear(F.silu(gate) * other, down.float()), fp8.feed_forward(x, joined, down)
+    wanted = torch.autograd.grad(plain, (x, joined, down), upstream.float())
+    found = torch.autograd.grad(ours, (x, joined, down), upstream)
+    assert ours.dtype == torch.bfloat16 and _apart(ours, plain) < 0.1
+    assert all(_apart(a, b) < 0.15 and a.dtype == b.dtype for a, b in zip(found, wanted, strict=True))
+
+
+def test_kernels_for_8_bits_are_tried_before_they_are_used():
+    """Where they fail or make other numbers, training goes on without them."""
+    numbers = torch.tensor([1.0, 16.0, -448.0, 0.0]).repeat(100)
+    once = numbers.clone()
+    once[5] = 14.0
+    assert fp8._alike(numbers, numbers) and fp8._alike(once, numbers)
+    twice = numbers.clone()
+    twice[5] = 8.0
+    assert not fp8._alike(twice, numbers) and not fp8._alike(numbers * 1.125, numbers)
+
+
 def test_8_bits_of_nothing_are_nothing():
     x = torch.zeros(16, 32, dtype=torch.bfloat16, device=DEVICE)
     assert not fp8.multiply(x, torch.zeros(16, 32, dtype=torch.bfloat16, device=DEVICE), None).any()
+    assert fp8.feed_forward(x[:7], torch.zeros(64, 32), torch.zeros(32, 32)) is None
+
+
+@needs_gpu
+@pytest.mark.parametrize("shape", [(64, 128), (48, 80), (4096, 768), (1040, 11008)])
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_the_narrowing_kernel_narrows_as_torch_does_and_turns(shape, kind):
+    from sojourn.model.fast.narrow import narrowed_both
+
+    torch.manual_seed(0)
+    x = torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+    scale = fp8._scale(fp8._largest(x), kind)
+    wanted = fp8._narrowed(x, scale, kind)
+    lying, turned = narrowed_both(x, scale, kind)
+    assert torch.equal(turned.view(torch.uint8), lying.t().contiguous().view(torch.uint8))
+    assert fp8._alike(lying.float(), wanted.float())
+
+
+@needs_gpu
+@pytest.mark.parametrize("width", [96, 1024, 5504])
+def test_the_gate_s_kernels_know_the_largest_numbers_that_they_make(width):
+    from sojourn.model.fast.gated import gated, gated_back_measured, gated_measured
+
+    torch.manual_seed(0)
+    joined = torch.randn(150, 2 * width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    upstream = torch.randn(150, width, device="cuda", dtype=torch.bfloat16)
+    plain = gated(joined)
+    for (made, most), wanted in (
+        (gated_measured(joined.detach()), plain),
+        (gated_back_measured(upstream, joined.detach()), torch.autograd.grad(plain, joined, upstream)[0]),
+    ):
+        torch.testing.assert_close(made, wanted)
+        assert float(most.amax()) == pytest.approx(float(wanted.abs().amax()), rel=0.01)
 
 
 @pytest.mark.parametrize("nested", [True, False])

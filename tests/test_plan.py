@@ -38,7 +38,6 @@ PRETRAIN = Work(M875, "pretrain", 16, 2048, evaluates=False)
 MEASURED = {
     "110m": (replace(PRETRAIN, shape=M110, rows=32, length=1024), 11.8, 591_216),
     "875m": (PRETRAIN, 45.4, 96_355),
-    "875m in fp8": (replace(PRETRAIN, fp8=True), 35.7, 122_488),
     "lora-7b": (LORA, 52.9, 17_469),
     "lora-7b, not compiled": (replace(LORA, compiled=False), 52.4, 15_697),
     "lora-7b, recomputed": (replace(LORA, recompute="full"), 20.0, 13_871),

@@ -69,11 +69,13 @@ def outside_blocks(work: Work) -> list[Kept]:
 
 
 def kept_casts(work: Work) -> int:
-    """Bytes of narrow copies of a block's weights, kept where weights are held in 32 bits but multiplied in 16.
+    """Bytes of narrow copies of a block's weights, kept where weights are held in 32 bits but multiplied in 16 or in 8.
 
-    With FSDP they travel in 16 bits already; 8-bit multiplications make them again.
+    With FSDP they travel in 16 bits already.
     """
-    if work.numbers == 4 or work.fp8 or (work.engine in ("fsdp", "deepspeed") and not work.adapters):
+    if work.fp8 and not work.adapters:
+        return block_parameters(work)
+    if work.numbers == 4 or (work.engine in ("fsdp", "deepspeed") and not work.adapters):
         return 0
     return 2 * (adapter_parameters(work) // work.shape.layers if work.adapters else block_parameters(work))
 
@@ -113,8 +115,8 @@ def _linear_input(work: Work, name: str, size: int, *layers: str) -> Iterator[Ke
         return
     if work.adapters and work.dropout:
         yield Kept(f"{name}, dropped out", len(needed) * size * (e + 1), "size·(e + mask) an adapter")
-    elif work.fp8 and work.compiled:
-        return  # 8-bit versions are made again from what the norm or the gate keeps
+    elif work.fp8 and not work.adapters:
+        yield Kept(f"{name}, in 8 bits", size, "size")
     elif work.stream > e and not work.compiled:
         yield Kept(f"{name}, cast for each", len(needed) * size * e, "size·e a layer")
     else:
@@ -135,7 +137,7 @@ def _attention(work: Work) -> Iterator[Kept]:
         yield from _norm(work, "query norm", q, trained, shape.heads)
         yield from _norm(work, "key norm", k, trained, shape.kv_heads)
     yield from _attended(work)
-    if work.adapters and work.dropout:
+    if work.dropout if work.adapters else work.fp8:  # else what attention itself keeps serves
         yield from _linear_input(work, "attention out", q, "o_proj")
     yield Kept("adapters' inner results", _adapter_inner(work, "q_proj", "k_proj", "v_proj", "o_proj"), "rank·e each")
 

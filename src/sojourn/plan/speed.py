@@ -162,7 +162,7 @@ def _pointwise(work: Work, gpu: Gpu) -> float:
         forward += e * 2 * sum(k for k, _ in adapted)
         backward += e * 2 * sum(k for k, _ in adapted)
     if work.fp8:
-        backward += 7 * sum(k + n for k, n in layer_shapes(work).values())
+        backward += 4 * 3 * (d + wide) + 6 * (q + heads + d)  # both ways; six where the largest is not known already
     again = {"off": 0.0, "selective": 0.6, "full": 1.0}[work.recompute]
     tokens = shape.layers * m * (forward * (1 + again) + backward) * _passes(work)
     return _traffic(gpu, tokens + shape.layers * _weight_bytes(work))

@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from sojourn.model.attention import How, attend, can_compile
 from sojourn.model.blocks import blocks
 from sojourn.model.families import FAMILIES
-from sojourn.model.fast.fp8 import fits
-from sojourn.model.fast.fp8 import multiply as fp8_multiply
+from sojourn.model.fast import fp8
 from sojourn.model.fast.nf4 import multiply as nf4_multiply
 
 _LEAST_FP8 = 256
@@ -43,10 +42,12 @@ def fuse(model: Any) -> None:
 
 def multiply_in_fp8(model: Any) -> None:
     """The linear layers of fused blocks from now on, except adapters, which are too small to win anything."""
+    fp8.try_kernels(next(model.parameters()).device)
     for block in blocks(model):
         for layer in block.modules():
-            if getattr(layer, "multiply", None) is F.linear and min(layer.weight.shape) >= _LEAST_FP8 and fits(layer):
-                _change(layer, _linear, multiply=fp8_multiply)
+            large = getattr(layer, "multiply", None) is F.linear and min(layer.weight.shape) >= _LEAST_FP8
+            if large and fp8.fits(layer):
+                _change(layer, _linear, multiply=fp8.multiply)
 
 
 def _change(module: Any, forward: Any, **facts: Any) -> None:
@@ -86,7 +87,12 @@ def _feed_forward(self: Any, x: Any) -> Any:
     if self.kernels and x.device.type == "cuda" and _join(layers):
         from sojourn.model.fast.gated import gated
 
-        return self.down_proj(gated(_joined(layers, x)))
+        weight, bias = _side_by_side(layers, x)
+        if _join((*layers, self.down_proj), fp8.multiply) and bias is None and self.down_proj.bias is None:
+            made = fp8.feed_forward(x, weight, self.down_proj.weight.to(x.dtype))
+            if made is not None:
+                return made
+        return self.down_proj(gated(layers[0].multiply(x, weight, bias)))
     gate, up = self.gate_proj(x), self.up_proj(x)
     return self.down_proj(_on(gate.device.type, "gated")(gate, up))
 
@@ -111,7 +117,9 @@ def _heads(self: Any, x: Any, position_embeddings: Any) -> tuple[Any, Any, Any]:
         from sojourn.model.fast.rotary import turned_apart
 
         heads = (layer.out_features // self.head_dim for layer in layers[:2])
-        made: tuple[Any, Any, Any] = turned_apart(_joined(layers, x), *position_embeddings, *heads)
+        made: tuple[Any, Any, Any] = turned_apart(
+            layers[0].multiply(x, *_side_by_side(layers, x)), *position_embeddings, *heads
+        )
         return made
     query_BTHD, key_BTKD, value_BTKD = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in layers)
     if hasattr(self, "q_norm"):
@@ -119,18 +127,17 @@ def _heads(self: Any, x: Any, position_embeddings: Any) -> tuple[Any, Any, Any]:
     return *_on(x.device.type, "turned")(query_BTHD, key_BTKD, *position_embeddings), value_BTKD
 
 
-def _join(layers: Any) -> bool:
+def _join(layers: Any, by: Any = None) -> bool:
     """Whether they can make one multiplication: not where each has an adapter, and not worth it for frozen ones."""
-    multiply = getattr(layers[0], "multiply", None)
+    multiply = by or getattr(layers[0], "multiply", None)
     alike = all(getattr(layer, "multiply", None) is multiply for layer in layers)
-    return multiply is not None and alike and bool(layers[0].weight.requires_grad)
+    return multiply is not None and alike and all(bool(layer.weight.requires_grad) for layer in layers)
 
 
-def _joined(layers: Any, x: Any) -> Any:
-    """What they make of x, side by side. Laying trained weights side by side costs less than multiplying with each."""
+def _side_by_side(layers: Any, x: Any) -> tuple[Any, Any]:
+    """Weights and biases as of one layer. Laying them so costs less than multiplying with each."""
     weight = torch.cat([layer.weight.to(x.dtype) for layer in layers])
-    bias = None if layers[0].bias is None else torch.cat([layer.bias.to(x.dtype) for layer in layers])
-    return layers[0].multiply(x, weight, bias)
+    return weight, None if layers[0].bias is None else torch.cat([layer.bias.to(x.dtype) for layer in layers])
 
 
 def _gated(gate: Any, up: Any) -> Any:

@@ -3,7 +3,10 @@
 Weights keep the numbers that they are trained in. Forward operands are e4m3, which is finer; gradients e5m2, which
 reaches further. Products are summed and handed on wide.
 
-Shapes: M tokens, K inputs, N outputs.
+What a multiplication wins is soon lost again by making its operands, so that is done with few passes over memory: the
+largest number is found by what computes them, where that is ours or the compiler's, and one pass narrows both ways.
+
+Shapes: M tokens, K inputs, N outputs, F width of a feed-forward.
 """
 
 from __future__ import annotations
@@ -12,8 +15,46 @@ from typing import Any
 
 import torch
 
+from sojourn.model.attention import can_compile
+
 _FINE, _FAR = torch.float8_e4m3fn, torch.float8_e5m2
 _STEP = 16  # what the hardware multiplies is so many wide
+
+
+class Kernels:
+    """Of our own, which are used once they have been tried."""
+
+    work = False
+
+
+def try_kernels(device: Any) -> None:
+    """They are used where they make what torch makes; 8 bits are young on every card and in every compiler."""
+    Kernels.work = False
+    if device.type != "cuda" or not can_compile():
+        return
+    x = torch.linspace(-3, 3, 96 * 160, device=device).view(160, 96).bfloat16()
+    plain = _made_of(x)
+    try:
+        Kernels.work = True
+        ours, fault = _made_of(x), "they make other numbers"
+        Kernels.work = all(_alike(one, other) for one, other in zip(ours, plain, strict=True))
+    except Exception as error:
+        Kernels.work, fault = False, " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    if not Kernels.work:
+        print(f"note: 8-bit kernels cannot be used here ({fault}); training goes on without them, slower", flush=True)
+
+
+def _made_of(x: Any) -> list[Any]:
+    largest = _largest(x)
+    made = [y for kind in (_FINE, _FAR) for y in _both(x, _scale(largest, kind), kind)]
+    gates = (_gated(x), _gated_back(x[:, :48], x))
+    return [y.float() for y in (*made, *(most for _, most in gates))]
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """But for the last place, which may be rounded otherwise now and then, and is up to a quarter in 8 bits."""
+    apart = (one - other).abs()
+    return bool((apart > 0.01 * other.abs()).float().mean() < 0.01 and (apart <= 0.26 * other.abs() + 0.01).all())
 
 
 def fits(layer: Any) -> bool:
@@ -29,31 +70,120 @@ def multiply(x: Any, weight_NK: Any, bias_N: Any) -> Any:
     return y if bias_N is None else y + bias_N
 
 
+def feed_forward(x: Any, joined_2FK: Any, down_KF: Any) -> Any:
+    """A gated one without biases, all of it trained; None where 8 bits cannot multiply so many rows."""
+    x_MK = x.flatten(0, -2)
+    return None if x_MK.shape[0] % _STEP else _FeedForward.apply(x_MK, joined_2FK, down_KF).view(x.shape)
+
+
 class _Multiplied(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_MK: Any, weight_NK: Any) -> Any:
-        x8, x_scale = _narrowed(x_MK, _FINE)
-        w8, w_scale = _narrowed(weight_NK, _FINE)
-        ctx.save_for_backward(x8, x_scale, weight_NK)
         ctx.numbers = x_MK.dtype
-        return torch._scaled_mm(x8, w8.t(), x_scale, w_scale, out_dtype=x_MK.dtype, use_fast_accum=True)
+        x_scale, w_scale = _scale(_largest(x_MK), _FINE), _scale(_largest(weight_NK), _FINE)
+        if ctx.needs_input_grad[1]:
+            (x8, x8_KM), (w8, kept) = _both(x_MK, x_scale, _FINE), _both(weight_NK, w_scale, _FINE)
+        else:  # frozen weights are narrowed again, rather than kept twice
+            x8, x8_KM, w8, kept = _narrowed(x_MK, x_scale, _FINE), None, _narrowed(weight_NK, w_scale, _FINE), weight_NK
+        ctx.save_for_backward(x8_KM, x_scale, kept, w_scale)
+        return _scaled(x8, x_scale, w8, w_scale, ctx.numbers)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        x8, x_scale, weight_NK = ctx.saved_tensors
-        g8, g_scale = _narrowed(upstream[0], _FAR)
-        w8, w_scale = _narrowed(weight_NK, _FINE)
-        out = {"out_dtype": ctx.numbers}
-        # The second operand has to lie in memory column by column.
-        grad_MK = torch._scaled_mm(g8, w8.t().contiguous().t(), g_scale, w_scale, use_fast_accum=True, **out)
+        x8_KM, x_scale, kept, w_scale = ctx.saved_tensors
+        grad, numbers = upstream[0], ctx.numbers
+        scale = _scale(_largest(grad), _FAR)
         if not ctx.needs_input_grad[1]:
-            return grad_MK, None
-        grad_NK = torch._scaled_mm(g8.t().contiguous(), x8.t().contiguous().t(), g_scale, x_scale, **out)
-        return grad_MK, grad_NK.to(weight_NK.dtype)
+            w8_KN = _narrowed(kept, w_scale, _FINE).t().contiguous()
+            return _scaled(_narrowed(grad, scale, _FAR), scale, w8_KN, w_scale, numbers), None
+        g8, g8_NM = _both(grad, scale, _FAR)
+        of_weight = _scaled(g8_NM, scale, x8_KM, x_scale, numbers, fast=False)
+        return _scaled(g8, scale, kept, w_scale, numbers), of_weight
 
 
-def _narrowed(tensor: Any, kind: Any) -> tuple[Any, Any]:
-    """In 8 bits, and what to multiply that with."""
+class _FeedForward(torch.autograd.Function):
+    """One function, since the gate's kernels know the largest numbers of what they make."""
+
+    @staticmethod
+    def forward(ctx: Any, x_MK: Any, joined: Any, down: Any) -> Any:
+        ctx.numbers = numbers = x_MK.dtype
+        scales = [_scale(_largest(one), _FINE) for one in (x_MK, joined, down)]
+        (x8, x8_KM), (j8, j8_K2F), (d8, d8_FK) = (
+            _both(one, scale, _FINE) for one, scale in zip((x_MK, joined, down), scales, strict=True)
+        )
+        wide = _scaled(x8, scales[0], j8, scales[1], numbers)
+        inner, largest = _gated(wide)
+        i_scale = _scale(largest, _FINE)
+        i8, i8_FM = _both(inner, i_scale, _FINE)
+        ctx.save_for_backward(wide, x8_KM, j8_K2F, d8_FK, *scales, i8_FM, i_scale)
+        return _scaled(i8, i_scale, d8, scales[2], numbers)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        wide, x8_KM, j8_K2F, d8_FK, x_scale, j_scale, d_scale, i8_FM, i_scale = ctx.saved_tensors
+        grad, numbers = upstream[0], ctx.numbers
+        scale = _scale(_largest(grad), _FAR)
+        g8, g8_KM = _both(grad, scale, _FAR)
+        of_down = _scaled(g8_KM, scale, i8_FM, i_scale, numbers, fast=False)
+        of_wide, largest = _gated_back(_scaled(g8, scale, d8_FK, d_scale, numbers), wide)
+        scale = _scale(largest, _FAR)
+        g8, g8_2FM = _both(of_wide, scale, _FAR)
+        of_joined = _scaled(g8_2FM, scale, x8_KM, x_scale, numbers, fast=False)
+        return _scaled(g8, scale, j8_K2F, j_scale, numbers), of_joined, of_down
+
+
+def _gated(wide: Any) -> tuple[Any, Any]:
+    """silu(first half) · second half, and its largest number."""
+    if Kernels.work:
+        from sojourn.model.fast.gated import gated_measured
+
+        made, most = gated_measured(wide)
+        return made, most.amax()
+    gate, other = wide.float().chunk(2, -1)
+    made = (torch.nn.functional.silu(gate) * other).to(wide.dtype)
+    return made, _largest(made)
+
+
+def _gated_back(grad: Any, wide: Any) -> tuple[Any, Any]:
+    """The gradient of both halves, and its largest number."""
+    if Kernels.work:
+        from sojourn.model.fast.gated import gated_back_measured
+
+        made, most = gated_back_measured(grad, wide)
+        return made, most.amax()
+    gate, other = wide.float().chunk(2, -1)
+    share, upstream = gate.sigmoid(), grad.float()
+    by_gate = upstream * other * share * (1 + gate * (1 - share))
+    made = torch.cat((by_gate, upstream * gate * share), -1).to(wide.dtype)
+    return made, _largest(made)
+
+
+def _largest(tensor: Any) -> Any:
+    """Row by row first: a compiler makes that part of the kernel that makes the rows."""
+    return tensor.abs().amax(-1).amax()
+
+
+def _scale(largest: Any, kind: Any) -> Any:
+    """What the narrowed tensor is to be multiplied with."""
+    return largest.float().clamp(min=1e-12) / torch.finfo(kind).max
+
+
+def _narrowed(tensor: Any, scale: Any, kind: Any) -> Any:
     most = torch.finfo(kind).max
-    scale = tensor.abs().amax().float().clamp(min=1e-12) / most
-    return (tensor.float() / scale).clamp(-most, most).to(kind), scale
+    return (tensor.float() * (1.0 / scale)).clamp(-most, most).to(kind)
+
+
+def _both(tensor: Any, scale: Any, kind: Any) -> tuple[Any, Any]:
+    """As it lies, and turned."""
+    if Kernels.work:
+        from sojourn.model.fast.narrow import narrowed_both
+
+        made: tuple[Any, Any] = narrowed_both(tensor, scale, kind)
+        return made
+    narrow = _narrowed(tensor, scale, kind)
+    return narrow, narrow.t().contiguous()
+
+
+def _scaled(one: Any, one_scale: Any, other: Any, other_scale: Any, numbers: Any, fast: bool = True) -> Any:
+    """one · otherᵀ: both lie along what is summed over."""
+    return torch._scaled_mm(one, other.t(), one_scale, other_scale, out_dtype=numbers, use_fast_accum=fast)
