@@ -1,0 +1,109 @@
+"""Measures again what LOG.md says of one GPU, where no network need be: `python benchmarks/gpu.py OUT PART…`.
+
+Each part takes up to ten minutes of an H200 and leaves its JSON in OUT. Models are trained on the Python files of torch
+and transformers, which are there, and on chats that `CHATS` names (made-up ones by default). What the parts need is laid
+down in `GROUND` at first, a folder that is kept for the next call.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+GROUND = Path(os.environ.get("GROUND", Path(tempfile.gettempdir(), "sojourn-bench")))
+CHATS = os.environ.get("CHATS", "")
+CORPUS_BYTES = 40_000_000
+TRAIN = ("sojourn", "bench", "train", "--folder", str(GROUND))
+TEXTS = ("--data", str(GROUND / "code.jsonl"))
+TALKS = ("--data", CHATS) if CHATS else ()
+
+# Commands of each part, with what to lay down for them: workloads and steps, on which the size of their data depends.
+PARTS: dict[str, tuple[list[tuple[str, ...]], list[tuple[str, int]]]] = {
+    "tests": ([("pytest", "-q", "-p", "no:cacheprovider", "tests/test_fast.py", "tests/test_ahead.py")], []),
+    "plan": ([("sojourn", "bench", "plan", "--within", "480", "--folder", str(GROUND), "--no-peers")], []),
+    "fp8": (
+        [(*TRAIN, *TEXTS, "--workload", "pretrain-875m", "--rows", "ahead,fp8", "--steps", "500")],
+        [("pretrain-875m", 500)],
+    ),
+    "small": (
+        [(*TRAIN, *TEXTS, "--workload", "pretrain-110m", "--rows", "ahead,fp8,nanogpt", "--steps", "200")],
+        [("pretrain-110m", 200)],
+    ),
+    "compiled": (
+        [(*TRAIN, *TEXTS, "--workload", "pretrain-875m", "--rows", "ahead,transformers-compiled", "--steps", "200")],
+        [("pretrain-875m", 200)],
+    ),
+    "adapters": (
+        [
+            (*TRAIN, *TALKS, "--workload", "lora-7b", "--rows", "ahead,full,liger,liger-kept", "--steps", "30"),
+            (*TRAIN, *TALKS, "--workload", "qlora-7b", "--rows", "full,liger", "--steps", "30"),
+        ],
+        [("lora-7b", 30)],
+    ),
+    "ladder": (
+        [(*TRAIN, *TEXTS, "--workload", "pretrain-110m", "--no-peers", "--steps", "25")],
+        [("pretrain-110m", 25)],
+    ),
+}  # fmt: skip
+
+
+def main() -> None:
+    if len(sys.argv) < 3 or not set(sys.argv[2:]) <= set(PARTS):
+        sys.exit(f"usage: python benchmarks/gpu.py OUT PART…; parts: {', '.join(PARTS)}")
+    out, parts = Path(sys.argv[1]), sys.argv[2:]
+    out.mkdir(parents=True, exist_ok=True)
+    GROUND.mkdir(parents=True, exist_ok=True)
+    write_corpus(GROUND / "code.jsonl")
+    started = [lay(*one) for one in dict.fromkeys(one for part in parts for one in PARTS[part][1])]
+    for part in sorted(parts, key=lambda part: part != "tests"):  # which need no ground
+        for number, command in enumerate(PARTS[part][0]):
+            if part != "tests":
+                _ = [process.wait() for process in started]
+            result = out / f"{part}{number or ''}.json"
+            run(part, command, result)
+
+
+def run(part: str, command: tuple[str, ...], result: Path) -> None:
+    kept = ("--out", str(result)) if command[0] == "sojourn" else ()
+    resumed = ("--resume", str(result)) if part == "plan" and result.is_file() else ()
+    began = time.time()
+    print(f"== {part}: {' '.join((*command, *kept, *resumed))}", flush=True)
+    code = subprocess.run([sys.executable, "-m", *command, *kept, *resumed], cwd=ROOT, check=False).returncode
+    print(f"== {part}: {time.time() - began:.0f} s, exit code {code}", flush=True)
+
+
+def lay(workload: str, steps: int) -> subprocess.Popen[bytes]:
+    """All at once: it is the work of CPUs."""
+    data = (TALKS if "lora" in workload or "full" in workload else TEXTS)[1:]
+    script = (
+        "import sys; from pathlib import Path; from sojourn.bench.train.ground import lay; "
+        "from sojourn.bench.train.workloads import WORKLOADS as all; "
+        "lay(all[sys.argv[1]], int(sys.argv[2]), 'cuda', Path(sys.argv[3]), *sys.argv[4:])"
+    )
+    return subprocess.Popen([sys.executable, "-c", script, workload, str(steps), str(GROUND), *data])
+
+
+def write_corpus(path: Path) -> None:
+    if path.is_file():
+        return
+    size = 0
+    with path.open("w", encoding="utf-8") as file:
+        for name in ("torch", "transformers"):
+            found = find_spec(name)
+            folder = Path(found.origin).parent if found and found.origin else Path()
+            for source in sorted(folder.rglob("*.py")):
+                text = source.read_text(encoding="utf-8", errors="ignore")
+                size += file.write(json.dumps({"text": text}) + "\n") if text else 0
+                if size > CORPUS_BYTES:
+                    return
+
+
+if __name__ == "__main__":
+    main()
