@@ -1,7 +1,7 @@
 """Measures again what LOG.md says of one GPU, where no network need be: `python benchmarks/gpu.py OUT PART…`.
 
 Each part takes up to ten minutes of an H200 and leaves its JSON in OUT. Models are trained on the Python files of torch
-and transformers, which are there, and on chats that `CHATS` names (made-up ones by default). What the parts need is laid
+and transformers, which are there, and on chats that `CHATS` names (made-up ones by default). What parts need is laid
 down in `GROUND` at first, a folder that is kept for the next call.
 """
 
