@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from sojourn.model import loss
-from sojourn.model.loss import loss_sum, score
+from sojourn.model.loss import _cuts, loss_sum, score
 
 
 @pytest.fixture(params=["plain", "bias", "frozen", "own"])
@@ -65,6 +65,31 @@ def test_a_sure_models_small_gradient_survives_fp16():
         (65536 * loss_sum(head, hidden, labels)).backward()
     assert hidden.grad.dtype == torch.float16
     assert float((hidden.grad.double() / 65536 - wanted).norm() / wanted.norm()) < 0.005
+
+
+@pytest.mark.parametrize("tokens", [3, 64, 101])
+def test_a_head_in_8_bits_is_near_one_in_16(tokens, monkeypatch):
+    """Also where what is left over of the chunks is no multiple of what 8 bits multiply."""
+    monkeypatch.setattr(loss, "_chunk_rows", lambda *_, **__: 40)
+    torch.manual_seed(0)
+    head = torch.nn.Linear(64, 480, bias=False)
+    hidden = torch.randn(tokens, 64, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.randint(0, 480, (tokens,))
+    found = []
+    for narrow in (False, True):
+        head.in_8_bits = narrow
+        total = loss_sum(head, hidden, labels)
+        found.append((total.detach(), *torch.autograd.grad(total, (hidden, head.weight))))
+    (wide, *wanted), (near, *grads) = found
+    assert float(near) == pytest.approx(float(wide), rel=0.01) and (tokens < 16) == (float(near) == float(wide))
+    for one, other in zip(grads, wanted, strict=True):
+        assert one.dtype == other.dtype and (one - other).norm() < 0.1 * other.norm()
+
+
+def test_chunks_are_whole_steps_and_what_is_left_over():
+    assert list(_cuts(10, 4, 1)) == [(0, 4), (4, 8), (8, 10)] and list(_cuts(0, 4, 16)) == []
+    assert list(_cuts(101, 40, 16)) == [(0, 32), (32, 64), (64, 96), (96, 101)]
+    assert list(_cuts(64, 7, 16)) == [(0, 16), (16, 32), (32, 48), (48, 64)]
 
 
 def test_no_tensor_as_large_as_all_logits_is_ever_made(monkeypatch):

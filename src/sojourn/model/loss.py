@@ -5,6 +5,7 @@ Shapes: N target tokens, C of them in a chunk, D model width, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from sojourn.model.attention import can_compile
+from sojourn.model.fast import fp8
 
 # Of logits, were they in 32 bits. On a CPU they should stay near its cache; our kernel needs them in 16 bits only.
 _CHUNK_BYTES = {"cuda": 2**28, "kernel": 2**30, "cpu": 2**24}
@@ -24,7 +26,8 @@ def loss_sum(head: Any, hidden_ND: Any, labels_N: Any, whole: bool = False) -> A
         return F.cross_entropy(head(hidden_ND).float(), labels_N, reduction="sum")
     if type(head) is torch.nn.Linear:
         rows = _chunk_rows(head, hidden_ND, kernel=_has_kernel(hidden_ND))
-        return _LinearCrossEntropy.apply(hidden_ND, head.weight, head.bias, labels_N, rows)
+        narrow = getattr(head, "in_8_bits", False)
+        return _LinearCrossEntropy.apply(hidden_ND, head.weight, head.bias, labels_N, rows, narrow)
     rows = _chunk_rows(head, hidden_ND)
     # A head with an adapter, or of its own kind: as it is, its logits made again in the backward.
     parts = zip(hidden_ND.split(rows), labels_N.split(rows), strict=True)
@@ -56,42 +59,60 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """Head and loss in one: each chunk's logits become its loss and its gradients at once, and are forgotten."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_ND: Any, weight_VD: Any, bias_V: Any, labels_N: Any, rows: int) -> Any:
+    def forward(ctx: Any, hidden_ND: Any, weight_VD: Any, bias_V: Any, labels_N: Any, rows: int, narrow: bool) -> Any:
         device = hidden_ND.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_ND.dtype
         with torch.autocast(device, enabled=False):
-            return _all_chunks(ctx, hidden_ND, weight_VD.to(dtype), bias_V, labels_N, rows, weight_VD.dtype)
+            weight = weight_VD.to(dtype)
+            head = fp8.Head(weight) if narrow else None
+            return _all_chunks(ctx, hidden_ND, weight, head, bias_V, labels_N, rows, weight_VD.dtype)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        return (*(None if grad is None else grad.mul_(upstream[0]) for grad in ctx.grads), None, None)
+        return (*(None if grad is None else grad.mul_(upstream[0]) for grad in ctx.grads), None, None, None)
 
 
-def _all_chunks(ctx: Any, hidden_ND: Any, weight_VD: Any, bias_V: Any, labels_N: Any, rows: int, kept_in: Any) -> Any:
+def _all_chunks(
+    ctx: Any, hidden_ND: Any, weight_VD: Any, head: fp8.Head | None, bias_V: Any, labels_N: Any, rows: int, kept_in: Any
+) -> Any:
     wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
     grad_ND = torch.empty_like(hidden_ND) if wants_hidden else None
     grad_VD = None if len(labels_N) or not wants_weight else torch.zeros_like(weight_VD, dtype=kept_in)
     grad_V = torch.zeros_like(bias_V) if bias_V is not None and wants_bias else None
     loss = torch.zeros((), device=hidden_ND.device)
-    for start in range(0, len(labels_N), rows):
-        hidden_CD = hidden_ND[start : start + rows].to(weight_VD.dtype)
-        logits_CV = hidden_CD @ weight_VD.T
+    for start, end in _cuts(len(labels_N), rows, fp8.STEP if head else 1):
+        hidden_CD = hidden_ND[start:end].to(weight_VD.dtype)
+        narrow = head if head and not (end - start) % fp8.STEP else None
+        logits_CV = narrow.logits(hidden_CD) if narrow else hidden_CD @ weight_VD.T
         if bias_V is not None:
             logits_CV = logits_CV + bias_V
-        losses_C, grad_CV = _loss_of_chunk(logits_CV, labels_N[start : start + rows], any(ctx.needs_input_grad[:3]))
+        losses_C, grad_CV = _loss_of_chunk(logits_CV, labels_N[start:end], any(ctx.needs_input_grad[:3]))
         loss += losses_C.sum()
         if grad_CV is None:
             continue
         if grad_V is not None:
             grad_V += grad_CV.sum(0, dtype=grad_V.dtype)
         grad_CV = grad_CV.to(weight_VD.dtype)
+        if narrow:
+            of_hidden_CD, part_VD = narrow.back(grad_CV)
+        else:
+            of_hidden_CD = grad_CV @ weight_VD if wants_hidden else None
+            part_VD = grad_CV.T @ hidden_CD if wants_weight else None
         if grad_ND is not None:
-            grad_ND[start : start + rows] = grad_CV @ weight_VD
-        if wants_weight:
-            part_VD = grad_CV.T @ hidden_CD
+            grad_ND[start:end] = of_hidden_CD
+        if part_VD is not None:
             grad_VD = part_VD.to(kept_in) if grad_VD is None else grad_VD.add_(part_VD)
     ctx.grads = (grad_ND, grad_VD, grad_V)
     return loss
+
+
+def _cuts(count: int, rows: int, step: int) -> Iterator[tuple[int, int]]:
+    """Chunks of so many rows, whole steps of them; what is left over comes last."""
+    rows, whole = max(step, rows - rows % step), count - count % step
+    for start in range(0, whole, rows):
+        yield start, min(start + rows, whole)
+    if whole < count:
+        yield whole, count
 
 
 def _loss_of_chunk(logits_CV: Any, labels_C: Any, wants_gradient: bool) -> tuple[Any, Any]:

@@ -140,6 +140,9 @@ def _logits(work: Work) -> list[Term]:
         terms.append(Term("loss", "a chunk's part of it", (2 if several else 1) * e * v * d, "2·V·D·e"))
         if e < 4:
             terms.append(Term("loss", "the head, cast", e * v * d, "V·D·e"))
+        if work.fp8:
+            terms.append(Term("loss", "the head in 8 bits, both ways", 2 * v * d, "2·V·D"))
+            terms.append(Term("loss", "a chunk's gradient in 8 bits, both ways", 2 * rows * v, "2·chunk·V"))
     return terms
 
 

@@ -99,10 +99,7 @@ def layer_shapes(work: Work) -> dict[str, tuple[int, int]]:
 def _multiplications(work: Work, gpu: Gpu) -> float:
     """Of all blocks: forward, gradient of inputs, gradient of weights where they are trained, and again what is
     recomputed (all but the last layer, whose result nobody needs)."""
-    peak, m, e = rate(work, gpu), work.tokens, work.numbers
-    slowness = None
-    if work.fp8 and gpu.fp8_tflops:
-        peak, slowness = 1e12 * gpu.fp8_tflops, constants()["matmul"]["fp8_slowness"]
+    (peak, slowness), m, e = _rate_of(work, gpu), work.tokens, work.numbers
     total = 0.0
     for name, (k, n) in layer_shapes(work).items():
         forward = matmul(gpu, peak, m, k, n, e, slowness)
@@ -112,16 +109,27 @@ def _multiplications(work: Work, gpu: Gpu) -> float:
     return work.shape.layers * total
 
 
+def _rate_of(work: Work, gpu: Gpu) -> tuple[float, float | None]:
+    """Of multiplications with weights that are trained, and how much slower they are than that; None: as is usual."""
+    if work.fp8 and gpu.fp8_tflops:
+        return 1e12 * gpu.fp8_tflops, constants()["matmul"]["fp8_slowness"]
+    return rate(work, gpu), None
+
+
 def _head(work: Work, gpu: Gpu) -> float:
-    peak, m, e, shape = rate(work, gpu), work.tokens, work.numbers, work.shape
-    each = matmul(gpu, peak, m, shape.hidden, shape.vocab, e)
-    times = 3 if head_is_trained(work) else 2
+    m, e, shape, trained = work.tokens, work.numbers, work.shape, head_is_trained(work)
+    narrow = work.fp8 and trained
+    peak, slowness = _rate_of(work, gpu) if narrow else (rate(work, gpu), None)
+    each = matmul(gpu, peak, m, shape.hidden, shape.vocab, e, slowness)
+    times = 3 if trained else 2
     if work.whole_loss:
         passes = 2 + 6 + 12 + 12 + 8  # logits, widened, logarithms, their gradient, narrowed
     elif work.kernels:
         passes = 2 * e + 2 * e + 2 * e
     else:
         passes = 10 * 4
+    if narrow:
+        passes += 4
     return times * each + _traffic(gpu, m * shape.vocab * passes)
 
 

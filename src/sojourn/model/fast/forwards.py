@@ -41,13 +41,17 @@ def fuse(model: Any) -> None:
 
 
 def multiply_in_fp8(model: Any) -> None:
-    """The linear layers of fused blocks from now on, except adapters, which are too small to win anything."""
+    """The linear layers of fused blocks from now on, except adapters, which are too small to win anything; and the
+    head, where it is trained."""
     fp8.try_kernels(next(model.parameters()).device)
     for block in blocks(model):
         for layer in block.modules():
             large = getattr(layer, "multiply", None) is F.linear and min(layer.weight.shape) >= _LEAST_FP8
             if large and fp8.fits(layer):
                 _change(layer, _linear, multiply=fp8.multiply)
+    head = model.get_output_embeddings()
+    if type(head) is torch.nn.Linear and head.weight.requires_grad and head.bias is None and fp8.fits(head):
+        head.in_8_bits = True
 
 
 def _change(module: Any, forward: Any, **facts: Any) -> None:

@@ -1,4 +1,4 @@
-"""Linear layers that multiply in 8 bits: what is multiplied is scaled to the range of 8-bit floats, tensor by tensor.
+"""Layers that multiply in 8 bits: what is multiplied is scaled to the range of 8-bit floats, tensor by tensor.
 
 Weights keep the numbers that they are trained in. Forward operands are e4m3, which is finer; gradients e5m2, which
 reaches further. Products are summed and handed on wide.
@@ -18,7 +18,7 @@ import torch
 from sojourn.model.attention import can_compile
 
 _FINE, _FAR = torch.float8_e4m3fn, torch.float8_e5m2
-_STEP = 16  # what the hardware multiplies is so many wide
+STEP = 16  # what the hardware multiplies is so many wide
 
 
 class Kernels:
@@ -58,13 +58,13 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def fits(layer: Any) -> bool:
-    return all(size % _STEP == 0 for size in layer.weight.shape)
+    return all(size % STEP == 0 for size in layer.weight.shape)
 
 
 def multiply(x: Any, weight_NK: Any, bias_N: Any) -> Any:
     """Like `F.linear`."""
     x_MK = x.flatten(0, -2)
-    if x_MK.shape[0] % _STEP:  # only rows that nobody packed have such lengths
+    if x_MK.shape[0] % STEP:  # only rows that nobody packed have such lengths
         return torch.nn.functional.linear(x, weight_NK.to(x.dtype), bias_N)
     y = _Multiplied.apply(x_MK, weight_NK).view(*x.shape[:-1], -1)
     return y if bias_N is None else y + bias_N
@@ -73,7 +73,7 @@ def multiply(x: Any, weight_NK: Any, bias_N: Any) -> Any:
 def feed_forward(x: Any, joined_2FK: Any, down_KF: Any) -> Any:
     """A gated one without biases, all of it trained; None where 8 bits cannot multiply so many rows."""
     x_MK = x.flatten(0, -2)
-    return None if x_MK.shape[0] % _STEP else _FeedForward.apply(x_MK, joined_2FK, down_KF).view(x.shape)
+    return None if x_MK.shape[0] % STEP else _FeedForward.apply(x_MK, joined_2FK, down_KF).view(x.shape)
 
 
 class _Multiplied(torch.autograd.Function):
@@ -130,6 +130,27 @@ class _FeedForward(torch.autograd.Function):
         g8, g8_2FM = _both(of_wide, scale, _FAR)
         of_joined = _scaled(g8_2FM, scale, x8_KM, x_scale, numbers, fast=False)
         return _scaled(g8, scale, j8_K2F, j_scale, numbers), of_joined, of_down
+
+
+class Head:
+    """The layer that makes logits, for a chunk of tokens at a time: C of them, V words, D width."""
+
+    def __init__(self, weight_VD: Any) -> None:
+        self.scale = _scale(_largest(weight_VD), _FINE)
+        self.weight_VD, self.weight_DV = _both(weight_VD, self.scale, _FINE)
+        # A gradient of cross-entropy is a probability, or one less.
+        self.grad_scale = torch.full((), 1 / torch.finfo(_FAR).max, device=weight_VD.device)
+
+    def logits(self, hidden_CD: Any) -> Any:
+        self.hidden_scale = _scale(_largest(hidden_CD), _FINE)
+        narrow, self.hidden_DC = _both(hidden_CD, self.hidden_scale, _FINE)
+        return _scaled(narrow, self.hidden_scale, self.weight_VD, self.scale, hidden_CD.dtype)
+
+    def back(self, grad_CV: Any) -> tuple[Any, Any]:
+        """Of the hidden states of the last chunk, and of the weight."""
+        narrow, turned = _both(grad_CV, self.grad_scale, _FAR)
+        of_hidden = _scaled(narrow, self.grad_scale, self.weight_DV, self.scale, grad_CV.dtype)
+        return of_hidden, _scaled(turned, self.grad_scale, self.hidden_DC, self.hidden_scale, grad_CV.dtype, fast=False)
 
 
 def _gated(wide: Any) -> tuple[Any, Any]:
