@@ -26,6 +26,7 @@ TALKS = ("--data", CHATS) if CHATS else ()
 
 # Commands of each part, with what to lay down for them: workloads and steps, on which the size of their data depends.
 PARTS: dict[str, tuple[list[tuple[str, ...]], list[tuple[str, int]]]] = {
+    "kernels": ([("benchmarks/kernels.py",)], []),
     "tests": ([("pytest", "-q", "-p", "no:cacheprovider", "tests/test_fast.py", "tests/test_ahead.py")], []),
     "plan": ([("sojourn", "bench", "plan", "--within", "480", "--folder", str(GROUND), "--no-peers")], []),
     "fp8": (
@@ -62,7 +63,7 @@ def main() -> None:
     GROUND.mkdir(parents=True, exist_ok=True)
     write_corpus(GROUND / "code.jsonl")
     started = [lay(*one) for one in dict.fromkeys(one for part in parts for one in PARTS[part][1])]
-    for part in sorted(parts, key=lambda part: part != "tests"):  # which need no ground
+    for part in sorted(parts, key=lambda part: part != "tests"):  # which may run while ground is laid
         for number, command in enumerate(PARTS[part][0]):
             if part != "tests":
                 _ = [process.wait() for process in started]
@@ -71,11 +72,14 @@ def main() -> None:
 
 
 def run(part: str, command: tuple[str, ...], result: Path) -> None:
-    kept = ("--out", str(result)) if command[0] == "sojourn" else ()
+    script = command[0].endswith(".py")
+    kept = ("--out", str(result)) if command[0] == "sojourn" else (str(result),) if script else ()
     resumed = ("--resume", str(result)) if part == "plan" and result.is_file() else ()
     began = time.time()
     print(f"== {part}: {' '.join((*command, *kept, *resumed))}", flush=True)
-    code = subprocess.run([sys.executable, "-m", *command, *kept, *resumed], cwd=ROOT, check=False).returncode
+    code = subprocess.run(
+        [sys.executable, *(() if script else ("-m",)), *command, *kept, *resumed], cwd=ROOT, check=False
+    ).returncode
     print(f"== {part}: {time.time() - began:.0f} s, exit code {code}", flush=True)
 
 

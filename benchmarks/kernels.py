@@ -1,0 +1,165 @@
+"""Measures single kernels, which plans are reckoned from, and choices between them: `python benchmarks/kernels.py OUT`.
+
+On one NVIDIA GPU, warm, medians of repeats that take turns, so that what the card's power allows is the same for all.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+ROUNDS, SECONDS = 7, 0.04  # of each contender, by turns; of one turn
+SHAPES = [  # tokens, inputs, outputs: 110M, 875M, 7B and 1.5B
+    *((32768, k, n) for k, n in ((768, 768), (768, 2304), (768, 4096), (2048, 768))), (4096, 768, 32000),
+    *((32768, k, n) for k, n in ((2048, 2048), (2048, 6144), (2048, 11008), (5504, 2048))),
+    *((8192, k, n) for k, n in ((3584, 3584), (3584, 18944), (18944, 3584))), (4096, 1536, 8960), (16384, 1536, 17920),
+]  # fmt: skip
+HEADS = [(32, 1024, 12, 64), (16, 2048, 16, 128), (1, 8192, 28, 128)]
+
+
+def main() -> None:
+    found: dict[str, Any] = {
+        "note": "Single kernels in bf16, warm, medians; what sojourn.plan.fit fits its curves to.",
+        "device": torch.cuda.get_device_name(), "date": datetime.date.today().isoformat(),
+        "versions": {"torch": torch.__version__}, "matmul": [], "matmul_fp8": [], "narrow": [], "attention": [],
+    }  # fmt: skip
+    parts = {"matmul": matmul, "matmul_fp8": matmul_fp8, "narrow": narrow}
+    for name, measure in parts.items():
+        for m, k, n in SHAPES:
+            found[name].append({"m": m, "k": k, "n": n, **measure(m, k, n)})
+            print(name, found[name][-1], flush=True)
+            Path(sys.argv[1]).write_text(json.dumps(found, indent=1))
+    for row in (*(attention(*shape) for shape in HEADS), ragged(16, 512, 28, 128)):
+        found["attention"].append(row)
+        print("attention", row, flush=True)
+    found["copy_gbs"] = copy()
+    print("copy", found["copy_gbs"], flush=True)
+    Path(sys.argv[1]).write_text(json.dumps(found, indent=1))
+
+
+def timed(contenders: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Milliseconds of one call of each."""
+    counts = {}
+    for name, call in contenders.items():
+        call()
+        counts[name] = max(3, round(SECONDS * 1e3 / _milliseconds(call, 3)))
+    turns = [{name: _milliseconds(call, counts[name]) for name, call in contenders.items()} for _ in range(ROUNDS)]
+    return {name: statistics.median(turn[name] for turn in turns) for name in contenders}
+
+
+def _milliseconds(call: Callable[[], Any], times: int) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(times):
+        call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / times
+
+
+def _drawn(*shape: int) -> Any:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def matmul(m: int, k: int, n: int) -> dict[str, float]:
+    """Forward, gradient of inputs, gradient of weights; each by both of torch's libraries."""
+    x, weight, grad = _drawn(m, k), _drawn(n, k), _drawn(m, n)
+    calls = {"": lambda: x @ weight.t(), "_input": lambda: grad @ weight, "_weight": lambda: grad.t() @ x}
+
+    def by(library: str, call: Callable[[], Any]) -> Callable[[], Any]:
+        def chosen() -> Any:
+            torch.backends.cuda.preferred_blas_library(library)
+            return call()
+
+        return chosen
+
+    all_of = {f"{name}{end}": by(library, call) for name, call in calls.items()
+              for library, end in (("cublas", ""), ("cublaslt", "_lt"))}  # fmt: skip
+    times = timed(all_of)
+    torch.backends.cuda.preferred_blas_library("default")
+    return {f"tflops{name}": round(2 * m * k * n / 1e9 / took) for name, took in times.items()}
+
+
+def matmul_fp8(m: int, k: int, n: int) -> dict[str, float]:
+    one = torch.ones((), device="cuda")
+    x, weight = _drawn(m, k).to(torch.float8_e4m3fn), _drawn(n, k).to(torch.float8_e4m3fn)
+    turned_grad, turned_x = _drawn(n, m).to(torch.float8_e5m2), _drawn(k, m).to(torch.float8_e4m3fn)
+
+    def product(a: Any, b: Any, fast: bool) -> Callable[[], Any]:
+        return lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+    times = timed({
+        "": product(x, weight, True), "_exact": product(x, weight, False),
+        "_weight": product(turned_grad, turned_x, True), "_weight_exact": product(turned_grad, turned_x, False),
+    })  # fmt: skip
+    return {f"tflops{name}": round(2 * m * k * n / 1e9 / took) for name, took in times.items()}
+
+
+def narrow(m: int, k: int, n: int) -> dict[str, float]:
+    """GB/s of our kernel by the size of its tiles, of the layer's inputs."""
+    from sojourn.model.fast import narrow as kernel
+
+    x, one = _drawn(m, k), torch.ones((), device="cuda")
+    made = kernel._empty_both(x, one, torch.float8_e4m3fn)
+
+    def tiled(rows: int, columns: int, warps: int) -> Callable[[], Any]:
+        grid = (-(-m // rows), -(-k // columns))
+        return lambda: kernel._kernel[grid](
+            x, x.stride(0), one, *made, m, k, MOST=448.0, ROWS=rows, COLUMNS=columns, num_warps=warps
+        )
+
+    sizes = [(64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 64, 8), (128, 128, 4), (128, 128, 8), (64, 256, 8)]
+    times = timed({f"{rows}x{columns}/{warps}": tiled(rows, columns, warps) for rows, columns, warps in sizes})
+    return {name: round(4 * m * k / 1e6 / took) for name, took in times.items()}
+
+
+def attention(rows: int, length: int, heads: int, head: int) -> dict[str, Any]:
+    """Forward and backward."""
+    q, k, v = (_drawn(rows, heads, length, head).requires_grad_() for _ in range(3))
+    grad = _drawn(rows, heads, length, head)
+
+    def by(kernel: SDPBackend) -> Callable[[], Any]:
+        def both() -> Any:
+            with sdpa_kernel(kernel):
+                made = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return torch.autograd.grad(made, (q, k, v), grad)
+
+        return both
+
+    kernels = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+    times = timed({name: by(kernel) for name, kernel in kernels.items()})
+    facts = {"rows": rows, "length": length, "heads": heads, "head": head, "kernel": "cudnn"}
+    return {**facts, "ms": round(times["cudnn"], 3), "ms_flash": round(times["flash"], 3)}
+
+
+def ragged(rows: int, length: int, heads: int, head: int) -> dict[str, Any]:
+    """Documents end to end, by torch's kernel for lengths that vary."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    q, k, v = (_drawn(rows * length, heads, head).requires_grad_() for _ in range(3))
+    starts, grad = torch.arange(0, rows * length + 1, length, device="cuda", dtype=torch.int32), _drawn(*q.shape)
+
+    def both() -> Any:
+        made = varlen_attn(q, k, v, starts, starts, length, length, window_size=(-1, 0))
+        return torch.autograd.grad(made, (q, k, v), grad)
+
+    facts = {"rows": rows, "length": length, "heads": heads, "head": head, "kernel": "varlen"}
+    return {**facts, "ms": round(timed({"varlen": both})["varlen"], 3)}
+
+
+def copy() -> int:
+    source, target = (torch.empty(2**30, device="cuda", dtype=torch.int8) for _ in range(2))
+    return round(2 * 2**30 / 1e6 / timed({"copy": lambda: target.copy_(source)})["copy"])
+
+
+if __name__ == "__main__":
+    main()
