@@ -1,15 +1,23 @@
 """What computes faster computes the same: in 8 bits, in 4, by kernels of our own, in 16 bits throughout."""
 
+from copy import deepcopy
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from sojourn.config.load import load_run
+from sojourn.data.artefact import Batch
 from sojourn.errors import UserError
 from sojourn.model.attention import can_compile
-from sojourn.model.fast import fp8
+from sojourn.model.fast import forwards, fp8
 from sojourn.model.fast.forwards import _turned
+from sojourn.model.network import open_network
+from sojourn.train.feed import Feed
 from sojourn.train.resolve import fp8_fault
+from sojourn.train.step import loss_sum
 
 GPU = torch.cuda.is_available() and can_compile()
 needs_gpu = pytest.mark.skipif(not GPU, reason="the kernel is for GPUs")
@@ -67,6 +75,30 @@ def test_a_feed_forward_in_8_bits_is_near_one_in_32(size):
     found = torch.autograd.grad(ours, (x, joined, down), upstream)
     assert ours.dtype == torch.bfloat16 and _apart(ours, plain) < 0.1
     assert all(_apart(a, b) < 0.15 and a.dtype == b.dtype for a, b in zip(found, wanted, strict=True))
+
+
+def test_a_model_in_8_bits_has_nearly_the_loss_and_gradients_of_one_in_16():
+    """Its blocks and its head, on whole rows."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=512, tie_word_embeddings=False)
+    plain = LlamaForCausalLM(config).to(DEVICE)
+    ids = np.random.default_rng(0).integers(0, 512, (2, 33))
+    places = np.tile(np.arange(32), (2, 1))
+    batch = Batch(ids[:, :-1], ids[:, 1:], places, np.zeros((2, 32), np.int32))
+    found = []
+    for narrow in (False, True):
+        model = deepcopy(plain)
+        network = open_network(model, "sdpa", torch.bfloat16)
+        forwards.fuse(model)
+        if narrow:
+            forwards.multiply_in_fp8(model)
+        loss = loss_sum(network, Feed(2, 32, 0, DEVICE, "bf16"), batch)
+        loss.backward()
+        found.append((float(loss.detach()), {name: weight.grad for name, weight in model.named_parameters()}))
+    (wide, wanted), (near, grads) = found
+    assert near != wide and near == pytest.approx(wide, rel=2e-3)
+    assert wanted.keys() == grads.keys() and all(_apart(grads[name], wanted[name]) < 0.15 for name in wanted)
 
 
 def test_kernels_for_8_bits_are_tried_before_they_are_used():

@@ -105,7 +105,8 @@ def _activations(work: Work, layers: int) -> list[Term]:
         for row in kept_between(work)
     ]
     if work.recompute == "off" and kept_casts(work):
-        terms.append(Term("activations", "weights, cast", layers * kept_casts(work), f"{layers}·2·block"))
+        width = 1 if work.fp8 and not work.adapters else 2
+        terms.append(Term("activations", "weights, cast", layers * kept_casts(work), f"{layers}·{width}·block"))
     ends = sum(row.bytes for row in outside_blocks(work))
     return [*terms, Term("activations", "the ends of the model", t * ends, f"T·{ends:g}")]
 
@@ -171,7 +172,7 @@ def _within(work: Work) -> list[Term]:
         kept, again = kept_between(work), block_keeps(work)
         made = max(0.0, sum(row.bytes for row in again) - sum(row.bytes for row in kept))
         terms.append(Term("activations", "one block, made again", t * made, f"T·{made:g}"))
-        terms.append(Term("activations", "its weights, cast", kept_casts(work), "2·block"))
+        terms.append(Term("activations", "its weights, cast", kept_casts(work), "as wide as is multiplied"))
         if work.compiled and work.adapters:
             sides = _adapted_outputs(work) * e
             terms.append(Term("temporary", "adapters' results, before they are added", t * sides, f"T·{sides:g}"))
