@@ -10,86 +10,74 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch.library import custom_op
+
+from sojourn.model.fast.operation import differentiable, operation
 
 _BLOCK = 1024
 
 
-def gated(joined: Any) -> Any:
-    """silu(first half) · second half."""
-    made: Any = _forward(joined)
-    return made
-
-
-@custom_op("sojourn::gated", mutates_args=())
-def _forward(joined: torch.Tensor) -> torch.Tensor:
-    made = _half(joined)
-    size = made.shape[-1]
-    _forward_kernel[(made.numel() // size, triton.cdiv(size, _BLOCK))](joined, made, size, None, BLOCK=_BLOCK)
-    return made
-
-
-@_forward.register_fake
 def _half(joined: Any) -> Any:
     return joined.new_empty(*joined.shape[:-1], joined.shape[-1] // 2)
 
 
-@custom_op("sojourn::gated_measured", mutates_args=())
-def gated_measured(joined: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _whole(grad: Any, joined: Any) -> Any:
+    return torch.empty_like(joined)
+
+
+def _pieces(like: Any) -> Any:
+    """Room for the largest number of every piece."""
+    size = like.shape[-1]
+    return like.new_empty(like.numel() // size, triton.cdiv(size, _BLOCK), dtype=torch.float32)
+
+
+@operation("gated(Tensor joined) -> Tensor", _half)
+def gated(joined: Any) -> Any:
+    """silu(first half) · second half."""
+    return _forward(joined, None)
+
+
+@operation("gated_measured(Tensor joined) -> (Tensor, Tensor)", lambda joined: ((made := _half(joined)), _pieces(made)))
+def gated_measured(joined: Any) -> tuple[Any, Any]:
     """The same, and the largest number of every piece of it."""
-    made, most = _half_measured(joined)
+    most = _pieces(_half(joined))
+    return _forward(joined, most), most
+
+
+@operation("gated_back(Tensor grad, Tensor joined) -> Tensor", _whole)
+def gated_back(grad: Any, joined: Any) -> Any:
+    """The gradient of `joined`."""
+    return _back(grad, joined, None)
+
+
+@operation(
+    "gated_back_measured(Tensor grad, Tensor joined) -> (Tensor, Tensor)",
+    lambda grad, joined: (_whole(grad, joined), _pieces(grad)),
+)
+def gated_back_measured(grad: Any, joined: Any) -> tuple[Any, Any]:
+    """The same, and the largest number of every piece of it."""
+    most = _pieces(grad)
+    return _back(grad, joined, most), most
+
+
+def _forward(joined: Any, most: Any) -> Any:
+    made = _half(joined)
     size = made.shape[-1]
-    _forward_kernel[(made.numel() // size, most.shape[-1])](joined, made, size, most, BLOCK=_BLOCK)
-    return made, most
-
-
-@gated_measured.register_fake
-def _half_measured(joined: Any) -> Any:
-    return (made := _half(joined)), _largest(made)
-
-
-@custom_op("sojourn::gated_back_measured", mutates_args=())
-def gated_back_measured(grad: torch.Tensor, joined: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of `joined`, and the largest number of every piece of it."""
-    made, most = _whole_measured(grad, joined)
-    grad = grad.contiguous()
-    size = grad.shape[-1]
-    _back_kernel[(grad.numel() // size, most.shape[-1])](grad, joined, made, size, most, BLOCK=_BLOCK)
-    return made, most
-
-
-@gated_back_measured.register_fake
-def _whole_measured(grad: Any, joined: Any) -> Any:
-    return torch.empty_like(joined), _largest(grad)
-
-
-def _largest(made: Any) -> Any:
-    size = made.shape[-1]
-    return made.new_empty(made.numel() // size, triton.cdiv(size, _BLOCK), dtype=torch.float32)
-
-
-@custom_op("sojourn::gated_back", mutates_args=())
-def _back(grad: torch.Tensor, joined: torch.Tensor) -> torch.Tensor:
-    made, grad = torch.empty_like(joined), grad.contiguous()
-    size = grad.shape[-1]
-    _back_kernel[(grad.numel() // size, triton.cdiv(size, _BLOCK))](grad, joined, made, size, None, BLOCK=_BLOCK)
+    _forward_kernel[(made.numel() // size, triton.cdiv(size, _BLOCK))](joined, made, size, most, BLOCK=_BLOCK)
     return made
 
 
-@_back.register_fake
-def _whole(grad: Any, joined: Any) -> Any:
-    return torch.empty_like(joined)
+def _back(grad: Any, joined: Any, most: Any) -> Any:
+    made, grad = torch.empty_like(joined), grad.contiguous()
+    size = grad.shape[-1]
+    _back_kernel[(grad.numel() // size, triton.cdiv(size, _BLOCK))](grad, joined, made, size, most, BLOCK=_BLOCK)
+    return made
 
 
 def _remember(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _backward(ctx: Any, grad: Any) -> Any:
-    return _back(grad, *ctx.saved_tensors)
-
-
-_forward.register_autograd(_backward, setup_context=_remember)
+differentiable("gated", _remember, lambda ctx, grad: gated_back(grad, *ctx.saved_tensors))
 
 
 @triton.jit

@@ -11,26 +11,26 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch.library import custom_op
+
+from sojourn.model.fast.operation import operation
 
 _ROWS, _COLUMNS = 64, 128  # of a tile
 
 
-@custom_op("sojourn::narrowed_both", mutates_args=())
-def narrowed_both(x: torch.Tensor, scale: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _empty(x: Any, scale: Any, kind: Any) -> Any:
+    return x.new_empty(x.shape, dtype=kind), x.new_empty(*reversed(x.shape), dtype=kind)
+
+
+@operation("narrowed_both(Tensor x, Tensor scale, ScalarType kind) -> (Tensor, Tensor)", _empty)
+def narrowed_both(x: Any, scale: Any, kind: Any) -> tuple[Any, Any]:
     """x / scale as it lies, and turned."""
-    made: tuple[Any, Any] = _empty_both(x, scale, kind)
+    made: tuple[Any, Any] = _empty(x, scale, kind)
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, columns = x.shape
     _kernel[(triton.cdiv(rows, _ROWS), triton.cdiv(columns, _COLUMNS))](
         x, x.stride(0), scale, *made, rows, columns, MOST=torch.finfo(kind).max, ROWS=_ROWS, COLUMNS=_COLUMNS
     )
     return made
-
-
-@narrowed_both.register_fake
-def _empty_both(x: Any, scale: Any, kind: Any) -> Any:
-    return x.new_empty(x.shape, dtype=kind), x.new_empty(*reversed(x.shape), dtype=kind)
 
 
 @triton.jit

@@ -8,37 +8,35 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
-from torch.library import custom_op
+
+from sojourn.model.fast.operation import differentiable, operation
 
 
-def turned_apart(joined_BTP: Any, cos_BTD: Any, sin_BTD: Any, heads: int, kv_heads: int) -> Any:
-    """Queries and keys, turned, and values: of shapes BTHD, BTKD and BTKD."""
-    made: Any = _cut(joined_BTP, cos_BTD, sin_BTD, heads, kv_heads)
-    return made
-
-
-@custom_op("sojourn::turned_apart", mutates_args=())
-def _cut(
-    joined: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, kv_heads: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    made: tuple[Any, Any, Any] = _empty_parts(joined, cos, sin, heads, kv_heads)
-    _launch(_parts(joined, heads, kv_heads), made, cos, sin, 1)
-    return made
-
-
-@_cut.register_fake
 def _empty_parts(joined: Any, cos: Any, sin: Any, heads: int, kv_heads: int) -> Any:
     size = joined.shape[-1] // (heads + 2 * kv_heads)
     return tuple(joined.new_empty(*joined.shape[:2], n, size) for n in (heads, kv_heads, kv_heads))
 
 
-@custom_op("sojourn::turned_together", mutates_args=())
-def _join(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> torch.Tensor:
+def _empty_whole(query: Any, key: Any, value: Any, cos: Any, sin: Any) -> Any:
+    rows, width, heads, size = query.shape
+    return query.new_empty(rows, width, (heads + 2 * key.shape[2]) * size)
+
+
+@operation(
+    "turned_apart(Tensor joined, Tensor cos, Tensor sin, int heads, int kv_heads) -> (Tensor, Tensor, Tensor)",
+    _empty_parts,
+)
+def turned_apart(joined_BTP: Any, cos_BTD: Any, sin_BTD: Any, heads: int, kv_heads: int) -> Any:
+    """Queries and keys, turned, and values: of shapes BTHD, BTKD and BTKD."""
+    made = _empty_parts(joined_BTP, cos_BTD, sin_BTD, heads, kv_heads)
+    _launch(_parts(joined_BTP, heads, kv_heads), made, cos_BTD, sin_BTD, 1)
+    return made
+
+
+@operation("turned_together(Tensor query, Tensor key, Tensor value, Tensor cos, Tensor sin) -> Tensor", _empty_whole)
+def turned_together(query: Any, key: Any, value: Any, cos: Any, sin: Any) -> Any:
     """The gradient of what came in, from those of what went out."""
     joined = _empty_whole(query, key, value, cos, sin)
     given = [x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)]
@@ -46,21 +44,15 @@ def _join(
     return joined
 
 
-@_join.register_fake
-def _empty_whole(query: Any, key: Any, value: Any, cos: Any, sin: Any) -> Any:
-    rows, width, heads, size = query.shape
-    return query.new_empty(rows, width, (heads + 2 * key.shape[2]) * size)
-
-
 def _remember(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(inputs[1], inputs[2])
 
 
 def _backward(ctx: Any, query: Any, key: Any, value: Any) -> Any:
-    return _join(query, key, value, *ctx.saved_tensors), None, None, None, None
+    return turned_together(query, key, value, *ctx.saved_tensors), None, None, None, None
 
 
-_cut.register_autograd(_backward, setup_context=_remember)
+differentiable("turned_apart", _remember, _backward)
 
 
 def _parts(joined: Any, heads: int, kv_heads: int) -> list[Any]:
