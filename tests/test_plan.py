@@ -183,6 +183,22 @@ def test_a_mixture_of_experts_has_active_and_total_parameters():
     assert (found.parameters, found.active_parameters) == (known.parameters, known.active_parameters)
 
 
+def test_gemma_3_files_that_leave_out_what_transformers_fills_in_are_planned(tmp_path):
+    inner = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
+             "sliding_window": 1024}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": inner}))
+    found, known = of_base(str(tmp_path)), model("gemma-3-4b")
+    assert found.parameters == known.parameters
+    assert (found.sliding_window, found.full_layers) == (known.sliding_window, known.full_layers)
+
+
+def test_a_family_that_is_not_known_is_planned_with_a_warning(tmp_path, home):
+    for family, warned in (("gpt2", True), ("qwen3", False)):
+        (tmp_path / "config.json").write_text(f'{{{GOOD}, "model_type": "{family}"}}')
+        text = called("plan", "lora-20k", f"model.base={tmp_path}").stdout
+        assert (f"models of type {family} are planned like a Llama" in text) == warned
+
+
 GOOD = '"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100'
 
 
@@ -194,7 +210,8 @@ GOOD = '"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vo
         f"{{{GOOD}, \"num_hidden_layers\": 1000000000}}", f"{{{GOOD}, \"num_attention_heads\": 3}}",
         f"{{{GOOD}, \"num_key_value_heads\": 3}}", f"{{{GOOD}, \"num_local_experts\": 8}}",
         f"{{{GOOD}, \"num_local_experts\": 8, \"num_experts_per_tok\": 9}}",
-        f"{{{GOOD}, \"vocab_size\": \"\\u001b[2J\"}}",
+        f"{{{GOOD}, \"vocab_size\": \"\\u001b[2J\"}}", f"{{{GOOD}, \"head_dim\": 10000000}}",
+        f"{{{GOOD}, \"num_experts\": 8, \"num_experts_per_tok\": 2, \"moe_intermediate_size\": 9000000000}}",
         '{"text_config": {"hidden_size": []}}', "\x00", "﻿{}",
     ],
 )  # fmt: skip
@@ -205,6 +222,8 @@ def test_a_malformed_or_hostile_config_is_one_clear_error(tmp_path, text):
         of_base(str(tmp_path))
     message = str(told.value)
     assert str(path) in message and "\n" not in message and len(message) < 400 and message.isprintable()
+    assert any(word in message for word in ("model.base=", "must be", "divide"))  # what to do about it
+    assert "sys." not in message
 
 
 def test_bytes_that_are_no_text_and_files_too_large_are_refused(tmp_path):

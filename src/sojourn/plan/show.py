@@ -25,6 +25,8 @@ def head_lines(config: RunConfig, plan: Plan) -> list[str]:
     how = {"pretrain": "from scratch", "full": "all weights"}.get(method.kind, f"{method.kind}, rank {method.rank}")
     name = f"{config.name}: {shape.name}" if config.name else shape.name
     lines = [f"{name}, {size} parameters{active}, {how}; {plan.steps:,} steps, about {_count(plan.tokens)} tokens"]
+    if shape.note and not shape.hub:
+        lines.append(f"note: {shape.note}")
     if 0 < shape.positions < config.data.max_length:
         lines.append(
             f"note: data.max_length is {config.data.max_length:,}, but this model holds {shape.positions:,} tokens"

@@ -10,14 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sojourn.catalog.shapes import ModelShape, model
+from sojourn.catalog.shapes import ModelShape, model, models
 from sojourn.config.schema import RunConfig
 from sojourn.config.words import shown
 from sojourn.errors import UserError
 from sojourn.plan.shape import scratch_shape
 
 _LARGEST_FILE = 4 << 20  # of a config.json; real ones have a few kilobytes
-_MOST = {"layers": 1000, "hidden": 200_000, "heads": 4096, "ffn": 2_000_000, "vocab": 10_000_000, "experts": 10_000}
+_MOST = {"layers": 1000, "hidden": 200_000, "heads": 4096, "head_dim": 4096, "ffn": 2_000_000, "expert_ffn": 2_000_000,
+         "vocab": 10_000_000, "experts": 10_000}  # fmt: skip
+_MEND = "take the publisher's config.json, or plan with a name such as model.base=qwen2.5-7b"
 # Older families have names of their own for the same things.
 _NAMES = {
     "hidden": ("hidden_size", "n_embd", "d_model"),
@@ -31,10 +33,17 @@ _NAMES = {
     "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
     "active_experts": ("num_experts_per_tok", "num_experts_per_token"),
     "expert_ffn": ("moe_intermediate_size",),
+    "window": ("sliding_window",),
 }
 _BIASED = ("qwen2", "qwen2_moe", "glm4", "glm", "chatglm")  # on queries, keys and values, though their files do not say
 _QK_NORM = ("qwen3", "qwen3_moe", "gemma3_text", "gemma3", "olmo2")
 _FOUR_NORMS = ("gemma2", "gemma3_text", "gemma3", "glm4")
+# What transformers fills in where a file is silent, as the publisher's own files of Gemma 3 that also sees are.
+_SILENT = {
+    "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208},
+}
+# Families whose files mean their `sliding_window`, and which layers then still see everything: every how many-th.
+_WINDOWED: dict[str, int | None] = {"mistral": None, "phi3": None, "gemma2": 2, "gemma3_text": 6}
 _TIED = ("gemma", "gemma2", "gemma3", "gemma3_text", "gpt2")  # where the file is silent; others then are not
 
 
@@ -66,28 +75,40 @@ def of_file(path: Path) -> ModelShape:
     """From a config.json, which may come from anywhere: every figure is checked before it is used."""
     try:
         if path.stat().st_size > _LARGEST_FILE:
-            raise UserError(f"{path}: {path.stat().st_size:,} bytes; no model's config.json is so large")
+            raise UserError(f"{path}: {path.stat().st_size:,} bytes, and no model's is so large; {_MEND}")
         settings = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({type(error).__name__})") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not valid JSON: {str(error)[:120]}") from None
+        raise UserError(f"{path}: cannot be read ({type(error).__name__}); {_MEND}") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}: not valid JSON: {error}; {_MEND}") from None
+    except (ValueError, RecursionError):  # numbers and nesting without end
+        raise UserError(f"{path}: no model's config.json has such numbers or nesting; {_MEND}") from None
     if not isinstance(settings, dict):
-        raise UserError(f"{path}: a model's config.json is a table, but this is a {type(settings).__name__}")
+        raise UserError(f"{path}: a model's config.json is a table, but this is a {type(settings).__name__}; {_MEND}")
     inner = settings.get("text_config")
     if isinstance(inner, dict):  # of models that also see or hear
         settings = {**{key: settings[key] for key in ("tie_word_embeddings",) if key in settings}, **inner}
-    return of_settings(settings, str(path))
+    return _noted(of_settings(settings, str(path)))
+
+
+def _noted(shape: ModelShape) -> ModelShape:
+    known = {*(one.family for one in models()), *_BIASED, *_QK_NORM}
+    if shape.family in known:
+        return shape
+    return replace(
+        shape, note=f"models of type {shape.family} are planned like a Llama of their sizes; rehearse to be sure"
+    )
 
 
 def of_settings(settings: dict[str, Any], where: str) -> ModelShape:
     """From the settings of a model of transformers."""
     family = settings.get("model_type")
     family = family if isinstance(family, str) and family.isprintable() and len(family) < 60 else "llama"
+    settings = {**_SILENT.get(family, {}), **settings}
     found = {key: _number(settings, key, where) for key in _NAMES}
     for key in ("hidden", "layers", "heads", "vocab"):
         if found[key] is None:
-            raise UserError(f"{where}: `{_NAMES[key][0]}` is missing; a language model's config.json has it")
+            raise UserError(f"{where}: `{_NAMES[key][0]}` is missing, which a language model's has; {_MEND}")
     hidden, heads = found["hidden"] or 0, found["heads"] or 0
     kv_heads = found["kv_heads"] or heads
     if heads % kv_heads:
@@ -97,13 +118,15 @@ def of_settings(settings: dict[str, Any], where: str) -> ModelShape:
     experts = found["experts"] if (found["experts"] or 0) > 1 else None
     tied = settings.get("tie_word_embeddings")
     ffn = found["ffn"] or 4 * hidden
+    window = found["window"] if family in _WINDOWED else None
     shape = ModelShape(
         name=Path(where).parent.name or where, hub="", family=family, hidden=hidden, layers=found["layers"] or 0,
         heads=heads, kv_heads=kv_heads, head_dim=found["head_dim"] or hidden // heads, ffn=ffn,
         vocab=found["vocab"] or 0, positions=found["positions"] or 0, source=where, date="",
         tied=bool(tied) if isinstance(tied, bool) else family in _TIED,
         qkv_bias=bool(settings.get("attention_bias")) or family in _BIASED, qk_norm=family in _QK_NORM,
-        norms=4 if family in _FOUR_NORMS else 2,
+        norms=4 if family in _FOUR_NORMS else 2, sliding_window=window,
+        full_every=_WINDOWED.get(family) if window else None,
     )  # fmt: skip
     return shape if experts is None else _with_experts(shape, experts, found, settings, where)
 
@@ -133,7 +156,7 @@ def _number(settings: dict[str, Any], key: str, where: str) -> int | None:
             continue
         most = _MOST.get(key, 10_000_000_000)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
-            if key == "positions":  # nothing of a plan hangs on it
+            if key in ("positions", "window"):  # little of a plan hangs on them
                 return None
             raise UserError(f"{where}: `{name}` is {shown(repr(value))}: it must be a whole number from 1 to {most:,}")
         return value
