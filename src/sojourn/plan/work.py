@@ -13,6 +13,7 @@ from typing import Any
 from sojourn.catalog.facts import Gpu
 from sojourn.catalog.shapes import ModelShape
 from sojourn.config.schema import RunConfig
+from sojourn.errors import UserError
 
 FUSED_FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -123,6 +124,7 @@ def work_of(
     kernels = capability is not None and capability >= (7, 0)
     targets = tuple(name for name in method.targets if name in LINEAR) or LINEAR  # names of other families: as if all
     chosen = engine or _engine(config, world)
+    stage, offload = _zero(config) if chosen == "deepspeed" else (2, train.offload)
     fused = shape.family in FUSED_FAMILIES if train.fused == "auto" else train.fused == "on"
     work = Work(
         shape=shape, method=method.kind, rows=rows, length=config.data.max_length,
@@ -130,10 +132,10 @@ def work_of(
         device=place.device, precision=precision, fused=fused,
         kernels=kernels, attention=_attention(train.attention, precision, shape, capability),
         recompute=recompute or ("off" if train.checkpointing == "auto" else train.checkpointing),
-        whole_loss=train.loss == "whole", fp8=train.fp8 == "on", optimizer=train.optimizer, offload=train.offload,
+        whole_loss=train.loss == "whole", fp8=train.fp8 == "on", optimizer=train.optimizer, offload=offload,
         rank=method.rank, targets=targets, dropout=method.dropout, saved_modules=tuple(method.modules_to_save),
         bits=method.bits, double_quant=method.double_quant, engine=chosen, world=world,
-        stage=_stage(config), reshard=config.parallel.reshard, capability=capability or (0, 0),
+        stage=stage, reshard=config.parallel.reshard, capability=capability or (0, 0),
     )  # fmt: skip
     return replace(work, compiled=_compiles(config, work, kernels))
 
@@ -166,14 +168,25 @@ def _engine(config: RunConfig, world: int) -> str:
     return "fsdp" if config.train.offload == "all" else "single" if world == 1 else "ddp"
 
 
-def _stage(config: RunConfig) -> int:
-    """Of the DeepSpeed file, as far as it can be read; 2 is usual."""
+def _zero(config: RunConfig) -> tuple[int, str]:
+    """ZeRO's stage and what is in the host's memory: by the DeepSpeed file, or as train/parallel/ds_config.py does."""
+    asked: str = config.train.offload
+    if config.parallel.deepspeed is None:
+        return (3 if asked == "all" else 2), asked
+    path = Path(config.parallel.deepspeed).expanduser()
     try:
-        given: Any = json.loads(Path(str(config.parallel.deepspeed)).expanduser().read_text(encoding="utf-8"))
-        stage = given["zero_optimization"]["stage"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return 2
-    return stage if stage in (0, 1, 2, 3) else 2
+        given: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        mend = "correct parallel.deepspeed, or remove it for ZeRO-2"
+        raise UserError(f"{path}: cannot be read as a DeepSpeed file; {mend}") from None
+    zero: Any = given.get("zero_optimization") if isinstance(given, dict) else None
+    zero = zero if isinstance(zero, dict) else {}
+    stage = zero.get("stage", 0)
+    for part, offload in (("offload_param", "all"), ("offload_optimizer", "optimizer")):
+        if isinstance(zero.get(part), dict) and zero[part].get("device") == "cpu":
+            asked = offload
+            break
+    return (stage if stage in (0, 1, 2, 3) else 2), asked
 
 
 def _compiles(config: RunConfig, work: Work, kernels: bool) -> bool:
