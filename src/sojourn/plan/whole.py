@@ -16,7 +16,8 @@ _PREPARED_PER_SECOND = 1.26e6  # tokens, on two cores: sojourn bench prepare, 20
 
 @dataclass(frozen=True)
 class Whole:
-    """Seconds, by what takes them; `again` is what every further session pays before its first step."""
+    """Seconds, by what takes them; `again` is what every further session pays before its first step: where sessions
+    end, what was downloaded is gone with them."""
 
     parts: dict[str, float]
     again: float
@@ -32,11 +33,12 @@ def whole_run(config: RunConfig, work: Work, gpu: Gpu, fast: Speed, steps: int) 
     size = 2 * work.shape.parameters if base else 0
     loading = size / (1e6 * fixed["disk_mbs"])
     start = float(fixed["start"]) + loading
+    downloading = size / (1e6 * fixed["download_mbs"])
     compiling = float(fixed["compile"]) if work.compiled else 0.0
     stepping = steps * fast.step_seconds
     parts = {
         "starting": start,
-        "downloading": size / (1e6 * fixed["download_mbs"]),
+        "downloading": downloading,
         "compiling": compiling,
         "steps": stepping,
         "evaluations": _evaluations(config, fast, steps),
@@ -44,7 +46,7 @@ def whole_run(config: RunConfig, work: Work, gpu: Gpu, fast: Speed, steps: int) 
     }
     if train.rehearse == "on":
         parts["rehearsing"] = 3 * fast.step_seconds + checkpoint_bytes(work) / (1e6 * fixed["disk_mbs"])
-    return Whole(parts, start + compiling)
+    return Whole(parts, start + downloading + compiling)
 
 
 def checkpoint_bytes(work: Work) -> int:
