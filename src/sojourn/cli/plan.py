@@ -30,6 +30,7 @@ def plan(
     from sojourn.catalog.names import gpu as find_gpu
     from sojourn.config.load import load_run
     from sojourn.errors import UserError
+    from sojourn.plan.ask import alone
 
     if calibrate:
         _calibrate(json)
@@ -39,8 +40,10 @@ def plan(
         raise UserError(
             "plan: name a run: a preset (sojourn presets list) or a YAML file, such as: sojourn plan medium"
         )
+    others = {"--gpu": gpu, "--platform": platform, "--budget": budget, "--deadline": deadline, "--explain": explain}
+    alone(fit, others)
     config = load_run(words).config
-    cards = [find_gpu(name) for name in gpu] if gpu else None
+    cards = list(dict.fromkeys(find_gpu(name) for name in gpu)) if gpu else None
     if fit is not None:
         _inverse(config, fit, json)
         return
@@ -59,8 +62,10 @@ def _plan(
         as_values,
         best_lines,
         explain_lines,
+        folded,
         head_lines,
         memory_lines,
+        screen_width,
         table_lines,
     )
 
@@ -70,22 +75,25 @@ def _plan(
     if json:
         _print_json(as_values(config, found, advice))
         return
-    where = f" on {found.shown.gpu.name}" if found.shown else f" on {cards[0].name}" if cards else ""
-    lines = [*head_lines(config, found), *memory_lines(found.smallest, where), ""]
-    lines += [*table_lines(found, cards is not None), "", *best_lines(found, bool(money or seconds))]
+    width, shown = screen_width(), found.shown
+    card = shown.gpu if shown else cards[0] if cards else None
+    where = f" on {'each ' if shown and shown.count > 1 else ''}{card.name}" if card else ""
+    lines = [*head_lines(config, found, cards is not None), *memory_lines(found.smallest, where), ""]
+    limited = money is not None or seconds is not None
+    lines += [*table_lines(found, cards is not None, width), "", *best_lines(found, limited, target is not None)]
     if target is not None:
         lines += advice_lines(advice, target.name)
     if found.correction.records:
         lines.append(f"corrected by {found.correction.records} runs measured here (sojourn plan --calibrate)")
     if explain:
         lines += ["", *explain_lines(found)]
-    print("\n".join(lines))
+    print("\n".join(folded(lines, width)))
 
 
 def _inverse(config: RunConfig, size: str, json: bool) -> None:
     from sojourn.plan.advise import what_fits
     from sojourn.plan.ask import to_bytes
-    from sojourn.plan.show import inverse_lines
+    from sojourn.plan.show import folded, inverse_lines, screen_width
 
     found = what_fits(config, to_bytes(size))
     if json:
@@ -93,7 +101,7 @@ def _inverse(config: RunConfig, size: str, json: bool) -> None:
         _print_json({"room": found.room, "rows": found.rows, "rows_recomputed": found.rows_recomputed,
                      "length": found.length, "models": names})  # fmt: skip
         return
-    print("\n".join(inverse_lines(found)))
+    print("\n".join(folded(inverse_lines(found), screen_width())))
 
 
 def _calibrate(json: bool) -> None:

@@ -13,8 +13,10 @@ from sojourn.config.load import with_settings
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
 from sojourn.plan.choose import divisors
-from sojourn.plan.estimate import Plan, fit_on
+from sojourn.plan.estimate import TOO_SMALL, Plan, fit_on
 from sojourn.plan.memory import memory
+from sojourn.plan.priced import gpus_named
+from sojourn.plan.records import correction
 from sojourn.plan.speed import speed
 from sojourn.plan.subject import subject_of
 from sojourn.plan.work import Place, Work, work_of
@@ -68,7 +70,7 @@ def advise(config: RunConfig, gpu: Gpu) -> list[Advice]:
 
 def advise_for(config: RunConfig, plan: Plan, cards: list[Gpu] | None) -> tuple[Gpu | None, list[Advice]]:
     """Where the run fits on none of the GPUs asked for, or on none with a price: for the largest of them."""
-    offers = [o for o in plan.offers if o.gpu.capability is not None]
+    offers = [o for o in plan.offers if o.gpu.capability is not None and (o.fits or o.why_not == TOO_SMALL)]
     if any(o.fits and (o.bill is not None or cards) for o in offers):
         return None, []
     asked = [o.gpu for o in offers if cards or o.priced] or [o.gpu for o in offers]
@@ -96,10 +98,12 @@ def _changes(config: RunConfig, shape: ModelShape) -> Iterator[Change]:
         yield Change("adapters on a base in 4 bits", {"method.kind": "qlora"})
     for part in (2, 4):
         if length // part >= _SHORTEST:
-            yield Change(f"rows of {length // part} tokens", {"data.max_length": length // part})
+            yield Change(f"rows of {length // part:,} tokens", {"data.max_length": length // part})
+    other = {} if train.optimizer == "adamw" else {"train.optimizer": "adamw"}  # which FSDP can cut
+    if config.parallel.engine == "single":
+        other["parallel.engine"] = "auto"
     for count in (2, 4, 8):
-        if train.global_batch >= count:
-            other = {} if train.optimizer == "adamw" else {"train.optimizer": "adamw"}  # which FSDP can cut
+        if (gpus_named(config) or 1) < count <= train.global_batch:
             yield Change(f"{count} GPUs", other, count)
 
 
@@ -113,7 +117,7 @@ def _clash(group: tuple[Change, ...]) -> bool:
 
 def _tried(config: RunConfig, gpu: Gpu, group: tuple[Change, ...]) -> Advice | None:
     settings = {key: value for change in group for key, value in change.settings.items()}
-    count = max(change.count for change in group)
+    count = max(gpus_named(config) or 1, *(change.count for change in group))
     try:
         changed = with_settings(config, settings)
     except UserError:
@@ -129,6 +133,8 @@ class Inverse:
     """What so much memory holds: of this run the most rows and the longest rows, and the largest models by method."""
 
     room: int
+    global_batch: int
+    given_length: int
     rows: int | None
     rows_recomputed: int | None
     length: int | None
@@ -136,19 +142,23 @@ class Inverse:
 
 
 def what_fits(config: RunConfig, room: int) -> Inverse:
-    """`room`: bytes of a card, its context included. One row at a time and all recomputed where it says the most."""
+    """`room`: bytes of a card, its context included; "fits" as in a plan, on one GPU. One row at a time and all
+    recomputed where it says the most."""
     shape, place = subject_of(config), _place(room)
     batch, length = config.train.global_batch, config.data.max_length
     given = "off" if config.train.checkpointing == "auto" else config.train.checkpointing
 
+    learned = max(1.0, correction().memory)
+
     def fits(work: Work) -> bool:
-        return memory(work).device <= room
+        return learned * memory(work).enough <= room
 
     def rows(how: str) -> int | None:
         return max((n for n in divisors(batch) if fits(work_of(config, shape, place, n, how))), default=None)
 
     one = work_of(config, shape, place, 1, "full")
-    return Inverse(room, rows(given), rows("full"), _longest(one, shape, fits), _largest(config, one, fits, length))
+    found, longest = (rows(given), rows("full")), _longest(one, shape, fits)
+    return Inverse(room, batch, length, *found, longest, _largest(one, fits))
 
 
 def _longest(one: Work, shape: ModelShape, fits: Any) -> int | None:
@@ -160,7 +170,7 @@ def _longest(one: Work, shape: ModelShape, fits: Any) -> int | None:
     return 256 * low or None
 
 
-def _largest(config: RunConfig, one: Work, fits: Any, length: int) -> dict[str, tuple[ModelShape, int] | None]:
+def _largest(one: Work, fits: Any) -> dict[str, tuple[ModelShape, int] | None]:
     """Of the catalogue, with one row of the run's length, all recomputed."""
     found: dict[str, tuple[ModelShape, int] | None] = {}
     for method in ("full", "lora", "qlora"):

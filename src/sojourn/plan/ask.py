@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from sojourn.catalog.facts import platforms
 from sojourn.config.quantities import Duration, Money, Size
 from sojourn.config.words import closest, shown
@@ -28,14 +30,23 @@ def to_bytes(text: str) -> int:
     except ValueError as error:
         raise UserError(f"--fit: “{shown(text)}”: {error}") from None
     if size < 2**30:
-        raise UserError(f"--fit: “{shown(text)}” is less than a GPU's own overhead; give at least 1GiB")
+        unit = f", so write {text.strip()}GiB" if text.strip().isdigit() and size else "; give at least 1GiB"
+        raise UserError(f"--fit: “{shown(text)}” is {size:,} bytes, less than a GPU needs for itself{unit}")
     return size
 
 
 def known_platform(name: str | None) -> str | None:
     names = [place.name for place in platforms()]
-    if name is not None and name not in names:
-        raise UserError(
-            f"--platform: no platform called “{shown(name)}”{closest(name, names)}; there are: {', '.join(names)}"
-        )
-    return name
+    if name is None:
+        return None
+    meant = next((known for known in names if known.casefold() == name.strip().casefold()), None)
+    if meant is None:
+        raise UserError(f"--platform: no platform called “{shown(name)}”{closest(name, names)} (of {', '.join(names)})")
+    return meant
+
+
+def alone(fit: str | None, others: Mapping[str, object]) -> None:
+    """`--fit` asks about memory and about nothing else."""
+    given = [name for name, value in others.items() if value]
+    if fit is not None and given:
+        raise UserError(f"--fit: a plan the other way round has no {given[0]}; leave out one of the two")

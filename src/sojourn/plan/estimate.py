@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
-from sojourn.catalog.facts import Gpu, Price, gpus, platforms, prices
+from sojourn.catalog.facts import Gpu, Price, gpus, platforms
 from sojourn.catalog.shapes import ModelShape
 from sojourn.config.quantities import Money
 from sojourn.config.schema import RunConfig
+from sojourn.errors import UserError
 from sojourn.plan.choose import Cut, cut, divisors, ways_of
 from sojourn.plan.length import length_of
 from sojourn.plan.memory import SAFE, memory
 from sojourn.plan.money import Bill, bill, with_disk, within
+from sojourn.plan.priced import gpus_named, nothing_there, prices_on
 from sojourn.plan.records import Correction, correction
 from sojourn.plan.speed import Speed, has_rate, speed
 from sojourn.plan.subject import subject_of
@@ -21,6 +23,7 @@ from sojourn.plan.work import Work, place_of, work_of
 
 _GIB = 2**30
 _TOO_OLD = (7, 0)  # current torch has no kernels for GPUs before it
+TOO_SMALL = "too small"
 
 
 @dataclass(frozen=True)
@@ -75,8 +78,10 @@ def make_plan(
     offers = [
         one
         for gpu in (only or gpus())
-        for one in _offers_on(gpu, config, shape, steps, learned, platform)
-    ]  # fmt: skip
+        for one in _offers_on(gpu, config, shape, steps, learned, prices_on(gpu, config, platform, only is not None))
+    ]
+    if platform is not None and not offers:
+        raise UserError(nothing_there(platform, only, gpus_named(config)))
     offers.sort(key=_order)
     meeting = [o for o in offers if o.fits and o.bill is not None and within(o.bill, budget, deadline)]
     best = min(meeting, key=lambda o: (o.bill.cny, o.bill.elapsed) if o.bill else (0.0, 0.0), default=None)
@@ -93,13 +98,10 @@ def least(config: RunConfig, shape: ModelShape, gpu: Gpu | None = None) -> Cut:
     """One row at a time, as little kept as the settings allow: what there is to say of a run that fits nowhere."""
     place = place_of(gpu or next(card for card in gpus() if card.name == "H200"))
     rows = config.train.micro_batch if isinstance(config.train.micro_batch, int) else 1
-    found = cut(
-        lambda n, how: work_of(config, shape, place, n, how), rows, config.data.max_length, float("inf"),
-        ways_of(config.train.checkpointing)[-1:], rows,
-    )  # fmt: skip
-    if found is None:
-        raise AssertionError("endless room holds any run")
-    return found
+    count = gpus_named(config) or 1
+    engine = _engines(config, count)[-1]
+    work = work_of(config, shape, place, rows, ways_of(config.train.checkpointing)[-1], count, engine)
+    return Cut(work, memory(work))
 
 
 def room_of(gpu: Gpu, learned: Correction) -> float:
@@ -112,17 +114,21 @@ def fit_on(config: RunConfig, shape: ModelShape, gpu: Gpu, count: int = 1, room:
     asked = train.micro_batch if isinstance(train.micro_batch, int) else None
     batch = -(-train.global_batch // count)
     space = room if room is not None else room_of(gpu, correction())
-    engines: tuple[str | None, ...] = (None,) if count == 1 or config.parallel.engine != "auto" else ("ddp", "fsdp")
-    for engine in engines:
-        if engine == "fsdp" and (
-            train.optimizer != "adamw" or (config.method.kind == "qlora" and config.method.bits == 8)
-        ):
-            continue
+    for engine in _engines(config, count):
         make = partial(_work, config, shape, gpu, count, engine)
         found = cut(make, batch, config.data.max_length, space, ways_of(train.checkpointing), asked)
         if found is not None:
             return found
     return None
+
+
+def _engines(config: RunConfig, count: int) -> tuple[str | None, ...]:
+    """Those to try where several GPUs share the run, the fastest first; None: what the settings say."""
+    train, method, parallel = config.train, config.method, config.parallel
+    if count == 1 or parallel.engine != "auto" or parallel.deepspeed is not None or train.offload == "all":
+        return (None,)
+    cannot_cut = train.optimizer != "adamw" or (method.kind == "qlora" and method.bits == 8)
+    return ("ddp",) if cannot_cut else ("ddp", "fsdp")
 
 
 def _work(
@@ -138,17 +144,12 @@ def timed(config: RunConfig, found: Cut, gpu: Gpu, steps: int, learned: Correcti
 
 
 def _offers_on(
-    gpu: Gpu, config: RunConfig, shape: ModelShape, steps: int, learned: Correction, platform: str | None
+    gpu: Gpu, config: RunConfig, shape: ModelShape, steps: int, learned: Correction, prices: list[Price] | list[None]
 ) -> list[Offer]:
-    known: list[Price | None] = [
-        price for price in prices() if price.gpu == gpu.name and platform in (None, price.platform)
-    ]
-    if platform is not None and not known:
-        return []
     made: dict[int, Offer] = {}
     offers = []
-    for price in known or [None]:
-        count = price.count if price else 1
+    for price in prices:
+        count = price.count if price else gpus_named(config) or 1
         if count not in made:
             made[count] = _bare(gpu, count, config, shape, steps, learned)
         offers.append(_billed(made[count], price, config))
@@ -156,17 +157,40 @@ def _offers_on(
 
 
 def _bare(gpu: Gpu, count: int, config: RunConfig, shape: ModelShape, steps: int, learned: Correction) -> Offer:
-    if gpu.capability is not None and gpu.capability < _TOO_OLD:
-        return Offer(gpu, count, None, why_not="current torch has no kernels for it")
-    if gpu.unified and config.method.kind == "qlora":
-        return Offer(gpu, count, None, why_not="cannot run qlora")
-    found = fit_on(config, shape, gpu, count, room_of(gpu, learned))
+    if why_not := _cannot_run(gpu, count, config, shape):
+        return Offer(gpu, count, None, why_not=why_not)
+    room = room_of(gpu, learned)
+    found = fit_on(config, shape, gpu, count, room)
     if found is None:
-        return Offer(gpu, count, None, why_not="too small")
+        return Offer(gpu, count, None, why_not=TOO_SMALL)
+    most = _most_rows(found, config, room)
     if not has_rate(gpu):
-        return Offer(gpu, count, found, most_rows=_most_rows(found, config, room_of(gpu, learned)))
+        return Offer(gpu, count, found, most_rows=most)
     fast, whole = timed(config, found, gpu, steps, learned)
-    return Offer(gpu, count, found, fast, whole, most_rows=_most_rows(found, config, room_of(gpu, learned)))
+    return Offer(gpu, count, found, fast, whole, most_rows=most)
+
+
+def _cannot_run(gpu: Gpu, count: int, config: RunConfig, shape: ModelShape) -> str | None:
+    """What of the settings this kind of GPU refuses, as the training machine would."""
+    train, qlora = config.train, config.method.kind == "qlora"
+    if count > train.global_batch:
+        return f"train.global_batch={train.global_batch} is fewer rows than GPUs"
+    if gpu.capability is not None and gpu.capability < _TOO_OLD:
+        return "current torch has no kernels for it"
+    if train.device in ("cuda", "mps") and (train.device == "mps") != gpu.unified:
+        return f"train.device is {train.device}"
+    if gpu.unified and count > 1:
+        return "one to a machine"
+    if gpu.unified and (qlora or train.optimizer in ("adamw_8bit", "paged_adamw", "paged_adamw_8bit")):
+        return f"no {'qlora' if qlora else train.optimizer} there"
+    work = work_of(config, shape, place_of(gpu))
+    if gpu.unified and work.precision == "fp16":
+        return "no fp16 there"
+    if work.fp8 and not (work.capability >= (8, 9) and work.precision == "bf16" and work.fused):
+        return "no train.fp8 there"
+    if work.attention in ("varlen", "flash_attention_2") and (work.capability < (8, 0) or work.precision == "fp32"):
+        return f"no {work.attention} attention there"
+    return None
 
 
 def _most_rows(found: Cut, config: RunConfig, room: float) -> int:
@@ -189,5 +213,5 @@ def _billed(offer: Offer, price: Price | None, config: RunConfig) -> Offer:
 
 def _order(offer: Offer) -> tuple[bool, bool, float, float]:
     cost = offer.bill.cny if offer.bill else 0.0
-    hours = offer.whole.seconds if offer.whole else 0.0
+    hours = offer.whole.seconds if offer.whole else float("inf")
     return not offer.fits, offer.bill is None, cost, hours

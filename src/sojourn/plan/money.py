@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from sojourn.catalog.facts import PlatformFacts, Price, currencies
+from sojourn.catalog.tables import user_file
 from sojourn.config.quantities import Money
 from sojourn.errors import UserError
 
@@ -79,7 +80,10 @@ def _sessions(hours: float, again: float, session: float | None) -> tuple[float,
 def in_cny(amount: float, currency: str) -> float:
     rates = currencies()
     if currency and currency not in rates:
-        raise UserError(f"no rate for {currency} in the catalogue; it has {', '.join(rates)}")
+        raise UserError(
+            f"no rate for {currency} in the catalogue, which has {', '.join(rates)}; "
+            f"add [currencies.{currency}] with `cny`, what one is worth in CNY, to {user_file()}"
+        )
     return amount * rates[currency or "CNY"].cny
 
 

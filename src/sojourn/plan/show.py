@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
 from dataclasses import asdict
+from textwrap import wrap
 from typing import Any
+from unicodedata import east_asian_width
 
 from sojourn.config.schema import RunConfig
 from sojourn.plan.advise import Advice, Inverse
 from sojourn.plan.choose import Cut
-from sojourn.plan.estimate import Offer, Plan
+from sojourn.plan.estimate import TOO_SMALL, Offer, Plan
 from sojourn.plan.memory import Memory
 from sojourn.plan.money import money_text
 
 _GIB = 2**30
 _BAR = 56
+_COLUMNS = {"rows": 6, "most": 6, "GiB": 7, "tok/s": 11, "time": 7, "cost": 10}
 _MARKS = {"weights": "█", "adapters": "▪", "gradients": "▓", "optimizer": "▒", "activations": "▚", "loss": "▞",
           "temporary": "░", "context and lost": "·"}  # fmt: skip
 
 
-def head_lines(config: RunConfig, plan: Plan) -> list[str]:
+def screen_width() -> int:
+    return max(60, min(120, shutil.get_terminal_size((120, 40)).columns))
+
+
+def folded(lines: list[str], width: int) -> Iterator[str]:
+    """Lines that are too long, continued further in. What must not be torn apart is held together by hard spaces."""
+    for line in lines:
+        wide = sum(east_asian_width(letter) in "WF" for letter in line)
+        indent = " " * (2 + len(line) - len(line.lstrip()))
+        for part in wrap(line, width - wide, subsequent_indent=indent, break_on_hyphens=False) or [""]:
+            yield part.replace("\u00a0", " ").rstrip()
+
+
+def _whole(text: str) -> str:
+    return text.replace(" ", "\u00a0")
+
+
+def head_lines(config: RunConfig, plan: Plan, named: bool) -> list[str]:
     shape, method = plan.shape, config.method
     size = _count(shape.parameters)
     active = f" ({_count(shape.active_parameters)} active)" if shape.experts else ""
@@ -31,6 +53,10 @@ def head_lines(config: RunConfig, plan: Plan) -> list[str]:
         lines.append(
             f"note: data.max_length is {config.data.max_length:,}, but this model holds {shape.positions:,} tokens"
         )
+    if config.train.device == "cpu":
+        lines.append("note: train.device is cpu, of which no time can be told; what follows is for GPUs")
+    if config.limits.price_per_hour is not None and not named:
+        lines.append("note: limits.price_per_hour is taken for every GPU below; name yours with --gpu")
     return [*lines, *([f"note: {plan.assumed}"] if plan.assumed else [])]
 
 
@@ -39,66 +65,101 @@ def memory_lines(found: Cut, where: str = "") -> list[str]:
     kinds = {**needed.peak.by_kind(), "context and lost": needed.device - needed.allocated}
     kinds = {kind: size for kind, size in kinds.items() if size >= 0.005 * _GIB or kind == "weights"}
     bar = "".join(_MARKS[kind] * max(1, round(_BAR * size / needed.device)) for kind, size in kinds.items())
-    legend = "  ".join(f"{_MARKS[kind]} {kind} {size / _GIB:.2f}" for kind, size in kinds.items())
+    legend = "  ".join(_whole(f"{_MARKS[kind]} {kind} {size / _GIB:.2f}") for kind, size in kinds.items())
     plural = "row" if work.rows == 1 else "rows"
     recomputed = {"off": "nothing recomputed", "selective": "some recomputed", "full": "blocks recomputed"}
     return [
         f"memory{where}: {needed.device / _GIB:.1f} GiB of the card, {needed.allocated / _GIB:.1f} of it torch's, with "
         f"{work.rows} {plural} of {work.length:,} at a time, {work.precision}, {recomputed[work.recompute]}",
         f"  {bar}",
-        f"  {legend}  GiB",
+        f"  GiB: {legend}",
         f"  the peak is at: {needed.peak.name}",
     ]
 
 
-def table_lines(plan: Plan, everything: bool) -> list[str]:
+def table_lines(plan: Plan, everything: bool, width: int) -> list[str]:
     """Offers with a price, one a line; the others in one line each for those that fit and those that do not."""
-    priced = [o for o in plan.offers if o.bill is not None]
-    listed = list(plan.offers) if everything else priced
-    columns = {"fits": 6, "rows": 6, "most": 6, "GiB": 7, "tok/s": 11, "time": 8, "cost": 10, "sessions": 9}
-    title = f"{'GPU':<17}" + "".join(f"{name:>{width}}" for name, width in columns.items()) + "  where"
-    lines = [title, *(_row(offer) for offer in listed)] if listed else []
+    listed = [o for o in plan.offers if everything or o.bill is not None]
+    first = 1 + max((len(_card(o)) for o in listed), default=0)
+    title = f"{'GPU':<{first}}" + "".join(f"{name:>{size}}" for name, size in _COLUMNS.items()) + "  where"
+    lines = [title] if listed else []
+    for offer in listed:
+        row, notes = _row(offer, first), "; ".join(_notes(offer))
+        if notes and len(row) + len(notes) + 3 > width:
+            lines += [row, f"    {notes}"]
+        else:
+            lines.append(f"{row} ({notes})" if notes else row)
+    seen = list(dict.fromkeys(o.bill.seen for o in listed if o.bill))
+    lines += [f"prices: {'; '.join(map(_whole, seen))}"] if seen else []
     if not everything:
-        rest = [o for o in plan.offers if o.bill is None]
-        fitting = [f"{o.gpu.name}{f' ({_time(o.whole.seconds / 3600)})' if o.whole else ''}" for o in rest if o.fits]
-        lines += _wrapped("fits, no price known: ", fitting)
-        lines += _wrapped("does not fit: ", [o.gpu.name for o in rest if not o.fits])
+        lines += _rest(plan, [o for o in plan.offers if o.bill is None])
     return lines
 
 
-def _row(offer: Offer) -> str:
-    name = f"{offer.count} × {offer.gpu.name}" if offer.count > 1 else offer.gpu.name
+def _rest(plan: Plan, offers: list[Offer]) -> list[str]:
+    """Without a price: who fits, and who does not, and why."""
+    alike = len({o.count for o in plan.offers}) == 1
+    apples = sum(o.gpu.unified for o in plan.offers)
+
+    def _apple(offer: Offer, some: list[Offer]) -> bool:
+        """One of all there are, of which none needs a word of its own."""
+        alike = sum(o.gpu.unified for o in some) == apples
+        return offer.gpu.unified and alike and not any(o.fits for o in some)
+
+    def listed(title: str, some: list[Offer]) -> list[str]:
+        names = [_whole((o.gpu.name if alike else _card(o)) + _if_known(o)) for o in some if not _apple(o, some)]
+        names += [_whole("every Apple chip")] if any(_apple(o, some) for o in some) else []
+        return [f"{title}: {', '.join(dict.fromkeys(names))}"] if names else []
+
+    lines = listed("fits, no price known", [o for o in offers if o.fits])
+    for why in dict.fromkeys(o.why_not for o in offers if not o.fits):
+        title = "does not fit" if why == TOO_SMALL else f"cannot run it ({why})"
+        lines += listed(title, [o for o in offers if o.why_not == why])
+    return lines
+
+
+def _if_known(offer: Offer) -> str:
+    return f" ({_time(offer.whole.seconds / 3600)})" if offer.whole else ""
+
+
+def _card(offer: Offer) -> str:
+    return f"{offer.count} × {offer.gpu.name}" if offer.count > 1 else offer.gpu.name
+
+
+def _row(offer: Offer, first: int) -> str:
+    name, where = f"{_card(offer):<{first}}", offer.bill.title if offer.bill else ""
     if offer.cut is None:
-        return f"{name:<17}{'no':>6}{'':>57}  {offer.why_not}"
-    if offer.speed is None or offer.whole is None:
-        size = offer.cut.memory.device / _GIB
-        return f"{name:<17}{'yes':>6}{offer.cut.work.rows:>6}{offer.most_rows:>6}{size:>7.1f}  its speed is not known"
-    bill = offer.bill
-    hours = bill.hours if bill else offer.whole.seconds / 3600
-    cells = (
-        f"{name:<17}{'yes':>6}{offer.cut.work.rows:>6}{offer.most_rows:>6}{offer.cut.memory.device / _GIB:>7.1f}"
-        f"{offer.speed.tokens_per_second:>11,.0f}{_time(hours):>8}{bill.shown if bill else '':>10}"
-        f"{bill.sessions if bill else '':>9}"
-    )
+        return f"{name} {'does not fit' if offer.why_not == TOO_SMALL else 'cannot run it'}: {offer.why_not}"
+    bill, fast, whole = offer.bill, offer.speed, offer.whole
+    hours = bill.hours if bill else whole.seconds / 3600 if whole else None
+    cells = {
+        "rows": f"{offer.cut.work.rows:,}", "most": f"{offer.most_rows:,}",
+        "GiB": f"{offer.cut.memory.device / _GIB:.1f}", "tok/s": f"{fast.tokens_per_second:,.0f}" if fast else "?",
+        "time": _time(hours) if hours is not None else "?", "cost": bill.shown if bill else "",
+    }  # fmt: skip
+    return (name + "".join(f"{cells[key]:>{size}}" for key, size in _COLUMNS.items()) + f"  {where}").rstrip()
+
+
+def _notes(offer: Offer) -> list[str]:
+    if offer.cut is None:
+        return []
     how = [f"--gpus all, by {offer.cut.work.engine}"] if offer.count > 1 else []
-    said = "" if bill is None else f"  {bill.title} ({'; '.join([bill.seen, *how, *bill.notes])})"
-    return cells + said
+    unknown = ["its speed is not known"] if offer.speed is None else []
+    return [*how, *unknown, *(offer.bill.notes if offer.bill else ())]
 
 
-def best_lines(plan: Plan, limited: bool) -> list[str]:
+def best_lines(plan: Plan, limited: bool, helped: bool) -> list[str]:
+    """The choice and why; `helped`: advice follows."""
     best = plan.best
     if best is None or best.bill is None:
-        if any(o.fits and o.bill for o in plan.offers):
-            return ["nothing meets the deadline and the budget; the table says what each would take"]
-        return ["no GPU with a known price fits; what helps is below" if not any(o.fits for o in plan.offers) else
-                "no price is known for the GPUs that fit; give limits.price_per_hour, or your own prices"]  # fmt: skip
+        return [_no_choice(plan, limited, helped)]
     limits = " and meets the limits" if limited else ""
     lines = [f"cheapest that fits{limits}: {_named(best)}: {_billed(best)}"]
     fastest = plan.fastest
     if fastest is not None and fastest is not best:
         lines.append(f"fastest that fits{limits}: {_named(fastest)}: {_billed(fastest)}")
     paid = [o for o in plan.offers if o.fits and o.bill is not None and o.bill.amount > 0 and o.bill.disk_suffices]
-    if best.bill.amount == 0 and paid and (fastest is None or paid[0] is not fastest):
+    if best.bill.amount == 0 and paid and not limited and paid[0] is not fastest:
         lines.append(f"cheapest of those that cost: {_named(paid[0])}: {_billed(paid[0])}")
     if best.whole is not None:
         parts = {name: took for name, took in best.whole.parts.items() if took >= 0.01 * best.whole.seconds}
@@ -111,6 +172,24 @@ def best_lines(plan: Plan, limited: bool) -> list[str]:
     return lines
 
 
+def _no_choice(plan: Plan, limited: bool, helped: bool) -> str:
+    fitting = [o for o in plan.offers if o.fits]
+    billed = [(o.bill, o) for o in fitting if o.bill]
+    roomy = [(bill, o) for bill, o in billed if bill.disk_suffices]
+    if roomy and limited:
+        cheap = min(roomy, key=lambda one: (one[0].cny, one[0].elapsed))[1]
+        quick = min(roomy, key=lambda one: one[0].elapsed)[1]
+        least = "" if quick is cheap else f"; the fastest is {_named(quick)}: {_billed(quick)}"
+        return f"nothing meets the deadline and the budget; the cheapest is {_named(cheap)}: {_billed(cheap)}{least}"
+    if billed:
+        return "where it fits, there is no room on the disk for two checkpoints; the table says how much they take"
+    if fitting:
+        return "no price is known for the GPUs that fit; give limits.price_per_hour, or your own prices"
+    if not any(o.why_not == TOO_SMALL for o in plan.offers):
+        return "none of these GPUs can run it as it is set; why is said beside them"
+    return "it fits on none of these GPUs" + ("; what helps is below" if helped else "")
+
+
 def _without_gpu(offer: Offer) -> str:
     bill = offer.bill
     if bill is None or bill.no_gpu_per_hour is None:
@@ -120,8 +199,7 @@ def _without_gpu(offer: Offer) -> str:
 
 
 def _named(offer: Offer) -> str:
-    count = f"{offer.count} × " if offer.count > 1 else ""
-    return f"{count}{offer.gpu.name} on {offer.bill.title if offer.bill else '?'}"
+    return f"{_card(offer)} on {offer.bill.title if offer.bill else '?'}"
 
 
 def _billed(offer: Offer) -> str:
@@ -145,18 +223,26 @@ def advice_lines(advice: list[Advice], gpu: str) -> list[str]:
 
 def inverse_lines(found: Inverse) -> list[str]:
     words = {"full": "all weights", "lora": "LoRA", "qlora": "QLoRA"}
+    most, batch = found.rows_recomputed or 0, found.global_batch
     lines = [
-        f"into {found.room / _GIB:g} GiB fit, of this run: {found.rows or 'no'} rows at a time as it is set, "
-        f"{found.rows_recomputed or 'none'} with train.checkpointing=full, and one row of up to "
-        f"{f'{found.length:,} tokens' if found.length else 'not even 256 tokens'}"
+        f"into {_size(found.room)} fit, of this run:",
+        f"  {found.rows or 'none'} of the {batch:,} rows of a step at a time as it is set, {most or 'none'} with "
+        "train.checkpointing=full",
+        f"  a row of {f'up to {found.length:,}' if found.length else 'not even 256'} tokens, alone and with "
+        "train.checkpointing=full",
+        f"and of the catalogue, with one row of {found.given_length:,} tokens at a time and train.checkpointing=full:",
     ]
     for method, largest in found.models.items():
         if largest is None:
-            lines.append(f"  {words[method]}: no model of the catalogue")
+            lines.append(f"  {words[method]}: no model")
         else:
             shape, size = largest
             lines.append(f"  {words[method]}: up to {shape.name} ({_count(shape.parameters)}), {size / _GIB:.1f} GiB")
-    return lines
+    return [*lines, "as in every plan, 3 % of the memory are left free"]
+
+
+def _size(count: int) -> str:
+    return f"{count / _GIB:.4g} GiB" if count < 1000 * _GIB else f"{count / _GIB:,.0f} GiB"
 
 
 def explain_lines(plan: Plan) -> list[str]:
@@ -215,13 +301,6 @@ def _offer_values(offer: Offer) -> dict[str, Any]:
         "platform": bill.platform if bill else None, "cost": round(bill.amount, 4) if bill else None,
         "bill": asdict(bill) if bill else None,
     }  # fmt: skip
-
-
-def _wrapped(title: str, names: list[str]) -> list[str]:
-    from textwrap import wrap
-
-    text = title + ", ".join(dict.fromkeys(names))
-    return wrap(text, 118, subsequent_indent="  ") if names else []
 
 
 def _count(number: float) -> str:

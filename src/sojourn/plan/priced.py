@@ -1,0 +1,54 @@
+"""Which of the catalogue's prices count for a run: where, for which board, and for how many GPUs at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sojourn.catalog.facts import Gpu, Price, prices
+from sojourn.catalog.names import prices_of
+from sojourn.catalog.tables import user_file
+from sojourn.config.schema import RunConfig
+
+
+def gpus_named(config: RunConfig) -> int | None:
+    """How many the run asks for, over all its machines; None where it leaves that open."""
+    named, nodes = config.parallel.gpus, config.parallel.nodes
+    return len(named) * nodes if isinstance(named, list) else nodes if nodes > 1 else None
+
+
+def prices_on(gpu: Gpu, config: RunConfig, platform: str | None, named: bool) -> list[Price] | list[None]:
+    """None among them: no price is known. A card that the user named has the prices of its other boards too."""
+    asked, own = gpus_named(config), config.limits.price_per_hour
+    known = prices_of(gpu) if named else [price for price in prices() if price.gpu == gpu.name]
+    there = [price for price in known if platform in (None, price.platform)]
+    found = [
+        one for price in there if (one := _for_so_many(price, asked or min(price.count, config.train.global_batch)))
+    ]
+    if found or platform is None:
+        return found or [None]
+    mine = own is not None and (named or not _sold_on(platform))
+    return [Price(platform, gpu.name, 0.0, "your price", "", asked or 1)] if mine else []
+
+
+def _for_so_many(price: Price, asked: int) -> Price | None:
+    """By the machine of so many cards as the price is for; of what is free there is one machine."""
+    if asked > price.count and price.cny_per_hour == 0:
+        return None
+    times = -(-asked // price.count)
+    each = None if price.per_hour is None else times * price.per_hour
+    return replace(price, count=asked, cny_per_hour=times * price.cny_per_hour, per_hour=each)
+
+
+def nothing_there(platform: str, only: list[Gpu] | None, asked: int | None) -> str:
+    """Why a platform has no offer for a run, and what to type."""
+    sold = _sold_on(platform)
+    names = " or ".join(gpu.name for gpu in only) if only and sold else "a GPU"
+    names = f"{asked} × {names}" if asked and asked > 1 else names
+    has = f"; it has {', '.join(sold)}" if sold else ""
+    row = f'[prices.{platform}."{only[0].name if only else "RTX 4090"}"]'
+    mend = f"give limits.price_per_hour, or add {row} to {user_file()}"
+    return f"--platform: no price of {names} is known on {platform}{has}; {mend}"
+
+
+def _sold_on(platform: str) -> list[str]:
+    return [f"{p.count} × {p.gpu}" if p.count > 1 else p.gpu for p in prices() if p.platform == platform]

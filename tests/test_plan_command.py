@@ -1,0 +1,257 @@
+"""`sojourn plan` as it is used: how many GPUs, where, which cannot run it, on screens of any width."""
+
+import json
+from unicodedata import east_asian_width
+
+import pytest
+
+from conftest import called
+from sojourn.catalog.facts import platforms
+from sojourn.catalog.names import gpu
+from sojourn.catalog.shapes import model
+from sojourn.config.load import load_run
+from sojourn.errors import UserError
+from sojourn.plan.advise import advise, advise_for, what_fits
+from sojourn.plan.estimate import TOO_SMALL, fit_on, make_plan
+from sojourn.plan.memory import memory
+from sojourn.plan.money import bill
+from sojourn.plan.work import place_of, work_of
+
+A100 = gpu("A100 80GB")
+
+
+def plan_of(*words, **asked):
+    return make_plan(load_run(list(words)).config, **asked)
+
+
+# --- how many GPUs
+
+
+def test_a_run_that_names_its_gpus_is_planned_and_paid_for_so_many():
+    words = ("full-7b", "train.optimizer=adamw", "train.steps=100")
+    (alone,) = plan_of(*words, only=[A100]).offers
+    assert not alone.fits
+    (four,) = plan_of(*words, "--gpus", "0,1,2,3", only=[A100]).offers
+    assert four.count == four.cut.work.world == 4 and four.cut.work.engine == "fsdp"
+    assert four.bill.amount == pytest.approx(4 * 5.98 * four.bill.hours)
+    assert four.bill.hours == pytest.approx(four.whole.seconds / 3600)
+
+
+def test_what_is_advised_is_what_the_plan_then_says():
+    words = ("full-7b", "train.steps=100")
+    config = load_run(list(words)).config
+    found = next(one for one in advise(config, A100) if one.changes[0].count == 4)
+    (then,) = plan_of(*words, *found.typed.split(), only=[A100]).offers
+    assert then.speed.tokens_per_second == pytest.approx(found.tokens_per_second)
+    assert then.cut.memory.device == found.memory
+
+
+def test_advice_for_a_run_on_several_gpus_keeps_them():
+    words = ["full-7b", "train.optimizer=adamw", "train.steps=10", "--gpus", "0,1"]
+    for one in advise(load_run(words).config, gpu("RTX 4090")):
+        assert "2 GPUs" not in [change.says for change in one.changes]
+        count = max(2, *(change.count for change in one.changes))
+        changed = load_run([*words[:3], *(["--gpus", "0,1"] if count == 2 else []), *one.typed.split()]).config
+        assert fit_on(changed, model("qwen2.5-7b"), one.gpu, count).memory.device == one.memory
+
+
+def test_free_machines_have_the_gpus_that_they_have():
+    where = {o.bill.platform for o in plan_of("medium", "--gpus", "0,1").offers if o.bill and o.bill.amount == 0}
+    assert where == {"kaggle"}
+    assert not [o for o in plan_of("medium", "--gpus", "0,1,2,3").offers if o.bill and o.bill.amount == 0]
+    (single,) = plan_of("medium", "train.global_batch=1", platform="kaggle").offers
+    assert single.fits and single.count == 1
+
+
+def test_too_few_rows_for_the_gpus_are_said(home):
+    said = called("plan", "medium", "train.global_batch=4", "--gpus", "0,1,2,3,4,5,6,7", "--gpu", "4090").stdout
+    assert "train.global_batch=4 is fewer rows than GPUs" in said and "what helps is below" not in said
+
+
+# --- DeepSpeed
+
+
+@pytest.mark.parametrize(
+    ("zero", "stage", "offload"),
+    [
+        ({"stage": 3}, 3, "off"),
+        ({}, 0, "off"),
+        ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, 2, "optimizer"),
+        ({"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}, 3, "all"),
+        ({"stage": 1, "offload_optimizer": {"device": "none"}}, 1, "off"),
+    ],
+)
+def test_a_deepspeed_file_is_planned_as_it_is_written(tmp_path, zero, stage, offload):
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero}))
+    words = ("full-7b", "train.optimizer=adamw", "--gpus", "0,1,2,3", f"parallel.deepspeed={tmp_path / 'ds.json'}")
+    config = load_run([*words, "train.steps=10"]).config
+    found = fit_on(config, model("qwen2.5-7b"), A100, 4, float("inf"))
+    assert (found.work.engine, found.work.stage, found.work.offload) == ("deepspeed", stage, offload)
+
+
+def test_a_deepspeed_file_that_is_not_there_is_one_line(home):
+    said = called("plan", "full-7b", "parallel.deepspeed=nowhere.json")
+    assert said.returncode == 2 and "nowhere.json" in said.stderr and len(said.stderr.splitlines()) == 1
+
+
+def test_zero_cuts_what_its_stage_says():
+    """By hand: 2 bytes of weights, 2 of gradients, 12 of masters and moments a parameter, over four GPUs."""
+    count, shape = 7_615_616_512, model("qwen2.5-7b")
+    words = ["full-7b", "train.optimizer=adamw", "--gpus", "0,1,2,3", "parallel.engine=deepspeed", "train.steps=10"]
+    work = work_of(load_run(words).config, shape, place_of(A100), 1, "full", 4)
+    step = next(one for one in memory(work).moments if one.name == "optimizer's step")
+    kinds = step.by_kind()
+    assert work.stage == 2
+    assert kinds["weights"] == pytest.approx((2 + 4 / 4) * count)
+    assert kinds["gradients"] == pytest.approx(2 / 4 * count)
+    assert kinds["optimizer"] == pytest.approx(8 / 4 * count)
+
+
+# --- which GPUs cannot run it
+
+
+@pytest.mark.parametrize(
+    ("words", "card", "why"),
+    [
+        (["medium"], "P100", "no kernels"),
+        (["qlora-7b"], "M2 Max", "qlora"),
+        (["medium", "train.optimizer=adamw_8bit"], "M2 Max", "adamw_8bit"),
+        (["medium", "train.fp8=on"], "T4", "train.fp8"),
+        (["medium", "train.fp8=on"], "A100 80GB", "train.fp8"),
+        (["medium", "train.attention=varlen"], "T4", "varlen"),
+        (["medium", "train.device=mps"], "RTX 4090", "train.device"),
+        (["medium", "train.device=cuda"], "M2 Max", "train.device"),
+    ],
+)
+def test_a_gpu_that_refuses_a_setting_is_no_offer_and_gets_no_advice(words, card, why):
+    config = load_run(words).config
+    found = make_plan(config, [gpu(card)])
+    assert all(not o.fits and why in o.why_not and o.why_not != TOO_SMALL for o in found.offers)
+    assert advise_for(config, found, [gpu(card)]) == (None, [])
+
+
+def test_what_cannot_run_it_is_not_said_to_be_too_small(home):
+    text = called("plan", "qlora-7b").stdout
+    assert "cannot run it (current torch has no kernels for it): P100" in text and "does not fit: P100" not in text
+    assert "none of these GPUs can run it" in called("plan", "medium", "--gpu", "P100").stdout
+
+
+def test_the_memory_shown_is_of_a_gpu_whose_speed_is_known():
+    found = plan_of("full-7b", "train.optimizer=adamw", "train.steps=10")
+    assert found.best is None and found.shown.speed is not None and not found.shown.gpu.unified
+
+
+# --- where
+
+
+def test_a_card_on_another_board_has_the_price_of_its_sister():
+    (found,) = plan_of("medium", only=[gpu("A100 80GB PCIe")]).offers
+    assert found.bill.platform == "autodl" and found.bill.per_hour == 5.98
+
+
+@pytest.mark.parametrize(
+    ("platform", "card", "says"),
+    [
+        ("kaggle", "RTX 4090", "it has 2 × T4"),
+        ("dsw", None, "limits.price_per_hour"),
+        ("generic", None, "price_per_hour"),
+    ],
+)
+def test_a_platform_that_has_no_such_gpu_is_one_line_with_what_to_type(platform, card, says):
+    with pytest.raises(UserError) as told:
+        plan_of("medium", platform=platform, only=[gpu(card)] if card else None)
+    assert says in str(told.value) and "[prices." in str(told.value) and "\n" not in str(told.value)
+
+
+def test_a_price_of_ones_own_opens_a_platform_without_prices():
+    (found,) = plan_of("medium", "limits.price_per_hour=3", platform="dsw", only=[gpu("A10")]).offers
+    assert found.bill.title == "Aliyun PAI-DSW" and found.bill.amount == pytest.approx(3 * found.bill.hours)
+
+
+def test_platforms_are_known_in_any_case_and_gpus_named_twice_are_one(home):
+    found = json.loads(
+        called("plan", "medium", "--platform", "AutoDL", "--gpu", "4090", "--gpu", "RTX 4090", "--json").stdout
+    )
+    assert [offer["platform"] for offer in found["offers"]] == ["autodl"]
+
+
+def test_a_currency_without_a_rate_says_what_to_add(home):
+    said = called("plan", "medium", "--budget", "1000 JPY")
+    assert said.returncode == 2 and "[currencies.JPY]" in said.stderr and len(said.stderr.splitlines()) == 1
+
+
+def test_a_price_for_every_gpu_is_said(home):
+    words = ("plan", "medium", "limits.price_per_hour=2")
+    assert "taken for every GPU" in called(*words).stdout
+    assert "taken for every GPU" not in called(*words, "--gpu", "4090").stdout
+
+
+# --- sessions
+
+
+def test_every_session_downloads_the_base_again():
+    """A 7B in 16 bits is 15.2 GB: over eight minutes at 30 MB/s, at the start of each session."""
+    (found,) = plan_of("qlora-7b", "train.steps=3000", platform="colab").offers
+    again = 30 + 15.23e9 / 500e6 + 15.23e9 / 30e6 + (60 if found.cut.work.compiled else 0)
+    assert found.whole.again == pytest.approx(again, rel=0.01)
+    assert found.bill.sessions == 3
+    assert 3600 * found.bill.hours == pytest.approx(found.whole.seconds + 2 * again, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("hours", "sessions", "weeks"), [(12, 1, 1), (12.1, 2, 1), (29.9, 3, 1), (30.5, 3, 2), (40, 4, 2), (61, 6, 3)]
+)
+def test_sessions_and_weeks_on_kaggle_by_hand(hours, sessions, weeks):
+    from sojourn.catalog.facts import Price
+
+    place = next(one for one in platforms() if one.name == "kaggle")
+    found = bill(Price("kaggle", "T4", 0.0, "x", "2026-11", count=2), place, 3600 * hours, 60)
+    assert (found.sessions, found.weeks) == (sessions, weeks)
+
+
+# --- the screen
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize(
+    "words", [("qlora-7b",), ("full-7b",), ("medium", "--explain"), ("qlora-14b", "--fit", "24GiB")]
+)
+def test_no_line_is_wider_than_the_screen(home, monkeypatch, words, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    for line in called("plan", *words).stdout.splitlines():
+        assert sum(1 + (east_asian_width(letter) in "WF") for letter in line) <= width, line
+
+
+def test_sessions_sources_and_dates_are_on_the_screen(home, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = " ".join(called("plan", "qlora-7b", "train.steps=8000").stdout.split())
+    assert "4 sessions of 12 h" in text and "2 weeks at 30 GPU-hours a week" in text
+    assert "AutoDL price page, 2026-08" in text
+
+
+def test_where_nothing_meets_the_limits_the_nearest_are_named(home):
+    text = " ".join(called("plan", "qlora-7b", "--budget", "¥5", "--deadline", "3h").stdout.split())
+    assert "nothing meets the deadline and the budget; the cheapest is" in text and "the fastest is" in text
+
+
+# --- the other way round
+
+
+def test_what_fits_the_other_way_round_fits_in_a_plan_too():
+    """A run that no card of 80 GiB is said to hold is not said to fit into 80 GiB."""
+    config = load_run(["full-7b", "train.steps=10"]).config
+    assert fit_on(config, model("qwen2.5-7b"), A100) is None
+    assert what_fits(config, 80 * 2**30).rows_recomputed is None
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--fit", "24"), "write 24GiB"),
+        (("--fit", "0"), "at least 1GiB"),
+        (("--fit", "24GiB", "--gpu", "4090"), "--gpu"),
+    ],
+)
+def test_a_size_that_cannot_be_meant_says_what_to_type(home, words, says):
+    said = called("plan", "qlora-7b", *words)
+    assert said.returncode == 2 and says in said.stderr and len(said.stderr.splitlines()) == 1
