@@ -24,6 +24,7 @@ from sojourn.plan.records import calibrate, correction, note
 from sojourn.plan.shape import new_shape
 from sojourn.plan.speed import speed
 from sojourn.plan.subject import of_base, of_file, of_settings, subject_of
+from sojourn.plan.whole import checkpoint_bytes
 from sojourn.plan.work import Work, place_of, work_of
 
 GIB = 2**30
@@ -242,6 +243,18 @@ def test_a_base_that_is_nowhere_is_one_line(word):
     assert str(told.value).startswith("model.base: ") and "config.json" in str(told.value)
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "of_matrices", "of_ends"),
+    [("adamw", 12, 12), ("paged_adamw", 12, 12), ("adamw_8bit", 6.03125, 6.03125), ("muon", 8, 12)],
+)
+def test_a_checkpoint_has_weights_and_moments_wherever_they_are_kept(optimizer, of_matrices, of_ends):
+    ends = M110.embedding_parameters
+    by_hand = of_matrices * (M110.parameters - ends) + of_ends * ends
+    for how in ({}, {"offload": "optimizer"}, {"engine": "fsdp", "world": 4}):
+        work = replace(PRETRAIN, shape=M110, optimizer=optimizer, **how)
+        assert checkpoint_bytes(work) == pytest.approx(by_hand)
+
+
 # --- money
 
 
@@ -362,8 +375,9 @@ def test_records_teach_a_correction_that_plans_use(tmp_path, monkeypatch):
     for times in (1.08, 1.10, 1.50):
         note(LORA, "NVIDIA H200", "run", {"memory": times * planned, "step_seconds": 0.6}, 0.5)
     with (tmp_path / "plan/records.jsonl").open("a") as file:
-        file.write('{"measured": 3}\n{"torn')
+        file.write('{"measured": 3}\n{"measured": {"memory": 9e9}, "planned": {"memory": 1}}\n{"torn')
     learned = calibrate()
+    assert learned.records == 3  # those that taught something
     assert learned.memory == pytest.approx(1.10, rel=1e-6) and learned.time == pytest.approx(1.2)
     assert correction() == learned
     config = load_run(["medium"]).config
@@ -485,3 +499,13 @@ def test_platform_and_limits_narrow_the_choice(home):
 
 def test_calibrate_without_records_says_where_they_come_from(home):
     assert "a rehearsal or a finished run" in called("plan", "--calibrate").stdout
+
+
+def test_calibrating_and_planning_in_json_is_one_document(home):
+    folder = home / "plan"
+    folder.mkdir(parents=True)
+    row = {"planned": {"memory": 100, "step_seconds": 1}, "measured": {"memory": 130, "step_seconds": 1.5}}
+    (folder / "records.jsonl").write_text(json.dumps(row) + "\n")
+    found = json.loads(called("plan", "--calibrate", "medium", "--gpu", "4090", "--json").stdout)
+    assert found["correction"] == {"memory": 1.3, "time": 1.5, "records": 1}
+    assert "steps take 1.50 times as long" in called("plan", "medium", "--gpu", "4090").stdout

@@ -33,7 +33,7 @@ def plan(
     from sojourn.plan.ask import alone
 
     if calibrate:
-        _calibrate(json)
+        _calibrate(json, json and bool(words))
         if not words:
             return
     if not words:
@@ -61,6 +61,7 @@ def _plan(
         advice_lines,
         as_values,
         best_lines,
+        corrected_line,
         explain_lines,
         folded,
         head_lines,
@@ -84,7 +85,7 @@ def _plan(
     if target is not None:
         lines += advice_lines(advice, target.name)
     if found.correction.records:
-        lines.append(f"corrected by {found.correction.records} runs measured here (sojourn plan --calibrate)")
+        lines.append(corrected_line(found.correction))
     if explain:
         lines += ["", *explain_lines(found)]
     print("\n".join(folded(lines, width)))
@@ -104,12 +105,15 @@ def _inverse(config: RunConfig, size: str, json: bool) -> None:
     print("\n".join(folded(inverse_lines(found), screen_width())))
 
 
-def _calibrate(json: bool) -> None:
+def _calibrate(json: bool, silent: bool) -> None:
+    """Silent where a plan in JSON follows, which has the correction in it."""
     from dataclasses import asdict
 
     from sojourn.plan.records import calibrate, folder
 
     found = calibrate()
+    if silent:
+        return
     if json:
         _print_json(asdict(found))
     elif not found.records:

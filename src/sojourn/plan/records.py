@@ -66,9 +66,10 @@ def correction() -> Correction:
 
 
 def calibrate() -> Correction:
-    """The middle of all ratios of measured to planned, kept for later plans."""
-    lines = records()
-    found = Correction(_middle(lines, "memory"), _middle(lines, "step_seconds"), len(lines))
+    """The middle of all ratios of measured to planned, kept for later plans; records beyond belief teach nothing."""
+    keys = ("memory", "step_seconds")
+    lines = [line for line in records() if any(_ratio(line, key) is not None for key in keys)]
+    found = Correction(*(_middle(lines, key) for key in keys), len(lines))
     if not lines:
         return found
     folder().mkdir(parents=True, exist_ok=True)
@@ -77,12 +78,13 @@ def calibrate() -> Correction:
 
 
 def _middle(lines: list[dict[str, Any]], key: str) -> float:
-    ratios = []
-    for line in lines:
-        try:
-            ratio = float(line["measured"][key]) / float(line["planned"][key])
-        except (KeyError, TypeError, ValueError, ZeroDivisionError):
-            continue
-        if math.isfinite(ratio) and _LEAST <= ratio <= _MOST:
-            ratios.append(ratio)
+    ratios = [ratio for line in lines if (ratio := _ratio(line, key)) is not None]
     return statistics.median(ratios) if ratios else 1.0
+
+
+def _ratio(line: dict[str, Any], key: str) -> float | None:
+    try:
+        ratio = float(line["measured"][key]) / float(line["planned"][key])
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        return None
+    return ratio if math.isfinite(ratio) and _LEAST <= ratio <= _MOST else None

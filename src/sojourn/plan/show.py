@@ -15,6 +15,7 @@ from sojourn.plan.choose import Cut
 from sojourn.plan.estimate import TOO_SMALL, Offer, Plan
 from sojourn.plan.memory import Memory
 from sojourn.plan.money import money_text
+from sojourn.plan.records import Correction
 
 _GIB = 2**30
 _BAR = 56
@@ -219,6 +220,13 @@ def advice_lines(advice: list[Advice], gpu: str) -> list[str]:
         says = ", ".join(change.says for change in one.changes)
         lines.append(f"  {says}: {one.tokens_per_second:,.0f} tok/s, {one.memory / _GIB:.1f} GiB   ({one.typed})")
     return lines
+
+
+def corrected_line(learned: Correction) -> str:
+    return (
+        f"corrected by {learned.records} runs measured here (sojourn plan --calibrate): steps take {learned.time:.2f} "
+        f"times as long, memory is {learned.memory:.2f} times as much, which what fits accounts for and the GiB do not"
+    )
 
 
 def inverse_lines(found: Inverse) -> list[str]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sojourn.catalog.facts import Gpu
 from sojourn.config.schema import RunConfig
 from sojourn.plan.constants import constants
-from sojourn.plan.holdings import trained_parameters
+from sojourn.plan.holdings import optimizer, trained_parameters
 from sojourn.plan.speed import Speed
 from sojourn.plan.work import Work
 
@@ -50,8 +50,9 @@ def whole_run(config: RunConfig, work: Work, gpu: Gpu, fast: Speed, steps: int) 
 
 
 def checkpoint_bytes(work: Work) -> int:
-    moments = {"adamw_8bit": 2.03, "paged_adamw_8bit": 2.03, "muon": 4.0}.get(work.optimizer, 8.0)
-    return int((4 + moments) * trained_parameters(work))
+    """What is trained, in 32 bits, and its moments, wherever they are while it trains."""
+    together = replace(work, offload="off", engine="single", optimizer=work.optimizer.removeprefix("paged_"))
+    return int(4 * trained_parameters(work) + sum(term.bytes for term in optimizer(together)))
 
 
 def preparing_seconds(tokens: int) -> float:
