@@ -229,6 +229,11 @@ def test_sessions_sources_and_dates_are_on_the_screen(home, monkeypatch):
     assert "AutoDL price page, 2026-08" in text
 
 
+def test_only_limits_that_were_asked_for_are_named(home):
+    assert "nothing meets the budget;" in called("plan", "medium", "--budget", "¥0.01", "--platform", "autodl").stdout
+    assert "cheapest that fits and meets the deadline:" in called("plan", "medium", "--deadline", "1d").stdout
+
+
 def test_where_nothing_meets_the_limits_the_nearest_are_named(home):
     text = " ".join(called("plan", "qlora-7b", "--budget", "¥5", "--deadline", "3h").stdout.split())
     assert "nothing meets the deadline and the budget; the cheapest is" in text and "the fastest is" in text

@@ -80,8 +80,8 @@ def _plan(
     card = shown.gpu if shown else cards[0] if cards else None
     where = f" on {'each ' if shown and shown.count > 1 else ''}{card.name}" if card else ""
     lines = [*head_lines(config, found, cards is not None), *memory_lines(found.smallest, where), ""]
-    limited = money is not None or seconds is not None
-    lines += [*table_lines(found, cards is not None, width), "", *best_lines(found, limited, target is not None)]
+    limits = " and the ".join(word for word, given in (("deadline", seconds), ("budget", money)) if given is not None)
+    lines += [*table_lines(found, cards is not None, width), "", *best_lines(found, limits, target is not None)]
     if target is not None:
         lines += advice_lines(advice, target.name)
     if found.correction.records:

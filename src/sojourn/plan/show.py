@@ -149,18 +149,18 @@ def _notes(offer: Offer) -> list[str]:
     return [*how, *unknown, *(offer.bill.notes if offer.bill else ())]
 
 
-def best_lines(plan: Plan, limited: bool, helped: bool) -> list[str]:
-    """The choice and why; `helped`: advice follows."""
+def best_lines(plan: Plan, limits: str, helped: bool) -> list[str]:
+    """The choice and why; `limits`: what was asked for, in words; `helped`: advice follows."""
     best = plan.best
     if best is None or best.bill is None:
-        return [_no_choice(plan, limited, helped)]
-    limits = " and meets the limits" if limited else ""
-    lines = [f"cheapest that fits{limits}: {_named(best)}: {_billed(best)}"]
+        return [_no_choice(plan, limits, helped)]
+    met = f" and meets the {limits}" if limits else ""
+    lines = [f"cheapest that fits{met}: {_named(best)}: {_billed(best)}"]
     fastest = plan.fastest
     if fastest is not None and fastest is not best:
-        lines.append(f"fastest that fits{limits}: {_named(fastest)}: {_billed(fastest)}")
+        lines.append(f"fastest that fits{met}: {_named(fastest)}: {_billed(fastest)}")
     paid = [o for o in plan.offers if o.fits and o.bill is not None and o.bill.amount > 0 and o.bill.disk_suffices]
-    if best.bill.amount == 0 and paid and not limited and paid[0] is not fastest:
+    if best.bill.amount == 0 and paid and not limits and paid[0] is not fastest:
         lines.append(f"cheapest of those that cost: {_named(paid[0])}: {_billed(paid[0])}")
     if best.whole is not None:
         parts = {name: took for name, took in best.whole.parts.items() if took >= 0.01 * best.whole.seconds}
@@ -173,15 +173,15 @@ def best_lines(plan: Plan, limited: bool, helped: bool) -> list[str]:
     return lines
 
 
-def _no_choice(plan: Plan, limited: bool, helped: bool) -> str:
+def _no_choice(plan: Plan, limits: str, helped: bool) -> str:
     fitting = [o for o in plan.offers if o.fits]
     billed = [(o.bill, o) for o in fitting if o.bill]
     roomy = [(bill, o) for bill, o in billed if bill.disk_suffices]
-    if roomy and limited:
+    if roomy and limits:
         cheap = min(roomy, key=lambda one: (one[0].cny, one[0].elapsed))[1]
         quick = min(roomy, key=lambda one: one[0].elapsed)[1]
         least = "" if quick is cheap else f"; the fastest is {_named(quick)}: {_billed(quick)}"
-        return f"nothing meets the deadline and the budget; the cheapest is {_named(cheap)}: {_billed(cheap)}{least}"
+        return f"nothing meets the {limits}; the cheapest is {_named(cheap)}: {_billed(cheap)}{least}"
     if billed:
         return "where it fits, there is no room on the disk for two checkpoints; the table says how much they take"
     if fitting:
