@@ -239,6 +239,30 @@ def test_where_nothing_meets_the_limits_the_nearest_are_named(home):
     assert "nothing meets the deadline and the budget; the cheapest is" in text and "the fastest is" in text
 
 
+def test_a_card_that_is_too_small_is_said_once(home):
+    text = called("plan", "full-7b", "train.steps=10", "--gpu", "4090").stdout
+    assert text.count("does not fit") == 1
+
+
+def test_a_global_batch_of_many_divisors_takes_no_longer(home):
+    """720,720 has 240 divisors; the plan looks at few of them."""
+    from sojourn.plan import choose
+
+    counted, real = [], choose.memory
+    choose.memory = lambda work: counted.append(work) or real(work)
+    try:
+        found = plan_of("medium", "train.global_batch=720720", only=[gpu("RTX 4090")])
+    finally:
+        choose.memory = real
+    assert len(counted) < 60 and found.best.micro_batch * 512 <= choose.MOST_TOKENS
+    assert choose.divisors(720_720) == [n for n in range(1, 720_721) if 720_720 % n == 0]
+
+
+def test_rows_much_too_long_get_advice_too():
+    config = load_run(["qlora-7b", "data.max_length=200000", "train.steps=10"]).config
+    assert any("data.max_length" in one.typed for one in advise(config, gpu("RTX 4090")))
+
+
 # --- the other way round
 
 

@@ -22,7 +22,7 @@ from sojourn.plan.subject import subject_of
 from sojourn.plan.work import Place, Work, work_of
 
 _MOST_CHANGES = 3
-_SHORTEST = 256
+_SHORTEST, _LONG = 256, 32_768  # rows that are not halved further, and rows that are halved more often
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def advise(config: RunConfig, gpu: Gpu) -> list[Advice]:
             names = frozenset(change.says for change in group)
             if any(less <= names for less in enough) or _clash(group):
                 continue
-            one = _tried(config, gpu, group)
+            one = _tried(config, shape, gpu, group)
             if one is not None:
                 found.append(one)
                 enough.append(names)
@@ -96,7 +96,7 @@ def _changes(config: RunConfig, shape: ModelShape) -> Iterator[Change]:
     if method.kind == "full":
         yield Change("train adapters only", {"method.kind": "lora"})
         yield Change("adapters on a base in 4 bits", {"method.kind": "qlora"})
-    for part in (2, 4):
+    for part in (2, 4) if length < _LONG else (2, 4, 8, 16):
         if length // part >= _SHORTEST:
             yield Change(f"rows of {length // part:,} tokens", {"data.max_length": length // part})
     other = {} if train.optimizer == "adamw" else {"train.optimizer": "adamw"}  # which FSDP can cut
@@ -115,14 +115,14 @@ def _clash(group: tuple[Change, ...]) -> bool:
     return len(keys) > len(set(keys)) or sum(change.count > 1 for change in group) > 1 or (adapters and moments) or both
 
 
-def _tried(config: RunConfig, gpu: Gpu, group: tuple[Change, ...]) -> Advice | None:
+def _tried(config: RunConfig, shape: ModelShape, gpu: Gpu, group: tuple[Change, ...]) -> Advice | None:
     settings = {key: value for change in group for key, value in change.settings.items()}
     count = max(gpus_named(config) or 1, *(change.count for change in group))
     try:
         changed = with_settings(config, settings)
     except UserError:
         return None
-    found = fit_on(changed, subject_of(changed), gpu, count)
+    found = fit_on(changed, shape, gpu, count)  # no change is to the model
     if found is None:
         return None
     return Advice(group, gpu, speed(found.work, gpu).tokens_per_second, found.memory.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,7 +20,8 @@ class Cut:
 
 
 def divisors(batch: int) -> list[int]:
-    return [n for n in range(1, batch + 1) if batch % n == 0]
+    small = [n for n in range(1, math.isqrt(batch) + 1) if batch % n == 0]
+    return sorted({*small, *(batch // n for n in small)})
 
 
 def cut(
@@ -29,17 +31,13 @@ def cut(
 
     `make` gives the work of so many rows with so much recomputed; `room` is bytes of the device, context included.
     """
-    rows = [asked] if asked else divisors(batch)
+    rows = [asked] if asked else [n for n in divisors(batch) if n * length <= MOST_TOKENS] or [1]
     fair = asked or max([n for n in rows if n * length <= FAIR_TOKENS], default=1)
     best: Cut | None = None
     for how in ways:
-        found = [Cut(work, memory(work)) for work in (make(n, how) for n in rows)]
-        fitting = [one for one in found if one.memory.device <= room]
-        if not fitting:
-            continue
-        usual = [one for one in fitting if one.work.tokens <= MOST_TOKENS] or fitting[:1]
-        best = usual[-1]
-        if best.work.rows >= fair:
+        tried = (Cut(work, memory(work)) for work in (make(n, how) for n in reversed(rows)))
+        best = next((one for one in tried if one.memory.device <= room), best)
+        if best is not None and best.work.rows >= fair:
             return best
     return best
 

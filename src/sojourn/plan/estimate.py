@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 
 from sojourn.catalog.facts import Gpu, Price, gpus, platforms
 from sojourn.catalog.shapes import ModelShape
@@ -195,7 +196,7 @@ def _cannot_run(gpu: Gpu, count: int, config: RunConfig, shape: ModelShape) -> s
 
 def _most_rows(found: Cut, config: RunConfig, room: float) -> int:
     rows = [n for n in divisors(-(-config.train.global_batch // found.work.world)) if n >= found.work.rows]
-    fitting = [n for n in rows if memory(replace(found.work, rows=n)).device <= room]
+    fitting = takewhile(lambda n: memory(replace(found.work, rows=n)).device <= room, rows)
     return max(fitting, default=found.work.rows)
 
 

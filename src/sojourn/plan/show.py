@@ -80,7 +80,9 @@ def memory_lines(found: Cut, where: str = "") -> list[str]:
 
 def table_lines(plan: Plan, everything: bool, width: int) -> list[str]:
     """Offers with a price, one a line; the others in one line each for those that fit and those that do not."""
-    listed = [o for o in plan.offers if everything or o.bill is not None]
+    asked = [o for o in plan.offers if everything or o.bill is not None]
+    refused = {_card(o): o for o in asked if not o.fits}  # once, wherever it might be rented
+    listed = [*(o for o in asked if o.fits), *refused.values()]
     first = 1 + max((len(_card(o)) for o in listed), default=0)
     title = f"{'GPU':<{first}}" + "".join(f"{name:>{size}}" for name, size in _COLUMNS.items()) + "  where"
     lines = [title] if listed else []
@@ -130,7 +132,7 @@ def _card(offer: Offer) -> str:
 def _row(offer: Offer, first: int) -> str:
     name, where = f"{_card(offer):<{first}}", offer.bill.title if offer.bill else ""
     if offer.cut is None:
-        return f"{name} {'does not fit' if offer.why_not == TOO_SMALL else 'cannot run it'}: {offer.why_not}"
+        return f"{name} {'does not fit' if offer.why_not == TOO_SMALL else f'cannot run it: {offer.why_not}'}"
     bill, fast, whole = offer.bill, offer.speed, offer.whole
     hours = bill.hours if bill else whole.seconds / 3600 if whole else None
     cells = {
