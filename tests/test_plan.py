@@ -458,7 +458,15 @@ def test_a_run_that_fits_nowhere_asked_for_gets_advice(home):
 
 def test_explain_names_every_term_with_its_formula(home):
     text = called("plan", "medium", "--gpu", "4090", "--explain").stdout
-    for word in ("(the peak)", "gradients = 4·N", "T·F·e", "multiplications =", "optimizer's step", "ms"):
+    for word in (
+        "(the peak)",
+        "T tokens at a time",
+        "gradients = 4·N",
+        "T·F·e",
+        "multiplications =",
+        "optimizer's step",
+        "ms",
+    ):
         assert word in text, word
 
 

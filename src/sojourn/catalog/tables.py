@@ -128,13 +128,10 @@ def _flat(kind: str, table: Table, where: str) -> dict[str, Table]:
     return flat
 
 
-_hints = cache(typing.get_type_hints)
-
-
 def to_row(cls: type[Row], row: Table, where: str, kind: str) -> Row:
     """One table as a frozen dataclass; an unknown, missing or wrongly typed key is the user's error, named."""
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    hints = _hints(cls)
+    hints = typing.get_type_hints(cls)
     values: Table = {}
     for key, value in row.items():
         if key not in fields:

@@ -69,7 +69,7 @@ def calibrate() -> Correction:
     """The middle of all ratios of measured to planned, kept for later plans; records beyond belief teach nothing."""
     keys = ("memory", "step_seconds")
     lines = [line for line in records() if any(_ratio(line, key) is not None for key in keys)]
-    found = Correction(*(_middle(lines, key) for key in keys), len(lines))
+    found = Correction(_middle(lines, keys[0]), _middle(lines, keys[1]), len(lines))
     if not lines:
         return found
     folder().mkdir(parents=True, exist_ok=True)

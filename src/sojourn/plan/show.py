@@ -257,7 +257,10 @@ def _size(count: int) -> str:
 
 def explain_lines(plan: Plan) -> list[str]:
     """Every term of every moment, and every part of a step, with its formula."""
-    lines = []
+    lines = [
+        "P parameters, N trained ones, T tokens at a time, D width, F width of the feed-forward, V vocabulary, e bytes of "
+        "a number that is multiplied, r of one between blocks"
+    ]
     for moment in plan.smallest.memory.moments:
         mark = " (the peak)" if moment is plan.smallest.memory.peak else ""
         lines.append(f"{moment.name}: {moment.bytes / _GIB:.3f} GiB{mark}")
