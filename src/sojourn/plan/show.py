@@ -31,10 +31,15 @@ def screen_width() -> int:
 def folded(lines: list[str], width: int) -> Iterator[str]:
     """Lines that are too long, continued further in. What must not be torn apart is held together by hard spaces."""
     for line in lines:
-        wide = sum(east_asian_width(letter) in "WF" for letter in line)
+        wide = _cells(line) - len(line)
         indent = " " * (2 + len(line) - len(line.lstrip()))
         for part in wrap(line, width - wide, subsequent_indent=indent, break_on_hyphens=False) or [""]:
             yield part.replace("\u00a0", " ").rstrip()
+
+
+def _cells(text: str) -> int:
+    """Columns of a terminal: Chinese letters take two."""
+    return len(text) + sum(east_asian_width(letter) in "WF" for letter in text)
 
 
 def _whole(text: str) -> str:
@@ -88,7 +93,7 @@ def table_lines(plan: Plan, everything: bool, width: int) -> list[str]:
     lines = [title] if listed else []
     for offer in listed:
         row, notes = _row(offer, first), "; ".join(_notes(offer))
-        if notes and len(row) + len(notes) + 3 > width:
+        if notes and _cells(row) + len(notes) + 3 > width:
             lines += [row, f"    {notes}"]
         else:
             lines.append(f"{row} ({notes})" if notes else row)
@@ -258,8 +263,8 @@ def _size(count: int) -> str:
 def explain_lines(plan: Plan) -> list[str]:
     """Every term of every moment, and every part of a step, with its formula."""
     lines = [
-        "P parameters, N trained ones, T tokens at a time, D width, F width of the feed-forward, V vocabulary, e bytes of "
-        "a number that is multiplied, r of one between blocks"
+        "P parameters, N trained ones, T tokens at a time, D width, F width of the feed-forward, V vocabulary, e bytes "
+        "of a number that is multiplied, r of one between blocks"
     ]
     for moment in plan.smallest.memory.moments:
         mark = " (the peak)" if moment is plan.smallest.memory.peak else ""
