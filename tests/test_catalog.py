@@ -101,6 +101,7 @@ def test_the_cards_people_rent_are_all_there():
         ("NVIDIA H800 PCIe", "H800 PCIe"),
         ("b200 192gb", "B200"),
         ("a100-40", "A100 40GB"),
+        ("4060 Ti 16", "RTX 4060 Ti 16GB"),
         ("a100_80g", "A100 80GB"),
         ("Tesla T4", "T4"),
         ("Tesla P100-PCIE-16GB", "P100 16GB"),

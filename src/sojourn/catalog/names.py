@@ -24,7 +24,7 @@ def _parts(name: str) -> tuple[str, float | None, bool]:
             pcie = True
         elif word and not _NOISE.match(word):
             model.append(word)
-    if len(model) == 2 and re.fullmatch(r"\d{1,4}", model[1]) and memory is None:  # "a100 80", "A100-40"
+    if len(model) > 1 and re.fullmatch(r"\d{1,4}", model[-1]) and memory is None:  # "a100 80", "4060 Ti 16"
         memory = float(model.pop())
     return "".join(model), memory, pcie
 
