@@ -68,6 +68,16 @@ def test_too_few_rows_for_the_gpus_are_said(home):
     assert "train.global_batch=4 is fewer rows than GPUs" in said and "what helps is below" not in said
 
 
+def test_advice_for_a_free_platform_asks_for_no_gpus_that_it_has_not(home):
+    words = ("plan", "qlora-7b", "model.base=qwen2.5-32b", "train.steps=10", "--json")
+    for platform, most in (("kaggle", 2), ("colab", 1)):
+        found = json.loads(called(*words, "--platform", platform).stdout)
+        assert found["best"] is None
+        assert all(one["typed"].partition("--gpus ")[2].count(",") < most for one in found["advice"])
+    text = called("plan", "qlora-7b", "model.base=qwen2.5-32b", "--platform", "kaggle").stdout
+    assert "does not fit: 2 × T4" in text and "what helps is below" not in text
+
+
 # --- DeepSpeed
 
 
@@ -201,6 +211,15 @@ def test_platforms_are_known_in_any_case_and_gpus_named_twice_are_one(home):
 def test_a_currency_without_a_rate_says_what_to_add(home):
     said = called("plan", "medium", "--budget", "1000 JPY")
     assert said.returncode == 2 and "[currencies.JPY]" in said.stderr and len(said.stderr.splitlines()) == 1
+
+
+def test_a_price_of_ones_own_is_on_no_platform_in_particular(home):
+    text = called("plan", "medium", "--gpu", "H100", "limits.price_per_hour=10").stdout
+    assert "cheapest that fits: H100: ¥" in text and "generic" not in text
+
+
+def test_a_machine_of_ones_own_needs_no_price(home):
+    assert "costs nothing" in called("plan", "medium", "--gpu", "M3").stdout
 
 
 def test_a_price_for_every_gpu_is_said(home):

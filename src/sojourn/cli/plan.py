@@ -71,8 +71,9 @@ def _plan(
     )
 
     money, seconds = to_budget(budget), to_seconds(deadline)
-    found = make_plan(config, cards, known_platform(platform), money, seconds)
-    target, advice = advise_for(config, found, cards)
+    place = known_platform(platform)
+    found = make_plan(config, cards, place, money, seconds)
+    target, advice = advise_for(config, found, cards, place)
     if json:
         _print_json(as_values(config, found, advice))
         return
@@ -81,7 +82,7 @@ def _plan(
     where = f" on {'each ' if shown and shown.count > 1 else ''}{card.name}" if card else ""
     lines = [*head_lines(config, found, cards is not None), *memory_lines(found.smallest, where), ""]
     limits = " and the ".join(word for word, given in (("deadline", seconds), ("budget", money)) if given is not None)
-    lines += [*table_lines(found, cards is not None, width), "", *best_lines(found, limits, target is not None)]
+    lines += [*table_lines(found, cards is not None, width), "", *best_lines(found, limits, bool(advice))]
     if target is not None:
         lines += advice_lines(advice, target.name)
     if found.correction.records:

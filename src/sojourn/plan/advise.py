@@ -15,7 +15,7 @@ from sojourn.errors import UserError
 from sojourn.plan.choose import divisors
 from sojourn.plan.estimate import TOO_SMALL, Plan, fit_on
 from sojourn.plan.memory import memory
-from sojourn.plan.priced import gpus_named
+from sojourn.plan.priced import gpus_named, most_gpus
 from sojourn.plan.records import correction
 from sojourn.plan.speed import speed
 from sojourn.plan.subject import subject_of
@@ -50,10 +50,10 @@ class Advice:
         return " ".join([*words, *([f"--gpus {','.join(map(str, range(count)))}"] if count > 1 else [])])
 
 
-def advise(config: RunConfig, gpu: Gpu) -> list[Advice]:
-    """The fastest first; of combinations only those of which no part would do alone."""
+def advise(config: RunConfig, gpu: Gpu, most: int | None = None) -> list[Advice]:
+    """The fastest first; of combinations only those of which no part would do alone. There are `most` GPUs, if any."""
     shape, found, enough = subject_of(config), list[Advice](), list[frozenset[str]]()
-    changes = list(_changes(config, shape))
+    changes = [change for change in _changes(config, shape) if most is None or change.count <= most]
     for size in range(1, _MOST_CHANGES + 1):
         for group in combinations(changes, size):
             names = frozenset(change.says for change in group)
@@ -68,7 +68,9 @@ def advise(config: RunConfig, gpu: Gpu) -> list[Advice]:
     return sorted(found, key=lambda one: -one.tokens_per_second)[:6]
 
 
-def advise_for(config: RunConfig, plan: Plan, cards: list[Gpu] | None) -> tuple[Gpu | None, list[Advice]]:
+def advise_for(
+    config: RunConfig, plan: Plan, cards: list[Gpu] | None, platform: str | None = None
+) -> tuple[Gpu | None, list[Advice]]:
     """Where the run fits on none of the GPUs asked for, or on none with a price: for the largest of them."""
     offers = [o for o in plan.offers if o.gpu.capability is not None and (o.fits or o.why_not == TOO_SMALL)]
     if any(o.fits and (o.bill is not None or cards) for o in offers):
@@ -77,7 +79,7 @@ def advise_for(config: RunConfig, plan: Plan, cards: list[Gpu] | None) -> tuple[
     if not asked:
         return None, []
     target = max(asked, key=lambda card: card.plan_gib)
-    return target, advise(config, target)
+    return target, advise(config, target, most_gpus(target, platform))
 
 
 def _changes(config: RunConfig, shape: ModelShape) -> Iterator[Change]:

@@ -62,7 +62,7 @@ def bill(price: Price, place: PlatformFacts | None, seconds: float, again: float
     if weeks > 1:
         notes.append(f"{weeks} weeks at {quota:g} GPU-hours a week")
     return Bill(
-        price.platform, place.title if place else price.platform, price.count, per_hour, currency, per_hour * hours,
+        price.platform, place.title if place else "", price.count, per_hour, currency, per_hour * hours,
         in_cny(per_hour * hours, currency), hours, elapsed, sessions, weeks, seen, tuple(notes),
         place.no_gpu_per_hour if place else None,
     )  # fmt: skip

@@ -39,6 +39,12 @@ def _for_so_many(price: Price, asked: int) -> Price | None:
     return replace(price, count=asked, cny_per_hour=times * price.cny_per_hour, per_hour=each)
 
 
+def most_gpus(gpu: Gpu, platform: str | None) -> int | None:
+    """How many of a kind one can have on a platform; None where that is a question of money."""
+    free = [p.count for p in prices() if p.platform == platform and p.gpu == gpu.name and p.cny_per_hour == 0]
+    return max(free, default=None)
+
+
 def nothing_there(platform: str, only: list[Gpu] | None, asked: int | None) -> str:
     """Why a platform has no offer for a run, and what to type."""
     sold = _sold_on(platform)

@@ -106,7 +106,7 @@ def table_lines(plan: Plan, everything: bool, width: int) -> list[str]:
 
 def _rest(plan: Plan, offers: list[Offer]) -> list[str]:
     """Without a price: who fits, and who does not, and why."""
-    alike = len({o.count for o in plan.offers}) == 1
+    alike = len({o.count for o in plan.offers}) == 1 < len(plan.offers)
     apples = sum(o.gpu.unified for o in plan.offers)
 
     def _apple(offer: Offer, some: list[Offer]) -> bool:
@@ -191,6 +191,8 @@ def _no_choice(plan: Plan, limits: str, helped: bool) -> str:
         return f"nothing meets the {limits}; the cheapest is {_named(cheap)}: {_billed(cheap)}{least}"
     if billed:
         return "where it fits, there is no room on the disk for two checkpoints; the table says how much they take"
+    if fitting and all(o.gpu.unified for o in fitting):
+        return "nobody rents these out: on a machine of your own it costs nothing"
     if fitting:
         return "no price is known for the GPUs that fit; give limits.price_per_hour, or your own prices"
     if not any(o.why_not == TOO_SMALL for o in plan.offers):
@@ -207,7 +209,7 @@ def _without_gpu(offer: Offer) -> str:
 
 
 def _named(offer: Offer) -> str:
-    return f"{_card(offer)} on {offer.bill.title if offer.bill else '?'}"
+    return f"{_card(offer)} on {offer.bill.title}" if offer.bill and offer.bill.title else _card(offer)
 
 
 def _billed(offer: Offer) -> str:
