@@ -17,6 +17,7 @@ import pytest
 from gang import Gang
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["COLUMNS"] = "120"  # whatever terminal, or none, the tests run in
 
 COLOURS = ("red", "green", "blue", "gold", "grey", "pink", "black", "white")
 THINGS = ("cat", "boat", "lamp", "tree", "stone", "river", "cloud", "bell")

@@ -37,6 +37,14 @@ def test_a_run_that_names_its_gpus_is_planned_and_paid_for_so_many():
     assert four.bill.hours == pytest.approx(four.whole.seconds / 3600)
 
 
+def test_machines_exchange_more_slowly_than_gpus_of_one():
+    words = ("full-7b", "train.optimizer=adamw", "train.steps=100")
+    (one,) = plan_of(*words, "--gpus", "0,1,2,3", only=[A100]).offers
+    (two,) = plan_of(*words, "--gpus", "0,1", "parallel.nodes=2", "parallel.master=10.0.0.1", only=[A100]).offers
+    assert two.count == 4 and two.cut.work.nodes == 2 and one.cut.work.world == two.cut.work.world
+    assert two.whole.seconds > 3 * one.whole.seconds
+
+
 def test_what_is_advised_is_what_the_plan_then_says():
     words = ("full-7b", "train.steps=100")
     config = load_run(list(words)).config
@@ -274,6 +282,14 @@ def test_sessions_sources_and_dates_are_on_the_screen(home, monkeypatch):
 def test_only_limits_that_were_asked_for_are_named(home):
     assert "nothing meets the budget;" in called("plan", "medium", "--budget", "¥0.01", "--platform", "autodl").stdout
     assert "cheapest that fits and meets the deadline:" in called("plan", "medium", "--deadline", "1d").stdout
+
+
+def test_a_run_s_own_limits_are_its_budget_and_deadline(home):
+    run = ("qlora-7b", "train.steps=1000")
+    limited = called("plan", *run, "limits.budget=7CNY", "limits.time=3h").stdout
+    assert "cheapest that fits and meets the deadline and the budget: A100 40GB" in limited
+    typed = called("plan", *run, "limits.budget=7CNY", "limits.time=3h", "--budget", "1CNY", "--deadline", "12h").stdout
+    assert "cheapest that fits and meets the deadline and the budget: 2 × T4" in typed
 
 
 def test_where_nothing_meets_the_limits_the_nearest_are_named(home):

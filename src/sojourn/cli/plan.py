@@ -19,8 +19,8 @@ def plan(
         None, "--gpu", help="Only this GPU (RTX 4090, A100 80GB, …); may be given several times."
     ),
     platform: str | None = typer.Option(None, "--platform", help="Only offers of this platform (autodl, kaggle, …)."),
-    budget: str | None = typer.Option(None, "--budget", help="The most it may cost: 30, ¥30, $5."),
-    deadline: str | None = typer.Option(None, "--deadline", help="When it must be done: 12h, 3d."),
+    budget: str | None = typer.Option(None, "--budget", help="The most it may cost: 30, ¥30, $5; else limits.budget."),
+    deadline: str | None = typer.Option(None, "--deadline", help="When it must be done: 12h, 3d; else limits.time."),
     fit: str | None = typer.Option(None, "--fit", metavar="SIZE", help="What so much memory would hold: 24GiB."),
     explain: bool = typer.Option(False, "--explain", help="Every term with its formula."),
     calibrate: bool = typer.Option(False, "--calibrate", help="Learn from planned and measured runs on this machine."),
@@ -70,7 +70,9 @@ def _plan(
         table_lines,
     )
 
-    money, seconds = to_budget(budget), to_seconds(deadline)
+    limits = config.limits
+    money = to_budget(budget) or limits.budget
+    seconds = to_seconds(deadline) or (None if limits.time is None else float(limits.time))
     place = known_platform(platform)
     found = make_plan(config, cards, place, money, seconds)
     target, advice = advise_for(config, found, cards, place)
@@ -81,8 +83,8 @@ def _plan(
     card = shown.gpu if shown else cards[0] if cards else None
     where = f" on {'each ' if shown and shown.count > 1 else ''}{card.name}" if card else ""
     lines = [*head_lines(config, found, cards is not None), *memory_lines(found.smallest, where), ""]
-    limits = " and the ".join(word for word, given in (("deadline", seconds), ("budget", money)) if given is not None)
-    lines += [*table_lines(found, cards is not None, width), "", *best_lines(found, limits, bool(advice))]
+    asked = " and the ".join(word for word, given in (("deadline", seconds), ("budget", money)) if given is not None)
+    lines += [*table_lines(found, cards is not None, width), "", *best_lines(found, asked, bool(advice))]
     if target is not None:
         lines += advice_lines(advice, target.name)
     if found.correction.records:

@@ -41,9 +41,11 @@ eager_fused_ms = 2.5
 eager_plain_ms = 4.0
 
 [links]
-# assumed: shares of what a link could do that collectives reach, and of the backward that they hide behind
+# assumed: shares of what a link could do that collectives reach, and of the backward that they hide behind; GB/s that
+# they reach between machines, which is four fifths of 25 Gbit/s
 nvlink = 0.70
 pcie = 0.55
+network_gbs = 2.5
 hidden = 0.6
 
 [seconds]

@@ -226,8 +226,11 @@ def _launching(work: Work) -> float:
 
 
 def link_bytes(work: Work, gpu: Gpu) -> float:
-    """Bytes a second of one card to the others, one direction, as collectives reach it."""
+    """Bytes a second of one card to the others, one direction, as collectives reach it. A ring is as fast as its
+    slowest link."""
     links = constants()["links"]
+    if work.nodes > 1:
+        return 1e9 * min(float(links["network_gbs"]), float(links["pcie"]) * (gpu.pcie_gbs or 8.0))
     if gpu.nvlink_gbs is not None and (gpu.nvlink_peers or 0) >= work.world and (gpu.nvlink_peers or 0) > 2:
         return float(links["nvlink"]) * 1e9 * gpu.nvlink_gbs / 2
     return float(links["pcie"]) * 1e9 * (gpu.pcie_gbs or 8.0)

@@ -26,7 +26,8 @@ _WORTH_COMPILING = 120.0
 class Work:
     """`rows` at a time of `length` tokens, `passes` times for each update; `tokens` of documents attend to each other.
 
-    `kernels`: whether torch can make GPU kernels of its own there. `world` processes share the run by `engine`.
+    `kernels`: whether torch can make GPU kernels of its own there. `world` processes on `nodes` machines share the run
+    by `engine`.
     """
 
     shape: ModelShape
@@ -54,6 +55,7 @@ class Work:
     double_quant: bool = True
     engine: str = "single"
     world: int = 1
+    nodes: int = 1
     stage: int = 2  # of ZeRO
     reshard: bool = True
     evaluates: bool = True
@@ -135,7 +137,7 @@ def work_of(
         whole_loss=train.loss == "whole", fp8=train.fp8 == "on", optimizer=train.optimizer, offload=offload,
         rank=method.rank, targets=targets, dropout=method.dropout, saved_modules=tuple(method.modules_to_save),
         bits=method.bits, double_quant=method.double_quant, engine=chosen, world=world,
-        stage=stage, reshard=config.parallel.reshard, capability=capability or (0, 0),
+        nodes=config.parallel.nodes, stage=stage, reshard=config.parallel.reshard, capability=capability or (0, 0),
     )  # fmt: skip
     return replace(work, compiled=_compiles(config, work, kernels))
 
