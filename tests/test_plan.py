@@ -18,6 +18,7 @@ from sojourn.errors import UserError
 from sojourn.plan.advise import advise, what_fits
 from sojourn.plan.estimate import fit_on, make_plan
 from sojourn.plan.fit import fitted
+from sojourn.plan.holdings import on_host
 from sojourn.plan.memory import chunk_rows, memory
 from sojourn.plan.money import bill, within
 from sojourn.plan.records import calibrate, correction, note
@@ -409,7 +410,7 @@ def test_a_finished_run_on_a_gpu_leaves_a_record(tmp_path, monkeypatch):
     lessons.note_run(session)
     (found,) = [json.loads(line) for line in (tmp_path / "plan/records.jsonl").read_text().splitlines()]
     assert found["measured"] == {"memory": 7 * GIB, "step_seconds": 16 * 512 / 2e5}
-    assert found["gpu"] == "NVIDIA H200" and found["settings"]["rows"] == 16 and found["settings"]["document"] == 100
+    assert found["gpu"] == "H200" and found["settings"]["rows"] == 16 and found["settings"]["document"] == 100
     assert found["planned"]["memory"] > 0 and found["planned"]["step_seconds"] > 0 and found["subject"]["hidden"] == 512
 
 
@@ -509,11 +510,46 @@ def test_calibrate_without_records_says_where_they_come_from(home):
     assert "a rehearsal or a finished run" in called("plan", "--calibrate").stdout
 
 
+def test_what_is_offloaded_is_in_the_machine_s_own_memory(home):
+    """16 bytes a parameter with everything there, half of it for the moments alone; shared by the machines."""
+    size = QWEN_7B.parameters
+    full = replace(FULL, shape=QWEN_7B)
+    assert on_host(full) == 0
+    assert on_host(replace(full, offload="optimizer")) == 8 * size
+    assert on_host(replace(full, offload="all", engine="fsdp")) == 16 * size
+    four = replace(full, offload="all", engine="fsdp", world=4)
+    assert on_host(four) == 16 * size and on_host(replace(four, nodes=2)) == 8 * size
+    assert on_host(replace(full, offload="optimizer", engine="deepspeed", world=2)) == 16 * size
+    text = called("plan", "full-7b", "train.optimizer=adamw", "train.offload=optimizer", "--gpu", "A100 80GB").stdout
+    assert f"and {8 * size / GIB:.1f} GiB of the machine's own memory" in text
+    assert "own memory" not in called("plan", "medium", "--gpu", "T4").stdout
+
+
+def test_each_gpu_learns_its_own_times(home):
+    """One that nobody measured has the middle of all; names are those of the driver, or of the catalogue."""
+    names = {"NVIDIA GeForce RTX 4090": 1.2, "RTX 4090": 1.4, "NVIDIA A100-SXM4-80GB": 0.9, "FancyCard 9000": 1.9}
+    lines = [
+        {"gpu": name, "planned": {"memory": 100, "step_seconds": 1}, "measured": {"memory": 100, "step_seconds": time}}
+        for name, time in names.items()
+    ]
+    (home / "plan").mkdir(parents=True)
+    (home / "plan/records.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    before = make_plan(load_run(["medium"]).config)
+    assert calibrate() == correction()
+    assert correction().times == {"A100 80GB": 0.9, "RTX 4090": pytest.approx(1.3)} and correction().records == 4
+    after = make_plan(load_run(["medium"]).config)
+    for card, factor in (("RTX 4090", 1.3), ("A100 80GB", 0.9), ("L4", 1.3)):
+        was, now = (next(o for o in plan.offers if o.gpu.name == card) for plan in (before, after))
+        assert now.speed.step_seconds == pytest.approx(factor * was.speed.step_seconds), card
+    text = called("plan", "medium").stdout
+    assert "steps take 1.30 times as long (0.90 on A100 80GB, 1.30 on RTX 4090)" in " ".join(text.split())
+
+
 def test_calibrating_and_planning_in_json_is_one_document(home):
     folder = home / "plan"
     folder.mkdir(parents=True)
     row = {"planned": {"memory": 100, "step_seconds": 1}, "measured": {"memory": 130, "step_seconds": 1.5}}
     (folder / "records.jsonl").write_text(json.dumps(row) + "\n")
     found = json.loads(called("plan", "--calibrate", "medium", "--gpu", "4090", "--json").stdout)
-    assert found["correction"] == {"memory": 1.3, "time": 1.5, "records": 1}
+    assert found["correction"] == {"memory": 1.3, "time": 1.5, "records": 1, "times": {}}
     assert "steps take 1.50 times as long" in called("plan", "medium", "--gpu", "4090").stdout

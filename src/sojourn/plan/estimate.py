@@ -140,7 +140,7 @@ def _work(
 
 def timed(config: RunConfig, found: Cut, gpu: Gpu, steps: int, learned: Correction) -> tuple[Speed, Whole]:
     fast = speed(found.work, gpu)
-    fast = replace(fast, step_seconds=fast.step_seconds * learned.time)
+    fast = replace(fast, step_seconds=fast.step_seconds * learned.time_on(gpu.name))
     return fast, whole_run(config, found.work, gpu, fast, steps)
 
 

@@ -106,6 +106,20 @@ def optimizer(work: Work) -> list[Term]:
     return [Term("optimizer", "two moments", 8 * count / w, f"8·N / {w} = 8·{count:,}")]
 
 
+def on_host(work: Work) -> float:
+    """Bytes of a machine's own memory that hold what its GPUs do not: moments, with DeepSpeed masters and gradients
+    too; where all is offloaded, weights and gradients."""
+    if work.offload == "off":
+        return 0.0
+    count, masters = trained_parameters(work), work.engine == "deepspeed"
+    each = (8 + (8 if masters else 0)) * count
+    if work.offload == "all":
+        base = 0 if not work.adapters else work.numbers * work.shape.parameters
+        each += base + (0 if masters else 8 * count)
+    cut = work.world if _cut_moments(work) else 1
+    return work.world / work.nodes * each / cut
+
+
 def gradients(work: Work) -> Term:
     """All of them, as they are after a backward."""
     count = trained_parameters(work)

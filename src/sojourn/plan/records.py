@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sojourn.catalog.names import gpu as find_gpu
+from sojourn.errors import UserError
 from sojourn.plan.memory import memory
 from sojourn.plan.work import Work
 from sojourn.run.files import read_json, read_json_lines, write_json
@@ -23,11 +26,18 @@ _LEAST, _MOST = 0.5, 2.0  # a correction beyond these is a mistake in a record, 
 
 @dataclass(frozen=True)
 class Correction:
-    """What planned memory and planned step times are multiplied with; `records`: how many taught it."""
+    """What planned memory and planned step times are multiplied with; `records`: how many taught it.
+
+    `times` are by GPU, for those that were measured; `time` is for the others.
+    """
 
     memory: float = 1.0
     time: float = 1.0
     records: int = 0
+    times: dict[str, float] = field(default_factory=dict)
+
+    def time_on(self, gpu: str) -> float:
+        return self.times.get(gpu, self.time)
 
 
 def folder() -> Path:
@@ -58,18 +68,26 @@ def correction() -> Correction:
     found = read_json(folder() / "calibration.json")
     if not isinstance(found, dict):
         return Correction()
-    factors = [found.get("memory"), found.get("time")]
+    times = found.get("times", {})
+    factors = [found.get("memory"), found.get("time"), *(times.values() if isinstance(times, dict) else [None])]
     if not all(isinstance(one, (int, float)) and _LEAST <= one <= _MOST for one in factors):
         return Correction()
     count = found.get("records")
-    return Correction(float(factors[0] or 1), float(factors[1] or 1), count if isinstance(count, int) else 0)
+    of_all = float(factors[0] or 1), float(factors[1] or 1), count if isinstance(count, int) else 0
+    return Correction(*of_all, {str(gpu): float(one) for gpu, one in times.items()})
 
 
 def calibrate() -> Correction:
     """The middle of all ratios of measured to planned, kept for later plans; records beyond belief teach nothing."""
     keys = ("memory", "step_seconds")
     lines = [line for line in records() if any(_ratio(line, key) is not None for key in keys)]
-    found = Correction(_middle(lines, keys[0]), _middle(lines, keys[1]), len(lines))
+    cards: dict[str, list[dict[str, Any]]] = {}
+    for line in lines:
+        if _ratio(line, keys[1]) is not None:
+            with suppress(UserError):  # a card that the catalogue does not know
+                cards.setdefault(find_gpu(str(line.get("gpu"))).name, []).append(line)
+    times = {card: _middle(some, keys[1]) for card, some in sorted(cards.items())}
+    found = Correction(_middle(lines, keys[0]), _middle(lines, keys[1]), len(lines), times)
     if not lines:
         return found
     folder().mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ from sojourn.config.schema import RunConfig
 from sojourn.plan.advise import Advice, Inverse
 from sojourn.plan.choose import Cut
 from sojourn.plan.estimate import TOO_SMALL, Offer, Plan
+from sojourn.plan.holdings import on_host
 from sojourn.plan.memory import Memory
 from sojourn.plan.money import money_text
 from sojourn.plan.records import Correction
@@ -67,7 +68,7 @@ def head_lines(config: RunConfig, plan: Plan, named: bool) -> list[str]:
 
 
 def memory_lines(found: Cut, where: str = "") -> list[str]:
-    work, needed = found.work, found.memory
+    work, needed, held = found.work, found.memory, on_host(found.work)
     kinds = {**needed.peak.by_kind(), "context and lost": needed.device - needed.allocated}
     kinds = {kind: size for kind, size in kinds.items() if size >= 0.005 * _GIB or kind == "weights"}
     bar = "".join(_MARKS[kind] * max(1, round(_BAR * size / needed.device)) for kind, size in kinds.items())
@@ -80,6 +81,7 @@ def memory_lines(found: Cut, where: str = "") -> list[str]:
         f"  {bar}",
         f"  GiB: {legend}",
         f"  the peak is at: {needed.peak.name}",
+        *([f"  and {held / _GIB:.1f} GiB of the machine's own memory, for what is offloaded"] if held else []),
     ]
 
 
@@ -232,9 +234,11 @@ def advice_lines(advice: list[Advice], gpu: str) -> list[str]:
 
 
 def corrected_line(learned: Correction) -> str:
+    by_card = ", ".join(_whole(f"{time:.2f} on {card}") for card, time in learned.times.items())
     return (
         f"corrected by {learned.records} runs measured here (sojourn plan --calibrate): steps take {learned.time:.2f} "
-        f"times as long, memory is {learned.memory:.2f} times as much, which what fits accounts for and the GiB do not"
+        f"times as long{f' ({by_card})' if by_card else ''}, memory is {learned.memory:.2f} times as much, which what "
+        "fits accounts for and the GiB do not"
     )
 
 

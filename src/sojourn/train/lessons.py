@@ -66,5 +66,6 @@ def _note(session: Session, kind: str, memory: int, step_seconds: float) -> None
 
     name, work, planned = torch.cuda.get_device_name(), work_of_session(session), None
     with suppress(UserError):  # a card that the catalogue does not know
-        planned = speed(work, find_gpu(name, torch.cuda.get_device_properties(0).total_memory / 2**30)).step_seconds
+        card = find_gpu(name, torch.cuda.get_device_properties(0).total_memory / 2**30)
+        name, planned = card.name, speed(work, card).step_seconds
     note(work, name, kind, {"memory": memory, "step_seconds": step_seconds}, planned)
