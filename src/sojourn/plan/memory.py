@@ -130,9 +130,11 @@ def _logits(work: Work) -> list[Term]:
         ]
     rows = min(t, chunk_rows(work))
     several = t > rows
-    # With a kernel the logits become their own gradient; a chunk's are still there while the next one's are made.
+    # With a kernel the logits become their own gradient; a chunk's are still there while the next one's are made, and
+    # gone when its own 8-bit versions are.
     if work.device == "cuda" and work.kernels:
-        each, says = (2 * e if several else e), "chunk·V·e, twice where there are several"
+        twice = several or (work.fp8 and head_is_trained(work))
+        each, says = (2 * e if twice else e), "chunk·V·e, twice where there are several, or 8 bits of it both ways"
     else:
         each, says = 4 + e + (2 * e if several else e), "chunk·V·(4 + 3e)"
     terms = [hidden, Term("loss", "logits of a chunk", rows * v * each, f"{says} = {rows:,}·{v:,}·{each}")]
@@ -143,7 +145,6 @@ def _logits(work: Work) -> list[Term]:
             terms.append(Term("loss", "the head, cast", e * v * d, "V·D·e"))
         if work.fp8:
             terms.append(Term("loss", "the head in 8 bits, both ways", 2 * v * d, "2·V·D"))
-            terms.append(Term("loss", "a chunk's gradient in 8 bits, both ways", 2 * rows * v, "2·chunk·V"))
     return terms
 
 
