@@ -24,33 +24,28 @@ TRAIN = ("sojourn", "bench", "train", "--folder", str(GROUND))
 TEXTS = ("--data", str(GROUND / "code.jsonl"))
 TALKS = ("--data", CHATS) if CHATS else ()
 
+SMALL = "bf16,chunked,fused,compile,ahead,fp8,nanogpt"  # the ladder, and whom to beat
+LARGE = "ahead,fp8,transformers-compiled"
+
 # Commands of each part, with what to lay down for them: workloads and steps, on which the size of their data depends.
 PARTS: dict[str, tuple[list[tuple[str, ...]], list[tuple[str, int]]]] = {
     "kernels": ([("benchmarks/kernels.py",)], []),
     "tests": ([("pytest", "-q", "-p", "no:cacheprovider", "tests/test_fast.py", "tests/test_ahead.py")], []),
-    "plan": ([("sojourn", "bench", "plan", "--within", "480", "--folder", str(GROUND), "--no-peers")], []),
-    "fp8": (
-        [(*TRAIN, *TEXTS, "--workload", "pretrain-875m", "--rows", "ahead,fp8", "--steps", "500")],
-        [("pretrain-875m", 500)],
-    ),
+    "plan": ([("sojourn", "bench", "plan", "--within", "430", "--folder", str(GROUND), "--no-peers")], []),
     "small": (
-        [(*TRAIN, *TEXTS, "--workload", "pretrain-110m", "--rows", "ahead,fp8,nanogpt", "--steps", "200")],
+        [(*TRAIN, *TEXTS, "--workload", "pretrain-110m", "--steps", "200", "--rows", SMALL)],
         [("pretrain-110m", 200)],
     ),
-    "compiled": (
-        [(*TRAIN, *TEXTS, "--workload", "pretrain-875m", "--rows", "ahead,transformers-compiled", "--steps", "200")],
-        [("pretrain-875m", 200)],
+    "large": (
+        [(*TRAIN, *TEXTS, "--workload", "pretrain-875m", "--steps", "500", "--peer-steps", "100", "--rows", LARGE)],
+        [("pretrain-875m", 500)],
     ),
     "adapters": (
         [
-            (*TRAIN, *TALKS, "--workload", "lora-7b", "--rows", "ahead,full,liger,liger-kept", "--steps", "30"),
-            (*TRAIN, *TALKS, "--workload", "qlora-7b", "--rows", "full,liger", "--steps", "30"),
+            (*TRAIN, *TALKS, "--workload", "lora-7b", "--steps", "30", "--rows", "ahead,full,liger"),
+            (*TRAIN, *TALKS, "--workload", "qlora-7b", "--steps", "30", "--rows", "full,liger"),
         ],
         [("lora-7b", 30)],
-    ),
-    "ladder": (
-        [(*TRAIN, *TEXTS, "--workload", "pretrain-110m", "--no-peers", "--steps", "25")],
-        [("pretrain-110m", 25)],
     ),
 }  # fmt: skip
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-ROUNDS, SECONDS = 7, 0.04  # of each contender, by turns; of one turn
+ROUNDS, SECONDS = 5, 0.02  # of each contender, by turns; of one turn
 SHAPES = [  # tokens, inputs, outputs: 110M, 875M, 7B and 1.5B
     *((32768, k, n) for k, n in ((768, 768), (768, 2304), (768, 4096), (2048, 768))), (4096, 768, 32000),
     *((32768, k, n) for k, n in ((2048, 2048), (2048, 6144), (2048, 11008), (5504, 2048))),
