@@ -61,7 +61,8 @@ def main() -> None:
     for part in sorted(parts, key=lambda part: part != "tests"):  # which may run while ground is laid
         for number, command in enumerate(PARTS[part][0]):
             if part != "tests":
-                _ = [process.wait() for process in started]
+                for process in started:
+                    process.wait()
             result = out / f"{part}{number or ''}.json"
             run(part, command, result)
 

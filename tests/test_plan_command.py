@@ -290,6 +290,7 @@ def test_a_run_s_own_limits_are_its_budget_and_deadline(home):
     assert "cheapest that fits and meets the deadline and the budget: A100 40GB" in limited
     typed = called("plan", *run, "limits.budget=7CNY", "limits.time=3h", "--budget", "1CNY", "--deadline", "12h").stdout
     assert "cheapest that fits and meets the deadline and the budget: 2 × T4" in typed
+    assert "nothing meets the deadline" in called("plan", *run, "--deadline", "0h").stdout
 
 
 def test_where_nothing_meets_the_limits_the_nearest_are_named(home):

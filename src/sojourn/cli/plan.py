@@ -70,9 +70,8 @@ def _plan(
         table_lines,
     )
 
-    limits = config.limits
-    money = to_budget(budget) or limits.budget
-    seconds = to_seconds(deadline) or (None if limits.time is None else float(limits.time))
+    money = to_budget(budget) if budget is not None else config.limits.budget
+    seconds = to_seconds(deadline) if deadline is not None else config.limits.time
     place = known_platform(platform)
     found = make_plan(config, cards, place, money, seconds)
     target, advice = advise_for(config, found, cards, place)

@@ -108,17 +108,14 @@ def table_lines(plan: Plan, everything: bool, width: int) -> list[str]:
 
 def _rest(plan: Plan, offers: list[Offer]) -> list[str]:
     """Without a price: who fits, and who does not, and why."""
-    alike = len({o.count for o in plan.offers}) == 1 < len(plan.offers)
-    apples = sum(o.gpu.unified for o in plan.offers)
-
-    def _apple(offer: Offer, some: list[Offer]) -> bool:
-        """One of all there are, of which none needs a word of its own."""
-        alike = sum(o.gpu.unified for o in some) == apples
-        return offer.gpu.unified and alike and not any(o.fits for o in some)
+    same_count = len({o.count for o in plan.offers}) == 1 < len(plan.offers)
+    apples = [o for o in plan.offers if o.gpu.unified]
 
     def listed(title: str, some: list[Offer]) -> list[str]:
-        names = [_whole((o.gpu.name if alike else _card(o)) + _if_known(o)) for o in some if not _apple(o, some)]
-        names += [_whole("every Apple chip")] if any(_apple(o, some) for o in some) else []
+        together = bool(apples) and all(o in some and not o.fits for o in apples)  # none needs a word of its own
+        single = [o for o in some if not (together and o.gpu.unified)]
+        names = [_whole((o.gpu.name if same_count else _card(o)) + _if_known(o)) for o in single]
+        names += [_whole("every Apple chip")] if together else []
         return [f"{title}: {', '.join(dict.fromkeys(names))}"] if names else []
 
     lines = listed("fits, no price known", [o for o in offers if o.fits])

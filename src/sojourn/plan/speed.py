@@ -99,7 +99,7 @@ def layer_shapes(work: Work) -> dict[str, tuple[int, int]]:
 def _multiplications(work: Work, gpu: Gpu) -> float:
     """Of all blocks: forward, gradient of inputs, gradient of weights where they are trained, and again what is
     recomputed (all but the last layer, whose result nobody needs)."""
-    (peak, slowness), m, e = _rate_of(work, gpu), work.tokens, work.numbers
+    (peak, slowness), m, e = _rate_and_slowness(work, gpu), work.tokens, work.numbers
     total = 0.0
     for name, (k, n) in layer_shapes(work).items():
         forward = matmul(gpu, peak, m, k, n, e, slowness)
@@ -109,8 +109,8 @@ def _multiplications(work: Work, gpu: Gpu) -> float:
     return work.shape.layers * total
 
 
-def _rate_of(work: Work, gpu: Gpu) -> tuple[float, float | None]:
-    """Of multiplications with weights that are trained, and how much slower they are than that; None: as is usual."""
+def _rate_and_slowness(work: Work, gpu: Gpu) -> tuple[float, float | None]:
+    """Of multiplications in the numbers that the run asks for, and how much slower they are; None: as is usual."""
     if work.fp8 and gpu.fp8_tflops:
         return 1e12 * gpu.fp8_tflops, constants()["matmul"]["fp8_slowness"]
     return rate(work, gpu), None
@@ -119,7 +119,7 @@ def _rate_of(work: Work, gpu: Gpu) -> tuple[float, float | None]:
 def _head(work: Work, gpu: Gpu) -> float:
     m, e, shape, trained = work.tokens, work.numbers, work.shape, head_is_trained(work)
     narrow = work.fp8 and trained
-    peak, slowness = _rate_of(work, gpu) if narrow else (rate(work, gpu), None)
+    peak, slowness = _rate_and_slowness(work, gpu) if narrow else (rate(work, gpu), None)
     each = matmul(gpu, peak, m, shape.hidden, shape.vocab, e, slowness)
     times = 3 if trained else 2
     if work.whole_loss:
