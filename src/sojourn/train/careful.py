@@ -72,7 +72,7 @@ class Careful:
                 batches, waited = self._taken(step)
             found, done = self._computed(batches, random)
             if self._judged(found) != "good":
-                self.begun = None
+                self._drop()
                 found = self._again(found, random)
                 verdict = self._judged(found)
                 if verdict == "spike" and self.session.config.train.on_spike == "keep":
@@ -82,8 +82,7 @@ class Careful:
                 elif verdict != "good":
                     return self._without(step, verdict, found)
         except (Abandoned, OneRungDown, NoRungLeft):
-            self.begun = None
-            stepper.discard()
+            self._drop()
             restore_random(random)
             raise
         if not done:
@@ -93,10 +92,11 @@ class Careful:
 
     def _taken(self, step: int) -> tuple[list[Batch], float]:
         begun = self.begun
-        if begun is None or (begun.step, begun.micro_batch) != (step, self.session.stepper.feed.micro_batch):
-            self.begun = None
-            return self.ahead.take(step)
-        return begun.batches, begun.waited
+        if begun is not None and (begun.step, begun.micro_batch) == (step, self.session.stepper.feed.micro_batch):
+            return begun.batches, begun.waited
+        if begun is not None:
+            self._drop()
+        return self.ahead.take(step)
 
     def _computed(self, batches: list[Batch], random: dict[str, Any]) -> tuple[tuple[float, float], bool]:
         """Loss and norm, and whether the weights have changed already.
@@ -137,6 +137,12 @@ class Careful:
         """Frees the memory of what is begun, for work between steps."""
         if self.begun is not None:
             self.begun = replace(self.begun, part=None)
+            self.session.stepper.discard()
+
+    def _drop(self) -> None:
+        """What is begun, with gradients that it may have made already."""
+        self.begun = None
+        self.session.stepper.discard()
 
     def _changing(self, work: Callable[[], T]) -> T:
         """Work that changes the weights, and may have changed some of them when memory runs out."""
@@ -220,8 +226,9 @@ class Careful:
         if lockstep:  # the others wait for this process in the midst of a pass
             raise StartAgain(f"step {step}: out of memory ({says}); the next start goes on with {told(rung)}")
         self.say(f"step {step}: memory is short ({says}); going on with {told(rung)}")
-        self.begun = None
-        session.stepper.discard()
+        self._drop()
+        if session.stepper.recorder is not None:
+            session.stepper.recorder.forget()
         if set(rung) != {"micro_batch"} or in_update:
             return OneRungDown(rung, clean=not in_update)
         feed.micro_batch = rung["micro_batch"]
@@ -306,7 +313,7 @@ class Careful:
         progress.bad, progress.skip = kept
         session.stepper.ranks.diverge(session.config.train.seed, progress.step)
         self.ahead.forget()
-        self.begun = None
+        self._drop()
         return True
 
 

@@ -32,7 +32,7 @@ from sojourn.train.ranks import Ranks
 from sojourn.train.resolve import Resolved, resolve
 from sojourn.train.show.environment import describe, device_name
 from sojourn.train.show.meters import Work
-from sojourn.train.step import Stepper, blank
+from sojourn.train.step import Stepper, blank, make_recorder
 from sojourn.train.subject import subject_of
 from sojourn.train.survive.ladder import furthest, remembered
 
@@ -123,7 +123,10 @@ def open_session(config: RunConfig, run: RunFolder, ranks: Ranks) -> Session:
         windows=network.windows,
         joined=network.short,
     )
-    stepper = Stepper(engine, feed, config.train.clip, config.train.loss == "whole")
+    whole = config.train.loss == "whole"
+    alike = engine.alone and not network.by_chance and not network.windows
+    recorder = make_recorder(engine, feed, whole) if config.train.cuda_graphs == "on" and alike else None
+    stepper = Stepper(engine, feed, config.train.clip, whole, recorder)
     live = Live(engine)
     progress = _resumed(config, run, live, ranks)
     length, work = _length(config, artefact), _work(config, artefact, ranks)

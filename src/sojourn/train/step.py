@@ -16,15 +16,19 @@ import torch
 from sojourn.data.artefact import Batch, Split
 from sojourn.model import loss
 from sojourn.model.network import Network
-from sojourn.train.feed import Feed
+from sojourn.train.feed import Feed, Ready
 from sojourn.train.parallel.engine import Engine
 from sojourn.train.ranks import ALONE, Ranks
+from sojourn.train.recorded import Recorder
 from sojourn.train.update.optim import Optimizer
 
 
 def hidden_of_targets(network: Network, feed: Feed, batch: Batch) -> tuple[Any, Any]:
     """Hidden states of the target tokens alone (the head need see no others), and their labels."""
-    ready = feed.ready(batch)
+    return _hidden_of(network, feed.ready(batch))
+
+
+def _hidden_of(network: Network, ready: Ready) -> tuple[Any, Any]:
     return network.hidden(ready.ids_BT, ready.positions_BT, ready.layout, ready.places_N), ready.labels_N
 
 
@@ -71,6 +75,7 @@ class Stepper:
     feed: Feed
     clip: float
     whole: bool = False
+    recorder: Recorder | None = None
 
     @property
     def network(self) -> Network:
@@ -101,7 +106,8 @@ class Stepper:
         with engine.passes():
             for number, batch in enumerate(batches, 1):
                 part = self._part(batch, targets) if there is None else there
-                engine.backward(part, last=number == len(batches))
+                if part.requires_grad:  # else it is done already
+                    engine.backward(part, last=number == len(batches))
                 mean += part.detach()
                 there = None
         ranks.add(mean)
@@ -113,7 +119,11 @@ class Stepper:
         return next((self._part(batch, targets) for batch in batches if batch.targets), None)
 
     def _part(self, batch: Batch, targets: float) -> Any:
-        """A micro batch's share of the mean loss."""
+        """A micro batch's share of the mean loss. Where a recording is played, the backward comes with it."""
+        if self.recorder is not None:
+            part = self.recorder.play(self.feed.ready(batch), targets)
+            if part is not None:
+                return part
         with self.feed.autocast():
             return self.engine.run(partial(self._loss, batch)) / targets
 
@@ -137,6 +147,14 @@ class Stepper:
         done = self.gradients(batches)
         self.update()
         return done
+
+
+def make_recorder(engine: Engine, feed: Feed, whole: bool) -> Recorder:
+    def summed(ready: Ready) -> Any:
+        with feed.autocast():
+            return loss.loss_sum(engine.network.head, *_hidden_of(engine.network, ready), whole)
+
+    return Recorder(summed, engine.optimizer.parameters)
 
 
 def in_step(batches: list[Batch], ranks: Ranks) -> list[Batch]:

@@ -17,7 +17,7 @@ _LARGEST_IN_FP32 = 1_000_000_000
 _PLAIN = {
     "train.precision": "fp32", "train.attention": "sdpa", "train.loss": "whole", "train.fused": "off",
     "train.compile": "off", "train.checkpointing": "off", "train.optimizer": "adamw", "train.offload": "off",
-    "train.fp8": "off", "train.ahead": "off",
+    "train.fp8": "off", "train.ahead": "off", "train.cuda_graphs": "off",
 }  # fmt: skip
 
 
@@ -59,6 +59,8 @@ def _ladder(workload: Workload, device: str) -> list[Contender]:
     step("compile", "+ compile", compile="on")
     if on_gpu:
         step("ahead", "+ never waiting for a step's loss", ahead="on")
+    if on_gpu and workload.method == "pretrain":
+        step("graphs", "+ passes from a recording", cuda_graphs="on")
     if workload.method != "pretrain" and settings["train.checkpointing"] == "off":
         step("selective", "+ selective checkpointing", checkpointing="selective")
         step("full", "+ full checkpointing", checkpointing="full")

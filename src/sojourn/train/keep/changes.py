@@ -28,6 +28,7 @@ _HARMLESS = {
         "compile",
         "compile_cache",
         "ahead",
+        "cuda_graphs",
         "offload",
         "eval_every",
         "eval_rows",

@@ -59,10 +59,14 @@ class Engine:
             torch.nn.utils.clip_grads_with_norm_(self.optimizer.parameters, most, norm)
 
     @property
+    def alone(self) -> bool:
+        """One process, whose gradients go straight to the optimizer."""
+        return self.ranks.size == 1 and not self.lockstep and not self.scaler.is_enabled()
+
+    @property
     def asks(self) -> bool:
         """Whether `update` can leave it to the device to see if a step is good, instead of waiting for the answer."""
-        alone = self.ranks.size == 1 and not self.lockstep and not self.scaler.is_enabled()
-        return alone and self.optimizer.shortens and bool(self.optimizer.torch.state)
+        return self.alone and self.optimizer.shortens and bool(self.optimizer.torch.state)
 
     def update(self, good: Any = None) -> None:
         """One step of the optimizer, if there is anything to learn from; `good`: and if this turns out to be true."""
