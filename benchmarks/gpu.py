@@ -24,8 +24,8 @@ TRAIN = ("sojourn", "bench", "train", "--folder", str(GROUND))
 TEXTS = ("--data", str(GROUND / "code.jsonl"))
 TALKS = ("--data", CHATS) if CHATS else ()
 
-SMALL = "bf16,chunked,fused,compile,ahead,fp8,nanogpt"  # the ladder, and whom to beat
-LARGE = "ahead,fp8,transformers-compiled"
+SMALL = "bf16,chunked,fused,compile,ahead,graphs,fp8,nanogpt"  # the ladder, and whom to beat
+LARGE = "graphs,fp8,transformers-compiled"
 
 # Commands of each part, with what to lay down for them: workloads and steps, on which the size of their data depends.
 PARTS: dict[str, tuple[list[tuple[str, ...]], list[tuple[str, int]]]] = {

@@ -77,6 +77,22 @@ def test_a_feed_forward_in_8_bits_is_near_one_in_32(size):
     assert all(_apart(a, b) < 0.15 and a.dtype == b.dtype for a, b in zip(found, wanted, strict=True))
 
 
+def test_heads_in_8_bits_are_near_those_in_32():
+    torch.manual_seed(0)
+    x = torch.randn(3, 32, 64, device=DEVICE).bfloat16().requires_grad_()
+    joined = (torch.randn((4 + 2 * 2) * 16, 64, device=DEVICE) / 8).bfloat16().requires_grad_()
+    angles = torch.rand(3, 32, 8, device=DEVICE).repeat(1, 1, 2)
+    parts = F.linear(x.float(), joined.float()).unflatten(-1, (-1, 16)).split([4, 2, 2], 2)
+    plain = (*_turned(parts[0], parts[1], angles.cos(), angles.sin()), parts[2])
+    ours = fp8.heads(x, joined, angles.cos().bfloat16(), angles.sin().bfloat16(), 4, 2)
+    upstream = [torch.randn_like(one) for one in plain]
+    wanted = torch.autograd.grad(plain, (x, joined), upstream)
+    found = torch.autograd.grad(ours, (x, joined), [one.bfloat16() for one in upstream])
+    assert all(_apart(a, b) < 0.06 and a.dtype == torch.bfloat16 for a, b in zip(ours, plain, strict=True))
+    assert all(_apart(a, b) < 0.1 and a.dtype == b.dtype for a, b in zip(found, wanted, strict=True))
+    assert fp8.heads(x[:1, :7], joined, angles, angles, 4, 2) is None
+
+
 def test_a_model_in_8_bits_has_nearly_the_loss_and_gradients_of_one_in_16():
     """Its blocks and its head, on whole rows."""
     torch.manual_seed(0)
@@ -192,6 +208,22 @@ def test_the_rotary_kernel_turns_as_torch_does(heads, kv_heads, size):
     for mine, reference in zip(found, wanted, strict=True):
         torch.testing.assert_close(mine, reference)
     torch.testing.assert_close(*(torch.autograd.grad(made, joined, upstream)[0] for made in (found, wanted)))
+
+
+@needs_gpu
+def test_the_rotary_kernel_knows_the_largest_number_that_it_makes():
+    from sojourn.model.fast.rotary import turned_together, turned_together_measured
+
+    torch.manual_seed(0)
+    parts = [torch.randn(3, 100, n, 96, device="cuda", dtype=torch.bfloat16) for n in (6, 2, 2)]
+    angles = torch.rand(3, 100, 48, device="cuda").repeat(1, 1, 2)
+    for part in parts:  # each has the largest number once
+        part[1, 7, 1, 3] = 50.0
+        made, most = turned_together_measured(*parts, angles.cos(), angles.sin())
+        torch.testing.assert_close(made, turned_together(*parts, angles.cos(), angles.sin()))
+        wanted = made.float().abs().amax(-1).flatten()
+        torch.testing.assert_close(most, wanted, rtol=0.01, atol=0.0)
+        part[1, 7, 1, 3] = 0.0
 
 
 @needs_gpu

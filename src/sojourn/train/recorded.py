@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from sojourn.train.feed import Ready
+from sojourn.train.survive.ladder import free_memory
 
 _AS_USUAL = 3  # passes before the first recording: kernels are compiled and chosen in them
 
@@ -77,20 +78,27 @@ class Recorder:
                 places_N=ready.places_N.clone(), labels_N=ready.labels_N.clone(),
             )  # fmt: skip
             self._targets = torch.ones((), device=ready.ids_BT.device)
+        why = ""
         try:
             self._recordings[first] = self._record_pass(self._pass)
         except RuntimeError as error:
-            self._broken = True
-            if first:
-                for parameter in self._parameters:
-                    parameter.grad = None
             why = " ".join(str(error).split())[:200]
-            print(f"note: train.cuda_graphs: this run cannot be recorded ({why}); going on without", flush=True)
+        if first not in self._recordings:  # outside, since the error holds on to memory
+            self._give_up(first, why)
             return False
         if first:
             self._grads = [parameter.grad for parameter in self._parameters]
             self._places = self._now()
         return True
+
+    def _give_up(self, first: bool, why: str) -> None:
+        print(f"note: train.cuda_graphs: this run cannot be recorded ({why}); going on without", flush=True)
+        self._broken = True
+        if first:
+            self.forget()
+            for parameter in self._parameters:
+                parameter.grad = None
+            free_memory()
 
     def _pass(self) -> Any:
         part = self._loss(self._ready) / self._targets

@@ -108,7 +108,7 @@ class Stepper:
                 part = self._part(batch, targets) if there is None else there
                 if part.requires_grad:  # else it is done already
                     engine.backward(part, last=number == len(batches))
-                mean += part.detach()
+                mean += part.detach_()  # whoever holds it holds no graph
                 there = None
         ranks.add(mean)
         return torch.stack([mean, engine.clip(self.clip).to(mean)])

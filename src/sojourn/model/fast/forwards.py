@@ -120,11 +120,15 @@ def _heads(self: Any, x: Any, position_embeddings: Any) -> tuple[Any, Any, Any]:
     if self.kernels and x.device.type == "cuda" and _join(layers) and not hasattr(self, "q_norm"):
         from sojourn.model.fast.rotary import turned_apart
 
-        heads = (layer.out_features // self.head_dim for layer in layers[:2])
-        made: tuple[Any, Any, Any] = turned_apart(
-            layers[0].multiply(x, *_side_by_side(layers, x)), *position_embeddings, *heads
-        )
-        return made
+        heads = [layer.out_features // self.head_dim for layer in layers[:2]]
+        weight, bias = _side_by_side(layers, x)
+        made = None
+        if layers[0].multiply is fp8.multiply and bias is None:
+            made = fp8.heads(x, weight, *position_embeddings, *heads)
+        if made is None:
+            made = turned_apart(layers[0].multiply(x, weight, bias), *position_embeddings, *heads)
+        parts: tuple[Any, Any, Any] = made
+        return parts
     query_BTHD, key_BTKD, value_BTKD = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in layers)
     if hasattr(self, "q_norm"):
         query_BTHD, key_BTKD = self.q_norm(query_BTHD), self.k_norm(key_BTKD)

@@ -47,8 +47,9 @@ def try_kernels(device: Any) -> None:
 def _made_of(x: Any) -> list[Any]:
     largest = _largest(x)
     made = [y for kind in (_FINE, _FAR) for y in _both(x, _scale(largest, kind), kind)]
-    gates = (_gated(x), _gated_back(x[:, :48], x))
-    return [y.float() for y in (*made, *(most for _, most in gates))]
+    turned, angles = x.view(10, 16, 6, 16), x.view(10, 16, 96)[..., :16]
+    measured = (_gated(x), _gated_back(x[:, :48], x), _turned_back(*turned.split(2, 2), angles.cos(), angles.sin()))
+    return [y.float() for y in (*made, *(most for _, most in measured))]
 
 
 def _alike(one: Any, other: Any) -> bool:
@@ -76,6 +77,12 @@ def feed_forward(x: Any, joined_2FK: Any, down_KF: Any) -> Any:
     return None if x_MK.shape[0] % STEP else _FeedForward.apply(x_MK, joined_2FK, down_KF).view(x.shape)
 
 
+def heads(x: Any, joined_PK: Any, cos: Any, sin: Any, heads: int, kv_heads: int) -> Any:
+    """Queries, keys and values by one multiplication, turned to their positions, all of it trained; None likewise."""
+    rows, width, _ = x.shape
+    return None if rows * width % STEP else _Heads.apply(x, joined_PK, cos, sin, heads, kv_heads)
+
+
 class _Multiplied(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_MK: Any, weight_NK: Any) -> Any:
@@ -99,6 +106,29 @@ class _Multiplied(torch.autograd.Function):
         g8, g8_NM = _both(grad, scale, _FAR)
         of_weight = _scaled(g8_NM, scale, x8_KM, x_scale, numbers, fast=False)
         return _scaled(g8, scale, kept, w_scale, numbers), of_weight
+
+
+class _Heads(torch.autograd.Function):
+    """One function, since the kernel that turns gradients back knows the largest of them. P: all heads' numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, joined_PK: Any, cos: Any, sin: Any, heads: int, kv_heads: int) -> Any:
+        x_MK = x.flatten(0, 1)
+        x_scale, w_scale = _scale(_largest(x_MK), _FINE), _scale(_largest(joined_PK), _FINE)
+        (x8, x8_KM), (w8, w8_KP) = _both(x_MK, x_scale, _FINE), _both(joined_PK, w_scale, _FINE)
+        ctx.save_for_backward(x8_KM, x_scale, w8_KP, w_scale, cos, sin)
+        made_BTP = _scaled(x8, x_scale, w8, w_scale, x.dtype).view(*x.shape[:2], -1)
+        return _turned(made_BTP, cos, sin, heads, kv_heads)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        x8_KM, x_scale, w8_KP, w_scale, cos, sin = ctx.saved_tensors
+        grad_BTP, largest = _turned_back(*upstream, cos, sin)
+        numbers, scale = grad_BTP.dtype, _scale(largest, _FAR)
+        g8, g8_PM = _both(grad_BTP.flatten(0, 1), scale, _FAR)
+        of_joined = _scaled(g8_PM, scale, x8_KM, x_scale, numbers, fast=False)
+        of_x = _scaled(g8, scale, w8_KP, w_scale, numbers).view(*grad_BTP.shape[:2], -1)
+        return of_x, of_joined, None, None, None, None
 
 
 class _FeedForward(torch.autograd.Function):
@@ -177,6 +207,33 @@ def _gated_back(grad: Any, wide: Any) -> tuple[Any, Any]:
     by_gate = upstream * other * share * (1 + gate * (1 - share))
     made = torch.cat((by_gate, upstream * gate * share), -1).to(wide.dtype)
     return made, _largest(made)
+
+
+def _turned(joined: Any, cos: Any, sin: Any, heads: int, kv_heads: int) -> tuple[Any, Any, Any]:
+    if Kernels.work:
+        from sojourn.model.fast.rotary import turned_apart
+
+        made: tuple[Any, Any, Any] = turned_apart(joined, cos, sin, heads, kv_heads)
+        return made
+    parts = joined.unflatten(-1, (heads + 2 * kv_heads, -1)).split([heads, kv_heads, kv_heads], 2)
+    return _turn(parts[0], cos, sin), _turn(parts[1], cos, sin), parts[2].clone()
+
+
+def _turned_back(query: Any, key: Any, value: Any, cos: Any, sin: Any) -> tuple[Any, Any]:
+    """The gradient of what was turned, and its largest number."""
+    if Kernels.work:
+        from sojourn.model.fast.rotary import turned_together_measured
+
+        made, most = turned_together_measured(query, key, value, cos, sin)
+        return made, most.amax()
+    made = torch.cat((_turn(query, cos, -sin), _turn(key, cos, -sin), value), 2).flatten(2)
+    return made, _largest(made)
+
+
+def _turn(x_BTHD: Any, cos_BTD: Any, sin_BTD: Any) -> Any:
+    first, second = x_BTHD.float().chunk(2, -1)
+    other = torch.cat((-second, first), -1)
+    return (x_BTHD * cos_BTD[:, :, None] + other * sin_BTD[:, :, None]).to(x_BTHD.dtype)
 
 
 def _largest(tensor: Any) -> Any:
