@@ -6,23 +6,29 @@ import random
 import pytest
 import torch
 
-from sojourn.errors import UserError
-from sojourn.train import recorded
+from sojourn.errors import Stopped, UserError
+from sojourn.model.layout import Layout
+from sojourn.train import resolve as resolve_module
 from sojourn.train import step as step_module
-from sojourn.train.careful import Careful
-from sojourn.train.feed import Ahead
+from sojourn.train.feed import Ahead, Ready
 from sojourn.train.recorded import Recorder
 from sojourn.train.update.optim import Optimizer
-from tiny import events, losses, run_train, same_weights, stop_after, tiny_home
+from tiny import events, run_train, same_weights, stop_after, tiny_home
 
 GRAPHS = "train.cuda_graphs=on"
+
+
+def curve(run):
+    """Norms tell of gradients that were added twice; losses would not, as AdamW does not care how long they are."""
+    lines = [line for line in run.read_metrics() if line["kind"] == "train"]
+    return [line[name] for line in lines for name in ("loss", "grad_norm")]
 
 
 class ByHand:
     """Does again what was recorded, into the same tensors, as a CUDA graph does. A recording computes nothing."""
 
     def __init__(self, parameters):
-        self.parameters, self.made, self.played = parameters, [], []
+        self.parameters, self.made, self.played, self.spoiled = parameters, [], [], False
 
     def __call__(self, work):
         before = [None if p.grad is None else p.grad.clone() for p in self.parameters]
@@ -69,6 +75,7 @@ def by_hand(tiny, rows, monkeypatch):
         return Recorder(loss, parameters, kept[-1])
 
     monkeypatch.setattr(step_module, "Recorder", make)
+    monkeypatch.setattr(resolve_module, "graphs_fault", lambda device: None)
     monkeypatch.setattr(Optimizer, "shortens", property(lambda self: bool(self.torch.defaults.get("fused"))))
     monkeypatch.setattr(Ahead, "has", lambda self, step: self._next is not None and self._next[0] == step)
     return kept
@@ -77,7 +84,117 @@ def by_hand(tiny, rows, monkeypatch):
 @pytest.mark.parametrize("extra", [(), ("train.micro_batch=2",), ("train.ahead=off",)], ids=["one", "four", "waiting"])
 def test_the_numbers_are_those_of_passes_made_one_by_one(tiny, rows, by_hand, extra):
     run = run_train(tiny.words(*rows, GRAPHS, *extra))
-    assert losses(run) == pytest.approx(losses(tiny.whole(*rows, *extra)), rel=1e-6)
+    assert curve(run) == pytest.approx(curve(tiny.whole(*rows, *extra)), rel=1e-5)
     several = "train.micro_batch=2" in extra
-    assert by_hand[0].made == ([False, True] if several else [True]) or by_hand[0].made == [True, False]
-    assert len(by_hand[0].played) >= (40 if several else 8)
+    assert by_hand[0].made == ([True, False] if several else [True])
+    assert len(by_hand[0].played) == (44 if several else 9)
+
+
+def test_evaluations_and_saves_between_steps_change_nothing(tiny, rows, by_hand):
+    run = run_train(tiny.words(*rows, GRAPHS, "train.eval_every=3", "save.every_steps=4"))
+    assert curve(run) == pytest.approx(curve(tiny.whole(*rows)), rel=1e-5) and len(by_hand[0].played) > 9
+
+
+def test_a_run_that_was_stopped_ends_with_the_same_weights(tiny, rows, by_hand, monkeypatch):
+    whole, words = run_train(tiny.words(*rows, GRAPHS)), tiny.words(*rows, GRAPHS, "save.every_steps=4")
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        stop_after(patch, 6)
+        run_train(words)
+    run = run_train(words)
+    assert curve(run) == pytest.approx(curve(whole), rel=1e-5) and same_weights(run, whole)
+
+
+def test_a_wrong_loss_changes_no_weight_and_is_done_again(tiny, rows, by_hand, monkeypatch):
+    real = Recorder.play
+
+    def spoiled(self, ready, targets):
+        part = real(self, ready, targets)
+        if len(by_hand[0].played) == 5 and not by_hand[0].spoiled:
+            by_hand[0].spoiled = True
+            part.fill_(math.nan)
+        return part
+
+    monkeypatch.setattr(Recorder, "play", spoiled)
+    run = run_train(tiny.words(*rows, GRAPHS))
+    assert [event["step"] for event in events(run, "suspect_hardware")] == [8] and not events(run, "bad_step")
+    assert curve(run) == pytest.approx(curve(tiny.whole(*rows)), rel=1e-5)
+
+
+def test_memory_that_runs_out_while_recording_costs_the_recording_alone(tiny, rows, by_hand, monkeypatch, capfd):
+    def full(self, work):
+        work()
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(ByHand, "__call__", full)
+    run = run_train(tiny.words(*rows, GRAPHS))
+    assert curve(run) == pytest.approx(curve(tiny.whole(*rows)), rel=1e-5)
+    assert capfd.readouterr().out.count("note: train.cuda_graphs: this run cannot be recorded (CUDA out of memory") == 1
+
+
+def test_memory_that_runs_out_later_gives_the_recording_back(tiny, rows, by_hand, monkeypatch):
+    real = Recorder.play
+
+    def tight(self, ready, targets):
+        if len(by_hand[0].played) >= 3 and len(ready.ids_BT) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return real(self, ready, targets)
+
+    monkeypatch.setattr(Recorder, "play", tight)
+    run = run_train(tiny.words(*rows, GRAPHS))
+    assert events(run, "out_of_memory") and curve(run) == pytest.approx(curve(tiny.whole(*rows)), rel=1e-4)
+    assert by_hand[0].made == [True, True, False]  # with half the rows, again
+
+
+def test_rows_of_several_documents_are_not_recorded_and_that_is_said(tiny, by_hand, capfd):
+    run = run_train(tiny.words(GRAPHS))
+    assert not by_hand[0].made and curve(run) == curve(tiny.whole())
+    assert capfd.readouterr().out.count("note: train.cuda_graphs: rows of several documents") == 1
+
+
+def test_weights_that_were_moved_are_recorded_anew():
+    weight = torch.nn.Parameter(torch.ones(3))
+    by_hand = ByHand([weight])
+    recorder = Recorder(lambda ready: (weight * ready.ids_BT.float()).sum(), [weight], by_hand)
+    layout = Layout("sdpa", None, None, 3, plain=True)
+
+    def play(*numbers):
+        weight.grad = None
+        return recorder.play(Ready(torch.tensor([numbers]), *(torch.zeros(3),) * 3, layout), 2)
+
+    assert [play(1, 2, 3) for _ in range(3)] == [None] * 3
+    assert float(play(1, 2, 3)) == 3.0 and weight.grad.tolist() == [0.5, 1.0, 1.5]
+    weight.data = torch.full((3,), 2.0)
+    assert float(play(3, 3, 3)) == 9.0 and by_hand.made == [True, True]
+
+
+def test_a_cpu_has_no_graphs(tiny):
+    with pytest.raises(UserError, match=r"train\.cuda_graphs: needs a CUDA GPU, but this run is on cpu"):
+        run_train(tiny.words(GRAPHS))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("passes", [1, 3])
+def test_a_gpu_plays_what_it_recorded(passes):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1)).cuda()
+    layout = Layout("sdpa", None, None, 16, plain=True)
+
+    def loss(ready):
+        return model(ready.ids_BT).pow(2).sum()
+
+    def step(play):
+        model.zero_grad(set_to_none=True)
+        torch.manual_seed(1)
+        for _ in range(passes):
+            ready = Ready(torch.randn(8, 16, device="cuda"), *(torch.zeros(3, device="cuda"),) * 3, layout)
+            part = play(ready)
+            if part is None or part.requires_grad:
+                (loss(ready) / 4 if part is None else part).backward()
+        return [weight.grad.clone() for weight in model.parameters()]
+
+    recorder = Recorder(loss, list(model.parameters()))
+    wanted = step(lambda ready: None)
+    for _ in range(6):
+        for mine, theirs in zip(step(lambda ready: recorder.play(ready, 4)), wanted, strict=True):
+            torch.testing.assert_close(mine, theirs)
+    assert len(recorder._recordings) == min(passes, 2)

@@ -28,14 +28,14 @@ class Recorder:
         self._record_pass = record or OnGpu()
         self._shape: Any = None
         self._seen = 0
-        self._broken = False
+        self._broken = self._said = False
         self.forget()
 
     def forget(self) -> None:
         """Gives the memory of recordings back."""
         self._recordings: dict[bool, tuple[Callable[[], None], Any]] = {}
         self._grads: list[Any] = []
-        self._ready: Ready | None = None
+        self._ready: Any = None
         self._targets: Any = None
         self._places: list[int] = []
 
@@ -60,6 +60,7 @@ class Recorder:
     def _is_usual(self, ready: Ready) -> bool:
         layout = ready.layout
         if layout is None or not layout.plain or layout.masks or layout.grids is not None:
+            self._say_once("rows of several documents, or with padding, are not recorded")
             return False
         shape = (ready.ids_BT.shape, ready.places_N.shape, layout.longest)
         if shape != self._shape:
@@ -73,6 +74,7 @@ class Recorder:
         if not first and not self._recordings:
             return False
         if self._ready is None:
+            free_memory()
             self._ready = replace(
                 ready, ids_BT=ready.ids_BT.clone(), positions_BT=ready.positions_BT.clone(),
                 places_N=ready.places_N.clone(), labels_N=ready.labels_N.clone(),
@@ -92,7 +94,7 @@ class Recorder:
         return True
 
     def _give_up(self, first: bool, why: str) -> None:
-        print(f"note: train.cuda_graphs: this run cannot be recorded ({why}); going on without", flush=True)
+        self._say_once(f"this run cannot be recorded ({why})")
         self._broken = True
         if first:
             self.forget()
@@ -100,13 +102,17 @@ class Recorder:
                 parameter.grad = None
             free_memory()
 
+    def _say_once(self, what: str) -> None:
+        if not self._said:
+            print(f"note: train.cuda_graphs: {what}; going on without", flush=True)
+        self._said = True
+
     def _pass(self) -> Any:
         part = self._loss(self._ready) / self._targets
         part.backward()
         return part.detach()
 
     def _fill(self, ready: Ready, targets: float) -> None:
-        assert self._ready is not None
         self._targets.fill_(targets)
         for name in ("ids_BT", "positions_BT", "places_N", "labels_N"):
             getattr(self._ready, name).copy_(getattr(ready, name))

@@ -174,8 +174,16 @@ def _attention(found: Resolved, subject: Subject) -> None:
         wrong = fp8_fault(str(train.device), str(train.precision), found.config.train.fused == "on")
         if wrong is not None:
             raise UserError(f"train.fp8: {wrong}; leave it off")
+    wrong = graphs_fault(str(train.device)) if train.cuda_graphs == "on" else None
+    if wrong is not None:
+        raise UserError(f"train.cuda_graphs: {wrong}; leave it off")
     if train.loss == "auto":
         found.choose("train", "loss", "chunked", "logits of all tokens never exist at once")
+
+
+def graphs_fault(device: str) -> str | None:
+    """Why passes cannot be recorded here, or None."""
+    return None if device == "cuda" else f"needs a CUDA GPU, but this run is on {device}"
 
 
 def fp8_fault(device: str, precision: str, fused: bool) -> str | None:

@@ -124,8 +124,7 @@ def open_session(config: RunConfig, run: RunFolder, ranks: Ranks) -> Session:
         joined=network.short,
     )
     whole = config.train.loss == "whole"
-    alike = engine.alone and not network.by_chance and not network.windows
-    recorder = make_recorder(engine, feed, whole) if config.train.cuda_graphs == "on" and alike else None
+    recorder = make_recorder(engine, feed, whole) if config.train.cuda_graphs == "on" else None
     stepper = Stepper(engine, feed, config.train.clip, whole, recorder)
     live = Live(engine)
     progress = _resumed(config, run, live, ranks)

@@ -149,10 +149,16 @@ class Stepper:
         return done
 
 
-def make_recorder(engine: Engine, feed: Feed, whole: bool) -> Recorder:
+def make_recorder(engine: Engine, feed: Feed, whole: bool) -> Recorder | None:
+    """None where passes are never alike, or make more than gradients."""
+    network = engine.network
+    if not engine.alone or network.by_chance or network.windows:
+        print("note: train.cuda_graphs: only for one process, without dropout, sliding windows or fp16", flush=True)
+        return None
+
     def summed(ready: Ready) -> Any:
         with feed.autocast():
-            return loss.loss_sum(engine.network.head, *_hidden_of(engine.network, ready), whole)
+            return loss.loss_sum(network.head, *_hidden_of(network, ready), whole)
 
     return Recorder(summed, engine.optimizer.parameters)
 

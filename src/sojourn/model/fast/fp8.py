@@ -47,8 +47,10 @@ def try_kernels(device: Any) -> None:
 def _made_of(x: Any) -> list[Any]:
     largest = _largest(x)
     made = [y for kind in (_FINE, _FAR) for y in _both(x, _scale(largest, kind), kind)]
-    turned, angles = x.view(10, 16, 6, 16), x.view(10, 16, 96)[..., :16]
-    measured = (_gated(x), _gated_back(x[:, :48], x), _turned_back(*turned.split(2, 2), angles.cos(), angles.sin()))
+    query, key, value = x.view(10, 16, 6, 16).split(2, 2)
+    angles = x.view(10, 16, 96)[..., :16]
+    turned = _turned_back(query, key, value, angles.cos(), angles.sin())
+    measured = (_gated(x), _gated_back(x[:, :48], x), turned)
     return [y.float() for y in (*made, *(most for _, most in measured))]
 
 
@@ -123,7 +125,8 @@ class _Heads(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
         x8_KM, x_scale, w8_KP, w_scale, cos, sin = ctx.saved_tensors
-        grad_BTP, largest = _turned_back(*upstream, cos, sin)
+        query, key, value = upstream
+        grad_BTP, largest = _turned_back(query, key, value, cos, sin)
         numbers, scale = grad_BTP.dtype, _scale(largest, _FAR)
         g8, g8_PM = _both(grad_BTP.flatten(0, 1), scale, _FAR)
         of_joined = _scaled(g8_PM, scale, x8_KM, x_scale, numbers, fast=False)
