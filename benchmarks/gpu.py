@@ -30,7 +30,9 @@ LARGE = "graphs,fp8,transformers-compiled"
 # Commands of each part, with what to lay down for them: workloads and steps, on which the size of their data depends.
 PARTS: dict[str, tuple[list[tuple[str, ...]], list[tuple[str, int]]]] = {
     "kernels": ([("benchmarks/kernels.py",)], []),
-    "tests": ([("pytest", "-q", "-p", "no:cacheprovider", "tests/test_fast.py", "tests/test_ahead.py")], []),
+    "tests": (
+        [("pytest", "-q", "-p", "no:cacheprovider", *(f"tests/test_{name}.py" for name in ("fast", "ahead", "recorded")))], []
+    ),
     "plan": ([("sojourn", "bench", "plan", "--within", "430", "--folder", str(GROUND), "--no-peers")], []),
     "small": (
         [(*TRAIN, *TEXTS, "--workload", "pretrain-110m", "--steps", "200", "--rows", SMALL)],
