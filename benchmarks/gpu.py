@@ -24,15 +24,14 @@ TRAIN = ("sojourn", "bench", "train", "--folder", str(GROUND))
 TEXTS = ("--data", str(GROUND / "code.jsonl"))
 TALKS = ("--data", CHATS) if CHATS else ()
 
+TESTS = ("tests/test_fast.py", "tests/test_ahead.py", "tests/test_recorded.py")
 SMALL = "bf16,chunked,fused,compile,ahead,graphs,fp8,nanogpt"  # the ladder, and whom to beat
 LARGE = "graphs,fp8,transformers-compiled"
 
 # Commands of each part, with what to lay down for them: workloads and steps, on which the size of their data depends.
 PARTS: dict[str, tuple[list[tuple[str, ...]], list[tuple[str, int]]]] = {
     "kernels": ([("benchmarks/kernels.py",)], []),
-    "tests": (
-        [("pytest", "-q", "-p", "no:cacheprovider", *(f"tests/test_{name}.py" for name in ("fast", "ahead", "recorded")))], []
-    ),
+    "tests": ([("pytest", "-q", "-p", "no:cacheprovider", *TESTS)], []),
     "plan": ([("sojourn", "bench", "plan", "--within", "430", "--folder", str(GROUND), "--no-peers")], []),
     "small": (
         [(*TRAIN, *TEXTS, "--workload", "pretrain-110m", "--steps", "200", "--rows", SMALL)],
