@@ -10,10 +10,13 @@ from __future__ import annotations
 import json
 import math
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from sojourn.catalog.names import gpu as find_gpu
+
+_FP8 = ("tflops", "tflops", "tflops_weight")
 
 # What no measurement stands behind yet, said so in the file.
 _ASSUMED = """
@@ -34,11 +37,27 @@ eager_fused = 1.7
 eager_plain = 3.0
 
 [launch]
-# assumed for a usual server's CPU: milliseconds to launch a block's forward and backward, which a GPU with less to do
-# waits for: compiled, fused forwards not compiled, transformers' own not compiled
-compiled_ms = 2.5
-eager_fused_ms = 2.5
-eager_plain_ms = 4.0
+# milliseconds that a CPU takes to launch a block's forward and backward: compiled, and for each of its adapters; not
+# compiled, for each adapter, and for norms of queries and keys, all of it times `plain` by transformers' own forwards;
+# 4-bit weights; and what is outside the blocks, once a pass
+compiled_ms = 2.4
+compiled_adapter_ms = 0.15
+eager_ms = 2.6
+adapter_ms = 0.55
+norm_ms = 0.5
+plain = 1.2
+quantised_ms = 1.5
+pass_ms = 2
+# how sharply the slower of GPU and CPU decides: the n-th root of the sum of both to the n-th
+power = 4
+
+[update]
+# microseconds for each tensor: of AdamW; of bitsandbytes, which waits for the GPU after each; of one operation of Muon
+tensor_us = 30
+synced_us = 130
+operation_us = 16
+# share that bitsandbytes' 8-bit update reaches of what other pointwise kernels do
+share_8bit = 0.2
 
 [links]
 # assumed: shares of what a link could do that collectives reach, and of the backward that they hide behind; GB/s that
@@ -62,8 +81,6 @@ def fitted(points: dict[str, Any]) -> str:
     card = find_gpu(str(points["device"]))
     peak, matmul = 1e12 * float(card.bf16_tflops or 0), _matmul(points["matmul"], 1e12 * float(card.bf16_tflops or 0))
     attention = _attention(points["attention"], peak)
-    step = points["steps"][0]
-    idle = (step["milliseconds"] - step["gpu_milliseconds"]) / step["layers"]
     lines = [
         "# Written by `python -m sojourn.plan.fit`; change that, or the measurements, not this file.",
         f"# Measurements: {points['device']}, {points['date']}, torch {points['versions']['torch']}.",
@@ -71,18 +88,12 @@ def fitted(points: dict[str, Any]) -> str:
         "[matmul]",
         "# time = slowness · operations / the card's dense rate + start; never faster than memory allows",
         *(f"{key} = {value:.6g}" for key, value in matmul.items()),
-        "fp8_slowness = 1.54  # of 8-bit multiplications; solved from one run, pretrain-875m with train.fp8",
+        f"fp8_slowness = {_fp8(points['matmul_fp8'], 1e12 * float(card.fp8_tflops or 0)):.6g}  # of 8-bit ones",
         "",
         "[attention]",
         "# share of the dense rate = peak · context / (context + half), less for heads narrower than 128, and less for",
         "# kernels of variable length; forward and backward together are 3.5 times the forward's operations",
         *(f"{key} = {value:.6g}" for key, value in attention.items()),
-    ]
-    lines += [
-        "",
-        "[idle]",
-        f"# milliseconds a layer that a step's start leaves the GPU idle, from {step['what']}: the loss was just read",
-        f"layer_ms = {idle:.4g}",
     ]
     return "\n".join(lines) + "\n" + _ASSUMED
 
@@ -90,14 +101,19 @@ def fitted(points: dict[str, Any]) -> str:
 def _matmul(rows: list[dict[str, Any]], peak: float) -> dict[str, float]:
     """Least squares of relative errors: time / ideal = slowness + start / ideal."""
     a11 = a12 = a22 = b1 = b2 = 0.0
-    for row in rows:
+    for row, way in product(rows, ("tflops", "tflops_input", "tflops_weight")):
         ideal = 2.0 * row["m"] * row["k"] * row["n"] / peak
-        real = peak / (1e12 * row["tflops"])
+        real = peak / (1e12 * row[way])
         x1, x2 = 1 / real, 1e-6 / ideal / real
         a11, a12, a22 = a11 + x1 * x1, a12 + x1 * x2, a22 + x2 * x2
         b1, b2 = b1 + x1, b2 + x2
     det = a11 * a22 - a12 * a12
     return {"slowness": (b1 * a22 - b2 * a12) / det, "start": 1e-6 * (a11 * b2 - a12 * b1) / det}
+
+
+def _fp8(rows: list[dict[str, Any]], peak: float) -> float:
+    """Two of three multiplications of a layer are like the first; `start` counts beside it, but is small here."""
+    return sum(peak / (1e12 * row[way]) for row, way in product(rows, _FP8)) / (len(rows) * len(_FP8))
 
 
 def _attention(rows: list[dict[str, Any]], peak: float) -> dict[str, float]:

@@ -23,15 +23,17 @@ from sojourn.plan.fit import fitted
 from sojourn.plan.speed import speed
 from sojourn.plan.work import Work
 
-# What steps may change, and by how much a change counts against itself: kernels measured the first ones by themselves.
+# What steps may change, and how far off each may well be: little where kernels were measured by themselves.
 FREE = {
-    ("matmul", "slowness"): 4.0, ("matmul", "start"): 0.5, ("matmul", "fp8_slowness"): 1.0,
-    ("attention", "peak"): 1.0, ("attention", "varlen"): 0.2, ("traffic", "share"): 1.0,
-    ("traffic", "eager_fused"): 0.1, ("traffic", "eager_plain"): 0.1, ("launch", "compiled_ms"): 0.1,
-    ("launch", "eager_fused_ms"): 0.1, ("launch", "eager_plain_ms"): 0.1, ("idle", "layer_ms"): 0.1,
+    ("matmul", "slowness"): 0.05, ("matmul", "start"): 0.3, ("attention", "peak"): 0.1, ("attention", "varlen"): 0.2,
+    ("traffic", "share"): 0.1, ("traffic", "eager_fused"): 0.2, ("traffic", "eager_plain"): 0.2,
+    ("launch", "compiled_ms"): 0.3, ("launch", "compiled_adapter_ms"): 0.5, ("launch", "eager_ms"): 0.3,
+    ("launch", "plain"): 0.2, ("launch", "adapter_ms"): 0.3, ("launch", "norm_ms"): 0.3,
+    ("launch", "quantised_ms"): 0.3, ("launch", "pass_ms"): 0.5, ("update", "tensor_us"): 0.3,
+    ("update", "synced_us"): 0.5, ("update", "operation_us"): 0.5, ("update", "share_8bit"): 0.5,
 }  # fmt: skip
 _STRIDES = (0.2, 0.1, 0.05, 0.02, 0.01)
-_SMALL = 0.05  # what holds a figure in its place, against a squared error
+_NOISE = 0.05  # of a step's time
 
 Timed = tuple[Work, Gpu, float]
 
@@ -47,9 +49,8 @@ def adjust(table: dict[str, Any], steps: list[Timed]) -> dict[tuple[str, str], f
     first = {key: float(table[key[0]][key[1]]) for key in FREE}
 
     def error() -> float:
-        missed = sum(math.log(speed(work, card).step_seconds / real) ** 2 for work, card, real in steps) / len(steps)
-        moved = sum(weight * math.log(table[a][b] / first[a, b]) ** 2 for (a, b), weight in FREE.items())
-        return missed + _SMALL * moved / len(steps)
+        missed = sum((math.log(speed(work, card).step_seconds / real) / _NOISE) ** 2 for work, card, real in steps)
+        return missed + sum((math.log(table[a][b] / first[a, b]) / off) ** 2 for (a, b), off in FREE.items())
 
     best = error()
     for stride in _STRIDES:
@@ -60,7 +61,7 @@ def adjust(table: dict[str, Any], steps: list[Timed]) -> dict[tuple[str, str], f
                 for times in (1 + stride, 1 / (1 + stride)):
                     kept, table[a][b] = table[a][b], table[a][b] * times
                     found = error()
-                    if found < best - 1e-9:
+                    if found < best - 1e-6:
                         best, better = found, True
                     else:
                         table[a][b] = kept
