@@ -31,10 +31,11 @@ def segments(size: float, count: int) -> float:
 
 
 def workspace(work: Work) -> int:
-    """cuBLAS' own, inside what torch counts: 32 MiB from Hopper on, else 8 MiB."""
+    """cuBLAS' own, inside what torch counts: 32 MiB from Hopper on, else 8 MiB, for each thread that multiplies: the
+    backward has one of its own."""
     if work.device != "cuda":
         return 0
-    return (32 if work.capability >= (9, 0) else 8) * _MIB
+    return 2 * (32 if work.capability >= (9, 0) else 8) * _MIB
 
 
 def context(work: Work) -> int:

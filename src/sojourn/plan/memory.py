@@ -22,6 +22,7 @@ from sojourn.plan.holdings import (
     tensors,
     weights,
 )
+from sojourn.plan.launch import asks
 from sojourn.plan.work import Work
 
 _CHUNK_BYTES = {"kernel": 2**30, "cuda": 2**28, "cpu": 2**24}  # as in model/loss.py
@@ -115,7 +116,7 @@ def _loss(work: Work) -> Moment:
     """The forward is over, and the loss at its last chunks: everything is kept, and logits are there."""
     held = _held(work, always_gradients(work))
     layers = work.shape.layers
-    terms = [*held, *_activations(work, layers), *_logits(work)]
+    terms = [*held, *_activations(work, layers), *_earlier_passes(work, False), *_logits(work)]
     return Moment("end of the forward, in the loss", tuple(terms))
 
 
@@ -140,12 +141,26 @@ def _logits(work: Work) -> list[Term]:
     terms = [hidden, Term("loss", "logits of a chunk", rows * v * each, f"{says} = {rows:,}·{v:,}·{each}")]
     if head_is_trained(work):
         terms.append(Term("loss", "the head's gradient, summed up", 4 * v * d, "4·V·D"))
+        # Of several chunks two parts are there with one chunk's logits, then one with two; both are counted, since
+        # that is what runs were proven to fit into.
         terms.append(Term("loss", "a chunk's part of it", (2 if several else 1) * e * v * d, "2·V·D·e"))
         if e < 4:
             terms.append(Term("loss", "the head, cast", e * v * d, "V·D·e"))
         if work.fp8:
             terms.append(Term("loss", "the head in 8 bits, both ways", 2 * v * d, "2·V·D"))
     return terms
+
+
+def _earlier_passes(work: Work, backward: bool) -> list[Term]:
+    """What losses hold of passes that are over: the pass before, until the next one's forward is over, and the first
+    pass of a step that was begun ahead, until the last is over (train/step.py)."""
+    ahead = asks(work) and not work.dropout
+    count = int(ahead and work.passes > 1) if backward else min(work.passes - 1, 1 + ahead)
+    if not count or work.whole_loss:
+        return []
+    shape = work.shape
+    each = work.tokens * shape.hidden * work.numbers + 4 * head_is_trained(work) * shape.vocab * shape.hidden
+    return [Term("loss", "gradients held by earlier passes' losses", count * each, f"{count}·(T·D·e + 4·V·D)")]
 
 
 def _head_held(work: Work) -> list[Term]:
@@ -197,7 +212,8 @@ def _adapted_outputs(work: Work) -> int:
 def _last_block(work: Work) -> Moment:
     layers = work.shape.layers
     held = _held(work, always_gradients(work), backward=True)
-    terms = [*held, *_activations(work, layers), *_head_held(work), *_within(work)]
+    earlier = _earlier_passes(work, True)
+    terms = [*held, *_activations(work, layers), *earlier, *_head_held(work), *_within(work)]
     return Moment("backward of the last block", tuple(terms))
 
 
@@ -209,12 +225,13 @@ def _first_block(work: Work) -> Moment:
         share = ends_parameters(work) if work.shape.tied else work.shape.embedding_parameters
         missing = whole.bytes * (share + block_parameters(work)) / work.shape.parameters
     terms = [*held, Term(whole.kind, whole.name, whole.bytes - missing, whole.formula), *_activations(work, 1)]
+    terms += _earlier_passes(work, True)
     return Moment("backward of the first block", (*terms, *_head_held(work), *_within(work)))
 
 
 def _end_of_backward(work: Work) -> Moment:
     """The embedding's gradient arrives; where it is tied to the head, beside the head's, and then their sum."""
-    terms = [*_held(work, True, backward=True), *_head_held(work)]
+    terms = [*_held(work, True, backward=True), *_earlier_passes(work, True), *_head_held(work)]
     if not work.adapters:
         size = 4 * work.shape.embedding_parameters
         again = size if work.shape.tied or always_gradients(work) else 0
