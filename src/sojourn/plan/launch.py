@@ -9,9 +9,10 @@ from __future__ import annotations
 from sojourn.plan.constants import constants
 from sojourn.plan.work import LINEAR, Work
 
-# Of a block, against one that recomputes nothing; counted on a CPU with blocks so small that only launching is left.
-# Selective recomputation asks Python about every operation, unless a compiler has decided already.
-_AGAIN = {"off": (1.0, 1.0), "selective": (1.0, 3.3), "full": (1.35, 1.8)}  # compiled, not compiled
+# Of a block, against one that recomputes nothing: compiled, not compiled. Counted on a CPU, with blocks so small that
+# nothing but launching is left. Not compiled, Python is asked about every tensor that is kept, and with selective
+# recomputation about every operation.
+_AGAIN = {"off": (1.0, 1.0), "selective": (1.0, 3.7), "full": (1.35, 2.3)}
 _OF_MATRIX, _OF_OTHERS = 50, 12  # operations of Muon, as train/update/muon.py has them
 
 
@@ -50,14 +51,13 @@ def _both(gpu: float, cpu: float) -> float:
 
 def _passes(work: Work) -> float:
     launch, shape = constants()["launch"], work.shape
-    adapters = sum(map(work.targeted, LINEAR))
+    adapters, quantised = sum(map(work.targeted, LINEAR)), work.method == "qlora"
     if work.compiled:
         each = launch["compiled_ms"] + adapters * launch["compiled_adapter_ms"]
+        each += launch["compiled_quantised_ms"] * quantised
     else:
         each = launch["eager_ms"] + adapters * launch["adapter_ms"] + launch["norm_ms"] * shape.qk_norm
-        each *= 1.0 if work.fused else launch["plain"]
-    if work.method == "qlora":
-        each += launch["quantised_ms"]
+        each = each * (1.0 if work.fused else launch["plain"]) + launch["quantised_ms"] * quantised
     blocks = each * _AGAIN[work.recompute][not work.compiled] * shape.layers
     return float(1e-3 * work.passes * (blocks + launch["pass_ms"]))
 
