@@ -40,15 +40,15 @@ eager_plain = 3.0
 # milliseconds that a CPU takes to launch a block's forward and backward: compiled, for each of its adapters, and for
 # 4-bit weights; not compiled, for each adapter, for norms of queries and keys (all three times `plain` by transformers'
 # own forwards), and for 4-bit weights; and what is outside the blocks, once a pass
-compiled_ms = 2.4
+compiled_ms = 2.3
 compiled_adapter_ms = 0.15
 compiled_quantised_ms = 1.5
 eager_ms = 2.6
 adapter_ms = 0.55
 norm_ms = 0.5
 plain = 1.2
-quantised_ms = 3.3
-pass_ms = 2
+quantised_ms = 2
+pass_ms = 3.5
 # how sharply the slower of GPU and CPU decides: the n-th root of the sum of both to the n-th
 power = 4
 

@@ -12,7 +12,7 @@ from sojourn.plan.work import LINEAR, Work
 # Of a block, against one that recomputes nothing: compiled, not compiled. Counted on a CPU, with blocks so small that
 # nothing but launching is left. Not compiled, Python is asked about every tensor that is kept, and with selective
 # recomputation about every operation.
-_AGAIN = {"off": (1.0, 1.0), "selective": (1.0, 3.7), "full": (1.35, 2.3)}
+_AGAIN = {"off": (1.0, 1.0), "selective": (1.0, 2.9), "full": (1.35, 1.8)}
 _OF_MATRIX, _OF_OTHERS = 50, 12  # operations of Muon, as train/update/muon.py has them
 
 
