@@ -50,7 +50,7 @@ plain = 1.2
 quantised_ms = 2
 pass_ms = 3.5
 # how sharply the slower of GPU and CPU decides: the n-th root of the sum of both to the n-th
-power = 4
+power = 2.5
 
 [update]
 # microseconds for each tensor: of AdamW; of bitsandbytes, which waits for the GPU after each; of one operation of Muon
