@@ -67,6 +67,8 @@ nvlink = 0.70
 pcie = 0.55
 network_gbs = 2.5
 hidden = 0.6
+# seen: 18.5 GB of a checkpoint reached an H200's host in 0.347 s, 85 % of what the bus could do
+host = 0.85
 
 [seconds]
 # assumed: starting Python and CUDA, compiling the first block's graphs, MB/s of downloads and of a usual disk

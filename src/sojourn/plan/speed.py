@@ -227,10 +227,11 @@ def _optimizer(work: Work, gpu: Gpu) -> float:
     if work.optimizer == "muon" and not work.adapters:
         rounds = 5 * 6.0 * work.shape.hidden * (count - ends_parameters(work))
         seconds += rounds / (0.5 * rate(work, gpu))
+    bus = float(constants()["links"]["host"]) * 1e9 * (gpu.pcie_gbs or 16.0)
     if work.offload != "off":
-        seconds += 16 * count / (0.7e9 * (gpu.pcie_gbs or 16.0))
+        seconds += 16 * count / bus
     if work.offload == "all":
-        seconds += work.passes * 2 * 2 * work.shape.parameters / (0.7e9 * (gpu.pcie_gbs or 16.0))
+        seconds += work.passes * 2 * 2 * work.shape.parameters / bus
     return seconds
 
 
