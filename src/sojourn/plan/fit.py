@@ -48,12 +48,13 @@ adapter_ms = 0.55
 norm_ms = 0.5
 plain = 1.2
 quantised_ms = 2
-pass_ms = 3.5
+pass_ms = 3
 # how sharply the slower of GPU and CPU decides: the n-th root of the sum of both to the n-th
 power = 2.5
 
 [update]
-# microseconds for each tensor: of AdamW; of bitsandbytes, which waits for the GPU after each; of one operation of Muon
+# milliseconds of clipping and updating but for the tensors; microseconds for each tensor: of AdamW; of bitsandbytes, which waits for the GPU after each; of one operation of Muon
+step_ms = 1.2
 tensor_us = 30
 synced_us = 130
 operation_us = 16

@@ -66,8 +66,8 @@ def _update(work: Work) -> float:
     costs, shape = constants()["update"], work.shape
     matrices = shape.layers * (2 * sum(map(work.targeted, LINEAR)) if work.adapters else len(LINEAR))
     others = 0 if work.adapters else 2 + shape.layers * (shape.norms + 2 * shape.qk_norm + 3 * shape.qkv_bias)
-    if synced(work):
-        return float(1e-6 * costs["synced_us"] * (matrices + others))
     if work.optimizer == "muon":
-        return float(1e-6 * costs["operation_us"] * (_OF_MATRIX * matrices + _OF_OTHERS * others))
-    return float(1e-6 * costs["tensor_us"] * (matrices + others))
+        each = costs["operation_us"] * (_OF_MATRIX * matrices + _OF_OTHERS * others)
+    else:
+        each = costs["synced_us" if synced(work) else "tensor_us"] * (matrices + others)
+    return float(1e-3 * costs["step_ms"] + 1e-6 * each)

@@ -29,7 +29,7 @@ FREE = {
     ("traffic", "share"): 0.1, ("traffic", "eager_fused"): 0.2, ("traffic", "eager_plain"): 0.2,
     ("launch", "compiled_ms"): 0.1, ("launch", "compiled_adapter_ms"): 0.5, ("launch", "eager_ms"): 0.3,
     ("launch", "plain"): 0.2, ("launch", "adapter_ms"): 0.3, ("launch", "norm_ms"): 0.3,
-    ("launch", "quantised_ms"): 0.3, ("launch", "compiled_quantised_ms"): 0.3, ("launch", "pass_ms"): 0.2, ("update", "tensor_us"): 0.3,
+    ("launch", "quantised_ms"): 0.3, ("launch", "compiled_quantised_ms"): 0.3, ("launch", "pass_ms"): 0.2, ("update", "step_ms"): 0.2, ("update", "tensor_us"): 0.3,
     ("update", "synced_us"): 0.5, ("update", "operation_us"): 0.5, ("update", "share_8bit"): 0.5,
 }  # fmt: skip
 _STRIDES = (0.2, 0.1, 0.05, 0.02, 0.01)
