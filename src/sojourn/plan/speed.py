@@ -51,7 +51,7 @@ def speed(work: Work, gpu: Gpu) -> Speed:
     ends, update = parts[1].seconds, parts[-1].seconds
     forward = ends + (busy - ends - update) / (3 - work.adapters + (work.recompute == "full"))
     waiting = step_seconds(work, forward / passes, busy - update, update) - busy
-    parts.append(Part("waiting for launches", waiting, "layers·passes·launch and tensors·launch, where the GPU is faster"))
+    parts.append(Part("waiting for launches", waiting, "launches of blocks and updates, where the GPU is faster"))
     parts.append(
         Part("exchange between GPUs", _exchange(work, gpu, busy), "bytes / link, what the backward cannot hide")
     )

@@ -1,38 +1,32 @@
-"""Writes fit.toml: the few figures of the model that come from measurements, from single kernels on one H200.
-
-    python -m sojourn.plan.fit benchmarks/results/kernels-H200-2026-11-15.json
+"""The text of plan/fit.toml as single kernels on one GPU give it, with first figures for what they cannot tell.
 
 Everything else in memory.py and speed.py is derived from the code that runs.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from sojourn.catalog.names import gpu as find_gpu
 
 _FP8 = ("tflops", "tflops", "tflops_weight")
 
-# What no measurement stands behind yet, said so in the file.
+# What no kernel tells. [traffic], [launch] and [update] begin here and end where whole steps have them.
 _ASSUMED = """
 [memory]
-# assumed, until whole devices are measured: share lost between the allocator's segments of what comes and goes;
-# MiB of a CUDA context by compute capability (seen: 426 of a bare one on an RTX 6000 Ada, 768 with all that a run loads
-# on an H200), and of NCCL's buffers
+# assumed: share lost between the allocator's segments of what comes and goes (seen on an H200: mostly 0 to 12 %); MiB
+# of a CUDA context by compute capability (seen: 426 of a bare one on an RTX 6000 Ada, 747 to 849 with all that a run
+# loads on an H200), and of NCCL's buffers
 lost_of_changing = 0.04
 nccl_mib = 400
 context_mib = { "6.0" = 500, "8.0" = 650, "9.0" = 768, "10.0" = 850 }
 
 [traffic]
-# share of the bandwidth that pointwise kernels reach; the card's copy on an H200 is 90 %
+# share of the bandwidth that pointwise kernels reach; the card's copy on an H200 reaches 89 %
 share = 0.80
-# passes over memory, against compiled blocks: fused forwards not compiled, and transformers' own not compiled; chosen
-# by eye between rows of runs that are not compiled (ours, transformers', torchtune's, torchtitan's), not by kernels
+# passes over memory, against compiled blocks: fused forwards not compiled, and transformers' own not compiled
 eager_fused = 1.7
 eager_plain = 3.0
 
@@ -53,7 +47,8 @@ pass_ms = 3
 power = 2.5
 
 [update]
-# milliseconds of clipping and updating but for the tensors; microseconds for each tensor: of AdamW; of bitsandbytes, which waits for the GPU after each; of one operation of Muon
+# milliseconds of clipping and updating, and microseconds more for each tensor: of AdamW; of bitsandbytes, which waits
+# for the GPU after each; of one operation of Muon
 step_ms = 1.2
 tensor_us = 30
 synced_us = 130
@@ -86,7 +81,7 @@ def fitted(points: dict[str, Any]) -> str:
     peak, matmul = 1e12 * float(card.bf16_tflops or 0), _matmul(points["matmul"], 1e12 * float(card.bf16_tflops or 0))
     attention = _attention(points["attention"], peak)
     lines = [
-        "# Written by `python -m sojourn.plan.fit`; change that, or the measurements, not this file.",
+        "# Written by `python -m sojourn.bench.plan.fit`; change that, or the measurements, not this file.",
         f"# Measurements: {points['device']}, {points['date']}, torch {points['versions']['torch']}.",
         "",
         "[matmul]",
@@ -117,7 +112,7 @@ def _matmul(rows: list[dict[str, Any]], peak: float) -> dict[str, float]:
 
 def _fp8(rows: list[dict[str, Any]], peak: float) -> float:
     """Two of three multiplications of a layer are like the first; `start` counts beside it, but is small here."""
-    return sum(peak / (1e12 * row[way]) for row, way in product(rows, _FP8)) / (len(rows) * len(_FP8))
+    return float(sum(peak / (1e12 * row[way]) for row, way in product(rows, _FP8)) / (len(rows) * len(_FP8)))
 
 
 def _attention(rows: list[dict[str, Any]], peak: float) -> dict[str, float]:
@@ -139,12 +134,3 @@ def _attention(rows: list[dict[str, Any]], peak: float) -> dict[str, float]:
         "peak": most, "half": half, "varlen": share(ragged) / by_length(ragged),
         "narrow": math.log(share(narrow) / by_length(narrow)) / math.log(64 / 128),
     }  # fmt: skip
-
-
-def main(words: list[str]) -> None:
-    text = fitted(json.loads(Path(words[0]).read_text(encoding="utf-8")))
-    Path(__file__).with_name("fit.toml").write_text(text, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
