@@ -28,7 +28,7 @@ HEADS = [(32, 1024, 12, 64), (16, 2048, 16, 128), (1, 8192, 28, 128)]
 
 def main() -> None:
     found: dict[str, Any] = {
-        "note": "Single kernels in bf16, warm, medians; what sojourn.plan.fit fits its curves to.",
+        "note": "Single kernels in bf16, warm, medians; what plans fit their curves to.",
         "device": torch.cuda.get_device_name(), "date": datetime.date.today().isoformat(),
         "versions": {"torch": torch.__version__}, "matmul": [], "matmul_fp8": [], "narrow": [], "attention": [],
     }  # fmt: skip

@@ -31,10 +31,11 @@ def segments(size: float, count: int) -> float:
 
 
 def workspace(work: Work) -> int:
-    """cuBLAS' own, inside what torch counts: 32 MiB from Hopper on, else 8 MiB."""
+    """cuBLAS' own, inside what torch counts: 32 MiB from Hopper on, else 8 MiB, for each thread that multiplies: the
+    backward has one of its own."""
     if work.device != "cuda":
         return 0
-    return (32 if work.capability >= (9, 0) else 8) * _MIB
+    return 2 * (32 if work.capability >= (9, 0) else 8) * _MIB
 
 
 def context(work: Work) -> int:
@@ -48,7 +49,8 @@ def context(work: Work) -> int:
     return (int(fitting[-1] if fitting else known[0][1]) + communication) * _MIB
 
 
-def lost(tensors: list[tuple[float, int]], changing: float) -> float:
-    """To rounding, of the tensors that stay (bytes, count), and between segments, of what comes and goes."""
+def lost(work: Work, tensors: list[tuple[float, int]], changing: float) -> float:
+    """To rounding, of the tensors that stay (bytes, count), and between segments, of what comes and goes. Of passes
+    from a recording all of it was seen to be kept twice."""
     to_rounding = sum(segments(size, count) - size * count for size, count in tensors)
-    return to_rounding + float(constants()["memory"]["lost_of_changing"]) * changing
+    return to_rounding + (1.0 if work.graphs else float(constants()["memory"]["lost_of_changing"])) * changing

@@ -1,4 +1,4 @@
-"""The figures of the model that come from measurements, read from fit.toml, which fit.py writes."""
+"""The figures of the model that come from measurements, read from fit.toml, which bench/plan/fit.py writes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ _toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) el
 
 @cache
 def constants() -> dict[str, Any]:
-    text = resources.files("sojourn.plan").joinpath("fit.toml").read_text(encoding="utf-8")
+    return read(resources.files("sojourn.plan").joinpath("fit.toml").read_text(encoding="utf-8"))
+
+
+def read(text: str) -> dict[str, Any]:
     table: dict[str, Any] = _toml.loads(text)
     return table

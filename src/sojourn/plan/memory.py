@@ -78,7 +78,7 @@ def memory(work: Work) -> Memory:
         moments.append(_evaluation(work))
     peak = max(moments, key=lambda moment: moment.bytes)
     changing = sum(term.bytes for term in peak.terms if term.kind in _CHANGING)
-    return Memory(tuple(moments), context(work), lost(tensors(work), changing))
+    return Memory(tuple(moments), context(work), lost(work, tensors(work), changing))
 
 
 def chunk_rows(work: Work, trains: bool = True) -> int:
@@ -140,6 +140,8 @@ def _logits(work: Work) -> list[Term]:
     terms = [hidden, Term("loss", "logits of a chunk", rows * v * each, f"{says} = {rows:,}·{v:,}·{each}")]
     if head_is_trained(work):
         terms.append(Term("loss", "the head's gradient, summed up", 4 * v * d, "4·V·D"))
+        # Of several chunks two parts are there with one chunk's logits, then one with two; both are counted, since
+        # that is what runs were proven to fit into.
         terms.append(Term("loss", "a chunk's part of it", (2 if several else 1) * e * v * d, "2·V·D·e"))
         if e < 4:
             terms.append(Term("loss", "the head, cast", e * v * d, "V·D·e"))

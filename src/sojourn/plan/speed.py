@@ -13,9 +13,9 @@ from sojourn.catalog.facts import Gpu
 from sojourn.plan.activations import block_parameters, inner
 from sojourn.plan.constants import constants
 from sojourn.plan.holdings import ends_parameters, head_is_trained, quantised_bytes, trained_parameters
-from sojourn.plan.work import LINEAR, Work
-
-_SHARE_8BIT = 0.5  # of the bandwidth that other pointwise kernels reach: assumed of bitsandbytes' 8-bit update
+from sojourn.plan.launch import shortens, step_seconds
+from sojourn.plan.memory import chunk_rows
+from sojourn.plan.work import Work
 
 
 @dataclass(frozen=True)
@@ -48,23 +48,15 @@ def speed(work: Work, gpu: Gpu) -> Speed:
         Part("optimizer", _optimizer(work, gpu), "bytes of weights, gradients, moments / (share·bandwidth)"),
     ]
     busy = sum(part.seconds for part in parts)
-    launching = _launching(work)
-    if launching > busy:
-        parts.append(Part("waiting for launches", launching - busy, "layers·passes·launch, where the GPU is faster"))
+    ends, update = parts[1].seconds, parts[-1].seconds
+    forward = ends + (busy - ends - update) / (3 - work.adapters + (work.recompute == "full"))
+    waiting = step_seconds(work, forward / passes, busy - update, update) - busy
+    parts.append(Part("waiting for launches", waiting, "launches of blocks and updates, where the GPU is faster"))
     parts.append(
         Part("exchange between GPUs", _exchange(work, gpu, busy), "bytes / link, what the backward cannot hide")
     )
-    if _waits(work):
-        idle = 1e-3 * constants()["idle"]["layer_ms"] * work.shape.layers
-        parts.append(Part("start of a step", idle, "idle·layers, as the loss was just read"))
     total = sum(part.seconds for part in parts)
     return Speed(tuple(parts), total, work.tokens * work.passes * work.world)
-
-
-def _waits(work: Work) -> bool:
-    """Whether each step's loss is read before the next begins, as train/parallel/engine.py decides it."""
-    able = work.device == "cuda" and work.optimizer == "adamw" and work.offload == "off" and work.precision != "fp16"
-    return work.world > 1 or not able
 
 
 def has_rate(gpu: Gpu) -> bool:
@@ -101,12 +93,24 @@ def _multiplications(work: Work, gpu: Gpu) -> float:
     recomputed (all but the last layer, whose result nobody needs)."""
     (peak, slowness), m, e = _rate_and_slowness(work, gpu), work.tokens, work.numbers
     total = 0.0
-    for name, (k, n) in layer_shapes(work).items():
+    for name, (k, n) in _joined(work).items():
         forward = matmul(gpu, peak, m, k, n, e, slowness)
         again = forward if work.recompute == "full" and name != "down_proj" else 0.0
         own = 0.0 if work.adapters else matmul(gpu, peak, k, m, n, e, slowness)
         total += forward + again + matmul(gpu, peak, m, n, k, e, slowness) + own
     return work.shape.layers * total
+
+
+def _joined(work: Work) -> dict[str, tuple[int, int]]:
+    """Layers that read the same are one multiplication in fused blocks whose weights are trained."""
+    shapes = layer_shapes(work)
+    if not (work.fused and work.kernels) or work.adapters:
+        return shapes
+    together = [("gate_proj", "up_proj")] + ([] if work.shape.qk_norm else [("q_proj", "k_proj", "v_proj")])
+    for first, *others in together:
+        inputs, outputs = shapes[first]
+        shapes[first] = inputs, outputs + sum(shapes.pop(name)[1] for name in others)
+    return shapes
 
 
 def _rate_and_slowness(work: Work, gpu: Gpu) -> tuple[float, float | None]:
@@ -130,7 +134,17 @@ def _head(work: Work, gpu: Gpu) -> float:
         passes = 10 * 4
     if narrow:
         passes += 4
-    return times * each + _traffic(gpu, m * shape.vocab * passes)
+    return times * each + _traffic(gpu, m * shape.vocab * passes + _ends_bytes(work))
+
+
+def _ends_bytes(work: Work) -> float:
+    """Of embedding and head in one pass, where they are trained: casting, gradients and adding them up, of the head
+    once for each chunk of logits."""
+    if not head_is_trained(work):
+        return 0.0
+    chunks = 1 if work.whole_loss else -(-work.tokens // chunk_rows(work))
+    each = 6 + 10 * chunks + 8 + 4 + (12 if work.shape.tied else 0)
+    return float(each * work.shape.vocab * work.shape.hidden)
 
 
 def _attention(work: Work, gpu: Gpu) -> float:
@@ -148,7 +162,7 @@ def _attention(work: Work, gpu: Gpu) -> float:
         share *= curve["varlen"]
     context = (full * seen + (shape.layers - full) * near) / shape.layers
     forward = 2.0 * m * context * shape.heads * shape.head_dim
-    times = 3.5 + (1.0 if work.recompute == "full" else 0.0)
+    times = 3.5 + (0.8 if work.recompute == "full" else 0.0)  # the forward is the faster part
     seconds = shape.layers * times * forward / (share * rate(work, gpu))
     if work.attention == "math":
         seconds += _traffic(gpu, shape.layers * m * work.length * shape.heads * 4 * 12)
@@ -163,6 +177,9 @@ def _pointwise(work: Work, gpu: Gpu) -> float:
     repeated = 2 * (q - shape.kv_heads * shape.head_dim) if shape.kv_heads < shape.heads else 0
     forward = 9 * d * r + (2 * heads + repeated + 3 * wide) * e
     backward = 14 * d * r + (2 * heads + 2 * repeated + 5 * wide) * e
+    if shape.qk_norm:
+        turned = q + shape.kv_heads * shape.head_dim
+        forward, backward = forward + 2 * turned * e, backward + 3 * turned * e
     adapted = [size for name, size in layer_shapes(work).items() if work.targeted(name)]
     forward += e * sum(k + 3 * n for k, n in adapted)
     backward += e * sum(2 * k + 3 * n for k, n in adapted)
@@ -203,26 +220,19 @@ def _weight_bytes(work: Work) -> float:
 def _optimizer(work: Work, gpu: Gpu) -> float:
     """Weights and gradients read and written, moments too; moments on the host travel over the bus both ways."""
     count = trained_parameters(work) / (work.world if work.sharded else 1)
-    norm = 4 if work.optimizer == "adamw" else 12  # only AdamW of torch shortens gradients on its way
+    norm = 4 if shortens(work) else 12  # only AdamW of torch shortens gradients on its way
     moments = {"adamw_8bit": 4, "paged_adamw_8bit": 4, "muon": 8}.get(work.optimizer, 16)
-    slow = 1 / _SHARE_8BIT if "8bit" in work.optimizer else 1.0
+    slow = 1 / float(constants()["update"]["share_8bit"]) if "8bit" in work.optimizer else 1.0
     seconds = _traffic(gpu, count * (slow * (4 + 8 + moments) + norm))
     if work.optimizer == "muon" and not work.adapters:
         rounds = 5 * 6.0 * work.shape.hidden * (count - ends_parameters(work))
         seconds += rounds / (0.5 * rate(work, gpu))
+    bus = float(constants()["links"]["host"]) * 1e9 * (gpu.pcie_gbs or 16.0)
     if work.offload != "off":
-        seconds += 16 * count / (0.7e9 * (gpu.pcie_gbs or 16.0))
+        seconds += 16 * count / bus
     if work.offload == "all":
-        seconds += work.passes * 2 * 2 * work.shape.parameters / (0.7e9 * (gpu.pcie_gbs or 16.0))
+        seconds += work.passes * 2 * 2 * work.shape.parameters / bus
     return seconds
-
-
-def _launching(work: Work) -> float:
-    launch = constants()["launch"]
-    each = launch["compiled_ms"] if work.compiled else launch["eager_fused_ms" if work.fused else "eager_plain_ms"]
-    again = 1.3 if work.recompute != "off" else 1.0
-    adapters = 1 + (0.0 if work.compiled else 0.15 * sum(work.targeted(name) for name in LINEAR))
-    return float(1e-3 * each * work.shape.layers * work.passes * again * adapters)
 
 
 def link_bytes(work: Work, gpu: Gpu) -> float:

@@ -45,6 +45,7 @@ class Work:
     recompute: str = "off"
     whole_loss: bool = False
     fp8: bool = False
+    graphs: bool = False  # passes from a recording
     optimizer: str = "adamw"
     offload: str = "off"
     rank: int = 16
@@ -134,7 +135,8 @@ def work_of(
         device=place.device, precision=precision, fused=fused,
         kernels=kernels, attention=_attention(train.attention, precision, shape, capability),
         recompute=recompute or ("off" if train.checkpointing == "auto" else train.checkpointing),
-        whole_loss=train.loss == "whole", fp8=train.fp8 == "on", optimizer=train.optimizer, offload=offload,
+        whole_loss=train.loss == "whole", fp8=train.fp8 == "on", graphs=train.cuda_graphs == "on" and world == 1,
+        optimizer=train.optimizer, offload=offload,
         rank=method.rank, targets=targets, dropout=method.dropout, saved_modules=tuple(method.modules_to_save),
         bits=method.bits, double_quant=method.double_quant, engine=chosen, world=world,
         nodes=config.parallel.nodes, stage=stage, reshard=config.parallel.reshard, capability=capability or (0, 0),

@@ -175,11 +175,11 @@ def _begin_anew(device: str) -> None:
 def _timed(session: Any, batches: list[Any]) -> tuple[list[float], float]:
     """Seconds from the end of one step to the end of the next, as the loop has them: a step ends when its loss is read.
     Rows are read before, as the loop reads them ahead."""
-    count, times, begun = 0, list[float](), None
+    count, times, begun = 0, list[float](), list[Any]()
     began = last = time.perf_counter()
     warm = False
     while True:
-        loss, begun = _step(session, batches[count % 2], batches[(count + 1) % 2], begun)
+        loss = _step(session, batches[count % 2], batches[(count + 1) % 2], begun)
         now, count = time.perf_counter(), count + 1
         if warm:
             times.append(now - last)
@@ -188,16 +188,18 @@ def _timed(session: Any, batches: list[Any]) -> tuple[list[float], float]:
             return times, loss
 
 
-def _step(session: Any, now: list[Any], then: list[Any], begun: Any) -> tuple[float, Any]:
-    """The loss, and what has been begun of the next step before it was read, as train/careful.py does it."""
+def _step(session: Any, now: list[Any], then: list[Any], begun: list[Any]) -> float:
+    """The loss. What has been begun of a step before the last one's loss was read, as train/careful.py does it, is
+    taken out of `begun`, so that nothing of it is held when its passes are over."""
     from sojourn.train.step import Begun
 
     stepper = session.stepper
     if session.config.train.ahead == "off" or not stepper.engine.asks:
-        return stepper.step(now)[0], None
-    answer = stepper.update_if_good(stepper.passes(now, begun), math.inf)
+        return float(stepper.step(now)[0])
+    answer = stepper.update_if_good(stepper.passes(now, begun.pop() if begun else None), math.inf)
     part = None if stepper.network.by_chance else stepper.begin(then)
-    return answer.read()[0], Begun(0, then, 0.0, stepper.feed.micro_batch, part)
+    begun.append(Begun(0, then, 0.0, stepper.feed.micro_batch, part))
+    return float(answer.read()[0])
 
 
 def _loaded(device: str) -> tuple[int | None, int]:

@@ -1,44 +1,60 @@
-"""Writes fit.toml: the few figures of the model that come from measurements, from single kernels on one H200.
-
-    python -m sojourn.plan.fit benchmarks/results/kernels-H200-2026-11-15.json
+"""The text of plan/fit.toml as single kernels on one GPU give it, with first figures for what they cannot tell.
 
 Everything else in memory.py and speed.py is derived from the code that runs.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import sys
-from pathlib import Path
+from itertools import product
 from typing import Any
 
 from sojourn.catalog.names import gpu as find_gpu
 
-# What no measurement stands behind yet, said so in the file.
+_FP8 = ("tflops", "tflops", "tflops_weight")
+
+# What no kernel tells. [traffic], [launch] and [update] begin here and end where whole steps have them.
 _ASSUMED = """
 [memory]
-# assumed, until whole devices are measured: share lost between the allocator's segments of what comes and goes;
-# MiB of a CUDA context by compute capability (seen: 426 of a bare one on an RTX 6000 Ada, 768 with all that a run loads
-# on an H200), and of NCCL's buffers
+# assumed: share lost between the allocator's segments of what comes and goes (seen on an H200: mostly 0 to 12 %); MiB
+# of a CUDA context by compute capability (seen: 426 of a bare one on an RTX 6000 Ada, 747 to 849 with all that a run
+# loads on an H200), and of NCCL's buffers
 lost_of_changing = 0.04
 nccl_mib = 400
 context_mib = { "6.0" = 500, "8.0" = 650, "9.0" = 768, "10.0" = 850 }
 
 [traffic]
-# share of the bandwidth that pointwise kernels reach; the card's copy on an H200 is 90 %
+# share of the bandwidth that pointwise kernels reach; the card's copy on an H200 reaches 89 %
 share = 0.80
-# passes over memory, against compiled blocks: fused forwards not compiled, and transformers' own not compiled; chosen
-# by eye between rows of runs that are not compiled (ours, transformers', torchtune's, torchtitan's), not by kernels
+# passes over memory, against compiled blocks: fused forwards not compiled, and transformers' own not compiled
 eager_fused = 1.7
 eager_plain = 3.0
 
 [launch]
-# assumed for a usual server's CPU: milliseconds to launch a block's forward and backward, which a GPU with less to do
-# waits for: compiled, fused forwards not compiled, transformers' own not compiled
-compiled_ms = 2.5
-eager_fused_ms = 2.5
-eager_plain_ms = 4.0
+# milliseconds that a CPU takes to launch a block's forward and backward: compiled, for each of its adapters, and for
+# 4-bit weights; not compiled, for each adapter, for norms of queries and keys (all three times `plain` by transformers'
+# own forwards), and for 4-bit weights; and what is outside the blocks, once a pass
+compiled_ms = 2.3
+compiled_adapter_ms = 0.15
+compiled_quantised_ms = 1.5
+eager_ms = 2.6
+adapter_ms = 0.55
+norm_ms = 0.5
+plain = 1.2
+quantised_ms = 2
+pass_ms = 3
+# how sharply the slower of GPU and CPU decides: the n-th root of the sum of both to the n-th
+power = 2.5
+
+[update]
+# milliseconds of clipping and updating, and microseconds more for each tensor: of AdamW; of bitsandbytes, which waits
+# for the GPU after each; of one operation of Muon
+step_ms = 1.2
+tensor_us = 30
+synced_us = 130
+operation_us = 16
+# share that bitsandbytes' 8-bit update reaches of what other pointwise kernels do
+share_8bit = 0.2
 
 [links]
 # assumed: shares of what a link could do that collectives reach, and of the backward that they hide behind; GB/s that
@@ -47,6 +63,8 @@ nvlink = 0.70
 pcie = 0.55
 network_gbs = 2.5
 hidden = 0.6
+# seen: 18.5 GB of a checkpoint reached an H200's host in 0.347 s, 85 % of what the bus could do
+host = 0.85
 
 [seconds]
 # assumed: starting Python and CUDA, compiling the first block's graphs, MB/s of downloads and of a usual disk
@@ -62,27 +80,19 @@ def fitted(points: dict[str, Any]) -> str:
     card = find_gpu(str(points["device"]))
     peak, matmul = 1e12 * float(card.bf16_tflops or 0), _matmul(points["matmul"], 1e12 * float(card.bf16_tflops or 0))
     attention = _attention(points["attention"], peak)
-    step = points["steps"][0]
-    idle = (step["milliseconds"] - step["gpu_milliseconds"]) / step["layers"]
     lines = [
-        "# Written by `python -m sojourn.plan.fit`; change that, or the measurements, not this file.",
+        "# Written by `python -m sojourn.bench.plan.fit`; change that, or the measurements, not this file.",
         f"# Measurements: {points['device']}, {points['date']}, torch {points['versions']['torch']}.",
         "",
         "[matmul]",
         "# time = slowness · operations / the card's dense rate + start; never faster than memory allows",
         *(f"{key} = {value:.6g}" for key, value in matmul.items()),
-        "fp8_slowness = 1.54  # of 8-bit multiplications; solved from one run, pretrain-875m with train.fp8",
+        f"fp8_slowness = {_fp8(points['matmul_fp8'], 1e12 * float(card.fp8_tflops or 0)):.6g}  # of 8-bit ones",
         "",
         "[attention]",
         "# share of the dense rate = peak · context / (context + half), less for heads narrower than 128, and less for",
         "# kernels of variable length; forward and backward together are 3.5 times the forward's operations",
         *(f"{key} = {value:.6g}" for key, value in attention.items()),
-    ]
-    lines += [
-        "",
-        "[idle]",
-        f"# milliseconds a layer that a step's start leaves the GPU idle, from {step['what']}: the loss was just read",
-        f"layer_ms = {idle:.4g}",
     ]
     return "\n".join(lines) + "\n" + _ASSUMED
 
@@ -90,14 +100,19 @@ def fitted(points: dict[str, Any]) -> str:
 def _matmul(rows: list[dict[str, Any]], peak: float) -> dict[str, float]:
     """Least squares of relative errors: time / ideal = slowness + start / ideal."""
     a11 = a12 = a22 = b1 = b2 = 0.0
-    for row in rows:
+    for row, way in product(rows, ("tflops", "tflops_input", "tflops_weight")):
         ideal = 2.0 * row["m"] * row["k"] * row["n"] / peak
-        real = peak / (1e12 * row["tflops"])
+        real = peak / (1e12 * row[way])
         x1, x2 = 1 / real, 1e-6 / ideal / real
         a11, a12, a22 = a11 + x1 * x1, a12 + x1 * x2, a22 + x2 * x2
         b1, b2 = b1 + x1, b2 + x2
     det = a11 * a22 - a12 * a12
     return {"slowness": (b1 * a22 - b2 * a12) / det, "start": 1e-6 * (a11 * b2 - a12 * b1) / det}
+
+
+def _fp8(rows: list[dict[str, Any]], peak: float) -> float:
+    """Two of three multiplications of a layer are like the first; `start` counts beside it, but is small here."""
+    return float(sum(peak / (1e12 * row[way]) for row, way in product(rows, _FP8)) / (len(rows) * len(_FP8)))
 
 
 def _attention(rows: list[dict[str, Any]], peak: float) -> dict[str, float]:
@@ -119,12 +134,3 @@ def _attention(rows: list[dict[str, Any]], peak: float) -> dict[str, float]:
         "peak": most, "half": half, "varlen": share(ragged) / by_length(ragged),
         "narrow": math.log(share(narrow) / by_length(narrow)) / math.log(64 / 128),
     }  # fmt: skip
-
-
-def main(words: list[str]) -> None:
-    text = fitted(json.loads(Path(words[0]).read_text(encoding="utf-8")))
-    Path(__file__).with_name("fit.toml").write_text(text, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -1,0 +1,74 @@
+"""What a step costs the CPU that launches it, and what the GPU waits for it.
+
+Milliseconds of a block by how it runs, and of a tensor that is updated, are in fit.toml. A GPU with much to do hides
+them; one with little does not.
+"""
+
+from __future__ import annotations
+
+from sojourn.plan.constants import constants
+from sojourn.plan.work import LINEAR, Work
+
+# Of a block, against one that recomputes nothing: compiled, not compiled. Counted on a CPU, with blocks so small that
+# nothing but launching is left. Not compiled, Python is asked about every tensor that is kept, and with selective
+# recomputation about every operation.
+_AGAIN = {"off": (1.0, 1.0), "selective": (1.0, 2.9), "full": (1.35, 1.8)}
+_OF_MATRIX, _OF_OTHERS = 50, 12  # operations of Muon, as train/update/muon.py has them
+
+
+def step_seconds(work: Work, forward: float, passes: float, update: float) -> float:
+    """Seconds of a whole step whose first forward, passes and update keep the GPU busy for so long."""
+    launched, updating = _passes(work), _update(work)
+    own = launched / work.passes / 2
+    if asks(work) and not work.dropout:
+        return _both(passes + update, launched + updating)
+    behind = _both(forward, own) - forward  # it starts as the CPU does, since the last step's loss was just read
+    if asks(work):
+        return _both(behind + passes + update, launched + updating)
+    return _both(behind + passes, launched) + (update + updating if synced(work) else _both(update, updating))
+
+
+def shortens(work: Work) -> bool:
+    """Whether gradients are shortened by the update's own kernel, as train/update/optim.py has it."""
+    return work.device == "cuda" and work.optimizer == "adamw" and work.offload == "off"
+
+
+def asks(work: Work) -> bool:
+    """Whether a step begins before the last one's loss is read, as train/parallel/engine.py decides it."""
+    return shortens(work) and work.world == 1 and work.precision != "fp16"
+
+
+def synced(work: Work) -> bool:
+    """Whether the CPU waits for each tensor's update, as bitsandbytes does."""
+    return "8bit" in work.optimizer or "paged" in work.optimizer
+
+
+def _both(gpu: float, cpu: float) -> float:
+    """Neither is ahead of the other all the time."""
+    power = float(constants()["launch"]["power"])
+    return float((gpu**power + cpu**power) ** (1 / power))
+
+
+def _passes(work: Work) -> float:
+    launch, shape = constants()["launch"], work.shape
+    adapters, quantised = sum(map(work.targeted, LINEAR)), work.method == "qlora"
+    if work.compiled:
+        each = launch["compiled_ms"] + adapters * launch["compiled_adapter_ms"]
+        each += launch["compiled_quantised_ms"] * quantised
+    else:
+        each = launch["eager_ms"] + adapters * launch["adapter_ms"] + launch["norm_ms"] * shape.qk_norm
+        each = each * (1.0 if work.fused else launch["plain"]) + launch["quantised_ms"] * quantised
+    recorded = work.graphs and asks(work) and work.document is None and not (work.adapters or work.dropout)
+    blocks = 0.0 if recorded else each * _AGAIN[work.recompute][not work.compiled] * shape.layers
+    return float(1e-3 * work.passes * (blocks + launch["pass_ms"]))
+
+
+def _update(work: Work) -> float:
+    costs, shape = constants()["update"], work.shape
+    matrices = shape.layers * (2 * sum(map(work.targeted, LINEAR)) if work.adapters else len(LINEAR))
+    others = 0 if work.adapters else 2 + shape.layers * (shape.norms + 2 * shape.qk_norm + 3 * shape.qkv_bias)
+    if work.optimizer == "muon":
+        each = costs["operation_us"] * (_OF_MATRIX * matrices + _OF_OTHERS * others)
+    else:
+        each = costs["synced_us" if synced(work) else "tensor_us"] * (matrices + others)
+    return float(1e-3 * costs["step_ms"] + 1e-6 * each)
