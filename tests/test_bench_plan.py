@@ -9,12 +9,14 @@ from collections import Counter
 from copy import deepcopy
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from conftest import sojourn
 from sojourn.bench.plan.cases import CASES, METHODS, TINY, chosen, held_out, shape_of
 from sojourn.bench.plan.ground import settings_of
+from sojourn.bench.plan.measure import _row as _row_of
 from sojourn.bench.plan.measure import _task, finished, make_plan, to_run
 from sojourn.bench.plan.peers import COUNTS, ask_peers
 from sojourn.bench.plan.replan import planned
@@ -248,7 +250,23 @@ def test_what_is_wrong_is_one_line(home, given, says):
 def test_reading_and_measuring_are_not_asked_for_together(home):
     said = sojourn("bench", "plan", "--read", "some.json", "--limit", "1")
     assert said.returncode == 2 and len(said.stderr.strip().splitlines()) == 1
-    assert "--read: measures nothing; remove --resume, --cases and --limit" in said.stderr
+    assert "--read: measures nothing; remove --resume, --cases, --limit and --draw" in said.stderr
+
+
+def test_drawing_and_choosing_are_not_asked_for_together(home):
+    said = sojourn("bench", "plan", "--draw", "3", "--limit", "1")
+    assert said.returncode == 2 and said.stderr.strip().endswith("remove --cases and --limit, or --draw")
+
+
+@pytest.mark.parametrize("gib", [139, 24])
+def test_drawn_runs_are_the_same_for_a_seed_fit_the_card_and_are_held_out(monkeypatch, gib):
+    card = SimpleNamespace(name="NVIDIA H200", capability=(9, 0), memory_bytes=gib * GIB)
+    monkeypatch.setattr("sojourn.machine.gpus.driver_gpus", lambda: [card])
+    plan = _plan(draw=40, seed=3)
+    assert plan.cases == _plan(draw=40, seed=3).cases and plan.cases != _plan(draw=40, seed=4).cases
+    rows = [_row_of(plan, case, dump(settings_of(case, "cuda", Path()))) for case in plan.cases]
+    assert all(row["held_out"] and row["planned"]["device"] < card.memory_bytes for row in rows)
+    assert {case.method for case in plan.cases} == set(METHODS) and len({case.name for case in plan.cases}) == 40
 
 
 def test_cases_are_found_by_name_and_by_part():

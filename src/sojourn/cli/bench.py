@@ -100,6 +100,10 @@ def bench_plan(
         list[str] | None, typer.Option(help="Only these, by name or a part of it (lora, 7b, …), with commas.")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many of them.")] = None,
+    draw: Annotated[
+        int | None, typer.Option(min=1, help="So many runs drawn at random instead, to which nothing was ever fitted.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of --draw: the same runs each time.")] = 0,
     jobs: Annotated[int, typer.Option(min=1, max=64, help="Runs at once, if their memory allows.")] = 12,
     skip_capped: Annotated[
         bool, typer.Option("--skip-capped", help="Let first steps have more memory than is planned.")
@@ -129,11 +133,13 @@ def bench_plan(
     from sojourn.errors import UserError
 
     if read is not None:
-        if resume is not None or cases or limit:
-            raise UserError("--read: measures nothing; remove --resume, --cases and --limit, or --read")
+        if resume is not None or cases or limit or draw:
+            raise UserError("--read: measures nothing; remove --resume, --cases, --limit and --draw, or --read")
         _report(lambda say: read_again(read, peers, say), json, out)
         return
-    asked = (cases or [], limit, jobs, seconds, within, not skip_capped, peers, folder, out, resume)
+    if draw is not None and (cases or limit):
+        raise UserError("--draw: draws its own runs; remove --cases and --limit, or --draw")
+    asked = (cases or [], limit, jobs, seconds, within, not skip_capped, peers, folder, out, resume, draw, seed)
     _report(lambda say: measure(make_plan(*asked), say), json, out)
 
 

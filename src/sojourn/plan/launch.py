@@ -54,7 +54,7 @@ def _passes(work: Work) -> float:
     adapters, quantised = sum(map(work.targeted, LINEAR)), work.method == "qlora"
     if work.compiled:
         each = launch["compiled_ms"] + adapters * launch["compiled_adapter_ms"]
-        each += launch["compiled_quantised_ms"] * quantised
+        each += launch["compiled_quantised_ms"] * quantised + launch["fp8_ms"] * work.fp8
     else:
         each = launch["eager_ms"] + adapters * launch["adapter_ms"] + launch["norm_ms"] * shape.qk_norm
         each = each * (1.0 if work.fused else launch["plain"]) + launch["quantised_ms"] * quantised

@@ -13,6 +13,7 @@ from sojourn.config.words import closest, shown
 from sojourn.errors import UserError
 from sojourn.plan.shape import new_shape
 
+DRAWN = "drawn-"  # how names begin of those that nobody has chosen: see draw.py
 METHODS = ("pretrain", "full", "lora", "qlora")
 
 
@@ -172,6 +173,10 @@ def held_out() -> frozenset[str]:
         alike = sorted((case.compiled, case.checkpointing, case.name) for case in CASES if case.method == method)
         found |= {draw.choice(pair)[2] for pair in zip(alike[::2], alike[1::2], strict=True)}
     return frozenset(found)
+
+
+def is_held_out(name: str) -> bool:
+    return name in held_out() or name.startswith(DRAWN)
 
 
 def chosen(words: Iterable[str], limit: int | None, device: str) -> list[Case]:

@@ -14,14 +14,15 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from sojourn.bench.plan.cases import Case, chosen, held_out, shape_of
+from sojourn.bench.plan.cases import Case, chosen, is_held_out, shape_of
 from sojourn.bench.plan.child import Task
 from sojourn.bench.plan.crew import make_crew
+from sojourn.bench.plan.draw import drawn
 from sojourn.bench.plan.ground import lay, settings_of
 from sojourn.bench.plan.peers import ask_peers
 from sojourn.bench.plan.replan import Row, planned
@@ -63,7 +64,7 @@ class Plan:
 
 def make_plan(
     words: Iterable[str], limit: int | None, jobs: int, seconds: float, within: float | None, capped: bool, peers: bool,
-    folder: Path | None, out: Path | None, resume: Path | None,
+    folder: Path | None, out: Path | None, resume: Path | None, draw: int | None = None, seed: int = 0,
 ) -> Plan:  # fmt: skip
     missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
     if missing:
@@ -75,9 +76,17 @@ def make_plan(
     seen = driver_gpus()
     device = "cuda" if seen else "cpu"
     before = {} if resume is None else {row["name"]: row for row in read_result(resume, "--resume")["rows"]}
-    cases = tuple(chosen(words, limit, device))
     first = (seen[0].name, seen[0].capability, seen[0].memory_bytes) if seen else ("cpu", None, 0)
-    return Plan(cases, device, *first, jobs, seconds, within or math.inf, capped, peers, folder, out, before)
+    rest = (jobs, seconds, within or math.inf, capped, peers, folder, out, before)
+    if draw is None:
+        return Plan(tuple(chosen(words, limit, device)), device, *first, *rest)
+    empty = Plan((), device, *first, *rest)
+    return replace(empty, cases=tuple(drawn(draw, seed, device, lambda case: _fits(empty, case))))
+
+
+def _fits(plan: Plan, case: Case) -> bool:
+    row = _row(plan, case, dump(settings_of(case, plan.device, plan.folder or Path())))
+    return plan.device == "cpu" or _need(row).most <= _ROOM * plan.memory
 
 
 def measure(plan: Plan, say: Say) -> dict[str, Any]:
@@ -161,7 +170,7 @@ def _row(plan: Plan, case: Case, config: dict[str, Any]) -> Row:
     capability = list(plan.capability) if plan.capability else None
     precision = "bf16" if plan.device == "cuda" else "fp32"
     row = {
-        "name": case.name, "held_out": case.name in held_out(), "case": asdict(case),
+        "name": case.name, "held_out": is_held_out(case.name), "case": asdict(case),
         "config": _portable(config, case.shape),
         "shape": asdict(shape_of(case)), "document": case.document, "gpu": plan.gpu,
         "place": {"device": plan.device, "capability": capability, "precision": precision},

@@ -1,0 +1,53 @@
+"""Runs that nobody has chosen: nothing can have been fitted to them, by whatever way."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from itertools import count, islice
+
+from sojourn.bench.plan.cases import DRAWN, METHODS, NEW, TINY, Case
+
+_LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384)
+_TOKENS = 32_768  # of a pass
+_NEW = tuple(name for name in NEW if name != "30k")
+_SMALL = ("smollm2-135m", "smollm2-360m", "qwen2.5-0.5b", "qwen3-0.6b", "llama-3.2-1b", "qwen2.5-1.5b", "qwen3-1.7b")
+_LARGE = ("qwen2.5-3b", "llama-3.2-3b", "qwen3-4b", "qwen2.5-7b", "mistral-7b-v0.3", "llama-3.1-8b", "qwen3-8b")
+_SHAPES = {"pretrain": _NEW, "full": _SMALL + _LARGE[:3], "lora": _SMALL + _LARGE, "qlora": _SMALL + _LARGE}
+
+
+def drawn(wanted: int, seed: int, device: str, fits: Callable[[Case], bool]) -> list[Case]:
+    """So many, the same for the same seed; those that do not fit the device are passed over."""
+    return list(islice((case for case in _cases(seed, device) if fits(case)), wanted))
+
+
+def _cases(seed: int, device: str) -> Iterator[Case]:
+    draw = random.Random(seed)  # noqa: S311
+    for number in count(1):
+        yield _case(f"{DRAWN}{seed}-{number}", draw) if device == "cuda" else _tiny(f"{DRAWN}{seed}-{number}", draw)
+
+
+def _case(name: str, draw: random.Random) -> Case:
+    def chance(share: float) -> bool:
+        return draw.random() < share
+
+    method = draw.choice(METHODS)
+    length, compiled = draw.choice(_LENGTHS), chance(0.5)
+    rows = min(draw.choice((1, 2, 4, 8, 16, 32)), _TOKENS // length)
+    adapters, fused = method in ("lora", "qlora"), not chance(0.1)
+    optimizer = draw.choice(("adamw_8bit", "paged_adamw_8bit") if adapters else ("adamw_8bit", "muon"))
+    usual = chance(0.8)
+    return Case(
+        name, method, draw.choice(_SHAPES[method]), length, rows, compiled, passes=draw.choice((1, 1, 1, 2, 4)),
+        document=draw.randrange(100, 2000) if chance(0.7) else None,
+        filled=1.0, checkpointing=draw.choice(("off", "off", "selective", "full")), whole=chance(0.15),
+        optimizer="adamw" if usual else optimizer,
+        offload="optimizer" if usual and method == "full" and chance(0.15) else "off", fused=fused,
+        fp8=method in ("pretrain", "full") and fused and compiled and chance(0.25),
+        rank=draw.choice((8, 16, 32, 64)), dropout=0.05 if adapters and chance(0.2) else 0.0,
+    )  # fmt: skip
+
+
+def _tiny(name: str, draw: random.Random) -> Case:
+    like = draw.choice(TINY)
+    return Case(name, like.method, like.shape, like.length, draw.choice((1, 2)), False, document=draw.randrange(8, 64))
