@@ -1,5 +1,6 @@
 """A step's loss: packing and splitting change nothing but rounding, and documents do not see each other."""
 
+import weakref
 from itertools import pairwise
 
 import numpy as np
@@ -14,7 +15,7 @@ from sojourn.model.scratch import build_model
 from sojourn.plan.shape import scratch_shape
 from sojourn.train.feed import Feed
 from sojourn.train.parallel.engine import Engine
-from sojourn.train.step import Stepper, loss_sum
+from sojourn.train.step import Begun, Stepper, loss_sum
 from sojourn.train.update.muon import Muon, orthogonal
 from sojourn.train.update.optim import Optimizer, learning_rate
 
@@ -85,6 +86,26 @@ def test_micro_batches_of_any_size_give_the_same_step(setting, words):
         results.append(losses)
     assert results[1] == pytest.approx(results[0], rel=1e-5)
     assert results[2] == pytest.approx(results[0], rel=1e-5)
+
+
+def test_nothing_of_a_pass_is_held_when_the_next_begins(setting, monkeypatch):
+    """Not even by whoever holds its loss: the head's gradient would wait there."""
+    config, artefact, _ = setting
+    feed = Feed(2, 64, artefact.pad_id, "cpu")
+    stepper = _stepper(_model(config, artefact), config.train, feed)
+    batches = list(feed.batches(artefact.train, np.arange(8)))
+    kept, left = [], []
+
+    def watched(*given):
+        left.append([graph for graph in kept if graph() is not None])
+        made = loss_sum(*given)
+        kept.append(weakref.ref(made.grad_fn))
+        return made
+
+    monkeypatch.setattr("sojourn.train.step.loss_sum", watched)
+    begun = Begun(0, batches, 0.0, 2, stepper.begin(batches))
+    stepper.passes(batches, begun)
+    assert left == [[]] * 4 and all(graph() is None for graph in kept) and begun.part is not None
 
 
 def test_the_planned_number_of_parameters_is_the_real_one(setting):
