@@ -77,11 +77,10 @@ def make_plan(
     device = "cuda" if seen else "cpu"
     before = {} if resume is None else {row["name"]: row for row in read_result(resume, "--resume")["rows"]}
     first = (seen[0].name, seen[0].capability, seen[0].memory_bytes) if seen else ("cpu", None, 0)
-    rest = (jobs, seconds, within or math.inf, capped, peers, folder, out, before)
+    plan = Plan((), device, *first, jobs, seconds, within or math.inf, capped, peers, folder, out, before)
     if draw is None:
-        return Plan(tuple(chosen(words, limit, device)), device, *first, *rest)
-    empty = Plan((), device, *first, *rest)
-    return replace(empty, cases=tuple(drawn(draw, seed, device, lambda case: _fits(empty, case))))
+        return replace(plan, cases=tuple(chosen(words, limit, device)))
+    return replace(plan, cases=tuple(drawn(draw, seed, device, lambda case: _fits(plan, case))))
 
 
 def _fits(plan: Plan, case: Case) -> bool:
