@@ -106,7 +106,7 @@ class _Multiplied(torch.autograd.Function):
             w8_KN = _narrowed(kept, w_scale, _FINE).t().contiguous()
             return _scaled(_narrowed(grad, scale, _FAR), scale, w8_KN, w_scale, numbers), None
         g8, g8_NM = _both(grad, scale, _FAR)
-        of_weight = _scaled(g8_NM, scale, x8_KM, x_scale, numbers, fast=False)
+        of_weight = _scaled(g8_NM, scale, x8_KM, x_scale, numbers)
         return _scaled(g8, scale, kept, w_scale, numbers), of_weight
 
 
@@ -129,7 +129,7 @@ class _Heads(torch.autograd.Function):
         grad_BTP, largest = _turned_back(query, key, value, cos, sin)
         numbers, scale = grad_BTP.dtype, _scale(largest, _FAR)
         g8, g8_PM = _both(grad_BTP.flatten(0, 1), scale, _FAR)
-        of_joined = _scaled(g8_PM, scale, x8_KM, x_scale, numbers, fast=False)
+        of_joined = _scaled(g8_PM, scale, x8_KM, x_scale, numbers)
         of_x = _scaled(g8, scale, w8_KP, w_scale, numbers).view(*grad_BTP.shape[:2], -1)
         return of_x, of_joined, None, None, None, None
 
@@ -157,11 +157,11 @@ class _FeedForward(torch.autograd.Function):
         grad, numbers = upstream[0], ctx.numbers
         scale = _scale(_largest(grad), _FAR)
         g8, g8_KM = _both(grad, scale, _FAR)
-        of_down = _scaled(g8_KM, scale, i8_FM, i_scale, numbers, fast=False)
+        of_down = _scaled(g8_KM, scale, i8_FM, i_scale, numbers)
         of_wide, largest = _gated_back(_scaled(g8, scale, d8_FK, d_scale, numbers), wide)
         scale = _scale(largest, _FAR)
         g8, g8_2FM = _both(of_wide, scale, _FAR)
-        of_joined = _scaled(g8_2FM, scale, x8_KM, x_scale, numbers, fast=False)
+        of_joined = _scaled(g8_2FM, scale, x8_KM, x_scale, numbers)
         return _scaled(g8, scale, j8_K2F, j_scale, numbers), of_joined, of_down
 
 
@@ -183,7 +183,7 @@ class Head:
         """Of the hidden states of the last chunk, and of the weight."""
         narrow, turned = _both(grad_CV, self.grad_scale, _FAR)
         of_hidden = _scaled(narrow, self.grad_scale, self.weight_DV, self.scale, grad_CV.dtype)
-        return of_hidden, _scaled(turned, self.grad_scale, self.hidden_DC, self.hidden_scale, grad_CV.dtype, fast=False)
+        return of_hidden, _scaled(turned, self.grad_scale, self.hidden_DC, self.hidden_scale, grad_CV.dtype)
 
 
 def _gated(wide: Any) -> tuple[Any, Any]:
@@ -265,6 +265,6 @@ def _both(tensor: Any, scale: Any, kind: Any) -> tuple[Any, Any]:
     return narrow, narrow.t().contiguous()
 
 
-def _scaled(one: Any, one_scale: Any, other: Any, other_scale: Any, numbers: Any, fast: bool = True) -> Any:
-    """one · otherᵀ: both lie along what is summed over."""
-    return torch._scaled_mm(one, other.t(), one_scale, other_scale, out_dtype=numbers, use_fast_accum=fast)
+def _scaled(one: Any, one_scale: Any, other: Any, other_scale: Any, numbers: Any) -> Any:
+    """one · otherᵀ: both lie along what is summed over. Sums are exact: the hardware's faster ones win little."""
+    return torch._scaled_mm(one, other.t(), one_scale, other_scale, out_dtype=numbers, use_fast_accum=False)
