@@ -21,6 +21,7 @@ GROUND = Path(os.environ.get("GROUND", Path(tempfile.gettempdir(), "sojourn-benc
 CHATS = os.environ.get("CHATS", "")
 CORPUS_BYTES = 40_000_000
 TRAIN = ("sojourn", "bench", "train", "--folder", str(GROUND))
+PLAN = ("sojourn", "bench", "plan", "--folder", str(GROUND), "--no-peers")
 TEXTS = ("--data", str(GROUND / "code.jsonl"))
 TALKS = ("--data", CHATS) if CHATS else ()
 
@@ -32,7 +33,12 @@ LARGE = "graphs,fp8,transformers-compiled"
 PARTS: dict[str, tuple[list[tuple[str, ...]], list[tuple[str, int]]]] = {
     "kernels": ([("benchmarks/kernels.py",)], []),
     "tests": ([("pytest", "-q", "-p", "no:cacheprovider", *TESTS)], []),
-    "plan": ([("sojourn", "bench", "plan", "--within", "430", "--folder", str(GROUND), "--no-peers")], []),
+    "plan": ([(*PLAN, "--within", "430")], []),
+    "drawn": ([(*PLAN, "--draw", "24", "--seed", "7", "--within", "240")], []),
+    "race": (
+        [(*TRAIN, *TEXTS, "--workload", "pretrain-110m", "--steps", "200", "--rows", "graphs,fp8,nanogpt")],
+        [("pretrain-110m", 200)],
+    ),
     "small": (
         [(*TRAIN, *TEXTS, "--workload", "pretrain-110m", "--steps", "200", "--rows", SMALL)],
         [("pretrain-110m", 200)],
@@ -43,8 +49,8 @@ PARTS: dict[str, tuple[list[tuple[str, ...]], list[tuple[str, int]]]] = {
     ),
     "adapters": (
         [
-            (*TRAIN, *TALKS, "--workload", "lora-7b", "--steps", "30", "--rows", "ahead,full,liger"),
             (*TRAIN, *TALKS, "--workload", "qlora-7b", "--steps", "30", "--rows", "full,liger"),
+            (*TRAIN, *TALKS, "--workload", "lora-7b", "--steps", "30", "--rows", "ahead,full,liger"),
         ],
         [("lora-7b", 30)],
     ),

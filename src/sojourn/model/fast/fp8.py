@@ -266,5 +266,5 @@ def _both(tensor: Any, scale: Any, kind: Any) -> tuple[Any, Any]:
 
 
 def _scaled(one: Any, one_scale: Any, other: Any, other_scale: Any, numbers: Any) -> Any:
-    """one · otherᵀ: both lie along what is summed over. Sums are exact: the hardware's faster ones win little."""
+    """one · otherᵀ: both lie along what is summed over. Summed in 32 bits: the hardware's faster way wins little."""
     return torch._scaled_mm(one, other.t(), one_scale, other_scale, out_dtype=numbers, use_fast_accum=False)
