@@ -131,6 +131,15 @@ def test_no_plan_asks_for_less_than_what_runs_were_proven_to_fit_into():
         assert plan["enough"] - plan["context"] >= row["capped"]["cap"], row["name"]
 
 
+def test_recordings_cost_memory_and_promise_nothing():
+    plain, recorded = replace(PRETRAIN, shape=M110), replace(PRETRAIN, shape=M110, graphs=True)
+    assert memory(recorded).device > 1.5 * memory(plain).device
+    assert memory(recorded).allocated == memory(plain).allocated
+    assert speed(recorded, gpu("H200")).step_seconds == speed(plain, gpu("H200")).step_seconds
+    asked, place = load_run(["medium", "train.cuda_graphs=on"]).config, place_of(gpu("H200"))
+    assert work_of(asked, M110, place).graphs and not work_of(asked, M110, place, world=2).graphs
+
+
 def test_a_gpu_with_little_to_do_waits_for_the_cpu():
     def waits(**changes):
         work = replace(PRETRAIN, **{"shape": M110, "rows": 1, **changes})

@@ -1,7 +1,8 @@
 """What a step costs the CPU that launches it, and what the GPU waits for it.
 
 Milliseconds of a block by how it runs, and of a tensor that is updated, are in fit.toml. A GPU with much to do hides
-them; one with little does not.
+them; one with little does not. Passes from a recording would cost next to nothing, but whether rows are whole, so that
+they can be recorded, is not known before data is prepared.
 """
 
 from __future__ import annotations
@@ -58,8 +59,7 @@ def _passes(work: Work) -> float:
     else:
         each = launch["eager_ms"] + adapters * launch["adapter_ms"] + launch["norm_ms"] * shape.qk_norm
         each = each * (1.0 if work.fused else launch["plain"]) + launch["quantised_ms"] * quantised
-    recorded = work.graphs and asks(work) and work.document is None and not (work.adapters or work.dropout)
-    blocks = 0.0 if recorded else each * _AGAIN[work.recompute][not work.compiled] * shape.layers
+    blocks = each * _AGAIN[work.recompute][not work.compiled] * shape.layers
     return float(1e-3 * work.passes * (blocks + launch["pass_ms"]))
 
 

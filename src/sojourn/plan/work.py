@@ -45,7 +45,7 @@ class Work:
     recompute: str = "off"
     whole_loss: bool = False
     fp8: bool = False
-    graphs: bool = False  # passes from a recording
+    graphs: bool = False  # passes from a recording, which are counted in memory alone
     optimizer: str = "adamw"
     offload: str = "off"
     rank: int = 16
