@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sojourn.errors import Stopped
 from sojourn.train import step as step_module
@@ -115,6 +116,30 @@ def test_memory_that_runs_out_in_a_step_begun_early_costs_a_rung_and_nothing_els
     run = run_train(tiny.words(AHEAD))
     assert events(run, "out_of_memory") and run.status().state == "done"
     assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
+
+
+class _Asked(TorchDispatchMode):
+    """Notes whether a number was asked of the device."""
+
+    asked = 0
+
+    def __torch_dispatch__(self, operation, kinds, given=(), named=None):
+        type(self).asked += "_local_scalar_dense" in str(operation)
+        return operation(*given, **(named or {}))
+
+
+def test_no_number_is_asked_of_the_device_while_it_is_given_work(tiny, ahead, monkeypatch):
+    monkeypatch.setattr(_Asked, "asked", 0)
+    for name in ("passes", "update_if_good", "begin"):
+        real = getattr(step_module.Stepper, name)
+
+        def watched(self, *given, real=real):
+            with _Asked():
+                return real(self, *given)
+
+        monkeypatch.setattr(step_module.Stepper, name, watched)
+    run_train(tiny.words(AHEAD, "train.rehearse=off"))
+    assert ahead and not _Asked.asked
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU answers while it works")

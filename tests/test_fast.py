@@ -255,7 +255,9 @@ def test_the_optimizer_s_kernel_updates_as_torch_does():
                 weight.grad = torch.randn_like(weight)
             optimizer.grad_scale = torch.tensor(1.0 + step, device="cuda") if step > 1 else None
             optimizer.found_inf = torch.tensor(float(step == 4), device="cuda") if step > 2 else None
+            torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")  # nothing may wait for the GPU
             optimizer.step()
+            torch.cuda.set_sync_debug_mode("default")
             optimizer.zero_grad()
         return weights, [optimizer.state[weight] for weight in weights]
 

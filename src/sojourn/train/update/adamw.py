@@ -45,7 +45,10 @@ class AdamW(torch.optim.AdamW):
         scale, bad = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         states = [self.state[parameter] for parameter in parameters]
         steps = [state["step"] for state in states]
-        torch._foreach_add_(steps, 1 if bad is None else 1 - bad)
+        if bad is None:
+            torch._foreach_add_(steps, 1)
+        else:  # each its own, as a tensor for all of them would be read here, which waits for the whole step
+            torch._foreach_add_(steps, [1 - bad] * len(steps))
         made = torch.stack(steps).double()
         corrections = torch.stack([1 - beta**made for beta in group["betas"]], 1).float()
         for number, (parameter, state) in enumerate(zip(parameters, states, strict=True)):
