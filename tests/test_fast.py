@@ -151,19 +151,35 @@ def test_the_narrowing_kernel_narrows_as_torch_does_and_turns(shape, kind):
 
 @needs_gpu
 @pytest.mark.parametrize("width", [96, 1024, 5504])
-def test_the_gate_s_kernels_know_the_largest_numbers_that_they_make(width):
-    from sojourn.model.fast.gated import gated, gated_back_measured, gated_measured
+def test_the_gate_s_kernels_know_the_largest_numbers_and_narrow(width):
+    from sojourn.model.fast.gated import gated, gated_back_narrowed, gated_measured
 
     torch.manual_seed(0)
     joined = torch.randn(150, 2 * width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     upstream = torch.randn(150, width, device="cuda", dtype=torch.bfloat16)
     plain = gated(joined)
-    for (made, most), wanted in (
-        (gated_measured(joined.detach()), plain),
-        (gated_back_measured(upstream, joined.detach()), torch.autograd.grad(plain, joined, upstream)[0]),
-    ):
-        torch.testing.assert_close(made, wanted)
-        assert float(most.amax()) == pytest.approx(float(wanted.abs().amax()), rel=0.01)
+    made, most = gated_measured(joined.detach())
+    torch.testing.assert_close(made, plain)
+    for found, wanted in zip(most, (plain, joined), strict=True):
+        assert float(found.amax()) == pytest.approx(float(wanted.detach().abs().amax()), rel=0.01)
+    (wanted,) = torch.autograd.grad(plain, joined, upstream)
+    kind = torch.float8_e5m2
+    scale = fp8._scale(300 * fp8._largest(wanted), kind)
+    lying, turned = gated_back_narrowed(upstream, joined.detach(), scale)
+    assert torch.equal(turned.view(torch.uint8), lying.t().contiguous().view(torch.uint8))
+    assert fp8._alike(lying.float(), fp8._narrowed(wanted, scale, kind).float())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_gradient_of_a_gate_is_beyond_its_bound(seed):
+    """Also where single numbers are far larger than the rest."""
+    torch.manual_seed(seed)
+    grad, wide, down = (torch.randn(*shape) ** (1 + 2 * (seed % 3)) for shape in ((20, 32), (20, 96), (32, 48)))
+    wide.requires_grad_()
+    gate, other = wide.chunk(2, -1)
+    (made,) = torch.autograd.grad((F.silu(gate) * other) @ down.t(), wide, grad)
+    bound = fp8._bound(grad, down.abs().amax(), wide.detach().abs().amax())
+    assert made.abs().amax() * 1.3 < bound < 1e5 * made.abs().amax()
 
 
 @pytest.mark.parametrize("nested", [True, False])
