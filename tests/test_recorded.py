@@ -2,6 +2,7 @@
 
 import math
 import random
+import weakref
 
 import pytest
 import torch
@@ -151,16 +152,35 @@ def test_rows_of_several_documents_are_not_recorded_and_that_is_said(tiny, by_ha
     assert capfd.readouterr().out.count("note: train.cuda_graphs: rows of several documents") == 1
 
 
-def test_weights_that_were_moved_are_recorded_anew():
+@pytest.fixture
+def small():
+    """A weight, its recordings, the recorder, and a way to play it."""
     weight = torch.nn.Parameter(torch.ones(3))
     by_hand = ByHand([weight])
     recorder = Recorder(lambda ready: (weight * ready.ids_BT.float()).sum(), [weight], by_hand)
-    layout = Layout("sdpa", None, None, 3, plain=True)
 
-    def play(*numbers):
+    def play(*numbers, rows=1, plain=True):
         weight.grad = None
-        return recorder.play(Ready(torch.tensor([numbers]), *(torch.zeros(3),) * 3, layout), 2)
+        layout = Layout("sdpa", None, None, 3, plain=plain)
+        return recorder.play(Ready(torch.tensor([numbers] * rows), *(torch.zeros(3),) * 3, layout), 2)
 
+    return weight, by_hand, recorder, play
+
+
+def test_a_pass_that_is_not_recorded_does_not_keep_memory_twice(small):
+    """Rows of several documents, such as the end of a text, come now and then; smaller ones may in every step."""
+    _, by_hand, recorder, play = small
+    assert [play(1, 2, 3, rows=2) is None for _ in range(4)] == [True, True, True, False]
+    held = weakref.ref(recorder._recordings[True][0])
+    assert play(1, 2, 3) is None and play(1, 2, 3, plain=False) is None and held() is not None
+    assert play(1, 2, 3, rows=2, plain=False) is None and held() is None
+    assert [play(1, 2, 3, rows=2) is None for _ in range(4)] == [True, True, True, False]
+    assert play(1, 2, 3, rows=3) is None and not recorder._recordings
+    assert by_hand.made == [True, True]
+
+
+def test_weights_that_were_moved_are_recorded_anew(small):
+    weight, by_hand, _, play = small
     assert [play(1, 2, 3) for _ in range(3)] == [None] * 3
     assert float(play(1, 2, 3)) == 3.0 and weight.grad.tolist() == [0.5, 1.0, 1.5]
     weight.data = torch.full((3,), 2.0)

@@ -29,11 +29,14 @@ class Recorder:
         self._shape: Any = None
         self._seen = 0
         self._broken = self._said = False
+        self._recordings: dict[bool, tuple[Callable[[], None], Any]] = {}
         self.forget()
 
     def forget(self) -> None:
         """Gives the memory of recordings back."""
-        self._recordings: dict[bool, tuple[Callable[[], None], Any]] = {}
+        if self._recordings and torch.cuda.is_available():
+            torch.cuda.synchronize()  # one may still be playing
+        self._recordings = {}
         self._grads: list[Any] = []
         self._ready: Any = None
         self._targets: Any = None
@@ -60,15 +63,25 @@ class Recorder:
     def _is_usual(self, ready: Ready) -> bool:
         layout = ready.layout
         if layout is None or not layout.plain or layout.masks or layout.grids is not None:
-            self._say_once("rows of several documents, or with padding, are not recorded")
+            self._say_once("rows of several documents, or with padding, are not recorded; such passes are made as usual")
+            self._make_room(ready)
             return False
         shape = (ready.ids_BT.shape, ready.places_N.shape, layout.longest)
         if shape != self._shape:
+            self._make_room(ready)
             if self._recordings:
                 return False
             self._shape, self._seen = shape, 0
         self._seen += 1
         return self._seen > _AS_USUAL
+
+    def _make_room(self, ready: Ready) -> None:
+        """For a pass as usual: it and a recording hold the memory of a whole pass each. One of fewer rows needs less,
+        and may come in every step."""
+        if self._recordings and ready.ids_BT.numel() >= self._ready.ids_BT.numel():
+            self.forget()
+            self._seen = 0
+            free_memory()
 
     def _record(self, first: bool, ready: Ready) -> bool:
         if not first and not self._recordings:
@@ -94,7 +107,7 @@ class Recorder:
         return True
 
     def _give_up(self, first: bool, why: str) -> None:
-        self._say_once(f"this run cannot be recorded ({why})")
+        self._say_once(f"this run cannot be recorded ({why}); going on without")
         self._broken = True
         if first:
             self.forget()
@@ -104,7 +117,7 @@ class Recorder:
 
     def _say_once(self, what: str) -> None:
         if not self._said:
-            print(f"note: train.cuda_graphs: {what}; going on without", flush=True)
+            print(f"note: train.cuda_graphs: {what}", flush=True)
         self._said = True
 
     def _pass(self) -> Any:
