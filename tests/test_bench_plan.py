@@ -64,7 +64,8 @@ def test_every_case_makes_real_steps_on_random_weights_that_take_no_disk(ran):
     tokens = {"tiny-pretrain": 128, "tiny-full": 64, "tiny-lora": 256}
     for name, count in tokens.items():
         found = rows[name]["measured"]
-        assert found["step_seconds"] > 0 and 2 <= len(found["steps"]) <= 8 and found["tokens"] == count
+        assert found["step_seconds"] > 0 and 2 <= len(found["steps"]) <= 30 and found["tokens"] == count
+        assert found["cpu_us"] > 0
         assert found["loss"] == pytest.approx(math.log(300), rel=0.05)
         assert abs(found["loss"] - math.log(300)) > 1e-6  # as weights of zero would have it
     assert rows["tiny-full"]["measured"]["parameters"] == rows["tiny-full"]["planned"]["kinds"]["weights"] // 4

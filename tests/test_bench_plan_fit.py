@@ -1,13 +1,18 @@
 """What whole steps tell a plan that single kernels cannot."""
 
+import json
 from copy import deepcopy
+from pathlib import Path
 
 from sojourn.bench.plan import fit
 from sojourn.bench.plan.cases import CASES, shape_of
+from sojourn.bench.plan.replan import planned
 from sojourn.catalog.names import gpu
 from sojourn.plan.constants import constants
 from sojourn.plan.speed import speed
 from sojourn.plan.work import Work
+
+DRAWN = Path(__file__).parents[1] / "benchmarks/results/plan-drawn-H200-2026-11-16.json"
 
 
 def test_whole_steps_correct_what_kernels_alone_cannot_tell_and_held_out_ones_are_not_looked_at():
@@ -28,5 +33,16 @@ def test_whole_steps_correct_what_kernels_alone_cannot_tell_and_held_out_ones_ar
         constants().update(kept)
     text = fit.written("# one\n# two\n[matmul]\nslowness = 1.39  # so\n[idle]\nlayer_ms = 1\n", changes, 7)
     assert f"slowness = {changes['matmul', 'slowness']:.6g}  # so" in text and "adjusted to 7 whole steps" in text
-    row = {"held_out": True, "measured": {"step_seconds": 1.0}}
+    row = {"name": "lora-7b", "held_out": True, "measured": {"step_seconds": 1.0}}
     assert fit.timed([row]) == []
+
+
+def test_runs_that_were_drawn_are_fitted_to_where_they_are_given_with_the_cpu_that_they_had():
+    rows = json.loads(DRAWN.read_text())["rows"]
+    found = fit.timed(rows)
+    assert len(found) == len(rows) == 24 and all(work.cpu == 1 for work, *_ in found)  # nobody had asked then
+    usual = constants()["launch"]["usual_us"]
+    rows[0]["measured"]["cpu_us"] = 2 * usual
+    (work, card, _), plan = fit.timed(rows)[0], planned(rows[0])
+    assert work.cpu == 2 and plan["known_seconds"] == speed(work, card).step_seconds > 1.5 * plan["step_seconds"]
+    assert planned(rows[1])["known_seconds"] is None

@@ -34,6 +34,7 @@ GIB = 2**30
 ROOT = Path(__file__).parents[1]
 KERNELS = ROOT / "benchmarks/results/kernels-H200-2026-11-16.json"
 PLANS = ROOT / "benchmarks/results/plan-H200-2026-11-16.json"
+DRAWN = ROOT / "benchmarks/results/plan-drawn-H200-2026-11-16.json"
 M110 = new_shape(768, 12, 12, 12, 2048, 32_000, True)
 M875 = new_shape(2048, 16, 16, 16, 5504, 32_000, True)
 QWEN_1_5B, QWEN_7B = model("qwen2.5-1.5b"), model("qwen2.5-7b")
@@ -125,6 +126,13 @@ def test_held_out_runs_are_planned_within_the_bars():
     assert step["mean"] < 0.10 and step["p95"] < 0.20
 
 
+def test_memory_of_runs_that_nobody_chose_is_planned_within_the_bars():
+    found = read_again(DRAWN, peers=False, say=lambda text: None)["report"]["sojourn, held out"]
+    peak = found["allocated"]
+    assert peak["cases"] == found["capped"] == 24 and found["false_fits"] == found["above_need"] == 0
+    assert peak["mean"] < 0.02 and peak["p95"] < 0.05 and abs(peak["worst"]) < 0.08 and found["device"]["mean"] < 0.04
+
+
 def test_no_plan_asks_for_less_than_what_runs_were_proven_to_fit_into():
     for row in json.loads(PLANS.read_text())["rows"]:
         plan = planned(row)
@@ -148,6 +156,9 @@ def test_a_gpu_with_little_to_do_waits_for_the_cpu():
     assert waits(rows=16) < 0.3 * waits() and waits() < waits(compiled=False) < waits(compiled=False, fused=False)
     assert waits(recompute="selective", compiled=False) > 2 * waits(compiled=False)
     assert waits(optimizer="muon") > waits(optimizer="adamw_8bit") > waits() + 0.01  # one tensor after the other
+    assert waits(cpu=1.5) > 1.3 * waits() and waits(fp8=True) > waits()
+    normed = replace(M110, qk_norm=True)
+    assert waits(fp8=True, shape=normed) > waits(fp8=True) and waits(fp8=True, recompute="selective") > waits(fp8=True)
 
 
 def test_chunks_of_logits_are_those_of_the_real_loss():

@@ -1,8 +1,9 @@
 """What a step costs the CPU that launches it, and what the GPU waits for it.
 
 Milliseconds of a block by how it runs, and of a tensor that is updated, are in fit.toml. A GPU with much to do hides
-them; one with little does not. Passes from a recording would cost next to nothing, but whether rows are whole, so that
-they can be recorded, is not known before data is prepared.
+them; one with little does not. They are of a usual CPU: those of rented machines are up to a third faster or slower,
+and so is the same one from minute to minute. Passes from a recording would cost next to nothing, but whether rows are
+whole, so that they can be recorded, is not known before data is prepared.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from sojourn.plan.work import LINEAR, Work
 # nothing but launching is left. Not compiled, Python is asked about every tensor that is kept, and with selective
 # recomputation about every operation.
 _AGAIN = {"off": (1.0, 1.0), "selective": (1.0, 2.9), "full": (1.35, 1.8)}
+_NARROWED_AGAIN = 1.3  # of 8-bit multiplications, whose operands are made again where not everything is kept
 _OF_MATRIX, _OF_OTHERS = 50, 12  # operations of Muon, as train/update/muon.py has them
 
 
 def step_seconds(work: Work, forward: float, passes: float, update: float) -> float:
     """Seconds of a whole step whose first forward, passes and update keep the GPU busy for so long."""
-    launched, updating = _passes(work), _update(work)
+    launched, updating = work.cpu * _passes(work), work.cpu * _update(work)
     own = launched / work.passes / 2
     if asks(work) and not work.dropout:
         return _both(passes + update, launched + updating)
@@ -55,12 +57,21 @@ def _passes(work: Work) -> float:
     adapters, quantised = sum(map(work.targeted, LINEAR)), work.method == "qlora"
     if work.compiled:
         each = launch["compiled_ms"] + adapters * launch["compiled_adapter_ms"]
-        each += launch["compiled_quantised_ms"] * quantised + launch["fp8_ms"] * work.fp8
+        each += launch["compiled_quantised_ms"] * quantised + launch["fp8_ms"] * _narrowed(work)
     else:
         each = launch["eager_ms"] + adapters * launch["adapter_ms"] + launch["norm_ms"] * shape.qk_norm
         each = each * (1.0 if work.fused else launch["plain"]) + launch["quantised_ms"] * quantised
     blocks = each * _AGAIN[work.recompute][not work.compiled] * shape.layers
     return float(1e-3 * work.passes * (blocks + launch["pass_ms"]))
+
+
+def _narrowed(work: Work) -> float:
+    """8-bit multiplications of a block. Where all is trained, gate and up are one, and so are queries, keys and values,
+    unless two of these are normed."""
+    if not work.fp8:
+        return 0.0
+    count = 7 if work.adapters else 6 if work.shape.qk_norm else 4
+    return count * (_NARROWED_AGAIN if work.recompute != "off" else 1.0)
 
 
 def _update(work: Work) -> float:

@@ -63,7 +63,7 @@ class Recorder:
     def _is_usual(self, ready: Ready) -> bool:
         layout = ready.layout
         if layout is None or not layout.plain or layout.masks or layout.grids is not None:
-            self._say_once("rows of several documents, or with padding, are not recorded; such passes are made as usual")
+            self._say_once("rows of several documents, or with padding, are not recorded, but computed as usual")
             self._make_room(ready)
             return False
         shape = (ready.ids_BT.shape, ready.places_N.shape, layout.longest)

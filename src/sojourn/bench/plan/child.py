@@ -23,7 +23,8 @@ from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
 
 _WARM, _WARM_SECONDS = 2, 0.3  # steps that start everything up, and the clocks of a GPU
-_MOST, _LEAST, _SECONDS = 8, 3, 1.0  # steps that are timed, and about how long
+_MOST, _LEAST, _SECONDS = 30, 3, 1.5  # steps that are timed, and about how long
+_OPERATIONS, _TIMES = 200, 5  # by which the CPU's speed is measured
 _LINE = 300
 
 Found = dict[str, Any]
@@ -103,12 +104,14 @@ def _run(task: Task, line: Line, found: Found) -> None:
     line.say(ASK)
     line.wait_for(GO)
     waited = wait_for_calm() if device == "cuda" else 0.0
+    before = _cpu_us(device)
     times, loss = _timed(session, batches)
     found["measured"] = {
         "parameters": sum(p.numel() for p in session.stepper.network.model.parameters()),
         "attention": session.stepper.network.backend, "loading": loading, "loss": loss, "tokens": session.tokens(0),
         "step_seconds": statistics.median(times), "steps": [round(one, 5) for one in times],
-        "waited": round(waited, 3), **_memory(device, loading), **pieces,
+        "waited": round(waited, 3), "cpu_us": round((before + _cpu_us(device)) / 2, 2),
+        **_memory(device, loading), **pieces,
     }  # fmt: skip
 
 
@@ -186,6 +189,20 @@ def _timed(session: Any, batches: list[Any]) -> tuple[list[float], float]:
         last, warm = now, warm or (count >= _WARM and now - began >= _WARM_SECONDS)
         if len(times) >= _MOST or (len(times) >= _LEAST and sum(times) >= _SECONDS):
             return times, loss
+
+
+def _cpu_us(device: str) -> float:
+    """Microseconds of one small operation, forward and back, for the CPU that asks for it."""
+    import torch
+
+    one, times = torch.ones(1, device=device, requires_grad=True), []
+    for _ in range(_TIMES):
+        began, made = time.perf_counter(), one
+        for _ in range(_OPERATIONS):
+            made = made * 1.0
+        torch.autograd.grad(made, one)
+        times.append(time.perf_counter() - began)
+    return 1e6 * statistics.median(times) / _OPERATIONS
 
 
 def _step(session: Any, now: list[Any], then: list[Any], begun: list[Any]) -> float:

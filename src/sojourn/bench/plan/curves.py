@@ -33,12 +33,14 @@ eager_plain = 3.0
 [launch]
 # milliseconds that a CPU takes to launch a block's forward and backward: compiled, for each of its adapters, and for
 # 4-bit weights; not compiled, for each adapter, for norms of queries and keys (all three times `plain` by transformers'
-# own forwards), and for 4-bit weights; and what is outside the blocks, once a pass
+# own forwards), and for 4-bit weights; and what is outside the blocks, once a pass. All by a CPU that takes so many
+# microseconds for a small operation, forward and back
+usual_us = 25
 compiled_ms = 2.3
 compiled_adapter_ms = 0.15
 compiled_quantised_ms = 1.5
-# what 8-bit kernels add, solved from one run of 110M: 65.1 ms a step, in which the GPU is busy for 46.9
-fp8_ms = 1.9
+# what 8 bits add to each multiplication, solved from one run of 110M: 65.1 ms a step, in which the GPU is busy for 46.9
+fp8_ms = 0.475
 eager_ms = 2.6
 adapter_ms = 0.55
 norm_ms = 0.5

@@ -1,8 +1,9 @@
 """Writes plan/fit.toml anew: curves from single kernels, then what only whole steps can tell.
 
-    python -m sojourn.bench.plan.fit KERNELS.json PLAN.json [OUT.toml]
+    python -m sojourn.bench.plan.fit KERNELS.json PLAN.json… [OUT.toml]
 
-PLAN.json is a result of `sojourn bench plan --out`. Only the half of it that is not held out is looked at.
+PLAN.json are results of `sojourn bench plan --out`. Of the cases that were chosen only the half that is not held out is
+looked at; of runs that were drawn, all: those of another seed are left to tell how good the fit is.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import math
 import re
 import sys
 from copy import deepcopy
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from sojourn.bench.plan.cases import DRAWN
 from sojourn.bench.plan.curves import fitted
-from sojourn.bench.plan.replan import work_of_row
+from sojourn.bench.plan.replan import cpu_of_row, work_of_row
 from sojourn.catalog.facts import Gpu
 from sojourn.catalog.names import gpu as find_gpu
 from sojourn.plan.constants import constants, read
@@ -41,9 +44,14 @@ Timed = tuple[Work, Gpu, float]
 
 
 def timed(rows: list[dict[str, Any]]) -> list[Timed]:
-    """Those that may be looked at."""
-    able = [row for row in rows if not row["held_out"] and row.get("measured", {}).get("step_seconds")]
-    return [(work_of_row(row), find_gpu(str(row["gpu"])), float(row["measured"]["step_seconds"])) for row in able]
+    """Those that may be looked at, each with the speed of the CPU that it ran with."""
+    found = []
+    for row in rows:
+        seconds = row.get("measured", {}).get("step_seconds")
+        if seconds and (not row["held_out"] or row["name"].startswith(DRAWN)):
+            work = replace(work_of_row(row), cpu=cpu_of_row(row))
+            found.append((work, find_gpu(str(row["gpu"])), float(seconds)))
+    return found
 
 
 def adjust(table: dict[str, Any], steps: list[Timed]) -> dict[tuple[str, str], float]:
@@ -82,9 +90,10 @@ def written(text: str, changes: dict[tuple[str, str], float], count: int) -> str
     return "\n".join(lines) + "\n"
 
 
-def made(kernels: dict[str, Any], plan: dict[str, Any]) -> str:
+def made(kernels: dict[str, Any], plans: list[dict[str, Any]]) -> str:
     """The file's text, from both measurements."""
-    text, steps, table = fitted(kernels), timed(plan["rows"]), constants()
+    text, table = fitted(kernels), constants()
+    steps = timed([row for plan in plans for row in plan["rows"]])
     kept = deepcopy(table)
     try:
         table.clear()
@@ -96,9 +105,10 @@ def made(kernels: dict[str, Any], plan: dict[str, Any]) -> str:
 
 
 def main(words: list[str]) -> None:
-    kernels, plan = (json.loads(Path(word).read_text(encoding="utf-8")) for word in words[:2])
-    target = Path(words[2]) if len(words) > 2 else Path(str(resources.files("sojourn.plan"))) / "fit.toml"
-    target.write_text(made(kernels, plan), encoding="utf-8")
+    targets = [Path(word) for word in words if word.endswith(".toml")]
+    targets = targets or [Path(str(resources.files("sojourn.plan"))) / "fit.toml"]
+    kernels, *plans = (json.loads(Path(word).read_text(encoding="utf-8")) for word in words if word.endswith(".json"))
+    targets[0].write_text(made(kernels, plans), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from sojourn.catalog.names import gpu as find_gpu
 from sojourn.catalog.shapes import ModelShape
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
+from sojourn.plan.constants import constants
 from sojourn.plan.memory import memory
 from sojourn.plan.speed import speed
 from sojourn.plan.work import Place, Work, work_of
@@ -37,12 +38,22 @@ def planned(row: Row) -> Row:
         "allocated": found.allocated, "device": found.device, "enough": found.enough, "context": found.context,
         "moment": found.peak.name,
         "moments": {moment.name: int(moment.bytes) for moment in found.moments},
-        "kinds": {kind: int(size) for kind, size in found.peak.by_kind().items()}, "step_seconds": None,
+        "kinds": {kind: int(size) for kind, size in found.peak.by_kind().items()},
+        "step_seconds": None, "known_seconds": None,
     }  # fmt: skip
     with suppress(UserError):  # a card that the catalogue does not know, or none
-        fast = speed(work, find_gpu(str(row.get("gpu"))))
+        card = find_gpu(str(row.get("gpu")))
+        fast = speed(work, card)
         plan |= {"step_seconds": fast.step_seconds, "parts": {part.name: part.seconds for part in fast.parts}}
+        if "cpu_us" in row.get("measured", {}):
+            plan["known_seconds"] = speed(replace(work, cpu=cpu_of_row(row)), card).step_seconds
     return plan
+
+
+def cpu_of_row(row: Row) -> float:
+    """How much longer than usual its machine's CPU took to launch, where that was measured."""
+    usual = float(constants()["launch"]["usual_us"])
+    return float(row["measured"].get("cpu_us", usual)) / usual
 
 
 def _plain(value: Any) -> Any:

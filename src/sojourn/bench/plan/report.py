@@ -13,7 +13,14 @@ _WORST = 6
 _FAILED = 8  # that are named
 _WIDTH = 149
 HALVES = {"held out": True, "the other half": False}
-_COLUMNS = ("allocated", "device", "step_seconds")
+# What is planned, and what it is held against.
+_COLUMNS = {
+    "allocated": "allocated", "device": "device", "step_seconds": "step_seconds", "known_seconds": "step_seconds",
+}  # fmt: skip
+_TITLES = {
+    "allocated": "peak that torch counts", "device": "whole device", "step_seconds": "time of a step",
+    "known_seconds": "time, the CPU's speed known",
+}  # fmt: skip
 
 
 def summary(result: dict[str, Any]) -> dict[str, Any]:
@@ -31,7 +38,7 @@ def summary(result: dict[str, Any]) -> dict[str, Any]:
 def _ours(rows: list[Row], everything: list[Row], held: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for column in _COLUMNS:
-        found[column] = errors(rows, column, {row["name"]: row["planned"][column] for row in rows})
+        found[column] = errors(rows, column, {row["name"]: row["planned"].get(column) for row in rows})
     capped = [row["capped"] for row in everything if row["held_out"] is held and "capped" in row]
     tried = [one for one in capped if "failed" not in one or one.get("out_of_memory")]
     found["capped"] = len(tried)
@@ -51,7 +58,7 @@ def errors(rows: list[Row], column: str, plans: dict[str, Any]) -> dict[str, Any
     compare."""
     apart = {}
     for row in rows:
-        real, plan = row["measured"].get(column), plans.get(row["name"])
+        real, plan = row["measured"].get(_COLUMNS[column]), plans.get(row["name"])
         if real and plan:
             apart[row["name"]] = plan / real - 1
     if not apart:
@@ -95,13 +102,12 @@ def lines(result: dict[str, Any]) -> list[str]:
     said = ["", f"{len(done)} cases measured, {len(failed)} failed, {len(rows) - len(done) - len(failed)} not run"]
     said += [f"  {line(row)}" for row in failed[:_FAILED]]
     said += ["", f"{'planned against measured':<60}{'cases':>6}{'mean':>9}{'95 %':>9}{'worst':>9}"]
-    titles = {"allocated": "peak that torch counts", "device": "whole device", "step_seconds": "time of a step"}
     for who, found in result["report"].items():
         for column in _COLUMNS:
             one = found.get(column)
             if one is not None:
                 sizes = f"{one['mean']:>9.1%}{one['p95']:>9.1%}{one['worst']:>+9.1%}"
-                said.append(f"{f'{who}: {titles[column]}':<60}{one['cases']:>6}{sizes}  {one['worst_case']}")
+                said.append(f"{f'{who}: {_TITLES[column]}':<60}{one['cases']:>6}{sizes}  {one['worst_case']}")
         if found.get("capped"):
             share = f"{found['false_fits']} of {found['capped']}"
             said.append(f"{who}: {share} ran out of memory where the plan says that they fit")

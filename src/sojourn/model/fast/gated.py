@@ -123,8 +123,8 @@ def _back_kernel(grad, joined, made, size, BLOCK: tl.constexpr):  # type: ignore
 
 @triton.jit
 def _e5m2(x):  # type: ignore[no-untyped-def]
-    """Its bits: the upper half of a 16-bit float, rounded to the nearest. The hardware's own conversion came out wrong in
-    this kernel (triton 3.6): every fourth of the numbers that were turned was another."""
+    """Its bits: the upper half of a 16-bit float, rounded to the nearest. The hardware's own conversion came out wrong
+    in this kernel (triton 3.6): every fourth of the numbers that were turned was another."""
     bits = tl.minimum(tl.maximum(x, -57344.0), 57344.0).to(tl.float16).to(tl.uint16, bitcast=True)
     return ((bits + 127 + ((bits >> 8) & 1)) >> 8).to(tl.uint8)
 
