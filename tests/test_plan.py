@@ -1,6 +1,7 @@
 """`sojourn plan` is right: against measured memory and speed, and in what it says of money, limits and changes."""
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -159,6 +160,13 @@ def test_a_gpu_with_little_to_do_waits_for_the_cpu():
     assert waits(cpu=1.5) > 1.3 * waits() and waits(fp8=True) > waits()
     normed = replace(M110, qk_norm=True)
     assert waits(fp8=True, shape=normed) > waits(fp8=True) and waits(fp8=True, recompute="selective") > waits(fp8=True)
+
+
+def test_a_plan_says_where_it_depends_on_the_machine_s_cpu(home):
+    says = r"the GPU waits for the CPU in \d\d % of a step, and CPUs differ: steps may take a third more or less"
+    assert re.search(says, " ".join(called("plan", "small", "train.steps=100000").stdout.split()))
+    for run in (("small",), ("qlora-7b",)):  # the one is over before it matters, the other keeps its GPU busy
+        assert "the GPU waits for the CPU" not in called("plan", *run).stdout
 
 
 def test_chunks_of_logits_are_those_of_the_real_loss():

@@ -19,6 +19,7 @@ from sojourn.plan.money import money_text
 from sojourn.plan.records import Correction
 
 _GIB = 2**30
+_UNSURE = 0.25  # of a step waiting for a CPU, of all time in steps: then a plan says that it cannot know better
 _BAR = 56
 _COLUMNS = {"rows": 6, "most": 6, "GiB": 7, "tok/s": 11, "time": 7, "cost": 10}
 _MARKS = {"weights": "█", "adapters": "▪", "gradients": "▓", "optimizer": "▒", "activations": "▚", "loss": "▞",
@@ -171,12 +172,23 @@ def best_lines(plan: Plan, limits: str, helped: bool) -> list[str]:
     if best.whole is not None:
         parts = {name: took for name, took in best.whole.parts.items() if took >= 0.01 * best.whole.seconds}
         lines.append("time goes to: " + ", ".join(f"{name} {_time(took / 3600)}" for name, took in parts.items()))
+    lines += _unsure(best)
     took, size = _time(plan.preparing_seconds / 3600), plan.checkpoint_bytes / _GIB
     lines.append(
         f"prepare the data first, where no GPU is paid for ({_without_gpu(best)}): about {took} on two cores; "
         f"a checkpoint takes {size:.2f} GiB"
     )
     return lines
+
+
+def _unsure(offer: Offer) -> list[str]:
+    """Where what no plan knows decides."""
+    if offer.speed is None or offer.whole is None or offer.speed.waiting < _UNSURE:
+        return []
+    if offer.whole.parts.get("steps", 0.0) < _UNSURE * offer.whole.seconds:
+        return []
+    share = f"{100 * offer.speed.waiting:.0f} %"
+    return [f"the GPU waits for the CPU in {share} of a step, and CPUs differ: steps may take a third more or less"]
 
 
 def _no_choice(plan: Plan, limits: str, helped: bool) -> str:

@@ -17,6 +17,8 @@ from sojourn.plan.launch import shortens, step_seconds
 from sojourn.plan.memory import chunk_rows
 from sojourn.plan.work import Work
 
+WAITING = "waiting for launches"
+
 
 @dataclass(frozen=True)
 class Part:
@@ -37,6 +39,12 @@ class Speed:
     def tokens_per_second(self) -> float:
         return self.tokens / self.step_seconds
 
+    @property
+    def waiting(self) -> float:
+        """The share of a step in which the GPU waits for the CPU."""
+        seconds = {part.name: part.seconds for part in self.parts}
+        return seconds[WAITING] / sum(seconds.values())
+
 
 def speed(work: Work, gpu: Gpu) -> Speed:
     passes = work.passes
@@ -51,7 +59,7 @@ def speed(work: Work, gpu: Gpu) -> Speed:
     ends, update = parts[1].seconds, parts[-1].seconds
     forward = ends + (busy - ends - update) / (3 - work.adapters + (work.recompute == "full"))
     waiting = step_seconds(work, forward / passes, busy - update, update) - busy
-    parts.append(Part("waiting for launches", waiting, "launches of blocks and updates, where the GPU is faster"))
+    parts.append(Part(WAITING, waiting, "launches of blocks and updates, where the GPU is faster"))
     parts.append(
         Part("exchange between GPUs", _exchange(work, gpu, busy), "bytes / link, what the backward cannot hide")
     )
