@@ -34,7 +34,8 @@ PARTS: dict[str, tuple[list[tuple[str, ...]], list[tuple[str, int]]]] = {
     "kernels": ([("benchmarks/kernels.py",)], []),
     "tests": ([("pytest", "-q", "-p", "no:cacheprovider", *TESTS)], []),
     "plan": ([(*PLAN, "--within", "430")], []),
-    "drawn": ([(*PLAN, "--draw", "24", "--seed", "7", "--within", "240")], []),
+    "drawn": ([(*PLAN, "--draw", "24", "--seed", "7", "--within", "240")], []),  # which may be fitted to
+    "blind": ([(*PLAN, "--draw", "24", "--seed", "8", "--within", "240")], []),  # which has not been looked at
     "race": (
         [(*TRAIN, *TEXTS, "--workload", "pretrain-110m", "--steps", "200", "--rows", "graphs,fp8,nanogpt")],
         [("pretrain-110m", 200)],
@@ -47,12 +48,11 @@ PARTS: dict[str, tuple[list[tuple[str, ...]], list[tuple[str, int]]]] = {
         [(*TRAIN, *TEXTS, "--workload", "pretrain-875m", "--steps", "500", "--peer-steps", "100", "--rows", LARGE)],
         [("pretrain-875m", 500)],
     ),
-    "adapters": (
-        [
-            (*TRAIN, *TALKS, "--workload", "qlora-7b", "--steps", "30", "--rows", "full,liger"),
-            (*TRAIN, *TALKS, "--workload", "lora-7b", "--steps", "30", "--rows", "ahead,full,liger"),
-        ],
-        [("lora-7b", 30)],
+    "qlora": (
+        [(*TRAIN, *TALKS, "--workload", "qlora-7b", "--steps", "30", "--rows", "full,liger")], [("lora-7b", 30)]
+    ),
+    "lora": (
+        [(*TRAIN, *TALKS, "--workload", "lora-7b", "--steps", "30", "--rows", "ahead,full,liger")], [("lora-7b", 30)]
     ),
 }  # fmt: skip
 
