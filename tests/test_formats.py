@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sojourn.config.schema import Columns, DataConfig, Source
+from sojourn.config.data import Columns, DataConfig, Source
 from sojourn.data.inputs import find_inputs
 from sojourn.data.prepare import prepare
 from sojourn.data.preview import look

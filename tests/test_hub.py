@@ -21,7 +21,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import pytest
 
 from sojourn.catalog.facts import datasets
-from sojourn.config.schema import Columns, Source
+from sojourn.config.data import Columns, Source
 from sojourn.data.read.hub import is_hub_name, open_table
 from sojourn.errors import UserError
 
@@ -157,7 +157,7 @@ class Hub(BaseHTTPRequestHandler):
 
 CHILD = textwrap.dedent("""
     import json, sys
-    from sojourn.config.schema import Source
+    from sojourn.config.data import Source
     from sojourn.data.read import hub
     from sojourn.errors import UserError
 

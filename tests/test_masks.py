@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from sojourn.config.schema import DataConfig
+from sojourn.config.data import DataConfig
 from sojourn.data.cut import Policy
 from sojourn.data.encode import Encoder, Recipe
 from sojourn.data.prepare import prepare

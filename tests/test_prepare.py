@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from conftest import called
+from sojourn.config.data import CleanConfig, Columns, DataConfig, Source
 from sojourn.config.load import load_run
-from sojourn.config.schema import CleanConfig, Columns, DataConfig, Source
 from sojourn.data import shelf
 from sojourn.data.artefact import Artefact
 from sojourn.data.prepare import prepare

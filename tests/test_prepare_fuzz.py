@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from sojourn.config.schema import DataConfig
+from sojourn.config.data import DataConfig
 from sojourn.data.artefact import read_batch
 from sojourn.data.prepare import prepare
 from sojourn.data.words.tokenizer import Words

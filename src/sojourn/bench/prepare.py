@@ -138,7 +138,7 @@ def _corpus(work: Path, size: int) -> tuple[Path, int]:
 
 def _tokenizer(plan: Plan, corpus: Path, work: Path) -> Path:
     """The folder of the tokenizer that all use, with its template in the form that transformers opens."""
-    from sojourn.config.schema import DataConfig
+    from sojourn.config.data import DataConfig
     from sojourn.data.words.tokenizer import open_tokenizer, train_tokenizer
 
     folder = work / "tokenizer"

@@ -240,7 +240,7 @@ def datasets(user: Path | None = None) -> tuple[DatasetFacts, ...]:
 
 
 def _dataset(name: str, row: dict[str, object], where: str) -> DatasetFacts:
-    from sojourn.config.schema import Columns
+    from sojourn.config.data import Columns
 
     facts = to_row(DatasetFacts, {"name": name, **row}, where, "data set")
     for key in facts.columns:

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from sojourn.config.data import DataConfig
 from sojourn.config.fields import (
     Auto,
     Bool,
@@ -21,7 +22,6 @@ from sojourn.config.fields import (
     Section,
     Share,
     Some,
-    Sources,
     Steps,
     Switch,
     Text,
@@ -126,101 +126,6 @@ class MethodConfig(Section):
                     key, f"belongs to {owner}, but method.kind is {self.kind}; remove it or set another kind", "kind"
                 )
         return self
-
-
-class Columns(Section):
-    """Which of a file's columns hold what, where their names do not say it themselves."""
-
-    text: Text | None = None
-    prompt: Text | None = None
-    input: Text | None = None
-    completion: Text | None = None
-    system: Text | None = None
-    history: Text | None = None
-    messages: Text | None = None
-    tools: Text | None = None
-    chosen: Text | None = None
-    rejected: Text | None = None
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> Columns:
-        given = [key for key in type(self).model_fields if getattr(self, key) is not None]
-        beside = {"input", "system", "history", "tools"}
-        whole = (
-            {"text"},
-            {"messages"},
-            {"prompt", "completion"},
-            {"prompt", "chosen", "rejected"},
-            {"chosen", "rejected"},
-        )
-        main = set(given) - beside
-        if given and main not in whole:
-            ways = "; ".join(" and ".join(sorted(keys)) for keys in whole)
-            raise clash(
-                given[0], f"{', '.join(given)} given; allowed together: {ways} (and system, input, history, tools)"
-            )
-        return self
-
-
-class Source(Section):
-    """One place to read from: files, a folder, a data set's name, or `builtin:NAME`."""
-
-    path: Text
-    weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
-    take: Some | None = None
-    size: Annotated[Size, Field(ge=1)] | None = None
-    config: Text | None = None
-    split: Text | None = None
-    revision: Text | None = None
-    columns: Columns | None = None
-
-
-_SOURCES = Says(
-    "a file, a folder, a data set's name or builtin:NAME, or a list of them, each with path and, if wanted, weight, "
-    "take, size, columns, config, split or revision"
-)
-
-
-class CleanConfig(Section):
-    """What is left out while reading. Nothing, unless asked."""
-
-    duplicates: Literal["keep", "exact", "near"] = "keep"
-    similarity: Annotated[float, Field(ge=0.5, le=1)] = 0.8
-    min_characters: Some | None = None
-    max_characters: Some | None = None
-    languages: Annotated[Texts, Says("a list of language codes, such as [en, zh]")] = Field(default=[])
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> CleanConfig:
-        shortest, longest = self.min_characters, self.max_characters
-        if shortest is not None and longest is not None and shortest > longest:
-            message = f"{shortest} given, but max_characters is {longest}: nothing would be left"
-            raise clash("min_characters", message, "max_characters")
-        return self
-
-
-class DataConfig(Section):
-    """What the model reads."""
-
-    sources: Annotated[list[Source], Sources, _SOURCES] = Field(default=[])
-    eval_sources: Annotated[list[Source], Sources, _SOURCES] = Field(default=[])
-    eval_fraction: Annotated[float, Field(ge=0, le=0.5)] = 0.01
-    take: Some | None = None
-    columns: Columns = Columns()
-    on_bad: Literal["fail", "skip"] = "fail"
-    max_bad: Share = 0.001
-    clean: CleanConfig = CleanConfig()
-    tokenizer: Annotated[Text, Says("auto, bpe, sentencepiece, or the folder or file of a tokenizer")] = "auto"
-    vocab_size: Annotated[Count, Field(ge=300, le=1_000_000)] = Count(8192)
-    special_tokens: Annotated[Texts, Says("a list of tokens, such as [<think>, </think>]")] = Field(default=[])
-    split_digits: Bool = True
-    template: Annotated[Text, Says("auto, chatml, llama3, plain, or a .jinja file")] = "auto"
-    train_on: Literal["assistant", "last", "all"] = "assistant"
-    max_length: Annotated[int, Whole, Field(ge=8, le=10_000_000)] = 512
-    packing: Literal["packed", "padded", "off"] = "packed"
-    long_texts: Literal["split", "truncate", "drop"] = "split"
-    long_chats: Literal["truncate", "drop"] = "truncate"
-    workers: Annotated[int, Whole, Field(ge=1, le=256)] | Auto = "auto"
 
 
 class TrainConfig(Section):

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from sojourn.config.schema import CleanConfig
+from sojourn.config.data import CleanConfig
 from sojourn.data.clean.language import LOOKED_AT, UNKNOWN, language
 from sojourn.data.cut import Policy, cut
 from sojourn.data.read.document import Document, Message

@@ -7,7 +7,8 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sojourn.config.schema import DataConfig, RunConfig
+from sojourn.config.data import DataConfig
+from sojourn.config.schema import RunConfig
 from sojourn.data.artefact import FORMAT
 from sojourn.data.read.sources import Digests, Opened, open_source
 from sojourn.data.words.templates import NAMED

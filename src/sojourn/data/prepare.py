@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sojourn.config.schema import DataConfig
+from sojourn.config.data import DataConfig
 from sojourn.data.artefact import Artefact
 from sojourn.data.inputs import find_inputs
 from sojourn.data.preview import look

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 
-from sojourn.config.schema import DataConfig
+from sojourn.config.data import DataConfig
 from sojourn.data.inputs import Inputs
 from sojourn.data.read.document import Document
 from sojourn.data.read.formats import Damaged

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sojourn.config.schema import DataConfig, Source
+from sojourn.config.data import DataConfig, Source
 from sojourn.data.clean.duplicates import Near, Seen
 from sojourn.data.encode import PAIR, Encoded
 from sojourn.data.read.sources import Opened

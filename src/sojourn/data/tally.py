@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from sojourn.config.schema import DataConfig
+from sojourn.config.data import DataConfig
 from sojourn.data.clean.language import told_language
 from sojourn.data.cut import CUT, DROPPED, SPLIT
 from sojourn.data.encode import PAIR, TEXT, Encoded

@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 from sojourn.catalog.facts import datasets
-from sojourn.config.schema import DataConfig, RunConfig
+from sojourn.config.data import DataConfig
+from sojourn.config.schema import RunConfig
 from sojourn.config.words import shown
 from sojourn.errors import UserError
 

@@ -112,7 +112,7 @@ def rows_of(ground: Ground, run: Path) -> Path:
 
 
 def _write_tokenizer(workload: Workload, ground: Ground) -> None:
-    from sojourn.config.schema import DataConfig
+    from sojourn.config.data import DataConfig
     from sojourn.data.words.tokenizer import train_tokenizer
 
     size = min(_VOCABULARY, workload.shape.vocab)

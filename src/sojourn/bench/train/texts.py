@@ -47,7 +47,7 @@ def _documents(own: str | None, size: int) -> Iterator[Document]:
 
         yield from text(size)
         return
-    from sojourn.config.schema import Columns, Source
+    from sojourn.config.data import Columns, Source
     from sojourn.data.read.parcels import read_lot
     from sojourn.data.read.sources import open_source
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sojourn.catalog.facts import DatasetFacts, datasets
-from sojourn.config.schema import Source
+from sojourn.config.data import Source
 from sojourn.config.words import closest, plain, shown
 from sojourn.data.read.reach import Say, absent, gated, hush, in_one_line, unreadable, why_offline
 from sojourn.errors import UserError

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sojourn.catalog.facts import datasets
-from sojourn.config.schema import Columns, Source
+from sojourn.config.data import Columns, Source
 from sojourn.config.words import closest
 from sojourn.data import builtin
 from sojourn.data.read.document import Document, Message

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sojourn.config.schema import DataConfig
+from sojourn.config.data import DataConfig
 from sojourn.config.words import closest
 from sojourn.data.read.document import Message
 from sojourn.data.read.files import place_of
