@@ -31,6 +31,19 @@ class ByHand:
     def __init__(self, parameters):
         self.parameters, self.made, self.played, self.spoiled = parameters, [], [], False
 
+    def machine(self):
+        """As a GPU's: where all its recordings have been given back, it makes no other."""
+        mine = []
+
+        def record(work):
+            if mine and not any(recording() for recording in mine):
+                raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")
+            again, part = self(work)
+            mine.append(weakref.ref(again))
+            return again, part
+
+        return record
+
     def __call__(self, work):
         before = [None if p.grad is None else p.grad.clone() for p in self.parameters]
         first = before[0] is None
@@ -73,7 +86,7 @@ def by_hand(tiny, rows, monkeypatch):
 
     def make(loss, parameters):
         kept.append(ByHand(parameters))
-        return Recorder(loss, parameters, kept[-1])
+        return Recorder(loss, parameters, kept[-1].machine)
 
     monkeypatch.setattr(step_module, "Recorder", make)
     monkeypatch.setattr(resolve_module, "graphs_fault", lambda device: None)
@@ -157,7 +170,7 @@ def small():
     """A weight, its recordings, the recorder, and a way to play it."""
     weight = torch.nn.Parameter(torch.ones(3))
     by_hand = ByHand([weight])
-    recorder = Recorder(lambda ready: (weight * ready.ids_BT.float()).sum(), [weight], by_hand)
+    recorder = Recorder(lambda ready: (weight * ready.ids_BT.float()).sum(), [weight], by_hand.machine)
 
     def play(*numbers, rows=1, plain=True):
         weight.grad = None
@@ -218,3 +231,7 @@ def test_a_gpu_plays_what_it_recorded(passes):
         for mine, theirs in zip(step(lambda ready: recorder.play(ready, 4)), wanted, strict=True):
             torch.testing.assert_close(mine, theirs)
     assert len(recorder._recordings) == min(passes, 2)
+    kept = recorder._recordings[True][1]  # a loss that somebody still holds
+    recorder.forget()
+    step(lambda ready: recorder.play(ready, 4))
+    assert len(recorder._recordings) == min(passes, 2) and math.isfinite(float(kept))

@@ -21,11 +21,14 @@ Record = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]
 
 
 class Recorder:
-    """`loss`: of a batch that is ready, summed. A pass is forward and backward in one."""
+    """`loss`: of a batch that is ready, summed. A pass is forward and backward in one. `machine` makes what records
+    until all is forgotten."""
 
-    def __init__(self, loss: Callable[[Ready], Any], parameters: list[Any], record: Record | None = None) -> None:
+    def __init__(
+        self, loss: Callable[[Ready], Any], parameters: list[Any], machine: Callable[[], Record] | None = None
+    ) -> None:
         self._loss, self._parameters = loss, parameters
-        self._record_pass = record or OnGpu()
+        self._machine = machine or OnGpu
         self._shape: Any = None
         self._seen = 0
         self._broken = self._said = False
@@ -37,6 +40,7 @@ class Recorder:
         if self._recordings and torch.cuda.is_available():
             torch.cuda.synchronize()  # one may still be playing
         self._recordings = {}
+        self._record_pass = self._machine()
         self._grads: list[Any] = []
         self._ready: Any = None
         self._targets: Any = None
@@ -135,7 +139,8 @@ class Recorder:
 
 
 class OnGpu:
-    """All recordings share memory: none is needed any longer when the next is played."""
+    """All recordings share memory: none is needed any longer when the next is played. That memory ends with them: torch
+    refuses to record into what has been given back while anything made there, such as a loss, is still held."""
 
     def __init__(self) -> None:
         self._pool: Any = None
