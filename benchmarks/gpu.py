@@ -34,8 +34,9 @@ PARTS: dict[str, tuple[list[tuple[str, ...]], list[tuple[str, int]]]] = {
     "kernels": ([("benchmarks/kernels.py",)], []),
     "tests": ([("pytest", "-q", "-p", "no:cacheprovider", *TESTS)], []),
     "plan": ([(*PLAN, "--within", "430")], []),
-    "drawn": ([(*PLAN, "--draw", "24", "--seed", "7", "--within", "240")], []),  # which may be fitted to
-    "blind": ([(*PLAN, "--draw", "24", "--seed", "8", "--within", "240")], []),  # which has not been looked at
+    "thin": ([(*PLAN, "--cases", "thin", "--within", "200")], []),  # what launching costs
+    "drawn": ([(*PLAN, "--draw", "24", "--seed", "8", "--within", "250")], []),  # which may be fitted to
+    "blind": ([(*PLAN, "--draw", "24", "--seed", "9", "--within", "250")], []),  # which has not been looked at
     "race": (
         [(*TRAIN, *TEXTS, "--workload", "pretrain-110m", "--steps", "200", "--rows", "graphs,fp8,nanogpt")],
         [("pretrain-110m", 200)],

@@ -272,6 +272,7 @@ def test_drawn_runs_are_the_same_for_a_seed_fit_the_card_and_are_held_out(monkey
 
 def test_cases_are_found_by_name_and_by_part():
     assert [case.name for case in chosen(["lora-7b"], None, "cuda")] == ["lora-7b"]
-    assert len(chosen(["qlora"], None, "cuda")) == 14 and len(chosen([], 5, "cuda")) == 5
+    assert len(chosen(["qlora-"], None, "cuda")) == 20 and len(chosen([], 5, "cuda")) == 5
+    assert len(chosen([], None, "cuda")) == 66 and {case.length for case in chosen(["thin"], None, "cuda")} == {128}
     with pytest.raises(UserError, match="did you mean lora-135m"):
         chosen(["lora-13m"], None, "cuda")

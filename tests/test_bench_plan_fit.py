@@ -12,7 +12,7 @@ from sojourn.plan.constants import constants
 from sojourn.plan.speed import speed
 from sojourn.plan.work import Work
 
-DRAWN = Path(__file__).parents[1] / "benchmarks/results/plan-drawn-H200-2026-11-16.json"
+DRAWN = Path(__file__).parents[1] / "benchmarks/results/plan-drawn-7-H200-2026-11-16.json"
 
 
 def test_whole_steps_correct_what_kernels_alone_cannot_tell_and_held_out_ones_are_not_looked_at():
@@ -39,10 +39,23 @@ def test_whole_steps_correct_what_kernels_alone_cannot_tell_and_held_out_ones_ar
 
 def test_runs_that_were_drawn_are_fitted_to_where_they_are_given_with_the_cpu_that_they_had():
     rows = json.loads(DRAWN.read_text())["rows"]
-    found = fit.timed(rows)
-    assert len(found) == len(rows) == 24 and all(work.cpu == 1 for work, *_ in found)  # nobody had asked then
-    usual = constants()["launch"]["usual_us"]
+    found, usual = fit.timed(rows), constants()["launch"]["usual_us"]
+    assert len(found) == len(rows) == 24 and {work.cpu for work, *_ in found} > {1.0}
+    del rows[1]["measured"]["cpu_us"]
     rows[0]["measured"]["cpu_us"] = 2 * usual
     (work, card, _), plan = fit.timed(rows)[0], planned(rows[0])
     assert work.cpu == 2 and plan["known_seconds"] == speed(work, card).step_seconds > 1.5 * plan["step_seconds"]
     assert planned(rows[1])["known_seconds"] is None
+
+
+def test_a_step_that_was_disturbed_moves_little():
+    """Nine alike, and a tenth that took three times as long: the fit stays with the nine."""
+    kept, card = deepcopy(constants()), gpu("H200")
+    case = next(case for case in CASES if case.name == "pretrain-875m")
+    work = Work(shape_of(case), case.method, case.rows, case.length)
+    real = speed(work, card).step_seconds
+    try:
+        fit.adjust(constants(), [(work, card, real)] * 9 + [(work, card, 3 * real)])
+        assert abs(speed(work, card).step_seconds / real - 1) < 0.03
+    finally:
+        constants().update(kept)

@@ -35,7 +35,8 @@ GIB = 2**30
 ROOT = Path(__file__).parents[1]
 KERNELS = ROOT / "benchmarks/results/kernels-H200-2026-11-16.json"
 PLANS = ROOT / "benchmarks/results/plan-H200-2026-11-16.json"
-DRAWN = ROOT / "benchmarks/results/plan-drawn-H200-2026-11-16.json"
+DRAWN = [ROOT / f"benchmarks/results/plan-drawn-{seed}-H200-2026-11-16.json" for seed in (7, 8)]
+THIN = ROOT / "benchmarks/results/plan-thin-H200-2026-11-16.json"
 M110 = new_shape(768, 12, 12, 12, 2048, 32_000, True)
 M875 = new_shape(2048, 16, 16, 16, 5504, 32_000, True)
 QWEN_1_5B, QWEN_7B = model("qwen2.5-1.5b"), model("qwen2.5-7b")
@@ -112,23 +113,25 @@ def test_speed_is_within_a_quarter_of_what_others_published(name):
 
 
 def test_the_fit_is_what_one_command_makes_of_the_measurements(tmp_path):
-    fit_command([str(KERNELS), str(PLANS), str(tmp_path / "fit.toml")])
+    fit_command([str(path) for path in (KERNELS, PLANS, *DRAWN, THIN, tmp_path / "fit.toml")])
     assert (tmp_path / "fit.toml").read_text() == (ROOT / "src/sojourn/plan/fit.toml").read_text()
 
 
 def test_held_out_runs_are_planned_within_the_bars():
     """Measured on an H200; planned by the present planner."""
     found = read_again(PLANS, peers=False, say=lambda text: None)["report"]["sojourn, held out"]
-    peak, device, step = (found[name] for name in ("allocated", "device", "step_seconds"))
-    assert peak["cases"] == step["cases"] == found["capped"] == 33
+    peak, device, step, known = (found[name] for name in ("allocated", "device", "step_seconds", "known_seconds"))
+    assert peak["cases"] == step["cases"] == found["capped"] == 32
     assert peak["mean"] < 0.02 and peak["p95"] < 0.05 and abs(peak["worst"]) < 0.08
     assert device["mean"] < 0.04
     assert found["false_fits"] == found["above_need"] == 0
     assert step["mean"] < 0.10 and step["p95"] < 0.20
+    assert known["cases"] == 21 and known["mean"] < 0.10 and known["p95"] < 0.20
 
 
-def test_memory_of_runs_that_nobody_chose_is_planned_within_the_bars():
-    found = read_again(DRAWN, peers=False, say=lambda text: None)["report"]["sojourn, held out"]
+@pytest.mark.parametrize("path", DRAWN, ids=["7", "8"])
+def test_memory_of_runs_that_nobody_chose_is_planned_within_the_bars(path):
+    found = read_again(path, peers=False, say=lambda text: None)["report"]["sojourn, held out"]
     peak = found["allocated"]
     assert peak["cases"] == found["capped"] == 24 and found["false_fits"] == found["above_need"] == 0
     assert peak["mean"] < 0.02 and peak["p95"] < 0.05 and abs(peak["worst"]) < 0.08 and found["device"]["mean"] < 0.04

@@ -11,10 +11,6 @@ from __future__ import annotations
 from sojourn.plan.constants import constants
 from sojourn.plan.work import LINEAR, Work
 
-# Of a block, against one that recomputes nothing: compiled, not compiled. Counted on a CPU, with blocks so small that
-# nothing but launching is left. Not compiled, Python is asked about every tensor that is kept, and with selective
-# recomputation about every operation.
-_AGAIN = {"off": (1.0, 1.0), "selective": (1.0, 2.9), "full": (1.35, 1.8)}
 _NARROWED_AGAIN = 1.3  # of 8-bit multiplications, whose operands are made again where not everything is kept
 _OF_MATRIX, _OF_OTHERS = 50, 12  # operations of Muon, as train/update/muon.py has them
 
@@ -24,11 +20,11 @@ def step_seconds(work: Work, forward: float, passes: float, update: float) -> fl
     launched, updating = work.cpu * _passes(work), work.cpu * _update(work)
     own = launched / work.passes / 2
     if asks(work) and not work.dropout:
-        return _both(passes + update, launched + updating)
-    behind = _both(forward, own) - forward  # it starts as the CPU does, since the last step's loss was just read
+        return max(passes + update, launched + updating)
+    behind = max(forward, own) - forward  # it starts as the CPU does, since the last step's loss was just read
     if asks(work):
-        return _both(behind + passes + update, launched + updating)
-    return _both(behind + passes, launched) + (update + updating if synced(work) else _both(update, updating))
+        return max(behind + passes + update, launched + updating)
+    return max(behind + passes, launched) + (update + updating if synced(work) else max(update, updating))
 
 
 def shortens(work: Work) -> bool:
@@ -46,22 +42,19 @@ def synced(work: Work) -> bool:
     return "8bit" in work.optimizer or "paged" in work.optimizer
 
 
-def _both(gpu: float, cpu: float) -> float:
-    """Neither is ahead of the other all the time."""
-    power = float(constants()["launch"]["power"])
-    return float((gpu**power + cpu**power) ** (1 / power))
-
-
 def _passes(work: Work) -> float:
     launch, shape = constants()["launch"], work.shape
     adapters, quantised = sum(map(work.targeted, LINEAR)), work.method == "qlora"
     if work.compiled:
-        each = launch["compiled_ms"] + adapters * launch["compiled_adapter_ms"]
+        base = "compiled_frozen_ms" if work.adapters else "compiled_ms" if work.fused else "compiled_plain_ms"
+        each = launch[base] + adapters * launch["compiled_adapter_ms"]
         each += launch["compiled_quantised_ms"] * quantised + launch["fp8_ms"] * _narrowed(work)
     else:
         each = launch["eager_ms"] + adapters * launch["adapter_ms"] + launch["norm_ms"] * shape.qk_norm
         each = each * (1.0 if work.fused else launch["plain"]) + launch["quantised_ms"] * quantised
-    blocks = each * _AGAIN[work.recompute][not work.compiled] * shape.layers
+        each += launch["bias_ms"] * (shape.qkv_bias and not work.adapters)
+    again = 1.0 if work.recompute == "off" else launch[f"{work.recompute}_{'compiled' if work.compiled else 'eager'}"]
+    blocks = each * again * shape.layers
     return float(1e-3 * work.passes * (blocks + launch["pass_ms"]))
 
 

@@ -28,6 +28,7 @@ _CHUNK_BYTES = {"kernel": 2**30, "cuda": 2**28, "cpu": 2**24}  # as in model/los
 _LEAST_ROWS = 256
 _CHANGING = ("activations", "loss", "temporary")
 SAFE = 0.97  # of the usable memory: a plan that says "fits" must be right
+_TUNED_WITH = 64 * 2**20  # kernels are tuned with a scratch as large as the cache of the GPU (seen: 60 MiB)
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Memory:
 
     @property
     def enough(self) -> int:
-        return int(self.device / SAFE)
+        return max(int(self.device / SAFE), self.device + _TUNED_WITH)
 
 
 def memory(work: Work) -> Memory:

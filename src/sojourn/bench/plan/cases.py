@@ -67,7 +67,8 @@ NEW = {
 def shape_of(case: Case) -> ModelShape:
     if case.new:
         return NEW[case.shape]
-    return _TINY[case.shape] if case.shape in _TINY else model(case.shape)
+    small = {**_TINY, **_THIN}
+    return small[case.shape] if case.shape in small else model(case.shape)
 
 
 def sizes(shape: ModelShape) -> dict[str, Any]:
@@ -150,6 +151,44 @@ CASES = (
     Case("qlora-8b-passes", _Q, "qwen3-8b", 2048, 2, True, passes=2, document=480, checkpointing="selective"),
 )  # fmt: skip
 
+# So thin that a GPU has nothing to do: what launching costs, by itself. Asked for by name; all may be fitted to.
+_THIN = {
+    "thin": new_shape(128, 24, 2, 2, 256, 4096, True),
+    "thin-8": new_shape(128, 8, 2, 2, 256, 4096, True),
+}
+_THIN |= {f"thin-{family}": replace(_THIN["thin"], name=f"thin-{family}", family=family, qkv_bias=family == "qwen2",
+                                    qk_norm=family == "qwen3") for family in ("llama", "qwen2", "qwen3")}  # fmt: skip
+NEW |= {name: _THIN[name] for name in ("thin", "thin-8")}
+
+
+def _thin(compiled: bool) -> tuple[Case, ...]:
+    def case(name: str, method: str, shape: str, **rest: Any) -> Case:
+        return Case(f"thin-{name}{'' if compiled else '-eager'}", method, shape, 128, 1, compiled, **rest)
+
+    again = [
+        case(f"{name}-{mode}", method, shape, checkpointing=mode)
+        for name, method, shape in (("new", _P, "thin"), ("lora", _L, "thin-llama"), ("qlora", _Q, "thin-llama"))
+        for mode in ("off", "selective", "full")
+    ]
+    return (
+        *again,
+        case("new-8", _P, "thin-8"), case("new-unfused", _P, "thin", fused=False),
+        case("qwen2", _F, "thin-qwen2"), case("qwen3", _F, "thin-qwen3"),
+        case("lora-qv", _L, "thin-llama", targets=("q_proj", "v_proj")),
+        case("lora-dropout", _L, "thin-llama", dropout=0.05), case("lora-qwen3", _L, "thin-qwen3"),
+        case("lora-unfused", _L, "thin-llama", fused=False),
+        *([] if compiled else [
+            case("new-passes", _P, "thin", passes=4), case("new-8bit", _P, "thin", optimizer="adamw_8bit"),
+            case("new-muon", _P, "thin", optimizer="muon"),
+            case("lora-8bit", _L, "thin-llama", optimizer="adamw_8bit"),
+            case("qwen2-selective", _F, "thin-qwen2", checkpointing="selective"),
+            case("lora-qwen2", _L, "thin-qwen2"),
+        ]),
+    )  # fmt: skip
+
+
+THIN = (*_thin(compiled=False), *_thin(compiled=True))
+
 # Runs that a CPU has the time for: they show that this works, and prove nothing.
 _TINY = {
     "tiny-llama": replace(NEW["30k"], name="tiny-llama"),
@@ -181,7 +220,7 @@ def is_held_out(name: str) -> bool:
 
 def chosen(words: Iterable[str], limit: int | None, device: str) -> list[Case]:
     """Cases by name, or by a part of it; each word may be several, with commas. By default all that suit the device."""
-    known = CASES if device == "cuda" else TINY
+    known = (*CASES, *THIN) if device == "cuda" else TINY
     parts = [part.strip() for word in words for part in word.split(",") if part.strip()]
     for part in parts:
         if not any(part in case.name for case in known):
@@ -193,6 +232,6 @@ def chosen(words: Iterable[str], limit: int | None, device: str) -> list[Case]:
     found = [
         case
         for case in known
-        if not parts or any(part == case.name or (part not in exact and part in case.name) for part in parts)
+        if (not parts and case not in THIN) or any(part == case.name or (part not in exact and part in case.name) for part in parts)
     ]
     return found[:limit]

@@ -31,24 +31,31 @@ eager_fused = 1.7
 eager_plain = 3.0
 
 [launch]
-# milliseconds that a CPU takes to launch a block's forward and backward: compiled, for each of its adapters, and for
-# 4-bit weights; not compiled, for each adapter, for norms of queries and keys (all three times `plain` by transformers'
-# own forwards), and for 4-bit weights; and what is outside the blocks, once a pass. All by a CPU that takes so many
-# microseconds for a small operation, forward and back
-usual_us = 25
-compiled_ms = 2.3
-compiled_adapter_ms = 0.15
-compiled_quantised_ms = 1.5
+# milliseconds that a CPU takes to launch a block's forward and backward: compiled, with weights that are trained (by
+# transformers' own forwards: `plain`) or frozen, for each of its adapters, and for 4-bit weights; not compiled, for each
+# adapter, for norms of queries and keys (all three times `plain`), for biases that are trained, and for 4-bit weights;
+# and what is outside the blocks, once a pass. All by a CPU that takes so many microseconds for a small operation,
+# forward and back
+usual_us = 30
+compiled_ms = 2.2
+compiled_plain_ms = 1.4
+compiled_frozen_ms = 1.3
+compiled_adapter_ms = 0.17
+compiled_quantised_ms = 3
 # what 8 bits add to each multiplication, solved from one run of 110M: 65.1 ms a step, in which the GPU is busy for 46.9
-fp8_ms = 0.475
-eager_ms = 2.6
-adapter_ms = 0.55
+fp8_ms = 0.5
+eager_ms = 2.3
+adapter_ms = 0.43
 norm_ms = 0.5
+bias_ms = 0.3
 plain = 1.2
-quantised_ms = 2
+quantised_ms = 4
 pass_ms = 3
-# how sharply the slower of GPU and CPU decides: the n-th root of the sum of both to the n-th
-power = 2.5
+# times as much where blocks compute again: selectively, Python is asked about every operation unless it is compiled
+selective_compiled = 1.2
+selective_eager = 3.3
+full_compiled = 1.4
+full_eager = 2.1
 
 [update]
 # milliseconds of clipping and updating, and microseconds more for each tensor: of AdamW; of bitsandbytes, which waits

@@ -10,7 +10,7 @@ from sojourn.bench.plan.cases import DRAWN, METHODS, NEW, TINY, Case
 
 _LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384)
 _TOKENS = 32_768  # of a pass
-_NEW = tuple(name for name in NEW if name != "30k")
+_NEW = tuple(name for name in NEW if name != "30k" and not name.startswith("thin"))
 _SMALL = ("smollm2-135m", "smollm2-360m", "qwen2.5-0.5b", "qwen3-0.6b", "llama-3.2-1b", "qwen2.5-1.5b", "qwen3-1.7b")
 _LARGE = ("qwen2.5-3b", "llama-3.2-3b", "qwen3-4b", "qwen2.5-7b", "mistral-7b-v0.3", "llama-3.1-8b", "qwen3-8b")
 _SHAPES = {"pretrain": _NEW, "full": _SMALL + _LARGE[:3], "lora": _SMALL + _LARGE, "qlora": _SMALL + _LARGE}
