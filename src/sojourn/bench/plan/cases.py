@@ -229,9 +229,10 @@ def chosen(words: Iterable[str], limit: int | None, device: str) -> list[Case]:
             there = f"there are {names[0]} to {names[-1]}" if device == "cuda" else f"there are {', '.join(names)}"
             raise UserError(f"--cases: “{shown(part)}”: no such case{why}{closest(part, names)}; {there}")
     exact = {case.name for case in known}
-    found = [
-        case
-        for case in known
-        if (not parts and case not in THIN) or any(part == case.name or (part not in exact and part in case.name) for part in parts)
-    ]
+
+    def wanted(case: Case) -> bool:
+        alike = (part == case.name or (part not in exact and part in case.name) for part in parts)
+        return any(alike) if parts else case not in THIN
+
+    found = [case for case in known if wanted(case)]
     return found[:limit]

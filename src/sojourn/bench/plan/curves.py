@@ -32,10 +32,10 @@ eager_plain = 3.0
 
 [launch]
 # milliseconds that a CPU takes to launch a block's forward and backward: compiled, with weights that are trained (by
-# transformers' own forwards: `plain`) or frozen, for each of its adapters, and for 4-bit weights; not compiled, for each
-# adapter, for norms of queries and keys (all three times `plain`), for biases that are trained, and for 4-bit weights;
-# and what is outside the blocks, once a pass. All by a CPU that takes so many microseconds for a small operation,
-# forward and back
+# transformers' own forwards: `plain`) or frozen, for each of its adapters, and for 4-bit weights; not compiled, for
+# each adapter, for norms of queries and keys (all three times `plain`), for biases that are trained, and for 4-bit
+# weights; and what is outside the blocks, once a pass. All by a CPU that takes so many microseconds for a small
+# operation, forward and back
 usual_us = 30
 compiled_ms = 2.2
 compiled_plain_ms = 1.4

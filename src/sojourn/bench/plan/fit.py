@@ -32,12 +32,12 @@ FREE = {
     ("matmul", "slowness"): 0.05, ("matmul", "start"): 0.3, ("attention", "peak"): 0.1, ("attention", "varlen"): 0.2,
     ("traffic", "share"): 0.1, ("traffic", "eager_fused"): 0.2, ("traffic", "eager_plain"): 0.2,
     ("launch", "compiled_ms"): 0.2, ("launch", "compiled_plain_ms"): 0.2, ("launch", "compiled_frozen_ms"): 0.2,
-    ("launch", "compiled_adapter_ms"): 0.3, ("launch", "compiled_quantised_ms"): 0.3, ("launch", "fp8_ms"): 0.2, ("launch", "eager_ms"): 0.2,
-    ("launch", "adapter_ms"): 0.2, ("launch", "norm_ms"): 0.3, ("launch", "bias_ms"): 0.3, ("launch", "plain"): 0.2,
-    ("launch", "quantised_ms"): 0.3, ("launch", "pass_ms"): 0.2, ("launch", "selective_compiled"): 0.1,
-    ("launch", "selective_eager"): 0.2, ("launch", "full_compiled"): 0.1, ("launch", "full_eager"): 0.1,
-    ("update", "step_ms"): 0.2, ("update", "tensor_us"): 0.3, ("update", "synced_us"): 0.5,
-    ("update", "operation_us"): 0.5, ("update", "share_8bit"): 0.5,
+    ("launch", "compiled_adapter_ms"): 0.3, ("launch", "compiled_quantised_ms"): 0.3, ("launch", "fp8_ms"): 0.2,
+    ("launch", "eager_ms"): 0.2, ("launch", "adapter_ms"): 0.2, ("launch", "norm_ms"): 0.3, ("launch", "bias_ms"): 0.3,
+    ("launch", "plain"): 0.2, ("launch", "quantised_ms"): 0.3, ("launch", "pass_ms"): 0.2,
+    ("launch", "selective_compiled"): 0.1, ("launch", "selective_eager"): 0.2, ("launch", "full_compiled"): 0.1,
+    ("launch", "full_eager"): 0.1, ("update", "step_ms"): 0.2, ("update", "tensor_us"): 0.3,
+    ("update", "synced_us"): 0.5, ("update", "operation_us"): 0.5, ("update", "share_8bit"): 0.5,
 }  # fmt: skip
 _STRIDES = (0.2, 0.1, 0.05, 0.02, 0.01)
 _NOISE = 0.05  # of a step's time
