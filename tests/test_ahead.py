@@ -148,3 +148,9 @@ def test_an_answer_is_read_while_the_device_does_what_it_was_given_since():
     torch.cuda._sleep(2_000_000_000)  # cycles: about a second
     assert answer.read() == [3.0, 4.0] and not torch.cuda.current_stream().query()
     torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("how", ["selective", "full"])
+def test_what_is_dropped_by_chance_is_dropped_again_where_blocks_are_recomputed(tiny, how):
+    run = run_train(tiny.words(*DROPOUT, f"train.checkpointing={how}"))
+    assert losses(run) == pytest.approx(losses(tiny.whole(*DROPOUT)), rel=1e-5)

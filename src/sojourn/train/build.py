@@ -56,7 +56,7 @@ def bare_network(config: RunConfig, artefact: Artefact, device: str, empty: bool
 
 def save_memory(network: Network, config: RunConfig) -> None:
     if config.train.checkpointing != "off":
-        recompute(network.plain, str(config.train.checkpointing))
+        recompute(network.plain, str(config.train.checkpointing), network.by_chance)
 
 
 def ready(network: Network, config: RunConfig) -> None:
