@@ -25,7 +25,7 @@ PLAN = ("sojourn", "bench", "plan", "--folder", str(GROUND), "--no-peers")
 TEXTS = ("--data", str(GROUND / "code.jsonl"))
 TALKS = ("--data", CHATS) if CHATS else ()
 
-TESTS = ("tests/test_fast.py", "tests/test_ahead.py", "tests/test_recorded.py")
+TESTS = ("tests/test_recorded.py", "tests/test_loss.py", "tests/test_fast.py", "tests/test_ahead.py")
 SMALL = "bf16,chunked,fused,compile,ahead,graphs,fp8,nanogpt"  # the ladder, and whom to beat
 LARGE = "graphs,fp8,transformers-compiled"
 

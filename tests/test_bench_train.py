@@ -268,3 +268,18 @@ def test_a_result_that_cannot_be_written_is_told_before_the_work():
     said = sojourn("bench", "train", "--out", "nowhere/a.json")
     assert said.returncode == 2 and said.stdout == ""
     assert said.stderr.strip().endswith("--out: nowhere: no such folder")
+
+
+def test_what_a_run_notes_is_told_beneath_its_row(folder, monkeypatch):
+    """Such as that passes were not recorded, in a row of recorded passes."""
+    real = measuring._ours
+
+    def noted(plan, contender, run, work, log):
+        found = real(plan, contender, run, work, log)
+        log.write_text(log.read_text(encoding="utf-8") + "note: it was otherwise\n", encoding="utf-8")
+        return found
+
+    monkeypatch.setattr(measuring, "_ours", noted)
+    said: list[str] = []
+    result = measure(make_plan(["tiny"], "fp32", 4, True, folder), said.append)
+    assert result["workloads"][0]["rows"][-1]["notes"] == ["note: it was otherwise"] and "  note: it was otherwise" in said

@@ -48,6 +48,26 @@ def test_chunks_change_nothing_but_rounding(head, rows, monkeypatch):
     assert int(right) == int((head(hidden).argmax(-1) == labels).sum())
 
 
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "chunked"])
+def test_labels_below_0_do_not_count(head, whole, monkeypatch):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    monkeypatch.setattr(loss, "_CHUNK_BYTES", dict.fromkeys(("cpu", "cuda", "kernel"), 1))
+    head, hidden = head.to(device), torch.randn(700, 24, device=device)
+    labels = torch.randint(0, 500, (700,), device=device)
+    trained = [p for p in head.parameters() if p.requires_grad]
+    found = []
+    for count in (300, 700):
+        some = hidden[:count].clone().requires_grad_()
+        counted = labels[:count].masked_fill(torch.arange(count, device=device) >= 300, -100)
+        total = loss_sum(head, some, counted, whole)
+        found.append((total, *torch.autograd.grad(total, [some, *trained])))
+    (total, mine, *weights), (again, theirs, *others) = found
+    torch.testing.assert_close(again, total, rtol=1e-5, atol=1e-4)
+    assert not theirs[300:].any()
+    for one, other in zip((mine, *weights), (theirs[:300], *others), strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-4)
+
+
 def test_a_sure_models_small_gradient_survives_fp16():
     """Shares of a thousandth and far less, as a model has them that knows the answer."""
     torch.manual_seed(0)

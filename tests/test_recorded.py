@@ -3,18 +3,20 @@
 import math
 import random
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 
 from sojourn.errors import Stopped, UserError
-from sojourn.model.layout import Layout
+from sojourn.model import attention
+from sojourn.model.layout import Layout, dense_mask
 from sojourn.train import resolve as resolve_module
 from sojourn.train import step as step_module
 from sojourn.train.feed import Ahead, Ready
-from sojourn.train.recorded import Recorder
+from sojourn.train.recorded import OnGpu, Recorder
 from sojourn.train.update.optim import Optimizer
-from tiny import events, run_train, same_weights, stop_after, tiny_home
+from tiny import LORA, events, run_train, same_weights, stop_after, tiny_home
 
 GRAPHS = "train.cuda_graphs=on"
 
@@ -119,7 +121,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_weights(tiny, rows, by_hand, 
 
 
 def test_a_wrong_loss_changes_no_weight_and_is_done_again(tiny, rows, by_hand, monkeypatch):
-    real = Recorder.play
+    real = Recorder._play
 
     def spoiled(self, ready, targets):
         part = real(self, ready, targets)
@@ -128,7 +130,7 @@ def test_a_wrong_loss_changes_no_weight_and_is_done_again(tiny, rows, by_hand, m
             part.fill_(math.nan)
         return part
 
-    monkeypatch.setattr(Recorder, "play", spoiled)
+    monkeypatch.setattr(Recorder, "_play", spoiled)
     run = run_train(tiny.words(*rows, GRAPHS))
     assert [event["step"] for event in events(run, "suspect_hardware")] == [8] and not events(run, "bad_step")
     assert curve(run) == pytest.approx(curve(tiny.whole(*rows)), rel=1e-5)
@@ -146,14 +148,14 @@ def test_memory_that_runs_out_while_recording_costs_the_recording_alone(tiny, ro
 
 
 def test_memory_that_runs_out_later_gives_the_recording_back(tiny, rows, by_hand, monkeypatch):
-    real = Recorder.play
+    real = Recorder.take
 
     def tight(self, ready, targets):
         if len(by_hand[0].played) >= 3 and len(ready.ids_BT) > 4:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return real(self, ready, targets)
 
-    monkeypatch.setattr(Recorder, "play", tight)
+    monkeypatch.setattr(Recorder, "take", tight)
     run = run_train(tiny.words(*rows, GRAPHS))
     assert events(run, "out_of_memory") and curve(run) == pytest.approx(curve(tiny.whole(*rows)), rel=1e-4)
     assert by_hand[0].made == [True, True, False]  # with half the rows, again
@@ -166,6 +168,80 @@ def test_rows_of_several_documents_are_not_recorded_and_that_is_said(tiny, by_ha
 
 
 @pytest.fixture
+def varlen(monkeypatch):
+    """Attention to which the ends of documents are numbers on the device, on a CPU."""
+
+    def attend(query, key, value, layout, how):
+        if layout.plain:
+            return attention._sdpa(query, key, value, layout, how)
+        assert int(layout.starts.diff().max()) <= layout.longest
+        places = torch.arange(query.shape[0] * query.shape[1])
+        documents = torch.bucketize(places, layout.starts, right=True).view(query.shape[:2])
+        masked = replace(layout, masks={None: dense_mask(documents, None)})
+        return attention._math(query, key, value, masked, how)
+
+    monkeypatch.setitem(attention._BACKENDS, "varlen", attend)
+    monkeypatch.setattr(attention, "fault", lambda *facts: None)
+    return "train.attention=varlen"
+
+
+@pytest.mark.parametrize("extra", [(), ("train.micro_batch=2",), LORA], ids=["one", "four", "lora"])
+def test_packed_rows_are_recorded_with_room_for_their_documents_and_targets(tiny, by_hand, varlen, extra, capfd):
+    plain = run_train(tiny.words(varlen, *extra))
+    run = run_train(tiny.words(varlen, *extra, GRAPHS))
+    assert curve(run) == pytest.approx(curve(plain), rel=1e-5)
+    several = "train.micro_batch=2" in extra
+    assert by_hand[0].made[-1] is (not several) and len(by_hand[0].played) >= (40 if several else 6)
+    assert "note: train.cuda_graphs" not in capfd.readouterr().out
+
+
+def test_a_form_grows_for_what_has_no_room_and_holds_what_has():
+    """Targets by eighths, starts as they come, the longest document by powers of two."""
+    seen, parts = [], []
+    weight = torch.nn.Parameter(torch.ones(()))
+
+    def loss(ready):
+        counted = ready.labels_N >= 0
+        seen.append((len(ready.places_N), len(ready.layout.starts), ready.layout.longest))
+        return weight * ready.places_N[counted].sum()
+
+    hand = ByHand([weight])
+    recorder = Recorder(loss, [weight], hand.machine)
+
+    def play(targets, starts, longest, plain=False):
+        weight.grad = None
+        layout = Layout("varlen", None, torch.tensor([0] * (starts - 1) + [128]), longest, plain=plain)
+        places = torch.arange(targets)
+        ready = Ready(torch.zeros(2, 64, dtype=torch.int64), torch.zeros(2, 64), places, places.clone(), layout)
+        part, ready = recorder.take(ready, 1)
+        parts.append((float((loss(ready) if part is None else part).detach()), sum(range(targets))))
+        return part is not None
+
+    assert [play(33, 3, 20) for _ in range(5)] == [False] * 3 + [True] * 2 and seen[-1] == (48, 3, 32)
+    assert play(48, 2, 32) and play(1, 3, 5) and play(40, 3, 64, plain=True) is False  # which has a longer document
+    assert [play(33, 3, 20) for _ in range(4)] == [False, False, True, True] and seen[-1] == (48, 3, 64)
+    assert [play(128, 9, 64) for _ in range(4)] == [False] * 3 + [True] and seen[-1] == (128, 9, 64)
+    assert play(3, 2, 5) and all(mine == wanted for mine, wanted in parts) and hand.made == [True] * 3
+
+
+def test_the_end_of_a_text_now_and_then_does_not_make_rows_packed():
+    weight = torch.nn.Parameter(torch.ones(()))
+    recorder = Recorder(lambda ready: weight * ready.labels_N.clamp(min=0).sum(), [weight], ByHand([weight]).machine)
+
+    def play(plain):
+        weight.grad = None
+        layout, some = Layout("varlen", None, torch.tensor([0, 40, 64]), 64, plain=plain), torch.ones(64).long()
+        return recorder.take(Ready(some.view(1, 64), some, some, some, layout), 1)[0] is not None
+
+    assert [play(True) for _ in range(4)] == [False] * 3 + [True]
+    assert not play(False) and recorder._form.plain and not recorder._recordings
+    assert [play(True) for _ in range(40)] == [False] * 3 + [True] * 37
+    assert not play(False) and recorder._form.plain  # two of 46
+    assert not play(False) and not recorder._form.plain  # three of 47
+    assert [play(bool(i % 2)) for i in range(4)] == [False, False, True, True]
+
+
+@pytest.fixture
 def small():
     """A weight, its recordings, the recorder, and a way to play it."""
     weight = torch.nn.Parameter(torch.ones(3))
@@ -175,7 +251,7 @@ def small():
     def play(*numbers, rows=1, plain=True):
         weight.grad = None
         layout = Layout("sdpa", None, None, 3, plain=plain)
-        return recorder.play(Ready(torch.tensor([numbers] * rows), *(torch.zeros(3),) * 3, layout), 2)
+        return recorder.take(Ready(torch.tensor([numbers] * rows), *(torch.zeros(3),) * 3, layout), 2)[0]
 
     return weight, by_hand, recorder, play
 
@@ -228,10 +304,24 @@ def test_a_gpu_plays_what_it_recorded(passes):
     recorder = Recorder(loss, list(model.parameters()))
     wanted = step(lambda ready: None)
     for _ in range(6):
-        for mine, theirs in zip(step(lambda ready: recorder.play(ready, 4)), wanted, strict=True):
+        for mine, theirs in zip(step(lambda ready: recorder.take(ready, 4)[0]), wanted, strict=True):
             torch.testing.assert_close(mine, theirs)
     assert len(recorder._recordings) == min(passes, 2)
     kept = recorder._recordings[True][1]  # a loss that somebody still holds
     recorder.forget()
-    step(lambda ready: recorder.play(ready, 4))
+    step(lambda ready: recorder.take(ready, 4)[0])
     assert len(recorder._recordings) == min(passes, 2) and math.isfinite(float(kept))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize(
+    "extra", [(), LORA, ("train.micro_batch=2",), ("train.checkpointing=full",), ("train.compile=on",)], ids=str
+)
+def test_a_gpu_plays_packed_rows(tiny, monkeypatch, extra, capfd):
+    words = ("train.device=cuda", "train.precision=bf16", "train.attention=varlen", "train.steps=24", *extra)
+    made, real = [], OnGpu.__call__
+    monkeypatch.setattr(OnGpu, "__call__", lambda self, work: (made.append(work), real(self, work))[1])
+    plain = curve(run_train(tiny.words(*words)))
+    assert not made
+    assert curve(run_train(tiny.words(*words, GRAPHS))) == pytest.approx(plain, rel=0.02)
+    assert made and "note: train.cuda_graphs" not in capfd.readouterr().out

@@ -116,15 +116,18 @@ def _cuts(count: int, rows: int, step: int) -> Iterator[tuple[int, int]]:
 
 
 def _loss_of_chunk(logits_CV: Any, labels_C: Any, wants_gradient: bool) -> tuple[Any, Any]:
-    """Each token's loss, and its gradient by the logits, which are used up."""
+    """Each token's loss, and its gradient by the logits, which are used up. A label below 0 does not count."""
     if wants_gradient and _has_kernel(logits_CV):
         from sojourn.model.fast.cross_entropy import losses_and_gradients
 
         return losses_and_gradients(logits_CV, labels_C), logits_CV
-    logits_CV, labels_C1 = logits_CV.float(), labels_C[:, None]
+    logits_CV, labels_C1 = logits_CV.float(), labels_C.clamp(min=0)[:, None]
     norm_C1 = logits_CV.logsumexp(-1, keepdim=True)
-    losses_C = (norm_C1 - logits_CV.gather(1, labels_C1)).squeeze(1)
+    losses_C = (norm_C1 - logits_CV.gather(1, labels_C1)).squeeze(1).masked_fill_(labels_C < 0, 0.0)
     if not wants_gradient:
         return losses_C, None
     shares_CV = logits_CV.sub_(norm_C1).exp_()
-    return losses_C, shares_CV.scatter_add_(1, labels_C1, shares_CV.new_full(labels_C1.shape, -1.0))
+    shares_CV.scatter_add_(1, labels_C1, shares_CV.new_full(labels_C1.shape, -1.0))
+    if labels_C.device.type != "cpu" or bool((labels_C < 0).any()):  # no pass over memory that a CPU can be spared
+        shares_CV.masked_fill_(labels_C[:, None] < 0, 0.0)
+    return losses_C, shares_CV

@@ -2,8 +2,8 @@
 
 Milliseconds of a block by how it runs, and of a tensor that is updated, are in fit.toml. A GPU with much to do hides
 them; one with little does not. They are of a usual CPU: those of rented machines are up to a third faster or slower,
-and so is the same one from minute to minute. Passes from a recording would cost next to nothing, but whether rows are
-whole, so that they can be recorded, is not known before data is prepared.
+and so is the same one from minute to minute. What passes from a recording cost has not been measured well enough to be
+promised.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """Passes that a GPU repeats from a recording of all their kernels (a CUDA graph).
 
-Launching kernels one by one takes a CPU as long as a GPU needs to run a small model. Recorded are passes that are all
-alike: whole rows, as many of them each time. Any other is made as usual.
+Launching kernels one by one takes a CPU as long as a GPU needs to run a small model. A recording knows one form: so
+many rows, and room for so many targets and documents. Passes with fewer of them are filled up with targets that do not
+count and documents without tokens. A pass that has no room makes it larger, which takes a few passes made as usual.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,8 +17,65 @@ from sojourn.train.feed import Ready
 from sojourn.train.survive.ladder import free_memory
 
 _AS_USUAL = 3  # passes before the first recording: kernels are compiled and chosen in them
+_TARGETS = 8  # the room for targets comes in so many parts of all tokens
+_OFTEN = 16  # one pass of so many with ends of documents in its rows, and rows are taken to be packed
+_IGNORED = -100  # a label that does not count
+_PACKED = ("varlen", "flash_attention_2")  # attention to which the ends of documents are numbers on the device
 
 Record = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]
+
+
+@dataclass(frozen=True)
+class Form:
+    """Rows, and what there is room for: targets, starts of documents and tokens of the longest. `plain`: one document a
+    row, for which attention has faster kernels."""
+
+    rows: Any
+    plain: bool
+    targets: int
+    starts: int
+    longest: int
+
+    def holds(self, other: Form) -> bool:
+        return self == self.grown(other)
+
+    def grown(self, other: Form) -> Form:
+        """To hold both, where their rows are alike."""
+        if (self.rows, self.plain) != (other.rows, other.plain):
+            return other
+        sizes = zip(self.sizes, other.sizes, strict=True)
+        return Form(self.rows, self.plain, *(max(both) for both in sizes))
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        return self.targets, self.starts, self.longest
+
+
+def form_of(ready: Ready, plain: bool = True) -> Form | None:
+    """None: such a pass cannot be recorded. Not `plain`: as if it were packed, even where it is not."""
+    layout = ready.layout
+    if layout is None or layout.masks or layout.grids is not None:
+        return None
+    rows, part = ready.ids_BT.shape, -(-ready.ids_BT.numel() // _TARGETS)
+    targets = -(-len(ready.places_N) // part) * part
+    if layout.plain and plain:
+        return Form(rows, True, targets, 0, layout.longest)
+    if layout.backend not in _PACKED:
+        return None
+    return Form(rows, False, targets, len(layout.starts), min(rows[-1], 1 << (layout.longest - 1).bit_length()))
+
+
+def filled_up(ready: Ready, form: Form) -> Ready:
+    """The same pass, as large as the form."""
+    places, layout = ready.places_N, ready.layout
+    more = form.targets - len(places)
+    if layout is not None and not form.plain:
+        ends = layout.starts[-1:].expand(form.starts - len(layout.starts))
+        layout = replace(layout, starts=torch.cat([layout.starts, ends]), longest=form.longest, plain=False)
+    return replace(
+        ready, places_N=torch.cat([places, torch.arange(more, dtype=places.dtype, device=places.device)]),
+        labels_N=torch.cat([ready.labels_N, ready.labels_N.new_full((more,), _IGNORED)]), layout=layout,
+    )  # fmt: skip
 
 
 class Recorder:
@@ -29,8 +87,8 @@ class Recorder:
     ) -> None:
         self._loss, self._parameters = loss, parameters
         self._machine = machine or OnGpu
-        self._shape: Any = None
-        self._seen = 0
+        self._form: Form | None = None
+        self._seen = self._passes = self._odd = 0
         self._broken = self._said = False
         self._recordings: dict[bool, tuple[Callable[[], None], Any]] = {}
         self.forget()
@@ -46,10 +104,16 @@ class Recorder:
         self._targets: Any = None
         self._places: list[int] = []
 
-    def play(self, ready: Ready, targets: float) -> Any:
-        """A micro batch's share of the mean loss, with its gradients added already; None: make this pass as usual."""
-        if self._broken or not self._is_usual(ready):
-            return None
+    def take(self, ready: Ready, targets: float) -> tuple[Any, Ready]:
+        """A micro batch's share of the mean loss, with its gradients added already; None: make this pass as usual, as
+        it is returned."""
+        if self._broken or not self._has_form(ready) or self._form is None:
+            return None, ready
+        ready = filled_up(ready, self._form)
+        self._seen += 1
+        return (self._play(ready, targets) if self._seen > _AS_USUAL else None), ready
+
+    def _play(self, ready: Ready, targets: float) -> Any:
         first = all(parameter.grad is None for parameter in self._parameters)
         if not first and any(p.grad is not g for p, g in zip(self._parameters, self._grads, strict=False)):
             return None  # the step's first pass was made as usual
@@ -64,20 +128,27 @@ class Recorder:
             parameter.grad = grad
         return part
 
-    def _is_usual(self, ready: Ready) -> bool:
-        layout = ready.layout
-        if layout is None or not layout.plain or layout.masks or layout.grids is not None:
-            self._say_once("rows of several documents, or with padding, are not recorded, but computed as usual")
+    def _has_form(self, ready: Ready) -> bool:
+        """Whether the pass has the form, which may become another or larger for it."""
+        packed = self._form is not None and not self._form.plain
+        form = form_of(ready, plain=not packed)
+        if form is None:
+            self._say_once("rows of several documents are recorded with train.attention=varlen alone")
             self._make_room(ready)
             return False
-        shape = (ready.ids_BT.shape, ready.places_N.shape, layout.longest)
-        if shape != self._shape:
-            self._make_room(ready)
-            if self._recordings:
-                return False
-            self._shape, self._seen = shape, 0
-        self._seen += 1
-        return self._seen > _AS_USUAL
+        self._form = self._form or form
+        self._passes += 1
+        if self._form.holds(form):
+            return True
+        self._make_room(ready)
+        if self._recordings:
+            return False  # fewer rows, such as the last ones of a step
+        if self._form.rows == form.rows and self._form.plain and not form.plain:
+            self._odd += 1
+            if self._odd == 1 or _OFTEN * self._odd < self._passes:
+                return False  # the end of a text, now and then: not worth slower attention for all
+        self._form, self._seen = self._form.grown(form), 0
+        return True
 
     def _make_room(self, ready: Ready) -> None:
         """For a pass as usual: it and a recording hold the memory of a whole pass each. One of fewer rows needs less,
@@ -92,9 +163,12 @@ class Recorder:
             return False
         if self._ready is None:
             free_memory()
+            layout = ready.layout
+            if layout is not None and not layout.plain:
+                layout = replace(layout, starts=layout.starts.clone())
             self._ready = replace(
                 ready, ids_BT=ready.ids_BT.clone(), positions_BT=ready.positions_BT.clone(),
-                places_N=ready.places_N.clone(), labels_N=ready.labels_N.clone(),
+                places_N=ready.places_N.clone(), labels_N=ready.labels_N.clone(), layout=layout,
             )  # fmt: skip
             self._targets = torch.ones((), device=ready.ids_BT.device)
         why = ""
@@ -129,10 +203,12 @@ class Recorder:
         part.backward()
         return part.detach()
 
-    def _fill(self, ready: Ready, targets: float) -> None:
+    def _fill(self, ready: Any, targets: float) -> None:
         self._targets.fill_(targets)
         for name in ("ids_BT", "positions_BT", "places_N", "labels_N"):
             getattr(self._ready, name).copy_(getattr(ready, name))
+        if not ready.layout.plain:
+            self._ready.layout.starts.copy_(ready.layout.starts)
 
     def _now(self) -> list[int]:
         return [parameter.data_ptr() for parameter in self._parameters]

@@ -34,7 +34,11 @@ def _hidden_of(network: Network, ready: Ready) -> tuple[Any, Any]:
 
 def loss_sum(network: Network, feed: Feed, batch: Batch, whole: bool = False) -> Any:
     """Cross-entropy summed over the targets. Attention stays inside each document."""
-    hidden_ND, labels_N = hidden_of_targets(network, feed, batch)
+    return _summed(network, feed.ready(batch), whole)
+
+
+def _summed(network: Network, ready: Ready, whole: bool) -> Any:
+    hidden_ND, labels_N = _hidden_of(network, ready)
     return loss.loss_sum(network.head, hidden_ND, labels_N, whole)
 
 
@@ -121,11 +125,14 @@ class Stepper:
     def _part(self, batch: Batch, targets: float) -> Any:
         """A micro batch's share of the mean loss. Where a recording is played, the backward comes with it."""
         if self.recorder is not None:
-            part = self.recorder.play(self.feed.ready(batch), targets)
+            part, ready = self.recorder.take(self.feed.ready(batch), targets)
             if part is not None:
                 return part
+            wanted = partial(_summed, self.network, ready, self.whole)
+        else:
+            wanted = partial(self._loss, batch)
         with self.feed.autocast():
-            return self.engine.run(partial(self._loss, batch)) / targets
+            return self.engine.run(wanted) / targets
 
     def _loss(self, batch: Batch) -> Any:
         return loss_sum(self.network, self.feed, batch, self.whole)
@@ -158,7 +165,7 @@ def make_recorder(engine: Engine, feed: Feed, whole: bool) -> Recorder | None:
 
     def summed(ready: Ready) -> Any:
         with feed.autocast():
-            return loss.loss_sum(network.head, *_hidden_of(network, ready), whole)
+            return _summed(network, ready, whole)
 
     return Recorder(summed, engine.optimizer.parameters)
 

@@ -156,6 +156,8 @@ def _measure(plan: Plan, workload: Workload, work: Path, say: Say) -> Iterator[R
         if (reference := _reference(rows)) is not None:
             compare(row, reference, plan.precision)
         say(line(row))
+        for note in row.get("notes", []):  # such as that it was not computed as its row says
+            say(f"  {note}")
         yield {"workload": workload.name, "rows": rows, "best": best(rows)}
     if found := best(rows):
         say(found["says"])
@@ -182,8 +184,8 @@ def row_of(plan: Plan, contender: Contender, ground: Ground, run: Path, rows_at:
             code, memory, found = _ours(plan, contender, run, work, log)
         else:
             code, memory, found = _peer(plan, contender, ground, rows_at, work, log)
+        said = log.read_text(encoding="utf-8", errors="replace")
         if found is None:
-            said = log.read_text(encoding="utf-8", errors="replace")
             return {**row, "note": why(said, code), "said": said[-_KEPT:]}
     finally:
         for name in ("home/runs", "trl", "cache"):
@@ -193,7 +195,7 @@ def row_of(plan: Plan, contender: Contender, ground: Ground, run: Path, rows_at:
         **row, "tokens_per_second": round(median(blocks), 1), "losses": found["losses"],
         "first_gradient": found["first_gradient"], "peak_memory": found.get("memory") or memory,
         "peak_reserved": found.get("memory_reserved"), "seconds_to_first_step": round(found["first_done"] - began, 1),
-        "blocks": found["blocks"],
+        "blocks": found["blocks"], "notes": [one for one in said.splitlines() if one.startswith("note: ")],
     }  # fmt: skip
 
 

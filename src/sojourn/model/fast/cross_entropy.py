@@ -15,7 +15,8 @@ _BLOCK = 8192
 
 
 def losses_and_gradients(logits_CV: Any, labels_C: Any) -> Any:
-    """Each token's loss, in 32 bits. `logits_CV` holds the gradient of their sum afterwards."""
+    """Each token's loss, in 32 bits. `logits_CV` holds the gradient of their sum afterwards. A label below 0 does not
+    count."""
     rows, vocabulary = logits_CV.shape
     losses_C = torch.empty(rows, dtype=torch.float32, device=logits_CV.device)
     if rows:
@@ -31,7 +32,8 @@ def _kernel(logits, stride, labels, losses, vocabulary, BLOCK: tl.constexpr):  #
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     label = tl.load(labels + row)
-    wanted = tl.load(logits + label).to(tl.float32)
+    counts = tl.where(label >= 0, 1.0, 0.0)
+    wanted = tl.load(logits + tl.maximum(label, 0)).to(tl.float32)
     places = tl.arange(0, BLOCK)
     most, total = -float("inf"), 0.0
     for start in range(0, vocabulary, BLOCK):
@@ -41,9 +43,9 @@ def _kernel(logits, stride, labels, losses, vocabulary, BLOCK: tl.constexpr):  #
         total = total * tl.exp(most - higher) + tl.sum(tl.exp(x - higher))
         most = higher
     norm = most + tl.log(total)
-    tl.store(losses + row, norm - wanted)
+    tl.store(losses + row, counts * (norm - wanted))
     for start in range(0, vocabulary, BLOCK):
         inside = start + places < vocabulary
         x = tl.load(logits + start + places, mask=inside, other=-float("inf")).to(tl.float32)
-        share = tl.exp(x - norm) - tl.where(start + places == label, 1.0, 0.0)
+        share = counts * (tl.exp(x - norm) - tl.where(start + places == label, 1.0, 0.0))
         tl.store(logits + start + places, share.to(logits.dtype.element_ty), mask=inside)
