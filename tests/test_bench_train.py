@@ -282,4 +282,5 @@ def test_what_a_run_notes_is_told_beneath_its_row(folder, monkeypatch):
     monkeypatch.setattr(measuring, "_ours", noted)
     said: list[str] = []
     result = measure(make_plan(["tiny"], "fp32", 4, True, folder), said.append)
-    assert result["workloads"][0]["rows"][-1]["notes"] == ["note: it was otherwise"] and "  note: it was otherwise" in said
+    (row,) = result["workloads"][0]["rows"]
+    assert row["notes"] == ["note: it was otherwise"] and "  note: it was otherwise" in said
