@@ -402,6 +402,16 @@ def test_the_report_is_text_json_and_a_plot(words, home):
     assert plot.startswith("<svg")
 
 
+def test_a_book_is_not_repeated_in_the_report(words, home):
+    book = home / "book.txt"
+    book.write_text("The river rose by a hand. " * 20_000)
+    told = called("prepare", *words, f"data.sources={book}").stdout
+    report = next(path for path in (home / "prepared").glob("*/report.json") if "book.txt" in path.read_text())
+    (example,) = json.loads(report.read_text())["examples"]
+    assert len(example["text"]) == 20_000 == example["spans"][0][1] and report.stat().st_size < 40_000
+    assert called("prepare", *words, f"data.sources={book}").stdout.splitlines()[1:4] == told.splitlines()[:3]
+
+
 def test_verify_reads_every_byte(words, home):
     assert called("prepare", *words, "--verify").returncode == 0
     mask = next((home / "prepared").glob("*/train/mask.bin"))

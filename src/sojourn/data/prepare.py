@@ -37,7 +37,7 @@ def prepare(
         digests.keep()
         return Artefact(target)
     preview = look(inputs)
-    show(preview.formats, [asdict(example) for example in preview.examples])
+    show(preview.formats, [asdict(example.beginning()) for example in preview.examples])
     stage = folder / f".stage-{os.getpid()}-{target.name}"
     try:
         stage.mkdir(parents=True)

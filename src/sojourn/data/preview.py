@@ -19,6 +19,7 @@ from sojourn.data.words.tokenizer import Words, checked, special_tokens, templat
 from sojourn.errors import UserError
 
 EXAMPLES = 3
+_KEPT = 20_000  # letters of an example in a report: some texts are as long as a book
 _PARTS = 50
 
 
@@ -29,6 +30,11 @@ class Example:
     where: str
     text: str
     spans: list[Span]
+
+    def beginning(self) -> Example:
+        """As much as a report keeps."""
+        inside = [(start, min(end, _KEPT)) for start, end in self.spans if start < _KEPT]
+        return Example(self.where, self.text[:_KEPT], inside)
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ def _finish(inputs: Inputs, words: Words, preview: Preview, sorting: Sorting, co
     report = {
         **splits, **tally.facts(), "compression": compression, "max_length": data.max_length,
         "sources": [{"name": name, "format": kind} for name, kind in preview.formats],
-        "examples": [asdict(example) for example in preview.examples],
+        "examples": [asdict(example.beginning()) for example in preview.examples],
     }  # fmt: skip
     write_json(stage / "report.json", report)
     write_text(stage / "report.svg", report_svg(_pictured(report)))
