@@ -14,7 +14,7 @@ from sojourn.model.layout import Layout, dense_mask
 from sojourn.train import resolve as resolve_module
 from sojourn.train import step as step_module
 from sojourn.train.feed import Ahead, Ready
-from sojourn.train.recorded import OnGpu, Recorder
+from sojourn.train.recorded import OnGpu, Recorder, filled_up, form_of
 from sojourn.train.update.optim import Optimizer
 from tiny import LORA, events, run_train, same_weights, stop_after, tiny_home
 
@@ -222,6 +222,15 @@ def test_a_form_grows_for_what_has_no_room_and_holds_what_has():
     assert [play(33, 3, 20) for _ in range(4)] == [False, False, True, True] and seen[-1] == (48, 3, 64)
     assert [play(128, 9, 64) for _ in range(4)] == [False] * 3 + [True] and seen[-1] == (128, 9, 64)
     assert play(3, 2, 5) and all(mine == wanted for mine, wanted in parts) and hand.made == [True] * 3
+
+
+def test_what_a_pass_is_filled_up_with_is_inside_it():
+    layout, ids = Layout("varlen", None, torch.tensor([0, 20, 33]), 33, plain=False), torch.zeros(3, 11)
+    all_of_it, one = (Ready(ids, ids, *(torch.arange(count),) * 2, layout) for count in (33, 1))
+    room = form_of(one).grown(form_of(all_of_it))
+    filled = filled_up(one, room)
+    assert room.targets == len(filled.places_N) == 33 and int(filled.places_N.max()) < 33
+    assert filled.labels_N.tolist() == [0] + [-100] * 32
 
 
 def test_the_end_of_a_text_now_and_then_does_not_make_rows_packed():

@@ -56,8 +56,9 @@ def form_of(ready: Ready, plain: bool = True) -> Form | None:
     layout = ready.layout
     if layout is None or layout.masks or layout.grids is not None:
         return None
-    rows, part = ready.ids_BT.shape, -(-ready.ids_BT.numel() // _TARGETS)
-    targets = -(-len(ready.places_N) // part) * part
+    rows, tokens = ready.ids_BT.shape, ready.ids_BT.numel()
+    part = -(-tokens // _TARGETS)
+    targets = min(tokens, -(-len(ready.places_N) // part) * part)
     if layout.plain and plain:
         return Form(rows, True, targets, 0, layout.longest)
     if layout.backend not in _PACKED:
