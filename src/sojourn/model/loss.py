@@ -5,6 +5,7 @@ Shapes: N target tokens, C of them in a chunk, D model width, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -121,13 +122,10 @@ def _loss_of_chunk(logits_CV: Any, labels_C: Any, wants_gradient: bool) -> tuple
         from sojourn.model.fast.cross_entropy import losses_and_gradients
 
         return losses_and_gradients(logits_CV, labels_C), logits_CV
-    logits_CV, labels_C1 = logits_CV.float(), labels_C.clamp(min=0)[:, None]
+    logits_CV, labels_C1, counts_C = logits_CV.float(), labels_C.clamp(min=0)[:, None], labels_C >= 0
     norm_C1 = logits_CV.logsumexp(-1, keepdim=True)
-    losses_C = (norm_C1 - logits_CV.gather(1, labels_C1)).squeeze(1).masked_fill_(labels_C < 0, 0.0)
+    losses_C = (norm_C1 - logits_CV.gather(1, labels_C1)).squeeze(1).masked_fill_(~counts_C, 0.0)
     if not wants_gradient:
         return losses_C, None
-    shares_CV = logits_CV.sub_(norm_C1).exp_()
-    shares_CV.scatter_add_(1, labels_C1, shares_CV.new_full(labels_C1.shape, -1.0))
-    if labels_C.device.type != "cpu" or bool((labels_C < 0).any()):  # no pass over memory that a CPU can be spared
-        shares_CV.masked_fill_(labels_C[:, None] < 0, 0.0)
-    return losses_C, shares_CV
+    shares_CV = logits_CV.sub_(norm_C1.masked_fill_(~counts_C[:, None], math.inf)).exp_()
+    return losses_C, shares_CV.scatter_add_(1, labels_C1, -counts_C[:, None].to(shares_CV))

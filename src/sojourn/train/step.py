@@ -34,12 +34,11 @@ def _hidden_of(network: Network, ready: Ready) -> tuple[Any, Any]:
 
 def loss_sum(network: Network, feed: Feed, batch: Batch, whole: bool = False) -> Any:
     """Cross-entropy summed over the targets. Attention stays inside each document."""
-    return _summed(network, feed.ready(batch), whole)
+    return loss.loss_sum(network.head, *hidden_of_targets(network, feed, batch), whole)
 
 
 def _summed(network: Network, ready: Ready, whole: bool) -> Any:
-    hidden_ND, labels_N = _hidden_of(network, ready)
-    return loss.loss_sum(network.head, hidden_ND, labels_N, whole)
+    return loss.loss_sum(network.head, *_hidden_of(network, ready), whole)
 
 
 @dataclass(frozen=True)
