@@ -13,6 +13,8 @@ import psutil
 import pytest
 
 from conftest import called
+from sojourn.config.load import load_run
+from sojourn.train.parallel import launch as launching
 from tiny import Tiny, events, losses, run_of, saved_steps, tiny_home
 
 RUN = ("train.micro_batch=1", "train.steps=14", "save.every_steps=4", "parallel.gpus=0,1")
@@ -132,3 +134,12 @@ def test_a_run_of_several_processes_is_rehearsed_and_proved_by_them(tiny):
     )
     assert proved.returncode == 0 and "the same weights, bit for bit" in proved.stdout, proved
     assert not list((tiny.home / "runs").glob(".rehearsal*"))
+
+
+def test_nothing_of_a_launch_is_left_to_what_this_process_does_next(tiny, monkeypatch):
+    seen = []
+    monkeypatch.setattr(launching, "_run_agent", lambda config, words: seen.append(os.environ[launching.VERDICT]))
+    for _ in range(2):
+        assert launching.launch(load_run(tiny.words(*RUN)).config, ["train"], 2) == 0
+        assert launching.VERDICT not in os.environ
+    assert len(set(seen)) == 2 and not any(Path(path).parent.exists() for path in seen)

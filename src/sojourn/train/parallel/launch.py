@@ -65,8 +65,11 @@ def launch(config: RunConfig, words: list[str], processes: int) -> int:
     with tempfile.TemporaryDirectory(prefix="sojourn-") as folder:
         verdict = Path(folder) / "verdict.json"
         os.environ[VERDICT] = str(verdict)
-        with _passed_on(_told_to_stop(verdict)):
-            trouble = _run_agent(config, [*_meeting(config, processes), "-m", "sojourn", *words])
+        try:
+            with _passed_on(_told_to_stop(verdict)):
+                trouble = _run_agent(config, [*_meeting(config, processes), "-m", "sojourn", *words])
+        finally:
+            del os.environ[VERDICT]  # a later run of this process has a folder of its own
         found, shown = read_json(verdict), verdict.with_suffix(_TOLD).exists()
     if found is not None and not shown:
         print(f"sojourn: process {found['rank']}: {found['says']}", file=sys.stderr)
