@@ -327,7 +327,7 @@ def test_a_gpu_plays_what_it_recorded(passes):
     "extra", [(), LORA, ("train.micro_batch=2",), ("train.checkpointing=full",), ("train.compile=on",)], ids=str
 )
 def test_a_gpu_plays_packed_rows(tiny, monkeypatch, extra, capfd):
-    """Only a GPU can say whether real kernels can be captured; the rest of it is tested by hand above, on any machine."""
+    """Only a GPU can say whether real kernels can be captured; the rest is tested by hand above, on any machine."""
     words = ("train.device=cuda", "train.precision=bf16", "train.attention=varlen", "train.steps=24", *extra)
     made, real = [], OnGpu.__call__
     monkeypatch.setattr(OnGpu, "__call__", lambda self, work: (made.append(work), real(self, work))[1])
