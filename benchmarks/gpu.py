@@ -35,6 +35,7 @@ PARTS: dict[str, tuple[list[tuple[str, ...]], list[tuple[str, int]]]] = {
     "tests": ([("pytest", "-q", "-p", "no:cacheprovider", *TESTS)], []),
     "plan": ([(*PLAN, "--within", "430")], []),
     "thin": ([(*PLAN, "--cases", "thin", "--within", "200")], []),  # what launching costs
+    "played": ([(*PLAN, "--cases", "played", "--within", "200")], []),  # and what is left of it in recordings
     "drawn": ([(*PLAN, "--draw", "24", "--seed", "8", "--within", "250")], []),  # which may be fitted to
     "blind": ([(*PLAN, "--draw", "24", "--seed", "9", "--within", "250")], []),  # which has not been looked at
     "race": (

@@ -123,8 +123,8 @@ def test_a_run_that_was_stopped_ends_with_the_same_weights(tiny, rows, by_hand, 
 def test_a_wrong_loss_changes_no_weight_and_is_done_again(tiny, rows, by_hand, monkeypatch):
     real = Recorder._play
 
-    def spoiled(self, ready, targets):
-        part = real(self, ready, targets)
+    def spoiled(self, *given):
+        part = real(self, *given)
         if len(by_hand[0].played) == 5 and not by_hand[0].spoiled:
             by_hand[0].spoiled = True
             part.fill_(math.nan)
@@ -307,31 +307,36 @@ def test_a_gpu_plays_what_it_recorded(passes):
             ready = Ready(torch.randn(8, 16, device="cuda"), *(torch.zeros(3, device="cuda"),) * 3, layout)
             part = play(ready)
             if part is None or part.requires_grad:
-                (loss(ready) / 4 if part is None else part).backward()
+                (loss(ready) / targets if part is None else part).backward()
         return [weight.grad.clone() for weight in model.parameters()]
 
-    recorder = Recorder(loss, list(model.parameters()))
+    recorder, targets = Recorder(loss, list(model.parameters())), 3 * passes
     wanted = step(lambda ready: None)
     for _ in range(6):
-        for mine, theirs in zip(step(lambda ready: recorder.take(ready, 4)[0]), wanted, strict=True):
+        for mine, theirs in zip(step(lambda ready: recorder.take(ready, targets)[0]), wanted, strict=True):
             torch.testing.assert_close(mine, theirs)
     assert len(recorder._recordings) == min(passes, 2)
     kept = recorder._recordings[True][1]  # a loss that somebody still holds
     recorder.forget()
-    step(lambda ready: recorder.take(ready, 4)[0])
+    step(lambda ready: recorder.take(ready, targets)[0])
     assert len(recorder._recordings) == min(passes, 2) and math.isfinite(float(kept))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 @pytest.mark.parametrize(
-    "extra", [(), LORA, ("train.micro_batch=2",), ("train.checkpointing=full",), ("train.compile=on",)], ids=str
-)
+    "extra",
+    [(), LORA, (*LORA, "method.dropout=0.1"), ("train.micro_batch=2",), ("train.checkpointing=full",),
+     ("train.compile=on",)],
+    ids=str,
+)  # fmt: skip
 def test_a_gpu_plays_packed_rows(tiny, monkeypatch, extra, capfd):
     """Only a GPU can say whether real kernels can be captured; the rest is tested by hand above, on any machine."""
     words = ("train.device=cuda", "train.precision=bf16", "train.attention=varlen", "train.steps=24", *extra)
     made, real = [], OnGpu.__call__
     monkeypatch.setattr(OnGpu, "__call__", lambda self, work: (made.append(work), real(self, work))[1])
-    plain = curve(run_train(tiny.words(*words)))
+    plain = curve(run_train(tiny.words(*words, "train.cuda_graphs=off")))
     assert not made
-    assert curve(run_train(tiny.words(*words, GRAPHS))) == pytest.approx(plain, rel=0.02)
+    played = curve(run_train(tiny.words(*words, GRAPHS)))
+    print("furthest apart:", max(abs(a - b) / b for a, b in zip(played, plain, strict=True)), extra)
+    assert played == pytest.approx(plain, rel=0.02)
     assert made and "note: train.cuda_graphs" not in capfd.readouterr().out

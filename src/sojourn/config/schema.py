@@ -156,7 +156,7 @@ class TrainConfig(Section):
     compile: Switch = "auto"
     compile_cache: Text | None = None
     ahead: Literal["on", "off"] = "on"
-    cuda_graphs: Literal["on", "off"] = "off"
+    cuda_graphs: Switch = "auto"
     offload: Literal["off", "optimizer", "all"] = "off"
     eval_every: Steps | None = None
     eval_rows: Rows = 64

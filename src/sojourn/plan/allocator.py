@@ -8,6 +8,7 @@ segments, and the context's size, are assumptions kept in fit.toml until they ar
 from __future__ import annotations
 
 from sojourn.plan.constants import constants
+from sojourn.plan.launch import recordable
 from sojourn.plan.work import Work
 
 _BLOCK = 512
@@ -45,12 +46,12 @@ def context(work: Work) -> int:
     table = constants()["memory"]["context_mib"]
     known = sorted((tuple(int(part) for part in key.split(".")), value) for key, value in table.items())
     fitting = [value for capability, value in known if capability <= work.capability]
-    communication = int(constants()["memory"]["nccl_mib"]) if work.world > 1 else 0
-    return (int(fitting[-1] if fitting else known[0][1]) + communication) * _MIB
+    more = int(constants()["memory"]["nccl_mib"]) if work.world > 1 else 0
+    more += int(constants()["memory"]["recorded_mib"]) if recordable(work) else 0
+    return (int(fitting[-1] if fitting else known[0][1]) + more) * _MIB
 
 
-def lost(work: Work, tensors: list[tuple[float, int]], changing: float) -> float:
-    """To rounding, of the tensors that stay (bytes, count), and between segments, of what comes and goes. Of passes
-    from a recording all of it was seen to be kept twice."""
+def lost(tensors: list[tuple[float, int]], changing: float) -> float:
+    """To rounding, of the tensors that stay (bytes, count), and between segments, of what comes and goes."""
     to_rounding = sum(segments(size, count) - size * count for size, count in tensors)
-    return to_rounding + (1.0 if work.graphs else float(constants()["memory"]["lost_of_changing"])) * changing
+    return to_rounding + float(constants()["memory"]["lost_of_changing"]) * changing

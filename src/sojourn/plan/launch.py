@@ -2,22 +2,27 @@
 
 Milliseconds of a block by how it runs, and of a tensor that is updated, are in fit.toml. A GPU with much to do hides
 them; one with little does not. They are of a usual CPU: those of rented machines are up to a third faster or slower,
-and so is the same one from minute to minute. What passes from a recording cost has not been measured well enough to be
-promised.
+and so is the same one from minute to minute. So where a CPU might be the slower one, passes are recorded, and a GPU
+repeats them without it.
 """
 
 from __future__ import annotations
 
 from sojourn.plan.constants import constants
-from sojourn.plan.work import LINEAR, Work
+from sojourn.plan.work import FUSED_FAMILIES, LINEAR, Work
 
 _NARROWED_AGAIN = 1.3  # of 8-bit multiplications, whose operands are made again where not everything is kept
 _OF_MATRIX, _OF_OTHERS = 50, 12  # operations of Muon, as train/update/muon.py has them
+_SLOW = 1.35  # how much longer than usual CPUs were seen to take
 
 
 def step_seconds(work: Work, forward: float, passes: float, update: float) -> float:
     """Seconds of a whole step whose first forward, passes and update keep the GPU busy for so long."""
-    launched, updating = work.cpu * _passes(work), work.cpu * _update(work)
+    if recorded(work, passes):
+        launched = work.cpu * 1e-3 * work.passes * constants()["launch"]["replay_ms"]
+    else:
+        launched = work.cpu * _passes(work)
+    updating = work.cpu * _update(work)
     own = launched / work.passes / 2
     if asks(work) and not work.dropout:
         return max(passes + update, launched + updating)
@@ -25,6 +30,23 @@ def step_seconds(work: Work, forward: float, passes: float, update: float) -> fl
     if asks(work):
         return max(behind + passes + update, launched + updating)
     return max(behind + passes, launched) + (update + updating if synced(work) else max(update, updating))
+
+
+def recorded(work: Work, passes: float) -> bool:
+    """Whether passes that keep the GPU busy for so long are recorded: where they can be, and a slow CPU could not keep
+    up with the GPU."""
+    return recordable(work) and (work.graphs == "on" or _SLOW * _passes(work) > passes)
+
+
+def recordable(work: Work) -> bool:
+    """As train/step.py has it, of models that it was tried with."""
+    if work.graphs == "off":
+        return False
+    window = work.shape.sliding_window
+    alone = work.device == "cuda" and work.world == 1 and work.engine == "single" and work.precision != "fp16"
+    known = work.shape.family in FUSED_FAMILIES and work.shape.experts is None and window is None
+    chance = work.dropout > 0 and work.recompute != "off"
+    return alone and known and not chance and work.attention in ("varlen", "flash_attention_2")
 
 
 def shortens(work: Work) -> bool:

@@ -22,6 +22,7 @@ from sojourn.plan.holdings import (
     tensors,
     weights,
 )
+from sojourn.plan.launch import recordable
 from sojourn.plan.work import Work
 
 _CHUNK_BYTES = {"kernel": 2**30, "cuda": 2**28, "cpu": 2**24}  # as in model/loss.py
@@ -29,6 +30,7 @@ _LEAST_ROWS = 256
 _CHANGING = ("activations", "loss", "temporary")
 SAFE = 0.97  # of the usable memory: a plan that says "fits" must be right
 _TUNED_WITH = 64 * 2**20  # kernels are tuned with a scratch as large as the cache of the GPU (seen: 60 MiB)
+_RECORDED_IN = 48 * 2**20  # recordings have segments of their own
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Memory:
     moments: tuple[Moment, ...]
     context: int
     lost: float
+    margin: int = 0
 
     @property
     def peak(self) -> Moment:
@@ -70,7 +73,7 @@ class Memory:
 
     @property
     def enough(self) -> int:
-        return max(int(self.device / SAFE), self.device + _TUNED_WITH)
+        return max(int(self.device / SAFE), self.device + self.margin)
 
 
 def memory(work: Work) -> Memory:
@@ -79,7 +82,8 @@ def memory(work: Work) -> Memory:
         moments.append(_evaluation(work))
     peak = max(moments, key=lambda moment: moment.bytes)
     changing = sum(term.bytes for term in peak.terms if term.kind in _CHANGING)
-    return Memory(tuple(moments), context(work), lost(work, tensors(work), changing))
+    margin = _TUNED_WITH + (_RECORDED_IN if recordable(work) else 0)
+    return Memory(tuple(moments), context(work), lost(tensors(work), changing), margin)
 
 
 def chunk_rows(work: Work, trains: bool = True) -> int:

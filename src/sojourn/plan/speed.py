@@ -13,7 +13,7 @@ from sojourn.catalog.facts import Gpu
 from sojourn.plan.activations import block_parameters, inner
 from sojourn.plan.constants import constants
 from sojourn.plan.holdings import ends_parameters, head_is_trained, quantised_bytes, trained_parameters
-from sojourn.plan.launch import shortens, step_seconds
+from sojourn.plan.launch import recorded, shortens, step_seconds
 from sojourn.plan.memory import chunk_rows
 from sojourn.plan.work import Work
 
@@ -34,6 +34,7 @@ class Speed:
     parts: tuple[Part, ...]
     step_seconds: float
     tokens: int  # of a step, over all GPUs
+    recorded: bool  # whether its passes are
 
     @property
     def tokens_per_second(self) -> float:
@@ -64,7 +65,7 @@ def speed(work: Work, gpu: Gpu) -> Speed:
         Part("exchange between GPUs", _exchange(work, gpu, busy), "bytes / link, what the backward cannot hide")
     )
     total = sum(part.seconds for part in parts)
-    return Speed(tuple(parts), total, work.tokens * work.passes * work.world)
+    return Speed(tuple(parts), total, work.tokens * work.passes * work.world, recorded(work, busy - update))
 
 
 def has_rate(gpu: Gpu) -> bool:

@@ -45,7 +45,7 @@ class Work:
     recompute: str = "off"
     whole_loss: bool = False
     fp8: bool = False
-    graphs: bool = False  # passes from a recording, which are counted in memory alone
+    graphs: str = "off"  # passes from a recording: on, off, or auto, as plan/launch.py decides
     optimizer: str = "adamw"
     offload: str = "off"
     rank: int = 16
@@ -136,7 +136,7 @@ def work_of(
         device=place.device, precision=precision, fused=fused,
         kernels=kernels, attention=_attention(train.attention, precision, shape, capability),
         recompute=recompute or ("off" if train.checkpointing == "auto" else train.checkpointing),
-        whole_loss=train.loss == "whole", fp8=train.fp8 == "on", graphs=train.cuda_graphs == "on" and world == 1,
+        whole_loss=train.loss == "whole", fp8=train.fp8 == "on", graphs=_graphs(config),
         optimizer=train.optimizer, offload=offload,
         rank=method.rank, targets=targets, dropout=method.dropout, saved_modules=tuple(method.modules_to_save),
         bits=method.bits, double_quant=method.double_quant, engine=chosen, world=world,
@@ -163,6 +163,13 @@ def _attention(asked: str, precision: str, shape: ModelShape, capability: tuple[
         return asked
     able = capability is not None and capability >= (8, 0) and precision != "fp32" and shape.head_dim <= 256
     return "varlen" if able else "sdpa"
+
+
+def _graphs(config: RunConfig) -> str:
+    """Rows that are cut to the longest of them are never alike; and what is recorded may be rounded otherwise."""
+    asked: str = config.train.cuda_graphs
+    exact = config.train.deterministic == "on" and asked == "auto"
+    return "off" if config.data.packing == "off" or exact else asked
 
 
 def _engine(config: RunConfig, world: int) -> str:

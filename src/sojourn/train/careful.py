@@ -139,6 +139,11 @@ class Careful:
             self.begun = replace(self.begun, part=None)
             self.session.stepper.discard()
 
+    def make_room(self) -> None:
+        """For passes of another kind: recordings hold the memory of a pass, and are soon made again."""
+        if self.session.stepper.recorder is not None:
+            self.session.stepper.recorder.forget()
+
     def _drop(self) -> None:
         """What is begun, with gradients that it may have made already."""
         self.begun = None

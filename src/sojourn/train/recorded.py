@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from sojourn.train.feed import Ready
-from sojourn.train.survive.ladder import free_memory
+from sojourn.train.survive.ladder import free_memory, is_memory_error
 
 _AS_USUAL = 3  # passes before the first recording: kernels are compiled and chosen in them
 _TARGETS = 8  # the room for targets comes in so many parts of all tokens
@@ -94,33 +94,49 @@ class Recorder:
         self._recordings: dict[bool, tuple[Callable[[], None], Any]] = {}
         self.forget()
 
+    @property
+    def plays(self) -> bool:
+        return bool(self._recordings)
+
+    @property
+    def settled(self) -> bool:
+        """Whether a pass has been recorded, or never will be."""
+        return self.plays or self._short or self._broken
+
     def forget(self) -> None:
-        """Gives the memory of recordings back."""
-        if self._recordings and torch.cuda.is_available():
+        """Gives the memory of recordings back. Where it was short, there may be more of it from now on."""
+        played = self.plays
+        if played and torch.cuda.is_available():
             torch.cuda.synchronize()  # one may still be playing
-        self._recordings = {}
+        self._recordings, self._short = {}, False
         self._record_pass = self._machine()
         self._grads: list[Any] = []
         self._ready: Any = None
         self._targets: Any = None
         self._places: list[int] = []
+        if played:
+            _give_back()
 
     def take(self, ready: Ready, targets: float) -> tuple[Any, Ready]:
         """A micro batch's share of the mean loss, with its gradients added already; None: make this pass as usual, as
         it is returned."""
-        if self._broken or not self._has_form(ready) or self._form is None:
+        if self._broken or self._short or not self._has_form(ready) or self._form is None:
             return None, ready
+        several = targets > len(ready.places_N)
         ready = filled_up(ready, self._form)
         self._seen += 1
-        return (self._play(ready, targets) if self._seen > _AS_USUAL else None), ready
+        return (self._play(ready, targets, several) if self._seen > _AS_USUAL else None), ready
 
-    def _play(self, ready: Ready, targets: float) -> Any:
+    def _play(self, ready: Ready, targets: float, several: bool) -> Any:
+        """`several`: more passes are to come in this step."""
         first = all(parameter.grad is None for parameter in self._parameters)
         if not first and any(p.grad is not g for p, g in zip(self._parameters, self._grads, strict=False)):
             return None  # the step's first pass was made as usual
         if self._places and self._places != self._now():
             self.forget()
-        if first not in self._recordings and not self._record(first, ready):
+        if first and not self._record(ready, several):
+            return None
+        if first not in self._recordings:
             return None
         self._fill(ready, targets)
         again, part = self._recordings[first]
@@ -157,13 +173,12 @@ class Recorder:
         if self._recordings and ready.ids_BT.numel() >= self._ready.ids_BT.numel():
             self.forget()
             self._seen = 0
-            free_memory()
 
-    def _record(self, first: bool, ready: Ready) -> bool:
-        if not first and not self._recordings:
-            return False
+    def _record(self, ready: Ready, several: bool) -> bool:
+        """What the step's passes need and is not there yet: before any of them is played, so that nothing is lost where
+        it cannot be done."""
         if self._ready is None:
-            free_memory()
+            _give_back()
             layout = ready.layout
             if layout is not None and not layout.plain:
                 layout = replace(layout, starts=layout.starts.clone())
@@ -172,27 +187,28 @@ class Recorder:
                 places_N=ready.places_N.clone(), labels_N=ready.labels_N.clone(), layout=layout,
             )  # fmt: skip
             self._targets = torch.ones((), device=ready.ids_BT.device)
-        why = ""
+        why, short = "", False
         try:
-            self._recordings[first] = self._record_pass(self._pass)
+            if True not in self._recordings:
+                self._recordings[True] = self._record_pass(self._pass)
+                self._grads, self._places = [parameter.grad for parameter in self._parameters], self._now()
+            if several and False not in self._recordings:
+                for parameter, grad in zip(self._parameters, self._grads, strict=True):
+                    parameter.grad = grad
+                self._recordings[False] = self._record_pass(self._pass)
         except RuntimeError as error:
-            why = " ".join(str(error).split())[:200]
-        if first not in self._recordings:  # outside, since the error holds on to memory
-            self._give_up(first, why)
-            return False
-        if first:
-            self._grads = [parameter.grad for parameter in self._parameters]
-            self._places = self._now()
-        return True
+            why, short = " ".join(str(error).split())[:200], is_memory_error(error)
+        if why:  # outside, since the error holds on to memory
+            self._give_up(why, short)
+        return not why
 
-    def _give_up(self, first: bool, why: str) -> None:
+    def _give_up(self, why: str, short: bool) -> None:
         self._say_once(f"this run cannot be recorded ({why}); going on without")
-        self._broken = True
-        if first:
-            self.forget()
-            for parameter in self._parameters:
-                parameter.grad = None
-            free_memory()
+        for parameter in self._parameters:
+            parameter.grad = None
+        self.forget()
+        _give_back()
+        self._short, self._broken = short, not short
 
     def _say_once(self, what: str) -> None:
         if not self._said:
@@ -213,6 +229,15 @@ class Recorder:
 
     def _now(self) -> list[int]:
         return [parameter.data_ptr() for parameter in self._parameters]
+
+
+def _give_back() -> None:
+    """All memory that is not in use. Multiplications have a workspace for each stream that they run in, and recordings
+    are made in one of their own."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()
+    free_memory()
 
 
 class OnGpu:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
+from sojourn.catalog.names import gpu as find_gpu
 from sojourn.catalog.shapes import ModelShape
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
@@ -14,7 +15,9 @@ from sojourn.model import attention
 from sojourn.model.adapter import usual_alpha
 from sojourn.model.families import FAMILIES
 from sojourn.plan.choose import cut, ways_of
+from sojourn.plan.launch import recordable
 from sojourn.plan.memory import memory
+from sojourn.plan.speed import speed
 from sojourn.plan.work import Place, Work, work_of
 from sojourn.train.subject import Subject, subject_of
 from sojourn.train.survive.ladder import further
@@ -65,6 +68,8 @@ def resolve(
             found.choose("train", key, value, "memory ran out with more (ladder.json)")
     if config.train.compile == "auto":
         found.choose("train", "compile", *_compile(found.config, subject))
+    if config.train.cuda_graphs == "auto":
+        found.choose("train", "cuda_graphs", *_recording(found.config, subject, processes))
     return found
 
 
@@ -258,3 +263,22 @@ def _compile(config: RunConfig, subject: Subject) -> tuple[str, str]:
     if steps and seconds < _WORTH_COMPILING:
         return "off", "compiling costs more than it wins on so short a run"
     return "on", "blocks are compiled once and run faster from then on"
+
+
+def _recording(config: RunConfig, subject: Subject, processes: int) -> tuple[str, str]:
+    """Where a GPU might wait for the CPU, as plans see it."""
+    train = config.train
+    if train.device != "cuda":
+        return "off", "recordings are for GPUs"
+    import torch
+
+    try:
+        card = find_gpu(torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory / 2**30)
+    except UserError:
+        return "off", "the catalogue does not know this GPU: set on to try"
+    work = work_here(config, subject, int(train.micro_batch), str(train.checkpointing), processes)
+    if subject.dropout or not recordable(work):
+        return "off", "for one process and whole rows, without recomputed dropout, sliding windows or fp16"
+    if not speed(work, card).recorded:
+        return "off", "the GPU has more to do than any CPU"
+    return "on", "launching its kernels one by one might take the CPU longer than the GPU needs for them"

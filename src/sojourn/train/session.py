@@ -124,7 +124,8 @@ def open_session(config: RunConfig, run: RunFolder, ranks: Ranks) -> Session:
         joined=network.short,
     )
     whole = config.train.loss == "whole"
-    recorder = make_recorder(engine, feed, whole) if config.train.cuda_graphs == "on" else None
+    again = config.train.checkpointing != "off"
+    recorder = make_recorder(engine, feed, whole, again) if config.train.cuda_graphs == "on" else None
     stepper = Stepper(engine, feed, config.train.clip, whole, recorder)
     live = Live(engine)
     progress = _resumed(config, run, live, ranks)

@@ -155,11 +155,16 @@ class Stepper:
         return done
 
 
-def make_recorder(engine: Engine, feed: Feed, whole: bool) -> Recorder | None:
-    """None where passes are never alike, or make more than gradients."""
+def make_recorder(engine: Engine, feed: Feed, whole: bool, again: bool) -> Recorder | None:
+    """None where passes are never alike, or make more than gradients. `again`: blocks are recomputed."""
     network = engine.network
-    if not engine.alone or network.by_chance or network.windows:
-        print("note: train.cuda_graphs: only for one process, without dropout, sliding windows or fp16", flush=True)
+    why = None
+    if not engine.alone or network.windows:
+        why = "for one process, without sliding windows or fp16"
+    elif network.by_chance and again:
+        why = "dropout cannot be recomputed from a recording: use train.checkpointing=off or method.dropout=0"
+    if why is not None:
+        print(f"note: train.cuda_graphs: {why}", flush=True)
         return None
 
     def summed(ready: Ready) -> Any:

@@ -75,6 +75,7 @@ def _steps(session: Session, guard: Guard, meters: Meters, saver: Saver, careful
                     careful.put_down()
                 if assessor.due(progress, total):
                     paused = True
+                    careful.make_room()
                     enough = careful.retried(lambda: assessor.assess(progress, meters), assessor.seconds)
                 if (due or session.ended) and not careful.sound():
                     continue

@@ -40,6 +40,7 @@ class Case:
     offload: str = "off"
     fused: bool = True
     fp8: bool = False
+    graphs: str = "auto"
     rank: int = 16
     dropout: float = 0.0
     targets: tuple[str, ...] = ("all-linear",)
@@ -151,7 +152,8 @@ CASES = (
     Case("qlora-8b-passes", _Q, "qwen3-8b", 2048, 2, True, passes=2, document=480, checkpointing="selective"),
 )  # fmt: skip
 
-# So thin that a GPU has nothing to do: what launching costs, by itself. Asked for by name; all may be fitted to.
+# So thin that a GPU has nothing to do: what launching costs, by itself, and what is left of it where passes are played
+# from a recording. Asked for by name; all may be fitted to.
 _THIN = {
     "thin": new_shape(128, 24, 2, 2, 256, 4096, True),
     "thin-8": new_shape(128, 8, 2, 2, 256, 4096, True),
@@ -163,7 +165,8 @@ NEW |= {name: _THIN[name] for name in ("thin", "thin-8")}
 
 def _thin(compiled: bool) -> tuple[Case, ...]:
     def case(name: str, method: str, shape: str, **rest: Any) -> Case:
-        return Case(f"thin-{name}{'' if compiled else '-eager'}", method, shape, 128, 1, compiled, **rest)
+        name = f"thin-{name}{'' if compiled else '-eager'}"
+        return Case(name, method, shape, 128, 1, compiled, graphs="off", **rest)
 
     again = [
         case(f"{name}-{mode}", method, shape, checkpointing=mode)
@@ -188,6 +191,9 @@ def _thin(compiled: bool) -> tuple[Case, ...]:
 
 
 THIN = (*_thin(compiled=False), *_thin(compiled=True))
+PLAYED = tuple(
+    replace(case, name=case.name.replace("thin", "played", 1), graphs="on") for case in THIN if not case.dropout
+)
 
 # Runs that a CPU has the time for: they show that this works, and prove nothing.
 _TINY = {
@@ -220,7 +226,7 @@ def is_held_out(name: str) -> bool:
 
 def chosen(words: Iterable[str], limit: int | None, device: str) -> list[Case]:
     """Cases by name, or by a part of it; each word may be several, with commas. By default all that suit the device."""
-    known = (*CASES, *THIN) if device == "cuda" else TINY
+    known = (*CASES, *THIN, *PLAYED) if device == "cuda" else TINY
     parts = [part.strip() for word in words for part in word.split(",") if part.strip()]
     for part in parts:
         if not any(part in case.name for case in known):
@@ -232,7 +238,7 @@ def chosen(words: Iterable[str], limit: int | None, device: str) -> list[Case]:
 
     def wanted(case: Case) -> bool:
         alike = (part == case.name or (part not in exact and part in case.name) for part in parts)
-        return any(alike) if parts else case not in THIN
+        return any(alike) if parts else case not in (*THIN, *PLAYED)
 
     found = [case for case in known if wanted(case)]
     return found[:limit]

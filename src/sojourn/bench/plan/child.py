@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from sojourn.errors import UserError
 
 _WARM, _WARM_SECONDS = 2, 0.3  # steps that start everything up, and the clocks of a GPU
 _MOST, _LEAST, _SECONDS = 30, 5, 2.5  # steps that are timed, and about how long
+_RECORDED = 8  # steps within which a recording is made, if it can be
 _OPERATIONS, _TIMES = 200, 5  # by which the CPU's speed is measured
 _LINE = 300
 
@@ -98,7 +99,7 @@ def _run(task: Task, line: Line, found: Found) -> None:
     if task.cap is not None:
         found["capped"] = _capped(session, batches, task.cap)
     if "failed" in found.get("capped", {"failed": ""}):
-        _two(session, batches)
+        _first(session, batches)
     pieces = _pieces(session, held) if device == "cuda" else {}
     _begin_anew(device)
     line.say(ASK)
@@ -110,6 +111,7 @@ def _run(task: Task, line: Line, found: Found) -> None:
         "parameters": sum(p.numel() for p in session.stepper.network.model.parameters()),
         "attention": session.stepper.network.backend, "loading": loading, "loss": loss, "tokens": session.tokens(0),
         "step_seconds": statistics.median(times), "steps": [round(one, 5) for one in times],
+        "recorded": session.stepper.recorder is not None and session.stepper.recorder.plays,
         "waited": round(waited, 3), "cpu_us": round(min(before, _cpu_us(device)), 2),
         **_memory(device, loading), **pieces,
     }  # fmt: skip
@@ -129,12 +131,12 @@ def _compile(session: Any, batches: list[Any]) -> None:
 
 
 def _capped(session: Any, batches: list[Any], cap: int) -> Found:
-    """What two steps come to under a cap; running out of memory is an answer."""
+    """What the first steps come to under a cap; running out of memory is an answer."""
     import torch
 
     torch.cuda.set_per_process_memory_fraction(min(1.0, cap / torch.cuda.get_device_properties(0).total_memory))
     try:
-        return {"cap": cap, **_two(session, batches)}
+        return {"cap": cap, **_first(session, batches)}
     except (RuntimeError, MemoryError) as error:
         found = _failure(error)
         if not found["out_of_memory"]:
@@ -146,20 +148,32 @@ def _capped(session: Any, batches: list[Any], cap: int) -> Found:
     return {"cap": cap, **found}
 
 
-def _two(session: Any, batches: list[Any]) -> Found:
+def _first(session: Any, batches: list[Any]) -> Found:
+    """Two steps, or as many as it takes until passes are played from a recording."""
     import torch
 
-    loss = [session.stepper.step(some)[0] for some in batches][-1]
+    loss, settled = math.nan, False
+    for number in range(_RECORDED):
+        loss = session.stepper.step(batches[number % 2])[0]
+        if settled:
+            break
+        settled = _settled(session)
     peak = {"allocated": int(torch.cuda.max_memory_allocated())} if session.stepper.feed.device == "cuda" else {}
     return {"loss": loss, **peak}
 
 
 def _pieces(session: Any, held: int) -> Found:
     """A detail that must not cost the row."""
+    if session.stepper.recorder is not None:
+        session.stepper.recorder.forget()
     with suppress(RuntimeError):
-        return {"phases": phases(session, held)}
+        return {"phases": phases(replace(session.stepper, recorder=None), session.batches(0), held)}
     session.stepper.discard()
     return {}
+
+
+def _settled(session: Any) -> bool:
+    return session.stepper.recorder is None or session.stepper.recorder.settled
 
 
 def _begin_anew(device: str) -> None:
@@ -184,9 +198,10 @@ def _timed(session: Any, batches: list[Any]) -> tuple[list[float], float]:
     while True:
         loss = _step(session, batches[count % 2], batches[(count + 1) % 2], begun)
         now, count = time.perf_counter(), count + 1
+        enough = _WARM if _settled(session) else _RECORDED
         if warm:
             times.append(now - last)
-        last, warm = now, warm or (count >= _WARM and now - began >= _WARM_SECONDS)
+        last, warm = now, warm or (count >= enough and now - began >= _WARM_SECONDS)
         if len(times) >= _MOST or (len(times) >= _LEAST and sum(times) >= _SECONDS):
             return times, loss
 

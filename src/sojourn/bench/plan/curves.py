@@ -18,9 +18,10 @@ _ASSUMED = """
 [memory]
 # assumed: share lost between the allocator's segments of what comes and goes (seen on an H200: mostly 0 to 12 %); MiB
 # of a CUDA context by compute capability (seen: 426 of a bare one on an RTX 6000 Ada, 747 to 849 with all that a run
-# loads on an H200), and of NCCL's buffers
+# loads on an H200), of NCCL's buffers, and of recordings (seen: 67 to 99)
 lost_of_changing = 0.04
 nccl_mib = 400
+recorded_mib = 80
 context_mib = { "6.0" = 500, "8.0" = 650, "9.0" = 768, "10.0" = 850 }
 
 [traffic]
@@ -56,6 +57,8 @@ selective_compiled = 1.2
 selective_eager = 3.3
 full_compiled = 1.4
 full_eager = 2.1
+# assumed, of one pass from a recording (seen: less than 2.8)
+replay_ms = 1
 
 [update]
 # milliseconds of clipping and updating, and microseconds more for each tensor: of AdamW; of bitsandbytes, which waits

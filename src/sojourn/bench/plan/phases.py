@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 
-def phases(session: Any, opened: int) -> dict[str, int]:
+def phases(stepper: Any, batches: list[Any], opened: int) -> dict[str, int]:
     """One more step, in pieces. Bytes: once opened, between steps, kept by the forward; and the peaks of the forward
     with its loss, of forward and backward together, and of the update."""
     import torch
 
-    stepper, batches = session.stepper, session.batches(0)
     found = {"opened": opened, "between": int(torch.cuda.memory_allocated())}
     torch.cuda.reset_peak_memory_stats()
     part = stepper.begin(batches)
