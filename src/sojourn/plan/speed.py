@@ -15,7 +15,7 @@ from sojourn.plan.constants import constants
 from sojourn.plan.holdings import ends_parameters, head_is_trained, quantised_bytes, trained_parameters
 from sojourn.plan.launch import recorded, shortens, step_seconds
 from sojourn.plan.memory import chunk_rows
-from sojourn.plan.work import Work
+from sojourn.plan.work import LINEAR, Work
 
 WAITING = "waiting for launches"
 
@@ -107,7 +107,18 @@ def _multiplications(work: Work, gpu: Gpu) -> float:
         again = forward if work.recompute == "full" and name != "down_proj" else 0.0
         own = 0.0 if work.adapters else matmul(gpu, peak, k, m, n, e, slowness)
         total += forward + again + matmul(gpu, peak, m, n, k, e, slowness) + own
-    return work.shape.layers * total
+    return work.shape.layers * (total + _small(work))
+
+
+def _small(work: Work) -> float:
+    """Kernels of a block's adapters and 4-bit weights, which take their time however little there is to do. What more
+    tokens cost is counted as passes over memory."""
+    if not work.adapters:
+        return 0.0
+    costs, how = constants()["small"], "compiled" if work.compiled else "eager"
+    adapted = sum(map(work.targeted, LINEAR))
+    each = costs[f"adapter_{how}_us"] * adapted + costs[f"quantised_{how}_us"] * (work.method == "qlora")
+    return float(1e-6 * each * (1.0 if work.recompute == "off" else costs["again"]))
 
 
 def _joined(work: Work) -> dict[str, tuple[int, int]]:
