@@ -27,6 +27,7 @@ from sojourn.plan.work import Work
 
 _CHUNK_BYTES = {"kernel": 2**30, "cuda": 2**28, "cpu": 2**24}  # as in model/loss.py
 _LEAST_ROWS = 256
+_UPDATE = "optimizer's step"
 _CHANGING = ("activations", "loss", "temporary")
 SAFE = 0.97  # of the usable memory: a plan that says "fits" must be right
 _TUNED_WITH = 64 * 2**20  # kernels are tuned with a scratch as large as the cache of the GPU (seen: 60 MiB)
@@ -82,8 +83,18 @@ def memory(work: Work) -> Memory:
         moments.append(_evaluation(work))
     peak = max(moments, key=lambda moment: moment.bytes)
     changing = sum(term.bytes for term in peak.terms if term.kind in _CHANGING)
-    margin = _TUNED_WITH + (_RECORDED_IN if recordable(work) else 0)
-    return Memory(tuple(moments), context(work), lost(tensors(work), changing), margin)
+    loses, margin = lost(tensors(work), changing), _TUNED_WITH
+    if recordable(work):
+        loses, margin = loses + _beside(work, moments), margin + _RECORDED_IN
+    return Memory(tuple(moments), context(work), loses, margin)
+
+
+def _beside(work: Work, moments: list[Moment]) -> float:
+    """A recording keeps its memory through the update, which has its own beside it. Visitors from the host leave late,
+    since they travel in another stream, so that there are twice as many."""
+    passes = max(moment.bytes for moment in moments if moment.name != _UPDATE)
+    most = max(moment.bytes for moment in moments)
+    return max(0.0, passes + 2 * sum(term.bytes for term in _visitors(work)) - most)
 
 
 def chunk_rows(work: Work, trains: bool = True) -> int:
@@ -121,6 +132,9 @@ def _loss(work: Work) -> Moment:
     held = _held(work, always_gradients(work))
     layers = work.shape.layers
     terms = [*held, *_activations(work, layers), *_logits(work)]
+    if work.recompute != "off" and work.stream > work.numbers and not work.compiled:
+        kept = layers * kept_casts(work)
+        terms.append(Term("activations", "weights, cast, until autocast ends", kept, f"{layers}·2·block"))
     return Moment("end of the forward, in the loss", tuple(terms))
 
 
@@ -137,12 +151,13 @@ def _logits(work: Work) -> list[Term]:
     several = t > rows
     # With a kernel the logits become their own gradient; a chunk's are still there while the next one's are made, and
     # gone when its own 8-bit versions are.
+    after = min(rows, t - rows)
     if work.device == "cuda" and work.kernels:
-        twice = several or (work.fp8 and head_is_trained(work))
-        each, says = (2 * e if twice else e), "chunk·V·e, twice where there are several, or 8 bits of it both ways"
+        narrow = rows if work.fp8 and head_is_trained(work) else 0
+        size, says = e * (rows + max(after, narrow)), "(chunk + the next, or 8 bits of it both ways)·V·e"
     else:
-        each, says = 4 + e + (2 * e if several else e), "chunk·V·(4 + 3e)"
-    terms = [hidden, Term("loss", "logits of a chunk", rows * v * each, f"{says} = {rows:,}·{v:,}·{each}")]
+        size, says = (4 + 2 * e) * rows + e * after, "(chunk·(4 + 2e) + the next·e)·V"
+    terms = [hidden, Term("loss", "logits of a chunk", size * v, f"{says} = {size:,}·{v:,}")]
     if head_is_trained(work):
         terms.append(Term("loss", "the head's gradient, summed up", 4 * v * d, "4·V·D"))
         # Of several chunks two parts are there with one chunk's logits, then one with two; both are counted, since
@@ -231,13 +246,19 @@ def _end_of_backward(work: Work) -> Moment:
 
 def _step(work: Work) -> Moment:
     terms = _held(work, True, computing=False)
+    return Moment(_UPDATE, (*terms, *_visitors(work)))
+
+
+def _visitors(work: Work) -> list[Term]:
+    """What the update makes and lets go."""
+    matrix = largest_parameter(work) if work.adapters else work.shape.hidden * work.shape.ffn
+    terms = []
     if work.offload == "optimizer" and work.engine != "deepspeed":
-        visiting = 2 * 2 * 4 * largest_parameter(work)
-        terms.append(Term("temporary", "moments of two parameters on their visit", visiting, "2·2·4·largest"))
+        visiting = 2 * 4 * (largest_parameter(work) + matrix)
+        terms.append(Term("temporary", "moments of two parameters on their visit", visiting, "2·4·(largest + matrix)"))
     if work.optimizer == "muon":
-        size = largest_parameter(work) if work.adapters else work.shape.hidden * work.shape.ffn
-        terms.append(Term("temporary", "the largest matrix, being made orthogonal", (4 + 4 * 2) * size, "12·D·F"))
-    return Moment("optimizer's step", tuple(terms))
+        terms.append(Term("temporary", "the largest matrix, being made orthogonal", (4 + 4 * 2) * matrix, "12·D·F"))
+    return terms
 
 
 def _evaluation(work: Work) -> Moment:

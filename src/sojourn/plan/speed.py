@@ -111,11 +111,11 @@ def _multiplications(work: Work, gpu: Gpu) -> float:
 
 
 def _small(work: Work) -> float:
-    """Kernels of a block's adapters and 4-bit weights, which take their time however little there is to do. What more
-    tokens cost is counted as passes over memory."""
-    if not work.adapters:
-        return 0.0
+    """Kernels of a block's adapters and 4-bit weights, and for the gradients of norms of queries and keys, which take
+    their time however little there is to do. What more tokens cost is counted as passes over memory."""
     costs, how = constants()["small"], "compiled" if work.compiled else "eager"
+    if not work.adapters:
+        return float(1e-6 * costs["norms_eager_us"] * (work.shape.qk_norm and not work.compiled))
     adapted = sum(map(work.targeted, LINEAR))
     each = costs[f"adapter_{how}_us"] * adapted + costs[f"quantised_{how}_us"] * (work.method == "qlora")
     return float(1e-6 * each * (1.0 if work.recompute == "off" else costs["again"]))

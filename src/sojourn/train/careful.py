@@ -216,7 +216,9 @@ class Careful:
         session = self.session
         feed = session.stepper.feed
         train = session.config.train.model_copy(update={"micro_batch": feed.micro_batch})
-        rung = next_rung(train, in_update)
+        recorder = session.stepper.recorder
+        recorded = recorder is not None and recorder.plays
+        rung = {"cuda_graphs": "off"} if recorded else next_rung(train, in_update)
         step, says = session.progress.step + 1, why.strip().split("\n")[0][:200]
         if rung is None:
             raise NoRungLeft(
@@ -232,8 +234,8 @@ class Careful:
             raise StartAgain(f"step {step}: out of memory ({says}); the next start goes on with {told(rung)}")
         self.say(f"step {step}: memory is short ({says}); going on with {told(rung)}")
         self._drop()
-        if session.stepper.recorder is not None:
-            session.stepper.recorder.forget()
+        if recorder is not None:
+            recorder.forget()
         if set(rung) != {"micro_batch"} or in_update:
             return OneRungDown(rung, clean=not in_update)
         feed.micro_batch = rung["micro_batch"]

@@ -68,7 +68,7 @@ def resolve(
             found.choose("train", key, value, "memory ran out with more (ladder.json)")
     if config.train.compile == "auto":
         found.choose("train", "compile", *_compile(found.config, subject))
-    if config.train.cuda_graphs == "auto":
+    if found.config.train.cuda_graphs == "auto":
         found.choose("train", "cuda_graphs", *_recording(found.config, subject, processes))
     return found
 

@@ -24,6 +24,7 @@ from sojourn.errors import UserError
 
 _WARM, _WARM_SECONDS = 2, 0.3  # steps that start everything up, and the clocks of a GPU
 _MOST, _LEAST, _SECONDS = 30, 5, 2.5  # steps that are timed, and about how long
+_FEW, _LONG = 2, 10.0  # enough of steps that take so long together
 _RECORDED = 8  # steps within which a recording is made, if it can be
 _OPERATIONS, _TIMES = 200, 5  # by which the CPU's speed is measured
 _LINE = 300
@@ -202,7 +203,8 @@ def _timed(session: Any, batches: list[Any]) -> tuple[list[float], float]:
         if warm:
             times.append(now - last)
         last, warm = now, warm or (count >= enough and now - began >= _WARM_SECONDS)
-        if len(times) >= _MOST or (len(times) >= _LEAST and sum(times) >= _SECONDS):
+        least = _LEAST if sum(times) < _LONG else _FEW
+        if len(times) >= _MOST or (len(times) >= least and sum(times) >= _SECONDS):
             return times, loss
 
 

@@ -32,13 +32,14 @@ eager_fused = 1.7
 eager_plain = 3.0
 
 [small]
-# microseconds that a GPU takes at least: for a block's kernels of one adapter, and of its 4-bit weights; times as much
-# where blocks compute again
+# microseconds that a GPU takes at least: for a block's kernels of one adapter, and of its 4-bit weights (times as much
+# where blocks compute again); for the gradients of norms of queries and keys, not compiled
 adapter_compiled_us = 12
 adapter_eager_us = 23
 quantised_compiled_us = 21
 quantised_eager_us = 56
 again = 1.3
+norms_eager_us = 200
 
 [launch]
 # milliseconds that a CPU takes to launch a block's forward and backward: compiled, with weights that are trained (by

@@ -32,7 +32,7 @@ FREE = {
     ("matmul", "slowness"): 0.05, ("matmul", "start"): 0.5, ("attention", "peak"): 0.1, ("attention", "varlen"): 0.2,
     ("traffic", "share"): 0.1, ("traffic", "eager_fused"): 0.2, ("traffic", "eager_plain"): 0.2,
     ("small", "adapter_compiled_us"): 0.3, ("small", "adapter_eager_us"): 0.3, ("small", "quantised_compiled_us"): 0.3,
-    ("small", "quantised_eager_us"): 0.3, ("small", "again"): 0.1,
+    ("small", "quantised_eager_us"): 0.3, ("small", "again"): 0.1, ("small", "norms_eager_us"): 0.5,
     ("launch", "compiled_ms"): 0.2, ("launch", "compiled_plain_ms"): 0.2, ("launch", "compiled_frozen_ms"): 0.2,
     ("launch", "compiled_adapter_ms"): 0.3, ("launch", "compiled_quantised_ms"): 0.3, ("launch", "fp8_ms"): 0.2,
     ("launch", "eager_ms"): 0.2, ("launch", "adapter_ms"): 0.2, ("launch", "norm_ms"): 0.3, ("launch", "bias_ms"): 0.3,

@@ -1,7 +1,7 @@
 """What a run gives up, one rung at a time, when memory runs out. Nothing of the result changes but rounding.
 
-Fewer rows at a time → selective, then full recomputation → the loss in chunks → the optimizer's moments in the host's
-memory. The rung is kept in the run's folder, so that the next call on the same kind of device starts on it.
+Recordings → fewer rows at a time → selective, then full recomputation → the loss in chunks → the optimizer's moments in
+the host's memory. The rung is kept in the run's folder, so that the next call on the same kind of device starts on it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ _WORDS = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )
+
+
+_KEPT = ("cuda_graphs", "micro_batch", "checkpointing", "loss", "offload")
 
 
 class OneRungDown(Exception):
@@ -76,7 +79,7 @@ def further(key: str, one: Any, other: Any) -> bool:
     """Whether one value of a setting saves more memory than the other."""
     if key == "micro_batch":
         return int(one) < int(other)
-    order = ("off", "whole", "selective", "chunked", "full", "optimizer", "all")
+    order = ("auto", "on", "off", "whole", "selective", "chunked", "full", "optimizer", "all")
     return order.index(one) > order.index(other)
 
 
@@ -95,7 +98,7 @@ def remembered(run: RunFolder, device: str) -> dict[str, Any]:
     found = read_json(run.ladder)
     if not isinstance(found, dict) or found.pop("device", None) != device:
         return {}
-    return {key: value for key, value in found.items() if key in ("micro_batch", "checkpointing", "loss", "offload")}
+    return {key: value for key, value in found.items() if key in _KEPT}
 
 
 def furthest(several: list[str]) -> dict[str, Any]:
