@@ -36,8 +36,8 @@ PARTS: dict[str, tuple[list[tuple[str, ...]], list[tuple[str, int]]]] = {
     "plan": ([(*PLAN, "--within", "430")], []),
     "thin": ([(*PLAN, "--cases", "thin", "--within", "200")], []),  # what launching costs
     "played": ([(*PLAN, "--cases", "played", "--within", "200")], []),  # and what is left of it in recordings
-    "drawn": ([(*PLAN, "--draw", "24", "--seed", "8", "--within", "250")], []),  # which may be fitted to
-    "blind": ([(*PLAN, "--draw", "24", "--seed", "9", "--within", "250")], []),  # which has not been looked at
+    "drawn": ([(*PLAN, "--draw", "24", "--seed", "9", "--within", "250")], []),  # which may be fitted to
+    "blind": ([(*PLAN, "--draw", "24", "--seed", "10", "--within", "250")], []),  # which has not been looked at
     "race": (
         [(*TRAIN, *TEXTS, "--workload", "pretrain-110m", "--steps", "200", "--rows", "graphs,fp8,nanogpt")],
         [("pretrain-110m", 200)],

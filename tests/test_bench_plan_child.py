@@ -60,7 +60,7 @@ def test_two_blocks_compile_what_all_blocks_need(opened, monkeypatch):
     graphs = counters["stats"]["unique_graphs"]
     assert graphs > 0 and session.stepper.network.body.config.num_hidden_layers == 4
     assert all(parameter.grad is None for parameter in session.stepper.network.model.parameters())
-    child._two(session, batches)
+    child._first(session, batches)
     assert counters["stats"]["unique_graphs"] == graphs
 
 

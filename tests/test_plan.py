@@ -35,8 +35,8 @@ GIB = 2**30
 ROOT = Path(__file__).parents[1]
 KERNELS = ROOT / "benchmarks/results/kernels-H200-2026-11-16.json"
 PLANS = ROOT / "benchmarks/results/plan-H200-2026-11-16.json"
-DRAWN = [ROOT / f"benchmarks/results/plan-drawn-{seed}-H200-2026-11-16.json" for seed in (7, 8)]
-THIN = ROOT / "benchmarks/results/plan-thin-H200-2026-11-16.json"
+DRAWN = [ROOT / f"benchmarks/results/plan-drawn-{seed}-H200-2026-11-16.json" for seed in (7, 8, 9)]
+SMALL = [ROOT / f"benchmarks/results/plan-{name}-H200-2026-11-16.json" for name in ("thin", "played")]
 M110 = new_shape(768, 12, 12, 12, 2048, 32_000, True)
 M875 = new_shape(2048, 16, 16, 16, 5504, 32_000, True)
 QWEN_1_5B, QWEN_7B = model("qwen2.5-1.5b"), model("qwen2.5-7b")
@@ -113,7 +113,7 @@ def test_speed_is_within_a_quarter_of_what_others_published(name):
 
 
 def test_the_fit_is_what_one_command_makes_of_the_measurements(tmp_path):
-    fit_command([str(path) for path in (KERNELS, PLANS, *DRAWN, THIN, tmp_path / "fit.toml")])
+    fit_command([str(path) for path in (KERNELS, PLANS, *DRAWN, *SMALL, tmp_path / "fit.toml")])
     assert (tmp_path / "fit.toml").read_text() == (ROOT / "src/sojourn/plan/fit.toml").read_text()
 
 
@@ -121,35 +121,91 @@ def test_held_out_runs_are_planned_within_the_bars():
     """Measured on an H200; planned by the present planner."""
     found = read_again(PLANS, peers=False, say=lambda text: None)["report"]["sojourn, held out"]
     peak, device, step, known = (found[name] for name in ("allocated", "device", "step_seconds", "known_seconds"))
-    assert peak["cases"] == step["cases"] == found["capped"] == 32
+    assert peak["cases"] == step["cases"] == found["capped"] == 33
     assert peak["mean"] < 0.02 and peak["p95"] < 0.05 and abs(peak["worst"]) < 0.08
     assert device["mean"] < 0.04
     assert found["false_fits"] == found["above_need"] == 0
     assert step["mean"] < 0.10 and step["p95"] < 0.20
-    assert known["cases"] == 21 and known["mean"] < 0.10 and known["p95"] < 0.20
+    assert known["cases"] == 22 and known["mean"] < 0.10 and known["p95"] < 0.20
 
 
-@pytest.mark.parametrize("path", DRAWN, ids=["7", "8"])
-def test_memory_of_runs_that_nobody_chose_is_planned_within_the_bars(path):
+@pytest.mark.parametrize(("path", "cases", "ran_out"), zip(DRAWN, (24, 24, 23), (0, 0, 2), strict=True), ids="789")
+def test_runs_that_nobody_chose_are_planned_within_the_bars(path, cases, ran_out):
+    """Two of the last ran out of memory with what was called enough then."""
     found = read_again(path, peers=False, say=lambda text: None)["report"]["sojourn, held out"]
-    peak = found["allocated"]
-    assert peak["cases"] == found["capped"] == 24 and found["false_fits"] == found["above_need"] == 0
-    assert peak["mean"] < 0.02 and peak["p95"] < 0.05 and abs(peak["worst"]) < 0.08 and found["device"]["mean"] < 0.04
+    peak, device, step = (found[name] for name in ("allocated", "device", "step_seconds"))
+    assert peak["cases"] == found["capped"] == cases and found["false_fits"] == ran_out and not found["above_need"]
+    assert peak["mean"] < 0.02 and peak["p95"] < 0.05 and abs(peak["worst"]) < 0.08 and device["mean"] < 0.04
+    assert step["mean"] < 0.10 and step["p95"] < 0.20
 
 
-def test_no_plan_asks_for_less_than_what_runs_were_proven_to_fit_into():
-    for row in json.loads(PLANS.read_text())["rows"]:
-        plan = planned(row)
-        assert plan["enough"] - plan["context"] >= row["capped"]["cap"], row["name"]
+@pytest.mark.parametrize("path", [PLANS, *DRAWN], ids=lambda path: path.stem)
+def test_no_plan_asks_for_less_than_what_runs_were_proven_to_fit_into(path):
+    """Into a cap, or into what torch took when it could have all. 4 MiB are what recordings may add to a margin."""
+    for row in json.loads(path.read_text())["rows"]:
+        if "capped" in row:
+            plan, ran_out = planned(row), "failed" in row["capped"]
+            taken = row["measured"]["reserved"]
+            proven = taken if ran_out else min(taken, row["capped"]["cap"])
+            assert plan["enough"] - plan["context"] >= proven - 4 * 2**20, row["name"]
 
 
-def test_recordings_cost_memory_and_promise_nothing():
-    plain, recorded = replace(PRETRAIN, shape=M110), replace(PRETRAIN, shape=M110, graphs=True)
-    assert memory(recorded).device > 1.5 * memory(plain).device
-    assert memory(recorded).allocated == memory(plain).allocated
-    assert speed(recorded, gpu("H200")).step_seconds == speed(plain, gpu("H200")).step_seconds
-    asked, place = load_run(["medium", "train.cuda_graphs=on"]).config, place_of(gpu("H200"))
-    assert work_of(asked, M110, place).graphs and not work_of(asked, M110, place, world=2).graphs
+def test_recordings_make_steps_shorter_where_a_cpu_might_be_slower():
+    def fast(**changes):
+        return speed(replace(PRETRAIN, **{"shape": M110, "rows": 1, **changes}), gpu("H200"))
+
+    off, auto = fast(), fast(graphs="auto")
+    assert auto.recorded and not off.recorded and auto.step_seconds < 0.3 * off.step_seconds
+    assert fast(graphs="auto", rows=4).step_seconds == fast(graphs="auto", rows=4, cpu=1.5).step_seconds
+    assert fast(graphs="auto", looped=False).step_seconds < auto.step_seconds
+    many = {"shape": M875, "rows": 16}
+    assert not fast(graphs="auto", **many).recorded and fast(graphs="on", **many).recorded
+    assert not fast(graphs="on", world=2, engine="ddp").recorded and not fast(graphs="on", precision="fp16").recorded
+    assert fast(graphs="on", method="lora", dropout=0.1).recorded
+    assert not fast(graphs="on", method="lora", dropout=0.1, recompute="full").recorded
+    assert not fast(graphs="auto", attention="sdpa").recorded
+    gemma = replace(M110, family="gemma2")
+    assert not fast(graphs="auto", shape=gemma).recorded
+
+
+def test_which_runs_may_be_recorded_is_read_from_their_settings():
+    place = place_of(gpu("H200"))
+
+    def graphs(*words):
+        return work_of(load_run(["medium", *words]).config, M110, place).graphs
+
+    assert graphs() == "auto" and graphs("train.cuda_graphs=on") == "on" == graphs(
+        "train.cuda_graphs=on", "train.deterministic=on"
+    )
+    assert graphs("train.deterministic=on") == "off" == graphs("data.packing=off", "train.cuda_graphs=on")
+
+
+def test_recordings_take_memory_beside_what_the_update_needs():
+    plain = replace(PRETRAIN, shape=M110, rows=1)
+    assert memory(replace(plain, graphs="on")).device == memory(plain).device + 80 * 2**20
+    hosted = replace(plain, offload="optimizer")
+    visitors = 2 * 2 * 4 * (32_000 * 768 + 768 * 2048)
+    most = max(moment.bytes for moment in memory(hosted).moments if moment.name != "optimizer's step")
+    assert memory(replace(hosted, graphs="on")).device >= most + visitors + memory(hosted).context
+
+
+def test_autocast_keeps_copies_of_weights_until_the_forward_ends():
+    """Of blocks that compute again and are neither fused nor compiled: 588 MB of 294M, seen on an H200."""
+    work = replace(PRETRAIN, shape=M110, rows=1, recompute="full", compiled=False)
+    loss = [memory(replace(work, fused=fused)).moments[1] for fused in (True, False)]
+    copies = [term.bytes for moment in loss for term in moment.terms if "autocast" in term.name]
+    assert copies == [2 * 12 * M110.layer_parameters()]
+
+
+def test_of_two_chunks_of_logits_the_second_counts_as_it_is():
+    rows = chunk_rows(PRETRAIN)
+
+    def logits(tokens):
+        terms = memory(replace(PRETRAIN, rows=1, length=tokens)).moments[1].terms
+        return next(term.bytes for term in terms if term.name == "logits of a chunk")
+
+    assert logits(rows) == 2 * rows * 32_000 and logits(rows + 100) == 2 * (rows + 100) * 32_000
+    assert logits(2 * rows) == logits(3 * rows) == 4 * rows * 32_000
 
 
 def test_a_gpu_with_little_to_do_waits_for_the_cpu():
@@ -159,7 +215,7 @@ def test_a_gpu_with_little_to_do_waits_for_the_cpu():
 
     assert waits(rows=16) < 0.3 * waits() and waits() < waits(compiled=False) < waits(compiled=False, fused=False)
     assert waits(recompute="selective", compiled=False) > 2 * waits(compiled=False)
-    assert waits(optimizer="muon") > waits(optimizer="adamw_8bit") > waits() + 0.01  # one tensor after the other
+    assert waits(optimizer="muon") > waits(optimizer="adamw_8bit") > waits() + 0.005  # one tensor after the other
     assert waits(cpu=1.5) > 1.3 * waits() and waits(fp8=True) > waits()
     normed = replace(M110, qk_norm=True)
     assert waits(fp8=True, shape=normed) > waits(fp8=True) and waits(fp8=True, recompute="selective") > waits(fp8=True)

@@ -22,7 +22,7 @@ def step_seconds(work: Work, forward: float, passes: float, update: float) -> fl
         launched = work.cpu * 1e-3 * work.passes * constants()["launch"]["replay_ms"]
     else:
         launched = work.cpu * _passes(work)
-    updating = work.cpu * _update(work)
+    updating = work.cpu * (_update(work) + 1e-3 * constants()["update"]["loop_ms"] * work.looped)
     own = launched / work.passes / 2
     if asks(work) and not work.dropout:
         return max(passes + update, launched + updating)

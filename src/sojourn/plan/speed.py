@@ -60,12 +60,14 @@ def speed(work: Work, gpu: Gpu) -> Speed:
     ends, update = parts[1].seconds, parts[-1].seconds
     forward = ends + (busy - ends - update) / (3 - work.adapters + (work.recompute == "full"))
     waiting = step_seconds(work, forward / passes, busy - update, update) - busy
-    parts.append(Part(WAITING, waiting, "launches of blocks and updates, where the GPU is faster"))
+    plays = recorded(work, busy - update)
+    what = "updates, and passes from a recording" if plays else "launches of blocks and updates"
+    parts.append(Part(WAITING, waiting, f"{what}, where the GPU is faster"))
     parts.append(
         Part("exchange between GPUs", _exchange(work, gpu, busy), "bytes / link, what the backward cannot hide")
     )
     total = sum(part.seconds for part in parts)
-    return Speed(tuple(parts), total, work.tokens * work.passes * work.world, recorded(work, busy - update))
+    return Speed(tuple(parts), total, work.tokens * work.passes * work.world, plays)
 
 
 def has_rate(gpu: Gpu) -> bool:

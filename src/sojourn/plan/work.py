@@ -60,6 +60,7 @@ class Work:
     stage: int = 2  # of ZeRO
     reshard: bool = True
     evaluates: bool = True
+    looped: bool = True  # as in a run, which reads rows, writes down what happens and watches the clock between steps
     cpu: float = 1.0  # how much longer than usual the machine's takes to launch
     capability: tuple[int, int] = (9, 0)
 

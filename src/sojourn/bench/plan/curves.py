@@ -79,6 +79,8 @@ synced_us = 130
 operation_us = 16
 # share that bitsandbytes' 8-bit update reaches of what other pointwise kernels do
 share_8bit = 0.2
+# assumed, of what a run does between its steps (seen: 3.3 in one of 2.7M parameters)
+loop_ms = 3
 
 [links]
 # assumed: shares of what a link could do that collectives reach, and of the backward that they hide behind; GB/s that

@@ -19,7 +19,7 @@ Row = dict[str, Any]
 
 
 def work_of_row(row: Row) -> Work:
-    """As plans see it, with documents as long as they really are, and no evaluation, since none was run."""
+    """As plans see it, with documents as long as they really are, and steps by themselves, without evaluation."""
     config = RunConfig.model_validate(row["config"])
     known = {field.name for field in fields(ModelShape)}
     shape = ModelShape(**{key: _plain(value) for key, value in row["shape"].items() if key in known})
@@ -28,7 +28,7 @@ def work_of_row(row: Row) -> Work:
     rows = config.train.micro_batch if isinstance(config.train.micro_batch, int) else 1
     work = work_of(config, shape, place, rows)
     document = row["document"]
-    return replace(work, document=document if document and document < work.length else None, evaluates=False)
+    return replace(work, document=document if document and document < work.length else None, evaluates=False, looped=False)
 
 
 def planned(row: Row) -> Row:
