@@ -18,11 +18,8 @@ _SLOW = 1.35  # how much longer than usual CPUs were seen to take
 
 def step_seconds(work: Work, forward: float, passes: float, update: float) -> float:
     """Seconds of a whole step whose first forward, passes and update keep the GPU busy for so long."""
-    if recorded(work, passes):
-        launched = work.cpu * 1e-3 * work.passes * constants()["launch"]["replay_ms"]
-    else:
-        launched = work.cpu * _passes(work)
-    updating = work.cpu * (_update(work) + 1e-3 * constants()["update"]["loop_ms"] * work.looped)
+    launched = work.cpu * (_replayed(work) if recorded(work, passes) else _passes(work))
+    updating = work.cpu * (_update(work) + _between(work))
     own = launched / work.passes / 2
     if asks(work) and not work.dropout:
         return max(passes + update, launched + updating)
@@ -80,6 +77,10 @@ def _passes(work: Work) -> float:
     return float(1e-3 * work.passes * (blocks + launch["pass_ms"]))
 
 
+def _replayed(work: Work) -> float:
+    return float(1e-3 * work.passes * constants()["launch"]["replay_ms"])
+
+
 def _narrowed(work: Work) -> float:
     """8-bit multiplications of a block. Where all is trained, gate and up are one, and so are queries, keys and values,
     unless two of these are normed."""
@@ -98,3 +99,8 @@ def _update(work: Work) -> float:
     else:
         each = costs["synced_us" if synced(work) else "tensor_us"] * (matrices + others)
     return float(1e-3 * costs["step_ms"] + 1e-6 * each)
+
+
+def _between(work: Work) -> float:
+    """What a run does beside its steps."""
+    return float(1e-3 * constants()["update"]["loop_ms"] * work.looped)

@@ -218,7 +218,7 @@ class Careful:
         train = session.config.train.model_copy(update={"micro_batch": feed.micro_batch})
         recorder = session.stepper.recorder
         recorded = recorder is not None and recorder.plays
-        rung = {"cuda_graphs": "off"} if recorded else next_rung(train, in_update)
+        rung: dict[str, Any] | None = {"cuda_graphs": "off"} if recorded else next_rung(train, in_update)
         step, says = session.progress.step + 1, why.strip().split("\n")[0][:200]
         if rung is None:
             raise NoRungLeft(

@@ -41,7 +41,8 @@ def settings_of(case: Case, device: str, folder: Path) -> RunConfig:
         "steps": 100, "global_batch": case.rows * case.passes, "micro_batch": case.rows, "optimizer": case.optimizer,
         "lr": 1e-5, "warmup": 0, "schedule": "constant", "checkpointing": case.checkpointing, "offload": case.offload,
         "loss": "whole" if case.whole else "chunked", "fused": "on" if case.fused else "off",
-        "fp8": "on" if case.fp8 else "off", "cuda_graphs": case.graphs, "compile": "on" if case.compiled else "off", "device": device,
+        "fp8": "on" if case.fp8 else "off", "cuda_graphs": case.graphs, "device": device,
+        "compile": "on" if case.compiled else "off",
         "precision": "bf16" if device == "cuda" else "fp32", "rehearse": "off",
     }  # fmt: skip
     rest = {"save": {"every": "24h"}, "log": {"tensorboard": "off"}, "limits": {"session": "off"}}

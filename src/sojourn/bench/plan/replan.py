@@ -27,8 +27,8 @@ def work_of_row(row: Row) -> Work:
     place = Place(row["place"]["device"], None if capability is None else tuple(capability), row["place"]["precision"])
     rows = config.train.micro_batch if isinstance(config.train.micro_batch, int) else 1
     work = work_of(config, shape, place, rows)
-    document = row["document"]
-    return replace(work, document=document if document and document < work.length else None, evaluates=False, looped=False)
+    document = row["document"] if row["document"] and row["document"] < work.length else None
+    return replace(work, document=document, evaluates=False, looped=False)
 
 
 def planned(row: Row) -> Row:
