@@ -8,6 +8,7 @@ from sojourn.model import loss as model_loss
 from sojourn.run.files import read_json, write_json
 from sojourn.train import step as step_module
 from sojourn.train.parallel import open as open_module
+from sojourn.train.survive.pressure import Pressure
 from sojourn.train.update.optim import Optimizer
 from tiny import LORA, events, losses, run_of, run_train, same_weights, saved_steps, stop_after, tiny_home, weights
 
@@ -389,3 +390,22 @@ def test_a_model_that_does_not_fit_at_all_is_one_line(tiny, monkeypatch):
 def test_an_undisturbed_run_has_no_ladder_and_is_the_same_twice(tiny):
     run = run_train(tiny.words())
     assert not run.ladder.exists() and same_weights(run, tiny.whole())
+
+
+def test_an_allocator_that_fights_for_memory_gets_fewer_rows_in_time(tiny, monkeypatch):
+    """Which is seen by how often torch had to try again between two logged steps."""
+    tried = [0]
+
+    def stats():
+        tried[0] += 12
+        return {"num_alloc_retries": min(tried[0], 36)}
+
+    def on_gpu(self, device):
+        self._device, self._retries, self._told = "cuda", 0, False
+
+    whole = tiny.whole()
+    monkeypatch.setattr(Pressure, "__init__", on_gpu)
+    monkeypatch.setattr(torch.cuda, "memory_stats", stats)
+    run = run_train(tiny.words("train.micro_batch=8", "log.every_steps=1"))
+    assert [event["now"] for event in events(run, "out_of_memory")] == [{"micro_batch": rows} for rows in (4, 2, 1)]
+    assert losses(run)[-1] == pytest.approx(losses(whole)[-1], rel=1e-4)

@@ -15,6 +15,7 @@ from sojourn.train import resolve as resolve_module
 from sojourn.train import step as step_module
 from sojourn.train.feed import Ahead, Ready
 from sojourn.train.recorded import OnGpu, Recorder, filled_up, form_of
+from sojourn.train.survive.pressure import Pressure
 from sojourn.train.update.optim import Optimizer
 from tiny import LORA, events, run_train, same_weights, stop_after, tiny_home
 
@@ -159,6 +160,20 @@ def test_memory_that_runs_out_later_gives_the_recording_back(tiny, rows, by_hand
     run = run_train(tiny.words(*rows, GRAPHS))
     assert [event["now"] for event in events(run, "out_of_memory")] == [{"cuda_graphs": "off"}]
     assert curve(run) == pytest.approx(curve(tiny.whole(*rows)), rel=1e-4) and len(by_hand) == 1
+
+
+def test_an_allocator_that_fights_for_memory_costs_the_recording_first(tiny, rows, by_hand, monkeypatch):
+    eased = []
+
+    def look(self, careful, saver):
+        if len(by_hand[0].played) >= 3 and not eased:
+            eased.append(careful)
+            careful.ease("12 allocations had to be tried again")
+
+    monkeypatch.setattr(Pressure, "look", look)
+    run = run_train(tiny.words(*rows, GRAPHS, "log.every_steps=1"))
+    assert [event["now"] for event in events(run, "out_of_memory")] == [{"cuda_graphs": "off"}] and len(by_hand) == 1
+    assert curve(run) == pytest.approx(curve(tiny.whole(*rows, "log.every_steps=1")), rel=1e-4)
 
 
 def test_rows_of_several_documents_are_not_recorded_and_that_is_said(tiny, by_hand, capfd):

@@ -139,6 +139,10 @@ class Careful:
             self.begun = replace(self.begun, part=None)
             self.session.stepper.discard()
 
+    @property
+    def _recorded(self) -> bool:
+        return self.session.stepper.recorder is not None and self.session.stepper.recorder.plays
+
     def make_room(self) -> None:
         """For passes of another kind: recordings hold the memory of a pass, and are soon made again."""
         if self.session.stepper.recorder is not None:
@@ -186,9 +190,13 @@ class Careful:
                 raise down
 
     def ease(self, why: str) -> None:
-        """Fewer rows at a time before memory really runs out."""
-        if self.session.stepper.feed.micro_batch > 1 and not self.session.stepper.engine.lockstep:
-            self._down(False, why)
+        """Gives up recordings, or takes fewer rows at a time, before memory really runs out."""
+        if self.session.stepper.engine.lockstep:
+            return
+        if self._recorded or self.session.stepper.feed.micro_batch > 1:
+            down = self._down(False, why)
+            if down is not None:
+                raise down
 
     def _gradients(
         self,
@@ -216,9 +224,7 @@ class Careful:
         session = self.session
         feed = session.stepper.feed
         train = session.config.train.model_copy(update={"micro_batch": feed.micro_batch})
-        recorder = session.stepper.recorder
-        recorded = recorder is not None and recorder.plays
-        rung: dict[str, Any] | None = {"cuda_graphs": "off"} if recorded else next_rung(train, in_update)
+        rung: dict[str, Any] | None = {"cuda_graphs": "off"} if self._recorded else next_rung(train, in_update)
         step, says = session.progress.step + 1, why.strip().split("\n")[0][:200]
         if rung is None:
             raise NoRungLeft(
@@ -234,8 +240,7 @@ class Careful:
             raise StartAgain(f"step {step}: out of memory ({says}); the next start goes on with {told(rung)}")
         self.say(f"step {step}: memory is short ({says}); going on with {told(rung)}")
         self._drop()
-        if recorder is not None:
-            recorder.forget()
+        self.make_room()
         if set(rung) != {"micro_batch"} or in_update:
             return OneRungDown(rung, clean=not in_update)
         feed.micro_batch = rung["micro_batch"]
