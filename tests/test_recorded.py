@@ -8,13 +8,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+from sojourn.config.load import load_run
 from sojourn.errors import Stopped, UserError
 from sojourn.model import attention
 from sojourn.model.layout import Layout, dense_mask
+from sojourn.run.home import run_folder
 from sojourn.train import resolve as resolve_module
 from sojourn.train import step as step_module
 from sojourn.train.feed import Ahead, Ready
+from sojourn.train.ranks import Ranks
 from sojourn.train.recorded import OnGpu, Recorder, filled_up, form_of
+from sojourn.train.rehearse import rehearse
 from sojourn.train.survive.pressure import Pressure
 from sojourn.train.update.optim import Optimizer
 from tiny import LORA, events, run_train, same_weights, stop_after, tiny_home
@@ -174,6 +178,13 @@ def test_an_allocator_that_fights_for_memory_costs_the_recording_first(tiny, row
     run = run_train(tiny.words(*rows, GRAPHS, "log.every_steps=1"))
     assert [event["now"] for event in events(run, "out_of_memory")] == [{"cuda_graphs": "off"}] and len(by_hand) == 1
     assert curve(run) == pytest.approx(curve(tiny.whole(*rows, "log.every_steps=1")), rel=1e-4)
+
+
+def test_a_rehearsal_goes_on_until_passes_are_played(tiny, rows, by_hand):
+    """Its last step tells how long the run's will take, and what is noted for later plans."""
+    config = load_run(tiny.words(*rows, GRAPHS)).config
+    assert rehearse(config, run_folder(config.name), Ranks()).refused is None
+    assert by_hand[0].made == [True] and len(by_hand[0].played) >= 2
 
 
 def test_rows_of_several_documents_are_not_recorded_and_that_is_said(tiny, by_hand, capfd):

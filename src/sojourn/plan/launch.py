@@ -13,7 +13,7 @@ from sojourn.plan.work import FUSED_FAMILIES, LINEAR, Work
 
 _NARROWED_AGAIN = 1.3  # of 8-bit multiplications, whose operands are made again where not everything is kept
 _OF_MATRIX, _OF_OTHERS = 50, 12  # operations of Muon, as train/update/muon.py has them
-_SLOW = 1.35  # how much longer than usual CPUs were seen to take
+_SLOW = 1.5  # how much longer than usual CPUs were seen to take
 
 
 def step_seconds(work: Work, forward: float, passes: float, update: float) -> float:

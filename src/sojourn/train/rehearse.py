@@ -37,6 +37,7 @@ from sojourn.train.update.optim import learning_rate
 
 _GIB = 2**30
 _STEPS = 3  # the first starts everything up
+_RECORDED = 8  # steps within which passes are played from a recording, if they ever are
 
 
 @dataclass(frozen=True)
@@ -120,8 +121,9 @@ def _tried(config: RunConfig, run: RunFolder, scratch: RunFolder, ranks: Ranks, 
 
 def _steps(session: Session, careful: Careful, report: Report) -> float:
     """Real steps; the seconds of the last."""
-    vocabulary, seconds, losses = session.artefact.vocab_size, 0.0, []
-    for _ in range(min(_STEPS, session.total)):
+    vocabulary, seconds, losses = session.artefact.vocab_size, 0.0, list[float]()
+    recorder, settled = session.stepper.recorder, 0
+    while len(losses) < min(_RECORDED, session.total) and (len(losses) < _STEPS or settled < 2):
         began = time.monotonic()
         session.stepper.engine.set_learning_rate(
             learning_rate(session.progress.step, session.total, session.config.train)
@@ -134,6 +136,7 @@ def _steps(session: Session, careful: Careful, report: Report) -> float:
         session.progress.step += 1
         session.progress.tokens += done.tokens
         seconds = time.monotonic() - began
+        settled += recorder is None or recorder.settled
     level: Literal["ok", "warn"] = "warn" if losses[0] > 1.5 * math.log(vocabulary) else "ok"
     chance = f"guessing among {vocabulary:,} tokens would be {math.log(vocabulary):.2f}"
     report.add(level, "loss", f"{losses[0]:.4f} at first, {losses[-1]:.4f} after {len(losses)} steps; {chance}")
