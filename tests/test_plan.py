@@ -196,6 +196,9 @@ def test_autocast_keeps_copies_of_weights_until_the_forward_ends():
     loss = [memory(replace(work, fused=fused)).moments[1] for fused in (True, False)]
     copies = [term.bytes for moment in loss for term in moment.terms if "autocast" in term.name]
     assert copies == [2 * 12 * M110.layer_parameters()]
+    adapted = memory(replace(work, method="lora", fused=False)).moments[1].terms
+    (copies,) = [term.bytes for term in adapted if "autocast" in term.name]
+    assert 0 < copies == 2 * 12 * 16 * (2 * 768 * 4 + 3 * (768 + 2048))
 
 
 def test_of_two_chunks_of_logits_the_second_counts_as_it_is():

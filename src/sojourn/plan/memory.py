@@ -132,9 +132,10 @@ def _loss(work: Work) -> Moment:
     held = _held(work, always_gradients(work))
     layers = work.shape.layers
     terms = [*held, *_activations(work, layers), *_logits(work)]
-    if work.recompute != "off" and work.stream > work.numbers and not work.compiled:
+    by_autocast = work.numbers == 2 and not (work.fused and work.precision == "bf16")
+    if work.recompute != "off" and by_autocast and not work.compiled:
         kept = layers * kept_casts(work)
-        terms.append(Term("activations", "weights, cast, until autocast ends", kept, f"{layers}·2·block"))
+        terms.append(Term("activations", "weights, cast, until autocast ends", kept, f"{layers}·2·what is trained"))
     return Moment("end of the forward, in the loss", tuple(terms))
 
 
