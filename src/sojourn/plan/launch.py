@@ -12,7 +12,7 @@ from sojourn.plan.constants import constants
 from sojourn.plan.work import FUSED_FAMILIES, LINEAR, Work
 
 _NARROWED_AGAIN = 1.3  # of 8-bit multiplications, whose operands are made again where not everything is kept
-_OF_MATRIX, _OF_OTHERS = 50, 12  # operations of Muon, as train/update/muon.py has them
+_OF_MATRIX, _OF_OTHERS = 50, 8  # operations of Muon, as train/update/muon.py has them
 _SLOW = 1.5  # how much longer than usual CPUs were seen to take
 
 

@@ -258,7 +258,8 @@ def _visitors(work: Work) -> list[Term]:
         visiting = 2 * 4 * (largest_parameter(work) + matrix)
         terms.append(Term("temporary", "moments of two parameters on their visit", visiting, "2·4·(largest + matrix)"))
     if work.optimizer == "muon":
-        terms.append(Term("temporary", "the largest matrix, being made orthogonal", (4 + 4 * 2) * matrix, "12·D·F"))
+        most = max((4 + 4 * 2) * matrix, 4 * largest_parameter(work))
+        terms.append(Term("temporary", "a matrix made orthogonal, or the largest's step", most, "12·D·F or 4·V·D"))
     return terms
 
 

@@ -49,9 +49,11 @@ class Muon(torch.optim.Optimizer):
         if not state:
             state.update(step=0, mean=torch.zeros_like(parameter), square=torch.zeros_like(parameter))
         step = state["step"] = int(state["step"]) + 1
-        mean = state["mean"].lerp_(parameter.grad, 1 - first) / (1 - first**step)
-        square = state["square"].lerp_(parameter.grad.square(), 1 - second) / (1 - second**step)
-        parameter.sub_(mean / (square.sqrt() + group["eps"]), alpha=group["lr"])
+        mean = state["mean"].lerp_(parameter.grad, 1 - first)
+        square = state["square"].mul_(second).addcmul_(parameter.grad, parameter.grad, value=1 - second)
+        # One tensor beside the parameter's own: an embedding is large.
+        size = square.sqrt().div_(math.sqrt(1 - second**step)).add_(group["eps"])
+        parameter.addcdiv_(mean, size, value=-group["lr"] / (1 - first**step))
 
 
 def orthogonal(matrix: Any) -> Any:
