@@ -222,7 +222,7 @@ def test_packed_rows_are_recorded_with_room_for_their_documents_and_targets(tiny
 
 
 def test_a_form_grows_for_what_has_no_room_and_holds_what_has():
-    """Targets by eighths, starts as they come, the longest document by powers of two."""
+    """Targets by eighths, starts by sixteen, the longest document by powers of two."""
     seen, parts = [], []
     weight = torch.nn.Parameter(torch.ones(()))
 
@@ -243,10 +243,11 @@ def test_a_form_grows_for_what_has_no_room_and_holds_what_has():
         parts.append((float((loss(ready) if part is None else part).detach()), sum(range(targets))))
         return part is not None
 
-    assert [play(33, 3, 20) for _ in range(5)] == [False] * 3 + [True] * 2 and seen[-1] == (48, 3, 32)
+    assert [play(33, 3, 20) for _ in range(5)] == [False] * 3 + [True] * 2 and seen[-1] == (48, 16, 32)
     assert play(48, 2, 32) and play(1, 3, 5) and play(40, 3, 64, plain=True) is False  # which has a longer document
-    assert [play(33, 3, 20) for _ in range(4)] == [False, False, True, True] and seen[-1] == (48, 3, 64)
-    assert [play(128, 9, 64) for _ in range(4)] == [False] * 3 + [True] and seen[-1] == (128, 9, 64)
+    assert [play(33, 3, 20) for _ in range(4)] == [False, False, True, True] and seen[-1] == (48, 16, 64)
+    assert play(33, 16, 20) and [play(128, 17, 64) for _ in range(4)] == [False] * 3 + [True]
+    assert seen[-1] == (128, 32, 64)
     assert play(3, 2, 5) and all(mine == wanted for mine, wanted in parts) and hand.made == [True] * 3
 
 

@@ -18,6 +18,7 @@ from sojourn.train.survive.ladder import free_memory, is_memory_error
 
 _AS_USUAL = 3  # passes before the first recording: kernels are compiled and chosen in them
 _TARGETS = 8  # the room for targets comes in so many parts of all tokens
+_STARTS = 16  # that for starts of documents by so many: else every pass with one more than any before is recorded anew
 _OFTEN = 16  # one pass of so many with ends of documents in its rows, and rows are taken to be packed
 _IGNORED = -100  # a label that does not count
 _PACKED = ("varlen", "flash_attention_2")  # attention to which the ends of documents are numbers on the device
@@ -63,7 +64,8 @@ def form_of(ready: Ready, plain: bool = True) -> Form | None:
         return Form(rows, True, targets, 0, layout.longest)
     if layout.backend not in _PACKED:
         return None
-    return Form(rows, False, targets, len(layout.starts), min(rows[-1], 1 << (layout.longest - 1).bit_length()))
+    starts = -(-len(layout.starts) // _STARTS) * _STARTS
+    return Form(rows, False, targets, starts, min(rows[-1], 1 << (layout.longest - 1).bit_length()))
 
 
 def filled_up(ready: Ready, form: Form) -> Ready:
@@ -197,7 +199,7 @@ class Recorder:
                     parameter.grad = grad
                 self._recordings[False] = self._record_pass(self._pass)
         except RuntimeError as error:
-            why, short = " ".join(str(error).split())[:200], is_memory_error(error)
+            why, short = " ".join(str(error).split())[:200] or type(error).__name__, is_memory_error(error)
         if why:  # outside, since the error holds on to memory
             self._give_up(why, short)
         return not why
