@@ -370,6 +370,7 @@ def test_a_gpu_plays_packed_rows(tiny, monkeypatch, extra, capfd):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 def test_a_gpu_draws_the_same_numbers_as_without_a_recording():
+    """Only where there is a GPU: no CPU has its generator, nor graphs that carry it on."""
     weight = torch.nn.Parameter(torch.linspace(1, 2, 1000, device="cuda"))
     ready = Ready(torch.zeros(1, 8, device="cuda"), *(torch.zeros(3, device="cuda"),) * 3,
                   Layout("sdpa", None, None, 8, plain=True))  # fmt: skip

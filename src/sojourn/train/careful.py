@@ -139,10 +139,6 @@ class Careful:
             self.begun = replace(self.begun, part=None)
             self.session.stepper.discard()
 
-    @property
-    def _recorded(self) -> bool:
-        return self.session.stepper.recorder is not None and self.session.stepper.recorder.plays
-
     def make_room(self) -> None:
         """For passes of another kind: recordings hold the memory of a pass, and are soon made again."""
         if self.session.stepper.recorder is not None:
@@ -193,7 +189,7 @@ class Careful:
         """Gives up recordings, or takes fewer rows at a time, before memory really runs out."""
         if self.session.stepper.engine.lockstep:
             return
-        if self._recorded or self.session.stepper.feed.micro_batch > 1:
+        if self.session.stepper.plays or self.session.stepper.feed.micro_batch > 1:
             down = self._down(False, why)
             if down is not None:
                 raise down
@@ -224,7 +220,7 @@ class Careful:
         session = self.session
         feed = session.stepper.feed
         train = session.config.train.model_copy(update={"micro_batch": feed.micro_batch})
-        rung: dict[str, Any] | None = {"cuda_graphs": "off"} if self._recorded else next_rung(train, in_update)
+        rung = next_rung(train, in_update, session.stepper.plays)
         step, says = session.progress.step + 1, why.strip().split("\n")[0][:200]
         if rung is None:
             raise NoRungLeft(

@@ -8,13 +8,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-from sojourn.catalog.names import gpu as find_gpu
 from sojourn.errors import UserError
 from sojourn.plan.records import note
 from sojourn.plan.speed import speed
 from sojourn.plan.work import Work
 from sojourn.run.files import read_json_lines
-from sojourn.train.resolve import work_here
+from sojourn.train.resolve import card_here, work_here
 from sojourn.train.session import Session, say
 from sojourn.train.subject import subject_of
 
@@ -66,6 +65,6 @@ def _note(session: Session, kind: str, memory: int, step_seconds: float) -> None
 
     name, work, planned = torch.cuda.get_device_name(), work_of_session(session), None
     with suppress(UserError):  # a card that the catalogue does not know
-        card = find_gpu(name, torch.cuda.get_device_properties(0).total_memory / 2**30)
+        card = card_here()
         name, planned = card.name, speed(work, card).step_seconds
     note(work, name, kind, {"memory": memory, "step_seconds": step_seconds}, planned)

@@ -130,7 +130,7 @@ class Recorder:
         return (self._play(ready, targets, several) if self._seen > _AS_USUAL else None), ready
 
     def _play(self, ready: Ready, targets: float, several: bool) -> Any:
-        """`several`: more passes are to come in this step."""
+        """`several`: the step has more passes than this one."""
         first = all(parameter.grad is None for parameter in self._parameters)
         if not first and any(p.grad is not g for p, g in zip(self._parameters, self._grads, strict=False)):
             return None  # the step's first pass was made as usual

@@ -122,7 +122,7 @@ def _tried(config: RunConfig, run: RunFolder, scratch: RunFolder, ranks: Ranks, 
 def _steps(session: Session, careful: Careful, report: Report) -> float:
     """Real steps; the seconds of the last."""
     vocabulary, seconds, losses = session.artefact.vocab_size, 0.0, list[float]()
-    recorder, settled = session.stepper.recorder, 0
+    settled = 0
     while len(losses) < min(_RECORDED, session.total) and (len(losses) < _STEPS or settled < 2):
         began = time.monotonic()
         session.stepper.engine.set_learning_rate(
@@ -136,7 +136,7 @@ def _steps(session: Session, careful: Careful, report: Report) -> float:
         session.progress.step += 1
         session.progress.tokens += done.tokens
         seconds = time.monotonic() - began
-        settled += recorder is None or recorder.settled
+        settled += session.stepper.settled
     level: Literal["ok", "warn"] = "warn" if losses[0] > 1.5 * math.log(vocabulary) else "ok"
     chance = f"guessing among {vocabulary:,} tokens would be {math.log(vocabulary):.2f}"
     report.add(level, "loss", f"{losses[0]:.4f} at first, {losses[-1]:.4f} after {len(losses)} steps; {chance}")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
+from sojourn.catalog.facts import Gpu
 from sojourn.catalog.names import gpu as find_gpu
 from sojourn.catalog.shapes import ModelShape
 from sojourn.config.schema import RunConfig
@@ -265,15 +266,20 @@ def _compile(config: RunConfig, subject: Subject) -> tuple[str, str]:
     return "on", "blocks are compiled once and run faster from then on"
 
 
+def card_here() -> Gpu:
+    """As the catalogue has it; raises where it has none."""
+    import torch
+
+    return find_gpu(torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory / 2**30)
+
+
 def _recording(config: RunConfig, subject: Subject, processes: int) -> tuple[str, str]:
     """Where a GPU might wait for the CPU, as plans see it."""
     train = config.train
     if train.device != "cuda":
         return "off", "recordings are for GPUs"
-    import torch
-
     try:
-        card = find_gpu(torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory / 2**30)
+        card = card_here()
     except UserError:
         return "off", "the catalogue does not know this GPU: set on to try"
     work = work_here(config, subject, int(train.micro_batch), str(train.checkpointing), processes)

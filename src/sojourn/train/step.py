@@ -92,6 +92,16 @@ class Stepper:
     def optimizer(self) -> Optimizer:
         return self.engine.optimizer
 
+    @property
+    def plays(self) -> bool:
+        """Whether passes come from a recording."""
+        return self.recorder is not None and self.recorder.plays
+
+    @property
+    def settled(self) -> bool:
+        """Whether that is decided."""
+        return self.recorder is None or self.recorder.settled
+
     def gradients(self, batches: list[Batch]) -> tuple[float, float]:
         """Forward and backward of every micro batch. Returns the mean loss and the norm of the (clipped) gradient."""
         loss, size = self.passes(batches).tolist()

@@ -112,7 +112,7 @@ def _run(task: Task, line: Line, found: Found) -> None:
         "parameters": sum(p.numel() for p in session.stepper.network.model.parameters()),
         "attention": session.stepper.network.backend, "loading": loading, "loss": loss, "tokens": session.tokens(0),
         "step_seconds": statistics.median(times), "steps": [round(one, 5) for one in times],
-        "recorded": session.stepper.recorder is not None and session.stepper.recorder.plays,
+        "recorded": session.stepper.plays,
         "waited": round(waited, 3), "cpu_us": round(min(before, _cpu_us(device)), 2),
         **_memory(device, loading), **pieces,
     }  # fmt: skip
@@ -158,7 +158,7 @@ def _first(session: Any, batches: list[Any]) -> Found:
         loss = session.stepper.step(batches[number % 2])[0]
         if settled:
             break
-        settled = _settled(session)
+        settled = session.stepper.settled
     peak = {"allocated": int(torch.cuda.max_memory_allocated())} if session.stepper.feed.device == "cuda" else {}
     return {"loss": loss, **peak}
 
@@ -171,10 +171,6 @@ def _pieces(session: Any, held: int) -> Found:
         return {"phases": phases(replace(session.stepper, recorder=None), session.batches(0), held)}
     session.stepper.discard()
     return {}
-
-
-def _settled(session: Any) -> bool:
-    return session.stepper.recorder is None or session.stepper.recorder.settled
 
 
 def _begin_anew(device: str) -> None:
@@ -199,7 +195,7 @@ def _timed(session: Any, batches: list[Any]) -> tuple[list[float], float]:
     while True:
         loss = _step(session, batches[count % 2], batches[(count + 1) % 2], begun)
         now, count = time.perf_counter(), count + 1
-        enough = _WARM if _settled(session) else _RECORDED
+        enough = _WARM if session.stepper.settled else _RECORDED
         if warm:
             times.append(now - last)
         last, warm = now, warm or (count >= enough and now - began >= _WARM_SECONDS)

@@ -57,11 +57,13 @@ def is_memory_error(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(word.lower() in str(error).lower() for word in _WORDS)
 
 
-def next_rung(train: TrainConfig, in_update: bool = False) -> dict[str, Any] | None:
-    """What to give up next, as settings of `train`; None where nothing is left.
+def next_rung(train: TrainConfig, in_update: bool = False, recorded: bool = False) -> dict[str, Any] | None:
+    """What to give up next, as settings of `train`; None where nothing is left. `recorded`: recordings hold memory.
 
     In the update no activations are left to save: moments in the host's memory are what helps there.
     """
+    if recorded:
+        return {"cuda_graphs": "off"}
     offload = {"offload": "optimizer"} if train.optimizer == "adamw" and train.offload == "off" else None
     if in_update and offload is not None:
         return offload
