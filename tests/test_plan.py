@@ -36,6 +36,7 @@ ROOT = Path(__file__).parents[1]
 KERNELS = ROOT / "benchmarks/results/kernels-H200-2026-11-16.json"
 PLANS = ROOT / "benchmarks/results/plan-H200-2026-11-16.json"
 DRAWN = [ROOT / f"benchmarks/results/plan-drawn-{seed}-H200-2026-11-16.json" for seed in (7, 8, 9)]
+UNSEEN = [ROOT / f"benchmarks/results/plan-{name}-H200-2026-11-16.json" for name in ("again", "drawn-10")]  # never fitted to
 SMALL = [ROOT / f"benchmarks/results/plan-{name}-H200-2026-11-16.json" for name in ("thin", "played")]
 M110 = new_shape(768, 12, 12, 12, 2048, 32_000, True)
 M875 = new_shape(2048, 16, 16, 16, 5504, 32_000, True)
@@ -117,33 +118,55 @@ def test_the_fit_is_what_one_command_makes_of_the_measurements(tmp_path):
     assert (tmp_path / "fit.toml").read_text() == (ROOT / "src/sojourn/plan/fit.toml").read_text()
 
 
-def test_held_out_runs_are_planned_within_the_bars():
-    """Measured on an H200; planned by the present planner."""
-    found = read_again(PLANS, peers=False, say=lambda text: None)["report"]["sojourn, held out"]
-    peak, device, step, known = (found[name] for name in ("allocated", "device", "step_seconds", "known_seconds"))
-    assert peak["cases"] == step["cases"] == found["capped"] == 33
+def _bars(path, who="sojourn, held out"):
+    """The report on measured runs by the present planner, whose errors are within what is asked."""
+    found = read_again(path, peers=False, say=lambda text: None)["report"][who]
+    peak, device, step = (found[name] for name in ("allocated", "device", "step_seconds"))
+    assert peak["cases"] == step["cases"] == found["capped"] and not found["above_need"]
     assert peak["mean"] < 0.02 and peak["p95"] < 0.05 and abs(peak["worst"]) < 0.08
     assert device["mean"] < 0.04
-    assert found["false_fits"] == found["above_need"] == 0
     assert step["mean"] < 0.10 and step["p95"] < 0.20
+    return found
+
+
+def test_held_out_runs_are_planned_within_the_bars():
+    found = _bars(PLANS)
+    assert found["capped"] == 33 and found["false_fits"] == 0
+    known = found["known_seconds"]
     assert known["cases"] == 22 and known["mean"] < 0.10 and known["p95"] < 0.20
 
 
 @pytest.mark.parametrize(("path", "cases", "ran_out"), zip(DRAWN, (24, 24, 23), (0, 0, 2), strict=True), ids="789")
 def test_runs_that_nobody_chose_are_planned_within_the_bars(path, cases, ran_out):
     """Two of the last ran out of memory with what was called enough then."""
-    found = read_again(path, peers=False, say=lambda text: None)["report"]["sojourn, held out"]
-    peak, device, step = (found[name] for name in ("allocated", "device", "step_seconds"))
-    assert peak["cases"] == found["capped"] == cases and found["false_fits"] == ran_out and not found["above_need"]
-    assert peak["mean"] < 0.02 and peak["p95"] < 0.05 and abs(peak["worst"]) < 0.08 and device["mean"] < 0.04
-    assert step["mean"] < 0.10 and step["p95"] < 0.20
+    found = _bars(path)
+    assert found["capped"] == cases and found["false_fits"] == ran_out
 
 
-@pytest.mark.parametrize("path", [PLANS, *DRAWN], ids=lambda path: path.stem)
+def test_runs_measured_after_the_last_fit_are_planned_within_the_bars():
+    again, drawn = UNSEEN
+    found = [_bars(again), _bars(again, "sojourn, the other half"), _bars(drawn)]
+    assert [half["capped"] for half in found] == [33, 32, 24]
+    assert [half["false_fits"] for half in found] == [0, 0, 0]
+
+
+def test_no_other_planner_is_nearer():
+    report = read_again(UNSEEN[0], peers=False, say=lambda text: None)["report"]
+    peers = [who for who in report if not who.startswith("sojourn")]
+    assert len(peers) == 10  # five answers, in both halves
+    for who in peers:
+        ours = report["sojourn, " + who.rpartition(", ")[2]]
+        for column, theirs in report[who].items():
+            assert all(ours[column][part] < abs(theirs[part]) / 10 for part in ("mean", "p95")), (who, column)
+
+
+@pytest.mark.parametrize("path", [PLANS, *DRAWN, *UNSEEN], ids=lambda path: path.stem)
 def test_no_plan_asks_for_less_than_what_runs_were_proven_to_fit_into(path):
-    """Into a cap, or into what torch took when it could have all. 4 MiB are what recordings may add to a margin."""
+    """Into a cap, or into what torch took when it could have all. 4 MiB are what recordings may add to a margin. Rows
+    have the settings that were decided on the machine; whether to record was open when they were planned."""
     for row in json.loads(path.read_text())["rows"]:
         if "capped" in row:
+            row["config"]["train"]["cuda_graphs"] = row["case"].get("graphs") or row["config"]["train"]["cuda_graphs"]
             plan, ran_out = planned(row), "failed" in row["capped"]
             taken = row["measured"]["reserved"]
             proven = taken if ran_out else min(taken, row["capped"]["cap"])
