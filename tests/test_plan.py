@@ -36,7 +36,8 @@ ROOT = Path(__file__).parents[1]
 KERNELS = ROOT / "benchmarks/results/kernels-H200-2026-11-16.json"
 PLANS = ROOT / "benchmarks/results/plan-H200-2026-11-16.json"
 DRAWN = [ROOT / f"benchmarks/results/plan-drawn-{seed}-H200-2026-11-16.json" for seed in (7, 8, 9)]
-UNSEEN = [ROOT / f"benchmarks/results/plan-{name}-H200-2026-11-16.json" for name in ("again", "drawn-10")]  # never fitted to
+# Never fitted to.
+UNSEEN = [ROOT / f"benchmarks/results/plan-{name}-H200-2026-11-16.json" for name in ("again", "drawn-10")]
 SMALL = [ROOT / f"benchmarks/results/plan-{name}-H200-2026-11-16.json" for name in ("thin", "played")]
 M110 = new_shape(768, 12, 12, 12, 2048, 32_000, True)
 M875 = new_shape(2048, 16, 16, 16, 5504, 32_000, True)
