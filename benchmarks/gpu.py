@@ -27,7 +27,6 @@ TALKS = ("--data", CHATS) if CHATS else ()
 
 TESTS = ("tests/test_recorded.py", "tests/test_loss.py", "tests/test_fast.py", "tests/test_ahead.py")
 SMALL = "bf16,chunked,fused,compile,ahead,graphs,fp8,nanogpt"  # the ladder, and whom to beat
-LARGE = "graphs,fp8,transformers-compiled"
 
 # Commands of each part, with what to lay down for them: workloads and steps, on which the size of their data depends.
 PARTS: dict[str, tuple[list[tuple[str, ...]], list[tuple[str, int]]]] = {
@@ -47,14 +46,19 @@ PARTS: dict[str, tuple[list[tuple[str, ...]], list[tuple[str, int]]]] = {
         [("pretrain-110m", 200)],
     ),
     "large": (
-        [(*TRAIN, *TEXTS, "--workload", "pretrain-875m", "--steps", "500", "--peer-steps", "100", "--rows", LARGE)],
+        [(*TRAIN, *TEXTS, "--workload", "pretrain-875m", "--steps", "500", "--rows", "graphs,fp8")],
         [("pretrain-875m", 500)],
     ),
+    "plain": (
+        [(*TRAIN, *TEXTS, "--workload", "pretrain-875m", "--steps", "200", "--rows", "graphs,transformers-compiled")],
+        [("pretrain-875m", 200)],
+    ),
     "qlora": (
-        [(*TRAIN, *TALKS, "--workload", "qlora-7b", "--steps", "30", "--rows", "full,liger")], [("lora-7b", 30)]
+        [(*TRAIN, *TALKS, "--workload", "qlora-7b", "--steps", "200", "--rows", "full,liger")], [("lora-7b", 200)]
     ),
     "lora": (
-        [(*TRAIN, *TALKS, "--workload", "lora-7b", "--steps", "30", "--rows", "ahead,full,liger")], [("lora-7b", 30)]
+        [(*TRAIN, *TALKS, "--workload", "lora-7b", "--steps", "200", "--rows", "ahead,full,liger-kept")],
+        [("lora-7b", 200)],
     ),
 }  # fmt: skip
 
