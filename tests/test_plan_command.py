@@ -11,7 +11,7 @@ from sojourn.catalog.names import gpu
 from sojourn.catalog.shapes import model
 from sojourn.config.load import load_run
 from sojourn.errors import UserError
-from sojourn.plan.advise import advise, advise_for, what_fits
+from sojourn.plan.advise import advise, advise_for, faster, what_fits
 from sojourn.plan.estimate import TOO_SMALL, fit_on, make_plan
 from sojourn.plan.memory import memory
 from sojourn.plan.money import bill
@@ -274,7 +274,7 @@ def test_no_line_is_wider_than_the_screen(home, monkeypatch, words, width):
 
 def test_sessions_sources_and_dates_are_on_the_screen(home, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    text = " ".join(called("plan", "qlora-7b", "train.steps=8000").stdout.split())
+    text = " ".join(called("plan", "qlora-7b", "train.steps=10000").stdout.split())
     assert "4 sessions of 12 h" in text and "2 weeks at 30 GPU-hours a week" in text
     assert "AutoDL price page, 2026-08" in text
 
@@ -294,7 +294,7 @@ def test_a_run_s_own_limits_are_its_budget_and_deadline(home):
 
 
 def test_where_nothing_meets_the_limits_the_nearest_are_named(home):
-    text = " ".join(called("plan", "qlora-7b", "--budget", "¥5", "--deadline", "3h").stdout.split())
+    text = " ".join(called("plan", "qlora-7b", "--budget", "¥2", "--deadline", "3h").stdout.split())
     assert "nothing meets the deadline and the budget; the cheapest is" in text and "the fastest is" in text
 
 
@@ -320,6 +320,53 @@ def test_a_global_batch_of_many_divisors_takes_no_longer(home):
 def test_rows_much_too_long_get_advice_too():
     config = load_run(["qlora-7b", "data.max_length=200000", "train.steps=10"]).config
     assert any("data.max_length" in one.typed for one in advise(config, gpu("RTX 4090")))
+
+
+# --- memory for speed
+
+
+@pytest.mark.parametrize(
+    ("words", "card", "how"),
+    [
+        (["qlora-7b"], "RTX 4090", "off"), (["qlora-7b", "data.max_length=16384"], "RTX 4090", "full"),
+        (["lora-r64"], "H200", "off"), (["lora-r64"], "A100 40GB", "full"),
+    ],
+)  # fmt: skip
+def test_presets_recompute_only_what_a_card_does_not_hold(words, card, how):
+    (found,) = {offer.cut.work.recompute for offer in plan_of(*words, only=[gpu(card)]).offers}
+    assert found == how
+
+
+def test_a_run_that_leaves_memory_unused_is_told_what_it_would_buy(home):
+    words, card = ["qlora-7b", "train.steps=100", "train.micro_batch=1", "train.checkpointing=full"], gpu("RTX 4090")
+    config, plan = load_run(words).config, plan_of(*words, only=[card])
+    found = faster(config, plan)
+    left = plan_of(*words, *found.typed.split(), only=[card]).shown
+    assert found.tokens_per_second == pytest.approx(left.speed.tokens_per_second)
+    assert found.tokens_per_second > 1.25 * plan.shown.speed.tokens_per_second
+    assert found.typed == "train.checkpointing=auto"  # more rows at a time are not worth another word there
+    text = " ".join(called("plan", *words, "--gpu", "4090").stdout.split())
+    says = f"the same result sooner on RTX 4090, by the memory that is left: {found.tokens_per_second:,.0f} tok/s"
+    assert says in text
+    assert json.loads(called("plan", *words, "--gpu", "4090", "--json").stdout)["faster"]["typed"] == found.typed
+
+
+def test_more_rows_at_a_time_are_worth_a_word_where_weights_are_many():
+    words = ["full-7b", "train.steps=100"]
+    assert faster(load_run(words).config, plan_of(*words, only=[gpu("H200")])).typed == "train.micro_batch=auto"
+
+
+@pytest.mark.parametrize(
+    ("words", "card"),
+    [
+        (["qlora-7b", "train.micro_batch=auto"], "RTX 4090"),  # all is left to the plan
+        (["qlora-7b", "data.max_length=16384", "train.checkpointing=full"], "RTX 4090"),  # nothing is left
+        (["full-7b"], "RTX 4090"),  # does not fit
+    ],
+)
+def test_nothing_is_promised_where_nothing_would_be_faster(words, card):
+    words = [*words, "train.steps=100"]
+    assert faster(load_run(words).config, plan_of(*words, only=[gpu(card)])) is None
 
 
 # --- the other way round

@@ -54,7 +54,7 @@ def _plan(
     config: RunConfig, cards: list[Gpu] | None, platform: str | None, budget: str | None, deadline: str | None,
     explain: bool, json: bool,
 ) -> None:  # fmt: skip
-    from sojourn.plan.advise import advise_for
+    from sojourn.plan.advise import advise_for, faster
     from sojourn.plan.ask import known_platform, to_budget, to_seconds
     from sojourn.plan.estimate import make_plan
     from sojourn.plan.show import (
@@ -63,6 +63,7 @@ def _plan(
         best_lines,
         corrected_line,
         explain_lines,
+        faster_line,
         folded,
         head_lines,
         memory_lines,
@@ -75,8 +76,9 @@ def _plan(
     place = known_platform(platform)
     found = make_plan(config, cards, place, money, seconds)
     target, advice = advise_for(config, found, cards, place)
+    sooner = faster(config, found)
     if json:
-        _print_json(as_values(config, found, advice))
+        _print_json(as_values(config, found, advice, sooner))
         return
     width, shown = screen_width(), found.shown
     card = shown.gpu if shown else cards[0] if cards else None
@@ -84,6 +86,8 @@ def _plan(
     lines = [*head_lines(config, found, cards is not None), *memory_lines(found.smallest, where), ""]
     asked = " and the ".join(word for word, given in (("deadline", seconds), ("budget", money)) if given is not None)
     lines += [*table_lines(found, cards is not None, width), "", *best_lines(found, asked, bool(advice))]
+    if sooner is not None:
+        lines.append(faster_line(sooner))
     if target is not None:
         lines += advice_lines(advice, target.name)
     if found.correction.records:

@@ -1,4 +1,5 @@
-"""What to change when a run does not fit, ranked by what it costs in speed; and the other way round, what would fit."""
+"""What to change when a run does not fit, ranked by what it costs in speed, or to be faster where memory is left; and
+the other way round, what would fit."""
 
 from __future__ import annotations
 
@@ -22,6 +23,8 @@ from sojourn.plan.subject import subject_of
 from sojourn.plan.work import Place, Work, work_of
 
 _MOST_CHANGES = 3
+_WORTH = 1.05  # times as fast: less is not worth a line
+_RECOMPUTED = ("full", "selective")
 _SHORTEST, _LONG = 256, 32_768  # rows that are not halved further, and rows that are halved more often
 
 
@@ -59,7 +62,7 @@ def advise(config: RunConfig, gpu: Gpu, most: int | None = None) -> list[Advice]
             names = frozenset(change.says for change in group)
             if any(less <= names for less in enough) or _clash(group):
                 continue
-            one = _tried(config, shape, gpu, group)
+            one = _tried(config, shape, gpu, group, gpus_named(config) or 1)
             if one is not None:
                 found.append(one)
                 enough.append(names)
@@ -80,6 +83,23 @@ def advise_for(
         return None, []
     target = max(asked, key=lambda card: card.plan_gib)
     return target, advise(config, target, most_gpus(target, platform))
+
+
+def faster(config: RunConfig, plan: Plan) -> Advice | None:
+    """What memory that is left buys on the GPU that a plan shows, for the same result: settings to be left to it."""
+    shown, train = plan.shown, config.train
+    if shown is None or shown.cut is None or shown.speed is None:
+        return None
+    now = speed(shown.cut.work, shown.gpu).tokens_per_second
+    left = [Change("keep what fits", {"train.checkpointing": "auto"})] if train.checkpointing in _RECOMPUTED else []
+    left += [Change("as many rows as fit", {"train.micro_batch": "auto"})] if train.micro_batch != "auto" else []
+    groups = [group for size in range(1, len(left) + 1) for group in combinations(left, size)]
+    found = [one for group in groups if (one := _tried(config, plan.shape, shown.gpu, group, shown.count)) is not None]
+    best = max((one.tokens_per_second for one in found), default=0.0)
+    if best < _WORTH * now:
+        return None
+    least = next(one for one in found if one.tokens_per_second >= best / _WORTH)  # with the fewest changes
+    return replace(least, tokens_per_second=least.tokens_per_second / now * shown.speed.tokens_per_second)
 
 
 def _changes(config: RunConfig, shape: ModelShape) -> Iterator[Change]:
@@ -117,9 +137,11 @@ def _clash(group: tuple[Change, ...]) -> bool:
     return len(keys) > len(set(keys)) or sum(change.count > 1 for change in group) > 1 or (adapters and moments) or both
 
 
-def _tried(config: RunConfig, shape: ModelShape, gpu: Gpu, group: tuple[Change, ...]) -> Advice | None:
+def _tried(
+    config: RunConfig, shape: ModelShape, gpu: Gpu, group: tuple[Change, ...], count: int
+) -> Advice | None:  # fmt: skip
     settings = {key: value for change in group for key, value in change.settings.items()}
-    count = max(gpus_named(config) or 1, *(change.count for change in group))
+    count = max(count, *(change.count for change in group))
     try:
         changed = with_settings(config, settings)
     except UserError:

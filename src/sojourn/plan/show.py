@@ -242,6 +242,11 @@ def advice_lines(advice: list[Advice], gpu: str) -> list[str]:
     return lines
 
 
+def faster_line(one: Advice) -> str:
+    gained = f"{one.tokens_per_second:,.0f} tok/s, {one.memory / _GIB:.1f} GiB"
+    return f"the same result sooner on {one.gpu.name}, by the memory that is left: {gained}   ({one.typed})"
+
+
 def corrected_line(learned: Correction) -> str:
     by_card = ", ".join(_whole(f"{time:.2f} on {card}") for card, time in learned.times.items())
     return (
@@ -295,7 +300,7 @@ def explain_lines(plan: Plan) -> list[str]:
     return lines
 
 
-def as_values(config: RunConfig, plan: Plan, advice: list[Advice]) -> dict[str, Any]:
+def as_values(config: RunConfig, plan: Plan, advice: list[Advice], sooner: Advice | None) -> dict[str, Any]:
     """For --json."""
     return {
         "name": config.name, "shape": asdict(plan.shape), "parameters": plan.shape.parameters,
@@ -306,9 +311,16 @@ def as_values(config: RunConfig, plan: Plan, advice: list[Advice]) -> dict[str, 
         "offers": [_offer_values(offer) for offer in plan.offers],
         "best": None if plan.best is None else _offer_values(plan.best),
         "fastest": None if plan.fastest is None else _offer_values(plan.fastest),
-        "advice": [{"changes": [c.says for c in one.changes], "typed": one.typed, "gpu": one.gpu.name,
-                    "tokens_per_second": round(one.tokens_per_second, 1), "memory": one.memory} for one in advice],
+        "advice": [_advice_values(one) for one in advice],
+        "faster": None if sooner is None else _advice_values(sooner),
         "correction": asdict(plan.correction),
+    }  # fmt: skip
+
+
+def _advice_values(one: Advice) -> dict[str, Any]:
+    return {
+        "changes": [change.says for change in one.changes], "typed": one.typed, "gpu": one.gpu.name,
+        "tokens_per_second": round(one.tokens_per_second, 1), "memory": one.memory,
     }  # fmt: skip
 
 
