@@ -1,6 +1,7 @@
 """`sojourn plan` as it is used: how many GPUs, where, which cannot run it, on screens of any width."""
 
 import json
+from dataclasses import replace
 from unicodedata import east_asian_width
 
 import pytest
@@ -15,6 +16,8 @@ from sojourn.plan.advise import advise, advise_for, faster, what_fits
 from sojourn.plan.estimate import TOO_SMALL, fit_on, make_plan
 from sojourn.plan.memory import memory
 from sojourn.plan.money import bill
+from sojourn.plan.speed import speed
+from sojourn.plan.subject import subject_of
 from sojourn.plan.work import place_of, work_of
 
 A100 = gpu("A100 80GB")
@@ -335,6 +338,27 @@ def test_rows_much_too_long_get_advice_too():
 def test_presets_recompute_only_what_a_card_does_not_hold(words, card, how):
     (found,) = {offer.cut.work.recompute for offer in plan_of(*words, only=[gpu(card)]).offers}
     assert found == how
+
+
+def test_what_is_recomputed_is_chosen_by_its_speed():
+    """Sixteen rows fit if they are recomputed; two do without, and are faster."""
+    config = load_run(["lora-100k", "train.micro_batch=auto"]).config
+    card, shape = gpu("T4"), subject_of(config)
+    found = fit_on(config, shape, card)
+    assert (found.work.recompute, found.work.rows) == ("off", 2)
+    other = fit_on(load_run(["lora-100k", "train.micro_batch=auto", "train.checkpointing=full"]).config, shape, card)
+    assert other.work.rows == 16
+    assert speed(found.work, card).tokens_per_second > 1.2 * speed(other.work, card).tokens_per_second
+
+
+def test_a_gpu_of_unknown_speed_keeps_activations_where_a_fair_micro_batch_fits():
+    config = load_run(["lora-100k", "train.micro_batch=auto"]).config
+    card, shape = gpu("T4"), subject_of(config)
+    rates = {"fp32_tflops": None, "tf32_tflops": None, "bf16_tflops": None, "fp16_tflops": None, "fp8_tflops": None}
+    found = fit_on(config, shape, replace(card, **rates))
+    assert (found.work.recompute, found.work.rows) == ("full", 16)
+    small = fit_on(config, shape, replace(card, **rates, usable_gib=30.0))
+    assert (small.work.recompute, small.work.rows) == ("off", 4)
 
 
 def test_a_run_that_leaves_memory_unused_is_told_what_it_would_buy(home):

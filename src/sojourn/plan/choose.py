@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 
+from sojourn.catalog.facts import Gpu
 from sojourn.plan.memory import Memory, memory
+from sojourn.plan.speed import has_rate, speed
 from sojourn.plan.work import Work
 
 FAIR_TOKENS = 4096  # fewer at a time leave a GPU idle
@@ -25,21 +28,26 @@ def divisors(batch: int) -> list[int]:
 
 
 def cut(
-    make: Callable[[int, str], Work], batch: int, length: int, room: float, ways: tuple[str, ...], asked: int | None
-) -> Cut | None:
-    """Activations are kept if a fair micro batch then fits; None where not even one row does.
+    make: Callable[[int, str], Work], batch: int, length: int, room: float, ways: tuple[str, ...], asked: int | None,
+    gpu: Gpu | None,
+) -> Cut | None:  # fmt: skip
+    """The fastest by its plan on `gpu`; None where not even one row fits. Where the GPU is not known, activations are
+    kept if a fair micro batch then fits.
 
     `make` gives the work of so many rows with so much recomputed; `room` is bytes of the device, context included.
     """
     rows = [asked] if asked else [n for n in divisors(batch) if n * length <= MOST_TOKENS] or [1]
-    fair = asked or max([n for n in rows if n * length <= FAIR_TOKENS], default=1)
-    best: Cut | None = None
+    known = gpu is not None and has_rate(gpu)
+    fair = rows[-1] if known else asked or max([n for n in rows if n * length <= FAIR_TOKENS], default=1)
+    found = list[Cut]()
     for how in ways:
         tried = (Cut(work, memory(work)) for work in (make(n, how) for n in reversed(rows)))
-        best = next((one for one in tried if one.memory.device <= room), best)
-        if best is not None and best.work.rows >= fair:
-            return best
-    return best
+        found += islice((one for one in tried if one.memory.device <= room), 1)
+        if found and found[-1].work.rows >= fair:
+            break
+    if gpu is None or not known:
+        return found[-1] if found else None
+    return max(found, key=lambda one: speed(one.work, gpu).tokens_per_second, default=None)
 
 
 def ways_of(checkpointing: str) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
 from sojourn.plan.choose import Cut, cut, divisors, ways_of
 from sojourn.plan.length import length_of
-from sojourn.plan.memory import SAFE, memory
+from sojourn.plan.memory import memory, room_in
 from sojourn.plan.money import Bill, bill, with_disk, within
 from sojourn.plan.priced import gpus_named, nothing_there, prices_on
 from sojourn.plan.records import Correction, correction
@@ -105,8 +105,8 @@ def least(config: RunConfig, shape: ModelShape, gpu: Gpu | None = None) -> Cut:
     return Cut(work, memory(work))
 
 
-def room_of(gpu: Gpu, learned: Correction) -> float:
-    return SAFE * gpu.plan_gib * _GIB / max(1.0, learned.memory)  # never more room than the model itself leaves
+def room_of(gpu: Gpu, learned: Correction, count: int = 1) -> float:
+    return room_in(gpu.plan_gib * _GIB, count) / max(1.0, learned.memory)  # never more than the model leaves
 
 
 def fit_on(config: RunConfig, shape: ModelShape, gpu: Gpu, count: int = 1, room: float | None = None) -> Cut | None:
@@ -114,10 +114,10 @@ def fit_on(config: RunConfig, shape: ModelShape, gpu: Gpu, count: int = 1, room:
     train = config.train
     asked = train.micro_batch if isinstance(train.micro_batch, int) else None
     batch = -(-train.global_batch // count)
-    space = room if room is not None else room_of(gpu, correction())
+    space = room if room is not None else room_of(gpu, correction(), count)
     for engine in _engines(config, count):
         make = partial(_work, config, shape, gpu, count, engine)
-        found = cut(make, batch, config.data.max_length, space, ways_of(train.checkpointing), asked)
+        found = cut(make, batch, config.data.max_length, space, ways_of(train.checkpointing), asked, gpu)
         if found is not None:
             return found
     return None
@@ -160,7 +160,7 @@ def _offers_on(
 def _bare(gpu: Gpu, count: int, config: RunConfig, shape: ModelShape, steps: int, learned: Correction) -> Offer:
     if why_not := _cannot_run(gpu, count, config, shape):
         return Offer(gpu, count, None, why_not=why_not)
-    room = room_of(gpu, learned)
+    room = room_of(gpu, learned, count)
     found = fit_on(config, shape, gpu, count, room)
     if found is None:
         return Offer(gpu, count, None, why_not=TOO_SMALL)

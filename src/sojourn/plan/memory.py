@@ -30,6 +30,7 @@ _LEAST_ROWS = 256
 _UPDATE = "optimizer's step"
 _CHANGING = ("activations", "loss", "temporary")
 SAFE = 0.97  # of the usable memory: a plan that says "fits" must be right
+_TALKING = 2**29  # what GPUs may take to talk to each other; not measured
 _TUNED_WITH = 64 * 2**20  # kernels are tuned with a scratch as large as the cache of the GPU (seen: 60 MiB)
 _RECORDED_IN = 48 * 2**20  # recordings have segments of their own
 
@@ -75,6 +76,11 @@ class Memory:
     @property
     def enough(self) -> int:
         return max(int(self.device / SAFE), self.device + self.margin)
+
+
+def room_in(free: float, count: int) -> float:
+    """What of a card's free bytes a run may be planned into, where `count` GPUs share it."""
+    return SAFE * free - (_TALKING if count > 1 else 0)
 
 
 def memory(work: Work) -> Memory:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from sojourn.errors import UserError
 from sojourn.plan.records import note
 from sojourn.plan.speed import speed
 from sojourn.plan.work import Work
@@ -63,8 +62,7 @@ def _note_run(session: Session) -> None:
 def _note(session: Session, kind: str, memory: int, step_seconds: float) -> None:
     import torch
 
-    name, work, planned = torch.cuda.get_device_name(), work_of_session(session), None
-    with suppress(UserError):  # a card that the catalogue does not know
-        card = card_here()
-        name, planned = card.name, speed(work, card).step_seconds
+    work, card = work_of_session(session), card_here()
+    name = torch.cuda.get_device_name() if card is None else card.name
+    planned = None if card is None else speed(work, card).step_seconds
     note(work, name, kind, {"memory": memory, "step_seconds": step_seconds}, planned)

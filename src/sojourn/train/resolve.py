@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
@@ -17,14 +18,13 @@ from sojourn.model.adapter import usual_alpha
 from sojourn.model.families import FAMILIES
 from sojourn.plan.choose import cut, ways_of
 from sojourn.plan.launch import recordable
-from sojourn.plan.memory import memory
+from sojourn.plan.memory import SAFE, memory, room_in
 from sojourn.plan.speed import speed
 from sojourn.plan.work import Place, Work, work_of
 from sojourn.train.subject import Subject, subject_of
 from sojourn.train.survive.ladder import further
 
 _CPU_TOKENS = 4096
-_GPU_SHARE = 0.9
 _COMPILE_FLOPS = 2e14  # a second's work on a good card
 _WORTH_COMPILING = 120.0
 
@@ -96,7 +96,7 @@ def _engine(found: Resolved, subject: Subject, processes: int) -> None:
         import torch
 
         free = torch.cuda.mem_get_info()[0]
-        fits = memory(work_here(config, subject, 1, "full", processes, "ddp")).device <= _GPU_SHARE * free
+        fits = memory(work_here(config, subject, 1, "full", processes, "ddp")).device <= room_in(free, processes)
         engine = "ddp" if fits else "fsdp"
         room = f"{free / 2**30:.0f} GiB free on a GPU"
         found.choose(
@@ -208,7 +208,7 @@ def fp8_fault(device: str, precision: str, fused: bool) -> str | None:
 
 
 def _memory(found: Resolved, subject: Subject, processes: int) -> None:
-    """Micro batch and recomputation together: activations are kept if a fair micro batch then fits."""
+    """Micro batch and recomputation together, the fastest by its plan of what fits."""
     train = found.config.train
     length, batch = found.config.data.max_length, -(-train.global_batch // processes)
     if train.device != "cuda":
@@ -227,12 +227,13 @@ def _memory(found: Resolved, subject: Subject, processes: int) -> None:
         lambda rows, how: work_here(config, subject, rows, how, processes),
         batch,
         length,
-        _GPU_SHARE * free,
+        room_in(free, processes),
         ways,
         asked,
+        card_here(),
     )
     rows, how = (chosen.work.rows, chosen.work.recompute) if chosen else (1, ways[-1])
-    into = f"planned into {_GPU_SHARE:.0%} of the {free / 2**30:.0f} GiB free"
+    into = f"planned into {SAFE:.0%} of the {free / 2**30:.0f} GiB free"
     if train.checkpointing == "auto":
         found.choose("train", "checkpointing", how, f"{into} with {rows} rows at a time")
     if asked is None:
@@ -266,11 +267,13 @@ def _compile(config: RunConfig, subject: Subject) -> tuple[str, str]:
     return "on", "blocks are compiled once and run faster from then on"
 
 
-def card_here() -> Gpu:
-    """As the catalogue has it; raises where it has none."""
+def card_here() -> Gpu | None:
+    """As the catalogue has it, if it has it."""
     import torch
 
-    return find_gpu(torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory / 2**30)
+    with suppress(UserError):
+        return find_gpu(torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory / 2**30)
+    return None
 
 
 def _recording(config: RunConfig, subject: Subject, processes: int) -> tuple[str, str]:
@@ -278,9 +281,8 @@ def _recording(config: RunConfig, subject: Subject, processes: int) -> tuple[str
     train = config.train
     if train.device != "cuda":
         return "off", "recordings are for GPUs"
-    try:
-        card = card_here()
-    except UserError:
+    card = card_here()
+    if card is None:
         return "off", "the catalogue does not know this GPU: set on to try"
     work = work_here(config, subject, int(train.micro_batch), str(train.checkpointing), processes)
     if subject.dropout or not recordable(work):
