@@ -462,7 +462,7 @@ def test_preparing_without_a_gpu_is_named_with_its_price(home):
 
 @pytest.mark.parametrize("gib", [12, 24, 80])
 @pytest.mark.parametrize("words", [["qlora-7b", "train.micro_batch=auto", "train.checkpointing=auto"], ["large"]])
-def test_a_run_is_cut_up_on_the_machine_as_it_was_planned(monkeypatch, words, gib):
+def test_a_run_is_cut_up_on_the_machine_as_it_was_planned(monkeypatch, capsys, words, gib):
     import torch
 
     from sojourn.train import resolve
@@ -483,6 +483,14 @@ def test_a_run_is_cut_up_on_the_machine_as_it_was_planned(monkeypatch, words, gi
         planned.work.rows,
         planned.work.recompute,
     )
+    assert "note:" not in capsys.readouterr().out
+    typed = with_settings(config, {"train.micro_batch": 1, "train.checkpointing": "full"})
+    resolve._memory(resolve.Resolved(typed), Subject(shape.family, shape), 1)
+    freely = f"train.micro_batch={planned.work.rows} train.checkpointing={planned.work.recompute}"
+    said = capsys.readouterr().out
+    assert re.fullmatch(rf"note: the same result \d+% sooner, by its plan, in the memory here: {freely}\n", said)
+    resolve._memory(resolve.Resolved(typed), Subject(shape.family, shape), 1, told=False)
+    assert not capsys.readouterr().out
 
 
 # --- advice

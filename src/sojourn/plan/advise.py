@@ -13,7 +13,7 @@ from sojourn.catalog.shapes import ModelShape, models
 from sojourn.config.load import with_settings
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
-from sojourn.plan.choose import divisors
+from sojourn.plan.choose import WORTH, divisors
 from sojourn.plan.estimate import TOO_SMALL, Plan, fit_on
 from sojourn.plan.memory import memory
 from sojourn.plan.priced import gpus_named, most_gpus
@@ -23,7 +23,6 @@ from sojourn.plan.subject import subject_of
 from sojourn.plan.work import Place, Work, work_of
 
 _MOST_CHANGES = 3
-_WORTH = 1.05  # times as fast: less is not worth a line
 _RECOMPUTED = ("full", "selective")
 _SHORTEST, _LONG = 256, 32_768  # rows that are not halved further, and rows that are halved more often
 
@@ -96,9 +95,9 @@ def faster(config: RunConfig, plan: Plan) -> Advice | None:
     groups = [group for size in range(1, len(left) + 1) for group in combinations(left, size)]
     found = [one for group in groups if (one := _tried(config, plan.shape, shown.gpu, group, shown.count)) is not None]
     best = max((one.tokens_per_second for one in found), default=0.0)
-    if best < _WORTH * now:
+    if best < WORTH * now:
         return None
-    least = next(one for one in found if one.tokens_per_second >= best / _WORTH)  # with the fewest changes
+    least = next(one for one in found if one.tokens_per_second >= best / WORTH)  # with the fewest changes
     return replace(least, tokens_per_second=least.tokens_per_second / now * shown.speed.tokens_per_second)
 
 
