@@ -44,16 +44,19 @@ class Made(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("vocabulary", "feed_forward", "wider"), [(4000, 96, 1.0), (300, 400, 20 / 12)], ids=["embedding", "matrix"]
+    ("vocabulary", "feed_forward", "wider"), [(9000, 96, 1.0), (300, 400, 9.28 / 8)], ids=["embedding", "matrices"]
 )
 def test_the_update_makes_what_is_planned(vocabulary, feed_forward, wider):
     """`wider`: matrices are made orthogonal in 32 bits here, and in 16 on a GPU."""
-    shape = new_shape(64, 1, 2, 2, feed_forward, vocabulary, True)
-    table, matrix = torch.nn.Parameter(torch.ones(vocabulary, 64)), torch.nn.Parameter(torch.ones(feed_forward, 64))
-    groups = [{"params": [table]}, {"params": [matrix], "matrices": True}]
+    shape = new_shape(64, 2, 2, 2, feed_forward, vocabulary, True)
+    table = torch.nn.Parameter(torch.ones(vocabulary, 64))
+    sizes = [(64, 64)] * 4 + [(feed_forward, 64)] * 2 + [(64, feed_forward)]
+    matrices = [torch.nn.Parameter(torch.ones(size)) for size in sizes * 2]
+    groups = [{"params": [table]}, {"params": matrices, "matrices": True}]
     optimizer = Muon(groups, 0.01, (0.9, 0.95), 1e-8)
     for _ in range(2):  # moments are made in the first
-        table.grad, matrix.grad = torch.ones_like(table), torch.ones_like(matrix)
+        for parameter in (table, *matrices):
+            parameter.grad = torch.ones_like(parameter)
         with Made() as made:
             optimizer.step()
     work = Work(shape, "pretrain", 1, 8, optimizer="muon", device="cpu", precision="fp32", evaluates=False)
@@ -62,3 +65,34 @@ def test_the_update_makes_what_is_planned(vocabulary, feed_forward, wider):
     plain = next(m for m in memory(replace(work, optimizer="adamw")).moments if m.name == "optimizer's step")
     assert not sum(term.bytes for term in plain.terms if term.kind == "temporary")
     assert made.most == pytest.approx(wider * planned, rel=0.05)
+
+
+def _updated(together, monkeypatch):
+    monkeypatch.setattr("sojourn.train.update.muon._TOGETHER", together)
+    torch.manual_seed(0)
+    sizes = [(64, 64), (64, 96), (96, 64), (64,)] * 12
+    parameters = [torch.nn.Parameter(torch.randn(size)) for size in sizes]
+    optimizer = Muon([{"params": parameters, "matrices": True, "weight_decay": 0.1}], 0.01, (0.9, 0.95), 1e-8)
+    for step in range(3):
+        for i, parameter in enumerate(parameters):
+            parameter.grad = torch.randn(parameter.shape) if step or i else None  # one comes later
+        with Counted() as counted:
+            optimizer.step()
+    return parameters, counted.calls
+
+
+class Counted(TorchDispatchMode):
+    calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_tensors_of_one_shape_are_updated_together_as_each_by_itself(monkeypatch):
+    alone, many = _updated(1, monkeypatch)
+    some, fewer = _updated(5 * 64 * 96, monkeypatch)
+    all_of_them, few = _updated(2**25, monkeypatch)
+    for others in (some, all_of_them):
+        assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(alone, others, strict=True))
+    assert many > 2.5 * fewer and fewer > 2 * few

@@ -8,11 +8,13 @@ repeats them without it.
 
 from __future__ import annotations
 
+import math
+
 from sojourn.plan.constants import constants
 from sojourn.plan.work import FUSED_FAMILIES, LINEAR, Work
 
 _NARROWED_AGAIN = 1.3  # of 8-bit multiplications, whose operands are made again where not everything is kept
-_OF_MATRIX, _OF_OTHERS = 50, 8  # operations of Muon, as train/update/muon.py has them
+_OF_MATRICES, _OF_OTHERS, _TOGETHER = 36, 9, 2**25  # operations of Muon, and numbers at once: train/update/muon.py
 _SLOW = 1.5  # how much longer than usual CPUs were seen to take
 
 
@@ -95,10 +97,27 @@ def _update(work: Work) -> float:
     matrices = shape.layers * (2 * sum(map(work.targeted, LINEAR)) if work.adapters else len(LINEAR))
     others = 0 if work.adapters else 2 + shape.layers * (shape.norms + 2 * shape.qk_norm + 3 * shape.qkv_bias)
     if work.optimizer == "muon":
-        each = costs["operation_us"] * (_OF_MATRIX * matrices + _OF_OTHERS * others)
+        each = costs["operation_us"] * _operations(work)
     else:
         each = costs["synced_us" if synced(work) else "tensor_us"] * (matrices + others)
     return float(1e-3 * costs["step_ms"] + 1e-6 * each)
+
+
+def together(work: Work) -> list[tuple[int, int]]:
+    """Lists of matrices that Muon updates together, those of one shape: numbers of a list, and how many lists."""
+    shape, layers = work.shape, work.shape.layers
+    d, q, k = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    alike = [(d * q, 2), (d * k, 2), (d * shape.ffn, 2), (d * shape.ffn, 1)]
+    if work.adapters:
+        alike = [(work.rank * d, 2)] * sum(map(work.targeted, LINEAR))
+    at_once = [(size, count * layers, min(count * layers, max(1, _TOGETHER // size))) for size, count in alike]
+    return [(size * most, math.ceil(count / most)) for size, count, most in at_once]
+
+
+def _operations(work: Work) -> int:
+    shape = work.shape
+    others = 0 if work.adapters else 2 + (not shape.tied) + shape.qk_norm + 2 * shape.qkv_bias
+    return _OF_MATRICES * sum(lists for _, lists in together(work)) + _OF_OTHERS * others
 
 
 def _between(work: Work) -> float:

@@ -22,7 +22,7 @@ from sojourn.plan.holdings import (
     tensors,
     weights,
 )
-from sojourn.plan.launch import recordable
+from sojourn.plan.launch import recordable, together
 from sojourn.plan.work import Work
 
 _CHUNK_BYTES = {"kernel": 2**30, "cuda": 2**28, "cpu": 2**24}  # as in model/loss.py
@@ -264,8 +264,9 @@ def _visitors(work: Work) -> list[Term]:
         visiting = 2 * 4 * (largest_parameter(work) + matrix)
         terms.append(Term("temporary", "moments of two parameters on their visit", visiting, "2·4·(largest + matrix)"))
     if work.optimizer == "muon":
-        most = max((4 + 4 * 2) * matrix, 4 * largest_parameter(work))
-        terms.append(Term("temporary", "a matrix made orthogonal, or the largest's step", most, "12·D·F or 4·V·D"))
+        matrices = max(numbers for numbers, _ in together(work))
+        most = max(8 * matrices, 4 * largest_parameter(work))
+        terms.append(Term("temporary", "matrices made orthogonal, or the largest's step", most, "8·n·D·F or 4·V·D"))
     return terms
 
 

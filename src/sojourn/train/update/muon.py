@@ -8,6 +8,7 @@ torch has one too, but from 2.9 on only, and in bf16 only, which most CPUs compu
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import torch
 _MOMENTUM = 0.95
 _ROUNDS = 5
 _A, _B, _C = 3.4445, -4.7750, 2.0315  # of the quintic that drives singular values towards 1
+_TOGETHER = 2**25  # numbers: tensors of one shape are updated together up to so many, since launching costs time too
 
 
 class Muon(torch.optim.Optimizer):
@@ -26,43 +28,67 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                if group["matrices"] and parameter.ndim == 2:
-                    self._along_momentum(parameter, group["lr"])
+            for parameters in _alike([parameter for parameter in group["params"] if parameter.grad is not None]):
+                torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+                if group["matrices"] and parameters[0].ndim == 2:
+                    self._along_momentum(parameters, group["lr"])
                 else:
-                    self._along_adam(parameter, group)
+                    self._along_adam(parameters, group)
 
-    def _along_momentum(self, parameter: Any, rate: float) -> None:
-        state = self.state[parameter]
-        if not state:
-            state["momentum"] = torch.zeros_like(parameter)
-        momentum = state["momentum"].lerp_(parameter.grad, 1 - _MOMENTUM)
-        ahead = parameter.grad.lerp(momentum, _MOMENTUM)
-        scale = 0.2 * math.sqrt(max(parameter.shape))
-        parameter.sub_(orthogonal(ahead), alpha=rate * scale)
+    def _along_momentum(self, parameters: list[Any], rate: float) -> None:
+        gradients, states = [parameter.grad for parameter in parameters], self._states(parameters, "momentum")
+        momenta = [state["momentum"] for state in states]
+        torch._foreach_lerp_(momenta, gradients, 1 - _MOMENTUM)
+        step = orthogonal(_stacked(torch._foreach_lerp(gradients, momenta, _MOMENTUM)))
+        scale = 0.2 * math.sqrt(max(parameters[0].shape))
+        torch._foreach_add_(parameters, step.to(parameters[0].dtype).unbind(), alpha=-rate * scale)
 
-    def _along_adam(self, parameter: Any, group: dict[str, Any]) -> None:
-        state, (first, second) = self.state[parameter], group["betas"]
-        if not state:
-            state.update(step=0, mean=torch.zeros_like(parameter), square=torch.zeros_like(parameter))
-        step = state["step"] = int(state["step"]) + 1
-        mean = state["mean"].lerp_(parameter.grad, 1 - first)
-        square = state["square"].mul_(second).addcmul_(parameter.grad, parameter.grad, value=1 - second)
+    def _along_adam(self, parameters: list[Any], group: dict[str, Any]) -> None:
+        gradients, states = [parameter.grad for parameter in parameters], self._states(parameters, "mean", "square")
+        first, second = group["betas"]
+        for state in states:
+            state["step"] = int(state.get("step", 0)) + 1
+        means, squares = [state["mean"] for state in states], [state["square"] for state in states]
+        torch._foreach_lerp_(means, gradients, 1 - first)
+        torch._foreach_mul_(squares, second)
+        torch._foreach_addcmul_(squares, gradients, gradients, value=1 - second)
         # One tensor beside the parameter's own: an embedding is large.
-        size = square.sqrt().div_(math.sqrt(1 - second**step)).add_(group["eps"])
-        parameter.addcdiv_(mean, size, value=-group["lr"] / (1 - first**step))
+        sizes = torch._foreach_sqrt(squares)
+        torch._foreach_div_(sizes, [math.sqrt(1 - second ** state["step"]) for state in states])
+        torch._foreach_add_(sizes, group["eps"])
+        torch._foreach_addcdiv_(parameters, means, sizes, [-group["lr"] / (1 - first ** state["step"]) for state in states])
+
+    def _states(self, parameters: list[Any], *names: str) -> list[dict[str, Any]]:
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter].update({name: torch.zeros_like(parameter) for name in names})
+        return [self.state[parameter] for parameter in parameters]
 
 
-def orthogonal(matrix: Any) -> Any:
-    """Near UVᵀ of the matrix's UΣVᵀ: its singular values end up between about 0.7 and 1.2."""
-    x = matrix.to(torch.bfloat16 if matrix.is_cuda else torch.float32)
-    tall = x.shape[0] > x.shape[1]
-    x = x.T if tall else x
-    x = x / (x.norm() + 1e-7)
+def _alike(parameters: list[Any]) -> Iterator[list[Any]]:
+    """In lists of one shape."""
+    shapes: dict[Any, list[Any]] = {}
+    for parameter in parameters:
+        shapes.setdefault(parameter.shape, []).append(parameter)
+    for shape, same in shapes.items():
+        most = max(1, _TOGETHER // max(1, shape.numel()))
+        yield from (same[i : i + most] for i in range(0, len(same), most))
+
+
+def orthogonal(x: Any) -> Any:
+    """Near UVᵀ of each matrix's UΣVᵀ, whose singular values end up between about 0.7 and 1.2. What is given is used up."""
+    tall = x.shape[1] > x.shape[2]
+    x = x.mT if tall else x
+    x.div_(torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(_ROUNDS):
-        square = x @ x.T
-        x = _A * x + (_B * square + _C * square @ square) @ x
-    return (x.T if tall else x).to(matrix.dtype)
+        square = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=_B, alpha=_C), x, beta=_A)
+    return x.mT if tall else x
+
+
+def _stacked(matrices: Sequence[Any]) -> Any:
+    """In numbers that are multiplied fast."""
+    one = matrices[0]
+    made = one.new_empty((len(matrices), *one.shape), dtype=torch.bfloat16 if one.is_cuda else torch.float32)
+    torch._foreach_copy_(made.unbind(), matrices)
+    return made
