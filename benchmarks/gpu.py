@@ -33,6 +33,7 @@ PARTS: dict[str, tuple[list[tuple[str, ...]], list[tuple[str, int]]]] = {
     "kernels": ([("benchmarks/kernels.py",)], []),
     "tests": ([("pytest", "-q", "-p", "no:cacheprovider", *TESTS)], []),
     "plan": ([(*PLAN, "--within", "500")], []),
+    "muon": ([(*PLAN, "--cases", "muon", "--within", "100")], []),  # with what torch keeps
     "thin": ([(*PLAN, "--cases", "thin", "--within", "200")], []),  # what launching costs
     "played": ([(*PLAN, "--cases", "played", "--within", "200")], []),  # and what is left of it in recordings
     "drawn": ([(*PLAN, "--draw", "24", "--seed", "10", "--within", "250")], []),  # which may be fitted to

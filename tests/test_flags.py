@@ -200,7 +200,9 @@ def test_a_file_that_is_not_here_but_is_called_like_a_preset_is_that_preset() ->
     assert run("--config configs/lora_20k.yaml").notes == (
         "configs/lora_20k.yaml is not here; using the preset lora-20k",
     )
-    Path("configs").mkdir()
+    Path("configs").mkdir()  # there, so that a file of the user's own is meant
+    with pytest.raises(UserError, match=r"configs/lora_20k.yaml: no such file; did you mean lora-20k\?"):
+        run("--config configs/lora_20k.yaml")
     Path("configs/lora_20k.yaml").write_text("extends: small\nname: own\n")
     assert run("--config configs/lora_20k.yaml").config.name == "own"
 

@@ -109,7 +109,8 @@ def _validate(layers: Layers) -> RunConfig:
 
 
 def _find(word: str, notes: list[str]) -> Path:
-    """A file if there is one, else a preset; a guide's `configs/lora_20k.yaml` means the preset of that name."""
+    """A file if there is one, else a preset. A guide's `configs/lora_20k.yaml` means the preset of that name, but where
+    there is such a folder, a file of the user's own was meant."""
     named, path = find_preset(word), Path(word)
     like_a_file = path.suffix.lower() in (".yaml", ".yml") or "/" in word or "\\" in word
     here = _what_is(path)
@@ -123,7 +124,7 @@ def _find(word: str, notes: list[str]) -> Path:
         raise UserError(f"{shown(path, 200)}: a folder; give a YAML file or a preset (see: sojourn presets list)")
     if like_a_file:
         named = find_preset(path.stem)
-        if named is not None:
+        if named is not None and (path.parent == Path() or not path.parent.is_dir()):
             notes.append(f"{shown(word, 200)} is not here; using the preset {named.stem}")
             return named
         raise UserError(

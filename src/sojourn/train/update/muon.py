@@ -56,7 +56,8 @@ class Muon(torch.optim.Optimizer):
         sizes = torch._foreach_sqrt(squares)
         torch._foreach_div_(sizes, [math.sqrt(1 - second ** state["step"]) for state in states])
         torch._foreach_add_(sizes, group["eps"])
-        torch._foreach_addcdiv_(parameters, means, sizes, [-group["lr"] / (1 - first ** state["step"]) for state in states])
+        rates = [-group["lr"] / (1 - first ** state["step"]) for state in states]
+        torch._foreach_addcdiv_(parameters, means, sizes, rates)
 
     def _states(self, parameters: list[Any], *names: str) -> list[dict[str, Any]]:
         for parameter in parameters:
@@ -76,7 +77,7 @@ def _alike(parameters: list[Any]) -> Iterator[list[Any]]:
 
 
 def orthogonal(x: Any) -> Any:
-    """Near UVᵀ of each matrix's UΣVᵀ, whose singular values end up between about 0.7 and 1.2. What is given is used up."""
+    """Near UVᵀ of each matrix's UΣVᵀ: singular values end up between about 0.7 and 1.2. What is given is used up."""
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x
     x.div_(torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True) + 1e-7)
