@@ -284,3 +284,11 @@ def test_what_a_run_notes_is_told_beneath_its_row(folder, monkeypatch):
     result = measure(make_plan(["tiny"], "fp32", 4, True, folder), said.append)
     (row,) = result["workloads"][0]["rows"]
     assert row["notes"] == ["note: it was otherwise"] and "  note: it was otherwise" in said
+
+
+def test_losses_drawn_over_each_other_are_those_that_were_measured(monkeypatch):
+    root = Path(__file__).parents[1] / "benchmarks"
+    monkeypatch.syspath_prepend(str(root))
+    import curves
+
+    assert curves.drawn() == (root / "results/curves-H200-2026-11-16.svg").read_text(encoding="utf-8")

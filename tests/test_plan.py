@@ -560,9 +560,11 @@ def test_a_finished_run_on_a_gpu_leaves_a_record(tmp_path, monkeypatch):
     from sojourn.train import lessons
 
     monkeypatch.setenv("SOJOURN_HOME", str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    two = {"Tesla T4": 15, "NVIDIA H200": 140}
+    cards = [SimpleNamespace(name=name, total_memory=size * GIB) for name, size in two.items()]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=140 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", cards.__getitem__)
     lines = [{"step": 1}, *({"tokens_per_second": speed_, "memory": 7 * GIB} for speed_ in (1e5, 2e5, 4e5))]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     config = with_settings(load_run(["medium"]).config, {"train.device": "cuda", "train.precision": "bf16"})

@@ -278,7 +278,8 @@ def card_here() -> Gpu | None:
     import torch
 
     with suppress(UserError):
-        return find_gpu(torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory / 2**30)
+        found = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return find_gpu(found.name, found.total_memory / 2**30)
     return None
 
 
