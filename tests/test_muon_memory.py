@@ -68,7 +68,7 @@ def test_the_update_makes_what_is_planned(vocabulary, feed_forward, wider):
 
 
 def _updated(together, monkeypatch):
-    monkeypatch.setattr("sojourn.train.update.muon._TOGETHER", together)
+    monkeypatch.setattr("sojourn.train.update.muon.TOGETHER", together)
     torch.manual_seed(0)
     sizes = [(64, 64), (64, 96), (96, 64), (64,)] * 12
     parameters = [torch.nn.Parameter(torch.randn(size)) for size in sizes]

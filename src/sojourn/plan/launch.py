@@ -14,7 +14,8 @@ from sojourn.plan.constants import constants
 from sojourn.plan.work import FUSED_FAMILIES, LINEAR, Work
 
 _NARROWED_AGAIN = 1.3  # of 8-bit multiplications, whose operands are made again where not everything is kept
-_OF_MATRICES, _OF_OTHERS, _TOGETHER = 36, 9, 2**25  # operations of Muon, and numbers at once: train/update/muon.py
+_OF_MATRICES, _OF_OTHERS = 36, 9  # operations of Muon, as train/update/muon.py has them
+TOGETHER = 2**25  # numbers: Muon updates tensors of one shape together up to so many, since launching costs time too
 _SLOW = 1.5  # how much longer than usual CPUs were seen to take
 
 
@@ -110,7 +111,7 @@ def together(work: Work) -> list[tuple[int, int]]:
     alike = [(d * q, 2), (d * k, 2), (d * shape.ffn, 2), (d * shape.ffn, 1)]
     if work.adapters:
         alike = [(work.rank * d, 2)] * sum(map(work.targeted, LINEAR))
-    at_once = [(size, count * layers, min(count * layers, max(1, _TOGETHER // size))) for size, count in alike]
+    at_once = [(size, count * layers, min(count * layers, max(1, TOGETHER // size))) for size, count in alike]
     return [(size * most, math.ceil(count / most)) for size, count, most in at_once]
 
 

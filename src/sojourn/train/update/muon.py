@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
+from sojourn.plan.launch import TOGETHER
+
 _MOMENTUM = 0.95
 _ROUNDS = 5
 _A, _B, _C = 3.4445, -4.7750, 2.0315  # of the quintic that drives singular values towards 1
-_TOGETHER = 2**25  # numbers: tensors of one shape are updated together up to so many, since launching costs time too
 
 
 class Muon(torch.optim.Optimizer):
@@ -72,7 +73,7 @@ def _alike(parameters: list[Any]) -> Iterator[list[Any]]:
     for parameter in parameters:
         shapes.setdefault(parameter.shape, []).append(parameter)
     for shape, same in shapes.items():
-        most = max(1, _TOGETHER // max(1, shape.numel()))
+        most = max(1, TOGETHER // max(1, shape.numel()))
         yield from (same[i : i + most] for i in range(0, len(same), most))
 
 
