@@ -51,7 +51,7 @@ PARTS: dict[str, tuple[list[tuple[str, ...]], list[tuple[str, int]]]] = {
         [("pretrain-875m", 500)],
     ),
     "plain": (
-        [(*TRAIN, *TEXTS, "--workload", "pretrain-875m", "--steps", "200", "--rows", "graphs,transformers-compiled")],
+        [(*TRAIN, *TEXTS, "--workload", "pretrain-875m", "--steps", "200", "--rows", "graphs,hopper,transformers-compiled")],
         [("pretrain-875m", 200)],
     ),
     "qlora": (

@@ -287,7 +287,7 @@ def small():
     def play(*numbers, rows=1, plain=True):
         weight.grad = None
         layout = Layout("sdpa", None, None, 3, plain=plain)
-        return recorder.take(Ready(torch.tensor([numbers] * rows), *(torch.zeros(3),) * 3, layout), 2)[0]
+        return recorder.take(Ready(torch.tensor([numbers] * rows), *(torch.arange(3),) * 3, layout), 2)[0]
 
     return weight, by_hand, recorder, play
 
@@ -331,7 +331,7 @@ def test_a_gpu_plays_what_it_recorded(passes):
         model.zero_grad(set_to_none=True)
         torch.manual_seed(1)
         for _ in range(passes):
-            ready = Ready(torch.randn(8, 16, device="cuda"), *(torch.zeros(3, device="cuda"),) * 3, layout)
+            ready = Ready(torch.randn(8, 16, device="cuda"), *(torch.arange(3, device="cuda"),) * 3, layout)
             part = play(ready)
             if part is None or part.requires_grad:
                 (loss(ready) / targets if part is None else part).backward()
@@ -372,7 +372,7 @@ def test_a_gpu_plays_packed_rows(tiny, monkeypatch, extra, capfd):
 def test_a_gpu_draws_the_same_numbers_as_without_a_recording():
     """Only where there is a GPU: no CPU has its generator, nor graphs that carry it on."""
     weight = torch.nn.Parameter(torch.linspace(1, 2, 1000, device="cuda"))
-    ready = Ready(torch.zeros(1, 8, device="cuda"), *(torch.zeros(3, device="cuda"),) * 3,
+    ready = Ready(torch.zeros(1, 8, device="cuda"), *(torch.arange(3, device="cuda"),) * 3,
                   Layout("sdpa", None, None, 8, plain=True))  # fmt: skip
 
     def loss(ready):

@@ -152,6 +152,7 @@ class TrainConfig(Section):
     checkpointing: Recompute = "auto"
     loss: Literal["auto", "chunked", "whole"] = "auto"
     fused: Switch = "auto"
+    hopper: Switch = "auto"
     fp8: Literal["on", "off"] = "off"
     compile: Switch = "auto"
     compile_cache: Text | None = None

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
+from sojourn.model.fast import hopper
 from sojourn.model.layout import Layout, find_starts, make_layout, padded_starts
 
 NAME = "sojourn"
@@ -72,6 +73,14 @@ def attend(query_BTHD: Any, key_BTKD: Any, value_BTKD: Any, layout: Layout, how:
     # Rotation in 32 bits may have widened queries and keys; values are as the run computes.
     query_BTHD, key_BTKD = query_BTHD.to(value_BTKD.dtype), key_BTKD.to(value_BTKD.dtype)
     return _BACKENDS[layout.backend](query_BTHD, key_BTKD, value_BTKD, layout, how)
+
+
+def takes_hopper(x: Any, layout: Layout, how: How) -> bool:
+    """Whether the kernels of fast/hopper.py can attend: each row one document, and nothing out of the ordinary."""
+    if not hopper.Kernels.attention or layout.backend not in ("varlen", "sdpa"):
+        return False
+    ordinary = how.softcap is None and not how.dropout and layout.window(how.window) is None
+    return x.dtype == torch.bfloat16 and layout.plain and layout.grids is None and ordinary
 
 
 def _math(query_BTHD: Any, key_BTKD: Any, value_BTKD: Any, layout: Layout, how: How) -> Any:

@@ -38,7 +38,7 @@ def _recomputing(kind: Any, selective: bool, by_chance: bool) -> Any:
             return plain(self, *given, **named)
         return checkpoint(plain, self, *given, **extra, **named)
 
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    return type(kind.__name__, (kind,), {"forward": forward, "selective": selective, "__module__": kind.__module__})
 
 
 def _keep_dear() -> Any:

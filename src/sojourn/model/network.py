@@ -54,7 +54,7 @@ class Network:
         return any(dropouts) or bool(getattr(self.plain.config.get_text_config(), "attention_dropout", 0.0))
 
     def hidden(self, ids_BT: Any, positions_BT: Any, layout: Layout | None, places_N: Any = None) -> Any:
-        """Of all tokens, or one after another of those at `places_N` in the flattened batch."""
+        """Of all tokens, or one after another of those at `places_N` in the flattened batch, which are in order."""
         extra = {} if layout is None else {"layout": layout}
         if self.short:
             extra["places_N"] = places_N
@@ -67,7 +67,10 @@ class Network:
                 out = body(inputs_embeds=embedded_BTD, **given).last_hidden_state
         if places_N is None:
             return out
-        return out[0] if self.short else out.flatten(0, 1).index_select(0, places_N)
+        if self.short:
+            return out[0]
+        out_ND = out.flatten(0, 1)
+        return out_ND if len(places_N) == len(out_ND) else out_ND.index_select(0, places_N)
 
     @contextmanager
     def own_attention(self) -> Iterator[Any]:

@@ -45,6 +45,8 @@ from sojourn.train.survive.ladder import (
 from sojourn.train.survive.limits import priced, session_end
 
 _TORCH_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+_OTHER_CACHES = {"QUACK_CACHE_DIR": "quack", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash"}
+_FLASH_KEEPS = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 
 
 def train(config: RunConfig, run: RunFolder) -> None:
@@ -150,14 +152,17 @@ def _compiled_kept(config: RunConfig, run: RunFolder) -> Iterator[None]:
     if _TORCH_CACHE in os.environ and given is None:
         yield
         return
-    was = os.environ.get(_TORCH_CACHE)
-    os.environ[_TORCH_CACHE] = str(Path(given).expanduser().absolute() if given else run.compiled.absolute())
+    place = Path(given).expanduser().absolute() if given else run.compiled.absolute()
+    wanted = {_TORCH_CACHE: place, **{name: place / folder for name, folder in _OTHER_CACHES.items()}}
+    was = {name: os.environ.get(name) for name in (*wanted, _FLASH_KEEPS)}
+    os.environ.update({name: str(path) for name, path in wanted.items()}, **{_FLASH_KEEPS: "1"})
     try:
         yield
     finally:
-        os.environ.pop(_TORCH_CACHE)
-        if was is not None:
-            os.environ[_TORCH_CACHE] = was
+        for name, before in was.items():
+            os.environ.pop(name, None)
+            if before is not None:
+                os.environ[name] = before
 
 
 @contextmanager

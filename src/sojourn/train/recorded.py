@@ -70,15 +70,18 @@ def form_of(ready: Ready, plain: bool = True) -> Form | None:
 
 def filled_up(ready: Ready, form: Form) -> Ready:
     """The same pass, as large as the form."""
-    places, layout = ready.places_N, ready.layout
-    more = form.targets - len(places)
+    places, labels, layout = ready.places_N, ready.labels_N, ready.layout
+    more, tokens = form.targets - len(places), ready.ids_BT.numel()
     if layout is not None and not form.plain:
         ends = layout.starts[-1:].expand(form.starts - len(layout.starts))
         layout = replace(layout, starts=torch.cat([layout.starts, ends]), longest=form.longest, plain=False)
-    return replace(
-        ready, places_N=torch.cat([places, torch.arange(more, dtype=places.dtype, device=places.device)]),
-        labels_N=torch.cat([ready.labels_N, ready.labels_N.new_full((more,), _IGNORED)]), layout=layout,
-    )  # fmt: skip
+    if form.targets == tokens:  # all of them, in order: nothing need be picked out
+        labels = labels.new_full((tokens,), _IGNORED).index_copy(0, places, labels)
+        places = torch.arange(tokens, dtype=places.dtype, device=places.device)
+    else:
+        places = torch.cat([places, torch.arange(more, dtype=places.dtype, device=places.device)])
+        labels = torch.cat([labels, labels.new_full((more,), _IGNORED)])
+    return replace(ready, places_N=places, labels_N=labels, layout=layout)
 
 
 class Recorder:

@@ -16,6 +16,7 @@ from sojourn.machine.precision import choose_device, choose_precision
 from sojourn.model import attention
 from sojourn.model.adapter import usual_alpha
 from sojourn.model.families import FAMILIES
+from sojourn.model.fast.hopper import installed
 from sojourn.plan.choose import WORTH, Cut, cut, ways_of
 from sojourn.plan.launch import recordable
 from sojourn.plan.memory import SAFE, memory, room_in
@@ -69,6 +70,7 @@ def resolve(
             found.choose("train", key, value, "memory ran out with more (ladder.json)")
     if config.train.compile == "auto":
         found.choose("train", "compile", *_compile(found.config, subject))
+    _hopper(found)
     if found.config.train.cuda_graphs == "auto":
         found.choose("train", "cuda_graphs", *_recording(found.config, subject, processes))
     return found
@@ -185,6 +187,43 @@ def _attention(found: Resolved, subject: Subject) -> None:
         raise UserError(f"train.cuda_graphs: {wrong}; leave it off")
     if train.loss == "auto":
         found.choose("train", "loss", "chunked", "logits of all tokens never exist at once")
+
+
+def _hopper(found: Resolved) -> None:
+    train, wrong = found.config.train, hopper_fault(found.config)
+    if train.hopper == "on" and wrong is not None:
+        raise UserError(f"train.hopper: {wrong}; use auto")
+    if train.hopper == "auto" and wrong is not None:
+        found.choose("train", "hopper", "off", wrong)
+    elif train.hopper == "auto" and train.compile == "off":
+        found.choose("train", "hopper", "off", "making their kernels costs more than it wins on so short a run")
+    elif train.hopper == "auto":
+        found.choose("train", "hopper", "on", "quack and FlashAttention-4 are installed")
+
+
+def hopper_fault(config: RunConfig) -> str | None:
+    """Why a run cannot have the kernels of model/fast/hopper.py, or None."""
+    train = config.train
+    if train.fused != "on":
+        return "only the fused forwards of Llama, Qwen2, Qwen3 and Mistral have kernels for Hopper"
+    if config.method.kind in ("lora", "qlora"):
+        return f"for runs that train all weights, but method.kind is {config.method.kind}"
+    if train.device != "cuda":
+        return f"needs an H100 or H200, but this run is on {train.device}"
+    import torch
+
+    if torch.cuda.get_device_capability()[0] != 9:
+        return f"needs an H100 or H200, but this is an {torch.cuda.get_device_name()}"
+    if train.fp8 == "on":
+        return "computes in 16 bits, but train.fp8 is on"
+    if train.precision != "bf16":
+        return f"computes in bf16, but train.precision is {train.precision}"
+    if train.deterministic == "on":
+        return "does not add up in the same order every time, as train.deterministic wants"
+    if config.parallel.engine not in ("single", "ddp"):
+        return f"needs whole weights, but parallel.engine is {config.parallel.engine}"
+    missing = [package for package in ("quack", "flash_attn.cute") if not installed(package)]
+    return "needs packages that are not installed: pip install 'sojourn[hopper]'" if missing else None
 
 
 def graphs_fault(device: str) -> str | None:

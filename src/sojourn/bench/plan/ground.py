@@ -40,7 +40,7 @@ def settings_of(case: Case, device: str, folder: Path) -> RunConfig:
     train = {
         "steps": 100, "global_batch": case.rows * case.passes, "micro_batch": case.rows, "optimizer": case.optimizer,
         "lr": 1e-5, "warmup": 0, "schedule": "constant", "checkpointing": case.checkpointing, "offload": case.offload,
-        "loss": "whole" if case.whole else "chunked", "fused": "on" if case.fused else "off",
+        "loss": "whole" if case.whole else "chunked", "fused": "on" if case.fused else "off", "hopper": "off",
         "fp8": "on" if case.fp8 else "off", "cuda_graphs": case.graphs, "device": device,
         "compile": "on" if case.compiled else "off",
         "precision": "bf16" if device == "cuda" else "fp32", "rehearse": "off",

@@ -18,6 +18,7 @@ _PLAIN = {
     "train.precision": "fp32", "train.attention": "sdpa", "train.loss": "whole", "train.fused": "off",
     "train.compile": "off", "train.checkpointing": "off", "train.optimizer": "adamw", "train.offload": "off",
     "train.fp8": "off", "train.ahead": "off", "train.cuda_graphs": "off",
+    "train.hopper": "off",
 }  # fmt: skip
 
 
@@ -61,6 +62,9 @@ def _ladder(workload: Workload, device: str) -> list[Contender]:
         step("ahead", "+ never waiting for a step's loss", ahead="on")
     if on_gpu and workload.method == "pretrain":
         step("graphs", "+ passes from a recording", cuda_graphs="on")
+    if on_gpu and whole:
+        title = f"{OURS} + kernels for Hopper"
+        rows.append(Contender("hopper", title, OURS, {**settings, "train.hopper": "on"}, ("quack", "flash_attn")))
     if workload.method != "pretrain" and settings["train.checkpointing"] == "off":
         step("selective", "+ selective checkpointing", checkpointing="selective")
         step("full", "+ full checkpointing", checkpointing="full")

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from sojourn.model.attention import How, attend, can_compile
+from sojourn.model.attention import How, attend, can_compile, takes_hopper
 from sojourn.model.blocks import blocks
 from sojourn.model.families import FAMILIES
-from sojourn.model.fast import fp8
+from sojourn.model.fast import fp8, hopper
 from sojourn.model.fast.nf4 import multiply as nf4_multiply
 
 _LEAST_FP8 = 256
@@ -30,6 +30,7 @@ def fuse(model: Any) -> None:
     """
     prefix = FAMILIES[model.config.get_text_config().model_type]
     forwards = {f"{prefix}RMSNorm": _norm, f"{prefix}Attention": _attention, f"{prefix}MLP": _feed_forward}
+    forwards[f"{prefix}DecoderLayer"] = _block
     for module in model.modules():
         _change(module, forwards.get(type(module).__name__), kernels=can_compile())
     for block in blocks(model):
@@ -105,13 +106,39 @@ def _attention(self: Any, hidden_states: Any, position_embeddings: Any, **given:
     layout = given.get("layout")
     if layout is None or given.get("past_key_values") is not None:
         return self.plain(hidden_states, position_embeddings, **given)
-    query_BTHD, key_BTKD, value_BTKD = _heads(self, hidden_states, position_embeddings)
+    return self.o_proj(_attended(self, hidden_states, position_embeddings, layout)), None
+
+
+def _attended(self: Any, x: Any, position_embeddings: Any, layout: Any) -> Any:
+    """What the heads of each token find, side by side."""
     # Qwen's layers say it themselves, Mistral has one window for all, Llama none.
     one_for_all = self.config.sliding_window if self.config.model_type == "mistral" else None
-    window = getattr(self, "sliding_window", one_for_all)
-    dropout = self.attention_dropout if self.training else 0.0
-    out_BTHD = attend(query_BTHD, key_BTKD, value_BTKD, layout, How(self.scaling, window, None, dropout))
-    return self.o_proj(out_BTHD.flatten(2)), None
+    how = How(
+        self.scaling,
+        getattr(self, "sliding_window", one_for_all),
+        None,
+        self.attention_dropout if self.training else 0.0,
+    )
+    layers = (self.q_proj, self.k_proj, self.v_proj)
+    if takes_hopper(x, layout, how) and _join(layers, F.linear) and not hasattr(self, "q_norm"):
+        heads = [layer.out_features // self.head_dim for layer in layers[:2]]
+        return hopper.attend_heads(x, *_side_by_side(layers, x), *position_embeddings, *heads, self.scaling)[0]
+    return attend(*_heads(self, x, position_embeddings), layout, how).flatten(2)
+
+
+def _block(self: Any, hidden_states: Any, **given: Any) -> Any:
+    layout, attention, forward = given.get("layout"), self.self_attn, self.mlp
+    layers = (attention.o_proj, forward.gate_proj, forward.up_proj, forward.down_proj)
+    fits = hopper.Kernels.products and hidden_states.dtype == torch.bfloat16 and not getattr(self, "selective", False)
+    fits = fits and layout is not None and given.get("past_key_values") is None and forward.config.hidden_act == "silu"
+    if not (fits and _join(layers, F.linear) and all(layer.bias is None for layer in layers)):
+        return self.plain(hidden_states, **given)
+    attended = _attended(attention, self.input_layernorm(hidden_states), given["position_embeddings"], layout)
+    norm, (out, gate, up, down) = self.post_attention_layernorm, (layer.weight for layer in layers)
+    both = torch.stack([gate * norm.weight, up * norm.weight], 1).flatten(0, 1)
+    weights = (one.to(torch.bfloat16) for one in (out, both, down))
+    flat = (hidden_states.flatten(0, 1), attended.flatten(0, 1))
+    return hopper.rest_of_block(*flat, *weights, norm.variance_epsilon)[0].view_as(hidden_states)
 
 
 def _heads(self: Any, x: Any, position_embeddings: Any) -> tuple[Any, Any, Any]:

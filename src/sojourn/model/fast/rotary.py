@@ -32,7 +32,7 @@ def _empty_whole(query: Any, key: Any, value: Any, cos: Any, sin: Any) -> Any:
 def turned_apart(joined_BTP: Any, cos_BTD: Any, sin_BTD: Any, heads: int, kv_heads: int) -> Any:
     """Queries and keys, turned, and values: of shapes BTHD, BTKD and BTKD."""
     made = _empty_parts(joined_BTP, cos_BTD, sin_BTD, heads, kv_heads)
-    _launch(_parts(joined_BTP, heads, kv_heads), made, cos_BTD, sin_BTD, 1)
+    _launch(parts(joined_BTP, heads, kv_heads), made, cos_BTD, sin_BTD, 1)
     return made
 
 
@@ -59,7 +59,7 @@ def _tokens(query: Any) -> Any:
 def _together(query: Any, key: Any, value: Any, cos: Any, sin: Any, most: Any) -> Any:
     joined = _empty_whole(query, key, value, cos, sin)
     given = [x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)]
-    _launch(given, _parts(joined, query.shape[2], key.shape[2]), cos, sin, -1, most)
+    _launch(given, parts(joined, query.shape[2], key.shape[2]), cos, sin, -1, most)
     return joined
 
 
@@ -74,14 +74,21 @@ def _backward(ctx: Any, query: Any, key: Any, value: Any) -> Any:
 differentiable("turned_apart", _remember, _backward)
 
 
-def _parts(joined: Any, heads: int, kv_heads: int) -> list[Any]:
+def parts(joined: Any, heads: int, kv_heads: int) -> list[Any]:
+    """Views of queries, keys and values."""
     whole = joined.unflatten(-1, (heads + 2 * kv_heads, -1))
     return list(whole.split([heads, kv_heads, kv_heads], 2))
 
 
+def turn_in_place(joined_BTP: Any, cos_BTD: Any, sin_BTD: Any, heads: int, kv_heads: int, way: int = 1) -> None:
+    """Queries and keys, where they lie; `way` -1: back."""
+    query, key, _ = parts(joined_BTP, heads, kv_heads)
+    _launch((query, key, None), (query, key, None), cos_BTD, sin_BTD, way)
+
+
 def _launch(given: Any, made: Any, cos: Any, sin: Any, way: int, most: Any = None) -> None:
     rows, width, heads, size = given[0].shape
-    strides = [x.stride(i) for x in (*given, *made) for i in range(3)]
+    strides = [0 if x is None else x.stride(i) for x in (*given, *made) for i in range(3)]
     _kernel[(rows * width,)](
         *given, *made, cos, sin, width, *strides, cos.stride(0), cos.stride(1), heads, given[1].shape[2], size // 2,
         most,
@@ -112,15 +119,16 @@ def _kernel(  # type: ignore[no-untyped-def]
     at = head * k_h + places[None, :]
     to = head * ko_h + places[None, :]
     larger = _turn(k + b * k_b + t * k_t + at, k_out + b * ko_b + t * ko_t + to, half, here, c, s)
-    source = v + b * v_b + t * v_t + head * v_h + places[None, :]
-    target = v_out + b * vo_b + t * vo_t + head * vo_h + places[None, :]
-    first = tl.load(source, mask=here, other=0.0)
-    second = tl.load(source + half, mask=here, other=0.0)
-    tl.store(target, first, mask=here)
-    tl.store(target + half, second, mask=here)
-    if most is not None:
-        same = tl.max(tl.maximum(tl.abs(first), tl.abs(second))).to(tl.float32)
-        tl.store(most + token, tl.maximum(tl.maximum(largest, larger), same))
+    if v is not None:
+        source = v + b * v_b + t * v_t + head * v_h + places[None, :]
+        target = v_out + b * vo_b + t * vo_t + head * vo_h + places[None, :]
+        first = tl.load(source, mask=here, other=0.0)
+        second = tl.load(source + half, mask=here, other=0.0)
+        tl.store(target, first, mask=here)
+        tl.store(target + half, second, mask=here)
+        if most is not None:
+            same = tl.max(tl.maximum(tl.abs(first), tl.abs(second))).to(tl.float32)
+            tl.store(most + token, tl.maximum(tl.maximum(largest, larger), same))
 
 
 @triton.jit

@@ -24,6 +24,7 @@ _HARMLESS = {
         "checkpointing",
         "loss",
         "fused",
+        "hopper",
         "fp8",
         "compile",
         "compile_cache",

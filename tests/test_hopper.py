@@ -1,0 +1,194 @@
+"""Blocks by kernels for Hopper compute what torch computes. The kernels themselves need such a card; what we make of
+them, norms that are put off above all, is tried everywhere, with torch in their place."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from sojourn.config.load import load_run
+from sojourn.data.artefact import Batch
+from sojourn.errors import UserError
+from sojourn.model.blocks import recompute
+from sojourn.model.fast import forwards, hopper
+from sojourn.model.network import open_network
+from sojourn.train.feed import Feed
+from sojourn.train.resolve import hopper_fault, resolve
+from sojourn.train.step import loss_sum
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+needs_hopper = pytest.mark.skipif(
+    not (HOPPER and hopper.installed("quack") and hopper.installed("flash_attn.cute")),
+    reason="needs an H100 or H200, and the packages of sojourn[hopper]",
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_kernels():
+    yield
+    hopper.forget_kernels()
+
+
+def _gates(pairs):
+    return pairs.unflatten(-1, (-1, 2)).unbind(-1)
+
+
+class ByTorch:
+    """The products of `hopper._products`, each followed by what it is to do as it writes."""
+
+    square = wide = large = None
+
+    def __init__(self):
+        self.asked = []
+
+    def _product(self, name, a, b, config, tuned):
+        self.asked.append(name)
+        assert tuned is False
+        return (a.float() @ b.float()).to(torch.float32)
+
+    def add(self, a, b, c, out, **how):
+        out["D"].copy_(self._product("add", a, b, **how) + c)
+
+    def add_and_square(self, a, b, c, out, **how):
+        summed = self._product("add_and_square", a, b, **how) + c
+        out["D"].copy_(summed)
+        return {"squares": summed.square().sum(-1)[None]}
+
+    def gate(self, a, b, out, root, **how):
+        made = self._product("gate", a, b, **how) * root[0][:, None]
+        one, other = _gates(made)
+        out["D"].copy_(made)
+        out["gated"].copy_(F.silu(one) * other)
+
+    def gate_back(self, a, b, c, out, root, **how):
+        made = self._product("gate_back", a, b, **how)
+        with torch.enable_grad():
+            pairs = c.float().detach().requires_grad_()
+            one, other = _gates(pairs)
+            (grad,) = torch.autograd.grad(F.silu(one) * other, pairs, made)
+        out["D"].copy_(grad * root[0][:, None])
+        return {"dots": (grad * pairs.detach()).sum(-1)[None]}
+
+    def norm_back(self, a, b, c, out, other, by, **how):
+        out["D"].copy_(self._product("norm_back", a, b, **how) + c + other * by[0][:, None])
+
+
+@pytest.fixture
+def by_torch(monkeypatch):
+    products = ByTorch()
+    monkeypatch.setattr(hopper, "_products", lambda: products)
+    monkeypatch.setattr(hopper.Kernels, "products", True)
+    return products
+
+
+def _apart(one, other) -> float:
+    return float((one.detach().double() - other.detach().double()).norm() / other.detach().double().norm())
+
+
+def test_a_norm_that_is_put_off_changes_nothing_forward_or_back(by_torch):
+    torch.manual_seed(0)
+    given = [one.requires_grad_() for one in hopper._rest_given()]
+    found, wanted = (hopper._with_gradients(way, given) for way in (hopper._rest, hopper._rest_by_torch))
+    assert [_apart(*both) < 1e-5 for both in zip(found, wanted, strict=True)] == [True] * 6
+    assert by_torch.asked == ["add_and_square", "gate", "add", "gate_back", "norm_back"]
+
+
+def _loss_and_gradients(network, batch):
+    loss = loss_sum(network, Feed(2, 32, 0, "cpu", "bf16"), batch)
+    loss.backward()
+    made = {name: one.grad.clone() for name, one in network.model.named_parameters()}
+    network.model.zero_grad()
+    return loss.detach(), made
+
+
+def _network(family):
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "vocab_size": 128, "head_dim": 16, "sliding_window": None,
+    }  # fmt: skip
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
+    for name, one in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(one, 0.5, 1.5)  # so that a weight that is forgotten shows
+    network = open_network(model, "sdpa", torch.bfloat16)
+    forwards.fuse(network.plain)
+    return network
+
+
+def _batch():
+    ids = np.random.default_rng(0).integers(0, 128, (2, 32))
+    return Batch(ids, np.roll(ids, -1, 1), np.tile(np.arange(32), (2, 1)), np.zeros((2, 32), np.int32))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+def test_blocks_are_the_same_with_them(family, by_torch, monkeypatch):
+    network = _network(family)
+    found, by = _loss_and_gradients(network, _batch())
+    assert by_torch.asked.count("gate") == 2 == by_torch.asked.count("norm_back")
+    monkeypatch.setattr(hopper.Kernels, "products", False)
+    wanted, plain = _loss_and_gradients(network, _batch())
+    assert _apart(found, wanted) < 0.002 and max(_apart(by[name], plain[name]) for name in plain) < 0.05
+    assert by_torch.asked.count("gate") == 2
+
+
+def test_whoever_keeps_products_alone_goes_without(by_torch):
+    """Selective recomputing knows torch's products by name, and would make these again."""
+    network = _network("llama")
+    recompute(network.plain, "selective", False)
+    _loss_and_gradients(network, _batch())
+    assert not by_torch.asked
+    network = _network("llama")
+    recompute(network.plain, "full", False)
+    _loss_and_gradients(network, _batch())
+    assert by_torch.asked.count("gate") == 4  # and once more in the backward
+
+
+def test_kernels_that_fail_or_err_are_told_and_not_used(monkeypatch, capsys):
+    def ask(ours):
+        given = (torch.device("cpu"), ours, lambda x: 2 * x, lambda: [torch.ones(3)])
+        return hopper._tried("numpy", "products", *given)
+
+    assert ask(lambda x: x + x) and not capsys.readouterr().out
+    assert not ask(lambda x: 3 * x) and "numpy's products cannot be used here (they make" in capsys.readouterr().out
+    assert not ask(lambda x: x.missing) and "AttributeError" in capsys.readouterr().out
+    assert hopper._tried("no_such_package.cute", "products", *(None,) * 4) is False and not capsys.readouterr().out
+
+
+def test_where_they_cannot_be_the_reason_is_said(monkeypatch):
+    def settings(*words):
+        return resolve(load_run(["tiny", *words, "train.device=cpu"]).config).config
+
+    assert settings().train.hopper == "off" and "on cpu" in hopper_fault(settings())
+    with pytest.raises(UserError, match=r"train\.hopper: needs an H100 or H200, but this run is on cpu; use auto"):
+        settings("train.hopper=on")
+    ready = {"fused": "on", "device": "cuda", "precision": "bf16", "fp8": "off", "deterministic": "off"}
+
+    def fault(kind="pretrain", engine="single", **changes):
+        parts = {"train": {**ready, **changes}, "method": {"kind": kind}, "parallel": {"engine": engine}}
+        return hopper_fault(SimpleNamespace(**{name: SimpleNamespace(**part) for name, part in parts.items()}))
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr("sojourn.train.resolve.installed", lambda package: True)
+    assert fault() is None is fault(engine="ddp")
+    told = (fault("lora"), fault(engine="fsdp"), fault(fused="off"), fault(fp8="on"), fault(precision="fp16"))
+    told += (fault(deterministic="on"),)
+    for word, reason in zip(("lora", "fsdp", "fused", "fp8", "fp16", "deterministic"), told, strict=True):
+        assert word in reason
+    monkeypatch.setattr("sojourn.train.resolve.installed", lambda package: package == "quack")
+    assert "pip install 'sojourn[hopper]'" in fault()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A100")
+    assert "A100" in fault()
+
+
+@needs_hopper
+@pytest.mark.parametrize("size", [64, 128])
+def test_the_real_ones_make_what_torch_makes(size):
+    sizes = {"hidden_size": 4 * size, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 8, "intermediate_size": 8}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", head_dim=size, **sizes)).cuda()
+    hopper.try_kernels(model)
+    assert hopper.Kernels.products and hopper.Kernels.attention
