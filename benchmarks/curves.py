@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-FILES = ("train-H200-2026-11-15.json", "train-H200-2026-11-16.json")
+FILES = tuple(f"train-H200-2026-11-{day}.json" for day in (15, 16, 17))
 # What it is; its workload, steps, our row and the other, of the newest run that has them.
 PANELS = (
     ("LoRA of 7B, nothing recomputed, and Liger", "lora-7b", 200, "ahead", "liger-kept"),
     ("QLoRA of 7B, all recomputed, and Liger", "qlora-7b", 200, "full", "liger"),
     ("All weights of 1.5B, and Liger (to step 100)", "full-1.5b", 200, "ahead", "liger"),
-    ("875M from scratch, and transformers, compiled", "pretrain-875m", 200, "graphs", "transformers-compiled"),
+    ("875M from scratch, and transformers, compiled", "pretrain-875m", 200, "hopper", "transformers-compiled"),
     ("875M from scratch, and ours in 8 bits", "pretrain-875m", 500, "graphs", "fp8"),
     ("110M from scratch, and a Llama of 70 lines", "pretrain-110m", 200, "together", "plain"),
 )

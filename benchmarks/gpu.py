@@ -27,6 +27,7 @@ TALKS = ("--data", CHATS) if CHATS else ()
 
 TESTS = ("tests/test_recorded.py", "tests/test_loss.py", "tests/test_fast.py", "tests/test_ahead.py")
 SMALL = "bf16,chunked,fused,compile,ahead,graphs,fp8,nanogpt"  # the ladder, and whom to beat
+LARGE = "graphs,hopper,transformers-compiled"
 
 # Commands of each part, with what to lay down for them: workloads and steps, on which the size of their data depends.
 PARTS: dict[str, tuple[list[tuple[str, ...]], list[tuple[str, int]]]] = {
@@ -51,7 +52,7 @@ PARTS: dict[str, tuple[list[tuple[str, ...]], list[tuple[str, int]]]] = {
         [("pretrain-875m", 500)],
     ),
     "plain": (
-        [(*TRAIN, *TEXTS, "--workload", "pretrain-875m", "--steps", "200", "--rows", "graphs,hopper,transformers-compiled")],
+        [(*TRAIN, *TEXTS, "--workload", "pretrain-875m", "--steps", "200", "--rows", LARGE)],
         [("pretrain-875m", 200)],
     ),
     "qlora": (

@@ -183,8 +183,9 @@ def test_each_rung_of_the_ladder_changes_one_thing():
             listed = contenders(workload, device)
             assert listed[0].name == REFERENCE and len({one.name for one in listed}) == len(listed)
             rungs = [one for one in listed if one.role == OURS]
-            assert rungs
-            for before, after in pairwise(rungs):
+            aside = [(before, after) for before, after in pairwise(rungs) if after.name == "hopper"]
+            assert rungs and len(aside) == (device == "cuda" and not workload.adapters)
+            for before, after in [*pairwise(one for one in rungs if one.name != "hopper"), *aside]:
                 changed = [key for key in after.settings if after.settings[key] != before.settings[key]]
                 assert len(changed) == (2 if after.name == "offload" else 1), (workload.name, after.name)
 
@@ -291,4 +292,4 @@ def test_losses_drawn_over_each_other_are_those_that_were_measured(monkeypatch):
     monkeypatch.syspath_prepend(str(root))
     import curves
 
-    assert curves.drawn() == (root / "results/curves-H200-2026-11-16.svg").read_text(encoding="utf-8")
+    assert curves.drawn() == (root / "results/curves-H200-2026-11-17.svg").read_text(encoding="utf-8")

@@ -13,7 +13,7 @@ from sojourn.config.load import load_run
 from sojourn.data.artefact import Batch
 from sojourn.errors import UserError
 from sojourn.model.blocks import recompute
-from sojourn.model.fast import forwards, hopper
+from sojourn.model.fast import forwards, hopper, trial
 from sojourn.model.network import open_network
 from sojourn.train.feed import Feed
 from sojourn.train.resolve import hopper_fault, resolve
@@ -21,7 +21,7 @@ from sojourn.train.step import loss_sum
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 needs_hopper = pytest.mark.skipif(
-    not (HOPPER and hopper.installed("quack") and hopper.installed("flash_attn.cute")),
+    not (HOPPER and trial.installed("quack") and trial.installed("flash_attn.cute")),
     reason="needs an H100 or H200, and the packages of sojourn[hopper]",
 )
 
@@ -29,7 +29,7 @@ needs_hopper = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def _no_kernels():
     yield
-    hopper.forget_kernels()
+    trial.forget_kernels()
 
 
 def _gates(pairs):
@@ -90,8 +90,8 @@ def _apart(one, other) -> float:
 
 def test_a_norm_that_is_put_off_changes_nothing_forward_or_back(by_torch):
     torch.manual_seed(0)
-    given = [one.requires_grad_() for one in hopper._rest_given()]
-    found, wanted = (hopper._with_gradients(way, given) for way in (hopper._rest, hopper._rest_by_torch))
+    given = [one.requires_grad_() for one in trial._rest_given()]
+    found, wanted = (trial._with_gradients(way, given) for way in (trial._rest, trial._rest_by_torch))
     assert [_apart(*both) < 1e-5 for both in zip(found, wanted, strict=True)] == [True] * 6
     assert by_torch.asked == ["add_and_square", "gate", "add", "gate_back", "norm_back"]
 
@@ -104,13 +104,14 @@ def _loss_and_gradients(network, batch):
     return loss.detach(), made
 
 
+def _model(family, width, head_dim, **sizes):
+    sizes |= {"hidden_size": width, "head_dim": head_dim, "num_attention_heads": 4, "intermediate_size": 96}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, vocab_size=128, **sizes))
+
+
 def _network(family):
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "vocab_size": 128, "head_dim": 16, "sliding_window": None,
-    }  # fmt: skip
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
+    model = _model(family, 64, 16, num_hidden_layers=2, num_key_value_heads=2, sliding_window=None)
     for name, one in model.named_parameters():
         if "norm" in name:
             torch.nn.init.uniform_(one, 0.5, 1.5)  # so that a weight that is forgotten shows
@@ -136,7 +137,8 @@ def test_blocks_are_the_same_with_them(family, by_torch, monkeypatch):
 
 
 def test_whoever_keeps_products_alone_goes_without(by_torch):
-    """Selective recomputing knows torch's products by name, and would make these again."""
+    """Selective recomputing knows products and attention by name, and would make others again."""
+    assert "attention" in str(hopper.attention_of_heads)
     network = _network("llama")
     recompute(network.plain, "selective", False)
     _loss_and_gradients(network, _batch())
@@ -150,12 +152,12 @@ def test_whoever_keeps_products_alone_goes_without(by_torch):
 def test_kernels_that_fail_or_err_are_told_and_not_used(monkeypatch, capsys):
     def ask(ours):
         given = (torch.device("cpu"), ours, lambda x: 2 * x, lambda: [torch.ones(3)])
-        return hopper._tried("numpy", "products", *given)
+        return trial._tried("numpy", "products", *given)
 
     assert ask(lambda x: x + x) and not capsys.readouterr().out
     assert not ask(lambda x: 3 * x) and "numpy's products cannot be used here (they make" in capsys.readouterr().out
     assert not ask(lambda x: x.missing) and "AttributeError" in capsys.readouterr().out
-    assert hopper._tried("no_such_package.cute", "products", *(None,) * 4) is False and not capsys.readouterr().out
+    assert trial._tried("no_such_package.cute", "products", *(None,) * 4) is False and not capsys.readouterr().out
 
 
 def test_where_they_cannot_be_the_reason_is_said(monkeypatch):
@@ -188,7 +190,5 @@ def test_where_they_cannot_be_the_reason_is_said(monkeypatch):
 @needs_hopper
 @pytest.mark.parametrize("size", [64, 128])
 def test_the_real_ones_make_what_torch_makes(size):
-    sizes = {"hidden_size": 4 * size, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 8, "intermediate_size": 8}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", head_dim=size, **sizes)).cuda()
-    hopper.try_kernels(model)
+    trial.try_kernels(_model("llama", 4 * size, size, num_hidden_layers=1).cuda())
     assert hopper.Kernels.products and hopper.Kernels.attention

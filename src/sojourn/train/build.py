@@ -12,7 +12,7 @@ from sojourn.errors import UserError
 from sojourn.model.adapter import add_adapter, compute_narrow, empty_adapter, open_adapter
 from sojourn.model.base import empty_base, open_base
 from sojourn.model.blocks import compile_blocks, recompute
-from sojourn.model.fast import hopper
+from sojourn.model.fast.trial import forget_kernels, try_kernels
 from sojourn.model.last_block import shorten
 from sojourn.model.network import Network, close_network, open_network
 from sojourn.model.probe import check_network
@@ -62,9 +62,9 @@ def save_memory(network: Network, config: RunConfig) -> None:
 
 def ready(network: Network, config: RunConfig) -> None:
     """For steps."""
-    hopper.forget_kernels()
+    forget_kernels()
     if config.train.hopper == "on":
-        hopper.try_kernels(network.plain)
+        try_kernels(network.plain)
     if config.train.fp8 == "on":
         from sojourn.model.fast.forwards import multiply_in_fp8
 

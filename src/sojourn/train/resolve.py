@@ -16,7 +16,7 @@ from sojourn.machine.precision import choose_device, choose_precision
 from sojourn.model import attention
 from sojourn.model.adapter import usual_alpha
 from sojourn.model.families import FAMILIES
-from sojourn.model.fast.hopper import installed
+from sojourn.model.fast.trial import installed
 from sojourn.plan.choose import WORTH, Cut, cut, ways_of
 from sojourn.plan.launch import recordable
 from sojourn.plan.memory import SAFE, memory, room_in

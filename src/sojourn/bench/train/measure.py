@@ -32,7 +32,7 @@ Say = Callable[[str], None]
 
 _PACKAGES = (
     "sojourn", "torch", "transformers", "peft", "bitsandbytes", "triton", "liger-kernel", "flash-attn",
-    "trl", "unsloth",
+    "flash-attn-4", "quack-kernels", "trl", "unsloth",
 )  # fmt: skip
 _SPARE = 500_000_000  # for data, rows and what is compiled
 _KEPT = 3000  # characters of what a failed row said

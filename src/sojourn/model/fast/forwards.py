@@ -122,7 +122,7 @@ def _attended(self: Any, x: Any, position_embeddings: Any, layout: Any) -> Any:
     layers = (self.q_proj, self.k_proj, self.v_proj)
     if takes_hopper(x, layout, how) and _join(layers, F.linear) and not hasattr(self, "q_norm"):
         heads = [layer.out_features // self.head_dim for layer in layers[:2]]
-        return hopper.attend_heads(x, *_side_by_side(layers, x), *position_embeddings, *heads, self.scaling)[0]
+        return hopper.attention_of_heads(x, *_side_by_side(layers, x), *position_embeddings, *heads, self.scaling)[0]
     return attend(*_heads(self, x, position_embeddings), layout, how).flatten(2)
 
 
@@ -131,7 +131,7 @@ def _block(self: Any, hidden_states: Any, **given: Any) -> Any:
     layers = (attention.o_proj, forward.gate_proj, forward.up_proj, forward.down_proj)
     fits = hopper.Kernels.products and hidden_states.dtype == torch.bfloat16 and not getattr(self, "selective", False)
     fits = fits and layout is not None and given.get("past_key_values") is None and forward.config.hidden_act == "silu"
-    if not (fits and _join(layers, F.linear) and all(layer.bias is None for layer in layers)):
+    if not (fits and _join(layers, F.linear) and all(hopper.takes(layer) for layer in layers)):
         return self.plain(hidden_states, **given)
     attended = _attended(attention, self.input_layernorm(hidden_states), given["position_embeddings"], layout)
     norm, (out, gate, up, down) = self.post_attention_layernorm, (layer.weight for layer in layers)

@@ -1,0 +1,104 @@
+"""Whether the kernels of hopper.py do here what torch does: they are young, and made by packages that change."""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from sojourn.model.fast.hopper import Kernels, attention_of_heads, rest_of_block
+
+
+def forget_kernels() -> None:
+    Kernels.products = Kernels.attention = False
+
+
+def try_kernels(model: Any) -> None:
+    """For its blocks: they are used where they make what torch makes, but for rounding."""
+    device, config = next(model.parameters()).device, model.config
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    Kernels.products = _tried("quack", "products", device, _rest, _rest_by_torch, _rest_given)
+    given = partial(_heads_given, head_size)
+    Kernels.attention = _tried("flash_attn.cute", "attention", device, _heads, _heads_by_torch, given)
+
+
+def _tried(package: str, name: str, device: Any, ours: Any, plain: Any, given: Any) -> bool:
+    if not installed(package):
+        return False
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
+            torch.manual_seed(0)
+            tensors = [one.to(device, torch.bfloat16).requires_grad_() for one in given()]
+            found, wanted = (_with_gradients(function, tensors) for function in (ours, plain))
+        fault = None if all(map(_alike, found, wanted)) else "they make other numbers"
+    except Exception as error:  # whatever a missing kernel raises
+        fault = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    if fault is not None:
+        print(f"note: {package}'s {name} cannot be used here ({fault}); training goes on without, slower", flush=True)
+    return fault is None
+
+
+def installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # nor what it would be in
+        return False
+
+
+def _with_gradients(function: Any, given: list[Any]) -> list[Any]:
+    made = function(*given)
+    return [made, *torch.autograd.grad(made, given, torch.linspace(-1, 1, made.numel()).to(made).view_as(made))]
+
+
+def _alike(one: Any, other: Any) -> bool:
+    apart = torch.linalg.vector_norm(one.float() - other.float()) / torch.linalg.vector_norm(other.float())
+    return bool(apart < 0.02)
+
+
+def _rest_given() -> list[Any]:
+    shapes = ((320, 256), (320, 128), (256, 128), (768, 256), (256, 384))
+    return [torch.randn(shape) * (1.0 if shape[0] == 320 else 0.1) for shape in shapes]
+
+
+def _rest(*given: Any) -> Any:
+    return rest_of_block(*given, 1e-5)[0]
+
+
+def _rest_by_torch(hidden: Any, attended: Any, out: Any, both: Any, down: Any) -> Any:
+    hidden, attended, out, both, down = (one.float() for one in (hidden, attended, out, both, down))
+    summed = hidden + attended @ out.T
+    one, other = (F.rms_norm(summed, summed.shape[-1:], eps=1e-5) @ both.T).unflatten(-1, (-1, 2)).unbind(-1)
+    return summed + (F.silu(one) * other) @ down.T
+
+
+def _heads_given(head_size: int) -> list[Any]:
+    return [torch.randn(2, 160, 128), 0.1 * torch.randn(8 * head_size, 128), torch.randn(8 * head_size)]
+
+
+def _angles(size: int, device: Any) -> Any:
+    angles = torch.linspace(0, 6, 320 * size, device=device).view(2, 160, size)
+    return angles.cos(), angles.sin()
+
+
+def _heads(x: Any, weight: Any, bias: Any) -> Any:
+    size = len(bias) // 8
+    return attention_of_heads(x, weight, bias, *_angles(size, x.device), 4, 2, size**-0.5)[0]
+
+
+def _heads_by_torch(x: Any, weight: Any, bias: Any) -> Any:
+    size = len(bias) // 8
+    cos, sin = (one[:, :, None, : size // 2].float() for one in _angles(size, x.device))
+    joined = F.linear(x.float(), weight.float(), bias.float()).unflatten(-1, (8, size))
+
+    def turned(heads: Any) -> Any:
+        first, second = heads.chunk(2, -1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+    query, key, value = joined.split([4, 2, 2], 2)
+    heads = (turned(query), turned(key).repeat_interleave(2, 2), value.repeat_interleave(2, 2))
+    query, key, value = (one.transpose(1, 2) for one in heads)
+    made = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    return made.transpose(1, 2).flatten(2)
