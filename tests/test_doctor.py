@@ -1,5 +1,6 @@
 """The doctor: real operations, a mending line for what is wrong, no traceback, no need of torch."""
 
+import importlib
 import json
 import os
 import shutil
@@ -34,6 +35,16 @@ def cli(*words: str, code: str = RUN, env: dict[str, str] | None = None) -> subp
 
 def named(findings: list[Finding]) -> dict[str, Finding]:
     return {finding.name: finding for finding in findings}
+
+
+def test_a_folder_that_others_put_things_into_is_no_package(tmp_path, monkeypatch):
+    """FlashAttention-4 is `flash_attn.cute`, without the `flash_attn` that the second version is."""
+    (tmp_path / "made_up_package" / "cute").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert not probe_software.importable("made_up_package") and not probe_software.importable("no_such_package")
+    (tmp_path / "made_up_package" / "__init__.py").write_text("")
+    importlib.invalidate_caches()
+    assert probe_software.importable("made_up_package")
 
 
 def test_json_is_one_object_with_platform_findings_and_summary(tmp_path):

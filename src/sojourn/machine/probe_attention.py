@@ -39,6 +39,9 @@ def attention(torch: Any) -> Finding:
     says = f"torch uses {used} on {device}; forward and backward work with {', '.join(worked)}"
     if installed("flash-attn") is not None:
         says += f"; flash-attn package: {package}"
+    if device == "cuda" and torch.cuda.get_device_capability()[0] == 9:
+        there = all(installed(name) for name in ("quack-kernels", "flash-attn-4"))
+        says += "; kernels for Hopper are installed" if there else "; faster ones: pip install 'sojourn[hopper]'"
     if device == "cuda" and worked == ["math"]:
         return Finding("attention", "warn", f"{says}: long sequences will be slow and take much memory", data=data)
     return Finding("attention", "ok", says, data=data)

@@ -87,7 +87,9 @@ def extras() -> Finding:
 
 
 def importable(name: str) -> bool:
+    """Not where only others put things into a folder of that name, as FlashAttention-4 does into `flash_attn`."""
     try:
-        return importlib.util.find_spec(name) is not None
+        found = importlib.util.find_spec(name)
     except (ImportError, ValueError):
         return False
+    return found is not None and found.origin is not None

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
+from sojourn.machine.probe_software import importable
 from sojourn.model.fast import hopper
 from sojourn.model.layout import Layout, find_starts, make_layout, padded_starts
 
@@ -200,7 +201,7 @@ def fault(backend: str, device: str, half: bool, head_size: int, softcap: bool, 
         return f"takes heads of up to 256 in steps of 8, but this model's have {head_size}"
     if flash and _capability() < (8, 0):
         return "needs a GPU of compute capability 8.0 (RTX 30, A100) or newer"
-    if backend == "flash_attention_2" and find_spec("flash_attn") is None:
+    if backend == "flash_attention_2" and not importable("flash_attn"):
         return "needs the package flash-attn, which is not installed"
     if backend == "varlen" and "window_size" not in _VARLEN_TAKES:
         return "needs a newer torch (2.11)"

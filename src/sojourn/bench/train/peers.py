@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from sojourn.bench.train.track import Task, Tensors, race
+from sojourn.machine.probe_software import importable
 from sojourn.model.quiet import quiet_transformers
 
 Row = dict[str, Any]
@@ -47,7 +47,7 @@ def _liger(task: Task) -> Row:
     from liger_kernel import transformers as liger  # type: ignore[import-not-found]
 
     {"llama": liger.apply_liger_kernel_to_llama, "qwen2": liger.apply_liger_kernel_to_qwen2}[task.family]()
-    return _race(task, open_model(task, "flash_attention_2" if find_spec("flash_attn") else "sdpa"))
+    return _race(task, open_model(task, "flash_attention_2" if importable("flash_attn") else "sdpa"))
 
 
 def _unsloth(task: Task) -> Row:

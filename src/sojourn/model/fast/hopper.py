@@ -157,8 +157,8 @@ def _made_heads(x: Any, weight: Any, bias: Any, cos: Any, sin: Any, heads: int, 
 
 
 @operation(
-    "attention_of_heads(Tensor x, Tensor weight, Tensor? bias, Tensor cos, Tensor sin, int heads, int kv_heads, float scale)"
-    " -> (Tensor, Tensor, Tensor)",
+    "attention_of_heads(Tensor x, Tensor weight, Tensor? bias, Tensor cos, Tensor sin, int heads, int kv_heads,"
+    " float scale) -> (Tensor, Tensor, Tensor)",
     _made_heads,
 )
 def attention_of_heads(
