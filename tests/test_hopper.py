@@ -12,8 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from sojourn.config.load import load_run
 from sojourn.data.artefact import Batch
 from sojourn.errors import UserError
+from sojourn.model.attention import How, attend
 from sojourn.model.blocks import recompute
 from sojourn.model.fast import forwards, hopper, trial
+from sojourn.model.layout import make_layout
 from sojourn.model.network import open_network
 from sojourn.train.feed import Feed
 from sojourn.train.resolve import hopper_fault, resolve
@@ -147,6 +149,19 @@ def test_whoever_keeps_products_alone_goes_without(by_torch):
     recompute(network.plain, "full", False)
     _loss_and_gradients(network, _batch())
     assert by_torch.asked.count("gate") == 4  # and once more in the backward
+
+
+@pytest.mark.parametrize("group", [1, 3])
+def test_attention_is_tried_against_what_blocks_do(group):
+    torch.manual_seed(0)
+    heads = trial.Heads(16, group)
+    x, weight, bias = heads.given()
+    joined = F.linear(x, weight, bias).unflatten(-1, (-1, 16))
+    query, key, value = joined.split([2 * group, 2, 2], 2)
+    documents = np.zeros((2, 160), np.int32)
+    layout = make_layout("math", documents, torch.from_numpy(documents), None, ())
+    plain = attend(*forwards._turned(query, key, *heads.angles("cpu")), value, layout, How(16**-0.5))
+    assert _apart(heads.by_torch(x, weight, bias), plain.flatten(2)) < 1e-5
 
 
 def test_kernels_that_fail_or_err_are_told_and_not_used(monkeypatch, capsys):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
+import warnings
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,11 +19,12 @@ def forget_kernels() -> None:
 
 def try_kernels(model: Any) -> None:
     """For its blocks: they are used where they make what torch makes, but for rounding."""
+    warnings.filterwarnings("ignore", category=UserWarning, module="cutlass")  # about its own insides
     device, config = next(model.parameters()).device, model.config
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = Heads(size, config.num_attention_heads // config.num_key_value_heads)
     Kernels.products = _tried("quack", "products", device, _rest, _rest_by_torch, _rest_given)
-    given = partial(_heads_given, head_size)
-    Kernels.attention = _tried("flash_attn.cute", "attention", device, _heads, _heads_by_torch, given)
+    Kernels.attention = _tried("flash_attn.cute", "attention", device, heads.ours, heads.by_torch, heads.given)
 
 
 def _tried(package: str, name: str, device: Any, ours: Any, plain: Any, given: Any) -> bool:
@@ -74,31 +76,34 @@ def _rest_by_torch(hidden: Any, attended: Any, out: Any, both: Any, down: Any) -
     return summed + (F.silu(one) * other) @ down.T
 
 
-def _heads_given(head_size: int) -> list[Any]:
-    return [torch.randn(2, 160, 128), 0.1 * torch.randn(8 * head_size, 128), torch.randn(8 * head_size)]
+@dataclass(frozen=True)
+class Heads:
+    """Attention with so many heads of queries to each of keys and values as the model has."""
 
+    size: int
+    group: int
 
-def _angles(size: int, device: Any) -> Any:
-    angles = torch.linspace(0, 6, 320 * size, device=device).view(2, 160, size)
-    return angles.cos(), angles.sin()
+    def given(self) -> list[Any]:
+        width = (2 * self.group + 4) * self.size
+        return [torch.randn(2, 160, 128), 0.1 * torch.randn(width, 128), torch.randn(width)]
 
+    def angles(self, device: Any) -> Any:
+        angles = torch.linspace(0, 6, 160 * self.size, device=device).view(2, 160, -1).repeat(1, 1, 2)
+        return angles.cos(), angles.sin()
 
-def _heads(x: Any, weight: Any, bias: Any) -> Any:
-    size = len(bias) // 8
-    return attention_of_heads(x, weight, bias, *_angles(size, x.device), 4, 2, size**-0.5)[0]
+    def ours(self, x: Any, weight: Any, bias: Any) -> Any:
+        how = (*self.angles(x.device), 2 * self.group, 2, self.size**-0.5)
+        return attention_of_heads(x, weight, bias, *how)[0]
 
+    def by_torch(self, x: Any, weight: Any, bias: Any) -> Any:
+        cos, sin = (one[:, :, None, : self.size // 2] for one in self.angles(x.device))
+        joined = F.linear(x.float(), weight.float(), bias.float()).unflatten(-1, (-1, self.size))
 
-def _heads_by_torch(x: Any, weight: Any, bias: Any) -> Any:
-    size = len(bias) // 8
-    cos, sin = (one[:, :, None, : size // 2].float() for one in _angles(size, x.device))
-    joined = F.linear(x.float(), weight.float(), bias.float()).unflatten(-1, (8, size))
+        def turned(heads: Any) -> Any:
+            first, second = heads.chunk(2, -1)
+            return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
-    def turned(heads: Any) -> Any:
-        first, second = heads.chunk(2, -1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-
-    query, key, value = joined.split([4, 2, 2], 2)
-    heads = (turned(query), turned(key).repeat_interleave(2, 2), value.repeat_interleave(2, 2))
-    query, key, value = (one.transpose(1, 2) for one in heads)
-    made = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-    return made.transpose(1, 2).flatten(2)
+        query, key, value = joined.split([2 * self.group, 2, 2], 2)
+        heads = (turned(query), *(one.repeat_interleave(self.group, 2) for one in (turned(key), value)))
+        query, key, value = (one.transpose(1, 2) for one in heads)
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
