@@ -55,6 +55,10 @@ PARTS: dict[str, tuple[list[tuple[str, ...]], list[tuple[str, int]]]] = {
         [(*TRAIN, *TEXTS, "--workload", "pretrain-875m", "--steps", "200", "--rows", LARGE)],
         [("pretrain-875m", 200)],
     ),
+    "whole": (
+        [(*TRAIN, *TALKS, "--workload", "full-1.5b", "--steps", "200", "--rows", "ahead,hopper,liger")],
+        [("full-1.5b", 200)],
+    ),
     "qlora": (
         [(*TRAIN, *TALKS, "--workload", "qlora-7b", "--steps", "200", "--rows", "full,liger")], [("lora-7b", 200)]
     ),
