@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from sojourn.config.load import load_run
 from sojourn.data.artefact import Batch
 from sojourn.errors import UserError
+from sojourn.machine.probe_software import importable
 from sojourn.model.attention import How, attend
 from sojourn.model.blocks import recompute
 from sojourn.model.fast import forwards, hopper, trial
@@ -23,7 +24,7 @@ from sojourn.train.step import loss_sum
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 needs_hopper = pytest.mark.skipif(
-    not (HOPPER and trial.installed("quack") and trial.installed("flash_attn.cute")),
+    not (HOPPER and importable("quack") and importable("flash_attn.cute")),
     reason="needs an H100 or H200, and the packages of sojourn[hopper]",
 )
 
@@ -189,13 +190,13 @@ def test_where_they_cannot_be_the_reason_is_said(monkeypatch):
         return hopper_fault(SimpleNamespace(**{name: SimpleNamespace(**part) for name, part in parts.items()}))
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr("sojourn.train.resolve.installed", lambda package: True)
+    monkeypatch.setattr("sojourn.train.resolve.importable", lambda package: True)
     assert fault() is None is fault(engine="ddp")
     told = (fault("lora"), fault(engine="fsdp"), fault(fused="off"), fault(fp8="on"), fault(precision="fp16"))
     told += (fault(deterministic="on"),)
     for word, reason in zip(("lora", "fsdp", "fused", "fp8", "fp16", "deterministic"), told, strict=True):
         assert word in reason
-    monkeypatch.setattr("sojourn.train.resolve.installed", lambda package: package == "quack")
+    monkeypatch.setattr("sojourn.train.resolve.importable", lambda package: package == "quack")
     assert "pip install 'sojourn[hopper]'" in fault()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A100")

@@ -13,10 +13,10 @@ from sojourn.catalog.shapes import ModelShape
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
 from sojourn.machine.precision import choose_device, choose_precision
+from sojourn.machine.probe_software import importable
 from sojourn.model import attention
 from sojourn.model.adapter import usual_alpha
 from sojourn.model.families import FAMILIES
-from sojourn.model.fast.trial import installed
 from sojourn.plan.choose import WORTH, Cut, cut, ways_of
 from sojourn.plan.launch import recordable
 from sojourn.plan.memory import SAFE, memory, room_in
@@ -222,7 +222,7 @@ def hopper_fault(config: RunConfig) -> str | None:
         return "does not add up in the same order every time, as train.deterministic wants"
     if config.parallel.engine not in ("single", "ddp"):
         return f"needs whole weights, but parallel.engine is {config.parallel.engine}"
-    missing = [package for package in ("quack", "flash_attn.cute") if not installed(package)]
+    missing = [package for package in ("quack", "flash_attn.cute") if not importable(package)]
     return "needs packages that are not installed: pip install 'sojourn[hopper]'" if missing else None
 
 

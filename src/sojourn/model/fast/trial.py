@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from sojourn.machine.probe_software import importable
 from sojourn.model.fast.hopper import Kernels, attention_of_heads, rest_of_block
 
 
@@ -28,7 +28,7 @@ def try_kernels(model: Any) -> None:
 
 
 def _tried(package: str, name: str, device: Any, ours: Any, plain: Any, given: Any) -> bool:
-    if not installed(package):
+    if not importable(package):
         return False
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
@@ -41,13 +41,6 @@ def _tried(package: str, name: str, device: Any, ours: Any, plain: Any, given: A
     if fault is not None:
         print(f"note: {package}'s {name} cannot be used here ({fault}); training goes on without, slower", flush=True)
     return fault is None
-
-
-def installed(package: str) -> bool:
-    try:
-        return find_spec(package) is not None
-    except ModuleNotFoundError:  # nor what it would be in
-        return False
 
 
 def _with_gradients(function: Any, given: list[Any]) -> list[Any]:
