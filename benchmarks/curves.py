@@ -15,12 +15,14 @@ FILES = tuple(f"train-H200-2026-11-{day}.json" for day in (15, 16, 17))
 PANELS = (
     ("LoRA of 7B, nothing recomputed, and Liger", "lora-7b", 200, "ahead", "liger-kept"),
     ("QLoRA of 7B, all recomputed, and Liger", "qlora-7b", 200, "full", "liger"),
-    ("All weights of 1.5B, and Liger (to step 100)", "full-1.5b", 200, "ahead", "liger"),
+    ("All weights of 1.5B, and Liger", "full-1.5b", 200, "ahead", "liger"),
     ("875M from scratch, and transformers, compiled", "pretrain-875m", 200, "hopper", "transformers-compiled"),
-    ("875M from scratch, and ours in 8 bits", "pretrain-875m", 500, "graphs", "fp8"),
+    ("875M from scratch, and ours in 8 bits", "pretrain-875m", 500, "hopper", "fp8"),
+    ("875M twice in bf16, by other kernels", "pretrain-875m", 500, "graphs", "hopper"),
     ("110M from scratch, and a Llama of 70 lines", "pretrain-110m", 200, "together", "plain"),
+    ("110M from scratch, and ours in 8 bits", "pretrain-110m", 200, "graphs", "fp8"),
 )
-WIDTH, LOSS, APART, MARGIN, COLUMNS = 400, 170, 70, 46, 3
+WIDTH, LOSS, APART, MARGIN, COLUMNS = 400, 170, 70, 46, 2
 HEIGHT = LOSS + APART + 90
 BOUND = 2.0  # per cent either way that the lower half shows
 OURS, OTHER = "#2563eb", "#ea580c"

@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 GROUND = Path(os.environ.get("GROUND", Path(tempfile.gettempdir(), "sojourn-bench")))
 CHATS = os.environ.get("CHATS", "")
-CORPUS_BYTES = 40_000_000
+CORPUS_BYTES = 100_000_000  # more than the longest part reads
 TRAIN = ("sojourn", "bench", "train", "--folder", str(GROUND))
 PLAN = ("sojourn", "bench", "plan", "--folder", str(GROUND), "--no-peers")
 TEXTS = ("--data", str(GROUND / "code.jsonl"))
@@ -27,6 +27,7 @@ TALKS = ("--data", CHATS) if CHATS else ()
 
 TESTS = ("tests/test_recorded.py", "tests/test_loss.py", "tests/test_fast.py", "tests/test_ahead.py")
 SMALL = "bf16,chunked,fused,compile,ahead,graphs,fp8,nanogpt"  # the ladder, and whom to beat
+AS_RUN = ("--schedule", "cosine", "--no-peers")  # to the end of a run as it is by default
 LARGE = "graphs,hopper,transformers-compiled"
 
 # Commands of each part, with what to lay down for them: workloads and steps, on which the size of their data depends.
@@ -48,7 +49,7 @@ PARTS: dict[str, tuple[list[tuple[str, ...]], list[tuple[str, int]]]] = {
         [("pretrain-110m", 200)],
     ),
     "large": (
-        [(*TRAIN, *TEXTS, "--workload", "pretrain-875m", "--steps", "500", "--rows", "graphs,fp8")],
+        [(*TRAIN, *TEXTS, "--workload", "pretrain-875m", "--steps", "500", "--rows", "graphs,hopper,fp8", *AS_RUN)],
         [("pretrain-875m", 500)],
     ),
     "plain": (

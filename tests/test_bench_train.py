@@ -249,13 +249,23 @@ def test_a_failure_is_told_in_a_word():
         ({"rows": "chunkd"}, "--rows: “chunkd”: no such row; did you mean chunked?; there are: "),
         ({"rows": REFERENCE, "peers": False}, "--rows: only peers are named, but --no-peers leaves them out"),
         ({"folder": Path("nowhere")}, "--folder: nowhere: no such folder"),
+        ({"schedule": "cosine"}, "--schedule cosine: other programs are measured at a constant rate; add --no-peers"),
     ],
-    ids=["workload", "row", "no row left", "folder"],
+    ids=["workload", "row", "no row left", "folder", "schedule"],
 )
 def test_a_mistake_is_one_line(asked, told):
     with pytest.raises(UserError) as error:
         make_plan(**{"workloads": ["tiny"], "rows": "", "steps": 4, "peers": True, "folder": None, **asked})
     assert told in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_rate_that_falls_warms_up_as_runs_do(folder):
+    plan = make_plan(["tiny"], "fp32", 10, False, folder, schedule="cosine")
+    (row,) = measure(plan, lambda _: None)["workloads"][0]["rows"]
+    assert list(row["losses"]) == ["1", *(str(step) for step in range(2, 11, 2))], row.get("said")
+    train = load_run([str(folder / "run.yaml")]).config.train
+    default = type(train)()
+    assert (train.schedule, train.warmup, train.min_lr) == ("cosine", default.warmup, default.min_lr)
 
 
 def test_too_small_a_disk_is_told_before_the_work(tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -65,6 +65,10 @@ def bench_train(
         str | None,
         typer.Option(help="Texts of your own to train on (for adapters: chats), a file or a folder, not made-up ones."),
     ] = None,
+    schedule: Annotated[
+        Literal["constant", "cosine", "linear", "wsd"],
+        typer.Option(help="Of the learning rate; all but constant warm up, as runs do, and need --no-peers."),
+    ] = "constant",
     gpus: Annotated[
         str | None, typer.Option(help="Report instead what more GPUs bring, on 1, 2, 4, … of these: 0,1 or all.")
     ] = None,
@@ -87,9 +91,11 @@ def bench_train(
     if gpus is None:
         if engines is not None:
             raise UserError("--engines: say on which GPUs to compare them, such as --gpus 0,1 or --gpus all")
-        wanted = (workload or [], rows, steps, peers, folder, peer_steps, data, out)
+        wanted = (workload or [], rows, steps, peers, folder, peer_steps, data, out, schedule)
         _report(lambda say: measure.measure(measure.make_plan(*wanted), say), json, out)
         return
+    if schedule != "constant":
+        raise UserError("--schedule: what more GPUs bring is measured at a constant rate; leave out one of both")
     asked = (workload or [], rows, steps, folder, gpus, engines or "ddp,fsdp", data, out)
     _report(lambda say: scaling.measure(scaling.make_scaling(*asked), say), json, out)
 

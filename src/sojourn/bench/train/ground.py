@@ -26,8 +26,9 @@ _VOCABULARY = 32_000  # of the tokenizer; a model's own may be larger
 _TRAINED_ON = 4_000_000
 _BYTES_A_TOKEN = 6  # more than any of the texts has, so that rows suffice
 _USUAL_STEPS = 25
-_SMALLEST, _LARGEST, _LARGEST_OWN = 300_000, 16_000_000, 32_000_000  # bytes of data
+_SMALLEST, _LARGEST, _LARGEST_OWN = 300_000, 16_000_000, 100_000_000  # bytes of data
 ALPHA = 2  # over the rank
+CONSTANT = "constant"
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,10 @@ def _size(workload: Workload, steps: int, own: str | None) -> int:
     return min(_LARGEST if own is None else _LARGEST_OWN, max(_SMALLEST, tokens * _BYTES_A_TOKEN))
 
 
-def settings(ground: Ground, steps: int, every: int, device: str) -> dict[str, Any]:
-    """The run as a user would write it. No warm-up and a constant rate: every peer can do that."""
+def settings(ground: Ground, steps: int, every: int, device: str, schedule: str = CONSTANT) -> dict[str, Any]:
+    """The run as a user would write it. No warm-up and a constant rate unless asked for: every peer can do that."""
     workload = ground.workload
+    rate = {"schedule": schedule} | ({"warmup": 0} if schedule == CONSTANT else {})
     method: dict[str, Any] = {"kind": workload.method}
     if workload.adapters:
         method |= {"rank": workload.rank, "alpha": ALPHA * workload.rank, "adapter": str(ground.adapter.absolute())}
@@ -94,8 +96,8 @@ def settings(ground: Ground, steps: int, every: int, device: str) -> dict[str, A
         "data": {"sources": [str(ground.data.absolute())], "max_length": workload.row_length, "eval_fraction": 0},
         "train": {
             "steps": steps, "global_batch": workload.rows, "micro_batch": workload.micro_batch, "lr": workload.lr,
-            "schedule": "constant", "warmup": 0, "weight_decay": workload.weight_decay, "beta1": 0.9, "beta2": 0.95,
-            "clip": 1.0, "seed": 0, "device": device,
+            "weight_decay": workload.weight_decay, "beta1": 0.9, "beta2": 0.95, "clip": 1.0, "seed": 0,
+            "device": device, **rate,
         },
         "save": {"every": "24h", "keep": 1},
         "log": {"every_steps": every, "tensorboard": "off"},

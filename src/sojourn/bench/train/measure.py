@@ -21,7 +21,7 @@ from typing import Any
 from sojourn.bench.memory import watched
 from sojourn.bench.train.compare import Row, best, compare, head, line
 from sojourn.bench.train.contenders import OURS, REFERENCE, Contender, check_rows, contenders, selected
-from sojourn.bench.train.ground import ALPHA, Ground, folder_of, lay, rows_of, settings
+from sojourn.bench.train.ground import ALPHA, CONSTANT, Ground, folder_of, lay, rows_of, settings
 from sojourn.bench.train.workloads import Workload, chosen, fitting
 from sojourn.errors import UserError
 from sojourn.run.files import read_json, write_json
@@ -45,6 +45,7 @@ class Plan:
     """What to measure; `folder` is None where nothing is to be left. Peers may make fewer steps.
 
     `data`: texts or chats of the user's, instead of those that we make. `out`: where the rows are kept as they come.
+    `schedule`: of the rate; any but a constant one warms up too, and is for our own rows.
     """
 
     workloads: tuple[Workload, ...]
@@ -56,6 +57,7 @@ class Plan:
     peer_steps: int
     data: str | None = None
     out: Path | None = None
+    schedule: str = CONSTANT
 
     @property
     def every(self) -> int:
@@ -89,12 +91,15 @@ def make_plan(
     peer_steps: int | None = None,
     data: str | None = None,
     out: Path | None = None,
+    schedule: str = CONSTANT,
 ) -> Plan:
     missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
     if missing:
         raise UserError(f"to train, {' and '.join(missing)} must be installed: pip install 'sojourn[train]'")
     if folder is not None and not folder.is_dir():
         raise UserError(f"--folder: {folder}: no such folder")
+    if peers and schedule != CONSTANT:
+        raise UserError(f"--schedule {schedule}: other programs are measured at a constant rate; add --no-peers")
     named = chosen(workloads)
     from sojourn.machine.gpus import driver_gpus
     from sojourn.machine.precision import choose_device
@@ -104,7 +109,8 @@ def make_plan(
         seen = driver_gpus() if device == "cuda" else []
         named = fitting(seen[0].memory_bytes if seen else None)
     wanted = tuple(dict.fromkeys(name.strip() for name in rows.split(",") if name.strip()))
-    plan = Plan(tuple(named), wanted, steps, peers, device, folder, min(steps, peer_steps or steps), data, out)
+    others = min(steps, peer_steps or steps)
+    plan = Plan(tuple(named), wanted, steps, peers, device, folder, others, data, out, schedule)
     check_rows(list(wanted), {one.name for workload in named for one in contenders(workload, device)})
     if not any(plan.contenders(workload) for workload in named):
         raise UserError("--rows: only peers are named, but --no-peers leaves them out; remove one")
@@ -146,7 +152,7 @@ def _measure(plan: Plan, workload: Workload, work: Path, say: Say) -> Iterator[R
     say(f"{workload.name}: {workload.says}; {workload.rows} rows of {workload.row_length:,} to a step")
     ground = lay(workload, plan.steps, plan.device, work, plan.data)
     run = work / "run.yaml"
-    write_json(run, settings(ground, plan.steps, plan.every, plan.device))
+    write_json(run, settings(ground, plan.steps, plan.every, plan.device, plan.schedule))
     rows_at = rows_of(ground, run)
     say(head(""))
     rows: list[Row] = []
