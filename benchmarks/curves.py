@@ -17,7 +17,7 @@ PANELS = (
     ("QLoRA of 7B, all recomputed, and Liger", "qlora-7b", 200, "full", "liger"),
     ("All weights of 1.5B, and Liger", "full-1.5b", 200, "ahead", "liger"),
     ("875M from scratch, and transformers, compiled", "pretrain-875m", 200, "hopper", "transformers-compiled"),
-    ("875M from scratch, and ours in 8 bits", "pretrain-875m", 500, "hopper", "fp8"),
+    ("875M from scratch, and ours in 8 bits", "pretrain-875m", 500, "graphs", "fp8"),
     ("875M twice in bf16, by other kernels", "pretrain-875m", 500, "graphs", "hopper"),
     ("110M from scratch, and a Llama of 70 lines", "pretrain-110m", 200, "together", "plain"),
     ("110M from scratch, and ours in 8 bits", "pretrain-110m", 200, "graphs", "fp8"),
