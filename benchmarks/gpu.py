@@ -1,7 +1,7 @@
 """Measures again what LOG.md says of one GPU, where no network need be: `python benchmarks/gpu.py OUT PART…`.
 
 Each part takes up to ten minutes of an H200 and leaves its JSON in OUT. Models are trained on the Python files of torch
-and transformers, which are there, and on chats that `CHATS` names (made-up ones by default). What parts need is laid
+and others, which are there, and on chats that `CHATS` names (made-up ones by default). What parts need is laid
 down in `GROUND` at first, a folder that is kept for the next call.
 """
 
@@ -11,8 +11,10 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 GROUND = Path(os.environ.get("GROUND", Path(tempfile.gettempdir(), "sojourn-bench")))
 CHATS = os.environ.get("CHATS", "")
 CORPUS_BYTES = 100_000_000  # more than the longest part reads
+_ADDED = {"site-packages", "dist-packages"}
 TRAIN = ("sojourn", "bench", "train", "--folder", str(GROUND))
 PLAN = ("sojourn", "bench", "plan", "--folder", str(GROUND), "--no-peers")
 TEXTS = ("--data", str(GROUND / "code.jsonl"))
@@ -27,7 +30,8 @@ TALKS = ("--data", CHATS) if CHATS else ()
 
 TESTS = ("tests/test_recorded.py", "tests/test_loss.py", "tests/test_fast.py", "tests/test_ahead.py")
 SMALL = "bf16,chunked,fused,compile,ahead,graphs,fp8,nanogpt"  # the ladder, and whom to beat
-AS_RUN = ("--schedule", "cosine", "--no-peers")  # to the end of a run as it is by default
+CURVE = ("--no-peers", "log.every_steps=1", "train.schedule=cosine", "train.warmup=100")
+CALM = (*CURVE, "train.lr=1e-4")  # two runs in bf16, which differ by rounding, stay together at that rate
 LARGE = "graphs,hopper,transformers-compiled"
 
 # Commands of each part, with what to lay down for them: workloads and steps, on which the size of their data depends.
@@ -49,7 +53,15 @@ PARTS: dict[str, tuple[list[tuple[str, ...]], list[tuple[str, int]]]] = {
         [("pretrain-110m", 200)],
     ),
     "large": (
-        [(*TRAIN, *TEXTS, "--workload", "pretrain-875m", "--steps", "500", "--rows", "graphs,hopper,fp8", *AS_RUN)],
+        [(*TRAIN, *TEXTS, "--workload", "pretrain-875m", "--steps", "500", "--rows", "graphs,fp8", *CALM)],
+        [("pretrain-875m", 500)],
+    ),
+    "apart": (  # how far bf16 is from itself there
+        [(*TRAIN, *TEXTS, "--workload", "pretrain-875m", "--steps", "500", "--rows", "hopper", *CALM)],
+        [("pretrain-875m", 500)],
+    ),
+    "steep": (  # what 8 bits cost at three times that rate
+        [(*TRAIN, *TEXTS, "--workload", "pretrain-875m", "--steps", "500", "--rows", "graphs,fp8", *CURVE)],
         [("pretrain-875m", 500)],
     ),
     "plain": (
@@ -115,14 +127,21 @@ def write_corpus(path: Path) -> None:
         return
     size = 0
     with path.open("w", encoding="utf-8") as file:
-        for name in ("torch", "transformers"):
-            found = find_spec(name)
-            folder = Path(found.origin).parent if found and found.origin else Path()
-            for source in sorted(folder.rglob("*.py")):
-                text = source.read_text(encoding="utf-8", errors="ignore")
-                size += file.write(json.dumps({"text": text}) + "\n") if text else 0
-                if size > CORPUS_BYTES:
-                    return
+        for source in sources():
+            text = source.read_text(encoding="utf-8", errors="ignore")
+            size += file.write(json.dumps({"text": text}) + "\n") if text else 0
+            if size > CORPUS_BYTES:
+                return
+
+
+def sources() -> Iterator[Path]:
+    """Not those of transformers: much of them is one model's file with another's name in it."""
+    for name in ("torch", "sympy", "numpy"):
+        found = find_spec(name)
+        if found and found.origin:
+            yield from sorted(Path(found.origin).parent.rglob("*.py"))
+    standard = Path(sysconfig.get_path("stdlib"))
+    yield from (one for one in sorted(standard.rglob("*.py")) if not _ADDED & set(one.relative_to(standard).parts))
 
 
 if __name__ == "__main__":

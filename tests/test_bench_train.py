@@ -249,9 +249,11 @@ def test_a_failure_is_told_in_a_word():
         ({"rows": "chunkd"}, "--rows: “chunkd”: no such row; did you mean chunked?; there are: "),
         ({"rows": REFERENCE, "peers": False}, "--rows: only peers are named, but --no-peers leaves them out"),
         ({"folder": Path("nowhere")}, "--folder: nowhere: no such folder"),
-        ({"schedule": "cosine"}, "--schedule cosine: other programs are measured at a constant rate; add --no-peers"),
+        ({"told": ["train.lr=1e-3"]}, "train.lr=1e-3: other programs are not told so; add --no-peers"),
+        ({"told": ["train.compile=on"], "peers": False}, "train.compile=on: not a setting to measure with; there are: "),
+        ({"told": ["train.lr=fast"], "peers": False}, "train.lr"),
     ],
-    ids=["workload", "row", "no row left", "folder", "schedule"],
+    ids=["workload", "row", "no row left", "folder", "told with peers", "told what rows are", "told nonsense"],
 )
 def test_a_mistake_is_one_line(asked, told):
     with pytest.raises(UserError) as error:
@@ -259,13 +261,17 @@ def test_a_mistake_is_one_line(asked, told):
     assert told in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_rate_that_falls_warms_up_as_runs_do(folder):
-    plan = make_plan(["tiny"], "fp32", 10, False, folder, schedule="cosine")
-    (row,) = measure(plan, lambda _: None)["workloads"][0]["rows"]
-    assert list(row["losses"]) == ["1", *(str(step) for step in range(2, 11, 2))], row.get("said")
-    train = load_run([str(folder / "run.yaml")]).config.train
-    default = type(train)()
-    assert (train.schedule, train.warmup, train.min_lr) == ("cosine", default.warmup, default.min_lr)
+def test_our_own_rows_learn_as_they_are_told(folder):
+    def losses(*told):
+        plan = make_plan(["tiny"], "fp32", 10, False, folder, told=told)
+        (row,) = measure(plan, lambda _: None)["workloads"][0]["rows"]
+        assert "losses" in row, row
+        return row["losses"]
+
+    plain, warmed = losses(), losses("train.schedule=cosine", "train.warmup=5", "log.every_steps=1")
+    assert list(plain) == ["1", *(str(step) for step in range(2, 11, 2))]
+    assert list(warmed) == [str(step) for step in range(1, 11)]
+    assert warmed["1"] == plain["1"] and warmed["10"] > plain["10"], "it has learned less, having warmed up"
 
 
 def test_too_small_a_disk_is_told_before_the_work(tmp_path, monkeypatch):

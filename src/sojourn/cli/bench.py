@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -47,6 +47,13 @@ def bench_prepare(
 
 @bench_app.command("train")
 def bench_train(
+    told: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            help="How our own rows learn: train.lr, train.schedule, train.warmup, train.seed, … They need --no-peers.",
+        ),
+    ] = None,
     workload: Annotated[
         list[str] | None,
         typer.Option(
@@ -65,10 +72,6 @@ def bench_train(
         str | None,
         typer.Option(help="Texts of your own to train on (for adapters: chats), a file or a folder, not made-up ones."),
     ] = None,
-    schedule: Annotated[
-        Literal["constant", "cosine", "linear", "wsd"],
-        typer.Option(help="Of the learning rate; all but constant warm up, as runs do, and need --no-peers."),
-    ] = "constant",
     gpus: Annotated[
         str | None, typer.Option(help="Report instead what more GPUs bring, on 1, 2, 4, … of these: 0,1 or all.")
     ] = None,
@@ -91,11 +94,11 @@ def bench_train(
     if gpus is None:
         if engines is not None:
             raise UserError("--engines: say on which GPUs to compare them, such as --gpus 0,1 or --gpus all")
-        wanted = (workload or [], rows, steps, peers, folder, peer_steps, data, out, schedule)
+        wanted = (workload or [], rows, steps, peers, folder, peer_steps, data, out, told or [])
         _report(lambda say: measure.measure(measure.make_plan(*wanted), say), json, out)
         return
-    if schedule != "constant":
-        raise UserError("--schedule: what more GPUs bring is measured at a constant rate; leave out one of both")
+    if told:
+        raise UserError(f"{told[0]}: what more GPUs bring is measured as the workload says; leave out one of both")
     asked = (workload or [], rows, steps, folder, gpus, engines or "ddp,fsdp", data, out)
     _report(lambda say: scaling.measure(scaling.make_scaling(*asked), say), json, out)
 

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,7 +28,6 @@ _BYTES_A_TOKEN = 6  # more than any of the texts has, so that rows suffice
 _USUAL_STEPS = 25
 _SMALLEST, _LARGEST, _LARGEST_OWN = 300_000, 16_000_000, 100_000_000  # bytes of data
 ALPHA = 2  # over the rank
-CONSTANT = "constant"
 
 
 @dataclass(frozen=True)
@@ -83,10 +82,9 @@ def _size(workload: Workload, steps: int, own: str | None) -> int:
     return min(_LARGEST if own is None else _LARGEST_OWN, max(_SMALLEST, tokens * _BYTES_A_TOKEN))
 
 
-def settings(ground: Ground, steps: int, every: int, device: str, schedule: str = CONSTANT) -> dict[str, Any]:
-    """The run as a user would write it. No warm-up and a constant rate unless asked for: every peer can do that."""
+def settings(ground: Ground, steps: int, every: int, device: str) -> dict[str, Any]:
+    """The run as a user would write it. No warm-up and a constant rate: every peer can do that."""
     workload = ground.workload
-    rate = {"schedule": schedule} | ({"warmup": 0} if schedule == CONSTANT else {})
     method: dict[str, Any] = {"kind": workload.method}
     if workload.adapters:
         method |= {"rank": workload.rank, "alpha": ALPHA * workload.rank, "adapter": str(ground.adapter.absolute())}
@@ -97,20 +95,20 @@ def settings(ground: Ground, steps: int, every: int, device: str, schedule: str 
         "train": {
             "steps": steps, "global_batch": workload.rows, "micro_batch": workload.micro_batch, "lr": workload.lr,
             "weight_decay": workload.weight_decay, "beta1": 0.9, "beta2": 0.95, "clip": 1.0, "seed": 0,
-            "device": device, **rate,
+            "device": device, "warmup": 0, "schedule": "constant",
         },
         "save": {"every": "24h", "keep": 1},
         "log": {"every_steps": every, "tensorboard": "off"},
     }  # fmt: skip
 
 
-def rows_of(ground: Ground, run: Path) -> Path:
+def rows_of(ground: Ground, run: Path, told: Iterable[str] = ()) -> Path:
     """The prepared artefact of the run in the file `run`: the one that `sojourn train` will find."""
     from sojourn.config.load import load_run
     from sojourn.data.inputs import data_of
     from sojourn.data.prepare import prepare
 
-    return prepare(data_of(load_run([str(run)]).config), ground.home / "prepared").path
+    return prepare(data_of(load_run([str(run), *told]).config), ground.home / "prepared").path
 
 
 def _write_tokenizer(workload: Workload, ground: Ground) -> None:

@@ -10,7 +10,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -21,8 +21,10 @@ from typing import Any
 from sojourn.bench.memory import watched
 from sojourn.bench.train.compare import Row, best, compare, head, line
 from sojourn.bench.train.contenders import OURS, REFERENCE, Contender, check_rows, contenders, selected
-from sojourn.bench.train.ground import ALPHA, CONSTANT, Ground, folder_of, lay, rows_of, settings
+from sojourn.bench.train.ground import ALPHA, Ground, folder_of, lay, rows_of, settings
 from sojourn.bench.train.workloads import Workload, chosen, fitting
+from sojourn.config.load import load_run
+from sojourn.config.words import shown
 from sojourn.errors import UserError
 from sojourn.run.files import read_json, write_json
 from sojourn.run.folder import RunFolder
@@ -38,6 +40,10 @@ _SPARE = 500_000_000  # for data, rows and what is compiled
 _KEPT = 3000  # characters of what a failed row said
 _BLOCKS = 5  # a run is cut into so many at least; the first of them warms up
 _LONGEST_BLOCK = 10  # steps, so that there is a curve to compare
+_TOLD = (
+    "train.lr", "train.min_lr", "train.schedule", "train.warmup", "train.weight_decay", "train.beta1", "train.beta2",
+    "train.clip", "train.seed", "log.every_steps",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,7 @@ class Plan:
     """What to measure; `folder` is None where nothing is to be left. Peers may make fewer steps.
 
     `data`: texts or chats of the user's, instead of those that we make. `out`: where the rows are kept as they come.
-    `schedule`: of the rate; any but a constant one warms up too, and is for our own rows.
+    `told`: settings of the run that all rows share, which only our own can follow.
     """
 
     workloads: tuple[Workload, ...]
@@ -57,7 +63,7 @@ class Plan:
     peer_steps: int
     data: str | None = None
     out: Path | None = None
-    schedule: str = CONSTANT
+    told: tuple[str, ...] = ()
 
     @property
     def every(self) -> int:
@@ -91,15 +97,16 @@ def make_plan(
     peer_steps: int | None = None,
     data: str | None = None,
     out: Path | None = None,
-    schedule: str = CONSTANT,
+    told: Sequence[str] = (),
 ) -> Plan:
     missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
     if missing:
         raise UserError(f"to train, {' and '.join(missing)} must be installed: pip install 'sojourn[train]'")
     if folder is not None and not folder.is_dir():
         raise UserError(f"--folder: {folder}: no such folder")
-    if peers and schedule != CONSTANT:
-        raise UserError(f"--schedule {schedule}: other programs are measured at a constant rate; add --no-peers")
+    if peers and told:
+        raise UserError(f"{shown(told[0])}: other programs are not told so; add --no-peers")
+    _check_told(told)
     named = chosen(workloads)
     from sojourn.machine.gpus import driver_gpus
     from sojourn.machine.precision import choose_device
@@ -110,12 +117,20 @@ def make_plan(
         named = fitting(seen[0].memory_bytes if seen else None)
     wanted = tuple(dict.fromkeys(name.strip() for name in rows.split(",") if name.strip()))
     others = min(steps, peer_steps or steps)
-    plan = Plan(tuple(named), wanted, steps, peers, device, folder, others, data, out, schedule)
+    plan = Plan(tuple(named), wanted, steps, peers, device, folder, others, data, out, tuple(told))
     check_rows(list(wanted), {one.name for workload in named for one in contenders(workload, device)})
     if not any(plan.contenders(workload) for workload in named):
         raise UserError("--rows: only peers are named, but --no-peers leaves them out; remove one")
     _check_room(plan)
     return plan
+
+
+def _check_told(told: Sequence[str]) -> None:
+    """What may change is how all rows learn; the rest is the workload's, or what tells rows apart."""
+    for word in told:
+        if word.partition("=")[0] not in _TOLD:
+            raise UserError(f"{shown(word)}: not a setting to measure with; there are: {', '.join(_TOLD)}")
+    load_run(["small", *told])
 
 
 def _check_room(plan: Plan) -> None:
@@ -152,8 +167,8 @@ def _measure(plan: Plan, workload: Workload, work: Path, say: Say) -> Iterator[R
     say(f"{workload.name}: {workload.says}; {workload.rows} rows of {workload.row_length:,} to a step")
     ground = lay(workload, plan.steps, plan.device, work, plan.data)
     run = work / "run.yaml"
-    write_json(run, settings(ground, plan.steps, plan.every, plan.device, plan.schedule))
-    rows_at = rows_of(ground, run)
+    write_json(run, settings(ground, plan.steps, plan.every, plan.device))
+    rows_at = rows_of(ground, run, plan.told)
     say(head(""))
     rows: list[Row] = []
     for contender in plan.contenders(workload):
@@ -209,7 +224,7 @@ def _ours(plan: Plan, contender: Contender, run: Path, work: Path, log: Path) ->
     """The command itself. It is ended after its last step: what it would save then is not wanted."""
     folder = RunFolder(work / "home" / "runs" / "bench")
     told = [f"{key}={value}" for key, value in contender.settings.items()]
-    command = [sys.executable, "-m", "sojourn", "train", str(run), *told, "name=bench"]
+    command = [sys.executable, "-m", "sojourn", "train", str(run), *plan.told, *told, "name=bench"]
 
     def logged() -> list[Row]:
         return [one for one in folder.read_metrics() if one.get("kind") == "train"] if folder.metrics.is_file() else []
