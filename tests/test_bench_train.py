@@ -250,7 +250,7 @@ def test_a_failure_is_told_in_a_word():
         ({"rows": REFERENCE, "peers": False}, "--rows: only peers are named, but --no-peers leaves them out"),
         ({"folder": Path("nowhere")}, "--folder: nowhere: no such folder"),
         ({"told": ["train.lr=1e-3"]}, "train.lr=1e-3: other programs are not told so; add --no-peers"),
-        ({"told": ["train.compile=on"], "peers": False}, "train.compile=on: not a setting to measure with; there are: "),
+        ({"told": ["train.compile=on"], "peers": False}, "train.compile=on: not a setting to measure with; "),
         ({"told": ["train.lr=fast"], "peers": False}, "train.lr"),
     ],
     ids=["workload", "row", "no row left", "folder", "told with peers", "told what rows are", "told nonsense"],
