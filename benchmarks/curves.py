@@ -11,16 +11,19 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 FILES = tuple(f"train-H200-2026-11-{day}.json" for day in (15, 16, 17))
-# What it is; its workload, steps, our row and the other, of the newest run that has them.
+CALM = "train.lr=1e-4"
+# What it is; its workload, steps, our row and the other, of the newest run that has them and was told so.
 PANELS = (
-    ("LoRA of 7B, nothing recomputed, and Liger", "lora-7b", 200, "ahead", "liger-kept"),
-    ("QLoRA of 7B, all recomputed, and Liger", "qlora-7b", 200, "full", "liger"),
-    ("All weights of 1.5B, and Liger", "full-1.5b", 200, "ahead", "liger"),
-    ("875M from scratch, and transformers, compiled", "pretrain-875m", 200, "hopper", "transformers-compiled"),
-    ("875M from scratch, and ours in 8 bits", "pretrain-875m", 500, "graphs", "fp8"),
-    ("875M twice in bf16, by other kernels", "pretrain-875m", 500, "graphs", "hopper"),
-    ("110M from scratch, and a Llama of 70 lines", "pretrain-110m", 200, "together", "plain"),
-    ("110M from scratch, and ours in 8 bits", "pretrain-110m", 200, "graphs", "fp8"),
+    ("LoRA of 7B, nothing recomputed, and Liger", "lora-7b", 200, "ahead", "liger-kept", ""),
+    ("QLoRA of 7B, all recomputed, and Liger", "qlora-7b", 200, "full", "liger", ""),
+    ("All weights of 1.5B, and Liger", "full-1.5b", 200, "ahead", "liger", ""),
+    ("875M from scratch, and transformers, compiled", "pretrain-875m", 200, "hopper", "transformers-compiled", ""),
+    ("875M at 1e-4, and ours in 8 bits", "pretrain-875m", 500, "graphs", "fp8", CALM),
+    ("875M at 1e-4, and in bf16 by other kernels", "pretrain-875m", 500, "graphs", "hopper", CALM),
+    ("875M at 3e-4, and ours in 8 bits", "pretrain-875m", 500, "graphs", "fp8", "log.every_steps=1"),
+    ("875M at 3e-4, other texts, by other kernels", "pretrain-875m", 500, "graphs", "hopper", "--schedule cosine"),
+    ("110M from scratch, and a Llama of 70 lines", "pretrain-110m", 200, "together", "plain", ""),
+    ("110M from scratch, and ours in 8 bits", "pretrain-110m", 200, "graphs", "fp8", ""),
 )
 WIDTH, LOSS, APART, MARGIN, COLUMNS = 400, 170, 70, 46, 2
 HEIGHT = LOSS + APART + 90
@@ -47,14 +50,21 @@ def drawn() -> str:
     )
 
 
-def _curves(runs: list[dict[str, Any]], workload: str, steps: int, ours: str, other: str) -> tuple[Curve, Curve]:
-    for run in reversed(runs):
+def _curves(
+    runs: list[dict[str, Any]], workload: str, steps: int, ours: str, other: str, told: str
+) -> tuple[Curve, Curve]:
+    for run in reversed([run for run in runs if run["steps"] == steps and told in run["command"]]):
         for found in run["workloads"]:
             rows = {row["name"]: row for row in found["rows"]}
-            if run["steps"] == steps and found["workload"] == workload and {ours, other} <= set(rows):
-                first, second = ({int(k): v for k, v in rows[name]["losses"].items()} for name in (ours, other))
+            if found["workload"] == workload and {ours, other} <= set(rows):
+                first, second = (_tenths(rows[name]["losses"]) for name in (ours, other))
                 return first, second
     sys.exit(f"no run of {workload} with {steps} steps has {ours} and {other}")
+
+
+def _tenths(losses: dict[str, float]) -> Curve:
+    """Every tenth, as most runs keep them."""
+    return {int(step): loss for step, loss in losses.items() if step == "1" or int(step) % 10 == 0}
 
 
 def _panel(number: int, title: str, ours: Curve, other: Curve) -> str:
