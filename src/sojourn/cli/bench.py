@@ -50,7 +50,7 @@ def bench_train(
     told: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[KEY=VALUE]...",
+            metavar="KEY=VALUE",
             help="How our own rows learn: train.lr, train.schedule, train.warmup, train.seed, … They need --no-peers.",
         ),
     ] = None,
