@@ -250,10 +250,11 @@ def test_a_failure_is_told_in_a_word():
         ({"rows": REFERENCE, "peers": False}, "--rows: only peers are named, but --no-peers leaves them out"),
         ({"folder": Path("nowhere")}, "--folder: nowhere: no such folder"),
         ({"told": ["train.lr=1e-3"]}, "train.lr=1e-3: other programs are not told so; add --no-peers"),
-        ({"told": ["train.compile=on"], "peers": False}, "train.compile=on: not a setting to measure with; "),
-        ({"told": ["train.lr=fast"], "peers": False}, "train.lr"),
+        ({"told": ["train.compile=on"], "peers": False}, "train.compile=on: rows can be told KEY=VALUE, with"),
+        ({"told": ["train.lr"], "peers": False}, "train.lr: rows can be told KEY=VALUE, with a KEY of train.lr, "),
+        ({"told": ["train.lr=fast"], "peers": False}, "train.lr: “fast” given; allowed: "),
     ],
-    ids=["workload", "row", "no row left", "folder", "told with peers", "told what rows are", "told nonsense"],
+    ids=["workload", "row", "no row left", "folder", "told with peers", "told what rows are", "told nothing", "told nonsense"],
 )
 def test_a_mistake_is_one_line(asked, told):
     with pytest.raises(UserError) as error:

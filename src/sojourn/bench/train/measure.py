@@ -128,8 +128,9 @@ def make_plan(
 def _check_told(told: Sequence[str]) -> None:
     """What may change is how all rows learn; the rest is the workload's, or what tells rows apart."""
     for word in told:
-        if word.partition("=")[0] not in _TOLD:
-            raise UserError(f"{shown(word)}: not a setting to measure with; there are: {', '.join(_TOLD)}")
+        key, equals, _ = word.partition("=")
+        if key not in _TOLD or not equals:
+            raise UserError(f"{shown(word)}: rows can be told KEY=VALUE, with a KEY of {', '.join(_TOLD)}")
     load_run(["small", *told])
 
 
