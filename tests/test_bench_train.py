@@ -254,7 +254,7 @@ def test_a_failure_is_told_in_a_word():
         ({"told": ["train.lr"], "peers": False}, "train.lr: rows can be told KEY=VALUE, with a KEY of train.lr, "),
         ({"told": ["train.lr=fast"], "peers": False}, "train.lr: “fast” given; allowed: "),
     ],
-    ids=["workload", "row", "no row left", "folder", "told with peers", "told what rows are", "told nothing", "told nonsense"],
+    ids=["workload", "row", "no row left", "folder", "with peers", "not for rows", "no value", "bad value"],
 )
 def test_a_mistake_is_one_line(asked, told):
     with pytest.raises(UserError) as error:
