@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -102,13 +102,13 @@ def settings(ground: Ground, steps: int, every: int, device: str) -> dict[str, A
     }  # fmt: skip
 
 
-def rows_of(ground: Ground, run: Path, told: Iterable[str] = ()) -> Path:
+def rows_of(ground: Ground, run: Path) -> Path:
     """The prepared artefact of the run in the file `run`: the one that `sojourn train` will find."""
     from sojourn.config.load import load_run
     from sojourn.data.inputs import data_of
     from sojourn.data.prepare import prepare
 
-    return prepare(data_of(load_run([str(run), *told]).config), ground.home / "prepared").path
+    return prepare(data_of(load_run([str(run)]).config), ground.home / "prepared").path
 
 
 def _write_tokenizer(workload: Workload, ground: Ground) -> None:

@@ -169,7 +169,7 @@ def _measure(plan: Plan, workload: Workload, work: Path, say: Say) -> Iterator[R
     ground = lay(workload, plan.steps, plan.device, work, plan.data)
     run = work / "run.yaml"
     write_json(run, settings(ground, plan.steps, plan.every, plan.device))
-    rows_at = rows_of(ground, run, plan.told)
+    rows_at = rows_of(ground, run)
     say(head(""))
     rows: list[Row] = []
     for contender in plan.contenders(workload):
