@@ -29,7 +29,7 @@ TEXTS = ("--data", str(GROUND / "code.jsonl"))
 TALKS = ("--data", CHATS) if CHATS else ()
 
 TESTS = ("tests/test_recorded.py", "tests/test_loss.py", "tests/test_fast.py", "tests/test_ahead.py")
-SMALL = "bf16,chunked,fused,compile,ahead,graphs,fp8,nanogpt"  # the ladder, and whom to beat
+SMALL = "bf16,chunked,fused,compile,ahead,graphs,fp8,fp8-all,nanogpt"  # the ladder, and whom to beat
 CURVE = ("--no-peers", "log.every_steps=1", "train.schedule=cosine", "train.warmup=100")
 CALM = (*CURVE, "train.lr=1e-4")  # two runs in bf16, which differ by rounding, stay together at that rate
 LARGE = "graphs,hopper,transformers-compiled"
@@ -45,7 +45,7 @@ PARTS: dict[str, tuple[list[tuple[str, ...]], list[tuple[str, int]]]] = {
     "drawn": ([(*PLAN, "--draw", "24", "--seed", "10", "--within", "250")], []),  # which may be fitted to
     "blind": ([(*PLAN, "--draw", "24", "--seed", "11", "--within", "250")], []),  # which has not been looked at
     "race": (
-        [(*TRAIN, *TEXTS, "--workload", "pretrain-110m", "--steps", "200", "--rows", "graphs,fp8,nanogpt")],
+        [(*TRAIN, *TEXTS, "--workload", "pretrain-110m", "--steps", "200", "--rows", "graphs,fp8-all,nanogpt")],
         [("pretrain-110m", 200)],
     ),
     "small": (
@@ -62,6 +62,13 @@ PARTS: dict[str, tuple[list[tuple[str, ...]], list[tuple[str, int]]]] = {
     ),
     "steep": (  # what 8 bits cost at three times that rate
         [(*TRAIN, *TEXTS, "--workload", "pretrain-875m", "--steps", "500", "--rows", "graphs,fp8", *CURVE)],
+        [("pretrain-875m", 500)],
+    ),
+    "again": (  # and from another start
+        [
+            (*TRAIN, *TEXTS, "--workload", "pretrain-875m", "--steps", "500", "--rows", "graphs,fp8", *CURVE)
+            + ("train.seed=1",)
+        ],
         [("pretrain-875m", 500)],
     ),
     "plain": (

@@ -65,10 +65,10 @@ def ready(network: Network, config: RunConfig) -> None:
     forget_kernels()
     if config.train.hopper == "on":
         try_kernels(network.plain)
-    if config.train.fp8 == "on":
+    if config.train.fp8 != "off":
         from sojourn.model.fast.forwards import multiply_in_fp8
 
-        multiply_in_fp8(network.plain)
+        multiply_in_fp8(network.plain, everywhere=config.train.fp8 == "all")
     if config.train.compile == "on":
         compile_blocks(network.plain)
     network.model.train()

@@ -178,7 +178,7 @@ def _attention(found: Resolved, subject: Subject) -> None:
         found.choose("train", "fused", "on" if known else "off", reason)
     elif train.fused == "on" and not known:
         raise UserError(f"train.fused: {subject.family} has no fused forwards ({', '.join(FAMILIES)} have); use auto")
-    if train.fp8 == "on":
+    if train.fp8 != "off":
         wrong = fp8_fault(str(train.device), str(train.precision), found.config.train.fused == "on")
         if wrong is not None:
             raise UserError(f"train.fp8: {wrong}; leave it off")
@@ -214,8 +214,8 @@ def hopper_fault(config: RunConfig) -> str | None:
 
     if torch.cuda.get_device_capability()[0] != 9:
         return f"needs an H100 or H200, but this is an {torch.cuda.get_device_name()}"
-    if train.fp8 == "on":
-        return "computes in 16 bits, but train.fp8 is on"
+    if train.fp8 != "off":
+        return f"computes in 16 bits, but train.fp8 is {train.fp8}"
     if train.precision != "bf16":
         return f"computes in bf16, but train.precision is {train.precision}"
     if train.deterministic == "on":

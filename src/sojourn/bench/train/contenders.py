@@ -73,6 +73,8 @@ def _ladder(workload: Workload, device: str) -> list[Contender]:
         step("offload", "+ AdamW on the host instead", optimizer="adamw", offload="optimizer")
     if on_gpu and workload.method in ("pretrain", "lora"):
         step("fp8", "+ 8-bit multiplications", fp8="on")
+    if on_gpu and workload.method == "pretrain":
+        step("fp8-all", "+ of the last block and the head too", fp8="all")
     return rows
 
 

@@ -41,17 +41,18 @@ def fuse(model: Any) -> None:
                 _change(layer, _linear_nf4)
 
 
-def multiply_in_fp8(model: Any) -> None:
-    """The linear layers of fused blocks from now on, except adapters, which are too small to win anything; and the
-    head, where it is trained."""
+def multiply_in_fp8(model: Any, everywhere: bool) -> None:
+    """The linear layers of fused blocks from now on, except adapters, which are too small to win anything. The last
+    block and the head, where it is trained, only if it is to be `everywhere`: nothing after them evens their rounding
+    out, so that they cost the loss more than all others win by them."""
     fp8.try_kernels(next(model.parameters()).device)
-    for block in blocks(model):
+    for block in blocks(model)[: None if everywhere else -1]:
         for layer in block.modules():
             large = getattr(layer, "multiply", None) is F.linear and min(layer.weight.shape) >= _LEAST_FP8
             if large and fp8.fits(layer):
                 _change(layer, _linear, multiply=fp8.multiply)
     head = model.get_output_embeddings()
-    if type(head) is torch.nn.Linear and head.weight.requires_grad and head.bias is None and fp8.fits(head):
+    if everywhere and type(head) is torch.nn.Linear and head.weight.requires_grad and head.bias is None and fp8.fits(head):
         head.in_8_bits = True
 
 
