@@ -31,6 +31,7 @@ TALKS = ("--data", CHATS) if CHATS else ()
 TESTS = ("tests/test_recorded.py", "tests/test_loss.py", "tests/test_fast.py", "tests/test_ahead.py")
 SMALL = "bf16,chunked,fused,compile,ahead,graphs,fp8,fp8-all,nanogpt"  # the ladder, and whom to beat
 CURVE = ("--no-peers", "log.every_steps=1", "train.schedule=cosine", "train.warmup=100")
+OTHER = (*CURVE, "train.seed=1")
 CALM = (*CURVE, "train.lr=1e-4")  # two runs in bf16, which differ by rounding, stay together at that rate
 LARGE = "graphs,hopper,transformers-compiled"
 
@@ -65,10 +66,7 @@ PARTS: dict[str, tuple[list[tuple[str, ...]], list[tuple[str, int]]]] = {
         [("pretrain-875m", 500)],
     ),
     "again": (  # and from another start
-        [
-            (*TRAIN, *TEXTS, "--workload", "pretrain-875m", "--steps", "500", "--rows", "graphs,fp8", *CURVE)
-            + ("train.seed=1",)
-        ],
+        [(*TRAIN, *TEXTS, "--workload", "pretrain-875m", "--steps", "500", "--rows", "graphs,fp8", *OTHER)],
         [("pretrain-875m", 500)],
     ),
     "plain": (

@@ -52,7 +52,8 @@ def multiply_in_fp8(model: Any, everywhere: bool) -> None:
             if large and fp8.fits(layer):
                 _change(layer, _linear, multiply=fp8.multiply)
     head = model.get_output_embeddings()
-    if everywhere and type(head) is torch.nn.Linear and head.weight.requires_grad and head.bias is None and fp8.fits(head):
+    trained = type(head) is torch.nn.Linear and head.weight.requires_grad and head.bias is None
+    if everywhere and trained and fp8.fits(head):
         head.in_8_bits = True
 
 
