@@ -65,7 +65,7 @@ PARTS: dict[str, tuple[list[tuple[str, ...]], list[tuple[str, int]]]] = {
         [(*TRAIN, *TEXTS, "--workload", "pretrain-875m", "--steps", "500", "--rows", "graphs,fp8", *CURVE)],
         [("pretrain-875m", 500)],
     ),
-    "again": (  # and from another start
+    "again": (  # and with the texts in another order
         [(*TRAIN, *TEXTS, "--workload", "pretrain-875m", "--steps", "500", "--rows", "graphs,fp8", *OTHER)],
         [("pretrain-875m", 500)],
     ),
