@@ -36,9 +36,13 @@ def _apart(one, other) -> float:
     return float((one.detach().double() - other.detach().double()).norm() / other.detach().double().norm())
 
 
+both_ways = pytest.mark.parametrize("forward", [True, False], ids=["both ways", "backwards alone"])
+
+
+@both_ways
 @pytest.mark.parametrize("rows", [(2, 48), (3, 7)], ids=["whole", "rows that 8 bits cannot multiply"])
 @pytest.mark.parametrize("bias", [True, False])
-def test_8_bits_are_near_16_and_exactly_so_in_scale(rows, bias):
+def test_8_bits_are_near_16_and_exactly_so_in_scale(rows, bias, forward):
     """Whatever the size of the numbers: each tensor is scaled to its own range."""
     torch.manual_seed(0)
     for size in (1e-6, 1.0, 1e4):
@@ -46,55 +50,61 @@ def test_8_bits_are_near_16_and_exactly_so_in_scale(rows, bias):
         weight = torch.randn(80, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
         add = torch.randn(80, device=DEVICE, dtype=torch.bfloat16) if bias else None
         upstream = torch.randn(*rows, 80, device=DEVICE, dtype=torch.bfloat16) / size
-        plain, ours = F.linear(x, weight, add), fp8.multiply(x, weight, add)
+        plain, ours = F.linear(x, weight, add), fp8.multiply(x, weight, add, forward)
         wanted = torch.autograd.grad(plain, (x, weight), upstream)
         found = torch.autograd.grad(ours, (x, weight), upstream)
-        assert ours.dtype == plain.dtype and _apart(ours, plain) < 0.06
+        assert ours.dtype == plain.dtype and _apart(ours, plain) < (0.06 if forward else 0.005)
         assert all(_apart(a, b) < 0.1 and a.dtype == b.dtype for a, b in zip(found, wanted, strict=True))
+        narrow = _apart(found[0], wanted[0]) > 0.01
+        assert narrow == (rows == (2, 48))
 
 
-def test_frozen_weights_in_8_bits_hand_gradients_on():
+@both_ways
+def test_frozen_weights_in_8_bits_hand_gradients_on(forward):
     torch.manual_seed(0)
     x = torch.randn(2, 48, 64, device=DEVICE).bfloat16().requires_grad_()
     weight, upstream = (torch.randn(n, m, device=DEVICE).bfloat16() for n, m in ((80, 64), (96, 80)))
-    plain, ours = F.linear(x, weight), fp8.multiply(x, weight, None)
+    plain, ours = F.linear(x, weight), fp8.multiply(x, weight, None, forward)
     wanted, found = (torch.autograd.grad(y, x, upstream.view_as(y))[0] for y in (plain, ours))
-    assert _apart(ours, plain) < 0.06 and _apart(found, wanted) < 0.1
+    assert _apart(ours, plain) < (0.06 if forward else 0.005) and 0.01 < _apart(found, wanted) < 0.1
 
 
+@both_ways
 @pytest.mark.parametrize("size", [1e-3, 1.0, 30.0])
-def test_a_feed_forward_in_8_bits_is_near_one_in_32(size):
+def test_a_feed_forward_in_8_bits_is_near_one_in_32(size, forward):
     torch.manual_seed(0)
     x = (size * torch.randn(3, 32, 64, device=DEVICE)).bfloat16().requires_grad_()
     joined = (torch.randn(2 * 96, 64, device=DEVICE) / 8).bfloat16().requires_grad_()
     down = (torch.randn(64, 96, device=DEVICE) / 9).bfloat16().requires_grad_()
     upstream = torch.randn(3, 32, 64, device=DEVICE, dtype=torch.bfloat16)
     gate, other = F.linear(x.float(), joined.float()).chunk(2, -1)
-    plain, ours = F.linear(F.silu(gate) * other, down.float()), fp8.feed_forward(x, joined, down)
+    plain, ours = F.linear(F.silu(gate) * other, down.float()), fp8.feed_forward(x, joined, down, forward)
     wanted = torch.autograd.grad(plain, (x, joined, down), upstream.float())
     found = torch.autograd.grad(ours, (x, joined, down), upstream)
-    assert ours.dtype == torch.bfloat16 and _apart(ours, plain) < 0.1
-    assert all(_apart(a, b) < 0.15 and a.dtype == b.dtype for a, b in zip(found, wanted, strict=True))
+    assert ours.dtype == torch.bfloat16 and _apart(ours, plain) < (0.1 if forward else 0.01)
+    assert all(0.01 < _apart(a, b) < 0.15 and a.dtype == b.dtype for a, b in zip(found, wanted, strict=True))
 
 
-def test_heads_in_8_bits_are_near_those_in_32():
+@both_ways
+def test_heads_in_8_bits_are_near_those_in_32(forward):
     torch.manual_seed(0)
     x = torch.randn(3, 32, 64, device=DEVICE).bfloat16().requires_grad_()
     joined = (torch.randn((4 + 2 * 2) * 16, 64, device=DEVICE) / 8).bfloat16().requires_grad_()
     angles = torch.rand(3, 32, 8, device=DEVICE).repeat(1, 1, 2)
     parts = F.linear(x.float(), joined.float()).unflatten(-1, (-1, 16)).split([4, 2, 2], 2)
     plain = (*_turned(parts[0], parts[1], angles.cos(), angles.sin()), parts[2])
-    ours = fp8.heads(x, joined, angles.cos().bfloat16(), angles.sin().bfloat16(), 4, 2)
+    ours = fp8.heads(x, joined, angles.cos().bfloat16(), angles.sin().bfloat16(), (4, 2), forward)
     upstream = [torch.randn_like(one) for one in plain]
     wanted = torch.autograd.grad(plain, (x, joined), upstream)
     found = torch.autograd.grad(ours, (x, joined), [one.bfloat16() for one in upstream])
-    assert all(_apart(a, b) < 0.06 and a.dtype == torch.bfloat16 for a, b in zip(ours, plain, strict=True))
-    assert all(_apart(a, b) < 0.1 and a.dtype == b.dtype for a, b in zip(found, wanted, strict=True))
-    assert fp8.heads(x[:1, :7], joined, angles, angles, 4, 2) is None
+    most = 0.06 if forward else 0.01
+    assert all(_apart(a, b) < most and a.dtype == torch.bfloat16 for a, b in zip(ours, plain, strict=True))
+    assert all(0.01 < _apart(a, b) < 0.1 and a.dtype == b.dtype for a, b in zip(found, wanted, strict=True))
+    assert fp8.heads(x[:1, :7], joined, angles, angles, (4, 2)) is None
 
 
 def test_a_model_in_8_bits_has_nearly_the_loss_and_gradients_of_one_in_16():
-    """On whole rows. In 8 bits everywhere it is further off than with its last block and its head in 16."""
+    """On whole rows. The more is in 8 bits, the further off it is; of the backward alone, the loss is not."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=512, tie_word_embeddings=False)
@@ -103,21 +113,24 @@ def test_a_model_in_8_bits_has_nearly_the_loss_and_gradients_of_one_in_16():
     places = np.tile(np.arange(32), (2, 1))
     batch = Batch(ids[:, :-1], ids[:, 1:], places, np.zeros((2, 32), np.int32))
     found = []
-    for narrow in ("off", "on", "all"):
+    for narrow in ("off", "backward", "inner", "on"):
         model = deepcopy(plain)
         network = open_network(model, "sdpa", torch.bfloat16)
         forwards.fuse(model)
         if narrow != "off":
-            forwards.multiply_in_fp8(model, everywhere=narrow == "all")
+            forwards.multiply_in_fp8(model, narrow)
         loss = loss_sum(network, Feed(2, 32, 0, DEVICE, "bf16"), batch)
         loss.backward()
         found.append((float(loss.detach()), {name: weight.grad for name, weight in model.named_parameters()}))
     (wide, wanted), *narrowed = found
-    for near, grads in narrowed:
-        assert near != wide and near == pytest.approx(wide, rel=2e-3)
-        assert wanted.keys() == grads.keys() and all(_apart(grads[name], wanted[name]) < 0.15 for name in wanted)
-    on, everywhere = (_apart(grads["lm_head.weight"], wanted["lm_head.weight"]) for _, grads in narrowed)
-    assert on < 0.8 * everywhere
+    assert narrowed[0][0] == pytest.approx(wide, rel=1e-6 if DEVICE == "cpu" else 1e-4)
+    assert all(near != wide and near == pytest.approx(wide, rel=2e-3) for near, _ in narrowed[1:])
+    assert all(_apart(grads[name], wanted[name]) < 0.15 for _, grads in narrowed for name in wanted)
+    layers = [f"model.layers.{block}.{name}.weight" for block in (0, 1) for name in ("self_attn.o_proj", "mlp.up_proj")]
+    back, inner, on = (
+        [_apart(grads[name], wanted[name]) for name in (*layers, "lm_head.weight")] for _, grads in narrowed
+    )
+    assert 0 < sum(back) < 0.9 * sum(on) and back[-1] < 0.01 and 0 < inner[-1] < 0.8 * on[-1]
 
 
 def test_kernels_for_8_bits_are_tried_before_they_are_used():
@@ -141,7 +154,7 @@ def test_8_bits_of_nothing_are_nothing():
 @pytest.mark.parametrize("shape", [(64, 128), (48, 80), (4096, 768), (1040, 11008)])
 @pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_the_narrowing_kernel_narrows_as_torch_does_and_turns(shape, kind):
-    from sojourn.model.fast.narrow import narrowed_both
+    from sojourn.model.fast.narrow import narrowed_both, narrowed_turned
 
     torch.manual_seed(0)
     x = torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
@@ -149,6 +162,7 @@ def test_the_narrowing_kernel_narrows_as_torch_does_and_turns(shape, kind):
     wanted = fp8._narrowed(x, scale, kind)
     lying, turned = narrowed_both(x, scale, kind)
     assert torch.equal(turned.view(torch.uint8), lying.t().contiguous().view(torch.uint8))
+    assert torch.equal(turned.view(torch.uint8), narrowed_turned(x, scale, kind).view(torch.uint8))
     assert fp8._alike(lying.float(), wanted.float())
 
 

@@ -93,7 +93,7 @@ def _published():
     return {
         "torchtitan 8B": (replace(titan, compiled=False), limited, 5762),
         "torchtitan 8B, compiled": (titan, limited, 6667),
-        "torchtitan 8B, fp8": (replace(titan, fp8=True), limited, 8532),
+        "torchtitan 8B, fp8": (replace(titan, fp8="on"), limited, 8532),
         "torchtune 3B": (replace(tune, compiled=False, fused=False, whole_loss=True), a100, 7075),
         "torchtune 3B, compiled": (replace(tune, whole_loss=True), a100, 8998),
         "torchtune 3B, chunked": (tune, a100, 9174),
@@ -105,7 +105,7 @@ def _published():
         "LLaMA-Factory 7B, FlashAttention": (factory, gpu("A100 40GB"), 2954),
         "LLaMA-Factory 7B, Unsloth": (replace(factory, fused=True, kernels=True), gpu("A100 40GB"), 4007),
         "nanochat d26": (nano, h100, 630_000 / 8),
-        "nanochat d26, fp8": (replace(nano, fp8=True), h100, 740_000 / 8),
+        "nanochat d26, fp8": (replace(nano, fp8="on"), h100, 740_000 / 8),
     }
 
 
@@ -261,9 +261,9 @@ def test_a_gpu_with_little_to_do_waits_for_the_cpu():
     assert waits(recompute="selective", compiled=False) > 2 * waits(compiled=False)
     assert waits(optimizer="adamw_8bit") > waits() + 0.005  # one tensor after the other
     assert waits(optimizer="adamw_8bit") > waits(optimizer="muon") > waits()  # those of one shape together
-    assert waits(cpu=1.5) > 1.3 * waits() and waits(fp8=True) > waits()
+    assert waits(cpu=1.5) > 1.3 * waits() and waits(fp8="on") > waits()
     normed = replace(M110, qk_norm=True)
-    assert waits(fp8=True, shape=normed) > waits(fp8=True) and waits(fp8=True, recompute="selective") > waits(fp8=True)
+    assert waits(fp8="on", shape=normed) > waits(fp8="on") and waits(fp8="on", recompute="selective") > waits(fp8="on")
 
 
 def test_a_plan_says_where_it_depends_on_the_machine_s_cpu(home):

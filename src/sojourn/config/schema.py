@@ -153,7 +153,7 @@ class TrainConfig(Section):
     loss: Literal["auto", "chunked", "whole"] = "auto"
     fused: Switch = "auto"
     hopper: Switch = "auto"
-    fp8: Literal["off", "on", "all"] = "off"
+    fp8: Literal["off", "backward", "inner", "on"] = "off"
     compile: Switch = "auto"
     compile_cache: Text | None = None
     ahead: Literal["on", "off"] = "on"

@@ -73,7 +73,7 @@ def kept_casts(work: Work) -> int:
 
     With FSDP they travel in 16 bits already.
     """
-    if work.fp8 and not work.adapters:
+    if work.fp8 != "off" and not work.adapters:
         return block_parameters(work)
     if work.numbers == 4 or (work.engine in ("fsdp", "deepspeed") and not work.adapters):
         return 0
@@ -115,7 +115,7 @@ def _linear_input(work: Work, name: str, size: int, *layers: str) -> Iterator[Ke
         return
     if work.adapters and work.dropout:
         yield Kept(f"{name}, dropped out", len(needed) * size * (e + 1), "size·(e + mask) an adapter")
-    elif work.fp8 and not work.adapters:
+    elif work.fp8 != "off" and not work.adapters:
         yield Kept(f"{name}, in 8 bits", size, "size")
     elif work.stream > e and not work.compiled:
         yield Kept(f"{name}, cast for each", len(needed) * size * e, "size·e a layer")
@@ -137,7 +137,7 @@ def _attention(work: Work) -> Iterator[Kept]:
         yield from _norm(work, "query norm", q, trained, shape.heads)
         yield from _norm(work, "key norm", k, trained, shape.kv_heads)
     yield from _attended(work)
-    if work.dropout if work.adapters else work.fp8:  # else what attention itself keeps serves
+    if work.dropout if work.adapters else work.fp8 != "off":  # else what attention itself keeps serves
         yield from _linear_input(work, "attention out", q, "o_proj")
     yield Kept("adapters' inner results", _adapter_inner(work, "q_proj", "k_proj", "v_proj", "o_proj"), "rank·e each")
 

@@ -187,7 +187,7 @@ def _cannot_run(gpu: Gpu, count: int, config: RunConfig, shape: ModelShape) -> s
     work = work_of(config, shape, place_of(gpu))
     if gpu.unified and work.precision == "fp16":
         return "no fp16 there"
-    if work.fp8 and not (work.capability >= (8, 9) and work.precision == "bf16" and work.fused):
+    if work.fp8 != "off" and not (work.capability >= (8, 9) and work.precision == "bf16" and work.fused):
         return "no train.fp8 there"
     if work.attention in ("varlen", "flash_attention_2") and (work.capability < (8, 0) or work.precision == "fp32"):
         return f"no {work.attention} attention there"

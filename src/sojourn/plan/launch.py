@@ -87,7 +87,7 @@ def _replayed(work: Work) -> float:
 def _narrowed(work: Work) -> float:
     """8-bit multiplications of a block. Where all is trained, gate and up are one, and so are queries, keys and values,
     unless two of these are normed."""
-    if not work.fp8:
+    if work.fp8 == "off":
         return 0.0
     count = 7 if work.adapters else 6 if work.shape.qk_norm else 4
     return count * (_NARROWED_AGAIN if work.recompute != "off" else 1.0)

@@ -23,7 +23,7 @@ from sojourn.plan.holdings import (
     weights,
 )
 from sojourn.plan.launch import recordable, together
-from sojourn.plan.work import Work
+from sojourn.plan.work import Work, alike
 
 _CHUNK_BYTES = {"kernel": 2**30, "cuda": 2**28, "cpu": 2**24}  # as in model/loss.py
 _LEAST_ROWS = 256
@@ -120,6 +120,13 @@ def _held(work: Work, with_gradients: bool, backward: bool = False, computing: b
 def _activations(work: Work, layers: int) -> list[Term]:
     """Of so many blocks, and of the ends."""
     t = work.tokens
+    ends = sum(row.bytes for row in outside_blocks(work))
+    terms = [term for kind, count in alike(work, layers) for term in _activations_of(kind, count)]
+    return [*terms, Term("activations", "the ends of the model", t * ends, f"T·{ends:g}")]
+
+
+def _activations_of(work: Work, layers: int) -> list[Term]:
+    t = work.tokens
     terms = [
         Term(
             "activations", row.name, t * row.bytes * layers, f"T·{layers}·{row.formula} = {t:,}·{layers}·{row.bytes:g}"
@@ -127,10 +134,9 @@ def _activations(work: Work, layers: int) -> list[Term]:
         for row in kept_between(work)
     ]
     if work.recompute == "off" and kept_casts(work):
-        width = 1 if work.fp8 and not work.adapters else 2
+        width = 1 if work.fp8 != "off" and not work.adapters else 2
         terms.append(Term("activations", "weights, cast", layers * kept_casts(work), f"{layers}·{width}·block"))
-    ends = sum(row.bytes for row in outside_blocks(work))
-    return [*terms, Term("activations", "the ends of the model", t * ends, f"T·{ends:g}")]
+    return terms
 
 
 def _loss(work: Work) -> Moment:
@@ -160,7 +166,7 @@ def _logits(work: Work) -> list[Term]:
     # gone when its own 8-bit versions are.
     after = min(rows, t - rows)
     if work.device == "cuda" and work.kernels:
-        narrow = rows if work.fp8 and head_is_trained(work) else 0
+        narrow = rows if work.fp8 == "on" and head_is_trained(work) else 0
         size, says = e * (rows + max(after, narrow)), "(chunk + the next, or 8 bits of it both ways)·V·e"
     else:
         size, says = (4 + 2 * e) * rows + e * after, "(chunk·(4 + 2e) + the next·e)·V"
@@ -172,7 +178,7 @@ def _logits(work: Work) -> list[Term]:
         terms.append(Term("loss", "a chunk's part of it", (2 if several else 1) * e * v * d, "2·V·D·e"))
         if e < 4:
             terms.append(Term("loss", "the head, cast", e * v * d, "V·D·e"))
-        if work.fp8:
+        if work.fp8 == "on":
             terms.append(Term("loss", "the head in 8 bits, both ways", 2 * v * d, "2·V·D"))
     return terms
 

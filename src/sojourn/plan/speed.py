@@ -15,7 +15,7 @@ from sojourn.plan.constants import constants
 from sojourn.plan.holdings import ends_parameters, head_is_trained, quantised_bytes, trained_parameters
 from sojourn.plan.launch import recorded, shortens, step_seconds
 from sojourn.plan.memory import chunk_rows
-from sojourn.plan.work import LINEAR, Work
+from sojourn.plan.work import LINEAR, Work, alike
 
 WAITING = "waiting for launches"
 
@@ -102,14 +102,20 @@ def layer_shapes(work: Work) -> dict[str, tuple[int, int]]:
 def _multiplications(work: Work, gpu: Gpu) -> float:
     """Of all blocks: forward, gradient of inputs, gradient of weights where they are trained, and again what is
     recomputed (all but the last layer, whose result nobody needs)."""
-    (peak, slowness), m, e = _rate_and_slowness(work, gpu), work.tokens, work.numbers
+    return sum(count * _multiplications_of(kind, gpu) for kind, count in alike(work, work.shape.layers))
+
+
+def _multiplications_of(work: Work, gpu: Gpu) -> float:
+    m, e = work.tokens, work.numbers
+    usual, (peak, slowness) = (rate(work, gpu), None), _rate_and_slowness(work, gpu)
+    forwards = usual if work.fp8 == "backward" else (peak, slowness)
     total = 0.0
     for name, (k, n) in _joined(work).items():
-        forward = matmul(gpu, peak, m, k, n, e, slowness)
+        forward = matmul(gpu, forwards[0], m, k, n, e, forwards[1])
         again = forward if work.recompute == "full" and name != "down_proj" else 0.0
         own = 0.0 if work.adapters else matmul(gpu, peak, k, m, n, e, slowness)
         total += forward + again + matmul(gpu, peak, m, n, k, e, slowness) + own
-    return work.shape.layers * (total + _small(work))
+    return total + _small(work)
 
 
 def _small(work: Work) -> float:
@@ -137,14 +143,14 @@ def _joined(work: Work) -> dict[str, tuple[int, int]]:
 
 def _rate_and_slowness(work: Work, gpu: Gpu) -> tuple[float, float | None]:
     """Of multiplications in the numbers that the run asks for, and how much slower they are; None: as is usual."""
-    if work.fp8 and gpu.fp8_tflops:
+    if work.fp8 != "off" and gpu.fp8_tflops:
         return 1e12 * gpu.fp8_tflops, constants()["matmul"]["fp8_slowness"]
     return rate(work, gpu), None
 
 
 def _head(work: Work, gpu: Gpu) -> float:
     m, e, shape, trained = work.tokens, work.numbers, work.shape, head_is_trained(work)
-    narrow = work.fp8 and trained
+    narrow = work.fp8 == "on" and trained
     peak, slowness = _rate_and_slowness(work, gpu) if narrow else (rate(work, gpu), None)
     each = matmul(gpu, peak, m, shape.hidden, shape.vocab, e, slowness)
     times = 3 if trained else 2
@@ -208,7 +214,7 @@ def _pointwise(work: Work, gpu: Gpu) -> float:
     if work.dropout:
         forward += e * 2 * sum(k for k, _ in adapted)
         backward += e * 2 * sum(k for k, _ in adapted)
-    if work.fp8:
+    if work.fp8 != "off":
         backward += 4 * 3 * (d + wide) + 6 * (q + heads + d)  # both ways; six where the largest is not known already
     again = {"off": 0.0, "selective": 0.6, "full": 1.0}[work.recompute]
     tokens = shape.layers * m * (forward * (1 + again) + backward) * _passes(work)

@@ -44,7 +44,7 @@ class Work:
     attention: str = "varlen"
     recompute: str = "off"
     whole_loss: bool = False
-    fp8: bool = False
+    fp8: str = "off"
     graphs: str = "off"  # passes from a recording: on, off, or auto, as plan/launch.py decides
     optimizer: str = "adamw"
     offload: str = "off"
@@ -104,6 +104,13 @@ class Work:
         return not self.adapters or self.targeted(name)
 
 
+def alike(work: Work, layers: int) -> list[tuple[Work, int]]:
+    """Of the first so many blocks those that compute alike, and how many they are: the last may be in 16 bits."""
+    wide = int(work.fp8 == "inner" and layers == work.shape.layers)
+    kinds = [(work, layers - wide), (replace(work, fp8="off"), wide)]
+    return [(kind, count) for kind, count in kinds if count]
+
+
 @dataclass(frozen=True)
 class Place:
     """What of a machine decides how a run computes."""
@@ -137,7 +144,7 @@ def work_of(
         device=place.device, precision=precision, fused=fused,
         kernels=kernels, attention=_attention(train.attention, precision, shape, capability),
         recompute=recompute or ("off" if train.checkpointing == "auto" else train.checkpointing),
-        whole_loss=train.loss == "whole", fp8=train.fp8 == "on", graphs=_graphs(config),
+        whole_loss=train.loss == "whole", fp8=train.fp8, graphs=_graphs(config),
         optimizer=train.optimizer, offload=offload,
         rank=method.rank, targets=targets, dropout=method.dropout, saved_modules=tuple(method.modules_to_save),
         bits=method.bits, double_quant=method.double_quant, engine=chosen, world=world,

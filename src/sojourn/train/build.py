@@ -68,7 +68,7 @@ def ready(network: Network, config: RunConfig) -> None:
     if config.train.fp8 != "off":
         from sojourn.model.fast.forwards import multiply_in_fp8
 
-        multiply_in_fp8(network.plain, everywhere=config.train.fp8 == "all")
+        multiply_in_fp8(network.plain, config.train.fp8)
     if config.train.compile == "on":
         compile_blocks(network.plain)
     network.model.train()

@@ -41,19 +41,20 @@ def fuse(model: Any) -> None:
                 _change(layer, _linear_nf4)
 
 
-def multiply_in_fp8(model: Any, everywhere: bool) -> None:
-    """The linear layers of fused blocks from now on, except adapters, which are too small to win anything. The last
-    block and the head, where it is trained, only if it is to be `everywhere`: nothing after them evens their rounding
-    out, so that they cost the loss more than all others win by them."""
+def multiply_in_fp8(model: Any, where: str) -> None:
+    """The linear layers of fused blocks from now on, except adapters, which are too small to win anything, and a head
+    that is trained; of `inner` blocks, all but the last and not the head, which are half of what it costs the loss; or
+    only in the `backward` of blocks."""
     fp8.try_kernels(next(model.parameters()).device)
-    for block in blocks(model)[: None if everywhere else -1]:
+    multiply = fp8.multiply_back if where == "backward" else fp8.multiply
+    for block in blocks(model)[: -1 if where == "inner" else None]:
         for layer in block.modules():
             large = getattr(layer, "multiply", None) is F.linear and min(layer.weight.shape) >= _LEAST_FP8
             if large and fp8.fits(layer):
-                _change(layer, _linear, multiply=fp8.multiply)
+                _change(layer, _linear, multiply=multiply)
     head = model.get_output_embeddings()
     trained = type(head) is torch.nn.Linear and head.weight.requires_grad and head.bias is None
-    if everywhere and trained and fp8.fits(head):
+    if where == "on" and trained and fp8.fits(head):
         head.in_8_bits = True
 
 
@@ -95,8 +96,10 @@ def _feed_forward(self: Any, x: Any) -> Any:
         from sojourn.model.fast.gated import gated
 
         weight, bias = _side_by_side(layers, x)
-        if _join((*layers, self.down_proj), fp8.multiply) and bias is None and self.down_proj.bias is None:
-            made = fp8.feed_forward(x, weight, self.down_proj.weight.to(x.dtype))
+        narrow = layers[0].multiply is not F.linear and _join((*layers, self.down_proj))
+        if narrow and bias is None and self.down_proj.bias is None:
+            forward = layers[0].multiply is fp8.multiply
+            made = fp8.feed_forward(x, weight, self.down_proj.weight.to(x.dtype), forward)
             if made is not None:
                 return made
         return self.down_proj(gated(layers[0].multiply(x, weight, bias)))
@@ -152,8 +155,9 @@ def _heads(self: Any, x: Any, position_embeddings: Any) -> tuple[Any, Any, Any]:
         heads = [layer.out_features // self.head_dim for layer in layers[:2]]
         weight, bias = _side_by_side(layers, x)
         made = None
-        if layers[0].multiply is fp8.multiply and bias is None:
-            made = fp8.heads(x, weight, *position_embeddings, *heads)
+        if layers[0].multiply is not F.linear and bias is None:
+            cos, sin = position_embeddings
+            made = fp8.heads(x, weight, cos, sin, heads, layers[0].multiply is fp8.multiply)
         if made is None:
             made = turned_apart(layers[0].multiply(x, weight, bias), *position_embeddings, *heads)
         parts: tuple[Any, Any, Any] = made

@@ -3,6 +3,9 @@
 Weights keep the numbers that they are trained in. Forward operands are e4m3, which is finer; gradients e5m2, which
 reaches further. Products are summed and handed on wide.
 
+A layer may multiply so in its backward alone. That is two thirds of its products, and the loss is computed in 16 bits:
+nearly all that 8 bits do to gradients they do by way of the forward.
+
 What a multiplication wins is soon lost again by making its operands, so that is done with few passes over memory: the
 largest number is found by what computes them, where that is ours or the compiler's, and one pass narrows both ways.
 
@@ -11,7 +14,8 @@ Shapes: M tokens, K inputs, N outputs, F width of a feed-forward.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -47,6 +51,7 @@ def try_kernels(device: Any) -> None:
 def _made_of(x: Any) -> list[Any]:
     largest = _largest(x)
     made = [y for kind in (_FINE, _FAR) for y in _both(x, _scale(largest, kind), kind)]
+    made.append(_narrowed_turned(x, _scale(largest, _FINE), _FINE))
     query, key, value = x.view(10, 16, 6, 16).split(2, 2)
     angles = x.view(10, 16, 96)[..., :16]
     _, most = _turned_back(query, key, value, angles.cos(), angles.sin())
@@ -64,37 +69,67 @@ def fits(layer: Any) -> bool:
     return all(size % STEP == 0 for size in layer.weight.shape)
 
 
-def multiply(x: Any, weight_NK: Any, bias_N: Any) -> Any:
+def multiply(x: Any, weight_NK: Any, bias_N: Any, forward: bool = True) -> Any:
     """Like `F.linear`."""
     x_MK = x.flatten(0, -2)
     if x_MK.shape[0] % STEP:  # only rows that nobody packed have such lengths
         return torch.nn.functional.linear(x, weight_NK.to(x.dtype), bias_N)
-    y = _Multiplied.apply(x_MK, weight_NK).view(*x.shape[:-1], -1)
+    y = _Multiplied.apply(x_MK, weight_NK, forward).view(*x.shape[:-1], -1)
     return y if bias_N is None else y + bias_N
 
 
-def feed_forward(x: Any, joined_2FK: Any, down_KF: Any) -> Any:
+def multiply_back(x: Any, weight_NK: Any, bias_N: Any) -> Any:
+    """In 8 bits only backwards."""
+    return multiply(x, weight_NK, bias_N, forward=False)
+
+
+def feed_forward(x: Any, joined_2FK: Any, down_KF: Any, forward: bool = True) -> Any:
     """A gated one without biases, all of it trained; None where 8 bits cannot multiply so many rows."""
     x_MK = x.flatten(0, -2)
-    return None if x_MK.shape[0] % STEP else _FeedForward.apply(x_MK, joined_2FK, down_KF).view(x.shape)
+    return None if x_MK.shape[0] % STEP else _FeedForward.apply(x_MK, joined_2FK, down_KF, forward).view(x.shape)
 
 
-def heads(x: Any, joined_PK: Any, cos: Any, sin: Any, heads: int, kv_heads: int) -> Any:
+def heads(x: Any, joined_PK: Any, cos: Any, sin: Any, heads: Sequence[int], forward: bool = True) -> Any:
     """Queries, keys and values by one multiplication, turned to their positions, all of it trained; None likewise."""
     rows, width, _ = x.shape
-    return None if rows * width % STEP else _Heads.apply(x, joined_PK, cos, sin, heads, kv_heads)
+    return None if rows * width % STEP else _Heads.apply(x, joined_PK, cos, sin, *heads, forward)
+
+
+class _Operand(NamedTuple):
+    """Of a forward product, in 16 bits and, where that is to be in 8, as it lies; turned, for the backward."""
+
+    wide: Any
+    scale: Any
+    lying: Any
+    turned: Any
+
+
+def _operand(tensor: Any, forward: bool, largest: Any = None) -> _Operand:
+    scale = _scale(_largest(tensor) if largest is None else largest, _FINE)
+    lying, turned = _both(tensor, scale, _FINE) if forward else (None, _narrowed_turned(tensor, scale, _FINE))
+    return _Operand(tensor, scale, lying, turned)
+
+
+def _product(one: _Operand, other: _Operand) -> Any:
+    if one.lying is None:
+        return one.wide @ other.wide.t()
+    return _scaled(one.lying, one.scale, other.lying, other.scale, one.wide.dtype)
 
 
 class _Multiplied(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_MK: Any, weight_NK: Any) -> Any:
+    def forward(ctx: Any, x_MK: Any, weight_NK: Any, forward: bool) -> Any:
         ctx.numbers = x_MK.dtype
-        x_scale, w_scale = _scale(_largest(x_MK), _FINE), _scale(_largest(weight_NK), _FINE)
         if ctx.needs_input_grad[1]:
-            (x8, x8_KM), (w8, kept) = _both(x_MK, x_scale, _FINE), _both(weight_NK, w_scale, _FINE)
-        else:  # frozen weights are narrowed again, rather than kept twice
-            x8, x8_KM, w8, kept = _narrowed(x_MK, x_scale, _FINE), None, _narrowed(weight_NK, w_scale, _FINE), weight_NK
-        ctx.save_for_backward(x8_KM, x_scale, kept, w_scale)
+            x, weight = _operand(x_MK, forward), _operand(weight_NK, forward)
+            ctx.save_for_backward(x.turned, x.scale, weight.turned, weight.scale)
+            return _product(x, weight)
+        # Frozen weights are narrowed again, rather than kept twice.
+        x_scale, w_scale = _scale(_largest(x_MK), _FINE), _scale(_largest(weight_NK), _FINE)
+        ctx.save_for_backward(None, x_scale, weight_NK, w_scale)
+        if not forward:
+            return x_MK @ weight_NK.t()
+        x8, w8 = _narrowed(x_MK, x_scale, _FINE), _narrowed(weight_NK, w_scale, _FINE)
         return _scaled(x8, x_scale, w8, w_scale, ctx.numbers)
 
     @staticmethod
@@ -104,23 +139,20 @@ class _Multiplied(torch.autograd.Function):
         scale = _scale(_largest(grad), _FAR)
         if not ctx.needs_input_grad[1]:
             w8_KN = _narrowed(kept, w_scale, _FINE).t().contiguous()
-            return _scaled(_narrowed(grad, scale, _FAR), scale, w8_KN, w_scale, numbers), None
+            return _scaled(_narrowed(grad, scale, _FAR), scale, w8_KN, w_scale, numbers), None, None
         g8, g8_NM = _both(grad, scale, _FAR)
         of_weight = _scaled(g8_NM, scale, x8_KM, x_scale, numbers)
-        return _scaled(g8, scale, kept, w_scale, numbers), of_weight
+        return _scaled(g8, scale, kept, w_scale, numbers), of_weight, None
 
 
 class _Heads(torch.autograd.Function):
     """One function, since the kernel that turns gradients back knows the largest of them. P: all heads' numbers."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, joined_PK: Any, cos: Any, sin: Any, heads: int, kv_heads: int) -> Any:
-        x_MK = x.flatten(0, 1)
-        x_scale, w_scale = _scale(_largest(x_MK), _FINE), _scale(_largest(joined_PK), _FINE)
-        (x8, x8_KM), (w8, w8_KP) = _both(x_MK, x_scale, _FINE), _both(joined_PK, w_scale, _FINE)
-        ctx.save_for_backward(x8_KM, x_scale, w8_KP, w_scale, cos, sin)
-        made_BTP = _scaled(x8, x_scale, w8, w_scale, x.dtype).view(*x.shape[:2], -1)
-        return _turned(made_BTP, cos, sin, heads, kv_heads)
+    def forward(ctx: Any, x: Any, joined_PK: Any, cos: Any, sin: Any, heads: int, kv_heads: int, forward: bool) -> Any:
+        x_MK, joined = _operand(x.flatten(0, 1), forward), _operand(joined_PK, forward)
+        ctx.save_for_backward(x_MK.turned, x_MK.scale, joined.turned, joined.scale, cos, sin)
+        return _turned(_product(x_MK, joined).view(*x.shape[:2], -1), cos, sin, heads, kv_heads)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
@@ -131,29 +163,26 @@ class _Heads(torch.autograd.Function):
         g8, g8_PM = _both(grad_BTP.flatten(0, 1), scale, _FAR)
         of_joined = _scaled(g8_PM, scale, x8_KM, x_scale, numbers)
         of_x = _scaled(g8, scale, w8_KP, w_scale, numbers).view(*grad_BTP.shape[:2], -1)
-        return of_x, of_joined, None, None, None, None
+        return of_x, of_joined, None, None, None, None, None
 
 
 class _FeedForward(torch.autograd.Function):
     """One function, since the gate's kernels know the largest numbers of what they make."""
 
     @staticmethod
-    def forward(ctx: Any, x_MK: Any, joined: Any, down: Any) -> Any:
-        ctx.numbers = numbers = x_MK.dtype
-        scales = [_scale(_largest(one), _FINE) for one in (x_MK, joined, down)]
-        (x8, x8_KM), (j8, j8_K2F), (d8, d8_FK) = (
-            _both(one, scale, _FINE) for one, scale in zip((x_MK, joined, down), scales, strict=True)
-        )
-        wide = _scaled(x8, scales[0], j8, scales[1], numbers)
-        inner, largest, widest = _gated(wide)
-        i_scale = _scale(largest, _FINE)
-        i8, i8_FM = _both(inner, i_scale, _FINE)
-        ctx.save_for_backward(wide, x8_KM, j8_K2F, d8_FK, *scales, i8_FM, i_scale, widest)
-        return _scaled(i8, i_scale, d8, scales[2], numbers)
+    def forward(ctx: Any, x_MK: Any, joined_2FK: Any, down_KF: Any, forward: bool) -> Any:
+        ctx.numbers = x_MK.dtype
+        x, joined, down = (_operand(one, forward) for one in (x_MK, joined_2FK, down_KF))
+        wide = _product(x, joined)
+        made, largest, widest = _gated(wide)
+        inner = _operand(made, forward, largest)
+        turned, scales = zip(*((one.turned, one.scale) for one in (x, joined, down, inner)), strict=True)
+        ctx.save_for_backward(wide, widest, *turned, *scales)
+        return _product(inner, down)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        wide, x8_KM, j8_K2F, d8_FK, x_scale, j_scale, d_scale, i8_FM, i_scale, widest = ctx.saved_tensors
+        wide, widest, x8_KM, j8_K2F, d8_FK, i8_FM, x_scale, j_scale, d_scale, i_scale = ctx.saved_tensors
         grad, numbers = upstream[0], ctx.numbers
         scale = _scale(_largest(grad), _FAR)
         g8, g8_KM = _both(grad, scale, _FAR)
@@ -162,7 +191,7 @@ class _FeedForward(torch.autograd.Function):
         scale = _scale(_bound(grad, d_scale * torch.finfo(_FINE).max, widest), _FAR)
         g8, g8_2FM = _gated_back(of_inner, wide, scale)
         of_joined = _scaled(g8_2FM, scale, x8_KM, x_scale, numbers)
-        return _scaled(g8, scale, j8_K2F, j_scale, numbers), of_joined, of_down
+        return _scaled(g8, scale, j8_K2F, j_scale, numbers), of_joined, of_down, None
 
 
 class Head:
@@ -269,6 +298,15 @@ def _both(tensor: Any, scale: Any, kind: Any) -> tuple[Any, Any]:
         return made
     narrow = _narrowed(tensor, scale, kind)
     return narrow, narrow.t().contiguous()
+
+
+def _narrowed_turned(tensor: Any, scale: Any, kind: Any) -> Any:
+    """Only turned."""
+    if Kernels.work:
+        from sojourn.model.fast.narrow import narrowed_turned
+
+        return narrowed_turned(tensor, scale, kind)
+    return _narrowed(tensor, scale, kind).t().contiguous()
 
 
 def _scaled(one: Any, one_scale: Any, other: Any, other_scale: Any, numbers: Any) -> Any:
