@@ -21,6 +21,8 @@ PANELS = (
     ("875M at 1e-4, and ours in 8 bits", "pretrain-875m", 500, "graphs", "fp8", CALM),
     ("875M at 1e-4, and in bf16 by other kernels", "pretrain-875m", 500, "graphs", "hopper", CALM),
     ("875M at 3e-4, and ours in 8 bits", "pretrain-875m", 500, "graphs", "fp8", "log.every_steps=1"),
+    ("the same, 8 bits but in the last block", "pretrain-875m", 500, "graphs", "fp8-inner", "--out steep.json"),
+    ("the same in another order, the worst of four", "pretrain-875m", 500, "graphs", "fp8-inner", "train.seed=3"),
     ("875M at 3e-4, other texts, by other kernels", "pretrain-875m", 500, "graphs", "hopper", "--schedule cosine"),
     ("110M from scratch, and a Llama of 70 lines", "pretrain-110m", 200, "together", "plain", ""),
     ("110M from scratch, and ours in 8 bits", "pretrain-110m", 200, "graphs", "fp8", ""),

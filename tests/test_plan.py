@@ -266,6 +266,19 @@ def test_a_gpu_with_little_to_do_waits_for_the_cpu():
     assert waits(fp8="on", shape=normed) > waits(fp8="on") and waits(fp8="on", recompute="selective") > waits(fp8="on")
 
 
+def test_the_more_is_in_8_bits_the_faster_it_is_planned_and_what_is_not_is_counted_wide():
+    off, back, inner, on = (replace(PRETRAIN, graphs="on", fp8=how) for how in ("off", "backward", "inner", "on"))
+    rates = [speed(one, gpu("H200")).tokens_per_second for one in (off, back, inner, on)]
+    assert rates == sorted(rates) and rates[3] > 1.2 * rates[0] and rates[1] > 1.05 * rates[0]
+    last = [memory(one).moments[2] for one in (off, back, inner, on)]  # the last block's backward: all is kept
+    kept = [sum(term.bytes for term in moment.terms if term.kind == "activations") for moment in last]
+    block = (kept[0] - kept[3]) / M875.layers
+    assert kept[1] == kept[3] < kept[0] and kept[2] - kept[3] == pytest.approx(block, rel=0.01)
+    assert memory(inner).allocated == pytest.approx(44_303_582_208, rel=0.02)  # as it was measured
+    names = [{term.name for term in memory(one).moments[1].terms} for one in (inner, on)]
+    assert "the head in 8 bits, both ways" in names[1] - names[0]
+
+
 def test_a_plan_says_where_it_depends_on_the_machine_s_cpu(home):
     says = r"the GPU waits for the CPU in \d\d % of a step, and CPUs differ: steps may take a third more or less"
     assert re.search(says, " ".join(called("plan", "small", "train.steps=100000").stdout.split()))
