@@ -106,12 +106,11 @@ def _multiplications(work: Work, gpu: Gpu) -> float:
 
 
 def _multiplications_of(work: Work, gpu: Gpu) -> float:
-    m, e = work.tokens, work.numbers
-    usual, (peak, slowness) = (rate(work, gpu), None), _rate_and_slowness(work, gpu)
-    forwards = usual if work.fp8 == "backward" else (peak, slowness)
+    (peak, slowness), m, e = _rate_and_slowness(work, gpu), work.tokens, work.numbers
+    ahead, slower = (rate(work, gpu), None) if work.fp8 == "backward" else (peak, slowness)
     total = 0.0
     for name, (k, n) in _joined(work).items():
-        forward = matmul(gpu, forwards[0], m, k, n, e, forwards[1])
+        forward = matmul(gpu, ahead, m, k, n, e, slower)
         again = forward if work.recompute == "full" and name != "down_proj" else 0.0
         own = 0.0 if work.adapters else matmul(gpu, peak, k, m, n, e, slowness)
         total += forward + again + matmul(gpu, peak, m, n, k, e, slowness) + own

@@ -124,11 +124,11 @@ class _Multiplied(torch.autograd.Function):
             x, weight = _operand(x_MK, forward), _operand(weight_NK, forward)
             ctx.save_for_backward(x.turned, x.scale, weight.turned, weight.scale)
             return _product(x, weight)
-        # Frozen weights are narrowed again, rather than kept twice.
-        x_scale, w_scale = _scale(_largest(x_MK), _FINE), _scale(_largest(weight_NK), _FINE)
-        ctx.save_for_backward(None, x_scale, weight_NK, w_scale)
+        w_scale = _scale(_largest(weight_NK), _FINE)
+        ctx.save_for_backward(None, None, weight_NK, w_scale)  # frozen, so narrowed again rather than kept twice
         if not forward:
             return x_MK @ weight_NK.t()
+        x_scale = _scale(_largest(x_MK), _FINE)
         x8, w8 = _narrowed(x_MK, x_scale, _FINE), _narrowed(weight_NK, w_scale, _FINE)
         return _scaled(x8, x_scale, w8, w_scale, ctx.numbers)
 
