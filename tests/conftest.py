@@ -13,11 +13,14 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from gang import Gang
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["COLUMNS"] = "120"  # whatever terminal, or none, the tests run in
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 COLOURS = ("red", "green", "blue", "gold", "grey", "pink", "black", "white")
 THINGS = ("cat", "boat", "lamp", "tree", "stone", "river", "cloud", "bell")

@@ -23,7 +23,7 @@ from sojourn.config.suggest import every_key
 from sojourn.errors import UserError
 from test_config_errors import sojourn
 
-QUICK = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
@@ -79,7 +79,7 @@ KINDS = {
 }  # fmt: skip
 _ROOM = TemporaryDirectory(prefix="words-")  # gone with the process
 OURS = [name for name, kind in KINDS.items() if kind.own is None]
-quickly = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+quickly = settings(max_examples=40)
 
 
 @cache

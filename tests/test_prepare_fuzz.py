@@ -473,7 +473,7 @@ def test_any_input_gives_a_sound_artefact_or_one_line_that_refuses(room, tmp_pat
     assert made or len(numbers) < PORTION, "some examples must get as far as an artefact"
 
 
-@settings(max_examples=COUNT, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=COUNT, database=None, suppress_health_check=list(HealthCheck))
 @given(dice=st.randoms(use_true_random=False))
 def test_any_input_that_hypothesis_makes_does_too(room, tmp_path_factory, dice):
     folder = tmp_path_factory.mktemp("example")

@@ -28,7 +28,7 @@ from sojourn.errors import UserError
 
 SIZES = st.one_of(st.integers(1, 40), st.sampled_from([100, 4096, 1 << 20]))
 over_contents = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 
 

@@ -140,7 +140,7 @@ def test_sentencepiece_says_nothing(tmp_path: Path, models: Path, capfd: pytest.
     assert capfd.readouterr() == ("", "")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(text=TEXTS)
 def test_every_text_survives_our_sentencepiece(models: Path, text: str) -> None:
     tokenizer, processor = both(models / "ours.model")
