@@ -56,7 +56,7 @@ def _known(number: float) -> float | None:
 
 
 def head(name: str) -> str:
-    return f"{name:<38}{'tok/s':>12}{'×':>8}{'peak GiB':>10}{'loss differs':>14}"
+    return f"{name:<48}{'tok/s':>12}{'×':>8}{'peak GiB':>10}{'loss differs':>14}"
 
 
 def line(row: Row) -> str:
@@ -64,7 +64,7 @@ def line(row: Row) -> str:
     gain = f"{row['gain']:.2f}" if row.get("gain") else ""
     memory = f"{row['peak_memory'] / 2**30:.2f}" if "peak_memory" in row else ""
     apart = f"{row['difference']:.1e}" if row.get("difference") is not None else ""
-    return f"{row['title']:<38}{speed:>12}{gain:>8}{memory:>10}{apart:>14}  {row.get('note', '')}".rstrip()
+    return f"{row['title']:<48}{speed:>12}{gain:>8}{memory:>10}{apart:>14}  {row.get('note', '')}".rstrip()
 
 
 def best(rows: list[Row]) -> Row | None:

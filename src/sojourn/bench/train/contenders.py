@@ -72,8 +72,8 @@ def _ladder(workload: Workload, device: str) -> list[Contender]:
         step("adamw-8bit", "+ 8-bit AdamW", optimizer="adamw_8bit")
         step("offload", "+ AdamW on the host instead", optimizer="adamw", offload="optimizer")
     if on_gpu and workload.method in ("pretrain", "lora"):
-        step("fp8-backward", "+ 8-bit multiplications in the backward", fp8="backward")
-        step("fp8-inner", "+ in the forward too, but of the last block", fp8="inner")
+        step("fp8-backward", "+ 8 bits in the backward", fp8="backward")
+        step("fp8-inner", "+ in the forward, but of the last block", fp8="inner")
         step("fp8", "+ of the last block and the head too", fp8="on")
     return rows
 
