@@ -106,9 +106,9 @@ class Work:
 
 def alike(work: Work, layers: int) -> list[tuple[Work, int]]:
     """Of the first so many blocks those that compute alike, and how many they are: the last may be in 16 bits."""
-    wide = int(work.fp8 == "inner" and layers == work.shape.layers)
-    kinds = [(work, layers - wide), (replace(work, fp8="off"), wide)]
-    return [(kind, count) for kind, count in kinds if count]
+    if work.fp8 != "inner" or layers < work.shape.layers:
+        return [(work, layers)]
+    return [(work, layers - 1), (replace(work, fp8="off"), 1)]
 
 
 @dataclass(frozen=True)
