@@ -137,8 +137,7 @@ def _attention(work: Work) -> Iterator[Kept]:
         yield from _norm(work, "query norm", q, trained, shape.heads)
         yield from _norm(work, "key norm", k, trained, shape.kv_heads)
     yield from _attended(work)
-    narrowed_late = work.fp8 == "backward" and work.compiled  # by the backward, of what attention itself keeps
-    if work.dropout if work.adapters else work.fp8 != "off" and not narrowed_late:  # else that serves
+    if work.dropout if work.adapters else work.fp8 != "off":  # else what attention itself keeps serves
         yield from _linear_input(work, "attention out", q, "o_proj")
     yield Kept("adapters' inner results", _adapter_inner(work, "q_proj", "k_proj", "v_proj", "o_proj"), "rank·e each")
 
