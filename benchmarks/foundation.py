@@ -54,12 +54,12 @@ def train_speed(words: Sequence[str] = ("demo",), rounds: int = 5, steps: int = 
     from sojourn.data.order import step_rows
     from sojourn.data.prepare import prepare
     from sojourn.model.scratch import build_model
+    from sojourn.train.batcher import Feed
     from sojourn.train.build import build_network
-    from sojourn.train.feed import Feed
-    from sojourn.train.parallel.engine import Engine
+    from sojourn.train.distributed.engine import Engine
+    from sojourn.train.optim.optimizers import Optimizer
     from sojourn.train.resolve import resolve
     from sojourn.train.step import Stepper
-    from sojourn.train.update.optim import Optimizer
 
     config = resolve(load_run([*words, "train.lr=1e-3", "train.device=cpu"]).config).config
     with tempfile.TemporaryDirectory() as folder:
@@ -113,7 +113,7 @@ def demo(*flags: str) -> dict[str, Any]:
 
 def main() -> None:
     from sojourn.machine.hardware import cpu
-    from sojourn.train.show.environment import describe
+    from sojourn.train.metrics.environment import describe
 
     rows: dict[str, Any] = {}
     for name, measure in (

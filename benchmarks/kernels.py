@@ -107,7 +107,7 @@ def matmul_fp8(m: int, k: int, n: int) -> dict[str, float]:
 
 def narrow(m: int, k: int, n: int) -> dict[str, float]:
     """GB/s of our kernel by the size of its tiles, of the layer's inputs."""
-    from sojourn.model.fast import narrow as kernel
+    from sojourn.model.kernels import fp8_cast as kernel
 
     x, one = _drawn(m, k), torch.ones((), device="cuda")
     made = kernel._empty(x, one, torch.float8_e4m3fn)

@@ -8,9 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sojourn.errors import Stopped
 from sojourn.train import step as step_module
-from sojourn.train.careful import Careful
-from sojourn.train.feed import Ahead
-from sojourn.train.update.optim import Optimizer
+from sojourn.train.batcher import Ahead
+from sojourn.train.fault_tolerant_step import Careful
+from sojourn.train.optim.optimizers import Optimizer
 from tiny import LORA, events, losses, run_train, same_weights, stop_after, tiny_home, weights
 
 AHEAD = "train.ahead=on"

@@ -8,7 +8,7 @@ import pytest
 from sojourn.config.load import load_run
 from sojourn.data.artefact import read_batch
 from sojourn.data.prepare import prepare
-from sojourn.data.words.tokenizer import open_tokenizer
+from sojourn.data.tokenize.tokenizer import open_tokenizer
 from sojourn.errors import UserError
 from sojourn.train.step import Feed
 

@@ -79,7 +79,7 @@ def test_without_prompts_it_continues_held_out_chats(words):
 
 
 def test_best_is_the_model_with_the_lowest_held_out_loss(words, monkeypatch):
-    from sojourn.train import assess
+    from sojourn.train import evaluation as assess
 
     losses = iter([3.0, 2.0, 2.5])
     monkeypatch.setattr(assess, "evaluate", lambda *given: (next(losses), 0.5))
@@ -98,7 +98,7 @@ def test_best_is_the_model_with_the_lowest_held_out_loss(words, monkeypatch):
 
 
 def test_patience_ends_a_run_that_gets_no_better_and_a_second_call_leaves_it_alone(words, monkeypatch, capsys):
-    from sojourn.train import assess
+    from sojourn.train import evaluation as assess
 
     losses = iter([3.0, 3.1, 3.2, 3.3])
     monkeypatch.setattr(assess, "evaluate", lambda *given: (next(losses), 0.5))
@@ -113,8 +113,8 @@ def test_patience_ends_a_run_that_gets_no_better_and_a_second_call_leaves_it_alo
 
 def test_patience_survives_a_restart(words, monkeypatch):
     from sojourn.errors import Stopped
-    from sojourn.train import assess
-    from sojourn.train.survive.guard import Guard
+    from sojourn.train import evaluation as assess
+    from sojourn.train.faults.guard import Guard
 
     losses = iter([3.0, 3.1, 3.2, 3.3])
     monkeypatch.setattr(assess, "evaluate", lambda *given: (next(losses), 0.5))
@@ -138,7 +138,8 @@ def test_samples_stay_within_what_a_model_can_hold(chats, home):
 
 
 def test_a_kill_between_patience_and_the_final_model_ends_there_too(words, monkeypatch):
-    from sojourn.train import assess, steps
+    from sojourn.train import evaluation as assess
+    from sojourn.train import steps
 
     losses = iter([3.0, 3.1, 3.2, 3.3])
     monkeypatch.setattr(assess, "evaluate", lambda *given: (next(losses), 0.5))

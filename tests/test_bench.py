@@ -61,7 +61,7 @@ def test_all_contenders_do_the_same_work(tmp_path):
 @pytest.mark.slow
 def test_a_template_without_generation_marks_gives_the_peer_the_same_mask(tmp_path):
     from sojourn.config.data import DataConfig
-    from sojourn.data.words.tokenizer import train_tokenizer
+    from sojourn.data.tokenize.tokenizer import train_tokenizer
 
     words = train_tokenizer(DataConfig(vocab_size=2000), ["some words to learn from"] * 10, tmp_path)
     words.save(tmp_path / "tokenizer", None, ROW_LENGTH)

@@ -24,8 +24,8 @@ from sojourn.bench.plan.report import errors, line, lines, summary
 from sojourn.catalog.names import gpu
 from sojourn.config.load import dump
 from sojourn.errors import UserError
-from sojourn.plan.estimate import room_of
-from sojourn.plan.records import Correction
+from sojourn.plan.calibration import Correction
+from sojourn.plan.offers import room_of
 
 GIB = 2**30
 

@@ -9,9 +9,9 @@ import torch
 from sojourn.bench.plan import child
 from sojourn.bench.plan.cases import NEW, Case
 from sojourn.bench.plan.ground import lay, settings_of
-from sojourn.plan.shape import new_shape
+from sojourn.resolve.new_model import new_shape
 from sojourn.run.folder import RunFolder
-from sojourn.train.update.optim import Optimizer
+from sojourn.train.optim.optimizers import Optimizer
 
 
 @pytest.fixture

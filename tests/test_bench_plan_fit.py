@@ -8,9 +8,9 @@ from sojourn.bench.plan import fit
 from sojourn.bench.plan.cases import CASES, shape_of
 from sojourn.bench.plan.replan import planned
 from sojourn.catalog.names import gpu
-from sojourn.plan.constants import constants
-from sojourn.plan.speed import speed
-from sojourn.plan.work import Work
+from sojourn.estimate.constants import constants
+from sojourn.estimate.step_time import speed
+from sojourn.estimate.workload import Work
 
 DRAWN = Path(__file__).parents[1] / "benchmarks/results/plan-drawn-7-H200-2026-11-16.json"
 

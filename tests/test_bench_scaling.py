@@ -13,7 +13,7 @@ from sojourn.bench.train.workloads import WORKLOADS
 from sojourn.cli.bench import bench_app
 from sojourn.config.load import load_run
 from sojourn.errors import UserError
-from sojourn.run.files import write_json
+from sojourn.storage.files import write_json
 
 GIB = 2**30
 

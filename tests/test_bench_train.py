@@ -20,7 +20,7 @@ from sojourn.bench.train.workloads import WORKLOADS, fitting
 from sojourn.config.load import load_run
 from sojourn.data.artefact import Batch
 from sojourn.errors import UserError
-from sojourn.run.files import write_json
+from sojourn.storage.files import write_json
 
 GIB = 2**30
 

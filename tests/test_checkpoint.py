@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from sojourn.errors import RunFailed, UserError
-from sojourn.train.keep import checkpoint as module
-from sojourn.train.keep.checkpoint import Checkpoint, Keep, find_fault, load, load_one, save
+from sojourn.train.checkpoint import checkpoint as module
+from sojourn.train.checkpoint.checkpoint import Checkpoint, Keep, find_fault, load, load_one, save
 
 FILES = ("model.safetensors", "optimizer.safetensors", "random.safetensors", "state.json", "manifest.json")
 

@@ -3,7 +3,7 @@
 import json
 
 from conftest import called, sojourn
-from sojourn.run.files import read_json_lines
+from sojourn.storage.files import read_json_lines
 
 
 def test_the_fast_demo_is_killed_goes_on_and_learns(home):

@@ -13,7 +13,7 @@ from sojourn.config.load import load_run, read_config, summary
 from sojourn.config.schema import ModelConfig
 from sojourn.errors import UserError
 from sojourn.model.scratch import build_model
-from sojourn.plan.shape import scratch_shape
+from sojourn.resolve.new_model import scratch_shape
 from sojourn.run.home import run_folder
 from sojourn.train.loop import train
 from sojourn.train.resolve import resolve

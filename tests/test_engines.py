@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from gang import needs_fork
-from sojourn.run.files import read_json
-from sojourn.train.keep.checkpoint import checkpoints_in
+from sojourn.storage.files import read_json
+from sojourn.train.checkpoint.checkpoint import checkpoints_in
 from tiny import LORA, events, losses, run_of, run_train, saved_steps, tiny_home, weights
 
 pytestmark = needs_fork
@@ -94,7 +94,7 @@ def test_the_losses_are_those_of_a_process_alone(tiny, gang, method, engine, siz
 
 _STOP = """
 from sojourn.train import steps
-from sojourn.train.survive.guard import Guard
+from sojourn.train.faults.guard import Guard
 count, made = steps._count, []
 def counted(*given):
     count(*given)
@@ -185,7 +185,7 @@ def test_a_killed_process_ends_the_others_and_the_next_start_goes_on_from_the_ch
 _TIGHT = """
 import torch
 from sojourn.train import step as step_module
-from sojourn.train.parallel.engine import Engine
+from sojourn.train.distributed.engine import Engine
 calls = []
 def full(where, when):
     calls.append(where)

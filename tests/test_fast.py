@@ -12,10 +12,11 @@ from sojourn.config.load import load_run
 from sojourn.data.artefact import Batch
 from sojourn.errors import UserError
 from sojourn.model.attention import can_compile
-from sojourn.model.fast import forwards, fp8
-from sojourn.model.fast.forwards import _turned
+from sojourn.model.kernels import fp8
+from sojourn.model.kernels import fused_forwards as forwards
+from sojourn.model.kernels.fused_forwards import _turned
 from sojourn.model.network import open_network
-from sojourn.train.feed import Feed
+from sojourn.train.batcher import Feed
 from sojourn.train.resolve import fp8_fault
 from sojourn.train.step import loss_sum
 
@@ -154,7 +155,7 @@ def test_8_bits_of_nothing_are_nothing():
 @pytest.mark.parametrize("shape", [(64, 128), (48, 80), (4096, 768), (1040, 11008)])
 @pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_the_narrowing_kernel_narrows_as_torch_does_and_turns(shape, kind):
-    from sojourn.model.fast.narrow import narrowed_both, narrowed_turned
+    from sojourn.model.kernels.fp8_cast import narrowed_both, narrowed_turned
 
     torch.manual_seed(0)
     x = torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
@@ -169,7 +170,7 @@ def test_the_narrowing_kernel_narrows_as_torch_does_and_turns(shape, kind):
 @needs_gpu
 @pytest.mark.parametrize("width", [96, 1024, 5504])
 def test_the_gate_s_kernels_know_the_largest_numbers_and_narrow(width):
-    from sojourn.model.fast.gated import gated, gated_back_narrowed, gated_measured
+    from sojourn.model.kernels.swiglu import gated, gated_back_narrowed, gated_measured
 
     torch.manual_seed(0)
     joined = torch.randn(150, 2 * width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -203,7 +204,7 @@ def test_no_gradient_of_a_gate_is_beyond_its_bound(seed):
 @pytest.mark.parametrize("nested", [True, False])
 def test_4_bits_multiply_as_bitsandbytes_does(nested):
     bnb = pytest.importorskip("bitsandbytes")
-    from sojourn.model.fast import nf4
+    from sojourn.model.kernels import nf4
 
     torch.manual_seed(0)
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
@@ -221,8 +222,8 @@ def test_selective_recomputation_keeps_what_4_bits_made():
     """Else each block would be multiplied out twice, which is what `full` is for."""
     from torch.utils.checkpoint import CheckpointPolicy
 
-    from sojourn.model.blocks import _policy
-    from sojourn.model.fast import nf4  # noqa: F401  registers the operation
+    from sojourn.model.kernels import nf4  # noqa: F401  registers the operation
+    from sojourn.model.layers import _policy
 
     assert _policy(None, torch.ops.sojourn.times_nf4.default) is CheckpointPolicy.MUST_SAVE
 
@@ -230,7 +231,7 @@ def test_selective_recomputation_keeps_what_4_bits_made():
 @needs_gpu
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(12, 12, 64), (28, 4, 128), (6, 2, 96)])
 def test_the_rotary_kernel_turns_as_torch_does(heads, kv_heads, size):
-    from sojourn.model.fast.rotary import turned_apart
+    from sojourn.model.kernels.rope import turned_apart
 
     torch.manual_seed(0)
     joined = torch.randn(3, 100, (heads + 2 * kv_heads) * size, device="cuda", requires_grad=True)
@@ -246,7 +247,7 @@ def test_the_rotary_kernel_turns_as_torch_does(heads, kv_heads, size):
 
 @needs_gpu
 def test_the_rotary_kernel_knows_the_largest_number_that_it_makes():
-    from sojourn.model.fast.rotary import turned_together, turned_together_measured
+    from sojourn.model.kernels.rope import turned_together, turned_together_measured
 
     torch.manual_seed(0)
     parts = [torch.randn(3, 100, n, 96, device="cuda", dtype=torch.bfloat16) for n in (6, 2, 2)]
@@ -263,7 +264,7 @@ def test_the_rotary_kernel_knows_the_largest_number_that_it_makes():
 @needs_gpu
 @pytest.mark.parametrize("width", [7, 1024, 5504])
 def test_the_gate_s_kernel_computes_as_torch_does(width):
-    from sojourn.model.fast.gated import gated
+    from sojourn.model.kernels.swiglu import gated
 
     torch.manual_seed(0)
     joined = torch.randn(3, 50, 2 * width, device="cuda", requires_grad=True)
@@ -277,7 +278,7 @@ def test_the_gate_s_kernel_computes_as_torch_does(width):
 @needs_gpu
 def test_the_optimizer_s_kernel_updates_as_torch_does():
     """Large and small tensors, decayed or not, gradients shortened on the way, and a step that turns out to be bad."""
-    from sojourn.train.update.adamw import LARGE, AdamW
+    from sojourn.train.optim.adamw import LARGE, AdamW
 
     def run(kind):
         torch.manual_seed(0)
@@ -306,7 +307,7 @@ def test_the_optimizer_s_kernel_updates_as_torch_does():
 @needs_gpu
 @pytest.mark.parametrize(("tokens", "vocabulary"), [(1, 7), (300, 500), (257, 32_000), (9, 151_936)])
 def test_the_loss_kernel_is_the_cross_entropy_and_its_gradient(tokens, vocabulary):
-    from sojourn.model.fast.cross_entropy import losses_and_gradients
+    from sojourn.model.kernels.cross_entropy import losses_and_gradients
 
     torch.manual_seed(0)
     logits = (5 * torch.randn(tokens, vocabulary, device="cuda")).requires_grad_()

@@ -14,13 +14,13 @@ from sojourn.config.data import Columns, DataConfig, Source
 from sojourn.data.inputs import find_inputs
 from sojourn.data.prepare import prepare
 from sojourn.data.preview import look
-from sojourn.data.read.document import Message
-from sojourn.data.read.formats import NAMES, Damaged, Empty, mapped, recognise, to_document
-from sojourn.data.read.parcels import read_lot
-from sojourn.data.read.sources import open_source
-from sojourn.data.words.tokenise import Strand, Tokeniser
-from sojourn.data.words.tokenizer import Words, open_tokenizer
-from sojourn.data.words.vocabulary import train_bpe
+from sojourn.data.sources.chunks import read_lot
+from sojourn.data.sources.document import Message
+from sojourn.data.sources.formats import NAMES, Damaged, Empty, mapped, recognise, to_document
+from sojourn.data.sources.source import open_source
+from sojourn.data.tokenize.bpe import train_bpe
+from sojourn.data.tokenize.tokenize import Strand, Tokeniser
+from sojourn.data.tokenize.tokenizer import Words, open_tokenizer
 from sojourn.errors import UserError
 
 Q, A = Message("user", "Q"), Message("assistant", "A")

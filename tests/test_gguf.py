@@ -91,7 +91,7 @@ def test_all_its_weights_are_trained_and_saved_as_a_plain_model(file, chats):
 
 
 def test_its_tokenizer_makes_the_same_tokens(file, base):
-    from sojourn.data.words.tokenizer import open_tokenizer
+    from sojourn.data.tokenize.tokenizer import open_tokenizer
 
     plain = AutoTokenizer.from_pretrained(base)
     text = "What colour is the lamp of house 27?\n<|im_start|>user 你好 naïve"

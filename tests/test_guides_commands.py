@@ -24,8 +24,8 @@ from sojourn.config.load import load_run, read_config
 from sojourn.config.schema import RunConfig
 from sojourn.config.spellings import ACCUMULATION, BATCH, SWITCHES, VALUES
 from sojourn.config.suggest import every_key
-from sojourn.run.files import read_json_lines
 from sojourn.run.home import run_folder
+from sojourn.storage.files import read_json_lines
 from test_config_errors import sojourn
 from test_hub import NEW, Hub, Repository, lines
 

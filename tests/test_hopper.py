@@ -14,11 +14,13 @@ from sojourn.data.artefact import Batch
 from sojourn.errors import UserError
 from sojourn.machine.probe_software import importable
 from sojourn.model.attention import How, attend
-from sojourn.model.blocks import recompute
-from sojourn.model.fast import forwards, hopper, trial
+from sojourn.model.kernels import fused_forwards as forwards
+from sojourn.model.kernels import hopper
+from sojourn.model.kernels import smoke_test as trial
+from sojourn.model.layers import recompute
 from sojourn.model.layout import make_layout
 from sojourn.model.network import open_network
-from sojourn.train.feed import Feed
+from sojourn.train.batcher import Feed
 from sojourn.train.resolve import hopper_fault, resolve
 from sojourn.train.step import loss_sum
 

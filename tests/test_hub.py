@@ -22,7 +22,7 @@ import pytest
 
 from sojourn.catalog.facts import datasets
 from sojourn.config.data import Columns, Source
-from sojourn.data.read.hub import is_hub_name, open_table
+from sojourn.data.sources.hub import is_hub_name, open_table
 from sojourn.errors import UserError
 
 OLD, NEW = "a" * 40, "b" * 40
@@ -158,7 +158,7 @@ class Hub(BaseHTTPRequestHandler):
 CHILD = textwrap.dedent("""
     import json, sys
     from sojourn.config.data import Source
-    from sojourn.data.read import hub
+    from sojourn.data.sources import hub
     from sojourn.errors import UserError
 
     def table(evaluation=False, **source):

@@ -14,7 +14,7 @@ import pytest
 
 from conftest import called
 from sojourn.config.load import load_run
-from sojourn.train.parallel import launch as launching
+from sojourn.launch import agent as launching
 from tiny import Tiny, events, losses, run_of, saved_steps, tiny_home
 
 RUN = ("train.micro_batch=1", "train.steps=14", "save.every_steps=4", "parallel.gpus=0,1")

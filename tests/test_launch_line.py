@@ -19,8 +19,8 @@ import yaml
 from conftest import called, sojourn
 from sojourn.config.load import load_run
 from sojourn.errors import UserError
-from sojourn.run.launch_kubernetes import pytorchjob, trainjob
-from sojourn.run.launch_line import Launch, check, refuse_secrets, shell, slurm
+from sojourn.launch.command_lines import Launch, check, refuse_secrets, shell, slurm
+from sojourn.launch.kubernetes import pytorchjob, trainjob
 
 WORDS = ("small", "data.sources=/my data/it's $(here).txt", "--lr", "1e-4", "train.global_batch=64")
 TWO = Launch("small", WORDS, nodes=2, gpus=4, master="10.0.0.1", image="registry/sojourn:1")

@@ -18,12 +18,12 @@ from sojourn.errors import Stopped, UserError
 from sojourn.machine.gpus import GpuSeen
 from sojourn.machine.platform import Platform
 from sojourn.run import ledger as ledger_module
-from sojourn.run.files import read_json, write_json
 from sojourn.run.ledger import Ledger
+from sojourn.storage.files import read_json, write_json
 from sojourn.train import loop, steps
+from sojourn.train.faults import limits
+from sojourn.train.faults.guard import Guard
 from sojourn.train.step import Stepper
-from sojourn.train.survive import limits
-from sojourn.train.survive.guard import Guard
 from tiny import events, run_of, run_train, same_weights, saved_steps, stop_after, tiny_home
 
 LONG = ("train.steps=100000", "log.every_steps=1000")
@@ -259,7 +259,7 @@ def test_the_time_that_saving_takes_is_kept_in_reserve(clock):
 
 def test_the_measured_save_is_what_the_guard_counts_with(tiny, monkeypatch):
     words = tiny.words("save.every_steps=4")
-    from sojourn.train.keep.saving import Saver
+    from sojourn.train.checkpoint.saving import Saver
 
     seen = []
     real = Guard.should_stop

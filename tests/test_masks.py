@@ -16,17 +16,17 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from sojourn.config.data import DataConfig
-from sojourn.data.cut import Policy
 from sojourn.data.encode import Encoder, Recipe
 from sojourn.data.prepare import prepare
-from sojourn.data.read.document import Document, Message
-from sojourn.data.read.formats import Damaged
-from sojourn.data.read.parcels import Lot
-from sojourn.data.read.readers import Parcel
-from sojourn.data.words import sentence
-from sojourn.data.words.chat import Template
-from sojourn.data.words.tokenizer import Words, open_tokenizer
-from sojourn.data.words.vocabulary import train_bpe
+from sojourn.data.sources.chunks import Lot
+from sojourn.data.sources.document import Document, Message
+from sojourn.data.sources.formats import Damaged
+from sojourn.data.sources.readers import Parcel
+from sojourn.data.tokenize import sentencepiece_model as sentence
+from sojourn.data.tokenize.bpe import train_bpe
+from sojourn.data.tokenize.chat_template import Template
+from sojourn.data.tokenize.tokenizer import Words, open_tokenizer
+from sojourn.data.truncate import Policy
 from sojourn.errors import UserError
 
 TEMPLATES = Path(__file__).parent / "templates"

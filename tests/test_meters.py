@@ -8,9 +8,9 @@ from rich.console import Console
 from sojourn.catalog import gpus, peak_flops
 from sojourn.config.load import load_run
 from sojourn.run.folder import RunFolder
-from sojourn.train.show.live import LiveLine, Reading, fitted, plain_line, spoken
-from sojourn.train.show.meters import Meters, Scores, Work
-from sojourn.train.show.pace import Pace
+from sojourn.train.metrics.meters import Meters, Scores, Work
+from sojourn.train.metrics.pace import Pace
+from sojourn.train.metrics.progress_line import LiveLine, Reading, fitted, plain_line, spoken
 
 FULL = Reading(2.1234, 123456.0, 80 * 2**30, mfu=0.41, data_wait=0.12, spent=1.2, projected=3.4, left=43140.0)
 

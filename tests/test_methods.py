@@ -261,7 +261,7 @@ def test_an_adapter_of_pefts_is_taken_up_and_trained_further(words, base, home):
 def test_a_stopped_run_continues_exactly(words, kind, monkeypatch):
     chosen = [*words, f"method.kind={kind[0]}", *kind[1:], "save.every_steps=4", "train.steps=10"]
     whole = _train([*chosen, "name=whole"])
-    from sojourn.train.survive.guard import Guard
+    from sojourn.train.faults.guard import Guard
 
     steps = iter(range(100))
     with monkeypatch.context() as patch:

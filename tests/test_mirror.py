@@ -17,10 +17,10 @@ import pytest
 from conftest import ordinary_user
 from hub_server import TOKEN, Hub, serve
 from sojourn.errors import UserError
-from sojourn.run import disk
-from sojourn.run.mirror import SEAL, MirrorFailed, open_mirror
-from sojourn.run.path_mirror import PathMirror
-from sojourn.run.process import this_process
+from sojourn.machine.process import this_process
+from sojourn.storage import disk
+from sojourn.storage.mirror import SEAL, MirrorFailed, open_mirror
+from sojourn.storage.path_mirror import PathMirror
 
 CALLS = ("write", "sync", "rename", "unlink", "make_folder", "remove_folder")
 FIRST, SECOND = "checkpoints/step-00000040", "checkpoints/step-00000080"
@@ -336,7 +336,7 @@ def test_stages_of_the_dead_go_and_of_the_living_stay(mirror, tmp_path):
 
 
 def test_a_place_without_room_is_refused_before_anything_is_written(mirror, tmp_path, monkeypatch):
-    from sojourn.run import path_mirror as module
+    from sojourn.storage import path_mirror as module
 
     monkeypatch.setattr(module.shutil, "disk_usage", lambda _: module.shutil._ntuple_diskusage(2**30, 2**30, 2**17))
     with pytest.raises(MirrorFailed, match=r"0\.1 MiB free, but checkpoints/step-00000040 takes 0\.3 MiB; make room"):
@@ -360,7 +360,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_disk_that_fills_up_keeps_what_was_whole(small_disk, tmp_path, monkeypatch):
-    from sojourn.run import path_mirror as module
+    from sojourn.storage import path_mirror as module
 
     mirror = PathMirror(small_disk / "run")
     source = checkpoint(tmp_path / "source")

@@ -8,10 +8,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sojourn.plan.memory import memory
-from sojourn.plan.shape import new_shape
-from sojourn.plan.work import Work
-from sojourn.train.update.muon import Muon
+from sojourn.estimate.memory import memory
+from sojourn.estimate.workload import Work
+from sojourn.resolve.new_model import new_shape
+from sojourn.train.optim.muon import Muon
 
 
 class Made(TorchDispatchMode):
@@ -68,7 +68,7 @@ def test_the_update_makes_what_is_planned(vocabulary, feed_forward, wider):
 
 
 def _updated(together, monkeypatch):
-    monkeypatch.setattr("sojourn.train.update.muon.TOGETHER", together)
+    monkeypatch.setattr("sojourn.train.optim.muon.TOGETHER", together)
     torch.manual_seed(0)
     sizes = [(64, 64), (64, 96), (96, 64), (64,)] * 12
     parameters = [torch.nn.Parameter(torch.randn(size)) for size in sizes]

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sojourn.errors import RunFailed, Stopped
-from sojourn.run.files import read_json
+from sojourn.storage.files import read_json
 from sojourn.train import step as step_module
-from sojourn.train.careful import Careful
-from sojourn.train.keep.checkpoint import load
-from sojourn.train.parallel.engine import Engine
+from sojourn.train.checkpoint.checkpoint import load
+from sojourn.train.distributed.engine import Engine
+from sojourn.train.fault_tolerant_step import Careful
+from sojourn.train.faults.loss_spikes import RECENT, judge, same
 from sojourn.train.step import Stepper
-from sojourn.train.survive.numbers import RECENT, judge, same
 from tiny import LORA, events, losses, run_of, run_train, same_weights, saved_steps, stop_after, tiny_home, weights
 
 _numbers = st.floats(min_value=1e-3, max_value=1e3)

@@ -5,11 +5,11 @@ import torch
 
 from sojourn.errors import RunFailed, Stopped
 from sojourn.model import loss as model_loss
-from sojourn.run.files import read_json, write_json
+from sojourn.storage.files import read_json, write_json
 from sojourn.train import step as step_module
-from sojourn.train.parallel import open as open_module
-from sojourn.train.survive.pressure import Pressure
-from sojourn.train.update.optim import Optimizer
+from sojourn.train.distributed import open as open_module
+from sojourn.train.faults.memory_pressure import Pressure
+from sojourn.train.optim.optimizers import Optimizer
 from tiny import LORA, events, losses, run_of, run_train, same_weights, saved_steps, stop_after, tiny_home, weights
 
 PRETRAIN: tuple[str, ...] = ()
@@ -192,7 +192,7 @@ def test_an_update_that_does_not_fit_goes_back_and_keeps_the_moments_in_the_host
 
 def test_an_update_of_another_optimizer_gives_up_rows(tiny, monkeypatch):
     whole, words = tiny.whole("train.optimizer=muon"), tiny.words("train.optimizer=muon", "save.every_steps=2")
-    from sojourn.train.update.muon import Muon
+    from sojourn.train.optim.muon import Muon
 
     real, calls = Muon.step, []
 

@@ -19,17 +19,17 @@ from sojourn.catalog.shapes import model
 from sojourn.config.load import load_run, with_settings
 from sojourn.config.quantities import Money
 from sojourn.errors import UserError
-from sojourn.plan.advise import advise, what_fits
-from sojourn.plan.estimate import fit_on, make_plan
-from sojourn.plan.holdings import on_host
-from sojourn.plan.memory import chunk_rows, memory
+from sojourn.estimate.memory import chunk_rows, memory
+from sojourn.estimate.model_states import on_host
+from sojourn.estimate.step_time import speed
+from sojourn.estimate.workload import Work, place_of, work_of
+from sojourn.plan.advice import advise, what_fits
+from sojourn.plan.calibration import calibrate, correction, note
 from sojourn.plan.money import bill, within
-from sojourn.plan.records import calibrate, correction, note
-from sojourn.plan.shape import new_shape
-from sojourn.plan.speed import speed
-from sojourn.plan.subject import of_base, of_file, of_settings, subject_of
-from sojourn.plan.whole import checkpoint_bytes
-from sojourn.plan.work import Work, place_of, work_of
+from sojourn.plan.offers import fit_on, make_plan
+from sojourn.plan.run_time import checkpoint_bytes
+from sojourn.resolve.model_spec import of_base, of_file, of_settings, subject_of
+from sojourn.resolve.new_model import new_shape
 
 GIB = 2**30
 ROOT = Path(__file__).parents[1]
@@ -290,8 +290,8 @@ def test_a_plan_says_where_it_depends_on_the_machine_s_cpu(home):
 def test_chunks_of_logits_are_those_of_the_real_loss():
     import torch
 
+    from sojourn.estimate import memory as planned
     from sojourn.model import loss
-    from sojourn.plan import memory as planned
 
     assert planned._CHUNK_BYTES == loss._CHUNK_BYTES and planned._LEAST_ROWS == loss._LEAST_ROWS
     head = torch.nn.Linear(64, 2000)
@@ -578,7 +578,7 @@ def test_records_teach_a_correction_that_plans_use(tmp_path, monkeypatch):
 def test_a_finished_run_on_a_gpu_leaves_a_record(tmp_path, monkeypatch):
     import torch
 
-    from sojourn.train import lessons
+    from sojourn.train import calibration as lessons
 
     monkeypatch.setenv("SOJOURN_HOME", str(tmp_path))
     two = {"Tesla T4": 15, "NVIDIA H200": 140}

@@ -5,14 +5,14 @@ import pytest
 import torch
 
 from sojourn.config.schema import MethodConfig
+from sojourn.estimate.activations import adapter_parameters, kept_between, kept_casts, outside_blocks
+from sojourn.estimate.workload import LINEAR, Work
 from sojourn.model.adapter import add_adapter, compute_narrow
-from sojourn.model.blocks import recompute
-from sojourn.model.fast.forwards import fuse
+from sojourn.model.kernels.fused_forwards import fuse
+from sojourn.model.layers import recompute
 from sojourn.model.layout import find_starts, make_layout, padded_starts
 from sojourn.model.network import open_network
-from sojourn.plan.activations import adapter_parameters, kept_between, kept_casts, outside_blocks
-from sojourn.plan.subject import of_settings
-from sojourn.plan.work import LINEAR, Work
+from sojourn.resolve.model_spec import of_settings
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 ROWS, LENGTH, RANK = 2, 40, 8

@@ -12,13 +12,13 @@ from sojourn.catalog.names import gpu
 from sojourn.catalog.shapes import model
 from sojourn.config.load import load_run
 from sojourn.errors import UserError
-from sojourn.plan.advise import advise, advise_for, faster, what_fits
-from sojourn.plan.estimate import TOO_SMALL, fit_on, make_plan
-from sojourn.plan.memory import memory
+from sojourn.estimate.memory import memory
+from sojourn.estimate.step_time import speed
+from sojourn.estimate.workload import place_of, work_of
+from sojourn.plan.advice import advise, advise_for, faster, what_fits
 from sojourn.plan.money import bill
-from sojourn.plan.speed import speed
-from sojourn.plan.subject import subject_of
-from sojourn.plan.work import place_of, work_of
+from sojourn.plan.offers import TOO_SMALL, fit_on, make_plan
+from sojourn.resolve.model_spec import subject_of
 
 A100 = gpu("A100 80GB")
 
@@ -308,7 +308,7 @@ def test_a_card_that_is_too_small_is_said_once(home):
 
 def test_a_global_batch_of_many_divisors_takes_no_longer(home):
     """720,720 has 240 divisors; the plan looks at few of them."""
-    from sojourn.plan import choose
+    from sojourn.resolve import micro_batch as choose
 
     counted, real = [], choose.memory
     choose.memory = lambda work: counted.append(work) or real(work)

@@ -16,9 +16,9 @@ from sojourn.errors import UserError
 from sojourn.machine import probe_parallel
 from sojourn.machine.doctor import exit_code, next_step
 from sojourn.machine.finding import Finding
-from sojourn.machine.gang import called
 from sojourn.machine.gpus import GpuSeen
-from sojourn.machine.group import Facts, Speed, absent, all_reduce, compare
+from sojourn.machine.probe_ranks import called
+from sojourn.machine.process_group import Facts, Speed, absent, all_reduce, compare
 
 GIB = 1024**3
 VERSIONS = {"python": "3.11.7", "sojourn": "0.1.0", "torch": "2.7.1+cu128", "peft": "0.17.0", "CUDA": "12.8"}
@@ -189,7 +189,7 @@ def test_gpus_of_two_kinds_in_one_machine_are_a_warning():
 def test_fewer_than_two_gpus_are_asked_nothing_and_need_no_torch():
     one = GpuSeen(0, "NVIDIA L4", 24 * GIB, 0, (8, 9), None, None, "torch")
     assert probe_parallel.parallel(None, [one]) == probe_parallel.parallel(None, []) == []
-    code = "import sys, sojourn.machine.gang, sojourn.machine.probe_parallel; sys.exit('torch' in sys.modules)"
+    code = "import sys, sojourn.machine.probe_ranks, sojourn.machine.probe_parallel; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

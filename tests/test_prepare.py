@@ -14,10 +14,10 @@ import pytest
 from conftest import called
 from sojourn.config.data import CleanConfig, Columns, DataConfig, Source
 from sojourn.config.load import load_run
-from sojourn.data import shelf
+from sojourn.data import row_writer as shelf
 from sojourn.data.artefact import Artefact
 from sojourn.data.prepare import prepare
-from sojourn.data.words.tokenizer import open_tokenizer
+from sojourn.data.tokenize.tokenizer import open_tokenizer
 from sojourn.errors import RunFailed, UserError
 
 
@@ -106,7 +106,7 @@ def test_unchanged_files_are_not_read_again(fixed, home, chats, monkeypatch):
     old = time.time() - 60
     os.utime(chats, (old, old))
     first = prepare(fixed, home / "prepared")
-    monkeypatch.setattr("sojourn.data.read.sources.sha256", lambda file: pytest.fail("read again"))
+    monkeypatch.setattr("sojourn.data.sources.source.sha256", lambda file: pytest.fail("read again"))
     assert prepare(fixed, home / "prepared").path == first.path
 
 

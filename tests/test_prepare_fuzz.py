@@ -26,8 +26,8 @@ from pyarrow import parquet
 from sojourn.config.data import DataConfig
 from sojourn.data.artefact import read_batch
 from sojourn.data.prepare import prepare
-from sojourn.data.words.tokenizer import Words
-from sojourn.data.words.vocabulary import train_bpe
+from sojourn.data.tokenize.bpe import train_bpe
+from sojourn.data.tokenize.tokenizer import Words
 from sojourn.errors import UserError
 
 COUNT = int(os.environ.get("SOJOURN_FUZZ", "150"))

@@ -11,7 +11,7 @@ import pytest
 
 from gang import needs_fork
 from sojourn.errors import Stopped, UserError
-from sojourn.run.files import read_json, read_json_lines
+from sojourn.storage.files import read_json, read_json_lines
 from sojourn.train.ranks import Ranks
 from sojourn.train.session import Session
 from tiny import events, losses, run_of, run_train, saved_steps, stop_after, tiny_home, weights
@@ -29,10 +29,10 @@ def note(**facts):
 
 import torch
 from sojourn.train import step as step_module
-from sojourn.train.keep.saving import Saver
+from sojourn.train.checkpoint.saving import Saver
 from sojourn.train.session import Session
 from sojourn.train.step import Stepper
-from sojourn.train.survive import ladder
+from sojourn.train.faults import oom_fallback as ladder
 from sojourn.train import loop
 
 batches = Session.batches

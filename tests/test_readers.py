@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from conftest import ordinary_user
-from sojourn.data.read import json_values, tables, texts
-from sojourn.data.read.files import find_files
-from sojourn.data.read.readers import read_file
+from sojourn.data.sources import json_values, tables, texts
+from sojourn.data.sources.files import find_files
+from sojourn.data.sources.readers import read_file
 from sojourn.errors import UserError
 
 SIZES = st.one_of(st.integers(1, 40), st.sampled_from([100, 4096, 1 << 20]))

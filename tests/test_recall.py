@@ -6,9 +6,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from sojourn.data import builtin
-from sojourn.data.words import recall, sentence
-from sojourn.data.words.recall import Recall, as_bytes, recalls
-from sojourn.data.words.vocabulary import train_bpe
+from sojourn.data.tokenize import sentencepiece_model as sentence
+from sojourn.data.tokenize import token_cache as recall
+from sojourn.data.tokenize.bpe import train_bpe
+from sojourn.data.tokenize.token_cache import Recall, as_bytes, recalls
 
 _ODD = [
     "a", "b", "The", " cat", " ", "  ", "\n", "\n\n", "\t", "\r\n", "\r", "'s", "'LL", "1", "23", ".", ",", "()", "_",

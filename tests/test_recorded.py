@@ -15,12 +15,12 @@ from sojourn.model.layout import Layout, dense_mask
 from sojourn.run.home import run_folder
 from sojourn.train import resolve as resolve_module
 from sojourn.train import step as step_module
-from sojourn.train.feed import Ahead, Ready
+from sojourn.train.batcher import Ahead, Ready
+from sojourn.train.cuda_graphs import OnGpu, Recorder, filled_up, form_of
+from sojourn.train.faults.memory_pressure import Pressure
+from sojourn.train.optim.optimizers import Optimizer
 from sojourn.train.ranks import Ranks
-from sojourn.train.recorded import OnGpu, Recorder, filled_up, form_of
 from sojourn.train.rehearse import rehearse
-from sojourn.train.survive.pressure import Pressure
-from sojourn.train.update.optim import Optimizer
 from tiny import LORA, events, run_train, same_weights, stop_after, tiny_home
 
 GRAPHS = "train.cuda_graphs=on"

@@ -13,7 +13,7 @@ from sojourn.run.folder import RunFolder
 from sojourn.run.fork import forked
 from sojourn.run.home import run_folder
 from sojourn.train.loop import train
-from sojourn.train.prove import compare
+from sojourn.train.verify_resume import compare
 
 
 def _train(words: list[str], fork: str | None = None) -> RunFolder:

@@ -11,15 +11,16 @@ import pytest
 
 from sojourn.errors import RunFailed, Stopped
 from sojourn.machine.hardware import Memory
-from sojourn.run import disk
-from sojourn.run.files import read_json
 from sojourn.run.folder import RunFolder
-from sojourn.train.keep import checkpoint as checkpoint_module
-from sojourn.train.keep import snapshot, tensors
-from sojourn.train.keep.checkpoint import Checkpoint, Keep, find_fault, load, save
-from sojourn.train.keep.saving import Saver
+from sojourn.storage import disk
+from sojourn.storage.files import read_json
+from sojourn.train.checkpoint import checkpoint as checkpoint_module
+from sojourn.train.checkpoint import safetensors_writer as tensors
+from sojourn.train.checkpoint import snapshot
+from sojourn.train.checkpoint.checkpoint import Checkpoint, Keep, find_fault, load, save
+from sojourn.train.checkpoint.saving import Saver
+from sojourn.train.faults import memory_pressure as pressure
 from sojourn.train.step import Stepper
-from sojourn.train.survive import pressure
 from tiny import LORA, events, losses, run_of, run_train, same_weights, saved_steps, stop_after, tiny_home
 
 OFTEN = ("save.every=0.001s",)
@@ -207,7 +208,7 @@ def test_a_failed_save_leaves_the_checkpoint_before_it_whole(tiny, monkeypatch):
 def test_a_full_disk_ends_no_run_though_no_line_can_be_written_either(tiny, monkeypatch):
     """Everything under the run's folder fails for a while: metrics, events, status, books, checkpoints."""
     words = tiny.words("save.every_steps=3", "save.keep=9")
-    from sojourn.run import files
+    from sojourn.storage import files
 
     full = [False]
     write, sync, opened = disk.write, disk.sync, files.append_json
@@ -249,7 +250,7 @@ def test_the_best_the_milestones_and_the_last_few_stay(tiny, monkeypatch):
     words = tiny.words(
         "save.every_steps=1", "save.keep=2", "save.milestones=5", "data.eval_fraction=0.2", "train.eval_every=1"
     )
-    from sojourn.train import assess
+    from sojourn.train import evaluation as assess
 
     scores = iter([3.0, 2.0, 1.0] + [2.5] * 9)
     monkeypatch.setattr(assess, "evaluate", lambda *arguments: (next(scores), 0.5))
@@ -366,8 +367,8 @@ def test_another_machine_continues_from_the_mirror_alone(tiny, monkeypatch, tmp_
 
 def test_a_mirror_that_fails_for_a_while_ends_no_run(tiny, monkeypatch, tmp_path, capsys):
     words = tiny.words(f"save.mirror={tmp_path / 'mirror'}", "save.every_steps=4")
-    from sojourn.run.mirror import MirrorFailed
-    from sojourn.run.path_mirror import PathMirror
+    from sojourn.storage.mirror import MirrorFailed
+    from sojourn.storage.path_mirror import PathMirror
 
     real, calls = PathMirror.put, []
 
@@ -386,8 +387,8 @@ def test_a_mirror_that_fails_for_a_while_ends_no_run(tiny, monkeypatch, tmp_path
 
 def test_a_stop_whose_mirror_failed_says_so_and_is_no_success(tiny, monkeypatch, tmp_path):
     words = tiny.words(f"save.mirror={tmp_path / 'mirror'}")
-    from sojourn.run.mirror import MirrorFailed
-    from sojourn.run.path_mirror import PathMirror
+    from sojourn.storage.mirror import MirrorFailed
+    from sojourn.storage.path_mirror import PathMirror
 
     def put(self, folder, name):
         raise MirrorFailed("the drive is gone")

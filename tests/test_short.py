@@ -12,12 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from sojourn.config.load import load_run
 from sojourn.data.artefact import Batch
-from sojourn.model.blocks import recompute
-from sojourn.model.fast.forwards import fuse
-from sojourn.model.grid import make_grids
-from sojourn.model.last_block import shorten
+from sojourn.model.kernels.fused_forwards import fuse
+from sojourn.model.layers import recompute
+from sojourn.model.length_buckets import make_grids
 from sojourn.model.network import open_network
-from sojourn.train.feed import Feed
+from sojourn.model.prune_last_layer import shorten
+from sojourn.train.batcher import Feed
 from sojourn.train.step import blank, loss_sum
 
 WIDTH = 48

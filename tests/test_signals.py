@@ -12,13 +12,14 @@ import pytest
 
 from sojourn.data.artefact import Batch
 from sojourn.errors import Stopped
-from sojourn.run import disk
-from sojourn.train import assess, session
+from sojourn.storage import disk
+from sojourn.train import evaluation as assess
+from sojourn.train import session
 from sojourn.train import step as step_module
-from sojourn.train.keep.saving import Saver
-from sojourn.train.parallel import open as open_module
+from sojourn.train.checkpoint.saving import Saver
+from sojourn.train.distributed import open as open_module
+from sojourn.train.faults.guard import Guard
 from sojourn.train.step import Stepper
-from sojourn.train.survive.guard import Guard
 from tiny import LORA, events, losses, run_of, run_train, same_weights, saved_steps, tiny_home
 
 DROPOUT = (*LORA, "method.dropout=0.3")
@@ -280,7 +281,7 @@ def test_a_signal_in_a_save_under_way_ends_with_the_newest_step_saved(tiny, monk
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
 def test_a_signal_while_training_waits_for_a_save_lets_it_end(tiny, monkeypatch, number):
     words = tiny.words("save.every_steps=4", "limits.grace=0.3s")
-    from sojourn.train.keep.snapshot import Snapshots
+    from sojourn.train.checkpoint.snapshot import Snapshots
 
     with monkeypatch.context() as patch:
         patch.setattr(Snapshots, "take", lambda self, checkpoint: None)
@@ -303,7 +304,7 @@ def test_a_signal_while_training_waits_for_a_save_lets_it_end(tiny, monkeypatch,
 @pytest.mark.parametrize("grace", ["0.3s", "30s"])
 def test_a_signal_while_the_final_model_is_written_leaves_none_or_all_of_it(tiny, monkeypatch, grace):
     words = tiny.words(f"limits.grace={grace}")
-    from sojourn.train.keep import final
+    from sojourn.train.checkpoint import final_model as final
 
     with monkeypatch.context() as patch:
         phase = Phase(patch, final, "sync_file", when=2, lasts=60)
@@ -386,7 +387,7 @@ def test_what_is_reserved_for_saving_shortens_the_time_left_for_a_step(tiny):
     from sojourn.config.quantities import Duration
     from sojourn.config.schema import LimitsConfig
     from sojourn.run.ledger import Ledger
-    from sojourn.train.survive.guard import Abandoned
+    from sojourn.train.faults.guard import Abandoned
 
     for save_seconds, left in ((1.0, False), (5.0, True)):
         with Guard(LimitsConfig(grace=Duration(10)), Ledger(None)) as guard:

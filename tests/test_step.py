@@ -12,12 +12,12 @@ from sojourn.data.artefact import Batch
 from sojourn.data.prepare import prepare
 from sojourn.model.network import close_network, open_network
 from sojourn.model.scratch import build_model
-from sojourn.plan.shape import scratch_shape
-from sojourn.train.feed import Feed
-from sojourn.train.parallel.engine import Engine
+from sojourn.resolve.new_model import scratch_shape
+from sojourn.train.batcher import Feed
+from sojourn.train.distributed.engine import Engine
+from sojourn.train.optim.muon import Muon, orthogonal
+from sojourn.train.optim.optimizers import Optimizer, learning_rate
 from sojourn.train.step import Begun, Stepper, loss_sum
-from sojourn.train.update.muon import Muon, orthogonal
-from sojourn.train.update.optim import Optimizer, learning_rate
 
 
 @pytest.fixture

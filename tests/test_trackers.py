@@ -16,9 +16,9 @@ import pytest
 
 from sojourn.config.load import load_run
 from sojourn.errors import Stopped, UserError
-from sojourn.run.files import read_json_lines
 from sojourn.run.folder import RunFolder
-from sojourn.train.show.meters import Meters, Scores, Work
+from sojourn.storage.files import read_json_lines
+from sojourn.train.metrics.meters import Meters, Scores, Work
 
 Curve = dict[tuple[str, int], float]
 SERVICES = ("wandb", "swanlab", "mlflow", "trackio")
@@ -175,7 +175,8 @@ server.listen()
 os.environ |= {"WANDB_BASE_URL": f"http://127.0.0.1:{server.getsockname()[1]}", "WANDB_API_KEY": 40 * "a"}
 sys.path.insert(0, sys.argv[1])
 from sojourn.run.folder import RunFolder
-from sojourn.train.show import sinks, trackers
+from sojourn.train.metrics import sinks
+from sojourn.train.metrics import trackers
 from test_trackers import _train
 
 sinks.PATIENCE = trackers.PATIENCE = 0.5

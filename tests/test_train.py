@@ -16,9 +16,9 @@ from sojourn.config.load import load_run
 from sojourn.errors import RunFailed, Stopped, UserError
 from sojourn.run.folder import RunFolder
 from sojourn.run.home import run_folder
-from sojourn.train.keep.checkpoint import checkpoints_in
+from sojourn.train.checkpoint.checkpoint import checkpoints_in
+from sojourn.train.distributed.engine import Engine
 from sojourn.train.loop import train
-from sojourn.train.parallel.engine import Engine
 
 
 def _train(words: list[str]) -> RunFolder:

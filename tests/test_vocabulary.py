@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sojourn.data import builtin
-from sojourn.data.words import sentence, vocabulary
+from sojourn.data.tokenize import bpe as vocabulary
+from sojourn.data.tokenize import sentencepiece_model as sentence
 from sojourn.errors import UserError
 
 MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

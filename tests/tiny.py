@@ -15,12 +15,12 @@ import pytest
 
 from conftest import COLOURS, THINGS, make_base
 from sojourn.config.load import load_run
-from sojourn.run.files import read_json_lines
 from sojourn.run.folder import RunFolder
 from sojourn.run.home import run_folder
+from sojourn.storage.files import read_json_lines
 from sojourn.train import steps as steps_module
+from sojourn.train.faults.guard import Guard
 from sojourn.train.loop import train
-from sojourn.train.survive.guard import Guard
 
 LORA = ("method.kind=lora", "method.rank=4", "train.lr=1e-3")
 

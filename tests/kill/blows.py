@@ -45,8 +45,8 @@ class Notes:
 
 def _keep_diary(notes: Notes, fill: dict[str, Any] | None) -> None:
     from sojourn.train import session
-    from sojourn.train.careful import Careful
-    from sojourn.train.feed import Ahead
+    from sojourn.train.batcher import Ahead
+    from sojourn.train.fault_tolerant_step import Careful
 
     step_rows, take, step = session.step_rows, Ahead.take, Careful.step
 
@@ -87,7 +87,7 @@ def _fill(fill: dict[str, Any], step: int) -> None:
 
 
 def _lie_in_wait(notes: Notes, order: Order) -> None:
-    from sojourn.run import disk
+    from sojourn.storage import disk
 
     mine = threading.local()
 

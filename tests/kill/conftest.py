@@ -72,7 +72,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 def _write(folder: Path, table: list[dict[str, Any]], kills: int) -> None:
     from sojourn.machine.hardware import cpu
-    from sojourn.train.show.environment import version_of
+    from sojourn.train.metrics.environment import version_of
 
     now, machine = datetime.datetime.now(datetime.timezone.utc), cpu()
     facts = {

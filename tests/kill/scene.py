@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from kill.forge import Forge, Order, Outcome
-from sojourn.run.files import read_json, read_json_lines, sha256
 from sojourn.run.folder import RunFolder
-from sojourn.train.keep.checkpoint import checkpoints_in, find_fault, step_of
+from sojourn.storage.files import read_json, read_json_lines, sha256
+from sojourn.train.checkpoint.checkpoint import checkpoints_in, find_fault, step_of
 
 needs_fork = pytest.mark.skipif(sys.platform != "linux", reason="a trainer is forked, and its files seen in /proc")
 

@@ -8,7 +8,7 @@ import pytest
 
 from kill.plans import Blow, aimed_at_saves, aimed_elsewhere, strike
 from kill.scene import KEEP, Journey, Scene, needs_fork
-from sojourn.train.keep.checkpoint import checkpoints_in
+from sojourn.train.checkpoint.checkpoint import checkpoints_in
 
 pytestmark = needs_fork
 

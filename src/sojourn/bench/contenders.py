@@ -61,7 +61,7 @@ def _ours(task: dict[str, Any]) -> Row:
 
 def _floor(task: dict[str, Any]) -> Row:
     """Rendering and counting stand between the timed calls, and so does the freeing of what a call returned."""
-    from sojourn.data.words.tokenizer import open_tokenizer
+    from sojourn.data.tokenize.tokenizer import open_tokenizer
 
     words = open_tokenizer(task["tokenizer"])
     tokenizer, template = words.tokenizer, words.template("auto")
@@ -80,7 +80,7 @@ def _floor(task: dict[str, Any]) -> Row:
 
 def chats_of(corpus: Path, size: int) -> Iterator[tuple[Any, ...]]:
     """The chats in the first `size` bytes."""
-    from sojourn.data.read.document import Message
+    from sojourn.data.sources.document import Message
 
     read = 0
     with corpus.open("rb") as file:

@@ -27,7 +27,7 @@ from sojourn.bench.contenders import ROW_LENGTH, chats_of, words_of
 from sojourn.bench.memory import watched
 from sojourn.config.quantities import Size
 from sojourn.errors import RunFailed, UserError
-from sojourn.train.show.environment import version_of
+from sojourn.train.metrics.environment import version_of
 
 Say = Callable[[str], None]
 Row = dict[str, Any]
@@ -125,7 +125,7 @@ def line(row: Row) -> str:
 
 def _corpus(work: Path, size: int) -> tuple[Path, int]:
     from sojourn.bench.corpus import write_corpus
-    from sojourn.run.disk import sync_file
+    from sojourn.storage.disk import sync_file
 
     path = work / "chats.jsonl"
     chats = write_corpus(path, size)
@@ -139,7 +139,7 @@ def _corpus(work: Path, size: int) -> tuple[Path, int]:
 def _tokenizer(plan: Plan, corpus: Path, work: Path) -> Path:
     """The folder of the tokenizer that all use, with its template in the form that transformers opens."""
     from sojourn.config.data import DataConfig
-    from sojourn.data.words.tokenizer import open_tokenizer, train_tokenizer
+    from sojourn.data.tokenize.tokenizer import open_tokenizer, train_tokenizer
 
     folder = work / "tokenizer"
     if plan.tokenizer is not None:

@@ -23,8 +23,8 @@ from sojourn.bench.train.ground import lay, rows_of, settings
 from sojourn.bench.train.workloads import Workload, chosen
 from sojourn.errors import RunFailed
 from sojourn.machine.precision import choose_device
-from sojourn.run.files import read_json_lines, write_json
 from sojourn.run.folder import RunFolder
+from sojourn.storage.files import read_json_lines, write_json
 
 _INTERVAL = 300.0  # seconds between saves that the price is told for
 _AFTER = 5  # steps left in peace after the last save
@@ -72,7 +72,7 @@ def _measure(plan: Plan, workload: Workload, device: str, work: Path, say: Say) 
         before = len(_steps(run))
         resumed = _run(file, run, work, lambda: len(_steps(run)) > before)
     finally:
-        from sojourn.run.disk import remove_folder
+        from sojourn.storage.disk import remove_folder
 
         remove_folder(run.path)
     result |= {"seconds_to_first_step": fresh, "seconds_to_first_step_resumed": resumed}

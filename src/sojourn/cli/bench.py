@@ -177,7 +177,7 @@ def _report(measured: Callable[[Callable[[str], None]], dict[str, Any]], json: b
     from json import dumps
 
     from sojourn.errors import UserError
-    from sojourn.run.files import write_json
+    from sojourn.storage.files import write_json
 
     if out is not None and not out.absolute().parent.is_dir():
         raise UserError(f"--out: {out.parent}: no such folder")

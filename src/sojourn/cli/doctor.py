@@ -27,7 +27,7 @@ def doctor(
     compared instead: versions, GPUs, clocks, and how fast they sum gradients.
     """
     from sojourn.errors import UserError
-    from sojourn.machine import gang
+    from sojourn.machine import probe_ranks as gang
     from sojourn.machine.doctor import examine, exit_code, next_step, report
     from sojourn.machine.platform import detect
     from sojourn.run.home import home as default_home

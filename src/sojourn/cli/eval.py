@@ -15,7 +15,7 @@ def evaluate(
     """Loss and perplexity on the run's held-out rows, and exact match on held-out built-in questions."""
     import math
 
-    from sojourn.infer.evaluate import accuracy, ask_held_out, held_out_loss
+    from sojourn.evals.held_out import accuracy, ask_held_out, held_out_loss
     from sojourn.infer.load import find_model, open_model
     from sojourn.run.folder import RunFolder
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from sojourn.run.launch_line import Launch
+    from sojourn.launch.command_lines import Launch
 
 _KINDS = ("shell", "slurm", "pytorchjob", "trainjob")
 
@@ -34,7 +34,7 @@ def launch_line(
 
     from sojourn.config.load import load_run, with_settings
     from sojourn.errors import UserError
-    from sojourn.run.launch_line import Launch, check, refuse_secrets
+    from sojourn.launch.command_lines import Launch, check, refuse_secrets
 
     refuse_secrets(words)
     if kind not in (*_KINDS, "all"):
@@ -63,8 +63,8 @@ def launch_line(
 
 
 def _make(kind: str, launch: Launch, json: bool) -> Any:
-    from sojourn.run.launch_kubernetes import pytorchjob, trainjob
-    from sojourn.run.launch_line import shell, shell_text, slurm
+    from sojourn.launch.command_lines import shell, shell_text, slurm
+    from sojourn.launch.kubernetes import pytorchjob, trainjob
 
     if kind == "shell":
         return shell(launch) if json else shell_text(launch)

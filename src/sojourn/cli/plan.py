@@ -30,7 +30,7 @@ def plan(
     from sojourn.catalog.names import gpu as find_gpu
     from sojourn.config.load import load_run
     from sojourn.errors import UserError
-    from sojourn.plan.ask import alone
+    from sojourn.plan.arguments import alone
 
     if calibrate:
         _calibrate(json, json and bool(words))
@@ -54,9 +54,9 @@ def _plan(
     config: RunConfig, cards: list[Gpu] | None, platform: str | None, budget: str | None, deadline: str | None,
     explain: bool, json: bool,
 ) -> None:  # fmt: skip
-    from sojourn.plan.advise import advise_for, faster
-    from sojourn.plan.ask import known_platform, to_budget, to_seconds
-    from sojourn.plan.estimate import make_plan
+    from sojourn.plan.advice import advise_for, faster
+    from sojourn.plan.arguments import known_platform, to_budget, to_seconds
+    from sojourn.plan.offers import make_plan
     from sojourn.plan.show import (
         advice_lines,
         as_values,
@@ -98,8 +98,8 @@ def _plan(
 
 
 def _inverse(config: RunConfig, size: str, json: bool) -> None:
-    from sojourn.plan.advise import what_fits
-    from sojourn.plan.ask import to_bytes
+    from sojourn.plan.advice import what_fits
+    from sojourn.plan.arguments import to_bytes
     from sojourn.plan.show import folded, inverse_lines, screen_width
 
     found = what_fits(config, to_bytes(size))
@@ -115,7 +115,7 @@ def _calibrate(json: bool, silent: bool) -> None:
     """Silent where a plan in JSON follows, which has the correction in it."""
     from dataclasses import asdict
 
-    from sojourn.plan.records import calibrate, folder
+    from sojourn.plan.calibration import calibrate, folder
 
     found = calibrate()
     if silent:

@@ -34,7 +34,7 @@ def rehearse(
     loaded, told = load_run(words), sys.stdout
     run = run_folder(loaded.config.name or "run", loaded.config.save.folder)
     with redirect_stdout(sys.stderr) if json else nullcontext():
-        from sojourn.train.parallel.launch import is_worker, launch, leave_if_over, processes_here, worker
+        from sojourn.launch.agent import is_worker, launch, leave_if_over, processes_here, worker
 
         if not is_worker():
             processes = processes_here(loaded.config)

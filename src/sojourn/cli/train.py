@@ -27,9 +27,9 @@ def train(
     --nnodes 2 --node_rank 0 --master_addr HOST on each (see: sojourn launch-line).
     """
     from sojourn.config.load import load_run
-    from sojourn.run.files import read_json
     from sojourn.run.fork import forked
     from sojourn.run.home import home_warning, run_folder
+    from sojourn.storage.files import read_json
 
     loaded = load_run(words)
     config = loaded.config if fork is None else forked(loaded.config, fork)
@@ -37,7 +37,7 @@ def train(
         from sojourn.machine.read_ahead import read_ahead
 
         read_ahead(config.model.base)
-    from sojourn.train.parallel.launch import is_worker, launch, leave_if_over, processes_here, worker
+    from sojourn.launch.agent import is_worker, launch, leave_if_over, processes_here, worker
 
     if not is_worker():
         processes = processes_here(config)

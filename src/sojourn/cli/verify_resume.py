@@ -22,7 +22,7 @@ def verify_resume(
 
     from sojourn.config.load import load_run
     from sojourn.errors import RunFailed
-    from sojourn.train.prove import prove
+    from sojourn.train.verify_resume import prove
 
     config = load_run(words).config
 

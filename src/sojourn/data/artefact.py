@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from sojourn.errors import RunFailed
-from sojourn.run.files import read_json, sha256
+from sojourn.storage.files import read_json, sha256
 
 FORMAT = 2
 

@@ -15,12 +15,12 @@ import numpy as np
 
 from sojourn.config.data import CleanConfig
 from sojourn.data.clean.language import LOOKED_AT, UNKNOWN, language
-from sojourn.data.cut import Policy, cut
-from sojourn.data.read.document import Document, Message
-from sojourn.data.read.formats import Damaged
-from sojourn.data.read.parcels import Lot, read_lot
-from sojourn.data.words.chat import Template
-from sojourn.data.words.tokenise import Strand, Tokeniser
+from sojourn.data.sources.chunks import Lot, read_lot
+from sojourn.data.sources.document import Document, Message
+from sojourn.data.sources.formats import Damaged
+from sojourn.data.tokenize.chat_template import Template
+from sojourn.data.tokenize.tokenize import Strand, Tokeniser
+from sojourn.data.truncate import Policy, cut
 from sojourn.errors import UserError
 
 TEXT, CHAT, PAIR = range(3)

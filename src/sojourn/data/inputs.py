@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from sojourn.config.data import DataConfig
 from sojourn.config.schema import RunConfig
 from sojourn.data.artefact import FORMAT
-from sojourn.data.read.sources import Digests, Opened, open_source
-from sojourn.data.words.templates import NAMED
-from sojourn.data.words.tokenizer import TRAINED, Words, open_tokenizer, template_file
+from sojourn.data.sources.source import Digests, Opened, open_source
+from sojourn.data.tokenize.templates import NAMED
+from sojourn.data.tokenize.tokenizer import TRAINED, Words, open_tokenizer, template_file
 from sojourn.errors import UserError
 
 _DECIDING = (

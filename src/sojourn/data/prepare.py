@@ -14,10 +14,10 @@ from sojourn.config.data import DataConfig
 from sojourn.data.artefact import Artefact
 from sojourn.data.inputs import find_inputs
 from sojourn.data.preview import look
-from sojourn.data.read.sources import Digests
+from sojourn.data.sources.source import Digests
 from sojourn.data.write import write_artefact
 from sojourn.errors import RunFailed
-from sojourn.run.disk import sync_file, sync_folder
+from sojourn.storage.disk import sync_file, sync_folder
 
 Show = Callable[[list[tuple[str, str]], list[dict[str, Any]]], None]
 

@@ -9,13 +9,13 @@ from itertools import islice
 
 from sojourn.config.data import DataConfig
 from sojourn.data.inputs import Inputs
-from sojourn.data.read.document import Document
-from sojourn.data.read.formats import Damaged
-from sojourn.data.read.parcels import read_lot
-from sojourn.data.read.sources import Part, read_lots
-from sojourn.data.words.chat import Span, Template
-from sojourn.data.words.templates import END_OF_TEXT, NAMED, named_template
-from sojourn.data.words.tokenizer import Words, checked, special_tokens, template_file
+from sojourn.data.sources.chunks import read_lot
+from sojourn.data.sources.document import Document
+from sojourn.data.sources.formats import Damaged
+from sojourn.data.sources.source import Part, read_lots
+from sojourn.data.tokenize.chat_template import Span, Template
+from sojourn.data.tokenize.templates import END_OF_TEXT, NAMED, named_template
+from sojourn.data.tokenize.tokenizer import Words, checked, special_tokens, template_file
 from sojourn.errors import UserError
 
 EXAMPLES = 3

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from sojourn.data.picture import histogram_text
-from sojourn.data.words.chat import Span
+from sojourn.data.plots import histogram_text
+from sojourn.data.tokenize.chat_template import Span
 
 _GREEN, _DIM, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 _SHOWN = 700

@@ -9,8 +9,8 @@ import numpy as np
 
 from sojourn.config.data import DataConfig
 from sojourn.data.clean.language import told_language
-from sojourn.data.cut import CUT, DROPPED, SPLIT
 from sojourn.data.encode import PAIR, TEXT, Encoded
+from sojourn.data.truncate import CUT, DROPPED, SPLIT
 from sojourn.errors import UserError
 
 _SHOWN = 20

@@ -12,24 +12,24 @@ from typing import Any
 import numpy as np
 
 from sojourn.data.artefact import FORMAT
-from sojourn.data.crew import work
-from sojourn.data.cut import Policy
 from sojourn.data.encode import Encoded, Encoder, Recipe
 from sojourn.data.inputs import Inputs
-from sojourn.data.learn import learn_words
-from sojourn.data.picture import report_svg
+from sojourn.data.plots import report_svg
 from sojourn.data.preview import Preview
-from sojourn.data.read.document import Message
-from sojourn.data.read.formats import Damaged
-from sojourn.data.read.parcels import Lot
-from sojourn.data.read.sources import Opened
-from sojourn.data.shelf import Shelf
-from sojourn.data.sorting import Sorting
-from sojourn.data.words.chat import Template
-from sojourn.data.words.tokenizer import Words
+from sojourn.data.route import Sorting
+from sojourn.data.row_writer import Shelf
+from sojourn.data.sources.chunks import Lot
+from sojourn.data.sources.document import Message
+from sojourn.data.sources.formats import Damaged
+from sojourn.data.sources.source import Opened
+from sojourn.data.tokenize.chat_template import Template
+from sojourn.data.tokenize.tokenizer import Words
+from sojourn.data.train_tokenizer import learn_words
+from sojourn.data.truncate import Policy
+from sojourn.data.worker_pool import work
 from sojourn.errors import UserError
 from sojourn.machine.hardware import cpu
-from sojourn.run.files import write_json, write_text
+from sojourn.storage.files import write_json, write_text
 
 Say = Callable[[str], None]
 

@@ -10,8 +10,8 @@ import time
 
 from sojourn.demo.screen import Show
 from sojourn.errors import RunFailed
-from sojourn.run.files import read_json_lines
 from sojourn.run.folder import RunFolder
+from sojourn.storage.files import read_json_lines
 
 
 class Child:

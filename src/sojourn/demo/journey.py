@@ -20,7 +20,7 @@ from sojourn.run.home import home, prepared_folder, run_folder
 if TYPE_CHECKING:
     from sojourn.data.artefact import Artefact
     from sojourn.demo.screen import Screen
-    from sojourn.infer.evaluate import Answered
+    from sojourn.evals.held_out import Answered
     from sojourn.infer.load import Model
 
 SIMPLEST = "echo_number"  # the simplest family that still asks the model to read its prompt
@@ -109,11 +109,11 @@ def _doctor(screen: Screen) -> None:
 
 
 def _plan(config: RunConfig, screen: Screen) -> None:
-    from sojourn.plan.length import length_of
-    from sojourn.plan.memory import memory
-    from sojourn.plan.subject import subject_of
-    from sojourn.plan.whole import checkpoint_bytes
-    from sojourn.plan.work import place_of, work_of
+    from sojourn.estimate.memory import memory
+    from sojourn.estimate.workload import place_of, work_of
+    from sojourn.plan.run_length import length_of
+    from sojourn.plan.run_time import checkpoint_bytes
+    from sojourn.resolve.model_spec import subject_of
 
     shape, (steps, tokens, _), mib = subject_of(config), length_of(config), 2**20
     rows = config.train.micro_batch if isinstance(config.train.micro_batch, int) else 1
@@ -147,7 +147,7 @@ def _untrained(config: RunConfig, artefact: Artefact) -> Model:
 
 
 def _exact(model: Model) -> float:
-    from sojourn.infer.evaluate import accuracy, ask_held_out
+    from sojourn.evals.held_out import accuracy, ask_held_out
 
     return accuracy(ask_held_out(model, QUESTIONS, (SIMPLEST,))[SIMPLEST])
 
@@ -165,7 +165,7 @@ def _train(words: list[str], run: RunFolder, screen: Screen) -> tuple[int, int, 
 
 
 def _ask(config: RunConfig, run: RunFolder, screen: Screen) -> float:
-    from sojourn.infer.evaluate import accuracy, ask_held_out
+    from sojourn.evals.held_out import accuracy, ask_held_out
     from sojourn.infer.load import open_model
 
     model = open_model(str(run.final))

@@ -12,9 +12,9 @@ from sojourn.machine.precision import choose_device, cpu_bf16_feature
 from sojourn.model.adapter import ADAPTER_FILE, open_adapter
 from sojourn.model.base import Base, open_base
 from sojourn.model.quiet import quiet_transformers
-from sojourn.run.files import read_json
 from sojourn.run.folder import RunFolder
 from sojourn.run.home import find_run
+from sojourn.storage.files import read_json
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,13 @@ def measure(processes: int, env: Mapping[str, str] = os.environ, longest: float 
     """Starts as many processes and has them sum for real: NCCL where each has a GPU, else gloo."""
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder) / "findings.json"
-        launch = ["--standalone", "--nnodes=1", f"--nproc_per_node={processes}", "-m", "sojourn.machine.gang"]
+        launch = [
+            "--standalone",
+            "--nnodes=1",
+            f"--nproc_per_node={processes}",
+            "-m",
+            "sojourn.machine.probe_ranks",
+        ]
         command = [sys.executable, "-m", "torch.distributed.run", *launch, str(told)]
         gang = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=dict(env))
         try:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
 from sojourn.machine.probe_software import importable
-from sojourn.model.fast import hopper
+from sojourn.model.kernels import hopper
 from sojourn.model.layout import Layout, find_starts, make_layout, padded_starts
 
 NAME = "sojourn"

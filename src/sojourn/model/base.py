@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sojourn.data.read.reach import absent, why_offline
 from sojourn.errors import RunFailed, UserError
 from sojourn.model.quiet import no_bars, quiet_transformers
+from sojourn.storage.hub_access import absent, why_offline
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from sojourn.model.grid import Grids
+from sojourn.model.length_buckets import Grids
 
 _STARTS_ROUND = 64  # lengths of `starts`, and of the longest document, come in few sizes: each costs a compilation
 _LONGEST_ROUND = 512

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from sojourn.model.attention import can_compile
-from sojourn.model.fast import fp8
+from sojourn.model.kernels import fp8
 
 # Of logits, were they in 32 bits. On a CPU they should stay near its cache; our kernel needs them in 16 bits only.
 _CHUNK_BYTES = {"cuda": 2**28, "kernel": 2**30, "cpu": 2**24}
@@ -119,7 +119,7 @@ def _cuts(count: int, rows: int, step: int) -> Iterator[tuple[int, int]]:
 def _loss_of_chunk(logits_CV: Any, labels_C: Any, wants_gradient: bool) -> tuple[Any, Any]:
     """Each token's loss, and its gradient by the logits, which are used up. A label below 0 does not count."""
     if wants_gradient and _has_kernel(logits_CV):
-        from sojourn.model.fast.cross_entropy import losses_and_gradients
+        from sojourn.model.kernels.cross_entropy import losses_and_gradients
 
         return losses_and_gradients(logits_CV, labels_C), logits_CV
     logits_CV, labels_C1, counts_C = logits_CV.float(), labels_C.clamp(min=0)[:, None], labels_C >= 0

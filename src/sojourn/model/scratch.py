@@ -7,7 +7,7 @@ from typing import Any
 
 from sojourn.config.schema import ModelConfig
 from sojourn.model.quiet import quiet_transformers
-from sojourn.plan.shape import scratch_shape
+from sojourn.resolve.new_model import scratch_shape
 
 
 def build_model(

@@ -10,13 +10,13 @@ from typing import Any
 from unicodedata import east_asian_width
 
 from sojourn.config.schema import RunConfig
-from sojourn.plan.advise import Advice, Inverse
-from sojourn.plan.choose import Cut
-from sojourn.plan.estimate import TOO_SMALL, Offer, Plan
-from sojourn.plan.holdings import on_host
-from sojourn.plan.memory import Memory
+from sojourn.estimate.memory import Memory
+from sojourn.estimate.model_states import on_host
+from sojourn.plan.advice import Advice, Inverse
+from sojourn.plan.calibration import Correction
 from sojourn.plan.money import money_text
-from sojourn.plan.records import Correction
+from sojourn.plan.offers import TOO_SMALL, Offer, Plan
+from sojourn.resolve.micro_batch import Cut
 
 _GIB = 2**30
 _UNSURE = 0.25  # of a step waiting for a CPU, of all time in steps: then a plan says that it cannot know better

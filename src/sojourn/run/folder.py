@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sojourn.errors import RunFailed, UserError
-from sojourn.run.files import append_json, read_json, read_json_lines, remove_halves, write_json
-from sojourn.run.process import alive, this_process
+from sojourn.machine.process import alive, this_process
+from sojourn.storage.files import append_json, read_json, read_json_lines, remove_halves, write_json
 
 FULL = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EIO", "EROFS") if hasattr(errno, name)}
 State = Literal["starting", "running", "stopped", "done", "failed"]

@@ -11,7 +11,7 @@ from types import TracebackType
 
 from sojourn.config.quantities import Money
 from sojourn.errors import UserError
-from sojourn.run.files import read_json, write_json
+from sojourn.storage.files import read_json, write_json
 
 _EVERY = 10.0
 

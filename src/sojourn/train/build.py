@@ -11,13 +11,13 @@ from sojourn.data.artefact import Artefact
 from sojourn.errors import UserError
 from sojourn.model.adapter import add_adapter, compute_narrow, empty_adapter, open_adapter
 from sojourn.model.base import empty_base, open_base
-from sojourn.model.blocks import compile_blocks, recompute
-from sojourn.model.fast.trial import forget_kernels, try_kernels
-from sojourn.model.last_block import shorten
+from sojourn.model.kernels.smoke_test import forget_kernels, try_kernels
+from sojourn.model.layers import compile_blocks, recompute
 from sojourn.model.network import Network, close_network, open_network
 from sojourn.model.probe import check_network
+from sojourn.model.prune_last_layer import shorten
 from sojourn.model.scratch import build_model
-from sojourn.train.feed import Feed
+from sojourn.train.batcher import Feed
 from sojourn.train.subject import base_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -44,7 +44,7 @@ def bare_network(config: RunConfig, artefact: Artefact, device: str, empty: bool
     model.config.use_cache = False
     if train.fused == "off":
         return open_network(model, train.attention)
-    from sojourn.model.fast.forwards import fuse
+    from sojourn.model.kernels.fused_forwards import fuse
 
     # fp16 has too small a range for what blocks hand on, and DoRA is peft's own arithmetic: autocast knows both.
     by_itself = train.precision == "bf16" and not config.method.dora
@@ -66,7 +66,7 @@ def ready(network: Network, config: RunConfig) -> None:
     if config.train.hopper == "on":
         try_kernels(network.plain)
     if config.train.fp8 != "off":
-        from sojourn.model.fast.forwards import multiply_in_fp8
+        from sojourn.model.kernels.fused_forwards import multiply_in_fp8
 
         multiply_in_fp8(network.plain, config.train.fp8)
     if config.train.compile == "on":

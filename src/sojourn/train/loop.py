@@ -21,18 +21,13 @@ from sojourn.errors import Stopped, UserError
 from sojourn.machine.precision import choose_device
 from sojourn.run.folder import RunFolder
 from sojourn.run.ledger import Ledger
-from sojourn.train.keep.changes import nothing_changed
-from sojourn.train.keep.checkpoint import cost_so_far
-from sojourn.train.keep.copies import fetch_beginnings, mirror_of, mirror_warning
-from sojourn.train.lessons import note_run
-from sojourn.train.ranks import Ranks, join, leave
-from sojourn.train.resolve import resolve
-from sojourn.train.session import Session, open_session, say
-from sojourn.train.show.environment import device_name
-from sojourn.train.show.trackers import refuse_missing_trackers
-from sojourn.train.steps import run_steps, stop
-from sojourn.train.survive.guard import Abandoned, Guard
-from sojourn.train.survive.ladder import (
+from sojourn.train.calibration import note_run
+from sojourn.train.checkpoint.checkpoint import cost_so_far
+from sojourn.train.checkpoint.config_changes import nothing_changed
+from sojourn.train.checkpoint.mirroring import fetch_beginnings, mirror_of, mirror_warning
+from sojourn.train.faults.guard import Abandoned, Guard
+from sojourn.train.faults.limits import priced, session_end
+from sojourn.train.faults.oom_fallback import (
     NoRungLeft,
     OneRungDown,
     free_memory,
@@ -42,7 +37,12 @@ from sojourn.train.survive.ladder import (
     remembered,
     told,
 )
-from sojourn.train.survive.limits import priced, session_end
+from sojourn.train.metrics.environment import device_name
+from sojourn.train.metrics.trackers import refuse_missing_trackers
+from sojourn.train.ranks import Ranks, join, leave
+from sojourn.train.resolve import resolve
+from sojourn.train.session import Session, open_session, say
+from sojourn.train.steps import run_steps, stop
 
 _TORCH_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _OTHER_CACHES = {"QUACK_CACHE_DIR": "quack", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash"}

@@ -22,21 +22,13 @@ import numpy as np
 
 from sojourn.config.schema import RunConfig
 from sojourn.errors import RunFailed, UserError
-from sojourn.machine.gang import facts
-from sojourn.machine.group import Facts, compare
-from sojourn.train.survive.ladder import is_memory_error
+from sojourn.launch.verdict import VERDICT, Over, Relayed
+from sojourn.machine.probe_ranks import facts
+from sojourn.machine.process_group import Facts, compare
+from sojourn.train.faults.oom_fallback import is_memory_error
 
 _PATIENCE = 6 * 3600.0  # the first of them may prepare data, or fetch a model, for all
 _REFUSED = "!"
-VERDICT = "SOJOURN_VERDICT"  # names the file in which processes tell the one that started them how they ended
-
-
-class Over(UserError):
-    """The run has ended for good on one of the machines; its verdict, as JSON."""
-
-
-class Relayed(UserError):
-    """What the first process has refused, as the others hear of it."""
 
 
 @dataclass(frozen=True)

@@ -18,22 +18,22 @@ from sojourn.config.load import with_settings
 from sojourn.config.quantities import Duration
 from sojourn.config.schema import RunConfig
 from sojourn.errors import RunFailed
-from sojourn.plan.memory import memory as planned_memory
-from sojourn.run.disk import remove_folder
+from sojourn.estimate.memory import memory as planned_memory
 from sojourn.run.folder import RunFolder
 from sojourn.run.ledger import Ledger
-from sojourn.train.careful import Careful
-from sojourn.train.feed import Ahead
-from sojourn.train.keep.checkpoint import checkpoints_in, load
-from sojourn.train.keep.copies import mirror_of
-from sojourn.train.keep.saving import Saver
-from sojourn.train.lessons import note_rehearsal, work_of_session
+from sojourn.storage.disk import remove_folder
+from sojourn.train.batcher import Ahead
+from sojourn.train.calibration import note_rehearsal, work_of_session
+from sojourn.train.checkpoint.checkpoint import checkpoints_in, load
+from sojourn.train.checkpoint.mirroring import mirror_of
+from sojourn.train.checkpoint.saving import Saver
+from sojourn.train.fault_tolerant_step import Careful
+from sojourn.train.faults.guard import Guard
+from sojourn.train.faults.limits import priced, session_end
+from sojourn.train.faults.oom_fallback import OneRungDown, free_memory, told
+from sojourn.train.optim.optimizers import learning_rate
 from sojourn.train.ranks import Ranks
 from sojourn.train.session import Session, open_session, say
-from sojourn.train.survive.guard import Guard
-from sojourn.train.survive.ladder import OneRungDown, free_memory, told
-from sojourn.train.survive.limits import priced, session_end
-from sojourn.train.update.optim import learning_rate
 
 _GIB = 2**30
 _STEPS = 3  # the first starts everything up

@@ -12,18 +12,18 @@ from sojourn.catalog.names import gpu as find_gpu
 from sojourn.catalog.shapes import ModelShape
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
+from sojourn.estimate.kernel_launch import recordable
+from sojourn.estimate.memory import SAFE, memory, room_in
+from sojourn.estimate.step_time import has_rate, speed
+from sojourn.estimate.workload import Place, Work, work_of
 from sojourn.machine.precision import choose_device, choose_precision
 from sojourn.machine.probe_software import importable
 from sojourn.model import attention
 from sojourn.model.adapter import usual_alpha
 from sojourn.model.families import FAMILIES
-from sojourn.plan.choose import WORTH, Cut, cut, ways_of
-from sojourn.plan.launch import recordable
-from sojourn.plan.memory import SAFE, memory, room_in
-from sojourn.plan.speed import has_rate, speed
-from sojourn.plan.work import Place, Work, work_of
+from sojourn.resolve.micro_batch import WORTH, Cut, cut, ways_of
+from sojourn.train.faults.oom_fallback import further
 from sojourn.train.subject import Subject, subject_of
-from sojourn.train.survive.ladder import further
 
 _CPU_TOKENS = 4096
 _COMPILE_FLOPS = 2e14  # a second's work on a good card
@@ -202,7 +202,7 @@ def _hopper(found: Resolved) -> None:
 
 
 def hopper_fault(config: RunConfig) -> str | None:
-    """Why a run cannot have the kernels of model/fast/hopper.py, or None."""
+    """Why a run cannot have the kernels of model/kernels/hopper.py, or None."""
     train = config.train
     if train.fused != "on":
         return "only the fused forwards of Llama, Qwen2, Qwen3 and Mistral have kernels for Hopper"

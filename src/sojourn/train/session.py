@@ -18,23 +18,23 @@ from sojourn.data.order import step_rows
 from sojourn.data.prepare import prepare
 from sojourn.data.show import show_examples
 from sojourn.errors import UserError
-from sojourn.run.files import read_json, write_json, write_text
 from sojourn.run.folder import RunFolder
 from sojourn.run.home import prepared_folder
-from sojourn.train.feed import Feed
-from sojourn.train.keep.changes import base_mark, refuse_harmful_changes
-from sojourn.train.keep.checkpoint import check_room
-from sojourn.train.keep.copies import fetch_newer, mirror_of
-from sojourn.train.keep.level import level
-from sojourn.train.keep.saving import Live, Progress, resume
-from sojourn.train.parallel.open import open_engine
+from sojourn.storage.files import read_json, write_json, write_text
+from sojourn.train.batcher import Feed
+from sojourn.train.checkpoint.checkpoint import check_room
+from sojourn.train.checkpoint.config_changes import base_mark, refuse_harmful_changes
+from sojourn.train.checkpoint.mirroring import fetch_newer, mirror_of
+from sojourn.train.checkpoint.saving import Live, Progress, resume
+from sojourn.train.checkpoint.sync import level
+from sojourn.train.distributed.open import open_engine
+from sojourn.train.faults.oom_fallback import furthest, remembered
+from sojourn.train.metrics.environment import describe, device_name
+from sojourn.train.metrics.meters import Work
 from sojourn.train.ranks import Ranks
 from sojourn.train.resolve import Resolved, resolve
-from sojourn.train.show.environment import describe, device_name
-from sojourn.train.show.meters import Work
 from sojourn.train.step import Stepper, blank, make_recorder
 from sojourn.train.subject import subject_of
-from sojourn.train.survive.ladder import furthest, remembered
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ import torch
 from sojourn.data.artefact import Batch, Split
 from sojourn.model import loss
 from sojourn.model.network import Network
-from sojourn.train.feed import Feed, Ready
-from sojourn.train.parallel.engine import Engine
+from sojourn.train.batcher import Feed, Ready
+from sojourn.train.cuda_graphs import Recorder
+from sojourn.train.distributed.engine import Engine
+from sojourn.train.optim.optimizers import Optimizer
 from sojourn.train.ranks import ALONE, Ranks
-from sojourn.train.recorded import Recorder
-from sojourn.train.update.optim import Optimizer
 
 
 def hidden_of_targets(network: Network, feed: Feed, batch: Batch) -> tuple[Any, Any]:

@@ -7,17 +7,17 @@ from typing import NoReturn
 
 from sojourn.errors import RunFailed, Stopped
 from sojourn.run.folder import RunFolder
-from sojourn.train.assess import Assessor
-from sojourn.train.careful import Careful, Done
-from sojourn.train.feed import Ahead
-from sojourn.train.keep.final import write_final
-from sojourn.train.keep.saving import Saver
+from sojourn.train.batcher import Ahead
+from sojourn.train.checkpoint.final_model import write_final
+from sojourn.train.checkpoint.saving import Saver
+from sojourn.train.evaluation import Assessor
+from sojourn.train.fault_tolerant_step import Careful, Done
+from sojourn.train.faults.guard import Abandoned, Guard
+from sojourn.train.faults.memory_pressure import Pressure
+from sojourn.train.faults.oom_fallback import NoRungLeft, OneRungDown
+from sojourn.train.metrics.meters import Meters
+from sojourn.train.optim.optimizers import learning_rate
 from sojourn.train.session import Session
-from sojourn.train.show.meters import Meters
-from sojourn.train.survive.guard import Abandoned, Guard
-from sojourn.train.survive.ladder import NoRungLeft, OneRungDown
-from sojourn.train.survive.pressure import Pressure
-from sojourn.train.update.optim import learning_rate
 
 
 def run_steps(session: Session, guard: Guard) -> None:

@@ -9,8 +9,8 @@ from sojourn.catalog.shapes import ModelShape
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
 from sojourn.model.base import Base, open_settings
-from sojourn.plan.shape import new_shape, scratch_shape
-from sojourn.plan.subject import of_settings
+from sojourn.resolve.model_spec import of_settings
+from sojourn.resolve.new_model import new_shape, scratch_shape
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 from sojourn.catalog.shapes import ModelShape, model
 from sojourn.config.words import closest, shown
 from sojourn.errors import UserError
-from sojourn.plan.shape import new_shape
+from sojourn.resolve.new_model import new_shape
 
 DRAWN = "drawn-"  # how names begin of those that nobody has chosen: see draw.py
 METHODS = ("pretrain", "full", "lora", "qlora")

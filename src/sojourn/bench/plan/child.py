@@ -75,7 +75,7 @@ def main() -> None:
 def _run(task: Task, line: Line, found: Found) -> None:
     config = RunConfig.model_validate(task.config)
     from sojourn.run.folder import RunFolder
-    from sojourn.train.lessons import work_of_session
+    from sojourn.train.calibration import work_of_session
     from sojourn.train.loop import use_device
     from sojourn.train.ranks import Ranks
     from sojourn.train.session import open_session
@@ -179,7 +179,7 @@ def _begin_anew(device: str) -> None:
         return
     import torch
 
-    from sojourn.train.survive.ladder import free_memory
+    from sojourn.train.faults.oom_fallback import free_memory
 
     torch.cuda.synchronize()
     free_memory()
@@ -221,7 +221,7 @@ def _cpu_us(device: str) -> float:
 
 
 def _step(session: Any, now: list[Any], then: list[Any], begun: list[Any]) -> float:
-    """The loss. What has been begun of a step before the last one's loss was read, as train/careful.py does it, is
+    """The loss. What has been begun of a step before the last one's loss was read, is
     taken out of `begun`, so that nothing of it is held when its passes are over."""
     from sojourn.train.step import Begun
 
@@ -262,7 +262,7 @@ def _failure(error: BaseException) -> Found:
 def _is_memory(error: BaseException) -> bool:
     if not isinstance(error, (RuntimeError, MemoryError)):
         return False
-    from sojourn.train.survive.ladder import is_memory_error
+    from sojourn.train.faults.oom_fallback import is_memory_error
 
     return is_memory_error(error)
 

@@ -25,7 +25,8 @@ from sojourn.bench.plan.running import PAUSE, Need, Running, take_turn
 _HEAVY = (
     "torch", "transformers", "transformers.models.llama.modeling_llama", "transformers.models.qwen2.modeling_qwen2",
     "transformers.models.qwen3.modeling_qwen3", "transformers.models.mistral.modeling_mistral",
-    "sojourn.train.loop", "sojourn.train.lessons", "sojourn.train.parallel.open", "sojourn.model.fast.forwards",
+    "sojourn.train.loop", "sojourn.train.calibration", "sojourn.train.distributed.open",
+    "sojourn.model.kernels.fused_forwards",
 )  # fmt: skip
 _COMPILER = ("torch._dynamo", "torch._inductor.compile_fx", "triton")
 _PROBE = 60.0

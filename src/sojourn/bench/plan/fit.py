@@ -23,9 +23,9 @@ from sojourn.bench.plan.curves import fitted
 from sojourn.bench.plan.replan import cpu_of_row, work_of_row
 from sojourn.catalog.facts import Gpu
 from sojourn.catalog.names import gpu as find_gpu
-from sojourn.plan.constants import constants, read
-from sojourn.plan.speed import speed
-from sojourn.plan.work import Work
+from sojourn.estimate.constants import constants, read
+from sojourn.estimate.step_time import speed
+from sojourn.estimate.workload import Work
 
 # What steps may change, and how far off each may well be: little where kernels were measured by themselves.
 FREE = {

@@ -113,7 +113,7 @@ def _write_rows(case: Case, config: RunConfig, folder: Path) -> None:
 
     from sojourn.data.artefact import FORMAT
     from sojourn.data.inputs import data_of, find_inputs
-    from sojourn.data.read.sources import Digests
+    from sojourn.data.sources.source import Digests
 
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / find_inputs(data_of(config), lambda line: None).key(Digests(folder / ".digests.json"))

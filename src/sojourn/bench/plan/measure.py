@@ -32,7 +32,7 @@ from sojourn.bench.train.measure import circumstances
 from sojourn.config.load import dump
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
-from sojourn.run.files import read_json, write_json
+from sojourn.storage.files import read_json, write_json
 
 Say = Callable[[str], None]
 

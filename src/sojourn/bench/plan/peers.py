@@ -10,8 +10,8 @@ from typing import Any
 
 from sojourn.bench.plan.cases import sizes
 from sojourn.bench.plan.replan import Row, work_of_row
-from sojourn.plan.work import LINEAR, Work
-from sojourn.train.show.environment import version_of
+from sojourn.estimate.workload import LINEAR, Work
+from sojourn.train.metrics.environment import version_of
 
 # What each counts; which figure that comes nearest to is in COLUMN.
 COUNTS = {

@@ -10,10 +10,10 @@ from sojourn.catalog.names import gpu as find_gpu
 from sojourn.catalog.shapes import ModelShape
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
-from sojourn.plan.constants import constants
-from sojourn.plan.memory import memory
-from sojourn.plan.speed import speed
-from sojourn.plan.work import Place, Work, work_of
+from sojourn.estimate.constants import constants
+from sojourn.estimate.memory import memory
+from sojourn.estimate.step_time import speed
+from sojourn.estimate.workload import Place, Work, work_of
 
 Row = dict[str, Any]
 

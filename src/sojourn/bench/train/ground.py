@@ -113,7 +113,7 @@ def rows_of(ground: Ground, run: Path) -> Path:
 
 def _write_tokenizer(workload: Workload, ground: Ground) -> None:
     from sojourn.config.data import DataConfig
-    from sojourn.data.words.tokenizer import train_tokenizer
+    from sojourn.data.tokenize.tokenizer import train_tokenizer
 
     size = min(_VOCABULARY, workload.shape.vocab)
     words = train_tokenizer(DataConfig.model_validate({"vocab_size": size}), _texts(ground.data), ground.folder)

@@ -26,9 +26,9 @@ from sojourn.bench.train.workloads import Workload, chosen, fitting
 from sojourn.config.load import load_run
 from sojourn.config.words import shown
 from sojourn.errors import UserError
-from sojourn.run.files import read_json, write_json
 from sojourn.run.folder import RunFolder
-from sojourn.train.show.environment import version_of
+from sojourn.storage.files import read_json, write_json
+from sojourn.train.metrics.environment import version_of
 
 Say = Callable[[str], None]
 

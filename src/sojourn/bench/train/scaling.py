@@ -23,7 +23,7 @@ from sojourn.bench.train.workloads import Workload
 from sojourn.config.fields import gpu_numbers
 from sojourn.config.words import closest, shown
 from sojourn.errors import UserError
-from sojourn.run.files import write_json
+from sojourn.storage.files import write_json
 
 Say = Callable[[str], None]
 

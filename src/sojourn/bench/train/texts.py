@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sojourn.bench.train.workloads import Workload
-from sojourn.data.read.document import Document
+from sojourn.data.sources.document import Document
 from sojourn.errors import UserError
 
 
@@ -32,7 +32,7 @@ def identity(own: str | None) -> str | None:
     """Other data, another identity."""
     if own is None:
         return None
-    from sojourn.data.read.files import find_files
+    from sojourn.data.sources.files import find_files
 
     try:
         files = find_files(own)
@@ -48,8 +48,8 @@ def _documents(own: str | None, size: int) -> Iterator[Document]:
         yield from text(size)
         return
     from sojourn.config.data import Columns, Source
-    from sojourn.data.read.parcels import read_lot
-    from sojourn.data.read.sources import open_source
+    from sojourn.data.sources.chunks import read_lot
+    from sojourn.data.sources.source import open_source
 
     for lot in open_source(Source(path=own), Columns(), evaluation=False, say=lambda _: None).lots():
         yield from read_lot(lot)[0]

@@ -8,7 +8,7 @@ from sojourn.data.builtin import chinese, english
 from sojourn.data.builtin.dice import Dice
 from sojourn.data.builtin.kinds import KINDS
 from sojourn.data.builtin.words import LANGUAGES, Language
-from sojourn.data.read.document import Document
+from sojourn.data.sources.document import Document
 
 _BOOKS = {"en": english.BOOK, "zh": chinese.BOOK}
 _TWO_IN_ONE = 0.3  # so many documents hold two texts of a kind, so that lengths vary

@@ -1,0 +1,213 @@
+"""Brings data sets and tokenizers from the hub, or from its local cache where the hub cannot be reached."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sojourn.catalog.facts import DatasetFacts, datasets
+from sojourn.config.data import Source
+from sojourn.config.words import closest, plain, shown
+from sojourn.errors import UserError
+from sojourn.storage.hub_access import Say, absent, gated, hush, in_one_line, unreadable, why_offline
+
+_NAMED = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([^/\\:]+))?", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_FILES = "txt md json jsonl ndjson csv tsv parquet arrow bin py yaml yml gz zst xz bz2 zip tar 7z"
+_TOKENIZER = "tokenizer.json tokenizer.model tokenizer_config.json special_tokens_map.json chat_template.jinja"
+
+
+@dataclass(frozen=True)
+class HubTable:
+    """A data set in the local cache. `fingerprint` is of commit, configuration and split: alike on every machine."""
+
+    name: str
+    rows: int
+    columns: tuple[str, ...]
+    fingerprint: str
+    mapping: dict[str, str]
+    lines: bool  # rows are the lines of a running text
+    _table: Any = field(repr=False, compare=False)
+
+    def batches(self, size: int = 1000) -> Iterator[list[dict[str, Any]]]:
+        """Its rows in order, `size` at a time; the table stays on disk."""
+        for batch in self._table.iter(batch_size=size):
+            yield [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether it reads as a data set's name: a short one, `hub:ORG/NAME`, or ORG/NAME that is no file's name."""
+    if path.startswith("hub:") or _row(path.partition(":")[0]):
+        return True
+    return bool(_NAMED.fullmatch(path)) and path.lower().rpartition(".")[2] not in _FILES.split()
+
+
+def open_table(source: Source, evaluation: bool = False, say: Say | None = None) -> HubTable:
+    """The data set a source names, downloaded on first use."""
+    wanted, row = _wanted(source, evaluation)
+    repo, split = wanted.path, str(wanted.split)
+    offline = why_offline(say)
+    with in_one_line(repo, f"datasets/{repo}", wanted.revision):
+        builder = _from_cache(wanted, offline) if offline else _from_hub(wanted)
+        try:
+            table = builder.as_dataset(split=split)
+        except (ValueError, AssertionError) as error:
+            raise UserError(f"{repo}: split {shown(split)}: {shown(error, 200)}") from None
+    config = builder.config.name
+    content = hashlib.sha256("\n".join((repo, builder.hash, config, split)).encode())
+    columns = tuple(table.column_names)
+    name = f"{repo} ({config}, {split})"
+    return HubTable(name, table.num_rows, columns, content.hexdigest(), row.columns, row.lines, table)
+
+
+def tokenizer_folder(model: str, revision: str | None = None, say: Say | None = None) -> Path:
+    """The local folder with a hub model's tokenizer files, downloaded on first use."""
+    from huggingface_hub import snapshot_download, utils
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    model = model.removeprefix("hub:")
+    offline = why_offline(say)
+    hush(utils)
+    files = [*_TOKENIZER.split(), "config.json", "generation_config.json"]
+    with in_one_line(model, model, revision):
+        try:
+            found = snapshot_download(model, revision=revision, allow_patterns=files, local_files_only=bool(offline))
+        except LocalEntryNotFoundError:
+            if offline:
+                raise absent(f"the tokenizer of {model}", offline) from None
+            raise
+    if not any(Path(found, name).is_file() for name in files[:2]):
+        raise UserError(f"{model} has no {files[0]} and no {files[1]}; name a model or a folder that has one")
+    return Path(found)
+
+
+def _row(name: str) -> DatasetFacts | None:
+    return next((row for row in datasets() if plain(row.name) == plain(name)), None)
+
+
+def _wanted(source: Source, evaluation: bool) -> tuple[Source, DatasetFacts]:
+    """The source with ORG/NAME as its path and nothing left open but the default configuration; its catalogue row."""
+    path = source.path.removeprefix("hub:")
+    short, _, config = path.partition(":")
+    row, named = _row(short), _NAMED.fullmatch(path)
+    if row is None and named is None:
+        guess = closest(short, [row.name for row in datasets()])
+        raise UserError(f"{shown(source.path)}: not a data set's name on the hub, which is ORG/NAME{guess}")
+    row = row or DatasetFacts("", short, "", "")
+    split = source.split or (row.eval_split if evaluation else row.split)
+    if split is None:
+        tail = "in a YAML file, eval_sources: [{path: NAME, split: SPLIT}]"
+        raise UserError(f"{shown(source.path)}: which of its splits is for evaluation is not known; say it: {tail}")
+    config = source.config or config or row.config or ""
+    return source.model_copy(update={"path": row.hub, "config": config or None, "split": split}), row
+
+
+def _from_hub(wanted: Source) -> Any:
+    """A prepared builder whose `hash` is the commit."""
+    import datasets as library
+    from huggingface_hub import HfApi, errors, hf_hub_download, utils
+
+    hush(library, utils)
+    # Counting a download asks a host that is not the hub, and waits for it where it is closed.
+    library.config.HF_UPDATE_DOWNLOAD_COUNTS = False
+    repo = wanted.path
+    info = HfApi().dataset_info(repo, revision=wanted.revision, timeout=10)
+    if any(file.rfilename == f"{repo.split('/')[1]}.py" for file in info.siblings or ()):
+        advice = "set its revision to refs/convert/parquet if it has one, or download its files and name them as a path"
+        raise UserError(f"{repo} comes with a script, which is not run here: {advice}")
+    try:
+        # With its card the cache notes which commit the revision's name stands for: offline it is looked up there.
+        with suppress(errors.EntryNotFoundError):
+            hf_hub_download(repo, "README.md", repo_type="dataset", revision=wanted.revision)
+        return _prepared(wanted, str(info.sha))
+    except (FileNotFoundError, PermissionError, errors.RepositoryNotFoundError):
+        if info.gated:
+            raise gated(repo, f"datasets/{repo}") from None
+        raise
+
+
+def _prepared(wanted: Source, commit: str) -> Any:
+    import datasets as library
+
+    # A folder of that name here would be taken for the data set, were it not for the prefix.
+    place = f"hf://datasets/{wanted.path}" if Path(wanted.path).is_dir() else wanted.path
+    try:
+        builder = library.load_dataset_builder(place, wanted.config, revision=commit)
+    except ValueError as error:
+        _one_of("config", wanted.config, library.get_dataset_config_names(place, revision=commit), wanted.path)
+        raise unreadable(wanted.path, error) from None
+    if builder.hash != commit:  # the library took an older copy from its cache, because the way to this one broke
+        raise ConnectionError("not all of it arrived")
+    _check_split(wanted, builder.config.data_files or builder.info.splits or {})
+    builder.download_and_prepare()
+    return builder
+
+
+def _from_cache(wanted: Source, offline: str) -> Any:
+    """The same builder from what an earlier download left: ORG___NAME/CONFIG/VERSION/COMMIT."""
+    import datasets as library
+    from datasets.naming import camelcase_to_snakecase
+    from datasets.packaged_modules.cache.cache import Cache
+
+    hush(library)
+    owner, name = wanted.path.split("/")
+    home = Path(library.config.HF_DATASETS_CACHE).expanduser() / f"{owner}___{camelcase_to_snakecase(name)}"
+    made = [p for p in home.glob("*/*/*") if _COMMIT.fullmatch(p.name) and (p / "dataset_info.json").is_file()]
+    fitting = sorted((p for p in made if wanted.config in (None, p.parts[-3])), key=lambda p: p.stat().st_mtime)
+    commit = _noted_commit(wanted)
+    if wanted.revision is None and fitting and commit not in {p.name for p in fitting}:
+        commit = fitting[-1].name
+    there = {p.parts[-3]: p for p in fitting if p.name == commit}
+    config = wanted.config or _default_config(wanted.path, commit, list(there))
+    if config not in there:
+        others = ", ".join(sorted({p.parts[-3] for p in made}))
+        what = ", ".join(filter(None, (wanted.path, config, wanted.revision)))
+        raise absent(what + (f" (of it there is: {others})" if others else ""), offline)
+    version = there[config].parts[-2]
+    builder = Cache(dataset_name=name, repo_id=wanted.path, config_name=config, version=version, hash=commit)
+    _check_split(wanted, builder.info.splits or {})
+    return builder
+
+
+def _noted_commit(wanted: Source) -> str:
+    """The commit that a branch or tag stood for when it was last fetched."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    revision = wanted.revision or "main"
+    note = Path(HF_HUB_CACHE, f"datasets--{wanted.path.replace('/', '--')}", "refs", revision)
+    return note.read_text(encoding="utf-8").strip() if note.is_file() else revision
+
+
+def _default_config(repo: str, commit: str, cached: list[str]) -> str:
+    """What the data set's card makes the default, as it would be online; without a card, the only one there is."""
+    from datasets.utils.metadata import MetadataConfigs
+    from huggingface_hub import DatasetCard, try_to_load_from_cache
+
+    card = try_to_load_from_cache(repo, "README.md", repo_type="dataset", revision=commit)
+    configs: Any = MetadataConfigs.from_dataset_card_data(DatasetCard.load(card).data) if isinstance(card, str) else {}
+    if configs and (default := configs.get_default_config_name()):
+        return str(default)
+    _one_of("config", None, configs or cached, repo)
+    return cached[0] if cached else ""
+
+
+def _check_split(wanted: Source, known: Iterable[str]) -> None:
+    """Every part of `train[:10%]+test`; `all` is the library's word for all of them."""
+    for part in str(wanted.split).split("+"):
+        name = part.partition("[")[0].strip()
+        if name != "all":
+            _one_of("split", name, map(str, known), wanted.path)
+
+
+def _one_of(what: str, given: str | None, known: Iterable[str], repo: str) -> None:
+    names = list(known)
+    there = f"there are: {', '.join(names[:20])}{', …' if len(names) > 20 else ''}"
+    if given is None and len(names) > 1:
+        raise UserError(f"{repo} has more than one {what}: write {repo}:{names[0]} or another; {there}")
+    if given is not None and given not in names:
+        raise UserError(f"{repo} has no {what} {shown(given)}{closest(given, names)}; {there}")

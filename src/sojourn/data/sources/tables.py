@@ -1,0 +1,116 @@
+"""Reads the rows of tables, written out or parquet, as records that know their columns' names."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from sojourn.data.sources.texts import Numbered, universal, whole_lines
+from sojourn.errors import UserError
+
+_LONGEST_FIELD = 1 << 24
+
+
+def table_rows(file: str, blocks: Iterable[bytes], tabs: bool) -> Iterator[Numbered]:
+    """The rows below the first as dicts; one that does not fit the columns stays a list."""
+    csv.field_size_limit(_LONGEST_FIELD)
+    header, lines = _header(_text_lines(file, universal(blocks)))
+    ended = False
+
+    def watched() -> Iterator[str]:
+        nonlocal ended
+        yield from lines
+        ended = True
+
+    reader = csv.reader(watched(), delimiter="\t" if tabs else _delimiter(header))
+    names: list[str] = []
+    start = 1
+    try:
+        for row in reader:
+            if ended:  # the reader looked for more lines in the middle of a row
+                raise UserError(f"{file}:{start}: a quote is opened in this row and never closed; close or remove it")
+            if len(row) > 1 or (row and row[0].strip()):
+                if names:
+                    record = dict(zip(names, row, strict=True)) if len(row) == len(names) else row
+                    yield start, sum(map(len, row)) + len(row), record
+                else:
+                    names = _column_names(f"{file}:{start}", row)
+            start = reader.line_num + 1
+    except csv.Error as error:
+        raise UserError(f"{file}:{start}: not a row of a table: {error}; mend or remove it") from None
+
+
+def parquet_rows(path: Path, size: int) -> Iterator[tuple[Sequence[int], list[Any]]]:
+    """Some rows at a time, about `size` bytes of them: their numbers and themselves."""
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise UserError(f"{path}: reading .parquet needs pyarrow: pip install 'sojourn[train]'") from None
+    row = 1
+    try:
+        with parquet.ParquetFile(path, buffer_size=1 << 18, pre_buffer=False) as table:
+            _refuse_twins(str(path), table.schema_arrow.names)
+            for batch in table.iter_batches(_rows_at_once(table.metadata, size), use_threads=False):
+                pieces = max(1, batch.nbytes // max(size, 1))
+                step = max(1, batch.num_rows // pieces)
+                for at in range(0, batch.num_rows, step):
+                    records = batch.slice(at, step).to_pylist()
+                    yield range(row, row + len(records)), records
+                    row += len(records)
+    except (pyarrow.ArrowException, OSError, ValueError, KeyError, ArithmeticError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # not to be opened at all
+            raise
+        told = " ".join(str(error).split())
+        raise UserError(f"{path}:{row}: not a sound parquet file from this row on: {told}; write it anew") from None
+
+
+def _text_lines(file: str, blocks: Iterable[bytes]) -> Iterator[str]:
+    for first, block in whole_lines(file, blocks):
+        try:
+            text = block.decode()
+        except UnicodeDecodeError as error:
+            line = first + block.count(b"\n", 0, error.start)
+            raise UserError(f"{file}:{line}: not UTF-8 text ({error.reason}); save it as UTF-8") from None
+        if "\0" in text:
+            line = first + text.count("\n", 0, text.index("\0"))
+            raise UserError(f"{file}:{line}: a NUL character, so this is not a text file; save it as UTF-8 text")
+        yield from io.StringIO(text, newline="\n")
+
+
+def _header(lines: Iterator[str]) -> tuple[str, Iterator[str]]:
+    """The first line that is not blank, and all lines."""
+    before = []
+    for line in lines:
+        before.append(line)
+        if line.strip():
+            break
+    return "".join(before), chain(before, lines)
+
+
+def _delimiter(header: str) -> str:
+    return next((sign for sign in ",;\t" if sign in header), ",")
+
+
+def _column_names(where: str, row: list[str]) -> list[str]:
+    names = [name.strip() for name in row]
+    if "" in names[1:]:  # the first may be pandas' index
+        raise UserError(f"{where}: column {names.index('') + 1} has no name; give every column of the first row a name")
+    _refuse_twins(where, names)
+    return names
+
+
+def _refuse_twins(where: str, names: list[str]) -> None:
+    twice = next((name for at, name in enumerate(names) if name in names[:at]), None)
+    if twice is not None:
+        raise UserError(f"{where}: two columns are called “{twice}”; give each a name of its own")
+
+
+def _rows_at_once(metadata: Any, size: int) -> int:
+    groups = [metadata.row_group(at) for at in range(metadata.num_row_groups)]
+    widest = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
+    return min(1000, max(1, size // max(widest, 1)))

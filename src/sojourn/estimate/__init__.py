@@ -1,0 +1,1 @@
+"""Memory and step time of a workload on a device (no torch)."""

@@ -1,0 +1,1 @@
+"""Starting several processes: torchrun's agent, Slurm and Kubernetes command lines (no torch)."""

@@ -1,0 +1,108 @@
+"""Planned against measured: small records that rehearsals and finished runs leave, and the correction that they teach.
+
+`plan/records.jsonl` under SOJOURN_HOME has one line a run; `sojourn plan --calibrate` folds them into
+`plan/calibration.json`, which later plans use.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sojourn.catalog.names import gpu as find_gpu
+from sojourn.errors import UserError
+from sojourn.estimate.memory import memory
+from sojourn.estimate.workload import Work
+from sojourn.run.home import home
+from sojourn.storage.files import read_json, read_json_lines, write_json
+
+_LEAST, _MOST = 0.5, 2.0  # a correction beyond these is a mistake in a record, not a better plan
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What planned memory and planned step times are multiplied with; `records`: how many taught it.
+
+    `times` are by GPU, for those that were measured; `time` is for the others.
+    """
+
+    memory: float = 1.0
+    time: float = 1.0
+    records: int = 0
+    times: dict[str, float] = field(default_factory=dict)
+
+    def time_on(self, gpu: str) -> float:
+        return self.times.get(gpu, self.time)
+
+
+def folder() -> Path:
+    return home() / "plan"
+
+
+def note(work: Work, gpu: str, kind: str, measured: dict[str, float], planned_seconds: float | None) -> None:
+    """One line; `measured` may have `memory` (bytes) and `step_seconds`. A disk that refuses it stops no run."""
+    settings = {key: value for key, value in asdict(work).items() if key != "shape"}
+    line = {
+        "kind": kind, "gpu": gpu, "subject": asdict(work.shape), "settings": settings,
+        "planned": {"memory": memory(work).allocated, "step_seconds": planned_seconds}, "measured": measured,
+    }  # fmt: skip
+    try:
+        folder().mkdir(parents=True, exist_ok=True)
+        with (folder() / "records.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    except OSError:
+        return
+
+
+def records() -> list[dict[str, Any]]:
+    return [line for line in read_json_lines(folder() / "records.jsonl") if isinstance(line, dict)]
+
+
+def correction() -> Correction:
+    """From the local file, where there is a sound one."""
+    found = read_json(folder() / "calibration.json")
+    if not isinstance(found, dict):
+        return Correction()
+    times = found.get("times", {})
+    factors = [found.get("memory"), found.get("time"), *(times.values() if isinstance(times, dict) else [None])]
+    if not all(isinstance(one, (int, float)) and _LEAST <= one <= _MOST for one in factors):
+        return Correction()
+    count = found.get("records")
+    of_all = float(factors[0] or 1), float(factors[1] or 1), count if isinstance(count, int) else 0
+    return Correction(*of_all, {str(gpu): float(one) for gpu, one in times.items()})
+
+
+def calibrate() -> Correction:
+    """The middle of all ratios of measured to planned, kept for later plans; records beyond belief teach nothing."""
+    keys = ("memory", "step_seconds")
+    lines = [line for line in records() if any(_ratio(line, key) is not None for key in keys)]
+    cards: dict[str, list[dict[str, Any]]] = {}
+    for line in lines:
+        if _ratio(line, keys[1]) is not None:
+            with suppress(UserError):  # a card that the catalogue does not know
+                cards.setdefault(find_gpu(str(line.get("gpu"))).name, []).append(line)
+    times = {card: _middle(some, keys[1]) for card, some in sorted(cards.items())}
+    found = Correction(_middle(lines, keys[0]), _middle(lines, keys[1]), len(lines), times)
+    if not lines:
+        return found
+    folder().mkdir(parents=True, exist_ok=True)
+    write_json(folder() / "calibration.json", asdict(found))
+    return found
+
+
+def _middle(lines: list[dict[str, Any]], key: str) -> float:
+    ratios = [ratio for line in lines if (ratio := _ratio(line, key)) is not None]
+    return statistics.median(ratios) if ratios else 1.0
+
+
+def _ratio(line: dict[str, Any], key: str) -> float | None:
+    try:
+        ratio = float(line["measured"][key]) / float(line["planned"][key])
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        return None
+    return ratio if math.isfinite(ratio) and _LEAST <= ratio <= _MOST else None

@@ -1,0 +1,84 @@
+"""How long a run is: steps and tokens, from its settings and the sizes of its files, which are weighed, not read."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from sojourn.catalog.facts import datasets
+from sojourn.config.data import DataConfig
+from sojourn.config.schema import RunConfig
+from sojourn.config.words import shown
+from sojourn.errors import UserError
+
+_BYTES_PER_TOKEN = 4.0
+_TOKENS_PER_TASK = 30
+_ASSUMED_STEPS = 1000
+_MEND = "give data.sources, train.tokens or train.steps"
+_UNPACKED = 4  # how much larger text is than its compressed file, as data/sources/source.py has it
+_PACKED = (".gz", ".bz2", ".xz", ".zst", ".parquet")
+_NAMED = re.compile(
+    r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?::[^/\\:]+)?", re.ASCII
+)  # ORG/NAME
+_FILES = (*_PACKED, ".json", ".jsonl", ".ndjson", ".txt", ".text", ".md", ".csv", ".tsv", ".zip", ".tar")
+
+
+def estimate_tokens(data: DataConfig) -> int:
+    """Of one epoch."""
+    total = 0.0
+    for source in data.sources:
+        if source.path.startswith("builtin:instructions"):
+            total += source.weight * int(source.take or 20_000) * _TOKENS_PER_TASK
+        elif source.path.startswith("builtin:text"):
+            total += source.weight * int(source.size or 10_000_000) / _BYTES_PER_TOKEN
+        else:
+            total += source.weight * _bytes_at(Path(source.path).expanduser()) / _BYTES_PER_TOKEN
+    return int(total)
+
+
+def _bytes_at(path: Path) -> int:
+    files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
+    if path.exists() and not files:
+        raise UserError(f"data.sources: {path}: an empty folder; name another, or give train.tokens or train.steps")
+    if not all(file.is_file() for file in files):
+        raise UserError(
+            f"data.sources: {path}: no such file or data set; correct it, or give train.tokens or train.steps"
+        )
+    return sum(file.stat().st_size * (_UNPACKED if file.suffix.lower() in _PACKED else 1) for file in files)
+
+
+def _elsewhere(data: DataConfig) -> str | None:
+    """The first source that is a data set's name, of which nothing is here to be weighed."""
+    short = {_plain(row.name) for row in datasets()}
+    for source in data.sources:
+        word = source.path
+        if word.startswith("builtin:") or Path(word).expanduser().exists():
+            continue
+        named = _plain(word.partition(":")[0]) in short or word.startswith("hub:")
+        if named or (_NAMED.fullmatch(word) and Path(word).suffix.lower() not in _FILES):
+            return word
+    return None
+
+
+def _plain(name: str) -> str:
+    return "".join(letter for letter in name.casefold() if letter.isalnum())
+
+
+def length_of(config: RunConfig) -> tuple[int, int, str | None]:
+    """Steps and tokens of the whole run, and what was assumed of it, if anything was."""
+    train = config.train
+    per_step = train.global_batch * config.data.max_length
+    if train.steps is not None:
+        return train.steps, train.steps * per_step, None
+    if train.tokens is None:
+        unknown = "no data is named" if not config.data.sources else None
+        if unknown is None and (there := _elsewhere(config.data)):
+            unknown = f"the size of {shown(there)} is not known here"
+        if unknown is not None:
+            mend = "give train.tokens or train.steps" if config.data.sources else _MEND
+            assumed = f"{unknown}, so {_ASSUMED_STEPS:,} steps are assumed; {mend}"
+            return _ASSUMED_STEPS, _ASSUMED_STEPS * per_step, assumed
+    tokens = (
+        int(train.tokens) if train.tokens is not None else int((train.epochs or 1.0) * estimate_tokens(config.data))
+    )
+    return max(1, round(tokens / per_step)), tokens, None

@@ -1,0 +1,163 @@
+"""What is to be planned: the shape of a new model, of one in the catalogue, or of one whose config.json is at hand.
+
+Nothing is downloaded and no weight is read.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from sojourn.catalog.shapes import ModelShape, model, models
+from sojourn.config.schema import RunConfig
+from sojourn.config.words import shown
+from sojourn.errors import UserError
+from sojourn.resolve.new_model import scratch_shape
+
+_LARGEST_FILE = 4 << 20  # of a config.json; real ones have a few kilobytes
+_MOST = {"layers": 1000, "hidden": 200_000, "heads": 4096, "head_dim": 4096, "ffn": 2_000_000, "expert_ffn": 2_000_000,
+         "vocab": 10_000_000, "experts": 10_000}  # fmt: skip
+_MEND = "take the publisher's config.json, or plan with a name such as model.base=qwen2.5-7b"
+# Older families have names of their own for the same things.
+_NAMES = {
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "heads": ("num_attention_heads", "n_head", "num_heads"),
+    "kv_heads": ("num_key_value_heads", "multi_query_group_num"),
+    "head_dim": ("head_dim", "kv_channels"),
+    "ffn": ("intermediate_size", "n_inner", "ffn_hidden_size"),
+    "vocab": ("vocab_size", "padded_vocab_size"),
+    "positions": ("max_position_embeddings", "n_positions", "seq_length"),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "active_experts": ("num_experts_per_tok", "num_experts_per_token"),
+    "expert_ffn": ("moe_intermediate_size",),
+    "window": ("sliding_window",),
+}
+_BIASED = ("qwen2", "qwen2_moe", "glm4", "glm", "chatglm")  # on queries, keys and values, though their files do not say
+_QK_NORM = ("qwen3", "qwen3_moe", "gemma3_text", "gemma3", "olmo2")
+_FOUR_NORMS = ("gemma2", "gemma3_text", "gemma3", "glm4")
+# What transformers fills in where a file is silent, as the publisher's own files of Gemma 3 that also sees are.
+_SILENT = {
+    "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208},
+}
+# Families whose files mean their `sliding_window`, and which layers then still see everything: every how many-th.
+_WINDOWED: dict[str, int | None] = {"mistral": None, "phi3": None, "gemma2": 2, "gemma3_text": 6}
+_TIED = ("gemma", "gemma2", "gemma3", "gemma3_text", "gpt2")  # where the file is silent; others then are not
+
+
+def subject_of(config: RunConfig) -> ModelShape:
+    if config.model.base is None:
+        return scratch_shape(config.model, int(config.data.vocab_size))
+    return of_base(str(config.model.base))
+
+
+def of_base(word: str) -> ModelShape:
+    """A folder or file at hand before a name; names are looked up in the catalogue."""
+    path = Path(word).expanduser()
+    if path.is_file() and path.suffix != ".gguf":
+        return of_file(path)
+    if (path / "config.json").is_file():
+        return of_file(path / "config.json")
+    if path.exists() or word.startswith((".", "/", "~")):
+        what = (
+            "a GGUF file tells its shape only when it is opened" if path.suffix == ".gguf" else "no config.json there"
+        )
+        raise UserError(f"model.base: {shown(word)}: {what}; plan with its name, or with the folder of its config.json")
+    try:
+        return model(word)
+    except UserError as error:
+        raise UserError(f"model.base: {error}; or give a folder with the model's config.json") from None
+
+
+def of_file(path: Path) -> ModelShape:
+    """From a config.json, which may come from anywhere: every figure is checked before it is used."""
+    try:
+        if path.stat().st_size > _LARGEST_FILE:
+            raise UserError(f"{path}: {path.stat().st_size:,} bytes, and no model's is so large; {_MEND}")
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({type(error).__name__}); {_MEND}") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}: not valid JSON: {error}; {_MEND}") from None
+    except (ValueError, RecursionError):  # numbers and nesting without end
+        raise UserError(f"{path}: no model's config.json has such numbers or nesting; {_MEND}") from None
+    if not isinstance(settings, dict):
+        raise UserError(f"{path}: a model's config.json is a table, but this is a {type(settings).__name__}; {_MEND}")
+    inner = settings.get("text_config")
+    if isinstance(inner, dict):  # of models that also see or hear
+        settings = {**{key: settings[key] for key in ("tie_word_embeddings",) if key in settings}, **inner}
+    return _noted(of_settings(settings, str(path)))
+
+
+def _noted(shape: ModelShape) -> ModelShape:
+    known = {*(one.family for one in models()), *_BIASED, *_QK_NORM}
+    if shape.family in known:
+        return shape
+    return replace(
+        shape, note=f"models of type {shape.family} are planned like a Llama of their sizes; rehearse to be sure"
+    )
+
+
+def of_settings(settings: dict[str, Any], where: str) -> ModelShape:
+    """From the settings of a model of transformers."""
+    family = settings.get("model_type")
+    family = family if isinstance(family, str) and family.isprintable() and len(family) < 60 else "llama"
+    settings = {**_SILENT.get(family, {}), **settings}
+    found = {key: _number(settings, key, where) for key in _NAMES}
+    for key in ("hidden", "layers", "heads", "vocab"):
+        if found[key] is None:
+            raise UserError(f"{where}: `{_NAMES[key][0]}` is missing, which a language model's has; {_MEND}")
+    hidden, heads = found["hidden"] or 0, found["heads"] or 0
+    kv_heads = found["kv_heads"] or heads
+    if heads % kv_heads:
+        raise UserError(f"{where}: {kv_heads} key/value heads do not divide {heads} heads")
+    if found["head_dim"] is None and hidden % heads:
+        raise UserError(f"{where}: {heads} heads do not divide a width of {hidden}, and no `head_dim` is given")
+    experts = found["experts"] if (found["experts"] or 0) > 1 else None
+    tied = settings.get("tie_word_embeddings")
+    ffn = found["ffn"] or 4 * hidden
+    window = found["window"] if family in _WINDOWED else None
+    shape = ModelShape(
+        name=Path(where).parent.name or where, hub="", family=family, hidden=hidden, layers=found["layers"] or 0,
+        heads=heads, kv_heads=kv_heads, head_dim=found["head_dim"] or hidden // heads, ffn=ffn,
+        vocab=found["vocab"] or 0, positions=found["positions"] or 0, source=where, date="",
+        tied=bool(tied) if isinstance(tied, bool) else family in _TIED,
+        qkv_bias=bool(settings.get("attention_bias")) or family in _BIASED, qk_norm=family in _QK_NORM,
+        norms=4 if family in _FOUR_NORMS else 2, sliding_window=window,
+        full_every=_WINDOWED.get(family) if window else None,
+    )  # fmt: skip
+    return shape if experts is None else _with_experts(shape, experts, found, settings, where)
+
+
+def _with_experts(
+    shape: ModelShape, experts: int, found: dict[str, int | None], settings: dict[str, Any], where: str
+) -> ModelShape:
+    active = found["active_experts"]
+    if active is None or active > experts:
+        raise UserError(
+            f"{where}: `num_experts_per_tok` is {active}, with {experts} experts; it must be 1 to {experts}"
+        )
+    expert_ffn = found["expert_ffn"] or shape.ffn
+    shared = settings.get("n_shared_experts")
+    size = settings.get("shared_expert_intermediate_size")
+    if not isinstance(size, int) or isinstance(size, bool) or not 0 < size <= _MOST["ffn"]:
+        count = shared if isinstance(shared, int) and not isinstance(shared, bool) and 0 < shared < 1000 else 0
+        size = count * expert_ffn or None
+    return replace(shape, experts=experts, active_experts=active, expert_ffn=expert_ffn, shared_ffn=size)
+
+
+def _number(settings: dict[str, Any], key: str, where: str) -> int | None:
+    """A whole number of a possible size, under any of its names; None where it is absent or null."""
+    for name in _NAMES[key]:
+        value = settings.get(name)
+        if value is None:
+            continue
+        most = _MOST.get(key, 10_000_000_000)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
+            if key in ("positions", "window"):  # little of a plan hangs on them
+                return None
+            raise UserError(f"{where}: `{name}` is {shown(repr(value))}: it must be a whole number from 1 to {most:,}")
+        return value
+    return None

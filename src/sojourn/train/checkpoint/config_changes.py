@@ -1,0 +1,94 @@
+"""A run continued with another configuration: harmless changes are noted, harmful ones refused."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from sojourn.config.load import dump
+from sojourn.config.schema import RunConfig
+from sojourn.errors import UserError
+from sojourn.run.folder import RunFolder
+from sojourn.storage.files import read_json
+
+# What decides the numbers that come out. The rest (where and when to save, how to split a batch) may change freely.
+_DECISIVE = ("model", "method", "train")  # data is known by the hash of what was prepared, wherever it lies
+_HARMLESS = {
+    f"train.{key}"
+    for key in (
+        "micro_batch",
+        "device",
+        "precision",
+        "attention",
+        "checkpointing",
+        "loss",
+        "fused",
+        "hopper",
+        "fp8",
+        "compile",
+        "compile_cache",
+        "ahead",
+        "cuda_graphs",
+        "offload",
+        "eval_every",
+        "eval_rows",
+        "samples",
+        "sample_tokens",
+        "patience",
+        "rehearse",
+        "deterministic",
+        "on_nan",
+        "on_spike",
+        "max_bad_steps",
+    )
+}
+
+
+def refuse_harmful_changes(begun: RunConfig, config: RunConfig, run: RunFolder) -> None:
+    before, now = flat(dump(begun)), flat(dump(config))
+    changed = {
+        key: (before.get(key), now.get(key))
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) not in (now.get(key), "auto")
+    }
+    moved = {"model.base"} if base_mark(config) == (read_json(run.environment) or {}).get("base") else set()
+    harmful = [key for key in changed if key.split(".")[0] in _DECISIVE and key not in _HARMLESS | moved]
+    if harmful:
+        told = "; ".join(f"{key} was {changed[key][0]}, now {changed[key][1]}" for key in harmful[:3])
+        raise UserError(
+            f"{run.path} was begun with other settings ({told}); put them back to continue it, "
+            "or go on with the new ones in another run: --fork NEWNAME"
+        )
+    for key, (old, new) in changed.items():
+        run.event("changed", key=key, before=old, now=new)
+
+
+def nothing_changed(begun: RunConfig, config: RunConfig) -> bool:
+    """Whether a configuration as typed asks for nothing else than the one that a run was begun with, resolved."""
+    before, now = flat(dump(begun)), flat(dump(config))
+    return all(value in ("auto", before.get(key)) for key, value in now.items())
+
+
+def base_mark(config: RunConfig) -> str | None:
+    """What tells one base model from another wherever it lies: its settings and its files' names and sizes."""
+    base = config.model.base
+    if base is None or not Path(base).exists():
+        return base
+    path, digest = Path(base), hashlib.sha256()
+    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+        if file.suffix in (".safetensors", ".bin", ".gguf"):
+            digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+        elif file.name == "config.json":
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def flat(values: Any, at: str = "") -> dict[str, Any]:
+    """Nested mappings as dotted keys."""
+    if not isinstance(values, dict):
+        return {at: values}
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found.update(flat(value, f"{at}.{key}" if at else key))
+    return found

@@ -1,0 +1,114 @@
+"""What the loop knows of the way a run is spread over processes. `Engine` is a process alone; the others build on it.
+
+A step is: `passes` around all micro batches (`run`, `backward`), then `clip`, then `update`, or `discard` at any time
+before that, as if nothing had been.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+
+from sojourn.model.network import Network
+from sojourn.model.weights import load_weights, weights
+from sojourn.train.optim.optimizers import Optimizer
+from sojourn.train.ranks import ALONE, Ranks
+
+T = TypeVar("T")
+
+
+class Engine:
+    """`lockstep`: weights or gradients travel in every pass, so all processes must make the same number of passes, and
+    one that fails half-way leaves the others waiting: then all begin again from the last checkpoint."""
+
+    lockstep = False
+
+    def __init__(self, network: Network, optimizer: Optimizer, scaler: Any, ranks: Ranks = ALONE) -> None:
+        self.network, self.optimizer, self.scaler, self.ranks = network, optimizer, scaler, ranks
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Work that needs the weights."""
+        return work()
+
+    @contextmanager
+    def passes(self) -> Iterator[None]:
+        """Around the passes of a step. If memory runs out in one process, it does in all, if they can agree."""
+        with nullcontext() if self.lockstep else self.ranks.together():
+            yield
+
+    def backward(self, loss: Any, last: bool) -> None:
+        """Adds to the gradients; `last`: of this step."""
+        self.scaler.scale(loss).backward()
+
+    def clip(self, most: float) -> Any:
+        """The norm of the whole gradient, which is no longer than `most` afterwards."""
+        self.scaler.unscale_(self.optimizer.torch)
+        grads = [parameter.grad for parameter in self.optimizer.parameters if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads)
+        if most:
+            self._shorten(norm, most)
+        return norm
+
+    def _shorten(self, norm: Any, most: float) -> None:
+        if self.optimizer.shortens and not self.scaler.is_enabled():
+            self.optimizer.torch.grad_scale = ((norm + 1e-6) / most).clamp(min=1.0)  # which its kernel divides by
+        else:
+            torch.nn.utils.clip_grads_with_norm_(self.optimizer.parameters, most, norm)
+
+    @property
+    def alone(self) -> bool:
+        """One process, whose gradients go straight to the optimizer."""
+        return self.ranks.size == 1 and not self.lockstep and not self.scaler.is_enabled()
+
+    @property
+    def asks(self) -> bool:
+        """Whether `update` can leave it to the device to see if a step is good, instead of waiting for the answer."""
+        return self.alone and self.optimizer.shortens and bool(self.optimizer.torch.state)
+
+    def update(self, good: Any = None) -> None:
+        """One step of the optimizer, if there is anything to learn from; `good`: and if this turns out to be true."""
+        with self.ranks.together():
+            if any(parameter.grad is not None for parameter in self.optimizer.parameters):
+                if good is not None:
+                    self.optimizer.torch.found_inf = (~good).float()
+                self.scaler.step(self.optimizer.torch)
+                self.scaler.update()
+        self.optimizer.zero_grad()
+
+    def discard(self) -> None:
+        """Throws the gradients away, and what the scaler has noted of them."""
+        self.optimizer.zero_grad()
+        if self.scaler.is_enabled():
+            self.scaler._per_optimizer_states.clear()
+
+    @property
+    def scaled(self) -> bool:
+        """Whether infinite gradients are the scaler's everyday business."""
+        return bool(self.scaler.is_enabled())
+
+    def set_learning_rate(self, rate: float) -> None:
+        self.optimizer.set_learning_rate(rate)
+
+    def held(self) -> Iterable[Any]:
+        """What this process holds of weights and moments."""
+        return [*weights(self.network.model).values(), *self.optimizer.tensors().values()]
+
+    def weights(self) -> dict[str, Any]:
+        """Whole, by name, where they are to be written. All processes must ask together."""
+        return weights(self.network.model)
+
+    def moments(self) -> dict[str, Any]:
+        """The optimizer's state, likewise."""
+        return self.optimizer.tensors()
+
+    copies = False  # whether the two above are copies already
+
+    def load(self, tensors: dict[str, Any]) -> None:
+        """Puts whole weights back, each process its share."""
+        load_weights(self.network.model, tensors)
+
+    def load_moments(self, tensors: dict[str, Any]) -> None:
+        self.optimizer.load_tensors(tensors)

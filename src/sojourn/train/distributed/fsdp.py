@@ -1,0 +1,205 @@
+"""Fully sharded: weights, gradients and moments are cut over the processes; a block's weights are gathered when needed.
+
+torch's `fully_shard` (FSDP2) on every block and on the rest. The optimizer works on this process's shards as plain
+tensors, so that its arithmetic is the same as anywhere else. Names and shapes of whole tensors are those of a process
+alone, and so are checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from sojourn.config.schema import RunConfig
+from sojourn.errors import UserError
+from sojourn.model.layers import blocks
+from sojourn.model.network import Network
+from sojourn.model.weights import check_fit, weights
+from sojourn.train.distributed.engine import Engine
+from sojourn.train.distributed.root_module import Root
+from sojourn.train.optim.optimizers import Optimizer
+from sojourn.train.ranks import Ranks
+
+T = TypeVar("T")
+
+
+def shard(network: Network, config: RunConfig, ranks: Ranks, from_first: bool) -> Root:
+    """Cuts the network, block by block, so that no device ever holds more than one block and the rest in full.
+
+    `from_first`: only the first process has read the weights; the others have room for them.
+    """
+    mesh = init_device_mesh(ranks.device, (ranks.size,))
+    narrow = config.train.precision == "bf16" and config.method.kind in ("full", "pretrain")
+    host = config.train.offload == "all" and ranks.device != "cpu"
+    offload = CPUOffloadPolicy() if host else OffloadPolicy()
+    common: dict[str, Any] = {"mesh": mesh, "offload_policy": offload}
+    # Blocks travel in 16 bits, as they compute; what is outside them stays as wide as it is for a process alone.
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if narrow else None, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    reshard = config.parallel.reshard and ranks.size > 1  # alone, there is nothing to give back
+    for block in blocks(network.plain):
+        _arrive(block, ranks, from_first)
+        fully_shard(block, mp_policy=policy, reshard_after_forward=reshard, **common)
+    root = Root(network)
+    _arrive(root, ranks, from_first)
+    fully_shard(root, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), reshard_after_forward=False, **common)
+    return root
+
+
+def cut_again(root: Root) -> None:
+    """After a pass that no backward follows: what stayed gathered would be taken for the weights."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _arrive(module: Any, ranks: Ranks, from_first: bool) -> None:
+    """On the device, with the first process's values."""
+    for part in module.modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            part._buffers[name] = _same(buffer.to(ranks.device), ranks, from_first)
+        for parameter in part.parameters(recurse=False):
+            if not isinstance(parameter, DTensor):
+                parameter.data = _same(parameter.data.to(ranks.device), ranks, from_first)
+
+
+def _same(tensor: Any, ranks: Ranks, from_first: bool) -> Any:
+    if from_first and ranks.size > 1:
+        dist.broadcast(tensor, 0)
+    return tensor
+
+
+def local(parameter: Any) -> Any:
+    """This process's shard, as a tensor of its own that shares its memory."""
+    return torch.nn.Parameter(parameter.to_local(), requires_grad=True) if isinstance(parameter, DTensor) else parameter
+
+
+def refuse_what_cannot_be_cut(config: RunConfig) -> None:
+    train, method = config.train, config.method
+    if train.optimizer != "adamw":
+        raise UserError(
+            f"train.optimizer: {train.optimizer} needs whole tensors, which parallel.engine=fsdp cuts; use adamw, or "
+            "parallel.engine=ddp"
+        )
+    if method.kind == "qlora" and method.bits == 8:
+        raise UserError("method.bits: a base of 8 bits cannot be cut by parallel.engine=fsdp; use 4, or ddp")
+
+
+class Fsdp(Engine):
+    lockstep = True
+    copies = True
+
+    def __init__(self, root: Root, network: Network, optimizer: Optimizer, scaler: Any, ranks: Ranks) -> None:
+        super().__init__(network, optimizer, scaler, ranks)
+        self._root = root
+        named = dict(network.model.named_parameters())
+        self._cut = [named[name] for name in optimizer.names]
+
+    def run(self, work: Callable[[], T]) -> T:
+        made: T = self._root(work)
+        if not torch.is_grad_enabled():
+            cut_again(self._root)  # after a backward it happens by itself
+        return made
+
+    def backward(self, loss: Any, last: bool) -> None:
+        super().backward(loss * self.ranks.size, last)  # the shards are averaged, and a sum is wanted
+
+    def clip(self, most: float) -> Any:
+        ours = self.optimizer.parameters
+        for parameter, shard_ in zip(self._cut, ours, strict=True):
+            shard_.grad = None if parameter.grad is None else parameter.grad.to_local()
+        self.scaler.unscale_(self.optimizer.torch)
+        if self.scaler.is_enabled():
+            for state in self.scaler._per_optimizer_states.values():
+                for found in state["found_inf_per_device"].values():
+                    self.ranks.add(found)
+        grads = [p.grad for p in ours if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads) if grads else torch.zeros(())
+        square = norm.to(self.ranks.device).double().square()
+        self.ranks.add(square)
+        norm = square.sqrt().float()
+        if most and ours:
+            self._shorten(norm.to(ours[0].device), most)
+        return norm
+
+    def update(self, good: Any = None) -> None:
+        if any(parameter.grad is not None for parameter in self.optimizer.parameters):
+            self.scaler.step(self.optimizer.torch)
+            self.scaler.update()
+        self._forget()
+
+    def discard(self) -> None:
+        super().discard()
+        self._forget()
+
+    def _forget(self) -> None:
+        self.optimizer.zero_grad()
+        for parameter in self._cut:
+            parameter.grad = None
+
+    def held(self) -> Iterable[Any]:
+        cut = [t.to_local() if isinstance(t, DTensor) else t for t in weights(self.network.model).values()]
+        return [*cut, *self.optimizer.tensors().values()]
+
+    def weights(self) -> dict[str, Any]:
+        return self._gathered(weights(self.network.model).items())
+
+    def moments(self) -> dict[str, Any]:
+        by_name = dict(zip(self.optimizer.names, self._cut, strict=True))
+
+        def like_its_parameter(name: str, tensor: Any) -> Any:
+            parameter = by_name[name.rsplit("/", 1)[0]]
+            if tensor.ndim == 0 or not isinstance(parameter, DTensor):
+                return tensor
+            return DTensor.from_local(
+                tensor.to(self.ranks.device), parameter.device_mesh, parameter.placements, run_check=False,
+                shape=parameter.shape, stride=parameter.stride(),
+            )  # fmt: skip
+
+        return self._gathered((n, like_its_parameter(n, t)) for n, t in self.optimizer.tensors().items())
+
+    def _gathered(self, tensors: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+        """Whole tensors, one after another, in the first process's host memory."""
+        whole = {}
+        for name, tensor in tensors:
+            full = _whole(tensor.detach())
+            if self.ranks.first:
+                whole[name] = full.to("cpu", copy=True)
+        return whole
+
+    def load(self, tensors: dict[str, Any]) -> None:
+        places = weights(self.network.model)
+        check_fit(places, tensors)
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                place = places[name]
+                if isinstance(place, DTensor):
+                    place.to_local().copy_(self._share(tensor))
+                else:
+                    place.copy_(tensor)
+
+    def load_moments(self, tensors: dict[str, Any]) -> None:
+        self.optimizer.load_tensors({n: t if t.ndim == 0 else self._share(t) for n, t in tensors.items()})
+
+    def _share(self, whole: Any) -> Any:
+        """As torch cuts it: along the first dimension; who comes late may get nothing."""
+        pieces = whole.chunk(self.ranks.size, dim=0)
+        return pieces[self.ranks.rank] if self.ranks.rank < len(pieces) else whole[:0]
+
+
+def _whole(tensor: Any) -> Any:
+    if not isinstance(tensor, DTensor):
+        return tensor
+    here = tensor.to_local()
+    if here.device.type != tensor.device_mesh.device_type:  # offloaded
+        moved = here.to(tensor.device_mesh.device_type)
+        tensor = DTensor.from_local(moved, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape,
+                                    stride=tensor.stride())  # fmt: skip
+    return tensor.full_tensor()

@@ -1,0 +1,115 @@
+"""What a run gives up, one rung at a time, when memory runs out. Nothing of the result changes but rounding.
+
+Recordings → fewer rows at a time → selective, then full recomputation → the loss in chunks → the optimizer's moments in
+the host's memory. The rung is kept in the run's folder, so that the next call on the same kind of device starts on it.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from typing import Any
+
+from sojourn.config.schema import TrainConfig
+from sojourn.errors import RunFailed
+from sojourn.run.folder import RunFolder
+from sojourn.storage.files import read_json, write_json
+
+_WORDS = (
+    "out of memory",
+    "not enough memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
+
+
+_KEPT = ("cuda_graphs", "micro_batch", "checkpointing", "loss", "offload")
+
+
+class OneRungDown(Exception):
+    """The run must be built anew with these settings; `clean`: no weight had been touched when memory ran out."""
+
+    def __init__(self, rung: dict[str, Any], clean: bool) -> None:
+        super().__init__(told(rung))
+        self.rung, self.clean = rung, clean
+
+
+class NoRungLeft(RunFailed):
+    """Nothing is left to give up."""
+
+    def __init__(self, says: str, clean: bool) -> None:
+        super().__init__(says)
+        self.clean = clean
+
+
+def is_memory_error(error: BaseException) -> bool:
+    """Torch's own error, or one of those of the libraries below it."""
+    import torch
+
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(word.lower() in str(error).lower() for word in _WORDS)
+
+
+def next_rung(train: TrainConfig, in_update: bool = False, recorded: bool = False) -> dict[str, Any] | None:
+    """What to give up next, as settings of `train`; None where nothing is left. `recorded`: recordings hold memory.
+
+    In the update no activations are left to save: moments in the host's memory are what helps there.
+    """
+    if recorded:
+        return {"cuda_graphs": "off"}
+    offload = {"offload": "optimizer"} if train.optimizer == "adamw" and train.offload == "off" else None
+    if in_update and offload is not None:
+        return offload
+    micro = int(train.micro_batch)
+    if micro > 1:
+        return {"micro_batch": max(n for n in range(1, micro) if train.global_batch % n == 0)}
+    if train.checkpointing != "full":
+        return {"checkpointing": "full" if train.checkpointing == "selective" else "selective"}
+    if train.loss == "whole":
+        return {"loss": "chunked"}
+    return offload
+
+
+def further(key: str, one: Any, other: Any) -> bool:
+    """Whether one value of a setting saves more memory than the other."""
+    if key == "micro_batch":
+        return int(one) < int(other)
+    order = ("auto", "on", "off", "whole", "selective", "chunked", "full", "optimizer", "all")
+    return order.index(one) > order.index(other)
+
+
+def told(rung: dict[str, Any]) -> str:
+    return ", ".join(f"train.{key}={value}" for key, value in rung.items())
+
+
+def remember(run: RunFolder, rung: dict[str, Any], device: str) -> None:
+    """Adds a rung to those of earlier times."""
+    run.path.mkdir(parents=True, exist_ok=True)  # on a machine that does not write the run itself
+    write_json(run.ladder, {"device": device, **remembered(run, device), **rung})
+
+
+def remembered(run: RunFolder, device: str) -> dict[str, Any]:
+    """The settings that memory forced on this run, on this kind of device."""
+    found = read_json(run.ladder)
+    if not isinstance(found, dict) or found.pop("device", None) != device:
+        return {}
+    return {key: value for key, value in found.items() if key in _KEPT}
+
+
+def furthest(several: list[str]) -> dict[str, Any]:
+    """Of what the processes remember (as JSON), whatever saves most."""
+    rung: dict[str, Any] = {}
+    for found in map(json.loads, several):
+        rung.update({k: v for k, v in found.items() if k not in rung or further(k, v, rung[k])})
+    return rung
+
+
+def free_memory() -> None:
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,163 @@
+"""The optimizer, its learning-rate schedule as a pure function of the step, and its state as named tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from sojourn.config.schema import TrainConfig
+from sojourn.errors import UserError
+
+
+def learning_rate(step: int, total: int, train: TrainConfig) -> float:
+    """For step `step` (from 0) of `total`: warm up, then follow the schedule down to `min_lr` of the peak."""
+    peak = float(train.lr)
+    warmup = int(train.warmup) if train.warmup >= 1 else math.ceil(train.warmup * total)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    done = (step - warmup) / max(1, total - 1 - warmup)
+    if train.schedule == "cosine":
+        share = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    elif train.schedule == "linear":
+        share = 1 - min(1.0, done)
+    elif train.schedule == "wsd":
+        share = min(1.0, 5 * (1 - min(1.0, done)))  # steady, then down over the last fifth
+    else:
+        share = 1.0
+    return peak * (train.min_lr + (1 - train.min_lr) * share)
+
+
+_ADAM = {"step", "exp_avg", "exp_avg_sq"}
+_STATES = {
+    "adamw": _ADAM,
+    "muon": {"step", "momentum", "mean", "square"},
+    "paged_adamw": {"step", "state1", "state2"},
+    "adamw_8bit": {"step", "state1", "state2", "qmap1", "qmap2", "absmax1", "absmax2"},
+    "paged_adamw_8bit": {"step", "state1", "state2", "qmap1", "qmap2", "absmax1", "absmax2"},
+}
+
+
+class Optimizer:
+    """One of torch's, bitsandbytes' or ours, whose state is known by the names of the parameters."""
+
+    def __init__(
+        self, model: Any, train: TrainConfig, device: str, local: Callable[[Any], Any] = lambda parameter: parameter
+    ) -> None:
+        """`local`: this process's part of a parameter, where they are cut."""
+        groups = parameter_groups(model, train)
+        for group in groups:
+            group["params"] = [local(parameter) for parameter in group["params"]]
+        self.names = [name for group in groups for name in group.pop("names")]
+        self.torch = _make(groups, train, device)
+        self._kinds = _STATES[train.optimizer]
+
+    @property
+    def parameters(self) -> list[Any]:
+        return [parameter for group in self.torch.param_groups for parameter in group["params"]]
+
+    def set_learning_rate(self, rate: float) -> None:
+        for group in self.torch.param_groups:
+            group["lr"] = rate
+
+    @property
+    def shortens(self) -> bool:
+        """Whether its kernel, on its way, divides gradients by `grad_scale`, which saves a pass over them, and leaves
+        everything as it is where `found_inf` is 1."""
+        return bool(self.torch.defaults.get("fused")) and self.parameters[0].device.type == "cuda"
+
+    def zero_grad(self) -> None:
+        self.torch.zero_grad(set_to_none=True)
+        self.torch.grad_scale = self.torch.found_inf = None
+
+    def tensors(self) -> dict[str, Any]:
+        """Everything that must survive a restart, by parameter name; a plain number becomes a tensor."""
+        import torch
+
+        state = self.torch.state
+        return {
+            f"{name}/{key}": value if isinstance(value, torch.Tensor) else torch.tensor(value)
+            for name, parameter in zip(self.names, self.parameters, strict=True)
+            for key, value in state.get(parameter, {}).items()
+        }
+
+    def fits(self, tensors: dict[str, Any]) -> bool:
+        """Whether they are the state of an optimizer of this kind, for these parameters."""
+        names = {full.rsplit("/", 1)[0] for full in tensors}
+        kinds = {full.rsplit("/", 1)[1] for full in tensors}
+        return names <= set(self.names) and kinds <= self._kinds
+
+    def load_tensors(self, tensors: dict[str, Any]) -> None:
+        state: dict[str, dict[str, Any]] = {name: {} for name in self.names}
+        for full, value in tensors.items():
+            name, key = full.rsplit("/", 1)
+            state[name][key] = value
+        if hasattr(self.torch, "init_state") or hasattr(self.torch, "make_state"):
+            self._fill(state)
+        else:
+            numbered = {i: state[name] for i, name in enumerate(self.names) if state[name]}
+            self.torch.load_state_dict({**self.torch.state_dict(), "state": numbered})
+
+    def _fill(self, state: dict[str, dict[str, Any]]) -> None:
+        """Into places that the optimizer makes itself, so that paged and offloaded memory stays what it is."""
+        import torch
+
+        names = iter(self.names)
+        for g, group in enumerate(self.torch.param_groups):
+            for i, parameter in enumerate(group["params"]):
+                found = state[next(names)]
+                if not found:
+                    continue
+                if hasattr(self.torch, "make_state"):
+                    self.torch.make_state(parameter)
+                else:  # bitsandbytes
+                    self.torch.init_state(group, parameter, g, i)
+                kept = self.torch.state[parameter]
+                for key, value in found.items():
+                    if isinstance(kept[key], torch.Tensor):
+                        kept[key].copy_(value)
+                    else:
+                        kept[key] = type(kept[key])(value.item())
+
+
+def parameter_groups(model: Any, train: TrainConfig) -> list[dict[str, Any]]:
+    """Matrices are decayed; norms, biases, embeddings and the head are not. Muon takes the decayed ones."""
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    words = ("embed", "lm_head", "wte", "wpe")
+    decayed = [n for n, p in named.items() if p.ndim >= 2 and not any(word in n for word in words)]
+    plain = [n for n in named if n not in set(decayed)]
+    return [
+        {"names": names, "params": [named[n] for n in names], "weight_decay": decay, "matrices": names is decayed}
+        for names, decay in ((decayed, train.weight_decay), (plain, 0.0))
+        if names
+    ]
+
+
+def _make(groups: list[dict[str, Any]], train: TrainConfig, device: str) -> Any:
+    import torch
+
+    from sojourn.model.attention import can_compile
+
+    settings: dict[str, Any] = {"lr": 0.0, "betas": (train.beta1, train.beta2), "eps": 1e-8}
+    if train.optimizer == "muon":
+        from sojourn.train.optim.muon import Muon
+
+        return Muon(groups, **settings)
+    if train.offload == "optimizer":
+        from sojourn.train.optim.offload import OffloadedAdamW
+
+        return OffloadedAdamW(groups, **settings)
+    if train.optimizer == "adamw" and device == "cuda" and can_compile():
+        from sojourn.train.optim.adamw import AdamW
+
+        return AdamW(groups, **settings, fused=True)
+    if train.optimizer == "adamw":
+        return torch.optim.AdamW(groups, **settings, fused=device in ("cpu", "cuda"))
+    try:
+        import bitsandbytes
+    except ImportError:
+        raise UserError(
+            f"train.optimizer: {train.optimizer} needs the package bitsandbytes; run: pip install bitsandbytes"
+        ) from None
+    kinds = {"adamw_8bit": "AdamW8bit", "paged_adamw": "PagedAdamW", "paged_adamw_8bit": "PagedAdamW8bit"}
+    return getattr(bitsandbytes.optim, kinds[train.optimizer])(groups, **settings)

@@ -1,0 +1,153 @@
+"""The contract of resuming, proved on a user's own run: train, kill, continue, and compare with a run left in peace."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sojourn.config.load import to_yaml, with_settings
+from sojourn.config.schema import RunConfig
+from sojourn.errors import RunFailed
+from sojourn.run.folder import RunFolder
+from sojourn.run.home import prepared_folder
+from sojourn.storage.files import read_json, read_json_lines
+
+_AGREE = 1e-3  # losses on a GPU, which sums in another order each time
+_KEPT = 1500
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`difference`: of the losses, relative, at worst."""
+
+    steps: int
+    killed_at: int
+    continued_from: int
+    identical: bool
+    difference: float
+    device: str
+
+    @property
+    def holds(self) -> bool:
+        return self.identical or (self.device != "cpu" and self.difference <= _AGREE)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {**asdict(self), "holds": self.holds}
+
+    @property
+    def says(self) -> str:
+        story = (
+            f"killed at step {self.killed_at}, continued from step {self.continued_from}, {self.steps} steps in all: "
+        )
+        if self.identical:
+            return f"{story}the same weights, bit for bit, as without the kill"
+        if self.holds:
+            more = "train.deterministic=on asks for the same bits"
+            return f"{story}losses within {self.difference:.1e} of those without the kill ({more})"
+        return f"{story}NOT the same: losses differ by {self.difference:.1e}"
+
+
+def prove(config: RunConfig, steps: int, say: Callable[[str], None]) -> Verdict:
+    every = max(1, steps // 4)
+    with tempfile.TemporaryDirectory(prefix="sojourn-verify-") as scratch:
+        runs = {}
+        for name in ("peace", "kill"):
+            settings: dict[str, Any] = {
+                "name": name, "save.folder": str(Path(scratch) / name), "save.resume": "auto", "save.mirror": None,
+                "save.every_steps": every, "save.keep": 3, "log.every_steps": 1, "log.trackers": [],
+                "train.steps": steps,
+                "train.epochs": None, "train.tokens": None, "train.eval_every": None, "train.patience": None,
+                "limits.budget": None, "limits.time": None,
+            }  # fmt: skip
+            file = Path(scratch) / f"{name}.yaml"
+            file.write_text(to_yaml(with_settings(config, settings)), encoding="utf-8")
+            runs[name] = RunFolder(Path(scratch) / name)
+        say(f"training {steps} steps undisturbed")
+        _train(Path(scratch) / "peace.yaml")
+        say(f"training them again, to be killed after step {every}")
+        killed = _killed(Path(scratch) / "kill.yaml", runs["kill"], every)
+        say(f"killed at step {killed}; continuing")
+        _train(Path(scratch) / "kill.yaml")
+        return compare(runs["peace"], runs["kill"], steps, killed)
+
+
+def _start(file: Path) -> subprocess.Popen[str]:
+    home = os.environ.get("SOJOURN_HOME", str(prepared_folder().parent.resolve()))
+    return subprocess.Popen(
+        [sys.executable, "-m", "sojourn", "train", str(file)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "SOJOURN_HOME": home},
+    )  # fmt: skip
+
+
+def _train(file: Path) -> None:
+    process = _start(file)
+    said, _ = process.communicate()
+    if process.returncode != 0:
+        raise RunFailed(f"the trial run failed: {said.strip()[-_KEPT:]}")
+
+
+def _killed(file: Path, run: RunFolder, after: int) -> int:
+    """Kills the run once a step past its first checkpoint is done; returns how far it had come."""
+    process = _start(file)
+    try:
+        while process.poll() is None:
+            saved = any(event["kind"] == "saved" for event in read_json_lines(run.events))
+            step = _step(run)
+            if saved and step > after:
+                break
+            time.sleep(0.002)
+        if process.poll() == 0:
+            raise RunFailed("the run was over before it could be killed; give it more: --steps 100")
+        if process.poll() is not None:
+            raise RunFailed(
+                f"the trial run failed: {(process.stdout.read() if process.stdout else '').strip()[-_KEPT:]}"
+            )
+    finally:
+        _kill_all(process)
+    return _step(run)
+
+
+def _kill_all(process: subprocess.Popen[str]) -> None:
+    """With the processes that it has started, at one blow."""
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        root = psutil.Process(process.pid)
+        for one in [root, *root.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+    process.communicate()
+
+
+def _step(run: RunFolder) -> int:
+    return max((line["step"] for line in run.read_metrics() if line.get("kind") == "train"), default=0)
+
+
+def compare(peace: RunFolder, kill: RunFolder, steps: int, killed: int) -> Verdict:
+    """A run left in peace and one that was killed and continued, after the same number of steps."""
+    curves = [
+        {line["step"]: line["loss"] for line in run.read_metrics() if line.get("kind") == "train"}
+        for run in (peace, kill)
+    ]
+    differences = [_relative(curves[0].get(step), curves[1].get(step)) for step in range(1, steps + 1)]
+    starts = [event["step"] for event in read_json_lines(kill.events) if event["kind"] == "start"]
+    ends = [read_json(run.checkpoints / f"step-{steps:08d}" / "manifest.json") for run in (peace, kill)]
+    parts = ("model.safetensors", "optimizer.safetensors")
+    identical = all(ends) and all(ends[0][part]["sha256"] == ends[1][part]["sha256"] for part in parts)
+    device = str((read_json(kill.environment) or {}).get("device", "cpu"))
+    return Verdict(steps, killed, starts[-1], identical, max(differences), device)
+
+
+def _relative(one: float | None, other: float | None) -> float:
+    if one is None or other is None:
+        return float("inf")
+    return abs(one - other) / max(abs(one), 1e-12)
