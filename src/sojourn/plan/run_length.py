@@ -17,9 +17,7 @@ _ASSUMED_STEPS = 1000
 _MEND = "give data.sources, train.tokens or train.steps"
 _UNPACKED = 4  # how much larger text is than its compressed file, as data/sources/source.py has it
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".parquet")
-_NAMED = re.compile(
-    r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?::[^/\\:]+)?", re.ASCII
-)  # ORG/NAME
+_NAMED = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?::[^/\\:]+)?", re.ASCII)  # ORG/NAME
 _FILES = (*_PACKED, ".json", ".jsonl", ".ndjson", ".txt", ".text", ".md", ".csv", ".tsv", ".zip", ".tar")
 
 
