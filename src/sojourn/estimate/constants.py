@@ -13,7 +13,7 @@ _toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) el
 
 @cache
 def constants() -> dict[str, Any]:
-    return read(resources.files("sojourn.plan").joinpath("fit.toml").read_text(encoding="utf-8"))
+    return read(resources.files("sojourn.estimate").joinpath("fit.toml").read_text(encoding="utf-8"))
 
 
 def read(text: str) -> dict[str, Any]:
