@@ -1,4 +1,4 @@
-"""The text of plan/fit.toml as single kernels on one GPU give it, with first figures for what they cannot tell.
+"""The text of estimate/fit.toml as single kernels on one GPU give it, with first figures for what they cannot tell.
 
 Everything else in memory.py and speed.py is derived from the code that runs.
 """

@@ -1,4 +1,4 @@
-"""Writes plan/fit.toml anew: curves from single kernels, then what only whole steps can tell.
+"""Writes estimate/fit.toml anew: curves from single kernels, then what only whole steps can tell.
 
     python -m sojourn.bench.plan.fit KERNELS.json PLAN.json… [OUT.toml]
 
@@ -116,7 +116,7 @@ def made(kernels: dict[str, Any], plans: list[dict[str, Any]]) -> str:
 
 def main(words: list[str]) -> None:
     targets = [Path(word) for word in words if word.endswith(".toml")]
-    targets = targets or [Path(str(resources.files("sojourn.plan"))) / "fit.toml"]
+    targets = targets or [Path(str(resources.files("sojourn.estimate"))) / "fit.toml"]
     kernels, *plans = (json.loads(Path(word).read_text(encoding="utf-8")) for word in words if word.endswith(".json"))
     targets[0].write_text(made(kernels, plans), encoding="utf-8")
 
