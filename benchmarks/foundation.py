@@ -54,7 +54,7 @@ def train_speed(words: Sequence[str] = ("demo",), rounds: int = 5, steps: int = 
     from sojourn.data.order import step_rows
     from sojourn.data.prepare import prepare
     from sojourn.model.scratch import build_model
-    from sojourn.train.batcher import Feed
+    from sojourn.train.batcher import Batcher
     from sojourn.train.build import build_network
     from sojourn.train.distributed.engine import Engine
     from sojourn.train.optim.optimizers import Optimizer
@@ -68,15 +68,17 @@ def train_speed(words: Sequence[str] = ("demo",), rounds: int = 5, steps: int = 
         network = build_network(config, artefact, "cpu")
         optimizer = Optimizer(network.model, config.train, "cpu")
         optimizer.set_learning_rate(1e-3)
-        feed = Feed(int(config.train.micro_batch), width, pad, "cpu", backend=network.backend, joined=network.short)
+        batcher = Batcher(
+            int(config.train.micro_batch), width, pad, "cpu", backend=network.backend, joined=network.short
+        )
         scaler = torch.amp.GradScaler("cpu", enabled=False)
-        stepper = Stepper(Engine(network, optimizer, scaler), feed, config.train.clip)
-        rows_as_they_are = Feed(config.train.global_batch, width, pad, "cpu")
+        stepper = Stepper(Engine(network, optimizer, scaler), batcher, config.train.clip)
+        rows_as_they_are = Batcher(config.train.global_batch, width, pad, "cpu")
         plain = build_model(config.model, artefact.vocab_size, width, pad, [0], 0).train()
         plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
 
         def our_step(rows: Any) -> int:
-            batches = list(feed.batches(artefact.train, rows))
+            batches = list(batcher.batches(artefact.train, rows))
             stepper.step(batches)
             return sum(batch.real_tokens for batch in batches)
 

@@ -28,7 +28,7 @@ PLAN = ("sojourn", "bench", "plan", "--folder", str(GROUND), "--no-peers")
 TEXTS = ("--data", str(GROUND / "code.jsonl"))
 TALKS = ("--data", CHATS) if CHATS else ()
 
-TESTS = ("tests/test_recorded.py", "tests/test_loss.py", "tests/test_fast.py", "tests/test_ahead.py")
+TESTS = ("tests/test_cuda_graphs.py", "tests/test_loss.py", "tests/test_fast.py", "tests/test_async_step.py")
 SMALL = "bf16,chunked,fused,compile,ahead,graphs,fp8,nanogpt"  # the ladder, and whom to beat
 CURVE = ("--no-peers", "log.every_steps=1", "train.schedule=cosine", "train.warmup=100")
 BACKWARD = ("--workload", "pretrain-875m", "--steps", "500", "--rows", "fp8-backward", *CURVE)

@@ -16,7 +16,7 @@ from sojourn.model.kernels import fp8
 from sojourn.model.kernels import fused_forwards as forwards
 from sojourn.model.kernels.fused_forwards import _turned
 from sojourn.model.network import open_network
-from sojourn.train.batcher import Feed
+from sojourn.train.batcher import Batcher
 from sojourn.train.resolve import fp8_fault
 from sojourn.train.step import loss_sum
 
@@ -120,7 +120,7 @@ def test_a_model_in_8_bits_has_nearly_the_loss_and_gradients_of_one_in_16():
         forwards.fuse(model)
         if narrow != "off":
             forwards.multiply_in_fp8(model, narrow)
-        loss = loss_sum(network, Feed(2, 32, 0, DEVICE, "bf16"), batch)
+        loss = loss_sum(network, Batcher(2, 32, 0, DEVICE, "bf16"), batch)
         loss.backward()
         found.append((float(loss.detach()), {name: weight.grad for name, weight in model.named_parameters()}))
     (wide, wanted), *narrowed = found

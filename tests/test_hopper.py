@@ -20,7 +20,7 @@ from sojourn.model.kernels import smoke_test as trial
 from sojourn.model.layers import recompute
 from sojourn.model.layout import make_layout
 from sojourn.model.network import open_network
-from sojourn.train.batcher import Feed
+from sojourn.train.batcher import Batcher
 from sojourn.train.resolve import hopper_fault, resolve
 from sojourn.train.step import loss_sum
 
@@ -102,7 +102,7 @@ def test_a_norm_that_is_put_off_changes_nothing_forward_or_back(by_torch):
 
 
 def _loss_and_gradients(network, batch):
-    loss = loss_sum(network, Feed(2, 32, 0, "cpu", "bf16"), batch)
+    loss = loss_sum(network, Batcher(2, 32, 0, "cpu", "bf16"), batch)
     loss.backward()
     made = {name: one.grad.clone() for name, one in network.model.named_parameters()}
     network.model.zero_grad()

@@ -30,11 +30,11 @@ def _forward(monkeypatch, full):
     """Memory runs out in a forward pass whenever `full(rows, call)` says so."""
     real, calls = step_module.loss_sum, []
 
-    def tight(network, feed, batch, whole=False):
+    def tight(network, batcher, batch, whole=False):
         calls.append(len(batch.ids))
         if full(len(batch.ids), len(calls)):
             raise _full()
-        return real(network, feed, batch, whole)
+        return real(network, batcher, batch, whole)
 
     monkeypatch.setattr(step_module, "loss_sum", tight)
     return calls
@@ -44,8 +44,8 @@ def _backward(monkeypatch, full):
     """The same in a backward pass, when the head has its gradient already and the layers have none yet."""
     real, calls = step_module.hidden_of_targets, []
 
-    def tight(network, feed, batch):
-        hidden, labels = real(network, feed, batch)
+    def tight(network, batcher, batch):
+        hidden, labels = real(network, batcher, batch)
         if hidden.requires_grad:
             calls.append(len(batch.ids))
             number = len(calls)
@@ -81,9 +81,9 @@ def _evaluation(monkeypatch, full):
     real, calls, rows = model_loss.score, [], []
     hidden = step_module.hidden_of_targets
 
-    def seen(network, feed, batch):
+    def seen(network, batcher, batch):
         rows.append(len(batch.ids))
-        return hidden(network, feed, batch)
+        return hidden(network, batcher, batch)
 
     def tight(*arguments):
         calls.append(rows[-1])

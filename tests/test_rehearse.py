@@ -71,7 +71,7 @@ def test_memory_that_does_not_suffice_finds_the_rung_that_does(words, monkeypatc
     real = Stepper.gradients
 
     def tight(stepper, batches):
-        if stepper.feed.micro_batch > 2:
+        if stepper.batcher.micro_batch > 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real(stepper, batches)
 

@@ -17,8 +17,8 @@ from sojourn.model.layers import recompute
 from sojourn.model.length_buckets import make_grids
 from sojourn.model.network import open_network
 from sojourn.model.prune_last_layer import shorten
-from sojourn.train.batcher import Feed
-from sojourn.train.step import blank, loss_sum
+from sojourn.train.batcher import Batcher
+from sojourn.train.step import loss_sum, without_targets
 
 WIDTH = 48
 PACKED = ([9, 14, 3, 16], [25, 1, 6], [11])
@@ -70,11 +70,11 @@ def _both(family: str, checkpointing: str = "off"):
             network = shorten(network)
         if checkpointing != "off":
             recompute(network.plain, checkpointing)
-        yield network, Feed(8, WIDTH, 0, "cpu", windows=network.windows, joined=short)
+        yield network, Batcher(8, WIDTH, 0, "cpu", windows=network.windows, joined=short)
 
 
-def _gradients(network, feed, batch):
-    loss = loss_sum(network, feed, batch)
+def _gradients(network, batcher, batch):
+    loss = loss_sum(network, batcher, batch)
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in network.model.named_parameters()}
 
@@ -100,25 +100,25 @@ def test_recomputing_changes_nothing_of_it(checkpointing):
 
 
 def test_a_batch_without_targets_leaves_every_gradient_at_nothing():
-    _, (network, feed) = _both("llama")
-    loss, gradients = _gradients(network, feed, blank(_batch(PACKED, 0.3)))
+    _, (network, batcher) = _both("llama")
+    loss, gradients = _gradients(network, batcher, without_targets(_batch(PACKED, 0.3)))
     assert float(loss) == 0
     assert all(gradient is not None and not gradient.any() for gradient in gradients.values())
 
 
 def test_only_the_targets_pass_through_the_last_feed_forward_and_no_padding_through_any():
-    _, (network, feed) = _both("llama")
+    _, (network, batcher) = _both("llama")
     batch, seen = _batch(PACKED, 0.3), list[int]()
     for layer in network.body.layers:
         layer.mlp.register_forward_pre_hook(lambda _, given: seen.append(given[0][..., 0].numel()))
-    loss_sum(network, feed, batch)
+    loss_sum(network, batcher, batch)
     assert seen == [batch.real_tokens, batch.targets]
 
 
 def test_full_rows_of_one_document_are_left_as_they_are():
-    feed = Feed(8, WIDTH, 0, "cpu", joined=True)
-    assert feed.ready(_batch([[48], [48]], 0.5)).layout.grids is None
-    assert feed.ready(_batch(PACKED, 0.5)).layout.grids is not None
+    batcher = Batcher(8, WIDTH, 0, "cpu", joined=True)
+    assert batcher.ready(_batch([[48], [48]], 0.5)).layout.grids is None
+    assert batcher.ready(_batch(PACKED, 0.5)).layout.grids is not None
 
 
 @pytest.mark.parametrize("lengths", [[[3, 33, 32, 1]], [[48], [48], [20]], [[1]], [[64, 5], [70]]])

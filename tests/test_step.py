@@ -13,11 +13,11 @@ from sojourn.data.prepare import prepare
 from sojourn.model.network import close_network, open_network
 from sojourn.model.scratch import build_model
 from sojourn.resolve.new_model import scratch_shape
-from sojourn.train.batcher import Feed
+from sojourn.train.batcher import Batcher
 from sojourn.train.distributed.engine import Engine
 from sojourn.train.optim.muon import Muon, orthogonal
 from sojourn.train.optim.optimizers import Optimizer, learning_rate
-from sojourn.train.step import Begun, Stepper, loss_sum
+from sojourn.train.step import SpeculativeStep, Stepper, loss_sum
 
 
 @pytest.fixture
@@ -31,13 +31,13 @@ def _model(config, artefact, seed=3):
     return build_model(config.model, artefact.vocab_size, 64, artefact.pad_id, [0], seed=seed)
 
 
-def _loss(model, feed, batch) -> float:
-    return float(loss_sum(open_network(model, "sdpa"), feed, batch).detach())
+def _loss(model, batcher, batch) -> float:
+    return float(loss_sum(open_network(model, "sdpa"), batcher, batch).detach())
 
 
-def _stepper(model, train, feed):
+def _stepper(model, train, batcher):
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    return Stepper(Engine(open_network(model, feed.backend), Optimizer(model, train, "cpu"), scaler), feed, 1.0)
+    return Stepper(Engine(open_network(model, batcher.backend), Optimizer(model, train, "cpu"), scaler), batcher, 1.0)
 
 
 def _alone(batch: Batch, row: int, document: int) -> Batch:
@@ -48,11 +48,11 @@ def _alone(batch: Batch, row: int, document: int) -> Batch:
 
 def test_a_packed_row_costs_what_its_documents_cost_alone(setting):
     _, artefact, model = setting
-    feed = Feed(4, 64, artefact.pad_id, "cpu")
-    batch = next(feed.batches(artefact.train, np.arange(4)))
-    packed = _loss(model, feed, batch)
+    batcher = Batcher(4, 64, artefact.pad_id, "cpu")
+    batch = next(batcher.batches(artefact.train, np.arange(4)))
+    packed = _loss(model, batcher, batch)
     alone = sum(
-        _loss(model, feed, _alone(batch, row, document))
+        _loss(model, batcher, _alone(batch, row, document))
         for row in range(4)
         for document in range(batch.documents[row].max() + 1)
     )
@@ -61,9 +61,9 @@ def test_a_packed_row_costs_what_its_documents_cost_alone(setting):
 
 def test_the_loss_equals_plain_transformers_on_one_document(setting):
     _, artefact, model = setting
-    feed = Feed(1, 64, artefact.pad_id, "cpu")
-    batch = _alone(next(feed.batches(artefact.train, np.arange(1))), 0, 0)
-    ours = _loss(model, feed, batch)
+    batcher = Batcher(1, 64, artefact.pad_id, "cpu")
+    batch = _alone(next(batcher.batches(artefact.train, np.arange(1))), 0, 0)
+    ours = _loss(model, batcher, batch)
     close_network(open_network(model, None))
     logits = model(input_ids=torch.from_numpy(batch.ids)).logits[0].log_softmax(-1)
     labels = batch.labels[0]
@@ -76,12 +76,12 @@ def test_micro_batches_of_any_size_give_the_same_step(setting, words):
     results = []
     for micro in (8, 4, 1):
         train = config.train.model_copy(update={"lr": 1e-3})
-        feed = Feed(micro, 64, artefact.pad_id, "cpu")
-        stepper = _stepper(_model(config, artefact), train, feed)
+        batcher = Batcher(micro, 64, artefact.pad_id, "cpu")
+        stepper = _stepper(_model(config, artefact), train, batcher)
         losses = []
         for step in range(3):
             stepper.optimizer.set_learning_rate(learning_rate(step, 3, train))
-            batches = list(feed.batches(artefact.train, np.arange(step * 8, step * 8 + 8)))
+            batches = list(batcher.batches(artefact.train, np.arange(step * 8, step * 8 + 8)))
             losses.append(float(stepper.step(batches)[0]))
         results.append(losses)
     assert results[1] == pytest.approx(results[0], rel=1e-5)
@@ -91,9 +91,9 @@ def test_micro_batches_of_any_size_give_the_same_step(setting, words):
 def test_nothing_of_a_pass_is_held_when_the_next_begins(setting, monkeypatch):
     """Not even by whoever holds its loss: the head's gradient would wait there."""
     config, artefact, _ = setting
-    feed = Feed(2, 64, artefact.pad_id, "cpu")
-    stepper = _stepper(_model(config, artefact), config.train, feed)
-    batches = list(feed.batches(artefact.train, np.arange(8)))
+    batcher = Batcher(2, 64, artefact.pad_id, "cpu")
+    stepper = _stepper(_model(config, artefact), config.train, batcher)
+    batches = list(batcher.batches(artefact.train, np.arange(8)))
     kept, left = [], []
 
     def watched(*given):
@@ -103,7 +103,7 @@ def test_nothing_of_a_pass_is_held_when_the_next_begins(setting, monkeypatch):
         return made
 
     monkeypatch.setattr("sojourn.train.step.loss_sum", watched)
-    begun = Begun(0, batches, 0.0, 2, stepper.begin(batches))
+    begun = SpeculativeStep(0, batches, 0.0, 2, stepper.begin(batches))
     stepper.passes(batches, begun)
     assert left == [[]] * 4 and all(graph() is None for graph in kept) and begun.part is not None
 
@@ -143,8 +143,8 @@ _OPTIMIZERS = [
 def test_optimizer_state_survives_a_round_trip(setting, chosen):
     config, artefact, _ = setting
     train = config.train.model_copy(update={"lr": 1e-3, **chosen})
-    feed = Feed(8, 64, artefact.pad_id, "cpu")
-    batches = list(feed.batches(artefact.train, np.arange(8)))
+    batcher = Batcher(8, 64, artefact.pad_id, "cpu")
+    batches = list(batcher.batches(artefact.train, np.arange(8)))
 
     def steps(stepper, count):
         for _ in range(count):
@@ -152,24 +152,24 @@ def test_optimizer_state_survives_a_round_trip(setting, chosen):
             loss, _ = stepper.step(batches)
         return float(loss)
 
-    one = _stepper(_model(config, artefact), train, feed)
+    one = _stepper(_model(config, artefact), train, batcher)
     first = steps(one, 2)
     twin = _model(config, artefact, seed=9)
     twin.load_state_dict(one.network.model.state_dict())
-    other = _stepper(twin, train, feed)
+    other = _stepper(twin, train, batcher)
     other.optimizer.load_tensors({key: value.clone() for key, value in one.optimizer.tensors().items()})
     assert steps(one, 3) == steps(other, 3) < first
 
 
 def test_moments_kept_in_host_memory_change_nothing(setting):
     config, artefact, _ = setting
-    feed = Feed(8, 64, artefact.pad_id, "cpu")
+    batcher = Batcher(8, 64, artefact.pad_id, "cpu")
     ends = []
     for chosen in ({}, {"offload": "optimizer"}):
-        stepper = _stepper(_model(config, artefact), config.train.model_copy(update=chosen), feed)
+        stepper = _stepper(_model(config, artefact), config.train.model_copy(update=chosen), batcher)
         for step in range(3):
             stepper.optimizer.set_learning_rate(1e-3)
-            stepper.step(list(feed.batches(artefact.train, np.arange(8 * step, 8 * step + 8))))
+            stepper.step(list(batcher.batches(artefact.train, np.arange(8 * step, 8 * step + 8))))
         ends.append([p.detach().clone() for p in stepper.network.model.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
 

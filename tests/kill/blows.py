@@ -45,10 +45,10 @@ class Notes:
 
 def _keep_diary(notes: Notes, fill: dict[str, Any] | None) -> None:
     from sojourn.train import session
-    from sojourn.train.batcher import Ahead
-    from sojourn.train.fault_tolerant_step import Careful
+    from sojourn.train.batcher import Prefetcher
+    from sojourn.train.fault_tolerant_step import FaultTolerantStep
 
-    step_rows, take, step = session.step_rows, Ahead.take, Careful.step
+    step_rows, take, step = session.step_rows, Prefetcher.take, FaultTolerantStep.step
 
     def noted_rows(number: int, *rest: Any) -> Any:
         rows = step_rows(number, *rest)
@@ -72,7 +72,7 @@ def _keep_diary(notes: Notes, fill: dict[str, Any] | None) -> None:
             notes.add("trained", step=number)
         return done
 
-    session.step_rows, Ahead.take, Careful.step = noted_rows, noted_take, noted_step
+    session.step_rows, Prefetcher.take, FaultTolerantStep.step = noted_rows, noted_take, noted_step
 
 
 def _fill(fill: dict[str, Any], step: int) -> None:

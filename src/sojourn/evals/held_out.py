@@ -14,7 +14,7 @@ from sojourn.infer.load import Model
 from sojourn.model.network import close_network, open_network
 from sojourn.run.folder import RunFolder
 from sojourn.storage.files import read_json
-from sojourn.train.batcher import Feed
+from sojourn.train.batcher import Batcher
 from sojourn.train.step import evaluate
 
 
@@ -52,9 +52,11 @@ def held_out_loss(model: Model, run: RunFolder, rows: int) -> float:
     softcap = getattr(model.network.config.get_text_config(), "attn_logit_softcapping", None) is not None
     for backend in ("math" if softcap else "sdpa", None):  # None: its own, as it was trained if ours does not suit it
         network = open_network(model.network, backend)
-        feed = Feed(8, artefact.max_length, artefact.pad_id, model.device, backend=backend, windows=network.windows)
+        batcher = Batcher(
+            8, artefact.max_length, artefact.pad_id, model.device, backend=backend, windows=network.windows
+        )
         try:
-            return evaluate(network, artefact.eval, rows, feed)[0]
+            return evaluate(network, artefact.eval, rows, batcher)[0]
         except NotImplementedError:
             continue
         finally:

@@ -23,7 +23,7 @@ from sojourn.model.length_buckets import make_grids
 
 
 @dataclass(frozen=True)
-class Ready:
+class DeviceBatch:
     """A batch on its device. `places_N` are the target tokens' places in the flattened batch."""
 
     ids_BT: Any
@@ -34,7 +34,7 @@ class Ready:
 
 
 @dataclass
-class Feed:
+class Batcher:
     micro_batch: int
     width: int
     pad_id: int
@@ -51,10 +51,10 @@ class Feed:
             width = int((split.rows[chosen + 1] - split.rows[chosen]).max()) if self.fit else self.width
             yield read_batch(split, chosen, min(self.width, -(-width // 8) * 8), self.pad_id)
 
-    def ready(self, batch: Batch) -> Ready:
+    def ready(self, batch: Batch) -> DeviceBatch:
         grids = None
-        if self.joined and self.backend == "sdpa" and not full_rows(batch):
-            batch = end_to_end(batch)
+        if self.joined and self.backend == "sdpa" and not has_full_rows(batch):
+            batch = join_rows(batch)
             grids = make_grids(batch.documents[0])
         places = np.flatnonzero(batch.labels >= 0)
         layout = None
@@ -62,7 +62,7 @@ class Feed:
             starts = self._to(padded_starts(find_starts(batch.documents)))
             layout = make_layout(self.backend, batch.documents, self._to(batch.documents), starts, self.windows, grids)
         labels = batch.labels.reshape(-1)[places]
-        return Ready(self._to(batch.ids), self._to(batch.positions), self._to(places), self._to(labels), layout)
+        return DeviceBatch(self._to(batch.ids), self._to(batch.positions), self._to(places), self._to(labels), layout)
 
     def _to(self, array: np.ndarray) -> Any:
         import torch
@@ -80,19 +80,19 @@ class Feed:
         return torch.autocast(self.device, dtype=torch.bfloat16 if self.precision == "bf16" else torch.float16)
 
 
-def full_rows(batch: Batch) -> bool:
+def has_full_rows(batch: Batch) -> bool:
     """Whether every row is one document without padding."""
     return bool((batch.documents == 0).all())
 
 
-def end_to_end(batch: Batch) -> Batch:
+def join_rows(batch: Batch) -> Batch:
     """Its real tokens in a single row, their documents numbered throughout."""
     real, (rows, width) = batch.documents >= 0, batch.documents.shape
     _, documents = np.unique((batch.documents + width * np.arange(rows)[:, None])[real], return_inverse=True)
     return Batch(batch.ids[real][None], batch.labels[real][None], batch.positions[real][None], documents[None])
 
 
-class Ahead:
+class Prefetcher:
     """Reads the next step's batches in a thread while the present step computes. One that hangs holds nobody up."""
 
     def __init__(self, read: Callable[[int], list[Batch]], last: int) -> None:
@@ -100,7 +100,7 @@ class Ahead:
         self._asked: queue.SimpleQueue[tuple[int, Future[list[Batch]]] | None] = queue.SimpleQueue()
         self._next: tuple[int, Future[list[Batch]]] | None = None
 
-    def __enter__(self) -> Ahead:
+    def __enter__(self) -> Prefetcher:
         threading.Thread(target=self._work, name="rows", daemon=True).start()
         return self
 

@@ -17,7 +17,7 @@ from sojourn.model.network import Network, close_network, open_network
 from sojourn.model.probe import check_network
 from sojourn.model.prune_last_layer import shorten
 from sojourn.model.scratch import build_model
-from sojourn.train.batcher import Feed
+from sojourn.train.batcher import Batcher
 from sojourn.train.subject import base_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -106,8 +106,8 @@ def _opened(config: RunConfig, artefact: Artefact, device: str, empty: bool) -> 
 
 
 def check(network: Network, config: RunConfig, device: str, packed: bool) -> None:
-    feed = Feed(1, 1, 0, device, str(config.train.precision))
-    check_network(network, device, feed.autocast(), packed)
+    batcher = Batcher(1, 1, 0, device, str(config.train.precision))
+    check_network(network, device, batcher.autocast(), packed)
 
 
 def _checked(network: Network, config: RunConfig, device: str, packed: bool) -> Network:

@@ -20,7 +20,7 @@ from sojourn.train.subject import subject_of
 def work_of_session(session: Session) -> Work:
     """As plans see it, with the documents as long as they really are."""
     config, stepper = session.config, session.stepper
-    work = work_here(config, subject_of(config), stepper.feed.micro_batch, None, stepper.ranks.size)
+    work = work_here(config, subject_of(config), stepper.batcher.micro_batch, None, stepper.ranks.size)
     facts: dict[str, Any] = session.artefact.report.get("train", {})
     packed = session.artefact.facts.get("packing") == "packed" and facts.get("documents")
     document = max(1, round(facts["tokens"] / facts["documents"])) if packed else None
@@ -28,13 +28,13 @@ def work_of_session(session: Session) -> Work:
 
 
 def note_rehearsal(session: Session, step_seconds: float, memory: int | None) -> None:
-    if session.stepper.feed.device == "cuda" and memory is not None:
+    if session.stepper.batcher.device == "cuda" and memory is not None:
         with _harmless():
             _note(session, "rehearsal", memory, step_seconds)
 
 
 def note_run(session: Session) -> None:
-    if session.stepper.feed.device == "cuda" and session.stepper.ranks.first:
+    if session.stepper.batcher.device == "cuda" and session.stepper.ranks.first:
         with _harmless():
             _note_run(session)
 

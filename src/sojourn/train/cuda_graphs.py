@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sojourn.train.batcher import Ready
+from sojourn.train.batcher import DeviceBatch
 from sojourn.train.faults.oom_fallback import free_memory, is_memory_error
 
 _AS_USUAL = 3  # passes before the first recording: kernels are compiled and chosen in them
@@ -27,7 +27,7 @@ Record = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]
 
 
 @dataclass(frozen=True)
-class Form:
+class GraphShape:
     """Rows, and what there is room for: targets, starts of documents and tokens of the longest. `plain`: one document a
     row, for which attention has faster kernels."""
 
@@ -37,22 +37,22 @@ class Form:
     starts: int
     longest: int
 
-    def holds(self, other: Form) -> bool:
+    def holds(self, other: GraphShape) -> bool:
         return self == self.grown(other)
 
-    def grown(self, other: Form) -> Form:
+    def grown(self, other: GraphShape) -> GraphShape:
         """To hold both, where their rows are alike."""
         if (self.rows, self.plain) != (other.rows, other.plain):
             return other
         sizes = zip(self.sizes, other.sizes, strict=True)
-        return Form(self.rows, self.plain, *(max(both) for both in sizes))
+        return GraphShape(self.rows, self.plain, *(max(both) for both in sizes))
 
     @property
     def sizes(self) -> tuple[int, int, int]:
         return self.targets, self.starts, self.longest
 
 
-def form_of(ready: Ready, plain: bool = True) -> Form | None:
+def graph_shape(ready: DeviceBatch, plain: bool = True) -> GraphShape | None:
     """None: such a pass cannot be recorded. Not `plain`: as if it were packed, even where it is not."""
     layout = ready.layout
     if layout is None or layout.masks or layout.grids is not None:
@@ -61,14 +61,14 @@ def form_of(ready: Ready, plain: bool = True) -> Form | None:
     part = -(-tokens // _TARGETS)
     targets = min(tokens, -(-len(ready.places_N) // part) * part)
     if layout.plain and plain:
-        return Form(rows, True, targets, 0, layout.longest)
+        return GraphShape(rows, True, targets, 0, layout.longest)
     if layout.backend not in _PACKED:
         return None
     starts = -(-len(layout.starts) // _STARTS) * _STARTS
-    return Form(rows, False, targets, starts, min(rows[-1], 1 << (layout.longest - 1).bit_length()))
+    return GraphShape(rows, False, targets, starts, min(rows[-1], 1 << (layout.longest - 1).bit_length()))
 
 
-def filled_up(ready: Ready, form: Form) -> Ready:
+def pad_to_shape(ready: DeviceBatch, form: GraphShape) -> DeviceBatch:
     """The same pass, as large as the form."""
     places, labels, layout = ready.places_N, ready.labels_N, ready.layout
     more, tokens = form.targets - len(places), ready.ids_BT.numel()
@@ -84,16 +84,16 @@ def filled_up(ready: Ready, form: Form) -> Ready:
     return replace(ready, places_N=places, labels_N=labels, layout=layout)
 
 
-class Recorder:
+class CudaGraphs:
     """`loss`: of a batch that is ready, summed. A pass is forward and backward in one. `machine` makes what records
     until all is forgotten."""
 
     def __init__(
-        self, loss: Callable[[Ready], Any], parameters: list[Any], machine: Callable[[], Record] | None = None
+        self, loss: Callable[[DeviceBatch], Any], parameters: list[Any], machine: Callable[[], Record] | None = None
     ) -> None:
         self._loss, self._parameters = loss, parameters
         self._machine = machine or OnGpu
-        self._form: Form | None = None
+        self._form: GraphShape | None = None
         self._seen = self._passes = self._odd = 0
         self._broken = self._said = False
         self._recordings: dict[bool, tuple[Callable[[], None], Any]] = {}
@@ -122,17 +122,17 @@ class Recorder:
         if played:
             _give_back()
 
-    def take(self, ready: Ready, targets: float) -> tuple[Any, Ready]:
+    def take(self, ready: DeviceBatch, targets: float) -> tuple[Any, DeviceBatch]:
         """A micro batch's share of the mean loss, with its gradients added already; None: make this pass as usual, as
         it is returned."""
         if self._broken or self._short or not self._has_form(ready) or self._form is None:
             return None, ready
         several = targets > len(ready.places_N)
-        ready = filled_up(ready, self._form)
+        ready = pad_to_shape(ready, self._form)
         self._seen += 1
         return (self._play(ready, targets, several) if self._seen > _AS_USUAL else None), ready
 
-    def _play(self, ready: Ready, targets: float, several: bool) -> Any:
+    def _play(self, ready: DeviceBatch, targets: float, several: bool) -> Any:
         """`several`: the step has more passes than this one."""
         first = all(parameter.grad is None for parameter in self._parameters)
         if not first and any(p.grad is not g for p, g in zip(self._parameters, self._grads, strict=False)):
@@ -150,10 +150,10 @@ class Recorder:
             parameter.grad = grad
         return part
 
-    def _has_form(self, ready: Ready) -> bool:
+    def _has_form(self, ready: DeviceBatch) -> bool:
         """Whether the pass has the form, which may become another or larger for it."""
         packed = self._form is not None and not self._form.plain
-        form = form_of(ready, plain=not packed)
+        form = graph_shape(ready, plain=not packed)
         if form is None:
             self._say_once("rows of several documents are recorded with train.attention=varlen alone")
             self._make_room(ready)
@@ -172,14 +172,14 @@ class Recorder:
         self._form, self._seen = self._form.grown(form), 0
         return True
 
-    def _make_room(self, ready: Ready) -> None:
+    def _make_room(self, ready: DeviceBatch) -> None:
         """For a pass as usual: it and a recording hold the memory of a whole pass each. One of fewer rows needs less,
         and may come in every step."""
         if self._recordings and ready.ids_BT.numel() >= self._ready.ids_BT.numel():
             self.forget()
             self._seen = 0
 
-    def _record(self, ready: Ready, several: bool) -> bool:
+    def _record(self, ready: DeviceBatch, several: bool) -> bool:
         """What the step's passes need and is not there yet: before any of them is played, so that nothing is lost where
         it cannot be done."""
         if self._ready is None:

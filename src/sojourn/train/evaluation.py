@@ -15,7 +15,7 @@ from sojourn.config.schema import RunConfig
 from sojourn.data.artefact import Artefact
 from sojourn.errors import RunFailed
 from sojourn.run.folder import RunFolder
-from sojourn.train.batcher import Feed
+from sojourn.train.batcher import Batcher
 from sojourn.train.checkpoint.final_model import write_final
 from sojourn.train.checkpoint.saving import Progress
 from sojourn.train.distributed.engine import Engine
@@ -24,11 +24,11 @@ from sojourn.train.samples import Samples
 from sojourn.train.step import evaluate
 
 
-class Assessor:
+class Evaluator:
     """An evaluation is only noted when all of it is done: one that a stop cut short is made by the next call."""
 
-    def __init__(self, config: RunConfig, run: RunFolder, artefact: Artefact, engine: Engine, feed: Feed) -> None:
-        self._config, self._run, self._artefact, self._engine, self._feed = config, run, artefact, engine, feed
+    def __init__(self, config: RunConfig, run: RunFolder, artefact: Artefact, engine: Engine, batcher: Batcher) -> None:
+        self._config, self._run, self._artefact, self._engine, self._feed = config, run, artefact, engine, batcher
         self._network, self._ranks = engine.network, engine.ranks
         self.seconds: float | None = None  # that the last one took
 

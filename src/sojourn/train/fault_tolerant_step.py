@@ -16,7 +16,7 @@ import numpy as np
 from sojourn.data.artefact import Batch
 from sojourn.errors import RunFailed
 from sojourn.launch.verdict import StartAgain
-from sojourn.train.batcher import Ahead
+from sojourn.train.batcher import Prefetcher
 from sojourn.train.checkpoint.checkpoint import load
 from sojourn.train.checkpoint.rng_state import random_tensors, restore_random
 from sojourn.train.checkpoint.saving import Saver, Say
@@ -33,7 +33,7 @@ from sojourn.train.faults.oom_fallback import (
     told,
 )
 from sojourn.train.session import Session
-from sojourn.train.step import Begun
+from sojourn.train.step import SpeculativeStep
 
 _EXACT = {"cpu": 0.0}
 _GPU_NOISE = 1e-2  # sums on a GPU come out in another order each time
@@ -53,13 +53,13 @@ class Done:
 
 
 @dataclass
-class Careful:
+class FaultTolerantStep:
     session: Session
     guard: Guard
     saver: Saver
-    ahead: Ahead
+    ahead: Prefetcher
     say: Say
-    begun: Begun | None = None
+    begun: SpeculativeStep | None = None
 
     def step(self) -> Done | None:
         """The next global step. None: the run went back to its last checkpoint instead."""
@@ -92,7 +92,7 @@ class Careful:
 
     def _taken(self, step: int) -> tuple[list[Batch], float]:
         begun = self.begun
-        if begun is not None and (begun.step, begun.micro_batch) == (step, self.session.stepper.feed.micro_batch):
+        if begun is not None and (begun.step, begun.micro_batch) == (step, self.session.stepper.batcher.micro_batch):
             return begun.batches, begun.waited
         if begun is not None:
             self._drop()
@@ -131,7 +131,7 @@ class Careful:
         except RuntimeError as error:
             if not is_memory_error(error):
                 raise
-        self.begun = Begun(step, batches, waited, stepper.feed.micro_batch, part)
+        self.begun = SpeculativeStep(step, batches, waited, stepper.batcher.micro_batch, part)
 
     def put_down(self) -> None:
         """Frees the memory of what is begun, for work between steps."""
@@ -141,8 +141,8 @@ class Careful:
 
     def make_room(self) -> None:
         """For passes of another kind: recordings hold the memory of a pass, and are soon made again."""
-        if self.session.stepper.recorder is not None:
-            self.session.stepper.recorder.forget()
+        if self.session.stepper.cuda_graphs is not None:
+            self.session.stepper.cuda_graphs.forget()
 
     def _drop(self) -> None:
         """What is begun, with gradients that it may have made already."""
@@ -162,13 +162,13 @@ class Careful:
     def rehearse(self) -> None:
         """The longest rows there are, forward and back, before anything is paid for; then as if nothing had been."""
         rows = self.session.artefact.train
-        random, feed = random_tensors(), self.session.stepper.feed
+        random, batcher = random_tensors(), self.session.stepper.batcher
         longest = np.argsort(-np.diff(rows.rows), kind="stable")
         compute = self.session.stepper.gradients
-        self._gradients([], random, compute, lambda: list(feed.batches(rows, longest[: feed.micro_batch])))
+        self._gradients([], random, compute, lambda: list(batcher.batches(rows, longest[: batcher.micro_batch])))
         self.session.stepper.discard()
         restore_random(random)
-        if feed.device == "cuda":
+        if batcher.device == "cuda":
             free_memory()
 
     def retried(self, work: Callable[[], T], usual: float | None = None) -> T:
@@ -189,7 +189,7 @@ class Careful:
         """Gives up recordings, or takes fewer rows at a time, before memory really runs out."""
         if self.session.stepper.engine.lockstep:
             return
-        if self.session.stepper.plays or self.session.stepper.feed.micro_batch > 1:
+        if self.session.stepper.plays or self.session.stepper.batcher.micro_batch > 1:
             down = self._down(False, why)
             if down is not None:
                 raise down
@@ -203,14 +203,14 @@ class Careful:
     ) -> T:
         session, step = self.session, self.session.progress.step
         read = read or (lambda: session.batches(step))
-        cut = session.stepper.feed.micro_batch if batches else None
+        cut = session.stepper.batcher.micro_batch if batches else None
 
         def make() -> T:
             nonlocal batches, cut
-            if cut != session.stepper.feed.micro_batch:  # a rung was taken: cut the same rows into smaller pieces
+            if cut != session.stepper.batcher.micro_batch:  # a rung was taken: cut the same rows into smaller pieces
                 session.stepper.discard()
                 restore_random(random)
-                batches, cut = read(), session.stepper.feed.micro_batch
+                batches, cut = read(), session.stepper.batcher.micro_batch
             return compute(batches)
 
         return self.retried(make, self.guard.step_seconds)
@@ -218,8 +218,8 @@ class Careful:
     def _down(self, in_update: bool, why: str) -> OneRungDown | None:
         """Takes the next rung. Fewer rows at a time need nothing more; anything else has the run built anew."""
         session = self.session
-        feed = session.stepper.feed
-        train = session.config.train.model_copy(update={"micro_batch": feed.micro_batch})
+        batcher = session.stepper.batcher
+        train = session.config.train.model_copy(update={"micro_batch": batcher.micro_batch})
         rung = next_rung(train, in_update, session.stepper.plays)
         step, says = session.progress.step + 1, why.strip().split("\n")[0][:200]
         if rung is None:
@@ -239,7 +239,7 @@ class Careful:
         self.make_room()
         if set(rung) != {"micro_batch"} or in_update:
             return OneRungDown(rung, clean=not in_update)
-        feed.micro_batch = rung["micro_batch"]
+        batcher.micro_batch = rung["micro_batch"]
         self.ahead.forget()
         free_memory()
         return None
@@ -253,7 +253,7 @@ class Careful:
         stepper.discard()
         restore_random(random)
         again = self._gradients(session.batches(session.progress.step), random, stepper.gradients)
-        if not same(found, again, _EXACT.get(stepper.feed.device, _GPU_NOISE)):
+        if not same(found, again, _EXACT.get(stepper.batcher.device, _GPU_NOISE)):
             step = session.progress.step + 1
             session.run.event("suspect_hardware", step=step, loss=_text(found[0]), again=_text(again[0]))
             self.say(

@@ -22,12 +22,12 @@ from sojourn.estimate.memory import memory as planned_memory
 from sojourn.run.folder import RunFolder
 from sojourn.run.ledger import Ledger
 from sojourn.storage.disk import remove_folder
-from sojourn.train.batcher import Ahead
+from sojourn.train.batcher import Prefetcher
 from sojourn.train.calibration import note_rehearsal, work_of_session
 from sojourn.train.checkpoint.checkpoint import checkpoints_in, load
 from sojourn.train.checkpoint.mirroring import mirror_of
 from sojourn.train.checkpoint.saving import Saver
-from sojourn.train.fault_tolerant_step import Careful
+from sojourn.train.fault_tolerant_step import FaultTolerantStep
 from sojourn.train.faults.guard import Guard
 from sojourn.train.faults.limits import priced, session_end
 from sojourn.train.faults.oom_fallback import OneRungDown, free_memory, told
@@ -93,8 +93,8 @@ def _tried(config: RunConfig, run: RunFolder, scratch: RunFolder, ranks: Ranks, 
     guard = Guard(config.limits, ledger, session_end(config.limits))
     saver = Saver(session.config, scratch, session.live, session.progress, session.total, 1 << 60, say)
     try:
-        with Ahead(session.batches, session.total) as ahead:
-            careful = Careful(session, guard, saver, ahead, say)
+        with Prefetcher(session.batches, session.total) as ahead:
+            careful = FaultTolerantStep(session, guard, saver, ahead, say)
             careful.rehearse()
             seconds = _steps(session, careful, report)
             careful.rehearse()  # the longest rows again, now beside the optimizer's moments
@@ -106,7 +106,7 @@ def _tried(config: RunConfig, run: RunFolder, scratch: RunFolder, ranks: Ranks, 
     finally:
         saver.close()
     report.facts |= {"opening_seconds": round(opening, 1), "step_seconds": round(seconds, 4),
-                     "micro_batch": session.stepper.feed.micro_batch}  # fmt: skip
+                     "micro_batch": session.stepper.batcher.micro_batch}  # fmt: skip
     if not ranks.first:
         return True
     note_rehearsal(session, seconds, report.facts.get("memory"))
@@ -119,7 +119,7 @@ def _tried(config: RunConfig, run: RunFolder, scratch: RunFolder, ranks: Ranks, 
     return True
 
 
-def _steps(session: Session, careful: Careful, report: Report) -> float:
+def _steps(session: Session, careful: FaultTolerantStep, report: Report) -> float:
     """Real steps; the seconds of the last."""
     vocabulary, seconds, losses = session.artefact.vocab_size, 0.0, list[float]()
     settled = 0
@@ -152,9 +152,9 @@ def _steps(session: Session, careful: Careful, report: Report) -> float:
 
 
 def _memory(session: Session, report: Report) -> None:
-    feed = session.stepper.feed
-    if feed.device != "cuda":
-        report.add("ok", "memory", f"{feed.micro_batch} rows at a time, on the {feed.device}")
+    batcher = session.stepper.batcher
+    if batcher.device != "cuda":
+        report.add("ok", "memory", f"{batcher.micro_batch} rows at a time, on the {batcher.device}")
         return
     import torch
 
@@ -163,8 +163,8 @@ def _memory(session: Session, report: Report) -> None:
     planned = planned_memory(work_of_session(session)).allocated
     report.facts |= {"memory": used, "memory_reserved": reserved, "memory_planned": planned}
     level: Literal["ok", "warn"] = "warn" if reserved > 0.95 * total else "ok"
-    report.add(level, "memory", f"{used / _GIB:.1f} GiB of {total / _GIB:.0f} at the peak with {feed.micro_batch} rows "
-               f"at a time ({reserved / _GIB:.1f} reserved, {planned / _GIB:.1f} planned)")  # fmt: skip
+    report.add(level, "memory", f"{used / _GIB:.1f} GiB of {total / _GIB:.0f} at the peak with {batcher.micro_batch} "
+               f"rows at a time ({reserved / _GIB:.1f} reserved, {planned / _GIB:.1f} planned)")  # fmt: skip
 
 
 def _save(session: Session, scratch: RunFolder, saver: Saver, report: Report) -> float:

@@ -21,7 +21,7 @@ from sojourn.errors import UserError
 from sojourn.run.folder import RunFolder
 from sojourn.run.home import prepared_folder
 from sojourn.storage.files import read_json, write_json, write_text
-from sojourn.train.batcher import Feed
+from sojourn.train.batcher import Batcher
 from sojourn.train.checkpoint.checkpoint import check_room
 from sojourn.train.checkpoint.config_changes import base_mark, refuse_harmful_changes
 from sojourn.train.checkpoint.mirroring import fetch_newer, mirror_of
@@ -33,7 +33,7 @@ from sojourn.train.metrics.environment import describe, device_name
 from sojourn.train.metrics.meters import Work
 from sojourn.train.ranks import Ranks
 from sojourn.train.resolve import Resolved, resolve
-from sojourn.train.step import Stepper, blank, make_recorder
+from sojourn.train.step import Stepper, make_cuda_graphs, without_targets
 from sojourn.train.subject import subject_of
 
 
@@ -70,10 +70,10 @@ class Session:
         """This process's rows of a global step, in micro batches."""
         train = self.config.train
         chosen = step_rows(step, len(self.artefact.train), train.global_batch, train.seed, self.last_row)
-        feed, mine = self.stepper.feed, self.stepper.ranks.share(chosen)
+        batcher, mine = self.stepper.batcher, self.stepper.ranks.share(chosen)
         if len(mine) == 0 and self.stepper.engine.lockstep:  # of a run's last, smaller batch
-            return [blank(batch) for batch in feed.batches(self.artefact.train, chosen[:1])]
-        return list(feed.batches(self.artefact.train, mine))
+            return [without_targets(batch) for batch in batcher.batches(self.artefact.train, chosen[:1])]
+        return list(batcher.batches(self.artefact.train, mine))
 
 
 def say(line: str) -> None:
@@ -112,7 +112,7 @@ def open_session(config: RunConfig, run: RunFolder, ranks: Ranks) -> Session:
         # Weights and two moments of 32 bits: told now rather than at the first save.
         place = run.checkpoints if run.checkpoints.is_dir() else run.path  # perhaps another disk
         check_room(place, 12 * trained, int(config.save.min_free))
-    feed = Feed(
+    batcher = Batcher(
         int(config.train.micro_batch),
         artefact.max_length,
         artefact.pad_id,
@@ -125,8 +125,8 @@ def open_session(config: RunConfig, run: RunFolder, ranks: Ranks) -> Session:
     )
     whole = config.train.loss == "whole"
     again = config.train.checkpointing != "off"
-    recorder = make_recorder(engine, feed, whole, again) if config.train.cuda_graphs == "on" else None
-    stepper = Stepper(engine, feed, config.train.clip, whole, recorder)
+    cuda_graphs = make_cuda_graphs(engine, batcher, whole, again) if config.train.cuda_graphs == "on" else None
+    stepper = Stepper(engine, batcher, config.train.clip, whole, cuda_graphs)
     live = Live(engine)
     progress = _resumed(config, run, live, ranks)
     length, work = _length(config, artefact), _work(config, artefact, ranks)

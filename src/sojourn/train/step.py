@@ -16,33 +16,33 @@ import torch
 from sojourn.data.artefact import Batch, Split
 from sojourn.model import loss
 from sojourn.model.network import Network
-from sojourn.train.batcher import Feed, Ready
-from sojourn.train.cuda_graphs import Recorder
+from sojourn.train.batcher import Batcher, DeviceBatch
+from sojourn.train.cuda_graphs import CudaGraphs
 from sojourn.train.distributed.engine import Engine
 from sojourn.train.optim.optimizers import Optimizer
 from sojourn.train.ranks import ALONE, Ranks
 
 
-def hidden_of_targets(network: Network, feed: Feed, batch: Batch) -> tuple[Any, Any]:
+def hidden_of_targets(network: Network, batcher: Batcher, batch: Batch) -> tuple[Any, Any]:
     """Hidden states of the target tokens alone (the head need see no others), and their labels."""
-    return _hidden_of(network, feed.ready(batch))
+    return _hidden_of(network, batcher.ready(batch))
 
 
-def _hidden_of(network: Network, ready: Ready) -> tuple[Any, Any]:
+def _hidden_of(network: Network, ready: DeviceBatch) -> tuple[Any, Any]:
     return network.hidden(ready.ids_BT, ready.positions_BT, ready.layout, ready.places_N), ready.labels_N
 
 
-def loss_sum(network: Network, feed: Feed, batch: Batch, whole: bool = False) -> Any:
+def loss_sum(network: Network, batcher: Batcher, batch: Batch, whole: bool = False) -> Any:
     """Cross-entropy summed over the targets. Attention stays inside each document."""
-    return loss.loss_sum(network.head, *hidden_of_targets(network, feed, batch), whole)
+    return loss.loss_sum(network.head, *hidden_of_targets(network, batcher, batch), whole)
 
 
-def _summed(network: Network, ready: Ready, whole: bool) -> Any:
+def _summed(network: Network, ready: DeviceBatch, whole: bool) -> Any:
     return loss.loss_sum(network.head, *_hidden_of(network, ready), whole)
 
 
 @dataclass(frozen=True)
-class Begun:
+class SpeculativeStep:
     """A step whose first forward pass has been asked for before the one before it was known to be good."""
 
     step: int
@@ -75,10 +75,10 @@ class Stepper:
     """What every step works with. Nothing is changed before `update`: gradients can be thrown away at any time."""
 
     engine: Engine
-    feed: Feed
+    batcher: Batcher
     clip: float
     whole: bool = False
-    recorder: Recorder | None = None
+    cuda_graphs: CudaGraphs | None = None
 
     @property
     def network(self) -> Network:
@@ -95,27 +95,29 @@ class Stepper:
     @property
     def plays(self) -> bool:
         """Whether passes come from a recording."""
-        return self.recorder is not None and self.recorder.plays
+        return self.cuda_graphs is not None and self.cuda_graphs.plays
 
     @property
     def settled(self) -> bool:
         """Whether that is decided."""
-        return self.recorder is None or self.recorder.settled
+        return self.cuda_graphs is None or self.cuda_graphs.settled
 
     def gradients(self, batches: list[Batch]) -> tuple[float, float]:
         """Forward and backward of every micro batch. Returns the mean loss and the norm of the (clipped) gradient."""
         loss, size = self.passes(batches).tolist()
         return loss, size
 
-    def passes(self, batches: list[Batch], begun: Begun | None = None) -> Any:
+    def passes(self, batches: list[Batch], begun: SpeculativeStep | None = None) -> Any:
         """The same, as numbers still on the device. `begun`: what has been done of them already."""
         engine, ranks = self.engine, self.ranks
         targets = ranks.total(sum(batch.targets for batch in batches))[0]
-        mean = torch.zeros((), device=self.feed.device)
+        mean = torch.zeros((), device=self.batcher.device)
         if targets == 0:  # nothing to learn from
             return torch.stack([mean, mean])
         there = begun.part if begun is not None and begun.batches is batches else None
-        batches = in_step(batches, ranks) if engine.lockstep else [batch for batch in batches if batch.targets]
+        batches = (
+            pad_with_empty_batches(batches, ranks) if engine.lockstep else [batch for batch in batches if batch.targets]
+        )
         with engine.passes():
             for number, batch in enumerate(batches, 1):
                 part = self._part(batch, targets) if there is None else there
@@ -133,18 +135,18 @@ class Stepper:
 
     def _part(self, batch: Batch, targets: float) -> Any:
         """A micro batch's share of the mean loss. Where a recording is played, the backward comes with it."""
-        if self.recorder is not None:
-            part, ready = self.recorder.take(self.feed.ready(batch), targets)
+        if self.cuda_graphs is not None:
+            part, ready = self.cuda_graphs.take(self.batcher.ready(batch), targets)
             if part is not None:
                 return part
             wanted = partial(_summed, self.network, ready, self.whole)
         else:
             wanted = partial(self._loss, batch)
-        with self.feed.autocast():
+        with self.batcher.autocast():
             return self.engine.run(wanted) / targets
 
     def _loss(self, batch: Batch) -> Any:
-        return loss_sum(self.network, self.feed, batch, self.whole)
+        return loss_sum(self.network, self.batcher, batch, self.whole)
 
     def update_if_good(self, found: Any, highest: float) -> Answer:
         """The update, if the device finds loss and norm to be numbers, and the loss not too high. The answer: loss,
@@ -165,7 +167,7 @@ class Stepper:
         return done
 
 
-def make_recorder(engine: Engine, feed: Feed, whole: bool, again: bool) -> Recorder | None:
+def make_cuda_graphs(engine: Engine, batcher: Batcher, whole: bool, again: bool) -> CudaGraphs | None:
     """None where passes are never alike, or make more than gradients. `again`: blocks are recomputed."""
     network = engine.network
     why = None
@@ -177,25 +179,25 @@ def make_recorder(engine: Engine, feed: Feed, whole: bool, again: bool) -> Recor
         print(f"note: train.cuda_graphs: {why}", flush=True)
         return None
 
-    def summed(ready: Ready) -> Any:
-        with feed.autocast():
+    def summed(ready: DeviceBatch) -> Any:
+        with batcher.autocast():
             return _summed(network, ready, whole)
 
-    return Recorder(summed, engine.optimizer.parameters)
+    return CudaGraphs(summed, engine.optimizer.parameters)
 
 
-def in_step(batches: list[Batch], ranks: Ranks) -> list[Batch]:
+def pad_with_empty_batches(batches: list[Batch], ranks: Ranks) -> list[Batch]:
     """As many as the process with the most has; those added train nothing."""
-    return batches + [blank(batches[0])] * (ranks.most(len(batches)) - len(batches))
+    return batches + [without_targets(batches[0])] * (ranks.most(len(batches)) - len(batches))
 
 
-def blank(batch: Batch) -> Batch:
+def without_targets(batch: Batch) -> Batch:
     """Its tokens, with nothing to learn from them."""
     return replace(batch, labels=np.full_like(batch.labels, -100))
 
 
 def evaluate(
-    network: Network, split: Split, rows: int, feed: Feed, engine: Engine | None = None
+    network: Network, split: Split, rows: int, batcher: Batcher, engine: Engine | None = None
 ) -> tuple[float, float]:
     """Over the first `rows` rows: the mean loss per target token, and the share of tokens that were the likeliest."""
     total, hits, targets = 0.0, 0.0, 0
@@ -204,15 +206,15 @@ def evaluate(
     network.model.eval()
 
     def scored(batch: Batch) -> tuple[Any, Any]:
-        return loss.score(network.head, *hidden_of_targets(network, feed, batch))
+        return loss.score(network.head, *hidden_of_targets(network, batcher, batch))
 
     try:
-        with torch.no_grad(), feed.autocast(), nullcontext() if lockstep else ranks.together():
+        with torch.no_grad(), batcher.autocast(), nullcontext() if lockstep else ranks.together():
             mine = ranks.share(np.arange(min(rows, len(split))))
-            batches = feed.batches(split, mine)
+            batches = batcher.batches(split, mine)
             if lockstep:
-                found = list(batches) or [blank(one) for one in feed.batches(split, np.zeros(1, np.int64))]
-                batches = iter(in_step(found, ranks))
+                found = list(batches) or [without_targets(one) for one in batcher.batches(split, np.zeros(1, np.int64))]
+                batches = iter(pad_with_empty_batches(found, ranks))
             for batch in batches:
                 if batch.targets or lockstep:
                     lost, right = scored(batch) if engine is None else engine.run(partial(scored, batch))

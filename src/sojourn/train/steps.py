@@ -7,11 +7,11 @@ from typing import NoReturn
 
 from sojourn.errors import RunFailed, Stopped
 from sojourn.run.folder import RunFolder
-from sojourn.train.batcher import Ahead
+from sojourn.train.batcher import Prefetcher
 from sojourn.train.checkpoint.final_model import write_final
 from sojourn.train.checkpoint.saving import Saver
-from sojourn.train.evaluation import Assessor
-from sojourn.train.fault_tolerant_step import Careful, Done
+from sojourn.train.evaluation import Evaluator
+from sojourn.train.fault_tolerant_step import Done, FaultTolerantStep
 from sojourn.train.faults.guard import Abandoned, Guard
 from sojourn.train.faults.memory_pressure import Pressure
 from sojourn.train.faults.oom_fallback import NoRungLeft, OneRungDown
@@ -25,18 +25,18 @@ def run_steps(session: Session, guard: Guard) -> None:
     config, run, total, live = session.config, session.run, session.total, session.live
     progress, stepper = session.progress, session.stepper
     parameters = list(stepper.network.model.parameters())
-    run.event("start", step=progress.step, total_steps=total, device=stepper.feed.device,
-              precision=stepper.feed.precision, attention=stepper.network.backend or "its own",
+    run.event("start", step=progress.step, total_steps=total, device=stepper.batcher.device,
+              precision=stepper.batcher.precision, attention=stepper.network.backend or "its own",
               processes=stepper.ranks.size, parameters=sum(p.numel() for p in parameters),
               trained=sum(p.numel() for p in parameters if p.requires_grad))  # fmt: skip
     run.set_status("running", progress.step, total)
     with Meters(run, config, total, progress.step, session.work) as meters:
         saver = Saver(config, run, live, progress, total, len(session.artefact.train), meters.say)
         try:
-            with Ahead(session.batches, total) as ahead:
-                careful = Careful(session, guard, saver, ahead, meters.say)
-                assessor = Assessor(config, run, session.artefact, stepper.engine, stepper.feed)
-                _steps(session, guard, meters, saver, careful, assessor)
+            with Prefetcher(session.batches, total) as ahead:
+                careful = FaultTolerantStep(session, guard, saver, ahead, meters.say)
+                evaluator = Evaluator(config, run, session.artefact, stepper.engine, stepper.batcher)
+                _steps(session, guard, meters, saver, careful, evaluator)
             guard.save_seconds = saver.seconds
             with guard.abandonable():
                 weights = stepper.engine.weights()
@@ -51,9 +51,11 @@ def run_steps(session: Session, guard: Guard) -> None:
     run.event("done", step=progress.step, tokens=progress.tokens, seconds=round(guard.ledger.seconds, 1))
 
 
-def _steps(session: Session, guard: Guard, meters: Meters, saver: Saver, careful: Careful, assessor: Assessor) -> None:
+def _steps(
+    session: Session, guard: Guard, meters: Meters, saver: Saver, careful: FaultTolerantStep, evaluator: Evaluator
+) -> None:
     config, run, progress, total = session.config, session.run, session.progress, session.total
-    train, ranks, pressure = config.train, session.stepper.ranks, Pressure(session.stepper.feed.device)
+    train, ranks, pressure = config.train, session.stepper.ranks, Pressure(session.stepper.batcher.device)
     enough, first = None, progress.step
 
     def due_or_stopped() -> bool:
@@ -71,12 +73,12 @@ def _steps(session: Session, guard: Guard, meters: Meters, saver: Saver, careful
         while True:
             due, paused = due_or_stopped(), False
             with meters.paused():
-                if due or assessor.due(progress, total):
+                if due or evaluator.due(progress, total):
                     careful.put_down()
-                if assessor.due(progress, total):
+                if evaluator.due(progress, total):
                     paused = True
                     careful.make_room()
-                    enough = careful.retried(lambda: assessor.assess(progress, meters), assessor.seconds)
+                    enough = careful.retried(lambda: evaluator.assess(progress, meters), evaluator.seconds)
                 if (due or session.ended) and not careful.sound():
                     continue
                 if due:

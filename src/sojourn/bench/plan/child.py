@@ -159,16 +159,16 @@ def _first(session: Any, batches: list[Any]) -> Found:
         if settled:
             break
         settled = session.stepper.settled
-    peak = {"allocated": int(torch.cuda.max_memory_allocated())} if session.stepper.feed.device == "cuda" else {}
+    peak = {"allocated": int(torch.cuda.max_memory_allocated())} if session.stepper.batcher.device == "cuda" else {}
     return {"loss": loss, **peak}
 
 
 def _pieces(session: Any, held: int) -> Found:
     """A detail that must not cost the row."""
-    if session.stepper.recorder is not None:
-        session.stepper.recorder.forget()
+    if session.stepper.cuda_graphs is not None:
+        session.stepper.cuda_graphs.forget()
     with suppress(RuntimeError):
-        return {"phases": phases(replace(session.stepper, recorder=None), session.batches(0), held)}
+        return {"phases": phases(replace(session.stepper, cuda_graphs=None), session.batches(0), held)}
     session.stepper.discard()
     return {}
 
@@ -223,14 +223,14 @@ def _cpu_us(device: str) -> float:
 def _step(session: Any, now: list[Any], then: list[Any], begun: list[Any]) -> float:
     """The loss. What has been begun of a step before the last one's loss was read, is
     taken out of `begun`, so that nothing of it is held when its passes are over."""
-    from sojourn.train.step import Begun
+    from sojourn.train.step import SpeculativeStep
 
     stepper = session.stepper
     if session.config.train.ahead == "off" or not stepper.engine.asks:
         return float(stepper.step(now)[0])
     answer = stepper.update_if_good(stepper.passes(now, begun.pop() if begun else None), math.inf)
     part = None if stepper.network.by_chance else stepper.begin(then)
-    begun.append(Begun(0, then, 0.0, stepper.feed.micro_batch, part))
+    begun.append(SpeculativeStep(0, then, 0.0, stepper.batcher.micro_batch, part))
     return float(answer.read()[0])
 
 

@@ -8,7 +8,7 @@ from sojourn.machine.hardware import memory
 
 if TYPE_CHECKING:
     from sojourn.train.checkpoint.saving import Saver
-    from sojourn.train.fault_tolerant_step import Careful
+    from sojourn.train.fault_tolerant_step import FaultTolerantStep
 
 _STORM = 10  # times between two logged steps that the allocator had to start over
 _HOST_SHARE = 0.05
@@ -18,7 +18,7 @@ class Pressure:
     def __init__(self, device: str) -> None:
         self._device, self._retries, self._told = device, 0, False
 
-    def look(self, careful: Careful, saver: Saver) -> None:
+    def look(self, careful: FaultTolerantStep, saver: Saver) -> None:
         """Takes a rung early where the allocator fights for every block, which is slow and ends badly."""
         if self._device == "cuda":
             import torch

@@ -8,8 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sojourn.errors import Stopped
 from sojourn.train import step as step_module
-from sojourn.train.batcher import Ahead
-from sojourn.train.fault_tolerant_step import Careful
+from sojourn.train.batcher import Prefetcher
+from sojourn.train.fault_tolerant_step import FaultTolerantStep
 from sojourn.train.optim.optimizers import Optimizer
 from tiny import LORA, events, losses, run_train, same_weights, stop_after, tiny_home, weights
 
@@ -29,15 +29,15 @@ def ahead(tiny, monkeypatch):
     for kind in ((), LORA, DROPOUT):
         tiny.whole(*kind)  # steps one after another, to compare with
     monkeypatch.setattr(Optimizer, "shortens", property(lambda self: bool(self.torch.defaults.get("fused"))))
-    monkeypatch.setattr(Ahead, "has", lambda self, step: self._next is not None and self._next[0] == step)
-    begun, real = [], Careful._begin_next
+    monkeypatch.setattr(Prefetcher, "has", lambda self, step: self._next is not None and self._next[0] == step)
+    begun, real = [], FaultTolerantStep._begin_next
 
     def begin(self):
         real(self)
         if self.begun is not None:
             begun.append(self.begun.step)
 
-    monkeypatch.setattr(Careful, "_begin_next", begin)
+    monkeypatch.setattr(FaultTolerantStep, "_begin_next", begin)
     return begun
 
 
@@ -66,19 +66,19 @@ def _spoil(monkeypatch, tiny, times, into):
     """The loss of the sixth step's rows comes out wrong so many times."""
     rows, real, calls = [], step_module.loss_sum, []
 
-    def recorded(network, feed, batch, whole=False):
+    def recorded(network, batcher, batch, whole=False):
         rows.append(batch.ids.tobytes())
-        return real(network, feed, batch, whole)
+        return real(network, batcher, batch, whole)
 
     monkeypatch.setattr(step_module, "loss_sum", recorded)
     run_train(tiny.words(AHEAD, "train.rehearse=off"))
     wrong = rows[len(rows) // 12 * 5]
 
-    def spoiled(network, feed, batch, whole=False):
+    def spoiled(network, batcher, batch, whole=False):
         if batch.ids.tobytes() == wrong:
             calls.append(1)
         bad = batch.ids.tobytes() == wrong and len(calls) <= times
-        return real(network, feed, batch, whole) * (into if bad else 1.0)
+        return real(network, batcher, batch, whole) * (into if bad else 1.0)
 
     monkeypatch.setattr(step_module, "loss_sum", spoiled)
     return calls
@@ -106,11 +106,11 @@ def test_memory_that_runs_out_in_a_step_begun_early_costs_a_rung_and_nothing_els
     whole = tiny.whole()
     real, calls = step_module.loss_sum, []
 
-    def tight(network, feed, batch, whole=False):
+    def tight(network, batcher, batch, whole=False):
         calls.append(len(batch.ids))
         if len(calls) >= 8 and len(batch.ids) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return real(network, feed, batch, whole)
+        return real(network, batcher, batch, whole)
 
     monkeypatch.setattr(step_module, "loss_sum", tight)
     run = run_train(tiny.words(AHEAD))

@@ -15,8 +15,8 @@ from sojourn.model.layout import Layout, dense_mask
 from sojourn.run.home import run_folder
 from sojourn.train import resolve as resolve_module
 from sojourn.train import step as step_module
-from sojourn.train.batcher import Ahead, Ready
-from sojourn.train.cuda_graphs import OnGpu, Recorder, filled_up, form_of
+from sojourn.train.batcher import DeviceBatch, Prefetcher
+from sojourn.train.cuda_graphs import CudaGraphs, OnGpu, graph_shape, pad_to_shape
 from sojourn.train.faults.memory_pressure import Pressure
 from sojourn.train.optim.optimizers import Optimizer
 from sojourn.train.ranks import Ranks
@@ -93,12 +93,12 @@ def by_hand(tiny, rows, monkeypatch):
 
     def make(loss, parameters):
         kept.append(ByHand(parameters))
-        return Recorder(loss, parameters, kept[-1].machine)
+        return CudaGraphs(loss, parameters, kept[-1].machine)
 
-    monkeypatch.setattr(step_module, "Recorder", make)
+    monkeypatch.setattr(step_module, "CudaGraphs", make)
     monkeypatch.setattr(resolve_module, "graphs_fault", lambda device: None)
     monkeypatch.setattr(Optimizer, "shortens", property(lambda self: bool(self.torch.defaults.get("fused"))))
-    monkeypatch.setattr(Ahead, "has", lambda self, step: self._next is not None and self._next[0] == step)
+    monkeypatch.setattr(Prefetcher, "has", lambda self, step: self._next is not None and self._next[0] == step)
     return kept
 
 
@@ -126,7 +126,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_weights(tiny, rows, by_hand, 
 
 
 def test_a_wrong_loss_changes_no_weight_and_is_done_again(tiny, rows, by_hand, monkeypatch):
-    real = Recorder._play
+    real = CudaGraphs._play
 
     def spoiled(self, *given):
         part = real(self, *given)
@@ -135,7 +135,7 @@ def test_a_wrong_loss_changes_no_weight_and_is_done_again(tiny, rows, by_hand, m
             part.fill_(math.nan)
         return part
 
-    monkeypatch.setattr(Recorder, "_play", spoiled)
+    monkeypatch.setattr(CudaGraphs, "_play", spoiled)
     run = run_train(tiny.words(*rows, GRAPHS))
     assert [event["step"] for event in events(run, "suspect_hardware")] == [8] and not events(run, "bad_step")
     assert curve(run) == pytest.approx(curve(tiny.whole(*rows)), rel=1e-5)
@@ -153,14 +153,14 @@ def test_memory_that_runs_out_while_recording_costs_the_recording_alone(tiny, ro
 
 
 def test_memory_that_runs_out_later_gives_the_recording_back(tiny, rows, by_hand, monkeypatch):
-    real = Recorder.take
+    real = CudaGraphs.take
 
     def tight(self, ready, targets):
         if len(by_hand[0].played) >= 3 and len(ready.ids_BT) > 4:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return real(self, ready, targets)
 
-    monkeypatch.setattr(Recorder, "take", tight)
+    monkeypatch.setattr(CudaGraphs, "take", tight)
     run = run_train(tiny.words(*rows, GRAPHS))
     assert [event["now"] for event in events(run, "out_of_memory")] == [{"cuda_graphs": "off"}]
     assert curve(run) == pytest.approx(curve(tiny.whole(*rows)), rel=1e-4) and len(by_hand) == 1
@@ -232,14 +232,14 @@ def test_a_form_grows_for_what_has_no_room_and_holds_what_has():
         return weight * ready.places_N[counted].sum()
 
     hand = ByHand([weight])
-    recorder = Recorder(loss, [weight], hand.machine)
+    cuda_graphs = CudaGraphs(loss, [weight], hand.machine)
 
     def play(targets, starts, longest, plain=False):
         weight.grad = None
         layout = Layout("varlen", None, torch.tensor([0] * (starts - 1) + [128]), longest, plain=plain)
         places = torch.arange(targets)
-        ready = Ready(torch.zeros(2, 64, dtype=torch.int64), torch.zeros(2, 64), places, places.clone(), layout)
-        part, ready = recorder.take(ready, 1)
+        ready = DeviceBatch(torch.zeros(2, 64, dtype=torch.int64), torch.zeros(2, 64), places, places.clone(), layout)
+        part, ready = cuda_graphs.take(ready, 1)
         parts.append((float((loss(ready) if part is None else part).detach()), sum(range(targets))))
         return part is not None
 
@@ -253,54 +253,56 @@ def test_a_form_grows_for_what_has_no_room_and_holds_what_has():
 
 def test_what_a_pass_is_filled_up_with_is_inside_it():
     layout, ids = Layout("varlen", None, torch.tensor([0, 20, 33]), 33, plain=False), torch.zeros(3, 11)
-    all_of_it, one = (Ready(ids, ids, *(torch.arange(count),) * 2, layout) for count in (33, 1))
-    room = form_of(one).grown(form_of(all_of_it))
-    filled = filled_up(one, room)
+    all_of_it, one = (DeviceBatch(ids, ids, *(torch.arange(count),) * 2, layout) for count in (33, 1))
+    room = graph_shape(one).grown(graph_shape(all_of_it))
+    filled = pad_to_shape(one, room)
     assert room.targets == len(filled.places_N) == 33 and int(filled.places_N.max()) < 33
     assert filled.labels_N.tolist() == [0] + [-100] * 32
 
 
 def test_the_end_of_a_text_now_and_then_does_not_make_rows_packed():
     weight = torch.nn.Parameter(torch.ones(()))
-    recorder = Recorder(lambda ready: weight * ready.labels_N.clamp(min=0).sum(), [weight], ByHand([weight]).machine)
+    cuda_graphs = CudaGraphs(
+        lambda ready: weight * ready.labels_N.clamp(min=0).sum(), [weight], ByHand([weight]).machine
+    )
 
     def play(plain):
         weight.grad = None
         layout, some = Layout("varlen", None, torch.tensor([0, 40, 64]), 64, plain=plain), torch.ones(64).long()
-        return recorder.take(Ready(some.view(1, 64), some, some, some, layout), 1)[0] is not None
+        return cuda_graphs.take(DeviceBatch(some.view(1, 64), some, some, some, layout), 1)[0] is not None
 
     assert [play(True) for _ in range(4)] == [False] * 3 + [True]
-    assert not play(False) and recorder._form.plain and not recorder._recordings
+    assert not play(False) and cuda_graphs._form.plain and not cuda_graphs._recordings
     assert [play(True) for _ in range(40)] == [False] * 3 + [True] * 37
-    assert not play(False) and recorder._form.plain  # two of 46
-    assert not play(False) and not recorder._form.plain  # three of 47
+    assert not play(False) and cuda_graphs._form.plain  # two of 46
+    assert not play(False) and not cuda_graphs._form.plain  # three of 47
     assert [play(bool(i % 2)) for i in range(4)] == [False, False, True, True]
 
 
 @pytest.fixture
 def small():
-    """A weight, its recordings, the recorder, and a way to play it."""
+    """A weight, its recordings, the cuda_graphs, and a way to play it."""
     weight = torch.nn.Parameter(torch.ones(3))
     by_hand = ByHand([weight])
-    recorder = Recorder(lambda ready: (weight * ready.ids_BT.float()).sum(), [weight], by_hand.machine)
+    cuda_graphs = CudaGraphs(lambda ready: (weight * ready.ids_BT.float()).sum(), [weight], by_hand.machine)
 
     def play(*numbers, rows=1, plain=True):
         weight.grad = None
         layout = Layout("sdpa", None, None, 3, plain=plain)
-        return recorder.take(Ready(torch.tensor([numbers] * rows), *(torch.arange(3),) * 3, layout), 2)[0]
+        return cuda_graphs.take(DeviceBatch(torch.tensor([numbers] * rows), *(torch.arange(3),) * 3, layout), 2)[0]
 
-    return weight, by_hand, recorder, play
+    return weight, by_hand, cuda_graphs, play
 
 
 def test_a_pass_that_is_not_recorded_does_not_keep_memory_twice(small):
     """Rows of several documents, such as the end of a text, come now and then; smaller ones may in every step."""
-    _, by_hand, recorder, play = small
+    _, by_hand, cuda_graphs, play = small
     assert [play(1, 2, 3, rows=2) is None for _ in range(4)] == [True, True, True, False]
-    held = weakref.ref(recorder._recordings[True][0])
+    held = weakref.ref(cuda_graphs._recordings[True][0])
     assert play(1, 2, 3) is None and play(1, 2, 3, plain=False) is None and held() is not None
     assert play(1, 2, 3, rows=2, plain=False) is None and held() is None
     assert [play(1, 2, 3, rows=2) is None for _ in range(4)] == [True, True, True, False]
-    assert play(1, 2, 3, rows=3) is None and not recorder._recordings
+    assert play(1, 2, 3, rows=3) is None and not cuda_graphs._recordings
     assert by_hand.made == [True, True]
 
 
@@ -331,22 +333,22 @@ def test_a_gpu_plays_what_it_recorded(passes):
         model.zero_grad(set_to_none=True)
         torch.manual_seed(1)
         for _ in range(passes):
-            ready = Ready(torch.randn(8, 16, device="cuda"), *(torch.arange(3, device="cuda"),) * 3, layout)
+            ready = DeviceBatch(torch.randn(8, 16, device="cuda"), *(torch.arange(3, device="cuda"),) * 3, layout)
             part = play(ready)
             if part is None or part.requires_grad:
                 (loss(ready) / targets if part is None else part).backward()
         return [weight.grad.clone() for weight in model.parameters()]
 
-    recorder, targets = Recorder(loss, list(model.parameters())), 3 * passes
+    cuda_graphs, targets = CudaGraphs(loss, list(model.parameters())), 3 * passes
     wanted = step(lambda ready: None)
     for _ in range(6):
-        for mine, theirs in zip(step(lambda ready: recorder.take(ready, targets)[0]), wanted, strict=True):
+        for mine, theirs in zip(step(lambda ready: cuda_graphs.take(ready, targets)[0]), wanted, strict=True):
             torch.testing.assert_close(mine, theirs)
-    assert len(recorder._recordings) == min(passes, 2)
-    kept = recorder._recordings[True][1]  # a loss that somebody still holds
-    recorder.forget()
-    step(lambda ready: recorder.take(ready, targets)[0])
-    assert len(recorder._recordings) == min(passes, 2) and math.isfinite(float(kept))
+    assert len(cuda_graphs._recordings) == min(passes, 2)
+    kept = cuda_graphs._recordings[True][1]  # a loss that somebody still holds
+    cuda_graphs.forget()
+    step(lambda ready: cuda_graphs.take(ready, targets)[0])
+    assert len(cuda_graphs._recordings) == min(passes, 2) and math.isfinite(float(kept))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
@@ -372,7 +374,7 @@ def test_a_gpu_plays_packed_rows(tiny, monkeypatch, extra, capfd):
 def test_a_gpu_draws_the_same_numbers_as_without_a_recording():
     """Only where there is a GPU: no CPU has its generator, nor graphs that carry it on."""
     weight = torch.nn.Parameter(torch.linspace(1, 2, 1000, device="cuda"))
-    ready = Ready(torch.zeros(1, 8, device="cuda"), *(torch.arange(3, device="cuda"),) * 3,
+    ready = DeviceBatch(torch.zeros(1, 8, device="cuda"), *(torch.arange(3, device="cuda"),) * 3,
                   Layout("sdpa", None, None, 8, plain=True))  # fmt: skip
 
     def loss(ready):
@@ -387,7 +389,7 @@ def test_a_gpu_draws_the_same_numbers_as_without_a_recording():
             found.append(float(part if part is not None else loss(ready) / 3))
         return found
 
-    recorder = Recorder(loss, [weight])
+    cuda_graphs = CudaGraphs(loss, [weight])
     wanted = drawn(lambda ready: None)
-    assert drawn(lambda ready: recorder.take(ready, 3)[0]) == pytest.approx(wanted, rel=1e-6)
-    assert recorder.plays and len(set(wanted)) == 8
+    assert drawn(lambda ready: cuda_graphs.take(ready, 3)[0]) == pytest.approx(wanted, rel=1e-6)
+    assert cuda_graphs.plays and len(set(wanted)) == 8

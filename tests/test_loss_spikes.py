@@ -13,7 +13,7 @@ from sojourn.storage.files import read_json
 from sojourn.train import step as step_module
 from sojourn.train.checkpoint.checkpoint import load
 from sojourn.train.distributed.engine import Engine
-from sojourn.train.fault_tolerant_step import Careful
+from sojourn.train.fault_tolerant_step import FaultTolerantStep
 from sojourn.train.faults.loss_spikes import RECENT, judge, same
 from sojourn.train.step import Stepper
 from tiny import LORA, events, losses, run_of, run_train, same_weights, saved_steps, stop_after, tiny_home, weights
@@ -78,7 +78,7 @@ def _spoil(monkeypatch, wrong, into=math.nan):
     """
     tried: dict[int, int] = {}
     at: list[int] = []
-    gradients, loss_sum, real = Stepper.gradients, step_module.loss_sum, Careful.step
+    gradients, loss_sum, real = Stepper.gradients, step_module.loss_sum, FaultTolerantStep.step
 
     def seen(self, batches):
         step = at[-1]
@@ -93,7 +93,7 @@ def _spoil(monkeypatch, wrong, into=math.nan):
         at.append(self.session.progress.step)
         return real(self)
 
-    monkeypatch.setattr(Careful, "step", step)
+    monkeypatch.setattr(FaultTolerantStep, "step", step)
     monkeypatch.setattr(Stepper, "gradients", seen)
     monkeypatch.setattr(step_module, "loss_sum", spoiled)
     return tried
