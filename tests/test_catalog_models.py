@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sojourn.catalog import ModelShape, model, models
+from sojourn.catalog import ModelSpec, model, models
 from sojourn.errors import UserError
 
 MONTH = re.compile(r"20\d\d-(0[1-9]|1[0-2])$")
@@ -138,7 +138,7 @@ def test_layers_that_look_back_to_the_start():
     assert model("gemma-2-9b").full_layers == 21 and model("gemma-3-1b").full_layers == 4
 
 
-def _config(shape: ModelShape):
+def _config(shape: ModelSpec):
     """transformers' configuration of a shape, by hand."""
     transformers = pytest.importorskip("transformers")
     classes = {
@@ -170,7 +170,7 @@ def _config(shape: ModelShape):
     )
 
 
-def _counted(shape: ModelShape) -> int:
+def _counted(shape: ModelSpec) -> int:
     torch = pytest.importorskip("torch")
     config = _config(shape)
     from transformers import AutoModelForCausalLM

@@ -13,14 +13,14 @@ from sojourn.catalog.facts import (
     prices,
 )
 from sojourn.catalog.names import gpu, prices_of
-from sojourn.catalog.shapes import ModelShape, model, models
+from sojourn.catalog.shapes import ModelSpec, model, models
 from sojourn.catalog.tables import user_file
 
 __all__ = [
     "Currency",
     "Disk",
     "Gpu",
-    "ModelShape",
+    "ModelSpec",
     "PlatformFacts",
     "Price",
     "currencies",

@@ -17,7 +17,7 @@ _SAME_SHAPE = {  # words in a name that do not change a shape: how it was tuned,
 
 
 @dataclass(frozen=True)
-class ModelShape:
+class ModelSpec:
     """A decoder of a language model. See models.toml for the keys; everything else follows from them."""
 
     name: str
@@ -48,6 +48,8 @@ class ModelShape:
     shared_ffn: int | None = None
     sliding_window: int | None = None
     full_every: int | None = None
+    softcap: bool = False
+    attention_dropout: bool = False
     published: int | None = None
     note: str = ""
 
@@ -114,12 +116,12 @@ class ModelShape:
         return self.layers // self.full_every if self.full_every else 0
 
 
-def models(user: Path | None = None) -> tuple[ModelShape, ...]:
+def models(user: Path | None = None) -> tuple[ModelSpec, ...]:
     """Every model of the catalogue and of the user's own file."""
     return tuple(_shape(name, row, f'{where}: model."{name}"') for name, (row, where) in rows("model", user).items())
 
 
-def model(name: str, user: Path | None = None) -> ModelShape:
+def model(name: str, user: Path | None = None) -> ModelSpec:
     """The catalogue's row for a model: `qwen2.5-7b`, `Qwen/Qwen2.5-7B-Instruct`, `llama3.1:8b`."""
     known = {_key(called): row for row in models(user) for called in (row.name, row.hub, *row.also)}
     found = known.get(_key(name))
@@ -137,18 +139,18 @@ def _key(name: str) -> str:
     return "".join(word for word in re.split(r"[\s\-_:]+", last) if word not in _SAME_SHAPE)
 
 
-def _shape(name: str, row: dict[str, Any], where: str) -> ModelShape:
+def _shape(name: str, row: dict[str, Any], where: str) -> ModelSpec:
     filled = {"name": name, "hub": name, "family": "llama", **row}
     hidden, heads = filled.get("hidden"), filled.get("heads")
     if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:  # else `to_row` says what is wrong
         filled = {"kv_heads": heads, "head_dim": hidden // heads, **filled}
-    shape = to_row(ModelShape, filled, where, "model")
+    shape = to_row(ModelSpec, filled, where, "model")
     if wrong := _wrong(shape):
         raise UserError(f"{where}: {wrong}")
     return shape
 
 
-def _wrong(shape: ModelShape) -> str | None:
+def _wrong(shape: ModelSpec) -> str | None:
     """What makes a shape impossible, by the key to change."""
     if shape.heads % shape.kv_heads:
         return f"`kv_heads` is {shape.kv_heads}: it must divide heads ({shape.heads})"

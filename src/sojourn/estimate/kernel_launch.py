@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 
+from sojourn.catalog.fused_families import FUSED_FAMILIES
 from sojourn.estimate.constants import constants
-from sojourn.estimate.workload import FUSED_FAMILIES, LINEAR, Work
+from sojourn.estimate.workload import LINEAR, Work
 
 _NARROWED_AGAIN = 1.3  # of 8-bit multiplications, whose operands are made again where not everything is kept
 _OF_MATRICES, _OF_OTHERS = 36, 9  # operations of Muon, as train/optim/muon.py has them

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from sojourn.catalog.facts import Gpu
-from sojourn.catalog.shapes import ModelShape
+from sojourn.catalog.fused_families import FUSED_FAMILIES
+from sojourn.catalog.shapes import ModelSpec
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
 
-FUSED_FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 EXPERTS = ("gate_proj", "up_proj", "down_proj")
 _COMPILE_FLOPS = 2e14
@@ -30,7 +30,7 @@ class Work:
     by `engine`.
     """
 
-    shape: ModelShape
+    shape: ModelSpec
     method: str = "pretrain"
     rows: int = 1
     length: int = 1024
@@ -127,7 +127,7 @@ def place_of(gpu: Gpu | None) -> Place:
 
 
 def work_of(
-    config: RunConfig, shape: ModelShape, place: Place, rows: int = 1, recompute: str | None = None,
+    config: RunConfig, shape: ModelSpec, place: Place, rows: int = 1, recompute: str | None = None,
     world: int = 1, engine: str | None = None,
 ) -> Work:  # fmt: skip
     """`recompute` and `engine` where they are being tried."""
@@ -166,7 +166,7 @@ def usual_document(config: RunConfig) -> int | None:
     return min(480, config.data.max_length)
 
 
-def _attention(asked: str, precision: str, shape: ModelShape, capability: tuple[int, int] | None) -> str:
+def _attention(asked: str, precision: str, shape: ModelSpec, capability: tuple[int, int] | None) -> str:
     if asked != "auto":
         return asked
     able = capability is not None and capability >= (8, 0) and precision != "fp32" and shape.head_dim <= 256

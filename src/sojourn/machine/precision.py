@@ -68,9 +68,15 @@ def _for_cuda(capability: Capability) -> tuple[Precision, str]:
             f"this torch has no kernels for compute capability {spoken} (it has {', '.join(built_for)}): "
             + _other_build(capability)
         )
+    if capability < (7, 0) and not built_for:
+        raise UserError(f"compute capability {spoken} (P100 and older): {_other_build(capability)}")
+    return cuda_precision(capability)
+
+
+def cuda_precision(capability: Capability) -> tuple[Precision, str]:
+    """The precision for a GPU of this compute capability, and why."""
+    spoken = f"{capability[0]}.{capability[1]}"
     if capability < (7, 0):
-        if not built_for:
-            raise UserError(f"compute capability {spoken} (P100 and older): {_other_build(capability)}")
         return "fp32", f"compute capability {spoken} has no tensor cores: 16-bit training gains nothing here"
     if capability < (8, 0):
         return "fp16", f"compute capability {spoken} has no bf16 arithmetic (it came with 8.0): fp16 with loss scaling"

@@ -9,7 +9,7 @@ from itertools import combinations
 from typing import Any
 
 from sojourn.catalog.facts import Gpu, gpus
-from sojourn.catalog.shapes import ModelShape, models
+from sojourn.catalog.shapes import ModelSpec, models
 from sojourn.config.load import with_settings
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
@@ -101,7 +101,7 @@ def faster(config: RunConfig, plan: Plan) -> Advice | None:
     return replace(least, tokens_per_second=least.tokens_per_second / now * shown.speed.tokens_per_second)
 
 
-def _changes(config: RunConfig, shape: ModelShape) -> Iterator[Change]:
+def _changes(config: RunConfig, shape: ModelSpec) -> Iterator[Change]:
     train, method, length = config.train, config.method, config.data.max_length
     if train.micro_batch not in (1, "auto"):
         yield Change("one row at a time", {"train.micro_batch": 1})
@@ -137,7 +137,7 @@ def _clash(group: tuple[Change, ...]) -> bool:
 
 
 def _tried(
-    config: RunConfig, shape: ModelShape, gpu: Gpu, group: tuple[Change, ...], count: int
+    config: RunConfig, shape: ModelSpec, gpu: Gpu, group: tuple[Change, ...], count: int
 ) -> Advice | None:  # fmt: skip
     settings = {key: value for change in group for key, value in change.settings.items()}
     count = max(count, *(change.count for change in group))
@@ -161,7 +161,7 @@ class Inverse:
     rows: int | None
     rows_recomputed: int | None
     length: int | None
-    models: dict[str, tuple[ModelShape, int] | None]
+    models: dict[str, tuple[ModelSpec, int] | None]
 
 
 def what_fits(config: RunConfig, room: int) -> Inverse:
@@ -184,7 +184,7 @@ def what_fits(config: RunConfig, room: int) -> Inverse:
     return Inverse(room, batch, length, *found, longest, _largest(one, fits))
 
 
-def _longest(one: Work, shape: ModelShape, fits: Any) -> int | None:
+def _longest(one: Work, shape: ModelSpec, fits: Any) -> int | None:
     """By halving, in steps of 256 tokens."""
     low, high = 0, max(1, (shape.positions or 1 << 20) // 256)
     while low < high:
@@ -193,9 +193,9 @@ def _longest(one: Work, shape: ModelShape, fits: Any) -> int | None:
     return 256 * low or None
 
 
-def _largest(one: Work, fits: Any) -> dict[str, tuple[ModelShape, int] | None]:
+def _largest(one: Work, fits: Any) -> dict[str, tuple[ModelSpec, int] | None]:
     """Of the catalogue, with one row of the run's length, all recomputed."""
-    found: dict[str, tuple[ModelShape, int] | None] = {}
+    found: dict[str, tuple[ModelSpec, int] | None] = {}
     for method in ("full", "lora", "qlora"):
         tried = [replace(one, shape=shape, method=method, fused=True) for shape in models()]
         fitting = [work for work in tried if fits(work)]

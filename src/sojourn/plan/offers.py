@@ -7,7 +7,7 @@ from functools import partial
 from itertools import takewhile
 
 from sojourn.catalog.facts import Gpu, Price, gpus, platforms
-from sojourn.catalog.shapes import ModelShape
+from sojourn.catalog.shapes import ModelSpec
 from sojourn.config.quantities import Money
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
@@ -55,7 +55,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Plan:
-    shape: ModelShape
+    shape: ModelSpec
     steps: int
     tokens: int
     assumed: str | None
@@ -95,7 +95,7 @@ def make_plan(
     )  # fmt: skip
 
 
-def least(config: RunConfig, shape: ModelShape, gpu: Gpu | None = None) -> Cut:
+def least(config: RunConfig, shape: ModelSpec, gpu: Gpu | None = None) -> Cut:
     """One row at a time, as little kept as the settings allow: what there is to say of a run that fits nowhere."""
     place = place_of(gpu or next(card for card in gpus() if card.name == "H200"))
     rows = config.train.micro_batch if isinstance(config.train.micro_batch, int) else 1
@@ -109,7 +109,7 @@ def room_of(gpu: Gpu, learned: Correction, count: int = 1) -> float:
     return room_in(gpu.plan_gib * _GIB, count) / max(1.0, learned.memory)  # never more than the model leaves
 
 
-def fit_on(config: RunConfig, shape: ModelShape, gpu: Gpu, count: int = 1, room: float | None = None) -> Cut | None:
+def fit_on(config: RunConfig, shape: ModelSpec, gpu: Gpu, count: int = 1, room: float | None = None) -> Cut | None:
     """How the run is cut up for so many GPUs of a kind: whole weights on each where they fit, else cut."""
     train = config.train
     asked = train.micro_batch if isinstance(train.micro_batch, int) else None
@@ -133,7 +133,7 @@ def _engines(config: RunConfig, count: int) -> tuple[str | None, ...]:
 
 
 def _work(
-    config: RunConfig, shape: ModelShape, gpu: Gpu, world: int, engine: str | None, rows: int, how: str
+    config: RunConfig, shape: ModelSpec, gpu: Gpu, world: int, engine: str | None, rows: int, how: str
 ) -> Work:  # fmt: skip
     return work_of(config, shape, place_of(gpu), rows, how, world, engine)
 
@@ -145,7 +145,7 @@ def timed(config: RunConfig, found: Cut, gpu: Gpu, steps: int, learned: Correcti
 
 
 def _offers_on(
-    gpu: Gpu, config: RunConfig, shape: ModelShape, steps: int, learned: Correction, prices: list[Price] | list[None]
+    gpu: Gpu, config: RunConfig, shape: ModelSpec, steps: int, learned: Correction, prices: list[Price] | list[None]
 ) -> list[Offer]:
     made: dict[int, Offer] = {}
     offers = []
@@ -157,7 +157,7 @@ def _offers_on(
     return offers
 
 
-def _bare(gpu: Gpu, count: int, config: RunConfig, shape: ModelShape, steps: int, learned: Correction) -> Offer:
+def _bare(gpu: Gpu, count: int, config: RunConfig, shape: ModelSpec, steps: int, learned: Correction) -> Offer:
     if why_not := _cannot_run(gpu, count, config, shape):
         return Offer(gpu, count, None, why_not=why_not)
     room = room_of(gpu, learned, count)
@@ -171,7 +171,7 @@ def _bare(gpu: Gpu, count: int, config: RunConfig, shape: ModelShape, steps: int
     return Offer(gpu, count, found, fast, whole, most_rows=most)
 
 
-def _cannot_run(gpu: Gpu, count: int, config: RunConfig, shape: ModelShape) -> str | None:
+def _cannot_run(gpu: Gpu, count: int, config: RunConfig, shape: ModelSpec) -> str | None:
     """What of the settings this kind of GPU refuses, as the training machine would."""
     train, qlora = config.train, config.method.kind == "qlora"
     if count > train.global_batch:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sojourn.catalog.shapes import ModelShape, model, models
+from sojourn.catalog.shapes import ModelSpec, model, models
 from sojourn.config.schema import RunConfig
 from sojourn.config.words import shown
 from sojourn.errors import UserError
@@ -47,13 +47,13 @@ _WINDOWED: dict[str, int | None] = {"mistral": None, "phi3": None, "gemma2": 2, 
 _TIED = ("gemma", "gemma2", "gemma3", "gemma3_text", "gpt2")  # where the file is silent; others then are not
 
 
-def subject_of(config: RunConfig) -> ModelShape:
+def subject_of(config: RunConfig) -> ModelSpec:
     if config.model.base is None:
         return scratch_shape(config.model, int(config.data.vocab_size))
     return of_base(str(config.model.base))
 
 
-def of_base(word: str) -> ModelShape:
+def of_base(word: str) -> ModelSpec:
     """A folder or file at hand before a name; names are looked up in the catalogue."""
     path = Path(word).expanduser()
     if path.is_file() and path.suffix != ".gguf":
@@ -71,7 +71,7 @@ def of_base(word: str) -> ModelShape:
         raise UserError(f"model.base: {error}; or give a folder with the model's config.json") from None
 
 
-def of_file(path: Path) -> ModelShape:
+def of_file(path: Path) -> ModelSpec:
     """From a config.json, which may come from anywhere: every figure is checked before it is used."""
     try:
         if path.stat().st_size > _LARGEST_FILE:
@@ -91,7 +91,7 @@ def of_file(path: Path) -> ModelShape:
     return _noted(of_settings(settings, str(path)))
 
 
-def _noted(shape: ModelShape) -> ModelShape:
+def _noted(shape: ModelSpec) -> ModelSpec:
     known = {*(one.family for one in models()), *_BIASED, *_QK_NORM}
     if shape.family in known:
         return shape
@@ -100,7 +100,7 @@ def _noted(shape: ModelShape) -> ModelShape:
     )
 
 
-def of_settings(settings: dict[str, Any], where: str) -> ModelShape:
+def of_settings(settings: dict[str, Any], where: str) -> ModelSpec:
     """From the settings of a model of transformers."""
     family = settings.get("model_type")
     family = family if isinstance(family, str) and family.isprintable() and len(family) < 60 else "llama"
@@ -119,7 +119,7 @@ def of_settings(settings: dict[str, Any], where: str) -> ModelShape:
     tied = settings.get("tie_word_embeddings")
     ffn = found["ffn"] or 4 * hidden
     window = found["window"] if family in _WINDOWED else None
-    shape = ModelShape(
+    shape = ModelSpec(
         name=Path(where).parent.name or where, hub="", family=family, hidden=hidden, layers=found["layers"] or 0,
         heads=heads, kv_heads=kv_heads, head_dim=found["head_dim"] or hidden // heads, ffn=ffn,
         vocab=found["vocab"] or 0, positions=found["positions"] or 0, source=where, date="",
@@ -132,8 +132,8 @@ def of_settings(settings: dict[str, Any], where: str) -> ModelShape:
 
 
 def _with_experts(
-    shape: ModelShape, experts: int, found: dict[str, int | None], settings: dict[str, Any], where: str
-) -> ModelShape:
+    shape: ModelSpec, experts: int, found: dict[str, int | None], settings: dict[str, Any], where: str
+) -> ModelSpec:
     active = found["active_experts"]
     if active is None or active > experts:
         raise UserError(

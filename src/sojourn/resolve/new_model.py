@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from sojourn.catalog.shapes import ModelShape
+from sojourn.catalog.shapes import ModelSpec
 from sojourn.config.quantities import Count
 from sojourn.config.schema import ModelConfig, usual_head_size
 from sojourn.errors import UserError
@@ -13,16 +13,16 @@ _ASPECT = 64  # width over layers, where one dial sets both
 _NEAR = 0.045  # how far from the parameters asked for a model may be, where any comes so near
 
 
-def new_shape(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int, tied: bool) -> ModelShape:
+def new_shape(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int, tied: bool) -> ModelSpec:
     """As transformers' Llama lays it out: no biases, two norms a layer and one at the end."""
-    return ModelShape(
+    return ModelSpec(
         name=f"{hidden}×{layers}", hub="", family="llama", hidden=hidden, layers=layers, heads=heads,
         kv_heads=kv_heads, head_dim=hidden // heads, ffn=ffn, vocab=vocab, positions=0, source="the configuration",
         date="", tied=tied,
     )  # fmt: skip
 
 
-def scratch_shape(model: ModelConfig, vocab_size: int) -> ModelShape:
+def scratch_shape(model: ModelConfig, vocab_size: int) -> ModelSpec:
     """Heads of 64 (128 from d_model 2048 on), SwiGLU of 8/3, embeddings tied up to d_model 1024."""
     if model.depth is not None:
         return _filled(model, *_of_depth(model.depth), vocab_size)
@@ -33,7 +33,7 @@ def scratch_shape(model: ModelConfig, vocab_size: int) -> ModelShape:
     return _filled(model, model.d_model, model.num_layers, vocab_size)
 
 
-def _filled(model: ModelConfig, d: int, layers: int, vocab_size: int) -> ModelShape:
+def _filled(model: ModelConfig, d: int, layers: int, vocab_size: int) -> ModelSpec:
     heads = max(1, d // usual_head_size(d)) if model.num_heads == "auto" else model.num_heads
     kv_heads = heads if model.num_kv_heads == "auto" else model.num_kv_heads
     ffn = -(-8 * d // 3 // 64) * 64 if model.ffn_size == "auto" else model.ffn_size
@@ -47,10 +47,10 @@ def _of_depth(depth: int) -> tuple[int, int]:
     return -(-width // head) * head, depth
 
 
-def _of_params(model: ModelConfig, wanted: int, vocab_size: int) -> ModelShape:
+def _of_params(model: ModelConfig, wanted: int, vocab_size: int) -> ModelSpec:
     """Of each width the number of layers that comes nearest; of those near enough, the one best in proportions and
     number together."""
-    found: list[ModelShape] = []
+    found: list[ModelSpec] = []
     width = 64
     while width <= 65536:
         bare, one = (_filled(model, width, layers, vocab_size).parameters for layers in (0, 1))
@@ -60,10 +60,10 @@ def _of_params(model: ModelConfig, wanted: int, vocab_size: int) -> ModelShape:
         found.append(_filled(model, width, layers, vocab_size))
         width += usual_head_size(width)
 
-    def miss(shape: ModelShape) -> float:
+    def miss(shape: ModelSpec) -> float:
         return abs(shape.parameters / wanted - 1)
 
-    def fault(shape: ModelShape) -> float:
+    def fault(shape: ModelSpec) -> float:
         return abs(math.log(shape.hidden / shape.layers / _ASPECT)) + 20 * miss(shape)
 
     smallest = found[0].parameters

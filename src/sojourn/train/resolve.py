@@ -8,8 +8,9 @@ from importlib.util import find_spec
 from typing import Any
 
 from sojourn.catalog.facts import Gpu
+from sojourn.catalog.fused_families import FUSED_FAMILIES
 from sojourn.catalog.names import gpu as find_gpu
-from sojourn.catalog.shapes import ModelShape
+from sojourn.catalog.shapes import ModelSpec
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
 from sojourn.estimate.kernel_launch import recordable
@@ -20,7 +21,6 @@ from sojourn.machine.precision import choose_device, choose_precision
 from sojourn.machine.probe_software import importable
 from sojourn.model import attention
 from sojourn.model.adapter import usual_alpha
-from sojourn.model.families import FAMILIES
 from sojourn.resolve.micro_batch import WORTH, Cut, cut, ways_of
 from sojourn.train.faults.oom_fallback import further
 from sojourn.train.subject import Subject, subject_of
@@ -106,7 +106,7 @@ def _engine(found: Resolved, subject: Subject, processes: int) -> None:
         )
 
 
-def _sizes(found: Resolved, shape: ModelShape) -> None:
+def _sizes(found: Resolved, shape: ModelSpec) -> None:
     """Of a new model; a dial becomes the sizes that it means."""
     model = found.config.model
     dials = {key: getattr(model, key) for key in ("params", "depth")}
@@ -172,12 +172,14 @@ def _attention(found: Resolved, subject: Subject) -> None:
         if wrong is not None:
             best = attention.choose(*facts)
             raise UserError(f"train.attention: {train.attention} {wrong}; use {best} or auto")
-    known = subject.family in FAMILIES
+    known = subject.family in FUSED_FAMILIES
     if train.fused == "auto":
         reason = f"{subject.family} has fused norms, rotations and gates" if known else "made for Llama, Qwen, Mistral"
         found.choose("train", "fused", "on" if known else "off", reason)
     elif train.fused == "on" and not known:
-        raise UserError(f"train.fused: {subject.family} has no fused forwards ({', '.join(FAMILIES)} have); use auto")
+        raise UserError(
+            f"train.fused: {subject.family} has no fused forwards ({', '.join(FUSED_FAMILIES)} have); use auto"
+        )
     if train.fp8 != "off":
         wrong = fp8_fault(str(train.device), str(train.precision), found.config.train.fused == "on")
         if wrong is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sojourn.catalog.shapes import ModelShape
+from sojourn.catalog.shapes import ModelSpec
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
 from sojourn.model.base import Base, open_settings
@@ -18,7 +18,7 @@ class Subject:
     """`positions`: how many tokens it holds; None where any length does."""
 
     family: str
-    shape: ModelShape
+    shape: ModelSpec
     softcap: bool = False
     dropout: bool = False
     positions: int | None = None
@@ -53,7 +53,7 @@ def subject_of(config: RunConfig) -> Subject:
 _NAMES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "tie_word_embeddings")
 
 
-def _usual(settings: dict[str, Any]) -> ModelShape:
+def _usual(settings: dict[str, Any]) -> ModelSpec:
     d, heads = int(settings["hidden_size"]), int(settings["num_attention_heads"])
     shape = new_shape(
         d, int(settings["num_hidden_layers"]), heads, int(settings.get("num_key_value_heads") or heads),

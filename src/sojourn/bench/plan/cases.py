@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from sojourn.catalog.shapes import ModelShape, model
+from sojourn.catalog.shapes import ModelSpec, model
 from sojourn.config.words import closest, shown
 from sojourn.errors import UserError
 from sojourn.resolve.new_model import new_shape
@@ -65,14 +65,14 @@ NEW = {
 
 
 @cache
-def shape_of(case: Case) -> ModelShape:
+def shape_of(case: Case) -> ModelSpec:
     if case.new:
         return NEW[case.shape]
     small = {**_TINY, **_THIN}
     return small[case.shape] if case.shape in small else model(case.shape)
 
 
-def sizes(shape: ModelShape) -> dict[str, Any]:
+def sizes(shape: ModelSpec) -> dict[str, Any]:
     """As a config.json has them."""
     found = {
         "hidden_size": shape.hidden, "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sojourn.bench.plan.cases import Case, shape_of, sizes
-from sojourn.catalog.shapes import ModelShape
+from sojourn.catalog.shapes import ModelSpec
 from sojourn.config.schema import RunConfig
 
 _POSITIONS = 32_768
@@ -73,7 +73,7 @@ def _write_words(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": _END}), encoding="utf-8")
 
 
-def _write_base(shape: ModelShape, folder: Path) -> None:
+def _write_base(shape: ModelSpec, folder: Path) -> None:
     if (folder / "model.safetensors").is_file():
         return
     import torch

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from sojourn.catalog.names import gpu as find_gpu
-from sojourn.catalog.shapes import ModelShape
+from sojourn.catalog.shapes import ModelSpec
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
 from sojourn.estimate.constants import constants
@@ -21,8 +21,8 @@ Row = dict[str, Any]
 def work_of_row(row: Row) -> Work:
     """As plans see it, with documents as long as they really are, and steps by themselves, without evaluation."""
     config = RunConfig.model_validate(row["config"])
-    known = {field.name for field in fields(ModelShape)}
-    shape = ModelShape(**{key: _plain(value) for key, value in row["shape"].items() if key in known})
+    known = {field.name for field in fields(ModelSpec)}
+    shape = ModelSpec(**{key: _plain(value) for key, value in row["shape"].items() if key in known})
     capability = row["place"]["capability"]
     place = Place(row["place"]["device"], None if capability is None else tuple(capability), row["place"]["precision"])
     rows = config.train.micro_batch if isinstance(config.train.micro_batch, int) else 1

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from sojourn.catalog.fused_families import FUSED_FAMILIES
 from sojourn.model.attention import How, attend, can_compile, takes_hopper
-from sojourn.model.families import FAMILIES
 from sojourn.model.kernels import fp8, hopper
 from sojourn.model.kernels.nf4 import multiply as nf4_multiply
 from sojourn.model.layers import blocks
@@ -28,7 +28,7 @@ def fuse(model: Any) -> None:
 
     By classes rather than by instance, so that compiled blocks are alike and share one graph.
     """
-    prefix = FAMILIES[model.config.get_text_config().model_type]
+    prefix = FUSED_FAMILIES[model.config.get_text_config().model_type]
     forwards = {f"{prefix}RMSNorm": _norm, f"{prefix}Attention": _attention, f"{prefix}MLP": _feed_forward}
     forwards[f"{prefix}DecoderLayer"] = _block
     for module in model.modules():

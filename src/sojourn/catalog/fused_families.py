@@ -1,0 +1,4 @@
+"""Model families with fused forwards (model/kernels/fused_forwards.py), by transformers' `model_type`, with the prefix
+of their classes' names."""
+
+FUSED_FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}
