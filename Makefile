@@ -6,11 +6,12 @@ READY  := $(VENV)/.ready
 
 PARALLEL := $(addprefix tests/test_,engines.py nodes.py guides_commands.py launch.py launch_line.py bench_scaling.py)
 
-.PHONY: help setup packages demo test test-kill test-parallel test-long fuzz real real-model lint format bench golden clean
+.PHONY: help setup packages demo test test-budget test-kill test-parallel test-long fuzz real real-model lint format bench golden clean
 
 help:
 	@echo "make demo    set up, then the whole journey: plan, prepare, train, kill, resume, ask (under 4 minutes)"
 	@echo "make test    set up, lint, type check, room law, all tests"
+	@echo "make test-budget  make test's tests, and record the CPU seconds of each: tests/budget.json"
 	@echo "make test-kill  hundreds of kills and disk failures at every moment of a run (about 15 minutes)"
 	@echo "make test-parallel  every engine on 1 to 4 processes, two machines, every way to fail (about 15 minutes)"
 	@echo "make test-long  further model families, number formats and repeats of what make test shows once (a few minutes)"
@@ -57,7 +58,10 @@ format: setup
 	$(BIN)/ruff format src tests benchmarks
 
 test: lint packages
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -rs --durations 5
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -rs --budget check
+
+test-budget: setup packages
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -rs --budget record
 
 test-kill: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/kill -n 2 --dist worksteal -rs

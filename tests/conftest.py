@@ -15,12 +15,24 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+import budget
 from gang import Gang
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["COLUMNS"] = "120"  # whatever terminal, or none, the tests run in
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--budget", choices=["check", "record"], help="CPU seconds per test: see tests/budget.py")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    mode = config.getoption("--budget")
+    if mode:
+        config.pluginmanager.register(budget.Budget(mode))
+
 
 COLOURS = ("red", "green", "blue", "gold", "grey", "pink", "black", "white")
 THINGS = ("cat", "boat", "lamp", "tree", "stone", "river", "cloud", "bell")

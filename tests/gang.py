@@ -22,6 +22,8 @@ from typing import Any
 
 import pytest
 
+import budget
+
 needs_fork = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
 
 KNOWN = ("torch", "transformers", "peft", "sojourn", "deepspeed", "safetensors", "tokenizers", "bitsandbytes")
@@ -59,6 +61,7 @@ class Gang:
             [sys.executable, "-m", "gang", str(folder)], cwd=folder, env={**os.environ, **offline, **alone},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
+        budget.count_server(self._process.pid)
 
     def run(self, size: int, words: list[str], wrong: str = "", **env: str) -> Outcome:
         order = Order(size, words, os.environ["SOJOURN_HOME"], wrong, env)

@@ -1,0 +1,143 @@
+"""A budget of CPU seconds per test. `make test` fails a test that uses more than three times its recorded seconds.
+
+CPU time of the test process and of its children, not wall time: a busy machine does not change it. No test is charged
+for fixtures that several tests share, for what is made in `shared_cost()`, or for imports. The record (`budget.json`)
+lists the tests that use more than `RECORD_ABOVE` seconds; any other test may use `DEFAULT` seconds. It also has the
+seconds of a fixed computation on the machine that made it, so that a slower machine gets proportionally more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RECORD = Path(__file__).with_name("budget.json")
+DEFAULT = 6.0
+RECORD_ABOVE = 2.0
+FACTOR = 3
+SECONDS_PER_IMPORT = 0.01
+
+_servers: list[int] = []  # processes that outlive a test and work for it: fork servers
+_shared = 0.0
+
+
+def count_server(pid: int) -> None:
+    """From now on, a test's CPU time includes what this process and its ended children use."""
+    _servers.append(pid)
+
+
+def cpu_seconds() -> float:
+    """Of this process, its ended children, and the fork servers."""
+    total = sum(os.times()[:4])
+    for pid in _servers:
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:  # no /proc, or the server has ended
+            continue
+        total += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    return total
+
+
+@contextmanager
+def shared_cost() -> Iterator[None]:
+    """What is made here is used by several tests; the one that happens to be first is not charged for it."""
+    global _shared
+    before, already = cpu_seconds(), _shared
+    try:
+        yield
+    finally:
+        _shared = already + cpu_seconds() - before  # nested costs are inside the outer one
+
+
+def machine_seconds() -> float:
+    """CPU seconds of a fixed computation: the best of five."""
+
+    def once() -> float:
+        began = time.process_time()
+        digest = b""
+        for number in range(20_000):
+            digest = hashlib.sha256(digest + str(number).encode()).digest()
+        return time.process_time() - began
+
+    return min(once() for _ in range(5))
+
+
+class Budget:
+    """The pytest plugin. `mode` is `check` or `record`."""
+
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+        record = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
+        self.recorded: dict[str, float] = record.get("cpu_seconds", {})
+        self.slowdown = max(1.0, machine_seconds() / record["machine_seconds"]) if record else 1.0
+        self.found: dict[str, float] = {}
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: Any) -> Iterator[Any]:
+        if fixturedef.scope == "function":
+            return (yield)
+        with shared_cost():
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Iterator[Any]:
+        item.stash[_STARTED] = (cpu_seconds() - _shared, len(sys.modules))
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: Any) -> Iterator[Any]:
+        report = yield
+        if call.when == "call":
+            seconds, modules = item.stash[_STARTED]
+            used = cpu_seconds() - _shared - seconds - SECONDS_PER_IMPORT * (len(sys.modules) - modules)
+            item.user_properties.append(("cpu_seconds", round(max(used, 0.0), 2)))
+            report.user_properties = list(item.user_properties)
+            allowed = self.allowed(item.nodeid)
+            if self.mode == "check" and report.passed and used > allowed:
+                report.outcome = "failed"
+                report.longrepr = (
+                    f"{item.nodeid} used {used:.1f} s of CPU time; its budget is {allowed:.1f} s. Make it cheaper, or "
+                    "record a new budget with: make test-budget"
+                )
+        return report
+
+    def allowed(self, test: str) -> float:
+        return max(DEFAULT, FACTOR * self.recorded.get(test, 0.0)) * self.slowdown
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        seconds = dict(report.user_properties).get("cpu_seconds")
+        if report.when == "call" and seconds is not None:
+            self.found[report.nodeid] = seconds
+
+    def pytest_terminal_summary(self, terminalreporter: Any, config: pytest.Config) -> None:
+        if hasattr(config, "workerinput") or not self.found:
+            return
+        files: Counter[str] = Counter()
+        for test, seconds in self.found.items():
+            files[test.partition("::")[0]] += seconds
+        terminalreporter.write_sep("-", f"CPU time of tests: {sum(files.values()):.0f} s")
+        for file, seconds in files.most_common(10 if self.mode == "check" else None):
+            terminalreporter.write_line(f"{seconds:7.1f} s  {file}")
+        if self.mode == "record":
+            self.write()
+
+    def write(self) -> None:
+        """Files of which no test ran keep their record."""
+        ran = {test.partition("::")[0] for test in self.found}
+        costs = {test: seconds for test, seconds in self.recorded.items() if test.partition("::")[0] not in ran}
+        costs |= {test: seconds for test, seconds in self.found.items() if seconds > RECORD_ABOVE}
+        record = {"machine_seconds": round(machine_seconds(), 4), "cpu_seconds": dict(sorted(costs.items()))}
+        RECORD.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+_STARTED = pytest.StashKey[tuple[float, int]]()
