@@ -282,7 +282,7 @@ def test_a_step_that_is_no_number_is_left_out_by_every_engine(tiny, gang, engine
         (("parallel.engine=fsdp", "train.optimizer=muon"), "muon needs whole tensors"),
         (("parallel.engine=ddp", "train.offload=all"), "all needs parallel.engine=fsdp or deepspeed"),
         (("parallel.gpus=0,1,2",), "3 GPUs are named, but torchrun started 2 processes here"),
-        (("train.global_batch=1",), "1 rows cannot be shared by 2 processes; use 2"),
+        (("train.global_batch=1",), "1 rows are fewer than the 2 ranks; use at least 2"),
     ],
 )
 def test_what_an_engine_cannot_do_is_refused_in_one_line_by_all_processes(tiny, gang, extra, says):

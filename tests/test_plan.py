@@ -589,10 +589,10 @@ def test_a_finished_run_on_a_gpu_leaves_a_record(tmp_path, monkeypatch):
     lines = [{"step": 1}, *({"tokens_per_second": speed_, "memory": 7 * GIB} for speed_ in (1e5, 2e5, 4e5))]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     config = with_settings(load_run(["medium"]).config, {"train.device": "cuda", "train.precision": "bf16"})
-    feed, ranks = SimpleNamespace(micro_batch=16, device="cuda"), SimpleNamespace(size=1, first=True)
+    batcher, ranks = SimpleNamespace(micro_batch=16, device="cuda"), SimpleNamespace(world_size=1, is_main=True)
     session = SimpleNamespace(
         config=config, run=SimpleNamespace(metrics=tmp_path / "metrics.jsonl"),
-        stepper=SimpleNamespace(feed=feed, ranks=ranks),
+        stepper=SimpleNamespace(batcher=batcher, ranks=ranks),
         artefact=SimpleNamespace(report={"train": {"tokens": 1000, "documents": 10}}, facts={"packing": "packed"}),
     )  # fmt: skip
     lessons.note_run(session)

@@ -37,7 +37,7 @@ from sojourn.train import loop
 
 batches = Session.batches
 def written(self, step):
-    rows = self.stepper.ranks.share(__import__("numpy").array(self.rows(step)))
+    rows = self.stepper.ranks.shard(__import__("numpy").array(self.rows(step)))
     note(step=step, rows=[int(row) for row in rows])
     return batches(self, step)
 Session.batches = written
@@ -218,7 +218,7 @@ def test_a_batch_smaller_than_the_number_of_processes_is_refused_in_one_line(tin
     monkeypatch.setenv("WORLD_SIZE", "16")
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(
-        UserError, match=r"train\.global_batch: 8 rows cannot be shared by 16 processes; use 16"
+        UserError, match=r"train\.global_batch: 8 rows are fewer than the 16 ranks; use at least 16"
     ) as told:
         run_train(tiny.words())
     assert "\n" not in str(told.value)
@@ -227,15 +227,15 @@ def test_a_batch_smaller_than_the_number_of_processes_is_refused_in_one_line(tin
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8])
 def test_every_row_of_a_batch_goes_to_one_process(size):
     rows = np.array([5, 3, 9, 1, 0, 7, 2, 8])
-    shares = [Ranks(rank, size).share(rows) for rank in range(size)]
+    shares = [Ranks(rank, size).shard(rows) for rank in range(size)]
     assert np.concatenate(shares).tolist() == rows.tolist() and min(map(len, shares)) >= 1
 
 
-def test_a_process_alone_asks_nobody():
-    alone = Ranks()
-    assert alone.first and alone.total(1.0, 2.0) == [1.0, 2.0] and alone.any(True) and not alone.any(False)
-    assert alone.told(3.0) == 3.0
-    alone.wait()
-    with alone.together():
+def test_a_single_rank_needs_no_process_group():
+    single = Ranks()
+    assert single.is_main and single.sum(1.0, 2.0) == [1.0, 2.0] and single.any(True) and not single.any(False)
+    assert single.broadcast(3.0) == 3.0
+    single.barrier()
+    with single.raise_oom_on_all_ranks():
         pass
-    assert json.dumps(alone.share(np.arange(3)).tolist()) == "[0, 1, 2]"
+    assert json.dumps(single.shard(np.arange(3)).tolist()) == "[0, 1, 2]"

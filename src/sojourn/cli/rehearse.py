@@ -43,18 +43,18 @@ def rehearse(
                 raise typer.Exit(launch(once, sys.argv[1:], processes))
         leave_if_over()
         from sojourn.train.loop import use_device
-        from sojourn.train.ranks import join, leave
+        from sojourn.train.ranks import join_process_group, leave_process_group
         from sojourn.train.rehearse import rehearse as rehearse_run
 
         silent = os.environ.get("RANK", "0") != "0"
         with worker(), _nowhere() if silent else nullcontext():
-            ranks = join(use_device(loaded.config), loaded.config)
+            ranks = join_process_group(use_device(loaded.config), loaded.config)
             report = rehearse_run(loaded.config, run, ranks)
-            if ranks.first:
+            if ranks.is_main:
                 _show(report, json, told)
             if report.refused is not None:
                 raise RunFailed(f"this run should not start: {report.refused}")
-            leave()
+            leave_process_group()
     if not (json or silent):
         print(f"ready: sojourn train {' '.join(words)}")
 

@@ -20,7 +20,7 @@ from sojourn.train.subject import subject_of
 def work_of_session(session: Session) -> Work:
     """As plans see it, with the documents as long as they really are."""
     config, stepper = session.config, session.stepper
-    work = work_here(config, subject_of(config), stepper.batcher.micro_batch, None, stepper.ranks.size)
+    work = work_here(config, subject_of(config), stepper.batcher.micro_batch, None, stepper.ranks.world_size)
     facts: dict[str, Any] = session.artefact.report.get("train", {})
     packed = session.artefact.facts.get("packing") == "packed" and facts.get("documents")
     document = max(1, round(facts["tokens"] / facts["documents"])) if packed else None
@@ -34,7 +34,7 @@ def note_rehearsal(session: Session, step_seconds: float, memory: int | None) ->
 
 
 def note_run(session: Session) -> None:
-    if session.stepper.batcher.device == "cuda" and session.stepper.ranks.first:
+    if session.stepper.batcher.device == "cuda" and session.stepper.ranks.is_main:
         with _harmless():
             _note_run(session)
 

@@ -53,9 +53,9 @@ class Evaluator:
         kept = True
         if best and train.eval_every is not None:
             weights = self._engine.weights()
-            if self._ranks.first:
+            if self._ranks.is_main:
                 kept = self._keep_best(weights, progress.step, loss, meters)
-            self._ranks.wait()
+            self._ranks.barrier()
         progress.note(loss, kept=not self._ranks.any(not kept))
         self.seconds = time.monotonic() - began
         if train.patience is not None and progress.worse >= train.patience:
@@ -67,9 +67,9 @@ class Evaluator:
 
     def _sample(self, step: int, meters: Meters) -> None:
         """By the first process; where weights are cut, all must say the same words with it."""
-        lockstep = self._engine.lockstep
-        with nullcontext() if lockstep else self._ranks.together():
-            if self._ranks.first or lockstep:
+        syncs_every_micro_batch = self._engine.syncs_every_micro_batch
+        with nullcontext() if syncs_every_micro_batch else self._ranks.raise_oom_on_all_ranks():
+            if self._ranks.is_main or syncs_every_micro_batch:
                 make = partial(self._samples.take, self._network, self._feed.autocast(), self._feed.device)
                 with torch.no_grad():
                     meters.log_samples(step, self._engine.run(make))

@@ -105,7 +105,7 @@ class FaultTolerantStep:
         next step, and the answer is read while it works. Until then signals wait: saving would have to wait as well.
         """
         stepper = self.session.stepper
-        if self.session.config.train.ahead == "off" or not stepper.engine.asks:
+        if self.session.config.train.ahead == "off" or not stepper.engine.supports_async_step:
             return self._gradients(batches, random, stepper.gradients), False
         found = self._gradients(batches, random, lambda given: stepper.passes(given, self.begun))
         self.begun = None
@@ -187,7 +187,7 @@ class FaultTolerantStep:
 
     def ease(self, why: str) -> None:
         """Gives up recordings, or takes fewer rows at a time, before memory really runs out."""
-        if self.session.stepper.engine.lockstep:
+        if self.session.stepper.engine.syncs_every_micro_batch:
             return
         if self.session.stepper.plays or self.session.stepper.batcher.micro_batch > 1:
             down = self._down(False, why)
@@ -228,11 +228,11 @@ class FaultTolerantStep:
                 "memory, a shorter data.max_length, or method.kind=qlora in a new run: name=NEW",
                 clean=not in_update,
             )
-        lockstep = session.stepper.engine.lockstep
-        if lockstep or not session.run.silent:
+        syncs_every_micro_batch = session.stepper.engine.syncs_every_micro_batch
+        if syncs_every_micro_batch or not session.run.silent:
             remember(session.run, rung, session.device_name)
         session.run.event("out_of_memory", step=step, says=says, now=rung)
-        if lockstep:  # the others wait for this process in the midst of a pass
+        if syncs_every_micro_batch:  # the others wait for this process in the midst of a pass
             raise StartAgain(f"step {step}: out of memory ({says}); the next start goes on with {told(rung)}")
         self.say(f"step {step}: memory is short ({says}); going on with {told(rung)}")
         self._drop()
@@ -309,7 +309,7 @@ class FaultTolerantStep:
     def _go_back(self) -> bool:
         session = self.session
         self.saver.finish()
-        session.stepper.ranks.wait()
+        session.stepper.ranks.barrier()
         level(session.run, session.stepper.ranks, self.say)
         newest = load(session.run.checkpoints)
         if newest is None:
@@ -319,7 +319,7 @@ class FaultTolerantStep:
         for name in vars(before):
             setattr(progress, name, getattr(before, name))
         progress.bad, progress.skip = kept
-        session.stepper.ranks.diverge(session.config.train.seed, progress.step)
+        session.stepper.ranks.seed_other_ranks(session.config.train.seed, progress.step)
         self.ahead.forget()
         self._drop()
         return True

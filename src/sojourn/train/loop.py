@@ -39,7 +39,7 @@ from sojourn.train.faults.oom_fallback import (
 )
 from sojourn.train.metrics.environment import device_name
 from sojourn.train.metrics.trackers import refuse_missing_trackers
-from sojourn.train.ranks import Ranks, join, leave
+from sojourn.train.ranks import Ranks, join_process_group, leave_process_group
 from sojourn.train.resolve import resolve
 from sojourn.train.session import Session, open_session, say
 from sojourn.train.steps import run_steps, stop
@@ -54,13 +54,13 @@ def train(config: RunConfig, run: RunFolder) -> None:
     began = time.monotonic()
     refuse_missing_trackers(config.log.trackers)
     config = priced(config)
-    ranks = join(use_device(config), config)
-    run = replace(run, silent=not ranks.first)
+    ranks = join_process_group(use_device(config), config)
+    run = replace(run, silent=not ranks.is_main)
     run.acquire()
     began_again(run, ranks)
     try:
         mirror = mirror_of(config, run)
-        if mirror is not None and ranks.first:
+        if mirror is not None and ranks.is_main:
             warning = mirror_warning(config)
             if warning is not None:
                 say(f"warning: {warning}")
@@ -68,7 +68,7 @@ def train(config: RunConfig, run: RunFolder) -> None:
         with (
             _apart(run, ranks) if run.silent else nullcontext(),
             Ledger.open(run.ledger, config.limits.price_per_hour, began, run.silent) as ledger,
-            Guard(config.limits, ledger, session_end(config.limits), together=ranks.size > 1) as guard,
+            Guard(config.limits, ledger, session_end(config.limits), together=ranks.world_size > 1) as guard,
             _told(run, guard),
             _compiled_kept(config, run),
         ):
@@ -76,7 +76,7 @@ def train(config: RunConfig, run: RunFolder) -> None:
                 free_memory()
     finally:
         run.release()
-    leave()
+    leave_process_group()
 
 
 def _trained(config: RunConfig, run: RunFolder, ranks: Ranks, guard: Guard) -> bool:
@@ -90,7 +90,7 @@ def _trained(config: RunConfig, run: RunFolder, ranks: Ranks, guard: Guard) -> b
         with guard.abandonable(alone=True):
             session = open_session(config, run, ranks)
     except (RuntimeError, MemoryError) as error:
-        if ranks.size > 1 or not is_memory_error(error):
+        if ranks.world_size > 1 or not is_memory_error(error):
             raise
         why = str(error)
     else:
@@ -184,7 +184,7 @@ def _told(run: RunFolder, guard: Guard) -> Iterator[None]:
 def began_again(run: RunFolder, ranks: Ranks) -> None:
     """torchrun starts ended processes again, also those that ended on purpose."""
     count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    if count == 0 or ranks.size == 1:
+    if count == 0 or ranks.world_size == 1:
         return
     import psutil
 
@@ -192,7 +192,7 @@ def began_again(run: RunFolder, ranks: Ranks) -> None:
     if was and was.state == "stopped" and run.changed_at() > psutil.Process(os.getppid()).create_time():
         raise Stopped(f"stopped by {was.says} at step {was.step} of {was.total_steps}; the same command continues")
     run.event("began_again", restart=count)
-    if ranks.first:
+    if ranks.is_main:
         say(f"began again after a process had ended (restart {count})")
 
 

@@ -65,8 +65,8 @@ class Report:
 def rehearse(config: RunConfig, run: RunFolder, ranks: Ranks) -> Report:
     """Tries `config` for real, in a scratch folder beside `run`; what it leaves there is gone when this returns."""
     config = priced(config)
-    named = ranks.from_first(lambda: f".rehearsal-{os.getpid()}-{run.path.name}")
-    scratch = RunFolder(run.path.with_name(named), silent=not ranks.first)
+    named = ranks.run_on_main(lambda: f".rehearsal-{os.getpid()}-{run.path.name}")
+    scratch = RunFolder(run.path.with_name(named), silent=not ranks.is_main)
     scratch.path.mkdir(parents=True, exist_ok=True)
     report = Report()
     try:
@@ -77,7 +77,7 @@ def rehearse(config: RunConfig, run: RunFolder, ranks: Ranks) -> Report:
     except (RunFailed, RuntimeError) as error:
         report.add("fail", "run", str(error).split("\n")[0])
     else:
-        ranks.wait()
+        ranks.barrier()
     finally:
         remove_folder(scratch.path)
     return report
@@ -107,7 +107,7 @@ def _tried(config: RunConfig, run: RunFolder, scratch: RunFolder, ranks: Ranks, 
         saver.close()
     report.facts |= {"opening_seconds": round(opening, 1), "step_seconds": round(seconds, 4),
                      "micro_batch": session.stepper.batcher.micro_batch}  # fmt: skip
-    if not ranks.first:
+    if not ranks.is_main:
         return True
     note_rehearsal(session, seconds, report.facts.get("memory"))
     if "checkpoint_bytes" in report.facts:
@@ -140,7 +140,7 @@ def _steps(session: Session, careful: FaultTolerantStep, report: Report) -> floa
     level: Literal["ok", "warn"] = "warn" if losses[0] > 1.5 * math.log(vocabulary) else "ok"
     chance = f"guessing among {vocabulary:,} tokens would be {math.log(vocabulary):.2f}"
     report.add(level, "loss", f"{losses[0]:.4f} at first, {losses[-1]:.4f} after {len(losses)} steps; {chance}")
-    targets = int(session.stepper.ranks.total(sum(batch.targets for batch in session.batches(0)))[0])
+    targets = int(session.stepper.ranks.sum(sum(batch.targets for batch in session.batches(0)))[0])
     tokens = session.tokens(0)
     share = targets / max(1, tokens)
     if targets == 0:
@@ -172,7 +172,7 @@ def _save(session: Session, scratch: RunFolder, saver: Saver, report: Report) ->
     if session.progress.step == 0:
         return 0.0
     saver.save(must=True)
-    if not session.stepper.ranks.first:
+    if not session.stepper.ranks.is_main:
         return 0.0
     places = checkpoints_in(scratch.checkpoints)
     size = sum(file.stat().st_size for file in places[-1].iterdir())

@@ -70,8 +70,8 @@ class Session:
         """This process's rows of a global step, in micro batches."""
         train = self.config.train
         chosen = step_rows(step, len(self.artefact.train), train.global_batch, train.seed, self.last_row)
-        batcher, mine = self.stepper.batcher, self.stepper.ranks.share(chosen)
-        if len(mine) == 0 and self.stepper.engine.lockstep:  # of a run's last, smaller batch
+        batcher, mine = self.stepper.batcher, self.stepper.ranks.shard(chosen)
+        if len(mine) == 0 and self.stepper.engine.syncs_every_micro_batch:  # of a run's last, smaller batch
             return [without_targets(batch) for batch in batcher.batches(self.artefact.train, chosen[:1])]
         return list(batcher.batches(self.artefact.train, mine))
 
@@ -82,7 +82,7 @@ def say(line: str) -> None:
 
 def open_session(config: RunConfig, run: RunFolder, ranks: Ranks) -> Session:
     """Resolves, prepares, builds, and goes on from the newest good checkpoint."""
-    ranks.wait()  # for what the first one may just have written
+    ranks.barrier()  # for what the first one may just have written
     level(run, ranks, say)
     was, device = run.status(), ranks.device
     named = device_name(device)
@@ -95,7 +95,7 @@ def open_session(config: RunConfig, run: RunFolder, ranks: Ranks) -> Session:
             "data.columns.prompt=prompt data.columns.completion=chosen"
         )
     run.set_status("starting", was.step if was else 0, was.total_steps if was else 0)
-    if ranks.first:
+    if ranks.is_main:
         write_text(run.config, to_yaml(config))
         facts = {
             **describe(device),
@@ -108,7 +108,7 @@ def open_session(config: RunConfig, run: RunFolder, ranks: Ranks) -> Session:
     engine = open_engine(config, artefact, ranks)
     network = engine.network
     trained = sum(p.numel() for p in network.model.parameters() if p.requires_grad)
-    if ranks.first:
+    if ranks.is_main:
         # Weights and two moments of 32 bits: told now rather than at the first save.
         place = run.checkpoints if run.checkpoints.is_dir() else run.path  # perhaps another disk
         check_room(place, 12 * trained, int(config.save.min_free))
@@ -135,16 +135,16 @@ def open_session(config: RunConfig, run: RunFolder, ranks: Ranks) -> Session:
 
 def _decided(config: RunConfig, run: RunFolder, ranks: Ranks, named: str) -> tuple[RunConfig, dict[str, str]]:
     """Every setting, and why it is so, decided by the first process for all."""
-    rung = furthest(ranks.gathered(json.dumps(remembered(run, named))))
+    rung = furthest(ranks.all_gather(json.dumps(remembered(run, named))))
 
     def decide() -> Resolved:
         begun = read_config(run.config) if run.exists() else None
-        resolved = resolve(config, begun, rung, ranks.size)
+        resolved = resolve(config, begun, rung, ranks.world_size)
         if begun is not None:
             refuse_harmful_changes(begun, resolved.config, run)
         return resolved
 
-    if ranks.size == 1:
+    if ranks.world_size == 1:
         alone = decide()
         return alone.config, alone.reasons
 
@@ -152,18 +152,18 @@ def _decided(config: RunConfig, run: RunFolder, ranks: Ranks, named: str) -> tup
         found = decide()
         return json.dumps({"config": dump(found.config), "reasons": found.reasons})
 
-    told = json.loads(ranks.from_first(written))
+    told = json.loads(ranks.run_on_main(written))
     return RunConfig.model_validate(told["config"]), told["reasons"]
 
 
 def _prepared(config: RunConfig, ranks: Ranks) -> Artefact:
     """By one process of each machine."""
-    if not ranks.first_here:
-        ranks.wait()
+    if not ranks.is_local_main:
+        ranks.barrier()
     artefact = prepare(data_of(config), prepared_folder(), say, partial(show_examples, say, sys.stdout.isatty()))
-    if ranks.first_here:
-        ranks.wait()
-    marks = ranks.gathered(artefact.path.name)
+    if ranks.is_local_main:
+        ranks.barrier()
+    marks = ranks.all_gather(artefact.path.name)
     if len(set(marks)) > 1:
         raise UserError(
             "data.sources: the machines of this run have different data there (or different versions of sojourn); "
@@ -175,11 +175,11 @@ def _prepared(config: RunConfig, ranks: Ranks) -> Artefact:
 def _resumed(config: RunConfig, run: RunFolder, live: Live, ranks: Ranks) -> Progress:
     """From the newest good checkpoint here or in the mirror."""
     mirror = mirror_of(config, run)
-    if mirror is not None and ranks.first:
+    if mirror is not None and ranks.is_main:
         fetch_newer(mirror, run, say)
-    ranks.wait()
+    ranks.barrier()
     progress = resume(config.save, run, live)
-    ranks.diverge(config.train.seed, progress.step)
+    ranks.seed_other_ranks(config.train.seed, progress.step)
     return progress
 
 
@@ -204,7 +204,7 @@ def _work(config: RunConfig, artefact: Artefact, ranks: Ranks) -> Work:
     flops = subject_of(config).shape.flops_per_token(attended, frozen)
     cuda = ranks.device == "cuda"
     peak = peak_flops(torch.cuda.get_device_name(), str(config.train.precision)) if cuda else None
-    return Work(flops, None if peak is None else peak * ranks.size)
+    return Work(flops, None if peak is None else peak * ranks.world_size)
 
 
 def _length(config: RunConfig, artefact: Artefact) -> tuple[int, int | None]:

@@ -20,7 +20,7 @@ from sojourn.train.batcher import Batcher, DeviceBatch
 from sojourn.train.cuda_graphs import CudaGraphs
 from sojourn.train.distributed.engine import Engine
 from sojourn.train.optim.optimizers import Optimizer
-from sojourn.train.ranks import ALONE, Ranks
+from sojourn.train.ranks import SINGLE, Ranks
 
 
 def hidden_of_targets(network: Network, batcher: Batcher, batch: Batch) -> tuple[Any, Any]:
@@ -110,13 +110,15 @@ class Stepper:
     def passes(self, batches: list[Batch], begun: SpeculativeStep | None = None) -> Any:
         """The same, as numbers still on the device. `begun`: what has been done of them already."""
         engine, ranks = self.engine, self.ranks
-        targets = ranks.total(sum(batch.targets for batch in batches))[0]
+        targets = ranks.sum(sum(batch.targets for batch in batches))[0]
         mean = torch.zeros((), device=self.batcher.device)
         if targets == 0:  # nothing to learn from
             return torch.stack([mean, mean])
         there = begun.part if begun is not None and begun.batches is batches else None
         batches = (
-            pad_with_empty_batches(batches, ranks) if engine.lockstep else [batch for batch in batches if batch.targets]
+            pad_with_empty_batches(batches, ranks)
+            if engine.syncs_every_micro_batch
+            else [batch for batch in batches if batch.targets]
         )
         with engine.passes():
             for number, batch in enumerate(batches, 1):
@@ -125,7 +127,7 @@ class Stepper:
                     engine.backward(part, last=number == len(batches))
                 mean += part.detach_()  # whoever holds it holds no graph
                 there = None
-        ranks.add(mean)
+        ranks.all_reduce(mean)
         return torch.stack([mean, engine.clip(self.clip).to(mean)])
 
     def begin(self, batches: list[Batch]) -> Any:
@@ -171,7 +173,7 @@ def make_cuda_graphs(engine: Engine, batcher: Batcher, whole: bool, again: bool)
     """None where passes are never alike, or make more than gradients. `again`: blocks are recomputed."""
     network = engine.network
     why = None
-    if not engine.alone or network.windows:
+    if not engine.has_direct_gradients or network.windows:
         why = "for one process, without sliding windows or fp16"
     elif network.by_chance and again:
         why = "dropout cannot be recomputed from a recording: use train.checkpointing=off or method.dropout=0"
@@ -188,7 +190,7 @@ def make_cuda_graphs(engine: Engine, batcher: Batcher, whole: bool, again: bool)
 
 def pad_with_empty_batches(batches: list[Batch], ranks: Ranks) -> list[Batch]:
     """As many as the process with the most has; those added train nothing."""
-    return batches + [without_targets(batches[0])] * (ranks.most(len(batches)) - len(batches))
+    return batches + [without_targets(batches[0])] * (ranks.max(len(batches)) - len(batches))
 
 
 def without_targets(batch: Batch) -> Batch:
@@ -201,7 +203,9 @@ def evaluate(
 ) -> tuple[float, float]:
     """Over the first `rows` rows: the mean loss per target token, and the share of tokens that were the likeliest."""
     total, hits, targets = 0.0, 0.0, 0
-    ranks, lockstep = (engine.ranks, engine.lockstep) if engine is not None else (ALONE, False)
+    ranks, syncs_every_micro_batch = (
+        (engine.ranks, engine.syncs_every_micro_batch) if engine is not None else (SINGLE, False)
+    )
     was_training = network.model.training
     network.model.eval()
 
@@ -209,17 +213,21 @@ def evaluate(
         return loss.score(network.head, *hidden_of_targets(network, batcher, batch))
 
     try:
-        with torch.no_grad(), batcher.autocast(), nullcontext() if lockstep else ranks.together():
-            mine = ranks.share(np.arange(min(rows, len(split))))
+        with (
+            torch.no_grad(),
+            batcher.autocast(),
+            nullcontext() if syncs_every_micro_batch else ranks.raise_oom_on_all_ranks(),
+        ):
+            mine = ranks.shard(np.arange(min(rows, len(split))))
             batches = batcher.batches(split, mine)
-            if lockstep:
+            if syncs_every_micro_batch:
                 found = list(batches) or [without_targets(one) for one in batcher.batches(split, np.zeros(1, np.int64))]
                 batches = iter(pad_with_empty_batches(found, ranks))
             for batch in batches:
-                if batch.targets or lockstep:
+                if batch.targets or syncs_every_micro_batch:
                     lost, right = scored(batch) if engine is None else engine.run(partial(scored, batch))
                     total, hits, targets = total + float(lost), hits + float(right), targets + batch.targets
     finally:
         network.model.train(was_training)
-    total, hits, counted = ranks.total(total, hits, targets)
+    total, hits, counted = ranks.sum(total, hits, targets)
     return (total / counted, hits / counted) if counted else (float("nan"), float("nan"))

@@ -27,7 +27,7 @@ def run_steps(session: Session, guard: Guard) -> None:
     parameters = list(stepper.network.model.parameters())
     run.event("start", step=progress.step, total_steps=total, device=stepper.batcher.device,
               precision=stepper.batcher.precision, attention=stepper.network.backend or "its own",
-              processes=stepper.ranks.size, parameters=sum(p.numel() for p in parameters),
+              processes=stepper.ranks.world_size, parameters=sum(p.numel() for p in parameters),
               trained=sum(p.numel() for p in parameters if p.requires_grad))  # fmt: skip
     run.set_status("running", progress.step, total)
     with Meters(run, config, total, progress.step, session.work) as meters:
@@ -40,7 +40,7 @@ def run_steps(session: Session, guard: Guard) -> None:
             guard.save_seconds = saver.seconds
             with guard.abandonable():
                 weights = stepper.engine.weights()
-                if stepper.ranks.first:
+                if stepper.ranks.is_main:
                     write_final(stepper.network.model, weights, session.artefact, run.final, config)
                     if saver.copies is not None:
                         saver.copies.bring_home(run.final, run.best)
@@ -62,7 +62,7 @@ def _steps(
         """Whether to save now, agreed by all processes; raises where one of them was told to stop."""
         # A limit that leaves no time for a single step would never let the run get on: one is always made.
         why = guard.reason if progress.step == first else guard.should_stop()
-        told, due = ranks.total(why is not None, ranks.first and saver.due())
+        told, due = ranks.sum(why is not None, ranks.is_main and saver.due())
         if told and not session.ended:
             raise Abandoned
         return due > 0
@@ -115,7 +115,7 @@ def _steps(
         _keep(session, saver, end.clean)
         raise
     except OSError:  # the data can no longer be read; by this process, perhaps, and not by others
-        if ranks.size == 1:
+        if ranks.world_size == 1:
             _keep(session, saver, clean=True)
         raise
     saver.save(must=True)
@@ -145,7 +145,7 @@ def _save_and_stop(session: Session, guard: Guard, saver: Saver) -> NoReturn:
     step = session.progress.step
     _keep(session, saver, clean=True)
     saver.finish()
-    session.stepper.ranks.wait()  # who leaves first has torchrun kill the others
+    session.stepper.ranks.barrier()  # who leaves first has torchrun kill the others
     failed = saver.copies.failed if saver.copies is not None else None
     stop(session.run, guard.reason or "another process", step, session.total, failed)
 

@@ -187,12 +187,12 @@ class Saver:
     def save(self, must: bool = False) -> None:
         """A save that fails is told and tried again at the next interval, unless it `must` succeed."""
         engine = self._live.engine
-        if self._run.silent and not engine.lockstep:
+        if self._run.silent and not engine.syncs_every_micro_batch:
             return
         if must or self._config.save.every_steps is not None:  # the steps that were asked for, all of them
             self._hear(wait=True)
         wanted = self._progress.step != self._last_step and self._under_way is None
-        if not (engine.ranks.told(wanted) if engine.lockstep else wanted):
+        if not (engine.ranks.broadcast(wanted) if engine.syncs_every_micro_batch else wanted):
             return
         self._last_try = time.monotonic()
         checkpoint = self._live.checkpoint(self._progress)  # of cut weights: by all processes

@@ -22,11 +22,11 @@ _PIECE = 64 << 20
 
 def level(run: RunFolder, ranks: Ranks, say: Any) -> None:
     """Every machine's folder of this run has the newest good checkpoint of all when this returns."""
-    if ranks.size == 1:
+    if ranks.world_size == 1:
         return
-    newest = _newest(run.checkpoints) if ranks.first_here else None
-    steps = [int(text) for text in ranks.gathered(str(-1 if newest is None else step_of(newest)))]
-    best, here = max(steps), ranks.gathered(str(int(ranks.first_here)))
+    newest = _newest(run.checkpoints) if ranks.is_local_main else None
+    steps = [int(text) for text in ranks.all_gather(str(-1 if newest is None else step_of(newest)))]
+    best, here = max(steps), ranks.all_gather(str(int(ranks.is_local_main)))
     lacking = [rank for rank, step in enumerate(steps) if step < best and here[rank] == "1"]
     if not lacking:
         return
@@ -36,7 +36,7 @@ def level(run: RunFolder, ranks: Ranks, say: Any) -> None:
     files = [path for path in beginnings if path.is_file()] if 0 in lacking else []
     there = [*files, *sorted(newest.iterdir())] if newest is not None and ranks.rank == source else []
     names = [(str(path.relative_to(run.path)), path.stat().st_size) for path in there]
-    listed = json.loads(ranks.gathered(json.dumps(names))[source])
+    listed = json.loads(ranks.all_gather(json.dumps(names))[source])
     _send(run, ranks, source, listed, writes=ranks.rank in lacking)
     if ranks.rank in lacking:
         say(f"the checkpoint of step {best} came from another machine of this run")

@@ -51,7 +51,7 @@ class Ddp(Engine):
             bucket.empty()
             bucket.lacks = len(bucket.parameters)
         self._sent, self._last = [], False
-        with self.ranks.together(self._finish):
+        with self.ranks.raise_oom_on_all_ranks(self._finish):
             yield
 
     def backward(self, loss: Any, last: bool) -> None:

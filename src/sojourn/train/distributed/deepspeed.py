@@ -37,7 +37,9 @@ def open_deepspeed(config: RunConfig, network: Network, scaler: Any, ranks: Rank
         deepspeed.ops.__compatible_ops__ = {}
     file = config.parallel.deepspeed
     settings, notes = (
-        (usual(config, ranks.size), []) if file is None else filled(Path(file).expanduser(), config, ranks.size)
+        (usual(config, ranks.world_size), [])
+        if file is None
+        else filled(Path(file).expanduser(), config, ranks.world_size)
     )
     for note in notes:
         print(f"note: {note}", flush=True)
@@ -47,7 +49,7 @@ def open_deepspeed(config: RunConfig, network: Network, scaler: Any, ranks: Rank
     optimizer, root = Optimizer(network.model, train, ranks.device), Root(network)
     if stage == 3:  # its weight is used without its forward
         deepspeed.zero.register_external_parameter(root, network.plain.get_output_embeddings().weight)
-    os.environ.setdefault("LOCAL_RANK", str(ranks.local))  # it insists
+    os.environ.setdefault("LOCAL_RANK", str(ranks.local_rank))  # it insists
     with redirect_stdout(StringIO()):
         made, *_ = deepspeed.initialize(
             model=root, optimizer=optimizer.torch, config=settings, dist_init_required=False
@@ -78,7 +80,7 @@ def _refuse(config: RunConfig, stage: int) -> None:
 
 
 class DeepSpeed(Engine):
-    lockstep = True
+    syncs_every_micro_batch = True
     copies = True
 
     def __init__(
@@ -105,7 +107,7 @@ class DeepSpeed(Engine):
 
     def backward(self, loss: Any, last: bool) -> None:
         self._made.set_gradient_accumulation_boundary(last)
-        self._made.backward(loss * self.ranks.size)  # it averages, and a sum is wanted
+        self._made.backward(loss * self.ranks.world_size)  # it averages, and a sum is wanted
 
     def clip(self, most: float) -> Any:
         """The norm only: clipping is part of its update."""
@@ -168,7 +170,7 @@ class DeepSpeed(Engine):
 
     def _gathered(self, tensors: Iterable[tuple[str, Any]]) -> dict[str, Any]:
         """Whole tensors, one after another, in the first process's host memory."""
-        return {name: t.detach().to("cpu", copy=True) for name, t in tensors if self.ranks.first}
+        return {name: t.detach().to("cpu", copy=True) for name, t in tensors if self.ranks.is_main}
 
     def load(self, tensors: dict[str, Any]) -> None:
         import deepspeed

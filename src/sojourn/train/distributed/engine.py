@@ -15,18 +15,18 @@ import torch
 from sojourn.model.network import Network
 from sojourn.model.weights import load_weights, weights
 from sojourn.train.optim.optimizers import Optimizer
-from sojourn.train.ranks import ALONE, Ranks
+from sojourn.train.ranks import SINGLE, Ranks
 
 T = TypeVar("T")
 
 
 class Engine:
-    """`lockstep`: weights or gradients travel in every pass, so all processes must make the same number of passes, and
-    one that fails half-way leaves the others waiting: then all begin again from the last checkpoint."""
+    """`syncs_every_micro_batch`: forward and backward contain collectives, so all ranks must run equally many micro
+    batches. A rank that fails in one leaves the others waiting: then all restart from the last checkpoint."""
 
-    lockstep = False
+    syncs_every_micro_batch = False
 
-    def __init__(self, network: Network, optimizer: Optimizer, scaler: Any, ranks: Ranks = ALONE) -> None:
+    def __init__(self, network: Network, optimizer: Optimizer, scaler: Any, ranks: Ranks = SINGLE) -> None:
         self.network, self.optimizer, self.scaler, self.ranks = network, optimizer, scaler, ranks
 
     def run(self, work: Callable[[], T]) -> T:
@@ -36,7 +36,7 @@ class Engine:
     @contextmanager
     def passes(self) -> Iterator[None]:
         """Around the passes of a step. If memory runs out in one process, it does in all, if they can agree."""
-        with nullcontext() if self.lockstep else self.ranks.together():
+        with nullcontext() if self.syncs_every_micro_batch else self.ranks.raise_oom_on_all_ranks():
             yield
 
     def backward(self, loss: Any, last: bool) -> None:
@@ -59,18 +59,18 @@ class Engine:
             torch.nn.utils.clip_grads_with_norm_(self.optimizer.parameters, most, norm)
 
     @property
-    def alone(self) -> bool:
-        """One process, whose gradients go straight to the optimizer."""
-        return self.ranks.size == 1 and not self.lockstep and not self.scaler.is_enabled()
+    def has_direct_gradients(self) -> bool:
+        """One rank without gradient scaling, whose gradients go straight to the optimizer."""
+        return self.ranks.world_size == 1 and not self.syncs_every_micro_batch and not self.scaler.is_enabled()
 
     @property
-    def asks(self) -> bool:
+    def supports_async_step(self) -> bool:
         """Whether `update` can leave it to the device to see if a step is good, instead of waiting for the answer."""
-        return self.alone and self.optimizer.shortens and bool(self.optimizer.torch.state)
+        return self.has_direct_gradients and self.optimizer.shortens and bool(self.optimizer.torch.state)
 
     def update(self, good: Any = None) -> None:
         """One step of the optimizer, if there is anything to learn from; `good`: and if this turns out to be true."""
-        with self.ranks.together():
+        with self.ranks.raise_oom_on_all_ranks():
             if any(parameter.grad is not None for parameter in self.optimizer.parameters):
                 if good is not None:
                     self.optimizer.torch.found_inf = (~good).float()

@@ -34,7 +34,7 @@ def shard(network: Network, config: RunConfig, ranks: Ranks, from_first: bool) -
 
     `from_first`: only the first process has read the weights; the others have room for them.
     """
-    mesh = init_device_mesh(ranks.device, (ranks.size,))
+    mesh = init_device_mesh(ranks.device, (ranks.world_size,))
     narrow = config.train.precision == "bf16" and config.method.kind in ("full", "pretrain")
     host = config.train.offload == "all" and ranks.device != "cpu"
     offload = CPUOffloadPolicy() if host else OffloadPolicy()
@@ -43,7 +43,7 @@ def shard(network: Network, config: RunConfig, ranks: Ranks, from_first: bool) -
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if narrow else None, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    reshard = config.parallel.reshard and ranks.size > 1  # alone, there is nothing to give back
+    reshard = config.parallel.reshard and ranks.world_size > 1  # alone, there is nothing to give back
     for block in blocks(network.plain):
         _arrive(block, ranks, from_first)
         fully_shard(block, mp_policy=policy, reshard_after_forward=reshard, **common)
@@ -71,7 +71,7 @@ def _arrive(module: Any, ranks: Ranks, from_first: bool) -> None:
 
 
 def _same(tensor: Any, ranks: Ranks, from_first: bool) -> Any:
-    if from_first and ranks.size > 1:
+    if from_first and ranks.world_size > 1:
         dist.broadcast(tensor, 0)
     return tensor
 
@@ -93,7 +93,7 @@ def refuse_what_cannot_be_cut(config: RunConfig) -> None:
 
 
 class Fsdp(Engine):
-    lockstep = True
+    syncs_every_micro_batch = True
     copies = True
 
     def __init__(self, root: Root, network: Network, optimizer: Optimizer, scaler: Any, ranks: Ranks) -> None:
@@ -109,7 +109,7 @@ class Fsdp(Engine):
         return made
 
     def backward(self, loss: Any, last: bool) -> None:
-        super().backward(loss * self.ranks.size, last)  # the shards are averaged, and a sum is wanted
+        super().backward(loss * self.ranks.world_size, last)  # the shards are averaged, and a sum is wanted
 
     def clip(self, most: float) -> Any:
         ours = self.optimizer.parameters
@@ -119,11 +119,11 @@ class Fsdp(Engine):
         if self.scaler.is_enabled():
             for state in self.scaler._per_optimizer_states.values():
                 for found in state["found_inf_per_device"].values():
-                    self.ranks.add(found)
+                    self.ranks.all_reduce(found)
         grads = [p.grad for p in ours if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads) if grads else torch.zeros(())
         square = norm.to(self.ranks.device).double().square()
-        self.ranks.add(square)
+        self.ranks.all_reduce(square)
         norm = square.sqrt().float()
         if most and ours:
             self._shorten(norm.to(ours[0].device), most)
@@ -170,7 +170,7 @@ class Fsdp(Engine):
         whole = {}
         for name, tensor in tensors:
             full = _whole(tensor.detach())
-            if self.ranks.first:
+            if self.ranks.is_main:
                 whole[name] = full.to("cpu", copy=True)
         return whole
 
@@ -190,7 +190,7 @@ class Fsdp(Engine):
 
     def _share(self, whole: Any) -> Any:
         """As torch cuts it: along the first dimension; who comes late may get nothing."""
-        pieces = whole.chunk(self.ranks.size, dim=0)
+        pieces = whole.chunk(self.ranks.world_size, dim=0)
         return pieces[self.ranks.rank] if self.ranks.rank < len(pieces) else whole[:0]
 
 

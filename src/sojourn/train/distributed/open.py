@@ -43,7 +43,7 @@ def _fsdp(config: RunConfig, artefact: Artefact, ranks: Ranks, scaler: Any) -> E
     by_first = config.model.base is not None and config.method.kind != "qlora"
     # A base in 4 bits is what it is only on its own device.
     where = "cpu" if by_first or config.model.base is None else ranks.device
-    network = bare_network(config, artefact, where, empty=by_first and not ranks.first)
+    network = bare_network(config, artefact, where, empty=by_first and not ranks.is_main)
     _refuse_others(network, ranks)
     save_memory(network, config)
     root = shard(network, config, ranks, by_first)
@@ -65,7 +65,7 @@ def _fsdp(config: RunConfig, artefact: Artefact, ranks: Ranks, scaler: Any) -> E
 def _refuse_others(network: Network, ranks: Ranks) -> None:
     """What travels must find a place of the same form everywhere."""
     forms = [(name, tuple(t.shape), str(t.dtype)) for name, t in network.model.named_parameters()]
-    marks = ranks.gathered(hashlib.sha256(repr(forms).encode()).hexdigest())
+    marks = ranks.all_gather(hashlib.sha256(repr(forms).encode()).hexdigest())
     if len(set(marks)) > 1:
         raise RunFailed(
             "the processes have opened different models; is model.base the same on all machines, and transformers too?"
