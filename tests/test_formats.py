@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 from sojourn.config.data import Columns, DataConfig, Source
-from sojourn.data.inputs import find_inputs
+from sojourn.data.inputs import open_inputs
 from sojourn.data.prepare import prepare
-from sojourn.data.preview import look
-from sojourn.data.sources.chunks import read_lot
+from sojourn.data.preview import make_preview
+from sojourn.data.sources.chunks import parse_chunk
 from sojourn.data.sources.document import Message
-from sojourn.data.sources.formats import NAMES, Damaged, Empty, mapped, recognise, to_document
+from sojourn.data.sources.formats import NAMES, BadRecord, EmptyRecord, detect_format, rename_columns, to_document
 from sojourn.data.sources.source import open_source
 from sojourn.data.tokenize.bpe import train_bpe
-from sojourn.data.tokenize.tokenize import Strand, Tokeniser
-from sojourn.data.tokenize.tokenizer import Words, open_tokenizer
+from sojourn.data.tokenize.tokenize import SpannedText, SpanTokenizer
+from sojourn.data.tokenize.tokenizer import TokenizerBundle, open_tokenizer
 from sojourn.errors import UserError
 
 Q, A = Message("user", "Q"), Message("assistant", "A")
@@ -31,7 +31,7 @@ TOOL = {"type": "function", "function": FUNCTION}
 
 
 def read(record):
-    return to_document(record, recognise(record), "my.jsonl:1")
+    return to_document(record, detect_format(record), "my.jsonl:1")
 
 
 def openai(*turns):
@@ -142,20 +142,20 @@ CHATS = {
     ("name", "record", "messages"), [(name, *one) for name, listed in CHATS.items() for one in listed]
 )
 def test_a_chat_is_recognised_by_its_keys(name, record, messages):
-    assert recognise(record) == name
+    assert detect_format(record) == name
     document = read(record)
     assert document.messages == messages and not document.rejected and not document.text
     assert document.where == "my.jsonl:1"
 
 
 def test_a_text_stays_as_it_is():
-    assert recognise({"text": " a\n", "url": "x"}) == "text"
+    assert detect_format({"text": " a\n", "url": "x"}) == "text"
     assert read({"text": " a\n", "url": "x"}).text == " a\n"
 
 
 @pytest.mark.parametrize("text", ["", " ", "\n\t\u3000"])
 def test_a_text_without_words_is_empty_and_not_damaged(text):
-    with pytest.raises(Empty):
+    with pytest.raises(EmptyRecord):
         read({"text": text})
 
 
@@ -182,7 +182,7 @@ PREFERENCES = (
 
 @pytest.mark.parametrize("record", PREFERENCES)
 def test_a_preference_is_two_conversations_with_one_beginning(record):
-    assert recognise(record) == "preference"
+    assert detect_format(record) == "preference"
     document = read(record)
     assert (document.messages, document.rejected) == ((Q, A), (Q, B))
 
@@ -291,14 +291,14 @@ DAMAGE = (
 
 @pytest.mark.parametrize(("record", "told"), DAMAGE, ids=lambda value: ascii(value)[:60])
 def test_damage_is_told_in_one_line(record, told):
-    with pytest.raises(Damaged) as caught:
+    with pytest.raises(BadRecord) as caught:
         read(record)
     assert told in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_an_unknown_format_lists_the_known_ones_and_what_to_type():
-    with pytest.raises(Damaged) as caught:
-        recognise({"colour": 1})
+    with pytest.raises(BadRecord) as caught:
+        detect_format({"colour": 1})
     assert all(name in str(caught.value) for name in NAMES) and "data.columns.text=NAME" in str(caught.value)
 
 
@@ -306,9 +306,9 @@ def test_deep_nesting_is_damage():
     deep: object = "x"
     for _ in range(200_000):
         deep = [deep]
-    with pytest.raises(Damaged, match="too deeply nested"):
+    with pytest.raises(BadRecord, match="too deeply nested"):
         read(answered(content="A", tool_calls=[CALL | {"arguments": deep}]))
-    with pytest.raises(Damaged):
+    with pytest.raises(BadRecord):
         read({"text": deep})
 
 
@@ -330,9 +330,9 @@ def source(tmp_path):
 
 def read_source(source, columns=None):
     found, bad, formats = [], [], set()
-    for lot in open_source(source, columns or Columns(), False, print).lots():
-        documents, _, damaged = read_lot(lot)
-        formats.add(lot.format)
+    for chunk in open_source(source, columns or Columns(), False, print).chunks():
+        documents, _, damaged = parse_chunk(chunk)
+        formats.add(chunk.format)
         found += documents
         bad += damaged
     return found, bad, formats
@@ -353,7 +353,7 @@ def test_two_formats_in_a_file_are_an_error_that_names_both_and_their_lines(sour
     with pytest.raises(UserError) as caught:
         read_source(mixed)
     file = f"{tmp_path}/my.jsonl"
-    assert str(caught.value) == f"{file}:3: format text, but {file}:1 is prompt/completion; a file holds one format"
+    assert str(caught.value) == f"{file}:3: format text, but {file}:1 is prompt/completion; a file must have one format"
 
 
 def test_two_files_may_have_two_formats(source, tmp_path):
@@ -366,8 +366,8 @@ def test_two_files_may_have_two_formats(source, tmp_path):
 def test_a_file_of_no_known_format_is_refused_with_its_line(source):
     strange = source({"colour": 1}, {"colour": 2})
     with pytest.raises(UserError, match=r"my\.jsonl:1: not a format that is known here \(found colour\)"):
-        look(find_inputs(DataConfig(sources=[strange]), print))
-    assert look(find_inputs(DataConfig(sources=[strange], on_bad="skip"), print)).examples == []
+        make_preview(open_inputs(DataConfig(sources=[strange]), print))
+    assert make_preview(open_inputs(DataConfig(sources=[strange], on_bad="skip"), print)).examples == []
 
 
 # Columns
@@ -390,7 +390,7 @@ def test_columns_say_what_other_names_hold(source, columns, record, name):
     everywhere = read_source(source(record), Columns(**columns))
     for_this_source = read_source(source(record, columns=Columns(**columns)))
     assert everywhere == for_this_source and everywhere[2] == {name} and not everywhere[1]
-    assert recognise(mapped(record, columns)) == name
+    assert detect_format(rename_columns(record, columns)) == name
 
 
 def test_a_sources_own_columns_go_before_those_of_all(source):
@@ -400,10 +400,12 @@ def test_a_sources_own_columns_go_before_those_of_all(source):
 
 def test_a_missing_column_is_told_with_those_that_are_there(source):
     with pytest.raises(UserError, match=r"my\.jsonl:1: no column body \(it has text, url\)"):
-        look(find_inputs(DataConfig(sources=[source({"text": "x", "url": "y"})], columns=Columns(text="body")), print))
+        make_preview(
+            open_inputs(DataConfig(sources=[source({"text": "x", "url": "y"})], columns=Columns(text="body")), print)
+        )
     columns = Columns(prompt="ask", completion="say")
     with pytest.raises(UserError, match=r"my\.jsonl:1: no column say \(it has ask, told\)"):
-        look(find_inputs(DataConfig(sources=[source({"ask": "x", "told": "y"})], columns=columns), print))
+        make_preview(open_inputs(DataConfig(sources=[source({"ask": "x", "told": "y"})], columns=columns), print))
 
 
 def test_columns_work_for_tables_too(source):
@@ -419,7 +421,7 @@ def test_columns_work_for_tables_too(source):
 def ready(tmp_path, source):
     folder = tmp_path / "tokenizer"
     tokens = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-    Words({"eos_token": "<|im_end|>"}, made=train_bpe(["Q A"], 300, tokens)).save(folder, None, 64)
+    TokenizerBundle({"eos_token": "<|im_end|>"}, made=train_bpe(["Q A"], 300, tokens)).save(folder, None, 64)
 
     def ready(*lines, **more):
         given = {"sources": [source(*lines)], "tokenizer": str(folder), "workers": 1, "eval_fraction": 0, **more}
@@ -503,7 +505,7 @@ def test_real_chats_get_the_tokens_that_plain_transformers_gives_them():
     theirs = AutoTokenizer.from_pretrained(str(_TOKENIZER))
     words = open_tokenizer(str(_TOKENIZER))
     template = words.template("auto")
-    tokenise = Tokeniser(words.tokenizer, words.added, template)
+    tokenise = SpanTokenizer(words.tokenizer, words.added, template)
     sides = [
         (side, document.tools)
         for name, format in REAL.items()
@@ -514,7 +516,7 @@ def test_real_chats_get_the_tokens_that_plain_transformers_gives_them():
     ]
     assert len(sides) >= 2000
     for messages, tools in sides[:2000]:
-        ids, mask, _ = tokenise([Strand(*template.spans(messages, tools))])
+        ids, mask, _ = tokenise([SpannedText(*template.spans(messages, tools))])
         turns = [{"role": m.role, "content": m.content} for m in template.adapted(messages, tools)[0]]
         assert ids.tolist() == theirs.apply_chat_template(turns, tokenize=True, return_dict=False)
         assert 0 < mask.sum() < len(mask)

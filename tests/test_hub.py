@@ -166,7 +166,7 @@ CHILD = textwrap.dedent("""
         rows = [row for batch in found.batches(2) for row in batch]
         sizes = [len(batch) for batch in found.batches(2)]
         return dict(name=found.name, rows=rows, count=found.rows, columns=found.columns, sizes=sizes,
-                    fingerprint=found.fingerprint, mapping=found.mapping)
+                    fingerprint=found.fingerprint, columns_map=found.columns_map)
 
     def tokenizer(**words):
         return sorted(file.name for file in hub.tokenizer_folder(**words, say=notes.append).iterdir())
@@ -302,7 +302,7 @@ def test_a_folder_of_the_same_name_is_not_taken_for_the_data_set(journey):
 
 def test_a_users_short_name_brings_its_split_and_its_columns(journey):
     ours, held_out = values(journey.online)[6:8]
-    assert ours["mapping"] == {"completion": "text"} and [row["text"] for row in ours["rows"]] == ["four", "five"]
+    assert ours["columns_map"] == {"completion": "text"} and [row["text"] for row in ours["rows"]] == ["four", "five"]
     assert [row["text"] for row in held_out["rows"]] == ["held out"]
 
 

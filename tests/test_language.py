@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from sojourn.data.clean import language as room
-from sojourn.data.clean.language import CODES, UNKNOWN, check_codes, language
+from sojourn.data.clean.language import CODES, UNKNOWN, check_language_codes, language
 from sojourn.errors import UserError
 
 SENTENCES = {
@@ -79,15 +79,15 @@ def test_every_language_the_model_knows_can_be_asked_for() -> None:
     ("typed", "meant"), [("eng", "en"), ("zh-CN", "zh"), ("cn", "zh"), ("German", "de"), ("EN", "en")]
 )
 def test_an_unknown_code_is_refused_with_a_guess(typed: str, meant: str) -> None:
-    check_codes(["en", "zh"])
+    check_language_codes(["en", "zh"])
     with pytest.raises(UserError, match=f"'{typed}' is not a language code; did you mean {meant}. known: af, ") as told:
-        check_codes(["en", typed])
+        check_language_codes(["en", typed])
     assert "\n" not in str(told.value)
 
 
 def test_a_code_like_no_other_lists_the_known() -> None:
     with pytest.raises(UserError, match="'klingon' is not a language code; known: af, "):
-        check_codes(["klingon"])
+        check_language_codes(["klingon"])
 
 
 def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,17 +16,16 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from sojourn.config.data import DataConfig
-from sojourn.data.encode import Encoder, Recipe
+from sojourn.data.encode import Encoder, EncoderConfig
 from sojourn.data.prepare import prepare
-from sojourn.data.sources.chunks import Lot
+from sojourn.data.sources.chunks import Chunk
 from sojourn.data.sources.document import Document, Message
-from sojourn.data.sources.formats import Damaged
-from sojourn.data.sources.readers import Parcel
+from sojourn.data.sources.formats import BadRecord
 from sojourn.data.tokenize import sentencepiece_model as sentence
 from sojourn.data.tokenize.bpe import train_bpe
 from sojourn.data.tokenize.chat_template import Template
-from sojourn.data.tokenize.tokenizer import Words, open_tokenizer
-from sojourn.data.truncate import Policy
+from sojourn.data.tokenize.tokenizer import TokenizerBundle, open_tokenizer
+from sojourn.data.truncate import LengthPolicy
 from sojourn.errors import UserError
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -83,7 +82,7 @@ quickly = settings(max_examples=40)
 
 
 @cache
-def words_of(name: str) -> Words:
+def words_of(name: str) -> TokenizerBundle:
     kind, folder = KINDS[name], Path(_ROOM.name) / name
     folder.mkdir()
     if kind.pieces:
@@ -93,7 +92,7 @@ def words_of(name: str) -> Words:
     tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in kind.marks])
     end = "<|endoftext|>" if "<|endoftext|>" in kind.tokens else kind.end
     given = {"eos_token": end, "pad_token": end, **({"bos_token": kind.bos} if kind.bos else {})}
-    Words(given, made=tokenizer).save(folder, None, 512)
+    TokenizerBundle(given, made=tokenizer).save(folder, None, 512)
     (folder / "tokenizer_config.json").write_text(json.dumps(given), encoding="utf-8")
     (folder / "tokenizer.model").unlink(missing_ok=True)
     if kind.own:
@@ -113,18 +112,20 @@ def template_of(name: str):
 @cache
 def encoder_of(name: str, train_on: str = "assistant", fail: bool = False) -> Encoder:
     words, template = words_of(name), template_of(name)
-    policy = Policy(1_000_000, "split", "drop", words.id_of(words.end_of_text))
+    policy = LengthPolicy(1_000_000, "split", "drop", words.id_of(words.end_of_text))
     return Encoder(
-        Recipe(str(words.fast_file), template.source, words.names, words.added, train_on, policy, fail, look_at=0)
+        EncoderConfig(
+            str(words.fast_file), template.source, words.names, words.added, train_on, policy, fail, look_at=0
+        )
     )
 
 
 def encoded(name: str, messages, tools=(), train_on: str = "assistant"):
-    """Ids and mask of a chat. Raises Damaged."""
+    """Ids and mask of a chat. Raises BadRecord."""
     document = Document("x:1", messages=tuple(messages), tools=tuple(tools))
-    found = encoder_of(name, train_on)(Lot(Parcel("x", "documents", [1], [document])))
+    found = encoder_of(name, train_on)(Chunk("x", "documents", [1], [document]))
     if found.bad:
-        raise Damaged(found.bad[0][1])
+        raise BadRecord(found.bad[0][1])
     return found.ids.tolist(), found.mask.tolist()
 
 
@@ -237,7 +238,7 @@ def test_an_answer_of_weight_zero_is_read_but_not_trained_on(name, data):
     marked = [Message(m.role, m.content, trained=number not in quiet) for number, m in enumerate(messages)]
     wanted = [said(name, m) for m in marked if m.role == "assistant" and m.trained]
     if not wanted:
-        with pytest.raises(Damaged, match="nothing in this example is trained on"):
+        with pytest.raises(BadRecord, match="nothing in this example is trained on"):
             encoded(name, marked)
         return
     ids, mask = encoded(name, marked)
@@ -273,7 +274,7 @@ def test_a_chat_that_a_template_refuses_is_damaged_and_nothing_worse(name, messa
     messages = (*messages, Message("assistant", answer))
     try:
         ids, mask = encoded(name, messages)
-    except Damaged as error:
+    except BadRecord as error:
         assert str(error).strip() and "\n" not in str(error)
         assert KINDS[name].alternates or name == "thinking"
     else:
@@ -281,9 +282,9 @@ def test_a_chat_that_a_template_refuses_is_damaged_and_nothing_worse(name, messa
 
 
 def test_a_refusal_says_what_the_template_said():
-    with pytest.raises(Damaged, match="the chat template refuses it: roles must alternate"):
+    with pytest.raises(BadRecord, match="the chat template refuses it: roles must alternate"):
         encoded("turn", [Message("user", "a"), Message("user", "b"), Message("assistant", "c")])
-    with pytest.raises(Damaged, match="the chat template refuses it: no system role here"):
+    with pytest.raises(BadRecord, match="the chat template refuses it: no system role here"):
         encoded("turn", [Message("system", "a"), Message("user", "b"), Message("assistant", "c")])
 
 
@@ -360,7 +361,7 @@ def test_reasoning_is_trained_on_before_the_answer(name):
 def test_a_template_that_drops_earlier_reasoning_trains_only_on_the_last_answer():
     earlier = (Message("user", "2+2?"), Message("assistant", "4", reasoning="two and two"))
     messages = (*earlier, Message("user", "3+3?"), Message("assistant", "6", reasoning="three and three"))
-    with pytest.raises(Damaged, match=r"rewrites message 2 .*data\.train_on=last"):
+    with pytest.raises(BadRecord, match=r"rewrites message 2 .*data\.train_on=last"):
         encoded("thinking", messages)
     ids, mask = encoded("thinking", messages, train_on="last")
     assert runs("thinking", ids, mask) == ["<think>\nthree and three\n</think>\n\n6<|im_end|>"]
@@ -461,7 +462,7 @@ def ready(tmp_path):
 
     def ready(records=({"prompt": "a", "completion": "b"},), tokens=("<|endoftext|>",), own=None, **more):
         folder = tmp_path / "tokenizer"
-        Words({"eos_token": tokens[0]}, made=train_bpe(CORPUS, 300, tokens)).save(folder, None, 64)
+        TokenizerBundle({"eos_token": tokens[0]}, made=train_bpe(CORPUS, 300, tokens)).save(folder, None, 64)
         if own is not None:
             (folder / "chat_template.jinja").write_text(own, encoding="utf-8")
         path = tmp_path / "chats.jsonl"

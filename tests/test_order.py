@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sojourn.data.order import epoch_order, mix, step_rows
+from sojourn.data.order import epoch_order, splitmix64, step_rows
 
 
 def test_an_epoch_reads_every_row_exactly_once():
@@ -24,7 +24,9 @@ def test_a_step_is_the_same_whenever_it_is_asked_for():
 
 
 def test_the_order_is_the_same_on_every_machine_and_in_every_version():
-    assert int(mix(np.array([0], dtype=np.uint64), 0)[0]) == 0xE220A8397B1DCDAF  # SplitMix64's published first output
+    assert (
+        int(splitmix64(np.array([0], dtype=np.uint64), 0)[0]) == 0xE220A8397B1DCDAF
+    )  # SplitMix64's published first output
     assert epoch_order(10, 0, 0).tolist() == [1, 5, 0, 3, 4, 9, 7, 8, 2, 6]
     assert epoch_order(10, 1, 3).tolist() == [3, 9, 2, 1, 6, 5, 0, 8, 4, 7]
 

@@ -14,7 +14,7 @@ import pytest
 from conftest import called
 from sojourn.config.data import CleanConfig, Columns, DataConfig, Source
 from sojourn.config.load import load_run
-from sojourn.data import row_writer as shelf
+from sojourn.data import row_writer as writer
 from sojourn.data.artefact import Artefact
 from sojourn.data.prepare import prepare
 from sojourn.data.tokenize.tokenizer import open_tokenizer
@@ -106,7 +106,7 @@ def test_unchanged_files_are_not_read_again(fixed, home, chats, monkeypatch):
     old = time.time() - 60
     os.utime(chats, (old, old))
     first = prepare(fixed, home / "prepared")
-    monkeypatch.setattr("sojourn.data.sources.source.sha256", lambda file: pytest.fail("read again"))
+    monkeypatch.setattr("sojourn.data.sources.file_digests.sha256", lambda file: pytest.fail("read again"))
     assert prepare(fixed, home / "prepared").path == first.path
 
 
@@ -119,13 +119,13 @@ def test_a_file_changed_within_the_clocks_grain_is_seen_to_have_changed(fixed, h
 
 
 def test_a_file_that_changes_while_it_is_read_is_not_kept(fixed, home, chats, monkeypatch):
-    close = shelf.Shelf.close
+    close = writer.RowWriter.close
 
     def late(self):
         close(self)
         chats.write_text('{"prompt": "a", "completion": "b"}')
 
-    monkeypatch.setattr(shelf.Shelf, "close", late)
+    monkeypatch.setattr(writer.RowWriter, "close", late)
     with pytest.raises(UserError, match="changed while it was read"):
         prepare(fixed, home / "prepared")
     assert not (home / "prepared").exists()
@@ -138,7 +138,7 @@ def test_a_full_disk_leaves_nothing(fixed, home, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(shelf, "pack", full)
+    monkeypatch.setattr(writer, "pack_best_fit", full)
     with pytest.raises(RunFailed, match="No space left on device; nothing was kept"):
         prepare(fixed, home / "prepared")
     assert not (home / "prepared").exists()
@@ -311,8 +311,8 @@ def test_without_packing_every_row_is_one_document(fixed, home, packing):
 def test_rows_are_packed_block_by_block_and_stay_full(fixed, home, monkeypatch):
     path = lines(home / "many.jsonl", pairs(4000))
     whole = prepare(reading(fixed, path), home / "whole")
-    monkeypatch.setattr(shelf, "_SMALLEST_BLOCK", 1)
-    monkeypatch.setattr(shelf, "_LARGEST_BLOCK", 64 * 128)
+    monkeypatch.setattr(writer, "_SMALLEST_BLOCK", 1)
+    monkeypatch.setattr(writer, "_LARGEST_BLOCK", 64 * 128)
     blocks = prepare(reading(fixed, path), home / "blocks")
     assert sorted(documents(whole)) == sorted(documents(blocks))
     assert blocks.report["train"]["fill"] > whole.report["train"]["fill"] - 0.02

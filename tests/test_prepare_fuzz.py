@@ -27,7 +27,7 @@ from sojourn.config.data import DataConfig
 from sojourn.data.artefact import read_batch
 from sojourn.data.prepare import prepare
 from sojourn.data.tokenize.bpe import train_bpe
-from sojourn.data.tokenize.tokenizer import Words
+from sojourn.data.tokenize.tokenizer import TokenizerBundle
 from sojourn.errors import UserError
 
 COUNT = int(os.environ.get("SOJOURN_FUZZ", "150"))
@@ -87,13 +87,13 @@ def room(tmp_path_factory):
     tokenizer = train_bpe([word * 3 for word in WORDS if word.isprintable()], 400, TOKENS)
     settings = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "tokenizer_class": "PreTrainedTokenizerFast"}
     for name, template in (("bare", None), ("own", TEMPLATES["picky.jinja"]), ("odd", TEMPLATES["endless.jinja"])):
-        Words({**settings, "chat_template": template} if template else settings, made=tokenizer).save(
+        TokenizerBundle({**settings, "chat_template": template} if template else settings, made=tokenizer).save(
             room / name, None, 64
         )
         if template:
             (room / name / "chat_template.jinja").write_text(template, encoding="utf-8")
     nothing = train_bpe([], 300, ("<|endoftext|>",))
-    Words({**settings, "eos_token": "<|endoftext|>"}, made=nothing).save(room / "poor", None, 64)
+    TokenizerBundle({**settings, "eos_token": "<|endoftext|>"}, made=nothing).save(room / "poor", None, 64)
     for name, text in TEMPLATES.items():
         (room / name).write_text(text, encoding="utf-8")
     return room

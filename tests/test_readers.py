@@ -1,4 +1,4 @@
-"""Files are found in one order everywhere and read as parcels: exact lines, flat memory, or one line that refuses."""
+"""Files are found in one order everywhere and read as chunks: exact lines, flat memory, or one line that refuses."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def write(path: Path, content: bytes | str) -> Path:
 
 def read(path: Path, size: int = 1 << 20) -> list[tuple[int, Any]]:
     found = []
-    for parcel in read_file(path, size):
-        assert parcel.file == str(path)
-        assert len(parcel.lines) == len(parcel.records) > 0
-        found += zip(parcel.lines, parcel.records, strict=True)
+    for chunk in read_file(path, size):
+        assert chunk.file == str(path)
+        assert len(chunk.lines) == len(chunk.records) > 0
+        found += zip(chunk.lines, chunk.records, strict=True)
     return found
 
 
@@ -226,9 +226,9 @@ def test_json_lines_keep_their_numbers_over_blank_lines_and_crlf(tmp_path: Path)
 
 
 def test_lines_without_gaps_are_numbered_by_a_range_and_parcels_travel(tmp_path: Path) -> None:
-    (parcel,) = read_file(write(tmp_path / "a.jsonl", "1\n2\n3\n"))
-    assert parcel.lines == range(1, 4)
-    assert pickle.loads(pickle.dumps(parcel)) == parcel  # noqa: S301
+    (chunk,) = read_file(write(tmp_path / "a.jsonl", "1\n2\n3\n"))
+    assert chunk.lines == range(1, 4)
+    assert pickle.loads(pickle.dumps(chunk)) == chunk  # noqa: S301
 
 
 def test_damaged_json_lines_are_left_to_the_consumer(tmp_path: Path) -> None:
@@ -236,8 +236,8 @@ def test_damaged_json_lines_are_left_to_the_consumer(tmp_path: Path) -> None:
 
 
 def test_an_endless_line_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(texts, "LONGEST", 1000)
-    monkeypatch.setattr(json_values, "LONGEST", 1000)
+    monkeypatch.setattr(texts, "MAX_VALUE_BYTES", 1000)
+    monkeypatch.setattr(json_values, "MAX_VALUE_BYTES", 1000)
     for name in ("a.jsonl", "a.csv"):
         assert refusal(write(tmp_path / name, "1\n" + "2" * 2000), 100).startswith(f"{name}:2: a line of more than")
     assert "a.json:2: not valid JSON: a value of more" in refusal(write(tmp_path / "a.json", "[\n" + "2" * 2000), 100)
@@ -421,7 +421,7 @@ def test_a_damaged_table_is_told_with_its_line(tmp_path: Path, content: bytes, t
 
 
 def test_a_cell_beyond_reason_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "_LONGEST_FIELD", 100)
+    monkeypatch.setattr(tables, "_MAX_FIELD_CHARACTERS", 100)
     assert refusal(write(tmp_path / "a.csv", f"a\n1\n{'x' * 200}")).startswith("a.csv:3: not a row of a table")
 
 
@@ -438,15 +438,15 @@ def test_parquet_rows_are_numbered_and_parcels_stay_small(tmp_path: Path) -> Non
     rows = [{"id": i, "text": "x" * 1000 if i < 500 else "y", "chat": [{"role": "user"}]} for i in range(1500)]
     parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=400)
     assert read(path) == read(path, 1) == list(enumerate(rows, 1))
-    parcels = list(read_file(path, 20_000))
-    assert parcels[0].lines == range(1, len(parcels[0].records) + 1)
-    assert max(sum(len(row["text"]) for row in parcel.records) for parcel in parcels) < 60_000
+    chunks = list(read_file(path, 20_000))
+    assert chunks[0].lines == range(1, len(chunks[0].records) + 1)
+    assert max(sum(len(row["text"]) for row in chunk.records) for chunk in chunks) < 60_000
 
 
 def test_parquet_text_repeated_by_a_dictionary_does_not_swell_a_parcel(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"text": ["x" * 10_000] * 3000}), path)
-    assert max(len(parcel.records) for parcel in read_file(path, 100_000)) <= 20
+    assert max(len(chunk.records) for chunk in read_file(path, 100_000)) <= 20
 
 
 def test_damaged_parquet_is_told(tmp_path: Path) -> None:
@@ -540,8 +540,8 @@ PIECES = [
 def test_documents_do_not_depend_on_the_size_of_parcels(tmp_path: Path, pieces: list[bytes], size: int) -> None:
     path = write(tmp_path / "a.txt", b"".join(pieces))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(texts, "_ENOUGH_TEXT", 20)
-        patch.setattr(texts, "_LONGEST_TEXT", 64)
+        patch.setattr(texts, "_MIN_DOCUMENT_BYTES", 20)
+        patch.setattr(texts, "_MAX_DOCUMENT_BYTES", 64)
         found = read(path, size)
         assert found == read(path)
     text = path.read_bytes().replace(b"\r\n", b"\n").replace(b"\r", b"\n")
@@ -570,7 +570,7 @@ def test_memory_stays_flat_however_big_the_file(tmp_path: Path, name: str) -> No
     del content
     tracemalloc.start()
     try:
-        count = sum(len(parcel.records) for parcel in read_file(path, 1 << 18))
+        count = sum(len(chunk.records) for chunk in read_file(path, 1 << 18))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

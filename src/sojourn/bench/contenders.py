@@ -41,11 +41,11 @@ def words_of(corpus: str, tokenizer: str, workers: int) -> list[str]:
 
 def _ours(task: dict[str, Any]) -> Row:
     from sojourn.config.load import load_run
-    from sojourn.data.inputs import data_of
+    from sojourn.data.inputs import data_settings
     from sojourn.data.prepare import prepare
     from sojourn.run.home import prepared_folder
 
-    data = data_of(load_run(words_of(task["corpus"], task["tokenizer"], task["workers"])).config)
+    data = data_settings(load_run(words_of(task["corpus"], task["tokenizer"], task["workers"])).config)
     began = time.perf_counter()
     artefact = prepare(data, prepared_folder())
     seconds = time.perf_counter() - began

@@ -23,9 +23,9 @@ def prepare(
     other columns say data.columns.text=NAME or data.columns.prompt=NAME data.columns.completion=NAME.
     """
     from sojourn.config.load import load_run
-    from sojourn.data.inputs import data_of
+    from sojourn.data.inputs import data_settings
     from sojourn.data.prepare import prepare as prepare_data
-    from sojourn.data.show import report_lines, show_examples
+    from sojourn.data.report import format_report, print_examples
     from sojourn.errors import RunFailed
     from sojourn.run.home import prepared_folder
 
@@ -39,9 +39,9 @@ def prepare(
     def show(formats: list[tuple[str, str]], examples: list[dict[str, Any]]) -> None:
         nonlocal shown
         shown = True
-        show_examples(say, sys.stdout.isatty(), formats, examples)
+        print_examples(say, sys.stdout.isatty(), formats, examples)
 
-    artefact = prepare_data(data_of(config), prepared_folder(), say, show)
+    artefact = prepare_data(data_settings(config), prepared_folder(), say, show)
     if verify and (damaged := artefact.damaged()):
         raise RunFailed(f"{artefact.path}: damaged: {', '.join(damaged)}; remove that folder and run this again")
     report = artefact.report
@@ -54,6 +54,6 @@ def prepare(
         return
     if not shown:
         show([(one["name"], one["format"]) for one in report["sources"]], report["examples"])
-    for line in report_lines(report, config.train.global_batch):
+    for line in format_report(report, config.train.global_batch):
         print(line)
     print(f"in {artefact.path} (plot: report.svg)")

@@ -15,19 +15,19 @@ import numpy as np
 
 from sojourn.config.data import CleanConfig
 from sojourn.data.clean.language import LOOKED_AT, UNKNOWN, language
-from sojourn.data.sources.chunks import Lot, read_lot
+from sojourn.data.sources.chunks import Chunk, parse_chunk
 from sojourn.data.sources.document import Document, Message
-from sojourn.data.sources.formats import Damaged
+from sojourn.data.sources.formats import BadRecord
 from sojourn.data.tokenize.chat_template import Template
-from sojourn.data.tokenize.tokenize import Strand, Tokeniser
-from sojourn.data.truncate import Policy, cut
+from sojourn.data.tokenize.tokenize import SpannedText, SpanTokenizer
+from sojourn.data.truncate import LengthPolicy, cut
 from sojourn.errors import UserError
 
 TEXT, CHAT, PAIR = range(3)
 
 
 @dataclass(frozen=True)
-class Recipe:
+class EncoderConfig:
     """All that decides how a document becomes tokens, in a form that travels to another process."""
 
     tokenizer: str
@@ -35,7 +35,7 @@ class Recipe:
     names: dict[str, str]
     added: dict[str, bool]
     train_on: str
-    policy: Policy
+    policy: LengthPolicy
     fail: bool
     refusal: str = ""  # why there is no template, should a chat come
     clean: CleanConfig = field(default_factory=CleanConfig)
@@ -43,14 +43,14 @@ class Recipe:
 
 
 @dataclass
-class Encoded:
+class EncodedChunk:
     """What became of a parcel. Pieces are what rows are packed of; a pair has two, a long text may have many."""
 
     ids: np.ndarray
     mask: np.ndarray
     lengths: np.ndarray
     document: np.ndarray  # of each piece
-    fates: np.ndarray  # of each document
+    outcomes: np.ndarray  # of each document
     document_lengths: np.ndarray  # in tokens, before anything is cut
     fingerprints: np.ndarray
     sizes: np.ndarray
@@ -64,19 +64,19 @@ class Encoded:
 
 
 class Encoder:
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: EncoderConfig) -> None:
         from tokenizers import Tokenizer
 
         self._recipe = recipe
         self._template = Template(recipe.template, recipe.names, recipe.added) if recipe.template else None
-        self._tokenise = Tokeniser(Tokenizer.from_file(recipe.tokenizer), recipe.added, self._template)
+        self._tokenise = SpanTokenizer(Tokenizer.from_file(recipe.tokenizer), recipe.added, self._template)
 
-    def __call__(self, lot: Lot) -> Encoded:
-        documents, records, bad = read_lot(lot)
+    def __call__(self, chunk: Chunk) -> EncodedChunk:
+        documents, records, bad = parse_chunk(chunk)
         left_out: dict[str, int] = {}
         escaped = 0
         kept: list[Document] = []
-        strands: list[list[Strand]] = []
+        strands: list[list[SpannedText]] = []
         for document in documents:
             reason = self._unwanted(document)
             if reason:
@@ -85,7 +85,7 @@ class Encoder:
             safe = self._escape(document)
             try:
                 strands.append(self._strands(safe))
-            except Damaged as error:
+            except BadRecord as error:
                 bad.append((document.where, str(error)))
                 continue
             escaped += safe is not document
@@ -99,7 +99,7 @@ class Encoder:
         lengths = np.where(kinds == TEXT, len(self._tokenise.before) + 1, 0)
         np.maximum.at(lengths, owners, lengths[owners] + counts)
         near = self._recipe.clean.duplicates == "near"
-        return Encoded(
+        return EncodedChunk(
             *cut_up, lengths, fingerprints, sizes, kinds, records, bad, left_out, escaped,
             self._samples(kept, fingerprints), [_signature(d) for d in kept] if near else None,
         )  # fmt: skip
@@ -137,25 +137,25 @@ class Encoder:
         tools = _deep(document.tools, escaped)
         return replace(document, text=escaped(document.text), messages=messages, rejected=rejected, tools=tools)
 
-    def _strands(self, document: Document) -> list[Strand]:
+    def _strands(self, document: Document) -> list[SpannedText]:
         if not document.messages:
-            return [Strand(document.text, [(0, len(document.text))])]
+            return [SpannedText(document.text, [(0, len(document.text))])]
         if self._template is None:
             raise UserError(self._recipe.refusal)
         return [self._chat(document, side) for side in (document.messages, document.rejected) if side]
 
-    def _chat(self, document: Document, messages: tuple[Message, ...]) -> Strand:
+    def _chat(self, document: Document, messages: tuple[Message, ...]) -> SpannedText:
         assert self._template is not None  # noqa: S101
         recipe = self._recipe
         if recipe.train_on == "all" and not document.rejected:
             text = self._template.text(messages, document.tools)
-            return Strand(text, [(0, len(text))])
+            return SpannedText(text, [(0, len(text))])
         only_last = recipe.train_on == "last" or bool(document.rejected)
         text, spans = self._template.spans(messages, document.tools, only_last)
         trained = [m.trained for m in messages if m.role == "assistant"][-len(spans) if only_last else 0 :]
         if not all(trained):
             if len(trained) != len(spans):
-                raise Damaged("the template joins the assistant's turns, so single ones cannot be left untrained")
+                raise BadRecord("the template joins the assistant's turns, so single ones cannot be left untrained")
             spans = [span for span, wanted in zip(spans, trained, strict=True) if wanted]
         if not any(start < end for start, end in spans):
             if recipe.fail:
@@ -163,8 +163,8 @@ class Encoder:
                     f"{document.where}: nothing in this example is trained on; mend or remove it, or leave such "
                     "examples out with data.on_bad=skip"
                 )
-            raise Damaged("nothing in this example is trained on")
-        return Strand(text, spans)
+            raise BadRecord("nothing in this example is trained on")
+        return SpannedText(text, spans)
 
 
 def _deep(value: Any, change: Callable[[str], str]) -> Any:
@@ -181,6 +181,6 @@ def _words(document: Document) -> str:
 
 
 def _signature(document: Document) -> Any:
-    from sojourn.data.clean.duplicates import signature
+    from sojourn.data.clean.duplicates import minhash_signature
 
-    return signature(_words(document))
+    return minhash_signature(_words(document))

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from sojourn.config.data import DataConfig
 from sojourn.config.schema import RunConfig
 from sojourn.data.artefact import FORMAT
-from sojourn.data.sources.source import Digests, Opened, open_source
+from sojourn.data.sources.file_digests import FileDigests
+from sojourn.data.sources.source import OpenedSource, open_source
 from sojourn.data.tokenize.templates import NAMED
-from sojourn.data.tokenize.tokenizer import TRAINED, Words, open_tokenizer, template_file
+from sojourn.data.tokenize.tokenizer import TRAINED, TokenizerBundle, open_tokenizer, template_file
 from sojourn.errors import UserError
 
 _DECIDING = (
@@ -21,7 +22,7 @@ _DECIDING = (
 _TRAINING = ("vocab_size", "special_tokens", "split_digits")
 
 
-def data_of(config: RunConfig) -> DataConfig:
+def data_settings(config: RunConfig) -> DataConfig:
     """The data of a run, with the tokenizer of the model that it starts from where none is named."""
     base, revision = config.model.base, config.model.revision
     if not base or config.data.tokenizer != "auto":
@@ -34,16 +35,16 @@ class Inputs:
     """`words` is None where a tokenizer is to be trained."""
 
     data: DataConfig
-    sources: list[Opened]
-    eval_sources: list[Opened]
-    words: Words | None
+    sources: list[OpenedSource]
+    eval_sources: list[OpenedSource]
+    words: TokenizerBundle | None
 
     @property
     def size(self) -> int:
         """Bytes to read, roughly."""
         return sum(opened.size for opened in (*self.sources, *self.eval_sources))
 
-    def key(self, digests: Digests) -> str:
+    def artefact_hash(self, digests: FileDigests) -> str:
         """The same for the same bytes and settings on every machine: no path counts, and no number of processes."""
         data = self.data
         new = {"kind": data.tokenizer.replace("auto", "bpe"), **{key: getattr(data, key) for key in _TRAINING}}
@@ -59,15 +60,15 @@ class Inputs:
         return hashlib.sha256(json.dumps(decides, sort_keys=True, default=int).encode()).hexdigest()[:16]
 
 
-def find_inputs(data: DataConfig, say: Callable[[str], None]) -> Inputs:
+def open_inputs(data: DataConfig, say: Callable[[str], None]) -> Inputs:
     if not data.sources:
         raise UserError(
             "data.sources: nothing to read; say what, such as data.sources=my.jsonl or --train_file my.jsonl"
         )
     if data.clean.languages:
-        from sojourn.data.clean.language import check_codes
+        from sojourn.data.clean.language import check_language_codes
 
-        check_codes(data.clean.languages)
+        check_language_codes(data.clean.languages)
     sources = [open_source(source, data.columns, False, say) for source in data.sources]
     eval_sources = [open_source(source, data.columns, True, say) for source in data.eval_sources]
     return Inputs(data, sources, eval_sources, None if data.tokenizer in TRAINED else open_tokenizer(data.tokenizer))

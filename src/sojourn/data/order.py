@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 
 
-def mix(numbers: np.ndarray, seed: int) -> np.ndarray:
+def splitmix64(numbers: np.ndarray, seed: int) -> np.ndarray:
     """64 well-mixed bits per number (SplitMix64's finaliser); the same on every machine and in every numpy."""
     with np.errstate(over="ignore"):
         x = numbers.astype(np.uint64) + np.uint64((seed * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) % 2**64)
@@ -20,8 +20,10 @@ def mix(numbers: np.ndarray, seed: int) -> np.ndarray:
 @lru_cache(maxsize=2)
 def epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
     """A shuffle of all rows."""
-    key = int(mix(np.array([epoch], dtype=np.uint64), int(mix(np.array([seed], dtype=np.uint64), 1)[0]))[0])
-    return np.argsort(mix(np.arange(rows, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15), key), kind="stable")
+    key = int(
+        splitmix64(np.array([epoch], dtype=np.uint64), int(splitmix64(np.array([seed], dtype=np.uint64), 1)[0]))[0]
+    )
+    return np.argsort(splitmix64(np.arange(rows, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15), key), kind="stable")
 
 
 def step_rows(step: int, rows: int, global_batch: int, seed: int, last_row: int | None = None) -> np.ndarray:

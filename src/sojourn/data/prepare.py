@@ -12,9 +12,9 @@ from typing import Any
 
 from sojourn.config.data import DataConfig
 from sojourn.data.artefact import Artefact
-from sojourn.data.inputs import find_inputs
-from sojourn.data.preview import look
-from sojourn.data.sources.source import Digests
+from sojourn.data.inputs import open_inputs
+from sojourn.data.preview import make_preview
+from sojourn.data.sources.file_digests import FileDigests
 from sojourn.data.write import write_artefact
 from sojourn.errors import RunFailed
 from sojourn.storage.disk import sync_file, sync_folder
@@ -29,21 +29,21 @@ def prepare(
     show: Show = lambda formats, examples: None,
 ) -> Artefact:
     """The artefact for `data` under `folder`. Before it is made, `show` gets each source's format and examples."""
-    inputs = find_inputs(data, say)
-    digests = Digests(folder / ".digests.json")
-    target = folder / inputs.key(digests)
+    inputs = open_inputs(data, say)
+    digests = FileDigests(folder / ".digests.json")
+    target = folder / inputs.artefact_hash(digests)
     if (target / "artefact.json").is_file():
         say(f"prepared before: {target}")
-        digests.keep()
+        digests.save()
         return Artefact(target)
-    preview = look(inputs)
+    preview = make_preview(inputs)
     show(preview.formats, [asdict(example.beginning()) for example in preview.examples])
     stage = folder / f".stage-{os.getpid()}-{target.name}"
     try:
         stage.mkdir(parents=True)
         _remove_stages_of_the_dead(folder)
         write_artefact(inputs, preview, stage, say)
-        digests.check()
+        digests.check_unchanged()
         _make_durable(stage)
         try:
             stage.rename(target)
@@ -51,7 +51,7 @@ def prepare(
             if not (target / "artefact.json").is_file():  # another process was faster: its result is the same
                 raise
         sync_folder(folder)
-        digests.keep()
+        digests.save()
     except OSError as error:
         raise RunFailed(f"preparing failed in {folder}: {error.strerror or error}; nothing was kept") from None
     finally:

@@ -9,13 +9,13 @@ from itertools import islice
 
 from sojourn.config.data import DataConfig
 from sojourn.data.inputs import Inputs
-from sojourn.data.sources.chunks import read_lot
+from sojourn.data.sources.chunks import parse_chunk
 from sojourn.data.sources.document import Document
-from sojourn.data.sources.formats import Damaged
-from sojourn.data.sources.source import Part, read_lots
+from sojourn.data.sources.formats import BadRecord
+from sojourn.data.sources.source import SourcePart, read_chunks
 from sojourn.data.tokenize.chat_template import Span, Template
 from sojourn.data.tokenize.templates import END_OF_TEXT, NAMED, named_template
-from sojourn.data.tokenize.tokenizer import Words, checked, special_tokens, template_file
+from sojourn.data.tokenize.tokenizer import TokenizerBundle, checked, special_tokens, template_file
 from sojourn.errors import UserError
 
 EXAMPLES = 3
@@ -48,7 +48,7 @@ class Preview:
     refusal: str
 
 
-def look(inputs: Inputs) -> Preview:
+def make_preview(inputs: Inputs) -> Preview:
     """Reads the beginning of each source."""
     data = inputs.data
     template, refusal = _template(data, inputs.words)
@@ -70,12 +70,12 @@ def look(inputs: Inputs) -> Preview:
     return Preview(formats, examples[:EXAMPLES], pairs == {True}, template, refusal)
 
 
-def _beginning(part: Part, columns: dict[str, str], fail: bool) -> tuple[str, list[Document]]:
+def _beginning(part: SourcePart, columns: dict[str, str], fail: bool) -> tuple[str, list[Document]]:
     """The format of a part, and its first documents; a part that begins with nothing but damage is not read on."""
     name = "empty"
-    for lot in islice(read_lots(part, columns), 4):
-        name = lot.format or {"documents": "built in", "text": "text"}.get(lot.parcel.kind, "nothing that can be read")
-        documents, _, bad = read_lot(lot)
+    for chunk in islice(read_chunks(part, columns), 4):
+        name = chunk.format or {"documents": "built in", "text": "text"}.get(chunk.kind, "nothing that can be read")
+        documents, _, bad = parse_chunk(chunk)
         if documents:
             return name, documents[:EXAMPLES]
         if bad and fail:
@@ -83,7 +83,7 @@ def _beginning(part: Part, columns: dict[str, str], fail: bool) -> tuple[str, li
     return name, []
 
 
-def _template(data: DataConfig, words: Words | None) -> tuple[Template | None, str]:
+def _template(data: DataConfig, words: TokenizerBundle | None) -> tuple[Template | None, str]:
     if words is None:
         return new_template(data), ""
     try:
@@ -106,7 +106,7 @@ def _shown(document: Document, template: Template | None, train_on: str) -> Iter
         return
     sides = (document.messages, document.rejected) if document.rejected else (document.messages,)
     for side, name in zip(sides, (" chosen", " rejected") if document.rejected else ("",), strict=True):
-        with suppress(Damaged):  # counted and told when all is read
+        with suppress(BadRecord):  # counted and told when all is read
             if train_on == "all" and not document.rejected:
                 text = template.text(side, document.tools)
                 yield Example(document.where, text, [(0, len(text))])

@@ -1,4 +1,4 @@
-"""Decides for each document whether it stays, in which split and how often, and puts it on the shelf."""
+"""Decides for each document whether it stays, in which split and how often, and writes it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sojourn.config.data import DataConfig, Source
-from sojourn.data.clean.duplicates import Near, Seen
-from sojourn.data.encode import PAIR, Encoded
-from sojourn.data.row_writer import Shelf, gather
-from sojourn.data.sources.source import Opened
+from sojourn.data.clean.duplicates import ExactDuplicates, NearDuplicates
+from sojourn.data.encode import PAIR, EncodedChunk
+from sojourn.data.row_writer import RowWriter, gather
+from sojourn.data.sources.source import OpenedSource
 from sojourn.data.tally import Tally
 from sojourn.errors import UserError
 
@@ -18,23 +18,23 @@ _EVAL_PARTS = 1_000_003
 
 
 @dataclass
-class Sorting:
-    """Decides for each document whether it stays, in which split and how often, and puts it on the shelf."""
+class Router:
+    """Decides for each document whether it stays, in which split and how often, and writes it."""
 
     data: DataConfig
-    shelves: dict[str, Shelf]
+    writers: dict[str, RowWriter]
     unit: int
-    near: Near | None = None
-    seen: Seen = field(default_factory=Seen)
+    near: NearDuplicates | None = None
+    seen: ExactDuplicates = field(default_factory=ExactDuplicates)
     taken: dict[int, tuple[int, int]] = field(default_factory=dict)
     total: int = 0
 
     def __post_init__(self) -> None:
         self.tally = Tally(self.data)
         if self.data.clean.duplicates == "near":
-            self.near = Near(self.data.clean.similarity)
+            self.near = NearDuplicates(self.data.clean.similarity)
 
-    def has_enough(self, opened: Opened, held: bool) -> bool:
+    def has_enough(self, opened: OpenedSource, held: bool) -> bool:
         documents, size = self.taken.get(id(opened), (0, 0))
         source, take = opened.source, self.data.take
         return (
@@ -43,7 +43,7 @@ class Sorting:
             or (take is not None and self.total >= take and not held)
         )
 
-    def add(self, opened: Opened, held: bool, encoded: Encoded) -> None:
+    def add(self, opened: OpenedSource, held: bool, encoded: EncodedChunk) -> None:
         self.tally.read(encoded)
         if ((encoded.kinds == PAIR) != (self.unit == 2)).any():
             raise UserError(
@@ -55,9 +55,9 @@ class Sorting:
             aside = encoded.fingerprints % np.uint64(_EVAL_PARTS) < self.data.eval_fraction * _EVAL_PARTS
         for name, times in (("train", np.where(aside, 0, copies)), ("eval", np.where(aside, copies.clip(max=1), 0))):
             getattr(self.tally, name).add(encoded, times)
-            self._shelve(self.shelves[name], encoded, times)
+            self._write(self.writers[name], encoded, times)
 
-    def _copies(self, opened: Opened, held: bool, encoded: Encoded) -> np.ndarray:
+    def _copies(self, opened: OpenedSource, held: bool, encoded: EncodedChunk) -> np.ndarray:
         """How often each document is taken: a weight of 2.3 gives it twice, and three tenths of them once more."""
         source, fingerprints = opened.source, encoded.fingerprints
         documents, size = self.taken.get(id(opened), (0, 0))
@@ -76,7 +76,7 @@ class Sorting:
         self.total += 0 if held else int(copies.sum())
         return copies
 
-    def _not_seen(self, encoded: Encoded, stays: np.ndarray) -> np.ndarray:
+    def _not_seen(self, encoded: EncodedChunk, stays: np.ndarray) -> np.ndarray:
         """Which documents are no duplicates of earlier ones; all of them, if duplicates are to be kept."""
         new = np.ones(len(stays), bool)
         new[stays] = self.seen.new(encoded.fingerprints[stays])
@@ -90,16 +90,16 @@ class Sorting:
             new[left[~unlike]] = False
         return new
 
-    def _shelve(self, shelf: Shelf, encoded: Encoded, times: np.ndarray) -> None:
+    def _write(self, writer: RowWriter, encoded: EncodedChunk, times: np.ndarray) -> None:
         lengths = encoded.lengths
         units = np.repeat(np.arange(len(lengths) // self.unit), times[encoded.document[:: self.unit]])
         pieces = (units[:, None] * self.unit + np.arange(self.unit)).reshape(-1)
         if len(pieces):
             where = gather((np.cumsum(lengths) - lengths)[pieces], lengths[pieces])
-            shelf.add(encoded.ids[where], encoded.mask[where], lengths[pieces])
+            writer.add(encoded.ids[where], encoded.mask[where], lengths[pieces])
 
     def news(self, seconds: float) -> str:
-        tokens = sum(shelf.added for shelf in self.shelves.values())
+        tokens = sum(writer.added for writer in self.writers.values())
         return f"{self.tally.records:,} records, {tokens:,} tokens, {tokens / seconds:,.0f} a second"
 
 

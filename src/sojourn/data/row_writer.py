@@ -12,7 +12,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from sojourn.data.pack import pack
+from sojourn.data.packing import pack_best_fit
 
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 4 << 20, 32 << 20
 
@@ -24,7 +24,7 @@ def gather(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 @dataclass
-class Shelf:
+class RowWriter:
     """`unit` pieces belong together: 2 for preference pairs. `packing` as in the configuration."""
 
     folder: Path
@@ -83,7 +83,7 @@ class Shelf:
         starts = np.cumsum(lengths) - lengths
         units = lengths.reshape(-1, self.unit).sum(axis=1)
         packed = self.packing == "packed"
-        rows = pack(units, self.row_length) if packed else [[number] for number in range(len(units))]
+        rows = pack_best_fit(units, self.row_length) if packed else [[number] for number in range(len(units))]
         order = np.array([unit for row in rows for unit in row], np.int64)
         order = (order[:, None] * self.unit + np.arange(self.unit)).reshape(-1)
         where = gather(starts[order], lengths[order])

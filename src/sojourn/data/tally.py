@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from sojourn.config.data import DataConfig
-from sojourn.data.clean.language import told_language
-from sojourn.data.encode import PAIR, TEXT, Encoded
-from sojourn.data.truncate import CUT, DROPPED, SPLIT
+from sojourn.data.clean.language import language_or_unknown
+from sojourn.data.encode import PAIR, TEXT, EncodedChunk
+from sojourn.data.truncate import DROPPED, SPLIT, TRUNCATED
 from sojourn.errors import UserError
 
 _SHOWN = 20
@@ -32,9 +32,9 @@ class Counts:
     longest: int = 0
     _lengths: np.ndarray = field(default_factory=lambda: np.zeros(40, np.int64))
 
-    def add(self, encoded: Encoded, copies: np.ndarray) -> None:
-        kinds, fates = encoded.kinds, encoded.fates
-        stays = fates != DROPPED
+    def add(self, encoded: EncodedChunk, copies: np.ndarray) -> None:
+        kinds, outcomes = encoded.kinds, encoded.outcomes
+        stays = outcomes != DROPPED
 
         def times(which: np.ndarray) -> int:
             return int(copies[which].sum())
@@ -43,9 +43,9 @@ class Counts:
         self.chats += times(stays & (kinds != TEXT))
         self.pairs += times(stays & (kinds == PAIR))
         self.bytes += int((copies * encoded.sizes)[stays].sum())
-        self.split_documents += times(fates == SPLIT)
-        self.truncated_texts += times((fates == CUT) & (kinds == TEXT))
-        self.truncated_chats += times((fates == CUT) & (kinds != TEXT))
+        self.split_documents += times(outcomes == SPLIT)
+        self.truncated_texts += times((outcomes == TRUNCATED) & (kinds == TEXT))
+        self.truncated_chats += times((outcomes == TRUNCATED) & (kinds != TEXT))
         self.dropped_texts += times(~stays & (kinds == TEXT))
         self.dropped_chats += times(~stays & (kinds != TEXT))
         lengths = encoded.document_lengths[copies > 0]
@@ -81,7 +81,7 @@ class Tally:
     escaped: int = 0
     languages: dict[str, int] = field(default_factory=dict)
 
-    def read(self, encoded: Encoded) -> None:
+    def read(self, encoded: EncodedChunk) -> None:
         self.records += encoded.records
         self.bad += len(encoded.bad)
         self.shown += encoded.bad[: _SHOWN - len(self.shown)]
@@ -89,7 +89,7 @@ class Tally:
         for key, count in encoded.left_out.items():
             self.left_out[key] = self.left_out.get(key, 0) + count
         for text in encoded.samples:
-            code = told_language(text)
+            code = language_or_unknown(text)
             self.languages[code] = self.languages.get(code, 0) + len(text.encode())
         # Long before the end it may be plain that there is too much.
         if self.records >= 10_000 and self.bad > 10 * self.data.max_bad * self.records:
@@ -102,7 +102,7 @@ class Tally:
         first = "; ".join(f"{where}: {why}" for where, why in self.shown[:3])
         more = f" (and {self.bad - 3:,} more)" if self.bad > 3 else ""
         raise UserError(
-            f"{first}{more}. Damaged: {self.bad:,} of {self.records:,} records, {self.bad / self.records:.2%}; mend "
+            f"{first}{more}. BadRecord: {self.bad:,} of {self.records:,} records, {self.bad / self.records:.2%}; mend "
             "them, or leave them out with data.on_bad=skip"
         )
 
@@ -110,7 +110,7 @@ class Tally:
         whole = sum(self.languages.values())
         large = {code: size for code, size in self.languages.items() if size >= whole / 200}
         large["?"] = whole - sum(size for code, size in large.items() if code != "?")  # too little to tell, or to count
-        mix = sorted(((code, size) for code, size in large.items() if size), key=lambda item: (-item[1], item[0]))
+        shares = sorted(((code, size) for code, size in large.items() if size), key=lambda item: (-item[1], item[0]))
         return {
             "records": self.records,
             "damaged": self.bad,
@@ -119,5 +119,5 @@ class Tally:
             "duplicates": self.duplicates,
             "near_duplicates": self.near_duplicates,
             "special_token_texts": self.escaped,
-            "languages": {code: round(size / whole, 4) for code, size in mix} if whole else {},
+            "languages": {code: round(size / whole, 4) for code, size in shares} if whole else {},
         }

@@ -6,21 +6,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sojourn.data.clean.language import told_language
+from sojourn.data.clean.language import language_or_unknown
 from sojourn.data.inputs import Inputs
 from sojourn.data.preview import Preview
-from sojourn.data.sources.chunks import read_lot
+from sojourn.data.sources.chunks import parse_chunk
 from sojourn.data.sources.document import Document
-from sojourn.data.sources.formats import Damaged
-from sojourn.data.sources.source import Opened
+from sojourn.data.sources.formats import BadRecord
+from sojourn.data.sources.source import OpenedSource
 from sojourn.data.tokenize.bpe import compression
-from sojourn.data.tokenize.tokenizer import Words, train_tokenizer
+from sojourn.data.tokenize.tokenizer import TokenizerBundle, train_tokenizer
 
 _SAMPLE_BYTES = 30_000_000  # more text changes a tokenizer little
 _COMPRESSION_BYTES = 300_000
 
 
-def learn_words(inputs: Inputs, preview: Preview, folder: Path) -> tuple[Words, list[dict[str, Any]]]:
+def train_on_sample(inputs: Inputs, preview: Preview, folder: Path) -> tuple[TokenizerBundle, list[dict[str, Any]]]:
     """A tokenizer from an even sample of all sources, and how well it and smaller ones inside it compress."""
     samples: dict[str, list[str]] = {}
     measured = 2.0**64 * _COMPRESSION_BYTES / max(1, inputs.size)
@@ -31,10 +31,10 @@ def learn_words(inputs: Inputs, preview: Preview, folder: Path) -> tuple[Words, 
             if document.is_chat and preview.template:
                 try:
                     text = preview.template.text(document.messages, document.tools)
-                except Damaged:  # counted and told when all is read
+                except BadRecord:  # counted and told when all is read
                     continue
             if document.fingerprint() < measured:
-                samples.setdefault(told_language(text), []).append(text)
+                samples.setdefault(language_or_unknown(text), []).append(text)
             yield text
 
     words = train_tokenizer(inputs.data, texts(), folder)
@@ -46,8 +46,8 @@ def _sample(inputs: Inputs) -> Iterator[Document]:
     share = min(1.0, _SAMPLE_BYTES / max(1.0, sum(map(_training_cost, inputs.sources)))) * 2.0**64
     for opened in inputs.sources:
         left = None if opened.source.take is None else int(opened.source.take)
-        for lot in opened.lots():
-            documents = read_lot(lot)[0]
+        for chunk in opened.chunks():
+            documents = parse_chunk(chunk)[0]
             if left is not None:
                 documents, left = documents[:left], left - len(documents)
             yield from (d for d in documents if share >= 2.0**64 or d.fingerprint() < share)
@@ -55,9 +55,9 @@ def _sample(inputs: Inputs) -> Iterator[Document]:
                 break
 
 
-def _training_cost(opened: Opened) -> float:
+def _training_cost(opened: OpenedSource) -> float:
     """Its bytes, but what is not ASCII counts five times: whole runs of Chinese are learned from as one word each,
     hardly any of them twice, which takes that much more memory and time."""
-    lot = next(opened.lots(), None)
-    words = "".join(part for document in read_lot(lot)[0][:500] for part in document.contents()) if lot else ""
+    chunk = next(opened.chunks(), None)
+    words = "".join(part for document in parse_chunk(chunk)[0][:500] for part in document.contents()) if chunk else ""
     return opened.size * (1 + 4 * sum(not letter.isascii() for letter in words) / max(1, len(words)))

@@ -35,7 +35,7 @@ def work(
     if workers == 1:
         yield from map(make(recipe), tasks)
         return
-    with closing(_Crew(make, recipe, workers)) as crew:
+    with closing(_WorkerPool(make, recipe, workers)) as crew:
         ahead: deque[Future[Result]] = deque()
         for task in tasks:
             ahead.append(crew.submit(task))
@@ -45,7 +45,7 @@ def work(
             yield ahead.popleft().result()
 
 
-class _Crew:
+class _WorkerPool:
     """As many threads as workers; each thread talks to one process."""
 
     def __init__(self, make: Callable[[Any], Any], recipe: Any, workers: int) -> None:

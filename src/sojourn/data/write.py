@@ -12,20 +12,20 @@ from typing import Any
 import numpy as np
 
 from sojourn.data.artefact import FORMAT
-from sojourn.data.encode import Encoded, Encoder, Recipe
+from sojourn.data.encode import EncodedChunk, Encoder, EncoderConfig
 from sojourn.data.inputs import Inputs
 from sojourn.data.plots import report_svg
 from sojourn.data.preview import Preview
-from sojourn.data.route import Sorting
-from sojourn.data.row_writer import Shelf
-from sojourn.data.sources.chunks import Lot
+from sojourn.data.route import Router
+from sojourn.data.row_writer import RowWriter
+from sojourn.data.sources.chunks import Chunk
 from sojourn.data.sources.document import Message
-from sojourn.data.sources.formats import Damaged
-from sojourn.data.sources.source import Opened
+from sojourn.data.sources.formats import BadRecord
+from sojourn.data.sources.source import OpenedSource
 from sojourn.data.tokenize.chat_template import Template
-from sojourn.data.tokenize.tokenizer import Words
-from sojourn.data.train_tokenizer import learn_words
-from sojourn.data.truncate import Policy
+from sojourn.data.tokenize.tokenizer import TokenizerBundle
+from sojourn.data.train_tokenizer import train_on_sample
+from sojourn.data.truncate import LengthPolicy
 from sojourn.data.worker_pool import work
 from sojourn.errors import UserError
 from sojourn.machine.hardware import cpu
@@ -56,57 +56,59 @@ def write_artefact(inputs: Inputs, preview: Preview, stage: Path, say: Say) -> N
     words, compression = inputs.words, None
     if words is None:
         say(f"training a tokenizer of {int(data.vocab_size):,} tokens")
-        words, compression = learn_words(inputs, preview, folder)
+        words, compression = train_on_sample(inputs, preview, folder)
     words.tokenizer.save(str(folder / "tokenizer.json"))
     dtype = np.dtype("<u2" if words.tokenizer.get_vocab_size() <= 2**16 else "<u4")
     unit = 2 if preview.pairs else 1
-    shelves = {
-        name: Shelf(stage / name, dtype, data.max_length * unit, data.packing, unit) for name in ("train", "eval")
+    writers = {
+        name: RowWriter(stage / name, dtype, data.max_length * unit, data.packing, unit) for name in ("train", "eval")
     }
-    sorting = Sorting(data, shelves, unit)
+    router = Router(data, writers, unit)
     recipe = _recipe(inputs, words, preview, folder / "tokenizer.json")
     try:
-        for opened, held, encoded in _encoded(inputs, recipe, sorting, say):
-            sorting.add(opened, held, encoded)
-        sorting.tally.judge()
+        for opened, held, encoded in _encoded(inputs, recipe, router, say):
+            router.add(opened, held, encoded)
+        router.tally.judge()
     finally:
-        for shelf in shelves.values():
-            shelf.close()
-    if not shelves["train"].pieces:
+        for writer in writers.values():
+            writer.close()
+    if not writers["train"].pieces:
         raise UserError("data.sources: no document to train on was found")
-    _finish(inputs, words, preview, sorting, compression, stage)
+    _finish(inputs, words, preview, router, compression, stage)
 
 
-def _recipe(inputs: Inputs, words: Words, preview: Preview, tokenizer: Path) -> Recipe:
+def _recipe(inputs: Inputs, words: TokenizerBundle, preview: Preview, tokenizer: Path) -> EncoderConfig:
     data, template = inputs.data, preview.template
-    return Recipe(
+    return EncoderConfig(
         str(tokenizer), template.source if template else None, words.names, words.added, data.train_on,
-        Policy(data.max_length, data.long_texts, data.long_chats, words.id_of(words.end_of_text)),
+        LengthPolicy(data.max_length, data.long_texts, data.long_chats, words.id_of(words.end_of_text)),
         data.on_bad == "fail", preview.refusal, data.clean, min(1.0, _LOOKED_AT_BYTES / max(1, inputs.size)),
     )  # fmt: skip
 
 
-def _encoded(inputs: Inputs, recipe: Recipe, sorting: Sorting, say: Say) -> Iterator[tuple[Opened, bool, Encoded]]:
+def _encoded(
+    inputs: Inputs, recipe: EncoderConfig, router: Router, say: Say
+) -> Iterator[tuple[OpenedSource, bool, EncodedChunk]]:
     """All parcels of all sources, encoded; each with its source and whether that is only for evaluation."""
-    origins: deque[tuple[Opened, bool]] = deque()
+    origins: deque[tuple[OpenedSource, bool]] = deque()
 
-    def lots() -> Iterator[Lot]:
+    def chunks() -> Iterator[Chunk]:
         for held, group in ((False, inputs.sources), (True, inputs.eval_sources)):
             for opened in group:
-                for lot in opened.lots():
-                    if sorting.has_enough(opened, held):
+                for chunk in opened.chunks():
+                    if router.has_enough(opened, held):
                         break
                     origins.append((opened, held))
-                    yield lot
+                    yield chunk
 
     workers = _workers(inputs)
     say("reading and tokenising" + (f" with {workers} processes" if workers > 1 else ""))
     began = news = time.monotonic()
-    for encoded in work(Encoder, recipe, lots(), workers):
+    for encoded in work(Encoder, recipe, chunks(), workers):
         yield (*origins.popleft(), encoded)
         if time.monotonic() - news > _SECONDS_BETWEEN_NEWS:
             news = time.monotonic()
-            say(sorting.news(news - began))
+            say(router.news(news - began))
 
 
 def _workers(inputs: Inputs) -> int:
@@ -115,13 +117,15 @@ def _workers(inputs: Inputs) -> int:
     return 1 if inputs.size < _ONE_PROCESS_BYTES else max(1, min(int(cpu().usable), _MOST_WORKERS))
 
 
-def _finish(inputs: Inputs, words: Words, preview: Preview, sorting: Sorting, compression: Any, stage: Path) -> None:
+def _finish(
+    inputs: Inputs, words: TokenizerBundle, preview: Preview, router: Router, compression: Any, stage: Path
+) -> None:
     """The tokenizer's settings, probes, report, and last of all the facts that make it an artefact."""
-    data, tally, shelves = inputs.data, sorting.tally, sorting.shelves
+    data, tally, writers = inputs.data, router.tally, router.writers
     template = preview.template if tally.train.chats or words.own_template else None
     words.save(stage / "tokenizer", template, data.max_length)
     write_json(stage / "probes.json", list(_probes(words, template)))
-    splits = {name: {**getattr(tally, name).facts(), **shelves[name].facts()} for name in shelves}
+    splits = {name: {**getattr(tally, name).facts(), **writers[name].facts()} for name in writers}
     report = {
         **splits, **tally.facts(), "compression": compression, "max_length": data.max_length,
         "sources": [{"name": name, "format": kind} for name, kind in preview.formats],
@@ -132,11 +136,11 @@ def _finish(inputs: Inputs, words: Words, preview: Preview, sorting: Sorting, co
     stops = [*([template.end_of_turn()] if template else []), words.end_of_text]
     files = {
         f"{name}/{kind}.bin": {"bytes": (stage / name / f"{kind}.bin").stat().st_size, "sha256": digest.hexdigest()}
-        for name, shelf in shelves.items()
-        for kind, digest in shelf.digests.items()
+        for name, writer in writers.items()
+        for kind, digest in writer.digests.items()
     }
     write_json(stage / "artefact.json", {
-        "format": FORMAT, "kind": "pairs" if preview.pairs else "rows", "dtype": shelves["train"].dtype.str,
+        "format": FORMAT, "kind": "pairs" if preview.pairs else "rows", "dtype": writers["train"].dtype.str,
         "max_length": data.max_length, "packing": data.packing, "vocab_size": words.tokenizer.get_vocab_size(),
         "pad_id": words.pad_id, "stop_ids": list(dict.fromkeys(map(words.id_of, stops))),
         "chat": bool(tally.train.chats), "files": files,
@@ -152,12 +156,12 @@ def _pictured(report: dict[str, Any]) -> dict[str, Any]:
     return {**{key: train[key] for key in keys}, **beside, "truncated": cut, "title": title}
 
 
-def _probes(words: Words, template: Template | None) -> Iterator[dict[str, Any]]:
+def _probes(words: TokenizerBundle, template: Template | None) -> Iterator[dict[str, Any]]:
     """Chats as the model will see them, where the template takes them; for a model of mere texts, their words."""
     for messages in _PROBES:
         try:
             text = template.text(messages) if template else "\n".join(m.content for m in messages)
-        except Damaged:
+        except BadRecord:
             continue
         ids = words.tokenizer.encode(text, add_special_tokens=False).ids
         yield {"messages": [{"role": m.role, "content": m.content} for m in messages], "text": text, "ids": ids}

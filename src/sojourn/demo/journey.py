@@ -124,10 +124,10 @@ def _plan(config: RunConfig, screen: Screen) -> None:
 
 
 def _prepare(config: RunConfig, screen: Screen) -> Artefact:
-    from sojourn.data.inputs import data_of
+    from sojourn.data.inputs import data_settings
     from sojourn.data.prepare import prepare
 
-    artefact = prepare(data_of(config), prepared_folder())
+    artefact = prepare(data_settings(config), prepared_folder())
     facts = artefact.report["train"]
     screen.say(f"{facts['documents']:,} documents, {facts['tokens']:,} tokens of {artefact.vocab_size:,} kinds, "
                f"in {facts['rows']:,} rows ({facts['fill']:.1%} full)")  # fmt: skip

@@ -13,10 +13,10 @@ from sojourn.catalog.facts import peak_flops
 from sojourn.config.load import dump, read_config, to_yaml
 from sojourn.config.schema import RunConfig
 from sojourn.data.artefact import Artefact, Batch
-from sojourn.data.inputs import data_of
+from sojourn.data.inputs import data_settings
 from sojourn.data.order import step_rows
 from sojourn.data.prepare import prepare
-from sojourn.data.show import show_examples
+from sojourn.data.report import print_examples
 from sojourn.errors import UserError
 from sojourn.run.folder import RunFolder
 from sojourn.run.home import prepared_folder
@@ -160,7 +160,7 @@ def _prepared(config: RunConfig, ranks: Ranks) -> Artefact:
     """By one process of each machine."""
     if not ranks.is_local_main:
         ranks.barrier()
-    artefact = prepare(data_of(config), prepared_folder(), say, partial(show_examples, say, sys.stdout.isatty()))
+    artefact = prepare(data_settings(config), prepared_folder(), say, partial(print_examples, say, sys.stdout.isatty()))
     if ranks.is_local_main:
         ranks.barrier()
     marks = ranks.all_gather(artefact.path.name)

@@ -112,11 +112,13 @@ def _write_rows(case: Case, config: RunConfig, folder: Path) -> None:
     import numpy as np
 
     from sojourn.data.artefact import FORMAT
-    from sojourn.data.inputs import data_of, find_inputs
-    from sojourn.data.sources.source import Digests
+    from sojourn.data.inputs import data_settings, open_inputs
+    from sojourn.data.sources.file_digests import FileDigests
 
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / find_inputs(data_of(config), lambda line: None).key(Digests(folder / ".digests.json"))
+    target = folder / open_inputs(data_settings(config), lambda line: None).artefact_hash(
+        FileDigests(folder / ".digests.json")
+    )
     if (target / "artefact.json").is_file():
         return
     draw, vocabulary = np.random.default_rng(0), shape_of(case).vocab

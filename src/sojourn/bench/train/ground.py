@@ -105,10 +105,10 @@ def settings(ground: Ground, steps: int, every: int, device: str) -> dict[str, A
 def rows_of(ground: Ground, run: Path) -> Path:
     """The prepared artefact of the run in the file `run`: the one that `sojourn train` will find."""
     from sojourn.config.load import load_run
-    from sojourn.data.inputs import data_of
+    from sojourn.data.inputs import data_settings
     from sojourn.data.prepare import prepare
 
-    return prepare(data_of(load_run([str(run)]).config), ground.home / "prepared").path
+    return prepare(data_settings(load_run([str(run)]).config), ground.home / "prepared").path
 
 
 def _write_tokenizer(workload: Workload, ground: Ground) -> None:

@@ -48,11 +48,11 @@ def _documents(own: str | None, size: int) -> Iterator[Document]:
         yield from text(size)
         return
     from sojourn.config.data import Columns, Source
-    from sojourn.data.sources.chunks import read_lot
+    from sojourn.data.sources.chunks import parse_chunk
     from sojourn.data.sources.source import open_source
 
-    for lot in open_source(Source(path=own), Columns(), evaluation=False, say=lambda _: None).lots():
-        yield from read_lot(lot)[0]
+    for chunk in open_source(Source(path=own), Columns(), evaluation=False, say=lambda _: None).chunks():
+        yield from parse_chunk(chunk)[0]
 
 
 def _texts(documents: Iterator[Document]) -> Iterator[dict[str, object]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from sojourn.data.order import mix
+from sojourn.data.order import splitmix64
 from sojourn.errors import UserError
 
 HASHES = 128
@@ -30,7 +30,7 @@ _GAP, _LETTER, _ALONE = 0, 1, 2
 _PLANE = 0x20000
 
 
-class Runs:
+class SortedRuns:
     """A growing set of 64-bit numbers as sorted arrays, each at least twice the next: few of them, 8 bytes a number."""
 
     def __init__(self) -> None:
@@ -55,11 +55,11 @@ class Runs:
         return found
 
 
-class Seen:
+class ExactDuplicates:
     """Exact duplicates by fingerprint: 8 bytes a document."""
 
     def __init__(self) -> None:
-        self._runs = Runs()
+        self._runs = SortedRuns()
 
     def __len__(self) -> int:
         return len(self._runs)
@@ -74,8 +74,8 @@ class Seen:
         return mask
 
 
-def signature(text: str) -> np.ndarray:
-    """What `Near` compares: 128 minima over runs of five words (or characters, where there are no spaces).
+def minhash_signature(text: str) -> np.ndarray:
+    """What `NearDuplicates` compares: 128 minima over runs of five words (or characters, where there are no spaces).
 
     The same in every process and on every machine. Empty for a text too short to be compared.
     """
@@ -101,7 +101,7 @@ def _words(text: str) -> np.ndarray:
     if not len(starts):
         return np.empty(0, dtype=np.uint64)
     places = np.arange(len(codes)) - starts[np.maximum(np.cumsum(begins) - 1, 0)]
-    letters = mix((places.astype(np.uint64) << LOW) + codes, SEED) * (kinds != _GAP)
+    letters = splitmix64((places.astype(np.uint64) << LOW) + codes, SEED) * (kinds != _GAP)
     return np.add.reduceat(letters, starts)
 
 
@@ -119,7 +119,7 @@ def _kinds() -> np.ndarray:
     return kinds
 
 
-class Near:
+class NearDuplicates:
     """Near duplicates: MinHash signatures, looked up by bands, then compared.
 
     A document that stays costs 128 bytes (8 bits of each minimum) and 8 bytes a band; at 0.8, 256 bytes in all.
@@ -129,7 +129,7 @@ class Near:
         _minhash()
         self.bands, self.rows = _bands(similarity)
         self.needed = math.ceil(HASHES * (similarity + (1 - similarity) / 256) - 1e-9)
-        self._buckets = Runs()
+        self._buckets = SortedRuns()
         self._kept = _Rows()
 
     def __len__(self) -> int:
@@ -155,7 +155,7 @@ class Near:
         parts = minima[:, : self.bands * self.rows].reshape(len(minima), self.bands, self.rows)
         keys = np.broadcast_to(np.arange(self.bands, dtype=np.uint64), parts.shape[:2])
         for row in range(self.rows):
-            keys = mix(keys ^ parts[:, :, row], row)
+            keys = splitmix64(keys ^ parts[:, :, row], row)
         upper: np.ndarray = keys >> LOW << LOW
         return upper
 

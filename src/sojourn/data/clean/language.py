@@ -111,7 +111,7 @@ def language(text: str) -> str:
     return (_english(text) if most == _LATIN else "") or _asked(text)
 
 
-def told_language(text: str) -> str:
+def language_or_unknown(text: str) -> str:
     """The same for a report, which can do without the library that knows all languages."""
     try:
         return language(text)
@@ -119,7 +119,7 @@ def told_language(text: str) -> str:
         return UNKNOWN
 
 
-def check_codes(codes: Sequence[str]) -> None:
+def check_language_codes(codes: Sequence[str]) -> None:
     """Refuse a code that no text could have."""
     for code in codes:
         if code not in CODES:

@@ -1,1 +1,1 @@
-"""From what the user has to documents: find files and data sets, read, recognise."""
+"""Data sources: find files and data sets, read them, detect their format, and convert records to documents."""

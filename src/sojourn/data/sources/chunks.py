@@ -1,73 +1,86 @@
-"""From the raw records of a parcel to documents: decode, parse, recognise, convert; what is damaged is told apart."""
+"""A chunk: about a megabyte of raw records of one file, and how they become documents.
+
+Readers only split files into chunks. Decoding, parsing, format detection and conversion happen in `parse_chunk`, which
+runs in a worker process. The result does not depend on where a file is split into chunks.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from sojourn.data.sources.document import Document
-from sojourn.data.sources.formats import Damaged, Empty, mapped, recognise, to_document
-from sojourn.data.sources.readers import Parcel
+from sojourn.data.sources.formats import BadRecord, EmptyRecord, detect_format, rename_columns, to_document
 from sojourn.errors import UserError
+
+Kind = Literal["json", "table", "text", "documents"]
 
 
 @dataclass(frozen=True)
-class Lot:
-    """A parcel with what is known of its source: the columns' meaning, and the format of the file's first record."""
+class Chunk:
+    """Consecutive records of one file.
 
-    parcel: Parcel
+    `records` are, by `kind`: json: the bytes of one value; text: the bytes of one document; table: a dict, or a list
+    where a row does not fit the header; documents: ready-made Documents. `lines` are their line numbers from 1 (in a
+    parquet file, row numbers). `format` is the format of the file's first valid record, which is at `first`.
+    """
+
+    file: str
+    kind: Kind
+    lines: Sequence[int]
+    records: list[Any]
     columns: dict[str, str] = field(default_factory=dict)
     format: str | None = None
     first: str = ""
 
 
-def read_lot(lot: Lot) -> tuple[list[Document], int, list[tuple[str, str]]]:
-    """The documents, the number of records, and (where, what is wrong) of each damaged one."""
-    parcel = lot.parcel
-    if parcel.kind == "documents":
-        return parcel.records, len(parcel.records), []
+def parse_chunk(chunk: Chunk) -> tuple[list[Document], int, list[tuple[str, str]]]:
+    """The documents, the number of records, and (location, reason) of each bad record."""
+    if chunk.kind == "documents":
+        return chunk.records, len(chunk.records), []
     documents: list[Document] = []
     bad: list[tuple[str, str]] = []
-    format, first = lot.format, lot.first
+    format, first = chunk.format, chunk.first
     formats: dict[tuple[Any, ...], str] = {}
-    for line, raw in zip(parcel.lines, parcel.records, strict=True):
-        where = f"{parcel.file}:{line}"
+    for line, raw in zip(chunk.lines, chunk.records, strict=True):
+        where = f"{chunk.file}:{line}"
         try:
-            if parcel.kind == "text":
-                documents.append(to_document({"text": _decoded(raw)}, "text", where))
+            if chunk.kind == "text":
+                documents.append(to_document({"text": _decode(raw)}, "text", where))
                 continue
-            record = mapped(parsed(raw), lot.columns)
+            record = rename_columns(parse_record(raw), chunk.columns)
             keys = tuple(record)
-            name = formats.get(keys) or formats.setdefault(keys, recognise(record))
+            name = formats.get(keys) or formats.setdefault(keys, detect_format(record))
             if format is None:
                 format, first = name, where
             elif name != format:
-                raise UserError(f"{where}: format {name}, but {first} is {format}; a file holds one format")
+                raise UserError(f"{where}: format {name}, but {first} is {format}; a file must have one format")
             documents.append(to_document(record, name, where))
-        except Empty:
+        except EmptyRecord:
             continue
-        except Damaged as error:
+        except BadRecord as error:
             bad.append((where, str(error)))
-    return documents, len(parcel.records), bad
+    return documents, len(chunk.records), bad
 
 
-def _decoded(raw: bytes) -> str:
+def parse_record(raw: Any) -> dict[str, Any]:
+    """JSON bytes parsed; a table's row as it is."""
+    if isinstance(raw, bytes):
+        try:
+            raw = json.loads(_decode(raw))
+        except (ValueError, RecursionError) as error:
+            raise BadRecord(f"not valid JSON: {error}") from None
+    elif isinstance(raw, list):
+        raise BadRecord(f"{len(raw)} columns, which is not the number of columns in the header")
+    if not isinstance(raw, dict):
+        detect_format(raw)
+    return raw  # type: ignore[no-any-return]
+
+
+def _decode(raw: bytes) -> str:
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
-        raise Damaged(f"not UTF-8 text ({error.reason}); save it as UTF-8") from None
-
-
-def parsed(raw: Any) -> dict[str, Any]:
-    """A record of a table as it is, a line of JSON parsed."""
-    if isinstance(raw, bytes):
-        try:
-            raw = json.loads(_decoded(raw))
-        except (ValueError, RecursionError) as error:
-            raise Damaged(f"not valid JSON: {error}") from None
-    elif isinstance(raw, list):
-        raise Damaged(f"{len(raw)} columns, other than the header")
-    if not isinstance(raw, dict):
-        recognise(raw)
-    return raw  # type: ignore[no-any-return]
+        raise BadRecord(f"not UTF-8 text ({error.reason}); save it as UTF-8") from None

@@ -15,29 +15,29 @@ from sojourn.errors import UserError
 _TEXT = (".txt", ".md")
 _JSON = (".json", ".jsonl", ".ndjson")
 _TABLE = (".csv", ".tsv")
-_PACKED = (".gz", ".zst")
+_COMPRESSED = (".gz", ".zst")
 _KINDS = (*_TEXT, *_JSON, *_TABLE, ".parquet")
 _OFFICE = (".doc", ".docx", ".odt", ".rtf", ".pdf", ".epub", ".html", ".xls", ".xlsx", ".ods", ".numbers", ".pages")
-KNOWN = f"{', '.join(_KINDS)} (all but .parquet also with {' or '.join(_PACKED)} behind)"
+KNOWN = f"{', '.join(_KINDS)} (all but .parquet also with {' or '.join(_COMPRESSED)} behind)"
 _MAGIC = "*?["
 
 
 class Suffix(NamedTuple):
-    """What a file's name says: what is in it and how that is packed ("" where it is not)."""
+    """What a file's name says: what is in it and how it is compressed ("" where it is not)."""
 
     inner: str
-    packing: str
+    compression: str
 
 
 def suffix_of(path: Path) -> Suffix | None:
     """None for a file of a kind that is not known here."""
     name = path.name.lower()
-    packing = next((end for end in _PACKED if name.endswith(end)), "")
-    inner = Path(name.removesuffix(packing)).suffix
-    return Suffix(inner, packing) if inner in _KINDS and not (packing and inner == ".parquet") else None
+    compression = next((end for end in _COMPRESSED if name.endswith(end)), "")
+    inner = Path(name.removesuffix(compression)).suffix
+    return Suffix(inner, compression) if inner in _KINDS and not (compression and inner == ".parquet") else None
 
 
-def place_of(word: str, key: str) -> Path:
+def user_path(word: str, key: str) -> Path:
     """A path as the user wrote it, if it can be one at all."""
     try:
         place = Path(word).expanduser()
@@ -136,9 +136,9 @@ def read_bytes(path: Path, size: int) -> Iterator[bytes]:
 
 def _open(path: Path) -> BinaryIO:
     suffix = suffix_of(path)
-    if suffix is None or not suffix.packing:
+    if suffix is None or not suffix.compression:
         return path.open("rb")
-    if suffix.packing == ".gz":
+    if suffix.compression == ".gz":
         return cast(BinaryIO, gzip.open(path, "rb"))
     try:
         import pyarrow

@@ -29,39 +29,39 @@ _HALF_CHARACTER = "half a character (a lone surrogate) in the text"
 _OURS = "a noncharacter (U+FDD0 to U+FDD3) in the text"
 
 
-class Damaged(Exception):
+class BadRecord(Exception):
     """What is wrong with one record."""
 
 
-class Empty(Exception):
+class EmptyRecord(Exception):
     """A record without a text: nothing is wrong with it, but there is nothing in it."""
 
 
-def mapped(record: Record, theirs: dict[str, str]) -> Record:
+def rename_columns(record: Record, theirs: dict[str, str]) -> Record:
     """The record under our names, where the user says which of `theirs` holds what."""
     if not theirs:
         return record
     missing = [column for ours, column in theirs.items() if column not in record and ours not in _OPTIONAL]
     if missing:
-        raise Damaged(f"no column {' and no '.join(missing)} (it has {_keys(record)})")
+        raise BadRecord(f"no column {' and no '.join(missing)} (it has {_keys(record)})")
     return {ours: record[column] for ours, column in theirs.items() if column in record}
 
 
-def recognise(record: Any) -> str:
+def detect_format(record: Any) -> str:
     """The name of the record's format."""
     if not isinstance(record, dict):
-        raise Damaged(f"expected a record with keys, found {_kind(record)}")
+        raise BadRecord(f"expected a record with keys, found {_kind(record)}")
     keys = record.keys()
     for name, needed, _ in _FORMATS:
         if all(any(key in keys for key in choice) for choice in needed):
             return name
     known = "; ".join(f"{name} ({', '.join(choice[0] for choice in needed)})" for name, needed, _ in _FORMATS)
     tail = "say which column holds what, such as data.columns.text=NAME"
-    raise Damaged(f"not a format that is known here (found {_keys(record)}); known: {known}; or {tail}")
+    raise BadRecord(f"not a format that is known here (found {_keys(record)}); known: {known}; or {tail}")
 
 
 def to_document(record: Record, name: str, where: str) -> Document:
-    """The record as a document. Raises Damaged."""
+    """The record as a document. Raises BadRecord."""
     return _READERS[name](record, where)
 
 
@@ -82,14 +82,14 @@ def _kind(value: Any) -> str:
 
 def _text(value: Any, key: str) -> str:
     if not isinstance(value, str):
-        raise Damaged(f"{key}: expected text, found {_kind(value)}")
+        raise BadRecord(f"{key}: expected text, found {_kind(value)}")
     if not value.isascii():
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise Damaged(f"{key}: {_HALF_CHARACTER}") from None
+            raise BadRecord(f"{key}: {_HALF_CHARACTER}") from None
         if any(mark in value for mark in "\ufdd0\ufdd1\ufdd2\ufdd3"):
-            raise Damaged(f"{key}: {_OURS}")
+            raise BadRecord(f"{key}: {_OURS}")
     return value
 
 
@@ -101,7 +101,7 @@ def _first(record: Record, *keys: str) -> tuple[str, Any]:
 def _from_text(record: Record, where: str) -> Document:
     text = _text(record["text"], "text")
     if not text or text.isspace():
-        raise Empty
+        raise EmptyRecord
     return Document(where, text=text)
 
 
@@ -135,14 +135,14 @@ def _from_preference(record: Record, where: str) -> Document:
     """Both answers after a prompt of its own key, or two whole conversations that share their beginning."""
     chosen, rejected = _answer(record["chosen"], "chosen"), _answer(record["rejected"], "rejected")
     if chosen == rejected:
-        raise Damaged("chosen and rejected are the same")
+        raise BadRecord("chosen and rejected are the same")
     key, prompt = _first(record, "prompt", "messages", "conversations", "conversation", "instruction", "question")
     before: list[Message] = []
     if chosen[0].role != "assistant" and chosen[0] != rejected[0]:
-        raise Damaged("chosen and rejected begin with different prompts")
+        raise BadRecord("chosen and rejected begin with different prompts")
     if chosen[0].role == "assistant" or rejected[0].role == "assistant":
         if prompt is None:
-            raise Damaged("chosen and rejected are there, but no prompt before them")
+            raise BadRecord("chosen and rejected are there, but no prompt before them")
         asked = _turns(prompt, key) if isinstance(prompt, list) else [_asked(record, key)]
         before = [*_system(record), *_history(record), *asked]
     pair = [_chat(where, (*before, *answer), record) for answer in (chosen, rejected)]
@@ -151,7 +151,7 @@ def _from_preference(record: Record, where: str) -> Document:
 
 def _chat(where: str, messages: tuple[Message, ...], record: Record) -> Document:
     if messages[-1].role != "assistant":
-        raise Damaged("the last message is not the assistant's, so there is nothing to learn from it")
+        raise BadRecord("the last message is not the assistant's, so there is nothing to learn from it")
     return Document(
         where, messages=messages, tools=_tools(record) if "tools" in record or "functions" in record else ()
     )
@@ -173,7 +173,7 @@ def _history(record: Record) -> list[Message]:
     """Alpaca's earlier rounds: [[question, answer], …]."""
     rounds = record.get("history") or []
     if not isinstance(rounds, list) or any(not isinstance(pair, (list, tuple)) or len(pair) != 2 for pair in rounds):
-        raise Damaged("history: expected a list of [question, answer]")
+        raise BadRecord("history: expected a list of [question, answer]")
     roles: tuple[Role, Role] = ("user", "assistant")
     return [Message(role, _text(part, "history")) for pair in rounds for role, part in zip(roles, pair, strict=True)]
 
@@ -195,7 +195,7 @@ def _turns(turns: Any, key: str) -> list[Message]:
     if isinstance(turns, str) and turns.lstrip().startswith("["):  # a cell of a table
         turns = _unpacked(turns, key)
     if not isinstance(turns, list) or not turns:
-        raise Damaged(f"{key}: expected a list of messages, found {_kind(turns) if turns != [] else 'none'}")
+        raise BadRecord(f"{key}: expected a list of messages, found {_kind(turns) if turns != [] else 'none'}")
     return [_turn(turn, key) for turn in turns]
 
 
@@ -206,12 +206,12 @@ def _turn(turn: Any, key: str) -> Message:
         if isinstance(content, str) and isinstance(role, str) and role in _PLAIN:
             return Message(_PLAIN[role], _text(content, key))
     if not isinstance(turn, dict):
-        raise Damaged(f"{key}: expected messages with a role and a content, found {_kind(turn)}")
+        raise BadRecord(f"{key}: expected messages with a role and a content, found {_kind(turn)}")
     named, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
     role = _ROLES.get(named) if isinstance(named, str) else None
     if role is None:
         known = ", ".join(dict.fromkeys(_ROLES))
-        raise Damaged(
+        raise BadRecord(
             f"{key}: role “{str(named)[:40]}” is not one of {known}" if named else f"{key}: a message has no role"
         )
     calls: tuple[Record, ...] = ()
@@ -220,25 +220,25 @@ def _turn(turn: Any, key: str) -> Message:
     if named == "function_call":
         calls, content = _called(content), ""
     if content is None and not calls:
-        raise Damaged(f"{key}: a message has no content")
+        raise BadRecord(f"{key}: a message has no content")
     words = content if isinstance(content, str) else _parts(content, key) if content is not None else ""
     _, thought = _first(turn, "reasoning_content", "reasoning", "thinking")
     weight = _first(turn, "weight", "loss_weight")[1]
     if weight not in (None, 0, 1):
-        raise Damaged(f"{key}: weight {str(weight)[:20]}: a message counts wholly (1) or not at all (0)")
+        raise BadRecord(f"{key}: weight {str(weight)[:20]}: a message counts wholly (1) or not at all (0)")
     return Message(role, _text(words, key), calls, _text(thought, key) if thought else "", weight != 0)
 
 
 def _parts(parts: Any, key: str) -> str:
     """Content in parts, all of them text."""
     if not isinstance(parts, list):
-        raise Damaged(f"{key}: content: expected text, found {_kind(parts)}")
+        raise BadRecord(f"{key}: content: expected text, found {_kind(parts)}")
     words = []
     for part in parts:
         kind = part.get("type", "text") if isinstance(part, dict) else "text"
         text = part.get("text", part.get("value")) if isinstance(part, dict) else part
         if kind != "text" or not isinstance(text, str):
-            raise Damaged(f"{key}: content part of type “{str(kind)[:30]}”: only text can be read")
+            raise BadRecord(f"{key}: content part of type “{str(kind)[:30]}”: only text can be read")
         words.append(text)
     return "".join(words)
 
@@ -247,7 +247,7 @@ def _unpacked(value: str, key: str) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError):
-        raise Damaged(f"{key}: not valid JSON: {value[:60]}") from None
+        raise BadRecord(f"{key}: not valid JSON: {value[:60]}") from None
 
 
 def _called(value: Any) -> tuple[Record, ...]:
@@ -258,12 +258,12 @@ def _called(value: Any) -> tuple[Record, ...]:
 
 def _calls(calls: Any) -> tuple[Record, ...]:
     if not isinstance(calls, list):
-        raise Damaged("tool_calls: expected a list")
+        raise BadRecord("tool_calls: expected a list")
     found = []
     for call in calls:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise Damaged("tool_calls: each call needs a name and arguments")
+            raise BadRecord("tool_calls: each call needs a name and arguments")
         arguments = function.get("arguments", {})
         if isinstance(arguments, str):
             try:
@@ -281,7 +281,7 @@ def _tools(record: Record) -> tuple[Record, ...]:
         tools = _unpacked(tools, key) if tools.strip() else []
     tools = [tools] if isinstance(tools, dict) else tools or []
     if not isinstance(tools, list) or any(not isinstance(tool, dict) for tool in tools):
-        raise Damaged(f"{key}: expected a list of functions")
+        raise BadRecord(f"{key}: expected a list of functions")
     return tuple(_sound(t if "function" in t else {"type": "function", "function": t}, key) for t in tools)
 
 
@@ -291,7 +291,7 @@ def _sound(value: Any, key: str) -> Any:
         _text(json.dumps(value, ensure_ascii=False), key)
     except (RecursionError, TypeError, ValueError) as error:
         nested = isinstance(error, RecursionError)
-        raise Damaged(f"{key}: {'too deeply nested' if nested else 'not what JSON can hold'}") from None
+        raise BadRecord(f"{key}: {'too deeply nested' if nested else 'not what JSON can hold'}") from None
     return value
 
 

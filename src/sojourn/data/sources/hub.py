@@ -30,8 +30,8 @@ class HubTable:
     rows: int
     columns: tuple[str, ...]
     fingerprint: str
-    mapping: dict[str, str]
-    lines: bool  # rows are the lines of a running text
+    columns_map: dict[str, str]
+    is_lines: bool  # each row is one line of a continuous text
     _table: Any = field(repr=False, compare=False)
 
     def batches(self, size: int = 1000) -> Iterator[list[dict[str, Any]]]:

@@ -9,17 +9,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Literal
 
-from sojourn.data.sources.texts import LONGEST, Numbered, whole_lines
+from sojourn.data.sources.texts import MAX_VALUE_BYTES, LocatedRecord, whole_lines
 from sojourn.errors import UserError
 
-Shape = Literal["lines", "list", "values"]
+Layout = Literal["lines", "list", "values"]
 
 _JSON_SPACE = re.compile(r"[ \t\n\r]*")
 _JSON_COMMA = re.compile(r"[ \t\n\r]*,[ \t\n\r]*")
 _MARGIN = 16  # longer than any JSON word, escape or half of a number that the end of a buffer may cut
 
 
-def json_shape(blocks: Iterator[bytes], lines: bool) -> tuple[Shape, Iterator[bytes]]:
+def json_layout(blocks: Iterator[bytes], lines: bool) -> tuple[Layout, Iterator[bytes]]:
     """How a file is to be read, and all its blocks. What it holds decides, since names are not to be trusted."""
     head = _head(blocks, bytes.lstrip)
     if head.lstrip().startswith(b"["):
@@ -44,7 +44,7 @@ def json_lines(file: str, blocks: Iterable[bytes]) -> Iterator[tuple[Sequence[in
             yield lines, records
 
 
-def json_values(file: str, blocks: Iterator[bytes], is_list: bool) -> Iterator[Numbered]:
+def json_values(file: str, blocks: Iterator[bytes], is_list: bool) -> Iterator[LocatedRecord]:
     """The elements of a list, or values one after another."""
     window = _Window(file, blocks)
     if is_list:
@@ -83,7 +83,7 @@ def _head(blocks: Iterator[bytes], enough: Callable[[bytes], object]) -> bytes:
     head, count = b"", 1
     while block := b"".join(islice(blocks, count)):
         head += block
-        if enough(head) or len(head) > LONGEST:
+        if enough(head) or len(head) > MAX_VALUE_BYTES:
             break
         count *= 2
     return head
@@ -150,12 +150,12 @@ class _Window:
             else:
                 if self.ended or end <= len(self.text) - _MARGIN:
                     return end
-            if len(self.text) - self.at > LONGEST:
-                raise self.fault(f"a value of more than {LONGEST >> 20} MiB; write one record a line", self.at)
+            if len(self.text) - self.at > MAX_VALUE_BYTES:
+                raise self.fault(f"a value of more than {MAX_VALUE_BYTES >> 20} MiB; write one record a line", self.at)
             self.refill(count)
             count *= 2
 
-    def run(self) -> Iterator[Numbered]:
+    def run(self) -> Iterator[LocatedRecord]:
         """The elements of a list that lie whole, with their commas, in what has been read: most of them, and fast."""
         text, at, line, scan = self.text, self.at, self.line, self._scan
         safe = len(text) - _MARGIN

@@ -9,16 +9,16 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from sojourn.data.sources.texts import Numbered, universal, whole_lines
+from sojourn.data.sources.texts import LocatedRecord, normalize_newlines, whole_lines
 from sojourn.errors import UserError
 
-_LONGEST_FIELD = 1 << 24
+_MAX_FIELD_CHARACTERS = 1 << 24
 
 
-def table_rows(file: str, blocks: Iterable[bytes], tabs: bool) -> Iterator[Numbered]:
+def table_rows(file: str, blocks: Iterable[bytes], tabs: bool) -> Iterator[LocatedRecord]:
     """The rows below the first as dicts; one that does not fit the columns stays a list."""
-    csv.field_size_limit(_LONGEST_FIELD)
-    header, lines = _header(_text_lines(file, universal(blocks)))
+    csv.field_size_limit(_MAX_FIELD_CHARACTERS)
+    header, lines = _header(_text_lines(file, normalize_newlines(blocks)))
     ended = False
 
     def watched() -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Cuts bytes that arrive in blocks into whole lines and into documents, so that the blocks leave no trace."""
+"""Cuts bytes that arrive in blocks into whole lines and into split_documents, so that the blocks leave no trace."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from sojourn.errors import UserError
 
-Numbered = tuple[int, int, Any]  # a record's line, about how many bytes it holds, and itself
+LocatedRecord = tuple[int, int, Any]  # a record's line, about how many bytes it holds, and itself
 
-LONGEST = 1 << 28  # bytes of one line or one JSON value
+MAX_VALUE_BYTES = 1 << 28  # bytes of one line or one JSON value
 _END_OF_TEXT = b"<|endoftext|>"
-_ENOUGH_TEXT = 4000
-_LONGEST_TEXT = 1 << 20
+_MIN_DOCUMENT_BYTES = 4000
+_MAX_DOCUMENT_BYTES = 1 << 20
 _SPACE = re.compile(rb"\s*")
 _BLANK_LINE = re.compile(rb"\n[ \t\v\f]*(?=\n)")
 _HEADING = re.compile(rb"\n(?= ?= [^=\n][^\n]*[^=\n] = ?\n)")
@@ -32,13 +32,13 @@ def whole_lines(file: str, blocks: Iterable[bytes]) -> Iterator[tuple[int, bytes
         else:
             parts.append(block)
             held += len(block)
-        if held > LONGEST:
-            raise UserError(f"{file}:{line}: a line of more than {LONGEST >> 20} MiB; break it into lines")
+        if held > MAX_VALUE_BYTES:
+            raise UserError(f"{file}:{line}: a line of more than {MAX_VALUE_BYTES >> 20} MiB; break it into lines")
     if held:
         yield line, b"".join(parts)
 
 
-def universal(blocks: Iterable[bytes]) -> Iterator[bytes]:
+def normalize_newlines(blocks: Iterable[bytes]) -> Iterator[bytes]:
     """Lines end in \\n alone, wherever the file was written."""
     held = b""
     for block in blocks:
@@ -54,19 +54,19 @@ def universal(blocks: Iterable[bytes]) -> Iterator[bytes]:
         yield b"\n"
 
 
-def documents(blocks: Iterable[bytes]) -> Iterator[Numbered]:
+def split_documents(blocks: Iterable[bytes]) -> Iterator[LocatedRecord]:
     """Texts that end at <|endoftext|>, before a heading, at a blank line once long enough, or where they get too long.
 
     A document's end is judged with all the text before it that may belong to it, so blocks leave no trace.
     """
-    source = universal(blocks)
+    source = normalize_newlines(blocks)
     text, at, line, ended = b"", 0, 1, False
     while True:
         start = _SPACE.match(text, at).end()  # type: ignore[union-attr]
         line += text.count(b"\n", at, start)
         at = start
-        if not ended and len(text) - at < _LONGEST_TEXT + len(_END_OF_TEXT):
-            more = _at_least(source, _LONGEST_TEXT)
+        if not ended and len(text) - at < _MAX_DOCUMENT_BYTES + len(_END_OF_TEXT):
+            more = _at_least(source, _MAX_DOCUMENT_BYTES)
             ended = not more
             text, at = text[at:] + (more or b"\n"), 0
         elif at == len(text):
@@ -92,20 +92,20 @@ def _at_least(blocks: Iterator[bytes], size: int) -> bytes:
 
 def _document_end(text: bytes, at: int) -> tuple[int, int]:
     """Where the document that starts at `at` ends and where the next may start. Looks no further than it must."""
-    span = 2 * _ENOUGH_TEXT
+    span = 2 * _MIN_DOCUMENT_BYTES
     while True:
-        span = min(span, _LONGEST_TEXT)
+        span = min(span, _MAX_DOCUMENT_BYTES)
         end = after = min(at + span, len(text))
         found = text.find(_END_OF_TEXT, at, end + len(_END_OF_TEXT) - 1)
         if found >= 0:
             end, after = found, found + len(_END_OF_TEXT)
-        for pattern, first in ((_BLANK_LINE, at + _ENOUGH_TEXT), (_HEADING, at)):
+        for pattern, first in ((_BLANK_LINE, at + _MIN_DOCUMENT_BYTES), (_HEADING, at)):
             match = pattern.search(text, first, end)
             if match:
                 end = after = found = match.end()
         if found >= 0 or end == len(text):
             return end, after
-        if span == _LONGEST_TEXT:
+        if span == _MAX_DOCUMENT_BYTES:
             end = text.rfind(b"\n", at, end) + 1 or _character_start(text, end)
             return end, end
         span *= 2

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from sojourn.data.sources.document import Message
-from sojourn.data.sources.formats import Damaged
+from sojourn.data.sources.formats import BadRecord
 from sojourn.data.tokenize.templates import END_OF_TEXT, NAMED, named_template
 from sojourn.errors import UserError
 
@@ -115,7 +115,7 @@ class Template:
             )  # fmt: skip
         except Exception as error:  # a template may raise anything; all of it is about this chat and this template
             why = (str(error).splitlines() or [type(error).__name__])[0][:200]
-            raise Damaged(f"the chat template refuses it: {why}") from None
+            raise BadRecord(f"the chat template refuses it: {why}") from None
 
     def _marks_have_ends(self) -> bool:
         """Whether what the template marks as generated includes the end-of-turn token."""
@@ -195,7 +195,7 @@ class Template:
             found = (way(rendered, messages, tools, number) for way in ways)
             span = next((one for one in found if one and _holds(rendered[slice(*one)], messages[number])), None)
             if span is None:
-                raise Damaged(
+                raise BadRecord(
                     f"the chat template rewrites message {number + 1} by what follows it, so its words cannot be told "
                     "apart; train on the last answer alone (data.train_on=last)"
                 )

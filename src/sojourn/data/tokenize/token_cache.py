@@ -42,17 +42,17 @@ _PROBES = (
 )  # fmt: skip
 
 
-def recalls(tokenizer: Tokenizer) -> bool:
+def supports_token_cache(tokenizer: Tokenizer) -> bool:
     """Whether pieces of this tokenizer's texts can be tokenised one by one."""
     if not (_cuts_at_spaces(tokenizer) or _stops_at_spaces(tokenizer)):
         return False
     if any(re.search(r"\S \S", token.content) for token in tokenizer.get_added_tokens_decoder().values()):
         return False
     whole = tokenizer.encode_batch(list(_PROBES), add_special_tokens=False)
-    return Recall(tokenizer)(_PROBES) == [as_bytes(one.ids) for one in whole]
+    return TokenCache(tokenizer)(_PROBES) == [as_bytes(one.ids) for one in whole]
 
 
-class Recall:
+class TokenCache:
     """Texts to their tokens, as the bytes of 32-bit numbers."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from sojourn.data.sources.document import Message
 from sojourn.data.tokenize.chat_template import Span, Template
-from sojourn.data.tokenize.token_cache import Recall, as_bytes, recalls
+from sojourn.data.tokenize.token_cache import TokenCache, as_bytes, supports_token_cache
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -30,14 +30,14 @@ _SHORT = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Strand:
+class SpannedText:
     """A text to be tokenised, and the spans of it that are trained on."""
 
     text: str
     spans: list[Span]
 
 
-class Tokeniser:
+class SpanTokenizer:
     def __init__(self, tokenizer: Tokenizer, added: dict[str, bool], template: Template | None) -> None:
         self._tokenizer = tokenizer
         self._special = sorted((token for token, special in added.items() if special), key=len, reverse=True)
@@ -48,7 +48,7 @@ class Tokeniser:
         for number, token in enumerate(self._special):
             self._known[token] = as_bytes(tokenizer.encode(token, add_special_tokens=False).ids)
             self._known[_escape(number)] = as_bytes(_as_words(tokenizer, token))
-        self._encode = Recall(tokenizer) if recalls(tokenizer) else partial(_encoded, tokenizer)
+        self._encode = TokenCache(tokenizer) if supports_token_cache(tokenizer) else partial(_encoded, tokenizer)
         self._apart = not _swallows_spaces(tokenizer) and (template is None or self._agrees(template))
         self.before = _put_before(tokenizer)
 
@@ -59,11 +59,11 @@ class Tokeniser:
         """The text with each special token's text replaced by an escape, which becomes the tokens of mere words."""
         return self._in_text.sub(lambda found: _escape(self._special.index(found.group())), text)
 
-    def __call__(self, strands: list[Strand]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def __call__(self, strands: list[SpannedText]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Ids and mask of all strands one after another, and how many tokens each has."""
         return self._by_segments(strands) if self._apart else self._whole(strands)
 
-    def _by_segments(self, strands: list[Strand]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _by_segments(self, strands: list[SpannedText]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         segments: list[str] = []
         trained: list[bool] = []
         ends: list[int] = []
@@ -85,7 +85,7 @@ class Tokeniser:
         ids = np.frombuffer(b"".join(tokens), np.uint32)
         return ids, np.repeat(np.array(trained, np.uint8), counts), np.diff(totals)
 
-    def _whole(self, strands: list[Strand]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _whole(self, strands: list[SpannedText]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         ids, masks, counts = array("I"), [np.zeros(0, np.uint8)], []
         parts = [list(_at_escapes(strand)) for strand in strands]
         texts = [part.text for strand in parts for part in strand]
@@ -107,7 +107,7 @@ class Tokeniser:
         """Do the segments of a chat give the tokens of the whole?"""
         for words in _PROBES:
             turns = (Message("user", words), Message("assistant", words)) * 2
-            strand = Strand(*template.spans(turns))
+            strand = SpannedText(*template.spans(turns))
             whole = self._tokenizer.encode(strand.text, add_special_tokens=False).ids
             if self._by_segments([strand])[0].tolist() != whole:
                 return False
@@ -118,7 +118,7 @@ def _escape(number: int) -> str:
     return f"\ufdd2{number}\ufdd3"
 
 
-def _pieces(strand: Strand) -> Iterator[tuple[str, bool]]:
+def _pieces(strand: SpannedText) -> Iterator[tuple[str, bool]]:
     """The text in pieces, each trained on or not."""
     place = 0
     for start, end in strand.spans:
@@ -128,13 +128,13 @@ def _pieces(strand: Strand) -> Iterator[tuple[str, bool]]:
     yield strand.text[place:], False
 
 
-def _at_escapes(strand: Strand) -> Iterator[Strand]:
+def _at_escapes(strand: SpannedText) -> Iterator[SpannedText]:
     """The strand cut at its escapes, each of which is a strand of its own."""
     cuts = [cut for match in re.finditer("\ufdd2[0-9]+\ufdd3", strand.text) for cut in match.span()]
     place = 0
     for cut in [*cuts, len(strand.text)]:
         spans = [(max(a, place) - place, min(b, cut) - place) for a, b in strand.spans if a < cut and b > place]
-        yield Strand(strand.text[place:cut], spans)
+        yield SpannedText(strand.text[place:cut], spans)
         place = cut
 
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from sojourn.config.data import DataConfig
 from sojourn.config.words import closest
 from sojourn.data.sources.document import Message
-from sojourn.data.sources.files import place_of
-from sojourn.data.sources.formats import Damaged
+from sojourn.data.sources.files import user_path
+from sojourn.data.sources.formats import BadRecord
 from sojourn.data.tokenize.chat_template import Template
 from sojourn.data.tokenize.templates import END_OF_TEXT, NAMED, named_template
 from sojourn.errors import UserError
@@ -37,7 +37,7 @@ _PROBE = (
 
 
 @dataclass(frozen=True)
-class Words:
+class TokenizerBundle:
     """A tokenizer with what stands beside it: the names of its special tokens and its own chat template."""
 
     settings: dict[str, Any]
@@ -145,7 +145,7 @@ def checked(template: Template, has: Callable[[str], bool], name: str, way_out: 
                 f"use data.template={way_out}"
             )
         template.end_of_turn()
-    except Damaged as error:
+    except BadRecord as error:
         raise UserError(f"data.template: {name}: {error}; use data.template={way_out}") from None
     return template
 
@@ -159,16 +159,16 @@ def read_template(path: Path) -> str:
 
 
 def template_file(choice: str) -> str:
-    path = place_of(choice, "data.template")
+    path = user_path(choice, "data.template")
     if path.suffix not in (".jinja", ".j2") or not path.is_file():
         hint, names = closest(choice, ("auto", *NAMED)), ", ".join(NAMED)
         raise UserError(f"data.template: “{choice}”: no such template{hint}; allowed: auto, {names}, or a .jinja file")
     return read_template(path)
 
 
-def open_tokenizer(word: str | Path) -> Words:
+def open_tokenizer(word: str | Path) -> TokenizerBundle:
     """A tokenizer by its folder, its file (tokenizer.json or tokenizer.model) or its model's name on the hub."""
-    place = place_of(str(word), "data.tokenizer")
+    place = user_path(str(word), "data.tokenizer")
     if not place.exists():
         from sojourn.data.sources.hub import is_hub_name, tokenizer_folder
 
@@ -192,7 +192,7 @@ def open_tokenizer(word: str | Path) -> Words:
     beside = folder / "chat_template.jinja"
     own = read_template(beside) if beside.is_file() else _own_template(settings.get("chat_template"))
     settings.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
-    return Words(settings, fast if has_fast else None, model if has_model else None, own)
+    return TokenizerBundle(settings, fast if has_fast else None, model if has_model else None, own)
 
 
 def _from_file(path: Path) -> Tokenizer:
@@ -229,7 +229,7 @@ def special_tokens(data: DataConfig) -> list[str]:
     return list(dict.fromkeys((END_OF_TEXT, *template, *data.special_tokens)))
 
 
-def train_tokenizer(data: DataConfig, texts: Iterable[str], folder: Path) -> Words:
+def train_tokenizer(data: DataConfig, texts: Iterable[str], folder: Path) -> TokenizerBundle:
     """A new tokenizer from `texts`; a SentencePiece model is left in `folder`."""
     tokens = special_tokens(data)
     model = None
@@ -249,4 +249,4 @@ def train_tokenizer(data: DataConfig, texts: Iterable[str], folder: Path) -> Wor
         "additional_special_tokens": tokens,
         "clean_up_tokenization_spaces": False,
     }
-    return Words(settings, model_file=model, made=tokenizer)
+    return TokenizerBundle(settings, model_file=model, made=tokenizer)

@@ -12,7 +12,7 @@ _GREEN, _DIM, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 _SHOWN = 700
 
 
-def show_examples(
+def print_examples(
     say: Callable[[str], None], colour: bool, formats: list[tuple[str, str]], examples: Sequence[Mapping[str, Any]]
 ) -> None:
     """Each source's format, then the examples; what the model learns to say is green and between ‹ and ›."""
@@ -53,7 +53,7 @@ def _visible(letter: str) -> str:
     return {"\n": "⏎", "\t": "⇥"}.get(letter, letter if letter.isprintable() else f"\\x{ord(letter):02x}")
 
 
-def report_lines(report: Mapping[str, Any], global_batch: int | None = None) -> Iterator[str]:
+def format_report(report: Mapping[str, Any], global_batch: int | None = None) -> Iterator[str]:
     """The report in words."""
     for split in ("train", "eval"):
         facts = report[split]

@@ -9,7 +9,7 @@ from sojourn.data import builtin
 from sojourn.data.tokenize import sentencepiece_model as sentence
 from sojourn.data.tokenize import token_cache as recall
 from sojourn.data.tokenize.bpe import train_bpe
-from sojourn.data.tokenize.token_cache import Recall, as_bytes, recalls
+from sojourn.data.tokenize.token_cache import TokenCache, as_bytes, supports_token_cache
 
 _ODD = [
     "a", "b", "The", " cat", " ", "  ", "\n", "\n\n", "\t", "\r\n", "\r", "'s", "'LL", "1", "23", ".", ",", "()", "_",
@@ -52,8 +52,8 @@ def tokenizers(tmp_path_factory):
 @pytest.mark.parametrize("kind", ["qwen2", "llama3", "gpt2", "digits", "sentencepiece"])
 def test_pieces_from_memory_are_the_tokens_of_the_whole(tokenizers, kind):
     tokenizer = tokenizers[kind]
-    assert recalls(tokenizer)
-    remembering = Recall(tokenizer)
+    assert supports_token_cache(tokenizer)
+    remembering = TokenCache(tokenizer)
 
     @settings(max_examples=300, deadline=None)
     @given(st.lists(texts, max_size=4))
@@ -66,7 +66,7 @@ def test_pieces_from_memory_are_the_tokens_of_the_whole(tokenizers, kind):
 
 def test_what_is_forgotten_is_learned_again(tokenizers, monkeypatch):
     monkeypatch.setattr(recall, "_REMEMBERED", 20)
-    remembering, some = Recall(tokenizers["qwen2"]), list(_texts())[:50]
+    remembering, some = TokenCache(tokenizers["qwen2"]), list(_texts())[:50]
     whole = [as_bytes(one.ids) for one in tokenizers["qwen2"].encode_batch(some, add_special_tokens=False)]
     for _ in range(2):
         assert remembering(some) == whole
@@ -86,4 +86,4 @@ def test_what_is_forgotten_is_learned_again(tokenizers, monkeypatch):
 def test_a_tokenizer_that_cuts_otherwise_is_given_whole_texts(spoil):
     tokenizer = _gpt2(False)
     spoil(tokenizer)
-    assert not recalls(tokenizer)
+    assert not supports_token_cache(tokenizer)
