@@ -235,9 +235,9 @@ def test_our_adapter_opens_in_plain_peft_and_says_the_same(words, base):
         p.name for p in run.final.iterdir()
     }
     theirs = PeftModel.from_pretrained(_plain(base), run.final).eval()
-    from sojourn.infer.load import open_model
+    from sojourn.infer.load import load_model
 
-    ours = open_model("t", "cpu").network
+    ours = load_model("t", "cpu").model
     ids = torch.randint(0, 300, (2, 12))
     with torch.no_grad():
         torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, rtol=1e-4, atol=1e-5)

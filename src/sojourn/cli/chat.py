@@ -17,17 +17,17 @@ def chat(
 ) -> None:
     """Talk to a model. /reset forgets the conversation, /exit (or Ctrl-D) leaves."""
     from sojourn.errors import UserError
-    from sojourn.infer.generate import Sampling, reply
-    from sojourn.infer.load import open_model
+    from sojourn.infer.generate import SamplingParams, reply
+    from sojourn.infer.load import load_model
 
-    opened = open_model(model, device)
+    opened = load_model(model, device)
     if not opened.is_chat:
         raise UserError(
-            f"{opened.folder}: trained on plain text, without chats; use: sojourn generate {model} --prompt TEXT"
+            f"{opened.path}: trained on plain text, without chats; use: sojourn generate {model} --prompt TEXT"
         )
     start = [{"role": "system", "content": system}] if system else []
     turns = list(start)
-    print(f"{opened.folder} · /reset forgets, /exit leaves")
+    print(f"{opened.path} · /reset forgets, /exit leaves")
     while True:
         try:
             line = input("you: ").strip()
@@ -42,5 +42,5 @@ def chat(
             turns.append({"role": "user", "content": line})
             print("model: ", end="", flush=True)
             turns.append(
-                {"role": "assistant", "content": reply(opened, turns, Sampling(max_tokens, temperature, top_p))}
+                {"role": "assistant", "content": reply(opened, turns, SamplingParams(max_tokens, temperature, top_p))}
             )

@@ -15,25 +15,29 @@ def evaluate(
     """Loss and perplexity on the run's held-out rows, and exact match on held-out built-in questions."""
     import math
 
-    from sojourn.evals.held_out import accuracy, ask_held_out, held_out_loss
-    from sojourn.infer.load import find_model, open_model
+    from sojourn.evals.held_out import answer_held_out_questions, exact_match, held_out_loss
+    from sojourn.infer.load import find_model_path, load_model
     from sojourn.run.folder import RunFolder
 
-    opened = open_model(model, device)
-    run = RunFolder(find_model(model).parent)
+    opened = load_model(model, device)
+    run = RunFolder(find_model_path(model).parent)
     loss = held_out_loss(opened, run, rows) if run.exists() else math.nan
-    answers = ask_held_out(opened, tasks) if tasks and opened.is_chat else {}
+    answers = answer_held_out_questions(opened, tasks) if tasks and opened.is_chat else {}
     if json:
         from json import dumps
 
         known = {} if math.isnan(loss) else {"loss": loss, "perplexity": math.exp(min(loss, 700))}
         print(
             dumps(
-                {**known, "exact_match": {family: accuracy(found) for family, found in answers.items()}, "tasks": tasks}
+                {
+                    **known,
+                    "exact_match": {family: exact_match(found) for family, found in answers.items()},
+                    "tasks": tasks,
+                }
             )
         )
         return
     if not math.isnan(loss):
         print(f"held-out loss {loss:.4f}, perplexity {math.exp(min(loss, 700)):.2f}")
     for family, found in answers.items():
-        print(f"{family:<12} {accuracy(found):>6.1%} exact of {len(found)} held-out questions")
+        print(f"{family:<12} {exact_match(found):>6.1%} exact of {len(found)} held-out questions")

@@ -21,13 +21,13 @@ def generate(
     json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
     """Complete a prompt."""
-    from sojourn.infer.generate import Sampling, as_prompt
+    from sojourn.infer.generate import SamplingParams, format_prompt
     from sojourn.infer.generate import generate as complete
-    from sojourn.infer.load import open_model
+    from sojourn.infer.load import load_model
 
-    opened = open_model(model, device)
+    opened = load_model(model, device)
     texts = complete(
-        opened, [as_prompt(opened, p, raw) for p in prompt], Sampling(max_tokens, temperature, top_p, seed)
+        opened, [format_prompt(opened, p, raw) for p in prompt], SamplingParams(max_tokens, temperature, top_p, seed)
     )
     if json:
         from json import dumps

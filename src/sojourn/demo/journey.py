@@ -20,8 +20,8 @@ from sojourn.run.home import home, prepared_folder, run_folder
 if TYPE_CHECKING:
     from sojourn.data.artefact import Artefact
     from sojourn.demo.screen import Screen
-    from sojourn.evals.held_out import Answered
-    from sojourn.infer.load import Model
+    from sojourn.evals.held_out import Answer
+    from sojourn.infer.load import LoadedModel
 
 SIMPLEST = "echo_number"  # the simplest family that still asks the model to read its prompt
 QUESTIONS = 100
@@ -134,22 +134,22 @@ def _prepare(config: RunConfig, screen: Screen) -> Artefact:
     return artefact
 
 
-def _untrained(config: RunConfig, artefact: Artefact) -> Model:
+def _untrained(config: RunConfig, artefact: Artefact) -> LoadedModel:
     """The very model that training will start from."""
     from transformers import AutoTokenizer
 
-    from sojourn.infer.load import Model
+    from sojourn.infer.load import LoadedModel
     from sojourn.model.scratch import build_model
 
     length, pad, stops = artefact.max_length, artefact.pad_id, artefact.stop_ids
     network = build_model(config.model, artefact.vocab_size, length, pad, stops, config.train.seed)
-    return Model(artefact.path, network.eval(), AutoTokenizer.from_pretrained(artefact.tokenizer), "cpu")
+    return LoadedModel(artefact.path, network.eval(), AutoTokenizer.from_pretrained(artefact.tokenizer), "cpu")
 
 
-def _exact(model: Model) -> float:
-    from sojourn.evals.held_out import accuracy, ask_held_out
+def _exact(model: LoadedModel) -> float:
+    from sojourn.evals.held_out import answer_held_out_questions, exact_match
 
-    return accuracy(ask_held_out(model, QUESTIONS, (SIMPLEST,))[SIMPLEST])
+    return exact_match(answer_held_out_questions(model, QUESTIONS, (SIMPLEST,))[SIMPLEST])
 
 
 def _train(words: list[str], run: RunFolder, screen: Screen) -> tuple[int, int, int]:
@@ -165,19 +165,19 @@ def _train(words: list[str], run: RunFolder, screen: Screen) -> tuple[int, int, 
 
 
 def _ask(config: RunConfig, run: RunFolder, screen: Screen) -> float:
-    from sojourn.evals.held_out import accuracy, ask_held_out
-    from sojourn.infer.load import open_model
+    from sojourn.evals.held_out import answer_held_out_questions, exact_match
+    from sojourn.infer.load import load_model
 
-    model = open_model(str(run.final))
-    simplest = ask_held_out(model, QUESTIONS, (SIMPLEST,))[SIMPLEST]
+    model = load_model(str(run.final))
+    simplest = answer_held_out_questions(model, QUESTIONS, (SIMPLEST,))[SIMPLEST]
     families = tuple(source.path.partition("/")[2] for source in config.data.sources)
-    answers = {**ask_held_out(model, 50, families), SIMPLEST: simplest}
+    answers = {**answer_held_out_questions(model, 50, families), SIMPLEST: simplest}
     for one in _five(answers):
-        screen.answer(one.task.prompt, one.reply, one.task.answer, one.right)
-    screen.say("by family: " + ", ".join(f"{family} {accuracy(found):.0%}" for family, found in answers.items()))
-    return accuracy(simplest)
+        screen.answer(one.task.prompt, one.reply, one.task.answer, one.is_correct)
+    screen.say("by family: " + ", ".join(f"{family} {exact_match(found):.0%}" for family, found in answers.items()))
+    return exact_match(simplest)
 
 
-def _five(answers: dict[str, list[Answered]]) -> list[Answered]:
+def _five(answers: dict[str, list[Answer]]) -> list[Answer]:
     """Of every family the first, then of every family the second…: chosen by position, not by success."""
     return [found[number] for number in range(5) for found in answers.values()][:5]

@@ -1,1 +1,1 @@
-"""How good a model is: held-out loss, exact answers."""
+"""Evaluation of a trained model: held-out loss, and exact match on held-out questions."""

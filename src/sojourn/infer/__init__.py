@@ -1,1 +1,1 @@
-"""Asking a model: load, generate, chat, evaluate."""
+"""Inference: load a model, generate text. Training samples, evaluations, chat and the demo share this code."""

@@ -1,19 +1,23 @@
-"""Completions: prompts in, texts out, many at a time or streamed."""
+"""Generation: prompts in, completions out, in batches or streamed. All generation goes through `generate_tokens`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sojourn.errors import UserError
-from sojourn.infer.load import Model
+from sojourn.infer.load import LoadedModel, context_length
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
 
 Conversation = list[dict[str, str]]
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """Temperature 0 is greedy: always the likeliest token."""
+class SamplingParams:
+    """Temperature 0 is greedy decoding."""
 
     max_tokens: int = 128
     temperature: float = 0.0
@@ -21,54 +25,81 @@ class Sampling:
     seed: int | None = None
 
 
-def as_prompt(model: Model, question: str, raw: bool = False) -> str:
-    """A question the way the model was trained to see it; with `raw`, or for a text model, just the text."""
-    return question if raw or not model.is_chat else render(model, [{"role": "user", "content": question}])
+def apply_chat_template(tokenizer: Any, conversation: Conversation) -> str:
+    return str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
 
 
-def render(model: Model, conversation: Conversation) -> str:
-    return str(model.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
+def format_prompt(loaded: LoadedModel, text: str, raw: bool = False) -> str:
+    """A user message in the model's chat template; the text itself if `raw`, or if the model has no chat template."""
+    if raw or not loaded.is_chat:
+        return text
+    return apply_chat_template(loaded.tokenizer, [{"role": "user", "content": text}])
 
 
-def generate(model: Model, prompts: list[str], sampling: Sampling, batch: int = 64, streamer: Any = None) -> list[str]:
-    """One completion a prompt, without the prompt and without special tokens."""
+def generate_tokens(
+    model: PreTrainedModel,
+    inputs: dict[str, Tensor],
+    params: SamplingParams,
+    pad_id: int,
+    stop_ids: list[int] | None = None,
+    streamer: Any = None,
+) -> Tensor:
+    """The new tokens of each row, at most as many as fit the model's context. `stop_ids`: the model's own if None.
+
+    `inputs`: `input_ids` and `attention_mask`, padded on the left, on the model's device.
+    """
     import torch
 
-    if sampling.seed is not None:
-        torch.manual_seed(sampling.seed)
-    tokenizer = model.tokenizer
+    length = inputs["input_ids"].shape[1]
+    decoding: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    if params.temperature > 0:
+        decoding = {"do_sample": True, "temperature": params.temperature, "top_p": params.top_p, "top_k": 0}
+    if stop_ids is not None:
+        decoding["eos_token_id"] = stop_ids
+    with torch.no_grad():  # not inference_mode: a model in training must not keep inference tensors in its caches
+        tokens: Tensor = model.generate(
+            **inputs,
+            use_cache=True,
+            max_new_tokens=min(params.max_tokens, context_length(model) - length),
+            pad_token_id=pad_id,
+            streamer=streamer,
+            **decoding,
+        )
+    return tokens[:, length:]
+
+
+def generate(
+    loaded: LoadedModel, prompts: list[str], params: SamplingParams, batch_size: int = 64, streamer: Any = None
+) -> list[str]:
+    """One completion per prompt, without the prompt and without special tokens."""
+    import torch
+
+    if params.seed is not None:
+        torch.manual_seed(params.seed)
+    tokenizer = loaded.tokenizer
     tokenizer.padding_side = "left"
-    texts: list[str] = []
-    for start in range(0, len(prompts), batch):
-        inputs = tokenizer(prompts[start : start + batch], return_tensors="pt", padding=True, add_special_tokens=False)
-        length = inputs["input_ids"].shape[1]
-        room = model.context - length
+    completions: list[str] = []
+    for start in range(0, len(prompts), batch_size):
+        batch = prompts[start : start + batch_size]
+        encoded = tokenizer(batch, return_tensors="pt", padding=True, add_special_tokens=False)
+        length, context = encoded["input_ids"].shape[1], context_length(loaded.model)
         if length == 0:
             raise UserError("the prompt is empty; give some text")
-        if room <= 0:
-            raise UserError(f"the prompt is {length} tokens long, but this model holds {model.context}; shorten it")
-        chosen: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        if sampling.temperature > 0:
-            chosen = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
-        with torch.inference_mode():
-            output = model.network.generate(
-                input_ids=inputs["input_ids"].to(model.device),
-                attention_mask=inputs["attention_mask"].to(model.device),
-                max_new_tokens=min(sampling.max_tokens, room),
-                pad_token_id=tokenizer.pad_token_id,
-                streamer=streamer,
-                **chosen,
-            )
-        texts += tokenizer.batch_decode(output[:, length:], skip_special_tokens=True)
-    return texts
+        if length >= context:
+            raise UserError(f"the prompt has {length} tokens, but the model's context is {context} tokens; shorten it")
+        inputs = {name: encoded[name].to(loaded.device) for name in ("input_ids", "attention_mask")}
+        tokens = generate_tokens(loaded.model, inputs, params, tokenizer.pad_token_id, streamer=streamer)
+        completions += tokenizer.batch_decode(tokens, skip_special_tokens=True)
+    return completions
 
 
-def reply(model: Model, conversation: Conversation, sampling: Sampling) -> str:
-    """The assistant's next turn, printed as it comes. The oldest turns are dropped when the context is full."""
+def reply(loaded: LoadedModel, conversation: Conversation, params: SamplingParams) -> str:
+    """The assistant's next turn, printed as it is generated. Drops the oldest turns when the context is full."""
     from transformers import TextStreamer
 
-    turns = list(conversation)
-    while len(turns) > 1 and len(model.tokenizer(render(model, turns))["input_ids"]) > model.context * 3 // 4:
+    tokenizer, turns = loaded.tokenizer, list(conversation)
+    limit = context_length(loaded.model) * 3 // 4
+    while len(turns) > 1 and len(tokenizer(apply_chat_template(tokenizer, turns))["input_ids"]) > limit:
         del turns[1 if turns[0]["role"] == "system" and len(turns) > 2 else 0]
-    streamer = TextStreamer(model.tokenizer, skip_prompt=True, skip_special_tokens=True)
-    return generate(model, [render(model, turns)], sampling, streamer=streamer)[0]
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    return generate(loaded, [apply_chat_template(tokenizer, turns)], params, streamer=streamer)[0]

@@ -1,10 +1,10 @@
-"""Opens a model to talk to: a run by its name, any folder that plain transformers or peft opens, or a GGUF file."""
+"""Loads a model for inference: a run by name, a folder that transformers or peft can load, or a GGUF file."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sojourn.config.load import read_config
 from sojourn.errors import RunFailed, UserError
@@ -16,73 +16,76 @@ from sojourn.run.folder import RunFolder
 from sojourn.run.home import find_run
 from sojourn.storage.files import read_json
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 @dataclass(frozen=True)
-class Model:
-    """A model with its tokenizer, ready on its device."""
+class LoadedModel:
+    """A model in eval mode on its device, with its tokenizer."""
 
-    folder: Path
-    network: Any
+    path: Path
+    model: PreTrainedModel
     tokenizer: Any
     device: str
-
-    @property
-    def context(self) -> int:
-        """How many tokens it can hold."""
-        return int(getattr(self.network.config.get_text_config(), "max_position_embeddings", None) or 2**20)
 
     @property
     def is_chat(self) -> bool:
         return bool(self.tokenizer.chat_template)
 
 
-def find_model(word: str) -> Path:
-    """The place of a model: `word` itself, or the `final/` of the run of that name."""
-    place = Path(word).expanduser()
-    if place.suffix == ".gguf" and place.is_file():
-        return place
-    if any((place / name).is_file() for name in ("config.json", ADAPTER_FILE)):
-        return place
-    run = find_run(word)
+def context_length(model: PreTrainedModel) -> int:
+    """The most tokens that the model's position embeddings allow."""
+    return int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**20)
+
+
+def find_model_path(name: str) -> Path:
+    """`name` as a path, if there is a model there; else the `final/` of the run of that name."""
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return path
+    if any((path / file).is_file() for file in ("config.json", ADAPTER_FILE)):
+        return path
+    run = find_run(name)
     if run.has_final():
         return run.final
     status = run.status()
-    where = f" (step {status.step} of {status.total_steps})" if status else ""
-    raise UserError(f"{run.path}: not finished yet{where}; continue it with: sojourn train {run.config}")
+    progress = f" (step {status.step} of {status.total_steps})" if status else ""
+    raise UserError(f"{run.path}: not finished yet{progress}; resume it with: sojourn train {run.config}")
 
 
-def open_model(word: str, device: str = "auto") -> Model:
-    """An adapter is opened on the model that it was made for."""
-    place = find_model(word)
-    where = choose_device(device)
+def load_model(name: str, device: str = "auto") -> LoadedModel:
+    """An adapter is loaded onto its base model and merged into it."""
+    path = find_model_path(name)
+    device = choose_device(device)
     quiet_transformers()
     from transformers import AutoTokenizer
 
-    adapter = read_json(place / ADAPTER_FILE) if place.is_dir() and (place / ADAPTER_FILE).is_file() else None
-    trusted = _is_trusted(place)
-    base = Base(str(place), trust_remote_code=trusted)
+    adapter = read_json(path / ADAPTER_FILE) if path.is_dir() and (path / ADAPTER_FILE).is_file() else None
+    trusted = _trusts_remote_code(path)
+    base = Base(str(path), trust_remote_code=trusted)
     if adapter is not None:
         base = Base(str(adapter.get("base_model_name_or_path")), adapter.get("revision"), trusted)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(**(base if place.suffix == ".gguf" else Base(str(place))).place)
-        network = open_base(base, _numbers(base, where), where)
+        tokenizer = AutoTokenizer.from_pretrained(**(base if path.suffix == ".gguf" else Base(str(path))).place)
+        model = open_base(base, _load_dtype(base, device), device)
     except (UserError, OSError, ValueError) as error:
-        why = str(error).strip().splitlines()[0].removeprefix("model.base: ")
+        reason = str(error).strip().splitlines()[0].removeprefix("model.base: ")
         needs = "config.json, tokenizer.json and model.safetensors"
-        raise RunFailed(f"{place}: cannot be opened as a model (it needs {needs}): {why}") from None
+        raise RunFailed(f"{path}: cannot be opened as a model (it needs {needs}): {reason}") from None
     if adapter is not None:
-        network = open_adapter(network, place, trainable=False).merge_and_unload()
-    return Model(place, network.eval(), tokenizer, where)
+        model = open_adapter(model, path, trainable=False).merge_and_unload()
+    return LoadedModel(path, model.eval(), tokenizer, device)
 
 
-def _is_trusted(place: Path) -> bool:
-    """Whether the run that this came from was told to run the model's own code."""
-    kept = RunFolder(place.parent).config
-    return kept.is_file() and read_config(kept).model.trust_remote_code
+def _trusts_remote_code(path: Path) -> bool:
+    """Whether the run that made the model has `model.trust_remote_code`."""
+    config = RunFolder(path.parent).config
+    return config.is_file() and read_config(config).model.trust_remote_code
 
 
-def _numbers(base: Base, device: str) -> Any:
-    """The model's own, but not 16 bits on a CPU that must emulate them, and not what a GGUF file unpacks to."""
+def _load_dtype(base: Base, device: str) -> Any:
+    """The checkpoint's own dtype; fp32 for GGUF files, and on CPUs without native bf16."""
     import torch
 
     slow = device == "cpu" and cpu_bf16_feature() is None

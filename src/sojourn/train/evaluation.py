@@ -70,7 +70,7 @@ class Evaluator:
         syncs_every_micro_batch = self._engine.syncs_every_micro_batch
         with nullcontext() if syncs_every_micro_batch else self._ranks.raise_oom_on_all_ranks():
             if self._ranks.is_main or syncs_every_micro_batch:
-                make = partial(self._samples.take, self._network, self._feed.autocast(), self._feed.device)
+                make = partial(self._samples.generate, self._network, self._feed.autocast(), self._feed.device)
                 with torch.no_grad():
                     meters.log_samples(step, self._engine.run(make))
 
