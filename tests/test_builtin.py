@@ -15,7 +15,7 @@ from itertools import islice
 import pytest
 
 from sojourn.data import builtin
-from sojourn.data.builtin import Task
+from sojourn.data.builtin import Question
 
 WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 WEEKDAYS_ZH = ("星期一", "星期二", "星期三", "星期四", "星期五", "星期六", "星期日")
@@ -34,31 +34,33 @@ def text_digest() -> str:
     return digest([document.text for document in islice(builtin.text(10**9), 500)])
 
 
-def task_digest(split: builtin.Split = "train") -> str:
-    tasks = builtin.instructions(2000, split=split)
-    return digest([f"{t.family}|{t.language}|{t.key}|{t.prompt}|{t.answer}" for t in tasks])
+def question_digest(split: builtin.Split = "train") -> str:
+    questions = builtin.instructions(2000, split=split)
+    return digest([f"{t.family}|{t.language}|{t.key}|{t.prompt}|{t.answer}" for t in questions])
 
 
 def test_the_data_is_what_it_was() -> None:
     """A change here is a change of everyone's prepared data: raise VERSION with it."""
     assert builtin.VERSION == 1
     assert text_digest() == "c91cf3b311240891"
-    assert task_digest() == "6dc65f2b4b3bc884"
-    assert task_digest("held_out") == "0ba8d1ad2e370b20"
+    assert question_digest() == "6dc65f2b4b3bc884"
+    assert question_digest("held_out") == "0ba8d1ad2e370b20"
 
 
 def test_the_data_does_not_depend_on_the_process() -> None:
-    program = "import test_builtin as t; print(t.text_digest(), t.task_digest())"
+    program = "import test_builtin as t; print(t.text_digest(), t.question_digest())"
     environment = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": os.pathsep.join([*sys.path, "tests"])}
     told = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert told.stdout.split() == [text_digest(), task_digest()]
+    assert told.stdout.split() == [text_digest(), question_digest()]
 
 
 def test_another_seed_gives_other_data() -> None:
     first, second = (next(builtin.text(1, seed=seed)).text for seed in (0, 1))
     assert first != second
-    tasks = [{task.prompt for task in builtin.instructions(500, seed=seed, families=["lookup"])} for seed in (0, 1)]
-    assert len(tasks[0] & tasks[1]) < 5
+    questions = [
+        {question.prompt for question in builtin.instructions(500, seed=seed, families=["lookup"])} for seed in (0, 1)
+    ]
+    assert len(questions[0] & questions[1]) < 5
 
 
 @pytest.mark.parametrize("wanted", [1, 1000, 1_000_000])
@@ -97,9 +99,9 @@ def test_both_languages_and_all_kinds_are_there() -> None:
 
 
 def test_tasks_come_in_the_families_and_languages_asked_for() -> None:
-    tasks = Counter((t.family, t.language) for t in builtin.instructions(12_000))
-    assert {family for family, _ in tasks} == set(builtin.FAMILIES)
-    assert min(tasks.values()) > 350
+    questions = Counter((t.family, t.language) for t in builtin.instructions(12_000))
+    assert {family for family, _ in questions} == set(builtin.FAMILIES)
+    assert min(questions.values()) > 350
     weighted = Counter(t.family for t in builtin.instructions(4000, families={"add": 3.0, "sort": 1.0}))
     assert 2800 < weighted["add"] < 3200
     assert weighted["add"] + weighted["sort"] == 4000
@@ -135,16 +137,16 @@ def test_every_fact_about_sojourn_has_wordings_in_training() -> None:
 
 
 def test_every_answer_verifies_and_others_do_not() -> None:
-    for task in builtin.instructions(3000, seed=9):
-        assert builtin.verify(task, task.answer)
-        assert builtin.verify(task, f" {task.answer}\n")
-        assert not builtin.verify(task, "")
-        assert not builtin.verify(task, task.answer + "0")
-    number = Task("add", "en", "1,2", "1+2=", "3")
-    assert builtin.verify(number, "3.")
-    assert builtin.verify(number, "３。")
-    assert not builtin.verify(number, "It is 3")
-    assert not builtin.verify(number, "3 3")
+    for question in builtin.instructions(3000, seed=9):
+        assert builtin.is_correct(question, question.answer)
+        assert builtin.is_correct(question, f" {question.answer}\n")
+        assert not builtin.is_correct(question, "")
+        assert not builtin.is_correct(question, question.answer + "0")
+    number = Question("add", "en", "1,2", "1+2=", "3")
+    assert builtin.is_correct(number, "3.")
+    assert builtin.is_correct(number, "３。")
+    assert not builtin.is_correct(number, "It is 3")
+    assert not builtin.is_correct(number, "3 3")
 
 
 def numbers(prompt: str) -> list[int]:
@@ -180,8 +182,8 @@ def how_many(prompt: str) -> str:
 
 def told_number(prompt: str) -> str:
     facts = re.findall(r"(\w+) has (\d+) (\w+)\. ", prompt) or re.findall(r"(\w+)有(\d+)个(\w+)。", prompt)
-    question = re.split(r"\. |。", prompt)[-1]
-    [answer] = [n for name, n, thing in facts if name in question and thing in question]
+    last_sentence = re.split(r"\. |。", prompt)[-1]
+    [answer] = [n for name, n, thing in facts if name in last_sentence and thing in last_sentence]
     return str(answer)
 
 
@@ -221,8 +223,8 @@ SOLVERS: dict[str, Callable[[str], str]] = {
 
 @pytest.mark.parametrize("family", sorted(SOLVERS))
 def test_the_answers_are_right(family: str) -> None:
-    for task in builtin.instructions(1500, seed=11, families=[family]):
-        assert SOLVERS[family](task.prompt) == task.answer, task.prompt
+    for question in builtin.instructions(1500, seed=11, families=[family]):
+        assert SOLVERS[family](question.prompt) == question.answer, question.prompt
 
 
 def test_every_family_but_the_one_of_fixed_facts_is_solved_independently() -> None:

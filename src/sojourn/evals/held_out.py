@@ -20,7 +20,7 @@ from sojourn.train.step import evaluate
 
 @dataclass(frozen=True)
 class Answer:
-    task: builtin.Task
+    task: builtin.Question
     reply: str
     is_correct: bool
 
@@ -35,7 +35,7 @@ def answer_held_out_questions(
     by_length = sorted(range(len(tasks)), key=lambda i: len(tasks[i].prompt))  # like lengths in a batch: less padding
     prompts = [format_prompt(loaded, tasks[i].prompt) for i in by_length]
     replies = dict(zip(by_length, generate(loaded, prompts, SamplingParams(max_tokens=32)), strict=True))
-    answers = [Answer(task, replies[i], builtin.verify(task, replies[i])) for i, task in enumerate(tasks)]
+    answers = [Answer(task, replies[i], builtin.is_correct(task, replies[i])) for i, task in enumerate(tasks)]
     return {name: [answer for answer in answers if answer.task.family == name] for name in names}
 
 

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 _BUILTINS = ("builtin:text", "builtin:instructions")
 _DEFAULT_TEXT_BYTES = 10_000_000
-_DEFAULT_TASKS = 20_000
-_TASK_BYTES = 100
+_DEFAULT_QUESTIONS = 20_000
+_QUESTION_BYTES = 100
 _ROW_BYTES = 1000
 _COMPRESSION_RATIO = 4  # size of text over the size of its compressed file, roughly
 
@@ -68,8 +68,8 @@ def open_source(source: Source, columns: Columns, evaluation: bool, say: Callabl
     given: dict[str, str] = (source.columns or columns).model_dump(exclude_none=True)
     if path.startswith("builtin:"):
         kind, parts = _builtin_parts(source)
-        count = int(source.take or _DEFAULT_TASKS)
-        size = int(source.size or _DEFAULT_TEXT_BYTES) if kind == "text" else count * _TASK_BYTES
+        count = int(source.take or _DEFAULT_QUESTIONS)
+        size = int(source.size or _DEFAULT_TEXT_BYTES) if kind == "text" else count * _QUESTION_BYTES
         identity = f"{builtin.VERSION} {kind} {parts} {size}"
         return OpenedSource(source, [SourcePart(path, lambda: _read_builtin(source))], size, given, lambda _: identity)
     if not user_path(path, "data.sources").exists() and _is_hub_name(path):
@@ -161,8 +161,9 @@ def _builtin_documents(source: Source) -> Iterator[Document]:
         size = int(source.size or _DEFAULT_TEXT_BYTES)
         yield from builtin.text(size, languages=[one for one in builtin.LANGUAGES if one in parts])
     else:
-        for number, task in enumerate(builtin.instructions(source.take or _DEFAULT_TASKS, families=list(parts)), 1):
-            messages = (Message("user", task.prompt), Message("assistant", task.answer))
+        questions = builtin.instructions(source.take or _DEFAULT_QUESTIONS, families=list(parts))
+        for number, question in enumerate(questions, 1):
+            messages = (Message("user", question.prompt), Message("assistant", question.answer))
             yield Document(f"{source.path}:{number}", messages=messages)
 
 
