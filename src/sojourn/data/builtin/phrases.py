@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -10,10 +11,7 @@ from typing import Any, Literal
 
 from sojourn.data.builtin.stable_random import StableRandom
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+_toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
 Language = Literal["en", "zh"]
 LANGUAGES: tuple[Language, ...] = ("en", "zh")
@@ -45,8 +43,9 @@ def phrases(language: Language, name: str) -> dict[str, Any]:
 
 
 def _read(language: Language, name: str) -> dict[str, Any]:
-    file = resources.files("sojourn.data.builtin").joinpath(language, f"{name}.toml")
-    return tomllib.loads(file.read_text(encoding="utf-8"))
+    file = resources.files("sojourn.data.builtin").joinpath(f"{language}/{name}.toml")
+    contents: dict[str, Any] = _toml.loads(file.read_text(encoding="utf-8"))
+    return contents
 
 
 def _parse_template(text: str, shared: Mapping[str, Sentence]) -> Template:
