@@ -115,7 +115,7 @@ def demo(*flags: str) -> dict[str, Any]:
 
 def main() -> None:
     from sojourn.machine.hardware import cpu
-    from sojourn.train.metrics.environment import describe
+    from sojourn.train.metrics.environment import describe_environment
 
     rows: dict[str, Any] = {}
     for name, measure in (
@@ -129,7 +129,7 @@ def main() -> None:
     ):
         rows[name] = measure()
         print(f"{name}: {rows[name]}", flush=True)
-    facts = {key: value for key, value in describe("cpu").items() if key not in ("command", "device")}
+    facts = {key: value for key, value in describe_environment("cpu").items() if key not in ("command", "device")}
     machine = cpu()
     date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     result = {

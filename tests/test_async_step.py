@@ -28,7 +28,7 @@ def ahead(tiny, monkeypatch):
     """The CPU's AdamW has the same kernel as the GPU's. Returns the steps that were begun early."""
     for kind in ((), LORA, DROPOUT):
         tiny.whole(*kind)  # steps one after another, to compare with
-    monkeypatch.setattr(Optimizer, "shortens", property(lambda self: bool(self.torch.defaults.get("fused"))))
+    monkeypatch.setattr(Optimizer, "fuses_clipping", property(lambda self: bool(self.torch.defaults.get("fused"))))
     monkeypatch.setattr(Prefetcher, "has", lambda self, step: self._next is not None and self._next[0] == step)
     begun, real = [], FaultTolerantStep._begin_next
 

@@ -41,7 +41,7 @@ def test_steps_are_timed_as_the_loop_makes_them(opened, monkeypatch):
     plain, ahead = opened(2), opened(2)
     batches = [plain.batches(step) for step in range(2)]
     wanted = [plain.stepper.step(batches[step % 2])[0] for step in range(5)]
-    monkeypatch.setattr(Optimizer, "shortens", property(lambda self: bool(self.torch.defaults.get("fused"))))
+    monkeypatch.setattr(Optimizer, "fuses_clipping", property(lambda self: bool(self.torch.defaults.get("fused"))))
     begun = []
     found = [child._step(ahead, batches[step % 2], batches[(step + 1) % 2], begun) for step in range(5)]
     assert found == pytest.approx(wanted, rel=1e-5) and len(begun) == 1 and begun[0].part is not None

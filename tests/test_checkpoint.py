@@ -8,7 +8,7 @@ import torch
 
 from sojourn.errors import RunFailed, UserError
 from sojourn.train.checkpoint import checkpoint as module
-from sojourn.train.checkpoint.checkpoint import Checkpoint, Keep, find_fault, load, load_one, save
+from sojourn.train.checkpoint.checkpoint import Checkpoint, Retention, find_damage, load, load_path, save
 
 FILES = ("model.safetensors", "optimizer.safetensors", "random.safetensors", "state.json", "manifest.json")
 
@@ -21,7 +21,7 @@ def _checkpoint(step: int) -> Checkpoint:
 
 
 def test_what_is_saved_is_what_is_loaded(tmp_path):
-    save(tmp_path, _checkpoint(5), keep=Keep(2))
+    save(tmp_path, _checkpoint(5), keep=Retention(2))
     found, path = load(tmp_path)
     assert path.name == "step-00000005" and found.step == 5 and found.state["tokens"] == 7
     assert torch.equal(found.model["a"], torch.full((4, 4), 5.0)) and torch.equal(
@@ -32,15 +32,15 @@ def test_what_is_saved_is_what_is_loaded(tmp_path):
 
 def test_only_the_newest_are_kept(tmp_path):
     for step in (1, 2, 3, 10):
-        save(tmp_path, _checkpoint(step), keep=Keep(2))
+        save(tmp_path, _checkpoint(step), keep=Retention(2))
     assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000003", "step-00000010"]
 
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
 def test_a_damaged_checkpoint_is_passed_over_and_the_user_told(tmp_path, name, damage):
-    save(tmp_path, _checkpoint(1), keep=Keep(3))
-    file = save(tmp_path, _checkpoint(2), keep=Keep(3)) / name
+    save(tmp_path, _checkpoint(1), keep=Retention(3))
+    file = save(tmp_path, _checkpoint(2), keep=Retention(3)) / name
     content = file.read_bytes()
     if damage == "remove":
         file.unlink()
@@ -54,29 +54,29 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_user_told(tmp_path, name, d
     assert path.name == "step-00000001" and found.step == 1
     assert len(told) == 1 and "step-00000002 is damaged" in told[0]
     with pytest.raises(UserError, match="not a whole checkpoint"):
-        load_one(file.parent)
+        load_path(file.parent)
 
 
 @pytest.mark.parametrize("call", ["fsync", "rename", "mkdir", "open"])
 def test_a_write_that_fails_leaves_the_old_checkpoint_and_no_rubbish(tmp_path, monkeypatch, call):
     """Every single call of its kind fails once, as on a full or broken disk."""
-    save(tmp_path, _checkpoint(1), keep=Keep(1))
+    save(tmp_path, _checkpoint(1), keep=Retention(1))
     for failing in range(1, 30):
         with monkeypatch.context() as patch:
             count = _fail_on(patch, call, failing)
             try:
-                save(tmp_path, _checkpoint(2), keep=Keep(1))
+                save(tmp_path, _checkpoint(2), keep=Retention(1))
             except (RunFailed, OSError):
                 found, _ = load(tmp_path)
                 assert found.step in (1, 2)
                 assert [p.name for p in tmp_path.glob(".*stage*")] == []
                 shutil.rmtree(tmp_path / "step-00000002", ignore_errors=True)
-                save(tmp_path, _checkpoint(1), keep=Keep(1))
+                save(tmp_path, _checkpoint(1), keep=Retention(1))
                 continue
         if count() < failing:
             return  # no such call is left to fail
         shutil.rmtree(tmp_path / "step-00000002")
-        save(tmp_path, _checkpoint(1), keep=Keep(1))
+        save(tmp_path, _checkpoint(1), keep=Retention(1))
     pytest.fail("the save never got through")
 
 
@@ -108,11 +108,11 @@ def _fail_on(patch, call: str, number: int):
 def test_a_disk_without_room_is_noticed_before_writing(tmp_path, monkeypatch):
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 99, 1))
     with pytest.raises(RunFailed, match=r"make room or set save\.folder"):
-        save(tmp_path, _checkpoint(1), keep=Keep(1))
+        save(tmp_path, _checkpoint(1), keep=Retention(1))
     assert list(tmp_path.glob("step-*")) == []
 
 
 def test_removing_unseals_first(tmp_path):
-    path = save(tmp_path, _checkpoint(1), keep=Keep(1))
+    path = save(tmp_path, _checkpoint(1), keep=Retention(1))
     (path / "manifest.json").unlink()
-    assert find_fault(path) == "no readable manifest" and load(tmp_path) is None
+    assert find_damage(path) == "no readable manifest" and load(tmp_path) is None

@@ -17,7 +17,7 @@ from sojourn.train import resolve as resolve_module
 from sojourn.train import step as step_module
 from sojourn.train.batcher import DeviceBatch, Prefetcher
 from sojourn.train.cuda_graphs import CudaGraphs, OnGpu, graph_shape, pad_to_shape
-from sojourn.train.faults.memory_pressure import Pressure
+from sojourn.train.faults.memory_pressure import MemoryPressure
 from sojourn.train.optim.optimizers import Optimizer
 from sojourn.train.ranks import Ranks
 from sojourn.train.rehearse import rehearse
@@ -97,7 +97,7 @@ def by_hand(tiny, rows, monkeypatch):
 
     monkeypatch.setattr(step_module, "CudaGraphs", make)
     monkeypatch.setattr(resolve_module, "graphs_fault", lambda device: None)
-    monkeypatch.setattr(Optimizer, "shortens", property(lambda self: bool(self.torch.defaults.get("fused"))))
+    monkeypatch.setattr(Optimizer, "fuses_clipping", property(lambda self: bool(self.torch.defaults.get("fused"))))
     monkeypatch.setattr(Prefetcher, "has", lambda self, step: self._next is not None and self._next[0] == step)
     return kept
 
@@ -174,7 +174,7 @@ def test_an_allocator_that_fights_for_memory_costs_the_recording_first(tiny, row
             eased.append(careful)
             careful.ease("12 allocations had to be tried again")
 
-    monkeypatch.setattr(Pressure, "look", look)
+    monkeypatch.setattr(MemoryPressure, "look", look)
     run = run_train(tiny.words(*rows, GRAPHS, "log.every_steps=1"))
     assert [event["now"] for event in events(run, "out_of_memory")] == [{"cuda_graphs": "off"}] and len(by_hand) == 1
     assert curve(run) == pytest.approx(curve(tiny.whole(*rows, "log.every_steps=1")), rel=1e-4)

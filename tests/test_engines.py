@@ -10,7 +10,7 @@ import pytest
 
 from gang import needs_fork
 from sojourn.storage.files import read_json
-from sojourn.train.checkpoint.checkpoint import checkpoints_in
+from sojourn.train.checkpoint.checkpoint import list_checkpoints
 from tiny import LORA, events, losses, run_of, run_train, saved_steps, tiny_home, weights
 
 pytestmark = needs_fork
@@ -126,7 +126,7 @@ def test_a_checkpoint_of_any_engine_is_gone_on_from_by_any_other(tiny, gang, met
         assert done.codes == [0 if last else 3] * size, f"{engine} on {size}: {done}"
         if not last:
             assert saved_steps(run)[-1] == each * (number + 1)
-            names = {path.name for path in checkpoints_in(run.checkpoints)[-1].iterdir()}
+            names = {path.name for path in list_checkpoints(run.checkpoints)[-1].iterdir()}
             files = {"model.safetensors", "optimizer.safetensors", "random.safetensors"}
             assert names == {*files, "state.json", "manifest.json"}
     _same(run, whole)

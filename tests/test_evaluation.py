@@ -145,7 +145,7 @@ def test_a_kill_between_patience_and_the_final_model_ends_there_too(words, monke
     monkeypatch.setattr(assess, "evaluate", lambda *given: (next(losses), 0.5))
     patient = [*words, "train.steps=100", "train.patience=2"]
     with monkeypatch.context() as patch:
-        patch.setattr(steps, "write_final", lambda *given: 1 / 0)
+        patch.setattr(steps, "write_final_model", lambda *given: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             _train(patient)
     run = _train(patient)

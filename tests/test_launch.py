@@ -70,7 +70,7 @@ def test_processes_that_run_out_of_memory_or_are_killed_begin_again_and_end_the_
     run = run_of(words)
     assert process.returncode == 0, err
     assert "2 processes share the cpu" in out and "done: the model is in" in out
-    assert [event["restart"] for event in events(run, "began_again")] == list(range(1, len(starts)))
+    assert [event["restart"] for event in events(run, "restarted")] == list(range(1, len(starts)))
     assert [event["step"] for event in events(run, "start")] == starts
     assert losses(run) == pytest.approx(losses(tiny.whole("train.micro_batch=1", "train.steps=14")), rel=1e-5)
     assert "Traceback" not in err and "process 1: step 6: out of memory (CUDA out of memory.)" in err

@@ -125,7 +125,7 @@ def test_a_warning_comes_once_when_most_of_the_budget_is_spent(tiny, clock, caps
     with pytest.raises(Stopped):
         run_train(words)
     (event,) = events(run_of(words), "budget")
-    assert event["says"].startswith("8.00 of the budget of ¥10 are spent")
+    assert event["message"].startswith("8.00 of the budget of ¥10 are spent")
     assert capsys.readouterr().out.count("warning: 8.00 of the budget") == 1
 
 
@@ -167,18 +167,19 @@ def _config(*extra):
 
 def test_the_price_comes_from_the_catalogue_where_platform_and_gpu_are_known(monkeypatch, capsys):
     _on(monkeypatch, "autodl", "NVIDIA GeForce RTX 4090")
-    priced = limits.priced(_config("limits.budget=50 CNY"))
+    priced = limits.with_catalogue_price(_config("limits.budget=50 CNY"))
     assert priced.limits.price_per_hour == Money(Decimal("2.19"), "CNY")
     assert "from the catalogue" in capsys.readouterr().out
     _on(monkeypatch, "autodl", *["NVIDIA GeForce RTX 4090"] * 2)
-    assert limits.priced(_config("limits.budget=50")).limits.price_per_hour == Money(Decimal("4.38"), "CNY")
+    priced = limits.with_catalogue_price(_config("limits.budget=50"))
+    assert priced.limits.price_per_hour == Money(Decimal("4.38"), "CNY")
 
 
 def test_a_price_that_is_given_is_used_and_without_a_budget_none_is_looked_up(monkeypatch):
     _on(monkeypatch, "autodl", "NVIDIA GeForce RTX 4090")
-    given = limits.priced(_config("limits.budget=50 CNY", "limits.price_per_hour=9 CNY"))
+    given = limits.with_catalogue_price(_config("limits.budget=50 CNY", "limits.price_per_hour=9 CNY"))
     assert given.limits.price_per_hour == Money(Decimal(9), "CNY")
-    assert limits.priced(_config()).limits.price_per_hour is None
+    assert limits.with_catalogue_price(_config()).limits.price_per_hour is None
 
 
 @pytest.mark.parametrize(

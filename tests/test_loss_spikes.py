@@ -14,7 +14,7 @@ from sojourn.train import step as step_module
 from sojourn.train.checkpoint.checkpoint import load
 from sojourn.train.distributed.engine import Engine
 from sojourn.train.fault_tolerant_step import FaultTolerantStep
-from sojourn.train.faults.loss_spikes import RECENT, judge, same
+from sojourn.train.faults.loss_spikes import LOSS_WINDOW, check_loss, same
 from sojourn.train.step import Stepper
 from tiny import LORA, events, losses, run_of, run_train, same_weights, saved_steps, stop_after, tiny_home, weights
 
@@ -27,38 +27,40 @@ def tiny(tmp_path_factory):
         yield made
 
 
-@given(st.lists(_numbers, max_size=RECENT), st.sampled_from([math.nan, math.inf, -math.inf]), _numbers, st.booleans())
+@given(
+    st.lists(_numbers, max_size=LOSS_WINDOW), st.sampled_from([math.nan, math.inf, -math.inf]), _numbers, st.booleans()
+)
 def test_a_loss_that_is_no_number_is_never_good(recent, loss, norm, scaled):
-    assert judge(loss, norm, recent, scaled) == "not a number"
+    assert check_loss(loss, norm, recent, scaled) == "not a number"
 
 
 @given(st.lists(_numbers, max_size=31), _numbers, st.sampled_from([math.nan, math.inf]))
 def test_an_infinite_gradient_is_everyday_only_where_the_loss_is_scaled(recent, loss, norm):
-    assert judge(loss, norm, recent, scaled=False) == "not a number"
-    assert judge(loss, norm, recent, scaled=True) == "good"
+    assert check_loss(loss, norm, recent, scaled=False) == "not a number"
+    assert check_loss(loss, norm, recent, scaled=True) == "good"
 
 
 @given(st.lists(_numbers, max_size=31), _numbers, _numbers)
 def test_no_loss_is_unusual_before_the_run_knows_what_is_usual(recent, loss, norm):
-    assert judge(loss, norm, recent, scaled=False) == "good"
+    assert check_loss(loss, norm, recent, scaled=False) == "good"
 
 
-@given(st.lists(_numbers, min_size=32, max_size=RECENT), _numbers, _numbers)
+@given(st.lists(_numbers, min_size=32, max_size=LOSS_WINDOW), _numbers, _numbers)
 def test_a_loss_no_higher_than_one_before_it_that_was_usual_is_good(recent, loss, norm):
     middle = sorted(recent)[len(recent) // 2]
-    assert judge(min(loss, middle), norm, recent, scaled=False) == "good"
+    assert check_loss(min(loss, middle), norm, recent, scaled=False) == "good"
 
 
-@given(_numbers, st.integers(32, RECENT))
+@given(_numbers, st.integers(32, LOSS_WINDOW))
 def test_a_calm_run_allows_for_some_noise_and_calls_the_rest_a_spike(usual, count):
     recent = [usual] * count
-    assert judge(usual * 1.19, 1.0, recent, scaled=False) == "good"
-    assert judge(usual * 1.21, 1.0, recent, scaled=False) == "spike"
+    assert check_loss(usual * 1.19, 1.0, recent, scaled=False) == "good"
+    assert check_loss(usual * 1.21, 1.0, recent, scaled=False) == "spike"
 
 
-@given(st.lists(st.floats(min_value=2.0, max_value=3.0), min_size=32, max_size=RECENT))
+@given(st.lists(st.floats(min_value=2.0, max_value=3.0), min_size=32, max_size=LOSS_WINDOW))
 def test_however_noisy_the_run_a_loss_of_ten_times_the_usual_is_a_spike(recent):
-    assert judge(30.0, 1.0, recent, scaled=False) == "spike"
+    assert check_loss(30.0, 1.0, recent, scaled=False) == "spike"
 
 
 @given(_numbers, _numbers, st.sampled_from([0.0, 1e-2]))
@@ -129,7 +131,7 @@ def test_a_batch_that_is_always_bad_is_left_out_and_named(tiny, monkeypatch):
 
 def test_a_gradient_that_is_infinite_every_time_is_left_out_too(tiny, monkeypatch):
     words = tiny.words()
-    real, calls = Engine.clip, []
+    real, calls = Engine.clip_grad_norm, []
 
     def breaks(self, most):
         calls.append(1)
@@ -137,7 +139,7 @@ def test_a_gradient_that_is_infinite_every_time_is_left_out_too(tiny, monkeypatc
             self.optimizer.parameters[0].grad.fill_(torch.inf)
         return real(self, most)
 
-    monkeypatch.setattr(Engine, "clip", breaks)
+    monkeypatch.setattr(Engine, "clip_grad_norm", breaks)
     run = run_train(words)
     (event,) = events(run, "bad_step")
     assert event["step"] == 4 and event["norm"] == "inf"
@@ -157,7 +159,7 @@ def test_rollback_goes_to_the_last_checkpoint_and_on_without_the_batch_the_same_
     assert saved_steps(run) == [4, 8, 12] and run.status().state == "done"
     assert same_weights(*runs) and losses(runs[0]) == losses(runs[1])
     assert losses(run)[:6] == losses(tiny.whole())[:6]
-    assert read_json(run.checkpoints / "step-00000008" / "state.json")["skip"] == [6]
+    assert read_json(run.checkpoints / "step-00000008" / "state.json")["skipped_steps"] == [6]
 
 
 def test_rollback_before_any_checkpoint_leaves_the_batch_out_where_it_stands(tiny, monkeypatch):
@@ -194,7 +196,7 @@ def test_how_many_steps_were_bad_survives_a_stop(tiny, monkeypatch):
         stop_after(patch, 5)
         run_train(words)
     state = read_json(run_of(words).checkpoints / "step-00000005" / "state.json")
-    assert (state["bad"], state["skip"], len(state["recent"])) == (1, [2], 4)
+    assert (state["bad_steps"], state["skipped_steps"], len(state["recent_losses"])) == (1, [2], 4)
     with pytest.raises(RunFailed, match=r"step 9: .*after 1 bad steps"):
         run_train(words)
 

@@ -8,9 +8,9 @@ from rich.console import Console
 from sojourn.catalog import gpus, peak_flops
 from sojourn.config.load import load_run
 from sojourn.run.folder import RunFolder
-from sojourn.train.metrics.meters import Meters, Scores, Work
-from sojourn.train.metrics.pace import Pace
-from sojourn.train.metrics.progress_line import LiveLine, Reading, fitted, plain_line, spoken
+from sojourn.train.metrics.meters import EvalScores, Meters, MfuInputs
+from sojourn.train.metrics.progress_line import ProgressLine, Reading, fitted, format_plain_line, spoken
+from sojourn.train.metrics.throughput import Throughput
 
 FULL = Reading(2.1234, 123456.0, 80 * 2**30, mfu=0.41, data_wait=0.12, spent=1.2, projected=3.4, left=43140.0)
 
@@ -36,19 +36,19 @@ class Clock:
         return self.now
 
 
-def _train(pace: Pace, clock: Clock, steps: int, seconds: float = 1.0) -> None:
+def _train(pace: Throughput, clock: Clock, steps: int, seconds: float = 1.0) -> None:
     for _ in range(steps):
         clock.now += seconds
         pace.step(100, waited=0.25 * seconds)
 
 
-def _pause(pace: Pace, clock: Clock, seconds: float) -> None:
+def _pause(pace: Throughput, clock: Clock, seconds: float) -> None:
     with pace.paused():
         clock.now += seconds
 
 
 def test_a_logged_step_has_every_value_in_metrics_jsonl(run):
-    with Meters(run, _config("limits.price_per_hour=2 CNY"), 100, 0, Work(6e6, 1e12)) as meters:
+    with Meters(run, _config("limits.price_per_hour=2 CNY"), 100, 0, MfuInputs(6e6, 1e12)) as meters:
         for step in (1, 2, 3):
             meters.count(1000, waited=0.0)
             meters.log(step, 2.5, 1e-3, 0.7, 0.25, spent=1.5)
@@ -62,7 +62,7 @@ def test_a_logged_step_has_every_value_in_metrics_jsonl(run):
 
 
 def test_what_is_not_known_is_left_out_and_not_made_up(run, capsys):
-    with Meters(run, _config(), 100, 0, Work(None, None)) as meters:
+    with Meters(run, _config(), 100, 0, MfuInputs(None, None)) as meters:
         meters.count(10, 0.0)
         meters.log(1, math.nan, 1e-3, 0.7, 0.25, spent=None)
     line = run.read_metrics()[-1]
@@ -73,8 +73,8 @@ def test_what_is_not_known_is_left_out_and_not_made_up(run, capsys):
 
 def test_evaluations_and_samples_are_written_whole_and_shown_short(run, capsys):
     text = "first\nsecond\x1b[2J " + "long " * 100
-    with Meters(run, _config(), 100, 0, Work()) as meters:
-        meters.log_eval(10, Scores(1.5, 4.48, 0.412, 0.9, best=True))
+    with Meters(run, _config(), 100, 0, MfuInputs()) as meters:
+        meters.log_eval(10, EvalScores(1.5, 4.48, 0.412, 0.9, best=True))
         meters.log_samples(10, [("Say\nit", text)])
     evaluated, sample = run.read_metrics()
     assert evaluated["kind"] == "eval" and evaluated["best"] is True
@@ -90,11 +90,11 @@ def test_tensorboard_has_the_same_curves_and_a_continued_run_takes_back_the_step
 
     config = _config("log.tensorboard=auto", "limits.price_per_hour=2 CNY")
     for first, losses in ((0, [9.0, 8.0, 7.0]), (1, [5.0, 4.0])):
-        with Meters(run, config, 10, first, Work(1e6, 1e9)) as meters:
+        with Meters(run, config, 10, first, MfuInputs(1e6, 1e9)) as meters:
             for step, loss in enumerate(losses, first + 1):
                 meters.count(10, 0.0)
                 meters.log(step, loss, 1e-3, 1.0, 0.1, spent=0.1)
-            meters.log_eval(step, Scores(1.5, 4.48, 0.4, 0.9))
+            meters.log_eval(step, EvalScores(1.5, 4.48, 0.4, 0.9))
             meters.log_samples(step, [("Hello", "World")])
     found = EventAccumulator(str(run.logs)).Reload()
     assert [(e.step, e.value) for e in found.Scalars("train/loss")] == [(1, 9.0), (2, 5.0), (3, 4.0)]
@@ -107,17 +107,17 @@ def test_tensorboard_has_the_same_curves_and_a_continued_run_takes_back_the_step
 
 def test_a_plain_line_tells_everything(run):
     said = "step 10/100 · loss 2.1234 · 123,456 tok/s · MFU 41 % · 80.0 GiB · data wait 12 % · "
-    assert plain_line(10, 100, FULL) == said + "spent 1.20 of about 3.40 · 11h59m left"
+    assert format_plain_line(10, 100, FULL) == said + "spent 1.20 of about 3.40 · 11h59m left"
 
 
 def test_waiting_for_data_is_told_only_when_it_matters():
-    assert "data wait" not in plain_line(1, 2, Reading(1.0, 1.0, 1, data_wait=0.05))
-    assert "data wait 6 %" in plain_line(1, 2, Reading(1.0, 1.0, 1, data_wait=0.06))
+    assert "data wait" not in format_plain_line(1, 2, Reading(1.0, 1.0, 1, data_wait=0.05))
+    assert "data wait 6 %" in format_plain_line(1, 2, Reading(1.0, 1.0, 1, data_wait=0.06))
 
 
 @pytest.mark.parametrize("width", [30, 60, 80, 100, 140, 250])
 def test_the_live_line_fits_the_terminal_and_keeps_what_matters_most(width):
-    line = LiveLine(total=100_000, step=0)
+    line = ProgressLine(total=100_000, step=0)
     line.show(99_999, FULL)
     console = Console(width=width, force_terminal=True, color_system=None)
     with console.capture() as captured:
@@ -140,7 +140,7 @@ def test_time_is_told_as_exactly_as_one_needs_it():
 
 def test_a_lap_counts_tokens_and_waiting_without_the_pauses():
     clock = Clock()
-    pace = Pace(clock)
+    pace = Throughput(clock)
     _train(pace, clock, 10)
     _pause(pace, clock, 50.0)
     lap = pace.lap()
@@ -149,7 +149,7 @@ def test_a_lap_counts_tokens_and_waiting_without_the_pauses():
 
 def test_a_slow_first_step_does_not_spoil_the_time_left():
     clock = Clock()
-    pace = Pace(clock)
+    pace = Throughput(clock)
     _train(pace, clock, 1, seconds=120.0)
     pace.lap()
     assert pace.left(100) is None  # better than a hundred times two minutes
@@ -160,7 +160,7 @@ def test_a_slow_first_step_does_not_spoil_the_time_left():
 
 def test_a_slow_first_step_in_a_longer_lap_does_not_spoil_it_either():
     clock = Clock()
-    pace = Pace(clock)
+    pace = Throughput(clock)
     _train(pace, clock, 1, seconds=120.0)
     _train(pace, clock, 9)
     pace.lap()
@@ -169,7 +169,7 @@ def test_a_slow_first_step_in_a_longer_lap_does_not_spoil_it_either():
 
 def test_the_time_left_follows_the_recent_speed():
     clock = Clock()
-    pace = Pace(clock)
+    pace = Throughput(clock)
     for seconds in (1.0, 4.0):
         for _ in range(15):
             _train(pace, clock, 10, seconds)
@@ -179,7 +179,7 @@ def test_the_time_left_follows_the_recent_speed():
 
 def test_the_time_left_has_its_share_of_pauses_and_does_not_jump_between_them():
     clock = Clock()
-    pace = Pace(clock)
+    pace = Throughput(clock)
     seen = []
     for step in range(1, 101):
         _train(pace, clock, 1)
@@ -193,7 +193,7 @@ def test_the_time_left_has_its_share_of_pauses_and_does_not_jump_between_them():
 
 def test_a_single_long_pause_at_the_start_is_forgotten_in_time():
     clock = Clock()
-    pace = Pace(clock)
+    pace = Throughput(clock)
     _train(pace, clock, 1)
     _pause(pace, clock, 100.0)
     _train(pace, clock, 999)

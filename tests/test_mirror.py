@@ -366,7 +366,7 @@ def test_a_disk_that_fills_up_keeps_what_was_whole(small_disk, tmp_path, monkeyp
     source = checkpoint(tmp_path / "source")
     mirror.put(source, FIRST)
     mirror.put(source, SECOND)
-    monkeypatch.setattr(module, "check_room", lambda *_: None)  # another process may take the room meanwhile
+    monkeypatch.setattr(module, "check_free_space", lambda *_: None)  # another process may take the room meanwhile
     for name in (SECOND.replace("8", "9"), FIRST):
         with pytest.raises(MirrorFailed, match="No space left on device; make room"):
             mirror.put(checkpoint(tmp_path / name, "b" * 2), name)

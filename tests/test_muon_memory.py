@@ -47,7 +47,7 @@ class Made(TorchDispatchMode):
     ("vocabulary", "feed_forward", "wider"), [(9000, 96, 1.0), (300, 400, 9.28 / 8)], ids=["embedding", "matrices"]
 )
 def test_the_update_makes_what_is_planned(vocabulary, feed_forward, wider):
-    """`wider`: matrices are made orthogonal in 32 bits here, and in 16 on a GPU."""
+    """`wider`: matrices are made orthogonalize in 32 bits here, and in 16 on a GPU."""
     shape = new_shape(64, 2, 2, 2, feed_forward, vocabulary, True)
     table = torch.nn.Parameter(torch.ones(vocabulary, 64))
     sizes = [(64, 64)] * 4 + [(feed_forward, 64)] * 2 + [(64, feed_forward)]

@@ -8,7 +8,7 @@ from sojourn.model import loss as model_loss
 from sojourn.storage.files import read_json, write_json
 from sojourn.train import step as step_module
 from sojourn.train.distributed import open as open_module
-from sojourn.train.faults.memory_pressure import Pressure
+from sojourn.train.faults.memory_pressure import MemoryPressure
 from sojourn.train.optim.optimizers import Optimizer
 from tiny import LORA, events, losses, run_of, run_train, same_weights, saved_steps, stop_after, tiny_home, weights
 
@@ -362,7 +362,7 @@ def test_memory_that_runs_out_while_a_run_is_opened_keeps_the_moments_in_the_hos
     """On a smaller card than before: the model fits, but not with its optimizer's moments."""
     words = tiny.words()
     _stopped_after(words, monkeypatch, 4)
-    real, calls = Optimizer.load_tensors, []
+    real, calls = Optimizer.load_state_tensors, []
 
     def tight(self, tensors):
         calls.append(1)
@@ -370,7 +370,7 @@ def test_memory_that_runs_out_while_a_run_is_opened_keeps_the_moments_in_the_hos
             raise _full()
         return real(self, tensors)
 
-    monkeypatch.setattr(Optimizer, "load_tensors", tight)
+    monkeypatch.setattr(Optimizer, "load_state_tensors", tight)
     run = run_train(words)
     assert [event["now"] for event in events(run, "out_of_memory")] == [{"offload": "optimizer"}]
     _same_result(run, tiny.whole())
@@ -404,7 +404,7 @@ def test_an_allocator_that_fights_for_memory_gets_fewer_rows_in_time(tiny, monke
         self._device, self._retries, self._told = "cuda", 0, False
 
     whole = tiny.whole()
-    monkeypatch.setattr(Pressure, "__init__", on_gpu)
+    monkeypatch.setattr(MemoryPressure, "__init__", on_gpu)
     monkeypatch.setattr(torch.cuda, "memory_stats", stats)
     run = run_train(tiny.words("train.micro_batch=8", "log.every_steps=1"))
     assert [event["now"] for event in events(run, "out_of_memory")] == [{"micro_batch": rows} for rows in (4, 2, 1)]

@@ -17,7 +17,7 @@ from sojourn.storage.files import read_json
 from sojourn.train.checkpoint import checkpoint as checkpoint_module
 from sojourn.train.checkpoint import safetensors_writer as tensors
 from sojourn.train.checkpoint import snapshot
-from sojourn.train.checkpoint.checkpoint import Checkpoint, Keep, find_fault, load, save
+from sojourn.train.checkpoint.checkpoint import Checkpoint, Retention, find_damage, load, save
 from sojourn.train.checkpoint.saving import Saver
 from sojourn.train.faults import memory_pressure as pressure
 from sojourn.train.step import Stepper
@@ -81,13 +81,13 @@ def test_a_slow_disk_stops_no_step(tiny, monkeypatch):
     fresh = tiny.words("limits.time=0.0001s")  # one step, saved with nothing beside it
     with pytest.raises(Stopped):
         run_train(fresh)
-    slow_one, other = load_one(run, 1), load_one(run_of(fresh), 1)
+    slow_one, other = load_path(run, 1), load_path(run_of(fresh), 1)
     assert all((slow_one.model[key] == other.model[key]).all() for key in other.model)
     assert all((slow_one.optimizer[key] == other.optimizer[key]).all() for key in other.optimizer)
 
 
-def load_one(run: RunFolder, step: int) -> Checkpoint:
-    return checkpoint_module.load_one(run.checkpoints / f"step-{step:08d}")
+def load_path(run: RunFolder, step: int) -> Checkpoint:
+    return checkpoint_module.load_path(run.checkpoints / f"step-{step:08d}")
 
 
 def test_where_steps_are_named_every_one_of_them_is_saved_however_slow_the_disk(tiny, monkeypatch):
@@ -186,7 +186,7 @@ def test_a_save_that_fails_is_told_and_the_next_one_succeeds(tiny, monkeypatch, 
     run = run_train(words)
     assert saved_steps(run) == [6, 9, 12] and run.status().state == "done"
     (event,) = events(run, "save_failed")
-    assert os.strerror(number) in event["says"] and "step 3" in event["says"]
+    assert os.strerror(number) in event["message"] and "step 3" in event["message"]
     assert "training goes on and saving is tried again later" in capsys.readouterr().out
     assert not list(run.checkpoints.glob(".*")) and same_weights(run, tiny.whole())
 
@@ -197,7 +197,7 @@ def test_a_failed_save_leaves_the_checkpoint_before_it_whole(tiny, monkeypatch):
     with pytest.raises(RunFailed, match="step 12 could not be written: Input/output error"):
         run_train(words)
     run = run_of(words)
-    assert saved_steps(run) == [3] and find_fault(run.checkpoints / "step-00000003") is None
+    assert saved_steps(run) == [3] and find_damage(run.checkpoints / "step-00000003") is None
     assert (run.checkpoints / "latest").read_text() == "step-00000003\n"
     assert run.status().state == "failed" and run.status().resumable and not run.has_final()
     monkeypatch.undo()
@@ -274,7 +274,7 @@ def test_a_save_under_way_when_the_next_is_due_is_not_disturbed(tiny, monkeypatc
     monkeypatch.setattr(Saver, "_write", write)
     run = run_train(words)
     assert begun == ended == saved_steps(run) and begun[-1] == 12
-    assert all(find_fault(path) is None for path in run.checkpoints.glob("step-*"))
+    assert all(find_damage(path) is None for path in run.checkpoints.glob("step-*"))
 
 
 Usage = namedtuple("Usage", "total used free")
@@ -301,27 +301,27 @@ def _nearly_full(monkeypatch, folder, room):
 def test_older_checkpoints_make_room_on_a_nearly_full_disk(tmp_path, monkeypatch):
     _nearly_full(monkeypatch, tmp_path, room=3)
     for step in range(1, 7):
-        save(tmp_path, _made(step), Keep(last=9))
+        save(tmp_path, _made(step), Retention(last=9))
         found, _ = load(tmp_path)
         assert found.step == step
     assert len(list(tmp_path.glob("step-*"))) == 3
 
 
 def test_the_newest_good_checkpoint_never_makes_room(tmp_path, monkeypatch):
-    save(tmp_path, _made(1), Keep(last=9))
-    save(tmp_path, _made(2), Keep(last=9))
+    save(tmp_path, _made(1), Retention(last=9))
+    save(tmp_path, _made(2), Retention(last=9))
     (tmp_path / "step-00000002" / "model.safetensors").write_bytes(b"spoiled")
     _nearly_full(monkeypatch, tmp_path, room=1)
     with pytest.raises(RunFailed, match="make room or set save"):
-        save(tmp_path, _made(3), Keep(last=9))
+        save(tmp_path, _made(3), Retention(last=9))
     found, _ = load(tmp_path)
     assert found.step == 1 and not list(tmp_path.glob(".*"))
 
 
 def test_neither_the_best_nor_a_milestone_nor_one_being_copied_makes_room(tmp_path, monkeypatch):
-    keep = Keep(last=1, best=1, milestones=2, busy=3)
+    keep = Retention(last=1, best=1, milestones=2, busy=3)
     for step in (1, 2, 3, 5):
-        save(tmp_path, _made(step), Keep(last=9))
+        save(tmp_path, _made(step), Retention(last=9))
     _nearly_full(monkeypatch, tmp_path, room=4)
     with pytest.raises(RunFailed, match="make room or set save"):
         save(tmp_path, _made(7), keep)

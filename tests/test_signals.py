@@ -72,7 +72,7 @@ def _stopped(words, why):
     assert "\n" not in str(told.value)
     run = run_of(words)
     status = run.status()
-    assert status.state == "stopped" and status.resumable and status.says == why
+    assert status.state == "stopped" and status.resumable and status.message == why
     assert [event["why"] for event in events(run, "stopped")][-1] == why
     assert all(signal.getsignal(number) is old for number, old in before.items())
     return run
@@ -218,7 +218,7 @@ def test_a_signal_while_data_is_waited_for_does_not_wait_for_it(tiny, monkeypatc
     assert same_weights(run, tiny.whole())
 
 
-@pytest.mark.parametrize("name", ["evaluate", "write_final"], ids=["scores", "best model"])
+@pytest.mark.parametrize("name", ["evaluate", "write_final_model"], ids=["scores", "best model"])
 def test_an_evaluation_that_was_cut_short_is_made_by_the_next_call(tiny, monkeypatch, name):
     whole, words = tiny.whole(*HELD_OUT), tiny.words(*HELD_OUT, "limits.grace=0.3s")
     with monkeypatch.context() as patch:
@@ -226,7 +226,7 @@ def test_an_evaluation_that_was_cut_short_is_made_by_the_next_call(tiny, monkeyp
         run = _stopped(words, "SIGTERM")
     assert phase.left and run.status().step == 6
     state = json.loads((run.checkpoints / "step-00000006" / "state.json").read_text())
-    assert (state["assessed"], state["worse"]) == (3, 0)
+    assert (state["evaluated_step"], state["evaluations_without_improvement"]) == (3, 0)
     run_train(words)
     assert same_weights(run, whole) and losses(run) == losses(whole)
     found, wanted = (
@@ -244,7 +244,7 @@ def test_an_evaluation_that_can_be_finished_in_the_grace_is(tiny, monkeypatch):
         phase = Phase(patch, assess, "evaluate", when=2)
         run = _stopped(words, "SIGTERM")
     state = json.loads((run.checkpoints / "step-00000006" / "state.json").read_text())
-    assert not phase.left and state["assessed"] == 6
+    assert not phase.left and state["evaluated_step"] == 6
 
 
 def test_a_signal_in_a_save_under_way_ends_with_the_newest_step_saved(tiny, monkeypatch):
@@ -387,16 +387,16 @@ def test_what_is_reserved_for_saving_shortens_the_time_left_for_a_step(tiny):
     from sojourn.config.quantities import Duration
     from sojourn.config.schema import LimitsConfig
     from sojourn.run.ledger import Ledger
-    from sojourn.train.faults.guard import Abandoned
+    from sojourn.train.faults.guard import Interrupted
 
     for save_seconds, left in ((1.0, False), (5.0, True)):
         with Guard(LimitsConfig(grace=Duration(10)), Ledger(None)) as guard:
             guard.save_seconds, guard.step_seconds, finished = save_seconds, 3.0, False
             try:
-                with guard.abandonable(guard.step_seconds):
+                with guard.interruptible(guard.step_seconds):
                     signal.raise_signal(signal.SIGTERM)
                     finished = True
-            except Abandoned:
+            except Interrupted:
                 pass
             assert finished is not left and guard.reason == "SIGTERM"
 

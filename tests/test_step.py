@@ -15,7 +15,7 @@ from sojourn.model.scratch import build_model
 from sojourn.resolve.new_model import scratch_shape
 from sojourn.train.batcher import Batcher
 from sojourn.train.distributed.engine import Engine
-from sojourn.train.optim.muon import Muon, orthogonal
+from sojourn.train.optim.muon import Muon, orthogonalize
 from sojourn.train.optim.optimizers import Optimizer, learning_rate
 from sojourn.train.step import SpeculativeStep, Stepper, loss_sum
 
@@ -157,7 +157,7 @@ def test_optimizer_state_survives_a_round_trip(setting, chosen):
     twin = _model(config, artefact, seed=9)
     twin.load_state_dict(one.network.model.state_dict())
     other = _stepper(twin, train, batcher)
-    other.optimizer.load_tensors({key: value.clone() for key, value in one.optimizer.tensors().items()})
+    other.optimizer.load_state_tensors({key: value.clone() for key, value in one.optimizer.state_tensors().items()})
     assert steps(one, 3) == steps(other, 3) < first
 
 
@@ -178,7 +178,7 @@ def test_moments_kept_in_host_memory_change_nothing(setting):
 def test_muon_makes_a_step_nearly_orthogonal_and_goes_as_torch_does():
     torch.manual_seed(0)
     for shape in ((48, 32), (32, 48), (32, 32)):
-        values = torch.linalg.svdvals(orthogonal(torch.randn(1, *shape)))
+        values = torch.linalg.svdvals(orthogonalize(torch.randn(1, *shape)))
         assert values.min() > 0.4 and values.max() < 1.4
     if not hasattr(torch.optim, "Muon"):
         pytest.skip("this torch has no Muon to compare with")

@@ -18,7 +18,7 @@ from sojourn.config.load import load_run
 from sojourn.errors import Stopped, UserError
 from sojourn.run.folder import RunFolder
 from sojourn.storage.files import read_json_lines
-from sojourn.train.metrics.meters import Meters, Scores, Work
+from sojourn.train.metrics.meters import EvalScores, Meters, MfuInputs
 
 Curve = dict[tuple[str, int], float]
 SERVICES = ("wandb", "swanlab", "mlflow", "trackio")
@@ -43,11 +43,11 @@ def _config(*trackers: str):
 
 
 def _train(run: RunFolder, tracker: str, losses: list[float], first: int = 0) -> None:
-    with Meters(run, _config(tracker), 10, first, Work()) as meters:
+    with Meters(run, _config(tracker), 10, first, MfuInputs()) as meters:
         for step, loss in enumerate(losses, first + 1):
             meters.count(10, 0.0)
             meters.log(step, loss, 0.125, 1.0, 0.1, spent=None)
-        meters.log_eval(step, Scores(1.5, 4.5, 0.4))
+        meters.log_eval(step, EvalScores(1.5, 4.5, 0.4))
         meters.log_samples(step, [("Hello", f"World {step}")])
 
 
@@ -175,11 +175,11 @@ server.listen()
 os.environ |= {"WANDB_BASE_URL": f"http://127.0.0.1:{server.getsockname()[1]}", "WANDB_API_KEY": 40 * "a"}
 sys.path.insert(0, sys.argv[1])
 from sojourn.run.folder import RunFolder
-from sojourn.train.metrics import sinks
+from sojourn.train.metrics import tracker_backends
 from sojourn.train.metrics import trackers
 from test_trackers import _train
 
-sinks.PATIENCE = trackers.PATIENCE = 0.5
+tracker_backends.PATIENCE = trackers.PATIENCE = 0.5
 _train(RunFolder(Path(sys.argv[2])), "wandb", [4.0, 3.0])
 """
 
@@ -199,7 +199,7 @@ def test_the_service_learns_how_the_run_ended(error, state, run):
     from swanlab.proto.swanlab.record.v1.record_pb2 import Record
     from swanlab.proto.swanlab.run.v1.run_pb2 import RunState
 
-    with pytest.raises(error), Meters(run, _config("swanlab"), 10, 0, Work()):
+    with pytest.raises(error), Meters(run, _config("swanlab"), 10, 0, MfuInputs()):
         raise error("over")
     (path,) = run.logs.glob("swanlab/run-*/*.swanlab")
     ends = [record.finish.state for record in map(Record.FromString, _records(path)) if record.HasField("finish")]
@@ -211,12 +211,12 @@ def test_a_tracker_that_is_not_installed_is_told_before_training(run):
     if missing is None:
         pytest.skip("every tracker is installed here")
     with pytest.raises(UserError, match=f"log.trackers: {missing} is not installed; pip install {missing}"):
-        Meters(run, _config(missing), 10, 0, Work())
+        Meters(run, _config(missing), 10, 0, MfuInputs())
     assert not run.metrics.exists()
 
 
 def test_a_run_without_trackers_has_no_identity_elsewhere(run):
-    with Meters(run, _config(), 10, 0, Work()) as meters:
+    with Meters(run, _config(), 10, 0, MfuInputs()) as meters:
         meters.count(10, 0.0)
         meters.log(1, 4.0, 0.1, 1.0, 0.1, spent=None)
     assert not (run.path / "trackers.json").exists()

@@ -16,7 +16,7 @@ from sojourn.config.load import load_run
 from sojourn.errors import RunFailed, Stopped, UserError
 from sojourn.run.folder import RunFolder
 from sojourn.run.home import run_folder
-from sojourn.train.checkpoint.checkpoint import checkpoints_in
+from sojourn.train.checkpoint.checkpoint import list_checkpoints
 from sojourn.train.distributed.engine import Engine
 from sojourn.train.loop import train
 
@@ -71,7 +71,7 @@ def test_a_run_killed_between_checkpoints_ends_with_the_weights_of_an_undisturbe
     killed = [*words, "name=k", "train.steps=100", "save.every_steps=3"]
     process = subprocess.Popen([sys.executable, "-m", "sojourn", "train", *killed], stdout=subprocess.DEVNULL)
     run = run_folder("k")
-    while not checkpoints_in(run.checkpoints):
+    while not list_checkpoints(run.checkpoints):
         assert process.poll() is None, "the run ended before it could be killed"
         time.sleep(0.005)
     process.kill()
@@ -242,7 +242,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_spoils_no_checkpoint(words, m
 def test_an_infinite_gradient_ends_the_run_before_it_is_saved(words, monkeypatch):
     import torch
 
-    real, calls = Engine.clip, []
+    real, calls = Engine.clip_grad_norm, []
 
     def breaks(self, most):
         calls.append(1)
@@ -250,7 +250,7 @@ def test_an_infinite_gradient_ends_the_run_before_it_is_saved(words, monkeypatch
             self.optimizer.parameters[0].grad.fill_(torch.inf)
         return real(self, most)
 
-    monkeypatch.setattr(Engine, "clip", breaks)
+    monkeypatch.setattr(Engine, "clip_grad_norm", breaks)
     with pytest.raises(RunFailed, match=r"step 4: .*the gradient's norm inf"):
         _train([*words, "train.rehearse=off", "train.on_nan=stop", "save.every_steps=2", "save.keep=9"])
     assert sorted(p.name for p in run_folder("t").checkpoints.glob("step-*")) == ["step-00000002"]

@@ -15,7 +15,7 @@ import pytest
 from kill.forge import Forge, Order, Outcome
 from sojourn.run.folder import RunFolder
 from sojourn.storage.files import read_json, read_json_lines, sha256
-from sojourn.train.checkpoint.checkpoint import checkpoints_in, find_fault, step_of
+from sojourn.train.checkpoint.checkpoint import find_damage, list_checkpoints, step_of
 
 needs_fork = pytest.mark.skipif(sys.platform != "linux", reason="a trainer is forked, and its files seen in /proc")
 
@@ -87,7 +87,7 @@ def set_scene(forge: Forge, home: Path, method: str) -> Scene:
 def weights_of(run: RunFolder) -> dict[str, str]:
     """SHA-256 of everything that a run leaves of its training."""
     final = [*run.final.glob("*.safetensors"), *run.best.glob("*.safetensors")]
-    last = checkpoints_in(run.checkpoints)[-1]
+    last = list_checkpoints(run.checkpoints)[-1]
     files = [*final, *last.glob("*.safetensors")]
     return {str(file.relative_to(run.path)): sha256(file) for file in files}
 
@@ -133,7 +133,7 @@ class Journey:
 
     def newest_good(self) -> int:
         """The step that a continued run has to begin with."""
-        good = [step_of(path) for path in checkpoints_in(self.run.checkpoints) if find_fault(path) is None]
+        good = [step_of(path) for path in list_checkpoints(self.run.checkpoints) if find_damage(path) is None]
         return max(good, default=0)
 
     def rubbish(self) -> list[str]:
@@ -156,7 +156,7 @@ class Journey:
         assert not steps or self.events("save_failed") or steps[-1] + 1 - good <= 2 * EVERY, "too much was lost"
         latest = self.run.checkpoints / "latest"
         # On a full disk it may be too late: only a reader that does not look for itself would be misled.
-        assert full or not latest.exists() or find_fault(latest.parent / latest.read_text().strip()) is None
+        assert full or not latest.exists() or find_damage(latest.parent / latest.read_text().strip()) is None
         seconds = (read_json(self.run.ledger) or {}).get("seconds", 0.0)
         assert seconds >= self._seconds, "the ledger forgot time"
         self._seconds = seconds
@@ -191,8 +191,8 @@ class Journey:
         assert losses == scene.losses if curve else set(losses) <= set(scene.losses)
         assert self.rows_are_exact()
         assert self.rubbish() == []
-        kept = checkpoints_in(run.checkpoints)
-        assert step_of(kept[-1]) == scene.total and [find_fault(path) for path in kept] == [None] * len(kept)
+        kept = list_checkpoints(run.checkpoints)
+        assert step_of(kept[-1]) == scene.total and [find_damage(path) for path in kept] == [None] * len(kept)
         assert (run.checkpoints / "latest").read_text().strip() == kept[-1].name
         assert self._seconds >= read_json(kept[-1] / "state.json")["seconds"]
 

@@ -8,7 +8,7 @@ import pytest
 
 from kill.plans import Blow, aimed_at_saves, aimed_elsewhere, strike
 from kill.scene import KEEP, Journey, Scene, needs_fork
-from sojourn.train.checkpoint.checkpoint import checkpoints_in
+from sojourn.train.checkpoint.checkpoint import list_checkpoints
 
 pytestmark = needs_fork
 
@@ -61,5 +61,5 @@ def test_no_half_written_file_stays_behind(scenes):
 def test_what_the_last_save_left_undone_is_made_up_for(scenes):
     journey = Journey(scenes("pretrain"), "undone")
     strike(journey, [("write checkpoints/.latest.PID 1 of step-00000017", "before")])
-    kept = [path.name for path in checkpoints_in(journey.run.checkpoints)]
+    kept = [path.name for path in list_checkpoints(journey.run.checkpoints)]
     assert (journey.run.checkpoints / "latest").read_text().strip() == kept[-1] and len(kept) == KEEP

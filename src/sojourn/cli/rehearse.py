@@ -34,14 +34,14 @@ def rehearse(
     loaded, told = load_run(words), sys.stdout
     run = run_folder(loaded.config.name or "run", loaded.config.save.folder)
     with redirect_stdout(sys.stderr) if json else nullcontext():
-        from sojourn.launch.agent import is_worker, launch, leave_if_over, processes_here, worker
+        from sojourn.launch.agent import exit_if_run_over, is_worker, launch, local_world_size, worker
 
         if not is_worker():
-            processes = processes_here(loaded.config)
+            processes = local_world_size(loaded.config)
             if processes > 1 or loaded.config.parallel.nodes > 1:
                 once = with_settings(loaded.config, {"parallel.restarts": 0})
                 raise typer.Exit(launch(once, sys.argv[1:], processes))
-        leave_if_over()
+        exit_if_run_over()
         from sojourn.train.loop import use_device
         from sojourn.train.ranks import join_process_group, leave_process_group
         from sojourn.train.rehearse import rehearse as rehearse_run

@@ -27,23 +27,23 @@ def train(
     --nnodes 2 --node_rank 0 --master_addr HOST on each (see: sojourn launch-line).
     """
     from sojourn.config.load import load_run
-    from sojourn.run.fork import forked
+    from sojourn.run.fork import fork_run
     from sojourn.run.home import home_warning, run_folder
     from sojourn.storage.files import read_json
 
     loaded = load_run(words)
-    config = loaded.config if fork is None else forked(loaded.config, fork)
+    config = loaded.config if fork is None else fork_run(loaded.config, fork)
     if config.model.base is not None and os.environ.get("LOCAL_RANK", "0") == "0":
         from sojourn.machine.read_ahead import read_ahead
 
         read_ahead(config.model.base)
-    from sojourn.launch.agent import is_worker, launch, leave_if_over, processes_here, worker
+    from sojourn.launch.agent import exit_if_run_over, is_worker, launch, local_world_size, worker
 
     if not is_worker():
-        processes = processes_here(config)
+        processes = local_world_size(config)
         if processes > 1 or config.parallel.nodes > 1:
             raise typer.Exit(launch(config, sys.argv[1:], processes))
-    leave_if_over()
+    exit_if_run_over()
     first = os.environ.get("RANK", "0") == "0"
     warning = home_warning() if config.save.folder is None else None
     if first:

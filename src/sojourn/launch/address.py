@@ -34,17 +34,17 @@ class Address(str):
         return (self.node, str(self)) < (getattr(other, "node", 0), str(other))
 
 
-def meeting_place(parallel: ParallelConfig) -> tuple[str, int]:
+def rendezvous_endpoint(parallel: ParallelConfig) -> tuple[str, int]:
     host, _, port = str(parallel.master).partition(":")
     if not (port or "1").isdecimal():
         raise UserError(f"parallel.master: {parallel.master} given, but a port is a number: HOST:{parallel.port}")
     return host, int(port or parallel.port)
 
 
-def own_address(parallel: ParallelConfig) -> Address:
+def node_address(parallel: ParallelConfig) -> Address:
     """The one from which this machine reaches the meeting place. Its name is often unknown to the others, or known here
     as 127.0.1.1. Gloo and NCCL are told to use the same network."""
-    host, port = meeting_place(parallel)
+    host, port = rendezvous_endpoint(parallel)
     address = _from_here(host, port)
     if address.startswith("127.") and host not in ("localhost", address):  # its own name, in its own hosts file
         address = _from_here("192.0.2.1", port)

@@ -23,8 +23,8 @@ from typing import Any
 
 from sojourn.config.schema import RunConfig
 from sojourn.errors import Stopped, UserError
-from sojourn.launch.address import meeting_place, own_address
-from sojourn.launch.verdict import VERDICT, Over, Relayed, StartAgain
+from sojourn.launch.address import node_address, rendezvous_endpoint
+from sojourn.launch.verdict import VERDICT, RelayedError, RestartNeeded, RunOver
 from sojourn.machine.precision import choose_device
 from sojourn.storage.files import read_json
 
@@ -39,7 +39,7 @@ def is_worker() -> bool:
     return "WORLD_SIZE" in os.environ and "RANK" in os.environ
 
 
-def processes_here(config: RunConfig) -> int:
+def local_world_size(config: RunConfig) -> int:
     """How many this machine is to have; 1 where nothing need be launched."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is there: a lost peer is told in one line
     gpus, device = config.parallel.gpus, choose_device(config.train.device)
@@ -84,7 +84,7 @@ def _run_agent(config: RunConfig, words: list[str]) -> BaseException | None:
     how, entry, given = config_from_args(parse_args(words))
     if config.parallel.nodes > 1:
         print(f"meeting {config.parallel.nodes} machines at {config.parallel.master}", flush=True)
-        how.local_addr = own_address(config.parallel)
+        how.local_addr = node_address(config.parallel)
     trouble: list[BaseException] = []
 
     def agent() -> None:
@@ -129,7 +129,7 @@ def _meeting(config: RunConfig, processes: int) -> list[str]:
     words = [f"--nproc_per_node={processes}", f"--max-restarts={parallel.restarts}", "--monitor-interval=0.1"]
     if parallel.nodes == 1:
         return [*words, "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={os.getpid()}"]
-    host, port = meeting_place(parallel)
+    host, port = rendezvous_endpoint(parallel)
     meeting = [f"--nnodes={parallel.nodes}", "--rdzv-backend=c10d", f"--rdzv-id={config.name or 'run'}",
                f"--rdzv-endpoint={host}:{port}"]  # fmt: skip
     host_is_here = [] if parallel.node == "auto" else [f"is_host={'true' if parallel.node == 0 else 'false'}"]
@@ -155,7 +155,7 @@ def _passed_on(told: Path) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def leave_if_over() -> None:
+def exit_if_run_over() -> None:
     """A worker that is started again after a verdict has nothing to do; with other machines it must tell them first."""
     if Path(os.environ.get(VERDICT, "")).is_file() and os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
         os._exit(0)
@@ -184,16 +184,16 @@ def _end(error: BaseException) -> None:
     lost = _lost_another(error)
     if lost:
         says = f"process {rank} lost another one, which has ended or cannot be reached"
-    if isinstance(error, Over):
+    if isinstance(error, RunOver):
         _leave_verdict(says)
         os._exit(0)
     if launched and _stopped_by_agent(error):  # because of another process: all begin again
         os._exit(1)
-    if isinstance(error, StartAgain):  # whichever it is: the first may hear no more of it than a signal
+    if isinstance(error, RestartNeeded):  # whichever it is: the first may hear no more of it than a signal
         print(f"sojourn: process {rank}: {says}", file=sys.stderr)
     elif rank == 0 or not (launched or isinstance(error, UserError)):
         print(f"sojourn: {says}", file=sys.stderr)
-    if launched and not lost and not isinstance(error, (StartAgain, Relayed)):
+    if launched and not lost and not isinstance(error, (RestartNeeded, RelayedError)):
         _leave_verdict(json.dumps({"rank": rank, "code": code, "says": says}))
         if rank == 0:
             Path(os.environ[VERDICT]).with_suffix(_TOLD).touch()

@@ -97,12 +97,12 @@ def shell(launch: Launch) -> dict[str, Any]:
     place = ["--master_port", str(launch.port), "--max_restarts", str(launch.max_restarts)]
     return {
         "own": [
-            shlex.join(["sojourn", *train_words(launch), *spread, *place, "--node_rank", str(rank)])
+            shlex.join(["sojourn", *train_args(launch), *spread, *place, "--node_rank", str(rank)])
             for rank in range(launch.nodes)
         ],
         "check": f"{_COME_BACK} {shlex.join(_torchrun(launch, meet, ['doctor'], restarts=0))}",
-        "every": f"{_COME_BACK} {shlex.join(_torchrun(launch, meet, train_words(launch)))}",
-        "by_rank": [shlex.join(_torchrun(launch, rank, train_words(launch))) for rank in ranks],
+        "every": f"{_COME_BACK} {shlex.join(_torchrun(launch, meet, train_args(launch)))}",
+        "by_rank": [shlex.join(_torchrun(launch, rank, train_args(launch))) for rank in ranks],
     }
 
 
@@ -134,7 +134,7 @@ def slurm(launch: Launch) -> str:
     saved, puts the job back in the queue. A job that the user cancels is no longer RUNNING then, and stays cancelled.
     """
     lead = math.ceil(max(launch.grace, TORCHRUN_WAITS)) + _SLURM_EARLIER
-    train = shlex.join(["-m", "sojourn", *train_words(launch)])
+    train = shlex.join(["-m", "sojourn", *train_args(launch)])
     return f"""#!/bin/bash
 # sbatch THIS_FILE; another start of the same job continues the run
 #SBATCH --job-name={launch.name}
@@ -186,5 +186,5 @@ def _torchrun(launch: Launch, meet: list[str], command: list[str], restarts: int
     return ["torchrun", *size, *meet, "-m", "sojourn", *command]
 
 
-def train_words(launch: Launch) -> list[str]:
+def train_args(launch: Launch) -> list[str]:
     return ["train", *launch.words]

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from sojourn.errors import UserError
-from sojourn.launch.command_lines import TORCHRUN_WAITS, Launch, train_words
+from sojourn.launch.command_lines import TORCHRUN_WAITS, Launch, train_args
 
 HOME = "/sojourn"  # in a container: where the volume is mounted
 VOLUME = "sojourn-home"
@@ -108,7 +108,7 @@ def _in_container(launch: Launch) -> list[str]:
 
     Kubernetes reads $(NAME) in a command as a variable; $$ is a plain $.
     """
-    words = ["torchrun", "--max-restarts=0", "-m", "sojourn", *train_words(launch)]
+    words = ["torchrun", "--max-restarts=0", "-m", "sojourn", *train_args(launch)]
     return [_Word(word.replace("$", "$$")) for word in words]
 
 

@@ -7,13 +7,13 @@ from sojourn.errors import RunFailed, UserError
 VERDICT = "SOJOURN_VERDICT"  # environment variable: path of the verdict file
 
 
-class Over(UserError):
+class RunOver(UserError):
     """The run has ended for good on another node; the message is that node's verdict, as JSON."""
 
 
-class Relayed(UserError):
+class RelayedError(UserError):
     """An error of rank 0, as the other ranks receive it."""
 
 
-class StartAgain(RunFailed):
+class RestartNeeded(RunFailed):
     """Ranks block each other inside a pass: all must restart from the last checkpoint."""

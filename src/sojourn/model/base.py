@@ -8,7 +8,7 @@ from typing import Any
 
 from sojourn.errors import RunFailed, UserError
 from sojourn.model.quiet import no_bars, quiet_transformers
-from sojourn.storage.hub_access import absent, why_offline
+from sojourn.storage.hub_access import absent, offline_reason
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def _check_place(base: Base) -> None:
     if looks_local and not path.exists():
         raise UserError(f"model.base: {base.word}: no such folder or file")
     if not path.exists():
-        why_offline(None)  # where there is no way to the hub, it is asked once and not five times
+        offline_reason(None)  # where there is no way to the hub, it is asked once and not five times
     if path.is_dir() and not (path / "config.json").is_file():
         ggufs = sorted(path.glob("*.gguf"))
         hint = f"; name the file: model.base={ggufs[0]}" if ggufs else ""
@@ -151,7 +151,7 @@ def _quantisation(base: Base, dtype: Any) -> Any:
 def _told(base: Base, error: Exception) -> UserError | RunFailed:
     """Of transformers' long messages, the part that a person can act on."""
     text = " ".join(str(error).split())
-    offline = "" if Path(base.word).expanduser().exists() else why_offline(None)
+    offline = "" if Path(base.word).expanduser().exists() else offline_reason(None)
     if offline:
         return absent(f"model.base: {base.word}", offline)
     if "trust_remote_code" in text:

@@ -18,13 +18,13 @@ import errno
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from sojourn.errors import RunFailed, UserError
 from sojourn.machine.process import alive, this_process
-from sojourn.storage.files import append_json, read_json, read_json_lines, remove_halves, write_json
+from sojourn.storage.files import append_json, read_json, read_json_lines, remove_temporary_files, write_json
 
 FULL = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EIO", "EROFS") if hasattr(errno, name)}
 State = Literal["starting", "running", "stopped", "done", "failed"]
@@ -37,7 +37,7 @@ class Status:
     state: State
     step: int = 0
     total_steps: int = 0
-    says: str = ""
+    message: str = ""
     resumable: bool = True
     pid: int = 0
     started: float = 0.0
@@ -46,10 +46,10 @@ class Status:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """`silent`: for the other processes of a run; one alone writes."""
+    """`is_main_process`: rank 0; the other ranks write no status, metrics, events or lock."""
 
     path: Path
-    silent: bool = False
+    is_main_process: bool = True
 
     @property
     def config(self) -> Path:
@@ -115,34 +115,33 @@ class RunFolder:
         found = read_json(self._status)
         if not isinstance(found, dict):
             return None
+        found.setdefault("message", found.get("says", ""))  # the name in older run folders
         known = {name: found[name] for name in Status.__dataclass_fields__ if name in found}
         status = Status(**known)
         if status.state in ("starting", "running") and not alive(status.pid, status.started):
-            return Status(
-                **{**asdict(status), "state": "failed", "says": "its process was killed; run it again to continue"}
-            )
+            return replace(status, state="failed", message="its process was killed; run the same command to resume")
         return status
 
-    def changed_at(self) -> float:
+    def status_written_at(self) -> float:
         """When the status was last written, by `time.time`."""
         return self._status.stat().st_mtime
 
-    def set_status(self, state: State, step: int, total_steps: int, says: str = "", resumable: bool = True) -> None:
-        if self.silent:
+    def set_status(self, state: State, step: int, total_steps: int, message: str = "", resumable: bool = True) -> None:
+        if not self.is_main_process:
             return
         pid, started = this_process()
         self._try(
             write_json,
             self._status,
-            asdict(Status(state, step, total_steps, says, resumable, pid, started, time.time())),
+            asdict(Status(state, step, total_steps, message, resumable, pid, started, time.time())),
         )
 
     def event(self, kind: str, **facts: Any) -> None:
-        if not self.silent:
+        if self.is_main_process:
             self._try(append_json, self.events, {"time": round(time.time(), 3), "kind": kind, **facts})
 
     def metric(self, **values: Any) -> None:
-        if not self.silent:
+        if self.is_main_process:
             self._try(append_json, self.metrics, {"time": round(time.time(), 3), **values})
 
     def _try(self, write: Callable[[Path, Any], None], path: Path, value: Any) -> None:
@@ -161,7 +160,7 @@ class RunFolder:
 
     def acquire(self) -> None:
         """Makes this process the only one that trains here."""
-        if self.silent:
+        if not self.is_main_process:
             return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -183,10 +182,10 @@ class RunFolder:
                 continue
             with os.fdopen(handle, "w") as file:
                 file.write(str(list(this_process())))
-            remove_halves(self.path)
+            remove_temporary_files(self.path)
             return
         raise UserError(f"{self.path}: another process is starting here at this moment; try again")
 
     def release(self) -> None:
-        if not self.silent:
+        if self.is_main_process:
             self._lock.unlink(missing_ok=True)

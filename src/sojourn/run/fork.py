@@ -8,7 +8,7 @@ from sojourn.errors import UserError
 from sojourn.run.home import run_folder
 
 
-def forked(config: RunConfig, name: str) -> RunConfig:
+def fork_run(config: RunConfig, name: str) -> RunConfig:
     """`config` under another name, begun from the newest checkpoint of the run that it names now."""
     old = run_folder(config.name or "run", config.save.folder)
     if not old.exists():

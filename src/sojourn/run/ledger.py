@@ -31,7 +31,7 @@ class Ledger:
     _thread: threading.Thread | None = None
 
     @classmethod
-    def open(cls, path: Path, price: Money | None, began: float, silent: bool) -> Ledger:
+    def open(cls, path: Path, price: Money | None, began: float, is_main_process: bool) -> Ledger:
         found = read_json(path)
         found = found if isinstance(found, dict) else {}
         paid, currency = float(found.get("money") or 0.0), str(found.get("currency") or "")
@@ -41,7 +41,7 @@ class Ledger:
                 f"give the price in {currency}"
             )
         known = currency or (price.currency if price is not None else "")
-        return cls(None if silent else path, price, float(found.get("seconds") or 0.0), paid, known, began)
+        return cls(path if is_main_process else None, price, float(found.get("seconds") or 0.0), paid, known, began)
 
     def __enter__(self) -> Ledger:
         self._thread = threading.Thread(target=self._keep, name="ledger", daemon=True)

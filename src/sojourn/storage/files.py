@@ -35,7 +35,7 @@ def write_text(path: Path, text: str) -> None:
     disk.sync_folder(path.parent)
 
 
-def remove_halves(folder: Path) -> None:
+def remove_temporary_files(folder: Path) -> None:
     """What `write_text` left in a folder, which is ours alone, when it was killed."""
     for path in folder.glob(".*.*"):
         pid = path.name.rpartition(".")[2]

@@ -22,7 +22,7 @@ _MIRROR = "export HF_ENDPOINT=https://hf-mirror.com HF_HUB_DISABLE_XET=1"
 _silent: dict[str, str] = {}  # hubs that gave no answer and why: none is asked twice by one process
 
 
-def why_offline(say: Say | None) -> str:
+def offline_reason(say: Say | None) -> str:
     """Why nothing can be fetched, or nothing."""
     endpoint = _endpoint()
     if endpoint not in _silent:
@@ -41,7 +41,7 @@ def why_offline(say: Say | None) -> str:
     return _silent[endpoint]
 
 
-def hush(*libraries: Any) -> None:
+def silence_logging(*libraries: Any) -> None:
     """No log lines, for what fails is raised as well; progress bars only for a person who watches."""
     for library in libraries:
         library.logging.set_verbosity(library.logging.CRITICAL)
@@ -50,7 +50,7 @@ def hush(*libraries: Any) -> None:
 
 
 @contextmanager
-def in_one_line(name: str, page: str, revision: str | None) -> Iterator[None]:
+def hub_errors_as_user_errors(name: str, page: str, revision: str | None) -> Iterator[None]:
     """The libraries' errors as ours, each with what to type."""
     try:
         yield

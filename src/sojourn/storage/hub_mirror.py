@@ -28,7 +28,7 @@ from sojourn.storage.mirror import (
     read_seal,
     seal_of,
 )
-from sojourn.storage.path_mirror import check_room, replace
+from sojourn.storage.path_mirror import check_free_space, replace
 from sojourn.storage.stage import staged
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -185,7 +185,7 @@ class HubMirror:
     def _fetch_folder(self, name: str, facts: dict[str, Facts] | None, into: Path, head: str) -> None:
         if facts is None:
             raise MirrorFailed(f"hub:{self.repo}: the seal of {name} cannot be read; take an older one, or remove it")
-        check_room(into, sum(fact.size for fact in facts.values()), name)
+        check_free_space(into, sum(fact.size for fact in facts.values()), name)
         with staged(into) as stage:
             box, found = stage / ".box", {}
             for file in facts:

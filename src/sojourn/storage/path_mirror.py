@@ -59,7 +59,7 @@ class PathMirror:
             _clear_up(target.parent)
             if not _holds(target, folder):
                 files = files_in(folder)
-                check_room(target, sum((folder / file).stat().st_size for file in files), name)
+                check_free_space(target, sum((folder / file).stat().st_size for file in files), name)
                 with _stage(target) as stage:
                     disk.make_folder(stage)
                     facts = _copy(folder, stage, files)
@@ -99,7 +99,7 @@ class PathMirror:
             facts = read_seal(there) if there is not None else None
             if there is not None and facts is not None:
                 into.parent.mkdir(parents=True, exist_ok=True)
-                check_room(into, sum(fact.size for fact in facts.values()), name)
+                check_free_space(into, sum(fact.size for fact in facts.values()), name)
                 with staged(into) as stage:
                     check_same(f"{self.where}: {name}", facts, _copy(there, stage, facts))
             elif target.is_file():
@@ -135,7 +135,7 @@ class PathMirror:
             raise MirrorFailed(f"{self.where}: {what}: {error.strerror or error}; {advice}{otherwise}") from error
 
 
-def check_room(place: Path, needed: int, name: str) -> None:
+def check_free_space(place: Path, needed: int, name: str) -> None:
     """Before anything is written. A drive that cannot tell its size is believed to have room."""
     while not place.exists() and place != place.parent:
         place = place.parent

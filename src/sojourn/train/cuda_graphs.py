@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from sojourn.train.batcher import DeviceBatch
-from sojourn.train.faults.oom_fallback import free_memory, is_memory_error
+from sojourn.train.faults.oom_fallback import free_memory, is_oom
 
 _AS_USUAL = 3  # passes before the first recording: kernels are compiled and chosen in them
 _TARGETS = 8  # the room for targets comes in so many parts of all tokens
@@ -202,7 +202,7 @@ class CudaGraphs:
                     parameter.grad = grad
                 self._recordings[False] = self._record_pass(self._pass)
         except RuntimeError as error:
-            why, short = " ".join(str(error).split())[:200] or type(error).__name__, is_memory_error(error)
+            why, short = " ".join(str(error).split())[:200] or type(error).__name__, is_oom(error)
         if why:  # outside, since the error holds on to memory
             self._give_up(why, short)
         return not why

@@ -16,10 +16,10 @@ from sojourn.data.artefact import Artefact
 from sojourn.errors import RunFailed
 from sojourn.run.folder import RunFolder
 from sojourn.train.batcher import Batcher
-from sojourn.train.checkpoint.final_model import write_final
+from sojourn.train.checkpoint.final_model import write_final_model
 from sojourn.train.checkpoint.saving import Progress
 from sojourn.train.distributed.engine import Engine
-from sojourn.train.metrics.meters import Meters, Scores
+from sojourn.train.metrics.meters import EvalScores, Meters
 from sojourn.train.samples import Samples
 from sojourn.train.step import evaluate
 
@@ -35,32 +35,32 @@ class Evaluator:
     def due(self, progress: Progress, total: int) -> bool:
         every, step = self._config.train.eval_every, progress.step
         wanted = step == total or (every is not None and step % every == 0)
-        return wanted and step not in (0, progress.assessed)
+        return wanted and step not in (0, progress.evaluated_step)
 
     def assess(self, progress: Progress, meters: Meters) -> str | None:
-        """Scores, samples and perhaps a new `best/`; returns why to stop, if patience has run out."""
+        """EvalScores, samples and perhaps a new `best/`; returns why to stop, if patience has run out."""
         began, train = time.monotonic(), self._config.train
         wanted = train.samples or (train.eval_every is not None and len(self._artefact.eval))
         if wanted:
             self._sample(progress.step, meters)
         if not len(self._artefact.eval):
-            progress.assessed = progress.step
+            progress.evaluated_step = progress.step
             return None
         loss, accuracy = evaluate(self._network, self._artefact.eval, train.eval_rows, self._feed, self._engine)
         best = progress.is_best(loss)
         bits = loss * self._targets / math.log(2) / self._bytes if self._bytes else None
-        meters.log_eval(progress.step, Scores(loss, math.exp(min(loss, 700.0)), accuracy, bits, best))
+        meters.log_eval(progress.step, EvalScores(loss, math.exp(min(loss, 700.0)), accuracy, bits, best))
         kept = True
         if best and train.eval_every is not None:
-            weights = self._engine.weights()
+            weights = self._engine.full_weights()
             if self._ranks.is_main:
                 kept = self._keep_best(weights, progress.step, loss, meters)
             self._ranks.barrier()
         progress.note(loss, kept=not self._ranks.any(not kept))
         self.seconds = time.monotonic() - began
-        if train.patience is not None and progress.worse >= train.patience:
+        if train.patience is not None and progress.evaluations_without_improvement >= train.patience:
             return (
-                f"train.patience: no better held-out loss in {progress.worse} evaluations "
+                f"train.patience: no better held-out loss in {progress.evaluations_without_improvement} evaluations "
                 f"(best {progress.best_loss or math.nan:.4f} at step {progress.best_step})"
             )
         return None
@@ -77,10 +77,10 @@ class Evaluator:
     def _keep_best(self, weights: dict[str, Any], step: int, loss: float, meters: Meters) -> bool:
         """Whether it could be written: a disk that is too full for it does not end the run."""
         try:
-            write_final(self._network.model, weights, self._artefact, self._run.best, self._config)
+            write_final_model(self._network.model, weights, self._artefact, self._run.best, self._config)
             self._run.event("best", step=step, loss=loss)
         except (OSError, RunFailed) as error:
-            self._run.event("best_failed", step=step, says=str(error))
+            self._run.event("best_failed", step=step, message=str(error))
             meters.say(f"warning: {self._run.best} could not be written ({error}); training goes on without it")
             return False
         return True

@@ -15,22 +15,22 @@ import numpy as np
 
 from sojourn.data.artefact import Batch
 from sojourn.errors import RunFailed
-from sojourn.launch.verdict import StartAgain
+from sojourn.launch.verdict import RestartNeeded
 from sojourn.train.batcher import Prefetcher
 from sojourn.train.checkpoint.checkpoint import load
-from sojourn.train.checkpoint.rng_state import random_tensors, restore_random
+from sojourn.train.checkpoint.rng_state import get_rng_state, set_rng_state
 from sojourn.train.checkpoint.saving import Saver, Say
-from sojourn.train.checkpoint.sync import level
-from sojourn.train.faults.guard import Abandoned, Guard
-from sojourn.train.faults.loss_spikes import RECENT, Verdict, highest, judge, same
+from sojourn.train.checkpoint.sync import sync_checkpoint
+from sojourn.train.faults.guard import Guard, Interrupted
+from sojourn.train.faults.loss_spikes import LOSS_WINDOW, LossVerdict, check_loss, same, spike_threshold
 from sojourn.train.faults.oom_fallback import (
-    NoRungLeft,
-    OneRungDown,
+    NoFallbackLeft,
+    OomFallback,
+    format_fallback,
     free_memory,
-    is_memory_error,
-    next_rung,
-    remember,
-    told,
+    is_oom,
+    next_fallback,
+    save_fallback,
 )
 from sojourn.train.session import Session
 from sojourn.train.step import SpeculativeStep
@@ -64,11 +64,11 @@ class FaultTolerantStep:
     def step(self) -> Done | None:
         """The next global step. None: the run went back to its last checkpoint instead."""
         progress, stepper = self.session.progress, self.session.stepper
-        step, random = progress.step, random_tensors()
-        if step in progress.skip:
+        step, random = progress.step, get_rng_state()
+        if step in progress.skipped_steps:
             return Done(float("nan"), float("nan"), 0, 0.0, skipped=True)
         try:
-            with self.guard.abandonable(self.guard.step_seconds):
+            with self.guard.interruptible(self.guard.step_seconds):
                 batches, waited = self._taken(step)
             found, done = self._computed(batches, random)
             if self._judged(found) != "good":
@@ -81,13 +81,13 @@ class FaultTolerantStep:
                     return None
                 elif verdict != "good":
                     return self._without(step, verdict, found)
-        except (Abandoned, OneRungDown, NoRungLeft):
+        except (Interrupted, OomFallback, NoFallbackLeft):
             self._drop()
-            restore_random(random)
+            set_rng_state(random)
             raise
         if not done:
             self._changing(stepper.update)
-        progress.recent = [*progress.recent, found[0]][-RECENT:]
+        progress.recent_losses = [*progress.recent_losses, found[0]][-LOSS_WINDOW:]
         return Done(*found, self.session.tokens(step), waited)
 
     def _taken(self, step: int) -> tuple[list[Batch], float]:
@@ -109,7 +109,7 @@ class FaultTolerantStep:
             return self._gradients(batches, random, stepper.gradients), False
         found = self._gradients(batches, random, lambda given: stepper.passes(given, self.begun))
         self.begun = None
-        most = highest(self.session.progress.recent)
+        most = spike_threshold(self.session.progress.recent_losses)
         answer = self._changing(lambda: stepper.update_if_good(found, most))
         self._begin_next()
         loss, norm, changed = answer.read()
@@ -120,7 +120,7 @@ class FaultTolerantStep:
         steps that are known to be good."""
         session, stepper = self.session, self.session.stepper
         step = session.progress.step + 1
-        if stepper.network.by_chance or step >= session.total or step in session.progress.skip:
+        if stepper.network.by_chance or step >= session.total or step in session.progress.skipped_steps:
             return
         if not self.ahead.has(step):
             return
@@ -129,7 +129,7 @@ class FaultTolerantStep:
         try:
             part = stepper.begin(batches)
         except RuntimeError as error:
-            if not is_memory_error(error):
+            if not is_oom(error):
                 raise
         self.begun = SpeculativeStep(step, batches, waited, stepper.batcher.micro_batch, part)
 
@@ -154,7 +154,7 @@ class FaultTolerantStep:
         try:
             return work()
         except (RuntimeError, MemoryError) as error:
-            if not is_memory_error(error):
+            if not is_oom(error):
                 raise
             why = str(error)
         raise self._down(True, why) or RuntimeError(why)  # outside, since the error holds on to memory
@@ -162,12 +162,12 @@ class FaultTolerantStep:
     def rehearse(self) -> None:
         """The longest rows there are, forward and back, before anything is paid for; then as if nothing had been."""
         rows = self.session.artefact.train
-        random, batcher = random_tensors(), self.session.stepper.batcher
+        random, batcher = get_rng_state(), self.session.stepper.batcher
         longest = np.argsort(-np.diff(rows.rows), kind="stable")
         compute = self.session.stepper.gradients
         self._gradients([], random, compute, lambda: list(batcher.batches(rows, longest[: batcher.micro_batch])))
         self.session.stepper.discard()
-        restore_random(random)
+        set_rng_state(random)
         if batcher.device == "cuda":
             free_memory()
 
@@ -175,10 +175,10 @@ class FaultTolerantStep:
         """Work that changes nothing, with fewer rows at a time if memory runs out."""
         while True:
             try:
-                with self.guard.abandonable(usual):
+                with self.guard.interruptible(usual):
                     return work()
             except (RuntimeError, MemoryError) as error:
-                if not is_memory_error(error):
+                if not is_oom(error):
                     raise
                 why = str(error)
             down = self._down(False, why)  # outside, since the error holds on to the memory of where it happened
@@ -209,49 +209,49 @@ class FaultTolerantStep:
             nonlocal batches, cut
             if cut != session.stepper.batcher.micro_batch:  # a rung was taken: cut the same rows into smaller pieces
                 session.stepper.discard()
-                restore_random(random)
+                set_rng_state(random)
                 batches, cut = read(), session.stepper.batcher.micro_batch
             return compute(batches)
 
         return self.retried(make, self.guard.step_seconds)
 
-    def _down(self, in_update: bool, why: str) -> OneRungDown | None:
+    def _down(self, in_update: bool, why: str) -> OomFallback | None:
         """Takes the next rung. Fewer rows at a time need nothing more; anything else has the run built anew."""
         session = self.session
         batcher = session.stepper.batcher
         train = session.config.train.model_copy(update={"micro_batch": batcher.micro_batch})
-        rung = next_rung(train, in_update, session.stepper.plays)
+        rung = next_fallback(train, in_update, session.stepper.plays)
         step, says = session.progress.step + 1, why.strip().split("\n")[0][:200]
         if rung is None:
-            raise NoRungLeft(
+            raise NoFallbackLeft(
                 f"step {step}: out of memory with everything given up that can be ({says}); use a GPU with more "
                 "memory, a shorter data.max_length, or method.kind=qlora in a new run: name=NEW",
                 clean=not in_update,
             )
         syncs_every_micro_batch = session.stepper.engine.syncs_every_micro_batch
-        if syncs_every_micro_batch or not session.run.silent:
-            remember(session.run, rung, session.device_name)
-        session.run.event("out_of_memory", step=step, says=says, now=rung)
+        if syncs_every_micro_batch or session.run.is_main_process:
+            save_fallback(session.run, rung, session.device_name)
+        session.run.event("out_of_memory", step=step, message=says, now=rung)
         if syncs_every_micro_batch:  # the others wait for this process in the midst of a pass
-            raise StartAgain(f"step {step}: out of memory ({says}); the next start goes on with {told(rung)}")
-        self.say(f"step {step}: memory is short ({says}); going on with {told(rung)}")
+            raise RestartNeeded(f"step {step}: out of memory ({says}); restarting with {format_fallback(rung)}")
+        self.say(f"step {step}: memory is short ({says}); going on with {format_fallback(rung)}")
         self._drop()
         self.make_room()
         if set(rung) != {"micro_batch"} or in_update:
-            return OneRungDown(rung, clean=not in_update)
+            return OomFallback(rung, clean=not in_update)
         batcher.micro_batch = rung["micro_batch"]
         self.ahead.forget()
         free_memory()
         return None
 
-    def _judged(self, found: tuple[float, float]) -> Verdict:
-        return judge(*found, self.session.progress.recent, self.session.stepper.engine.scaled)
+    def _judged(self, found: tuple[float, float]) -> LossVerdict:
+        return check_loss(*found, self.session.progress.recent_losses, self.session.stepper.engine.uses_loss_scaling)
 
     def _again(self, found: tuple[float, float], random: dict[str, Any]) -> tuple[float, float]:
         """Does a suspicious step once more, with the same random numbers; another result says much of the machine."""
         session, stepper = self.session, self.session.stepper
         stepper.discard()
-        restore_random(random)
+        set_rng_state(random)
         again = self._gradients(session.batches(session.progress.step), random, stepper.gradients)
         if not same(found, again, _EXACT.get(stepper.batcher.device, _GPU_NOISE)):
             step = session.progress.step + 1
@@ -267,22 +267,22 @@ class FaultTolerantStep:
         self.session.run.event("spike", step=step + 1, loss=_text(found[0]), rows=self.session.rows(step))
         self.say(f"note: step {step + 1}: a spike, loss {found[0]:.4f} (train.on_spike=skip leaves such batches out)")
 
-    def _without(self, step: int, verdict: Verdict, found: tuple[float, float]) -> Done | None:
+    def _without(self, step: int, verdict: LossVerdict, found: tuple[float, float]) -> Done | None:
         """Goes on without this batch, here or from the last checkpoint, as the policy says."""
         session = self.session
         progress, train, stepper = session.progress, session.config.train, session.stepper
         stepper.discard()
         policy = train.on_nan if verdict == "not a number" else train.on_spike
         what = f"the loss is {found[0]:.4g}, the gradient's norm {found[1]:.4g}"
-        progress.bad += 1
-        if policy == "stop" or progress.bad > train.max_bad_steps:
-            scaled = stepper.engine.scaled
+        progress.bad_steps += 1
+        if policy == "stop" or progress.bad_steps > train.max_bad_steps:
+            scaled = stepper.engine.uses_loss_scaling
             try_this = "train.precision=fp32" if scaled else f"a smaller rate: train.lr={float(train.lr) / 3:.1g}"
             often = "" if policy == "stop" else f", after {train.max_bad_steps} bad steps (train.max_bad_steps)"
             raise RunFailed(f"step {step + 1}: {what}{often}, so nothing more is saved; try {try_this} --fork NEWNAME")
         session.run.event("bad_step", step=step + 1, why=verdict, policy=policy, loss=_text(found[0]),
                           norm=_text(found[1]), rows=session.rows(step))  # fmt: skip
-        progress.skip = [*progress.skip, step]
+        progress.skipped_steps = [*progress.skipped_steps, step]
         if policy == "rollback" and self._go_back():
             self.say(f"step {step + 1}: {what}; back to step {progress.step}, and on without that batch")
             return None
@@ -292,13 +292,13 @@ class FaultTolerantStep:
     def sound(self) -> bool:
         """Whether the weights can be saved. Ones that are no numbers must not replace good ones: the run goes back."""
         session, progress = self.session, self.session.progress
-        if session.live.is_sound():
+        if session.live.is_finite():
             return True
         session.stepper.discard()
         step = progress.step
         session.run.event("bad_weights", step=step)
-        progress.bad += 1
-        if progress.bad > session.config.train.max_bad_steps or not self._go_back():
+        progress.bad_steps += 1
+        if progress.bad_steps > session.config.train.max_bad_steps or not self._go_back():
             raise RunFailed(
                 f"step {step}: some weights are no longer numbers, so nothing more is saved; try a smaller rate, "
                 f"train.lr={float(session.config.train.lr) / 3:.1g}, from the last checkpoint: --fork NEWNAME"
@@ -310,15 +310,15 @@ class FaultTolerantStep:
         session = self.session
         self.saver.finish()
         session.stepper.ranks.barrier()
-        level(session.run, session.stepper.ranks, self.say)
+        sync_checkpoint(session.run, session.stepper.ranks, self.say)
         newest = load(session.run.checkpoints)
         if newest is None:
             return False
-        progress, kept = session.progress, (session.progress.bad, session.progress.skip)
+        progress, kept = session.progress, (session.progress.bad_steps, session.progress.skipped_steps)
         before = session.live.restore(newest[0])
         for name in vars(before):
             setattr(progress, name, getattr(before, name))
-        progress.bad, progress.skip = kept
+        progress.bad_steps, progress.skipped_steps = kept
         session.stepper.ranks.seed_other_ranks(session.config.train.seed, progress.step)
         self.ahead.forget()
         self._drop()

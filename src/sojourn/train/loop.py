@@ -23,19 +23,19 @@ from sojourn.run.folder import RunFolder
 from sojourn.run.ledger import Ledger
 from sojourn.train.calibration import note_run
 from sojourn.train.checkpoint.checkpoint import cost_so_far
-from sojourn.train.checkpoint.config_changes import nothing_changed
-from sojourn.train.checkpoint.mirroring import fetch_beginnings, mirror_of, mirror_warning
-from sojourn.train.faults.guard import Abandoned, Guard
-from sojourn.train.faults.limits import priced, session_end
+from sojourn.train.checkpoint.config_changes import requests_no_change
+from sojourn.train.checkpoint.mirroring import fetch_run_files, mirror_warning, open_run_mirror
+from sojourn.train.faults.guard import Guard, Interrupted
+from sojourn.train.faults.limits import session_end, with_catalogue_price
 from sojourn.train.faults.oom_fallback import (
-    NoRungLeft,
-    OneRungDown,
+    NoFallbackLeft,
+    OomFallback,
+    format_fallback,
     free_memory,
-    is_memory_error,
-    next_rung,
-    remember,
-    remembered,
-    told,
+    is_oom,
+    load_fallbacks,
+    next_fallback,
+    save_fallback,
 )
 from sojourn.train.metrics.environment import device_name
 from sojourn.train.metrics.trackers import refuse_missing_trackers
@@ -53,21 +53,21 @@ def train(config: RunConfig, run: RunFolder) -> None:
     """Trains `config` in `run` until it is done (returns) or stopped early but resumable (raises Stopped)."""
     began = time.monotonic()
     refuse_missing_trackers(config.log.trackers)
-    config = priced(config)
+    config = with_catalogue_price(config)
     ranks = join_process_group(use_device(config), config)
-    run = replace(run, silent=not ranks.is_main)
+    run = replace(run, is_main_process=ranks.is_main)
     run.acquire()
     began_again(run, ranks)
     try:
-        mirror = mirror_of(config, run)
+        mirror = open_run_mirror(config, run)
         if mirror is not None and ranks.is_main:
             warning = mirror_warning(config)
             if warning is not None:
                 say(f"warning: {warning}")
-            fetch_beginnings(mirror, run)
+            fetch_run_files(mirror, run)
         with (
-            _apart(run, ranks) if run.silent else nullcontext(),
-            Ledger.open(run.ledger, config.limits.price_per_hour, began, run.silent) as ledger,
+            _apart(run, ranks) if not run.is_main_process else nullcontext(),
+            Ledger.open(run.ledger, config.limits.price_per_hour, began, run.is_main_process) as ledger,
             Guard(config.limits, ledger, session_end(config.limits), together=ranks.world_size > 1) as guard,
             _told(run, guard),
             _compiled_kept(config, run),
@@ -82,15 +82,15 @@ def train(config: RunConfig, run: RunFolder) -> None:
 def _trained(config: RunConfig, run: RunFolder, ranks: Ranks, guard: Guard) -> bool:
     """Opens everything and trains to the end; False when it must be done again, one rung down."""
     was = run.status()
-    if was and was.state == "done" and run.has_final() and nothing_changed(read_config(run.config), config):
+    if was and was.state == "done" and run.has_final() and requests_no_change(read_config(run.config), config):
         guard.ledger.catch_up(*cost_so_far(run.checkpoints))
         _already_done(run, was.step)
         return True
     try:
-        with guard.abandonable(alone=True):
+        with guard.interruptible(alone=True):
             session = open_session(config, run, ranks)
     except (RuntimeError, MemoryError) as error:
-        if ranks.world_size > 1 or not is_memory_error(error):
+        if ranks.world_size > 1 or not is_oom(error):
             raise
         why = str(error)
     else:
@@ -102,15 +102,15 @@ def _trained(config: RunConfig, run: RunFolder, ranks: Ranks, guard: Guard) -> b
 def _lower(config: RunConfig, run: RunFolder, ranks: Ranks, why: str) -> None:
     """Memory ran out while opening, where only moments in the host's memory would help."""
     named = device_name(ranks.device)
-    train = resolve(config, rung=remembered(run, named)).config.train
-    rung, says = next_rung(train, in_update=True), why.strip().split("\n")[0][:200]
+    train = resolve(config, rung=load_fallbacks(run, named)).config.train
+    rung, says = next_fallback(train, in_update=True), why.strip().split("\n")[0][:200]
     if rung != {"offload": "optimizer"}:
-        raise NoRungLeft(
+        raise NoFallbackLeft(
             f"out of memory while opening ({says}); use a GPU with more memory, or method.kind=qlora", clean=False
         )
-    remember(run, rung, named)
-    run.event("out_of_memory", step=0, says=says, now=rung)
-    say(f"memory is short ({says}); going on with {told(rung)}")
+    save_fallback(run, rung, named)
+    run.event("out_of_memory", step=0, message=says, now=rung)
+    say(f"memory is short ({says}); going on with {format_fallback(rung)}")
 
 
 def _run_to_its_end(session: Session, guard: Guard) -> bool:
@@ -121,7 +121,7 @@ def _run_to_its_end(session: Session, guard: Guard) -> bool:
     else:
         try:
             run_steps(session, guard)
-        except OneRungDown:
+        except OomFallback:
             return False
         note_run(session)
     run.set_status("done", session.progress.step, session.progress.step, resumable=False)
@@ -170,7 +170,7 @@ def _told(run: RunFolder, guard: Guard) -> Iterator[None]:
     """However a run ends, its status says so."""
     try:
         yield
-    except Abandoned:  # while opening: nothing was begun that is not saved
+    except Interrupted:  # while opening: nothing was begun that is not saved
         stop(run, guard.reason or "a signal", 0, 0)
     except BaseException as error:
         status = run.status()
@@ -189,9 +189,9 @@ def began_again(run: RunFolder, ranks: Ranks) -> None:
     import psutil
 
     was = run.status()
-    if was and was.state == "stopped" and run.changed_at() > psutil.Process(os.getppid()).create_time():
-        raise Stopped(f"stopped by {was.says} at step {was.step} of {was.total_steps}; the same command continues")
-    run.event("began_again", restart=count)
+    if was and was.state == "stopped" and run.status_written_at() > psutil.Process(os.getppid()).create_time():
+        raise Stopped(f"stopped by {was.message} at step {was.step} of {was.total_steps}; the same command continues")
+    run.event("restarted", restart=count)
     if ranks.is_main:
         say(f"began again after a process had ended (restart {count})")
 

@@ -22,10 +22,10 @@ import numpy as np
 
 from sojourn.config.schema import RunConfig
 from sojourn.errors import RunFailed, UserError
-from sojourn.launch.verdict import VERDICT, Over, Relayed
+from sojourn.launch.verdict import VERDICT, RelayedError, RunOver
 from sojourn.machine.probe_ranks import facts
 from sojourn.machine.process_group import Facts, compare
-from sojourn.train.faults.oom_fallback import is_memory_error
+from sojourn.train.faults.oom_fallback import is_oom
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,7 +99,7 @@ class Ranks:
         try:
             yield
         except (RuntimeError, MemoryError) as error:
-            if self.world_size == 1 or not is_memory_error(error):
+            if self.world_size == 1 or not is_oom(error):
                 raise
             out_of_memory = error
         finish()
@@ -162,7 +162,7 @@ class Ranks:
         text = self._receive(key, rank=0)
         self.store.add(f"{key}/read", 1)
         if text.startswith(_ERROR):
-            raise Relayed(text[1:])
+            raise RelayedError(text[1:])
         return text[1:]
 
     def _receive(self, key: str, rank: int) -> str:
@@ -230,7 +230,7 @@ def raise_if_run_is_over(ranks: Ranks) -> None:
     verdicts = [verdict for verdict in ranks.all_gather(read_own_verdict()) if verdict]
     if verdicts:
         ranks.barrier()  # all ranks must have read it before the store goes
-        raise Over(verdicts[0])
+        raise RunOver(verdicts[0])
 
 
 def _refuse_different_software(ranks: Ranks) -> None:

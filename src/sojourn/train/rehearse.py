@@ -24,13 +24,13 @@ from sojourn.run.ledger import Ledger
 from sojourn.storage.disk import remove_folder
 from sojourn.train.batcher import Prefetcher
 from sojourn.train.calibration import note_rehearsal, work_of_session
-from sojourn.train.checkpoint.checkpoint import checkpoints_in, load
-from sojourn.train.checkpoint.mirroring import mirror_of
+from sojourn.train.checkpoint.checkpoint import list_checkpoints, load
+from sojourn.train.checkpoint.mirroring import open_run_mirror
 from sojourn.train.checkpoint.saving import Saver
 from sojourn.train.fault_tolerant_step import FaultTolerantStep
 from sojourn.train.faults.guard import Guard
-from sojourn.train.faults.limits import priced, session_end
-from sojourn.train.faults.oom_fallback import OneRungDown, free_memory, told
+from sojourn.train.faults.limits import session_end, with_catalogue_price
+from sojourn.train.faults.oom_fallback import OomFallback, format_fallback, free_memory
 from sojourn.train.optim.optimizers import learning_rate
 from sojourn.train.ranks import Ranks
 from sojourn.train.session import Session, open_session, say
@@ -64,9 +64,9 @@ class Report:
 
 def rehearse(config: RunConfig, run: RunFolder, ranks: Ranks) -> Report:
     """Tries `config` for real, in a scratch folder beside `run`; what it leaves there is gone when this returns."""
-    config = priced(config)
+    config = with_catalogue_price(config)
     named = ranks.run_on_main(lambda: f".rehearsal-{os.getpid()}-{run.path.name}")
-    scratch = RunFolder(run.path.with_name(named), silent=not ranks.is_main)
+    scratch = RunFolder(run.path.with_name(named), is_main_process=ranks.is_main)
     scratch.path.mkdir(parents=True, exist_ok=True)
     report = Report()
     try:
@@ -100,8 +100,8 @@ def _tried(config: RunConfig, run: RunFolder, scratch: RunFolder, ranks: Ranks, 
             careful.rehearse()  # the longest rows again, now beside the optimizer's moments
         _memory(session, report)
         saving = _save(session, scratch, saver, report)
-    except OneRungDown as down:
-        report.facts["rung"] = told(down.rung)
+    except OomFallback as down:
+        report.facts["rung"] = format_fallback(down.fallback)
         return False
     finally:
         saver.close()
@@ -174,7 +174,7 @@ def _save(session: Session, scratch: RunFolder, saver: Saver, report: Report) ->
     saver.save(must=True)
     if not session.stepper.ranks.is_main:
         return 0.0
-    places = checkpoints_in(scratch.checkpoints)
+    places = list_checkpoints(scratch.checkpoints)
     size = sum(file.stat().st_size for file in places[-1].iterdir())
     began = time.monotonic()
     if load(scratch.checkpoints) is None:
@@ -224,7 +224,7 @@ def _time(session: Session, guard: Guard, step: float, saving: float, report: Re
 
 def _mirror(config: RunConfig, run: RunFolder, scratch: RunFolder, report: Report) -> None:
     """A small folder there and back."""
-    mirror = mirror_of(config, replace(run, path=scratch.path))
+    mirror = open_run_mirror(config, replace(run, path=scratch.path))
     if mirror is None:
         return
     began, name = time.monotonic(), f"checkpoints/.rehearsal-{os.getpid()}"

@@ -22,15 +22,15 @@ from sojourn.run.folder import RunFolder
 from sojourn.run.home import prepared_folder
 from sojourn.storage.files import read_json, write_json, write_text
 from sojourn.train.batcher import Batcher
-from sojourn.train.checkpoint.checkpoint import check_room
-from sojourn.train.checkpoint.config_changes import base_mark, refuse_harmful_changes
-from sojourn.train.checkpoint.mirroring import fetch_newer, mirror_of
-from sojourn.train.checkpoint.saving import Live, Progress, resume
-from sojourn.train.checkpoint.sync import level
+from sojourn.train.checkpoint.checkpoint import check_free_space
+from sojourn.train.checkpoint.config_changes import base_fingerprint, refuse_harmful_changes
+from sojourn.train.checkpoint.mirroring import fetch_newest_checkpoint, open_run_mirror
+from sojourn.train.checkpoint.saving import Progress, TrainingState, resume
+from sojourn.train.checkpoint.sync import sync_checkpoint
 from sojourn.train.distributed.open import open_engine
-from sojourn.train.faults.oom_fallback import furthest, remembered
-from sojourn.train.metrics.environment import describe, device_name
-from sojourn.train.metrics.meters import Work
+from sojourn.train.faults.oom_fallback import load_fallbacks, merge_fallbacks
+from sojourn.train.metrics.environment import describe_environment, device_name
+from sojourn.train.metrics.meters import MfuInputs
 from sojourn.train.ranks import Ranks
 from sojourn.train.resolve import Resolved, resolve
 from sojourn.train.step import Stepper, make_cuda_graphs, without_targets
@@ -43,17 +43,19 @@ class Session:
     run: RunFolder
     artefact: Artefact
     stepper: Stepper
-    live: Live
+    live: TrainingState
     progress: Progress
     total: int
     last_row: int | None
-    work: Work
+    mfu_inputs: MfuInputs
     device_name: str
 
     @property
     def ended(self) -> bool:
         patience = self.config.train.patience
-        return self.progress.step >= self.total or (patience is not None and self.progress.worse >= patience)
+        return self.progress.step >= self.total or (
+            patience is not None and self.progress.evaluations_without_improvement >= patience
+        )
 
     def rows(self, step: int) -> list[int]:
         """Of a global step, for all processes together."""
@@ -83,7 +85,7 @@ def say(line: str) -> None:
 def open_session(config: RunConfig, run: RunFolder, ranks: Ranks) -> Session:
     """Resolves, prepares, builds, and goes on from the newest good checkpoint."""
     ranks.barrier()  # for what the first one may just have written
-    level(run, ranks, say)
+    sync_checkpoint(run, ranks, say)
     was, device = run.status(), ranks.device
     named = device_name(device)
     config, reasons = _decided(config, run, ranks, named)
@@ -98,10 +100,10 @@ def open_session(config: RunConfig, run: RunFolder, ranks: Ranks) -> Session:
     if ranks.is_main:
         write_text(run.config, to_yaml(config))
         facts = {
-            **describe(device),
+            **describe_environment(device),
             "auto": reasons,
             "data": str(artefact.path.resolve()),
-            "base": base_mark(config),
+            "base": base_fingerprint(config),
         }
         write_json(run.environment, facts)
 
@@ -111,7 +113,7 @@ def open_session(config: RunConfig, run: RunFolder, ranks: Ranks) -> Session:
     if ranks.is_main:
         # Weights and two moments of 32 bits: told now rather than at the first save.
         place = run.checkpoints if run.checkpoints.is_dir() else run.path  # perhaps another disk
-        check_room(place, 12 * trained, int(config.save.min_free))
+        check_free_space(place, 12 * trained, int(config.save.min_free))
     batcher = Batcher(
         int(config.train.micro_batch),
         artefact.max_length,
@@ -127,7 +129,7 @@ def open_session(config: RunConfig, run: RunFolder, ranks: Ranks) -> Session:
     again = config.train.checkpointing != "off"
     cuda_graphs = make_cuda_graphs(engine, batcher, whole, again) if config.train.cuda_graphs == "on" else None
     stepper = Stepper(engine, batcher, config.train.clip, whole, cuda_graphs)
-    live = Live(engine)
+    live = TrainingState(engine)
     progress = _resumed(config, run, live, ranks)
     length, work = _length(config, artefact), _work(config, artefact, ranks)
     return Session(config, run, artefact, stepper, live, progress, *length, work, named)
@@ -135,7 +137,7 @@ def open_session(config: RunConfig, run: RunFolder, ranks: Ranks) -> Session:
 
 def _decided(config: RunConfig, run: RunFolder, ranks: Ranks, named: str) -> tuple[RunConfig, dict[str, str]]:
     """Every setting, and why it is so, decided by the first process for all."""
-    rung = furthest(ranks.all_gather(json.dumps(remembered(run, named))))
+    rung = merge_fallbacks(ranks.all_gather(json.dumps(load_fallbacks(run, named))))
 
     def decide() -> Resolved:
         begun = read_config(run.config) if run.exists() else None
@@ -172,11 +174,11 @@ def _prepared(config: RunConfig, ranks: Ranks) -> Artefact:
     return artefact
 
 
-def _resumed(config: RunConfig, run: RunFolder, live: Live, ranks: Ranks) -> Progress:
+def _resumed(config: RunConfig, run: RunFolder, live: TrainingState, ranks: Ranks) -> Progress:
     """From the newest good checkpoint here or in the mirror."""
-    mirror = mirror_of(config, run)
+    mirror = open_run_mirror(config, run)
     if mirror is not None and ranks.is_main:
-        fetch_newer(mirror, run, say)
+        fetch_newest_checkpoint(mirror, run, say)
     ranks.barrier()
     progress = resume(config.save, run, live)
     ranks.seed_other_ranks(config.train.seed, progress.step)
@@ -193,7 +195,7 @@ def _refuse_other_data(run: RunFolder, artefact: Artefact) -> None:
         )
 
 
-def _work(config: RunConfig, artefact: Artefact, ranks: Ranks) -> Work:
+def _work(config: RunConfig, artefact: Artefact, ranks: Ranks) -> MfuInputs:
     """For the meters: what a token costs, and what the cards could do. A token attends to its own document only."""
     import numpy as np
     import torch
@@ -204,7 +206,7 @@ def _work(config: RunConfig, artefact: Artefact, ranks: Ranks) -> Work:
     flops = subject_of(config).shape.flops_per_token(attended, frozen)
     cuda = ranks.device == "cuda"
     peak = peak_flops(torch.cuda.get_device_name(), str(config.train.precision)) if cuda else None
-    return Work(flops, None if peak is None else peak * ranks.world_size)
+    return MfuInputs(flops, None if peak is None else peak * ranks.world_size)
 
 
 def _length(config: RunConfig, artefact: Artefact) -> tuple[int, int | None]:

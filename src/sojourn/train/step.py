@@ -120,7 +120,7 @@ class Stepper:
             if engine.syncs_every_micro_batch
             else [batch for batch in batches if batch.targets]
         )
-        with engine.passes():
+        with engine.accumulate():
             for number, batch in enumerate(batches, 1):
                 part = self._part(batch, targets) if there is None else there
                 if part.requires_grad:  # else it is done already
@@ -128,7 +128,7 @@ class Stepper:
                 mean += part.detach_()  # whoever holds it holds no graph
                 there = None
         ranks.all_reduce(mean)
-        return torch.stack([mean, engine.clip(self.clip).to(mean)])
+        return torch.stack([mean, engine.clip_grad_norm(self.clip).to(mean)])
 
     def begin(self, batches: list[Batch]) -> Any:
         """The forward pass of the first of them that teaches anything; None where none does."""
@@ -154,14 +154,14 @@ class Stepper:
         """The update, if the device finds loss and norm to be numbers, and the loss not too high. The answer: loss,
         norm, and 1 where the weights have changed."""
         good = torch.isfinite(found).all() & (found[0].double() <= highest)
-        self.engine.update(good)
+        self.engine.optimizer_step(good)
         return Answer(torch.cat([found, good.to(found)[None]]))
 
     def update(self) -> None:
-        self.engine.update()
+        self.engine.optimizer_step()
 
     def discard(self) -> None:
-        self.engine.discard()
+        self.engine.discard_gradients()
 
     def step(self, batches: list[Batch]) -> tuple[float, float]:
         done = self.gradients(batches)

@@ -8,13 +8,13 @@ from typing import NoReturn
 from sojourn.errors import RunFailed, Stopped
 from sojourn.run.folder import RunFolder
 from sojourn.train.batcher import Prefetcher
-from sojourn.train.checkpoint.final_model import write_final
+from sojourn.train.checkpoint.final_model import write_final_model
 from sojourn.train.checkpoint.saving import Saver
 from sojourn.train.evaluation import Evaluator
 from sojourn.train.fault_tolerant_step import Done, FaultTolerantStep
-from sojourn.train.faults.guard import Abandoned, Guard
-from sojourn.train.faults.memory_pressure import Pressure
-from sojourn.train.faults.oom_fallback import NoRungLeft, OneRungDown
+from sojourn.train.faults.guard import Guard, Interrupted
+from sojourn.train.faults.memory_pressure import MemoryPressure
+from sojourn.train.faults.oom_fallback import NoFallbackLeft, OomFallback
 from sojourn.train.metrics.meters import Meters
 from sojourn.train.optim.optimizers import learning_rate
 from sojourn.train.session import Session
@@ -30,7 +30,7 @@ def run_steps(session: Session, guard: Guard) -> None:
               processes=stepper.ranks.world_size, parameters=sum(p.numel() for p in parameters),
               trained=sum(p.numel() for p in parameters if p.requires_grad))  # fmt: skip
     run.set_status("running", progress.step, total)
-    with Meters(run, config, total, progress.step, session.work) as meters:
+    with Meters(run, config, total, progress.step, session.mfu_inputs) as meters:
         saver = Saver(config, run, live, progress, total, len(session.artefact.train), meters.say)
         try:
             with Prefetcher(session.batches, total) as ahead:
@@ -38,13 +38,13 @@ def run_steps(session: Session, guard: Guard) -> None:
                 evaluator = Evaluator(config, run, session.artefact, stepper.engine, stepper.batcher)
                 _steps(session, guard, meters, saver, careful, evaluator)
             guard.save_seconds = saver.seconds
-            with guard.abandonable():
-                weights = stepper.engine.weights()
+            with guard.interruptible():
+                weights = stepper.engine.full_weights()
                 if stepper.ranks.is_main:
-                    write_final(stepper.network.model, weights, session.artefact, run.final, config)
-                    if saver.copies is not None:
-                        saver.copies.bring_home(run.final, run.best)
-        except Abandoned:
+                    write_final_model(stepper.network.model, weights, session.artefact, run.final, config)
+                    if saver.mirroring is not None:
+                        saver.mirroring.mirror_models(run.final, run.best)
+        except Interrupted:
             stop(run, guard.reason or "a signal", progress.step, total)
         finally:
             saver.close()
@@ -55,7 +55,7 @@ def _steps(
     session: Session, guard: Guard, meters: Meters, saver: Saver, careful: FaultTolerantStep, evaluator: Evaluator
 ) -> None:
     config, run, progress, total = session.config, session.run, session.progress, session.total
-    train, ranks, pressure = config.train, session.stepper.ranks, Pressure(session.stepper.batcher.device)
+    train, ranks, pressure = config.train, session.stepper.ranks, MemoryPressure(session.stepper.batcher.device)
     enough, first = None, progress.step
 
     def due_or_stopped() -> bool:
@@ -64,7 +64,7 @@ def _steps(
         why = guard.reason if progress.step == first else guard.should_stop()
         told, due = ranks.sum(why is not None, ranks.is_main and saver.due())
         if told and not session.ended:
-            raise Abandoned
+            raise Interrupted
         return due > 0
 
     try:
@@ -84,7 +84,7 @@ def _steps(
                 if due:
                     paused = True
                     saver.save()
-                saver.look()
+                saver.poll()
             if session.ended:
                 break
             if paused:
@@ -101,17 +101,17 @@ def _steps(
             if not done.skipped and (progress.step % every == 0 or progress.step == 1 or last):
                 epoch = progress.step * train.global_batch / len(session.artefact.train)
                 meters.log(progress.step, done.loss, rate, done.norm, epoch, guard.ledger.spent)
-                pressure.look(careful, saver)
+                pressure.check(careful, saver)
             warning = guard.warning()
             if warning is not None:
-                run.event("budget", says=warning)
+                run.event("budget", message=warning)
                 meters.say(f"warning: {warning}")
-    except Abandoned:
+    except Interrupted:
         _save_and_stop(session, guard, saver)
-    except OneRungDown as down:
+    except OomFallback as down:
         _keep(session, saver, down.clean)
-        raise OneRungDown(down.rung, down.clean) from None
-    except NoRungLeft as end:
+        raise OomFallback(down.fallback, down.clean) from None
+    except NoFallbackLeft as end:
         _keep(session, saver, end.clean)
         raise
     except OSError:  # the data can no longer be read; by this process, perhaps, and not by others
@@ -127,7 +127,7 @@ def _steps(
 
 def _keep(session: Session, saver: Saver, clean: bool) -> None:
     """What was trained before things went wrong."""
-    if clean and session.progress.step and session.live.is_sound():
+    if clean and session.progress.step and session.live.is_finite():
         saver.save(must=True)
         saver.finish()
 
@@ -146,7 +146,7 @@ def _save_and_stop(session: Session, guard: Guard, saver: Saver) -> NoReturn:
     _keep(session, saver, clean=True)
     saver.finish()
     session.stepper.ranks.barrier()  # who leaves first has torchrun kill the others
-    failed = saver.copies.failed if saver.copies is not None else None
+    failed = saver.mirroring.failed if saver.mirroring is not None else None
     stop(session.run, guard.reason or "another process", step, session.total, failed)
 
 

@@ -262,9 +262,9 @@ def _failure(error: BaseException) -> Found:
 def _is_memory(error: BaseException) -> bool:
     if not isinstance(error, (RuntimeError, MemoryError)):
         return False
-    from sojourn.train.faults.oom_fallback import is_memory_error
+    from sojourn.train.faults.oom_fallback import is_oom
 
-    return is_memory_error(error)
+    return is_oom(error)
 
 
 def task_file(task: Task) -> Path:

@@ -14,7 +14,15 @@ from sojourn.catalog.facts import DatasetFacts, datasets
 from sojourn.config.data import Source
 from sojourn.config.words import closest, plain, shown
 from sojourn.errors import UserError
-from sojourn.storage.hub_access import Say, absent, gated, hush, in_one_line, unreadable, why_offline
+from sojourn.storage.hub_access import (
+    Say,
+    absent,
+    gated,
+    hub_errors_as_user_errors,
+    offline_reason,
+    silence_logging,
+    unreadable,
+)
 
 _NAMED = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([^/\\:]+))?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -51,8 +59,8 @@ def open_table(source: Source, evaluation: bool = False, say: Say | None = None)
     """The data set a source names, downloaded on first use."""
     wanted, row = _wanted(source, evaluation)
     repo, split = wanted.path, str(wanted.split)
-    offline = why_offline(say)
-    with in_one_line(repo, f"datasets/{repo}", wanted.revision):
+    offline = offline_reason(say)
+    with hub_errors_as_user_errors(repo, f"datasets/{repo}", wanted.revision):
         builder = _from_cache(wanted, offline) if offline else _from_hub(wanted)
         try:
             table = builder.as_dataset(split=split)
@@ -71,10 +79,10 @@ def tokenizer_folder(model: str, revision: str | None = None, say: Say | None = 
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     model = model.removeprefix("hub:")
-    offline = why_offline(say)
-    hush(utils)
+    offline = offline_reason(say)
+    silence_logging(utils)
     files = [*_TOKENIZER.split(), "config.json", "generation_config.json"]
-    with in_one_line(model, model, revision):
+    with hub_errors_as_user_errors(model, model, revision):
         try:
             found = snapshot_download(model, revision=revision, allow_patterns=files, local_files_only=bool(offline))
         except LocalEntryNotFoundError:
@@ -112,7 +120,7 @@ def _from_hub(wanted: Source) -> Any:
     import datasets as library
     from huggingface_hub import HfApi, errors, hf_hub_download, utils
 
-    hush(library, utils)
+    silence_logging(library, utils)
     # Counting a download asks a host that is not the hub, and waits for it where it is closed.
     library.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     repo = wanted.path
@@ -154,7 +162,7 @@ def _from_cache(wanted: Source, offline: str) -> Any:
     from datasets.naming import camelcase_to_snakecase
     from datasets.packaged_modules.cache.cache import Cache
 
-    hush(library)
+    silence_logging(library)
     owner, name = wanted.path.split("/")
     home = Path(library.config.HF_DATASETS_CACHE).expanduser() / f"{owner}___{camelcase_to_snakecase(name)}"
     made = [p for p in home.glob("*/*/*") if _COMMIT.fullmatch(p.name) and (p / "dataset_info.json").is_file()]

@@ -17,7 +17,7 @@ from typing import Any
 
 from sojourn.errors import RunFailed, UserError
 from sojourn.storage import disk
-from sojourn.storage.files import read_json, read_text, remove_halves, sha256, write_json, write_text
+from sojourn.storage.files import read_json, read_text, remove_temporary_files, sha256, write_json, write_text
 from sojourn.storage.stage import staged
 from sojourn.train.checkpoint.safetensors_writer import write_tensors
 
@@ -45,7 +45,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Keep:
+class Retention:
     """Which checkpoints stay: the last few, that of the best step, and one every `milestones` steps."""
 
     last: int = 2
@@ -57,13 +57,13 @@ class Keep:
         return step in (self.best, self.busy) or (self.milestones is not None and step % self.milestones == 0)
 
 
-def save(folder: Path, checkpoint: Checkpoint, keep: Keep, min_free: int = 0) -> Path:
+def save(folder: Path, checkpoint: Checkpoint, keep: Retention, min_free: int = 0) -> Path:
     """Writes `checkpoint` under `folder` and returns its place; on failure nothing has changed."""
     target = folder / f"step-{checkpoint.step:08d}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _remove_stages(folder)
-        if target.exists() and find_fault(target) is None:
+        if target.exists() and find_damage(target) is None:
             tidy(folder, keep)
             return target
         _make_room(folder, checkpoint.size, min_free, keep)
@@ -73,7 +73,7 @@ def save(folder: Path, checkpoint: Checkpoint, keep: Keep, min_free: int = 0) ->
                 for part in PARTS
             }
             write_json(stage / "state.json", checkpoint.state)
-            manifest["state.json"] = facts_of(stage / "state.json")
+            manifest["state.json"] = file_digest(stage / "state.json")
             write_json(stage / MANIFEST, manifest)
         write_text(folder / "latest", target.name + "\n")
     except OSError as error:
@@ -85,8 +85,8 @@ def save(folder: Path, checkpoint: Checkpoint, keep: Keep, min_free: int = 0) ->
 
 def load(folder: Path, say: Any = None) -> tuple[Checkpoint, Path] | None:
     """The newest good checkpoint under `folder`, or None. Damaged ones are passed over, and `say` hears of each."""
-    for path in reversed(checkpoints_in(folder)):
-        fault = find_fault(path)
+    for path in reversed(list_checkpoints(folder)):
+        fault = find_damage(path)
         if fault is None:
             return _read(path), path
         if say is not None:
@@ -94,9 +94,9 @@ def load(folder: Path, say: Any = None) -> tuple[Checkpoint, Path] | None:
     return None
 
 
-def load_one(path: Path) -> Checkpoint:
+def load_path(path: Path) -> Checkpoint:
     """One checkpoint, by its folder."""
-    fault = find_fault(path)
+    fault = find_damage(path)
     if fault is not None:
         raise UserError(
             f"{path}: not a whole checkpoint ({fault}); leave save.resume at auto to continue from the newest good one"
@@ -104,7 +104,7 @@ def load_one(path: Path) -> Checkpoint:
     return _read(path)
 
 
-def find_fault(path: Path) -> str | None:
+def find_damage(path: Path) -> str | None:
     """What is wrong with a checkpoint, or None if every byte is as it was written."""
     manifest = read_json(path / MANIFEST)
     if not isinstance(manifest, dict) or not {f"{part}.safetensors" for part in PARTS} <= manifest.keys():
@@ -134,12 +134,12 @@ def _read(path: Path) -> Checkpoint:
 
 def cost_so_far(folder: Path) -> tuple[float, float]:
     """Seconds and money, as the newest checkpoint has them."""
-    there = checkpoints_in(folder)
+    there = list_checkpoints(folder)
     state = read_json(there[-1] / "state.json") if there else None
     return (float(state["seconds"]), float(state.get("money", 0.0))) if isinstance(state, dict) else (0.0, 0.0)
 
 
-def facts_of(file: Path) -> dict[str, Any]:
+def file_digest(file: Path) -> dict[str, Any]:
     """What the manifest says of a file."""
     return {"size": file.stat().st_size, "sha256": sha256(file)}
 
@@ -148,27 +148,27 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def checkpoints_in(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """Oldest first, by step number (not by time: copies reorder times)."""
     found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name) and path.is_dir()]
     return sorted(found, key=step_of)
 
 
-def tidy(folder: Path, keep: Keep) -> None:
+def tidy(folder: Path, keep: Retention) -> None:
     """Makes up for what a kill, or a full disk, left undone after a checkpoint was in place."""
     _remove_stages(folder)
-    for path in checkpoints_in(folder):
+    for path in list_checkpoints(folder):
         if not (path / MANIFEST).exists():  # its removal had begun
             remove(path)
-    there = checkpoints_in(folder)
+    there = list_checkpoints(folder)
     with contextlib.suppress(OSError):
         if there and read_text(folder / "latest") != f"{there[-1].name}\n":
             write_text(folder / "latest", f"{there[-1].name}\n")
     _prune(folder, keep)
 
 
-def _prune(folder: Path, keep: Keep) -> None:
-    for path in checkpoints_in(folder)[: -keep.last]:
+def _prune(folder: Path, keep: Retention) -> None:
+    for path in list_checkpoints(folder)[: -keep.last]:
         if not keep.always(step_of(path)):
             remove(path)
 
@@ -183,22 +183,22 @@ def remove(path: Path) -> None:
 def _remove_stages(folder: Path) -> None:
     for stage in [*folder.glob(".stage-*"), *folder.glob(".old-*")]:
         disk.remove_folder(stage)
-    remove_halves(folder)
+    remove_temporary_files(folder)
 
 
-def _make_room(folder: Path, needed: int, min_free: int, keep: Keep) -> None:
+def _make_room(folder: Path, needed: int, min_free: int, keep: Retention) -> None:
     """On a disk that is nearly full older checkpoints go early, but never the newest good one."""
     while shutil.disk_usage(folder).free < needed + min_free:
-        there = checkpoints_in(folder)
-        good = next((path for path in reversed(there) if find_fault(path) is None), None)
+        there = list_checkpoints(folder)
+        good = next((path for path in reversed(there) if find_damage(path) is None), None)
         spare = [path for path in there if path != good and not keep.always(step_of(path))]
         if good is None or not spare:
             break
         remove(spare[0])
-    check_room(folder, needed, min_free)
+    check_free_space(folder, needed, min_free)
 
 
-def check_room(folder: Path, needed: int, min_free: int) -> None:
+def check_free_space(folder: Path, needed: int, min_free: int) -> None:
     """Refuses before anything is written, or trained, what the disk cannot hold."""
     free = shutil.disk_usage(folder).free
     if free < needed + min_free:

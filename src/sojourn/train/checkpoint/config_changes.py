@@ -52,7 +52,7 @@ def refuse_harmful_changes(begun: RunConfig, config: RunConfig, run: RunFolder) 
         for key in sorted(before.keys() | now.keys())
         if before.get(key) not in (now.get(key), "auto")
     }
-    moved = {"model.base"} if base_mark(config) == (read_json(run.environment) or {}).get("base") else set()
+    moved = {"model.base"} if base_fingerprint(config) == (read_json(run.environment) or {}).get("base") else set()
     harmful = [key for key in changed if key.split(".")[0] in _DECISIVE and key not in _HARMLESS | moved]
     if harmful:
         told = "; ".join(f"{key} was {changed[key][0]}, now {changed[key][1]}" for key in harmful[:3])
@@ -64,13 +64,13 @@ def refuse_harmful_changes(begun: RunConfig, config: RunConfig, run: RunFolder) 
         run.event("changed", key=key, before=old, now=new)
 
 
-def nothing_changed(begun: RunConfig, config: RunConfig) -> bool:
+def requests_no_change(begun: RunConfig, config: RunConfig) -> bool:
     """Whether a configuration as typed asks for nothing else than the one that a run was begun with, resolved."""
     before, now = flat(dump(begun)), flat(dump(config))
     return all(value in ("auto", before.get(key)) for key, value in now.items())
 
 
-def base_mark(config: RunConfig) -> str | None:
+def base_fingerprint(config: RunConfig) -> str | None:
     """What tells one base model from another wherever it lies: its settings and its files' names and sizes."""
     base = config.model.base
     if base is None or not Path(base).exists():

@@ -17,7 +17,7 @@ from sojourn.storage.disk import sync_file
 from sojourn.storage.stage import staged
 
 
-def write_final(model: Any, weights: dict[str, Any], artefact: Artefact, folder: Path, config: RunConfig) -> None:
+def write_final_model(model: Any, weights: dict[str, Any], artefact: Artefact, folder: Path, config: RunConfig) -> None:
     """`weights`: what was trained, whole. They go into the folder in the precision of the training (16-bit where it
     was), with tokenizer, template and stop tokens."""
     try:

@@ -12,13 +12,13 @@ from sojourn.errors import RunFailed, UserError
 from sojourn.machine.platform import detect, survives
 from sojourn.run.folder import RunFolder
 from sojourn.storage.mirror import Mirror, open_mirror
-from sojourn.train.checkpoint.checkpoint import Keep, checkpoints_in, step_of
+from sojourn.train.checkpoint.checkpoint import Retention, list_checkpoints, step_of
 
 _FIRST = ("run.yaml", "environment.json")  # without these a run cannot be continued
 _BESIDE = (*_FIRST, "ledger.json", "ladder.json", "metrics.jsonl", "events.jsonl", "trackers.json")
 
 
-def mirror_of(config: RunConfig, run: RunFolder) -> Mirror | None:
+def open_run_mirror(config: RunConfig, run: RunFolder) -> Mirror | None:
     """A drive that is not mounted must not be taken for an empty one, and filled up on the system's disk."""
     text = config.save.mirror
     if text is None:
@@ -39,19 +39,19 @@ def mirror_warning(config: RunConfig) -> str | None:
     return f"save.mirror: {text} does not outlive a stop on {detect().facts.title}; choose another place"
 
 
-class Copies:
+class Mirroring:
     """The newest checkpoint that waits is copied next; one that a newer overtakes is left out."""
 
     def __init__(self, mirror: Mirror, run: RunFolder, say: Callable[[str], None]) -> None:
         self._mirror, self._run, self._say = mirror, run, say
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mirror")
         self._under_way: Future[None] | None = None
-        self._waiting: tuple[Path, Keep] | None = None
+        self._waiting: tuple[Path, Retention] | None = None
         self.busy: int | None = None
         self.seconds = 0.0
         self.failed: str | None = None
 
-    def add(self, checkpoint: Path, keep: Keep) -> None:
+    def add(self, checkpoint: Path, keep: Retention) -> None:
         self._waiting = checkpoint, keep
         self._next()
 
@@ -61,7 +61,7 @@ class Copies:
             self.busy = step_of(checkpoint)
             self._under_way = self._thread.submit(self._copy, checkpoint, keep)
 
-    def _copy(self, checkpoint: Path, keep: Keep) -> None:
+    def _copy(self, checkpoint: Path, keep: Retention) -> None:
         began = time.monotonic()
         try:
             self._mirror.put(checkpoint, f"checkpoints/{checkpoint.name}")
@@ -81,7 +81,7 @@ class Copies:
 
     def _failed(self, what: str, error: RunFailed) -> None:
         self.failed = str(error)
-        self._run.event("mirror_failed", path=what, says=str(error))
+        self._run.event("mirror_failed", path=what, message=str(error))
         self._say(f"warning: {what} could not be mirrored: {error}; tried again with the next checkpoint")
 
     def _put_beside(self) -> None:
@@ -95,7 +95,7 @@ class Copies:
             self._under_way.result()
             self._next()
 
-    def bring_home(self, *folders: Path) -> None:
+    def mirror_models(self, *folders: Path) -> None:
         """The model itself, at the end; then what is to be read beside it."""
         self.finish()
         for folder in folders:
@@ -110,7 +110,7 @@ class Copies:
         self._thread.shutdown(wait=True)
 
 
-def fetch_beginnings(mirror: Mirror, run: RunFolder) -> None:
+def fetch_run_files(mirror: Mirror, run: RunFolder) -> None:
     """On a new machine: the run's own files, if the mirror has any, before anything else looks at them."""
     if run.exists() or not mirror.names("checkpoints"):
         return
@@ -122,9 +122,9 @@ def fetch_beginnings(mirror: Mirror, run: RunFolder) -> None:
                 raise
 
 
-def fetch_newer(mirror: Mirror, run: RunFolder, say: Callable[[str], None]) -> None:
+def fetch_newest_checkpoint(mirror: Mirror, run: RunFolder, say: Callable[[str], None]) -> None:
     """The mirror's newest good checkpoint, if it is further than any here."""
-    here = max(map(step_of, checkpoints_in(run.checkpoints)), default=-1)
+    here = max(map(step_of, list_checkpoints(run.checkpoints)), default=-1)
     for name in reversed(mirror.names("checkpoints")):
         if step_of(Path(name)) <= here:
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-def random_tensors() -> dict[str, Any]:
+def get_rng_state() -> dict[str, Any]:
     import torch
 
     states = {"cpu": torch.get_rng_state()}
@@ -16,7 +16,7 @@ def random_tensors() -> dict[str, Any]:
     return states
 
 
-def restore_random(states: dict[str, Any]) -> None:
+def set_rng_state(states: dict[str, Any]) -> None:
     """What this machine has no generator for is left out: the run may have moved."""
     import torch
 

@@ -15,14 +15,22 @@ from sojourn.config.schema import RunConfig, SaveConfig
 from sojourn.errors import RunFailed, UserError
 from sojourn.model.weights import are_numbers
 from sojourn.run.folder import RunFolder
-from sojourn.train.checkpoint.checkpoint import Checkpoint, Keep, load, load_one, save, tidy
-from sojourn.train.checkpoint.mirroring import Copies, mirror_of
-from sojourn.train.checkpoint.rng_state import random_tensors, restore_random
+from sojourn.train.checkpoint.checkpoint import Checkpoint, Retention, load, load_path, save, tidy
+from sojourn.train.checkpoint.mirroring import Mirroring, open_run_mirror
+from sojourn.train.checkpoint.rng_state import get_rng_state, set_rng_state
 from sojourn.train.checkpoint.snapshot import Snapshots
 from sojourn.train.distributed.engine import Engine
-from sojourn.train.faults.oom_fallback import is_memory_error
+from sojourn.train.faults.oom_fallback import is_oom
 
 Say = Callable[[str], None]
+
+_OLD_FIELDS = {  # of state.json, as older versions wrote them
+    "worse": "evaluations_without_improvement",
+    "assessed": "evaluated_step",
+    "recent": "recent_losses",
+    "bad": "bad_steps",
+    "skip": "skipped_steps",
+}
 
 
 @dataclass
@@ -39,11 +47,11 @@ class Progress:
     money: float = 0.0
     best_loss: float | None = None
     best_step: int = 0
-    worse: int = 0
-    assessed: int = 0
-    recent: list[float] = field(default_factory=list)
-    bad: int = 0
-    skip: list[int] = field(default_factory=list)
+    evaluations_without_improvement: int = 0
+    evaluated_step: int = 0
+    recent_losses: list[float] = field(default_factory=list)
+    bad_steps: int = 0
+    skipped_steps: list[int] = field(default_factory=list)
 
     def is_best(self, loss: float) -> bool:
         return math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss)
@@ -51,11 +59,11 @@ class Progress:
     def note(self, loss: float, kept: bool = True) -> None:
         """Takes note of this step's held-out loss. If its model could not be `kept`, the one before stays the best:
         `best_step` is what `best/` holds."""
-        self.assessed = self.step
+        self.evaluated_step = self.step
         if not self.is_best(loss):
-            self.worse += 1
+            self.evaluations_without_improvement += 1
             return
-        self.worse = 0
+        self.evaluations_without_improvement = 0
         if kept:
             self.best_loss, self.best_step = loss, self.step
 
@@ -66,13 +74,13 @@ class Saved:
 
     step: int
     place: Path
-    keep: Keep
+    keep: Retention
     stalled: float
     seconds: float
 
 
 @dataclass(frozen=True)
-class Live:
+class TrainingState:
     """The things in memory that a checkpoint holds a copy of."""
 
     engine: Engine
@@ -80,36 +88,37 @@ class Live:
     def checkpoint(self, progress: Progress) -> Checkpoint:
         engine = self.engine
         state = {**asdict(progress), "seconds": round(progress.seconds, 3), "scaler": engine.scaler.state_dict()}
-        return Checkpoint(engine.weights(), engine.moments(), random_tensors(), state)
+        return Checkpoint(engine.full_weights(), engine.full_optimizer_states(), get_rng_state(), state)
 
-    def is_sound(self) -> bool:
+    def is_finite(self) -> bool:
         """Whether all that would be saved are numbers, in all processes; moments kept on the host would take too long
         to read."""
         here = next(iter(self.engine.network.model.parameters())).device
-        return not self.engine.ranks.any(not are_numbers(t for t in self.engine.held() if t.device == here))
+        return not self.engine.ranks.any(not are_numbers(t for t in self.engine.local_states() if t.device == here))
 
     def restore(self, found: Checkpoint, begun_elsewhere: bool = False) -> Progress:
         """`begun_elsewhere`: by another run, which paid for itself, perhaps with another optimizer, whose state then
         means nothing here."""
         engine = self.engine
-        engine.load(found.model)
-        if begun_elsewhere and not engine.optimizer.fits(found.optimizer):
+        engine.load_full_weights(found.model)
+        if begun_elsewhere and not engine.optimizer.matches(found.optimizer):
             print("note: another optimizer than before, so its state begins anew", flush=True)
         else:
-            engine.load_moments(found.optimizer)
+            engine.load_optimizer_states(found.optimizer)
         if found.state["scaler"]:
             engine.scaler.load_state_dict(found.state["scaler"])
-        restore_random(found.random)
+        set_rng_state(found.random)
         known = {field.name for field in fields(Progress)} - ({"seconds", "money"} if begun_elsewhere else set())
-        return Progress(**{key: value for key, value in found.state.items() if key in known})
+        state = {_OLD_FIELDS.get(key, key): value for key, value in found.state.items()}
+        return Progress(**{key: value for key, value in state.items() if key in known})
 
 
-def resume(how: SaveConfig, run: RunFolder, live: Live) -> Progress:
+def resume(how: SaveConfig, run: RunFolder, live: TrainingState) -> Progress:
     """Puts everything back to the checkpoint to continue from; a fresh run starts at 0."""
 
     def warn(line: str) -> None:
         print(f"warning: {line}", flush=True)
-        run.event("damaged", says=line)
+        run.event("damaged", message=line)
 
     newest = load(run.checkpoints, warn)
     if how.resume != "auto":
@@ -136,7 +145,7 @@ def _start(path: Path, warn: Say) -> tuple[Checkpoint, Path]:
             raise UserError(f"{path}: this run has no checkpoint to begin from; leave out --fork or save.resume")
         return newest
     named = _named(path)
-    return load_one(named), named
+    return load_path(named), named
 
 
 def _named(path: Path) -> Path:
@@ -152,20 +161,27 @@ class Saver:
     """Saves by steps, by epochs and by time, whichever comes first; in a thread, from a copy, where memory allows."""
 
     def __init__(
-        self, config: RunConfig, run: RunFolder, live: Live, progress: Progress, total: int, epoch_rows: int, say: Say
+        self,
+        config: RunConfig,
+        run: RunFolder,
+        live: TrainingState,
+        progress: Progress,
+        total: int,
+        epoch_rows: int,
+        say: Say,
     ) -> None:
         self._config, self._run, self._live, self._progress = config, run, live, progress
         self._total, self._epoch_rows, self._say = total, epoch_rows, say
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
         self._snapshots: Snapshots | None = Snapshots()
         self._under_way: Future[Saved] | None = None
-        mirror = mirror_of(config, run)
-        self.copies = None if mirror is None else Copies(mirror, run, say)
+        mirror = open_run_mirror(config, run)
+        self.mirroring = None if mirror is None else Mirroring(mirror, run, say)
         self._last_try = self._last_good = time.monotonic()
         self._last_step = progress.step
         self._trouble: str | None = None
         self._longest = 0.0
-        if not run.silent and run.checkpoints.is_dir():
+        if run.is_main_process and run.checkpoints.is_dir():
             tidy(run.checkpoints, self._keep(progress.best_step))
 
     def due(self) -> bool:
@@ -182,12 +198,12 @@ class Saver:
     @property
     def seconds(self) -> float:
         """What a save takes at worst, with the copy into the mirror."""
-        return self._longest + (self.copies.seconds if self.copies is not None else 0.0)
+        return self._longest + (self.mirroring.seconds if self.mirroring is not None else 0.0)
 
     def save(self, must: bool = False) -> None:
         """A save that fails is told and tried again at the next interval, unless it `must` succeed."""
         engine = self._live.engine
-        if self._run.silent and not engine.syncs_every_micro_batch:
+        if not self._run.is_main_process and not engine.syncs_every_micro_batch:
             return
         if must or self._config.save.every_steps is not None:  # the steps that were asked for, all of them
             self._hear(wait=True)
@@ -196,16 +212,18 @@ class Saver:
             return
         self._last_try = time.monotonic()
         checkpoint = self._live.checkpoint(self._progress)  # of cut weights: by all processes
-        if self._run.silent:
+        if not self._run.is_main_process:
             return
-        copy = checkpoint if engine.copies else None if self._snapshots is None else self._snapshots.take(checkpoint)
+        copy = checkpoint if engine.gathers_copies else None
+        if copy is None and self._snapshots is not None:
+            copy = self._snapshots.take(checkpoint)
         self._under_way = self._thread.submit(self._write, copy or checkpoint, self._last_try)
         if copy is None or must:
             self._hear(wait=True, must=must)
 
-    def _keep(self, best_step: int) -> Keep:
-        how, busy = self._config.save, self.copies.busy if self.copies is not None else None
-        return Keep(how.keep, best_step or None, how.milestones, busy)
+    def _keep(self, best_step: int) -> Retention:
+        how, busy = self._config.save, self.mirroring.busy if self.mirroring is not None else None
+        return Retention(how.keep, best_step or None, how.milestones, busy)
 
     def _write(self, checkpoint: Checkpoint, began: float) -> Saved:
         how, keep = self._config.save, self._keep(checkpoint.state["best_step"])
@@ -213,13 +231,13 @@ class Saver:
         try:
             place = save(self._run.checkpoints, checkpoint, keep, int(how.min_free))
         except (RuntimeError, MemoryError) as error:
-            if not is_memory_error(error):
+            if not is_oom(error):
                 raise
             why = "the host's memory is full"
             raise RunFailed(f"the checkpoint of step {checkpoint.step} could not be written: {why}") from error
         return Saved(checkpoint.step, place, keep, stalled, time.monotonic() - began)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Hears of a save that has ended meanwhile, and stops a run of which too much would be lost."""
         self._hear(wait=False)
         risk = time.monotonic() - self._last_good
@@ -238,7 +256,7 @@ class Saver:
             saved = ended.result()
         except RunFailed as error:
             self._trouble = str(error)
-            self._run.event("save_failed", step=self._progress.step, says=str(error))
+            self._run.event("save_failed", step=self._progress.step, message=str(error))
             if must:
                 raise
             self._say(f"warning: {error}; training goes on and saving is tried again later")
@@ -248,10 +266,10 @@ class Saver:
         self._run.event("saved", step=saved.step, seconds=round(saved.seconds, 3), stalled=round(saved.stalled, 3),
                         path=saved.place.name)  # fmt: skip
         self._run.set_status("running", saved.step, self._total)
-        if self.copies is not None:
-            self.copies.add(saved.place, saved.keep)
+        if self.mirroring is not None:
+            self.mirroring.add(saved.place, saved.keep)
 
-    def in_place(self) -> None:
+    def disable_snapshots(self) -> None:
         """From now on without a copy in the host's memory, which is short."""
         self._hear(wait=True)
         self._snapshots = None
@@ -259,10 +277,10 @@ class Saver:
     def finish(self) -> None:
         """Everything is on disk, and in the mirror, when this returns."""
         self._hear(wait=True)
-        if self.copies is not None:
-            self.copies.finish()
+        if self.mirroring is not None:
+            self.mirroring.finish()
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
-        if self.copies is not None:
-            self.copies.close()
+        if self.mirroring is not None:
+            self.mirroring.close()

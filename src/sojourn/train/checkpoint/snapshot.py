@@ -6,7 +6,7 @@ from typing import Any
 
 from sojourn.machine.hardware import memory
 from sojourn.train.checkpoint.checkpoint import PARTS, Checkpoint
-from sojourn.train.faults.oom_fallback import is_memory_error
+from sojourn.train.faults.oom_fallback import is_oom
 
 _SPARE = 0.1  # of the host's memory stays free
 _PINNED = 1.5  # torch rounds pinned pieces up
@@ -29,7 +29,7 @@ class Snapshots:
         try:
             return self._copied(checkpoint)
         except (RuntimeError, MemoryError) as error:  # pinned memory may be shorter than the host's
-            if not is_memory_error(error):
+            if not is_oom(error):
                 raise
         self._places = {}
         return None

@@ -14,13 +14,13 @@ from typing import Any
 from sojourn.errors import RunFailed
 from sojourn.run.folder import RunFolder
 from sojourn.storage.stage import staged
-from sojourn.train.checkpoint.checkpoint import checkpoints_in, find_fault, step_of
+from sojourn.train.checkpoint.checkpoint import find_damage, list_checkpoints, step_of
 from sojourn.train.ranks import Ranks
 
 _PIECE = 64 << 20
 
 
-def level(run: RunFolder, ranks: Ranks, say: Any) -> None:
+def sync_checkpoint(run: RunFolder, ranks: Ranks, say: Any) -> None:
     """Every machine's folder of this run has the newest good checkpoint of all when this returns."""
     if ranks.world_size == 1:
         return
@@ -43,7 +43,7 @@ def level(run: RunFolder, ranks: Ranks, say: Any) -> None:
 
 
 def _newest(folder: Path) -> Path | None:
-    return next((path for path in reversed(checkpoints_in(folder)) if find_fault(path) is None), None)
+    return next((path for path in reversed(list_checkpoints(folder)) if find_damage(path) is None), None)
 
 
 def _send(run: RunFolder, ranks: Ranks, source: int, listed: list[tuple[str, int]], writes: bool) -> None:
@@ -60,7 +60,7 @@ def _send(run: RunFolder, ranks: Ranks, source: int, listed: list[tuple[str, int
     with staged(target) as stage:
         for name, size in sealed:
             _write(stage / Path(name).name, _pieces(run.path / name, size, ranks, source), True)
-        if find_fault(stage) is not None:
+        if find_damage(stage) is not None:
             raise RunFailed(f"{target}: arrived damaged from another machine; run the same command again")
 
 

@@ -46,7 +46,7 @@ class Ddp(Engine):
                 parameter.register_post_accumulate_grad_hook(lambda _, of=bucket: self._filled(of))
 
     @contextmanager
-    def passes(self) -> Iterator[None]:
+    def accumulate(self) -> Iterator[None]:
         for bucket in self._buckets:
             bucket.empty()
             bucket.lacks = len(bucket.parameters)

@@ -21,7 +21,7 @@ from sojourn.model.network import Network
 from sojourn.model.weights import check_fit, weights
 from sojourn.train.distributed.ds_config import filled, usual
 from sojourn.train.distributed.engine import Engine
-from sojourn.train.distributed.root_module import Root
+from sojourn.train.distributed.root_module import RootModule
 from sojourn.train.optim.optimizers import Optimizer
 from sojourn.train.ranks import Ranks
 
@@ -46,7 +46,7 @@ def open_deepspeed(config: RunConfig, network: Network, scaler: Any, ranks: Rank
     stage = settings["zero_optimization"]["stage"]
     _refuse(config, stage)
     train = config.train.model_copy(update={"offload": "off"})  # it offloads by itself
-    optimizer, root = Optimizer(network.model, train, ranks.device), Root(network)
+    optimizer, root = Optimizer(network.model, train, ranks.device), RootModule(network)
     if stage == 3:  # its weight is used without its forward
         deepspeed.zero.register_external_parameter(root, network.plain.get_output_embeddings().weight)
     os.environ.setdefault("LOCAL_RANK", str(ranks.local_rank))  # it insists
@@ -81,7 +81,7 @@ def _refuse(config: RunConfig, stage: int) -> None:
 
 class DeepSpeed(Engine):
     syncs_every_micro_batch = True
-    copies = True
+    gathers_copies = True
 
     def __init__(
         self, made: Any, network: Network, optimizer: Optimizer, scaler: Any, ranks: Ranks, scaled: bool
@@ -93,7 +93,7 @@ class DeepSpeed(Engine):
         self._make_state()
 
     @property
-    def scaled(self) -> bool:
+    def uses_loss_scaling(self) -> bool:
         return self._scaled
 
     def run(self, work: Callable[[], T]) -> T:
@@ -101,7 +101,7 @@ class DeepSpeed(Engine):
         return made
 
     @contextmanager
-    def passes(self) -> Iterator[None]:
+    def accumulate(self) -> Iterator[None]:
         self._made.set_gradient_accumulation_boundary(False)
         yield
 
@@ -109,7 +109,7 @@ class DeepSpeed(Engine):
         self._made.set_gradient_accumulation_boundary(last)
         self._made.backward(loss * self.ranks.world_size)  # it averages, and a sum is wanted
 
-    def clip(self, most: float) -> Any:
+    def clip_grad_norm(self, max_norm: float) -> Any:
         """The norm only: clipping is part of its update."""
         zero = self._zero
         if hasattr(zero, "scaled_global_norm"):
@@ -119,10 +119,10 @@ class DeepSpeed(Engine):
         norm = norm.detach().float() / float(zero.loss_scale)
         return torch.where(norm >= 0, norm, torch.full_like(norm, torch.nan))  # below 0 it means: no number
 
-    def update(self, good: Any = None) -> None:
+    def optimizer_step(self, good: Any = None) -> None:
         self._made.step()
 
-    def discard(self) -> None:
+    def discard_gradients(self) -> None:
         zero = self._zero
         if hasattr(zero, "_overflow_clean_up"):
             zero._overflow_clean_up(zero.loss_scale)
@@ -139,11 +139,11 @@ class DeepSpeed(Engine):
         for group in self._zero.param_groups:
             group["lr"] = rate
 
-    def held(self) -> Iterable[Any]:
+    def local_states(self) -> Iterable[Any]:
         partitions = getattr(self._zero, "single_partition_of_fp32_groups", None)
         return list(self._zero.fp32_partitioned_groups_flat if partitions is None else partitions)
 
-    def weights(self) -> dict[str, Any]:
+    def full_weights(self) -> dict[str, Any]:
         from deepspeed.utils import safe_get_full_fp32_param
 
         buffers = dict(self.network.model.named_buffers())
@@ -152,7 +152,7 @@ class DeepSpeed(Engine):
             for name in self._names()
         )
 
-    def moments(self) -> dict[str, Any]:
+    def full_optimizer_states(self) -> dict[str, Any]:
         from deepspeed.utils import safe_get_full_optimizer_state
 
         found = self._gathered(
@@ -172,7 +172,7 @@ class DeepSpeed(Engine):
         """Whole tensors, one after another, in the first process's host memory."""
         return {name: t.detach().to("cpu", copy=True) for name, t in tensors if self.ranks.is_main}
 
-    def load(self, tensors: dict[str, Any]) -> None:
+    def load_full_weights(self, tensors: dict[str, Any]) -> None:
         import deepspeed
         from deepspeed.utils import safe_set_full_fp32_param
 
@@ -189,7 +189,7 @@ class DeepSpeed(Engine):
                     place.data.copy_(tensor)
                 safe_set_full_fp32_param(place, tensor.to(self.ranks.device))
 
-    def load_moments(self, tensors: dict[str, Any]) -> None:
+    def load_optimizer_states(self, tensors: dict[str, Any]) -> None:
         from deepspeed.utils import safe_set_full_optimizer_state
 
         if not tensors:
@@ -205,7 +205,7 @@ class DeepSpeed(Engine):
         """The places for the moments. It would make them group by group in its first update, and then know only the
         first group's by name."""
         zero = self._zero
-        for flat in self.held():
+        for flat in self.local_states():
             state = zero.optimizer.state[flat]
             if not state:
                 state.update({key: torch.zeros_like(flat) for key in _MOMENTS})

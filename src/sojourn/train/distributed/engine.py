@@ -34,7 +34,7 @@ class Engine:
         return work()
 
     @contextmanager
-    def passes(self) -> Iterator[None]:
+    def accumulate(self) -> Iterator[None]:
         """Around the passes of a step. If memory runs out in one process, it does in all, if they can agree."""
         with nullcontext() if self.syncs_every_micro_batch else self.ranks.raise_oom_on_all_ranks():
             yield
@@ -43,20 +43,20 @@ class Engine:
         """Adds to the gradients; `last`: of this step."""
         self.scaler.scale(loss).backward()
 
-    def clip(self, most: float) -> Any:
-        """The norm of the whole gradient, which is no longer than `most` afterwards."""
+    def clip_grad_norm(self, max_norm: float) -> Any:
+        """The norm of the whole gradient, which is no longer than `max_norm` afterwards."""
         self.scaler.unscale_(self.optimizer.torch)
         grads = [parameter.grad for parameter in self.optimizer.parameters if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads)
-        if most:
-            self._shorten(norm, most)
+        if max_norm:
+            self._clip(norm, max_norm)
         return norm
 
-    def _shorten(self, norm: Any, most: float) -> None:
-        if self.optimizer.shortens and not self.scaler.is_enabled():
-            self.optimizer.torch.grad_scale = ((norm + 1e-6) / most).clamp(min=1.0)  # which its kernel divides by
+    def _clip(self, norm: Any, max_norm: float) -> None:
+        if self.optimizer.fuses_clipping and not self.scaler.is_enabled():
+            self.optimizer.torch.grad_scale = ((norm + 1e-6) / max_norm).clamp(min=1.0)  # which its kernel divides by
         else:
-            torch.nn.utils.clip_grads_with_norm_(self.optimizer.parameters, most, norm)
+            torch.nn.utils.clip_grads_with_norm_(self.optimizer.parameters, max_norm, norm)
 
     @property
     def has_direct_gradients(self) -> bool:
@@ -66,9 +66,9 @@ class Engine:
     @property
     def supports_async_step(self) -> bool:
         """Whether `update` can leave it to the device to see if a step is good, instead of waiting for the answer."""
-        return self.has_direct_gradients and self.optimizer.shortens and bool(self.optimizer.torch.state)
+        return self.has_direct_gradients and self.optimizer.fuses_clipping and bool(self.optimizer.torch.state)
 
-    def update(self, good: Any = None) -> None:
+    def optimizer_step(self, good: Any = None) -> None:
         """One step of the optimizer, if there is anything to learn from; `good`: and if this turns out to be true."""
         with self.ranks.raise_oom_on_all_ranks():
             if any(parameter.grad is not None for parameter in self.optimizer.parameters):
@@ -78,37 +78,37 @@ class Engine:
                 self.scaler.update()
         self.optimizer.zero_grad()
 
-    def discard(self) -> None:
+    def discard_gradients(self) -> None:
         """Throws the gradients away, and what the scaler has noted of them."""
         self.optimizer.zero_grad()
         if self.scaler.is_enabled():
             self.scaler._per_optimizer_states.clear()
 
     @property
-    def scaled(self) -> bool:
+    def uses_loss_scaling(self) -> bool:
         """Whether infinite gradients are the scaler's everyday business."""
         return bool(self.scaler.is_enabled())
 
     def set_learning_rate(self, rate: float) -> None:
         self.optimizer.set_learning_rate(rate)
 
-    def held(self) -> Iterable[Any]:
+    def local_states(self) -> Iterable[Any]:
         """What this process holds of weights and moments."""
-        return [*weights(self.network.model).values(), *self.optimizer.tensors().values()]
+        return [*weights(self.network.model).values(), *self.optimizer.state_tensors().values()]
 
-    def weights(self) -> dict[str, Any]:
+    def full_weights(self) -> dict[str, Any]:
         """Whole, by name, where they are to be written. All processes must ask together."""
         return weights(self.network.model)
 
-    def moments(self) -> dict[str, Any]:
+    def full_optimizer_states(self) -> dict[str, Any]:
         """The optimizer's state, likewise."""
-        return self.optimizer.tensors()
+        return self.optimizer.state_tensors()
 
-    copies = False  # whether the two above are copies already
+    gathers_copies = False  # whether the two above are copies already
 
-    def load(self, tensors: dict[str, Any]) -> None:
+    def load_full_weights(self, tensors: dict[str, Any]) -> None:
         """Puts whole weights back, each process its share."""
         load_weights(self.network.model, tensors)
 
-    def load_moments(self, tensors: dict[str, Any]) -> None:
-        self.optimizer.load_tensors(tensors)
+    def load_optimizer_states(self, tensors: dict[str, Any]) -> None:
+        self.optimizer.load_state_tensors(tensors)

@@ -22,14 +22,14 @@ from sojourn.model.layers import blocks
 from sojourn.model.network import Network
 from sojourn.model.weights import check_fit, weights
 from sojourn.train.distributed.engine import Engine
-from sojourn.train.distributed.root_module import Root
+from sojourn.train.distributed.root_module import RootModule
 from sojourn.train.optim.optimizers import Optimizer
 from sojourn.train.ranks import Ranks
 
 T = TypeVar("T")
 
 
-def shard(network: Network, config: RunConfig, ranks: Ranks, from_first: bool) -> Root:
+def shard(network: Network, config: RunConfig, ranks: Ranks, from_first: bool) -> RootModule:
     """Cuts the network, block by block, so that no device ever holds more than one block and the rest in full.
 
     `from_first`: only the first process has read the weights; the others have room for them.
@@ -47,13 +47,13 @@ def shard(network: Network, config: RunConfig, ranks: Ranks, from_first: bool) -
     for block in blocks(network.plain):
         _arrive(block, ranks, from_first)
         fully_shard(block, mp_policy=policy, reshard_after_forward=reshard, **common)
-    root = Root(network)
+    root = RootModule(network)
     _arrive(root, ranks, from_first)
     fully_shard(root, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), reshard_after_forward=False, **common)
     return root
 
 
-def cut_again(root: Root) -> None:
+def reshard(root: RootModule) -> None:
     """After a pass that no backward follows: what stayed gathered would be taken for the weights."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
@@ -81,7 +81,7 @@ def local(parameter: Any) -> Any:
     return torch.nn.Parameter(parameter.to_local(), requires_grad=True) if isinstance(parameter, DTensor) else parameter
 
 
-def refuse_what_cannot_be_cut(config: RunConfig) -> None:
+def refuse_unsupported(config: RunConfig) -> None:
     train, method = config.train, config.method
     if train.optimizer != "adamw":
         raise UserError(
@@ -94,9 +94,9 @@ def refuse_what_cannot_be_cut(config: RunConfig) -> None:
 
 class Fsdp(Engine):
     syncs_every_micro_batch = True
-    copies = True
+    gathers_copies = True
 
-    def __init__(self, root: Root, network: Network, optimizer: Optimizer, scaler: Any, ranks: Ranks) -> None:
+    def __init__(self, root: RootModule, network: Network, optimizer: Optimizer, scaler: Any, ranks: Ranks) -> None:
         super().__init__(network, optimizer, scaler, ranks)
         self._root = root
         named = dict(network.model.named_parameters())
@@ -105,13 +105,13 @@ class Fsdp(Engine):
     def run(self, work: Callable[[], T]) -> T:
         made: T = self._root(work)
         if not torch.is_grad_enabled():
-            cut_again(self._root)  # after a backward it happens by itself
+            reshard(self._root)  # after a backward it happens by itself
         return made
 
     def backward(self, loss: Any, last: bool) -> None:
         super().backward(loss * self.ranks.world_size, last)  # the shards are averaged, and a sum is wanted
 
-    def clip(self, most: float) -> Any:
+    def clip_grad_norm(self, max_norm: float) -> Any:
         ours = self.optimizer.parameters
         for parameter, shard_ in zip(self._cut, ours, strict=True):
             shard_.grad = None if parameter.grad is None else parameter.grad.to_local()
@@ -125,18 +125,18 @@ class Fsdp(Engine):
         square = norm.to(self.ranks.device).double().square()
         self.ranks.all_reduce(square)
         norm = square.sqrt().float()
-        if most and ours:
-            self._shorten(norm.to(ours[0].device), most)
+        if max_norm and ours:
+            self._clip(norm.to(ours[0].device), max_norm)
         return norm
 
-    def update(self, good: Any = None) -> None:
+    def optimizer_step(self, good: Any = None) -> None:
         if any(parameter.grad is not None for parameter in self.optimizer.parameters):
             self.scaler.step(self.optimizer.torch)
             self.scaler.update()
         self._forget()
 
-    def discard(self) -> None:
-        super().discard()
+    def discard_gradients(self) -> None:
+        super().discard_gradients()
         self._forget()
 
     def _forget(self) -> None:
@@ -144,14 +144,14 @@ class Fsdp(Engine):
         for parameter in self._cut:
             parameter.grad = None
 
-    def held(self) -> Iterable[Any]:
+    def local_states(self) -> Iterable[Any]:
         cut = [t.to_local() if isinstance(t, DTensor) else t for t in weights(self.network.model).values()]
-        return [*cut, *self.optimizer.tensors().values()]
+        return [*cut, *self.optimizer.state_tensors().values()]
 
-    def weights(self) -> dict[str, Any]:
+    def full_weights(self) -> dict[str, Any]:
         return self._gathered(weights(self.network.model).items())
 
-    def moments(self) -> dict[str, Any]:
+    def full_optimizer_states(self) -> dict[str, Any]:
         by_name = dict(zip(self.optimizer.names, self._cut, strict=True))
 
         def like_its_parameter(name: str, tensor: Any) -> Any:
@@ -163,7 +163,7 @@ class Fsdp(Engine):
                 shape=parameter.shape, stride=parameter.stride(),
             )  # fmt: skip
 
-        return self._gathered((n, like_its_parameter(n, t)) for n, t in self.optimizer.tensors().items())
+        return self._gathered((n, like_its_parameter(n, t)) for n, t in self.optimizer.state_tensors().items())
 
     def _gathered(self, tensors: Iterable[tuple[str, Any]]) -> dict[str, Any]:
         """Whole tensors, one after another, in the first process's host memory."""
@@ -174,7 +174,7 @@ class Fsdp(Engine):
                 whole[name] = full.to("cpu", copy=True)
         return whole
 
-    def load(self, tensors: dict[str, Any]) -> None:
+    def load_full_weights(self, tensors: dict[str, Any]) -> None:
         places = weights(self.network.model)
         check_fit(places, tensors)
         with torch.no_grad():
@@ -185,8 +185,8 @@ class Fsdp(Engine):
                 else:
                     place.copy_(tensor)
 
-    def load_moments(self, tensors: dict[str, Any]) -> None:
-        self.optimizer.load_tensors({n: t if t.ndim == 0 else self._share(t) for n, t in tensors.items()})
+    def load_optimizer_states(self, tensors: dict[str, Any]) -> None:
+        self.optimizer.load_state_tensors({n: t if t.ndim == 0 else self._share(t) for n, t in tensors.items()})
 
     def _share(self, whole: Any) -> Any:
         """As torch cuts it: along the first dimension; who comes late may get nothing."""

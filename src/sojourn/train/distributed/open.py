@@ -37,9 +37,9 @@ def open_engine(config: RunConfig, artefact: Artefact, ranks: Ranks) -> Engine:
 
 def _fsdp(config: RunConfig, artefact: Artefact, ranks: Ranks, scaler: Any) -> Engine:
     """The first process reads an existing model's weights; each gets its shards as they pass by."""
-    from sojourn.train.distributed.fsdp import Fsdp, cut_again, local, refuse_what_cannot_be_cut, shard
+    from sojourn.train.distributed.fsdp import Fsdp, local, refuse_unsupported, reshard, shard
 
-    refuse_what_cannot_be_cut(config)
+    refuse_unsupported(config)
     by_first = config.model.base is not None and config.method.kind != "qlora"
     # A base in 4 bits is what it is only on its own device.
     where = "cpu" if by_first or config.model.base is None else ranks.device
@@ -56,7 +56,7 @@ def _fsdp(config: RunConfig, artefact: Artefact, ranks: Ranks, scaler: Any) -> E
             raise UserError(
                 "parallel.engine: this model attends in a way that parallel.engine=fsdp cannot use; use ddp"
             ) from None
-        cut_again(root)
+        reshard(root)
     ready(network, config)
     optimizer = Optimizer(network.model, config.train, ranks.device, local)
     return Fsdp(root, network, optimizer, scaler, ranks)

@@ -12,7 +12,7 @@ from sojourn.model.network import Network
 T = TypeVar("T")
 
 
-class Root(torch.nn.Module):
+class RootModule(torch.nn.Module):
     def __init__(self, network: Network) -> None:
         super().__init__()
         self.model = network.model

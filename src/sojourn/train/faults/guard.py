@@ -2,7 +2,7 @@
 
 A signal leaves `limits.grace` seconds until the platform kills us. The step in hand is finished if it can be in that
 time, saving included; otherwise it is abandoned where it stands, since nothing has changed before the update. Code that
-may be left like that runs inside `abandonable`.
+may be left like that runs inside `interruptible`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SESSION_MARGIN = 60.0  # platforms' clocks are not ours
 _WARN_AT = 0.8
 
 
-class Abandoned(BaseException):
+class Interrupted(BaseException):
     """Leaves what is under way; whoever can save catches it."""
 
 
@@ -67,7 +67,7 @@ class Guard:
             signal.signal(number, handler)
 
     @contextmanager
-    def abandonable(self, usual: float | None = None, alone: bool = False) -> Iterator[None]:
+    def interruptible(self, usual: float | None = None, alone: bool = False) -> Iterator[None]:
         """Around what may be left at any point; `usual`: how long it takes, None where nobody knows. `alone`: even by
         one of several processes."""
         if self.together and not alone:
@@ -99,12 +99,12 @@ class Guard:
         until = self._kill_at - 1.5 * self.save_seconds - _MARGIN
         ready = None if self._usual is None else self._open_since + self._usual
         if ready is None or ready > until or time.monotonic() >= until:
-            raise Abandoned
+            raise Interrupted
         self._alarm(until - time.monotonic())
 
     def _too_late(self, number: int, frame: FrameType | None) -> None:
         if self._open_since is not None:
-            raise Abandoned
+            raise Interrupted
 
     def _alarm(self, seconds: float) -> None:
         if hasattr(signal, "SIGALRM") and signal.SIGALRM in self._old:

@@ -12,7 +12,7 @@ from sojourn.machine.gpus import gpus
 from sojourn.machine.platform import detect
 
 
-def priced(config: RunConfig) -> RunConfig:
+def with_catalogue_price(config: RunConfig) -> RunConfig:
     """With the catalogue's price where the user has set a budget and no price."""
     limits = config.limits
     if limits.budget is None or limits.price_per_hour is not None:

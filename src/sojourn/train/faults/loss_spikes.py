@@ -6,22 +6,22 @@ import math
 from statistics import median
 from typing import Literal
 
-Verdict = Literal["good", "not a number", "spike"]
+LossVerdict = Literal["good", "not a number", "spike"]
 
-RECENT = 64
+LOSS_WINDOW = 64
 _ENOUGH = 32  # losses, before one can be called unusual
 _SPIKE = 10.0  # robust standard deviations
 _LEAST = 0.02  # of the usual loss counts as ordinary noise, however calm the run
 
 
-def judge(loss: float, norm: float, recent: list[float], scaled: bool) -> Verdict:
+def check_loss(loss: float, norm: float, recent: list[float], scaled: bool) -> LossVerdict:
     """`recent`: the losses before. In fp16 an infinite gradient is everyday: the scaler passes over such a step."""
     if not math.isfinite(loss) or not (scaled or math.isfinite(norm)):
         return "not a number"
-    return "spike" if loss > highest(recent) else "good"
+    return "spike" if loss > spike_threshold(recent) else "good"
 
 
-def highest(recent: list[float]) -> float:
+def spike_threshold(recent: list[float]) -> float:
     """The highest loss that is no spike."""
     if len(recent) < _ENOUGH:
         return math.inf

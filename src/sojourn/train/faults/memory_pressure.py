@@ -14,11 +14,11 @@ _STORM = 10  # times between two logged steps that the allocator had to start ov
 _HOST_SHARE = 0.05
 
 
-class Pressure:
+class MemoryPressure:
     def __init__(self, device: str) -> None:
         self._device, self._retries, self._told = device, 0, False
 
-    def look(self, careful: FaultTolerantStep, saver: Saver) -> None:
+    def check(self, careful: FaultTolerantStep, saver: Saver) -> None:
         """Takes a rung early where the allocator fights for every block, which is slow and ends badly."""
         if self._device == "cuda":
             import torch
@@ -34,4 +34,4 @@ class Pressure:
             careful.session.run.event("host_memory", available=seen.available, limit=seen.limit)
             careful.say(f"warning: only {gib:.1f} GiB of the host's memory are free; checkpoints are no longer copied "
                         "there first, so training waits for each save")  # fmt: skip
-            saver.in_place()
+            saver.disable_snapshots()

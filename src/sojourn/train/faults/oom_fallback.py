@@ -28,15 +28,15 @@ _WORDS = (
 _KEPT = ("cuda_graphs", "micro_batch", "checkpointing", "loss", "offload")
 
 
-class OneRungDown(Exception):
+class OomFallback(Exception):
     """The run must be built anew with these settings; `clean`: no weight had been touched when memory ran out."""
 
-    def __init__(self, rung: dict[str, Any], clean: bool) -> None:
-        super().__init__(told(rung))
-        self.rung, self.clean = rung, clean
+    def __init__(self, fallback: dict[str, Any], clean: bool) -> None:
+        super().__init__(format_fallback(fallback))
+        self.fallback, self.clean = fallback, clean
 
 
-class NoRungLeft(RunFailed):
+class NoFallbackLeft(RunFailed):
     """Nothing is left to give up."""
 
     def __init__(self, says: str, clean: bool) -> None:
@@ -44,7 +44,7 @@ class NoRungLeft(RunFailed):
         self.clean = clean
 
 
-def is_memory_error(error: BaseException) -> bool:
+def is_oom(error: BaseException) -> bool:
     """Torch's own error, or one of those of the libraries below it."""
     import torch
 
@@ -53,7 +53,7 @@ def is_memory_error(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(word.lower() in str(error).lower() for word in _WORDS)
 
 
-def next_rung(train: TrainConfig, in_update: bool = False, recorded: bool = False) -> dict[str, Any] | None:
+def next_fallback(train: TrainConfig, in_update: bool = False, recorded: bool = False) -> dict[str, Any] | None:
     """What to give up next, as settings of `train`; None where nothing is left. `recorded`: recordings hold memory.
 
     In the update no activations are left to save: moments in the host's memory are what helps there.
@@ -81,17 +81,17 @@ def further(key: str, one: Any, other: Any) -> bool:
     return order.index(one) > order.index(other)
 
 
-def told(rung: dict[str, Any]) -> str:
+def format_fallback(rung: dict[str, Any]) -> str:
     return ", ".join(f"train.{key}={value}" for key, value in rung.items())
 
 
-def remember(run: RunFolder, rung: dict[str, Any], device: str) -> None:
+def save_fallback(run: RunFolder, rung: dict[str, Any], device: str) -> None:
     """Adds a rung to those of earlier times."""
     run.path.mkdir(parents=True, exist_ok=True)  # on a machine that does not write the run itself
-    write_json(run.ladder, {"device": device, **remembered(run, device), **rung})
+    write_json(run.ladder, {"device": device, **load_fallbacks(run, device), **rung})
 
 
-def remembered(run: RunFolder, device: str) -> dict[str, Any]:
+def load_fallbacks(run: RunFolder, device: str) -> dict[str, Any]:
     """The settings that memory forced on this run, on this kind of device."""
     found = read_json(run.ladder)
     if not isinstance(found, dict) or found.pop("device", None) != device:
@@ -99,8 +99,8 @@ def remembered(run: RunFolder, device: str) -> dict[str, Any]:
     return {key: value for key, value in found.items() if key in _KEPT}
 
 
-def furthest(several: list[str]) -> dict[str, Any]:
-    """Of what the processes remember (as JSON), whatever saves most."""
+def merge_fallbacks(several: list[str]) -> dict[str, Any]:
+    """Of what the ranks remember (as JSON), whatever saves most."""
     rung: dict[str, Any] = {}
     for found in map(json.loads, several):
         rung.update({k: v for k, v in found.items() if k not in rung or further(k, v, rung[k])})

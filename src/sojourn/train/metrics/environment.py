@@ -11,7 +11,7 @@ from typing import Any
 _PACKAGES = ("sojourn", "torch", "transformers", "tokenizers", "safetensors", "numpy", "peft")
 
 
-def describe(device: str) -> dict[str, Any]:
+def describe_environment(device: str) -> dict[str, Any]:
     import torch
 
     gpu = {}
@@ -24,7 +24,7 @@ def describe(device: str) -> dict[str, Any]:
             "cuda": torch.version.cuda,
         }
     return {
-        "command": [hide_secret(word) for word in sys.argv],
+        "command": [redact_secret(word) for word in sys.argv],
         "python": platform.python_version(),
         "system": platform.platform(),
         "machine": platform.machine(),
@@ -49,6 +49,6 @@ def version_of(name: str) -> str | None:
         return None
 
 
-def hide_secret(word: str) -> str:
+def redact_secret(word: str) -> str:
     word = re.sub(r"(?i)((?:token|key|secret|password)[^=]*=).+", r"\1…", word)
     return re.sub(r"\b(hf_|sk-|ghp_)\w{8,}", r"\1…", word)

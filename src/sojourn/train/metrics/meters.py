@@ -13,13 +13,13 @@ from typing import Any
 from sojourn.config.schema import RunConfig
 from sojourn.errors import Stopped
 from sojourn.run.folder import RunFolder
-from sojourn.train.metrics.pace import Lap, Pace
-from sojourn.train.metrics.progress_line import LiveLine, Reading, plain_line
+from sojourn.train.metrics.progress_line import ProgressLine, Reading, format_plain_line
+from sojourn.train.metrics.throughput import Interval, Throughput
 from sojourn.train.metrics.trackers import Trackers
 
 
 @dataclass(frozen=True)
-class Work:
+class MfuInputs:
     """What a token costs and what the device could do at most, both in FLOP; None where it is not known."""
 
     flops_per_token: float | None = None
@@ -27,7 +27,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Scores:
+class EvalScores:
     """What the held-out rows say. `accuracy`: the share of tokens that are the likeliest one; `best`: of the run."""
 
     loss: float
@@ -40,20 +40,20 @@ class Scores:
 class Meters:
     """Between two logged steps it counts tokens and time; `log` writes them everywhere."""
 
-    def __init__(self, run: RunFolder, config: RunConfig, total_steps: int, first_step: int, work: Work) -> None:
+    def __init__(self, run: RunFolder, config: RunConfig, total_steps: int, first_step: int, work: MfuInputs) -> None:
         self._run, self._total, self._work, self._device = run, total_steps, work, str(config.train.device)
         price = config.limits.price_per_hour
         self._price = None if price is None else float(price.amount)
         self._trackers = Trackers(run, config, self.say)
         self._writer = _tensorboard(run, config.log.tensorboard, first_step)
-        self._line = LiveLine(total_steps, first_step) if sys.stdout.isatty() else None
-        self._pace = Pace()
+        self._line = ProgressLine(total_steps, first_step) if sys.stdout.isatty() else None
+        self._pace = Throughput()
 
     def __enter__(self) -> Meters:
         self._trackers.start()
         if self._line:
             self._line.start()
-        self._pace = Pace()  # again: starting the trackers is no slow training
+        self._pace = Throughput()  # again: starting the trackers is no slow training
         return self
 
     def __exit__(
@@ -97,9 +97,9 @@ class Meters:
         if self._line:
             self._line.show(step, reading)
         else:
-            print(plain_line(step, self._total, reading), flush=True)
+            print(format_plain_line(step, self._total, reading), flush=True)
 
-    def log_eval(self, step: int, scores: Scores) -> None:
+    def log_eval(self, step: int, scores: EvalScores) -> None:
         values = {"loss": scores.loss, "perplexity": scores.perplexity, "accuracy": scores.accuracy}
         says = f"step {step}: held-out loss {scores.loss:.4f} · perplexity {scores.perplexity:.4g}"
         says += f" · {100 * scores.accuracy:.1f} % of tokens right"
@@ -129,7 +129,7 @@ class Meters:
         """Around what is not training (saving, evaluating), so that it does not count as slow training."""
         return self._pace.paused()
 
-    def _mfu(self, lap: Lap) -> float | None:
+    def _mfu(self, lap: Interval) -> float | None:
         if not self._work.flops_per_token or not self._work.peak_flops:
             return None
         return lap.tokens_per_second * self._work.flops_per_token / self._work.peak_flops

@@ -47,7 +47,7 @@ def spoken(seconds: float) -> str:
     return str(Duration(round(seconds) if seconds < 3600 else 60 * round(seconds / 60)))
 
 
-def plain_line(step: int, total: int, reading: Reading) -> str:
+def format_plain_line(step: int, total: int, reading: Reading) -> str:
     return _DOT.join([f"step {step}/{total}", *(text for _, text in reading.parts())])
 
 
@@ -67,7 +67,7 @@ def _line(parts: list[tuple[int, str]]) -> str:
     return _DOT.join(text for _, text in parts)
 
 
-class LiveLine:
+class ProgressLine:
     """Drawn a few times a second by rich; the steps move and the time left runs down between two logged steps."""
 
     def __init__(self, total: int, step: int) -> None:

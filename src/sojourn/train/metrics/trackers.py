@@ -22,7 +22,7 @@ from sojourn.errors import UserError
 from sojourn.run.folder import RunFolder
 from sojourn.storage.files import read_json, write_json
 from sojourn.train.checkpoint.config_changes import flat
-from sojourn.train.metrics.sinks import PATIENCE, SINKS, About, End, Sink
+from sojourn.train.metrics.tracker_backends import BACKENDS, PATIENCE, End, RunInfo, TrackerBackend
 
 _MOST_WAITING = 10_000
 
@@ -48,12 +48,12 @@ class Trackers:
         log = self._config.log
         name = self._config.name or self._run.path.name
         settings = {key: value for key, value in flat(dump(self._config)).items() if value is not None}
-        about = About(name, log.project, _identity(self._run), settings, self._run.logs)
+        about = RunInfo(name, log.project, _identity(self._run), settings, self._run.logs)
         about.logs.mkdir(parents=True, exist_ok=True)
         if "trackio" in log.trackers:  # which reads this once, when it is imported
             os.environ.setdefault("TRACKIO_DIR", str((about.logs / "trackio").resolve()))
         for service in dict.fromkeys(log.trackers):
-            sender = _Sender(service, SINKS[service](), about)
+            sender = _Sender(service, BACKENDS[service](), about)
             try:
                 importlib.import_module(service)  # here, since imports in two threads at once may trip over each other
             except Exception as error:
@@ -99,14 +99,14 @@ class Trackers:
 class _Sender(threading.Thread):
     """Carries what it is given to one service, in order."""
 
-    def __init__(self, service: str, sink: Sink, about: About) -> None:
+    def __init__(self, service: str, sink: TrackerBackend, about: RunInfo) -> None:
         super().__init__(name=f"tracker-{service}", daemon=True)
         self.service, self._sink, self._about = service, sink, about
         self.notes: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.failure, self.told = "", False
-        self._tasks: queue.Queue[Callable[[Sink], None] | None] = queue.Queue(_MOST_WAITING)
+        self._tasks: queue.Queue[Callable[[TrackerBackend], None] | None] = queue.Queue(_MOST_WAITING)
 
-    def give(self, task: Callable[[Sink], None] | None) -> None:
+    def give(self, task: Callable[[TrackerBackend], None] | None) -> None:
         if self.failure:
             return
         try:

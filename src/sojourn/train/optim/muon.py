@@ -40,7 +40,7 @@ class Muon(torch.optim.Optimizer):
         gradients, states = [parameter.grad for parameter in parameters], self._states(parameters, "momentum")
         momenta = [state["momentum"] for state in states]
         torch._foreach_lerp_(momenta, gradients, 1 - _MOMENTUM)
-        step = orthogonal(_stacked(torch._foreach_lerp(gradients, momenta, _MOMENTUM)))
+        step = orthogonalize(_stacked(torch._foreach_lerp(gradients, momenta, _MOMENTUM)))
         scale = 0.2 * math.sqrt(max(parameters[0].shape))
         torch._foreach_add_(parameters, step.to(parameters[0].dtype).unbind(), alpha=-rate * scale)
 
@@ -77,7 +77,7 @@ def _alike(parameters: list[Any]) -> Iterator[list[Any]]:
         yield from (same[i : i + most] for i in range(0, len(same), most))
 
 
-def orthogonal(x: Any) -> Any:
+def orthogonalize(x: Any) -> Any:
     """Near UVᵀ of each matrix's UΣVᵀ: singular values end up between about 0.7 and 1.2. What is given is used up."""
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x

@@ -61,7 +61,7 @@ class Optimizer:
             group["lr"] = rate
 
     @property
-    def shortens(self) -> bool:
+    def fuses_clipping(self) -> bool:
         """Whether its kernel, on its way, divides gradients by `grad_scale`, which saves a pass over them, and leaves
         everything as it is where `found_inf` is 1."""
         return bool(self.torch.defaults.get("fused")) and self.parameters[0].device.type == "cuda"
@@ -70,7 +70,7 @@ class Optimizer:
         self.torch.zero_grad(set_to_none=True)
         self.torch.grad_scale = self.torch.found_inf = None
 
-    def tensors(self) -> dict[str, Any]:
+    def state_tensors(self) -> dict[str, Any]:
         """Everything that must survive a restart, by parameter name; a plain number becomes a tensor."""
         import torch
 
@@ -81,13 +81,13 @@ class Optimizer:
             for key, value in state.get(parameter, {}).items()
         }
 
-    def fits(self, tensors: dict[str, Any]) -> bool:
+    def matches(self, tensors: dict[str, Any]) -> bool:
         """Whether they are the state of an optimizer of this kind, for these parameters."""
         names = {full.rsplit("/", 1)[0] for full in tensors}
         kinds = {full.rsplit("/", 1)[1] for full in tensors}
         return names <= set(self.names) and kinds <= self._kinds
 
-    def load_tensors(self, tensors: dict[str, Any]) -> None:
+    def load_state_tensors(self, tensors: dict[str, Any]) -> None:
         state: dict[str, dict[str, Any]] = {name: {} for name in self.names}
         for full, value in tensors.items():
             name, key = full.rsplit("/", 1)

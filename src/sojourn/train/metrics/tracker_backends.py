@@ -16,7 +16,7 @@ PATIENCE = 30.0  # seconds; longer than this no service is waited for at the end
 
 
 @dataclass(frozen=True)
-class About:
+class RunInfo:
     """What a service is told about a run. `id` stays the same when the run is continued."""
 
     name: str
@@ -26,17 +26,17 @@ class About:
     logs: Path
 
 
-class Sink(Protocol):
+class TrackerBackend(Protocol):
     """One service. `start` returns a line for the user, if there is something to say."""
 
-    def start(self, about: About) -> str | None: ...
+    def start(self, about: RunInfo) -> str | None: ...
     def log(self, values: dict[str, float], step: int) -> None: ...
     def log_samples(self, samples: list[tuple[str, str]], step: int) -> None: ...
     def close(self, end: End) -> None: ...
 
 
 class Wandb:
-    def start(self, about: About) -> str | None:
+    def start(self, about: RunInfo) -> str | None:
         import wandb
 
         mode: Any = os.environ.get("WANDB_MODE") or "online"
@@ -85,7 +85,7 @@ class Wandb:
 
 
 class Swanlab:
-    def start(self, about: About) -> str | None:
+    def start(self, about: RunInfo) -> str | None:
         import swanlab
 
         settings = swanlab.Settings(interactive=False, terminal={"proxy_type": "none"})
@@ -114,7 +114,7 @@ class Swanlab:
 
 
 class Mlflow:
-    def start(self, about: About) -> str | None:
+    def start(self, about: RunInfo) -> str | None:
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
@@ -159,7 +159,7 @@ class Mlflow:
 
 
 class Trackio:
-    def start(self, about: About) -> str | None:
+    def start(self, about: RunInfo) -> str | None:
         import trackio
 
         # It knows runs by their names only, and a folder or space of the user's may hold others of this name.
@@ -188,4 +188,4 @@ class Trackio:
         self._run.finish()
 
 
-SINKS: dict[str, type[Sink]] = {"wandb": Wandb, "swanlab": Swanlab, "mlflow": Mlflow, "trackio": Trackio}
+BACKENDS: dict[str, type[TrackerBackend]] = {"wandb": Wandb, "swanlab": Swanlab, "mlflow": Mlflow, "trackio": Trackio}

@@ -13,7 +13,7 @@ _NO_PAUSE = 0.01  # seconds; a pause in which nothing had to be done
 
 
 @dataclass(frozen=True)
-class Lap:
+class Interval:
     """From one logged step to the next. Pauses are not in `seconds`."""
 
     steps: int
@@ -31,7 +31,7 @@ class Lap:
         return min(1.0, self.waited / self.seconds) if self.seconds > 0 else 0.0
 
 
-class Pace:
+class Throughput:
     """Time is taken lap by lap: between two laps a GPU works on its own, and single steps cannot be told apart."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -49,11 +49,11 @@ class Pace:
             self._first = self._trained()
         self._in_lap.append((tokens, waited))
 
-    def lap(self) -> Lap:
+    def lap(self) -> Interval:
         """Ends the lap; the device must have finished its steps."""
         seconds = self._clock() - self._lap_began - self._paused_in_lap
         steps = len(self._in_lap)
-        done = Lap(steps, sum(t for t, _ in self._in_lap), sum(w for _, w in self._in_lap), max(0.0, seconds))
+        done = Interval(steps, sum(t for t, _ in self._in_lap), sum(w for _, w in self._in_lap), max(0.0, seconds))
         self._lap_began, self._paused_in_lap, self._in_lap = self._clock(), 0.0, []
         if self._first:  # The first step starts everything up and says nothing about the others.
             steps, seconds, self._first = steps - 1, seconds - self._first, 0.0
