@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sojourn.data import builtin
-from sojourn.data.tokenize import bpe as vocabulary
-from sojourn.data.tokenize import sentencepiece_model as sentence
+from sojourn.data.tokenize import bpe, sentencepiece_model
 from sojourn.errors import UserError
 
 MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -54,14 +53,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
             **{"vocab_size": 2500, "hard_vocab_limit": False, "minloglevel": 2, **options},
         )
         (folder / f"{name}.model").write_bytes(file.getvalue())
-    sentence.train(corpus(), 3000, MARKS, True, folder)
-    (folder / sentence.MODEL_FILE).rename(folder / "ours.model")
+    sentencepiece_model.train(corpus(), 3000, MARKS, True, folder)
+    (folder / sentencepiece_model.MODEL_FILE).rename(folder / "ours.model")
     return folder
 
 
 @cache
 def both(file: Path) -> tuple[Any, Any]:
-    return sentence.convert(file, MARKS), sentencepiece.SentencePieceProcessor(model_file=str(file))
+    return sentencepiece_model.convert(file, MARKS), sentencepiece.SentencePieceProcessor(model_file=str(file))
 
 
 def ids(tokenizer: Any, text: str) -> list[int]:
@@ -78,14 +77,14 @@ TEXTS = st.one_of(
 
 
 def test_bytes_are_learned_the_same_way_each_time() -> None:
-    first, second = (vocabulary.train_bpe(iter(corpus()), 1000, MARKS).to_str() for _ in range(2))
+    first, second = (bpe.train_bpe(iter(corpus()), 1000, MARKS).to_str() for _ in range(2))
     assert first == second
 
 
 def test_marks_come_first_and_are_one_token_each(tmp_path: Path) -> None:
-    bytelevel = vocabulary.train_bpe(corpus(), 1000, MARKS)
+    bytelevel = bpe.train_bpe(corpus(), 1000, MARKS)
     assert [bytelevel.token_to_id(mark) for mark in MARKS] == [0, 1, 2]
-    pieces = sentence.train(corpus(), 3000, MARKS, True, tmp_path)
+    pieces = sentencepiece_model.train(corpus(), 3000, MARKS, True, tmp_path)
     assert [pieces.token_to_id(mark) for mark in MARKS] == [1, 2, 3]
     for tokenizer in (bytelevel, pieces):
         tokens = tokenizer.encode(CHAT).tokens
@@ -96,8 +95,8 @@ def test_marks_come_first_and_are_one_token_each(tmp_path: Path) -> None:
 
 def test_digits_stand_alone_when_asked(tmp_path: Path) -> None:
     texts = ["1234567 and 2024"] * 50
-    kinds = [(vocabulary.train_bpe(texts, 400, MARKS, split), split) for split in (True, False)]
-    kinds += [(sentence.train(texts, 400, MARKS, split, tmp_path), split) for split in (True, False)]
+    kinds = [(bpe.train_bpe(texts, 400, MARKS, split), split) for split in (True, False)]
+    kinds += [(sentencepiece_model.train(texts, 400, MARKS, split, tmp_path), split) for split in (True, False)]
     for tokenizer, split in kinds:
         runs = [token for token in tokenizer.get_vocab() if sum(c.isdigit() for c in token) > 1 and "<" not in token]
         assert bool(runs) is not split
@@ -105,39 +104,39 @@ def test_digits_stand_alone_when_asked(tmp_path: Path) -> None:
 
 
 def test_a_little_text_gives_a_smaller_vocabulary(tmp_path: Path) -> None:
-    assert vocabulary.train_bpe(["ab ab"], 5000, MARKS).get_vocab_size() < 300
-    assert sentence.train(["ab ab"], 5000, MARKS, True, tmp_path).get_vocab_size() < 300
+    assert bpe.train_bpe(["ab ab"], 5000, MARKS).get_vocab_size() < 300
+    assert sentencepiece_model.train(["ab ab"], 5000, MARKS, True, tmp_path).get_vocab_size() < 300
 
 
 def test_learned_pieces_hold_nothing_of_the_marks(tmp_path: Path) -> None:
-    tokenizer = sentence.train([f"{CHAT}{text}" for text in corpus()], 3000, MARKS, True, tmp_path)
+    tokenizer = sentencepiece_model.train([f"{CHAT}{text}" for text in corpus()], 3000, MARKS, True, tmp_path)
     assert not [piece for piece in tokenizer.get_vocab() if "im_" in piece and piece not in MARKS]
 
 
 def test_line_ends_and_runs_of_spaces_are_learned(tmp_path: Path) -> None:
     code = "def f():\n\n        if x:\n                return\n" * 50
-    tokenizer = sentence.train([code], 400, MARKS, True, tmp_path)
+    tokenizer = sentencepiece_model.train([code], 400, MARKS, True, tmp_path)
     assert {"\n", "\n\n", "▁▁▁▁"} <= set(tokenizer.get_vocab())
     assert tokenizer.decode(ids(tokenizer, code)) == code
 
 
 def test_endless_lines_are_learned_from(tmp_path: Path) -> None:
-    tokenizer = sentence.train(["中文字" * 70_000, "xyz" * 70_000], 1000, MARKS, True, tmp_path)
+    tokenizer = sentencepiece_model.train(["中文字" * 70_000, "xyz" * 70_000], 1000, MARKS, True, tmp_path)
     assert {"中文字", "xyz"} <= set(tokenizer.get_vocab())
 
 
 def test_sentencepiece_is_learned_the_same_way_each_time(tmp_path: Path, models: Path) -> None:
-    sentence.train(iter(corpus()), 3000, MARKS, True, tmp_path)
-    assert (tmp_path / sentence.MODEL_FILE).read_bytes() == (models / "ours.model").read_bytes()
+    sentencepiece_model.train(iter(corpus()), 3000, MARKS, True, tmp_path)
+    assert (tmp_path / sentencepiece_model.MODEL_FILE).read_bytes() == (models / "ours.model").read_bytes()
 
 
 def test_sentencepiece_says_nothing(tmp_path: Path, models: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    sentence.train(corpus(), 3000, MARKS, True, tmp_path)
+    sentencepiece_model.train(corpus(), 3000, MARKS, True, tmp_path)
     with pytest.raises(UserError):
-        sentence.train(corpus(), 500, MARKS, True, tmp_path)
+        sentencepiece_model.train(corpus(), 500, MARKS, True, tmp_path)
     with pytest.raises(UserError):
-        sentence.convert(Path(__file__))
-    sentence.convert(models / "ours.model")
+        sentencepiece_model.convert(Path(__file__))
+    sentencepiece_model.convert(models / "ours.model")
     assert capfd.readouterr() == ("", "")
 
 
@@ -187,13 +186,15 @@ def test_a_model_that_composes_characters_is_converted(models: Path) -> None:
 @pytest.mark.parametrize("name", ["word", "character", "suffixed"])
 def test_a_model_we_cannot_convert_is_refused(models: Path, name: str) -> None:
     with pytest.raises(UserError, match=r"cannot be converted faithfully; give the folder .* tokenizer\.json"):
-        sentence.convert(models / f"{name}.model")
+        sentencepiece_model.convert(models / f"{name}.model")
 
 
 def test_a_conversion_that_differs_is_refused(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sentence, "_prefix", lambda marks: __import__("tokenizers").normalizers.Prepend("▁▁"))
+    monkeypatch.setattr(
+        sentencepiece_model, "_prefix", lambda marks: __import__("tokenizers").normalizers.Prepend("▁▁")
+    )
     with pytest.raises(UserError, match="cannot be converted faithfully"):
-        sentence.convert(models / "prefixed.model")
+        sentencepiece_model.convert(models / "prefixed.model")
 
 
 def test_a_file_that_is_no_model_is_refused(models: Path, tmp_path: Path) -> None:
@@ -201,9 +202,9 @@ def test_a_file_that_is_no_model_is_refused(models: Path, tmp_path: Path) -> Non
     for number, content in enumerate([b"", b"hello\n" * 20, b'{"a": 1}', b"IQ== 0\nIg== 1\n", bytes(99), whole[:5000]]):
         (tmp_path / str(number)).write_bytes(content)
         with pytest.raises(UserError, match="not a SentencePiece model"):
-            sentence.convert(tmp_path / str(number))
+            sentencepiece_model.convert(tmp_path / str(number))
     with pytest.raises(UserError, match="no such file"):
-        sentence.convert(tmp_path / "none")
+        sentencepiece_model.convert(tmp_path / "none")
 
 
 def test_what_stops_the_training_is_told(tmp_path: Path) -> None:
@@ -212,10 +213,10 @@ def test_what_stops_the_training_is_told(tmp_path: Path) -> None:
         raise UserError("my.jsonl:7: not JSON")
 
     with pytest.raises(UserError, match=r"data\.vocab_size: 500 is too small .* characters alone take \d+"):
-        sentence.train(corpus(), 500, MARKS, True, tmp_path)
+        sentencepiece_model.train(corpus(), 500, MARKS, True, tmp_path)
     with pytest.raises(UserError, match=r"data\.sources: there is no text"):
-        sentence.train(["", "\n"], 500, MARKS, True, tmp_path)
-    for train in (vocabulary.train_bpe, lambda *given: sentence.train(*given, True, tmp_path)):
+        sentencepiece_model.train(["", "\n"], 500, MARKS, True, tmp_path)
+    for train in (bpe.train_bpe, lambda *given: sentencepiece_model.train(*given, True, tmp_path)):
         with pytest.raises(UserError, match=r"^my\.jsonl:7: not JSON$"):
             train(broken(), 500, MARKS)
     assert not list(tmp_path.iterdir())
@@ -225,11 +226,11 @@ def test_what_stops_the_training_is_told(tmp_path: Path) -> None:
 def test_the_compression_report_is_what_training_each_size_would_give(kind: str, tmp_path: Path) -> None:
     def train(size: int) -> Any:
         if kind == "bytes":
-            return vocabulary.train_bpe(corpus(), size, MARKS)
-        return sentence.train(corpus(), size, MARKS, True, tmp_path)
+            return bpe.train_bpe(corpus(), size, MARKS)
+        return sentencepiece_model.train(corpus(), size, MARKS, True, tmp_path)
 
     samples = {"en": corpus("en"), "zh": corpus("zh")}
-    rows = vocabulary.compression(train(3000), samples)
+    rows = bpe.compression(train(3000), samples)
     assert [row["vocab_size"] for row in rows] == ([750, 1500, 3000] if kind == "bytes" else [1500, 3000])
     for row in rows:
         tokenizer = train(int(row["vocab_size"]))
@@ -245,25 +246,25 @@ def test_the_compression_report_is_what_training_each_size_would_give(kind: str,
 
 def test_the_report_of_what_has_no_merges_is_one_row(models: Path) -> None:
     tokenizer, _ = both(models / "unigram.model")
-    rows = vocabulary.compression(tokenizer, {"en": corpus("en")[:20], "none": []})
+    rows = bpe.compression(tokenizer, {"en": corpus("en")[:20], "none": []})
     assert [(row["vocab_size"], row["none"]) for row in rows] == [(tokenizer.get_vocab_size(), 0)]
 
 
 def test_the_report_leaves_the_tokenizer_as_it_was() -> None:
-    tokenizer = vocabulary.train_bpe(corpus(), 1000, MARKS)
+    tokenizer = bpe.train_bpe(corpus(), 1000, MARKS)
     tokenizer.enable_truncation(5)
     before = tokenizer.to_str()
-    assert vocabulary.compression(tokenizer, {"en": [corpus("en")[0]]})[-1]["en"] < 20
+    assert bpe.compression(tokenizer, {"en": [corpus("en")[0]]})[-1]["en"] < 20
     assert tokenizer.to_str() == before
 
 
 def test_chinese_words_are_tokens_not_bytes(tmp_path: Path) -> None:
-    pieces = sentence.train(corpus("zh"), 3000, MARKS, True, tmp_path)
+    pieces = sentencepiece_model.train(corpus("zh"), 3000, MARKS, True, tmp_path)
     text = "".join(corpus("zh"))
     in_bytes = sum(token.startswith("<0x") for token in pieces.encode(text).tokens) / 3
     assert in_bytes / len(text) < 0.001  # the rarest characters alone
-    for tokenizer in (pieces, vocabulary.train_bpe(corpus("zh"), 3000, MARKS)):  # a Chinese character is three bytes
-        assert vocabulary.compression(tokenizer, {"zh": corpus("zh")})[-1]["zh"] > 4
+    for tokenizer in (pieces, bpe.train_bpe(corpus("zh"), 3000, MARKS)):  # a Chinese character is three bytes
+        assert bpe.compression(tokenizer, {"zh": corpus("zh")})[-1]["zh"] > 4
 
 
 @pytest.mark.parametrize("kind", ["bytes", "pieces"])
@@ -272,9 +273,9 @@ def test_plain_transformers_gives_the_same_ids(kind: str, beside_a_model: bool, 
     from transformers import AutoTokenizer
 
     if kind == "bytes":
-        tokenizer = vocabulary.train_bpe(corpus(), 1000, MARKS)
+        tokenizer = bpe.train_bpe(corpus(), 1000, MARKS)
     else:
-        tokenizer = sentence.train(corpus(), 3000, MARKS, True, tmp_path)
+        tokenizer = sentencepiece_model.train(corpus(), 3000, MARKS, True, tmp_path)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     # LlamaTokenizer here would build its own from tokenizer.json's parts, with other ids.
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": MARKS[2], "pad_token": MARKS[0]}

@@ -21,7 +21,7 @@ from sojourn.data.prepare import prepare
 from sojourn.data.sources.chunks import Chunk
 from sojourn.data.sources.document import Document, Message
 from sojourn.data.sources.formats import BadRecord
-from sojourn.data.tokenize import sentencepiece_model as sentence
+from sojourn.data.tokenize import sentencepiece_model
 from sojourn.data.tokenize.bpe import train_bpe
 from sojourn.data.tokenize.chat_template import Template
 from sojourn.data.tokenize.tokenizer import TokenizerBundle, open_tokenizer
@@ -86,7 +86,7 @@ def words_of(name: str) -> TokenizerBundle:
     kind, folder = KINDS[name], Path(_ROOM.name) / name
     folder.mkdir()
     if kind.pieces:
-        tokenizer = sentence.train(iter(CORPUS * 50), 420, kind.tokens, True, folder)
+        tokenizer = sentencepiece_model.train(iter(CORPUS * 50), 420, kind.tokens, True, folder)
     else:
         tokenizer = train_bpe(CORPUS * 3, 500, kind.tokens)
     tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in kind.marks])

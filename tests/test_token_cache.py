@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from sojourn.data import builtin
-from sojourn.data.tokenize import sentencepiece_model as sentence
+from sojourn.data.tokenize import sentencepiece_model
 from sojourn.data.tokenize import token_cache as recall
 from sojourn.data.tokenize.bpe import train_bpe
 from sojourn.data.tokenize.token_cache import TokenCache, as_bytes, supports_token_cache
@@ -42,7 +42,9 @@ def tokenizers(tmp_path_factory):
         "llama3": train_bpe(_texts(), 2000, ["<|endoftext|>"], False),
         "gpt2": _gpt2(False),
         "digits": _gpt2(True),
-        "sentencepiece": sentence.train(_texts(), 2000, ["<|endoftext|>"], True, tmp_path_factory.mktemp("sp")),
+        "sentencepiece": sentencepiece_model.train(
+            _texts(), 2000, ["<|endoftext|>"], True, tmp_path_factory.mktemp("sp")
+        ),
     }
     for tokenizer in made.values():
         tokenizer.add_tokens([AddedToken("<tool_call>", normalized=False)])

@@ -234,9 +234,9 @@ def train_tokenizer(data: DataConfig, texts: Iterable[str], folder: Path) -> Tok
     tokens = special_tokens(data)
     model = None
     if data.tokenizer == "sentencepiece":
-        from sojourn.data.tokenize import sentencepiece_model as sentence
+        from sojourn.data.tokenize import sentencepiece_model
 
-        tokenizer = sentence.train(iter(texts), int(data.vocab_size), tokens, data.split_digits, folder)
+        tokenizer = sentencepiece_model.train(iter(texts), int(data.vocab_size), tokens, data.split_digits, folder)
         model = folder / "tokenizer.model"
     else:
         from sojourn.data.tokenize.bpe import train_bpe
