@@ -13,7 +13,7 @@ from sojourn.train.fault_tolerant_step import FaultTolerantStep
 from sojourn.train.optim.optimizers import Optimizer
 from tiny import LORA, events, losses, run_train, same_weights, stop_after, tiny_home, weights
 
-AHEAD = "train.ahead=on"
+AHEAD = "advanced.async_step=on"
 DROPOUT = (*LORA, "method.dropout=0.3")
 
 
@@ -152,5 +152,5 @@ def test_an_answer_is_read_while_the_device_does_what_it_was_given_since():
 
 @pytest.mark.parametrize("how", ["selective", "full"])
 def test_what_is_dropped_by_chance_is_dropped_again_where_blocks_are_recomputed(tiny, how):
-    run = run_train(tiny.words(*DROPOUT, f"train.checkpointing={how}"))
+    run = run_train(tiny.words(*DROPOUT, f"train.activation_checkpointing={how}"))
     assert losses(run) == pytest.approx(losses(tiny.whole(*DROPOUT)), rel=1e-5)

@@ -363,7 +363,7 @@ def test_a_file_that_may_not_be_read_is_told(monkeypatch: pytest.MonkeyPatch) ->
         ("rate: &r 1e-4\n", None),
         ("extends: small\ntrain: {lr: &r 1e-4, clip: *r}\n", ""),
         ("extends: small\nlimits: {time: 11h30m, budget: 30元, price_per_hour: 2.19 元/小时}\n", ""),
-        ("extends: small\ntrain: {compile: off, checkpointing: true, precision: fp16}\n", ""),
+        ("extends: small\ntrain: {compile: off, activation_checkpointing: true, precision: fp16}\n", ""),
         ("extends: small\nname: 我的模型\n", ""),
     ],
 )

@@ -102,7 +102,9 @@ def by_hand(tiny, rows, monkeypatch):
     return kept
 
 
-@pytest.mark.parametrize("extra", [(), ("train.micro_batch=2",), ("train.ahead=off",)], ids=["one", "four", "waiting"])
+@pytest.mark.parametrize(
+    "extra", [(), ("train.micro_batch=2",), ("advanced.async_step=off",)], ids=["one", "four", "waiting"]
+)
 def test_the_numbers_are_those_of_passes_made_one_by_one(tiny, rows, by_hand, extra):
     run = run_train(tiny.words(*rows, GRAPHS, *extra))
     assert curve(run) == pytest.approx(curve(tiny.whole(*rows, *extra)), rel=1e-5)
@@ -162,7 +164,7 @@ def test_memory_that_runs_out_later_gives_the_recording_back(tiny, rows, by_hand
 
     monkeypatch.setattr(CudaGraphs, "take", tight)
     run = run_train(tiny.words(*rows, GRAPHS))
-    assert [event["now"] for event in events(run, "out_of_memory")] == [{"cuda_graphs": "off"}]
+    assert [event["now"] for event in events(run, "out_of_memory")] == [{"train.cuda_graphs": "off"}]
     assert curve(run) == pytest.approx(curve(tiny.whole(*rows)), rel=1e-4) and len(by_hand) == 1
 
 
@@ -176,7 +178,8 @@ def test_an_allocator_that_fights_for_memory_costs_the_recording_first(tiny, row
 
     monkeypatch.setattr(MemoryPressure, "look", look)
     run = run_train(tiny.words(*rows, GRAPHS, "log.every_steps=1"))
-    assert [event["now"] for event in events(run, "out_of_memory")] == [{"cuda_graphs": "off"}] and len(by_hand) == 1
+    assert [event["now"] for event in events(run, "out_of_memory")] == [{"train.cuda_graphs": "off"}]
+    assert len(by_hand) == 1
     assert curve(run) == pytest.approx(curve(tiny.whole(*rows, "log.every_steps=1")), rel=1e-4)
 
 
@@ -354,7 +357,7 @@ def test_a_gpu_plays_what_it_recorded(passes):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 @pytest.mark.parametrize(
     "extra",
-    [(), LORA, (*LORA, "method.dropout=0.1"), ("train.micro_batch=2",), ("train.checkpointing=full",),
+    [(), LORA, (*LORA, "method.dropout=0.1"), ("train.micro_batch=2",), ("train.activation_checkpointing=full",),
      ("train.compile=on",)],
     ids=str,
 )  # fmt: skip

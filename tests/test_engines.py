@@ -243,7 +243,7 @@ def test_memory_that_runs_out_in_one_process_costs_no_step_or_begins_again_one_r
         again = gang.run(2, words)
         assert again.codes == [0, 0], again
     rung = read_json(run.ladder)
-    assert rung.items() >= ({"offload": "optimizer"} if place == "update" else {"micro_batch": 1}).items()
+    assert rung.items() >= ({"train.offload": "optimizer"} if place == "update" else {"train.micro_batch": 1}).items()
     _same(run, whole)
 
 
@@ -295,7 +295,7 @@ def test_what_an_engine_cannot_do_is_refused_in_one_line_by_all_processes(tiny, 
 @pytest.mark.parametrize("size", [1, 2])
 def test_weights_that_stay_gathered_are_cut_again_where_no_backward_does_it(tiny, gang, size):
     """After the trial of a base, and after evaluations: or what is trained and saved would be a copy."""
-    words = tiny.words(*METHODS["full"], *RUN, "parallel.engine=fsdp", "parallel.reshard=false")
+    words = tiny.words(*METHODS["full"], *RUN, "parallel.engine=fsdp", "advanced.reshard_after_forward=false")
     done = gang.run(size, words)
     assert done.codes == [0] * size, done
     _same(run_of(words), tiny.whole(*METHODS["full"], *RUN))

@@ -114,7 +114,7 @@ def test_a_model_in_8_bits_has_nearly_the_loss_and_gradients_of_one_in_16():
     places = np.tile(np.arange(32), (2, 1))
     batch = Batch(ids[:, :-1], ids[:, 1:], places, np.zeros((2, 32), np.int32))
     found = []
-    for narrow in ("off", "backward", "inner", "on"):
+    for narrow in ("off", "backward", "except_last_layer", "on"):
         model = deepcopy(plain)
         network = open_network(model, "sdpa", torch.bfloat16)
         forwards.fuse(model)

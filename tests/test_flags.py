@@ -121,7 +121,7 @@ GUIDES: dict[str, dict[str, Any]] = {
     "lora_20k --fp16 --gradient_checkpointing --per_device_train_batch_size 2 --gradient_accumulation_steps 8 "
     "--save_steps 500 --save_total_limit 3": {
         "train.precision": "fp16",
-        "train.checkpointing": "full",
+        "train.activation_checkpointing": "full",
         "train.global_batch": 16,
         "save.every_steps": 500,
         "save.keep": 3,
@@ -225,7 +225,7 @@ def test_a_width_typed_drops_the_presets_heads_but_not_ones_own() -> None:
     [
         ("--use_amp false", "train.precision", "fp32"),
         ("--fp16 false", "train.precision", "auto"),
-        ("--gradient_checkpointing False", "train.checkpointing", "off"),
+        ("--gradient_checkpointing False", "train.activation_checkpointing", "off"),
         ("--torch_compile", "train.compile", "on"),
         ("--warmup_steps 100", "train.warmup", 100),
         ("--warmup_steps 1", "train.warmup", 0),

@@ -182,13 +182,21 @@ def test_where_they_cannot_be_the_reason_is_said(monkeypatch):
     def settings(*words):
         return resolve(load_run(["tiny", *words, "train.device=cpu"]).config).config
 
-    assert settings().train.hopper == "off" and "on cpu" in hopper_fault(settings())
-    with pytest.raises(UserError, match=r"train\.hopper: needs an H100 or H200, but this run is on cpu; use auto"):
-        settings("train.hopper=on")
-    ready = {"fused": "on", "device": "cuda", "precision": "bf16", "fp8": "off", "deterministic": "off"}
+    assert settings().advanced.hopper_kernels == "off" and "on cpu" in hopper_fault(settings())
+    with pytest.raises(
+        UserError, match=r"advanced\.hopper_kernels: needs an H100 or H200, but this run is on cpu; use auto"
+    ):
+        settings("advanced.hopper_kernels=on")
+    ready = {"device": "cuda", "precision": "bf16", "fp8": "off", "deterministic": "off"}
 
     def fault(kind="pretrain", engine="single", **changes):
-        parts = {"train": {**ready, **changes}, "method": {"kind": kind}, "parallel": {"engine": engine}}
+        advanced = {"fused_forwards": changes.pop("fused", "on")}
+        parts = {
+            "train": {**ready, **changes},
+            "advanced": advanced,
+            "method": {"kind": kind},
+            "parallel": {"engine": engine},
+        }
         return hopper_fault(SimpleNamespace(**{name: SimpleNamespace(**part) for name, part in parts.items()}))
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))

@@ -155,8 +155,9 @@ def test_a_qlora_step_equals_pefts_own(words, base, bits):
 @pytest.mark.parametrize("kind", ["full", "lora"])
 @pytest.mark.parametrize(
     "change",
-    ["train.micro_batch=8", "train.micro_batch=1", "train.loss=whole", "train.fused=off", "train.attention=math",
-     "train.checkpointing=full", "train.checkpointing=selective", "train.offload=optimizer"],
+    ["train.micro_batch=8", "train.micro_batch=1", "advanced.chunked_loss=off", "advanced.fused_forwards=off",
+     "train.attention=math", "train.activation_checkpointing=full", "train.activation_checkpointing=selective",
+     "train.offload=optimizer"],
 )  # fmt: skip
 def test_how_it_is_computed_changes_nothing_but_rounding(words, kind, change):
     short = [*words, f"method.kind={kind}", "train.steps=3"]
@@ -191,7 +192,7 @@ def test_compiled_blocks_share_one_graph_change_nothing_but_rounding_and_are_kep
     deep = make_base(chats, home, "qwen2", num_hidden_layers=4)
     short = [
         *words, f"model.base={deep}", *_LORA, "method.targets=[v_proj]", "train.steps=3", "data.eval_fraction=0",
-        "train.checkpointing=selective",
+        "train.activation_checkpointing=selective",
     ]  # fmt: skip
 
     def compiled(*more):
@@ -207,7 +208,7 @@ def test_compiled_blocks_share_one_graph_change_nothing_but_rounding_and_are_kep
     run, missed, _ = compiled("name=first")
     assert missed and any(run.compiled.rglob("*.so"))
     shutil.copytree(run.compiled, home / "elsewhere")
-    again, missed, found = compiled("name=second", f"train.compile_cache={home / 'elsewhere'}")
+    again, missed, found = compiled("name=second", f"advanced.compile_cache={home / 'elsewhere'}")
     assert found and not missed and "TORCHINDUCTOR_CACHE_DIR" not in os.environ
     assert _losses(run) == _losses(again) == pytest.approx(_losses(plain), rel=1e-5)
 

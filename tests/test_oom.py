@@ -116,8 +116,8 @@ def test_a_step_that_does_not_fit_is_done_with_fewer_rows_at_a_time(tiny, monkey
     rows = where(monkeypatch, lambda rows, call: rows > 4 and call > 5)
     run = run_train(words)
     assert set(rows) == {8, 4}
-    assert read_json(run.ladder) == {"device": "cpu", "micro_batch": 4}
-    assert [event["now"] for event in events(run, "out_of_memory")] == [{"micro_batch": 4}]
+    assert read_json(run.ladder) == {"device": "cpu", "train.micro_batch": 4}
+    assert [event["now"] for event in events(run, "out_of_memory")] == [{"train.micro_batch": 4}]
     _same_result(run, whole)
 
 
@@ -126,7 +126,7 @@ def test_memory_that_runs_out_in_the_midst_of_a_batch_counts_no_row_twice(tiny, 
     whole, words = tiny.whole(), tiny.words("train.micro_batch=4")
     where(monkeypatch, lambda rows, call: call == 8)  # a step's second part: the first has left its gradients
     run = run_train(words)
-    assert read_json(run.ladder)["micro_batch"] == 2
+    assert read_json(run.ladder)["train.micro_batch"] == 2
     _same_result(run, whole)
 
 
@@ -144,11 +144,13 @@ def test_when_a_single_row_does_not_fit_activations_are_recomputed(tiny, monkeyp
     """Fewer rows, then selective, then full recomputation: in the midst of a run that has saved nothing yet."""
     whole, words = tiny.whole(*kind), tiny.words(*kind)
     run = run_of(words)
-    full = {"device": "cpu", "micro_batch": 1, "checkpointing": "full"}
+    full = {"device": "cpu", "train.micro_batch": 1, "train.activation_checkpointing": "full"}
     _forward(monkeypatch, lambda rows, call: call > 6 and read_json(run.ladder) != full)
     run_train(words)
     said = [event["now"] for event in events(run, "out_of_memory")]
-    assert said == [{"micro_batch": n} for n in (4, 2, 1)] + [{"checkpointing": c} for c in ("selective", "full")]
+    assert said == [{"train.micro_batch": n} for n in (4, 2, 1)] + [
+        {"train.activation_checkpointing": c} for c in ("selective", "full")
+    ]
     assert len(events(run, "start")) == 3
     _same_result(run, whole)
 
@@ -160,16 +162,24 @@ def test_a_step_done_again_draws_the_same_random_numbers(tiny, monkeypatch, kind
     run = run_of(words)
     _backward(monkeypatch, lambda rows, call: call > 30 and not run.ladder.exists())  # the 7th row of step 4
     run_train(words)
-    assert read_json(run.ladder) == {"device": "cpu", "checkpointing": "selective"}
+    assert read_json(run.ladder) == {"device": "cpu", "train.activation_checkpointing": "selective"}
     _same_result(run, whole)
 
 
 def test_the_loss_in_chunks_is_the_rung_after_full_recomputation(tiny, monkeypatch):
-    whole, words = tiny.whole(), tiny.words("train.micro_batch=1", "train.checkpointing=full", "train.loss=whole")
+    whole, words = (
+        tiny.whole(),
+        tiny.words("train.micro_batch=1", "train.activation_checkpointing=full", "advanced.chunked_loss=off"),
+    )
     run = run_of(words)
-    _forward(monkeypatch, lambda rows, call: call > 20 and (read_json(run.ladder) or {}).get("offload") != "optimizer")
+    _forward(
+        monkeypatch, lambda rows, call: call > 20 and (read_json(run.ladder) or {}).get("train.offload") != "optimizer"
+    )
     run_train(words)
-    assert [event["now"] for event in events(run, "out_of_memory")] == [{"loss": "chunked"}, {"offload": "optimizer"}]
+    assert [event["now"] for event in events(run, "out_of_memory")] == [
+        {"advanced.chunked_loss": "on"},
+        {"train.offload": "optimizer"},
+    ]
     _same_result(run, whole)
 
 
@@ -184,7 +194,7 @@ def test_an_update_that_does_not_fit_goes_back_and_keeps_the_moments_in_the_host
     whole, words = tiny.whole(*kind), tiny.words(*kind, *every)
     _update(monkeypatch, lambda call: call == 5)
     run = run_train(words)
-    assert read_json(run.ladder) == {"device": "cpu", "offload": "optimizer"}
+    assert read_json(run.ladder) == {"device": "cpu", "train.offload": "optimizer"}
     started = [event["step"] for event in events(run, "start")]
     assert started == [0, 3 if every else 0]
     _same_result(run, whole)
@@ -204,7 +214,7 @@ def test_an_update_of_another_optimizer_gives_up_rows(tiny, monkeypatch):
 
     monkeypatch.setattr(Muon, "step", tight)
     run = run_train(words)
-    assert read_json(run.ladder) == {"device": "cpu", "micro_batch": 4}
+    assert read_json(run.ladder) == {"device": "cpu", "train.micro_batch": 4}
     _same_result(run, whole)
 
 
@@ -253,7 +263,7 @@ def test_other_libraries_words_for_it_are_understood(tiny, monkeypatch):
 
     monkeypatch.setattr(step_module, "loss_sum", tight)
     run = run_train(words)
-    assert read_json(run.ladder)["micro_batch"] == 1
+    assert read_json(run.ladder)["train.micro_batch"] == 1
 
 
 def test_an_error_that_is_not_about_memory_is_not_taken_for_one(tiny, monkeypatch):
@@ -292,7 +302,10 @@ def test_another_kind_of_device_ignores_the_rung(tiny, monkeypatch):
     words = tiny.words()
     _stopped_after(words, monkeypatch, 4)
     run = run_of(words)
-    write_json(run.ladder, {"device": "NVIDIA A100-SXM4-80GB", "micro_batch": 1, "checkpointing": "full"})
+    write_json(
+        run.ladder,
+        {"device": "NVIDIA A100-SXM4-80GB", "train.micro_batch": 1, "train.activation_checkpointing": "full"},
+    )
     rows = _forward(monkeypatch, lambda rows, call: False)
     run_train(words)
     assert set(rows) == {8}
@@ -308,10 +321,10 @@ def test_a_spoiled_ladder_file_is_no_obstacle(tiny):
 
 
 def test_a_user_who_gives_up_more_than_the_ladder_is_not_given_it_back(tiny):
-    words = tiny.words("train.checkpointing=full", "train.micro_batch=2")
+    words = tiny.words("train.activation_checkpointing=full", "train.micro_batch=2")
     run = run_of(words)
     run.path.mkdir(parents=True)
-    write_json(run.ladder, {"device": "cpu", "micro_batch": 4, "checkpointing": "selective"})
+    write_json(run.ladder, {"device": "cpu", "train.micro_batch": 4, "train.activation_checkpointing": "selective"})
     run_train(words)
     auto = (run.config).read_text()
     assert "micro_batch: 2" in auto and "checkpointing: full" in auto
@@ -326,7 +339,7 @@ def test_when_nothing_is_left_to_give_up_one_line_says_so_and_nothing_is_lost(ti
     assert "\n" not in str(told.value) and "use a GPU with more memory" in str(told.value)
     run = run_of(words)
     assert read_json(run.ladder) == {
-        "device": "cpu", "micro_batch": 1, "checkpointing": "full", "offload": "optimizer"
+        "device": "cpu", "train.micro_batch": 1, "train.activation_checkpointing": "full", "train.offload": "optimizer"
     }  # fmt: skip
     assert run.status().state == "failed" and run.status().resumable and saved_steps(run) == [4]
     run_train(words)  # on a machine whose memory is not full
@@ -335,7 +348,10 @@ def test_when_nothing_is_left_to_give_up_one_line_says_so_and_nothing_is_lost(ti
 
 def test_a_run_that_has_given_up_everything_before_still_saves_its_steps(tiny, monkeypatch):
     words = tiny.words(
-        "train.micro_batch=1", "train.checkpointing=full", "train.loss=chunked", "train.offload=optimizer"
+        "train.micro_batch=1",
+        "train.activation_checkpointing=full",
+        "advanced.chunked_loss=on",
+        "train.offload=optimizer",
     )
     _forward(monkeypatch, lambda rows, call: call > 35)
     with pytest.raises(RunFailed, match="out of memory"):
@@ -348,7 +364,11 @@ def test_time_and_money_are_counted_once_however_often_the_run_is_built_anew(tin
 
     words = tiny.words("train.micro_batch=1", "limits.price_per_hour=3600 CNY")
     run = run_of(words)
-    want = [{"checkpointing": "selective"}, {"checkpointing": "full"}, {"offload": "optimizer"}]
+    want = [
+        {"train.activation_checkpointing": "selective"},
+        {"train.activation_checkpointing": "full"},
+        {"train.offload": "optimizer"},
+    ]
     _forward(monkeypatch, lambda rows, call: call > 20 and len(events(run, "out_of_memory")) < len(want))
     began = time.monotonic()
     run_train(words)
@@ -372,7 +392,7 @@ def test_memory_that_runs_out_while_a_run_is_opened_keeps_the_moments_in_the_hos
 
     monkeypatch.setattr(Optimizer, "load_state_tensors", tight)
     run = run_train(words)
-    assert [event["now"] for event in events(run, "out_of_memory")] == [{"offload": "optimizer"}]
+    assert [event["now"] for event in events(run, "out_of_memory")] == [{"train.offload": "optimizer"}]
     _same_result(run, tiny.whole())
 
 
@@ -407,5 +427,7 @@ def test_an_allocator_that_fights_for_memory_gets_fewer_rows_in_time(tiny, monke
     monkeypatch.setattr(MemoryPressure, "__init__", on_gpu)
     monkeypatch.setattr(torch.cuda, "memory_stats", stats)
     run = run_train(tiny.words("train.micro_batch=8", "log.every_steps=1"))
-    assert [event["now"] for event in events(run, "out_of_memory")] == [{"micro_batch": rows} for rows in (4, 2, 1)]
+    assert [event["now"] for event in events(run, "out_of_memory")] == [
+        {"train.micro_batch": rows} for rows in (4, 2, 1)
+    ]
     assert losses(run)[-1] == pytest.approx(losses(whole)[-1], rel=1e-4)

@@ -267,7 +267,9 @@ def test_a_gpu_with_little_to_do_waits_for_the_cpu():
 
 
 def test_the_more_is_in_8_bits_the_faster_it_is_planned_and_what_is_not_is_counted_wide():
-    off, back, inner, on = (replace(PRETRAIN, graphs="on", fp8=how) for how in ("off", "backward", "inner", "on"))
+    off, back, inner, on = (
+        replace(PRETRAIN, graphs="on", fp8=how) for how in ("off", "backward", "except_last_layer", "on")
+    )
     rates = [speed(one, gpu("H200")).tokens_per_second for one in (off, back, inner, on)]
     assert rates == sorted(rates) and rates[3] > 1.2 * rates[0] and rates[1] > 1.05 * rates[0]
     last = [memory(one).moments[2] for one in (off, back, inner, on)]  # the last block's backward: all is kept
@@ -492,14 +494,21 @@ def test_preparing_without_a_gpu_is_named_with_its_price(home):
 
 
 @pytest.mark.parametrize("gib", [12, 24, 80])
-@pytest.mark.parametrize("words", [["qlora-7b", "train.micro_batch=auto", "train.checkpointing=auto"], ["large"]])
+@pytest.mark.parametrize(
+    "words", [["qlora-7b", "train.micro_batch=auto", "train.activation_checkpointing=auto"], ["large"]]
+)
 def test_a_run_is_cut_up_on_the_machine_as_it_was_planned(monkeypatch, capsys, words, gib):
     import torch
 
     from sojourn.train import resolve
     from sojourn.train.subject import Subject
 
-    here = {"train.device": "cuda", "train.precision": "bf16", "train.attention": "varlen", "train.fused": "on"}
+    here = {
+        "train.device": "cuda",
+        "train.precision": "bf16",
+        "train.attention": "varlen",
+        "advanced.fused_forwards": "on",
+    }
     config = with_settings(load_run([*words, "train.steps=100"]).config, {**here, "parallel.engine": "single"})
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (gib * GIB, gib * GIB))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
@@ -510,14 +519,14 @@ def test_a_run_is_cut_up_on_the_machine_as_it_was_planned(monkeypatch, capsys, w
     resolve._memory(found, Subject(shape.family, shape), 1)
     planned = fit_on(config, shape, card, 1, 0.97 * gib * GIB)
     assert planned is not None
-    assert (found.config.train.micro_batch, found.config.train.checkpointing) == (
+    assert (found.config.train.micro_batch, found.config.train.activation_checkpointing) == (
         planned.work.rows,
         planned.work.recompute,
     )
     assert "note:" not in capsys.readouterr().out
-    typed = with_settings(config, {"train.micro_batch": 1, "train.checkpointing": "full"})
+    typed = with_settings(config, {"train.micro_batch": 1, "train.activation_checkpointing": "full"})
     resolve._memory(resolve.Resolved(typed), Subject(shape.family, shape), 1)
-    freely = f"train.micro_batch={planned.work.rows} train.checkpointing={planned.work.recompute}"
+    freely = f"train.micro_batch={planned.work.rows} train.activation_checkpointing={planned.work.recompute}"
     said = capsys.readouterr().out
     assert re.fullmatch(rf"note: the same result \d+% sooner, by its plan, in the memory here: {freely}\n", said)
     resolve._memory(resolve.Resolved(typed), Subject(shape.family, shape), 1, told=False)

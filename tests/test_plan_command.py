@@ -346,7 +346,9 @@ def test_what_is_recomputed_is_chosen_by_its_speed():
     card, shape = gpu("T4"), subject_of(config)
     found = fit_on(config, shape, card)
     assert (found.work.recompute, found.work.rows) == ("off", 2)
-    other = fit_on(load_run(["lora-100k", "train.micro_batch=auto", "train.checkpointing=full"]).config, shape, card)
+    other = fit_on(
+        load_run(["lora-100k", "train.micro_batch=auto", "train.activation_checkpointing=full"]).config, shape, card
+    )
     assert other.work.rows == 16
     assert speed(found.work, card).tokens_per_second > 1.2 * speed(other.work, card).tokens_per_second
 
@@ -362,13 +364,16 @@ def test_a_gpu_of_unknown_speed_keeps_activations_where_a_fair_micro_batch_fits(
 
 
 def test_a_run_that_leaves_memory_unused_is_told_what_it_would_buy(home):
-    words, card = ["qlora-7b", "train.steps=100", "train.micro_batch=1", "train.checkpointing=full"], gpu("RTX 4090")
+    words, card = (
+        ["qlora-7b", "train.steps=100", "train.micro_batch=1", "train.activation_checkpointing=full"],
+        gpu("RTX 4090"),
+    )
     config, plan = load_run(words).config, plan_of(*words, only=[card])
     found = faster(config, plan)
     left = plan_of(*words, *found.typed.split(), only=[card]).shown
     assert found.tokens_per_second == pytest.approx(left.speed.tokens_per_second)
     assert found.tokens_per_second > 1.25 * plan.shown.speed.tokens_per_second
-    assert found.typed == "train.checkpointing=auto"  # more rows at a time are not worth another word there
+    assert found.typed == "train.activation_checkpointing=auto"  # more rows at a time are not worth another word there
     text = " ".join(called("plan", *words, "--gpu", "4090").stdout.split())
     says = f"the same result sooner on RTX 4090, by the memory that is left: {found.tokens_per_second:,.0f} tok/s"
     assert says in text
@@ -384,7 +389,7 @@ def test_more_rows_at_a_time_are_worth_a_word_where_weights_are_many():
     ("words", "card"),
     [
         (["qlora-7b", "train.micro_batch=auto"], "RTX 4090"),  # all is left to the plan
-        (["qlora-7b", "data.max_length=16384", "train.checkpointing=full"], "RTX 4090"),  # nothing is left
+        (["qlora-7b", "data.max_length=16384", "train.activation_checkpointing=full"], "RTX 4090"),  # nothing is left
         (["full-7b"], "RTX 4090"),  # does not fit
     ],
 )

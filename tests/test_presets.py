@@ -90,7 +90,7 @@ def test_the_papers_presets(name: str, rank: int) -> None:
     config = load(name)
     assert (config.method.kind, config.method.rank, config.train.epochs) == ("lora", rank, 3)
     assert config.train.global_batch == 64 and config.train.micro_batch == 8
-    assert config.train.checkpointing == "auto" and config.save.every_steps == "epoch"
+    assert config.train.activation_checkpointing == "auto" and config.save.every_steps == "epoch"
 
 
 @pytest.mark.parametrize(("name", "take"), [("lora-20k", 20_000), ("lora-50k", 50_000), ("lora-100k", 100_000)])

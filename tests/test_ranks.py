@@ -46,7 +46,7 @@ opened = loop.open_session
 def open_session(*arguments):
     made = opened(*arguments)
     train = made.config.train
-    note(micro_batch=train.micro_batch, checkpointing=train.checkpointing)
+    note(micro_batch=train.micro_batch, checkpointing=train.activation_checkpointing)
     return made
 loop.open_session = open_session
 
@@ -200,9 +200,13 @@ def test_a_run_moves_from_one_process_to_two_to_four_and_ends_the_same(tiny, gan
     assert all(len(line["rows"]) == 2 for line in notes[3] if "rows" in line)
 
     assert [event["now"] for event in events(run, "out_of_memory")] == [
-        {"checkpointing": "selective"}, {"offload": "optimizer"}
+        {"train.activation_checkpointing": "selective"}, {"train.offload": "optimizer"}
     ]  # fmt: skip
-    assert read_json(run.ladder) == {"device": "cpu", "checkpointing": "selective", "offload": "optimizer"}
+    assert read_json(run.ladder) == {
+        "device": "cpu",
+        "train.activation_checkpointing": "selective",
+        "train.offload": "optimizer",
+    }
     assert [event["step"] for event in events(run, "bad_weights")] == [12]
     started = [(event["processes"], event["step"]) for event in events(run, "start")]
     assert started[0] == (1, 0) and started[1] == (2, 4) and started[-2:] == [(4, 8), (4, 8)]

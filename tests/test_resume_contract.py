@@ -76,11 +76,11 @@ def test_a_base_at_another_place_is_known_by_its_content(words, chats, base, hom
 def test_another_micro_batch_and_how_memory_is_saved_change_only_rounding(words):
     peace = _train([*words, "name=peace"])
     _stopped(words)
-    run = _train([*words, "train.micro_batch=2", "train.checkpointing=full", "train.loss=whole"])
+    run = _train([*words, "train.micro_batch=2", "train.activation_checkpointing=full", "advanced.chunked_loss=off"])
     curves = [[line["loss"] for line in one.read_metrics() if line["kind"] == "train"] for one in (run, peace)]
     assert curves[0] == pytest.approx(curves[1], rel=1e-5)
     changed = [json.loads(line) for line in run.events.read_text().splitlines()]
-    assert {"train.micro_batch", "train.checkpointing", "train.loss"} <= {
+    assert {"train.micro_batch", "train.activation_checkpointing", "advanced.chunked_loss"} <= {
         line["key"] for line in changed if line["kind"] == "changed"
     }
 

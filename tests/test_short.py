@@ -135,7 +135,9 @@ def test_every_token_stands_once_beside_its_neighbours_in_a_grid(lengths):
     assert sum(count * longest for count, longest in grids.shapes) <= 2 * len(documents) + 32 * len(sizes)
 
 
-@pytest.mark.parametrize(("extra", "short"), [([], True), (["train.compile=on"], False), (["train.fused=off"], False)])
+@pytest.mark.parametrize(
+    ("extra", "short"), [([], True), (["train.compile=on"], False), (["advanced.fused_forwards=off"], False)]
+)
 def test_it_is_for_fused_blocks_that_are_not_compiled(words, home, extra, short):
     from sojourn.data.prepare import prepare
     from sojourn.train.build import bare_network

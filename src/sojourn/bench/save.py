@@ -63,7 +63,7 @@ def _measure(plan: Plan, workload: Workload, device: str, work: Path, say: Say) 
     told["train"] |= {"compile": "off"}
     told["save"] = {"every": plan.every, "keep": 1, "folder": str(run.path.absolute())}
     if workload.method == "full" and device == "cuda":
-        told["train"] |= {"checkpointing": "selective"}
+        told["train"] |= {"activation_checkpointing": "selective"}
     write_json(file, told)
     rows_of(ground, file)
     try:

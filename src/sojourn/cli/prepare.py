@@ -41,7 +41,7 @@ def prepare(
         shown = True
         print_examples(say, sys.stdout.isatty(), formats, examples)
 
-    artefact = prepare_data(data_settings(config), prepared_folder(), say, show)
+    artefact = prepare_data(data_settings(config), prepared_folder(), say, show, config.advanced.split_digits)
     if verify and (damaged := artefact.damaged()):
         raise RunFailed(f"{artefact.path}: damaged: {', '.join(damaged)}; remove that folder and run this again")
     report = artefact.report

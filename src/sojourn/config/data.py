@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from sojourn.config.fields import Auto, Bool, Says, Section, Share, Some, Sources, Text, Texts, Whole, clash
+from sojourn.config.fields import Auto, Says, Section, Share, Some, Sources, Text, Texts, Whole, clash
 from sojourn.config.quantities import Count, Size
 
 
@@ -95,7 +95,6 @@ class DataConfig(Section):
     tokenizer: Annotated[Text, Says("auto, bpe, sentencepiece, or the folder or file of a tokenizer")] = "auto"
     vocab_size: Annotated[Count, Field(ge=300, le=1_000_000)] = Count(8192)
     special_tokens: Annotated[Texts, Says("a list of tokens, such as [<think>, </think>]")] = Field(default=[])
-    split_digits: Bool = True
     template: Annotated[Text, Says("auto, chatml, llama3, plain, or a .jinja file")] = "auto"
     train_on: Literal["assistant", "last", "all"] = "assistant"
     max_length: Annotated[int, Whole, Field(ge=8, le=10_000_000)] = 512

@@ -10,8 +10,9 @@ from pydantic import BaseModel, ValidationError
 
 from sojourn.config.fields import Says
 from sojourn.config.quantities import Count, Duration, Money, Size
+from sojourn.config.renamed import KeyPath
 from sojourn.config.schema import RunConfig
-from sojourn.config.suggest import KeyPath, suggest_key
+from sojourn.config.suggest import suggest_key
 from sojourn.config.words import shown
 
 _BOUNDS = {"ge": "from", "gt": "above", "le": "up to", "lt": "below"}

@@ -33,7 +33,7 @@ def _switch(value: Any) -> Any:
     return ("on" if value else "off") if isinstance(value, bool) else value
 
 
-def _recompute(value: Any) -> Any:
+def _full_or_off(value: Any) -> Any:
     return ("full" if value else "off") if isinstance(value, bool) else value
 
 
@@ -73,7 +73,8 @@ Heads = Annotated[int, Whole, Field(ge=1, le=1024)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Some = Annotated[Count, Field(ge=1)]
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
-Recompute = Annotated[Literal["auto", "off", "selective", "full"], BeforeValidator(_recompute)]
+OnOff = Annotated[Literal["on", "off"], BeforeValidator(_switch)]
+ActivationCheckpointing = Annotated[Literal["auto", "off", "selective", "full"], BeforeValidator(_full_or_off)]
 Price = Annotated[Money, BeforeValidator(_per_hour)]
 Name = Annotated[
     str,

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from sojourn.config.renamed import RENAMED, KeyPath
 from sojourn.config.spellings import (
     ACCUMULATION,
     BATCH,
@@ -17,7 +18,7 @@ from sojourn.config.spellings import (
     VALUES,
     WORDY,
 )
-from sojourn.config.suggest import KeyPath, every_key
+from sojourn.config.suggest import every_key
 from sojourn.config.words import closest, shown
 from sojourn.errors import UserError
 
@@ -97,7 +98,7 @@ def _flag(typed: Typed, word: str, left: list[str]) -> None:
     name = spelled.lstrip("-").replace("-", "_").lower()
     dotted = tuple(name.split("."))
     origin = f"command line {shown(spelled)}"
-    if name not in FLAGS and dotted not in every_key():
+    if name not in FLAGS and dotted not in every_key() and dotted not in RENAMED:
         raise UserError(f"{origin}: no such flag{_suggest(spelled, name)}")
     if name in REFUSED:
         raise UserError(f"{origin}: {REFUSED[name]}")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from sojourn.config.renamed import KeyPath, current, describe_renaming
 from sojourn.config.schema import ADAPTER, QUANTISED
-from sojourn.config.suggest import KeyPath
 
 _LENGTHS: set[KeyPath] = {("train", "epochs"), ("train", "steps"), ("train", "tokens")}
 _DIALS: set[KeyPath] = {("model", "params"), ("model", "depth")}
@@ -31,6 +31,7 @@ class Layers:
     origins: dict[KeyPath, Origin] = field(default_factory=dict)
     source: str = "command line"
     count: int = 0
+    notes: list[str] = field(default_factory=list)
 
     def set(self, key: KeyPath, value: Any, origin: Origin) -> None:
         """Lays one value; a mapping goes into the section that is there instead of replacing it."""
@@ -39,6 +40,10 @@ class Layers:
             for name, inner in value.items():
                 self.set((*key, str(name)), inner, origin)
             return
+        note = describe_renaming(key, value)
+        if note is not None and note not in self.notes:
+            self.notes.append(note)
+        key, value = current(key, value)
         section = self.values
         for part in key[:-1]:
             if not isinstance(section.get(part), dict):

@@ -14,6 +14,7 @@ from sojourn.config.fields import gpu_numbers
 from sojourn.config.flags import Typed, read_words
 from sojourn.config.layers import Layers, Origin
 from sojourn.config.preset import FOLDER, find_preset, preset, preset_words
+from sojourn.config.renamed import check_spellings, current
 from sojourn.config.schema import RunConfig
 from sojourn.config.suggest import every_key
 from sojourn.config.words import closest, shown
@@ -51,7 +52,9 @@ def load_run(words: list[str]) -> Loaded:
         layers.values.setdefault("name", re.sub(r"[^\w.-]+", "-", path.stem).strip("-.")[:100] or "run")
         if _what_is(Path(typed.run)) == "folder" and path.name == "run.yaml":  # a run's folder: the run goes on there
             layers.set(("save", "folder"), str(Path(typed.run)), Origin("command line", "preset"))
+            layers.notes.clear()  # its run.yaml is our own writing, perhaps an older version's
     _add_typed(layers, typed)
+    notes.extend(layers.notes)
     if layers.get(("model", "base")) is not None and layers.get(("method", "kind")) is None:
         layers.set(("method", "kind"), "lora", Origin("model.base", "preset"))
         notes.append("method.kind is not given: lora, which trains adapters; method.kind=full trains all weights")
@@ -69,11 +72,11 @@ def with_settings(config: RunConfig, settings: dict[str, Any]) -> RunConfig:
     """The same with some keys (dotted) changed, checked as if typed."""
     values = dump(config)
     for key, value in settings.items():
-        *sections, last = key.split(".")
+        (*sections, last), setting = current(tuple(key.split(".")), value)
         place = values
         for section in sections:
             place = place.setdefault(section, {})
-        place[last] = value
+        place[last] = setting
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
@@ -154,9 +157,11 @@ def _add_file(layers: Layers, path: Path, chain: tuple[Path, ...]) -> None:
     layers.count += 1
     kind: Literal["preset", "file"] = "preset" if path.parent == FOLDER else "file"
     layers.source = f"preset {path.stem}" if kind == "preset" else name
+    check_spellings([(key, f"{name}:{line}") for key, line in lines.items()])
     for key, value in values.items():
         layers.set((key,), value, Origin(layers.source, kind, layers.count))
-    for place, line in lines.items():
+    for written, line in lines.items():
+        place, _ = current(written, None)
         layers.origins[place] = Origin(layers.source if kind == "preset" else f"{name}:{line}", kind, layers.count)
 
 
@@ -191,12 +196,14 @@ def _names_a_base(typed: Typed) -> bool:
 
 
 def _add_settings(layers: Layers, typed: Typed) -> None:
+    check_spellings([(setting.key, setting.origin) for setting in typed.settings])
     for setting in typed.settings:
         value = setting.value
         if isinstance(value, str):
             value = read_word(value)
-            place, annotation, _ = locate(setting.key)
-            if len(place) < len(setting.key) and place in every_key():
+            key, _ = current(setting.key, value)
+            place, annotation, _ = locate(key)
+            if len(place) < len(key) and place in every_key():
                 raise UserError(f"{setting.origin}: {dotted(place)} has no keys below it; write {dotted(place)}=VALUE")
             if isinstance(value, (bool, int, float)) and takes_words_only(annotation):
                 value = setting.value

@@ -8,15 +8,16 @@ from pydantic import Field, model_validator
 
 from sojourn.config.data import DataConfig
 from sojourn.config.fields import (
+    ActivationCheckpointing,
     Auto,
     Bool,
     Gpus,
     Heads,
     Listed,
     Name,
+    OnOff,
     Price,
     Prompts,
-    Recompute,
     Rows,
     Says,
     Section,
@@ -149,14 +150,9 @@ class TrainConfig(Section):
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     precision: Precision | Auto = "auto"
     attention: Attention = "auto"
-    checkpointing: Recompute = "auto"
-    loss: Literal["auto", "chunked", "whole"] = "auto"
-    fused: Switch = "auto"
-    hopper: Switch = "auto"
-    fp8: Literal["off", "backward", "inner", "on"] = "off"
+    activation_checkpointing: ActivationCheckpointing = "auto"
+    fp8: Literal["off", "backward", "except_last_layer", "on"] = "off"
     compile: Switch = "auto"
-    compile_cache: Text | None = None
-    ahead: Literal["on", "off"] = "on"
     cuda_graphs: Switch = "auto"
     offload: Literal["off", "optimizer", "all"] = "off"
     eval_every: Steps | None = None
@@ -164,8 +160,8 @@ class TrainConfig(Section):
     samples: Prompts = Field(default=[])
     sample_tokens: Rows = 64
     patience: Steps | None = None
-    rehearse: Literal["on", "off"] = "on"
-    deterministic: Literal["on", "off"] = "off"
+    rehearse: OnOff = "on"
+    deterministic: OnOff = "off"
     on_nan: Literal["skip", "rollback", "stop"] = "skip"
     on_spike: Literal["keep", "skip", "rollback"] = "keep"
     max_bad_steps: Annotated[int, Whole, Field(ge=0, le=1_000_000)] = 10
@@ -201,7 +197,6 @@ class ParallelConfig(Section):
     engine: Literal["auto", "single", "ddp", "fsdp", "deepspeed"] = "auto"
     gpus: Gpus = "auto"
     deepspeed: Text | None = None
-    reshard: bool = True
     nodes: Annotated[int, Whole, Field(ge=1, le=10_000)] = 1
     node: Annotated[int, Whole, Field(ge=0, le=9_999)] | Literal["auto"] = "auto"
     master: Annotated[Text, Says("the first machine's name or address")] | None = None
@@ -275,6 +270,18 @@ class LogConfig(Section):
     project: Name = "sojourn"
 
 
+class AdvancedConfig(Section):
+    """Switches for measurements and debugging. The defaults suit every run."""
+
+    async_step: OnOff = "on"
+    fused_forwards: Switch = "auto"
+    chunked_loss: Switch = "auto"
+    hopper_kernels: Switch = "auto"
+    compile_cache: Text | None = None
+    split_digits: Bool = True
+    reshard_after_forward: Bool = True
+
+
 class RunConfig(Section):
     """A run, whole."""
 
@@ -287,6 +294,7 @@ class RunConfig(Section):
     save: SaveConfig = SaveConfig()
     limits: LimitsConfig = LimitsConfig()
     log: LogConfig = LogConfig()
+    advanced: AdvancedConfig = AdvancedConfig()
 
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:

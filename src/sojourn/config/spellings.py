@@ -114,7 +114,7 @@ SWITCHES: dict[str, tuple[str, Any, Any]] = {
     "fp16": ("train.precision", "fp16", None),
     "bf16": ("train.precision", "bf16", None),
     "fp32": ("train.precision", "fp32", None),
-    "gradient_checkpointing": ("train.checkpointing", "full", "off"),
+    "gradient_checkpointing": ("train.activation_checkpointing", "full", "off"),
     "torch_compile": ("train.compile", "on", "off"),
     "fsdp": ("parallel.engine", "fsdp", None),
     "ddp": ("parallel.engine", "ddp", None),
@@ -122,7 +122,7 @@ SWITCHES: dict[str, tuple[str, Any, Any]] = {
     "use_rslora": ("method.rslora", True, False),
     "use_dora": ("method.dora", True, False),
     "use_flash_attention_2": ("train.attention", "flash_attention_2", None),
-    "use_liger_kernel": ("train.fused", "on", "off"),
+    "use_liger_kernel": ("advanced.fused_forwards", "on", "off"),
     "trust_remote_code": ("model.trust_remote_code", True, False),
 }
 

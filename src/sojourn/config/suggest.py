@@ -6,11 +6,10 @@ from collections.abc import Iterable
 
 from pydantic import BaseModel
 
+from sojourn.config.renamed import KeyPath
 from sojourn.config.schema import RunConfig
 from sojourn.config.spellings import meaning
 from sojourn.config.words import ask, nearest, plain
-
-KeyPath = tuple[str, ...]
 
 
 def every_key(section: type[BaseModel] = RunConfig, at: KeyPath = ()) -> list[KeyPath]:

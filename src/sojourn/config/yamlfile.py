@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from sojourn.config.explain import dotted, given
-from sojourn.config.suggest import KeyPath
+from sojourn.config.renamed import KeyPath
 from sojourn.config.words import shown
 from sojourn.errors import UserError
 

@@ -19,7 +19,7 @@ from sojourn.errors import UserError
 _DECIDING = (
     "eval_fraction", "take", "train_on", "max_length", "packing", "long_texts", "long_chats", "on_bad", "max_bad",
 )  # fmt: skip
-_TRAINING = ("vocab_size", "special_tokens", "split_digits")
+_TRAINING = ("vocab_size", "special_tokens")
 
 
 def data_settings(config: RunConfig) -> DataConfig:
@@ -38,6 +38,7 @@ class Inputs:
     sources: list[OpenedSource]
     eval_sources: list[OpenedSource]
     words: TokenizerBundle | None
+    split_digits: bool = True
 
     @property
     def size(self) -> int:
@@ -47,7 +48,8 @@ class Inputs:
     def artefact_hash(self, digests: FileDigests) -> str:
         """The same for the same bytes and settings on every machine: no path counts, and no number of processes."""
         data = self.data
-        new = {"kind": data.tokenizer.replace("auto", "bpe"), **{key: getattr(data, key) for key in _TRAINING}}
+        new = {"kind": data.tokenizer.replace("auto", "bpe"), "split_digits": self.split_digits}
+        new |= {key: getattr(data, key) for key in _TRAINING}
         decides = {
             "format": FORMAT,
             "sources": [opened.identity(digests) for opened in self.sources],
@@ -60,7 +62,8 @@ class Inputs:
         return hashlib.sha256(json.dumps(decides, sort_keys=True, default=int).encode()).hexdigest()[:16]
 
 
-def open_inputs(data: DataConfig, say: Callable[[str], None]) -> Inputs:
+def open_inputs(data: DataConfig, say: Callable[[str], None], split_digits: bool = True) -> Inputs:
+    """`split_digits`: for a tokenizer that is trained, `advanced.split_digits`."""
     if not data.sources:
         raise UserError(
             "data.sources: nothing to read; say what, such as data.sources=my.jsonl or --train_file my.jsonl"
@@ -71,7 +74,8 @@ def open_inputs(data: DataConfig, say: Callable[[str], None]) -> Inputs:
         check_language_codes(data.clean.languages)
     sources = [open_source(source, data.columns, False, say) for source in data.sources]
     eval_sources = [open_source(source, data.columns, True, say) for source in data.eval_sources]
-    return Inputs(data, sources, eval_sources, None if data.tokenizer in TRAINED else open_tokenizer(data.tokenizer))
+    tokenizer = None if data.tokenizer in TRAINED else open_tokenizer(data.tokenizer)
+    return Inputs(data, sources, eval_sources, tokenizer, split_digits)
 
 
 def _content(template: str) -> str:

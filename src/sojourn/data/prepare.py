@@ -27,9 +27,10 @@ def prepare(
     folder: Path,
     say: Callable[[str], None] = lambda line: None,
     show: Show = lambda formats, examples: None,
+    split_digits: bool = True,
 ) -> Artefact:
     """The artefact for `data` under `folder`. Before it is made, `show` gets each source's format and examples."""
-    inputs = open_inputs(data, say)
+    inputs = open_inputs(data, say, split_digits)
     digests = FileDigests(folder / ".digests.json")
     target = folder / inputs.artefact_hash(digests)
     if (target / "artefact.json").is_file():

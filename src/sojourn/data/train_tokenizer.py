@@ -37,7 +37,7 @@ def train_on_sample(inputs: Inputs, preview: Preview, folder: Path) -> tuple[Tok
                 samples.setdefault(language_or_unknown(text), []).append(text)
             yield text
 
-    words = train_tokenizer(inputs.data, texts(), folder)
+    words = train_tokenizer(inputs.data, texts(), folder, inputs.split_digits)
     large = sum(len(text) for listed in samples.values() for text in listed) / 20
     return words, compression(words.tokenizer, {c: s for c, s in samples.items() if sum(map(len, s)) >= large})
 

@@ -127,7 +127,7 @@ def _prepare(config: RunConfig, screen: Screen) -> Artefact:
     from sojourn.data.inputs import data_settings
     from sojourn.data.prepare import prepare
 
-    artefact = prepare(data_settings(config), prepared_folder())
+    artefact = prepare(data_settings(config), prepared_folder(), split_digits=config.advanced.split_digits)
     facts = artefact.report["train"]
     screen.say(f"{facts['documents']:,} documents, {facts['tokens']:,} tokens of {artefact.vocab_size:,} kinds, "
                f"in {facts['rows']:,} rows ({facts['fill']:.1%} full)")  # fmt: skip

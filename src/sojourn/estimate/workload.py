@@ -106,7 +106,7 @@ class Work:
 
 def alike(work: Work, layers: int) -> list[tuple[Work, int]]:
     """Of the first so many blocks those that compute alike, and how many they are: the last may be in 16 bits."""
-    if work.fp8 != "inner" or layers < work.shape.layers:
+    if work.fp8 != "except_last_layer" or layers < work.shape.layers:
         return [(work, layers)]
     return [(work, layers - 1), (replace(work, fp8="off"), 1)]
 
@@ -131,24 +131,25 @@ def work_of(
     world: int = 1, engine: str | None = None,
 ) -> Work:  # fmt: skip
     """`recompute` and `engine` where they are being tried."""
-    train, method, capability = config.train, config.method, place.capability
+    train, method, advanced, capability = config.train, config.method, config.advanced, place.capability
     precision = str(train.precision) if train.precision != "auto" else place.precision
     kernels = capability is not None and capability >= (7, 0)
     targets = tuple(name for name in method.targets if name in LINEAR) or LINEAR  # names of other families: as if all
     chosen = engine or _engine(config, world)
     stage, offload = _zero(config) if chosen == "deepspeed" else (2, train.offload)
-    fused = shape.family in FUSED_FAMILIES if train.fused == "auto" else train.fused == "on"
+    fused = shape.family in FUSED_FAMILIES if advanced.fused_forwards == "auto" else advanced.fused_forwards == "on"
     work = Work(
         shape=shape, method=method.kind, rows=rows, length=config.data.max_length,
         passes=max(1, -(-train.global_batch // (rows * world))), document=usual_document(config),
         device=place.device, precision=precision, fused=fused,
         kernels=kernels, attention=_attention(train.attention, precision, shape, capability),
-        recompute=recompute or ("off" if train.checkpointing == "auto" else train.checkpointing),
-        whole_loss=train.loss == "whole", fp8=train.fp8, graphs=_graphs(config),
+        recompute=recompute or ("off" if train.activation_checkpointing == "auto" else train.activation_checkpointing),
+        whole_loss=advanced.chunked_loss == "off", fp8=train.fp8, graphs=_graphs(config),
         optimizer=train.optimizer, offload=offload,
         rank=method.rank, targets=targets, dropout=method.dropout, saved_modules=tuple(method.modules_to_save),
         bits=method.bits, double_quant=method.double_quant, engine=chosen, world=world,
-        nodes=config.parallel.nodes, stage=stage, reshard=config.parallel.reshard, capability=capability or (0, 0),
+        nodes=config.parallel.nodes, stage=stage, reshard=advanced.reshard_after_forward,
+        capability=capability or (0, 0),
     )  # fmt: skip
     return replace(work, compiled=_compiles(config, work, kernels))
 

@@ -90,7 +90,11 @@ def faster(config: RunConfig, plan: Plan) -> Advice | None:
     if shown is None or shown.cut is None or shown.speed is None:
         return None
     now = speed(shown.cut.work, shown.gpu).tokens_per_second
-    left = [Change("keep what fits", {"train.checkpointing": "auto"})] if train.checkpointing in _RECOMPUTED else []
+    left = (
+        [Change("keep what fits", {"train.activation_checkpointing": "auto"})]
+        if train.activation_checkpointing in _RECOMPUTED
+        else []
+    )
     left += [Change("as many rows as fit", {"train.micro_batch": "auto"})] if train.micro_batch != "auto" else []
     groups = [group for size in range(1, len(left) + 1) for group in combinations(left, size)]
     found = [one for group in groups if (one := _tried(config, plan.shape, shown.gpu, group, shown.count)) is not None]
@@ -105,10 +109,10 @@ def _changes(config: RunConfig, shape: ModelSpec) -> Iterator[Change]:
     train, method, length = config.train, config.method, config.data.max_length
     if train.micro_batch not in (1, "auto"):
         yield Change("one row at a time", {"train.micro_batch": 1})
-    if train.checkpointing in ("off", "selective"):
-        yield Change("recompute activations", {"train.checkpointing": "full"})
-    if train.loss == "whole":
-        yield Change("logits in chunks", {"train.loss": "chunked"})
+    if train.activation_checkpointing in ("off", "selective"):
+        yield Change("recompute activations", {"train.activation_checkpointing": "full"})
+    if config.advanced.chunked_loss == "off":
+        yield Change("logits in chunks", {"advanced.chunked_loss": "on"})
     if method.kind in ("full", "pretrain") and train.optimizer == "adamw" and train.offload == "off":
         yield Change("8-bit moments", {"train.optimizer": "adamw_8bit"})
         yield Change("moments in the host's memory", {"train.offload": "optimizer"})
@@ -169,7 +173,7 @@ def what_fits(config: RunConfig, room: int) -> Inverse:
     recomputed where it says the most."""
     shape, place = subject_of(config), _place(room)
     batch, length = config.train.global_batch, config.data.max_length
-    given = "off" if config.train.checkpointing == "auto" else config.train.checkpointing
+    given = "off" if config.train.activation_checkpointing == "auto" else config.train.activation_checkpointing
 
     learned = max(1.0, correction().memory)
 

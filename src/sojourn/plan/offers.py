@@ -101,7 +101,7 @@ def least(config: RunConfig, shape: ModelSpec, gpu: Gpu | None = None) -> Cut:
     rows = config.train.micro_batch if isinstance(config.train.micro_batch, int) else 1
     count = gpus_named(config) or 1
     engine = _engines(config, count)[-1]
-    work = work_of(config, shape, place, rows, ways_of(config.train.checkpointing)[-1], count, engine)
+    work = work_of(config, shape, place, rows, ways_of(config.train.activation_checkpointing)[-1], count, engine)
     return Cut(work, memory(work))
 
 
@@ -117,7 +117,7 @@ def fit_on(config: RunConfig, shape: ModelSpec, gpu: Gpu, count: int = 1, room: 
     space = room if room is not None else room_of(gpu, correction(), count)
     for engine in _engines(config, count):
         make = partial(_work, config, shape, gpu, count, engine)
-        found = cut(make, batch, config.data.max_length, space, ways_of(train.checkpointing), asked, gpu)
+        found = cut(make, batch, config.data.max_length, space, ways_of(train.activation_checkpointing), asked, gpu)
         if found is not None:
             return found
     return None

@@ -262,10 +262,11 @@ def inverse_lines(found: Inverse) -> list[str]:
     lines = [
         f"into {_size(found.room)} fit, of this run:",
         f"  {found.rows or 'none'} of the {batch:,} rows of a step at a time as it is set, {most or 'none'} with "
-        "train.checkpointing=full",
+        "train.activation_checkpointing=full",
         f"  a row of {f'up to {found.length:,}' if found.length else 'not even 256'} tokens, alone and with "
-        "train.checkpointing=full",
-        f"and of the catalogue, with one row of {found.given_length:,} tokens at a time and train.checkpointing=full:",
+        "train.activation_checkpointing=full",
+        f"and of the catalogue, with one row of {found.given_length:,} tokens at a time and "
+        "train.activation_checkpointing=full:",
     ]
     for method, largest in found.models.items():
         if largest is None:

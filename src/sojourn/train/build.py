@@ -42,7 +42,7 @@ def bare_network(config: RunConfig, artefact: Artefact, device: str, empty: bool
     else:
         model = _opened(config, artefact, device, empty)
     model.config.use_cache = False
-    if train.fused == "off":
+    if config.advanced.fused_forwards == "off":
         return open_network(model, train.attention)
     from sojourn.model.kernels.fused_forwards import fuse
 
@@ -56,14 +56,14 @@ def bare_network(config: RunConfig, artefact: Artefact, device: str, empty: bool
 
 
 def save_memory(network: Network, config: RunConfig) -> None:
-    if config.train.checkpointing != "off":
-        recompute(network.plain, str(config.train.checkpointing), network.by_chance)
+    if config.train.activation_checkpointing != "off":
+        recompute(network.plain, str(config.train.activation_checkpointing), network.by_chance)
 
 
 def ready(network: Network, config: RunConfig) -> None:
     """For steps."""
     forget_kernels()
-    if config.train.hopper == "on":
+    if config.advanced.hopper_kernels == "on":
         try_kernels(network.plain)
     if config.train.fp8 != "off":
         from sojourn.model.kernels.fused_forwards import multiply_in_fp8

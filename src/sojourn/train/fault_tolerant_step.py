@@ -105,7 +105,7 @@ class FaultTolerantStep:
         next step, and the answer is read while it works. Until then signals wait: saving would have to wait as well.
         """
         stepper = self.session.stepper
-        if self.session.config.train.ahead == "off" or not stepper.engine.supports_async_step:
+        if self.session.config.advanced.async_step == "off" or not stepper.engine.supports_async_step:
             return self._gradients(batches, random, stepper.gradients), False
         found = self._gradients(batches, random, lambda given: stepper.passes(given, self.begun))
         self.begun = None
@@ -220,7 +220,7 @@ class FaultTolerantStep:
         session = self.session
         batcher = session.stepper.batcher
         train = session.config.train.model_copy(update={"micro_batch": batcher.micro_batch})
-        rung = next_fallback(train, in_update, session.stepper.plays)
+        rung = next_fallback(session.config.model_copy(update={"train": train}), in_update, session.stepper.plays)
         step, says = session.progress.step + 1, why.strip().split("\n")[0][:200]
         if rung is None:
             raise NoFallbackLeft(
@@ -237,9 +237,9 @@ class FaultTolerantStep:
         self.say(f"step {step}: memory is short ({says}); going on with {format_fallback(rung)}")
         self._drop()
         self.make_room()
-        if set(rung) != {"micro_batch"} or in_update:
+        if set(rung) != {"train.micro_batch"} or in_update:
             return OomFallback(rung, clean=not in_update)
-        batcher.micro_batch = rung["micro_batch"]
+        batcher.micro_batch = rung["train.micro_batch"]
         self.ahead.forget()
         free_memory()
         return None

@@ -102,9 +102,9 @@ def _trained(config: RunConfig, run: RunFolder, ranks: Ranks, guard: Guard) -> b
 def _lower(config: RunConfig, run: RunFolder, ranks: Ranks, why: str) -> None:
     """Memory ran out while opening, where only moments in the host's memory would help."""
     named = device_name(ranks.device)
-    train = resolve(config, rung=load_fallbacks(run, named)).config.train
-    rung, says = next_fallback(train, in_update=True), why.strip().split("\n")[0][:200]
-    if rung != {"offload": "optimizer"}:
+    resolved = resolve(config, rung=load_fallbacks(run, named)).config
+    rung, says = next_fallback(resolved, in_update=True), why.strip().split("\n")[0][:200]
+    if rung != {"train.offload": "optimizer"}:
         raise NoFallbackLeft(
             f"out of memory while opening ({says}); use a GPU with more memory, or method.kind=qlora", clean=False
         )
@@ -148,7 +148,7 @@ def _apart(run: RunFolder, ranks: Ranks) -> Iterator[None]:
 def _compiled_kept(config: RunConfig, run: RunFolder) -> Iterator[None]:
     """What is compiled lies in the run's folder, or where it was said, so that nothing is compiled again after a
     restart or on another machine of the kind. torch finds it by what was compiled, for which device and version."""
-    given = config.train.compile_cache
+    given = config.advanced.compile_cache
     if _TORCH_CACHE in os.environ and given is None:
         yield
         return

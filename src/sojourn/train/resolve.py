@@ -66,8 +66,9 @@ def resolve(
     _engine(found, subject, processes)
     _memory(found, subject, processes, told=not rung)
     for key, value in (rung or {}).items():
-        if further(key, value, getattr(found.config.train, key)):
-            found.choose("train", key, value, "memory ran out with more (ladder.json)")
+        section, name = key.split(".")
+        if further(key, value, getattr(getattr(found.config, section), name)):
+            found.choose(section, name, value, "memory ran out with more (ladder.json)")
     if config.train.compile == "auto":
         found.choose("train", "compile", *_compile(found.config, subject))
     _hopper(found)
@@ -162,7 +163,7 @@ def _numbers(found: Resolved, begun: RunConfig | None) -> None:
 
 
 def _attention(found: Resolved, subject: Subject) -> None:
-    train = found.config.train
+    train, advanced = found.config.train, found.config.advanced
     facts = (str(train.device), train.precision != "fp32", subject.shape.head_dim, subject.softcap, subject.dropout)
     if train.attention == "auto":
         chosen = attention.choose(*facts)
@@ -173,40 +174,42 @@ def _attention(found: Resolved, subject: Subject) -> None:
             best = attention.choose(*facts)
             raise UserError(f"train.attention: {train.attention} {wrong}; use {best} or auto")
     known = subject.family in FUSED_FAMILIES
-    if train.fused == "auto":
+    if advanced.fused_forwards == "auto":
         reason = f"{subject.family} has fused norms, rotations and gates" if known else "made for Llama, Qwen, Mistral"
-        found.choose("train", "fused", "on" if known else "off", reason)
-    elif train.fused == "on" and not known:
+        found.choose("advanced", "fused_forwards", "on" if known else "off", reason)
+    elif advanced.fused_forwards == "on" and not known:
         raise UserError(
-            f"train.fused: {subject.family} has no fused forwards ({', '.join(FUSED_FAMILIES)} have); use auto"
+            f"advanced.fused_forwards: {subject.family} has none ({', '.join(FUSED_FAMILIES)} have); use auto"
         )
     if train.fp8 != "off":
-        wrong = fp8_fault(str(train.device), str(train.precision), found.config.train.fused == "on")
+        wrong = fp8_fault(str(train.device), str(train.precision), found.config.advanced.fused_forwards == "on")
         if wrong is not None:
             raise UserError(f"train.fp8: {wrong}; leave it off")
     wrong = graphs_fault(str(train.device)) if train.cuda_graphs == "on" else None
     if wrong is not None:
         raise UserError(f"train.cuda_graphs: {wrong}; leave it off")
-    if train.loss == "auto":
-        found.choose("train", "loss", "chunked", "logits of all tokens never exist at once")
+    if advanced.chunked_loss == "auto":
+        found.choose("advanced", "chunked_loss", "on", "logits of all tokens never exist at once")
 
 
 def _hopper(found: Resolved) -> None:
-    train, wrong = found.config.train, hopper_fault(found.config)
-    if train.hopper == "on" and wrong is not None:
-        raise UserError(f"train.hopper: {wrong}; use auto")
-    if train.hopper == "auto" and wrong is not None:
-        found.choose("train", "hopper", "off", wrong)
-    elif train.hopper == "auto" and train.compile == "off":
-        found.choose("train", "hopper", "off", "making their kernels costs more than it wins on so short a run")
-    elif train.hopper == "auto":
-        found.choose("train", "hopper", "on", "quack and FlashAttention-4 are installed")
+    advanced, wrong = found.config.advanced, hopper_fault(found.config)
+    if advanced.hopper_kernels == "on" and wrong is not None:
+        raise UserError(f"advanced.hopper_kernels: {wrong}; use auto")
+    if advanced.hopper_kernels == "auto" and wrong is not None:
+        found.choose("advanced", "hopper_kernels", "off", wrong)
+    elif advanced.hopper_kernels == "auto" and found.config.train.compile == "off":
+        found.choose(
+            "advanced", "hopper_kernels", "off", "making their kernels costs more than it wins on so short a run"
+        )
+    elif advanced.hopper_kernels == "auto":
+        found.choose("advanced", "hopper_kernels", "on", "quack and FlashAttention-4 are installed")
 
 
 def hopper_fault(config: RunConfig) -> str | None:
     """Why a run cannot have the kernels of model/kernels/hopper.py, or None."""
     train = config.train
-    if train.fused != "on":
+    if config.advanced.fused_forwards != "on":
         return "only the fused forwards of Llama, Qwen2, Qwen3 and Mistral have kernels for Hopper"
     if config.method.kind in ("lora", "qlora"):
         return f"for runs that train all weights, but method.kind is {config.method.kind}"
@@ -254,8 +257,8 @@ def _memory(found: Resolved, subject: Subject, processes: int, told: bool = True
     train = found.config.train
     length, batch = found.config.data.max_length, -(-train.global_batch // processes)
     if train.device != "cuda":
-        if train.checkpointing == "auto":
-            found.choose("train", "checkpointing", "off", "activations are kept; set full to save memory")
+        if train.activation_checkpointing == "auto":
+            found.choose("train", "activation_checkpointing", "off", "activations are kept; set full to save memory")
         if train.micro_batch == "auto":
             rows = max([n for n in range(1, batch + 1) if batch % n == 0 and n * length <= _CPU_TOKENS], default=1)
             found.choose("train", "micro_batch", rows, f"about {_CPU_TOKENS} tokens at a time suit a CPU")
@@ -264,7 +267,7 @@ def _memory(found: Resolved, subject: Subject, processes: int, told: bool = True
 
     free, config, card = torch.cuda.mem_get_info()[0], found.config, card_here()
     asked = train.micro_batch if isinstance(train.micro_batch, int) else None
-    ways = ways_of(train.checkpointing)
+    ways = ways_of(train.activation_checkpointing)
 
     def work(rows: int, how: str) -> Work:
         return work_here(config, subject, rows, how, processes)
@@ -275,15 +278,15 @@ def _memory(found: Resolved, subject: Subject, processes: int, told: bool = True
     chosen = fitting(ways, asked)
     rows, how = (chosen.work.rows, chosen.work.recompute) if chosen else (1, ways[-1])
     into = f"planned into {SAFE:.0%} of the {free / 2**30:.0f} GiB free"
-    if train.checkpointing == "auto":
-        found.choose("train", "checkpointing", how, f"{into} with {rows} rows at a time")
+    if train.activation_checkpointing == "auto":
+        found.choose("train", "activation_checkpointing", how, f"{into} with {rows} rows at a time")
     if asked is None:
         found.choose("train", "micro_batch", rows, into)
     freely = fitting(ways_of("auto"), None)
     if told and chosen is not None and freely is not None and card is not None and has_rate(card):
         gain = speed(freely.work, card).tokens_per_second / speed(chosen.work, card).tokens_per_second
         if gain >= WORTH:
-            words = f"train.micro_batch={freely.work.rows} train.checkpointing={freely.work.recompute}"
+            words = f"train.micro_batch={freely.work.rows} train.activation_checkpointing={freely.work.recompute}"
             print(f"note: the same result {gain - 1:.0%} sooner, by its plan, in the memory here: {words}", flush=True)
 
 
@@ -332,7 +335,7 @@ def _recording(config: RunConfig, subject: Subject, processes: int) -> tuple[str
     card = card_here()
     if card is None:
         return "off", "the catalogue does not know this GPU: set on to try"
-    work = work_here(config, subject, int(train.micro_batch), str(train.checkpointing), processes)
+    work = work_here(config, subject, int(train.micro_batch), str(train.activation_checkpointing), processes)
     if subject.dropout or not recordable(work):
         return "off", "for one process and whole rows, without recomputed dropout, sliding windows or fp16"
     if not speed(work, card).recorded:

@@ -125,8 +125,8 @@ def open_session(config: RunConfig, run: RunFolder, ranks: Ranks) -> Session:
         windows=network.windows,
         joined=network.short,
     )
-    whole = config.train.loss == "whole"
-    again = config.train.checkpointing != "off"
+    whole = config.advanced.chunked_loss == "off"
+    again = config.train.activation_checkpointing != "off"
     cuda_graphs = make_cuda_graphs(engine, batcher, whole, again) if config.train.cuda_graphs == "on" else None
     stepper = Stepper(engine, batcher, config.train.clip, whole, cuda_graphs)
     live = TrainingState(engine)
@@ -162,7 +162,8 @@ def _prepared(config: RunConfig, ranks: Ranks) -> Artefact:
     """By one process of each machine."""
     if not ranks.is_local_main:
         ranks.barrier()
-    artefact = prepare(data_settings(config), prepared_folder(), say, partial(print_examples, say, sys.stdout.isatty()))
+    show = partial(print_examples, say, sys.stdout.isatty())
+    artefact = prepare(data_settings(config), prepared_folder(), say, show, config.advanced.split_digits)
     if ranks.is_local_main:
         ranks.barrier()
     marks = ranks.all_gather(artefact.path.name)

@@ -176,7 +176,9 @@ def make_cuda_graphs(engine: Engine, batcher: Batcher, whole: bool, again: bool)
     if not engine.has_direct_gradients or network.windows:
         why = "for one process, without sliding windows or fp16"
     elif network.by_chance and again:
-        why = "dropout cannot be recomputed from a recording: use train.checkpointing=off or method.dropout=0"
+        why = (
+            "dropout cannot be recomputed from a recording: use train.activation_checkpointing=off or method.dropout=0"
+        )
     if why is not None:
         print(f"note: train.cuda_graphs: {why}", flush=True)
         return None

@@ -226,7 +226,7 @@ def _step(session: Any, now: list[Any], then: list[Any], begun: list[Any]) -> fl
     from sojourn.train.step import SpeculativeStep
 
     stepper = session.stepper
-    if session.config.train.ahead == "off" or not stepper.engine.supports_async_step:
+    if session.config.advanced.async_step == "off" or not stepper.engine.supports_async_step:
         return float(stepper.step(now)[0])
     answer = stepper.update_if_good(stepper.passes(now, begun.pop() if begun else None), math.inf)
     part = None if stepper.network.by_chance else stepper.begin(then)

@@ -39,13 +39,16 @@ def settings_of(case: Case, device: str, folder: Path) -> RunConfig:
     }  # fmt: skip
     train = {
         "steps": 100, "global_batch": case.rows * case.passes, "micro_batch": case.rows, "optimizer": case.optimizer,
-        "lr": 1e-5, "warmup": 0, "schedule": "constant", "checkpointing": case.checkpointing, "offload": case.offload,
-        "loss": "whole" if case.whole else "chunked", "fused": "on" if case.fused else "off", "hopper": "off",
-        "fp8": "on" if case.fp8 else "off", "cuda_graphs": case.graphs, "device": device,
+        "lr": 1e-5, "warmup": 0, "schedule": "constant", "activation_checkpointing": case.checkpointing,
+        "offload": case.offload, "fp8": "on" if case.fp8 else "off", "cuda_graphs": case.graphs, "device": device,
         "compile": "on" if case.compiled else "off",
         "precision": "bf16" if device == "cuda" else "fp32", "rehearse": "off",
     }  # fmt: skip
-    rest = {"save": {"every": "24h"}, "log": {"tensorboard": "off"}, "limits": {"session": "off"}}
+    advanced = {
+        "chunked_loss": "off" if case.whole else "on", "fused_forwards": "on" if case.fused else "off",
+        "hopper_kernels": "off",
+    }  # fmt: skip
+    rest = {"advanced": advanced, "save": {"every": "24h"}, "log": {"tensorboard": "off"}, "limits": {"session": "off"}}
     return RunConfig.model_validate({"model": model, "method": method, "data": data, "train": train, **rest})
 
 
@@ -116,7 +119,7 @@ def _write_rows(case: Case, config: RunConfig, folder: Path) -> None:
     from sojourn.data.sources.file_digests import FileDigests
 
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / open_inputs(data_settings(config), lambda line: None).artefact_hash(
+    target = folder / open_inputs(data_settings(config), lambda line: None, config.advanced.split_digits).artefact_hash(
         FileDigests(folder / ".digests.json")
     )
     if (target / "artefact.json").is_file():

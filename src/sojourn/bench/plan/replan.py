@@ -8,6 +8,7 @@ from typing import Any
 
 from sojourn.catalog.names import gpu as find_gpu
 from sojourn.catalog.shapes import ModelSpec
+from sojourn.config.renamed import upgrade
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
 from sojourn.estimate.constants import constants
@@ -20,7 +21,7 @@ Row = dict[str, Any]
 
 def work_of_row(row: Row) -> Work:
     """As plans see it, with documents as long as they really are, and steps by themselves, without evaluation."""
-    config = RunConfig.model_validate(row["config"])
+    config = RunConfig.model_validate(upgrade(row["config"]))
     known = {field.name for field in fields(ModelSpec)}
     shape = ModelSpec(**{key: _plain(value) for key, value in row["shape"].items() if key in known})
     capability = row["place"]["capability"]

@@ -15,11 +15,12 @@ REFERENCE = "transformers"  # whose losses the others must have
 _LARGEST_IN_FP32 = 1_000_000_000
 
 _PLAIN = {
-    "train.precision": "fp32", "train.attention": "sdpa", "train.loss": "whole", "train.fused": "off",
-    "train.compile": "off", "train.checkpointing": "off", "train.optimizer": "adamw", "train.offload": "off",
-    "train.fp8": "off", "train.ahead": "off", "train.cuda_graphs": "off",
-    "train.hopper": "off",
+    "train.precision": "fp32", "train.attention": "sdpa", "train.compile": "off", "train.optimizer": "adamw",
+    "train.activation_checkpointing": "off", "train.offload": "off", "train.fp8": "off", "train.cuda_graphs": "off",
+    "advanced.chunked_loss": "off", "advanced.fused_forwards": "off", "advanced.async_step": "off",
+    "advanced.hopper_kernels": "off",
 }  # fmt: skip
+_SECTION = {key.split(".")[1]: key.split(".")[0] for key in _PLAIN}
 
 
 @dataclass(frozen=True)
@@ -44,36 +45,38 @@ def _ladder(workload: Workload, device: str) -> list[Contender]:
     on_gpu, settings, rows = device == "cuda", dict(_PLAIN), list[Contender]()
 
     def step(name: str, title: str, **changes: str) -> None:
-        settings.update({f"train.{key}": value for key, value in changes.items()})
+        settings.update({f"{_SECTION[key]}.{key}": value for key, value in changes.items()})
         rows.append(Contender(name, f"{OURS} {title}", OURS, dict(settings)))
 
     whole = workload.method in ("pretrain", "full")
     if workload.checkpointed and whole:
-        settings["train.checkpointing"] = "full"
+        settings["train.activation_checkpointing"] = "full"
     if workload.shape.parameters <= _LARGEST_IN_FP32:
         step("fp32", "fp32")
     if on_gpu:
         step("bf16", "bf16", precision="bf16")
         step("varlen", "+ variable-length attention", attention="varlen")
-    step("chunked", "+ chunked loss", loss="chunked")
-    step("fused", "+ fused forwards", fused="on")
+    step("chunked", "+ chunked loss", chunked_loss="on")
+    step("fused", "+ fused forwards", fused_forwards="on")
     step("compile", "+ compile", compile="on")
     if on_gpu:
-        step("ahead", "+ never waiting for a step's loss", ahead="on")
+        step("ahead", "+ never waiting for a step's loss", async_step="on")
     if on_gpu and workload.method == "pretrain":
         step("graphs", "+ passes from a recording", cuda_graphs="on")
     if on_gpu and whole:
         title = f"{OURS} + kernels for Hopper"
-        rows.append(Contender("hopper", title, OURS, {**settings, "train.hopper": "on"}, ("quack", "flash_attn")))
-    if workload.method != "pretrain" and settings["train.checkpointing"] == "off":
-        step("selective", "+ selective checkpointing", checkpointing="selective")
-        step("full", "+ full checkpointing", checkpointing="full")
+        rows.append(
+            Contender("hopper", title, OURS, {**settings, "advanced.hopper_kernels": "on"}, ("quack", "flash_attn"))
+        )
+    if workload.method != "pretrain" and settings["train.activation_checkpointing"] == "off":
+        step("selective", "+ selective checkpointing", activation_checkpointing="selective")
+        step("full", "+ full checkpointing", activation_checkpointing="full")
     if workload.method == "full" and on_gpu:
         step("adamw-8bit", "+ 8-bit AdamW", optimizer="adamw_8bit")
         step("offload", "+ AdamW on the host instead", optimizer="adamw", offload="optimizer")
     if on_gpu and workload.method in ("pretrain", "lora"):
         step("fp8-backward", "+ 8 bits in the backward", fp8="backward")
-        step("fp8-inner", "+ in the forward, but of the last block", fp8="inner")
+        step("fp8-inner", "+ in the forward, but of the last block", fp8="except_last_layer")
         step("fp8", "+ of the last block and the head too", fp8="on")
     return rows
 

@@ -108,7 +108,8 @@ def rows_of(ground: Ground, run: Path) -> Path:
     from sojourn.data.inputs import data_settings
     from sojourn.data.prepare import prepare
 
-    return prepare(data_settings(load_run([str(run)]).config), ground.home / "prepared").path
+    config = load_run([str(run)]).config
+    return prepare(data_settings(config), ground.home / "prepared", split_digits=config.advanced.split_digits).path
 
 
 def _write_tokenizer(workload: Workload, ground: Ground) -> None:

@@ -229,19 +229,19 @@ def special_tokens(data: DataConfig) -> list[str]:
     return list(dict.fromkeys((END_OF_TEXT, *template, *data.special_tokens)))
 
 
-def train_tokenizer(data: DataConfig, texts: Iterable[str], folder: Path) -> TokenizerBundle:
+def train_tokenizer(data: DataConfig, texts: Iterable[str], folder: Path, split_digits: bool = True) -> TokenizerBundle:
     """A new tokenizer from `texts`; a SentencePiece model is left in `folder`."""
     tokens = special_tokens(data)
     model = None
     if data.tokenizer == "sentencepiece":
         from sojourn.data.tokenize import sentencepiece_model
 
-        tokenizer = sentencepiece_model.train(iter(texts), int(data.vocab_size), tokens, data.split_digits, folder)
+        tokenizer = sentencepiece_model.train(iter(texts), int(data.vocab_size), tokens, split_digits, folder)
         model = folder / "tokenizer.model"
     else:
         from sojourn.data.tokenize.bpe import train_bpe
 
-        tokenizer = train_bpe(iter(texts), int(data.vocab_size), tokens, data.split_digits)
+        tokenizer = train_bpe(iter(texts), int(data.vocab_size), tokens, split_digits)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "pad_token": END_OF_TEXT,

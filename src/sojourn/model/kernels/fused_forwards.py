@@ -43,11 +43,11 @@ def fuse(model: Any) -> None:
 
 def multiply_in_fp8(model: Any, where: str) -> None:
     """The linear layers of fused blocks from now on, except adapters, which are too small to win anything, and a head
-    that is trained; of `inner` blocks, all but the last and not the head, which are half of what it costs the loss; or
-    only in the `backward` of blocks."""
+    that is trained; with `except_last_layer`, all blocks but the last and not the head, which are half of what it
+    costs the loss; or only in the `backward` of blocks."""
     fp8.try_kernels(next(model.parameters()).device)
     multiply = fp8.multiply_back if where == "backward" else fp8.multiply
-    for block in blocks(model)[: -1 if where == "inner" else None]:
+    for block in blocks(model)[: -1 if where == "except_last_layer" else None]:
         for layer in block.modules():
             large = getattr(layer, "multiply", None) is F.linear and min(layer.weight.shape) >= _LEAST_FP8
             if large and fp8.fits(layer):

@@ -92,7 +92,7 @@ DROPPED: dict[str, str] = {
             "wandb comet csv_monitor",
             "sojourn measures time and memory itself": "wall_clock_breakdown memory_breakdown timers comms_logger "
             "flops_profiler",
-            "train.checkpointing says what is recomputed": "activation_checkpointing",
+            "train.activation_checkpointing says what is recomputed": "activation_checkpointing",
             "rows are read as data and train say": "dataloader_drop_last",
             "checkpoints are written as save says": "checkpoint datastates",
             "the run has its own AdamW": "optimizer.params.torch_adam",

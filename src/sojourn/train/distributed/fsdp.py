@@ -43,7 +43,7 @@ def shard(network: Network, config: RunConfig, ranks: Ranks, from_first: bool) -
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if narrow else None, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    reshard = config.parallel.reshard and ranks.world_size > 1  # alone, there is nothing to give back
+    reshard = config.advanced.reshard_after_forward and ranks.world_size > 1  # alone, there is nothing to give back
     for block in blocks(network.plain):
         _arrive(block, ranks, from_first)
         fully_shard(block, mp_policy=policy, reshard_after_forward=reshard, **common)

@@ -10,7 +10,8 @@ import gc
 import json
 from typing import Any
 
-from sojourn.config.schema import TrainConfig
+from sojourn.config.renamed import current
+from sojourn.config.schema import RunConfig
 from sojourn.errors import RunFailed
 from sojourn.run.folder import RunFolder
 from sojourn.storage.files import read_json, write_json
@@ -25,7 +26,14 @@ _WORDS = (
 )
 
 
-_KEPT = ("cuda_graphs", "micro_batch", "checkpointing", "loss", "offload")
+# What may be given up, and its values from the most memory to the least; a micro batch is a number of rows.
+_SAVING: dict[str, tuple[str, ...]] = {
+    "train.cuda_graphs": ("auto", "on", "off"),
+    "train.micro_batch": (),
+    "train.activation_checkpointing": ("auto", "off", "selective", "full"),
+    "advanced.chunked_loss": ("auto", "off", "on"),
+    "train.offload": ("off", "optimizer", "all"),
+}
 
 
 class OomFallback(Exception):
@@ -53,36 +61,39 @@ def is_oom(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(word.lower() in str(error).lower() for word in _WORDS)
 
 
-def next_fallback(train: TrainConfig, in_update: bool = False, recorded: bool = False) -> dict[str, Any] | None:
-    """What to give up next, as settings of `train`; None where nothing is left. `recorded`: recordings hold memory.
+def next_fallback(config: RunConfig, in_update: bool = False, recorded: bool = False) -> dict[str, Any] | None:
+    """What to give up next, by key; None where nothing is left. `recorded`: recordings hold memory.
 
     In the update no activations are left to save: moments in the host's memory are what helps there.
     """
+    train = config.train
     if recorded:
-        return {"cuda_graphs": "off"}
-    offload = {"offload": "optimizer"} if train.optimizer == "adamw" and train.offload == "off" else None
+        return {"train.cuda_graphs": "off"}
+    offload = {"train.offload": "optimizer"} if train.optimizer == "adamw" and train.offload == "off" else None
     if in_update and offload is not None:
         return offload
     micro = int(train.micro_batch)
     if micro > 1:
-        return {"micro_batch": max(n for n in range(1, micro) if train.global_batch % n == 0)}
-    if train.checkpointing != "full":
-        return {"checkpointing": "full" if train.checkpointing == "selective" else "selective"}
-    if train.loss == "whole":
-        return {"loss": "chunked"}
+        return {"train.micro_batch": max(n for n in range(1, micro) if train.global_batch % n == 0)}
+    if train.activation_checkpointing != "full":
+        return {
+            "train.activation_checkpointing": "full" if train.activation_checkpointing == "selective" else "selective"
+        }
+    if config.advanced.chunked_loss == "off":
+        return {"advanced.chunked_loss": "on"}
     return offload
 
 
 def further(key: str, one: Any, other: Any) -> bool:
     """Whether one value of a setting saves more memory than the other."""
-    if key == "micro_batch":
+    order = _SAVING[key]
+    if not order:
         return int(one) < int(other)
-    order = ("auto", "on", "off", "whole", "selective", "chunked", "full", "optimizer", "all")
     return order.index(one) > order.index(other)
 
 
 def format_fallback(rung: dict[str, Any]) -> str:
-    return ", ".join(f"train.{key}={value}" for key, value in rung.items())
+    return ", ".join(f"{key}={value}" for key, value in rung.items())
 
 
 def save_fallback(run: RunFolder, rung: dict[str, Any], device: str) -> None:
@@ -96,7 +107,12 @@ def load_fallbacks(run: RunFolder, device: str) -> dict[str, Any]:
     found = read_json(run.ladder)
     if not isinstance(found, dict) or found.pop("device", None) != device:
         return {}
-    return {key: value for key, value in found.items() if key in _KEPT}
+    settings: dict[str, Any] = {}
+    for key, value in found.items():
+        path, setting = current(tuple(key.split(".")) if "." in key else ("train", key), value)  # once without `train.`
+        if (name := ".".join(path)) in _SAVING:
+            settings[name] = setting
+    return settings
 
 
 def merge_fallbacks(several: list[str]) -> dict[str, Any]:
