@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import budget
-from gang import Gang
+from fork_server import ForkServer
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["COLUMNS"] = "120"  # whatever terminal, or none, the tests run in
@@ -47,11 +47,11 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="session")
-def gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
-    """Processes without the wait for their imports; their home is that of the test."""
-    made = Gang(tmp_path_factory.mktemp("gang"))
-    yield made
-    made.close()
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    """Starts commands in processes of their own that have everything imported."""
+    server = ForkServer(tmp_path_factory.mktemp("fork-server"))
+    yield server
+    server.close()
 
 
 @contextmanager

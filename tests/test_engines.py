@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from gang import needs_fork
+from fork_server import needs_fork
 from sojourn.storage.files import read_json
 from sojourn.train.checkpoint.checkpoint import list_checkpoints
 from tiny import LORA, events, losses, run_of, run_train, saved_steps, tiny_home, weights
@@ -82,10 +82,10 @@ def _slow(*cases):
                ("lora", "zero3", 2), ("pretrain", "zero2*", 2), ("full", "zero3*", 2)),
     ],
 )  # fmt: skip
-def test_the_losses_are_those_of_a_process_alone(tiny, gang, method, engine, size):
+def test_the_losses_are_those_of_a_process_alone(tiny, fork_server, method, engine, size):
     whole = tiny.whole(*METHODS[method], *RUN)
     words = tiny.words(*METHODS[method], *RUN, _engine(engine, tiny.home))
-    done = gang.run(size, words)
+    done = fork_server.run_ranks(size, words)
     assert done.codes == [0] * size, done
     _same(run_of(words), whole)
     assert events(run_of(words), "start")[0]["processes"] == size
@@ -116,13 +116,13 @@ Guard.should_stop = lambda self: "a test" if len(made) >= {} else None
         ),
     ],
 )
-def test_a_checkpoint_of_any_engine_is_gone_on_from_by_any_other(tiny, gang, method, legs):
+def test_a_checkpoint_of_any_engine_is_gone_on_from_by_any_other(tiny, fork_server, method, legs):
     whole = tiny.whole(*METHODS[method], *RUN)
     words = tiny.words(*METHODS[method], *RUN)
     run, each = run_of(words), -(-20 // len(legs))
     for number, (engine, size) in enumerate(legs):
         last = number == len(legs) - 1
-        done = gang.run(size, [*words, _engine(engine, tiny.home)], "" if last else _STOP.format(each))
+        done = fork_server.run_ranks(size, [*words, _engine(engine, tiny.home)], "" if last else _STOP.format(each))
         assert done.codes == [0 if last else 3] * size, f"{engine} on {size}: {done}"
         if not last:
             assert saved_steps(run)[-1] == each * (number + 1)
@@ -146,13 +146,13 @@ Stepper.update = struck
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero2"])
-def test_a_signal_to_one_process_stops_all_after_the_same_step_and_nothing_is_lost(tiny, gang, engine):
+def test_a_signal_to_one_process_stops_all_after_the_same_step_and_nothing_is_lost(tiny, fork_server, engine):
     whole = tiny.whole(*RUN)
     words = tiny.words(*RUN, _engine(engine, tiny.home))
-    done = gang.run(2, words, _SIGNAL)
+    done = fork_server.run_ranks(2, words, _SIGNAL)
     assert done.codes == [3, 3], done
     assert run_of(words).status().state == "stopped" and saved_steps(run_of(words)) == [5]
-    assert gang.run(2, words).codes == [0, 0]
+    assert fork_server.run_ranks(2, words).codes == [0, 0]
     _same(run_of(words), whole)
 
 
@@ -169,13 +169,13 @@ Stepper.update = struck
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero2"])
-def test_a_killed_process_ends_the_others_and_the_next_start_goes_on_from_the_checkpoint(tiny, gang, engine):
+def test_a_killed_process_ends_the_others_and_the_next_start_goes_on_from_the_checkpoint(tiny, fork_server, engine):
     whole = tiny.whole(*RUN)
     words = tiny.words(*RUN, _engine(engine, tiny.home), "save.every_steps=4")
-    done = gang.run(2, words, _KILL)
+    done = fork_server.run_ranks(2, words, _KILL)
     assert done.codes[1] == -9 and done.codes[0] == 1, done
     assert "process 0 lost another one" in done.said[0]
-    again = gang.run(2, words, TORCHELASTIC_RESTART_COUNT="1")
+    again = fork_server.run_ranks(2, words, TORCHELASTIC_RESTART_COUNT="1")
     assert again.codes == [0, 0], again
     assert "began again after a process had ended" in again.said[0] and "continuing from step 4" in again.said[0]
     _same(run_of(words), whole)
@@ -230,17 +230,17 @@ elif place == "evaluation":
                ("fsdp", "evaluation"), ("zero2", "forward"), ("zero2", "update"), ("zero2", "evaluation")),
     ],
 )  # fmt: skip
-def test_memory_that_runs_out_in_one_process_costs_no_step_or_begins_again_one_rung_down(tiny, gang, engine, place):
+def test_memory_that_runs_out_on_one_rank_costs_no_step_or_restarts_one_fallback_down(tiny, fork_server, engine, place):
     whole = tiny.whole(*RUN)
     words = tiny.words(*RUN, _engine(engine, tiny.home), "save.every_steps=4")
     run, wrong = run_of(words), _TIGHT.replace("PLACE", place)
-    done = gang.run(2, words, wrong)
+    done = fork_server.run_ranks(2, words, wrong)
     if engine == "ddp":  # all agree, and do the same step again
         assert done.codes == [0, 0], done
     else:  # the others wait in the midst of a pass
         assert done.codes[1] == 1 and done.codes[0] != 0, done
         assert run.status().state == "failed"
-        again = gang.run(2, words)
+        again = fork_server.run_ranks(2, words)
         assert again.codes == [0, 0], again
     rung = read_json(run.ladder)
     assert rung.items() >= ({"train.offload": "optimizer"} if place == "update" else {"train.micro_batch": 1}).items()
@@ -260,15 +260,15 @@ step_module.Stepper._loss = bad
 
 
 @pytest.mark.parametrize("engine", ["fsdp", "zero2", *_slow(("ddp",), ("zero3",), ("zero2*",))])
-def test_a_step_that_is_no_number_is_left_out_by_every_engine(tiny, gang, engine):
+def test_a_step_that_is_no_number_is_left_out_by_every_engine(tiny, fork_server, engine):
     """The rows of step 3 make no number wherever they are read; alone or together, the run goes on without them."""
     common = (*RUN, "train.on_nan=skip", "train.micro_batch=1")
     alone, words = tiny.words(*common), tiny.words(*common, _engine(engine, tiny.home))
     first = "rank == 0 and seen.setdefault(key, len(seen)) in (24, 25)"
     bad = _NAN.replace("PICK", first)
     # Alone, rows 24… are those of step 4; of two processes the first has read 12 rows by then.
-    assert gang.run(1, alone, bad).codes == [0]
-    done = gang.run(2, words, _NAN.replace("PICK", first.replace("(24, 25)", "(12, 13)")))
+    assert fork_server.run_ranks(1, alone, bad).codes == [0]
+    done = fork_server.run_ranks(2, words, _NAN.replace("PICK", first.replace("(24, 25)", "(12, 13)")))
     assert done.codes == [0, 0], done
     skipped = [event["step"] for event in events(run_of(words), "bad_step")]
     assert skipped == [event["step"] for event in events(run_of(alone), "bad_step")] == [4]
@@ -285,33 +285,34 @@ def test_a_step_that_is_no_number_is_left_out_by_every_engine(tiny, gang, engine
         (("train.global_batch=1",), "1 rows are fewer than the 2 ranks; use at least 2"),
     ],
 )
-def test_what_an_engine_cannot_do_is_refused_in_one_line_by_all_processes(tiny, gang, extra, says):
-    done = gang.run(2, tiny.words(*extra))
+def test_what_an_engine_cannot_do_is_refused_in_one_line_by_all_processes(tiny, fork_server, extra, says):
+    done = fork_server.run_ranks(2, tiny.words(*extra))
     assert done.codes == [2, 2], done
     told = [line for line in done.said[0].splitlines() if line.startswith("sojourn: ")]
     assert len(told) == 1 and says in told[0]
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_weights_that_stay_gathered_are_cut_again_where_no_backward_does_it(tiny, gang, size):
+def test_weights_that_stay_gathered_are_cut_again_where_no_backward_does_it(tiny, fork_server, size):
     """After the trial of a base, and after evaluations: or what is trained and saved would be a copy."""
     words = tiny.words(*METHODS["full"], *RUN, "parallel.engine=fsdp", "advanced.reshard_after_forward=false")
-    done = gang.run(size, words)
+    done = fork_server.run_ranks(size, words)
     assert done.codes == [0] * size, done
     _same(run_of(words), tiny.whole(*METHODS["full"], *RUN))
 
 
-def test_weights_in_the_hosts_memory_give_the_same_losses(tiny, gang):
+def test_weights_in_the_hosts_memory_give_the_same_losses(tiny, fork_server):
     words = tiny.words(*RUN, "train.offload=all")
-    done = gang.run(2, words)
+    done = fork_server.run_ranks(2, words)
     assert done.codes == [0, 0], done
     _same(run_of(words), tiny.whole(*RUN))
     assert "fsdp: train.offload=all" in read_json(run_of(words).environment)["auto"]["parallel.engine"]
 
 
-def test_deepspeed_compiles_nothing_for_a_cpu(tiny, gang, tmp_path):
+def test_deepspeed_compiles_nothing_for_a_cpu(tiny, fork_server, tmp_path):
     """A process that is killed meanwhile would leave a lock that all later ones wait for."""
-    done = gang.run(1, tiny.words("train.steps=1", _engine("zero2", tiny.home)), TORCH_EXTENSIONS_DIR=str(tmp_path))
+    words = tiny.words("train.steps=1", _engine("zero2", tiny.home))
+    done = fork_server.run_ranks(1, words, TORCH_EXTENSIONS_DIR=str(tmp_path))
     assert done.codes == [0] and not any(tmp_path.iterdir()), done
 
 

@@ -7,7 +7,7 @@ import gguf
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conftest import called, sojourn
+from conftest import called
 from sojourn.config.load import load_run
 from sojourn.errors import UserError
 from sojourn.run.home import run_folder
@@ -63,7 +63,7 @@ def file(base, home, monkeypatch):
     return write_gguf(base, home / "tiny.gguf")
 
 
-def test_a_gguf_file_is_trained_and_asked(file, base, chats):
+def test_a_gguf_file_is_trained_and_asked(file, base, chats, fork_server):
     words = [
         f"model.base={file}", f"data.sources={chats}", "method.kind=lora", "data.max_length=64", "train.steps=4",
         "train.global_batch=4", "train.device=cpu", "train.precision=fp32", "log.every_steps=1", "log.tensorboard=off",
@@ -74,7 +74,7 @@ def test_a_gguf_file_is_trained_and_asked(file, base, chats):
         train(load_run([*words, f"model.base={given}", f"name={name}"]).config, run)
         losses[name] = [line["loss"] for line in run.read_metrics() if line["kind"] == "train"]
     assert losses["file"] == pytest.approx(losses["folder"], rel=1e-5)
-    said = sojourn("generate", "file", "--prompt", "What colour is the cat?", "--max-tokens", "4")
+    said = fork_server.run("generate", "file", "--prompt", "What colour is the cat?", "--max-tokens", "4")
     assert said.returncode == 0 and "Converting" not in said.stderr, said.stderr
     asked = called("generate", str(file), "--prompt", "What colour is the cat?", "--max-tokens", "4")
     assert asked.returncode == 0, asked.stderr

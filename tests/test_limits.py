@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from decimal import Decimal
 
@@ -70,11 +68,10 @@ def test_a_budget_is_kept_over_all_calls_and_each_gets_on_by_a_step_at_least(tin
     assert read_json(run_of(words).ledger) == {"seconds": 8.0, "money": 8.0, "currency": "CNY"}
 
 
-def test_what_was_paid_after_the_last_checkpoint_is_not_forgotten_by_a_kill(tiny, monkeypatch):
+def test_what_was_paid_after_the_last_checkpoint_is_not_forgotten_by_a_kill(tiny, fork_server):
     """The books are written while the run goes on, not with its checkpoints."""
     words = [*tiny.words(*LONG, PRICE), "save.every=1h"]
-    code = "import sojourn.run.ledger as l; l._EVERY = 0.05; from sojourn.cli.main import main; main()"
-    process = subprocess.Popen([sys.executable, "-c", code, "train", *words], stdout=subprocess.DEVNULL)
+    process = fork_server.start("train", *words, preamble="import sojourn.run.ledger as l; l._EVERY = 0.05")
     run = run_of(words)
     while not ((read_json(run.ledger) or {}).get("seconds", 0) > 1 and run.metrics.exists()):
         assert process.poll() is None

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gang import needs_fork
+from fork_server import needs_fork
 from sojourn.errors import Stopped, UserError
 from sojourn.storage.files import read_json, read_json_lines
 from sojourn.train.ranks import Ranks
@@ -162,7 +162,7 @@ def _rows(notes: list[list[dict]]) -> dict[int, list[int]]:
 
 
 @needs_fork
-def test_a_run_moves_from_one_process_to_two_to_four_and_ends_the_same(tiny, gang, monkeypatch, tmp_path):
+def test_a_run_moves_from_one_process_to_two_to_four_and_ends_the_same(tiny, fork_server, monkeypatch, tmp_path):
     """A third of the run each; in one of them memory runs out, and one gets a signal."""
     held_out = ("data.eval_fraction=0.2", "train.eval_every=6", "train.micro_batch=1")
     words, wanted = tiny.words(*held_out), {}
@@ -193,7 +193,7 @@ def test_a_run_moves_from_one_process_to_two_to_four_and_ends_the_same(tiny, gan
     found = _rows(notes)
     assert {step: found[step] for step in range(4, 8)} == {step: wanted[step] for step in range(4, 8)}
 
-    done, notes = gang.run(4, words, _NOTES + _IN_ONE_OF_FOUR, NOTES=str(four)), _notes(4, four)
+    done, notes = fork_server.run_ranks(4, words, _NOTES + _IN_ONE_OF_FOUR, NOTES=str(four)), _notes(4, four)
     assert done.codes == [0] * 4 and [lines[-1:] for lines in notes] == [[{"code": 0}]] * 4, done
     found = _rows(notes)
     assert {step: found[step] for step in range(8, 12)} == {step: wanted[step] for step in range(8, 12)}

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from conftest import called, sojourn
+from conftest import called
 from sojourn.config.load import load_run
 from sojourn.run.home import run_folder
 from sojourn.train.ranks import Ranks
@@ -80,8 +80,8 @@ def test_memory_that_does_not_suffice_finds_the_rung_that_does(words, monkeypatc
     assert report.refused is None and report.facts["micro_batch"] == 2
 
 
-def test_the_verb_answers_in_json_and_by_its_exit_code(words, chats):
-    good = sojourn("rehearse", *words, "--json")
+def test_the_verb_answers_in_json_and_by_its_exit_code(words, chats, fork_server):
+    good = fork_server.run("rehearse", *words, "--json")
     assert good.returncode == 0, good.stderr
     found = json.loads(good.stdout)
     assert found["starts"] is True and found["micro_batch"] == 8

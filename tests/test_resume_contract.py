@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from conftest import make_base, sojourn
+from conftest import make_base
 from sojourn.config.load import load_run, read_config
 from sojourn.errors import Stopped, UserError
 from sojourn.run.folder import RunFolder
@@ -139,8 +139,8 @@ def test_a_run_that_is_done_says_so_without_opening_its_model(words, monkeypatch
         _train([*words, "train.lr=1e-4"])
 
 
-def test_the_contract_is_proved_on_the_users_own_run(words):
-    said = sojourn("verify-resume", *words, "--steps", "40", "--json")
+def test_the_contract_is_proved_on_the_users_own_run(words, fork_server):
+    said = fork_server.run("verify-resume", *words, "--steps", "40", "--json")
     assert said.returncode == 0, said.stderr
     verdict = json.loads(said.stdout)
     assert verdict["holds"] and verdict["identical"] and verdict["continued_from"] >= 10

@@ -5,13 +5,11 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
-from conftest import called, sojourn
+from conftest import called
 from sojourn.config.load import load_run
 from sojourn.errors import RunFailed, Stopped, UserError
 from sojourn.run.folder import RunFolder
@@ -66,10 +64,10 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_others(words):
     assert _weights(first) == _weights(second) != _weights(other)
 
 
-def test_a_run_killed_between_checkpoints_ends_with_the_weights_of_an_undisturbed_one(words):
+def test_a_run_killed_between_checkpoints_ends_with_the_weights_of_an_undisturbed_one(words, fork_server):
     whole = _train([*words, "train.steps=100"])
     killed = [*words, "name=k", "train.steps=100", "save.every_steps=3"]
-    process = subprocess.Popen([sys.executable, "-m", "sojourn", "train", *killed], stdout=subprocess.DEVNULL)
+    process = fork_server.start("train", *killed)
     run = run_folder("k")
     while not list_checkpoints(run.checkpoints):
         assert process.poll() is None, "the run ended before it could be killed"
@@ -84,11 +82,9 @@ def test_a_run_killed_between_checkpoints_ends_with_the_weights_of_an_undisturbe
     assert _losses(run) == _losses(whole)
 
 
-def test_ctrl_c_saves_says_how_to_go_on_and_the_same_command_continues(words):
+def test_ctrl_c_saves_says_how_to_go_on_and_the_same_command_continues(words, fork_server):
     long = [*words, "train.steps=5000", "name=c"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "sojourn", "train", *long], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
+    process = fork_server.start("train", *long)
     run = run_folder("c")
     while not run.read_metrics():
         assert process.poll() is None
@@ -174,13 +170,13 @@ def test_epochs_read_every_row_and_save_at_each_epochs_end(words):
     assert saved == [-(-rows // 8), total]
 
 
-def test_plain_transformers_opens_the_model_and_says_the_same_as_generate(words):
+def test_plain_transformers_opens_the_model_and_says_the_same_as_generate(words, fork_server):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     run = _train([*words, "train.steps=40"])
     question = "What colour is the boat of house 1?"
-    ours = sojourn("generate", "t", "--prompt", question, "--max-tokens", "24", "--json")
+    ours = fork_server.run("generate", "t", "--prompt", question, "--max-tokens", "24", "--json")
     assert ours.returncode == 0, ours.stderr
     tokenizer = AutoTokenizer.from_pretrained(run.final)
     model = AutoModelForCausalLM.from_pretrained(run.final)
@@ -192,9 +188,9 @@ def test_plain_transformers_opens_the_model_and_says_the_same_as_generate(words)
     assert json.loads(ours.stdout)[0]["text"] == text
 
 
-def test_chat_answers_line_by_line_and_leaves_at_the_end_of_input(words):
+def test_chat_answers_line_by_line_and_leaves_at_the_end_of_input(words, fork_server):
     _train(words)
-    said = sojourn("chat", "t", "--max-tokens", "8", input="hello\n/reset\nagain\n")
+    said = fork_server.run("chat", "t", "--max-tokens", "8", input="hello\n/reset\nagain\n")
     assert said.returncode == 0, said.stderr
     assert said.stdout.count("model: ") == 2
 

@@ -1,0 +1,254 @@
+"""Runs `sojourn` commands in processes of their own without waiting for imports.
+
+Importing torch and transformers takes seconds of CPU time in every process. The server is a fresh Python beside the
+tests that has imported them; it forks for every command. It computes nothing itself and has no threads, so that a fork
+of it is as good as a new process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import itertools
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import budget
+
+needs_fork = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
+
+PRELOADED = ("torch", "transformers", "peft", "sojourn", "deepspeed", "safetensors", "tokenizers", "bitsandbytes")
+THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+_TIMEOUT = 240.0  # seconds for any command
+_AFTER_FAILURE = 30.0  # seconds for the other ranks when one has failed
+
+
+@dataclass(frozen=True)
+class Command:
+    """`preamble`: Python that runs before the command; it knows `rank`, `os` and `signal`."""
+
+    id: int
+    args: list[str]
+    env: dict[str, str]
+    cwd: str
+    preamble: str
+
+
+class Child:
+    """A forked command, used like a `subprocess.Popen` with text output."""
+
+    def __init__(self, folder: Path, id: int, pid: int) -> None:
+        self.pid, self.returncode = pid, None
+        self._folder, self._id = folder, id
+
+    def poll(self) -> int | None:
+        exited = self._folder / f"{self._id}.exit"
+        if self.returncode is None and exited.exists():
+            self.returncode = int(exited.read_text())
+        return self.returncode
+
+    def wait(self, timeout: float = _TIMEOUT) -> int:
+        until = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired("sojourn", timeout)
+            time.sleep(0.005)
+        return self.returncode
+
+    def communicate(self, timeout: float = _TIMEOUT) -> tuple[str, str]:
+        self.wait(timeout)
+        return self.stdout, self.stderr
+
+    @property
+    def stdout(self) -> str:
+        return (self._folder / f"{self._id}.out").read_text("utf-8", "replace")
+
+    @property
+    def stderr(self) -> str:
+        return (self._folder / f"{self._id}.err").read_text("utf-8", "replace")
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class RanksOutcome:
+    """How each rank of a run ended, and what it printed."""
+
+    codes: list[int]
+    said: list[str]
+
+    def __str__(self) -> str:
+        return "\n".join(f"--- rank {i}: exit code {code}\n{self.said[i][-3000:]}" for i, code in enumerate(self.codes))
+
+
+class ForkServer:
+    """The tests' end of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._ids = itertools.count()
+        path = {"PYTHONPATH": os.pathsep.join((str(Path(__file__).parent), *sys.path))}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "fork_server", str(folder)], cwd=folder, env={**os.environ, **THREADS, **path},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert self._process.stdout.readline(), "the fork server did not start"
+        budget.count_server(self._process.pid)
+
+    def start(self, *args: str, preamble: str = "", input: str = "", env: dict[str, str] | None = None) -> Child:
+        """Starts `sojourn` with `args` in the current folder. `env`: instead of this process's environment."""
+        id = next(self._ids)
+        (self._folder / f"{id}.in").write_text(input, encoding="utf-8")
+        environment = {**(os.environ if env is None else env), **THREADS}
+        command = Command(id, list(args), environment, str(Path.cwd()), preamble)
+        self._process.stdin.write(json.dumps(asdict(command)) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        assert answer, "the fork server has ended"
+        return Child(self._folder, id, int(answer))
+
+    def run(self, *args: str, timeout: float = _TIMEOUT, **options: Any) -> subprocess.CompletedProcess[str]:
+        """`start`, then waits for its end."""
+        child = self.start(*args, **options)
+        out, err = child.communicate(timeout)
+        return subprocess.CompletedProcess(args, child.returncode, out, err)
+
+    def run_ranks(self, size: int, args: list[str], preamble: str = "", **env: str) -> RanksOutcome:
+        """`sojourn train` on several ranks, as torchrun starts them. When one fails, the rest end within a while."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        ranks = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
+        common = {**os.environ, **ranks, "MASTER_PORT": str(port), **env}
+        children = [
+            self.start("train", *args, preamble=preamble, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(size)
+        ]
+        until, failed = time.monotonic() + _TIMEOUT, False
+        while any(child.poll() is None for child in children):
+            if not failed and any(child.returncode for child in children):
+                until, failed = min(until, time.monotonic() + _AFTER_FAILURE), True
+            if time.monotonic() > until:
+                for child in children:
+                    child.kill()
+            time.sleep(0.005)
+        return RanksOutcome([child.returncode for child in children], [one.stdout + one.stderr for one in children])
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+
+
+def _serve(folder: Path) -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    _preload()
+    print("ready", file=answers, flush=True)
+    running: dict[int, int] = {}
+    requests = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115 - select must see every line that is there
+    while True:
+        ready, _, _ = select.select([requests], [], [], 0.005 if running else None)
+        if ready:
+            line = requests.readline()
+            if not line:
+                break
+            assert threading.active_count() == 1, "a process with threads must not be forked"
+            command = Command(**json.loads(line))
+            pid = _fork(command, folder)
+            running[pid] = command.id
+            print(pid, file=answers, flush=True)
+        _reap(running, folder)
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
+
+
+def _reap(running: dict[int, int], folder: Path) -> None:
+    for pid in list(running):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            id = running.pop(pid)
+            part = folder / f"{id}.part"
+            part.write_text(str(os.waitstatus_to_exitcode(status)))
+            part.rename(folder / f"{id}.exit")
+            modules = folder / f"{id}.modules"  # those after it need not import them
+            for name in json.loads(modules.read_text()) if modules.exists() else []:
+                if name not in sys.modules:
+                    with contextlib.suppress(Exception):
+                        importlib.import_module(name)
+
+
+def _preload() -> None:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import bitsandbytes  # noqa: F401
+    import peft  # noqa: F401
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+
+    import sojourn.cli.main
+    import sojourn.train.loop  # noqa: F401
+
+    with contextlib.suppress(ImportError):
+        import deepspeed  # noqa: F401
+    torch.set_num_threads(1)
+
+
+def _fork(command: Command, folder: Path) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        for suffix, number, flags in (
+            ("in", 0, os.O_RDONLY),
+            ("out", 1, os.O_CREAT | os.O_WRONLY | os.O_APPEND),
+            ("err", 2, os.O_CREAT | os.O_WRONLY | os.O_APPEND),
+        ):
+            os.dup2(os.open(folder / f"{command.id}.{suffix}", flags, 0o644), number)
+        if hasattr(signal, "SIGHUP"):
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup make test` ignores it, a command by itself does not
+        os.environ.clear()
+        os.environ.update(command.env)
+        os.chdir(command.cwd)
+        known: dict[str, Any] = {"rank": int(os.environ.get("RANK", "0")), "os": os, "signal": signal}
+        exec(command.preamble, known)  # noqa: S102
+        from sojourn.cli.main import main
+
+        sys.argv = ["sojourn", *command.args]
+        main()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        modules = [name for name in sys.modules if name.partition(".")[0] in PRELOADED]
+        (folder / f"{command.id}.modules").write_text(json.dumps(modules))
+        with contextlib.suppress(Exception):
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    _serve(Path(sys.argv[1]))
