@@ -19,7 +19,7 @@ from sojourn.config.suggest import every_key
 from sojourn.errors import UserError
 from sojourn.run.home import run_folder
 from sojourn.storage.files import read_json_lines, write_json
-from sojourn.train.checkpoint.config_changes import nothing_changed
+from sojourn.train.checkpoint.config_changes import requests_no_change
 from sojourn.train.loop import train
 
 OLD = Path(__file__).parent / "fixtures/old_run"
@@ -65,7 +65,7 @@ def test_the_old_folder_given_as_the_run_resumes_without_notes(home: Path) -> No
     loaded = load_run(["runs/old"])
     assert loaded.notes == ()
     assert loaded.config.train.activation_checkpointing == "full" and loaded.config.advanced.chunked_loss == "on"
-    assert nothing_changed(read_config(home / "runs/old/run.yaml"), load_run(["old.yaml"]).config)
+    assert requests_no_change(read_config(home / "runs/old/run.yaml"), load_run(["old.yaml"]).config)
 
 
 def test_an_old_ladder_file_is_honoured(home: Path) -> None:
