@@ -29,7 +29,7 @@ TEXTS = ("--data", str(GROUND / "code.jsonl"))
 TALKS = ("--data", CHATS) if CHATS else ()
 
 TESTS = ("tests/test_cuda_graphs.py", "tests/test_loss.py", "tests/test_fast.py", "tests/test_async_step.py")
-SMALL = "bf16,chunked,fused,compile,ahead,graphs,fp8,nanogpt"  # the ladder, and whom to beat
+SMALL = "bf16,chunked,fused,compile,async-step,graphs,fp8,nanogpt"  # the ladder, and whom to beat
 CURVE = ("--no-peers", "log.every_steps=1", "train.schedule=cosine", "train.warmup=100")
 BACKWARD = ("--workload", "pretrain-875m", "--steps", "500", "--rows", "fp8-backward", *CURVE)
 CALM = (*CURVE, "train.lr=1e-4")  # two runs in bf16, which differ by rounding, stay together at that rate
@@ -74,14 +74,14 @@ PARTS: dict[str, tuple[list[tuple[str, ...]], list[tuple[str, int]]]] = {
         [("pretrain-875m", 200)],
     ),
     "whole": (
-        [(*TRAIN, *TALKS, "--workload", "full-1.5b", "--steps", "200", "--rows", "ahead,hopper,liger")],
+        [(*TRAIN, *TALKS, "--workload", "full-1.5b", "--steps", "200", "--rows", "async-step,hopper,liger")],
         [("full-1.5b", 200)],
     ),
     "qlora": (
         [(*TRAIN, *TALKS, "--workload", "qlora-7b", "--steps", "200", "--rows", "full,liger")], [("lora-7b", 200)]
     ),
     "lora": (
-        [(*TRAIN, *TALKS, "--workload", "lora-7b", "--steps", "200", "--rows", "ahead,full,liger-kept")],
+        [(*TRAIN, *TALKS, "--workload", "lora-7b", "--steps", "200", "--rows", "async-step,full,liger-no-checkpointing")],
         [("lora-7b", 200)],
     ),
 }  # fmt: skip
@@ -120,9 +120,9 @@ def lay(workload: str, steps: int) -> subprocess.Popen[bytes]:
     """All at once: it is the work of CPUs."""
     data = (TALKS if "lora" in workload or "full" in workload else TEXTS)[1:]
     script = (
-        "import sys; from pathlib import Path; from sojourn.bench.train.ground import lay; "
+        "import sys; from pathlib import Path; from sojourn.bench.train.workload_files import make_files; "
         "from sojourn.bench.train.workloads import WORKLOADS as all; "
-        "lay(all[sys.argv[1]], int(sys.argv[2]), 'cuda', Path(sys.argv[3]), *sys.argv[4:])"
+        "make_files(all[sys.argv[1]], int(sys.argv[2]), 'cuda', Path(sys.argv[3]), *sys.argv[4:])"
     )
     return subprocess.Popen([sys.executable, "-c", script, workload, str(steps), str(GROUND), *data])
 

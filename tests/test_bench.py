@@ -1,13 +1,14 @@
-"""The benchmark of preparation: its chats are what they claim to be, its contenders do the same work, it cleans up."""
+"""`sojourn bench prepare`: the chats are as specified, all rows do the same work, nothing is left behind."""
 
 import json
 from pathlib import Path
 
 import pytest
+from benchmarks.peers.datasets_map import best_fit
 
 from conftest import called, sojourn
-from sojourn.bench.contenders import ROW_LENGTH, _best_fit
-from sojourn.bench.corpus import write_corpus
+from sojourn.bench.prepare_rows import ROW_LENGTH
+from sojourn.bench.synthetic_chats import write_synthetic_chats
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -15,9 +16,13 @@ TEMPLATE = (
 )
 
 
-def test_the_chats_are_the_same_for_a_seed_and_as_large_as_asked(tmp_path):
+def test_synthetic_chats_depend_on_the_seed_alone_and_have_the_requested_size(tmp_path):
     one, again, other = (tmp_path / name for name in ("one.jsonl", "again.jsonl", "other.jsonl"))
-    counts = [write_corpus(one, 2_000_000), write_corpus(again, 2_000_000), write_corpus(other, 1_000_000, seed=1)]
+    counts = [
+        write_synthetic_chats(one, 2_000_000),
+        write_synthetic_chats(again, 2_000_000),
+        write_synthetic_chats(other, 1_000_000, seed=1),
+    ]
     assert one.read_bytes() == again.read_bytes()
     assert one.read_bytes()[:1000] != other.read_bytes()[:1000]
     assert 0.98 * 2_000_000 <= one.stat().st_size <= 2_000_000
@@ -26,7 +31,7 @@ def test_the_chats_are_the_same_for_a_seed_and_as_large_as_asked(tmp_path):
 
 def test_the_chats_are_whole_and_varied(tmp_path):
     path = tmp_path / "chats.jsonl"
-    write_corpus(path, 2_000_000)
+    write_synthetic_chats(path, 2_000_000)
     chats = [json.loads(line)["messages"] for line in path.read_text(encoding="utf-8").splitlines()]
     for chat in chats:
         turns = chat[1:] if chat[0]["role"] == "system" else chat
@@ -40,7 +45,7 @@ def test_the_chats_are_whole_and_varied(tmp_path):
     assert len({word for text in texts for word in text.split()}) > 20_000
 
 
-def test_all_contenders_do_the_same_work(tmp_path):
+def test_all_rows_do_the_same_work(tmp_path):
     out, folder = tmp_path / "result.json", tmp_path / "work"
     folder.mkdir()
     said = _bench("1MB", "--flat", "500kB", "--folder", str(folder), "--json", "--out", str(out))
@@ -54,22 +59,24 @@ def test_all_contenders_do_the_same_work(tmp_path):
     assert floor["documents"] == ours["records"] and floor["tokens"] >= ours["tokens"]
     assert 0 < ours["trained_tokens"] < ours["tokens"] and small["tokens"] < ours["tokens"]
     assert all(row["peak_memory"] > 2**20 for row in (ours, floor, peer, small))
-    assert len(result["verdicts"]) == 5 and result["versions"]["datasets"] and result["cpu"] and result["date"]
+    assert len(result["checks"]) == 5 and result["versions"]["datasets"] and result["cpu"] and result["date"]
     assert not list(folder.iterdir())
 
 
 @pytest.mark.slow
-def test_a_template_without_generation_marks_gives_the_peer_the_same_mask(tmp_path):
+def test_a_template_without_generation_tags_gives_the_peer_the_same_mask(tmp_path):
     from sojourn.config.data import DataConfig
     from sojourn.data.tokenize.tokenizer import train_tokenizer
 
-    words = train_tokenizer(DataConfig(vocab_size=2000), ["some words to learn from"] * 10, tmp_path)
-    words.save(tmp_path / "tokenizer", None, ROW_LENGTH)
+    bundle = train_tokenizer(DataConfig(vocab_size=2000), ["some words to learn from"] * 10, tmp_path)
+    bundle.save(tmp_path / "tokenizer", None, ROW_LENGTH)
     (tmp_path / "tokenizer" / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     said = _bench("500kB", "--flat", "", "--tokenizer", str(tmp_path / "tokenizer"), "--json")
     assert said.returncode == 0, said.stderr
     ours, floor, peer, _ = json.loads(said.stdout)["rows"]
-    assert ours["cut"] > 0 and floor["tokens"] > ours["tokens"]  # tokens of single letters: long chats are cut
+    assert (
+        ours["truncated"] > 0 and floor["tokens"] > ours["tokens"]
+    )  # tokens of single letters: long chats are truncated
     assert ours["trained_tokens"] == peer["trained_tokens"] > 0
 
 
@@ -79,7 +86,7 @@ def _bench(size: str, *arguments: str):
 
 def test_best_fit_fills_rows_with_whole_documents():
     lengths = [2048, 1500, 548, 1000, 1048, 3]
-    rows = _best_fit(lengths)
+    rows = best_fit(lengths)
     assert sorted(number for row in rows for number in row) == list(range(6))
     assert [sum(lengths[number] for number in row) for row in rows] == [2048, 2048, 2048, 3]
 
@@ -88,7 +95,7 @@ def test_best_fit_fills_rows_with_whole_documents():
     ("arguments", "told"),
     [
         (["--size", "much"], "--size: “much” given; allowed: a size such as 500MB or 24GiB"),
-        (["--size", "1kB"], "--size: “1kB” given; the least that can be measured is 500kB"),
+        (["--size", "1kB"], "--size: “1kB” given; the minimum is 500kB"),
         (["--flat", "1MB,many"], "--flat: “many” given; allowed: a size such as 500MB or 24GiB"),
         (["--tokenizer", "nowhere"], "--tokenizer: nowhere: no folder with a tokenizer.json"),
         (["--folder", "nowhere"], "--folder: nowhere: no such folder"),

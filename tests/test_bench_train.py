@@ -1,4 +1,4 @@
-"""The benchmark of training: all contenders do the same work, what differs is told, and a failure is only a row."""
+"""`sojourn bench train`: all rows do the same work, differences are reported, and a failure is only a row."""
 
 import json
 from dataclasses import replace
@@ -8,15 +8,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from benchmarks.peers.harness import padded
 
 from conftest import sojourn
 from sojourn.bench.train import measure as measuring
-from sojourn.bench.train.compare import best, compare, line
-from sojourn.bench.train.contenders import OURS, REFERENCE, Contender, contenders
-from sojourn.bench.train.ground import Ground, folder_of, settings
-from sojourn.bench.train.measure import make_plan, measure, why
-from sojourn.bench.train.track import padded
-from sojourn.bench.train.workloads import WORKLOADS, fitting
+from sojourn.bench.train.compare import best_against_peer, compare, format_row
+from sojourn.bench.train.measure import failure_reason, make_bench, measure
+from sojourn.bench.train.rows import OURS, REFERENCE, BenchRow, bench_rows
+from sojourn.bench.train.workload_files import WorkloadFiles, files_folder, run_settings
+from sojourn.bench.train.workloads import WORKLOADS, default_workloads
 from sojourn.config.load import load_run
 from sojourn.data.artefact import Batch
 from sojourn.errors import UserError
@@ -51,7 +51,7 @@ def rows(folder: Path) -> dict[str, dict]:
 def test_the_same_steps_give_everyone_the_same_losses(rows):
     assert list(rows) == [REFERENCE, "fp32"]
     for row in rows.values():
-        assert list(row["losses"]) == ["1", "2", "3", "4"], row.get("said")
+        assert list(row["losses"]) == ["1", "2", "3", "4"], row.get("log")
         assert row["same"] and row["difference"] <= 1e-4 and row["gradient_difference"] <= 1e-3
         assert row["tokens_per_second"] > 0 and row["peak_memory"] > 2**20 and row["seconds_to_first_step"] > 0
     losses = rows[REFERENCE]["losses"]
@@ -74,65 +74,65 @@ def test_own_data_is_what_all_read(tmp_path, workload, record):
     def say(line: str) -> None:
         kept.append(len(json.loads(out.read_text(encoding="utf-8"))["workloads"][0]["rows"]) if out.is_file() else 0)
 
-    plan = make_plan([workload], f"fp32,{REFERENCE}", 4, True, tmp_path, data=str(own), out=out)
+    plan = make_bench([workload], f"fp32,{REFERENCE}", 4, True, tmp_path, data=str(own), out=out)
     rows = measure(plan, say)["workloads"][0]["rows"]
     assert [row["same"] for row in rows] == [True, True], rows
     assert rows[0]["losses"]["4"] < rows[0]["losses"]["1"] and 1 in kept and kept[-1] == 2
-    (ground,) = tmp_path.glob("*/data.jsonl")
-    written = ground.read_text(encoding="utf-8")
+    (data,) = tmp_path.glob("*/data.jsonl")
+    written = data.read_text(encoding="utf-8")
     assert written.count("river") >= 50 and ("messages" if workload == "tiny-lora" else "text") in written
     own.write_text(json.dumps(record) + "\n", encoding="utf-8")
-    assert folder_of(WORKLOADS[workload], 4, tmp_path, str(own)) != ground.parent
+    assert files_folder(WORKLOADS[workload], 4, tmp_path, str(own)) != data.parent
 
 
 @pytest.mark.parametrize(
     "name, said",
     [
         ("nothing", r"--data: .*nothing: no such file or folder"),
-        ("words.txt", r"--data: .*: no chats in it, which tiny-lora"),
+        ("words.txt", r"--data: .*: no chats in it, but tiny-lora trains on chats"),
     ],
 )
 def test_data_that_cannot_be_read_is_told(tmp_path, name, said):
     (tmp_path / "words.txt").write_text("Nobody speaks here.\n", encoding="utf-8")
     with pytest.raises(UserError, match=said):
-        measure(make_plan(["tiny-lora"], "fp32", 4, True, tmp_path, data=str(tmp_path / name)), lambda line: None)
+        measure(make_bench(["tiny-lora"], "fp32", 4, True, tmp_path, data=str(tmp_path / name)), lambda line: None)
 
 
 @pytest.mark.slow
 def test_another_model_of_the_size_is_compared_in_speed_alone_and_peers_may_make_fewer_steps(rows, folder, monkeypatch):
-    plain, gpt = Contender("plain", "a Llama", "plain"), Contender("nanogpt", "a GPT-2", "gpt", another=True)
-    monkeypatch.setattr(measuring, "contenders", lambda workload, device: [gpt, plain])
+    plain, gpt = BenchRow("plain", "a Llama", "plain"), BenchRow("nanogpt", "a GPT-2", "nanogpt", different_model=True)
+    monkeypatch.setattr(measuring, "bench_rows", lambda workload, device: [gpt, plain])
     said: list[str] = []
-    made = measure(make_plan(["tiny"], "", 4, True, folder, 2), said.append)["workloads"][0]["rows"]
+    made = measure(make_bench(["tiny"], "", 4, True, folder, 2), said.append)["workloads"][0]["rows"]
     assert [list(row["losses"]) for row in made] == [["1", "2"], ["1", "2"]], made
     another, reference = made
     assert reference["note"] == "the reference" and reference["same"]
     assert "same" not in another and another["losses"]["2"] > 0
     compare(another, reference, "fp32")
-    assert another["gain"] > 0 and "another model" in line(another)
+    assert another["gain"] > 0 and "a different model" in format_row(another)
     compare(reference, rows[REFERENCE], "fp32")
     assert reference["same"] and reference["difference"] <= 1e-4 and reference["gradient_difference"] <= 1e-3
 
 
 def test_a_different_computation_is_told_and_one_that_dies_is_only_a_row(rows, folder, monkeypatch):
-    dead = Contender("dead", "one that dies", "nobody")
-    careless = Contender("careless", "one that looks across documents", "plain", {"whole_rows": True})
-    absent = Contender("absent", "one that is not here", "plain", needs=("no_such_module",))
-    monkeypatch.setattr(measuring, "contenders", lambda workload, device: [dead, careless, absent])
+    dead = BenchRow("dead", "one that dies", "nobody")
+    careless = BenchRow("careless", "one that looks across documents", "plain", {"whole_rows": True})
+    absent = BenchRow("absent", "one that is not here", "plain", needs=("no_such_module",))
+    monkeypatch.setattr(measuring, "bench_rows", lambda workload, device: [dead, careless, absent])
     said: list[str] = []
-    result = measure(make_plan(["tiny"], "", 4, True, folder), said.append)
+    result = measure(make_bench(["tiny"], "", 4, True, folder), said.append)
     died, differing, missing = result["workloads"][0]["rows"]
-    assert died["note"] == "failed: KeyError: 'nobody'" and "Traceback" in died["said"]
+    assert died["note"] == "failed: KeyError: 'nobody'" and "Traceback" in died["log"]
     assert missing["note"] == "no_such_module is not installed"
     assert any(text.startswith("one that dies") and "failed" in text for text in said)
     compare(differing, rows[REFERENCE], "fp32")
-    assert not differing["same"] and differing["gain"] is None and "differs" in line(differing)
-    assert best([rows["fp32"], differing]) is None
+    assert not differing["same"] and differing["gain"] is None and "differs" in format_row(differing)
+    assert best_against_peer([rows["fp32"], differing]) is None
 
 
 def _row(name: str, losses: list[float | None], speed: float = 100.0, gradient: float = 1.0) -> dict:
     return {
-        "name": name, "title": name, "role": OURS if name == "ours" else name, "first_gradient": gradient,
+        "name": name, "title": name, "runner": OURS if name == "ours" else name, "first_grad_norm": gradient,
         "losses": {str(step): loss for step, loss in enumerate(losses, 1)}, "tokens_per_second": speed,
         "peak_memory": GIB,
     }  # fmt: skip
@@ -154,7 +154,7 @@ def test_only_the_same_computation_counts(row, same):
     reference = _row(REFERENCE, [7.0, 6.99], speed=50.0)
     compare(row, reference, "fp32")
     assert row["same"] is same and row["gain"] == (2.0 if same else None)
-    json.dumps(row, allow_nan=False) if same else line(row)
+    json.dumps(row, allow_nan=False) if same else format_row(row)
 
 
 def test_the_noise_of_bf16_is_allowed_and_counts_in_the_mean_after_twenty_steps():
@@ -174,17 +174,17 @@ def test_our_best_is_told_against_the_best_peer():
     rows = [_row("slow", [7.0], 10.0), _row("fast", [7.0], 50.0), _row("ours", [7.0], 100.0)]
     for row in rows:
         compare(row, rows[0], "fp32")
-    assert best(rows)["says"] == "ours is 2.00 times as fast as fast, in 1.00 of its memory"
+    assert best_against_peer(rows)["message"] == "ours is 2.00 times as fast as fast, in 1.00 of its memory"
 
 
 def test_each_rung_of_the_ladder_changes_one_thing():
     for workload in WORKLOADS.values():
         for device in ("cpu", "cuda"):
-            listed = contenders(workload, device)
+            listed = bench_rows(workload, device)
             assert listed[0].name == REFERENCE and len({one.name for one in listed}) == len(listed)
-            rungs = [one for one in listed if one.role == OURS]
+            rungs = [one for one in listed if one.runner == OURS]
             aside = [(before, after) for before, after in pairwise(rungs) if after.name == "hopper"]
-            assert rungs and len(aside) == (device == "cuda" and not workload.adapters)
+            assert rungs and len(aside) == (device == "cuda" and not workload.has_adapters)
             for before, after in [*pairwise(one for one in rungs if one.name != "hopper"), *aside]:
                 changed = [key for key in after.settings if after.settings[key] != before.settings[key]]
                 assert len(changed) == (2 if after.name == "offload" else 1), (workload.name, after.name)
@@ -194,18 +194,18 @@ def test_each_rung_of_the_ladder_changes_one_thing():
 def test_every_rung_is_a_run_that_can_be_typed(name, tmp_path):
     workload = WORKLOADS[name]
     run = tmp_path / "run.yaml"
-    write_json(run, settings(Ground(workload, tmp_path, tmp_path), 25, 5, "cuda"))
-    for rung in (one for one in contenders(workload, "cuda") if one.role == OURS):
+    write_json(run, run_settings(WorkloadFiles(workload, tmp_path, tmp_path), 25, 5, "cuda"))
+    for rung in (one for one in bench_rows(workload, "cuda") if one.runner == OURS):
         config = load_run([str(run), *(f"{key}={value}" for key, value in rung.settings.items())]).config
         assert config.train.steps == 25 and config.method.kind == workload.method
 
 
 def test_a_machine_measures_what_it_has_room_for():
-    assert [one.name for one in fitting(None)] == ["tiny"]
-    assert [one.name for one in fitting(8 * GIB)] == ["tiny"]
-    assert [one.name for one in fitting(16 * GIB)] == ["qlora-7b"]
+    assert [one.name for one in default_workloads(None)] == ["tiny"]
+    assert [one.name for one in default_workloads(8 * GIB)] == ["tiny"]
+    assert [one.name for one in default_workloads(16 * GIB)] == ["qlora-7b"]
     assert {"pretrain-110m", "pretrain-875m", "full-1.5b", "lora-7b", "full-7b"} < {
-        one.name for one in fitting(139 * GIB)
+        one.name for one in default_workloads(139 * GIB)
     }
 
 
@@ -218,10 +218,10 @@ def test_shapes_are_as_large_as_their_names_say():
 
 
 def test_steps_are_logged_often_enough_and_the_first_fifth_warms_up():
-    plan = replace(make_plan(["tiny"], "", 25, True, None))
-    assert plan.every == 5 and plan.marks == [1, 5, 10, 15, 20, 25]
-    assert replace(plan, steps=4).marks == [1, 2, 3, 4]
-    assert replace(plan, steps=12).marks == [1, 2, 4, 6, 8, 10, 12]
+    plan = replace(make_bench(["tiny"], "", 25, True, None))
+    assert plan.log_every == 5 and plan.logged_steps == [1, 5, 10, 15, 20, 25]
+    assert replace(plan, steps=4).logged_steps == [1, 2, 3, 4]
+    assert replace(plan, steps=12).logged_steps == [1, 2, 4, 6, 8, 10, 12]
 
 
 def test_padded_documents_are_those_of_the_packed_rows():
@@ -237,34 +237,34 @@ def test_padded_documents_are_those_of_the_packed_rows():
 
 
 def test_a_failure_is_told_in_a_word():
-    assert why("Traceback\ntorch.OutOfMemoryError: CUDA out of memory. Tried…\nfoot", 1) == "out of memory"
-    assert why("one\nRunFailed: no room\n", 1) == "failed: RunFailed: no room"
-    assert why("", -11) == "killed by signal 11"
+    assert failure_reason("Traceback\ntorch.OutOfMemoryError: CUDA out of memory. Tried…\nfoot", 1) == "out of memory"
+    assert failure_reason("one\nRunFailed: no room\n", 1) == "failed: RunFailed: no room"
+    assert failure_reason("", -11) == "killed by signal 11"
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("options", "message"),
     [
         ({"workloads": ["tinny"]}, "--workload: “tinny”: no such workload; did you mean tiny?; there are: tiny,"),
         ({"rows": "chunkd"}, "--rows: “chunkd”: no such row; did you mean chunked?; there are: "),
-        ({"rows": REFERENCE, "peers": False}, "--rows: only peers are named, but --no-peers leaves them out"),
+        ({"rows": REFERENCE, "peers": False}, "--rows: names only peers, but --no-peers leaves them out"),
         ({"folder": Path("nowhere")}, "--folder: nowhere: no such folder"),
-        ({"told": ["train.lr=1e-3"]}, "train.lr=1e-3: other programs are not told so; add --no-peers"),
-        ({"told": ["train.compile=on"], "peers": False}, "train.compile=on: rows can be told KEY=VALUE, with"),
-        ({"told": ["train.lr"], "peers": False}, "train.lr: rows can be told KEY=VALUE, with a KEY of train.lr, "),
-        ({"told": ["train.lr=fast"], "peers": False}, "train.lr: “fast” given; allowed: "),
+        ({"overrides": ["train.lr=1e-3"]}, "train.lr=1e-3: applies to our own rows alone; add --no-peers"),
+        ({"overrides": ["train.compile=on"], "peers": False}, "train.compile=on: allowed: KEY=VALUE, with"),
+        ({"overrides": ["train.lr"], "peers": False}, "train.lr: allowed: KEY=VALUE, with a KEY of train.lr, "),
+        ({"overrides": ["train.lr=fast"], "peers": False}, "train.lr: “fast” given; allowed: "),
     ],
     ids=["workload", "row", "no row left", "folder", "with peers", "not for rows", "no value", "bad value"],
 )
-def test_a_mistake_is_one_line(asked, told):
+def test_a_mistake_is_one_line(options, message):
     with pytest.raises(UserError) as error:
-        make_plan(**{"workloads": ["tiny"], "rows": "", "steps": 4, "peers": True, "folder": None, **asked})
-    assert told in str(error.value) and "\n" not in str(error.value)
+        make_bench(**{"workloads": ["tiny"], "rows": "", "steps": 4, "peers": True, "folder": None, **options})
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_our_own_rows_learn_as_they_are_told(folder):
-    def losses(*told):
-        plan = make_plan(["tiny"], "fp32", 10, False, folder, told=told)
+    def losses(*overrides):
+        plan = make_bench(["tiny"], "fp32", 10, False, folder, overrides=overrides)
         (row,) = measure(plan, lambda _: None)["workloads"][0]["rows"]
         assert "losses" in row, row
         return row["losses"]
@@ -278,8 +278,8 @@ def test_our_own_rows_learn_as_they_are_told(folder):
 def test_too_small_a_disk_is_told_before_the_work(tmp_path, monkeypatch):
     monkeypatch.setattr(measuring.shutil, "disk_usage", lambda path: SimpleNamespace(free=20e9))
     with pytest.raises(UserError, match=r"20\.0 GB are free, 22\.3 GB are needed"):
-        make_plan(["lora-7b,qlora-7b,full-7b", "full-1.5b", "pretrain-875m"], "", 25, True, tmp_path)
-    make_plan(["lora-7b,qlora-7b,full-7b"], "", 25, True, tmp_path)  # these share their weights
+        make_bench(["lora-7b,qlora-7b,full-7b", "full-1.5b", "pretrain-875m"], "", 25, True, tmp_path)
+    make_bench(["lora-7b,qlora-7b,full-7b"], "", 25, True, tmp_path)  # these share their weights
 
 
 def test_a_result_that_cannot_be_written_is_told_before_the_work():
@@ -289,17 +289,17 @@ def test_a_result_that_cannot_be_written_is_told_before_the_work():
 
 
 def test_what_a_run_notes_is_told_beneath_its_row(folder, monkeypatch):
-    """Such as that passes were not recorded, in a row of recorded passes."""
-    real = measuring._ours
+    """Such as that a row with CUDA graphs could not capture them."""
+    real = measuring._run_ours
 
     def noted(plan, contender, run, work, log):
         found = real(plan, contender, run, work, log)
         log.write_text(log.read_text(encoding="utf-8") + "note: it was otherwise\n", encoding="utf-8")
         return found
 
-    monkeypatch.setattr(measuring, "_ours", noted)
+    monkeypatch.setattr(measuring, "_run_ours", noted)
     said: list[str] = []
-    result = measure(make_plan(["tiny"], "fp32", 4, True, folder), said.append)
+    result = measure(make_bench(["tiny"], "fp32", 4, True, folder), said.append)
     (row,) = result["workloads"][0]["rows"]
     assert row["notes"] == ["note: it was otherwise"] and "  note: it was otherwise" in said
 

@@ -1,4 +1,4 @@
-"""`sojourn bench`: measure this program on this machine against what it promises."""
+"""`sojourn bench`: measure speed and memory on this machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-bench_app = typer.Typer(help="Measure this program on this machine.", no_args_is_help=True)
+bench_app = typer.Typer(help="Measure speed and memory on this machine.", no_args_is_help=True)
 
 
 @bench_app.callback()
@@ -19,88 +19,99 @@ def _root() -> None:
 
 @bench_app.command("prepare")
 def bench_prepare(
-    size: Annotated[str, typer.Option(help="Bytes of the generated chats that all contenders prepare.")] = "1GB",
+    size: Annotated[str, typer.Option(help="Bytes of synthetic chats that all rows prepare.")] = "1GB",
     flat: Annotated[
-        str, typer.Option(help="Further sizes, with commas, at which our own memory is measured; may be empty.")
+        str,
+        typer.Option(
+            help="Further sizes, separated by commas, at which our own peak memory is measured; may be empty."
+        ),
     ] = "0.2GB,4GB",
     tokenizer: Annotated[
-        Path | None, typer.Option(help="A tokenizer's folder; by default one of 32,000 tokens is trained.")
+        Path | None, typer.Option(help="Folder of a tokenizer; by default a new one of 32,000 tokens.")
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, max=256, help="Processes of each contender; by default one a usable core.")
+        int | None, typer.Option(min=1, max=256, help="Processes of each row; by default one per usable core.")
     ] = None,
-    peer: Annotated[bool, typer.Option("--peer/--no-peer", help="Do the same with datasets.map.")] = True,
+    peer: Annotated[
+        bool | None,
+        typer.Option(
+            "--peer/--no-peer", help="Do the same with datasets.map; by default where the repository is at hand."
+        ),
+    ] = None,
     folder: Annotated[
-        Path | None, typer.Option(help="Where to work; the system's temporary folder by default.")
+        Path | None, typer.Option(help="Working folder; by default the system's temporary folder.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON; lines go to standard error.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the result as JSON to this file.")] = None,
 ) -> None:
-    """Prepare generated chats: speed against datasets.map and the bare tokenizer, peak memory, the second call."""
+    """Prepare synthetic chats: throughput against datasets.map and the bare tokenizer, peak memory, second call."""
     from tempfile import gettempdir
 
-    from sojourn.bench.prepare import make_plan, measure
+    from sojourn.bench.prepare import make_bench, measure
 
-    place = folder or Path(gettempdir())
-    _report(lambda say: measure(make_plan(size, flat, tokenizer, workers, peer, place), say), json, out)
+    folder = folder or Path(gettempdir())
+    _report(lambda echo: measure(make_bench(size, flat, tokenizer, workers, peer, folder), echo), json, out)
 
 
 @bench_app.command("train")
 def bench_train(
-    told: Annotated[
+    overrides: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="KEY=VALUE",
-            help="How our own rows learn: train.lr, train.schedule, train.warmup, train.seed, … They need --no-peers.",
+            help="Hyperparameters of our own rows: train.lr, train.schedule, train.seed, … Only with --no-peers.",
         ),
     ] = None,
     workload: Annotated[
         list[str] | None,
         typer.Option(
-            help="What to train (tiny, pretrain-110m, lora-7b, …), with commas; by default what fits this machine."
+            help="What to train (tiny, pretrain-110m, lora-7b, …), separated by commas; by default what fits this GPU."
         ),
     ] = None,
     rows: Annotated[
-        str, typer.Option(help="Only these rows, with commas. With --gpus: the one whose settings to use.")
+        str, typer.Option(help="Only these rows, separated by commas. With --gpus: the row whose settings to use.")
     ] = "",
-    steps: Annotated[int, typer.Option(min=2, max=10_000, help="Steps of each row; the first fifth warms up.")] = 25,
-    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Do the same with other programs.")] = True,
+    steps: Annotated[int, typer.Option(min=2, max=10_000, help="Steps of each row; the first fifth is warm-up.")] = 25,
+    peers: Annotated[
+        bool | None,
+        typer.Option("--peers/--no-peers", help="Do the same with other programs; by default from the repository."),
+    ] = None,
     peer_steps: Annotated[
-        int | None, typer.Option(min=2, max=10_000, help="Steps of other programs, where --steps would take too long.")
+        int | None, typer.Option(min=2, max=10_000, help="Steps of other programs, if fewer than --steps.")
     ] = None,
     data: Annotated[
         str | None,
-        typer.Option(help="Texts of your own to train on (for adapters: chats), a file or a folder, not made-up ones."),
+        typer.Option(
+            help="Train on your own texts (for fine-tuning: chats), a file or folder, instead of synthetic ones."
+        ),
     ] = None,
     gpus: Annotated[
-        str | None, typer.Option(help="Report instead what more GPUs bring, on 1, 2, 4, … of these: 0,1 or all.")
+        str | None, typer.Option(help="Measure scaling over 1, 2, 4, … of these GPUs instead: 0,1 or all.")
     ] = None,
     engines: Annotated[
-        str | None, typer.Option(help="Those to compare with one process alone, for --gpus; by default ddp,fsdp.")
+        str | None, typer.Option(help="With --gpus: engines to compare with a single process; by default ddp,fsdp.")
     ] = None,
     folder: Annotated[
         Path | None,
-        typer.Option(help="Where to work and to keep weights and data for the next call; by default nothing is kept."),
+        typer.Option(help="Working folder; keeps weights and data for the next call. By default nothing is kept."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON; lines go to standard error.")] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="Write the result as JSON to this file, after every row already.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the result as JSON to this file after every row.")] = None,
 ) -> None:
-    """Train models of random weights: speed and memory by optimisation and against peers, every loss compared."""
+    """Train randomly initialised models: throughput and memory per optimisation and peer, with every loss compared."""
     from sojourn.bench.train import measure, scaling
     from sojourn.errors import UserError
 
     if gpus is None:
         if engines is not None:
-            raise UserError("--engines: say on which GPUs to compare them, such as --gpus 0,1 or --gpus all")
-        wanted = (workload or [], rows, steps, peers, folder, peer_steps, data, out, told or [])
-        _report(lambda say: measure.measure(measure.make_plan(*wanted), say), json, out)
+            raise UserError("--engines: needs --gpus, such as --gpus 0,1 or --gpus all")
+        options = (workload or [], rows, steps, peers, folder, peer_steps, data, out, overrides or [])
+        _report(lambda echo: measure.measure(measure.make_bench(*options), echo), json, out)
         return
-    if told:
-        raise UserError(f"{told[0]}: what more GPUs bring is measured as the workload says; leave out one of both")
-    asked = (workload or [], rows, steps, folder, gpus, engines or "ddp,fsdp", data, out)
-    _report(lambda say: scaling.measure(scaling.make_scaling(*asked), say), json, out)
+    if overrides:
+        raise UserError(f"{overrides[0]}: not with --gpus, which measures the workload as it is; remove one of the two")
+    scaling_options = (workload or [], rows, steps, folder, gpus, engines or "ddp,fsdp", data, out)
+    _report(lambda echo: scaling.measure(scaling.make_scaling(*scaling_options), echo), json, out)
 
 
 @bench_app.command("plan")
@@ -155,25 +166,28 @@ def bench_plan(
 @bench_app.command("save")
 def bench_save(
     workload: Annotated[
-        list[str] | None, typer.Option(help="What to train and save (tiny, lora-7b, full-1.5b, …), with commas.")
+        list[str] | None,
+        typer.Option(help="What to train and save (tiny, lora-7b, full-1.5b, …), separated by commas."),
     ] = None,
     saves: Annotated[int, typer.Option(min=2, max=1000, help="Checkpoints to write.")] = 3,
     every: Annotated[float, typer.Option(min=0.1, max=86_400, help="Seconds between them.")] = 15.0,
     folder: Annotated[
-        Path | None, typer.Option(help="Where to keep weights and data for the next call; by default nothing is kept.")
+        Path | None, typer.Option(help="Keeps weights and data for the next call. By default nothing is kept.")
     ] = None,
-    runs: Annotated[Path | None, typer.Option(help="Where the checkpoints go; by default with the rest.")] = None,
+    runs: Annotated[
+        Path | None, typer.Option(help="Folder of the checkpoints; by default in the working folder.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON; lines go to standard error.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the result as JSON to this file.")] = None,
 ) -> None:
-    """What saving costs: how long training waits, what it loses in all, and how much later a resumed run starts."""
-    from sojourn.bench.save import make_plan, measure
+    """The cost of checkpoints: how long training waits, what it loses in all, how much later a resumed run starts."""
+    from sojourn.bench.save import make_bench, measure
 
-    _report(lambda say: measure(make_plan(workload or [], saves, every, folder, runs), say), json, out)
+    _report(lambda echo: measure(make_bench(workload or [], saves, every, folder, runs), echo), json, out)
 
 
-def _report(measured: Callable[[Callable[[str], None]], dict[str, Any]], json: bool, out: Path | None) -> None:
-    """Measures, having made sure that the result can be kept; then prints and writes it."""
+def _report(measure: Callable[[Callable[[str], None]], dict[str, Any]], json: bool, out: Path | None) -> None:
+    """Checks --out first, then measures, prints and writes the result."""
     from json import dumps
 
     from sojourn.errors import UserError
@@ -182,7 +196,7 @@ def _report(measured: Callable[[Callable[[str], None]], dict[str, Any]], json: b
     if out is not None and not out.absolute().parent.is_dir():
         raise UserError(f"--out: {out.parent}: no such folder")
     lines = sys.stderr if json else sys.stdout
-    result = measured(lambda line: print(line, file=lines, flush=True))
+    result = measure(lambda line: print(line, file=lines, flush=True))
     if json:
         print(dumps(result, ensure_ascii=False))
     if out is not None:

@@ -28,7 +28,7 @@ from sojourn.bench.plan.peers import ask_peers
 from sojourn.bench.plan.replan import Row, planned
 from sojourn.bench.plan.report import line, lines, summary
 from sojourn.bench.plan.running import Need
-from sojourn.bench.train.measure import circumstances
+from sojourn.bench.train.measure import describe_environment
 from sojourn.config.load import dump
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
@@ -101,7 +101,7 @@ def _measure(plan: Plan, folder: Path, say: Say) -> dict[str, Any]:
     crew = make_crew(plan.device, plan.capability, folder / "compiled", adapters)
     if not crew.forks:
         say(f"note: a forked process cannot use the GPU ({crew.why}), so that each case starts a Python of its own")
-    result: dict[str, Any] = {**circumstances(plan.device), "rows": []}
+    result: dict[str, Any] = {**describe_environment(plan.device), "rows": []}
     configs = {case.name: settings_of(case, plan.device, folder) for case in plan.cases}
     rows = {case.name: plan.before.get(case.name) or _row(plan, case, dump(configs[case.name])) for case in plan.cases}
     for row in plan.before.values():

@@ -1,8 +1,8 @@
-"""Whether a row did the same computation as the reference, and the line that tells about it.
+"""Whether a row did the same computation as the reference, and its line in the table.
 
-Three things are compared: each loss of the first steps, those after that in the mean, as the noise of few bits grows
-with time, and the length of the first gradient. That is the sharpest test: a model of random weights says much the same
-whatever it attends to, but its gradient does not.
+Three things are compared: each loss of the first steps; the later losses in the mean, since rounding noise grows with
+time; and the first gradient norm, the sharpest test: the loss of a randomly initialised model hardly depends on what it
+attends to, but its gradient does.
 """
 
 from __future__ import annotations
@@ -12,71 +12,71 @@ from typing import Any
 
 Row = dict[str, Any]
 
-COMPARED_STEPS = 20  # afterwards the noise of bf16 has grown too far for a single loss
-_LOSS = {"fp32": 1e-4, "bf16": 0.02}
-_GRADIENT = {"fp32": 1e-3, "bf16": 0.05}
+COMPARED_STEPS = 20  # afterwards bf16 rounding noise is too large to compare single losses
+_LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 0.02}
+_GRAD_TOLERANCE = {"fp32": 1e-3, "bf16": 0.05}
 
 
 def compare(row: Row, reference: Row, precision: str) -> None:
-    """Adds to `row`: its largest differences, whether they are within the noise of `precision`, and its gain."""
+    """Adds to `row`: its largest relative differences, whether they are within tolerance, and its speed-up."""
     if "losses" not in row:
         return
-    if row.get("another"):
-        row |= {"gain": row["tokens_per_second"] / reference["tokens_per_second"], "note": "another model"}
+    if row.get("different_model"):
+        row |= {"gain": row["tokens_per_second"] / reference["tokens_per_second"], "note": "a different model"}
         return
     shared = [step for step in reference["losses"] if step in row["losses"]]
-    apart = {int(step): _apart(row["losses"][step], reference["losses"][step]) for step in shared}
-    loss = max((one for step, one in apart.items() if step <= COMPARED_STEPS), default=math.inf)
-    later = [one for step, one in apart.items() if step > COMPARED_STEPS]
+    differences = {int(step): _relative(row["losses"][step], reference["losses"][step]) for step in shared}
+    loss = max((value for step, value in differences.items() if step <= COMPARED_STEPS), default=math.inf)
+    later = [value for step, value in differences.items() if step > COMPARED_STEPS]
     curve = sum(later) / len(later) if later else 0.0
-    gradient = _apart(row["first_gradient"], reference["first_gradient"])
-    same = max(loss, curve) <= _LOSS[precision] and gradient <= _GRADIENT[precision]
+    gradient = _relative(row["first_grad_norm"], reference["first_grad_norm"])
+    same = max(loss, curve) <= _LOSS_TOLERANCE[precision] and gradient <= _GRAD_TOLERANCE[precision]
     row |= {
-        "difference": _known(loss), "curve_difference": _known(curve) if later else None,
-        "gradient_difference": _known(gradient), "same": same,
+        "difference": _finite_or_none(loss), "curve_difference": _finite_or_none(curve) if later else None,
+        "gradient_difference": _finite_or_none(gradient), "same": same,
         "gain": row["tokens_per_second"] / reference["tokens_per_second"] if same else None,
     }  # fmt: skip
     if row is reference:
         row["note"] = "the reference"
     elif not same:
-        later_too = f", later losses by {curve:.1e} in the mean" if later else ""
-        row["note"] = f"differs (its first gradient by {gradient:.1e}{later_too})"
+        suffix = f", later losses by {curve:.1e} in the mean" if later else ""
+        row["note"] = f"differs (first gradient norm by {gradient:.1e}{suffix})"
 
 
-def _apart(one: float | None, other: float | None) -> float:
-    """Infinitely far where one of them is no number."""
-    if one is None or other is None or not math.isfinite(one) or not math.isfinite(other):
+def _relative(value: float | None, expected: float | None) -> float:
+    """The relative difference; infinite where either is missing or not finite."""
+    if value is None or expected is None or not math.isfinite(value) or not math.isfinite(expected):
         return math.inf
-    return abs(one - other) / max(abs(other), 1e-12)
+    return abs(value - expected) / max(abs(expected), 1e-12)
 
 
-def _known(number: float) -> float | None:
+def _finite_or_none(number: float) -> float | None:
     """JSON has no infinity."""
     return number if math.isfinite(number) else None
 
 
-def head(name: str) -> str:
+def format_header(name: str) -> str:
     return f"{name:<48}{'tok/s':>12}{'×':>8}{'peak GiB':>10}{'loss differs':>14}"
 
 
-def line(row: Row) -> str:
+def format_row(row: Row) -> str:
     speed = f"{row['tokens_per_second']:,.0f}" if "tokens_per_second" in row else ""
     gain = f"{row['gain']:.2f}" if row.get("gain") else ""
     memory = f"{row['peak_memory'] / 2**30:.2f}" if "peak_memory" in row else ""
-    apart = f"{row['difference']:.1e}" if row.get("difference") is not None else ""
-    return f"{row['title']:<48}{speed:>12}{gain:>8}{memory:>10}{apart:>14}  {row.get('note', '')}".rstrip()
+    difference = f"{row['difference']:.1e}" if row.get("difference") is not None else ""
+    return f"{row['title']:<48}{speed:>12}{gain:>8}{memory:>10}{difference:>14}  {row.get('note', '')}".rstrip()
 
 
-def best(rows: list[Row]) -> Row | None:
-    """Our fastest row against the fastest peer, among those that did the same computation, or as much of one."""
-    fair = [row for row in rows if row.get("same") or (row.get("another") and "losses" in row)]
-    ours, peers = ([row for row in fair if (row["role"] == "sojourn") is mine] for mine in (True, False))
+def best_against_peer(rows: list[Row]) -> Row | None:
+    """Our fastest row against the fastest peer, of rows with the same losses or a different model of that size."""
+    comparable = [row for row in rows if row.get("same") or (row.get("different_model") and "losses" in row)]
+    ours, peers = ([row for row in comparable if (row["runner"] == "sojourn") is mine] for mine in (True, False))
     if not ours or not peers:
         return None
-    one, other = (max(group, key=lambda row: float(row["tokens_per_second"])) for group in (ours, peers))
+    our, peer = (max(group, key=lambda row: float(row["tokens_per_second"])) for group in (ours, peers))
     return {
-        "ours": one["name"], "peer": other["name"], "gain": one["tokens_per_second"] / other["tokens_per_second"],
-        "memory": one["peak_memory"] / other["peak_memory"],
-        "says": f"{one['title']} is {one['tokens_per_second'] / other['tokens_per_second']:.2f} times as fast as "
-        f"{other['title']}, in {one['peak_memory'] / other['peak_memory']:.2f} of its memory",
+        "ours": our["name"], "peer": peer["name"], "gain": our["tokens_per_second"] / peer["tokens_per_second"],
+        "memory": our["peak_memory"] / peer["peak_memory"],
+        "message": f"{our['title']} is {our['tokens_per_second'] / peer['tokens_per_second']:.2f} times as fast as "
+        f"{peer['title']}, in {our['peak_memory'] / peer['peak_memory']:.2f} of its memory",
     }  # fmt: skip

@@ -18,7 +18,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's size. Of the two families, qwen2 has biases on queries, keys and values."""
+    """A model's dimensions. Of the two families, qwen2 has biases on q, k and v."""
 
     family: Family
     hidden: int
@@ -29,7 +29,7 @@ class Shape:
     vocab: int
     tied: bool
     theta: float = 10_000.0
-    written_in: str = "float32"
+    dtype: str = "float32"
 
     @property
     def parameters(self) -> int:
@@ -39,12 +39,12 @@ class Shape:
 
     @property
     def size(self) -> int:
-        """Bytes of its weights as they are written."""
-        return self.parameters * (2 if self.written_in == "bfloat16" else 4)
+        """Bytes of its weights on disk."""
+        return self.parameters * (2 if self.dtype == "bfloat16" else 4)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """As transformers calls them."""
+        """Fields of transformers' config."""
         return {
             "hidden_size": self.hidden, "num_hidden_layers": self.layers, "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads, "intermediate_size": self.ffn, "vocab_size": self.vocab,
@@ -54,13 +54,13 @@ class Shape:
 
 @dataclass(frozen=True)
 class Workload:
-    """`documents`: several short texts to a row, one text over whole rows, or chats.
+    """`documents`: short texts packed into rows, one long text that fills all rows, or chats.
 
-    `memory` is what the leanest row needs, in GiB: smaller GPUs are spared the workload.
+    `memory`: GiB that the row with the least memory needs; the default selection skips the workload on smaller GPUs.
     """
 
     name: str
-    says: str
+    title: str
     shape: Shape
     method: Method
     documents: Documents
@@ -69,17 +69,17 @@ class Workload:
     micro_batch: int
     lr: float
     memory: float = 0.0
-    weights: str = "float32"  # what is trained; adapters always are float32
-    checkpointed: bool = False  # too large to train otherwise
+    weight_dtype: str = "float32"  # of a peer's trained weights; adapters are always float32
+    activation_checkpointing: bool = False  # for peers, too large to train without
     rank: int = 16
 
     @property
-    def adapters(self) -> bool:
+    def has_adapters(self) -> bool:
         return self.method in ("lora", "qlora")
 
     @property
     def weight_decay(self) -> float:
-        """None for fine-tuning: peers' trainers disagree about which weights it is for."""
+        """0 for fine-tuning: peers' trainers disagree about which weights are decayed."""
         return 0.1 if self.method == "pretrain" else 0.0
 
 
@@ -92,8 +92,8 @@ _QWEN_7B = Shape("qwen2", 3584, 28, 28, 4, 18_944, 152_064, False, 1e6, "bfloat1
 _ALL: tuple[Workload, ...] = (
     Workload("tiny", "a small model from scratch, short texts packed", _TINY, method="pretrain", documents="short",
              row_length=256, rows=8, micro_batch=4, lr=1e-3),
-    Workload("tiny-lora", "adapters on a small model", _TINY_QWEN, method="lora", documents="chats",
-             row_length=512, rows=4, micro_batch=2, lr=1e-3, weights="bfloat16"),
+    Workload("tiny-lora", "LoRA on a small model", _TINY_QWEN, method="lora", documents="chats",
+             row_length=512, rows=4, micro_batch=2, lr=1e-3, weight_dtype="bfloat16"),
     Workload("pretrain-110m", "110M from scratch, whole rows", _110M, method="pretrain", documents="long",
              row_length=1024, rows=32, micro_batch=32, lr=6e-4, memory=18),
     Workload("pretrain-110m-packed", "the same, short texts packed", _110M, method="pretrain", documents="short",
@@ -102,26 +102,29 @@ _ALL: tuple[Workload, ...] = (
              row_length=2048, rows=16, micro_batch=16, lr=3e-4, memory=60),
     Workload("full-1.5b", "all weights of Qwen2.5-1.5B's shape", _QWEN_1_5B, method="full", documents="chats",
              row_length=4096, rows=4, micro_batch=1, lr=1e-5, memory=32),
-    Workload("lora-7b", "adapters on Qwen2.5-7B's shape", _QWEN_7B, method="lora", documents="chats",
-             row_length=8192, rows=1, micro_batch=1, lr=2e-4, memory=20, weights="bfloat16", checkpointed=True),
-    Workload("qlora-7b", "adapters on the same in 4 bits", _QWEN_7B, method="qlora", documents="chats",
-             row_length=8192, rows=1, micro_batch=1, lr=2e-4, memory=11, weights="bfloat16", checkpointed=True),
+    Workload("lora-7b", "LoRA on Qwen2.5-7B's shape", _QWEN_7B, method="lora", documents="chats",
+             row_length=8192, rows=1, micro_batch=1, lr=2e-4, memory=20, weight_dtype="bfloat16",
+             activation_checkpointing=True),
+    Workload("qlora-7b", "LoRA on the same in NF4", _QWEN_7B, method="qlora", documents="chats",
+             row_length=8192, rows=1, micro_batch=1, lr=2e-4, memory=11, weight_dtype="bfloat16",
+             activation_checkpointing=True),
     Workload("full-7b", "all weights of Qwen2.5-7B's shape", _QWEN_7B, method="full", documents="chats",
-             row_length=8192, rows=1, micro_batch=1, lr=1e-5, memory=70, weights="bfloat16", checkpointed=True),
+             row_length=8192, rows=1, micro_batch=1, lr=1e-5, memory=70, weight_dtype="bfloat16",
+             activation_checkpointing=True),
 )  # fmt: skip
 WORKLOADS = {one.name: one for one in _ALL}
 
 
-def fitting(gpu_memory: int | None) -> list[Workload]:
-    """What to measure where nobody says: on a CPU the smallest; on a GPU what it has the memory for."""
+def default_workloads(gpu_memory: int | None) -> list[Workload]:
+    """Without --workload: on a CPU the smallest; on a GPU those that fit its memory."""
     if gpu_memory is None:
         return [WORKLOADS["tiny"]]
     return [one for one in WORKLOADS.values() if one.memory and one.memory * _GIB <= gpu_memory] or [WORKLOADS["tiny"]]
 
 
-def chosen(words: Iterable[str]) -> list[Workload]:
-    """Workloads by name; each word may be several, with commas."""
-    names = [name.strip() for word in words for name in word.split(",") if name.strip()]
+def find_workloads(values: Iterable[str]) -> list[Workload]:
+    """Workloads by name; each value may be several names, with commas."""
+    names = [name.strip() for value in values for name in value.split(",") if name.strip()]
     for name in names:
         if name not in WORKLOADS:
             hint = closest(name, WORKLOADS)

@@ -1,4 +1,4 @@
-"""Writes a model of random weights, and an adapter for it, in the form that transformers and peft open."""
+"""Writes a randomly initialised model and a LoRA adapter for it, as transformers and peft save them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "dow
 
 
 def main() -> None:
-    """The process that writes them."""
+    """Entry point of the process that writes them: argv[1] is the task as JSON."""
     task = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     sizes = write_base(task)
     if task["adapter"]:
@@ -20,7 +20,7 @@ def main() -> None:
 
 
 def write_base(task: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """Returns the inputs and outputs of each linear layer by its name. A GPU draws the numbers fastest."""
+    """Returns in_features and out_features of each linear layer by name. A GPU initialises fastest."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -31,14 +31,14 @@ def write_base(task: dict[str, Any]) -> dict[str, tuple[int, int]]:
     config = AutoConfig.for_model(shape["family"], max_position_embeddings=task["length"], **task["settings"])
     torch.manual_seed(0)
     with torch.device(task["device"]):
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, shape["written_in"]))
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, shape["dtype"]))
     model.save_pretrained(task["base"])
     linears = (pair for pair in model.named_modules() if pair[0].rpartition(".")[2] in _LINEARS)
     return {name: (layer.in_features, layer.out_features) for name, layer in linears}
 
 
 def write_adapter(task: dict[str, Any], sizes: dict[str, tuple[int, int]]) -> None:
-    """Both halves are drawn, as they are after some training: with one at zero the other would have no gradient."""
+    """Both A and B are random, as after some training: with B at zero A would get no gradient."""
     import torch
     from peft import LoraConfig
     from safetensors.torch import save_file

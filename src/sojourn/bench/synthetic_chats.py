@@ -1,8 +1,7 @@
-"""Writes chats to measure with: as many bytes as asked, of made-up words with the statistics of real instructions.
+"""Writes synthetic chats of a given size, with the word statistics of real instruction data.
 
-A tokenizer remembers words, so its speed on a text depends on how many different ones there are and how often each
-comes. Here they follow Zipf's law over a large vocabulary, as in real text. Contents are made as JSON already: the
-forms of the words have their line breaks and quotes escaped.
+A tokenizer caches words, so its speed depends on how many different words a text has and how often each occurs. Here
+they follow Zipf's law over a large vocabulary, as in real text. Contents are written as escaped JSON directly.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.random import Generator
 
-_CHATS_A_BLOCK = 4096
+_CHATS_PER_BLOCK = 4096
 _TYPES = 80_000
 _NUMBERS = 3_000
 _CHINESE_TYPES, _CHARACTERS = 30_000, 3_000
-_DRAWS = 1 << 22  # words are drawn by an index into a table of this length, in which each stands as often as it should
+_DRAWS = 1 << 22  # length of the table that words are drawn from; a word fills entries in proportion to its frequency
 _SYSTEM_PROMPTS = 200
 _SHIFT, _STEEPNESS = 8.0, 1.15  # of Zipf's law with Mandelbrot's shift; so that words repeat as in Alpaca and C4
 
@@ -53,22 +52,22 @@ _CODAS = "- - - - - - - - n r s t l m d ng nt ck st"
 
 
 @dataclass(frozen=True)
-class _Tongue:
-    """All forms of all words: form f of word w is `strings[f * types + w]`."""
+class _Language:
+    """All forms of all words of one language: form f of word w is `strings[f * types + w]`."""
 
     strings: np.ndarray
     types: int
     draws: np.ndarray
 
 
-def write_corpus(path: Path, size: int, seed: int = 0) -> int:
-    """JSON lines of `size` bytes but for less than a line; the same for the same seed. How many chats they are."""
+def write_synthetic_chats(path: Path, size: int, seed: int = 0) -> int:
+    """Writes JSON Lines of up to `size` bytes, the same bytes for the same seed. Returns the number of chats."""
     chats = 0
     with path.open("wb") as file:
         for block in _blocks(np.random.default_rng(seed)):
-            room = size - file.tell()
-            whole = len(block) < room
-            part = block if whole else block[: block.rfind(b"\n", 0, room) + 1]
+            left = size - file.tell()
+            whole = len(block) < left
+            part = block if whole else block[: block.rfind(b"\n", 0, left) + 1]
             file.write(part)
             chats += part.count(b"\n")
             if not whole:
@@ -78,19 +77,21 @@ def write_corpus(path: Path, size: int, seed: int = 0) -> int:
 
 def _blocks(rng: Generator) -> Iterator[bytes]:
     words = _words(rng)
-    english = _tongue(words, _ENGLISH)
-    code = _tongue([word for word in words[:12_000] if word.isalpha()], _CODE)
-    chinese = _tongue(_chinese_words(rng), _CHINESE)
-    tongues, shares = (english, code, chinese), (0.8, 0.1, 0.1)
+    english = _language(words, _ENGLISH)
+    code = _language([word for word in words[:12_000] if word.isalpha()], _CODE)
+    chinese = _language(_chinese_words(rng), _CHINESE)
+    languages, shares = (english, code, chinese), (0.8, 0.1, 0.1)
     prompts = _contents(english, np.full(_SYSTEM_PROMPTS, 16), rng)
     while True:
-        kinds = rng.choice(len(tongues), _CHATS_A_BLOCK, p=shares)
-        rounds = rng.choice([1, 2, 3], _CHATS_A_BLOCK, p=[0.85, 0.1, 0.05])
+        kinds = rng.choice(len(languages), _CHATS_PER_BLOCK, p=shares)
+        rounds = rng.choice([1, 2, 3], _CHATS_PER_BLOCK, p=[0.85, 0.1, 0.05])
         made = [
-            iter(_contents(tongue, _lengths(int(rounds[kinds == kind].sum()), rng), rng))
-            for kind, tongue in enumerate(tongues)
+            iter(_contents(language, _lengths(int(rounds[kinds == kind].sum()), rng), rng))
+            for kind, language in enumerate(languages)
         ]
-        systems = np.where(rng.random(_CHATS_A_BLOCK) < 0.15, rng.integers(_SYSTEM_PROMPTS, size=_CHATS_A_BLOCK), -1)
+        systems = np.where(
+            rng.random(_CHATS_PER_BLOCK) < 0.15, rng.integers(_SYSTEM_PROMPTS, size=_CHATS_PER_BLOCK), -1
+        )
         lines = [
             _line(list(islice(made[kind], 2 * count)), prompts[system] if system >= 0 else None)
             for kind, count, system in zip(kinds.tolist(), rounds.tolist(), systems.tolist(), strict=True)
@@ -106,32 +107,32 @@ def _line(contents: list[str], system: str | None) -> str:
 
 
 def _lengths(rounds: int, rng: Generator) -> np.ndarray:
-    """Words of questions and answers by turns; log-normal, as they are in Alpaca."""
+    """Words of each question and answer, alternating; log-normal as in Alpaca."""
     questions = rng.lognormal(2.6, 0.6, rounds)
     answers = rng.lognormal(4.2, 0.85, rounds)
     return np.clip(np.stack([questions, answers], axis=1).reshape(-1), 5, 1500).astype(np.int64)
 
 
-def _contents(tongue: _Tongue, lengths: np.ndarray, rng: Generator) -> list[str]:
-    """Messages of so many words, in sentences, paragraphs and lists."""
+def _contents(language: _Language, lengths: np.ndarray, rng: Generator) -> list[str]:
+    """One message per length (in words), of sentences, paragraphs and lists."""
     ends = np.cumsum(lengths)
     firsts, total = ends - lengths, int(ends[-1]) if len(ends) else 0
-    words = tongue.draws[rng.integers(_DRAWS, size=total, dtype=np.int32)]
-    luck = rng.random(total, np.float32)
-    stops = luck > 1 - 1 / 14
+    words = language.draws[rng.integers(_DRAWS, size=total, dtype=np.int32)]
+    noise = rng.random(total, np.float32)
+    stops = noise > 1 - 1 / 14
     stops[ends - 1] = True
     forms = np.full(total, _PLAIN, np.int32)
-    forms[luck < 0.08] = _ASIDE
-    forms[luck < 0.06] = _COMMA
+    forms[noise < 0.08] = _ASIDE
+    forms[noise < 0.06] = _COMMA
     starts = np.flatnonzero(stops[:-1]) + 1
     forms[starts] = rng.choice([_START, _PARAGRAPH, _ITEM], len(starts), p=[0.7, 0.12, 0.18])
     forms[stops] = _END
     forms[firsts] = _FIRST
-    strings = tongue.strings[forms * tongue.types + words].tolist()
+    strings = language.strings[forms * language.types + words].tolist()
     return ["".join(strings[first:end]) for first, end in zip(firsts.tolist(), ends.tolist(), strict=True)]
 
 
-def _tongue(words: list[str], forms: tuple[tuple[str, ...], ...]) -> _Tongue:
+def _language(words: list[str], forms: tuple[tuple[str, ...], ...]) -> _Language:
     capitals = [word[0].upper() + word[1:] for word in words]
     strings: list[str] = []
     for choices in forms:
@@ -141,7 +142,7 @@ def _tongue(words: list[str], forms: tuple[tuple[str, ...], ...]) -> _Tongue:
     weights = (np.arange(len(words)) + _SHIFT) ** -_STEEPNESS
     bounds = np.round(np.cumsum(weights) / weights.sum() * _DRAWS).astype(np.int64)
     draws = np.repeat(np.arange(len(words), dtype=np.int32), np.diff(bounds, prepend=0))
-    return _Tongue(np.array(strings, object), len(words), draws)
+    return _Language(np.array(strings, object), len(words), draws)
 
 
 def _words(rng: Generator) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a workload reads: texts that we make, or the user's own."""
+"""The documents of a workload: synthetic, or the user's own."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from sojourn.errors import UserError
 
 
 def write_data(workload: Workload, path: Path, size: int, own: str | None) -> None:
-    """About `size` bytes as JSON Lines; of the user's own there may be less, which is then read several times."""
+    """Writes about `size` bytes of JSON Lines; fewer where the user's own data has less, which is then repeated."""
     if workload.documents == "chats" and own is None:
-        from sojourn.bench.corpus import write_corpus
+        from sojourn.bench.synthetic_chats import write_synthetic_chats
 
-        write_corpus(path, size)
+        write_synthetic_chats(path, size)
         return
     read = _chats if workload.documents == "chats" else _texts
-    records = list(_first(read(_documents(own, size)), size))
+    records = list(_take(read(_documents(own, size)), size))
     if not records:
-        wanted = "chats" if workload.documents == "chats" else "texts"
-        raise UserError(f"--data: {own}: no {wanted} in it, which {workload.name} reads")
+        kind = "chats" if workload.documents == "chats" else "texts"
+        raise UserError(f"--data: {own}: no {kind} in it, but {workload.name} trains on {kind}")
     if workload.documents == "long":
         records = [{"text": "\n\n".join(str(record["text"]) for record in records)}]
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
 
 
-def identity(own: str | None) -> str | None:
-    """Other data, another identity."""
+def data_fingerprint(own: str | None) -> str | None:
+    """Paths, sizes and modification times of the user's own files."""
     if own is None:
         return None
     from sojourn.data.sources.files import find_files
@@ -60,13 +60,13 @@ def _texts(documents: Iterator[Document]) -> Iterator[dict[str, object]]:
 
 
 def _chats(documents: Iterator[Document]) -> Iterator[dict[str, object]]:
-    """Those of plain turns: what tools are called with is written as each model's template likes it."""
+    """Chats without tool calls, which every model's template writes differently."""
     for document in documents:
         if document.is_chat and not any(message.tool_calls or message.role == "tool" for message in document.messages):
             yield {"messages": [{"role": message.role, "content": message.content} for message in document.messages]}
 
 
-def _first(records: Iterator[dict[str, object]], size: int) -> Iterator[dict[str, object]]:
+def _take(records: Iterator[dict[str, object]], size: int) -> Iterator[dict[str, object]]:
     taken = 0
     for record in records:
         yield record

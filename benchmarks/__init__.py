@@ -1,0 +1,1 @@
+"""Measurements that are run from the repository: they are not part of the installed package."""
