@@ -34,6 +34,7 @@ CURVE = ("--no-peers", "log.every_steps=1", "train.schedule=cosine", "train.warm
 BACKWARD = ("--workload", "pretrain-875m", "--steps", "500", "--rows", "fp8-backward", *CURVE)
 CALM = (*CURVE, "train.lr=1e-4")  # two runs in bf16, which differ by rounding, stay together at that rate
 LARGE = "graphs,hopper,transformers-compiled"
+ADAPTERS = "async-step,full,liger-no-checkpointing"
 
 # Commands of each part, with what to lay down for them: workloads and steps, on which the size of their data depends.
 PARTS: dict[str, tuple[list[tuple[str, ...]], list[tuple[str, int]]]] = {
@@ -81,7 +82,7 @@ PARTS: dict[str, tuple[list[tuple[str, ...]], list[tuple[str, int]]]] = {
         [(*TRAIN, *TALKS, "--workload", "qlora-7b", "--steps", "200", "--rows", "full,liger")], [("lora-7b", 200)]
     ),
     "lora": (
-        [(*TRAIN, *TALKS, "--workload", "lora-7b", "--steps", "200", "--rows", "async-step,full,liger-no-checkpointing")],
+        [(*TRAIN, *TALKS, "--workload", "lora-7b", "--steps", "200", "--rows", ADAPTERS)],
         [("lora-7b", 200)],
     ),
 }  # fmt: skip
