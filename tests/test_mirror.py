@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +20,8 @@ from hub_server import TOKEN, Hub, serve
 from sojourn.errors import UserError
 from sojourn.machine.process import this_process
 from sojourn.storage import disk
-from sojourn.storage.mirror import SEAL, MirrorFailed, open_mirror
+from sojourn.storage.mirror import SEAL, MirrorFailed
+from sojourn.storage.open_mirror import open_mirror
 from sojourn.storage.path_mirror import PathMirror
 
 CALLS = ("write", "sync", "rename", "unlink", "make_folder", "remove_folder")
@@ -91,7 +93,7 @@ def test_a_checkpoint_comes_back_as_it_went(mirror, tmp_path):
     mirror.put(source, SECOND)
     mirror.put(source, FIRST)
     assert mirror.names("checkpoints") == ["step-00000040", "step-00000080"] and mirror.names("") == []
-    assert mirror.where == str(tmp_path / "drive" / "run")
+    assert mirror.location == str(tmp_path / "drive" / "run")
     mirror.fetch(FIRST, tmp_path / "new machine" / "checkpoints" / "step-00000040")
     assert content(tmp_path / "new machine" / "checkpoints" / "step-00000040") == content(source)
     mirror.remove(FIRST)
@@ -129,7 +131,7 @@ def test_small_files_are_replaced_and_come_back(mirror, tmp_path):
         assert (tmp_path / "here" / "run.yaml").read_text(encoding="utf-8") == text
     assert not left_behind(tmp_path) and mirror.names("") == []
     mirror.remove("run.yaml")
-    with pytest.raises(MirrorFailed, match=r"there is no whole run\.yaml; under it there is: nothing"):
+    with pytest.raises(MirrorFailed, match=r"no complete run\.yaml; complete entries under it: none"):
         mirror.fetch("run.yaml", tmp_path / "again")
 
 
@@ -151,7 +153,7 @@ def test_a_disk_call_that_fails_leaves_only_whole_entries(tmp_path, monkeypatch,
                 mirror.put(new, SECOND)
             except MirrorFailed as error:
                 failed = True
-                assert "No space left on device; make room, or set save.mirror" in str(error)
+                assert "No space left on device; free some space, or set save.mirror" in str(error)
             reached = len(calls) >= number
         check_whole(mirror, tmp_path / f"back-{number}", other, [old] if failed and over else [new], must=not failed)
         mirror.put(new, SECOND)
@@ -247,7 +249,7 @@ def test_what_was_cut_short_or_lost_is_not_listed(mirror, tmp_path):
             mirror.put(source, FIRST)
             harm(mirror.root / FIRST / name)
             assert mirror.names("checkpoints") == [], name
-            with pytest.raises(MirrorFailed, match=r"there is no whole checkpoints/step-00000040; .* is: nothing"):
+            with pytest.raises(MirrorFailed, match=r"no complete checkpoints/step-00000040; .*: none"):
                 mirror.fetch(FIRST, tmp_path / f"back-{number}")
             assert not (tmp_path / f"back-{number}").exists()
     mirror.put(source, FIRST)
@@ -263,7 +265,7 @@ def test_a_flipped_bit_is_refused_and_what_is_here_stays(mirror, tmp_path):
         file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
         here.mkdir(exist_ok=True)
         (here / "mine").write_text("stays")
-        with pytest.raises(MirrorFailed, match=f"{name} has changed since it was copied there; take an older one"):
+        with pytest.raises(MirrorFailed, match=f"{name} has changed since it was mirrored; use an older checkpoint"):
             mirror.fetch(FIRST, here)
         assert content(here) == {"mine": b"stays"} and not left_behind(tmp_path)
     mirror.put(source, FIRST)
@@ -275,7 +277,7 @@ def test_a_small_file_that_changed_is_refused(mirror, tmp_path):
     (tmp_path / "run.yaml").write_text("seed: 1\n")
     mirror.put_file(tmp_path / "run.yaml", "run.yaml")
     (mirror.root / "run.yaml").write_text("seed: 3\n")
-    with pytest.raises(MirrorFailed, match=r"run\.yaml: has changed since it was copied there"):
+    with pytest.raises(MirrorFailed, match=r"run\.yaml: has changed since it was mirrored"):
         mirror.fetch("run.yaml", tmp_path / "back")
     mirror.put_file(tmp_path / "run.yaml", "run.yaml")
     mirror.fetch("run.yaml", tmp_path / "back")
@@ -307,7 +309,7 @@ def test_a_copy_that_comes_back_different_is_refused_and_removed(mirror, tmp_pat
 def test_a_checkpoint_damaged_where_it_comes_from_is_not_mirrored(mirror, tmp_path):
     source = checkpoint(tmp_path / "source")
     (source / "state.json").write_text("{}")
-    with pytest.raises(MirrorFailed, match=r"state\.json is not what manifest\.json says; nothing was mirrored"):
+    with pytest.raises(MirrorFailed, match=r"state\.json does not match manifest\.json; nothing was mirrored"):
         mirror.put(source, FIRST)
     (source / "manifest.json").write_text("{")
     with pytest.raises(MirrorFailed, match=r"manifest\.json cannot be read"):
@@ -336,10 +338,10 @@ def test_stages_of_the_dead_go_and_of_the_living_stay(mirror, tmp_path):
 
 
 def test_a_place_without_room_is_refused_before_anything_is_written(mirror, tmp_path, monkeypatch):
-    from sojourn.storage import path_mirror as module
-
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: module.shutil._ntuple_diskusage(2**30, 2**30, 2**17))
-    with pytest.raises(MirrorFailed, match=r"0\.1 MiB free, but checkpoints/step-00000040 takes 0\.3 MiB; make room"):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**30, 2**30, 2**17))
+    with pytest.raises(
+        MirrorFailed, match=r"0\.1 MiB free, but checkpoints/step-00000040 takes 0\.3 MiB; free some space"
+    ):
         mirror.put(checkpoint(tmp_path / "source"), FIRST)
     assert not mirror.root.exists()
 
@@ -368,7 +370,7 @@ def test_a_disk_that_fills_up_keeps_what_was_whole(small_disk, tmp_path, monkeyp
     mirror.put(source, SECOND)
     monkeypatch.setattr(module, "check_free_space", lambda *_: None)  # another process may take the room meanwhile
     for name in (SECOND.replace("8", "9"), FIRST):
-        with pytest.raises(MirrorFailed, match="No space left on device; make room"):
+        with pytest.raises(MirrorFailed, match="No space left on device; free some space"):
             mirror.put(checkpoint(tmp_path / name, "b" * 2), name)
         assert mirror.names("checkpoints") == ["step-00000040", "step-00000080"] and not left_behind(small_disk)
     mirror.fetch(FIRST, tmp_path / "back")
@@ -413,8 +415,8 @@ def test_a_run_cannot_be_its_own_mirror(tmp_path):
 
 def test_the_written_place_is_understood(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert open_mirror("~/drive", "run").where == str(tmp_path / "drive" / "run")
-    assert open_mirror("hub:me/x", "run").where == "the hub repository me/x"
+    assert open_mirror("~/drive", "run").location == str(tmp_path / "drive" / "run")
+    assert open_mirror("hub:me/x", "run").location == "the hub repository me/x"
     for text in ("hub:", "hub:me", "hub:me/", "hub:me/x/y", "hub:me/名", "hub:https://huggingface.co/me/x"):
         with pytest.raises(UserError, match=r"not a repository's name; write save\.mirror=hub:USER/REPOSITORY"):
             open_mirror(text, "run")
@@ -486,7 +488,7 @@ def test_on_the_hub_small_files_are_replaced_and_come_back(hub, tmp_path):
         assert (tmp_path / "here" / "run.yaml").read_text() == text
     assert len(hub.repositories["me/x"].commits) == 3 and not left_behind(tmp_path)
     mirror.remove("run.yaml")
-    with pytest.raises(MirrorFailed, match=r"the hub repository me/x: there is no whole run\.yaml"):
+    with pytest.raises(MirrorFailed, match=r"the hub repository me/x: no complete run\.yaml"):
         mirror.fetch("run.yaml", tmp_path / "again")
 
 
@@ -509,7 +511,7 @@ def test_a_hub_that_gives_back_something_else_is_refused(hub, tmp_path, file):
     mirror.put(source, FIRST)
     mirror.put_file(source / "state.json", "state.json")
     hub.rot = file
-    with pytest.raises(MirrorFailed, match=f"{file} has changed since it was copied there"):
+    with pytest.raises(MirrorFailed, match=f"{file} has changed since it was mirrored"):
         mirror.fetch(FIRST, tmp_path / "back")
     if file == "state.json":
         with pytest.raises(MirrorFailed, match=r"state\.json is different after the download"):
@@ -560,7 +562,7 @@ def test_without_leave_one_line_says_how_to_get_it(hub, tmp_path, monkeypatch):
     ):
         open_mirror("hub:you/x", "run").put(source, FIRST)
     with pytest.raises(
-        MirrorFailed, match="hub:you/x: there is no such repository, or it is another's; check the name"
+        MirrorFailed, match="hub:you/x: no such repository, or it is private to somebody else; check the name"
     ):
         open_mirror("hub:you/x", "run").fetch(FIRST, tmp_path / "back")
     for token in ("", "hf_wrongwrongwrong"):

@@ -8,7 +8,7 @@ from typing import Any
 
 from sojourn.errors import RunFailed, UserError
 from sojourn.model.quiet import no_bars, quiet_transformers
-from sojourn.storage.hub_access import absent, offline_reason
+from sojourn.storage.hub_access import not_cached_error, offline_reason
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def _told(base: Base, error: Exception) -> UserError | RunFailed:
     text = " ".join(str(error).split())
     offline = "" if Path(base.word).expanduser().exists() else offline_reason(None)
     if offline:
-        return absent(f"model.base: {base.word}", offline)
+        return not_cached_error(f"model.base: {base.word}", offline)
     if "trust_remote_code" in text:
         return UserError(
             f"model.base: {base.word} runs its own Python code; read it first, then allow it with "

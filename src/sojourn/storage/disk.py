@@ -1,5 +1,5 @@
-"""The few calls by which a run changes its disk. What must survive a kill goes through here and nowhere else, so that
-tests can make each call the last one, or have it fail."""
+"""Every call by which a run changes its disk. What must survive a kill goes through this module alone, so that tests
+can kill the process before, in or after each call, or make the call fail."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-_BLOCK = 16 << 20
+_CHUNK_BYTES = 16 << 20
 
 
 def write(file: Any, data: Any) -> None:
     """All of `data` into an unbuffered file."""
-    left = memoryview(data).cast("B")
-    while left:
-        left = left[file.write(left[:_BLOCK]) :]
+    rest = memoryview(data).cast("B")
+    while rest:
+        rest = rest[file.write(rest[:_CHUNK_BYTES]) :]
 
 
 def sync(handle: int) -> None:
@@ -36,7 +36,7 @@ def make_folder(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """With all that is in it, file by file. What cannot be removed stays."""
+    """Recursively, file by file. What cannot be removed stays."""
     with contextlib.suppress(OSError):
         for entry in list(os.scandir(path)):
             if entry.is_dir(follow_symlinks=False):
@@ -53,7 +53,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes renames inside `folder` durable. Windows cannot, and some network drives refuse: there it does nothing."""
+    """Makes renames inside `folder` durable. Does nothing on Windows and on drives that refuse it."""
     if os.name != "posix":
         return
     handle = os.open(folder, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""Writing files so that a kill or a power cut leaves the old or the new content, never half of one."""
+"""Atomic file writes: a kill or a power cut leaves the old or the new content, never half of one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from sojourn.storage import disk
 
 
 def sha256(path: Path) -> str:
-    """Of all its bytes."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -36,7 +35,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def remove_temporary_files(folder: Path) -> None:
-    """What `write_text` left in a folder, which is ours alone, when it was killed."""
+    """Removes what killed calls of `write_text` left in `folder`. No other process may write there."""
     for path in folder.glob(".*.*"):
         pid = path.name.rpartition(".")[2]
         if pid.isdecimal() and int(pid) != os.getpid() and path.is_file():
@@ -64,7 +63,7 @@ def read_json(path: Path) -> Any:
 
 
 def append_json(path: Path, value: dict[str, Any]) -> None:
-    """Adds one line. A line torn by a kill before us is closed first, so it spoils only itself."""
+    """Appends one line. A line that a kill cut short is ended first, so that it damages only itself."""
     line = json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n"
     with path.open("ab+") as file:
         if file.tell() > 0:
@@ -75,15 +74,15 @@ def append_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Every whole line; torn ones are passed over."""
-    found = []
+    """Every complete line; lines cut short by a kill are ignored."""
+    lines = []
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             for line in file:
                 with contextlib.suppress(ValueError):
                     value = json.loads(line)
                     if isinstance(value, dict):
-                        found.append(value)
+                        lines.append(value)
     except FileNotFoundError:
         pass
-    return found
+    return lines

@@ -1,4 +1,4 @@
-"""Tells whether the hub can be reached, and its errors in one line: so that who brings data need not know how."""
+"""Whether the hub can be reached, and its libraries' errors as one line each."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from sojourn.errors import RunFailed, UserError
 Say = Callable[[str], None]
 
 _OFFLINE_SWITCHES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
-_MIRROR = "export HF_ENDPOINT=https://hf-mirror.com HF_HUB_DISABLE_XET=1"
-_silent: dict[str, str] = {}  # hubs that gave no answer and why: none is asked twice by one process
+_USE_MIRROR = "export HF_ENDPOINT=https://hf-mirror.com HF_HUB_DISABLE_XET=1"
+_unreachable: dict[str, str] = {}  # endpoints that did not answer, and why; each is probed once per process
 
 
 def offline_reason(say: Say | None) -> str:
-    """Why nothing can be fetched, or nothing."""
+    """Why nothing can be downloaded; empty where the hub can be reached."""
     endpoint = _endpoint()
-    if endpoint not in _silent:
+    if endpoint not in _unreachable:
         for name in _OFFLINE_SWITCHES:
             if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE"):
                 return f"{name} is set (unset it to download)"
         if not (problem := _probe(endpoint)):
             return ""
-        _silent[endpoint] = f"{_host()} cannot be reached ({problem})"
+        _unreachable[endpoint] = f"{_host()} cannot be reached ({problem})"
         os.environ["HF_HUB_OFFLINE"] = "1"
-        for name in ("huggingface_hub.constants", "datasets.config"):  # which read the variable when imported
+        for name in ("huggingface_hub.constants", "datasets.config"):  # these read the variable at import
             if module := sys.modules.get(name):
                 module.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
         if say:
-            say(f"{_silent[endpoint]}: only the local cache is used")
-    return _silent[endpoint]
+            say(f"{_unreachable[endpoint]}: only the local cache is used")
+    return _unreachable[endpoint]
 
 
 def silence_logging(*libraries: Any) -> None:
-    """No log lines, for what fails is raised as well; progress bars only for a person who watches."""
+    """No log lines (errors are raised anyway), and progress bars only on a terminal."""
     for library in libraries:
         library.logging.set_verbosity(library.logging.CRITICAL)
         if not sys.stderr.isatty():
@@ -51,34 +51,33 @@ def silence_logging(*libraries: Any) -> None:
 
 @contextmanager
 def hub_errors_as_user_errors(name: str, page: str, revision: str | None) -> Iterator[None]:
-    """The libraries' errors as ours, each with what to type."""
+    """Errors of the hub's libraries as `UserError`, each with what to type."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        told = _told(error, name, page, revision)
-        if told is None:
+        user_error = _as_user_error(error, name, page, revision)
+        if user_error is None:
             raise
-        raise told from None
+        raise user_error from None
 
 
-def absent(what: str, offline: str) -> UserError:
-    """For what can be neither fetched nor found here."""
-    ways = (
-        f"connect to the network, or where the hub is slow or closed {_MIRROR}, or copy its files and name their path"
-    )
-    return UserError(f"{what} is not in the local cache and {offline}: {ways}")
+def not_cached_error(what: str, offline: str) -> UserError:
+    """For what is neither cached nor downloadable."""
+    ways = f"where the hub is slow or blocked {_USE_MIRROR}, or copy its files and give their path"
+    advice = f"connect to the network, or {ways}"
+    return UserError(f"{what} is not in the local cache and {offline}: {advice}")
 
 
-def gated(name: str, page: str) -> UserError:
-    """For what its owner gives only to those who accept the terms."""
+def gated_error(name: str, page: str) -> UserError:
+    """For a repository whose terms must be accepted first."""
     return UserError(f"{name} is gated: accept its terms on https://huggingface.co/{page}, then export HF_TOKEN=…")
 
 
-def unreadable(name: str, error: BaseException) -> UserError:
-    """For what arrived and is no table."""
-    return UserError(f"{name} cannot be read as a table ({shown(error, 200)}): copy its files and name their path")
+def unreadable_error(name: str, error: BaseException) -> UserError:
+    """For files that are not a table."""
+    return UserError(f"{name} cannot be read as a table ({shown(error, 200)}): copy its files and give their path")
 
 
 def _endpoint() -> str:
@@ -93,52 +92,53 @@ def _host() -> str:
 
 
 def _probe(endpoint: str, seconds: float = 3) -> str:
-    """What is wrong with the way to the hub, or nothing. Any answer will do: even an error comes from somebody."""
+    """Why the endpoint did not answer, or an empty string. Any HTTP status counts as an answer."""
     import httpx
 
     outcome: list[str] = []
 
-    def knock() -> None:
+    def request() -> None:
         try:
             httpx.head(endpoint, timeout=seconds)
             outcome.append("")
-        except Exception as error:  # whatever a proxy, a resolver or a certificate may raise, there is no way through
+        except Exception as error:  # a proxy, resolver or certificate may raise anything
             outcome.append(shown(error, 80) or type(error).__name__)
 
-    # In a thread, because looking up a name knows no time limit.
-    thread = Thread(target=knock, daemon=True)
+    # In a thread, because DNS lookups have no timeout.
+    thread = Thread(target=request, daemon=True)
     thread.start()
     thread.join(2 * seconds)
     return outcome[0] if outcome else "no answer"
 
 
-def _told(error: Exception, name: str, page: str, revision: str | None) -> UserError | None:
+def _as_user_error(error: Exception, name: str, page: str, revision: str | None) -> UserError | None:
     from huggingface_hub import errors
 
-    cached = "or export HF_HUB_OFFLINE=1 to take what the local cache has"
+    cached = "or export HF_HUB_OFFLINE=1 to use the local cache"
     if isinstance(error, errors.GatedRepoError):
-        return gated(name, page)
+        return gated_error(name, page)
     if isinstance(error, errors.RevisionNotFoundError):
-        return UserError(f"{name} has no revision {shown(revision)}; leave it out to take the newest")
+        return UserError(f"{name} has no revision {shown(revision)}; leave it out to use the newest")
     if isinstance(error, errors.RepositoryNotFoundError):
         guess = closest(name, [row.hub for row in datasets()]) if page != name else ""
         return UserError(f"there is no {page} on {_host()}{guess}; if it is private, export HF_TOKEN=…")
     if isinstance(error, errors.HFValidationError):
-        return UserError(f"{shown(name)}: not a name on the hub, which is ORG/NAME")
+        return UserError(f"{shown(name)}: not a repository name; write ORG/NAME")
     if isinstance(error, errors.HfHubHTTPError):
         status = error.response.status_code
         if status in (401, 403):
-            return UserError(f"{name}: {_host()} refuses the token (HTTP {status}): export HF_TOKEN=…")
+            return UserError(f"{name}: {_host()} rejects the token (HTTP {status}): export HF_TOKEN=…")
         return RunFailed(f"{name}: {_host()} answers HTTP {status}: try again later, {cached}")
-    if isinstance(error, (ConnectionError, TimeoutError, errors.LocalEntryNotFoundError, *_transport_errors())):
+    if isinstance(error, (ConnectionError, TimeoutError, errors.LocalEntryNotFoundError, *transport_errors())):
         why = f"the connection to {_host()} broke ({type(error).__name__})"
-        return RunFailed(f"{name}: {why}: try again, what has arrived is kept, {cached}")
+        return RunFailed(f"{name}: {why}: try again (finished downloads are kept), {cached}")
     if isinstance(error, FileNotFoundError) or type(error).__module__.startswith("datasets."):
-        return unreadable(name, error.__cause__ or error)
-    return RunFailed(f"{name} cannot be fetched: {shown(error, 200)}") if isinstance(error, OSError) else None
+        return unreadable_error(name, error.__cause__ or error)
+    return RunFailed(f"{name} cannot be downloaded: {shown(error, 200)}") if isinstance(error, OSError) else None
 
 
-def _transport_errors() -> Iterator[type[Exception]]:
+def transport_errors() -> Iterator[type[Exception]]:
+    """Of the HTTP client that huggingface_hub uses."""
     for client in ("httpx", "httpx2"):  # which one depends on the library's version
         with suppress(ImportError):
             yield importlib.import_module(client).TransportError

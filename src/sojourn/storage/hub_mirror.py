@@ -1,14 +1,13 @@
-"""A mirror in a private repository on the hub: one commit for each entry, so that half an upload is never seen, and
-the hub's own hashes compared with ours before it counts as copied."""
+"""A mirror in a private repository on the hub: one commit per entry, so that nobody sees half an upload. After each
+commit the hub's own hashes are compared with ours."""
 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import re
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,24 +16,27 @@ from sojourn.config.words import shown
 from sojourn.errors import UserError
 from sojourn.storage import disk
 from sojourn.storage.files import sha256
+from sojourn.storage.hub_access import transport_errors
 from sojourn.storage.mirror import (
     SEAL,
-    Facts,
+    FileDigest,
     MirrorFailed,
-    absent,
     check_manifest,
-    check_same,
-    files_in,
+    check_unchanged,
+    format_seal,
+    list_files,
+    missing_entry_error,
     read_seal,
-    seal_of,
 )
-from sojourn.storage.path_mirror import check_free_space, replace
 from sojourn.storage.stage import staged
+from sojourn.storage.verified_copy import check_free_space, replace_file
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _TOKEN = re.compile(r"hf_\w{10,}|Bearer \S+")
 _LOG_IN = "run: hf auth login (or set HF_TOKEN)"
-_NO_WAY = "check the network, or where the hub is closed: export HF_ENDPOINT=https://hf-mirror.com HF_HUB_DISABLE_XET=1"
+_CHECK_NETWORK = (
+    "check the network, or where the hub is closed: export HF_ENDPOINT=https://hf-mirror.com HF_HUB_DISABLE_XET=1"
+)
 
 
 @dataclass
@@ -50,69 +52,71 @@ class HubMirror:
             raise UserError(f"hub:{shown(self.repo)}: not a repository's name; write save.mirror=hub:USER/REPOSITORY")
 
     @property
-    def where(self) -> str:
+    def location(self) -> str:
         return f"the hub repository {self.repo}"
 
     def put(self, folder: Path, name: str) -> None:
         base = self._at(name)
-        with self._told("write"):
-            facts = {file: Facts((folder / file).stat().st_size, sha256(folder / file)) for file in files_in(folder)}
-            check_manifest(folder, facts)
-            contents: dict[str, Path | bytes] = {file: folder / file for file in facts}
-            contents[SEAL] = seal_of(facts)
+        with self._hub_errors_as_mirror_failed("write"):
+            digests = {
+                file: FileDigest((folder / file).stat().st_size, sha256(folder / file)) for file in list_files(folder)
+            }
+            check_manifest(folder, digests)
+            contents: dict[str, Path | bytes] = {file: folder / file for file in digests}
+            contents[SEAL] = format_seal(digests)
             self._make()
-            there = self._files(base)
-            if _fault(there, contents, facts) is None:
+            files = self._files(base)
+            if _find_difference(files, contents, digests) is None:
                 return
-            stale = [f"{base}/{file}" for file in there if file not in contents]
+            stale = [f"{base}/{file}" for file in files if file not in contents]
             commit = self._commit({f"{base}/{file}": data for file, data in contents.items()}, stale, name)
-            self._check(name, _fault(self._files(base, commit), contents, facts))
+            self._check(name, _find_difference(self._files(base, commit), contents, digests))
 
     def put_file(self, file: Path, name: str) -> None:
         path = self._at(name)
-        with self._told("write"):
+        with self._hub_errors_as_mirror_failed("write"):
             data = file.read_bytes()
             self._make()
-            if _fault(self._info(path), {path: data}) is None:
+            if _find_difference(self._info(path), {path: data}) is None:
                 return
             commit = self._commit({path: data}, [], name)
-            self._check(name, _fault(self._info(path, commit), {path: data}))
+            self._check(name, _find_difference(self._info(path, commit), {path: data}))
 
     def names(self, under: str) -> list[str]:
         base = self._at(under)
-        with self._told("read"), tempfile.TemporaryDirectory() as box:
+        with self._hub_errors_as_mirror_failed("read"), tempfile.TemporaryDirectory() as temporary:
             from huggingface_hub.errors import RepositoryNotFoundError
 
             try:
                 head = self._head()
             except RepositoryNotFoundError as error:
-                if error.response.status_code == 404:  # not made yet; 401 would mean that nobody is logged in
+                if error.response.status_code == 404:  # not created yet; 401 would mean that nobody is logged in
                     return []
                 raise
-            there = self._files(base, head)
-            sealed = [file.split("/")[0] for file in there if file.split("/")[1:] == [SEAL]]
-            return sorted(name for name in sealed if self._is_whole(base, name, there, head, Path(box)))
+            files = self._files(base, head)
+            sealed = [file.split("/")[0] for file in files if file.split("/")[1:] == [SEAL]]
+            return sorted(name for name in sealed if self._is_complete(base, name, files, head, Path(temporary)))
 
     def fetch(self, name: str, into: Path) -> None:
         base = self._at(name)
-        with self._told("read"):
+        with self._hub_errors_as_mirror_failed("read"):
             head = self._head()
             into.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=into.parent, prefix=".stage-") as box:
+            with tempfile.TemporaryDirectory(dir=into.parent, prefix=".stage-") as temporary:
                 if f"{base}/{SEAL}" in self._info(f"{base}/{SEAL}", head):
-                    self._download(f"{base}/{SEAL}", head, Path(box))
-                    self._fetch_folder(name, read_seal(Path(box, base)), into, head)
+                    self._download(f"{base}/{SEAL}", head, Path(temporary))
+                    self._fetch_folder(name, read_seal(Path(temporary, base)), into, head)
                 elif info := self._info(base, head):
-                    file = self._download(base, head, Path(box))
-                    if (fault := _fault(info, {base: file})) is not None:
-                        raise MirrorFailed(f"hub:{self.repo}: {fault} after the download; try again")
-                    replace(into, file.read_bytes())
+                    file = self._download(base, head, Path(temporary))
+                    if (difference := _find_difference(info, {base: file})) is not None:
+                        raise MirrorFailed(f"hub:{self.repo}: {difference} after the download; try again")
+                    replace_file(into, file.read_bytes())
                 else:
-                    raise absent(self, name)
+                    raise missing_entry_error(self, name)
 
     def remove(self, name: str) -> None:
         base = self._at(name)
-        with self._told("write"):
+        with self._hub_errors_as_mirror_failed("write"):
             found = [f"{base}/{file}" for file in self._files(base)] or list(self._info(base))
             if found:
                 self._commit({}, found, f"remove {name}")
@@ -131,7 +135,7 @@ class HubMirror:
             self._made = True
 
     def _head(self) -> str:
-        """The newest commit, so that all that is asked next is of one state."""
+        """The newest commit, so that all following requests see one state."""
         return str(self._api().repo_info(self.repo).sha)
 
     def _commit(self, adds: dict[str, Path | bytes], deletes: list[str], what: str) -> str:
@@ -142,19 +146,19 @@ class HubMirror:
         commit = self._api().create_commit(self.repo, operations=operations, commit_message=f"{self.run_name}: {what}")
         return str(commit.oid)
 
-    def _check(self, name: str, fault: str | None) -> None:
-        """What did not arrive as it was sent is taken away again."""
-        if fault is None:
+    def _check(self, name: str, difference: str | None) -> None:
+        """Removes the entry again where the hub holds something else than was sent."""
+        if difference is None:
             return
         advice = "try again"
         try:
             self.remove(name)
         except MirrorFailed:
             advice = "remove it there"
-        raise MirrorFailed(f"hub:{self.repo}: {name}: {fault} after the upload; {advice}")
+        raise MirrorFailed(f"hub:{self.repo}: {name}: {difference} after the upload; {advice}")
 
     def _files(self, base: str, revision: str = "main") -> dict[str, Any]:
-        """What the hub says of each file below `base`, by its path from there."""
+        """The hub's record of each file below `base`, by its path relative to it."""
         from huggingface_hub.errors import EntryNotFoundError
 
         try:
@@ -164,68 +168,71 @@ class HubMirror:
         return {row.path.removeprefix(f"{base}/"): row for row in rows if hasattr(row, "blob_id")}
 
     def _info(self, path: str, revision: str = "main") -> dict[str, Any]:
-        """The same of one file; empty where there is none."""
+        """The same for one file; empty where there is none."""
         rows = self._api().get_paths_info(self.repo, [path], revision=revision)
         return {row.path: row for row in rows if hasattr(row, "blob_id")}
 
-    def _download(self, path: str, revision: str, box: Path) -> Path:
-        return Path(self._api().hf_hub_download(self.repo, path, revision=revision, local_dir=box))
+    def _download(self, path: str, revision: str, folder: Path) -> Path:
+        return Path(self._api().hf_hub_download(self.repo, path, revision=revision, local_dir=folder))
 
-    def _is_whole(self, base: str, name: str, there: dict[str, Any], head: str, box: Path) -> bool:
-        self._download(f"{base}/{name}/{SEAL}", head, box)
-        facts = read_seal(box / base / name)
-        rows = {file: there.get(f"{name}/{file}") for file in facts or ()}
-        return facts is not None and all(
+    def _is_complete(self, base: str, name: str, files: dict[str, Any], head: str, folder: Path) -> bool:
+        self._download(f"{base}/{name}/{SEAL}", head, folder)
+        digests = read_seal(folder / base / name)
+        rows = {file: files.get(f"{name}/{file}") for file in digests or ()}
+        return digests is not None and all(
             row is not None
-            and row.size == facts[file].size
-            and (row.lfs is None or row.lfs.sha256 == facts[file].sha256)
+            and row.size == digests[file].size
+            and (row.lfs is None or row.lfs.sha256 == digests[file].sha256)
             for file, row in rows.items()
         )
 
-    def _fetch_folder(self, name: str, facts: dict[str, Facts] | None, into: Path, head: str) -> None:
-        if facts is None:
-            raise MirrorFailed(f"hub:{self.repo}: the seal of {name} cannot be read; take an older one, or remove it")
-        check_free_space(into, sum(fact.size for fact in facts.values()), name)
+    def _fetch_folder(self, name: str, digests: dict[str, FileDigest] | None, into: Path, head: str) -> None:
+        if digests is None:
+            raise MirrorFailed(
+                f"hub:{self.repo}: the seal of {name} cannot be read; use an older checkpoint, or remove this one"
+            )
+        check_free_space(into, sum(digest.size for digest in digests.values()), name)
         with staged(into) as stage:
-            box, found = stage / ".box", {}
-            for file in facts:
-                arrived = self._download(f"{self._at(name)}/{file}", head, box)
+            downloads, found = stage / ".downloads", {}
+            for file in digests:
+                arrived = self._download(f"{self._at(name)}/{file}", head, downloads)
                 disk.sync_file(arrived)
-                found[file] = Facts(arrived.stat().st_size, sha256(arrived))
+                found[file] = FileDigest(arrived.stat().st_size, sha256(arrived))
                 (stage / file).parent.mkdir(parents=True, exist_ok=True)
                 disk.rename(arrived, stage / file)
-            check_same(f"hub:{self.repo}: {name}", facts, found)
-            disk.remove_folder(box)
+            check_unchanged(f"hub:{self.repo}: {name}", digests, found)
+            disk.remove_folder(downloads)
 
     @contextmanager
-    def _told(self, doing: str) -> Iterator[None]:
-        """The library's errors as one line of ours. A token, which some of them quote, is never passed on."""
+    def _hub_errors_as_mirror_failed(self, doing: str) -> Iterator[None]:
+        """Errors of huggingface_hub as one line each, with tokens removed."""
         try:
             yield
         except UserError:
             raise
         except ImportError:
             raise MirrorFailed(
-                f"hub:{self.repo}: needs a library that is missing; pip install huggingface_hub"
+                f"hub:{self.repo}: huggingface_hub is not installed; pip install huggingface_hub"
             ) from None
         except Exception as error:
-            says = _says(error, doing)
-            if says is None:
+            message = _describe_error(error, doing)
+            if message is None:
                 raise
-            raise MirrorFailed(f"hub:{self.repo}: {_TOKEN.sub('…', says)}") from None
+            raise MirrorFailed(f"hub:{self.repo}: {_TOKEN.sub('…', message)}") from None
 
 
-def _fault(
-    there: dict[str, Any], contents: dict[str, Path | bytes], known: dict[str, Facts] | None = None
+def _find_difference(
+    files: dict[str, Any], contents: dict[str, Path | bytes], digests: dict[str, FileDigest] | None = None
 ) -> str | None:
-    """What the hub has otherwise than we do, or None. Large files it names by their SHA-256, small ones as git does."""
-    known = known or {}
+    """The first difference between the hub's files and ours, or None. The hub identifies large files by SHA-256, small
+    ones by git's blob hash."""
+    digests = digests or {}
     for name, content in contents.items():
-        row = there.get(name)
+        row = files.get(name)
         if row is None:
             return f"{name} is missing"
         if row.lfs is not None:
-            ours = known[name].sha256 if name in known else _sha256(content)
+            ours = digests[name].sha256 if name in digests else _sha256(content)
             theirs = row.lfs.sha256
         else:
             data = content.read_bytes() if isinstance(content, Path) else content
@@ -240,36 +247,30 @@ def _sha256(content: Path | bytes) -> str:
     return sha256(content) if isinstance(content, Path) else hashlib.sha256(content).hexdigest()
 
 
-def _says(error: BaseException, doing: str) -> str | None:
+def _describe_error(error: BaseException, doing: str) -> str | None:
     from huggingface_hub import errors
 
     while isinstance(error, (RuntimeError, errors.LocalEntryNotFoundError)) and error.__cause__ is not None:
-        error = error.__cause__  # the library wraps what happened in what it was about
+        error = error.__cause__  # huggingface_hub wraps the cause
     if isinstance(error, errors.OfflineModeIsEnabled):
         return f"cannot be reached while HF_HUB_OFFLINE is set; run: unset HF_HUB_OFFLINE (to {doing} there)"
     if isinstance(error, errors.HfHubHTTPError):
-        status, words = error.response.status_code, shown(error.server_message or "", 150)
+        status, text = error.response.status_code, shown(error.server_message or "", 150)
         if status in (401, 403):
-            return f"not allowed to {doing}{f' ({words})' if words else ''}; {_LOG_IN}"
+            return f"not allowed to {doing}{f' ({text})' if text else ''}; {_LOG_IN}"
         if isinstance(error, errors.RepositoryNotFoundError):
-            return f"there is no such repository, or it is another's; check the name, or {_LOG_IN}"
-        return f"the hub answers HTTP {status}{f' ({words})' if words else ''}; try again later"
+            return f"no such repository, or it is private to somebody else; check the name, or {_LOG_IN}"
+        return f"the hub answers HTTP {status}{f' ({text})' if text else ''}; try again later"
     if isinstance(error, errors.LocalTokenNotFoundError):
         return f"not allowed to {doing}; {_LOG_IN}"
-    if isinstance(error, (ConnectionError, TimeoutError, *_transport_errors())):
-        return f"cannot be reached ({type(error).__name__}); {_NO_WAY}"
+    if isinstance(error, (ConnectionError, TimeoutError, *transport_errors())):
+        return f"cannot be reached ({type(error).__name__}); {_CHECK_NETWORK}"
     if isinstance(error, OSError) and error.errno:
-        return f"could not {doing}, because of this machine: {shown(error, 200)}; mend that and try again"
-    if isinstance(error, (OSError, ValueError, RuntimeError, KeyError)) or _is_theirs(error):
+        return f"could not {doing}, because of an error on this machine: {shown(error, 200)}; fix it and try again"
+    if isinstance(error, (OSError, ValueError, RuntimeError, KeyError)) or _is_library_error(error):
         return f"could not {doing} there: {shown(error, 200) or type(error).__name__}; try again"
     return None
 
 
-def _is_theirs(error: BaseException) -> bool:
+def _is_library_error(error: BaseException) -> bool:
     return type(error).__module__.split(".")[0] in ("huggingface_hub", "hf_xet", "httpx", "httpx2")
-
-
-def _transport_errors() -> Iterator[type[Exception]]:
-    for client in ("httpx", "httpx2"):  # which one depends on the library's version
-        with suppress(ImportError):
-            yield importlib.import_module(client).TransportError

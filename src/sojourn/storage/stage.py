@@ -1,4 +1,4 @@
-"""A folder that is either wholly there or not: made beside its place under another name, then moved in."""
+"""A folder that is either complete or absent: written beside its target under another name, then renamed."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from sojourn.storage import disk
 
 @contextmanager
 def staged(target: Path) -> Iterator[Path]:
-    """Where to put the files; they must be durable when the block ends. What was at `target` before then goes."""
-    clear_up(target)
+    """Yields the folder to write to; its files must be fsynced when the block ends. It then replaces `target`."""
+    recover(target)
     stage = target.with_name(f".stage-{os.getpid()}-{target.name}")
     try:
         disk.make_folder(stage)
         yield stage
         disk.sync_folder(stage)
         if target.exists():
-            disk.rename(target, _aside(target))
+            disk.rename(target, _old_path(target))
         disk.rename(stage, target)
     except BaseException:
         disk.remove_folder(stage)
-        if not target.exists() and _aside(target).exists():
-            _aside(target).replace(target)
+        if not target.exists() and _old_path(target).exists():
+            _old_path(target).replace(target)
         raise
     disk.sync_folder(target.parent)
-    disk.remove_folder(_aside(target))
+    disk.remove_folder(_old_path(target))
 
 
-def clear_up(target: Path) -> None:
-    """What a kill left: half of a new one goes; an old one that was just moved aside comes back."""
+def recover(target: Path) -> None:
+    """After a kill: removes stages, and moves the old folder back where the new one is not in place."""
     for stage in target.parent.glob(f".stage-*-{target.name}"):
         disk.remove_folder(stage)
-    aside = _aside(target)
-    if aside.exists():
+    old = _old_path(target)
+    if old.exists():
         if not target.exists():
-            disk.rename(aside, target)
+            disk.rename(old, target)
         else:
-            disk.remove_folder(aside)
+            disk.remove_folder(old)
 
 
-def _aside(target: Path) -> Path:
+def _old_path(target: Path) -> Path:
     return target.with_name(f".old-{target.name}")

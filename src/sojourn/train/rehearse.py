@@ -238,7 +238,7 @@ def _mirror(config: RunConfig, run: RunFolder, scratch: RunFolder, report: Repor
     except RunFailed as error:
         report.add("fail", "mirror", str(error))
         return
-    report.add("ok", "mirror", f"{mirror.where}: there and back in {time.monotonic() - began:.1f} s")
+    report.add("ok", "mirror", f"{mirror.location}: there and back in {time.monotonic() - began:.1f} s")
 
 
 def _existing(path: Path) -> Path:

@@ -16,12 +16,12 @@ from sojourn.config.words import closest, plain, shown
 from sojourn.errors import UserError
 from sojourn.storage.hub_access import (
     Say,
-    absent,
-    gated,
+    gated_error,
     hub_errors_as_user_errors,
+    not_cached_error,
     offline_reason,
     silence_logging,
-    unreadable,
+    unreadable_error,
 )
 
 _NAMED = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([^/\\:]+))?", re.ASCII)
@@ -87,7 +87,7 @@ def tokenizer_folder(model: str, revision: str | None = None, say: Say | None = 
             found = snapshot_download(model, revision=revision, allow_patterns=files, local_files_only=bool(offline))
         except LocalEntryNotFoundError:
             if offline:
-                raise absent(f"the tokenizer of {model}", offline) from None
+                raise not_cached_error(f"the tokenizer of {model}", offline) from None
             raise
     if not any(Path(found, name).is_file() for name in files[:2]):
         raise UserError(f"{model} has no {files[0]} and no {files[1]}; name a model or a folder that has one")
@@ -135,7 +135,7 @@ def _from_hub(wanted: Source) -> Any:
         return _prepared(wanted, str(info.sha))
     except (FileNotFoundError, PermissionError, errors.RepositoryNotFoundError):
         if info.gated:
-            raise gated(repo, f"datasets/{repo}") from None
+            raise gated_error(repo, f"datasets/{repo}") from None
         raise
 
 
@@ -148,7 +148,7 @@ def _prepared(wanted: Source, commit: str) -> Any:
         builder = library.load_dataset_builder(place, wanted.config, revision=commit)
     except ValueError as error:
         _one_of("config", wanted.config, library.get_dataset_config_names(place, revision=commit), wanted.path)
-        raise unreadable(wanted.path, error) from None
+        raise unreadable_error(wanted.path, error) from None
     if builder.hash != commit:  # the library took an older copy from its cache, because the way to this one broke
         raise ConnectionError("not all of it arrived")
     _check_split(wanted, builder.config.data_files or builder.info.splits or {})
@@ -175,7 +175,7 @@ def _from_cache(wanted: Source, offline: str) -> Any:
     if config not in there:
         others = ", ".join(sorted({p.parts[-3] for p in made}))
         what = ", ".join(filter(None, (wanted.path, config, wanted.revision)))
-        raise absent(what + (f" (of it there is: {others})" if others else ""), offline)
+        raise not_cached_error(what + (f" (of it there is: {others})" if others else ""), offline)
     version = there[config].parts[-2]
     builder = Cache(dataset_name=name, repo_id=wanted.path, config_name=config, version=version, hash=commit)
     _check_split(wanted, builder.info.splits or {})

@@ -11,7 +11,8 @@ from sojourn.config.schema import RunConfig
 from sojourn.errors import RunFailed, UserError
 from sojourn.machine.platform import detect, survives
 from sojourn.run.folder import RunFolder
-from sojourn.storage.mirror import Mirror, open_mirror
+from sojourn.storage.mirror import Mirror
+from sojourn.storage.open_mirror import open_mirror
 from sojourn.train.checkpoint.checkpoint import Retention, list_checkpoints, step_of
 
 _FIRST = ("run.yaml", "environment.json")  # without these a run cannot be continued
@@ -75,7 +76,7 @@ class Mirroring:
         else:
             self.failed, self.seconds = None, max(self.seconds, time.monotonic() - began)
             took = round(time.monotonic() - began, 3)
-            self._run.event("mirrored", path=checkpoint.name, where=self._mirror.where, seconds=took)
+            self._run.event("mirrored", path=checkpoint.name, where=self._mirror.location, seconds=took)
         finally:
             self.busy = None
 
@@ -132,7 +133,7 @@ def fetch_newest_checkpoint(mirror: Mirror, run: RunFolder, say: Callable[[str],
             run.checkpoints.mkdir(parents=True, exist_ok=True)
             mirror.fetch(f"checkpoints/{name}", run.checkpoints / name)
         except RunFailed as error:
-            say(f"warning: {name} in {mirror.where} cannot be used: {error}; going back to the one before")
+            say(f"warning: {name} in {mirror.location} cannot be used: {error}; going back to the one before")
             continue
-        say(f"{name} comes from {mirror.where}")
+        say(f"{name} comes from {mirror.location}")
         return
