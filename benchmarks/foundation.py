@@ -69,7 +69,12 @@ def train_speed(words: Sequence[str] = ("demo",), rounds: int = 5, steps: int = 
         optimizer = Optimizer(network.model, config.train, "cpu")
         optimizer.set_learning_rate(1e-3)
         batcher = Batcher(
-            int(config.train.micro_batch), width, pad, "cpu", backend=network.backend, joined=network.short
+            int(config.train.micro_batch),
+            width,
+            pad,
+            "cpu",
+            backend=network.attention_backend,
+            joined=network.last_layer_pruned,
         )
         scaler = torch.amp.GradScaler("cpu", enabled=False)
         stepper = Stepper(Engine(network, optimizer, scaler), batcher, config.train.clip)

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from sojourn.model import attention
-from sojourn.model.attention import How, attend
-from sojourn.model.layout import find_starts, make_layout, padded_starts
+from sojourn.model.attention import AttentionParams, attend
+from sojourn.model.layout import compute_cu_seqlens, make_layout, pad_cu_seqlens
 
 GPU = torch.cuda.is_available()
 ROWS, WIDTH, HEADS, SIZE = 2, 96, 4, 32
@@ -81,12 +81,12 @@ def test_attention_equals_the_dense_reference(references, backend, device, dtype
     chosen, forward_only = CASES[case], (backend, device) == ("flex", "cpu")
     documents, tensors, upstream, expected, gradients = references[case]
     q, k, v = (x.detach().to(device, dtype).requires_grad_(not forward_only) for x in tensors)
-    starts = torch.from_numpy(padded_starts(find_starts(documents))).to(device)
+    starts = torch.from_numpy(pad_cu_seqlens(compute_cu_seqlens(documents))).to(device)
     window = chosen.get("window")
     layout = make_layout(
         backend, documents, torch.from_numpy(documents).to(device), starts, (window,) if window else ()
     )
-    out = attend(q, k, v, layout, How(0.2, window, chosen.get("softcap")))
+    out = attend(q, k, v, layout, AttentionParams(0.2, window, chosen.get("softcap")))
     real = torch.from_numpy(documents) >= 0
     close = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
     if backend in ("sdpa", "flex") and device == "cuda" and dtype == torch.float32:

@@ -58,7 +58,7 @@ def test_two_blocks_compile_what_all_blocks_need(opened, monkeypatch):
     batches = [session.batches(step) for step in range(2)]
     child._compile(session, batches)
     graphs = counters["stats"]["unique_graphs"]
-    assert graphs > 0 and session.stepper.network.body.config.num_hidden_layers == 4
+    assert graphs > 0 and session.stepper.network.decoder.config.num_hidden_layers == 4
     assert all(parameter.grad is None for parameter in session.stepper.network.model.parameters())
     child._first(session, batches)
     assert counters["stats"]["unique_graphs"] == graphs

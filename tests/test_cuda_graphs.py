@@ -201,11 +201,11 @@ def varlen(monkeypatch):
     """Attention to which the ends of documents are numbers on the device, on a CPU."""
 
     def attend(query, key, value, layout, how):
-        if layout.plain:
+        if layout.one_document_per_row:
             return attention._sdpa(query, key, value, layout, how)
-        assert int(layout.starts.diff().max()) <= layout.longest
+        assert int(layout.cu_seqlens.diff().max()) <= layout.max_seqlen
         places = torch.arange(query.shape[0] * query.shape[1])
-        documents = torch.bucketize(places, layout.starts, right=True).view(query.shape[:2])
+        documents = torch.bucketize(places, layout.cu_seqlens, right=True).view(query.shape[:2])
         masked = replace(layout, masks={None: dense_mask(documents, None)})
         return attention._math(query, key, value, masked, how)
 
@@ -231,7 +231,7 @@ def test_a_form_grows_for_what_has_no_room_and_holds_what_has():
 
     def loss(ready):
         counted = ready.labels_N >= 0
-        seen.append((len(ready.places_N), len(ready.layout.starts), ready.layout.longest))
+        seen.append((len(ready.places_N), len(ready.layout.cu_seqlens), ready.layout.max_seqlen))
         return weight * ready.places_N[counted].sum()
 
     hand = ByHand([weight])
@@ -239,7 +239,7 @@ def test_a_form_grows_for_what_has_no_room_and_holds_what_has():
 
     def play(targets, starts, longest, plain=False):
         weight.grad = None
-        layout = Layout("varlen", None, torch.tensor([0] * (starts - 1) + [128]), longest, plain=plain)
+        layout = Layout("varlen", None, torch.tensor([0] * (starts - 1) + [128]), longest, one_document_per_row=plain)
         places = torch.arange(targets)
         ready = DeviceBatch(torch.zeros(2, 64, dtype=torch.int64), torch.zeros(2, 64), places, places.clone(), layout)
         part, ready = cuda_graphs.take(ready, 1)
@@ -255,7 +255,7 @@ def test_a_form_grows_for_what_has_no_room_and_holds_what_has():
 
 
 def test_what_a_pass_is_filled_up_with_is_inside_it():
-    layout, ids = Layout("varlen", None, torch.tensor([0, 20, 33]), 33, plain=False), torch.zeros(3, 11)
+    layout, ids = Layout("varlen", None, torch.tensor([0, 20, 33]), 33, one_document_per_row=False), torch.zeros(3, 11)
     all_of_it, one = (DeviceBatch(ids, ids, *(torch.arange(count),) * 2, layout) for count in (33, 1))
     room = graph_shape(one).grown(graph_shape(all_of_it))
     filled = pad_to_shape(one, room)
@@ -271,7 +271,10 @@ def test_the_end_of_a_text_now_and_then_does_not_make_rows_packed():
 
     def play(plain):
         weight.grad = None
-        layout, some = Layout("varlen", None, torch.tensor([0, 40, 64]), 64, plain=plain), torch.ones(64).long()
+        layout, some = (
+            Layout("varlen", None, torch.tensor([0, 40, 64]), 64, one_document_per_row=plain),
+            torch.ones(64).long(),
+        )
         return cuda_graphs.take(DeviceBatch(some.view(1, 64), some, some, some, layout), 1)[0] is not None
 
     assert [play(True) for _ in range(4)] == [False] * 3 + [True]
@@ -291,7 +294,7 @@ def small():
 
     def play(*numbers, rows=1, plain=True):
         weight.grad = None
-        layout = Layout("sdpa", None, None, 3, plain=plain)
+        layout = Layout("sdpa", None, None, 3, one_document_per_row=plain)
         return cuda_graphs.take(DeviceBatch(torch.tensor([numbers] * rows), *(torch.arange(3),) * 3, layout), 2)[0]
 
     return weight, by_hand, cuda_graphs, play
@@ -327,7 +330,7 @@ def test_a_cpu_has_no_graphs(tiny):
 def test_a_gpu_plays_what_it_recorded(passes):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1)).cuda()
-    layout = Layout("sdpa", None, None, 16, plain=True)
+    layout = Layout("sdpa", None, None, 16, one_document_per_row=True)
 
     def loss(ready):
         return model(ready.ids_BT).pow(2).sum()
@@ -378,7 +381,7 @@ def test_a_gpu_draws_the_same_numbers_as_without_a_recording():
     """Only where there is a GPU: no CPU has its generator, nor graphs that carry it on."""
     weight = torch.nn.Parameter(torch.linspace(1, 2, 1000, device="cuda"))
     ready = DeviceBatch(torch.zeros(1, 8, device="cuda"), *(torch.arange(3, device="cuda"),) * 3,
-                  Layout("sdpa", None, None, 8, plain=True))  # fmt: skip
+                  Layout("sdpa", None, None, 8, one_document_per_row=True))  # fmt: skip
 
     def loss(ready):
         return torch.nn.functional.dropout(weight * weight).sum()

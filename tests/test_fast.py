@@ -11,16 +11,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from sojourn.config.load import load_run
 from sojourn.data.artefact import Batch
 from sojourn.errors import UserError
-from sojourn.model.attention import can_compile
 from sojourn.model.kernels import fp8
 from sojourn.model.kernels import fused_forwards as forwards
 from sojourn.model.kernels.fused_forwards import _turned
-from sojourn.model.network import open_network
+from sojourn.model.kernels.triton_support import supports_triton
+from sojourn.model.network import wrap_model
 from sojourn.train.batcher import Batcher
 from sojourn.train.resolve import fp8_fault
 from sojourn.train.step import loss_sum
 
-GPU = torch.cuda.is_available() and can_compile()
+GPU = torch.cuda.is_available() and supports_triton()
 needs_gpu = pytest.mark.skipif(not GPU, reason="the kernel is for GPUs")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -116,10 +116,10 @@ def test_a_model_in_8_bits_has_nearly_the_loss_and_gradients_of_one_in_16():
     found = []
     for narrow in ("off", "backward", "except_last_layer", "on"):
         model = deepcopy(plain)
-        network = open_network(model, "sdpa", torch.bfloat16)
-        forwards.fuse(model)
+        network = wrap_model(model, "sdpa", torch.bfloat16)
+        forwards.apply_fused_forwards(model)
         if narrow != "off":
-            forwards.multiply_in_fp8(model, narrow)
+            forwards.apply_fp8(model, narrow)
         loss = loss_sum(network, Batcher(2, 32, 0, DEVICE, "bf16"), batch)
         loss.backward()
         found.append((float(loss.detach()), {name: weight.grad for name, weight in model.named_parameters()}))
@@ -222,10 +222,10 @@ def test_selective_recomputation_keeps_what_4_bits_made():
     """Else each block would be multiplied out twice, which is what `full` is for."""
     from torch.utils.checkpoint import CheckpointPolicy
 
+    from sojourn.model.activation_checkpointing import _policy
     from sojourn.model.kernels import nf4  # noqa: F401  registers the operation
-    from sojourn.model.layers import _policy
 
-    assert _policy(None, torch.ops.sojourn.times_nf4.default) is CheckpointPolicy.MUST_SAVE
+    assert _policy(None, torch.ops.sojourn.nf4_linear.default) is CheckpointPolicy.MUST_SAVE
 
 
 @needs_gpu

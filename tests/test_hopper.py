@@ -13,13 +13,13 @@ from sojourn.config.load import load_run
 from sojourn.data.artefact import Batch
 from sojourn.errors import UserError
 from sojourn.machine.probe_software import importable
-from sojourn.model.attention import How, attend
+from sojourn.model.activation_checkpointing import apply_activation_checkpointing
+from sojourn.model.attention import AttentionParams, attend
 from sojourn.model.kernels import fused_forwards as forwards
 from sojourn.model.kernels import hopper
 from sojourn.model.kernels import smoke_test as trial
-from sojourn.model.layers import recompute
 from sojourn.model.layout import make_layout
-from sojourn.model.network import open_network
+from sojourn.model.network import wrap_model
 from sojourn.train.batcher import Batcher
 from sojourn.train.resolve import hopper_fault, resolve
 from sojourn.train.step import loss_sum
@@ -120,8 +120,8 @@ def _network(family):
     for name, one in model.named_parameters():
         if "norm" in name:
             torch.nn.init.uniform_(one, 0.5, 1.5)  # so that a weight that is forgotten shows
-    network = open_network(model, "sdpa", torch.bfloat16)
-    forwards.fuse(network.plain)
+    network = wrap_model(model, "sdpa", torch.bfloat16)
+    forwards.apply_fused_forwards(network.base_model)
     return network
 
 
@@ -145,11 +145,11 @@ def test_whoever_keeps_products_alone_goes_without(by_torch):
     """Selective recomputing knows products and attention by name, and would make others again."""
     assert "attention" in str(hopper.attention_of_heads)
     network = _network("llama")
-    recompute(network.plain, "selective", False)
+    apply_activation_checkpointing(network.base_model, "selective", False)
     _loss_and_gradients(network, _batch())
     assert not by_torch.asked
     network = _network("llama")
-    recompute(network.plain, "full", False)
+    apply_activation_checkpointing(network.base_model, "full", False)
     _loss_and_gradients(network, _batch())
     assert by_torch.asked.count("gate") == 4  # and once more in the backward
 
@@ -163,7 +163,7 @@ def test_attention_is_tried_against_what_blocks_do(group):
     query, key, value = joined.split([2 * group, 2, 2], 2)
     documents = np.zeros((2, 160), np.int32)
     layout = make_layout("math", documents, torch.from_numpy(documents), None, ())
-    plain = attend(*forwards._turned(query, key, *heads.angles("cpu")), value, layout, How(16**-0.5))
+    plain = attend(*forwards._turned(query, key, *heads.angles("cpu")), value, layout, AttentionParams(16**-0.5))
     assert _apart(heads.by_torch(x, weight, bias), plain.flatten(2)) < 1e-5
 
 

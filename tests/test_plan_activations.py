@@ -7,11 +7,11 @@ import torch
 from sojourn.config.schema import MethodConfig
 from sojourn.estimate.activations import adapter_parameters, kept_between, kept_casts, outside_blocks
 from sojourn.estimate.workload import LINEAR, Work
-from sojourn.model.adapter import add_adapter, compute_narrow
-from sojourn.model.kernels.fused_forwards import fuse
-from sojourn.model.layers import recompute
-from sojourn.model.layout import find_starts, make_layout, padded_starts
-from sojourn.model.network import open_network
+from sojourn.model.activation_checkpointing import apply_activation_checkpointing
+from sojourn.model.adapter import add_adapter, disable_adapter_upcast
+from sojourn.model.kernels.fused_forwards import apply_fused_forwards
+from sojourn.model.layout import compute_cu_seqlens, make_layout, pad_cu_seqlens
+from sojourn.model.network import wrap_model
 from sojourn.resolve.model_spec import of_settings
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
@@ -36,11 +36,11 @@ def _network(family: str, adapters: bool, targets: list[str], numbers: str, how:
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
         if numbers != "fp32":
-            compute_narrow(model)
-    network = open_network(model, "sdpa", torch.bfloat16 if numbers == "bf16" else None)
-    fuse(network.plain)
+            disable_adapter_upcast(model)
+    network = wrap_model(model, "sdpa", torch.bfloat16 if numbers == "bf16" else None)
+    apply_fused_forwards(network.base_model)
     if how != "off":
-        recompute(network.plain, how)
+        apply_activation_checkpointing(network.base_model, how)
     network.model.train()
     return network
 
@@ -49,7 +49,7 @@ def _counted(network, autocast: bool) -> int:
     """Bytes of distinct storages that autograd holds after a forward, without the parameters themselves."""
     documents = np.zeros((ROWS, LENGTH), np.int32)
     ids, positions = torch.randint(0, 512, (ROWS, LENGTH)), torch.arange(LENGTH).expand(ROWS, LENGTH)
-    starts = torch.from_numpy(padded_starts(find_starts(documents)))
+    starts = torch.from_numpy(pad_cu_seqlens(compute_cu_seqlens(documents)))
     layout = make_layout("sdpa", documents, torch.from_numpy(documents), starts, ())
     own = {parameter.untyped_storage().data_ptr() for parameter in network.model.parameters()}
     kept: dict[int, object] = {}
@@ -62,7 +62,7 @@ def _counted(network, autocast: bool) -> int:
 
     hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast), hooks:
-        out = network.hidden(ids, positions, layout)
+        out = network.hidden_states(ids, positions, layout)
     assert out.requires_grad
     return sum(storage.nbytes() for storage in kept.values())
 

@@ -12,11 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from sojourn.config.load import load_run
 from sojourn.data.artefact import Batch
-from sojourn.model.kernels.fused_forwards import fuse
-from sojourn.model.layers import recompute
-from sojourn.model.length_buckets import make_grids
-from sojourn.model.network import open_network
-from sojourn.model.prune_last_layer import shorten
+from sojourn.model.activation_checkpointing import apply_activation_checkpointing
+from sojourn.model.kernels.fused_forwards import apply_fused_forwards
+from sojourn.model.length_buckets import make_length_buckets
+from sojourn.model.network import wrap_model
+from sojourn.model.prune_last_layer import prune_last_layer
 from sojourn.train.batcher import Batcher
 from sojourn.train.step import loss_sum, without_targets
 
@@ -64,13 +64,13 @@ def _both(family: str, checkpointing: str = "off"):
     """Twins: one that computes everything, and one that leaves out what it can."""
     model = _model(family)
     for twin, short in ((model, False), (copy.deepcopy(model), True)):
-        network = open_network(twin, "sdpa")
+        network = wrap_model(twin, "sdpa")
         if short:
-            fuse(network.plain)
-            network = shorten(network)
+            apply_fused_forwards(network.base_model)
+            network = prune_last_layer(network)
         if checkpointing != "off":
-            recompute(network.plain, checkpointing)
-        yield network, Batcher(8, WIDTH, 0, "cpu", windows=network.windows, joined=short)
+            apply_activation_checkpointing(network.base_model, checkpointing)
+        yield network, Batcher(8, WIDTH, 0, "cpu", windows=network.sliding_windows, joined=short)
 
 
 def _gradients(network, batcher, batch):
@@ -109,7 +109,7 @@ def test_a_batch_without_targets_leaves_every_gradient_at_nothing():
 def test_only_the_targets_pass_through_the_last_feed_forward_and_no_padding_through_any():
     _, (network, batcher) = _both("llama")
     batch, seen = _batch(PACKED, 0.3), list[int]()
-    for layer in network.body.layers:
+    for layer in network.decoder.layers:
         layer.mlp.register_forward_pre_hook(lambda _, given: seen.append(given[0][..., 0].numel()))
     loss_sum(network, batcher, batch)
     assert seen == [batch.real_tokens, batch.targets]
@@ -117,22 +117,22 @@ def test_only_the_targets_pass_through_the_last_feed_forward_and_no_padding_thro
 
 def test_full_rows_of_one_document_are_left_as_they_are():
     batcher = Batcher(8, WIDTH, 0, "cpu", joined=True)
-    assert batcher.ready(_batch([[48], [48]], 0.5)).layout.grids is None
-    assert batcher.ready(_batch(PACKED, 0.5)).layout.grids is not None
+    assert batcher.ready(_batch([[48], [48]], 0.5)).layout.length_buckets is None
+    assert batcher.ready(_batch(PACKED, 0.5)).layout.length_buckets is not None
 
 
 @pytest.mark.parametrize("lengths", [[[3, 33, 32, 1]], [[48], [48], [20]], [[1]], [[64, 5], [70]]])
-def test_every_token_stands_once_beside_its_neighbours_in_a_grid(lengths):
+def test_every_token_stands_once_beside_its_neighbours_in_a_bucket(lengths):
     sizes = [size for row in lengths for size in row]
     documents = np.repeat(np.arange(len(sizes)), sizes)
-    grids = make_grids(documents)
+    buckets = make_length_buckets(documents)
     x = torch.arange(len(documents)).view(1, -1, 1, 1).expand(-1, -1, 2, 3)
-    rows = [row[:, 0, 0] for part in grids.spread(x) for row in part]
+    rows = [row[:, 0, 0] for part in buckets.split(x) for row in part]
     for document in range(len(sizes)):
         tokens = torch.from_numpy(np.flatnonzero(documents == document))
         assert any(torch.equal(row[: len(tokens)], tokens) for row in rows)
-    assert torch.equal(grids.collect(grids.spread(x)), x)
-    assert sum(count * longest for count, longest in grids.shapes) <= 2 * len(documents) + 32 * len(sizes)
+    assert torch.equal(buckets.join(buckets.split(x)), x)
+    assert sum(count * longest for count, longest in buckets.shapes) <= 2 * len(documents) + 32 * len(sizes)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_it_is_for_fused_blocks_that_are_not_compiled(words, home, extra, short)
 
     config = resolve(load_run([*words, "train.device=cpu", *extra]).config).config
     network = bare_network(config, prepare(config.data, home / "prepared"), "cpu")
-    assert network.short is short
+    assert network.last_layer_pruned is short
 
 
 def test_the_measurement_against_plain_transformers_runs(words, monkeypatch):

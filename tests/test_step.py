@@ -10,7 +10,7 @@ import torch
 from sojourn.config.load import load_run
 from sojourn.data.artefact import Batch
 from sojourn.data.prepare import prepare
-from sojourn.model.network import close_network, open_network
+from sojourn.model.network import restore_attention, wrap_model
 from sojourn.model.scratch import build_model
 from sojourn.resolve.new_model import scratch_shape
 from sojourn.train.batcher import Batcher
@@ -32,12 +32,12 @@ def _model(config, artefact, seed=3):
 
 
 def _loss(model, batcher, batch) -> float:
-    return float(loss_sum(open_network(model, "sdpa"), batcher, batch).detach())
+    return float(loss_sum(wrap_model(model, "sdpa"), batcher, batch).detach())
 
 
 def _stepper(model, train, batcher):
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    return Stepper(Engine(open_network(model, batcher.backend), Optimizer(model, train, "cpu"), scaler), batcher, 1.0)
+    return Stepper(Engine(wrap_model(model, batcher.backend), Optimizer(model, train, "cpu"), scaler), batcher, 1.0)
 
 
 def _alone(batch: Batch, row: int, document: int) -> Batch:
@@ -64,7 +64,7 @@ def test_the_loss_equals_plain_transformers_on_one_document(setting):
     batcher = Batcher(1, 64, artefact.pad_id, "cpu")
     batch = _alone(next(batcher.batches(artefact.train, np.arange(1))), 0, 0)
     ours = _loss(model, batcher, batch)
-    close_network(open_network(model, None))
+    restore_attention(wrap_model(model, None))
     logits = model(input_ids=torch.from_numpy(batch.ids)).logits[0].log_softmax(-1)
     labels = batch.labels[0]
     plain = -sum(float(logits[t, labels[t]].detach()) for t in range(len(labels)) if labels[t] >= 0)

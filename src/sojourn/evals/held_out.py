@@ -11,7 +11,7 @@ from sojourn.data.artefact import Artefact
 from sojourn.errors import UserError
 from sojourn.infer.generate import SamplingParams, format_prompt, generate
 from sojourn.infer.load import LoadedModel
-from sojourn.model.network import close_network, open_network
+from sojourn.model.network import restore_attention, wrap_model
 from sojourn.run.folder import RunFolder
 from sojourn.storage.files import read_json
 from sojourn.train.batcher import Batcher
@@ -54,13 +54,13 @@ def held_out_loss(loaded: LoadedModel, run: RunFolder, rows: int) -> float:
         return math.nan
     has_softcap = getattr(loaded.model.config.get_text_config(), "attn_logit_softcapping", None) is not None
     for backend in ("math" if has_softcap else "sdpa", None):  # None: the model's own attention, if ours does not fit
-        network = open_network(loaded.model, backend)
-        width, windows = artefact.max_length, network.windows
+        network = wrap_model(loaded.model, backend)
+        width, windows = artefact.max_length, network.sliding_windows
         batcher = Batcher(8, width, artefact.pad_id, loaded.device, backend=backend, windows=windows)
         try:
             return evaluate(network, artefact.eval, rows, batcher)[0]
         except NotImplementedError:
             continue
         finally:
-            close_network(network)
+            restore_attention(network)
     return math.nan

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from sojourn.config.load import read_config
 from sojourn.errors import RunFailed, UserError
 from sojourn.machine.precision import choose_device, cpu_bf16_feature
-from sojourn.model.adapter import ADAPTER_FILE, open_adapter
-from sojourn.model.base import Base, open_base
+from sojourn.model.adapter import ADAPTER_FILE, load_adapter
+from sojourn.model.base import Base, load_base_model
 from sojourn.model.quiet import quiet_transformers
 from sojourn.run.folder import RunFolder
 from sojourn.run.home import find_run
@@ -68,13 +68,13 @@ def load_model(name: str, device: str = "auto") -> LoadedModel:
         base = Base(str(adapter.get("base_model_name_or_path")), adapter.get("revision"), trusted)
     try:
         tokenizer = AutoTokenizer.from_pretrained(**(base if path.suffix == ".gguf" else Base(str(path))).place)
-        model = open_base(base, _load_dtype(base, device), device)
+        model = load_base_model(base, _load_dtype(base, device), device)
     except (UserError, OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0].removeprefix("model.base: ")
         needs = "config.json, tokenizer.json and model.safetensors"
         raise RunFailed(f"{path}: cannot be opened as a model (it needs {needs}): {reason}") from None
     if adapter is not None:
-        model = open_adapter(model, path, trainable=False).merge_and_unload()
+        model = load_adapter(model, path, trainable=False).merge_and_unload()
     return LoadedModel(path, model.eval(), tokenizer, device)
 
 

@@ -17,7 +17,7 @@ def add_adapter(model: Any, method: MethodConfig, seed: int) -> Any:
     import torch
     from peft import LoraConfig, get_peft_model
 
-    linear, alpha = _names(model.get_decoder(), linear=True), usual_alpha(method)
+    linear, alpha = _names(model.get_decoder(), linear=True), resolve_lora_alpha(method)
     everywhere = method.targets == ["all-linear"]
     if not linear:
         raise UserError("method.kind: this model has no linear layers that an adapter could go on")
@@ -39,12 +39,12 @@ def add_adapter(model: Any, method: MethodConfig, seed: int) -> Any:
         raise UserError(f"method: no adapter fits this model: {' '.join(str(error).split())[:200]}") from None
 
 
-def usual_alpha(method: MethodConfig) -> float:
+def resolve_lora_alpha(method: MethodConfig) -> float:
     """`auto` is twice the rank: the adapter counts double."""
     return 2.0 * method.rank if method.alpha == "auto" else method.alpha
 
 
-def open_adapter(model: Any, folder: str | Path, trainable: bool) -> Any:
+def load_adapter(model: Any, folder: str | Path, trainable: bool) -> Any:
     """The model with the adapter that peft, or we, wrote to `folder`."""
     from peft import PeftModel
 
@@ -67,7 +67,7 @@ def empty_adapter(model: Any, folder: str | Path, trainable: bool) -> Any:
     return get_peft_model(model, config)
 
 
-def compute_narrow(model: Any) -> None:
+def disable_adapter_upcast(model: Any) -> None:
     """Lets autocast narrow the adapter's weights, instead of peft widening what they are multiplied with: the same
     numbers, with half the memory kept for the backward."""
     for module in model.modules():

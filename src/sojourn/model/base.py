@@ -38,7 +38,7 @@ class Base:
         return {**common, "pretrained_model_name_or_path": self.word}
 
 
-def open_base(base: Base, dtype: Any, device: str) -> Any:
+def load_base_model(base: Base, dtype: Any, device: str) -> Any:
     """The model on its device, in `dtype` (its weights in 4 or 8 bits where asked)."""
     import transformers
     from safetensors import SafetensorError
@@ -71,7 +71,7 @@ def open_base(base: Base, dtype: Any, device: str) -> Any:
     return model if "device_map" in extra else model.to(device)
 
 
-def empty_base(base: Base, dtype: Any) -> Any:
+def empty_base_model(base: Base, dtype: Any) -> Any:
     """The same model with room for its weights, which takes no memory until they come."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -79,7 +79,7 @@ def empty_base(base: Base, dtype: Any) -> Any:
     quiet_transformers()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            open_settings(base), dtype=dtype, trust_remote_code=base.trust_remote_code
+            load_model_config(base), dtype=dtype, trust_remote_code=base.trust_remote_code
         )
     model = model.to_empty(device="cpu")
     model.tie_weights()
@@ -93,7 +93,7 @@ def _forget_packing(model: Any) -> None:
         del model.config.quantization_config
 
 
-def open_settings(base: Base) -> Any:
+def load_model_config(base: Base) -> Any:
     """The model's configuration alone."""
     from transformers import AutoConfig
 

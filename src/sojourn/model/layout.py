@@ -1,94 +1,101 @@
-"""Where documents lie in a batch of rows, in the forms that the attention backends want.
+"""Where documents begin and end in a packed batch, in the form that each attention backend reads.
 
-Shapes: B rows, T tokens a row. A row's padding counts as one more document, so that every token sees at least itself.
+Flash-style kernels read `cu_seqlens` (cumulative document lengths) and `max_seqlen`; SDPA and math read dense masks;
+FlexAttention reads block masks. A row's padding counts as one more document, so that every token attends to at least
+itself.
+
+Shapes: B rows, T tokens per row.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sojourn.model.length_buckets import Grids
+from sojourn.model.length_buckets import LengthBuckets
 
-_STARTS_ROUND = 64  # lengths of `starts`, and of the longest document, come in few sizes: each costs a compilation
-_LONGEST_ROUND = 512
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Each new length of cu_seqlens, and each new max_seqlen, compiles kernels again: both are rounded up.
+_CU_SEQLENS_MULTIPLE = 64
+_MAX_SEQLEN_MULTIPLE = 512
 
 
 @dataclass(frozen=True)
 class Layout:
-    """`starts`: of all documents, in the flattened batch, and its end (repeated, so that lengths are few)."""
+    """`cu_seqlens`: starts of all documents in the flattened batch, then its end, repeated as padding."""
 
     backend: str
-    documents_BT: Any
-    starts: Any
-    longest: int
-    plain: bool  # one document a row: causal attention is already exact
-    masks: dict[int | None, Any] = field(default_factory=dict)  # by window; what sdpa, math and flex read
-    grids: Grids | None = None  # then the rows of `masks` are those of the longest documents
+    documents_BT: Tensor  # index of each token's document in its row; -1: padding
+    cu_seqlens: Tensor
+    max_seqlen: int
+    one_document_per_row: bool  # then plain causal attention is exact
+    masks: dict[int | None, Any] = field(default_factory=dict)  # by sliding window; for sdpa, math and flex
+    length_buckets: LengthBuckets | None = None  # then `masks` are for one row as long as the longest document
 
-    def window(self, wanted: int | None) -> int | None:
-        """A window that no document reaches beyond is none."""
-        return wanted if wanted is not None and wanted < self.longest else None
+    def effective_window(self, window: int | None) -> int | None:
+        """None for a sliding window that no document exceeds."""
+        return window if window is not None and window < self.max_seqlen else None
 
 
-def find_starts(documents_BT: np.ndarray) -> np.ndarray:
+def compute_cu_seqlens(documents_BT: np.ndarray) -> np.ndarray:
     """Starts of the documents in the flattened batch, and its end."""
-    new = np.ones(documents_BT.shape, bool)
-    new[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
-    return np.append(np.flatnonzero(new), documents_BT.size).astype(np.int32)
+    is_start = np.ones(documents_BT.shape, bool)
+    is_start[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
+    return np.append(np.flatnonzero(is_start), documents_BT.size).astype(np.int32)
 
 
-def padded_starts(starts: np.ndarray) -> np.ndarray:
-    short = -len(starts) % _STARTS_ROUND
-    return np.append(starts, np.full(short, starts[-1], np.int32))
+def pad_cu_seqlens(cu_seqlens: np.ndarray) -> np.ndarray:
+    padding = -len(cu_seqlens) % _CU_SEQLENS_MULTIPLE
+    return np.append(cu_seqlens, np.full(padding, cu_seqlens[-1], np.int32))
 
 
 def make_layout(
     backend: str,
     documents: np.ndarray,
-    documents_BT: Any,
-    starts: Any,
-    windows: tuple[int, ...],
-    grids: Grids | None = None,
+    documents_BT: Tensor,
+    cu_seqlens: Tensor,
+    sliding_windows: tuple[int, ...],
+    length_buckets: LengthBuckets | None = None,
 ) -> Layout:
-    """`documents` is the same as `documents_BT`, still in the host's memory; `windows` are those that the model has."""
-    ends = find_starts(documents)
-    longest = int(np.diff(ends).max())
+    """`documents` is `documents_BT` in host memory; `sliding_windows` are those that the model has."""
+    longest = int(np.diff(compute_cu_seqlens(documents)).max())
     rows, width = documents.shape
     layout = Layout(
         backend,
         documents_BT,
-        starts,
-        min(width, -(-longest // _LONGEST_ROUND) * _LONGEST_ROUND),
-        plain=grids is not None or bool((documents.max(axis=1) <= 0).all()),
-        grids=grids,
+        cu_seqlens,
+        min(width, -(-longest // _MAX_SEQLEN_MULTIPLE) * _MAX_SEQLEN_MULTIPLE),
+        one_document_per_row=length_buckets is not None or bool((documents.max(axis=1) <= 0).all()),
+        length_buckets=length_buckets,
     )
-    for window in {layout.window(wanted) for wanted in (None, *windows)}:
+    for window in {layout.effective_window(size) for size in (None, *sliding_windows)}:
         if backend == "flex":
             layout.masks[window] = _block_mask(documents_BT, rows, width, window)
-        elif backend in ("sdpa", "math") and not (backend == "sdpa" and layout.plain and window is None):
-            alike_BT = documents_BT if grids is None else documents_BT.new_zeros(1, grids.longest)
-            layout.masks[window] = dense_mask(alike_BT, window)
+        elif backend in ("sdpa", "math") and not (backend == "sdpa" and layout.one_document_per_row and window is None):
+            masked_BT = documents_BT if length_buckets is None else documents_BT.new_zeros(1, length_buckets.longest)
+            layout.masks[window] = dense_mask(masked_BT, window)
     return layout
 
 
-def dense_mask(documents_BT: Any, window: int | None) -> Any:
-    """True where a token (second last axis) may look (last axis): back, in its own document, within the window."""
+def dense_mask(documents_BT: Tensor, window: int | None) -> Tensor:
+    """True where a query (second last axis) may attend to a key (last axis): causal, same document, in the window."""
     import torch
 
-    places = torch.arange(documents_BT.shape[1], device=documents_BT.device)
-    back = places[:, None] - places[None, :]
-    allowed = (back >= 0) if window is None else (back >= 0) & (back < window)
-    return (documents_BT[:, :, None] == documents_BT[:, None, :])[:, None] & allowed
+    index_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
+    distance_TT = index_T[:, None] - index_T[None, :]
+    allowed_TT = (distance_TT >= 0) if window is None else (distance_TT >= 0) & (distance_TT < window)
+    return (documents_BT[:, :, None] == documents_BT[:, None, :])[:, None] & allowed_TT
 
 
-def _block_mask(documents_BT: Any, rows: int, width: int, window: int | None) -> Any:
+def _block_mask(documents_BT: Tensor, rows: int, width: int, window: int | None) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    def allowed(b: Any, _: Any, q: Any, k: Any) -> Any:
-        inside = (q >= k) & (documents_BT[b, q] == documents_BT[b, k])
-        return inside if window is None else inside & (q - k < window)
+    def mask_mod(b: Tensor, _: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        allowed = (q >= k) & (documents_BT[b, q] == documents_BT[b, k])
+        return allowed if window is None else allowed & (q - k < window)
 
-    return create_block_mask(allowed, rows, None, width, width, device=str(documents_BT.device))
+    return create_block_mask(mask_mod, rows, None, width, width, device=str(documents_BT.device))

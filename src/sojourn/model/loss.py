@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from sojourn.model.attention import can_compile
 from sojourn.model.kernels import fp8
+from sojourn.model.kernels.triton_support import supports_triton
 
 # Of logits, were they in 32 bits. On a CPU they should stay near its cache; our kernel needs them in 16 bits only.
 _CHUNK_BYTES = {"cuda": 2**28, "kernel": 2**30, "cpu": 2**24}
@@ -53,7 +53,7 @@ def _chunk_rows(head: Any, hidden_ND: Any, kernel: bool = False) -> int:
 
 
 def _has_kernel(tensor: Any) -> bool:
-    return tensor.device.type == "cuda" and can_compile()
+    return tensor.device.type == "cuda" and supports_triton()
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -1,6 +1,6 @@
-"""A model as training sees it: a body that makes hidden states, a head that makes logits of them, and how it attends.
+"""A model as training sees it: a decoder that makes hidden states, an LM head that makes logits, an attention backend.
 
-Shapes: B rows, T tokens a row, N target tokens, D model width, V vocabulary.
+Shapes: B rows, T tokens per row, N target tokens, D hidden size, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from sojourn.model import attention
 from sojourn.model.layout import Layout
@@ -19,110 +19,113 @@ from sojourn.model.layout import Layout
 
 @dataclass(frozen=True)
 class Network:
-    """`model` may have an adapter on it. `backend` is None where the model's own attention is used, as it must be when
-    it cannot be told about packed documents; then a row holds one document. `numbers`: what the blocks compute in by
-    themselves; None where that is left to autocast. `short`: as last_block.py has made it."""
+    """`model` may be a peft model. `attention_backend` is None where the model keeps transformers' own attention
+    because it does not support packed documents; then a row holds one document. `compute_dtype`: the decoder casts
+    embeddings and weights to it; None leaves casting to autocast. `last_layer_pruned`: see prune_last_layer.py."""
 
-    model: Any
-    backend: str | None
-    numbers: Any = None
-    short: bool = False
+    model: nn.Module
+    attention_backend: str | None
+    compute_dtype: torch.dtype | None = None
+    last_layer_pruned: bool = False
 
     @property
-    def plain(self) -> Any:
-        """The model of transformers, under any adapter."""
+    def base_model(self) -> nn.Module:
+        """The transformers model, under any adapter."""
         return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
 
     @property
-    def body(self) -> Any:
-        return self.plain.get_decoder()
+    def decoder(self) -> nn.Module:
+        return self.base_model.get_decoder()
 
     @property
-    def head(self) -> Any:
-        return make_head(self.plain)
+    def lm_head(self) -> nn.Module:
+        return make_lm_head(self.base_model)
 
     @property
-    def windows(self) -> tuple[int, ...]:
-        """How far back its layers look, where not to the start."""
-        window = getattr(self.plain.config.get_text_config(), "sliding_window", None)
+    def sliding_windows(self) -> tuple[int, ...]:
+        """Sizes of the sliding windows of its attention layers; empty where all attend to the whole document."""
+        window = getattr(self.base_model.config.get_text_config(), "sliding_window", None)
         return (int(window),) if window else ()
 
     @cached_property
-    def by_chance(self) -> bool:
-        """Whether it drops anything at random."""
-        dropouts = (module.p for module in self.model.modules() if isinstance(module, torch.nn.Dropout))
-        return any(dropouts) or bool(getattr(self.plain.config.get_text_config(), "attention_dropout", 0.0))
+    def has_dropout(self) -> bool:
+        dropouts = (module.p for module in self.model.modules() if isinstance(module, nn.Dropout))
+        return any(dropouts) or bool(getattr(self.base_model.config.get_text_config(), "attention_dropout", 0.0))
 
-    def hidden(self, ids_BT: Any, positions_BT: Any, layout: Layout | None, places_N: Any = None) -> Any:
-        """Of all tokens, or one after another of those at `places_N` in the flattened batch, which are in order."""
-        extra = {} if layout is None else {"layout": layout}
-        if self.short:
-            extra["places_N"] = places_N
-        given, body = {"position_ids": positions_BT, "use_cache": False, **extra}, self.body
-        if self.numbers is None:
-            out = body(input_ids=ids_BT, **given).last_hidden_state
+    def hidden_states(
+        self, ids_BT: Tensor, positions_BT: Tensor, layout: Layout | None, target_indices_N: Tensor | None = None
+    ) -> Tensor:
+        """Of all tokens (BTD), or of those at `target_indices_N` (ascending) in the flattened batch (ND)."""
+        kwargs = {"position_ids": positions_BT, "use_cache": False}
+        if layout is not None:
+            kwargs["layout"] = layout
+        if self.last_layer_pruned:
+            kwargs["target_indices_N"] = target_indices_N
+        decoder = self.decoder
+        if self.compute_dtype is None:
+            hidden = decoder(input_ids=ids_BT, **kwargs).last_hidden_state
         else:
             with torch.autocast(ids_BT.device.type, enabled=False):
-                embedded_BTD = body.get_input_embeddings()(ids_BT).to(self.numbers)
-                out = body(inputs_embeds=embedded_BTD, **given).last_hidden_state
-        if places_N is None:
-            return out
-        if self.short:
-            return out[0]
-        out_ND = out.flatten(0, 1)
-        return out_ND if len(places_N) == len(out_ND) else out_ND.index_select(0, places_N)
+                embeddings_BTD = decoder.get_input_embeddings()(ids_BT).to(self.compute_dtype)
+                hidden = decoder(inputs_embeds=embeddings_BTD, **kwargs).last_hidden_state
+        if target_indices_N is None:
+            return hidden
+        if self.last_layer_pruned:
+            return hidden[0]
+        flat_D = hidden.flatten(0, 1)
+        return flat_D if len(target_indices_N) == len(flat_D) else flat_D.index_select(0, target_indices_N)
 
     @contextmanager
-    def own_attention(self) -> Iterator[Any]:
-        """transformers' own attention, for generating; compiled blocks run uncompiled, as lengths vary."""
+    def transformers_attention(self) -> Iterator[nn.Module]:
+        """Generates with transformers' own attention. Compiled layers run eagerly, since lengths vary."""
         was_training = self.model.training
         self.model.eval()
-        if self.backend is not None:
-            self.plain.set_attn_implementation(_own(self.plain))
+        if self.attention_backend is not None:
+            restore_attention(self)
         try:
             with torch.compiler.set_stance("force_eager"):
                 yield self.model
         finally:
-            if self.backend is not None:
-                self.plain.set_attn_implementation(attention.NAME)
+            if self.attention_backend is not None:
+                self.base_model.set_attn_implementation(attention.NAME)
             self.model.train(was_training)
 
 
-def open_network(model: Any, backend: str | None, numbers: Any = None) -> Network:
-    network = Network(model, backend, numbers)
-    if backend is not None:
+def wrap_model(model: nn.Module, attention_backend: str | None, compute_dtype: torch.dtype | None = None) -> Network:
+    """Makes the model call our attention, unless `attention_backend` is None."""
+    network = Network(model, attention_backend, compute_dtype)
+    if attention_backend is not None:
         attention.register()
-        network.plain.set_attn_implementation(attention.NAME)
+        network.base_model.set_attn_implementation(attention.NAME)
     return network
 
 
-def close_network(network: Network) -> None:
-    """The model attends again as transformers would have it."""
-    network.plain.set_attn_implementation(_own(network.plain))
+def restore_attention(network: Network) -> None:
+    """Gives the model transformers' own attention back."""
+    model = network.base_model
+    model.set_attn_implementation("sdpa" if getattr(model, "_supports_sdpa", False) else "eager")
 
 
-def _own(model: Any) -> str:
-    return "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
-
-
-def make_head(model: Any) -> Any:
-    """The output layer, with what some families do to its logits afterwards."""
+def make_lm_head(model: nn.Module) -> nn.Module:
+    """The output layer, with the logit scaling and soft-capping of families that have them."""
     config, layer = model.config.get_text_config(), model.get_output_embeddings()
-    cap = getattr(config, "final_logit_softcapping", None)
-    times = getattr(config, "logit_scale", None) or 1.0
-    over = getattr(config, "logits_scaling", None) or 1.0
-    return layer if cap is None and times == over == 1.0 else _Scaled(layer, times / over, cap)
+    softcap = getattr(config, "final_logit_softcapping", None)
+    multiplier = getattr(config, "logit_scale", None) or 1.0
+    divisor = getattr(config, "logits_scaling", None) or 1.0
+    if softcap is None and multiplier == divisor == 1.0:
+        return layer
+    return _ScaledLMHead(layer, multiplier / divisor, softcap)
 
 
-class _Scaled(torch.nn.Module):
-    def __init__(self, layer: Any, times: float, cap: float | None) -> None:
+class _ScaledLMHead(nn.Module):
+    def __init__(self, layer: nn.Module, scale: float, softcap: float | None) -> None:
         super().__init__()
-        self.layer, self.times, self.cap = layer, times, cap
+        self.layer, self.scale, self.softcap = layer, scale, softcap
 
     @property
-    def weight(self) -> Any:
+    def weight(self) -> Tensor:
         return self.layer.weight
 
-    def forward(self, hidden: Any) -> Any:
-        logits = self.layer(hidden) * self.times
-        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits = self.layer(hidden) * self.scale
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)

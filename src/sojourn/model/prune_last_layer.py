@@ -1,7 +1,8 @@
-"""A last block that goes on, after its attention, with the tokens that are asked for alone.
+"""The last decoder layer computes its MLP for target tokens only.
 
-No token looks at another from there on, so the hidden states that a loss is taken of stay what they are, and so do all
-gradients. For the families that have fused forwards: their blocks are built alike. Shapes as in network.py.
+After attention no token reads another, so the hidden states of the target tokens, the loss and all gradients stay the
+same, and the MLP of tokens without a label is saved. For families with fused forwards, whose layers have the same
+structure. Shapes as in network.py.
 """
 
 from __future__ import annotations
@@ -10,26 +11,29 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from torch import Tensor
+
 from sojourn.model.network import Network
 
 
-def shorten(network: Network) -> Network:
-    """Not for compiled blocks: how many tokens are asked for changes from batch to batch."""
-    last = network.body.layers[-1]
-    kind: Any = type(last)
-    last.__class__ = _short(kind)
-    return replace(network, short=True)
+def prune_last_layer(network: Network) -> Network:
+    """Not for compiled layers: the number of target tokens changes from batch to batch."""
+    layer = network.decoder.layers[-1]
+    layer_class: Any = type(layer)
+    layer.__class__ = _pruned_class(layer_class)
+    return replace(network, last_layer_pruned=True)
 
 
 @cache
-def _short(kind: Any) -> Any:
-    plain = kind.forward
+def _pruned_class(layer_class: Any) -> Any:
+    original_forward = layer_class.forward
 
-    def forward(self: Any, hidden_states: Any, places_N: Any = None, **given: Any) -> Any:
-        if places_N is None:
-            return plain(self, hidden_states, **given)
-        attended_BTD, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **given)
-        hidden_1ND = (hidden_states + attended_BTD).flatten(0, 1).index_select(0, places_N)[None]
+    def forward(self: Any, hidden_states: Tensor, target_indices_N: Tensor | None = None, **kwargs: Any) -> Tensor:
+        if target_indices_N is None:
+            return original_forward(self, hidden_states, **kwargs)
+        attention_BTD, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        hidden_1ND = (hidden_states + attention_BTD).flatten(0, 1).index_select(0, target_indices_N)[None]
         return hidden_1ND + self.mlp(self.post_attention_layernorm(hidden_1ND))
 
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    members = {"forward": forward, "__module__": layer_class.__module__}
+    return type(layer_class.__name__, (layer_class,), members)

@@ -1,47 +1,50 @@
-"""A model's weights by name, each once (a tied head is its embedding), and putting them back."""
+"""The tensors of a model that training changes, by name, each once (a tied LM head is its embedding)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from sojourn.errors import UserError
 
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
-def weights(model: Any) -> dict[str, Any]:
-    """What training changes: all of it, or of a model with frozen weights the rest (an adapter)."""
+
+def trainable_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The whole state dict, or, of a model with frozen weights, the parameters that are not frozen (an adapter)."""
     if any(not p.requires_grad for p in model.parameters()):
         return {name: p for name, p in model.named_parameters() if p.requires_grad}
-    kept = {name for name, _ in model.named_parameters()}  # names each shared tensor once
-    shared = {name for name, _ in model.named_parameters(remove_duplicate=False)} - kept
-    return {name: value for name, value in model.state_dict().items() if name not in shared}
+    unique = {name for name, _ in model.named_parameters()}  # lists a tied tensor once
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - unique
+    return {name: value for name, value in model.state_dict().items() if name not in tied}
 
 
-def are_numbers(tensors: Iterable[Any]) -> bool:
-    """Whether none of them has become infinite or undefined."""
+def all_finite(tensors: Iterable[Tensor]) -> bool:
     import torch
 
-    largest = [
+    amax = [
         torch.linalg.vector_norm(tensor.detach(), torch.inf, dtype=torch.float32)
         for tensor in tensors
         if tensor.is_floating_point() and tensor.numel()
     ]
-    return not largest or bool(torch.isfinite(torch.stack(largest)).all())
+    return not amax or bool(torch.isfinite(torch.stack(amax)).all())
 
 
-def load_weights(model: Any, tensors: dict[str, Any]) -> None:
-    """Every tensor must find its place and fill it."""
+def load_trainable_state_dict(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Names and shapes must match exactly."""
     import torch
 
-    places = weights(model)
-    check_fit(places, tensors)
+    current = trainable_state_dict(model)
+    check_state_dict(current, tensors)
     with torch.no_grad():
         for name, tensor in tensors.items():
-            places[name].copy_(tensor)
+            current[name].copy_(tensor)
 
 
-def check_fit(places: dict[str, Any], tensors: dict[str, Any]) -> None:
-    wrong = sorted(places.keys() ^ tensors.keys()) or [n for n, t in tensors.items() if places[n].shape != t.shape]
+def check_state_dict(current: dict[str, Tensor], loaded: dict[str, Tensor]) -> None:
+    wrong = sorted(current.keys() ^ loaded.keys())
+    wrong = wrong or [name for name, tensor in loaded.items() if current[name].shape != tensor.shape]
     if wrong:
         raise UserError(
             f"the checkpoint belongs to another model ({wrong[0]} differs); give this run another name: name=NEW"

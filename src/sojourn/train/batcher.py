@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from sojourn.data.artefact import Batch, Split, read_batch
-from sojourn.model.layout import Layout, find_starts, make_layout, padded_starts
-from sojourn.model.length_buckets import make_grids
+from sojourn.model.layout import Layout, compute_cu_seqlens, make_layout, pad_cu_seqlens
+from sojourn.model.length_buckets import make_length_buckets
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Batcher:
     fit: bool = False  # rows hold one document each, and a batch is only as wide as its longest
     backend: str | None = "sdpa"
     windows: tuple[int, ...] = ()
-    joined: bool = False  # real tokens end to end where that saves anything: see grid.py
+    joined: bool = False  # real tokens end to end where that saves anything: see model/length_buckets.py
 
     def batches(self, split: Split, rows: np.ndarray) -> Iterator[Batch]:
         for start in range(0, len(rows), self.micro_batch):
@@ -55,11 +55,11 @@ class Batcher:
         grids = None
         if self.joined and self.backend == "sdpa" and not has_full_rows(batch):
             batch = join_rows(batch)
-            grids = make_grids(batch.documents[0])
+            grids = make_length_buckets(batch.documents[0])
         places = np.flatnonzero(batch.labels >= 0)
         layout = None
         if self.backend is not None:
-            starts = self._to(padded_starts(find_starts(batch.documents)))
+            starts = self._to(pad_cu_seqlens(compute_cu_seqlens(batch.documents)))
             layout = make_layout(self.backend, batch.documents, self._to(batch.documents), starts, self.windows, grids)
         labels = batch.labels.reshape(-1)[places]
         return DeviceBatch(self._to(batch.ids), self._to(batch.positions), self._to(places), self._to(labels), layout)

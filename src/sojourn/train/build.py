@@ -9,13 +9,14 @@ import torch
 from sojourn.config.schema import RunConfig
 from sojourn.data.artefact import Artefact
 from sojourn.errors import UserError
-from sojourn.model.adapter import add_adapter, compute_narrow, empty_adapter, open_adapter
-from sojourn.model.base import empty_base, open_base
+from sojourn.model.activation_checkpointing import apply_activation_checkpointing
+from sojourn.model.adapter import add_adapter, disable_adapter_upcast, empty_adapter, load_adapter
+from sojourn.model.base import empty_base_model, load_base_model
 from sojourn.model.kernels.smoke_test import forget_kernels, try_kernels
-from sojourn.model.layers import compile_blocks, recompute
-from sojourn.model.network import Network, close_network, open_network
-from sojourn.model.probe import check_network
-from sojourn.model.prune_last_layer import shorten
+from sojourn.model.layers import compile_layers
+from sojourn.model.network import Network, restore_attention, wrap_model
+from sojourn.model.parity_check import check_parity
+from sojourn.model.prune_last_layer import prune_last_layer
 from sojourn.model.scratch import build_model
 from sojourn.train.batcher import Batcher
 from sojourn.train.subject import base_of
@@ -43,34 +44,36 @@ def bare_network(config: RunConfig, artefact: Artefact, device: str, empty: bool
         model = _opened(config, artefact, device, empty)
     model.config.use_cache = False
     if config.advanced.fused_forwards == "off":
-        return open_network(model, train.attention)
-    from sojourn.model.kernels.fused_forwards import fuse
+        return wrap_model(model, train.attention)
+    from sojourn.model.kernels.fused_forwards import apply_fused_forwards
 
     # fp16 has too small a range for what blocks hand on, and DoRA is peft's own arithmetic: autocast knows both.
     by_itself = train.precision == "bf16" and not config.method.dora
-    network = open_network(model, train.attention, torch.bfloat16 if by_itself else None)
-    fuse(network.plain)
+    network = wrap_model(model, train.attention, torch.bfloat16 if by_itself else None)
+    apply_fused_forwards(network.base_model)
     if train.device == "cpu" and train.compile != "on":
-        network = shorten(network)
+        network = prune_last_layer(network)
     return network
 
 
 def save_memory(network: Network, config: RunConfig) -> None:
     if config.train.activation_checkpointing != "off":
-        recompute(network.plain, str(config.train.activation_checkpointing), network.by_chance)
+        apply_activation_checkpointing(
+            network.base_model, str(config.train.activation_checkpointing), network.has_dropout
+        )
 
 
 def ready(network: Network, config: RunConfig) -> None:
     """For steps."""
     forget_kernels()
     if config.advanced.hopper_kernels == "on":
-        try_kernels(network.plain)
+        try_kernels(network.base_model)
     if config.train.fp8 != "off":
-        from sojourn.model.kernels.fused_forwards import multiply_in_fp8
+        from sojourn.model.kernels.fused_forwards import apply_fp8
 
-        multiply_in_fp8(network.plain, config.train.fp8)
+        apply_fp8(network.base_model, config.train.fp8)
     if config.train.compile == "on":
-        compile_blocks(network.plain)
+        compile_layers(network.base_model)
     network.model.train()
     torch.manual_seed(config.train.seed)
 
@@ -79,7 +82,7 @@ def _opened(config: RunConfig, artefact: Artefact, device: str, empty: bool) -> 
     """An existing model, and on it what the method trains."""
     kind, frozen = config.method.kind, config.method.kind in ("lora", "qlora")
     dtype = DTYPES[str(config.train.precision)] if frozen else torch.float32
-    model = empty_base(base_of(config), dtype) if empty else open_base(base_of(config), dtype, device)
+    model = empty_base_model(base_of(config), dtype) if empty else load_base_model(base_of(config), dtype, device)
     rows = model.get_input_embeddings().weight.shape[0]
     if artefact.vocab_size > rows:
         if frozen:
@@ -94,20 +97,20 @@ def _opened(config: RunConfig, artefact: Artefact, device: str, empty: bool) -> 
         return model.requires_grad_(True)
     model.requires_grad_(False)
     if config.method.adapter is not None:
-        model = (empty_adapter if empty else open_adapter)(model, config.method.adapter, trainable=True)
+        model = (empty_adapter if empty else load_adapter)(model, config.method.adapter, trainable=True)
     else:
         model = add_adapter(model, config.method, config.train.seed)
     for parameter in model.parameters():
         if parameter.requires_grad:  # peft leaves modules_to_save as narrow as the base
             parameter.data = parameter.data.float()
     if config.train.precision != "fp32":
-        compute_narrow(model)
+        disable_adapter_upcast(model)
     return model
 
 
 def check(network: Network, config: RunConfig, device: str, packed: bool) -> None:
     batcher = Batcher(1, 1, 0, device, str(config.train.precision))
-    check_network(network, device, batcher.autocast(), packed)
+    check_parity(network, device, batcher.autocast(), packed)
 
 
 def _checked(network: Network, config: RunConfig, device: str, packed: bool) -> Network:
@@ -115,7 +118,7 @@ def _checked(network: Network, config: RunConfig, device: str, packed: bool) -> 
     try:
         check(network, config, device, packed)
     except NotImplementedError:
-        close_network(network)
-        network = open_network(network.model, None, network.numbers)
+        restore_attention(network)
+        network = wrap_model(network.model, None, network.compute_dtype)
         check(network, config, device, packed)
     return network

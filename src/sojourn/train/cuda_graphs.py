@@ -55,17 +55,17 @@ class GraphShape:
 def graph_shape(ready: DeviceBatch, plain: bool = True) -> GraphShape | None:
     """None: such a pass cannot be recorded. Not `plain`: as if it were packed, even where it is not."""
     layout = ready.layout
-    if layout is None or layout.masks or layout.grids is not None:
+    if layout is None or layout.masks or layout.length_buckets is not None:
         return None
     rows, tokens = ready.ids_BT.shape, ready.ids_BT.numel()
     part = -(-tokens // _TARGETS)
     targets = min(tokens, -(-len(ready.places_N) // part) * part)
-    if layout.plain and plain:
-        return GraphShape(rows, True, targets, 0, layout.longest)
+    if layout.one_document_per_row and plain:
+        return GraphShape(rows, True, targets, 0, layout.max_seqlen)
     if layout.backend not in _PACKED:
         return None
-    starts = -(-len(layout.starts) // _STARTS) * _STARTS
-    return GraphShape(rows, False, targets, starts, min(rows[-1], 1 << (layout.longest - 1).bit_length()))
+    starts = -(-len(layout.cu_seqlens) // _STARTS) * _STARTS
+    return GraphShape(rows, False, targets, starts, min(rows[-1], 1 << (layout.max_seqlen - 1).bit_length()))
 
 
 def pad_to_shape(ready: DeviceBatch, form: GraphShape) -> DeviceBatch:
@@ -73,8 +73,10 @@ def pad_to_shape(ready: DeviceBatch, form: GraphShape) -> DeviceBatch:
     places, labels, layout = ready.places_N, ready.labels_N, ready.layout
     more, tokens = form.targets - len(places), ready.ids_BT.numel()
     if layout is not None and not form.plain:
-        ends = layout.starts[-1:].expand(form.starts - len(layout.starts))
-        layout = replace(layout, starts=torch.cat([layout.starts, ends]), longest=form.longest, plain=False)
+        ends = layout.cu_seqlens[-1:].expand(form.starts - len(layout.cu_seqlens))
+        layout = replace(
+            layout, cu_seqlens=torch.cat([layout.cu_seqlens, ends]), max_seqlen=form.longest, one_document_per_row=False
+        )
     if form.targets == tokens:  # all of them, in order: nothing need be picked out
         labels = labels.new_full((tokens,), _IGNORED).index_copy(0, places, labels)
         places = torch.arange(tokens, dtype=places.dtype, device=places.device)
@@ -185,8 +187,8 @@ class CudaGraphs:
         if self._ready is None:
             _give_back()
             layout = ready.layout
-            if layout is not None and not layout.plain:
-                layout = replace(layout, starts=layout.starts.clone())
+            if layout is not None and not layout.one_document_per_row:
+                layout = replace(layout, cu_seqlens=layout.cu_seqlens.clone())
             self._ready = replace(
                 ready, ids_BT=ready.ids_BT.clone(), positions_BT=ready.positions_BT.clone(),
                 places_N=ready.places_N.clone(), labels_N=ready.labels_N.clone(), layout=layout,
@@ -229,8 +231,8 @@ class CudaGraphs:
         self._targets.fill_(targets)
         for name in ("ids_BT", "positions_BT", "places_N", "labels_N"):
             getattr(self._ready, name).copy_(getattr(ready, name))
-        if not ready.layout.plain:
-            self._ready.layout.starts.copy_(ready.layout.starts)
+        if not ready.layout.one_document_per_row:
+            self._ready.layout.cu_seqlens.copy_(ready.layout.cu_seqlens)
 
     def _now(self) -> list[int]:
         return [parameter.data_ptr() for parameter in self._parameters]

@@ -120,7 +120,7 @@ class FaultTolerantStep:
         steps that are known to be good."""
         session, stepper = self.session, self.session.stepper
         step = session.progress.step + 1
-        if stepper.network.by_chance or step >= session.total or step in session.progress.skipped_steps:
+        if stepper.network.has_dropout or step >= session.total or step in session.progress.skipped_steps:
             return
         if not self.ahead.has(step):
             return

@@ -20,7 +20,8 @@ from sojourn.estimate.workload import Place, Work, work_of
 from sojourn.machine.precision import choose_device, choose_precision
 from sojourn.machine.probe_software import importable
 from sojourn.model import attention
-from sojourn.model.adapter import usual_alpha
+from sojourn.model.adapter import resolve_lora_alpha
+from sojourn.model.kernels.triton_support import supports_triton
 from sojourn.resolve.micro_batch import WORTH, Cut, cut, ways_of
 from sojourn.train.faults.oom_fallback import further
 from sojourn.train.subject import Subject, subject_of
@@ -133,7 +134,7 @@ def _method(found: Resolved, subject: Subject) -> None:
     config = found.config
     kind = config.method.kind
     if kind in ("lora", "qlora") and config.method.alpha == "auto":
-        found.choose("method", "alpha", usual_alpha(config.method), "twice the rank")
+        found.choose("method", "alpha", resolve_lora_alpha(config.method), "twice the rank")
     if config.train.lr == "auto":
         width = subject.shape.hidden
         if kind in ("lora", "qlora"):
@@ -307,7 +308,7 @@ def _compile(config: RunConfig, subject: Subject) -> tuple[str, str]:
     train = config.train
     if train.device != "cuda":
         return "off", "compiling is for GPUs"
-    if not attention.can_compile():
+    if not supports_triton():
         return "off", "triton is not installed, or not made for so old a GPU"
     steps = train.steps or (train.tokens or 0) / (train.global_batch * config.data.max_length)
     tokens = float(steps * train.global_batch * config.data.max_length)

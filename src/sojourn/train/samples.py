@@ -43,7 +43,7 @@ class Samples:
         import torch
 
         samples = []
-        with network.own_attention() as model, autocast:
+        with network.transformers_attention() as model, autocast:
             longest = max(1, context_length(model) - self._params.max_tokens)
             for prompt, ids in self._prompts:
                 input_ids = torch.tensor([ids[-longest:]], device=device)

@@ -121,9 +121,9 @@ def open_session(config: RunConfig, run: RunFolder, ranks: Ranks) -> Session:
         device,
         str(config.train.precision),
         fit=artefact.facts["packing"] == "off",
-        backend=network.backend,
-        windows=network.windows,
-        joined=network.short,
+        backend=network.attention_backend,
+        windows=network.sliding_windows,
+        joined=network.last_layer_pruned,
     )
     whole = config.advanced.chunked_loss == "off"
     again = config.train.activation_checkpointing != "off"

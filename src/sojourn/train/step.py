@@ -29,16 +29,16 @@ def hidden_of_targets(network: Network, batcher: Batcher, batch: Batch) -> tuple
 
 
 def _hidden_of(network: Network, ready: DeviceBatch) -> tuple[Any, Any]:
-    return network.hidden(ready.ids_BT, ready.positions_BT, ready.layout, ready.places_N), ready.labels_N
+    return network.hidden_states(ready.ids_BT, ready.positions_BT, ready.layout, ready.places_N), ready.labels_N
 
 
 def loss_sum(network: Network, batcher: Batcher, batch: Batch, whole: bool = False) -> Any:
     """Cross-entropy summed over the targets. Attention stays inside each document."""
-    return loss.loss_sum(network.head, *hidden_of_targets(network, batcher, batch), whole)
+    return loss.loss_sum(network.lm_head, *hidden_of_targets(network, batcher, batch), whole)
 
 
 def _summed(network: Network, ready: DeviceBatch, whole: bool) -> Any:
-    return loss.loss_sum(network.head, *_hidden_of(network, ready), whole)
+    return loss.loss_sum(network.lm_head, *_hidden_of(network, ready), whole)
 
 
 @dataclass(frozen=True)
@@ -173,9 +173,9 @@ def make_cuda_graphs(engine: Engine, batcher: Batcher, whole: bool, again: bool)
     """None where passes are never alike, or make more than gradients. `again`: blocks are recomputed."""
     network = engine.network
     why = None
-    if not engine.has_direct_gradients or network.windows:
+    if not engine.has_direct_gradients or network.sliding_windows:
         why = "for one process, without sliding windows or fp16"
-    elif network.by_chance and again:
+    elif network.has_dropout and again:
         why = (
             "dropout cannot be recomputed from a recording: use train.activation_checkpointing=off or method.dropout=0"
         )
@@ -212,7 +212,7 @@ def evaluate(
     network.model.eval()
 
     def scored(batch: Batch) -> tuple[Any, Any]:
-        return loss.score(network.head, *hidden_of_targets(network, batcher, batch))
+        return loss.score(network.lm_head, *hidden_of_targets(network, batcher, batch))
 
     try:
         with (

@@ -26,7 +26,7 @@ def run_steps(session: Session, guard: Guard) -> None:
     progress, stepper = session.progress, session.stepper
     parameters = list(stepper.network.model.parameters())
     run.event("start", step=progress.step, total_steps=total, device=stepper.batcher.device,
-              precision=stepper.batcher.precision, attention=stepper.network.backend or "its own",
+              precision=stepper.batcher.precision, attention=stepper.network.attention_backend or "its own",
               processes=stepper.ranks.world_size, parameters=sum(p.numel() for p in parameters),
               trained=sum(p.numel() for p in parameters if p.requires_grad))  # fmt: skip
     run.set_status("running", progress.step, total)

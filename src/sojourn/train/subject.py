@@ -8,7 +8,7 @@ from typing import Any
 from sojourn.catalog.shapes import ModelSpec
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
-from sojourn.model.base import Base, open_settings
+from sojourn.model.base import Base, load_model_config
 from sojourn.resolve.model_spec import of_settings
 from sojourn.resolve.new_model import new_shape, scratch_shape
 
@@ -34,7 +34,7 @@ def base_of(config: RunConfig) -> Base:
 def subject_of(config: RunConfig) -> Subject:
     if config.model.base is None:
         return Subject("llama", scratch_shape(config.model, int(config.data.vocab_size)))
-    settings = open_settings(base_of(config)).get_text_config()
+    settings = load_model_config(base_of(config)).get_text_config()
     known = {**settings.to_dict(), **{key: getattr(settings, key, None) for key in _NAMES}}
     try:
         shape = of_settings({**known, "model_type": settings.model_type}, str(config.model.base))

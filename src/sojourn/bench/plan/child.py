@@ -110,7 +110,8 @@ def _run(task: Task, line: Line, found: Found) -> None:
     times, loss = _timed(session, batches)
     found["measured"] = {
         "parameters": sum(p.numel() for p in session.stepper.network.model.parameters()),
-        "attention": session.stepper.network.backend, "loading": loading, "loss": loss, "tokens": session.tokens(0),
+        "attention": session.stepper.network.attention_backend, "loading": loading, "loss": loss,
+        "tokens": session.tokens(0),
         "step_seconds": statistics.median(times), "steps": [round(one, 5) for one in times],
         "recorded": session.stepper.plays,
         "waited": round(waited, 3), "cpu_us": round(min(before, _cpu_us(device)), 2),
@@ -121,7 +122,7 @@ def _run(task: Task, line: Line, found: Found) -> None:
 def _compile(session: Any, batches: list[Any]) -> None:
     """Passes of two blocks alone: all share their graphs, but for the first one, whose input may need no gradient. So
     the memory of a whole step is not needed while the compiler works."""
-    settings = session.stepper.network.body.config
+    settings = session.stepper.network.decoder.config
     layers, settings.num_hidden_layers = settings.num_hidden_layers, 2
     try:
         for some in batches:
@@ -229,7 +230,7 @@ def _step(session: Any, now: list[Any], then: list[Any], begun: list[Any]) -> fl
     if session.config.advanced.async_step == "off" or not stepper.engine.supports_async_step:
         return float(stepper.step(now)[0])
     answer = stepper.update_if_good(stepper.passes(now, begun.pop() if begun else None), math.inf)
-    part = None if stepper.network.by_chance else stepper.begin(then)
+    part = None if stepper.network.has_dropout else stepper.begin(then)
     begun.append(SpeculativeStep(0, then, 0.0, stepper.batcher.micro_batch, part))
     return float(answer.read()[0])
 

@@ -19,15 +19,15 @@ def shorten_opening(device: str) -> None:
     build: Any = import_module("sojourn.train.build")
     session: Any = import_module("sojourn.train.session")
     loading: Any = import_module("transformers.modeling_utils")
-    opened, built, reads = build.open_base, build.build_model, loading.safe_open
+    opened, built, reads = build.load_base_model, build.build_model, loading.safe_open
 
     def made(*given: Any) -> Any:
         with torch.device(device):
             return built(*given)
 
-    build.open_base = lambda *given: filled(opened(*given))
+    build.load_base_model = lambda *given: filled(opened(*given))
     build.build_model = made
-    build.check_network = lambda *given: None
+    build.check_parity = lambda *given: None
     session.check_free_space = lambda *given: None
     loading.safe_open = lambda *given, **named: _Hollow(reads(*given, **named), device)
 

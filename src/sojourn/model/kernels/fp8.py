@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sojourn.model.attention import can_compile
+from sojourn.model.kernels.triton_support import supports_triton
 
 _FINE, _FAR = torch.float8_e4m3fn, torch.float8_e5m2
 STEP = 16  # what the hardware multiplies is so many wide
@@ -34,7 +34,7 @@ class Kernels:
 def try_kernels(device: Any) -> None:
     """They are used where they make what torch makes; 8 bits are young on every card and in every compiler."""
     Kernels.work = False
-    if device.type != "cuda" or not can_compile():
+    if device.type != "cuda" or not supports_triton():
         return
     x = torch.linspace(-3, 3, 96 * 160, device=device).view(160, 96).bfloat16()
     plain = _made_of(x)

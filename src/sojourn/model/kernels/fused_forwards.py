@@ -15,15 +15,16 @@ import torch
 import torch.nn.functional as F
 
 from sojourn.catalog.fused_families import FUSED_FAMILIES
-from sojourn.model.attention import How, attend, can_compile, takes_hopper
+from sojourn.model.attention import AttentionParams, attend, takes_hopper
 from sojourn.model.kernels import fp8, hopper
 from sojourn.model.kernels.nf4 import multiply as nf4_multiply
-from sojourn.model.layers import blocks
+from sojourn.model.kernels.triton_support import supports_triton
+from sojourn.model.layers import decoder_layers
 
 _LEAST_FP8 = 256
 
 
-def fuse(model: Any) -> None:
+def apply_fused_forwards(model: Any) -> None:
     """Gives the model's norms, attention, feed-forward and the linear layers of its blocks their fused forwards.
 
     By classes rather than by instance, so that compiled blocks are alike and share one graph.
@@ -32,8 +33,8 @@ def fuse(model: Any) -> None:
     forwards = {f"{prefix}RMSNorm": _norm, f"{prefix}Attention": _attention, f"{prefix}MLP": _feed_forward}
     forwards[f"{prefix}DecoderLayer"] = _block
     for module in model.modules():
-        _change(module, forwards.get(type(module).__name__), kernels=can_compile())
-    for block in blocks(model):
+        _change(module, forwards.get(type(module).__name__), kernels=supports_triton())
+    for block in decoder_layers(model):
         for layer in block.modules():
             if type(layer) is torch.nn.Linear:
                 _change(layer, _linear, multiply=F.linear)
@@ -41,13 +42,13 @@ def fuse(model: Any) -> None:
                 _change(layer, _linear_nf4)
 
 
-def multiply_in_fp8(model: Any, where: str) -> None:
+def apply_fp8(model: Any, where: str) -> None:
     """The linear layers of fused blocks from now on, except adapters, which are too small to win anything, and a head
     that is trained; with `except_last_layer`, all blocks but the last and not the head, which are half of what it
     costs the loss; or only in the `backward` of blocks."""
     fp8.try_kernels(next(model.parameters()).device)
     multiply = fp8.multiply_back if where == "backward" else fp8.multiply
-    for block in blocks(model)[: -1 if where == "except_last_layer" else None]:
+    for block in decoder_layers(model)[: -1 if where == "except_last_layer" else None]:
         for layer in block.modules():
             large = getattr(layer, "multiply", None) is F.linear and min(layer.weight.shape) >= _LEAST_FP8
             if large and fp8.fits(layer):
@@ -118,7 +119,7 @@ def _attended(self: Any, x: Any, position_embeddings: Any, layout: Any) -> Any:
     """What the heads of each token find, side by side."""
     # Qwen's layers say it themselves, Mistral has one window for all, Llama none.
     one_for_all = self.config.sliding_window if self.config.model_type == "mistral" else None
-    how = How(
+    how = AttentionParams(
         self.scaling,
         getattr(self, "sliding_window", one_for_all),
         None,
@@ -134,7 +135,11 @@ def _attended(self: Any, x: Any, position_embeddings: Any, layout: Any) -> Any:
 def _block(self: Any, hidden_states: Any, **given: Any) -> Any:
     layout, attention, forward = given.get("layout"), self.self_attn, self.mlp
     layers = (attention.o_proj, forward.gate_proj, forward.up_proj, forward.down_proj)
-    fits = hopper.Kernels.products and hidden_states.dtype == torch.bfloat16 and not getattr(self, "selective", False)
+    fits = (
+        hopper.Kernels.products
+        and hidden_states.dtype == torch.bfloat16
+        and not getattr(self, "selective_checkpointing", False)
+    )
     fits = fits and layout is not None and given.get("past_key_values") is None and forward.config.hidden_act == "silu"
     if not (fits and _join(layers, F.linear) and all(hopper.takes(layer) for layer in layers)):
         return self.plain(hidden_states, **given)
@@ -204,4 +209,4 @@ def _on(device: str, name: str) -> Any:
 
 @cache
 def _kernel(function: Any) -> Any:
-    return torch.compile(function, dynamic=True) if can_compile() else function
+    return torch.compile(function, dynamic=True) if supports_triton() else function

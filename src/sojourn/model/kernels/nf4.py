@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sojourn.model.attention import can_compile
+from sojourn.model.kernels.triton_support import supports_triton
 
 
 def multiply(x: Any, packed: Any, state: Any, bias_N: Any) -> Any:
@@ -24,7 +24,7 @@ def multiply(x: Any, packed: Any, state: Any, bias_N: Any) -> Any:
     return y if bias_N is None else y + bias_N.to(y.dtype)
 
 
-@torch.library.custom_op("sojourn::times_nf4", mutates_args=())
+@torch.library.custom_op("sojourn::nf4_linear", mutates_args=())
 def _forward(
     x_MK: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor, code: torch.Tensor, block: int,
     offset: torch.Tensor | None, absmax2: torch.Tensor | None, code2: torch.Tensor | None, block2: int,
@@ -34,7 +34,7 @@ def _forward(
     return x_MK @ _widened(x_MK.dtype, *described).t()
 
 
-@torch.library.custom_op("sojourn::back_nf4", mutates_args=())
+@torch.library.custom_op("sojourn::nf4_grad_input", mutates_args=())
 def _back(
     grad_MN: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor, code: torch.Tensor, block: int,
     offset: torch.Tensor | None, absmax2: torch.Tensor | None, code2: torch.Tensor | None, block2: int,
@@ -58,7 +58,7 @@ def _widened(
     dtype: Any, packed: Any, absmax: Any, code: Any, block: int, offset: Any, absmax2: Any, code2: Any, block2: int,
     outputs: int, inputs: int,
 ) -> Any:  # fmt: skip
-    if packed.is_cuda and can_compile():
+    if packed.is_cuda and supports_triton():
         from sojourn.model.kernels.nf4_dequant import widened
 
         return widened(dtype, packed, absmax, code, block, offset, absmax2, code2, block2, outputs, inputs)

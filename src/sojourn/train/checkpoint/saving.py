@@ -13,7 +13,7 @@ from pathlib import Path
 from sojourn.config.quantities import Duration
 from sojourn.config.schema import RunConfig, SaveConfig
 from sojourn.errors import RunFailed, UserError
-from sojourn.model.weights import are_numbers
+from sojourn.model.weights import all_finite
 from sojourn.run.folder import RunFolder
 from sojourn.train.checkpoint.checkpoint import Checkpoint, Retention, load, load_path, save, tidy
 from sojourn.train.checkpoint.mirroring import Mirroring, open_run_mirror
@@ -94,7 +94,7 @@ class TrainingState:
         """Whether all that would be saved are numbers, in all processes; moments kept on the host would take too long
         to read."""
         here = next(iter(self.engine.network.model.parameters())).device
-        return not self.engine.ranks.any(not are_numbers(t for t in self.engine.local_states() if t.device == here))
+        return not self.engine.ranks.any(not all_finite(t for t in self.engine.local_states() if t.device == here))
 
     def restore(self, found: Checkpoint, begun_elsewhere: bool = False) -> Progress:
         """`begun_elsewhere`: by another run, which paid for itself, perhaps with another optimizer, whose state then

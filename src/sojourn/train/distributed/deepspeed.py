@@ -18,7 +18,7 @@ import torch
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
 from sojourn.model.network import Network
-from sojourn.model.weights import check_fit, weights
+from sojourn.model.weights import check_state_dict, trainable_state_dict
 from sojourn.train.distributed.ds_config import filled, usual
 from sojourn.train.distributed.engine import Engine
 from sojourn.train.distributed.root_module import RootModule
@@ -48,7 +48,7 @@ def open_deepspeed(config: RunConfig, network: Network, scaler: Any, ranks: Rank
     train = config.train.model_copy(update={"offload": "off"})  # it offloads by itself
     optimizer, root = Optimizer(network.model, train, ranks.device), RootModule(network)
     if stage == 3:  # its weight is used without its forward
-        deepspeed.zero.register_external_parameter(root, network.plain.get_output_embeddings().weight)
+        deepspeed.zero.register_external_parameter(root, network.base_model.get_output_embeddings().weight)
     os.environ.setdefault("LOCAL_RANK", str(ranks.local_rank))  # it insists
     with redirect_stdout(StringIO()):
         made, *_ = deepspeed.initialize(
@@ -166,7 +166,7 @@ class DeepSpeed(Engine):
         return found
 
     def _names(self) -> list[str]:
-        return list(weights(self.network.model))
+        return list(trainable_state_dict(self.network.model))
 
     def _gathered(self, tensors: Iterable[tuple[str, Any]]) -> dict[str, Any]:
         """Whole tensors, one after another, in the first process's host memory."""
@@ -178,7 +178,7 @@ class DeepSpeed(Engine):
 
         buffers = dict(self.network.model.named_buffers())
         forms = {name: torch.empty(getattr(p, "ds_shape", p.shape), device="meta") for name, p in self._trained.items()}
-        check_fit(forms, {name: tensor for name, tensor in tensors.items() if name not in buffers})
+        check_state_dict(forms, {name: tensor for name, tensor in tensors.items() if name not in buffers})
         with torch.no_grad():
             for name, tensor in tensors.items():
                 if name in buffers:

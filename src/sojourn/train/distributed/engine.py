@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from sojourn.model.network import Network
-from sojourn.model.weights import load_weights, weights
+from sojourn.model.weights import load_trainable_state_dict, trainable_state_dict
 from sojourn.train.optim.optimizers import Optimizer
 from sojourn.train.ranks import SINGLE, Ranks
 
@@ -94,11 +94,11 @@ class Engine:
 
     def local_states(self) -> Iterable[Any]:
         """What this process holds of weights and moments."""
-        return [*weights(self.network.model).values(), *self.optimizer.state_tensors().values()]
+        return [*trainable_state_dict(self.network.model).values(), *self.optimizer.state_tensors().values()]
 
     def full_weights(self) -> dict[str, Any]:
         """Whole, by name, where they are to be written. All processes must ask together."""
-        return weights(self.network.model)
+        return trainable_state_dict(self.network.model)
 
     def full_optimizer_states(self) -> dict[str, Any]:
         """The optimizer's state, likewise."""
@@ -108,7 +108,7 @@ class Engine:
 
     def load_full_weights(self, tensors: dict[str, Any]) -> None:
         """Puts whole weights back, each process its share."""
-        load_weights(self.network.model, tensors)
+        load_trainable_state_dict(self.network.model, tensors)
 
     def load_optimizer_states(self, tensors: dict[str, Any]) -> None:
         self.optimizer.load_state_tensors(tensors)

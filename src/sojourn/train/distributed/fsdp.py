@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
-from sojourn.model.layers import blocks
+from sojourn.model.layers import decoder_layers
 from sojourn.model.network import Network
-from sojourn.model.weights import check_fit, weights
+from sojourn.model.weights import check_state_dict, trainable_state_dict
 from sojourn.train.distributed.engine import Engine
 from sojourn.train.distributed.root_module import RootModule
 from sojourn.train.optim.optimizers import Optimizer
@@ -44,7 +44,7 @@ def shard(network: Network, config: RunConfig, ranks: Ranks, from_first: bool) -
         param_dtype=torch.bfloat16 if narrow else None, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     reshard = config.advanced.reshard_after_forward and ranks.world_size > 1  # alone, there is nothing to give back
-    for block in blocks(network.plain):
+    for block in decoder_layers(network.base_model):
         _arrive(block, ranks, from_first)
         fully_shard(block, mp_policy=policy, reshard_after_forward=reshard, **common)
     root = RootModule(network)
@@ -145,11 +145,11 @@ class Fsdp(Engine):
             parameter.grad = None
 
     def local_states(self) -> Iterable[Any]:
-        cut = [t.to_local() if isinstance(t, DTensor) else t for t in weights(self.network.model).values()]
+        cut = [t.to_local() if isinstance(t, DTensor) else t for t in trainable_state_dict(self.network.model).values()]
         return [*cut, *self.optimizer.state_tensors().values()]
 
     def full_weights(self) -> dict[str, Any]:
-        return self._gathered(weights(self.network.model).items())
+        return self._gathered(trainable_state_dict(self.network.model).items())
 
     def full_optimizer_states(self) -> dict[str, Any]:
         by_name = dict(zip(self.optimizer.names, self._cut, strict=True))
@@ -175,8 +175,8 @@ class Fsdp(Engine):
         return whole
 
     def load_full_weights(self, tensors: dict[str, Any]) -> None:
-        places = weights(self.network.model)
-        check_fit(places, tensors)
+        places = trainable_state_dict(self.network.model)
+        check_state_dict(places, tensors)
         with torch.no_grad():
             for name, tensor in tensors.items():
                 place = places[name]

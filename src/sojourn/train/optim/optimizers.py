@@ -136,7 +136,7 @@ def parameter_groups(model: Any, train: TrainConfig) -> list[dict[str, Any]]:
 def _make(groups: list[dict[str, Any]], train: TrainConfig, device: str) -> Any:
     import torch
 
-    from sojourn.model.attention import can_compile
+    from sojourn.model.kernels.triton_support import supports_triton
 
     settings: dict[str, Any] = {"lr": 0.0, "betas": (train.beta1, train.beta2), "eps": 1e-8}
     if train.optimizer == "muon":
@@ -147,7 +147,7 @@ def _make(groups: list[dict[str, Any]], train: TrainConfig, device: str) -> Any:
         from sojourn.train.optim.offload import OffloadedAdamW
 
         return OffloadedAdamW(groups, **settings)
-    if train.optimizer == "adamw" and device == "cuda" and can_compile():
+    if train.optimizer == "adamw" and device == "cuda" and supports_triton():
         from sojourn.train.optim.adamw import AdamW
 
         return AdamW(groups, **settings, fused=True)
