@@ -21,7 +21,7 @@ from sojourn.bench.plan.measure import _task, finished, make_plan, to_run
 from sojourn.bench.plan.peers import COUNTS, ask_peers
 from sojourn.bench.plan.replan import planned
 from sojourn.bench.plan.report import errors, line, lines, summary
-from sojourn.catalog.names import gpu
+from sojourn.catalog.gpus import find_gpu
 from sojourn.config.load import dump
 from sojourn.errors import UserError
 from sojourn.plan.calibration import Correction
@@ -104,7 +104,7 @@ def test_the_cases_span_what_people_train_and_fit_an_h200_by_plan():
     assert {shape_of(case).family for case in CASES} == {"llama", "qwen2", "qwen3", "mistral"}
     assert {case.checkpointing for case in CASES} == {"off", "selective", "full"}
     assert 0.4 < sum(case.compiled for case in CASES) / len(CASES) < 0.6
-    room = 0.97 * gpu("H200").plan_gib * GIB
+    room = 0.97 * find_gpu("H200").plan_gib * GIB
     assert all(planned(_row(case))["device"] < room for case in CASES)
 
 
@@ -147,7 +147,7 @@ def test_first_steps_have_the_memory_of_the_smallest_card_that_is_said_to_be_eno
     row["planned"] = plan = planned(row)
     cap = _task(row, settings_of(case, "cuda", tmp_path), tmp_path, tmp_path, cap=True).cap
     for share, fits in ((1.001, True), (0.999, False)):
-        card = replace(gpu("H200"), usable_gib=share * (cap + plan["context"]) / GIB)
+        card = replace(find_gpu("H200"), usable_gib=share * (cap + plan["context"]) / GIB)
         assert (plan["device"] <= room_of(card, Correction())) is fits
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from sojourn.bench.plan import fit
 from sojourn.bench.plan.cases import CASES, shape_of
 from sojourn.bench.plan.replan import planned
-from sojourn.catalog.names import gpu
+from sojourn.catalog.gpus import find_gpu
 from sojourn.estimate.constants import constants
 from sojourn.estimate.step_time import speed
 from sojourn.estimate.workload import Work
@@ -20,7 +20,7 @@ def test_whole_steps_correct_what_kernels_alone_cannot_tell_and_held_out_ones_ar
     table = deepcopy(constants())
     wanted = {**table, "matmul": {**table["matmul"], "slowness": 1.6}, "traffic": {**table["traffic"], "share": 0.7}}
     cases = [case for case in CASES if case.name.startswith(("pretrain", "lora", "full"))]
-    card = gpu("H200")
+    card = find_gpu("H200")
     works = [Work(shape_of(one), one.method, one.rows, one.length, document=one.document) for one in cases]
     kept = deepcopy(constants())
     try:
@@ -50,7 +50,7 @@ def test_runs_that_were_drawn_are_fitted_to_where_they_are_given_with_the_cpu_th
 
 def test_a_step_that_was_disturbed_moves_little():
     """Nine alike, and a tenth that took three times as long: the fit stays with the nine."""
-    kept, card = deepcopy(constants()), gpu("H200")
+    kept, card = deepcopy(constants()), find_gpu("H200")
     case = next(case for case in CASES if case.name == "pretrain-875m")
     work = Work(shape_of(case), case.method, case.rows, case.length)
     real = speed(work, card).step_seconds

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sojourn.catalog import ModelSpec, model, models
+from sojourn.catalog.models import ModelSpec, find_model, models
 from sojourn.errors import UserError
 
 MONTH = re.compile(r"20\d\d-(0[1-9]|1[0-2])$")
@@ -43,13 +43,13 @@ def own(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(("name", "parameters"), PUBLISHED.items())
 def test_parameters_are_those_of_the_published_weights(name, parameters):
-    assert model(name).parameters == parameters
+    assert find_model(name).parameters == parameters
 
 
 def test_with_its_vision_tower_gemma_3_has_what_is_published():
     tower = 416_866_032  # SigLIP so400m at 896 pixels, as its own weights have it
     for name, published in {"4b": 4_300_079_472, "12b": 12_187_325_040, "27b": 27_432_406_640}.items():
-        shape = model(f"gemma-3-{name}")
+        shape = find_model(f"gemma-3-{name}")
         assert shape.parameters + tower + 1152 * shape.hidden + 1152 == published, name
 
 
@@ -71,7 +71,7 @@ def test_no_name_means_two_models():
     names: dict[str, str] = {}
     for row in models():
         for called in (row.name, row.hub, *row.also):
-            assert model(called).name == row.name
+            assert find_model(called).name == row.name
             assert names.setdefault(called.casefold(), row.name) == row.name
 
 
@@ -83,7 +83,7 @@ def test_the_families_people_train_are_all_there():
     said += " gemma-7b gemma-2-2b gemma-2-9b gemma-2-27b gemma-3-270m gemma-3-1b gemma-3-4b gemma-3-12b gemma-3-27b"
     said += " smollm-135m smollm-360m smollm-1.7b smollm2-135m smollm2-360m smollm2-1.7b smollm3-3b phi-3-mini"
     said += " phi-3-small phi-3-medium phi-3.5-mini phi-3.5-moe phi-4 phi-4-mini"
-    assert len({model(name).name for name in said.split()}) == len(said.split())
+    assert len({find_model(name).name for name in said.split()}) == len(said.split())
 
 
 @pytest.mark.parametrize(
@@ -114,28 +114,28 @@ def test_the_families_people_train_are_all_there():
     ],
 )
 def test_a_model_is_found_however_people_spell_it(spelled, name):
-    assert model(spelled).name == name
+    assert find_model(spelled).name == name
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-8b", "Qwen/Qwen2.5-7B-Instruct-1M", "meta-llama/Llama-3.2-11B-Vision", ""])
 def test_an_unknown_model_is_an_error_that_guesses_and_never_another_model(name):
     with pytest.raises(UserError, match=r"no model called .* in the catalogue; .*Your own go into") as error:
-        model(name)
+        find_model(name)
     assert "\n" not in str(error.value)
     if name == "qwen2.5-8b":
         assert "did you mean qwen2.5-" in str(error.value)
 
 
 def test_what_a_token_of_a_mixture_is_computed_with():
-    assert model("mixtral").active_parameters == 12_879_925_248
-    assert model("qwen3-30b-a3b").active_parameters == pytest.approx(3.35e9, rel=0.01)
-    assert model("qwen3-235b-a22b").active_parameters == pytest.approx(22.2e9, rel=0.01)
-    assert model("phi-3.5-moe").active_parameters == pytest.approx(6.6e9, rel=0.01)
+    assert find_model("mixtral").active_parameters == 12_879_925_248
+    assert find_model("qwen3-30b-a3b").active_parameters == pytest.approx(3.35e9, rel=0.01)
+    assert find_model("qwen3-235b-a22b").active_parameters == pytest.approx(22.2e9, rel=0.01)
+    assert find_model("phi-3.5-moe").active_parameters == pytest.approx(6.6e9, rel=0.01)
 
 
 def test_layers_that_look_back_to_the_start():
-    assert model("llama-3.1-8b").full_layers == 32 and model("mistral-7b-v0.1").full_layers == 0
-    assert model("gemma-2-9b").full_layers == 21 and model("gemma-3-1b").full_layers == 4
+    assert find_model("llama-3.1-8b").full_layers == 32 and find_model("mistral-7b-v0.1").full_layers == 0
+    assert find_model("gemma-2-9b").full_layers == 21 and find_model("gemma-3-1b").full_layers == 4
 
 
 def _config(shape: ModelSpec):
@@ -190,12 +190,18 @@ def test_parameters_are_those_of_transformers_own_model(shape):
 
 @pytest.mark.parametrize("name", ["qwen2.5-0.5b", "llama-3.2-1b", "gemma-3-270m", "smollm2-135m", "phi-4-mini"])
 def test_a_whole_model_of_transformers_has_as_many(name):
-    assert _counted(model(name)) == PUBLISHED.get(name, model(name).published)
+    assert _counted(find_model(name)) == PUBLISHED.get(name, find_model(name).published)
 
 
 def test_experts_that_every_token_visits_are_counted_as_transformers_does():
     shape = replace(
-        model("qwen3-30b-a3b"), family="glm4_moe", layers=2, experts=4, active_experts=2, shared_ffn=768, qkv_bias=True
+        find_model("qwen3-30b-a3b"),
+        family="glm4_moe",
+        layers=2,
+        experts=4,
+        active_experts=2,
+        shared_ffn=768,
+        qkv_bias=True,
     )
     assert _counted(shape) == shape.parameters
 
@@ -213,14 +219,14 @@ positions = 4096
 
 def test_a_user_adds_a_model_with_the_least_of_keys(own):
     own.write_text(OWN)
-    mine = model("my-7b", own)
-    assert mine.parameters == model("llama-2-7b").parameters
+    mine = find_model("my-7b", own)
+    assert mine.parameters == find_model("llama-2-7b").parameters
     assert (mine.kv_heads, mine.head_dim, mine.family, mine.source) == (32, 128, "llama", str(own))
 
 
 def test_a_user_changes_a_model_of_ours(own):
     own.write_text('[model."Qwen2.5-7B"]\nvocab = 152_192\n')
-    grown = model("Qwen/Qwen2.5-7B-Instruct", own)
+    grown = find_model("Qwen/Qwen2.5-7B-Instruct", own)
     assert grown.parameters == 7_615_616_512 + 2 * 128 * 3584
     assert len(models(own)) == len(models())
 

@@ -20,7 +20,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
-from sojourn.catalog.facts import datasets
+from sojourn.catalog.datasets import datasets
 from sojourn.config.data import Columns, Source
 from sojourn.data.sources.hub import is_hub_name, open_table
 from sojourn.errors import UserError

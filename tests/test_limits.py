@@ -8,7 +8,7 @@ from decimal import Decimal
 import psutil
 import pytest
 
-from sojourn.catalog.facts import platforms
+from sojourn.catalog.platforms import platforms
 from sojourn.config.load import load_run
 from sojourn.config.quantities import Duration, Money
 from sojourn.config.schema import LimitsConfig

@@ -5,7 +5,7 @@ import math
 import pytest
 from rich.console import Console
 
-from sojourn.catalog import gpus, peak_flops
+from sojourn.catalog.gpus import gpus, peak_flops
 from sojourn.config.load import load_run
 from sojourn.run.folder import RunFolder
 from sojourn.train.metrics.meters import EvalScores, Meters, MfuInputs

@@ -13,9 +13,10 @@ from conftest import called
 from sojourn.bench.plan.fit import main as fit_command
 from sojourn.bench.plan.measure import read_again
 from sojourn.bench.plan.replan import planned
-from sojourn.catalog.facts import Price, platforms
-from sojourn.catalog.names import gpu
-from sojourn.catalog.shapes import model
+from sojourn.catalog.gpus import find_gpu
+from sojourn.catalog.models import find_model
+from sojourn.catalog.platforms import platforms
+from sojourn.catalog.prices import Price
 from sojourn.config.load import load_run, with_settings
 from sojourn.config.quantities import Money
 from sojourn.errors import UserError
@@ -42,7 +43,7 @@ SMALL = [ROOT / f"benchmarks/results/plan-{name}-H200-2026-11-16.json" for name 
 MUON = ROOT / "benchmarks/results/plan-muon-again-H200-2026-11-17.json"
 M110 = new_shape(768, 12, 12, 12, 2048, 32_000, True)
 M875 = new_shape(2048, 16, 16, 16, 5504, 32_000, True)
-QWEN_1_5B, QWEN_7B = model("qwen2.5-1.5b"), model("qwen2.5-7b")
+QWEN_1_5B, QWEN_7B = find_model("qwen2.5-1.5b"), find_model("qwen2.5-7b")
 LORA = Work(QWEN_7B, "lora", 1, 8192, document=480, evaluates=False)
 FULL = Work(QWEN_1_5B, "full", 1, 4096, passes=4, document=480, evaluates=False)
 PRETRAIN = Work(M875, "pretrain", 16, 2048, evaluates=False)
@@ -74,22 +75,23 @@ def test_memory_of_all_weights_of_a_7b_is_what_was_measured():
 @pytest.mark.parametrize("name", MEASURED)
 def test_speed_is_what_was_measured_on_an_h200(name):
     work, _, tokens = MEASURED[name]
-    assert speed(work, gpu("H200")).tokens_per_second == pytest.approx(tokens, rel=0.12)
+    assert speed(work, find_gpu("H200")).tokens_per_second == pytest.approx(tokens, rel=0.12)
 
 
 def _published():
-    a100, h100 = gpu("A100 80GB"), gpu("H100")
+    a100, h100 = find_gpu("A100 80GB"), find_gpu("H100")
     # The 96 GB card of that table has slower memory, and ran at 500 of 700 W; the rate is taken to fall as the power.
     power = 500 / 700
     limited = replace(h100, bandwidth_gbs=2400, bf16_tflops=989 * power, fp8_tflops=1979 * power)
-    titan = Work(model("llama-3.1-8b"), "pretrain", 2, 8192, attention="sdpa", recompute="selective", whole_loss=True,
-                 engine="fsdp", world=8, fused=False)  # fmt: skip
-    tune = Work(model("llama-3.2-3b"), "full", 2, 4096)
+    titan = Work(find_model("llama-3.1-8b"), "pretrain", 2, 8192, attention="sdpa", recompute="selective",
+                 whole_loss=True, engine="fsdp", world=8, fused=False)  # fmt: skip
+    tune = Work(find_model("llama-3.2-3b"), "full", 2, 4096)
     nano = Work(new_shape(1664, 26, 13, 13, 8 * 1664 // 3, 65_536, False), "pretrain", 32, 2048, engine="ddp", world=8)
     again = replace(tune, recompute="full")
     # Which GPU is not said: taken to be an A100 of 40 GB. It recomputes unless told otherwise.
-    factory = Work(model("llama-2-7b"), "lora", 4, 1024, 2, rank=8, recompute="full", attention="flash_attention_2",
-                   fused=False, compiled=False, kernels=False, capability=(8, 0))  # fmt: skip
+    factory = Work(find_model("llama-2-7b"), "lora", 4, 1024, 2, rank=8, recompute="full",
+                   attention="flash_attention_2", fused=False, compiled=False, kernels=False,
+                   capability=(8, 0))  # fmt: skip
     return {
         "torchtitan 8B": (replace(titan, compiled=False), limited, 5762),
         "torchtitan 8B, compiled": (titan, limited, 6667),
@@ -101,9 +103,9 @@ def _published():
         "torchtune 3B, 8-bit moments": (replace(again, optimizer="adamw_8bit"), a100, 6960),
         "torchtune 3B, LoRA": (replace(again, method="lora", rank=8), a100, 8210),
         "torchtune 3B, QLoRA": (replace(again, method="qlora", rank=8), a100, 8035),
-        "LLaMA-Factory 7B": (replace(factory, attention="math"), gpu("A100 40GB"), 2392),
-        "LLaMA-Factory 7B, FlashAttention": (factory, gpu("A100 40GB"), 2954),
-        "LLaMA-Factory 7B, Unsloth": (replace(factory, fused=True, kernels=True), gpu("A100 40GB"), 4007),
+        "LLaMA-Factory 7B": (replace(factory, attention="math"), find_gpu("A100 40GB"), 2392),
+        "LLaMA-Factory 7B, FlashAttention": (factory, find_gpu("A100 40GB"), 2954),
+        "LLaMA-Factory 7B, Unsloth": (replace(factory, fused=True, kernels=True), find_gpu("A100 40GB"), 4007),
         "nanochat d26": (nano, h100, 630_000 / 8),
         "nanochat d26, fp8": (replace(nano, fp8="on"), h100, 740_000 / 8),
     }
@@ -192,7 +194,7 @@ def test_no_plan_asks_for_less_than_what_runs_were_proven_to_fit_into(path):
 
 def test_recordings_make_steps_shorter_where_a_cpu_might_be_slower():
     def fast(**changes):
-        return speed(replace(PRETRAIN, **{"shape": M110, "rows": 1, **changes}), gpu("H200"))
+        return speed(replace(PRETRAIN, **{"shape": M110, "rows": 1, **changes}), find_gpu("H200"))
 
     off, auto = fast(), fast(graphs="auto")
     assert auto.recorded and not off.recorded and auto.step_seconds < 0.3 * off.step_seconds
@@ -210,7 +212,7 @@ def test_recordings_make_steps_shorter_where_a_cpu_might_be_slower():
 
 
 def test_which_runs_may_be_recorded_is_read_from_their_settings():
-    place = place_of(gpu("H200"))
+    place = place_of(find_gpu("H200"))
 
     def graphs(*words):
         return work_of(load_run(["medium", *words]).config, M110, place).graphs
@@ -255,7 +257,7 @@ def test_of_two_chunks_of_logits_the_second_counts_as_it_is():
 def test_a_gpu_with_little_to_do_waits_for_the_cpu():
     def waits(**changes):
         work = replace(PRETRAIN, **{"shape": M110, "rows": 1, **changes})
-        return next(part.seconds for part in speed(work, gpu("H200")).parts if part.name == "waiting for launches")
+        return next(part.seconds for part in speed(work, find_gpu("H200")).parts if part.name == "waiting for launches")
 
     assert waits(rows=16) < 0.3 * waits() and waits() < waits(compiled=False) < waits(compiled=False, fused=False)
     assert waits(recompute="selective", compiled=False) > 2 * waits(compiled=False)
@@ -270,7 +272,7 @@ def test_the_more_is_in_8_bits_the_faster_it_is_planned_and_what_is_not_is_count
     off, back, inner, on = (
         replace(PRETRAIN, graphs="on", fp8=how) for how in ("off", "backward", "except_last_layer", "on")
     )
-    rates = [speed(one, gpu("H200")).tokens_per_second for one in (off, back, inner, on)]
+    rates = [speed(one, find_gpu("H200")).tokens_per_second for one in (off, back, inner, on)]
     assert rates == sorted(rates) and rates[3] > 1.2 * rates[0] and rates[1] > 1.05 * rates[0]
     last = [memory(one).moments[2] for one in (off, back, inner, on)]  # the last block's backward: all is kept
     kept = [sum(term.bytes for term in moment.terms if term.kind == "activations") for moment in last]
@@ -330,11 +332,11 @@ def test_what_saves_memory_is_seen_to():
 
 
 def test_experts_count_in_memory_but_only_the_active_ones_in_time():
-    mixture = model("qwen3-30b-a3b")
+    mixture = find_model("qwen3-30b-a3b")
     work = Work(mixture, "lora", 2, 8192, compiled=False, fused=False)
     assert memory(work).allocated > 2 * mixture.parameters
-    dense = replace(work, shape=model("qwen2.5-32b"))
-    assert speed(work, gpu("H200")).tokens_per_second > 3 * speed(dense, gpu("H200")).tokens_per_second
+    dense = replace(work, shape=find_model("qwen2.5-32b"))
+    assert speed(work, find_gpu("H200")).tokens_per_second > 3 * speed(dense, find_gpu("H200")).tokens_per_second
 
 
 # --- what is planned
@@ -354,7 +356,7 @@ def test_a_local_config_gives_the_same_shape_as_the_catalogue(tmp_path):
 
 
 def test_a_mixture_of_experts_has_active_and_total_parameters():
-    known = model("qwen3-30b-a3b")
+    known = find_model("qwen3-30b-a3b")
     found = of_settings(
         {"model_type": "qwen3_moe", "hidden_size": known.hidden, "num_hidden_layers": known.layers,
          "num_attention_heads": known.heads, "num_key_value_heads": known.kv_heads, "head_dim": known.head_dim,
@@ -368,7 +370,7 @@ def test_gemma_3_files_that_leave_out_what_transformers_fills_in_are_planned(tmp
     inner = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
              "sliding_window": 1024}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": inner}))
-    found, known = of_base(str(tmp_path)), model("gemma-3-4b")
+    found, known = of_base(str(tmp_path)), find_model("gemma-3-4b")
     assert found.parameters == known.parameters
     assert (found.sliding_window, found.full_layers) == (known.sliding_window, known.full_layers)
 
@@ -480,7 +482,7 @@ def test_a_platform_whose_disk_holds_no_two_checkpoints_is_never_the_choice():
 
 def test_a_price_of_ones_own_is_used():
     config = load_run(["medium", "limits.price_per_hour=2 USD"]).config
-    found = make_plan(config, [gpu("RTX 4090")]).offers
+    found = make_plan(config, [find_gpu("RTX 4090")]).offers
     assert {o.bill.currency for o in found if o.bill} == {"USD"} and all(
         o.bill.seen == "your price" for o in found if o.bill
     )
@@ -512,7 +514,7 @@ def test_a_run_is_cut_up_on_the_machine_as_it_was_planned(monkeypatch, capsys, w
     config = with_settings(load_run([*words, "train.steps=100"]).config, {**here, "parallel.engine": "single"})
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (gib * GIB, gib * GIB))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
-    card = gpu("RTX 4090")
+    card = find_gpu("RTX 4090")
     monkeypatch.setattr(resolve, "card_here", lambda: card)
     shape = subject_of(config)
     found = resolve.Resolved(config)
@@ -538,22 +540,22 @@ def test_a_run_is_cut_up_on_the_machine_as_it_was_planned(monkeypatch, capsys, w
 
 def test_advice_fits_and_is_ranked_by_speed():
     config = load_run(["full-7b", "train.steps=10"]).config
-    card = gpu("RTX 4090")
-    assert fit_on(config, model("qwen2.5-7b"), card) is None
+    card = find_gpu("RTX 4090")
+    assert fit_on(config, find_model("qwen2.5-7b"), card) is None
     found = advise(config, card)
     assert len(found) >= 2
     assert [one.tokens_per_second for one in found] == sorted((o.tokens_per_second for o in found), reverse=True)
     for one in found:
         settings = {key: value for change in one.changes for key, value in change.settings.items()}
         changed = with_settings(config, settings)
-        assert fit_on(changed, model("qwen2.5-7b"), card, max(change.count for change in one.changes)) is not None
+        assert fit_on(changed, find_model("qwen2.5-7b"), card, max(change.count for change in one.changes)) is not None
 
 
 def test_the_inverse_question_has_the_largest_answer():
     config = load_run(["qlora-7b", "train.steps=10"]).config
     room = 24 * GIB
     found = what_fits(config, room)
-    place = place_of(gpu("RTX 4090"))
+    place = place_of(find_gpu("RTX 4090"))
     one = work_of(config, QWEN_7B, place, 1, "full")
     assert found.length and memory(replace(one, length=found.length)).enough <= room
     assert memory(replace(one, length=found.length + 256)).enough > room
@@ -577,9 +579,11 @@ def test_records_teach_a_correction_that_plans_use(tmp_path, monkeypatch):
     assert learned.memory == pytest.approx(1.10, rel=1e-6) and learned.time == pytest.approx(1.2)
     assert correction() == learned
     config = load_run(["medium"]).config
-    slower = make_plan(config, [gpu("H200")]).offers[0].speed.tokens_per_second
+    slower = make_plan(config, [find_gpu("H200")]).offers[0].speed.tokens_per_second
     (tmp_path / "plan/calibration.json").unlink()
-    assert make_plan(config, [gpu("H200")]).offers[0].speed.tokens_per_second == pytest.approx(1.2 * slower, rel=0.01)
+    assert make_plan(config, [find_gpu("H200")]).offers[0].speed.tokens_per_second == pytest.approx(
+        1.2 * slower, rel=0.01
+    )
     (tmp_path / "plan/calibration.json").write_text('{"memory": "x", "time": 1e9}')
     assert correction().memory == 1.0
 

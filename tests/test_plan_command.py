@@ -7,9 +7,9 @@ from unicodedata import east_asian_width
 import pytest
 
 from conftest import called
-from sojourn.catalog.facts import platforms
-from sojourn.catalog.names import gpu
-from sojourn.catalog.shapes import model
+from sojourn.catalog.gpus import find_gpu
+from sojourn.catalog.models import find_model
+from sojourn.catalog.platforms import platforms
 from sojourn.config.load import load_run
 from sojourn.errors import UserError
 from sojourn.estimate.memory import memory
@@ -20,7 +20,7 @@ from sojourn.plan.money import bill
 from sojourn.plan.offers import TOO_SMALL, fit_on, make_plan
 from sojourn.resolve.model_spec import subject_of
 
-A100 = gpu("A100 80GB")
+A100 = find_gpu("A100 80GB")
 
 
 def plan_of(*words, **asked):
@@ -59,11 +59,11 @@ def test_what_is_advised_is_what_the_plan_then_says():
 
 def test_advice_for_a_run_on_several_gpus_keeps_them():
     words = ["full-7b", "train.optimizer=adamw", "train.steps=10", "--gpus", "0,1"]
-    for one in advise(load_run(words).config, gpu("RTX 4090")):
+    for one in advise(load_run(words).config, find_gpu("RTX 4090")):
         assert "2 GPUs" not in [change.says for change in one.changes]
         count = max(2, *(change.count for change in one.changes))
         changed = load_run([*words[:3], *(["--gpus", "0,1"] if count == 2 else []), *one.typed.split()]).config
-        assert fit_on(changed, model("qwen2.5-7b"), one.gpu, count).memory.device == one.memory
+        assert fit_on(changed, find_model("qwen2.5-7b"), one.gpu, count).memory.device == one.memory
 
 
 def test_free_machines_have_the_gpus_that_they_have():
@@ -106,7 +106,7 @@ def test_a_deepspeed_file_is_planned_as_it_is_written(tmp_path, zero, stage, off
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero}))
     words = ("full-7b", "train.optimizer=adamw", "--gpus", "0,1,2,3", f"parallel.deepspeed={tmp_path / 'ds.json'}")
     config = load_run([*words, "train.steps=10"]).config
-    found = fit_on(config, model("qwen2.5-7b"), A100, 4, float("inf"))
+    found = fit_on(config, find_model("qwen2.5-7b"), A100, 4, float("inf"))
     assert (found.work.engine, found.work.stage, found.work.offload) == ("deepspeed", stage, offload)
 
 
@@ -117,7 +117,7 @@ def test_a_deepspeed_file_that_is_not_there_is_one_line(home):
 
 def test_zero_cuts_what_its_stage_says():
     """By hand: 2 bytes of weights, 2 of gradients, 12 of masters and moments a parameter, over four GPUs."""
-    count, shape = 7_615_616_512, model("qwen2.5-7b")
+    count, shape = 7_615_616_512, find_model("qwen2.5-7b")
     words = ["full-7b", "train.optimizer=adamw", "--gpus", "0,1,2,3", "parallel.engine=deepspeed", "train.steps=10"]
     work = work_of(load_run(words).config, shape, place_of(A100), 1, "full", 4)
     step = next(one for one in memory(work).moments if one.name == "optimizer's step")
@@ -169,9 +169,9 @@ def test_compressed_files_weigh_what_is_in_them(home):
 )
 def test_a_gpu_that_refuses_a_setting_is_no_offer_and_gets_no_advice(words, card, why):
     config = load_run(words).config
-    found = make_plan(config, [gpu(card)])
+    found = make_plan(config, [find_gpu(card)])
     assert all(not o.fits and why in o.why_not and o.why_not != TOO_SMALL for o in found.offers)
-    assert advise_for(config, found, [gpu(card)]) == (None, [])
+    assert advise_for(config, found, [find_gpu(card)]) == (None, [])
 
 
 def test_what_cannot_run_it_is_not_said_to_be_too_small(home):
@@ -189,7 +189,7 @@ def test_the_memory_shown_is_of_a_gpu_whose_speed_is_known():
 
 
 def test_a_card_on_another_board_has_the_price_of_its_sister():
-    (found,) = plan_of("medium", only=[gpu("A100 80GB PCIe")]).offers
+    (found,) = plan_of("medium", only=[find_gpu("A100 80GB PCIe")]).offers
     assert found.bill.platform == "autodl" and found.bill.per_hour == 5.98
 
 
@@ -203,12 +203,12 @@ def test_a_card_on_another_board_has_the_price_of_its_sister():
 )
 def test_a_platform_that_has_no_such_gpu_is_one_line_with_what_to_type(platform, card, says):
     with pytest.raises(UserError) as told:
-        plan_of("medium", platform=platform, only=[gpu(card)] if card else None)
+        plan_of("medium", platform=platform, only=[find_gpu(card)] if card else None)
     assert says in str(told.value) and "[prices." in str(told.value) and "\n" not in str(told.value)
 
 
 def test_a_price_of_ones_own_opens_a_platform_without_prices():
-    (found,) = plan_of("medium", "limits.price_per_hour=3", platform="dsw", only=[gpu("A10")]).offers
+    (found,) = plan_of("medium", "limits.price_per_hour=3", platform="dsw", only=[find_gpu("A10")]).offers
     assert found.bill.title == "Aliyun PAI-DSW" and found.bill.amount == pytest.approx(3 * found.bill.hours)
 
 
@@ -255,7 +255,7 @@ def test_every_session_downloads_the_base_again():
     ("hours", "sessions", "weeks"), [(12, 1, 1), (12.1, 2, 1), (29.9, 3, 1), (30.5, 3, 2), (40, 4, 2), (61, 6, 3)]
 )
 def test_sessions_and_weeks_on_kaggle_by_hand(hours, sessions, weeks):
-    from sojourn.catalog.facts import Price
+    from sojourn.catalog.prices import Price
 
     place = next(one for one in platforms() if one.name == "kaggle")
     found = bill(Price("kaggle", "T4", 0.0, "x", "2026-11", count=2), place, 3600 * hours, 60)
@@ -313,7 +313,7 @@ def test_a_global_batch_of_many_divisors_takes_no_longer(home):
     counted, real = [], choose.memory
     choose.memory = lambda work: counted.append(work) or real(work)
     try:
-        found = plan_of("medium", "train.global_batch=720720", only=[gpu("RTX 4090")])
+        found = plan_of("medium", "train.global_batch=720720", only=[find_gpu("RTX 4090")])
     finally:
         choose.memory = real
     assert len(counted) < 60 and found.best.micro_batch * 512 <= choose.MOST_TOKENS
@@ -322,7 +322,7 @@ def test_a_global_batch_of_many_divisors_takes_no_longer(home):
 
 def test_rows_much_too_long_get_advice_too():
     config = load_run(["qlora-7b", "data.max_length=200000", "train.steps=10"]).config
-    assert any("data.max_length" in one.typed for one in advise(config, gpu("RTX 4090")))
+    assert any("data.max_length" in one.typed for one in advise(config, find_gpu("RTX 4090")))
 
 
 # --- memory for speed
@@ -336,14 +336,14 @@ def test_rows_much_too_long_get_advice_too():
     ],
 )  # fmt: skip
 def test_presets_recompute_only_what_a_card_does_not_hold(words, card, how):
-    (found,) = {offer.cut.work.recompute for offer in plan_of(*words, only=[gpu(card)]).offers}
+    (found,) = {offer.cut.work.recompute for offer in plan_of(*words, only=[find_gpu(card)]).offers}
     assert found == how
 
 
 def test_what_is_recomputed_is_chosen_by_its_speed():
     """Sixteen rows fit if they are recomputed; two do without, and are faster."""
     config = load_run(["lora-100k", "train.micro_batch=auto"]).config
-    card, shape = gpu("T4"), subject_of(config)
+    card, shape = find_gpu("T4"), subject_of(config)
     found = fit_on(config, shape, card)
     assert (found.work.recompute, found.work.rows) == ("off", 2)
     other = fit_on(
@@ -355,7 +355,7 @@ def test_what_is_recomputed_is_chosen_by_its_speed():
 
 def test_a_gpu_of_unknown_speed_keeps_activations_where_a_fair_micro_batch_fits():
     config = load_run(["lora-100k", "train.micro_batch=auto"]).config
-    card, shape = gpu("T4"), subject_of(config)
+    card, shape = find_gpu("T4"), subject_of(config)
     rates = {"fp32_tflops": None, "tf32_tflops": None, "bf16_tflops": None, "fp16_tflops": None, "fp8_tflops": None}
     found = fit_on(config, shape, replace(card, **rates))
     assert (found.work.recompute, found.work.rows) == ("full", 16)
@@ -366,7 +366,7 @@ def test_a_gpu_of_unknown_speed_keeps_activations_where_a_fair_micro_batch_fits(
 def test_a_run_that_leaves_memory_unused_is_told_what_it_would_buy(home):
     words, card = (
         ["qlora-7b", "train.steps=100", "train.micro_batch=1", "train.activation_checkpointing=full"],
-        gpu("RTX 4090"),
+        find_gpu("RTX 4090"),
     )
     config, plan = load_run(words).config, plan_of(*words, only=[card])
     found = faster(config, plan)
@@ -382,7 +382,7 @@ def test_a_run_that_leaves_memory_unused_is_told_what_it_would_buy(home):
 
 def test_more_rows_at_a_time_are_worth_a_word_where_weights_are_many():
     words = ["full-7b", "train.steps=100"]
-    assert faster(load_run(words).config, plan_of(*words, only=[gpu("H200")])).typed == "train.micro_batch=auto"
+    assert faster(load_run(words).config, plan_of(*words, only=[find_gpu("H200")])).typed == "train.micro_batch=auto"
 
 
 @pytest.mark.parametrize(
@@ -395,7 +395,7 @@ def test_more_rows_at_a_time_are_worth_a_word_where_weights_are_many():
 )
 def test_nothing_is_promised_where_nothing_would_be_faster(words, card):
     words = [*words, "train.steps=100"]
-    assert faster(load_run(words).config, plan_of(*words, only=[gpu(card)])) is None
+    assert faster(load_run(words).config, plan_of(*words, only=[find_gpu(card)])) is None
 
 
 # --- the other way round
@@ -404,7 +404,7 @@ def test_nothing_is_promised_where_nothing_would_be_faster(words, card):
 def test_what_fits_the_other_way_round_fits_in_a_plan_too():
     """A run that no card of 80 GiB is said to hold is not said to fit into 80 GiB."""
     config = load_run(["full-7b", "train.steps=10"]).config
-    assert fit_on(config, model("qwen2.5-7b"), A100) is None
+    assert fit_on(config, find_model("qwen2.5-7b"), A100) is None
     assert what_fits(config, 80 * 2**30).rows_recomputed is None
 
 

@@ -1,16 +1,17 @@
-"""Reads the catalogue's TOML tables, lays the user's own file over them, and turns rows into dataclasses."""
+"""Reads the catalogue's TOML tables, merges the user's own file into them, and turns rows into dataclasses."""
 
 import dataclasses
 import importlib
 import os
 import sys
-import types
-import typing
 from datetime import datetime, timezone
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError
 
 from sojourn.config.words import closest, shown
 from sojourn.errors import UserError
@@ -18,7 +19,7 @@ from sojourn.errors import UserError
 # tomllib came with 3.11; before that it is the tomli package, which has the same functions.
 _toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
-# What a key of the user's, or any, makes worthless in the row of ours that it changes.
+# When a user's row has this key (or is of this kind), these keys of our row no longer hold.
 _STALE = {
     "model": ("published",),
     "memory_gib": ("usable_gib",),
@@ -26,10 +27,9 @@ _STALE = {
     "cny_per_hour": ("per_hour", "currency"),
 }
 
-Row = TypeVar("Row")
+RowType = TypeVar("RowType")
 Table = dict[str, Any]
-_LARGEST = 10**15  # of a figure; TOML also has inf and nan, and whole numbers without end
-KINDS = {  # each kind, and the word for many: the name of its file, and as good a name for a table of the user's
+KINDS = {  # each kind, and its plural: the name of our file; a user's file may use either
     "gpu": "gpus",
     "platform": "platforms",
     "price": "prices",
@@ -39,10 +39,29 @@ KINDS = {  # each kind, and the word for many: the name of its file, and as good
 }
 
 
-def user_file() -> Path:
-    """Where a person keeps their own rows: the same tables as ours, laid over them by name.
+def _version(value: Any) -> tuple[int, int]:
+    major, _, minor = value.partition(".") if isinstance(value, str) else ("", "", "")
+    if not (major.isdigit() and minor.isdigit()):
+        raise PydanticCustomError("version", "{expected}", {"expected": 'a version in quotes, like "8.9"'})
+    return int(major), int(minor)
 
-    A file in SOJOURN_HOME travels with the runs; without one there it is the user's configuration folder.
+
+Number = Annotated[float, Field(strict=True, ge=0, lt=1e15, allow_inf_nan=False)]
+Whole = Annotated[int, Field(strict=True, gt=0, lt=10**15)]
+Flag = Annotated[bool, Field(strict=True)]
+Version = Annotated[tuple[int, int], BeforeValidator(_version)]
+
+
+class Row:
+    """The base of every kind of row."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+
+def user_file() -> Path:
+    """The user's own catalogue: the same tables as ours, merged into them by name.
+
+    It is `catalog.toml` in SOJOURN_HOME if that file exists, else in the user's configuration folder.
     """
     from platformdirs import user_config_dir
 
@@ -59,7 +78,7 @@ def _packaged(kind: str) -> Table:
     return table
 
 
-def _own(path: Path) -> Table:
+def _user_tables(path: Path) -> Table:
     try:
         content: Table = _toml.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -68,10 +87,10 @@ def _own(path: Path) -> Table:
         raise UserError(f"{path}: cannot be read ({error})") from error
     except _toml.TOMLDecodeError as error:
         raise UserError(f"{path}: not valid TOML: {error}") from error
-    one = {many: kind for kind, many in KINDS.items()}
+    singular = {plural: kind for kind, plural in KINDS.items()}
     tables: Table = {}
     for word, table in content.items():
-        kind = one.get(word, word)
+        kind = singular.get(word, word)
         if kind not in KINDS:
             raise UserError(f"{path}: unknown table [{word}]{closest(word, KINDS)}")
         if not isinstance(table, dict):
@@ -82,12 +101,12 @@ def _own(path: Path) -> Table:
     return tables
 
 
-def rows(kind: str, user: Path | None = None) -> dict[str, tuple[Table, str]]:
-    """Every row of one kind by name, with where it came from; the user's keys win over ours, row by row."""
+def load_rows(kind: str, user: Path | None = None) -> dict[str, tuple[Table, str]]:
+    """Every row of one kind by name, with the file it came from; the user's keys override ours."""
     ours = f"{KINDS[kind]}.toml"
     merged = {name: (dict(row), ours) for name, row in _flat(kind, _packaged(kind), ours).items()}
     path = user or user_file()
-    own = _own(path).get(kind, {})
+    own = _user_tables(path).get(kind, {})
     if not own:
         return merged
     written = datetime.fromtimestamp(path.stat().st_mtime, timezone.utc).strftime("%Y-%m")
@@ -98,8 +117,8 @@ def rows(kind: str, user: Path | None = None) -> dict[str, tuple[Table, str]]:
         base = merged.get(name, ({}, ""))[0]
         stale = {key for changed in (kind, *row) for key in _STALE.get(changed, ())}
         base = {key: value for key, value in base.items() if key not in stale}
-        # A figure the user typed is theirs: it does not keep our source and date.
-        merged[name] = ({**base, "source": str(path), when: written, **row, **_called(kind, base)}, str(path))
+        # A value from the user's file does not keep our source and date.
+        merged[name] = ({**base, "source": str(path), when: written, **row, **_our_names(kind, base)}, str(path))
     return merged
 
 
@@ -107,7 +126,7 @@ def _key(name: str) -> str:
     return "".join(name.casefold().split())
 
 
-def _called(kind: str, base: Table) -> Table:
+def _our_names(kind: str, base: Table) -> Table:
     """A price keeps our spelling of its platform and GPU, so that rows still find each other by name."""
     return {key: base[key] for key in ("platform", "gpu") if key in base} if kind == "price" else {}
 
@@ -128,65 +147,45 @@ def _flat(kind: str, table: Table, where: str) -> dict[str, Table]:
     return flat
 
 
-def to_row(cls: type[Row], row: Table, where: str, kind: str) -> Row:
-    """One table as a frozen dataclass; an unknown, missing or wrongly typed key is the user's error, named."""
-    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    hints = typing.get_type_hints(cls)
-    values: Table = {}
-    for key, value in row.items():
-        if key not in fields:
-            raise UserError(f"{where}: unknown key `{key}`{closest(key, fields)}")
-        values[key] = _typed(value, hints[key], f"{where}: `{key}`")
-    for name, field in fields.items():
-        if name not in values and field.default is field.default_factory is dataclasses.MISSING:
-            raise UserError(f"{where}: `{name}` is missing; every {kind} needs it")
-    return cls(**values)
+def to_row(cls: type[RowType], row: Table, where: str, kind: str) -> RowType:
+    """One table as a frozen dataclass; an unknown, missing or wrongly typed key is a UserError that names it."""
+    try:
+        found: RowType = _validator(cls).validate_python(row)  # type: ignore[arg-type]
+        return found
+    except ValidationError as error:
+        raise UserError(f"{where}: {_describe(error, cls, kind)}") from None
 
 
-def _typed(value: Any, hint: Any, where: str) -> Any:
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    want = next(o for o in options if o is not type(None))
-    if want is float and isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _LARGEST:
-        if value < 0:
-            raise UserError(f"{where} is {value}: it cannot be negative")
-        return float(value)
-    if want is int and isinstance(value, int) and not isinstance(value, bool) and 0 < value < _LARGEST:
-        return value
-    if want is bool and isinstance(value, bool):
-        return value
-    if want is str and isinstance(value, str):
-        return value
-    if want == tuple[str, ...] and isinstance(value, list) and all(isinstance(v, str) for v in value):
-        return tuple(value)
-    if want == dict[str, str] and isinstance(value, dict) and all(isinstance(v, str) for v in value.values()):
-        return value
-    if dataclasses.is_dataclass(part := _of_many(want)) and isinstance(value, list):
-        return tuple(_part(part, row, where, place) for place, row in enumerate(value, 1))
-    if want == tuple[int, int] and isinstance(value, str):
-        major, dot, minor = value.partition(".")
-        if dot and major.isdigit() and minor.isdigit():
-            return int(major), int(minor)
-    raise UserError(f"{where} is {shown(repr(value))}: it must be {_SPOKEN.get(want, 'a list of tables')}")
+@cache
+def _validator(cls: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(cls)
 
 
-def _of_many(hint: Any) -> Any:
-    """What a tuple of any length is made of."""
-    made_of = typing.get_args(hint)
-    return made_of[0] if typing.get_origin(hint) is tuple and made_of[1:] == (...,) else None
-
-
-def _part(cls: Any, row: Any, where: str, place: int) -> Any:
-    if not isinstance(row, dict):
-        raise UserError(f"{where} is {shown(repr(row))} at place {place}: it must be a table")
-    return to_row(cls, row, f"{where} at place {place}", "entry")
-
-
-_SPOKEN: dict[Any, str] = {
-    float: "a number",
-    int: "a whole number above 0",
-    bool: "true or false",
-    str: "a text in quotes",
-    tuple[str, ...]: 'a list of texts, like ["/data"]',
-    dict[str, str]: 'a table of texts, like { prompt = "question" }',
-    tuple[int, int]: 'a version in quotes, like "8.9"',
+_EXPECTED = {
+    "float_type": "a number",
+    "finite_number": "a number",
+    "less_than": "a smaller number",
+    "int_type": "a whole number above 0",
+    "greater_than": "a whole number above 0",
+    "bool_type": "true or false",
+    "string_type": "a text in quotes",
+    "tuple_type": "a list",
+    "dict_type": 'a table of texts, like { prompt = "question" }',
+    "dataclass_type": "a table",
 }
+
+
+def _describe(error: ValidationError, cls: type, kind: str) -> str:
+    """The first problem in one line."""
+    item = error.errors(include_url=False)[0]
+    path, reason = item["loc"], item["type"]
+    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+    if reason == "unexpected_keyword_argument":
+        known = [field.name for field in dataclasses.fields(cls)] if len(path) == 1 else []
+        return f"unknown key `{key}`{closest(str(path[-1]), known)}"
+    if reason == "missing":
+        return f"`{key}` is missing; every {kind} needs it"
+    given = f"`{key}` is {shown(repr(item['input']))}"
+    if reason == "greater_than_equal":
+        return f"{given}: it cannot be negative"
+    return f"{given}: it must be {_EXPECTED.get(reason) or item['ctx']['expected']}"

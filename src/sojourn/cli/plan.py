@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from sojourn.catalog.facts import Gpu
+    from sojourn.catalog.gpus import Gpu
     from sojourn.config.schema import RunConfig
 
 
@@ -27,7 +27,7 @@ def plan(
     json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
     """What a run needs and what it costs on each GPU. Needs no torch, no GPU and no network."""
-    from sojourn.catalog.names import gpu as find_gpu
+    from sojourn.catalog.gpus import find_gpu
     from sojourn.config.load import load_run
     from sojourn.errors import UserError
     from sojourn.plan.arguments import alone

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sojourn.catalog.facts import Gpu
+from sojourn.catalog.gpus import Gpu
 from sojourn.estimate.activations import block_parameters, inner
 from sojourn.estimate.constants import constants
 from sojourn.estimate.kernel_launch import recorded, shortens, step_seconds

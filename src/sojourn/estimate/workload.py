@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sojourn.catalog.facts import Gpu
 from sojourn.catalog.fused_families import FUSED_FAMILIES
-from sojourn.catalog.shapes import ModelSpec
+from sojourn.catalog.gpus import Gpu
+from sojourn.catalog.models import ModelSpec
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from sojourn.catalog import PlatformFacts, platforms
+from sojourn.catalog.platforms import PlatformFacts, platforms
 
 ROOT = Path("/")
 

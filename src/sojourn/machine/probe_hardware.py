@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from sojourn.catalog import gpu as catalogue_gpu
+from sojourn.catalog.gpus import find_gpu
 from sojourn.errors import UserError
 from sojourn.machine import hardware
 from sojourn.machine.finding import Finding, gib
@@ -47,7 +47,7 @@ def _card(card: GpuSeen) -> Finding:
     if card.driver:
         says.append(f"driver {card.driver}" + (f" (CUDA {card.cuda[0]}.{card.cuda[1]})" if card.cuda else ""))
     try:
-        row = catalogue_gpu(card.name, card.memory_gib).name
+        row = find_gpu(card.name, card.memory_gib).name
         says.append(f"catalogue: {row}")
     except UserError:
         row = None

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
-from sojourn.catalog.facts import Gpu, gpus
-from sojourn.catalog.shapes import ModelSpec, models
+from sojourn.catalog.gpus import Gpu, gpus
+from sojourn.catalog.models import ModelSpec, models
 from sojourn.config.load import with_settings
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError

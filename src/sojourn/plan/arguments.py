@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sojourn.catalog.facts import platforms
+from sojourn.catalog.platforms import platforms
 from sojourn.config.quantities import Duration, Money, Size
 from sojourn.config.words import closest, shown
 from sojourn.errors import UserError

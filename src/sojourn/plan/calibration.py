@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sojourn.catalog.names import gpu as find_gpu
+from sojourn.catalog.gpus import find_gpu
 from sojourn.errors import UserError
 from sojourn.estimate.memory import memory
 from sojourn.estimate.workload import Work

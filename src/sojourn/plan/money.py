@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from sojourn.catalog.facts import PlatformFacts, Price, currencies
+from sojourn.catalog.platforms import PlatformFacts
+from sojourn.catalog.prices import Price, currencies
 from sojourn.catalog.tables import user_file
 from sojourn.config.quantities import Money
 from sojourn.errors import UserError

@@ -6,8 +6,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 
-from sojourn.catalog.facts import Gpu, Price, gpus, platforms
-from sojourn.catalog.shapes import ModelSpec
+from sojourn.catalog.gpus import Gpu, gpus
+from sojourn.catalog.models import ModelSpec
+from sojourn.catalog.platforms import platforms
+from sojourn.catalog.prices import Price
 from sojourn.config.quantities import Money
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sojourn.catalog.facts import Gpu, Price, prices
-from sojourn.catalog.names import prices_of
+from sojourn.catalog.gpus import Gpu
+from sojourn.catalog.prices import Price, prices, prices_of
 from sojourn.catalog.tables import user_file
 from sojourn.config.schema import RunConfig
 

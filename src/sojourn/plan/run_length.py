@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from sojourn.catalog.facts import datasets
+from sojourn.catalog.datasets import datasets
 from sojourn.config.data import DataConfig
 from sojourn.config.schema import RunConfig
 from sojourn.config.words import shown

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from sojourn.catalog.facts import Gpu
+from sojourn.catalog.gpus import Gpu
 from sojourn.config.schema import RunConfig
 from sojourn.estimate.constants import constants
 from sojourn.estimate.model_states import optimizer, trained_parameters

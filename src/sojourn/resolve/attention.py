@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sojourn.catalog.attention_backends import ATTENTION_BACKENDS, AttentionBackend
-from sojourn.catalog.shapes import ModelSpec
+from sojourn.catalog.models import ModelSpec
 from sojourn.resolve.device_spec import DeviceSpec
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sojourn.catalog.facts import Gpu
+from sojourn.catalog.gpus import Gpu
 from sojourn.estimate.memory import room_in
 from sojourn.machine.precision import cuda_precision
 

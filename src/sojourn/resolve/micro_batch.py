@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 
-from sojourn.catalog.facts import Gpu
+from sojourn.catalog.gpus import Gpu
 from sojourn.estimate.memory import Memory, memory
 from sojourn.estimate.step_time import has_rate, speed
 from sojourn.estimate.workload import Work

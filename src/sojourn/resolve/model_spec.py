@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sojourn.catalog.shapes import ModelSpec, model, models
+from sojourn.catalog.models import ModelSpec, find_model, models
 from sojourn.config.schema import RunConfig
 from sojourn.config.words import shown
 from sojourn.errors import UserError
@@ -66,7 +66,7 @@ def of_base(word: str) -> ModelSpec:
         )
         raise UserError(f"model.base: {shown(word)}: {what}; plan with its name, or with the folder of its config.json")
     try:
-        return model(word)
+        return find_model(word)
     except UserError as error:
         raise UserError(f"model.base: {error}; or give a folder with the model's config.json") from None
 

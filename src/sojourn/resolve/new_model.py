@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from sojourn.catalog.shapes import ModelSpec
+from sojourn.catalog.models import ModelSpec
 from sojourn.config.quantities import Count
 from sojourn.config.schema import ModelConfig, usual_head_size
 from sojourn.errors import UserError

@@ -11,7 +11,7 @@ from threading import Thread
 from typing import Any
 from urllib.parse import urlsplit
 
-from sojourn.catalog.facts import datasets
+from sojourn.catalog.datasets import datasets
 from sojourn.config.words import closest, shown
 from sojourn.errors import RunFailed, UserError
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
-from sojourn.catalog.facts import Gpu
 from sojourn.catalog.fused_families import FUSED_FAMILIES
-from sojourn.catalog.names import gpu as find_gpu
-from sojourn.catalog.shapes import ModelSpec
+from sojourn.catalog.gpus import Gpu, find_gpu
+from sojourn.catalog.models import ModelSpec
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
 from sojourn.estimate.kernel_launch import recordable

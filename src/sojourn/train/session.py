@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from sojourn.catalog.facts import peak_flops
+from sojourn.catalog.gpus import peak_flops
 from sojourn.config.load import dump, read_config, to_yaml
 from sojourn.config.schema import RunConfig
 from sojourn.data.artefact import Artefact, Batch

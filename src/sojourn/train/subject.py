@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sojourn.catalog.shapes import ModelSpec
+from sojourn.catalog.models import ModelSpec
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
 from sojourn.model.base import Base, load_model_config

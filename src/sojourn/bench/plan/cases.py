@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from sojourn.catalog.shapes import ModelSpec, model
+from sojourn.catalog.models import ModelSpec, find_model
 from sojourn.config.words import closest, shown
 from sojourn.errors import UserError
 from sojourn.resolve.new_model import new_shape
@@ -69,7 +69,7 @@ def shape_of(case: Case) -> ModelSpec:
     if case.new:
         return NEW[case.shape]
     small = {**_TINY, **_THIN}
-    return small[case.shape] if case.shape in small else model(case.shape)
+    return small[case.shape] if case.shape in small else find_model(case.shape)
 
 
 def sizes(shape: ModelSpec) -> dict[str, Any]:

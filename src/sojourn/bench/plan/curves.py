@@ -9,7 +9,7 @@ import math
 from itertools import product
 from typing import Any
 
-from sojourn.catalog.names import gpu as find_gpu
+from sojourn.catalog.gpus import find_gpu
 
 _FP8 = ("tflops", "tflops", "tflops_weight")
 

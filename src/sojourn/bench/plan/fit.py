@@ -21,8 +21,7 @@ from typing import Any
 from sojourn.bench.plan.cases import DRAWN
 from sojourn.bench.plan.curves import fitted
 from sojourn.bench.plan.replan import cpu_of_row, work_of_row
-from sojourn.catalog.facts import Gpu
-from sojourn.catalog.names import gpu as find_gpu
+from sojourn.catalog.gpus import Gpu, find_gpu
 from sojourn.estimate.constants import constants, read
 from sojourn.estimate.step_time import speed
 from sojourn.estimate.workload import Work

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sojourn.bench.plan.cases import Case, shape_of, sizes
-from sojourn.catalog.shapes import ModelSpec
+from sojourn.catalog.models import ModelSpec
 from sojourn.config.schema import RunConfig
 
 _POSITIONS = 32_768

@@ -6,8 +6,8 @@ from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any
 
-from sojourn.catalog.names import gpu as find_gpu
-from sojourn.catalog.shapes import ModelSpec
+from sojourn.catalog.gpus import find_gpu
+from sojourn.catalog.models import ModelSpec
 from sojourn.config.renamed import upgrade
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError

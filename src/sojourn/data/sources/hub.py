@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sojourn.catalog.facts import DatasetFacts, datasets
+from sojourn.catalog.datasets import DatasetFacts, datasets
 from sojourn.config.data import Source
 from sojourn.config.words import closest, plain, shown
 from sojourn.errors import UserError

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sojourn.catalog.facts import datasets
+from sojourn.catalog.datasets import datasets
 from sojourn.config.data import Columns, Source
 from sojourn.config.words import closest
 from sojourn.data import builtin

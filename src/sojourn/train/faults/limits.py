@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from decimal import Decimal
 
-from sojourn.catalog.names import gpu, prices_of
+from sojourn.catalog.gpus import find_gpu
+from sojourn.catalog.prices import prices_of
 from sojourn.config.quantities import Money
 from sojourn.config.schema import LimitsConfig, RunConfig
 from sojourn.errors import UserError
@@ -32,7 +33,7 @@ def _catalogue_price() -> Money | None:
     if not cards:
         return None
     try:
-        card = gpu(cards[0].name, cards[0].memory_gib)
+        card = find_gpu(cards[0].name, cards[0].memory_gib)
     except UserError:
         return None
     found = [row for row in prices_of(card) if row.platform == here and row.cny_per_hour > 0]

@@ -1,0 +1,96 @@
+"""What GPUs cost per hour on each platform, and the exchange rates to compare them by."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sojourn.catalog.gpus import Gpu, find_gpu, gpus, is_same_model
+from sojourn.catalog.platforms import platforms
+from sojourn.catalog.tables import Number, Row, Whole, load_rows, to_row
+from sojourn.config.words import closest
+from sojourn.errors import UserError
+
+
+@dataclass(frozen=True)
+class Price(Row):
+    """What `count` GPUs of one kind cost per hour on one platform, who said so, and in which month.
+
+    `per_hour` is in `currency`; `cny_per_hour` is the same by the catalogue's rate, to compare with others.
+    """
+
+    platform: str
+    gpu: str
+    cny_per_hour: Number
+    source: str
+    month: str
+    count: Whole = 1
+    note: str = ""
+    currency: str = "CNY"
+    per_hour: Number | None = None
+
+
+@dataclass(frozen=True)
+class Currency(Row):
+    """How many CNY one unit of a currency is, roughly."""
+
+    name: str
+    cny: Number
+    source: str
+    date: str
+
+
+def currencies(user: Path | None = None) -> dict[str, Currency]:
+    """Every currency with a rate, by its three letters; CNY is what the others are told in."""
+    found = {
+        name.upper(): to_row(Currency, {"name": name.upper(), **row}, f"{where}: currency.{name}", "currency")
+        for name, (row, where) in load_rows("currency", user).items()
+    }
+    return {"CNY": Currency("CNY", 1.0, "the catalogue's own unit", ""), **found}
+
+
+def prices(user: Path | None = None) -> tuple[Price, ...]:
+    """Every price, platform by platform; a user's price for a card that we price too takes our price's place."""
+    found, rates = load_rows("price", user), currencies(user)
+    by_place: dict[tuple[str, str], Price] = {}
+    for row, where in found.values():
+        place = f'{where}: price.{row["platform"]}."{row["gpu"]}"'
+        price = _price(row if where == "prices.toml" else _with_our_names(row, place, user), place, rates)
+        by_place[price.platform, price.gpu] = price
+    return tuple(by_place.values())
+
+
+def _with_our_names(row: dict[str, Any], where: str, user: Path | None) -> dict[str, Any]:
+    """A user's price under the catalogue's names of its platform and GPU."""
+    known = [place.name for place in platforms(user)]
+    if row["platform"] not in known:
+        mend = closest(row["platform"], known) or f"; add [platform.{row['platform']}] to name it"
+        raise UserError(f"{where}: no platform called '{row['platform']}'{mend}")
+    try:
+        return {**row, "gpu": find_gpu(row["gpu"], user=user).name}
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+
+
+def _price(row: dict[str, Any], where: str, rates: dict[str, Currency]) -> Price:
+    if "per_hour" in row and "cny_per_hour" in row:
+        raise UserError(f"{where}: `per_hour` and `cny_per_hour` are both there; keep one of them")
+    if "per_hour" not in row:
+        price = to_row(Price, row, where, "price")
+        if price.currency != "CNY":
+            raise UserError(f"{where}: `currency` goes with `per_hour`; `cny_per_hour` is in CNY")
+        return to_row(Price, {**row, "per_hour": price.cny_per_hour}, where, "price")
+    price = to_row(Price, {**row, "cny_per_hour": row["per_hour"]}, where, "price")
+    rate = rates.get(price.currency)
+    if rate is None:
+        add = f"add [currency.{price.currency}] with `cny`, or take one of {', '.join(rates)}"
+        raise UserError(f"{where}: `currency` is {price.currency!r}, which has no rate; {add}")
+    return to_row(Price, {**row, "cny_per_hour": rate.cny * (price.per_hour or 0.0)}, where, "price")
+
+
+def prices_of(card: Gpu, user: Path | None = None) -> tuple[Price, ...]:
+    """A card's prices. Where a platform has none for this board, those of the same card on another (PCIe, SXM)."""
+    everything = prices(user)
+    own = [price for price in everything if price.gpu == card.name]
+    sisters = {row.name for row in gpus(user) if is_same_model(row, card)}
+    served = {price.platform for price in own}
+    return (*own, *(p for p in everything if p.gpu in sisters and p.platform not in served))
