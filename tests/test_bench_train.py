@@ -304,9 +304,9 @@ def test_what_a_run_notes_is_told_beneath_its_row(folder, monkeypatch):
     assert row["notes"] == ["note: it was otherwise"] and "  note: it was otherwise" in said
 
 
-def test_losses_drawn_over_each_other_are_those_that_were_measured(monkeypatch):
-    root = Path(__file__).parents[1] / "benchmarks"
-    monkeypatch.syspath_prepend(str(root))
-    import curves
+def test_the_loss_curves_are_drawn_from_the_measured_losses():
+    from benchmarks import curves
 
-    assert curves.drawn() == (root / "results/curves-H200-2026-11-17.svg").read_text(encoding="utf-8")
+    root = Path(__file__).parents[1] / "benchmarks"
+
+    assert curves.draw() == (root / "results/curves-H200-2026-11-17.svg").read_text(encoding="utf-8")
