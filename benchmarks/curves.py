@@ -13,8 +13,8 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 FILES = tuple(f"train-H200-2026-11-{day}.json" for day in (15, 16, 17))
 LOW_LR = "train.lr=1e-4"
-# Title; workload, steps, our row, the other row, and a part of the command. Taken from the newest run that has both rows,
-# otherwise from the newest run of each. Row names are those of the day: ahead = async-step, fp8-inner =
+# Title; workload, steps, our row, the other row, and a part of the command: of the newest run that has both rows,
+# otherwise of the newest run of each. Row names are those of the day: ahead = async-step, fp8-inner =
 # fp8-except-last-layer, liger-kept = liger-no-checkpointing.
 PANELS = (
     ("LoRA 7B, no checkpointing, and Liger", "lora-7b", 200, "ahead", "liger-kept", ""),
