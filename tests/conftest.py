@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import subprocess
 import sys
@@ -11,12 +10,17 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 import budget
 from fork_server import ForkServer
+from shared import Shared, write_chats
+
+if TYPE_CHECKING:
+    from tiny import Tiny
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["COLUMNS"] = "120"  # whatever terminal, or none, the tests run in
@@ -32,10 +36,6 @@ def pytest_configure(config: pytest.Config) -> None:
     mode = config.getoption("--budget")
     if mode:
         config.pluginmanager.register(budget.Budget(mode))
-
-
-COLOURS = ("red", "green", "blue", "gold", "grey", "pink", "black", "white")
-THINGS = ("cat", "boat", "lamp", "tree", "stone", "river", "cloud", "bell")
 
 
 @pytest.fixture
@@ -70,21 +70,21 @@ def ordinary_user() -> Iterator[Path]:
                 os.seteuid(0)
 
 
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
+    return Shared(tmp_path_factory.mktemp("shared"))
+
+
 @pytest.fixture
 def chats(home: Path) -> Path:
     """400 short chats in a file."""
-    path = home / "chats.jsonl"
-    lines = [
-        {"prompt": f"What colour is the {THINGS[i % 8]} of house {i}?", "completion": f"It is {COLOURS[(i // 8) % 8]}."}
-        for i in range(400)
-    ]
-    path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
-    return path
+    return write_chats(home / "chats.jsonl")
 
 
 @pytest.fixture
-def words(chats: Path) -> list[str]:
-    """The command line of a run that trains in about a second: `sojourn train` + these."""
+def words(chats: Path, home: Path, shared: Shared) -> list[str]:
+    """The command line of a run that trains in about a second: `sojourn train` + these. Its data is prepared."""
+    shared.copy_prepared(home)
     return [
         "smoke", f"data.sources={chats}", "model.d_model=64", "data.vocab_size=400", "data.max_length=64",
         "train.global_batch=8", "train.steps=12", "log.every_steps=1", "log.tensorboard=off", "name=t",
@@ -92,34 +92,18 @@ def words(chats: Path) -> list[str]:
 
 
 @pytest.fixture
-def base(chats: Path, home: Path) -> Path:
+def base(home: Path, shared: Shared) -> Path:
     """A tiny Llama with random weights and the tokenizer of the chats, as plain transformers writes it."""
-    return make_base(chats, home, "llama")
+    return shared.copy_base(home)
 
 
-def make_base(chats: Path, home: Path, family: str, **changed: object) -> Path:
-    """The same of another family."""
-    import shutil
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory, shared: Shared) -> Iterator[Tiny]:
+    """One home for all tests of a file, and runs of about a second to disturb."""
+    from tiny import tiny_home
 
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from sojourn.config.load import load_run
-    from sojourn.data.prepare import prepare
-
-    words = ["smoke", f"data.sources={chats}", "data.vocab_size=400", "data.max_length=64"]
-    artefact = prepare(load_run(words).config.data, home / "prepared")
-    sizes = {
-        "vocab_size": artefact.vocab_size, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128,
-        "bos_token_id": None, "eos_token_id": artefact.stop_ids[0], "pad_token_id": artefact.pad_id,
-    }  # fmt: skip
-    torch.manual_seed(1)
-    folder = home / family
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**sizes, **changed})).save_pretrained(folder)
-    for file in artefact.tokenizer.iterdir():
-        shutil.copy(file, folder / file.name)
-    return folder
+    with tiny_home(tmp_path_factory.mktemp("home"), shared) as made:
+        yield made
 
 
 def sojourn(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:

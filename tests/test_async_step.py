@@ -11,16 +11,10 @@ from sojourn.train import step as step_module
 from sojourn.train.batcher import Prefetcher
 from sojourn.train.fault_tolerant_step import FaultTolerantStep
 from sojourn.train.optim.optimizers import Optimizer
-from tiny import LORA, events, losses, run_train, same_weights, stop_after, tiny_home, weights
+from tiny import LORA, events, losses, run_train, same_weights, stop_after, weights
 
 AHEAD = "advanced.async_step=on"
 DROPOUT = (*LORA, "method.dropout=0.3")
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    with tiny_home(tmp_path_factory.mktemp("home")) as made:
-        yield made
 
 
 @pytest.fixture

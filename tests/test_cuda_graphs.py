@@ -21,7 +21,7 @@ from sojourn.train.faults.memory_pressure import MemoryPressure
 from sojourn.train.optim.optimizers import Optimizer
 from sojourn.train.ranks import Ranks
 from sojourn.train.rehearse import rehearse
-from tiny import LORA, events, run_train, same_weights, stop_after, tiny_home
+from tiny import LORA, events, run_train, same_weights, stop_after
 
 GRAPHS = "train.cuda_graphs=on"
 
@@ -69,12 +69,6 @@ class ByHand:
                 grad.copy_(parameter.grad)
 
         return again, part
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    with tiny_home(tmp_path_factory.mktemp("home")) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

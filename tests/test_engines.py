@@ -11,7 +11,7 @@ import pytest
 from fork_server import needs_fork
 from sojourn.storage.files import read_json
 from sojourn.train.checkpoint.checkpoint import list_checkpoints
-from tiny import LORA, events, losses, run_of, run_train, saved_steps, tiny_home, weights
+from tiny import LORA, events, losses, run_of, run_train, saved_steps, weights
 
 pytestmark = needs_fork
 
@@ -41,12 +41,6 @@ def _engine(name: str, home) -> str:
     path = home / f"{name.replace('*', '-offload')}.json"
     path.write_text(json.dumps({"train_batch_size": "auto", "zero_optimization": zero}))
     return f"parallel.deepspeed={path}"
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    with tiny_home(tmp_path_factory.mktemp("home")) as made:
-        yield made
 
 
 def _curve(run, kind="train"):

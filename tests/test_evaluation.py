@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conftest import called, make_base
+from conftest import called
+from shared import make_base
 from sojourn.config.load import load_run
 from sojourn.errors import UserError
 from sojourn.run.folder import RunFolder

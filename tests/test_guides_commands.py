@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -158,31 +159,6 @@ def test_the_deepspeed_files_fields_have_keys_that_exist() -> None:
 # --- what each line does ---
 
 
-@pytest.fixture
-def base(home: Path, chats: Path) -> Path:
-    """An existing model, tiny, with a tokenizer of its own."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from sojourn.data.prepare import prepare
-
-    data = load_run(["smoke", f"data.sources={chats}", "data.vocab_size=400", "data.max_length=64"]).config.data
-    artefact = prepare(data, home / "prepared", lambda line: None)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = LlamaConfig(
-        vocab_size=artefact.vocab_size,
-        max_position_embeddings=64,
-        pad_token_id=artefact.pad_id,
-        eos_token_id=artefact.stop_ids,
-        bos_token_id=None,
-        **sizes,
-    )
-    folder = home / "base"
-    LlamaForCausalLM(config).save_pretrained(folder)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / file).write_bytes((artefact.path / "tokenizer" / file).read_bytes())
-    return folder
-
-
 def small(row: Row, chats: Path, base: Path) -> list[str]:
     """The same command at the size of a test, on a CPU."""
     loaded = load_run(row.words).config
@@ -202,7 +178,55 @@ def small(row: Row, chats: Path, base: Path) -> list[str]:
 ALONE = [row for row in TRAINED if not any(word in row.here for word in ("0,1", "--deepspeed", "--resume"))]
 
 
-@pytest.mark.parametrize("row", [row for row in ALONE if row.works], ids=here)
+WORKING = [row for row in ALONE if row.works]
+
+
+def computation(row: Row) -> tuple[str, object, str]:
+    """What a training on a CPU can tell apart: method, bits of the base, precision."""
+    config = load_run(row.words).config
+    bits = config.method.bits if config.method.kind == "qlora" else None
+    return config.method.kind, bits, str(config.train.precision)
+
+
+FIRST = {computation(row): row for row in reversed(WORKING)}
+
+
+def flat(config: RunConfig) -> dict[str, object]:
+    """Every setting by its key."""
+    sections = config.model_dump(exclude={"name"})
+    return {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
+
+
+def named_keys(row: Row) -> set[str]:
+    """The settings that the flags of a command set."""
+    flags = {name.replace("-", "_") for name in re.findall(r"--([\w-]+)", shlex.join(row.words))}
+    keys = {VALUES[name] for name in flags & set(VALUES)} | {SWITCHES[name][0] for name in flags & set(SWITCHES)}
+    if flags & {*BATCH, *ACCUMULATION}:
+        keys |= {"train.micro_batch", "train.global_batch"}
+    if "model.d_model" in keys:
+        keys |= {"model.num_heads"}
+    if "model.base" in keys:  # it brings sizes and a tokenizer of its own, and the method is chosen by --load_in_4bit
+        keys |= {"model.d_model", "model.num_layers", "model.num_heads", "data.vocab_size", "method.kind"}
+    return keys
+
+
+@pytest.mark.parametrize("row", RUNS, ids=here)
+def test_a_command_is_its_preset_with_nothing_changed_but_what_it_names(row: Row, home: Path) -> None:
+    """So that one training per method and precision shows that all of them train; `make test-parallel` trains each."""
+    named = re.search(r"--config (\S+)", row.here)
+    preset = named[1] if named else row.words[0] if not row.words[0].startswith("-") else "small"
+    ours, theirs = flat(load_run(row.words).config), flat(load_run([preset]).config)
+    differing = {key for key in ours if ours[key] != theirs[key]}
+    assert differing <= named_keys(row), row.here
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=row.here, marks=[] if row is FIRST[computation(row)] else [pytest.mark.slow])
+        for row in WORKING
+    ],
+)
 def test_a_command_that_works_trains_and_leaves_a_model(row: Row, chats: Path, base: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -282,6 +306,7 @@ def test_a_checkpoint_is_found_by_the_name_other_trainers_give_it(words: list[st
 
 def test_preprocessing_is_found_again_by_the_training_that_follows(words: list[str], home: Path) -> None:
     (row,) = [row for row in RUNS if "--input_dir" in row.here]
+    shutil.rmtree(home / "prepared")
     raw = home / "data" / "raw"
     raw.mkdir(parents=True)
     (home / "chats.jsonl").rename(raw / "chats.jsonl")

@@ -15,7 +15,7 @@ import pytest
 from conftest import called
 from sojourn.config.load import load_run
 from sojourn.launch import agent as launching
-from tiny import Tiny, events, losses, run_of, saved_steps, tiny_home
+from tiny import Tiny, events, losses, run_of, saved_steps
 
 RUN = ("train.micro_batch=1", "train.steps=14", "save.every_steps=4", "parallel.gpus=0,1")
 
@@ -35,12 +35,6 @@ if "RANK" in os.environ:
     struck.steps = 0
     Stepper.gradients = struck
 """
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    with tiny_home(tmp_path_factory.mktemp("home")) as made:
-        yield made
 
 
 def _start(tiny: Tiny, words: list[str], wrong: str = "pass") -> subprocess.Popen[str]:

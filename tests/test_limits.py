@@ -22,16 +22,10 @@ from sojourn.train import loop, steps
 from sojourn.train.faults import limits
 from sojourn.train.faults.guard import Guard
 from sojourn.train.step import Stepper
-from tiny import events, run_of, run_train, same_weights, saved_steps, stop_after, tiny_home
+from tiny import events, run_of, run_train, same_weights, saved_steps, stop_after
 
 LONG = ("train.steps=100000", "log.every_steps=1000")
 PRICE = "limits.price_per_hour=3600 CNY"  # a second costs one
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    with tiny_home(tmp_path_factory.mktemp("home")) as made:
-        yield made
 
 
 @pytest.fixture

@@ -16,15 +16,9 @@ from sojourn.train.distributed.engine import Engine
 from sojourn.train.fault_tolerant_step import FaultTolerantStep
 from sojourn.train.faults.loss_spikes import LOSS_WINDOW, check_loss, same
 from sojourn.train.step import Stepper
-from tiny import LORA, events, losses, run_of, run_train, same_weights, saved_steps, stop_after, tiny_home, weights
+from tiny import LORA, events, losses, run_of, run_train, same_weights, saved_steps, stop_after, weights
 
 _numbers = st.floats(min_value=1e-3, max_value=1e3)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    with tiny_home(tmp_path_factory.mktemp("home")) as made:
-        yield made
 
 
 @given(

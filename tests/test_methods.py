@@ -12,7 +12,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from conftest import called, make_base, sojourn
+from conftest import called, sojourn
+from shared import make_base
 from sojourn.config.load import load_run
 from sojourn.data.artefact import Artefact, read_batch
 from sojourn.data.order import step_rows

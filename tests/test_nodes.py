@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from sojourn.run.folder import RunFolder
-from tiny import Tiny, events, losses, saved_steps, tiny_home
+from tiny import Tiny, events, losses, saved_steps
 
 _PATIENCE = 240.0  # seconds for whatever a test waits for; a loaded machine may be slow, none may hang
 _STEPS = 32
@@ -118,12 +118,6 @@ def _machines(folder: Path) -> Iterator[tuple[Node, Node]]:
                 node.lose()
             with suppress(subprocess.SubprocessError):
                 _ip("netns", "delete", node.name)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tiny]:
-    with tiny_home(tmp_path_factory.mktemp("home")) as made:
-        yield made
 
 
 @pytest.fixture

@@ -10,16 +10,10 @@ from sojourn.train import step as step_module
 from sojourn.train.distributed import open as open_module
 from sojourn.train.faults.memory_pressure import MemoryPressure
 from sojourn.train.optim.optimizers import Optimizer
-from tiny import LORA, events, losses, run_of, run_train, same_weights, saved_steps, stop_after, tiny_home, weights
+from tiny import LORA, events, losses, run_of, run_train, same_weights, saved_steps, stop_after, weights
 
 PRETRAIN: tuple[str, ...] = ()
 DROPOUT = (*LORA, "method.dropout=0.3")
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    with tiny_home(tmp_path_factory.mktemp("home")) as made:
-        yield made
 
 
 def _full():

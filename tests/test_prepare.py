@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,13 @@ from sojourn.data.artefact import Artefact
 from sojourn.data.prepare import prepare
 from sojourn.data.tokenize.tokenizer import open_tokenizer
 from sojourn.errors import RunFailed, UserError
+
+
+@pytest.fixture
+def words(words, home):
+    """Nothing is prepared yet."""
+    shutil.rmtree(home / "prepared")
+    return words
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from sojourn.errors import Stopped, UserError
 from sojourn.storage.files import read_json, read_json_lines
 from sojourn.train.ranks import Ranks
 from sojourn.train.session import Session
-from tiny import events, losses, run_of, run_train, saved_steps, stop_after, tiny_home, weights
+from tiny import events, losses, run_of, run_train, saved_steps, stop_after, weights
 
 _NOTES = '''
 """What one of several processes does is written down, and a part of it may go wrong."""
@@ -131,12 +131,6 @@ def full(self, closure=None):
     return step(self, closure)
 torch.optim.AdamW.step = full
 """
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    with tiny_home(tmp_path_factory.mktemp("home")) as made:
-        yield made
 
 
 def _torchrun(processes: int, words: list[str], folder: Path, wrong: str) -> tuple[int, str]:

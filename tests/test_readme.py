@@ -2,11 +2,12 @@
 
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 
-from conftest import called, sojourn
+from conftest import called
 
 README = Path(__file__).parent.parent / "README.md"
 RUN_VERBS = ("train", "prepare", "rehearse", "verify-resume")
@@ -46,8 +47,9 @@ def test_plans_are_made_as_the_readme_types_them(command, home):
     assert said.returncode == 0 and said.stdout, said.stderr
 
 
-def test_the_readmes_commands_walk_the_whole_way(home, words):
+def test_the_readmes_commands_walk_the_whole_way(home, words, fork_server):
     """On data of a second instead of an hour: the same verbs, in the same order."""
+    shutil.rmtree(home / "prepared")
     small = ["small", *words[1:-1], "name=small"]
     for arguments, expected in (
         (["prepare", *small], "the model will see"),
@@ -59,7 +61,7 @@ def test_the_readmes_commands_walk_the_whole_way(home, words):
         (["presets", "copy", "small", "my.yaml"], "my.yaml written"),
         (["config", "check", "my.yaml"], "ok: my.yaml is a valid run"),
     ):
-        said = (sojourn if arguments == ["train", *small] else called)(*arguments)
+        said = (fork_server.run if arguments == ["train", *small] else called)(*arguments)
         assert said.returncode == 0, (arguments, said.stderr)
         assert expected in said.stdout
     typo = called("config", "check", "my.yaml", "trian.lr=1e-4")

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from conftest import make_base
+from shared import make_base
 from sojourn.config.load import load_run, read_config
 from sojourn.errors import Stopped, UserError
 from sojourn.run.folder import RunFolder

@@ -21,15 +21,9 @@ from sojourn.train.checkpoint.checkpoint import Checkpoint, Retention, find_dama
 from sojourn.train.checkpoint.saving import Saver
 from sojourn.train.faults import memory_pressure as pressure
 from sojourn.train.step import Stepper
-from tiny import LORA, events, losses, run_of, run_train, same_weights, saved_steps, stop_after, tiny_home
+from tiny import LORA, events, losses, run_of, run_train, same_weights, saved_steps, stop_after
 
 OFTEN = ("save.every=0.001s",)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    with tiny_home(tmp_path_factory.mktemp("home")) as made:
-        yield made
 
 
 def _saving():

@@ -20,17 +20,11 @@ from sojourn.train.checkpoint.saving import Saver
 from sojourn.train.distributed import open as open_module
 from sojourn.train.faults.guard import Guard
 from sojourn.train.step import Stepper
-from tiny import LORA, events, losses, run_of, run_train, same_weights, saved_steps, tiny_home
+from tiny import LORA, events, losses, run_of, run_train, same_weights, saved_steps
 
 DROPOUT = (*LORA, "method.dropout=0.3")
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 HELD_OUT = ("data.eval_fraction=0.2", "train.eval_every=3", "train.patience=9", "train.lr=1e-2")
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    with tiny_home(tmp_path_factory.mktemp("home")) as made:
-        yield made
 
 
 class Phase:

@@ -3,7 +3,6 @@ and each undisturbed run, to compare with, is made once."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from conftest import COLOURS, THINGS, make_base
+from budget import shared_cost
+from shared import Shared, write_chats
 from sojourn.config.load import load_run
 from sojourn.run.folder import RunFolder
 from sojourn.run.home import run_folder
@@ -28,25 +28,17 @@ LORA = ("method.kind=lora", "method.rank=4", "train.lr=1e-3")
 @dataclass
 class Tiny:
     home: Path
+    shared: Shared
     _whole: dict[tuple[str, ...], RunFolder] = field(default_factory=dict)
     _count: int = 0
 
     @cached_property
     def chats(self) -> Path:
-        path = self.home / "chats.jsonl"
-        lines = [
-            {
-                "prompt": f"What colour is the {THINGS[i % 8]} of house {i}?",
-                "completion": f"It is {COLOURS[i // 8 % 8]}.",
-            }
-            for i in range(400)
-        ]
-        path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
-        return path
+        return write_chats(self.home / "chats.jsonl")
 
     @cached_property
     def base(self) -> Path:
-        return make_base(self.chats, self.home, "llama")
+        return self.shared.copy_base(self.home)
 
     def words(self, *extra: str) -> list[str]:
         """The command line of a new run: 12 steps of 8 rows, in 32 bits on a CPU, saved at the end alone."""
@@ -62,16 +54,18 @@ class Tiny:
     def whole(self, *extra: str) -> RunFolder:
         """The same run left in peace."""
         if extra not in self._whole:
-            self._whole[extra] = run_train(self.words(*extra))
+            with shared_cost():
+                self._whole[extra] = run_train(self.words(*extra))
         return self._whole[extra]
 
 
 @contextmanager
-def tiny_home(folder: Path) -> Iterator[Tiny]:
+def tiny_home(folder: Path, shared: Shared) -> Iterator[Tiny]:
+    shared.copy_prepared(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SOJOURN_HOME", str(folder))
         patch.chdir(folder)
-        yield Tiny(folder)
+        yield Tiny(folder, shared)
 
 
 def run_of(words: list[str]) -> RunFolder:

@@ -155,7 +155,7 @@ def _child(order: Order, folder: Path) -> int:
     os.chdir(order.home)
     try:
         if order.base_from is not None:
-            from conftest import make_base
+            from shared import make_base
 
             make_base(Path(order.base_from), Path(order.home), "llama")
             return 0
