@@ -168,7 +168,7 @@ def test_a_killed_process_ends_the_others_and_the_next_start_goes_on_from_the_ch
     words = tiny.words(*RUN, _engine(engine, tiny.home), "save.every_steps=4")
     done = fork_server.run_ranks(2, words, _KILL)
     assert done.codes[1] == -9 and done.codes[0] == 1, done
-    assert "process 0 lost another one" in done.said[0]
+    assert "rank 0 lost the connection to another rank" in done.said[0]
     again = fork_server.run_ranks(2, words, TORCHELASTIC_RESTART_COUNT="1")
     assert again.codes == [0, 0], again
     assert "began again after a process had ended" in again.said[0] and "continuing from step 4" in again.said[0]

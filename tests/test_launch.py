@@ -63,11 +63,11 @@ def test_processes_that_run_out_of_memory_or_are_killed_begin_again_and_end_the_
     out, err = (process := _start(tiny, words, wrong)).communicate(timeout=300)
     run = run_of(words)
     assert process.returncode == 0, err
-    assert "2 processes share the cpu" in out and "done: the model is in" in out
+    assert "2 ranks share the cpu" in out and "done: the model is in" in out
     assert [event["restart"] for event in events(run, "restarted")] == list(range(1, len(starts)))
     assert [event["step"] for event in events(run, "start")] == starts
     assert losses(run) == pytest.approx(losses(tiny.whole("train.micro_batch=1", "train.steps=14")), rel=1e-5)
-    assert "Traceback" not in err and "process 1: step 6: out of memory (CUDA out of memory.)" in err
+    assert "Traceback" not in err and "rank 1: step 6: out of memory (CUDA out of memory.)" in err
     assert "began again after a process had ended (restart 1)" in out
     assert (run.logs / "process-1.log").is_file() and "Traceback" in (run.logs / "process-1.log").read_text()
 
@@ -76,7 +76,7 @@ def test_a_process_that_fails_ends_all_with_its_own_traceback_and_nothing_is_sta
     words = tiny.words(*RUN)
     out, err = (process := _start(tiny, words, "if step == 3: nonsense = {}['missing']")).communicate(timeout=300)
     assert process.returncode == 1
-    assert "sojourn: process 1: Traceback" in err and "KeyError: 'missing'" in err
+    assert "sojourn: rank 1: Traceback" in err and "KeyError: 'missing'" in err
     assert "KeyError" in err.split("Traceback", 2)[1], "the first traceback is that of the one that failed"
     assert "began again" not in out and run_of(words).status().resumable
 
@@ -104,7 +104,7 @@ def test_what_stops_the_command_stops_its_processes_saved(tiny, how):
 
 def test_what_cannot_be_launched_is_refused_before_anything_starts(tiny: Tiny, tmp_path: Path) -> None:
     for extra, says in (
-        (("train.global_batch=1",), "1 rows cannot be shared by 2 processes"),
+        (("train.global_batch=1",), "1 rows cannot be shared by 2 ranks"),
         (("parallel.nodes=2",), "2 machines must meet"),
         (("parallel.nodes=2", "parallel.master=nowhere.invalid"), "nowhere.invalid cannot be reached from here"),
         (("parallel.nodes=2", "parallel.master=x", "parallel.node=2"), "2 machines are counted from 0"),
@@ -132,7 +132,7 @@ def test_a_run_of_several_processes_is_rehearsed_and_proved_by_them(tiny):
 
 def test_nothing_of_a_launch_is_left_to_what_this_process_does_next(tiny, monkeypatch):
     seen = []
-    monkeypatch.setattr(launching, "_run_agent", lambda config, words: seen.append(os.environ[launching.VERDICT]))
+    monkeypatch.setattr(launching, "_run_agent", lambda config, args: seen.append(os.environ[launching.VERDICT]))
     for _ in range(2):
         assert launching.launch(load_run(tiny.words(*RUN)).config, ["train"], 2) == 0
         assert launching.VERDICT not in os.environ

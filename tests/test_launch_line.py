@@ -19,7 +19,7 @@ import yaml
 from conftest import called, sojourn
 from sojourn.config.load import load_run
 from sojourn.errors import UserError
-from sojourn.launch.command_lines import Launch, check, refuse_secrets, shell, slurm
+from sojourn.launch.command_lines import Launch, check_launch, refuse_secrets, shell_commands, slurm_script
 from sojourn.launch.kubernetes import pytorchjob, trainjob
 
 WORDS = ("small", "data.sources=/my data/it's $(here).txt", "--lr", "1e-4", "train.global_batch=64")
@@ -48,7 +48,7 @@ def refused(*words: str) -> str:
 
 
 def test_one_line_serves_every_machine_and_torchrun_understands_it() -> None:
-    read = as_torchrun_reads_it(shell(TWO)["every"])
+    read = as_torchrun_reads_it(shell_commands(TWO)["every"])
     assert (read.nnodes, read.nproc_per_node, read.max_restarts) == ("2", "4", 3)
     assert (read.rdzv_backend, read.rdzv_id, read.rdzv_endpoint) == ("c10d", "small", "10.0.0.1:29500")
     assert read.module and read.training_script == "sojourn"
@@ -79,7 +79,7 @@ def test_a_machine_that_was_lost_comes_back_with_the_same_line(tmp_path: Path) -
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    line = shell(Launch("r", (), 2, 1, "localhost", port))["every"]
+    line = shell_commands(Launch("r", (), 2, 1, "localhost", port))["every"]
     line = f"{line.partition(' -m sojourn')[0]} worker.py {shlex.quote(str(tmp_path))}"
     (tmp_path / "worker.py").write_text(_WORKER)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -105,7 +105,7 @@ def test_a_machine_that_was_lost_comes_back_with_the_same_line(tmp_path: Path) -
     try:
         first = start()
         until = time.monotonic() + 60
-        while socket.socket().connect_ex(("localhost", port)):  # the first one keeps the meeting place
+        while socket.socket().connect_ex(("localhost", port)):  # the first one keeps the rendezvous
             assert time.monotonic() < until
             time.sleep(0.1)
         second = start()
@@ -125,13 +125,13 @@ def test_a_machine_that_was_lost_comes_back_with_the_same_line(tmp_path: Path) -
 
 
 def test_the_group_is_checked_by_the_doctor_without_restarts() -> None:
-    read = as_torchrun_reads_it(shell(TWO)["check"])
+    read = as_torchrun_reads_it(shell_commands(TWO)["check"])
     assert (read.nnodes, read.rdzv_endpoint, read.max_restarts) == ("2", "10.0.0.1:29500", 0)
     assert (read.training_script, read.training_script_args) == ("sojourn", ["doctor"])
 
 
 def test_the_guides_way_has_a_line_for_each_machine() -> None:
-    lines = [as_torchrun_reads_it(line) for line in shell(TWO)["by_rank"]]
+    lines = [as_torchrun_reads_it(line) for line in shell_commands(TWO)["by_rank"]]
     assert [read.node_rank for read in lines] == [0, 1]
     assert {(read.nnodes, read.master_addr, read.master_port) for read in lines} == {("2", "10.0.0.1", 29500)}
     assert all(read.training_script_args == ["train", *WORDS] for read in lines)
@@ -155,7 +155,7 @@ def test_one_machine_needs_no_launcher(home: Path) -> None:
 def test_json_has_the_same_lines(home: Path) -> None:
     said = json.loads(printed(*WORDS, "--gpus-per-node", "4", "--master", "10.0.0.1", "--json"))
     assert (said["run"], said["nodes"], said["gpus_per_node"]) == ("small", 2, 4)
-    assert said["shell"] == shell(TWO)
+    assert said["shell"] == shell_commands(TWO)
 
 
 def test_a_fork_is_named_and_handed_on(home: Path) -> None:
@@ -180,14 +180,14 @@ def directives(script: str) -> dict[str, str]:
 
 
 def test_the_sbatch_script_asks_for_the_machines_and_is_told_before_the_end() -> None:
-    script = slurm(TWO)
+    script = slurm_script(TWO)
     asked = directives(script)
     assert script.startswith("#!/bin/bash\n")
     assert (asked["nodes"], asked["ntasks-per-node"], asked["gpus-per-node"]) == ("2", "1", "4")
     assert "requeue" in asked
     told, _, seconds = asked["signal"].partition("@")
     assert told == "B:TERM" and int(seconds) >= TWO.grace + 60
-    longer = directives(slurm(Launch("r", WORDS, 2, 4, grace=600)))["signal"]
+    longer = directives(slurm_script(Launch("r", WORDS, 2, 4, grace=600)))["signal"]
     assert int(longer.partition("@")[2]) >= 660
 
 
@@ -210,7 +210,7 @@ def started(folder: Path, state: str = "RUNNING") -> subprocess.Popen[bytes]:
         tool.write_text(f"#!/bin/bash\n{body}\n")
         tool.chmod(0o755)
     (folder / "state").write_text(state)
-    (folder / "job").write_text(slurm(TWO))
+    (folder / "job").write_text(slurm_script(TWO))
     given = {"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "n[7-8]", "SLURM_CPUS_PER_TASK": "16"}
     path = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
     job = subprocess.Popen(["bash", "job"], cwd=folder, env={**os.environ, **given, "PATH": path})
@@ -222,7 +222,7 @@ def started(folder: Path, state: str = "RUNNING") -> subprocess.Popen[bytes]:
 
 
 def test_the_sbatch_script_is_bash_and_starts_torchrun_on_the_first_host(tmp_path: Path) -> None:
-    (tmp_path / "check").write_text(slurm(TWO))
+    (tmp_path / "check").write_text(slurm_script(TWO))
     assert subprocess.run(["bash", "-n", "check"], cwd=tmp_path, check=False).returncode == 0
     job = started(tmp_path)
     (tmp_path / "done").touch()
@@ -331,7 +331,7 @@ ONE_LINERS = {
     "a wrong key": (["small", "train.rl=1", "--master", "a"], "train.rl"),
     "too small a batch": (
         ["small", "train.global_batch=4", "--gpus-per-node", "4", "--master", "a"],
-        "4 rows cannot be shared by 8 processes (2 × 4); set train.global_batch=8",
+        "4 rows cannot be shared by 8 ranks (2 × 4); set train.global_batch=8",
     ),
     "GPUs by number": (["small", "--gpus", "0,1", "--master", "a"], "--gpus-per-node 2"),
     "no master": (["small"], "--master 192.168.1.1"),
@@ -366,12 +366,12 @@ def test_a_driver_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPat
 
 def test_a_grace_that_torchrun_does_not_keep_is_told() -> None:
     config = load_run(["small", "limits.grace=2m"]).config
-    (kept,) = check(Launch("a", WORDS, 2, 4, grace=120.0), config)
-    assert "30 s" in kept and check(Launch("a", WORDS, 2, 4), config) == []
+    (kept,) = check_launch(Launch("a", WORDS, 2, 4, grace=120.0), config)
+    assert "30 s" in kept and check_launch(Launch("a", WORDS, 2, 4), config) == []
 
 
 def test_our_own_lines_say_who_is_who() -> None:
-    lines = [shlex.split(line) for line in shell(Launch("r", ("small",), 2, 2, "box", 2950, 7))["own"]]
+    lines = [shlex.split(line) for line in shell_commands(Launch("r", ("small",), 2, 2, "box", 2950, 7))["own"]]
     for number, words in enumerate(lines):
         assert words[:2] == ["sojourn", "train"]
         found = load_run(words[2:]).config.parallel

@@ -34,7 +34,7 @@ def launch_line(
 
     from sojourn.config.load import load_run, with_settings
     from sojourn.errors import UserError
-    from sojourn.launch.command_lines import Launch, check, refuse_secrets
+    from sojourn.launch.command_lines import Launch, check_launch, refuse_secrets
 
     refuse_secrets(words)
     if kind not in (*_KINDS, "all"):
@@ -48,7 +48,7 @@ def launch_line(
         config.name or "run", tuple(all_words), nodes, _gpus(gpus_per_node), master, port, max_restarts, image,
         float(config.limits.grace),
     )  # fmt: skip
-    notes = [*loaded.notes, *check(launch, config)]
+    notes = [*loaded.notes, *check_launch(launch, config)]
     made = {each: _make(each, launch, json) for each in (_KINDS if kind == "all" else (kind,))}
     if json:
         from json import dumps
@@ -63,12 +63,12 @@ def launch_line(
 
 
 def _make(kind: str, launch: Launch, json: bool) -> Any:
-    from sojourn.launch.command_lines import shell, shell_text, slurm
+    from sojourn.launch.command_lines import format_shell, shell_commands, slurm_script
     from sojourn.launch.kubernetes import pytorchjob, trainjob
 
     if kind == "shell":
-        return shell(launch) if json else shell_text(launch)
-    return {"slurm": slurm, "pytorchjob": pytorchjob, "trainjob": trainjob}[kind](launch)
+        return shell_commands(launch) if json else format_shell(launch)
+    return {"slurm": slurm_script, "pytorchjob": pytorchjob, "trainjob": trainjob}[kind](launch)
 
 
 def _gpus(typed: str) -> int:

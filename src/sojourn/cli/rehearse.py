@@ -34,20 +34,21 @@ def rehearse(
     loaded, told = load_run(words), sys.stdout
     run = run_folder(loaded.config.name or "run", loaded.config.save.folder)
     with redirect_stdout(sys.stderr) if json else nullcontext():
-        from sojourn.launch.agent import exit_if_run_over, is_worker, launch, local_world_size, worker
+        from sojourn.launch.agent import launch, local_world_size
+        from sojourn.launch.worker import exit_if_run_over, is_worker, worker_process
 
         if not is_worker():
-            processes = local_world_size(loaded.config)
-            if processes > 1 or loaded.config.parallel.nodes > 1:
+            ranks_here = local_world_size(loaded.config)
+            if ranks_here > 1 or loaded.config.parallel.nodes > 1:
                 once = with_settings(loaded.config, {"parallel.restarts": 0})
-                raise typer.Exit(launch(once, sys.argv[1:], processes))
+                raise typer.Exit(launch(once, sys.argv[1:], ranks_here))
         exit_if_run_over()
         from sojourn.train.loop import use_device
         from sojourn.train.ranks import join_process_group, leave_process_group
         from sojourn.train.rehearse import rehearse as rehearse_run
 
         silent = os.environ.get("RANK", "0") != "0"
-        with worker(), _nowhere() if silent else nullcontext():
+        with worker_process(), _nowhere() if silent else nullcontext():
             ranks = join_process_group(use_device(loaded.config), loaded.config)
             report = rehearse_run(loaded.config, run, ranks)
             if ranks.is_main:

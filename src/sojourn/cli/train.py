@@ -37,12 +37,13 @@ def train(
         from sojourn.machine.read_ahead import read_ahead
 
         read_ahead(config.model.base)
-    from sojourn.launch.agent import exit_if_run_over, is_worker, launch, local_world_size, worker
+    from sojourn.launch.agent import launch, local_world_size
+    from sojourn.launch.worker import exit_if_run_over, is_worker, worker_process
 
     if not is_worker():
-        processes = local_world_size(config)
-        if processes > 1 or config.parallel.nodes > 1:
-            raise typer.Exit(launch(config, sys.argv[1:], processes))
+        ranks_here = local_world_size(config)
+        if ranks_here > 1 or config.parallel.nodes > 1:
+            raise typer.Exit(launch(config, sys.argv[1:], ranks_here))
     exit_if_run_over()
     first = os.environ.get("RANK", "0") == "0"
     warning = home_warning() if config.save.folder is None else None
@@ -53,7 +54,7 @@ def train(
     run = run_folder(name, config.save.folder)
     from sojourn.train.loop import train as train_run
 
-    with worker():
+    with worker_process():
         train_run(config, run)
     if not first:
         return

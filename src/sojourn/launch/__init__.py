@@ -1,1 +1,1 @@
-"""Starting several processes: torchrun's agent, Slurm and Kubernetes command lines (no torch)."""
+"""Starting several ranks: torchrun's agent and its workers, command lines for Slurm and Kubernetes."""

@@ -1,4 +1,8 @@
-"""Where a machine of several is reached, and the order in which they are counted."""
+"""The address of a node, and the order in which torchrun numbers the nodes.
+
+torchrun names a node by its host name and numbers nodes in the order of these names. Host names are often unknown to
+other nodes, so we pass the address from which the node reaches the rendezvous, as a string that sorts by `--node_rank`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from sojourn.errors import UserError
 
 
 class Address(str):
-    """Where a machine is reached. torchrun's agent counts the machines in the order of these: in that of `node`."""
+    """An address that sorts by the rank of its node, which is how torchrun's agent assigns ranks."""
 
     node: int
 
@@ -35,6 +39,7 @@ class Address(str):
 
 
 def rendezvous_endpoint(parallel: ParallelConfig) -> tuple[str, int]:
+    """Host and port at which the nodes meet."""
     host, _, port = str(parallel.master).partition(":")
     if not (port or "1").isdecimal():
         raise UserError(f"parallel.master: {parallel.master} given, but a port is a number: HOST:{parallel.port}")
@@ -42,27 +47,26 @@ def rendezvous_endpoint(parallel: ParallelConfig) -> tuple[str, int]:
 
 
 def node_address(parallel: ParallelConfig) -> Address:
-    """The one from which this machine reaches the meeting place. Its name is often unknown to the others, or known here
-    as 127.0.1.1. Gloo and NCCL are told to use the same network."""
+    """The address from which this node reaches the rendezvous. Gloo and NCCL are set to the same network interface."""
     host, port = rendezvous_endpoint(parallel)
-    address = _from_here(host, port)
+    address = _source_address(host, port)
     if address.startswith("127.") and host not in ("localhost", address):  # its own name, in its own hosts file
-        address = _from_here("192.0.2.1", port)
-    cards = psutil.net_if_addrs().items()
-    card = next((name for name, those in cards if address in [one.address for one in those]), None)
-    if card is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", card)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", card)
+        address = _source_address("192.0.2.1", port)
+    interfaces = psutil.net_if_addrs().items()
+    interface = next((name for name, known in interfaces if address in [one.address for one in known]), None)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     return Address(address, 0 if parallel.node == "auto" else parallel.node)
 
 
-def _from_here(host: str, port: int) -> str:
+def _source_address(host: str, port: int) -> str:
     try:
-        family, kind, proto, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, proto) as probe:
-            probe.connect(place)  # sends nothing
+            probe.connect(address)  # sends nothing
             return str(probe.getsockname()[0])
     except OSError as error:
         raise UserError(
-            f"parallel.master: {host} cannot be reached from here ({error.strerror}); give the first machine's address"
+            f"parallel.master: {host} cannot be reached from here ({error.strerror}); give the first node's address"
         ) from None

@@ -1,4 +1,4 @@
-"""One run on several machines as a job for Kubernetes: for Kubeflow's Training Operator v1, and for its Trainer v2."""
+"""One run on several nodes as a Kubernetes job: for Kubeflow's Training Operator v1 and its Trainer v2."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from sojourn.errors import UserError
-from sojourn.launch.command_lines import TORCHRUN_WAITS, Launch, train_args
+from sojourn.launch.command_lines import TORCHRUN_GRACE, Launch, train_args
 
 HOME = "/sojourn"  # in a container: where the volume is mounted
 VOLUME = "sojourn-home"
@@ -16,15 +16,15 @@ SECRET = "hf-token"  # noqa: S105  (the name of a Kubernetes secret, not what is
 
 
 def pytorchjob(launch: Launch) -> str:
-    """For the Kubeflow Training Operator v1, which tells torchrun by PET_… variables who is who."""
+    """For the Kubeflow Training Operator v1, which configures torchrun through PET_… variables."""
     template = {
         "spec": {
-            "terminationGracePeriodSeconds": TORCHRUN_WAITS + 15,
+            "terminationGracePeriodSeconds": TORCHRUN_GRACE + 15,
             "containers": [
                 {
                     "name": "pytorch",  # the operator looks for this name
                     "image": _image(launch, "pytorchjob"),
-                    "command": _in_container(launch),
+                    "command": _container_command(launch),
                     "env": _environment(),
                     "resources": {"limits": {"nvidia.com/gpu": launch.gpus}},
                     "volumeMounts": _mounts(),
@@ -40,7 +40,7 @@ def pytorchjob(launch: Launch) -> str:
         "metadata": {"name": _kubernetes_name(launch.name)},
         "spec": {
             "nprocPerNode": str(launch.gpus),
-            # The operator counts every container's restarts together, and gives up when they reach this number.
+            # The operator adds up the restarts of all containers and gives up when they reach this number.
             "runPolicy": {"cleanPodPolicy": "None", "backoffLimit": launch.nodes * launch.max_restarts + 1},
             "pytorchReplicaSpecs": {
                 kind: {"replicas": count, "restartPolicy": "OnFailure", "template": template}
@@ -49,11 +49,11 @@ def pytorchjob(launch: Launch) -> str:
             },
         },
     }
-    return _needs() + _yaml(job)
+    return _requirements() + _yaml(job)
 
 
 def trainjob(launch: Launch) -> str:
-    """For Kubeflow Trainer v2. Its runtime knows torchrun's variables; volumes are a patch to that runtime."""
+    """For Kubeflow Trainer v2. Its runtime sets torchrun's variables; volumes are a patch to the runtime."""
     pod = {"volumes": _volumes(), "containers": [{"name": "node", "volumeMounts": _mounts()}]}
     patch = {"replicatedJobs": [{"name": "node", "template": {"spec": {"template": {"spec": pod}}}}]}
     job = {
@@ -64,7 +64,7 @@ def trainjob(launch: Launch) -> str:
             "runtimeRef": {"name": "torch-distributed"},
             "trainer": {
                 "image": _image(launch, "trainjob"),
-                "command": _in_container(launch),
+                "command": _container_command(launch),
                 "env": _environment(),
                 "numNodes": launch.nodes,
                 "numProcPerNode": launch.gpus,
@@ -73,7 +73,7 @@ def trainjob(launch: Launch) -> str:
             "runtimePatches": [{"manager": "sojourn", "trainingRuntimeSpec": {"template": {"spec": patch}}}],
         },
     }
-    return "# Kubeflow Trainer 2.2 or newer (for runtimePatches)\n" + _needs() + _yaml(job)
+    return "# Kubeflow Trainer 2.2 or newer (for runtimePatches)\n" + _requirements() + _yaml(job)
 
 
 def _image(launch: Launch, kind: str) -> str:
@@ -82,34 +82,34 @@ def _image(launch: Launch, kind: str) -> str:
     return launch.image
 
 
-class _Word(str):
-    """Quoted in YAML whatever it is: other readers take 1e-4 or a bare off for something else than text."""
+class _Quoted(str):
+    """Always quoted in YAML: other parsers read 1e-4 or a bare off as a number or a boolean."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """Repeats itself rather than writing anchors, which people do not expect in such files."""
+    """Writes repeated parts out instead of YAML anchors."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 _Dumper.add_representer(
-    _Word, lambda dumper, word: dumper.represent_scalar("tag:yaml.org,2002:str", str(word), style='"')
+    _Quoted, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", str(text), style='"')
 )
 
 
 def _yaml(job: dict[str, Any]) -> str:
-    made: str = yaml.dump(job, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10_000)
-    return made
+    text: str = yaml.dump(job, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10_000)
+    return text
 
 
-def _in_container(launch: Launch) -> list[str]:
-    """No restarts inside a container: who dies takes all with it, and the containers begin again together.
+def _container_command(launch: Launch) -> list[str]:
+    """No restarts inside a container: when one rank dies all containers restart together.
 
     Kubernetes reads $(NAME) in a command as a variable; $$ is a plain $.
     """
-    words = ["torchrun", "--max-restarts=0", "-m", "sojourn", *train_args(launch)]
-    return [_Word(word.replace("$", "$$")) for word in words]
+    args = ["torchrun", "--max-restarts=0", "-m", "sojourn", *train_args(launch)]
+    return [_Quoted(arg.replace("$", "$$")) for arg in args]
 
 
 def _environment() -> list[dict[str, Any]]:
@@ -128,16 +128,16 @@ def _volumes() -> list[dict[str, Any]]:
     ]
 
 
-def _needs() -> str:
+def _requirements() -> str:
     return (
-        f"# needs a PersistentVolumeClaim {VOLUME} that all nodes can mount (ReadWriteMany); it is {HOME} in the\n"
-        "# containers, so files that the run names belong there. Where the hub asks for a token:\n"
+        f"# needs a PersistentVolumeClaim {VOLUME} that all nodes can mount (ReadWriteMany). It is mounted at {HOME}:\n"
+        "# put the files that the run uses there. Where the hub needs a token:\n"
         f'# kubectl create secret generic {SECRET} --from-literal=HF_TOKEN="$HF_TOKEN"\n'
     )
 
 
 def _kubernetes_name(name: str) -> str:
-    """Lower-case letters, digits and “-”, from a letter, with room for what the operators append."""
+    """Lower-case letters, digits and “-”, starting with a letter, short enough for the operators' suffixes."""
     plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     plain = plain if plain[:1].isalpha() else f"run-{plain}"
     return plain[:40].strip("-")

@@ -15,14 +15,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sojourn.config.schema import RunConfig
 from sojourn.errors import RunFailed, UserError
-from sojourn.launch.verdict import VERDICT, RelayedError, RunOver
+from sojourn.launch.verdict import RelayedError, RunOver, read_verdict
 from sojourn.machine.probe_ranks import facts
 from sojourn.machine.process_group import Facts, compare
 from sojourn.train.faults.oom_fallback import is_oom
@@ -219,15 +218,9 @@ def join_process_group(device: str, config: RunConfig) -> Ranks:
     return ranks
 
 
-def read_own_verdict() -> str:
-    """Why this machine's ranks have ended for good, if they have: JSON that `launch` reads."""
-    path = Path(os.environ.get(VERDICT, ""))
-    return path.read_text(encoding="utf-8") if path.is_file() else ""
-
-
 def raise_if_run_is_over(ranks: Ranks) -> None:
     """What ended the run on one machine ends it on all, which would wait for that machine otherwise."""
-    verdicts = [verdict for verdict in ranks.all_gather(read_own_verdict()) if verdict]
+    verdicts = [verdict for verdict in ranks.all_gather(read_verdict()) if verdict]
     if verdicts:
         ranks.barrier()  # all ranks must have read it before the store goes
         raise RunOver(verdicts[0])
