@@ -1,6 +1,6 @@
-"""Measures what a newcomer feels: how fast the command answers, data is prepared, the demo's model trains and learns.
+"""`make bench`: start-up time of the command, preparation, training speed and the demo, on this machine.
 
-Training speed is a ratio in one run: our step against a plain transformers loop on the same batches.
+Training speed is measured in one run with a plain transformers loop on the same batches.
 Writes benchmarks/results/foundation-MACHINE-DATE.json.
 """
 
@@ -22,14 +22,12 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 
 
-def timed_command(*arguments: str, repeat: int = 7) -> float:
+def timed_command(*args: str, repeat: int = 7) -> float:
     """Median seconds of a whole `sojourn` call."""
     times = []
     for _ in range(repeat):
         start = time.perf_counter()
-        subprocess.run(
-            [str(Path(sys.executable).with_name("sojourn")), *arguments], check=True, stdout=subprocess.DEVNULL
-        )
+        subprocess.run([str(Path(sys.executable).with_name("sojourn")), *args], check=True, stdout=subprocess.DEVNULL)
         times.append(time.perf_counter() - start)
     return round(statistics.median(times), 3)
 
@@ -41,13 +39,13 @@ def prepare_speed() -> dict[str, Any]:
     data = load_run(["demo"]).config.data
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
-        facts = prepare(data, Path(folder)).report["train"]
+        report = prepare(data, Path(folder)).report["train"]
         seconds = time.perf_counter() - start
-    return {"tokens": facts["tokens"], "seconds": round(seconds, 2), "fill": facts["fill"]}
+    return {"tokens": report["tokens"], "seconds": round(seconds, 2), "fill": report["fill"]}
 
 
-def train_speed(words: Sequence[str] = ("demo",), rounds: int = 5, steps: int = 10) -> dict[str, Any]:
-    """Tokens a second of our step and of a plain transformers loop, turn by turn on the same batches."""
+def train_speed(args: Sequence[str] = ("demo",), rounds: int = 5, steps: int = 10) -> dict[str, Any]:
+    """Tokens per second of our step and of a plain transformers loop, in turns on the same batches."""
     import torch
 
     from sojourn.config.load import load_run
@@ -61,7 +59,7 @@ def train_speed(words: Sequence[str] = ("demo",), rounds: int = 5, steps: int = 
     from sojourn.train.resolve import resolve
     from sojourn.train.step import Stepper
 
-    config = resolve(load_run([*words, "train.lr=1e-3", "train.device=cpu"]).config).config
+    config = resolve(load_run([*args, "train.lr=1e-3", "train.device=cpu"]).config).config
     with tempfile.TemporaryDirectory() as folder:
         artefact = prepare(config.data, Path(folder))
         width, pad = artefact.max_length, artefact.pad_id
@@ -78,7 +76,7 @@ def train_speed(words: Sequence[str] = ("demo",), rounds: int = 5, steps: int = 
         )
         scaler = torch.amp.GradScaler("cpu", enabled=False)
         stepper = Stepper(Engine(network, optimizer, scaler), batcher, config.train.clip)
-        rows_as_they_are = Batcher(config.train.global_batch, width, pad, "cpu")
+        plain_batcher = Batcher(config.train.global_batch, width, pad, "cpu")
         plain = build_model(config.model, artefact.vocab_size, width, pad, [0], 0).train()
         plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
 
@@ -88,7 +86,7 @@ def train_speed(words: Sequence[str] = ("demo",), rounds: int = 5, steps: int = 
             return sum(batch.real_tokens for batch in batches)
 
         def plain_step(rows: Any) -> int:
-            batch = next(rows_as_they_are.batches(artefact.train, rows))
+            batch = next(plain_batcher.batches(artefact.train, rows))
             labels = torch.from_numpy(batch.ids).masked_fill(torch.from_numpy(batch.documents) < 0, -100)
             plain(input_ids=torch.from_numpy(batch.ids), labels=labels).loss.backward()
             torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)

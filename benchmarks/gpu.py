@@ -1,8 +1,8 @@
-"""Measures again what LOG.md says of one GPU, where no network need be: `python benchmarks/gpu.py OUT PART…`.
+"""Measures the figures of one GPU again, without a network: `python benchmarks/gpu.py OUT PART…`.
 
-Each part takes up to ten minutes of an H200 and leaves its JSON in OUT. Models are trained on the Python files of torch
-and others, which are there, and on chats that `CHATS` names (made-up ones by default). What parts need is laid
-down in `GROUND` at first, a folder that is kept for the next call.
+Each part takes up to ten minutes of an H200 and writes its JSON into OUT. Models are trained on the Python files of
+torch and others, which are installed, and on the chats that `CHATS` names (synthetic ones by default). Weights and data
+are made first, in the folder `BENCH_FOLDER`, and kept for the next call.
 """
 
 from __future__ import annotations
@@ -19,70 +19,71 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-GROUND = Path(os.environ.get("GROUND", Path(tempfile.gettempdir(), "sojourn-bench")))
+FOLDER = Path(os.environ.get("BENCH_FOLDER", Path(tempfile.gettempdir(), "sojourn-bench")))
 CHATS = os.environ.get("CHATS", "")
 CORPUS_BYTES = 100_000_000  # more than the longest part reads
 _ADDED = {"site-packages", "dist-packages"}
-TRAIN = ("sojourn", "bench", "train", "--folder", str(GROUND))
-PLAN = ("sojourn", "bench", "plan", "--folder", str(GROUND), "--no-peers")
-TEXTS = ("--data", str(GROUND / "code.jsonl"))
-TALKS = ("--data", CHATS) if CHATS else ()
+TRAIN = ("sojourn", "bench", "train", "--folder", str(FOLDER))
+PLAN = ("sojourn", "bench", "plan", "--folder", str(FOLDER), "--no-peers")
+TEXT_DATA = ("--data", str(FOLDER / "code.jsonl"))
+CHAT_DATA = ("--data", CHATS) if CHATS else ()
 
 TESTS = ("tests/test_cuda_graphs.py", "tests/test_loss.py", "tests/test_fast.py", "tests/test_async_step.py")
-SMALL = "bf16,chunked,fused,compile,async-step,graphs,fp8,nanogpt"  # the ladder, and whom to beat
-CURVE = ("--no-peers", "log.every_steps=1", "train.schedule=cosine", "train.warmup=100")
-BACKWARD = ("--workload", "pretrain-875m", "--steps", "500", "--rows", "fp8-backward", *CURVE)
-CALM = (*CURVE, "train.lr=1e-4")  # two runs in bf16, which differ by rounding, stay together at that rate
-LARGE = "graphs,hopper,transformers-compiled"
-ADAPTERS = "async-step,full,liger-no-checkpointing"
+OUR_ROWS = "bf16,chunked,fused,compile,async-step,graphs,fp8,nanogpt"
+ADAPTER_ROWS = "async-step,full,liger-no-checkpointing"
+LOSS_CURVE = ("--no-peers", "log.every_steps=1", "train.schedule=cosine", "train.warmup=100")
+FP8_BACKWARD = ("--workload", "pretrain-875m", "--steps", "500", "--rows", "fp8-backward", *LOSS_CURVE)
+LOW_LR = (*LOSS_CURVE, "train.lr=1e-4")  # two bf16 runs that differ in rounding stay together at this learning rate
 
-# Commands of each part, with what to lay down for them: workloads and steps, on which the size of their data depends.
+# Commands of each part, and the workloads and steps to make files for; the size of the data depends on the steps.
 PARTS: dict[str, tuple[list[tuple[str, ...]], list[tuple[str, int]]]] = {
     "kernels": ([("benchmarks/kernels.py",)], []),
     "tests": ([("pytest", "-q", "-p", "no:cacheprovider", *TESTS)], []),
     "plan": ([(*PLAN, "--within", "500")], []),
-    "muon": ([(*PLAN, "--cases", "muon", "--within", "100")], []),  # with what torch keeps
-    "thin": ([(*PLAN, "--cases", "thin", "--within", "200")], []),  # what launching costs
-    "played": ([(*PLAN, "--cases", "played", "--within", "200")], []),  # and what is left of it in recordings
-    "drawn": ([(*PLAN, "--draw", "24", "--seed", "10", "--within", "250")], []),  # which may be fitted to
-    "blind": ([(*PLAN, "--draw", "24", "--seed", "11", "--within", "250")], []),  # which has not been looked at
-    "race": (
-        [(*TRAIN, *TEXTS, "--workload", "pretrain-110m", "--steps", "200", "--rows", "graphs,fp8,nanogpt")],
+    "plan-muon": ([(*PLAN, "--cases", "muon", "--within", "100")], []),
+    "plan-launch": ([(*PLAN, "--cases", "thin", "--within", "200")], []),  # kernel launch overhead
+    "plan-cuda-graphs": ([(*PLAN, "--cases", "played", "--within", "200")], []),  # what CUDA graphs leave of it
+    "plan-seed-10": ([(*PLAN, "--draw", "24", "--seed", "10", "--within", "250")], []),  # may be fitted to
+    "plan-seed-11": ([(*PLAN, "--draw", "24", "--seed", "11", "--within", "250")], []),  # not looked at yet
+    "pretrain-110m": (
+        [(*TRAIN, *TEXT_DATA, "--workload", "pretrain-110m", "--steps", "200", "--rows", "graphs,fp8,nanogpt")],
         [("pretrain-110m", 200)],
     ),
-    "small": (
-        [(*TRAIN, *TEXTS, "--workload", "pretrain-110m", "--steps", "200", "--rows", SMALL)],
+    "pretrain-110m-rows": (
+        [(*TRAIN, *TEXT_DATA, "--workload", "pretrain-110m", "--steps", "200", "--rows", OUR_ROWS)],
         [("pretrain-110m", 200)],
     ),
-    "large": (
-        [(*TRAIN, *TEXTS, "--workload", "pretrain-875m", "--steps", "500", "--rows", "graphs,fp8", *CALM)],
-        [("pretrain-875m", 500)],
-    ),
-    "apart": (  # how far bf16 is from itself there
-        [(*TRAIN, *TEXTS, "--workload", "pretrain-875m", "--steps", "500", "--rows", "hopper", *CALM)],
-        [("pretrain-875m", 500)],
-    ),
-    "steep": (  # what 8 bits cost at three times that rate
-        [(*TRAIN, *TEXTS, "--workload", "pretrain-875m", "--steps", "500", "--rows", "graphs,fp8-backward", *CURVE)],
-        [("pretrain-875m", 500)],
-    ),
-    "again": (  # and with the texts in other orders, of which bf16 is known
-        [(*TRAIN, *TEXTS, *BACKWARD, f"train.seed={seed}") for seed in (1, 2, 3)],
-        [("pretrain-875m", 500)],
-    ),
-    "plain": (
-        [(*TRAIN, *TEXTS, "--workload", "pretrain-875m", "--steps", "200", "--rows", LARGE)],
+    "pretrain-875m": (
+        [(*TRAIN, *TEXT_DATA, "--workload", "pretrain-875m", "--steps", "200",
+          "--rows", "graphs,hopper,transformers-compiled")],
         [("pretrain-875m", 200)],
     ),
-    "whole": (
-        [(*TRAIN, *TALKS, "--workload", "full-1.5b", "--steps", "200", "--rows", "async-step,hopper,liger")],
+    "fp8-low-lr": (
+        [(*TRAIN, *TEXT_DATA, "--workload", "pretrain-875m", "--steps", "500", "--rows", "graphs,fp8", *LOW_LR)],
+        [("pretrain-875m", 500)],
+    ),
+    "bf16-noise": (  # two bf16 runs against each other
+        [(*TRAIN, *TEXT_DATA, "--workload", "pretrain-875m", "--steps", "500", "--rows", "hopper", *LOW_LR)],
+        [("pretrain-875m", 500)],
+    ),
+    "fp8-high-lr": (  # three times that learning rate
+        [(*TRAIN, *TEXT_DATA, "--workload", "pretrain-875m", "--steps", "500",
+          "--rows", "graphs,fp8-backward", *LOSS_CURVE)],
+        [("pretrain-875m", 500)],
+    ),
+    "fp8-high-lr-orders": (  # with the text in other orders
+        [(*TRAIN, *TEXT_DATA, *FP8_BACKWARD, f"train.seed={seed}") for seed in (1, 2, 3)],
+        [("pretrain-875m", 500)],
+    ),
+    "full-1.5b": (
+        [(*TRAIN, *CHAT_DATA, "--workload", "full-1.5b", "--steps", "200", "--rows", "async-step,hopper,liger")],
         [("full-1.5b", 200)],
     ),
-    "qlora": (
-        [(*TRAIN, *TALKS, "--workload", "qlora-7b", "--steps", "200", "--rows", "full,liger")], [("lora-7b", 200)]
+    "qlora-7b": (
+        [(*TRAIN, *CHAT_DATA, "--workload", "qlora-7b", "--steps", "200", "--rows", "full,liger")], [("lora-7b", 200)]
     ),
-    "lora": (
-        [(*TRAIN, *TALKS, "--workload", "lora-7b", "--steps", "200", "--rows", ADAPTERS)],
+    "lora-7b": (
+        [(*TRAIN, *CHAT_DATA, "--workload", "lora-7b", "--steps", "200", "--rows", ADAPTER_ROWS)],
         [("lora-7b", 200)],
     ),
 }  # fmt: skip
@@ -93,10 +94,10 @@ def main() -> None:
         sys.exit(f"usage: python benchmarks/gpu.py OUT PART…; parts: {', '.join(PARTS)}")
     out, parts = Path(sys.argv[1]), sys.argv[2:]
     out.mkdir(parents=True, exist_ok=True)
-    GROUND.mkdir(parents=True, exist_ok=True)
-    write_corpus(GROUND / "code.jsonl")
-    started = [lay(*one) for one in dict.fromkeys(one for part in parts for one in PARTS[part][1])]
-    for part in sorted(parts, key=lambda part: part != "tests"):  # which may run while ground is laid
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    write_corpus(FOLDER / "code.jsonl")
+    started = [make_files(*one) for one in dict.fromkeys(one for part in parts for one in PARTS[part][1])]
+    for part in sorted(parts, key=lambda part: part != "tests"):  # they may run while files are made
         for number, command in enumerate(PARTS[part][0]):
             if part != "tests":
                 for process in started:
@@ -107,25 +108,25 @@ def main() -> None:
 
 def run(part: str, command: tuple[str, ...], result: Path) -> None:
     script = command[0].endswith(".py")
-    kept = ("--out", str(result)) if command[0] == "sojourn" else (str(result),) if script else ()
+    out = ("--out", str(result)) if command[0] == "sojourn" else (str(result),) if script else ()
     resumed = ("--resume", str(result)) if part == "plan" and result.is_file() else ()
-    began = time.time()
-    print(f"== {part}: {' '.join((*command, *kept, *resumed))}", flush=True)
+    started = time.time()
+    print(f"== {part}: {' '.join((*command, *out, *resumed))}", flush=True)
     code = subprocess.run(
-        [sys.executable, *(() if script else ("-m",)), *command, *kept, *resumed], cwd=ROOT, check=False
+        [sys.executable, *(() if script else ("-m",)), *command, *out, *resumed], cwd=ROOT, check=False
     ).returncode
-    print(f"== {part}: {time.time() - began:.0f} s, exit code {code}", flush=True)
+    print(f"== {part}: {time.time() - started:.0f} s, exit code {code}", flush=True)
 
 
-def lay(workload: str, steps: int) -> subprocess.Popen[bytes]:
-    """All at once: it is the work of CPUs."""
-    data = (TALKS if "lora" in workload or "full" in workload else TEXTS)[1:]
+def make_files(workload: str, steps: int) -> subprocess.Popen[bytes]:
+    """In parallel: only the CPU works."""
+    data = (CHAT_DATA if "lora" in workload or "full" in workload else TEXT_DATA)[1:]
     script = (
         "import sys; from pathlib import Path; from sojourn.bench.train.workload_files import make_files; "
         "from sojourn.bench.train.workloads import WORKLOADS as all; "
         "make_files(all[sys.argv[1]], int(sys.argv[2]), 'cuda', Path(sys.argv[3]), *sys.argv[4:])"
     )
-    return subprocess.Popen([sys.executable, "-c", script, workload, str(steps), str(GROUND), *data])
+    return subprocess.Popen([sys.executable, "-c", script, workload, str(steps), str(FOLDER), *data])
 
 
 def write_corpus(path: Path) -> None:
@@ -141,7 +142,7 @@ def write_corpus(path: Path) -> None:
 
 
 def sources() -> Iterator[Path]:
-    """Not those of transformers: much of them is one model's file with another's name in it."""
+    """Not those of transformers, many of which repeat each other."""
     for name in ("torch", "sympy", "numpy"):
         found = find_spec(name)
         if found and found.origin:
