@@ -1,16 +1,22 @@
 """The prepared artefact as training reads it: documents apart, labels and positions within them."""
 
 import json
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from sojourn.config.load import load_run
+from sojourn.config.load import load_run, read_config
 from sojourn.data.artefact import read_batch
-from sojourn.data.prepare import prepare
+from sojourn.data.inputs import data_settings, open_inputs
+from sojourn.data.prepare import prepare, prepare_run
+from sojourn.data.sources.file_digests import FileDigests
 from sojourn.data.tokenize.tokenizer import open_tokenizer
 from sojourn.errors import UserError
 from sojourn.train.step import Batcher
+
+OLD = Path(__file__).parent / "fixtures/old_run"  # made by the version before settings were renamed
 
 
 @pytest.fixture
@@ -24,7 +30,7 @@ def test_the_same_inputs_give_the_same_folder_and_no_work(data, home):
     said = []
     again = prepare(data, home / "prepared", said.append)
     assert again.path == first.path and (again.path / "train" / "tokens.bin").stat().st_mtime_ns == stamp
-    assert said == [f"prepared before: {first.path}"]
+    assert said == [f"already prepared: {first.path}"]
 
 
 def test_every_document_is_in_the_rows_of_one_split(data, home, chats):
@@ -103,3 +109,22 @@ def test_what_a_killed_preparation_left_is_cleared_away(data, home):
     artefact = prepare(data, home / "prepared")
     left = {path.name for path in (home / "prepared").iterdir()} - {".digests.json"}
     assert left == {artefact.path.name}
+
+
+@pytest.mark.parametrize("file", ["old.yaml", "runs/old/run.yaml"])
+def test_an_artefact_of_an_older_version_is_found_by_its_hash(home, file):
+    config = load_run([str(OLD / file)]).config if file == "old.yaml" else read_config(OLD / file)
+    inputs = open_inputs(data_settings(config), print, config.advanced.split_digits)
+    assert inputs.artefact_hash(FileDigests(home / "digests.json")) == "d0b46f7a91b524cb"
+    prepared = shutil.copytree(OLD / "prepared", home / "prepared")
+    notes = []
+    artefact = prepare_run(config, prepared, notes.append)
+    assert notes == [f"already prepared: {prepared / 'd0b46f7a91b524cb'}"]
+    assert artefact.damaged_files() == [] and len(artefact.train) == 191
+
+
+def test_the_same_inputs_still_give_the_bytes_that_an_older_version_wrote(home):
+    artefact = prepare_run(load_run([str(OLD / "old.yaml")]).config, home / "prepared")
+    old = json.loads((OLD / "prepared/d0b46f7a91b524cb/artefact.json").read_text())
+    assert artefact.path.name == "d0b46f7a91b524cb" and artefact.facts == old
+    assert artefact.report == json.loads((OLD / "prepared/d0b46f7a91b524cb/report.json").read_text())

@@ -35,7 +35,7 @@ def changed(rng: np.random.Generator, text: list[str], changes: int) -> list[str
 
 def test_the_first_of_each_kind_stays() -> None:
     seen = ExactDuplicates()
-    assert seen.new(np.array([5, 7, 5, 2**64 - 1, 0, 7], dtype=np.uint64)).tolist() == [
+    assert seen.add(np.array([5, 7, 5, 2**64 - 1, 0, 7], dtype=np.uint64)).tolist() == [
         True,
         True,
         False,
@@ -43,8 +43,8 @@ def test_the_first_of_each_kind_stays() -> None:
         True,
         False,
     ]
-    assert seen.new(np.array([0, 1, 1, 5], dtype=np.uint64)).tolist() == [False, True, False, False]
-    assert seen.new(np.array([], dtype=np.uint64)).tolist() == []
+    assert seen.add(np.array([0, 1, 1, 5], dtype=np.uint64)).tolist() == [False, True, False, False]
+    assert seen.add(np.array([], dtype=np.uint64)).tolist() == []
     assert len(seen) == 5
 
 
@@ -57,14 +57,14 @@ def test_batches_of_any_size_agree_with_a_plain_set() -> None:
         for number in batch.tolist():
             expected.append(number not in plain)
             plain.add(number)
-        assert seen.new(batch).tolist() == expected
+        assert seen.add(batch).tolist() == expected
     assert len(seen) == len(plain)
 
 
 def test_a_fingerprint_costs_eight_bytes() -> None:
     seen = ExactDuplicates()
     for start in range(0, 200_000, 1000):
-        assert seen.new(np.arange(start, start + 1000, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)).all()
+        assert seen.add(np.arange(start, start + 1000, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)).all()
     assert sum(run.nbytes for run in seen._runs.runs) == 8 * 200_000
     assert len(seen._runs.runs) <= 18
 
@@ -87,7 +87,7 @@ def test_nearly_equal_texts_are_found(chinese: bool, batch: int) -> None:
     texts = [first for first, _ in alike] + [second for _, second in alike]
     near = NearDuplicates(0.8)
     kept = np.concatenate(
-        [near.new([minhash_signature(t) for t in texts[i : i + batch]]) for i in range(0, len(texts), batch)]
+        [near.add([minhash_signature(t) for t in texts[i : i + batch]]) for i in range(0, len(texts), batch)]
     )
     assert kept[:200].all()
     assert kept[200:].mean() <= 0.05
@@ -97,7 +97,7 @@ def test_nearly_equal_texts_are_found(chinese: bool, batch: int) -> None:
 def test_texts_half_alike_stay(chinese: bool) -> None:
     half = pairs(np.random.default_rng(3), 200, 60, chinese)
     assert max(jaccard(*pair) for pair in half) < 0.6
-    assert NearDuplicates(0.8).new([minhash_signature(text) for pair in half for text in pair]).all()
+    assert NearDuplicates(0.8).add([minhash_signature(text) for pair in half for text in pair]).all()
 
 
 def test_unrelated_texts_are_never_removed() -> None:
@@ -105,7 +105,7 @@ def test_unrelated_texts_are_never_removed() -> None:
     near = NearDuplicates(0.5)
     for _ in range(3):
         texts = [" ".join(words(rng, int(size))) for size in rng.integers(9, 300, 1000)]
-        assert near.new([minhash_signature(text) for text in texts]).all()
+        assert near.add([minhash_signature(text) for text in texts]).all()
     assert len(near) == 3000
 
 
@@ -113,7 +113,7 @@ def test_the_first_stays_and_what_is_like_a_removed_one_only_may_stay_too() -> N
     rng = np.random.default_rng(5)
     text = words(rng, 300)
     chain = [text, changed(rng, text, 10), changed(rng, text, 20), text]
-    assert NearDuplicates(0.8).new([minhash_signature(" ".join(one)) for one in chain]).tolist() == [
+    assert NearDuplicates(0.8).add([minhash_signature(" ".join(one)) for one in chain]).tolist() == [
         True,
         False,
         False,
@@ -132,7 +132,7 @@ def test_case_and_punctuation_do_not_matter() -> None:
 def test_short_texts_are_left_to_the_exact_comparison(text: str) -> None:
     one = minhash_signature(text)
     assert len(one) == 0
-    assert NearDuplicates(0.8).new([one, one]).tolist() == [True, True]
+    assert NearDuplicates(0.8).add([one, one]).tolist() == [True, True]
 
 
 def test_a_signature_is_the_same_in_every_process() -> None:
@@ -150,12 +150,12 @@ def test_many_texts_of_one_template_take_no_quadratic_time() -> None:
     frame = words(rng, 100)
     near = NearDuplicates(0.9)
     texts = [" ".join([*frame, *words(rng, 30)]) for _ in range(2000)]
-    assert near.new([minhash_signature(text) for text in texts]).mean() > 0.9
+    assert near.add([minhash_signature(text) for text in texts]).mean() > 0.9
 
 
 def test_memory_is_what_the_docstring_says() -> None:
     near = NearDuplicates(0.8)
-    near.new(list(np.random.default_rng(8).integers(0, 2**32, (1000, 128), dtype=np.uint32)))
+    near.add(list(np.random.default_rng(8).integers(0, 2**32, (1000, 128), dtype=np.uint32)))
     assert near.bands * 8 + 128 == 256
     assert sum(run.nbytes for run in near._buckets.runs) == 1000 * near.bands * 8
 

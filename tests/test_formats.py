@@ -19,7 +19,7 @@ from sojourn.data.sources.document import Message
 from sojourn.data.sources.formats import NAMES, BadRecord, EmptyRecord, detect_format, rename_columns, to_document
 from sojourn.data.sources.source import open_source
 from sojourn.data.tokenize.bpe import train_bpe
-from sojourn.data.tokenize.tokenize import SpannedText, SpanTokenizer
+from sojourn.data.tokenize.span_tokenizer import SpannedText, SpanTokenizer
 from sojourn.data.tokenize.tokenizer import TokenizerBundle, open_tokenizer
 from sojourn.errors import UserError
 
@@ -421,7 +421,7 @@ def test_columns_work_for_tables_too(source):
 def ready(tmp_path, source):
     folder = tmp_path / "tokenizer"
     tokens = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-    TokenizerBundle({"eos_token": "<|im_end|>"}, made=train_bpe(["Q A"], 300, tokens)).save(folder, None, 64)
+    TokenizerBundle({"eos_token": "<|im_end|>"}, trained=train_bpe(["Q A"], 300, tokens)).save(folder, None, 64)
 
     def ready(*lines, **more):
         given = {"sources": [source(*lines)], "tokenizer": str(folder), "workers": 1, "eval_fraction": 0, **more}
@@ -439,7 +439,7 @@ def test_every_chat_format_gives_the_same_tokens(ready, record):
 
 def test_a_damaged_record_is_an_error_or_skipped_as_the_user_says(ready, tmp_path):
     lines = ({"prompt": "Q", "completion": "A"}, {"prompt": "Q", "completion": 3})
-    with pytest.raises(UserError, match=r"my\.jsonl:2: completion: .*1 of 2 records, 50\.00%.*data\.on_bad=skip"):
+    with pytest.raises(UserError, match=r"my\.jsonl:2: completion: .*1 of 2 records \(50\.00%\).*data\.on_bad=skip"):
         ready(*lines)
     assert not (tmp_path / "prepared").exists()
     artefact = ready(*lines, on_bad="skip")
@@ -505,7 +505,7 @@ def test_real_chats_get_the_tokens_that_plain_transformers_gives_them():
     theirs = AutoTokenizer.from_pretrained(str(_TOKENIZER))
     words = open_tokenizer(str(_TOKENIZER))
     template = words.template("auto")
-    tokenise = SpanTokenizer(words.tokenizer, words.added, template)
+    tokenise = SpanTokenizer(words.tokenizer, words.added_tokens, template)
     sides = [
         (side, document.tools)
         for name, format in REAL.items()

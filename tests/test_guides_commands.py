@@ -312,9 +312,9 @@ def test_preprocessing_is_found_again_by_the_training_that_follows(words: list[s
     (home / "chats.jsonl").rename(raw / "chats.jsonl")
     sizes = ["data.vocab_size=400", "data.max_length=64"]
     code, out, err = sojourn("prepare", *row.words, *sizes)
-    assert code == 0 and "the model will see" in out, err
+    assert code == 0 and "as the model sees them" in out, err
     code, out, err = sojourn("train", "--input_dir", "data/raw", *words[2:])
-    assert code == 0 and "prepared before" in out, err
+    assert code == 0 and "already prepared" in out, err
 
 
 @pytest.fixture

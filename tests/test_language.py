@@ -1,4 +1,4 @@
-"""The language of a document is told from its first thousand characters."""
+"""The language of a document is detected from its first 1,000 characters."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from sojourn.data.clean import language as room
-from sojourn.data.clean.language import CODES, UNKNOWN, check_language_codes, language
+from sojourn.data.clean import language as language_module
+from sojourn.data.clean.language import CODES, UNKNOWN, check_language_codes, detect_language
 from sojourn.errors import UserError
 
 SENTENCES = {
@@ -37,13 +37,13 @@ SENTENCES = {
 
 
 @pytest.mark.parametrize("code", SENTENCES)
-def test_a_sentence_is_told_and_so_is_a_page(code: str) -> None:
-    assert language(SENTENCES[code]) == code
-    assert language(f"{SENTENCES[code]}\n" * 12) == code
+def test_a_sentence_is_identified_and_so_is_a_page(code: str) -> None:
+    assert detect_language(SENTENCES[code]) == code
+    assert detect_language(f"{SENTENCES[code]}\n" * 12) == code
 
 
 def test_traditional_chinese_is_chinese() -> None:
-    assert language("水在山上沸騰的溫度比較低，因為那裡的空氣壓力較小。") == "zh"
+    assert detect_language("水在山上沸騰的溫度比較低，因為那裡的空氣壓力較小。") == "zh"
 
 
 @pytest.mark.parametrize(
@@ -58,20 +58,20 @@ def test_traditional_chinese_is_chinese() -> None:
     ],
 )
 def test_words_of_another_language_do_not_change_the_language(code: str, text: str) -> None:
-    assert language(text) == code
+    assert detect_language(text) == code
 
 
 @pytest.mark.parametrize("text", ["", " \n", "hi", "Paris", "12 + 30 = 42", "…!?", "\ud800", "山", "😀😀😀😀😀"])
 def test_too_little_is_not_guessed(text: str) -> None:
-    assert language(text) == UNKNOWN
+    assert detect_language(text) == UNKNOWN
 
 
-def test_only_the_beginning_is_looked_at() -> None:
-    assert language(SENTENCES["de"] * 20 + SENTENCES["zh"] * 500) == "de"
+def test_only_the_beginning_is_read() -> None:
+    assert detect_language(SENTENCES["de"] * 20 + SENTENCES["zh"] * 500) == "de"
 
 
 def test_every_language_the_model_knows_can_be_asked_for() -> None:
-    assert {label for label in room._model().labels if len(label) == 2} <= set(CODES)
+    assert {label for label in language_module._model().labels if len(label) == 2} <= set(CODES)
     assert set(SENTENCES) <= set(CODES)
 
 
@@ -80,9 +80,11 @@ def test_every_language_the_model_knows_can_be_asked_for() -> None:
 )
 def test_an_unknown_code_is_refused_with_a_guess(typed: str, meant: str) -> None:
     check_language_codes(["en", "zh"])
-    with pytest.raises(UserError, match=f"'{typed}' is not a language code; did you mean {meant}. known: af, ") as told:
+    with pytest.raises(
+        UserError, match=f"'{typed}' is not a language code; did you mean {meant}. known: af, "
+    ) as error:
         check_language_codes(["en", typed])
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_code_like_no_other_lists_the_known() -> None:
@@ -91,8 +93,8 @@ def test_a_code_like_no_other_lists_the_known() -> None:
 
 
 def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    room._model.cache_clear()
+    language_module._model.cache_clear()
     monkeypatch.setitem(sys.modules, "py3langid.langid", None)
     with pytest.raises(UserError, match=r"pip install 'sojourn\[clean\]'"):
-        language(SENTENCES["de"])
-    assert language(SENTENCES["zh"]) == "zh"
+        detect_language(SENTENCES["de"])
+    assert detect_language(SENTENCES["zh"]) == "zh"

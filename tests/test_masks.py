@@ -92,7 +92,7 @@ def words_of(name: str) -> TokenizerBundle:
     tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in kind.marks])
     end = "<|endoftext|>" if "<|endoftext|>" in kind.tokens else kind.end
     given = {"eos_token": end, "pad_token": end, **({"bos_token": kind.bos} if kind.bos else {})}
-    TokenizerBundle(given, made=tokenizer).save(folder, None, 512)
+    TokenizerBundle(given, trained=tokenizer).save(folder, None, 512)
     (folder / "tokenizer_config.json").write_text(json.dumps(given), encoding="utf-8")
     (folder / "tokenizer.model").unlink(missing_ok=True)
     if kind.own:
@@ -115,7 +115,14 @@ def encoder_of(name: str, train_on: str = "assistant", fail: bool = False) -> En
     policy = LengthPolicy(1_000_000, "split", "drop", words.id_of(words.end_of_text))
     return Encoder(
         EncoderConfig(
-            str(words.fast_file), template.source, words.names, words.added, train_on, policy, fail, look_at=0
+            str(words.fast_file),
+            template.source,
+            words.special_names,
+            words.added_tokens,
+            train_on,
+            policy,
+            fail,
+            language_sample=0,
         )
     )
 
@@ -409,7 +416,7 @@ def test_our_templates_render_as_plain_transformers_does(name, data):
 
     template = template_of(name)
     messages, tools = data.draw(chats_with_tools(KINDS[name]))
-    names = words_of(name).names
+    names = words_of(name).special_names
     given = {"tools": tools or None, "chat_template": template.source, **names}
     theirs = render_jinja_template([as_dicts(messages)], **given)[0][0]
     assert template.text(messages, tools) == template.spans(messages, tools)[0] == theirs
@@ -424,7 +431,7 @@ def test_our_templates_render_as_plain_transformers_does(name, data):
 def test_our_quick_filling_is_what_jinja_renders(name, data):
     template, words = template_of(name), words_of(name)
     messages = data.draw(chats(KINDS[name]))
-    slow = Template(template.source + "{# not ours, so never filled #}", words.names, words.added)
+    slow = Template(template.source + "{# not ours, so never filled #}", words.special_names, words.added_tokens)
     assert template.spans(messages) == slow.spans(messages)
     assert template.text(messages) == slow.text(messages)
 
@@ -436,7 +443,7 @@ def test_an_own_template_renders_as_plain_transformers_does(name, data):
     from transformers.utils.chat_template_utils import render_jinja_template
 
     messages = data.draw(chats(KINDS[name]))
-    given = {"chat_template": source_of(KINDS[name].own), **words_of(name).names}
+    given = {"chat_template": source_of(KINDS[name].own), **words_of(name).special_names}
     assert template_of(name).spans(messages)[0] == render_jinja_template([as_dicts(messages)], **given)[0][0]
 
 
@@ -462,7 +469,7 @@ def ready(tmp_path):
 
     def ready(records=({"prompt": "a", "completion": "b"},), tokens=("<|endoftext|>",), own=None, **more):
         folder = tmp_path / "tokenizer"
-        TokenizerBundle({"eos_token": tokens[0]}, made=train_bpe(CORPUS, 300, tokens)).save(folder, None, 64)
+        TokenizerBundle({"eos_token": tokens[0]}, trained=train_bpe(CORPUS, 300, tokens)).save(folder, None, 64)
         if own is not None:
             (folder / "chat_template.jinja").write_text(own, encoding="utf-8")
         path = tmp_path / "chats.jsonl"
@@ -484,7 +491,7 @@ def test_an_unknown_template_gets_a_suggestion(ready):
 
 
 def test_a_tokenizer_of_no_family_is_refused_with_what_to_type(ready):
-    with pytest.raises(UserError, match=r"no chat template and is of no known family.*data\.template=plain"):
+    with pytest.raises(UserError, match=r"no chat template and belongs to no known family.*data\.template=plain"):
         ready()
 
 

@@ -221,11 +221,10 @@ def test_packed_rows_give_the_losses_of_unpacked_ones(words):
     for packing in ("packed", "off"):
         name = f"name={packing}"
         config = load_run([*words, *few, name, f"data.packing={packing}", "train.global_batch=1"]).config
-        from sojourn.data.inputs import data_settings
-        from sojourn.data.prepare import prepare
+        from sojourn.data.prepare import prepare_run
         from sojourn.run.home import prepared_folder
 
-        rows = len(prepare(data_settings(config), prepared_folder()).train)
+        rows = len(prepare_run(config, prepared_folder()).train)
         run = _train([*words, *few, name, f"data.packing={packing}", f"train.global_batch={rows}"])
         losses[packing] = _losses(run)
     assert losses["packed"] == pytest.approx(losses["off"], rel=1e-5)

@@ -159,7 +159,7 @@ def _check(words: list[str], tiny: Tiny, writer: Node, other: Node) -> None:
     logs = writer.logs() + other.logs()
     assert losses(run) == pytest.approx(alone, rel=1e-5) and len(alone) == _STEPS, logs
     assert run.status().state == "done" and run.has_final() and not other.run(words).final.exists(), logs
-    assert [node.logs().count("reading and tokenising") for node in (writer, other)] == [1, 1], logs
+    assert [node.logs().count("reading and tokenizing") for node in (writer, other)] == [1, 1], logs
 
 
 @pytest.mark.slow

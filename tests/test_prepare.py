@@ -15,7 +15,7 @@ import pytest
 from conftest import called
 from sojourn.config.data import CleanConfig, Columns, DataConfig, Source
 from sojourn.config.load import load_run
-from sojourn.data import row_writer as writer
+from sojourn.data import row_writer
 from sojourn.data.artefact import Artefact
 from sojourn.data.prepare import prepare
 from sojourn.data.tokenize.tokenizer import open_tokenizer
@@ -127,13 +127,13 @@ def test_a_file_changed_within_the_clocks_grain_is_seen_to_have_changed(fixed, h
 
 
 def test_a_file_that_changes_while_it_is_read_is_not_kept(fixed, home, chats, monkeypatch):
-    close = writer.RowWriter.close
+    close = row_writer.RowWriter.close
 
     def late(self):
         close(self)
         chats.write_text('{"prompt": "a", "completion": "b"}')
 
-    monkeypatch.setattr(writer.RowWriter, "close", late)
+    monkeypatch.setattr(row_writer.RowWriter, "close", late)
     with pytest.raises(UserError, match="changed while it was read"):
         prepare(fixed, home / "prepared")
     assert not (home / "prepared").exists()
@@ -146,8 +146,8 @@ def test_a_full_disk_leaves_nothing(fixed, home, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(writer, "pack_best_fit", full)
-    with pytest.raises(RunFailed, match="No space left on device; nothing was kept"):
+    monkeypatch.setattr(row_writer, "pack_best_fit", full)
+    with pytest.raises(RunFailed, match="No space left on device; nothing was written"):
         prepare(fixed, home / "prepared")
     assert not (home / "prepared").exists()
 
@@ -179,7 +179,7 @@ def test_a_kill_in_the_middle_leaves_no_artefact_and_no_process(fixed, home, how
     assert all(name.startswith(".stage-") for name in left) and (left == [] or how == signal.SIGKILL)
     artefact = prepare(reading(fixed, path, max_length=64), home / "prepared")
     assert not [p.name for p in (home / "prepared").iterdir() if p.name.startswith(".stage-")]
-    assert artefact.damaged() == []
+    assert artefact.damaged_files() == []
 
 
 def test_a_cut_off_copy_is_noticed(fixed, home):
@@ -190,7 +190,7 @@ def test_a_cut_off_copy_is_noticed(fixed, home):
     with pytest.raises(RunFailed, match=r"tokens.bin has .* bytes instead of"):
         _ = Artefact(artefact.path).train
     tokens.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    assert Artefact(artefact.path).damaged() == ["train/tokens.bin"]
+    assert Artefact(artefact.path).damaged_files() == ["train/tokens.bin"]
 
 
 # Damage
@@ -212,7 +212,7 @@ def test_more_damage_fails_and_says_where_and_how_much(fixed, home):
         UserError, match=r"a.jsonl:101: not valid JSON.*a.jsonl:102: prompt: expected text, found a number"
     ) as error:
         prepare(reading(fixed, path), home / "prepared")
-    assert "2 of 102 records, 1.96%" in str(error.value) and "data.on_bad=skip" in str(error.value)
+    assert "2 of 102 records (1.96%)" in str(error.value) and "data.on_bad=skip" in str(error.value)
     report = prepare(reading(fixed, path, on_bad="skip"), home / "prepared").report
     assert report["damaged"] == 2
 
@@ -319,8 +319,8 @@ def test_without_packing_every_row_is_one_document(fixed, home, packing):
 def test_rows_are_packed_block_by_block_and_stay_full(fixed, home, monkeypatch):
     path = lines(home / "many.jsonl", pairs(4000))
     whole = prepare(reading(fixed, path), home / "whole")
-    monkeypatch.setattr(writer, "_SMALLEST_BLOCK", 1)
-    monkeypatch.setattr(writer, "_LARGEST_BLOCK", 64 * 128)
+    monkeypatch.setattr(row_writer, "_MIN_BLOCK_TOKENS", 1)
+    monkeypatch.setattr(row_writer, "_MAX_BLOCK_TOKENS", 64 * 128)
     blocks = prepare(reading(fixed, path), home / "blocks")
     assert sorted(documents(whole)) == sorted(documents(blocks))
     assert blocks.report["train"]["fill"] > whole.report["train"]["fill"] - 0.02
@@ -346,7 +346,7 @@ def test_a_pair_is_two_documents_side_by_side_in_one_row(fixed, home):
 
 def test_pairs_and_chats_are_not_mixed(fixed, home):
     a = lines(home / "a.jsonl", [{"prompt": "Q", "chosen": "a", "rejected": "b"}])
-    with pytest.raises(UserError, match="preference pairs and other documents; prepare them apart"):
+    with pytest.raises(UserError, match="preference pairs mixed with other documents"):
         prepare(reading(fixed, a, lines(home / "b.jsonl", pairs(3))), home / "p")
 
 
@@ -391,13 +391,13 @@ def test_formats_and_three_marked_examples_come_before_anything_else(words):
     result = called("prepare", *words)
     told = result.stdout.splitlines()
     assert told[0].endswith("chats.jsonl: prompt/completion")
-    assert told[1].startswith("the model will see this") and "‹It is red.<|im_end|>›⏎" in told[2]
+    assert told[1].startswith("examples as the model sees them") and "‹It is red.<|im_end|>›⏎" in told[2]
     assert told[5].startswith("training a tokenizer of 400 tokens")
-    assert any(line.startswith("an epoch is ") for line in told) and any(
+    assert any(line.startswith("one epoch: ") for line in told) and any(
         line.startswith("languages: en") for line in told
     )
     again = called("prepare", *words)
-    assert again.stdout.splitlines()[1:5] == told[:4] and "prepared before" in again.stdout.splitlines()[0]
+    assert again.stdout.splitlines()[1:5] == told[:4] and "already prepared" in again.stdout.splitlines()[0]
 
 
 def test_the_report_is_text_json_and_a_plot(words, home):
@@ -473,7 +473,7 @@ def test_plain_transformers_opens_what_was_prepared_and_gives_the_same_tokens(da
         (["data.sources=wikitex2"], "no data set of that name; did you mean wikitext2?"),
         (["data.template=chatm"], "no such template; did you mean chatml?"),
         (["data.clean.languages=german"], "data.clean.languages: 'german' is not a language code; did you mean de?"),
-        (["data.tokenizer=nowhere/at/all"], "data.tokenizer: nowhere/at/all: no such folder or file"),
+        (["data.tokenizer=nowhere/at/all"], "data.tokenizer: nowhere/at/all: no such file or folder"),
         (["data.columns.prompt=Q"], "allowed together: "),
     ],
 )  # fmt: skip

@@ -87,13 +87,13 @@ def room(tmp_path_factory):
     tokenizer = train_bpe([word * 3 for word in WORDS if word.isprintable()], 400, TOKENS)
     settings = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "tokenizer_class": "PreTrainedTokenizerFast"}
     for name, template in (("bare", None), ("own", TEMPLATES["picky.jinja"]), ("odd", TEMPLATES["endless.jinja"])):
-        TokenizerBundle({**settings, "chat_template": template} if template else settings, made=tokenizer).save(
+        TokenizerBundle({**settings, "chat_template": template} if template else settings, trained=tokenizer).save(
             room / name, None, 64
         )
         if template:
             (room / name / "chat_template.jinja").write_text(template, encoding="utf-8")
     nothing = train_bpe([], 300, ("<|endoftext|>",))
-    TokenizerBundle({**settings, "eos_token": "<|endoftext|>"}, made=nothing).save(room / "poor", None, 64)
+    TokenizerBundle({**settings, "eos_token": "<|endoftext|>"}, trained=nothing).save(room / "poor", None, 64)
     for name, text in TEMPLATES.items():
         (room / name).write_text(text, encoding="utf-8")
     return room
@@ -401,7 +401,7 @@ def check_split(artefact, split, kind):
 def check(artefact, prepared):
     names = {path.name for path in prepared.iterdir()}
     assert names - {".digests.json"} == {artefact.path.name}
-    assert artefact.damaged() == []
+    assert artefact.damaged_files() == []
     report = artefact.report
     for name in ("train", "eval"):
         check_split(artefact, getattr(artefact, name), report[name])

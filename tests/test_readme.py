@@ -88,7 +88,7 @@ def test_the_readmes_commands_walk_the_whole_way(home, words, fork_server):
     shutil.rmtree(home / "prepared")
     small = ["small", *words[1:-1], "name=small"]
     for args, expected in (
-        (["prepare", *small], "the model will see"),
+        (["prepare", *small], "as the model sees them"),
         (["rehearse", *small], "ready: sojourn train small"),
         (["train", *small], "next: sojourn chat small"),
         (["train", *small, "train.lr=1e-4", "--fork", "second"], "next: sojourn chat second"),

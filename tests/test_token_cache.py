@@ -1,4 +1,4 @@
-"""Tokens from memory are the tokens of the tokenizer itself, whatever the text."""
+"""Tokens from the cache are the tokens of the tokenizer itself, whatever the text."""
 
 import pytest
 from hypothesis import given, settings
@@ -6,10 +6,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from sojourn.data import builtin
-from sojourn.data.tokenize import sentencepiece_model
-from sojourn.data.tokenize import token_cache as recall
+from sojourn.data.tokenize import sentencepiece_model, token_cache
 from sojourn.data.tokenize.bpe import train_bpe
-from sojourn.data.tokenize.token_cache import TokenCache, as_bytes, supports_token_cache
+from sojourn.data.tokenize.token_cache import TokenCache, ids_to_bytes, supports_token_cache
 
 _ODD = [
     "a", "b", "The", " cat", " ", "  ", "\n", "\n\n", "\t", "\r\n", "\r", "'s", "'LL", "1", "23", ".", ",", "()", "_",
@@ -52,27 +51,27 @@ def tokenizers(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama3", "gpt2", "digits", "sentencepiece"])
-def test_pieces_from_memory_are_the_tokens_of_the_whole(tokenizers, kind):
+def test_pieces_from_the_cache_are_the_tokens_of_the_whole(tokenizers, kind):
     tokenizer = tokenizers[kind]
     assert supports_token_cache(tokenizer)
-    remembering = TokenCache(tokenizer)
+    cache = TokenCache(tokenizer)
 
     @settings(max_examples=300, deadline=None)
     @given(st.lists(texts, max_size=4))
     def check(some):
         whole = tokenizer.encode_batch(some, add_special_tokens=False)
-        assert remembering(some) == [as_bytes(one.ids) for one in whole]
+        assert cache(some) == [ids_to_bytes(one.ids) for one in whole]
 
     check()
 
 
-def test_what_is_forgotten_is_learned_again(tokenizers, monkeypatch):
-    monkeypatch.setattr(recall, "_REMEMBERED", 20)
-    remembering, some = TokenCache(tokenizers["qwen2"]), list(_texts())[:50]
-    whole = [as_bytes(one.ids) for one in tokenizers["qwen2"].encode_batch(some, add_special_tokens=False)]
+def test_what_is_evicted_is_tokenized_again(tokenizers, monkeypatch):
+    monkeypatch.setattr(token_cache, "_MAX_CACHED_PIECES", 20)
+    cache, some = TokenCache(tokenizers["qwen2"]), list(_texts())[:50]
+    whole = [ids_to_bytes(one.ids) for one in tokenizers["qwen2"].encode_batch(some, add_special_tokens=False)]
     for _ in range(2):
-        assert remembering(some) == whole
-    assert len(remembering._known) <= 20
+        assert cache(some) == whole
+    assert len(cache._cached) <= 20
 
 
 @pytest.mark.parametrize(
@@ -83,9 +82,9 @@ def test_what_is_forgotten_is_learned_again(tokenizers, monkeypatch):
         lambda t: setattr(t, "pre_tokenizer", pre_tokenizers.Whitespace()),
         lambda t: t.add_tokens(["two words"]),
     ],
-    ids=["prefix", "other cut", "whitespace", "token with a space"],
+    ids=["prefix", "other split", "whitespace", "token with a space"],
 )  # fmt: skip
-def test_a_tokenizer_that_cuts_otherwise_is_given_whole_texts(spoil):
+def test_a_tokenizer_that_splits_otherwise_gets_whole_texts(spoil):
     tokenizer = _gpt2(False)
     spoil(tokenizer)
     assert not supports_token_cache(tokenizer)

@@ -209,7 +209,7 @@ def test_eval_reports_the_held_out_loss(words):
         (["data.sources=[]"], "nothing to read"),
         (["train.device=cuda"], "doctor"),
         (["save.resume=nowhere"], "not a whole checkpoint"),
-        (["data.tokenizer=nowhere"], "no such folder or file"),
+        (["data.tokenizer=nowhere"], "no such file or folder"),
     ],
 )
 def test_what_cannot_be_trained_is_one_line_that_says_what_to_do(words, extra, message):

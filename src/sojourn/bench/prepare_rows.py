@@ -39,13 +39,12 @@ def prepare_args(corpus: str, tokenizer: str, workers: int) -> list[str]:
 
 def _sojourn(task: dict[str, Any]) -> Row:
     from sojourn.config.load import load_run
-    from sojourn.data.inputs import data_settings
-    from sojourn.data.prepare import prepare
+    from sojourn.data.prepare import prepare_run
     from sojourn.run.home import prepared_folder
 
-    data = data_settings(load_run(prepare_args(task["corpus"], task["tokenizer"], task["workers"])).config)
+    config = load_run(prepare_args(task["corpus"], task["tokenizer"], task["workers"])).config
     began = time.perf_counter()
-    artefact = prepare(data, prepared_folder())
+    artefact = prepare_run(config, prepared_folder())
     seconds = time.perf_counter() - began
     report = artefact.report
     splits = (report["train"], report["eval"])

@@ -23,8 +23,7 @@ def prepare(
     other columns say data.columns.text=NAME or data.columns.prompt=NAME data.columns.completion=NAME.
     """
     from sojourn.config.load import load_run
-    from sojourn.data.inputs import data_settings
-    from sojourn.data.prepare import prepare as prepare_data
+    from sojourn.data.prepare import prepare_run
     from sojourn.data.report import format_report, print_examples
     from sojourn.errors import RunFailed
     from sojourn.run.home import prepared_folder
@@ -41,8 +40,8 @@ def prepare(
         shown = True
         print_examples(say, sys.stdout.isatty(), formats, examples)
 
-    artefact = prepare_data(data_settings(config), prepared_folder(), say, show, config.advanced.split_digits)
-    if verify and (damaged := artefact.damaged()):
+    artefact = prepare_run(config, prepared_folder(), say, show)
+    if verify and (damaged := artefact.damaged_files()):
         raise RunFailed(f"{artefact.path}: damaged: {', '.join(damaged)}; remove that folder and run this again")
     report = artefact.report
     if json:

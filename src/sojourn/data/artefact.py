@@ -1,10 +1,14 @@
-"""The prepared artefact: tokens, mask and rows as memory-mapped arrays, found by the hash of all that made them.
+"""The prepared artefact: tokens, loss mask and rows as memory-mapped arrays, in a folder named by a hash of its inputs.
+
+HASH covers the sources' bytes and every setting that matters, but no path and no number of workers, so it is the same
+on every machine (`inputs.py`). An artefact is written to a stage folder, synced and renamed: it is complete or absent.
+The train/eval split is by a hash of each document's content, so it stays when data is added.
 
 prepared/HASH/
   artefact.json             format version, dtype, lengths, size and SHA-256 of each array
-  report.json report.svg    what was read, what became of it
-  probes.json               a few rendered chats with their token ids, to be replayed against exports
-  tokenizer/                for plain transformers
+  report.json report.svg    what was read and what became of it
+  probes.json               a few rendered chats with their token ids, to check exports against
+  tokenizer/                as transformers opens it
   train/ eval/              tokens.bin mask.bin documents.bin rows.bin, all little-endian
 """
 
@@ -25,7 +29,7 @@ FORMAT = 2
 
 @dataclass(frozen=True)
 class Split:
-    """Rows of packed documents. Row r is tokens[rows[r]:rows[r+1]]; documents start where `documents` says.
+    """Rows of packed documents. Row r is tokens[rows[r]:rows[r+1]]; `documents` are the start offsets of documents.
 
     In an artefact of preference pairs the documents of a row are chosen, rejected, chosen, rejected, …
     """
@@ -38,9 +42,9 @@ class Split:
     def __len__(self) -> int:
         return len(self.rows) - 1
 
-    def row(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Token ids, mask, and where each of its documents starts."""
-        start, stop = self.rows[number], self.rows[number + 1]
+    def row(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Token ids, loss mask, and the start of each document in the row."""
+        start, stop = self.rows[index], self.rows[index + 1]
         first, last = np.searchsorted(self.documents, [start, stop])
         return self.tokens[start:stop], self.mask[start:stop], self.documents[first:last] - start
 
@@ -70,7 +74,7 @@ class Artefact:
 
     @property
     def row_length(self) -> int:
-        """A row holds so many tokens at most; of pairs, whose two sides are `max_length` each, twice as many."""
+        """Most tokens in a row: `max_length`, or twice that for preference pairs."""
         return self.max_length * (2 if self.facts["kind"] == "pairs" else 1)
 
     @property
@@ -111,11 +115,11 @@ class Artefact:
         path, size = self.path / name, int(self.facts["files"][name]["bytes"])
         if path.stat().st_size != size:
             raise ValueError(f"{path.name} has {path.stat().st_size:,} bytes instead of {size:,}")
-        # Batches are read a third faster from a plain array than from a memmap, which is still what it shows.
+        # A plain array view of the memmap is read a third faster.
         return np.asarray(np.memmap(path, np.dtype(dtype), "r")) if size else np.zeros(0, np.dtype(dtype))
 
-    def damaged(self) -> list[str]:
-        """The arrays whose bytes are not those that were written."""
+    def damaged_files(self) -> list[str]:
+        """The arrays whose bytes differ from what was written."""
         files = {name: self.path / name for name in self.facts["files"]}
         written = {name: facts["sha256"] for name, facts in self.facts["files"].items()}
         return [name for name, file in files.items() if not file.is_file() or sha256(file) != written[name]]
@@ -123,7 +127,7 @@ class Artefact:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows side by side, shape (B, T). A label of -100 is not trained on; positions restart with each document."""
+    """Rows as arrays of shape (B, T). A label of -100 is not a target; positions restart with each document."""
 
     ids: np.ndarray
     labels: np.ndarray
@@ -139,17 +143,17 @@ class Batch:
         return int((self.documents >= 0).sum())
 
 
-def read_batch(split: Split, numbers: np.ndarray, width: int, pad_id: int) -> Batch:
-    """The given rows, padded on the right; token t's label is token t+1 of the same document, where that is trained."""
-    shape = (len(numbers), width)
+def read_batch(split: Split, rows: np.ndarray, width: int, pad_id: int) -> Batch:
+    """The given rows, padded on the right. Token t has token t+1 of its document as label, if the mask has it."""
+    shape = (len(rows), width)
     batch = Batch(
         ids=np.full(shape, pad_id, np.int64),
         labels=np.full(shape, -100, np.int64),
-        positions=np.tile(np.arange(width, dtype=np.int64), (len(numbers), 1)),
+        positions=np.tile(np.arange(width, dtype=np.int64), (len(rows), 1)),
         documents=np.full(shape, -1, np.int32),
     )
-    for i, number in enumerate(numbers):
-        ids, mask, starts = split.row(int(number))
+    for i, row in enumerate(rows):
+        ids, mask, starts = split.row(int(row))
         length = len(ids)
         document = np.zeros(length, np.int32)
         document[starts[1:]] = 1

@@ -1,4 +1,4 @@
-"""What a preparation starts from, found but not read yet, and the hash of all that decides what will come out."""
+"""What an artefact is made from: the opened sources and the tokenizer, and the hash that names the artefact."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from sojourn.data.artefact import FORMAT
 from sojourn.data.sources.file_digests import FileDigests
 from sojourn.data.sources.source import OpenedSource, open_source
 from sojourn.data.tokenize.templates import NAMED
-from sojourn.data.tokenize.tokenizer import TRAINED, TokenizerBundle, open_tokenizer, template_file
+from sojourn.data.tokenize.tokenizer import TRAINED, TokenizerBundle, open_tokenizer, read_template_file
 from sojourn.errors import UserError
 
-_DECIDING = (
+# Settings that the artefact hash covers, by the names it has always used for them: other names would give other hashes.
+_HASHED = (
     "eval_fraction", "take", "train_on", "max_length", "packing", "long_texts", "long_chats", "on_bad", "max_bad",
 )  # fmt: skip
-_TRAINING = ("vocab_size", "special_tokens")
+_HASHED_FOR_NEW_TOKENIZER = ("vocab_size", "special_tokens")
 
 
 def data_settings(config: RunConfig) -> DataConfig:
-    """The data of a run, with the tokenizer of the model that it starts from where none is named."""
+    """A run's data section, with the base model's tokenizer where none is named."""
     base, revision = config.model.base, config.model.revision
     if not base or config.data.tokenizer != "auto":
         return config.data
@@ -32,41 +33,43 @@ def data_settings(config: RunConfig) -> DataConfig:
 
 @dataclass(frozen=True)
 class Inputs:
-    """`words` is None where a tokenizer is to be trained."""
+    """`tokenizer` is None where one is to be trained."""
 
     data: DataConfig
     sources: list[OpenedSource]
     eval_sources: list[OpenedSource]
-    words: TokenizerBundle | None
+    tokenizer: TokenizerBundle | None
     split_digits: bool = True
 
     @property
     def size(self) -> int:
-        """Bytes to read, roughly."""
+        """Approximate bytes to read."""
         return sum(opened.size for opened in (*self.sources, *self.eval_sources))
 
     def artefact_hash(self, digests: FileDigests) -> str:
-        """The same for the same bytes and settings on every machine: no path counts, and no number of processes."""
+        """Equal for equal bytes and settings on every machine: it covers no path and no number of workers."""
         data = self.data
-        new = {"kind": data.tokenizer.replace("auto", "bpe"), "split_digits": self.split_digits}
-        new |= {key: getattr(data, key) for key in _TRAINING}
-        decides = {
+        new_tokenizer = {"kind": data.tokenizer.replace("auto", "bpe"), "split_digits": self.split_digits}
+        new_tokenizer |= {key: getattr(data, key) for key in _HASHED_FOR_NEW_TOKENIZER}
+        hashed = {
             "format": FORMAT,
             "sources": [opened.identity(digests) for opened in self.sources],
             "eval_sources": [opened.identity(digests) for opened in self.eval_sources],
-            "tokenizer": self.words.identity() if self.words else new,
-            "template": "chatml" if self.words is None and data.template == "auto" else _content(data.template),
+            "tokenizer": self.tokenizer.identity() if self.tokenizer else new_tokenizer,
+            "template": "chatml"
+            if self.tokenizer is None and data.template == "auto"
+            else _template_content(data.template),
             "clean": data.clean.model_dump(mode="json"),
-            **{key: getattr(data, key) for key in _DECIDING},
+            **{key: getattr(data, key) for key in _HASHED},
         }
-        return hashlib.sha256(json.dumps(decides, sort_keys=True, default=int).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(hashed, sort_keys=True, default=int).encode()).hexdigest()[:16]
 
 
 def open_inputs(data: DataConfig, say: Callable[[str], None], split_digits: bool = True) -> Inputs:
-    """`split_digits`: for a tokenizer that is trained, `advanced.split_digits`."""
+    """`split_digits` is `advanced.split_digits`, for a tokenizer that is to be trained."""
     if not data.sources:
         raise UserError(
-            "data.sources: nothing to read; say what, such as data.sources=my.jsonl or --train_file my.jsonl"
+            "data.sources: nothing to read; set it, for example data.sources=my.jsonl or --train_file my.jsonl"
         )
     if data.clean.languages:
         from sojourn.data.clean.language import check_language_codes
@@ -78,5 +81,5 @@ def open_inputs(data: DataConfig, say: Callable[[str], None], split_digits: bool
     return Inputs(data, sources, eval_sources, tokenizer, split_digits)
 
 
-def _content(template: str) -> str:
-    return template_file(template) if template not in ("auto", *NAMED) else template
+def _template_content(template: str) -> str:
+    return read_template_file(template) if template not in ("auto", *NAMED) else template

@@ -1,4 +1,4 @@
-"""A first look at the sources: their formats and three examples as the model will see them, before anything is made."""
+"""Reads the beginning of each source: its format, and three examples as the model will see them."""
 
 from __future__ import annotations
 
@@ -15,66 +15,65 @@ from sojourn.data.sources.formats import BadRecord
 from sojourn.data.sources.source import SourcePart, read_chunks
 from sojourn.data.tokenize.chat_template import Span, Template
 from sojourn.data.tokenize.templates import END_OF_TEXT, NAMED, named_template
-from sojourn.data.tokenize.tokenizer import TokenizerBundle, checked, special_tokens, template_file
+from sojourn.data.tokenize.tokenizer import TokenizerBundle, check_template, read_template_file, special_tokens
 from sojourn.errors import UserError
 
 EXAMPLES = 3
-_KEPT = 20_000  # letters of an example in a report: some texts are as long as a book
-_PARTS = 50
+_MAX_CHARACTERS = 20_000  # of an example in a report: some texts are as long as a book
+_MAX_PARTS = 50
 
 
 @dataclass(frozen=True)
 class Example:
-    """A document as text; `spans` are what the model learns to say."""
+    """A document as text; `spans` are what the model is trained to predict."""
 
     where: str
     text: str
     spans: list[Span]
 
-    def beginning(self) -> Example:
-        """As much as a report keeps."""
-        inside = [(start, min(end, _KEPT)) for start, end in self.spans if start < _KEPT]
-        return Example(self.where, self.text[:_KEPT], inside)
+    def shortened(self) -> Example:
+        inside = [(start, min(end, _MAX_CHARACTERS)) for start, end in self.spans if start < _MAX_CHARACTERS]
+        return Example(self.where, self.text[:_MAX_CHARACTERS], inside)
 
 
 @dataclass(frozen=True)
 class Preview:
-    """`formats` of each source by name; `refusal` says why there is no template, should a chat come later."""
+    """`formats` are (name, format) of each source part; `template_error` is why there is no template, if so."""
 
     formats: list[tuple[str, str]]
     examples: list[Example]
     pairs: bool
     template: Template | None
-    refusal: str
+    template_error: str
 
 
 def make_preview(inputs: Inputs) -> Preview:
-    """Reads the beginning of each source."""
     data = inputs.data
-    template, refusal = _template(data, inputs.words)
+    template, template_error = _open_template(data, inputs.tokenizer)
     formats: list[tuple[str, str]] = []
-    firsts: list[Document] = []
+    documents: list[Document] = []
     for opened in inputs.sources:
-        for part in opened.parts[:_PARTS]:
-            name, documents = _beginning(part, opened.columns, data.on_bad == "fail")
+        for part in opened.parts[:_MAX_PARTS]:
+            name, first = _read_beginning(part, opened.columns, data.on_bad == "fail")
             formats.append((part.name, name))
-            firsts += documents
-        if len(opened.parts) > _PARTS:
-            formats.append((f"and {len(opened.parts) - _PARTS:,} more of {opened.source.path}", "not looked into yet"))
-    if template is None and any(d.is_chat for d in firsts):
-        raise UserError(refusal)
-    pairs = {bool(d.rejected) for d in firsts}
+            documents += first
+        if len(opened.parts) > _MAX_PARTS:
+            more = len(opened.parts) - _MAX_PARTS
+            formats.append((f"and {more:,} more of {opened.source.path}", "not read yet"))
+    if template is None and any(d.is_chat for d in documents):
+        raise UserError(template_error)
+    pairs = {bool(d.rejected) for d in documents}
     if len(pairs) == 2:
-        raise UserError("data.sources: preference pairs and other documents; prepare them apart, each for its own run")
-    examples = [example for document in firsts for example in _shown(document, template, data.train_on)]
-    return Preview(formats, examples[:EXAMPLES], pairs == {True}, template, refusal)
+        raise UserError("data.sources: preference pairs mixed with other documents; prepare each kind in its own run")
+    examples = [example for document in documents for example in _examples(document, template, data.train_on)]
+    return Preview(formats, examples[:EXAMPLES], pairs == {True}, template, template_error)
 
 
-def _beginning(part: SourcePart, columns: dict[str, str], fail: bool) -> tuple[str, list[Document]]:
-    """The format of a part, and its first documents; a part that begins with nothing but damage is not read on."""
+def _read_beginning(part: SourcePart, columns: dict[str, str], fail: bool) -> tuple[str, list[Document]]:
+    """The format of a part and its first documents; gives up after four chunks of bad records."""
     name = "empty"
     for chunk in islice(read_chunks(part, columns), 4):
-        name = chunk.format or {"documents": "built in", "text": "text"}.get(chunk.kind, "nothing that can be read")
+        name = chunk.format or {"documents": "built in", "text": "text"}.get(chunk.kind, "no readable record")
         documents, _, bad = parse_chunk(chunk)
         if documents:
             return name, documents[:EXAMPLES]
@@ -83,30 +82,31 @@ def _beginning(part: SourcePart, columns: dict[str, str], fail: bool) -> tuple[s
     return name, []
 
 
-def _template(data: DataConfig, words: TokenizerBundle | None) -> tuple[Template | None, str]:
-    if words is None:
-        return new_template(data), ""
+def _open_template(data: DataConfig, tokenizer: TokenizerBundle | None) -> tuple[Template | None, str]:
+    if tokenizer is None:
+        return _template_for_new_tokenizer(data), ""
     try:
-        return words.template(data.template), ""
+        return tokenizer.template(data.template), ""
     except UserError as error:
         return None, str(error)
 
 
-def new_template(data: DataConfig) -> Template:
-    """The template for a tokenizer that is yet to be trained; its special tokens will be in the vocabulary."""
+def _template_for_new_tokenizer(data: DataConfig) -> Template:
+    """The tokenizer is yet to be trained; its vocabulary will have the template's special tokens."""
     name, tokens = data.template.replace("auto", "chatml"), special_tokens(data)
     if name in NAMED:
         return Template(named_template(name, END_OF_TEXT), {"eos_token": END_OF_TEXT}, tokens)
-    return checked(Template(template_file(name), {"eos_token": END_OF_TEXT}, tokens), tokens.__contains__, name)
+    template = Template(read_template_file(name), {"eos_token": END_OF_TEXT}, tokens)
+    return check_template(template, tokens.__contains__, name)
 
 
-def _shown(document: Document, template: Template | None, train_on: str) -> Iterator[Example]:
+def _examples(document: Document, template: Template | None, train_on: str) -> Iterator[Example]:
     if not document.is_chat or template is None:
         yield Example(document.where, document.text, [(0, len(document.text))])
         return
     sides = (document.messages, document.rejected) if document.rejected else (document.messages,)
     for side, name in zip(sides, (" chosen", " rejected") if document.rejected else ("",), strict=True):
-        with suppress(BadRecord):  # counted and told when all is read
+        with suppress(BadRecord):  # counted and reported when everything is read
             if train_on == "all" and not document.rejected:
                 text = template.text(side, document.tools)
                 yield Example(document.where, text, [(0, len(text))])

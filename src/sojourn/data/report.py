@@ -1,4 +1,4 @@
-"""What preparing tells the user, line by line: examples with the mask coloured, and the report."""
+"""What `sojourn prepare` prints: examples with the trained spans marked, and the report."""
 
 from __future__ import annotations
 
@@ -8,102 +8,90 @@ from typing import Any
 from sojourn.data.plots import histogram_text
 from sojourn.data.tokenize.chat_template import Span
 
-_GREEN, _DIM, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
-_SHOWN = 700
+_GREEN, _DIM, _RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
+_MAX_CHARACTERS = 700
 
 
 def print_examples(
     say: Callable[[str], None], colour: bool, formats: list[tuple[str, str]], examples: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Each source's format, then the examples; what the model learns to say is green and between ‹ and ›."""
-    for line in _example_lines(formats, examples, colour):
-        say(line)
-
-
-def _example_lines(
-    formats: list[tuple[str, str]], examples: Sequence[Mapping[str, Any]], colour: bool
-) -> Iterator[str]:
-    for name, kind in formats:
-        yield f"{name}: {kind}"
+    """The format of each source, then the examples; what the model is trained on is green and between ‹ and ›."""
+    green, dim, reset = (_GREEN, _DIM, _RESET) if colour else ("", "", "")
+    for name, format in formats:
+        say(f"{name}: {format}")
     if examples:
-        green, plain = (_GREEN, _PLAIN) if colour else ("", "")
-        yield f"the model will see this, and learn to say what is {green}‹marked›{plain}:"
+        say(f"examples as the model sees them; it is trained on what is {green}‹marked›{reset}:")
     for example in examples:
-        dim, plain = (_DIM, _PLAIN) if colour else ("", "")
-        yield f"  {dim}{example['where']}{plain}  {_marked(example['text'], example['spans'], colour)}"
+        say(f"  {dim}{example['where']}{reset}  {_mark_spans(example['text'], example['spans'], green, reset)}")
 
 
-def _marked(text: str, spans: list[Span], colour: bool) -> str:
-    """The text with its trained spans marked; the middle of what is very long is left out."""
-    green, plain = (_GREEN, _PLAIN) if colour else ("", "")
-    parts, place = [], 0
+def _mark_spans(text: str, spans: list[Span], green: str, reset: str) -> str:
+    parts, end_before = [], 0
     for start, end in spans:
-        parts += [_short(text[place:start]), f"{green}‹{_short(text[start:end])}›{plain}"]
-        place = end
-    return "".join([*parts, _short(text[place:])])
+        parts += [_printable(text[end_before:start]), f"{green}‹{_printable(text[start:end])}›{reset}"]
+        end_before = end
+    return "".join([*parts, _printable(text[end_before:])])
 
 
-def _short(text: str) -> str:
-    if len(text) > _SHOWN:
-        text = f"{text[: _SHOWN // 2]} […] {text[-_SHOWN // 2 :]}"
-    return "".join(_visible(letter) for letter in text)
-
-
-def _visible(letter: str) -> str:
-    return {"\n": "⏎", "\t": "⇥"}.get(letter, letter if letter.isprintable() else f"\\x{ord(letter):02x}")
+def _printable(text: str) -> str:
+    """On one line; the middle of a very long text is left out."""
+    if len(text) > _MAX_CHARACTERS:
+        text = f"{text[: _MAX_CHARACTERS // 2]} […] {text[-_MAX_CHARACTERS // 2 :]}"
+    visible = {"\n": "⏎", "\t": "⇥"}
+    return "".join(visible.get(c, c if c.isprintable() else f"\\x{ord(c):02x}") for c in text)
 
 
 def format_report(report: Mapping[str, Any], global_batch: int | None = None) -> Iterator[str]:
-    """The report in words."""
+    """The report, line by line."""
     for split in ("train", "eval"):
         facts = report[split]
         if facts["documents"]:
-            yield _split_line(split, facts, report["max_length"])
+            yield _format_split(split, facts, report["max_length"])
     train = report["train"]
     if global_batch and train["rows"]:
-        yield f"an epoch is {-(-train['rows'] // global_batch):,} steps of {global_batch:,} rows"
-    yield from _cut_lines(train, report["max_length"])
+        yield f"one epoch: {-(-train['rows'] // global_batch):,} steps of {global_batch:,} rows"
+    yield from _format_too_long(train, report["max_length"])
     if report["damaged"]:
-        yield f"damaged and left out: {report['damaged']:,} of {report['records']:,} records"
-        yield from (f"  {where}: {why}" for where, why in report["damaged_examples"][:5])
-    left = {**report["left_out"], "near duplicates": report["near_duplicates"]}
-    words = ", ".join(f"{count:,} {key.replace('_', ' ')}" for key, count in left.items() if count)
-    if words:
-        yield f"left out as you asked: {words}"
+        yield f"bad records left out: {report['damaged']:,} of {report['records']:,}"
+        yield from (f"  {where}: {reason}" for where, reason in report["damaged_examples"][:5])
+    left_out = {**report["left_out"], "near duplicates": report["near_duplicates"]}
+    counts = ", ".join(f"{count:,} {key.replace('_', ' ')}" for key, count in left_out.items() if count)
+    if counts:
+        yield f"left out by data.clean: {counts}"
     if report["duplicates"]:
-        yield f"exact duplicates: {report['duplicates']:,} (leave them out with data.clean.duplicates=exact)"
+        yield f"exact duplicates: {report['duplicates']:,} documents (leave them out with data.clean.duplicates=exact)"
     if report["special_token_texts"]:
-        yield f"the text of a special token stands in {report['special_token_texts']:,} documents: read as plain words"
+        yield f"documents with the text of a special token, read as plain text: {report['special_token_texts']:,}"
     if report["languages"]:
         yield "languages: " + ", ".join(f"{code} {share:.0%}" for code, share in list(report["languages"].items())[:8])
-    yield from _compression_lines(report.get("compression") or [])
-    yield "lengths in tokens:"
+    yield from _format_compression(report.get("compression") or [])
+    yield "documents by length in tokens:"
     yield from (f"  {line}" for line in histogram_text(train["lengths"]))
 
 
-def _split_line(name: str, facts: Mapping[str, Any], max_length: int) -> str:
+def _format_split(name: str, facts: Mapping[str, Any], max_length: int) -> str:
     kind = "pairs" if facts["pairs"] else "documents"
-    wide = 2 * max_length if facts["pairs"] else max_length
-    ratio = f", {facts['bytes'] / facts['tokens']:.2f} bytes a token" if facts["tokens"] else ""
+    row_length = 2 * max_length if facts["pairs"] else max_length
+    ratio = f", {facts['bytes'] / facts['tokens']:.2f} bytes/token" if facts["tokens"] else ""
     return (
         f"{name}: {facts['documents']:,} {kind}, {facts['tokens']:,} tokens ({facts['trained_tokens']:,} trained on), "
-        f"{facts['rows']:,} rows of {wide} ({facts['fill']:.1%} full){ratio}"
+        f"{facts['rows']:,} rows of {row_length:,} tokens ({facts['fill']:.1%} full){ratio}"
     )
 
 
-def _cut_lines(facts: Mapping[str, Any], max_length: int) -> Iterator[str]:
-    words = {
-        "split_documents": "texts split", "truncated_texts": "texts cut", "truncated_chats": "chats cut",
+def _format_too_long(facts: Mapping[str, Any], max_length: int) -> Iterator[str]:
+    names = {
+        "split_documents": "texts split", "truncated_texts": "texts truncated", "truncated_chats": "chats truncated",
         "dropped_texts": "texts left out", "dropped_chats": "chats left out",
     }  # fmt: skip
-    told = [f"{facts[key]:,} {word}" for key, word in words.items() if facts[key]]
-    if told:
-        yield f"longer than {max_length} tokens: {', '.join(told)} (raise data.max_length to keep them whole)"
+    counts = [f"{facts[key]:,} {name}" for key, name in names.items() if facts[key]]
+    if counts:
+        yield f"longer than {max_length:,} tokens: {', '.join(counts)} (raise data.max_length to keep them whole)"
 
 
-def _compression_lines(rows: list[Mapping[str, Any]]) -> Iterator[str]:
+def _format_compression(rows: list[Mapping[str, Any]]) -> Iterator[str]:
     if rows:
-        yield "bytes a token, by vocabulary size:"
+        yield "bytes per token by vocabulary size:"
     for row in rows:
-        kinds = ", ".join(f"{key} {value:.2f}" for key, value in row.items() if key != "vocab_size")
-        yield f"  {row['vocab_size']:,}: {kinds}"
+        languages = ", ".join(f"{key} {value:.2f}" for key, value in row.items() if key != "vocab_size")
+        yield f"  {row['vocab_size']:,}: {languages}"

@@ -1,6 +1,6 @@
-"""One split of an artefact on its way to disk: pieces are gathered, packed into rows block by block, and written.
+"""Writes one split of an artefact: buffers pieces, packs them into rows block by block, and appends to the arrays.
 
-Only one block is ever in memory, so that preparing needs no more of it however large the corpus is.
+Only one block is in memory, so memory does not grow with the corpus.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import numpy as np
 
 from sojourn.data.packing import pack_best_fit
 
-_SMALLEST_BLOCK, _LARGEST_BLOCK = 4 << 20, 32 << 20
+_MIN_BLOCK_TOKENS, _MAX_BLOCK_TOKENS = 4 << 20, 32 << 20
 
 
-def gather(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The indices of all tokens of pieces that start and last so."""
+def token_indices(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The indices of all tokens of pieces with these starts and lengths."""
     ends = np.cumsum(lengths)
     return np.repeat(starts - (ends - lengths), lengths) + np.arange(int(ends[-1]) if len(ends) else 0)
 
 
 @dataclass
 class RowWriter:
-    """`unit` pieces belong together: 2 for preference pairs. `packing` as in the configuration."""
+    """`unit` consecutive pieces stay together in a row: 2 for preference pairs. `packing` is `data.packing`."""
 
     folder: Path
     dtype: np.dtype
@@ -41,44 +41,43 @@ class RowWriter:
 
     def __post_init__(self) -> None:
         self.folder.mkdir()
-        self._block = min(max(1024 * self.row_length, _SMALLEST_BLOCK), _LARGEST_BLOCK)
-        self._waiting: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-        self._held = 0
+        self._block_tokens = min(max(1024 * self.row_length, _MIN_BLOCK_TOKENS), _MAX_BLOCK_TOKENS)
+        self._buffer: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self._buffered_tokens = 0
         self._files: dict[str, IO[bytes]] = {}
         for name in ("tokens", "mask", "documents", "rows"):
             self._files[name] = (self.folder / f"{name}.bin").open("wb")
             self.digests[name] = hashlib.sha256()
 
     def add(self, ids: np.ndarray, mask: np.ndarray, lengths: np.ndarray) -> None:
-        """Pieces one after another. A block ends where its tokens are enough, whatever portions they come in."""
+        """Appends pieces. Where a block ends depends on the tokens alone, not on how they are divided among calls."""
         while len(lengths):
             ends = np.cumsum(lengths)
-            room = self._block - self._held
-            count = int(np.searchsorted(ends, room)) + 1
+            count = int(np.searchsorted(ends, self._block_tokens - self._buffered_tokens)) + 1
             count = min(count + (-count) % self.unit, len(lengths))
             stop = int(ends[count - 1])
-            self._waiting.append((ids[:stop].astype(self.dtype), mask[:stop].astype(np.uint8), lengths[:count]))
-            self._held += stop
+            self._buffer.append((ids[:stop].astype(self.dtype), mask[:stop].astype(np.uint8), lengths[:count]))
+            self._buffered_tokens += stop
             self.added += stop
             ids, mask, lengths = ids[stop:], mask[stop:], lengths[count:]
-            if self._held >= self._block:
+            if self._buffered_tokens >= self._block_tokens:
                 self._write_block()
 
     def close(self) -> None:
-        if self._waiting:
+        if self._buffer:
             self._write_block()
-        self._put("rows", np.array([self.tokens], "<i8"))
+        self._append("rows", np.array([self.tokens], "<i8"))
         for file in self._files.values():
             file.close()
 
-    def _put(self, name: str, values: np.ndarray) -> None:
+    def _append(self, name: str, values: np.ndarray) -> None:
         data = np.ascontiguousarray(values).data.cast("B")
         self._files[name].write(data)
         self.digests[name].update(data)
 
     def _write_block(self) -> None:
-        ids, mask, lengths = (np.concatenate(parts) for parts in zip(*self._waiting, strict=True))
-        self._waiting, self._held = [], 0
+        ids, mask, lengths = (np.concatenate(parts) for parts in zip(*self._buffer, strict=True))
+        self._buffer, self._buffered_tokens = [], 0
         lengths = lengths.astype(np.int64)
         starts = np.cumsum(lengths) - lengths
         units = lengths.reshape(-1, self.unit).sum(axis=1)
@@ -86,13 +85,13 @@ class RowWriter:
         rows = pack_best_fit(units, self.row_length) if packed else [[number] for number in range(len(units))]
         order = np.array([unit for row in rows for unit in row], np.int64)
         order = (order[:, None] * self.unit + np.arange(self.unit)).reshape(-1)
-        where = gather(starts[order], lengths[order])
-        self._put("tokens", ids[where])
-        self._put("mask", mask[where])
-        placed = self.tokens + np.cumsum(lengths[order]) - lengths[order]
+        indices = token_indices(starts[order], lengths[order])
+        self._append("tokens", ids[indices])
+        self._append("mask", mask[indices])
+        document_starts = self.tokens + np.cumsum(lengths[order]) - lengths[order]
         firsts = np.cumsum([0, *(len(row) * self.unit for row in rows)])[:-1]
-        self._put("documents", placed.astype("<i8"))
-        self._put("rows", placed[firsts].astype("<i8"))
+        self._append("documents", document_starts.astype("<i8"))
+        self._append("rows", document_starts[firsts].astype("<i8"))
         self.tokens += int(lengths.sum())
         self.trained_tokens += int(mask.sum(dtype=np.int64))
         self.pieces += len(lengths)

@@ -1,4 +1,4 @@
-"""Counts what is read and what becomes of it, and says when too much of it is damaged."""
+"""Counts what is read and what becomes of it, and fails when too many records are bad."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from sojourn.config.data import DataConfig
-from sojourn.data.clean.language import language_or_unknown
+from sojourn.data.clean.language import detect_language_or_unknown
 from sojourn.data.encode import PAIR, TEXT, EncodedChunk
 from sojourn.data.truncate import DROPPED, SPLIT, TRUNCATED
 from sojourn.errors import UserError
 
-_SHOWN = 20
+_MAX_EXAMPLES = 20
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Counts:
         self._lengths += np.bincount(np.frexp(lengths - 0.5)[1], copies[copies > 0], 40).astype(np.int64)
 
     def lengths(self) -> list[dict[str, int]]:
-        """Documents by length in tokens before any was cut, in bins that double: 1, 2, 3–4, 5–8, …"""
+        """Documents by length in tokens before truncation, in bins that double: 1, 2, 3–4, 5–8, …"""
         powers = np.flatnonzero(self._lengths)
         return [
             {"from": 2 ** (power - 1) + 1 if power else 1, "to": 2**power, "documents": int(self._lengths[power])}
@@ -67,54 +67,54 @@ class Counts:
 
 @dataclass
 class Tally:
-    """All that was read."""
+    """Everything that was read."""
 
     data: DataConfig
     train: Counts = field(default_factory=Counts)
     eval: Counts = field(default_factory=Counts)
     records: int = 0
     bad: int = 0
-    shown: list[tuple[str, str]] = field(default_factory=list)
+    bad_examples: list[tuple[str, str]] = field(default_factory=list)
     left_out: dict[str, int] = field(default_factory=dict)
     duplicates: int = 0
     near_duplicates: int = 0
     escaped: int = 0
     languages: dict[str, int] = field(default_factory=dict)
 
-    def read(self, encoded: EncodedChunk) -> None:
+    def add(self, encoded: EncodedChunk) -> None:
         self.records += encoded.records
         self.bad += len(encoded.bad)
-        self.shown += encoded.bad[: _SHOWN - len(self.shown)]
+        self.bad_examples += encoded.bad[: _MAX_EXAMPLES - len(self.bad_examples)]
         self.escaped += encoded.escaped
         for key, count in encoded.left_out.items():
             self.left_out[key] = self.left_out.get(key, 0) + count
         for text in encoded.samples:
-            code = language_or_unknown(text)
+            code = detect_language_or_unknown(text)
             self.languages[code] = self.languages.get(code, 0) + len(text.encode())
-        # Long before the end it may be plain that there is too much.
+        # Fail early where the limit is far exceeded.
         if self.records >= 10_000 and self.bad > 10 * self.data.max_bad * self.records:
-            self.judge()
+            self.check_bad()
 
-    def judge(self) -> None:
-        """Fails where more is damaged than the user allows."""
+    def check_bad(self) -> None:
+        """Fails if the share of bad records exceeds `data.max_bad`."""
         if self.data.on_bad == "skip" or self.bad <= self.data.max_bad * self.records:
             return
-        first = "; ".join(f"{where}: {why}" for where, why in self.shown[:3])
+        first = "; ".join(f"{where}: {why}" for where, why in self.bad_examples[:3])
         more = f" (and {self.bad - 3:,} more)" if self.bad > 3 else ""
         raise UserError(
-            f"{first}{more}. BadRecord: {self.bad:,} of {self.records:,} records, {self.bad / self.records:.2%}; mend "
+            f"{first}{more}. Bad: {self.bad:,} of {self.records:,} records ({self.bad / self.records:.2%}); correct "
             "them, or leave them out with data.on_bad=skip"
         )
 
     def facts(self) -> dict[str, Any]:
         whole = sum(self.languages.values())
         large = {code: size for code, size in self.languages.items() if size >= whole / 200}
-        large["?"] = whole - sum(size for code, size in large.items() if code != "?")  # too little to tell, or to count
+        large["?"] = whole - sum(size for code, size in large.items() if code != "?")  # unknown, or too small a share
         shares = sorted(((code, size) for code, size in large.items() if size), key=lambda item: (-item[1], item[0]))
         return {
             "records": self.records,
             "damaged": self.bad,
-            "damaged_examples": [list(one) for one in self.shown],
+            "damaged_examples": [list(one) for one in self.bad_examples],
             "left_out": {key: count for key, count in self.left_out.items() if count},
             "duplicates": self.duplicates,
             "near_duplicates": self.near_duplicates,

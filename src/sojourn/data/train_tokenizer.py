@@ -1,4 +1,4 @@
-"""Learns a tokenizer from an even sample of the sources, and measures how well it compresses each language."""
+"""Trains a tokenizer on a uniform sample of the sources, and measures how well it compresses each language."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sojourn.data.clean.language import language_or_unknown
+from sojourn.data.clean.language import detect_language_or_unknown
 from sojourn.data.inputs import Inputs
 from sojourn.data.preview import Preview
 from sojourn.data.sources.chunks import parse_chunk
@@ -16,14 +16,14 @@ from sojourn.data.sources.source import OpenedSource
 from sojourn.data.tokenize.bpe import compression
 from sojourn.data.tokenize.tokenizer import TokenizerBundle, train_tokenizer
 
-_SAMPLE_BYTES = 30_000_000  # more text changes a tokenizer little
-_COMPRESSION_BYTES = 300_000
+_SAMPLE_BYTES = 30_000_000  # more text hardly changes a tokenizer
+_COMPRESSION_SAMPLE_BYTES = 300_000
 
 
 def train_on_sample(inputs: Inputs, preview: Preview, folder: Path) -> tuple[TokenizerBundle, list[dict[str, Any]]]:
-    """A tokenizer from an even sample of all sources, and how well it and smaller ones inside it compress."""
+    """A tokenizer trained on a sample of all sources, and bytes per token of it and of smaller vocabularies."""
     samples: dict[str, list[str]] = {}
-    measured = 2.0**64 * _COMPRESSION_BYTES / max(1, inputs.size)
+    measured_below = 2.0**64 * _COMPRESSION_SAMPLE_BYTES / max(1, inputs.size)
 
     def texts() -> Iterator[str]:
         for document in _sample(inputs):
@@ -31,15 +31,17 @@ def train_on_sample(inputs: Inputs, preview: Preview, folder: Path) -> tuple[Tok
             if document.is_chat and preview.template:
                 try:
                     text = preview.template.text(document.messages, document.tools)
-                except BadRecord:  # counted and told when all is read
+                except BadRecord:  # counted and reported when everything is read
                     continue
-            if document.fingerprint() < measured:
-                samples.setdefault(language_or_unknown(text), []).append(text)
+            if document.fingerprint() < measured_below:
+                samples.setdefault(detect_language_or_unknown(text), []).append(text)
             yield text
 
-    words = train_tokenizer(inputs.data, texts(), folder, inputs.split_digits)
-    large = sum(len(text) for listed in samples.values() for text in listed) / 20
-    return words, compression(words.tokenizer, {c: s for c, s in samples.items() if sum(map(len, s)) >= large})
+    tokenizer = train_tokenizer(inputs.data, texts(), folder, inputs.split_digits)
+    min_characters = sum(len(text) for listed in samples.values() for text in listed) / 20
+    return tokenizer, compression(
+        tokenizer.tokenizer, {c: s for c, s in samples.items() if sum(map(len, s)) >= min_characters}
+    )
 
 
 def _sample(inputs: Inputs) -> Iterator[Document]:
@@ -56,8 +58,8 @@ def _sample(inputs: Inputs) -> Iterator[Document]:
 
 
 def _training_cost(opened: OpenedSource) -> float:
-    """Its bytes, but what is not ASCII counts five times: whole runs of Chinese are learned from as one word each,
-    hardly any of them twice, which takes that much more memory and time."""
+    """Bytes, with non-ASCII text counted five times: a run of Chinese is one word to the trainer, and hardly any occurs
+    twice, which takes about five times the memory and time."""
     chunk = next(opened.chunks(), None)
-    words = "".join(part for document in parse_chunk(chunk)[0][:500] for part in document.contents()) if chunk else ""
-    return opened.size * (1 + 4 * sum(not letter.isascii() for letter in words) / max(1, len(words)))
+    text = "".join(part for document in parse_chunk(chunk)[0][:500] for part in document.contents()) if chunk else ""
+    return opened.size * (1 + 4 * sum(not c.isascii() for c in text) / max(1, len(text)))

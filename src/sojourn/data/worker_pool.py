@@ -1,8 +1,8 @@
-"""Worker processes that share a stream of tasks and die with us.
+"""A pool of worker processes that share a stream of tasks and end with the parent.
 
-Each is a fresh Python that reads pickled tasks from its standard input and writes results to its standard output: it
-imports only what it needs, works the same on every system, and ends by itself when our end of the pipe closes, even if
-we were killed.
+Each worker is a fresh Python that reads pickled tasks from stdin and writes results to stdout. It imports only what it
+needs, works the same on every system, and ends when the parent's end of the pipe closes, even if the parent was
+killed.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 
-def work(
-    make: Callable[[Any], Callable[[Task], Result]], recipe: Any, tasks: Iterable[Task], workers: int
+def map_in_workers(
+    make: Callable[[Any], Callable[[Task], Result]], config: Any, tasks: Iterable[Task], workers: int
 ) -> Iterator[Result]:
-    """`make(recipe)` is called once in each worker; what it returns is called with each task. Results keep the order.
+    """Calls `make(config)` once in each worker, then what it returned with each task. Results keep the tasks' order.
 
-    With one worker all of it happens here. At most a few tasks a worker are on their way, so memory stays bounded.
+    With one worker everything runs in this process. At most two tasks a worker are queued, so memory stays bounded.
     """
     if workers == 1:
-        yield from map(make(recipe), tasks)
+        yield from map(make(config), tasks)
         return
-    with closing(_WorkerPool(make, recipe, workers)) as crew:
-        ahead: deque[Future[Result]] = deque()
+    with closing(_WorkerPool(make, config, workers)) as pool:
+        pending: deque[Future[Result]] = deque()
         for task in tasks:
-            ahead.append(crew.submit(task))
-            if len(ahead) > 2 * workers:
-                yield ahead.popleft().result()
-        while ahead:
-            yield ahead.popleft().result()
+            pending.append(pool.submit(task))
+            if len(pending) > 2 * workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
 
 
 class _WorkerPool:
-    """As many threads as workers; each thread talks to one process."""
+    """One thread per worker process."""
 
-    def __init__(self, make: Callable[[Any], Any], recipe: Any, workers: int) -> None:
-        self._first = pickle.dumps((make, recipe))
-        self._own = threading.local()
+    def __init__(self, make: Callable[[Any], Any], config: Any, workers: int) -> None:
+        self._setup = pickle.dumps((make, config))
+        self._local = threading.local()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._threads = ThreadPoolExecutor(workers, initializer=self._start)
 
     def submit(self, task: Any) -> Future[Any]:
-        return self._threads.submit(self._ask, task)
+        return self._threads.submit(self._run, task)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -66,22 +66,28 @@ class _WorkerPool:
             process.communicate()
 
     def _start(self) -> None:
-        alone = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-        command = [sys.executable, "-c", "from sojourn.data.worker_pool import serve; serve()"]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **alone})
-        self._own.process = process
+        single_threaded = {
+            "TOKENIZERS_PARALLELISM": "false",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
+        command = [sys.executable, "-c", "from sojourn.data.worker_pool import worker_main; worker_main()"]
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **single_threaded}
+        )
+        self._local.process = process
         self._processes.append(process)
-        with suppress(OSError):  # told at the first task
-            _send(process.stdin, self._first)
+        with suppress(OSError):  # reported at the first task
+            _send(process.stdin, self._setup)
 
-    def _ask(self, task: Any) -> Any:
-        process = self._own.process
+    def _run(self, task: Any) -> Any:
+        process = self._local.process
         try:
             _send(process.stdin, pickle.dumps(task, protocol=5))
             kind, value = pickle.loads(_receive(process.stdout))  # noqa: S301  (from our own child)
         except (EOFError, OSError):
             raise RunFailed(
-                f"a worker process ended (exit code {process.wait()}); if memory ran out, use fewer: data.workers=1"
+                f"a worker process ended (exit code {process.wait()}); if it ran out of memory, set data.workers=1"
             ) from None
         if kind == "result":
             return value
@@ -90,22 +96,22 @@ class _WorkerPool:
         raise RuntimeError(f"in a worker process:\n{value}")
 
 
-def serve() -> None:
-    """The worker's side."""
-    tasks, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # nothing that a library prints may get between the answers
+def worker_main() -> None:
+    """The loop of a worker process."""
+    tasks, results = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints must not mix with the results
     try:
-        make, recipe = pickle.loads(_receive(tasks))  # noqa: S301  (from our own parent)
-        act = make(recipe)
+        make, config = pickle.loads(_receive(tasks))  # noqa: S301  (from our own parent)
+        run = make(config)
         while True:
-            _send(answers, pickle.dumps(_outcome(act, pickle.loads(_receive(tasks))), protocol=5))  # noqa: S301
+            _send(results, pickle.dumps(_outcome(run, pickle.loads(_receive(tasks))), protocol=5))  # noqa: S301
     except (EOFError, BrokenPipeError, KeyboardInterrupt):
         pass
 
 
-def _outcome(act: Callable[[Any], Any], task: Any) -> tuple[str, Any]:
+def _outcome(run: Callable[[Any], Any], task: Any) -> tuple[str, Any]:
     try:
-        return "result", act(task)
+        return "result", run(task)
     except UserError as error:
         return "user error", error
     except Exception:

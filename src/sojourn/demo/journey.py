@@ -124,10 +124,9 @@ def _plan(config: RunConfig, screen: Screen) -> None:
 
 
 def _prepare(config: RunConfig, screen: Screen) -> Artefact:
-    from sojourn.data.inputs import data_settings
-    from sojourn.data.prepare import prepare
+    from sojourn.data.prepare import prepare_run
 
-    artefact = prepare(data_settings(config), prepared_folder(), split_digits=config.advanced.split_digits)
+    artefact = prepare_run(config, prepared_folder())
     facts = artefact.report["train"]
     screen.say(f"{facts['documents']:,} documents, {facts['tokens']:,} tokens of {artefact.vocab_size:,} kinds, "
                f"in {facts['rows']:,} rows ({facts['fill']:.1%} full)")  # fmt: skip

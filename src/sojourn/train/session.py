@@ -13,9 +13,8 @@ from sojourn.catalog.gpus import peak_flops
 from sojourn.config.load import dump, read_config, to_yaml
 from sojourn.config.schema import RunConfig
 from sojourn.data.artefact import Artefact, Batch
-from sojourn.data.inputs import data_settings
 from sojourn.data.order import step_rows
-from sojourn.data.prepare import prepare
+from sojourn.data.prepare import prepare_run
 from sojourn.data.report import print_examples
 from sojourn.errors import UserError
 from sojourn.run.folder import RunFolder
@@ -163,7 +162,7 @@ def _prepared(config: RunConfig, ranks: Ranks) -> Artefact:
     if not ranks.is_local_main:
         ranks.barrier()
     show = partial(print_examples, say, sys.stdout.isatty())
-    artefact = prepare(data_settings(config), prepared_folder(), say, show, config.advanced.split_digits)
+    artefact = prepare_run(config, prepared_folder(), say, show)
     if ranks.is_local_main:
         ranks.barrier()
     marks = ranks.all_gather(artefact.path.name)

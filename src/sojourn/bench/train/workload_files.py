@@ -109,11 +109,10 @@ def run_settings(files: WorkloadFiles, steps: int, every: int, device: str) -> d
 def prepare_rows(files: WorkloadFiles, run: Path) -> Path:
     """The prepared artefact that `sojourn train RUN` will use."""
     from sojourn.config.load import load_run
-    from sojourn.data.inputs import data_settings
-    from sojourn.data.prepare import prepare
+    from sojourn.data.prepare import prepare_run
 
     config = load_run([str(run)]).config
-    return prepare(data_settings(config), files.home / "prepared", split_digits=config.advanced.split_digits).path
+    return prepare_run(config, files.home / "prepared").path
 
 
 def _write_tokenizer(workload: Workload, files: WorkloadFiles) -> None:

@@ -1,1 +1,1 @@
-"""What can be left out while reading: duplicates, other languages."""
+"""Filters while reading: duplicates, and documents in other languages."""

@@ -1,7 +1,7 @@
-"""Which language a text is in, fast enough to ask of every document.
+"""Language identification, fast enough for every document.
 
-The script decides where it can (Chinese, Japanese, Korean, Greek, Thai, …), a count of small words where a text is
-plain English, and py3langid, whose model comes with it, for the rest.
+The script decides where it can (Chinese, Japanese, Korean, Greek, Thai, …), a count of function words decides for plain
+English, and py3langid, which ships its model, for the rest.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 UNKNOWN = "?"
-LOOKED_AT = 1000
-ASKED_ABOUT = 160
+MAX_CHARACTERS = 1000
+_CLASSIFIED_CHARACTERS = 160
 
 _LIST = """
 af am an ar as az ba be bg bn br bs ca cs cy da de dz el en eo es et eu fa fi fo fr fy ga gd gl gu ha he hi hr
@@ -28,7 +28,7 @@ yo zh zu
 """
 CODES = tuple(_LIST.split())
 
-# Letters by script: a language of its own, or a name in capitals where several share it.
+# Letters by script: a language code, or a name in capitals where several languages share the script.
 _SCRIPTS: dict[str, tuple[tuple[int, int], ...]] = {
     "LATIN": ((0x41, 0x5B), (0x61, 0x7B), (0xC0, 0x250), (0x1E00, 0x1F00), (0xFF21, 0xFF3B), (0xFF41, 0xFF5B)),
     "HAN": ((0x3400, 0x4DC0), (0x4E00, 0xA000), (0xF900, 0xFB00), (0x20000, 0x20001)),
@@ -60,17 +60,26 @@ _SCRIPTS: dict[str, tuple[tuple[int, int], ...]] = {
 _NAMES = ("", *_SCRIPTS)
 _LATIN, _HAN, _KANA, _HANGUL = range(1, 5)
 
-# A Han character or a syllable says as much as four letters: Chinese with English words in it is still Chinese.
-_WORTH = 4
-_FEWEST_LETTERS = 8
-_SURE = 0.2
+# A Han character or a syllable counts as four letters: Chinese with English words in it is still Chinese.
+_WIDE_WEIGHT = 4
+_MIN_LETTERS = 8
+_MIN_CONFIDENCE = 0.2
 
 _ENGLISH = frozenset(("the", "of", "and", "to", "that", "with", "which"))
-_ENGLISH_SHARE = 0.1
-_ENGLISH_WORDS = 20
+_MIN_ENGLISH_SHARE = 0.1
+_MIN_ENGLISH_WORDS = 20
 
-# Where the model's answer has no two-letter code: the one that a reader would expect.
-_NEAREST = {"yue": "zh", "wuu": "zh", "pcm": "en", "arz": "ar", "ary": "ar", "uzs": "uz", "ltg": "lv", "grc": "el"}
+# For model labels without a two-letter code.
+_TO_TWO_LETTERS = {
+    "yue": "zh",
+    "wuu": "zh",
+    "pcm": "en",
+    "arz": "ar",
+    "ary": "ar",
+    "uzs": "uz",
+    "ltg": "lv",
+    "grc": "el",
+}
 
 _SPELLINGS = {
     spelling: code
@@ -92,44 +101,44 @@ _SPELLINGS = {
 }
 
 
-def language(text: str) -> str:
-    """Its ISO 639-1 code, judged by the first thousand characters; `?` where there is too little to tell."""
-    text = text[:LOOKED_AT]
+def detect_language(text: str) -> str:
+    """The ISO 639-1 code, from the first 1,000 characters; `?` if unknown."""
+    text = text[:MAX_CHARACTERS]
     if text.isascii():
-        return _english(text) or _asked(text)
-    letters = _letters(text)
+        return _if_english(text) or _classify(text)
+    letters = _count_letters(text)
     wide = letters[_HAN : _HANGUL + 1]
     narrow = letters.copy()
     narrow[_HAN : _HANGUL + 1] = 0
     most = int(narrow.argmax())
-    if int(wide.sum()) * _WORTH > int(narrow[most]):
-        return _east_asian(*wide.tolist()) if int(wide.sum()) * _WORTH >= _FEWEST_LETTERS else UNKNOWN
-    if narrow[most] < _FEWEST_LETTERS // 2:
+    if int(wide.sum()) * _WIDE_WEIGHT > int(narrow[most]):
+        return _east_asian(*wide.tolist()) if int(wide.sum()) * _WIDE_WEIGHT >= _MIN_LETTERS else UNKNOWN
+    if narrow[most] < _MIN_LETTERS // 2:
         return UNKNOWN
     if _NAMES[most].islower():
         return _NAMES[most]
-    return (_english(text) if most == _LATIN else "") or _asked(text)
+    return (_if_english(text) if most == _LATIN else "") or _classify(text)
 
 
-def language_or_unknown(text: str) -> str:
-    """The same for a report, which can do without the library that knows all languages."""
+def detect_language_or_unknown(text: str) -> str:
+    """`?` where py3langid is needed and not installed: a report can do without it."""
     try:
-        return language(text)
+        return detect_language(text)
     except UserError:
         return UNKNOWN
 
 
 def check_language_codes(codes: Sequence[str]) -> None:
-    """Refuse a code that no text could have."""
+    """Raises for an unknown code."""
     for code in codes:
         if code not in CODES:
-            meant = _meant(code) or ";"
-            told = f"{shown(code)!r} is not a language code{meant} known: {', '.join(CODES)}"
-            raise UserError(f"data.clean.languages: {told}")
+            hint = _suggestion(code) or ";"
+            known = ", ".join(CODES)
+            raise UserError(f"data.clean.languages: {shown(code)!r} is not a language code{hint} known: {known}")
 
 
-def _meant(code: str) -> str:
-    """A country (`cn`), a name (`german`), a longer code (`eng`, `zh-CN`) or a slip."""
+def _suggestion(code: str) -> str:
+    """For a country (`cn`), a name (`german`), a longer code (`eng`, `zh-CN`) or a typo."""
     word = plain(code)
     language = _SPELLINGS.get(word)
     if language is None and (len(word) <= 3 or word[2] == "_") and word[:2] in CODES:
@@ -137,18 +146,18 @@ def _meant(code: str) -> str:
     return ask(language) if language else closest(code, CODES)
 
 
-def _letters(text: str) -> np.ndarray:
+def _count_letters(text: str) -> np.ndarray:
     """How many letters of each script."""
     import numpy as np
 
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
-    counts = np.bincount(_table()[np.minimum(codes, 0x20000)], minlength=len(_NAMES))
+    counts = np.bincount(_script_table()[np.minimum(codes, 0x20000)], minlength=len(_NAMES))
     counts[0] = 0
     return counts
 
 
 @lru_cache(maxsize=1)
-def _table() -> np.ndarray:
+def _script_table() -> np.ndarray:
     import numpy as np
 
     table = np.zeros(0x20001, dtype=np.uint8)
@@ -159,35 +168,35 @@ def _table() -> np.ndarray:
 
 
 def _east_asian(han: int, kana: int, hangul: int) -> str:
-    """Korean may quote Chinese characters; Japanese is never without kana for long."""
+    """Korean may quote Chinese characters; Japanese always has kana."""
     if hangul >= han + kana:
         return "ko"
     return "ja" if kana * 8 > han + kana else "zh"
 
 
-def _english(text: str) -> str:
-    """`en` if the small words of English are as many as in plain prose: no other language has so many of them."""
+def _if_english(text: str) -> str:
+    """`en` if English function words are as frequent as in plain prose; no other language reaches that."""
     words = text.lower().split()
-    if len(words) < _ENGLISH_WORDS:
+    if len(words) < _MIN_ENGLISH_WORDS:
         return ""
-    return "en" if sum(map(_ENGLISH.__contains__, words)) >= _ENGLISH_SHARE * len(words) else ""
+    return "en" if sum(map(_ENGLISH.__contains__, words)) >= _MIN_ENGLISH_SHARE * len(words) else ""
 
 
-def _asked(text: str) -> str:
+def _classify(text: str) -> str:
     part = _middle(text)
-    if sum(map(str.isalpha, part)) < _FEWEST_LETTERS:
+    if sum(map(str.isalpha, part)) < _MIN_LETTERS:
         return UNKNOWN
-    code, sure = _model().classify(part)
-    if sure < _SURE:
+    code, confidence = _model().classify(part)
+    if confidence < _MIN_CONFIDENCE:
         return UNKNOWN
-    code = _NEAREST.get(code, code)
+    code = _TO_TWO_LETTERS.get(code, code)
     return code if code in CODES else UNKNOWN
 
 
 def _middle(text: str) -> str:
-    """A part long enough to tell, away from a heading."""
-    spare = len(text) - ASKED_ABOUT
-    return text if spare <= 0 else text[spare // 2 : spare // 2 + ASKED_ABOUT]
+    """A part long enough to classify, away from a heading."""
+    spare = len(text) - _CLASSIFIED_CHARACTERS
+    return text if spare <= 0 else text[spare // 2 : spare // 2 + _CLASSIFIED_CHARACTERS]
 
 
 @lru_cache(maxsize=1)
@@ -195,5 +204,5 @@ def _model() -> Any:
     try:
         from py3langid.langid import MODEL_FILE, LanguageIdentifier
     except ImportError:
-        raise UserError("telling languages needs py3langid: pip install 'sojourn[clean]'") from None
+        raise UserError("language identification needs py3langid: pip install 'sojourn[clean]'") from None
     return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)

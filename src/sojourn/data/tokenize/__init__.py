@@ -1,1 +1,1 @@
-"""From documents to tokens: chat templates, tokenizers, masks."""
+"""Documents to tokens: chat templates, tokenizers, loss masks."""

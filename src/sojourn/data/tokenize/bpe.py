@@ -1,4 +1,4 @@
-"""Learns a byte-level vocabulary from text, and measures how well a vocabulary of each size would compress it."""
+"""Trains a byte-level BPE tokenizer, and measures how well vocabularies of several sizes compress text."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# The split that Qwen2 uses: digits one by one, Chinese runs as words; llama.cpp knows it as `qwen2`. With digits in
-# threes it is Llama 3's, which llama.cpp knows as `llama-bpe`.
-_SPLIT = (
+# Qwen2's pre-tokenization pattern: single digits, runs of Chinese as words; llama.cpp calls it `qwen2`. With digits in
+# threes it is Llama 3's, which llama.cpp calls `llama-bpe`.
+PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_ENDLESS = re.compile(r"\S{1000}")
+ONE_DIGIT, THREE_DIGITS = r"\p{N}", r"\p{N}{1,3}"
+_LONG_WORD = re.compile(r"\S{1000}")
 
 
 def train_bpe(
     texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str], split_digits: bool = True
 ) -> Tokenizer:
-    """Byte-level BPE: any text survives it, up to Unicode's composed form. Little text gives a smaller vocabulary."""
+    """Byte-level BPE: lossless up to Unicode NFC. With little text the vocabulary is smaller than `vocab_size`."""
     from tokenizers import (
         AddedToken,
         Regex,
@@ -35,13 +36,13 @@ def train_bpe(
         trainers,
     )
 
-    split = _SPLIT.replace("DIGITS", r"\p{N}" if split_digits else r"\p{N}{1,3}")
-    # llama.cpp takes a whole word that is a token as that token under `llama-bpe`, whatever the merges say.
+    pattern = PATTERN.replace("DIGITS", ONE_DIGIT if split_digits else THREE_DIGITS)
+    # Under `llama-bpe`, llama.cpp encodes a whole word that is a token as that token, whatever the merges say.
     tokenizer = Tokenizer(models.BPE(ignore_merges=not split_digits))
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(split), behavior="isolated", invert=False),
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated", invert=False),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -53,41 +54,43 @@ def train_bpe(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((part for text in texts for part in _breathing(text)), trainer)
+    tokenizer.train_from_iterator((part for text in texts for part in _split_long_words(text)), trainer)
     return tokenizer
 
 
-def _breathing(text: str) -> list[str]:
-    """The text, cut where it goes on for very long without a space: learning takes time by the square of a word."""
-    cuts = [found.end() for found in _ENDLESS.finditer(text)]
-    return [text[start:end] for start, end in pairwise([0, *cuts, len(text)])]
+def _split_long_words(text: str) -> list[str]:
+    """The text, split after 1,000 characters without a space: training time is quadratic in the length of a word."""
+    ends = [match.end() for match in _LONG_WORD.finditer(text)]
+    return [text[start:end] for start, end in pairwise([0, *ends, len(text)])]
 
 
 def compression(tokenizer: Tokenizer, samples: Mapping[str, Sequence[str]]) -> list[dict[str, float]]:
-    """UTF-8 bytes per token, a row for each vocabulary size: a quarter, a half and the whole of the tokenizer's.
+    """UTF-8 bytes per token at a quarter, half and all of the vocabulary, one row each.
 
-    A size too small for the tokenizer's characters has no row, nor has one below the whole for a tokenizer that is
-    not BPE.
+    A size too small for the tokenizer's characters has no row; a tokenizer that is not BPE has only the last.
     """
     whole: dict[str, Any] = {**json.loads(tokenizer.to_str()), "truncation": None, "padding": None}
-    return [{"vocab_size": size, **_bytes_per_token(cut, samples)} for size, cut in _nested(whole)]
+    return [
+        {"vocab_size": size, **_bytes_per_token(smaller, samples)}
+        for size, smaller in _with_smaller_vocabularies(whole)
+    ]
 
 
-def _nested(whole: dict[str, Any]) -> Iterator[tuple[int, Tokenizer]]:
+def _with_smaller_vocabularies(whole: dict[str, Any]) -> Iterator[tuple[int, Tokenizer]]:
     from tokenizers import Tokenizer
 
     full = Tokenizer.from_str(json.dumps(whole))
     size = full.get_vocab_size()
     if whole["model"]["type"] == "BPE":
         for smaller in (size // 4, size // 2):
-            cut = _first_merges(whole["model"], smaller - (size - len(whole["model"]["vocab"])))
-            if cut is not None:
-                yield smaller, Tokenizer.from_str(json.dumps({**whole, "model": cut}))
+            model = _first_merges(whole["model"], smaller - (size - len(whole["model"]["vocab"])))
+            if model is not None:
+                yield smaller, Tokenizer.from_str(json.dumps({**whole, "model": model}))
     yield size, full
 
 
 def _first_merges(model: dict[str, Any], size: int) -> dict[str, Any] | None:
-    """The BPE that training would have stopped at: merges are in the order in which their tokens were learned."""
+    """The BPE model at an earlier point of its training: merges are in the order in which they were learned."""
     learned = dict.fromkeys(left + right for left, right in model["merges"])
     base = [token for token in model["vocab"] if token not in learned]
     if len(base) >= size:

@@ -1,7 +1,8 @@
 """SentencePiece: trains a model, and converts any `tokenizer.model` to a tokenizer of the `tokenizers` package.
 
-The file is parsed by sentencepiece's own protobuf classes. The conversion is ours: transformers has one class per model
-family, this one follows what the file says, and its ids are compared with SentencePiece's on probes before it is used.
+The file is parsed by sentencepiece's own protobuf classes. The conversion is ours: transformers has one class per
+model family, this one follows what the file says, and its ids are compared with SentencePiece's on probes before it is
+used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Opens tokenizers, chooses their chat template, and keeps them in the form that plain transformers opens."""
+"""Opens or trains a tokenizer, chooses its chat template, and saves both as transformers opens them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 TRAINED = ("auto", "bpe", "sentencepiece")
-_ENDS = (END_OF_TEXT, "<|end_of_text|>")
-_LESS_SURE_ENDS = ("</s>", "<eos>")
-_MARK = re.compile(r"<\|[^|<>\s]+\|>")
+_END_OF_TEXT_TOKENS = (END_OF_TEXT, "<|end_of_text|>")
+_EOS_TOKENS = ("</s>", "<eos>")  # tried after the eos_token that the tokenizer names
+_SPECIAL_TOKEN = re.compile(r"<\|[^|<>\s]+\|>")
 _PROBE = (
     Message("user", "Hello"),
     Message("assistant", "Hello"),
@@ -38,18 +38,18 @@ _PROBE = (
 
 @dataclass(frozen=True)
 class TokenizerBundle:
-    """A tokenizer with what stands beside it: the names of its special tokens and its own chat template."""
+    """A tokenizer with the names of its special tokens and its own chat template."""
 
     settings: dict[str, Any]
     fast_file: Path | None = None
     model_file: Path | None = None
     own_template: str | None = None
-    made: Tokenizer | None = None  # just now, and in no folder yet
+    trained: Tokenizer | None = None  # newly trained, not saved yet
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        if self.made is not None:
-            return self.made
+        if self.trained is not None:
+            return self.trained
         if self.fast_file is not None:
             return _from_file(self.fast_file)
         from sojourn.data.tokenize.sentencepiece_model import convert
@@ -58,46 +58,48 @@ class TokenizerBundle:
         return convert(self.model_file)
 
     def identity(self) -> str:
-        """A hash of all that decides what it does."""
-        digest = hashlib.sha256(json.dumps([self.names, self.own_template], sort_keys=True).encode())
+        """A hash of everything that decides its output."""
+        digest = hashlib.sha256(json.dumps([self.special_names, self.own_template], sort_keys=True).encode())
         digest.update((self.fast_file or self.model_file or Path()).read_bytes())
         return digest.hexdigest()
 
     @cached_property
-    def names(self) -> dict[str, str]:
-        """What templates call the special tokens: bos_token, eos_token, …"""
-        found = {}
+    def special_names(self) -> dict[str, str]:
+        """Special tokens by the names that templates use: bos_token, eos_token, …"""
+        names = {}
         for key, value in self.settings.items():
             text = value.get("content") if isinstance(value, dict) else value
             if key.endswith("_token") and isinstance(text, str):
-                found[key] = text
-        return found
+                names[key] = text
+        return names
 
     @cached_property
-    def added(self) -> dict[str, bool]:
-        """Every token beside the learned vocabulary, and whether it is special."""
+    def added_tokens(self) -> dict[str, bool]:
+        """Every added token, and whether it is special."""
         return {token.content: token.special for token in self.tokenizer.get_added_tokens_decoder().values()}
 
     @cached_property
     def end_of_text(self) -> str:
-        for token in (*_ENDS, self.names.get("eos_token"), *_LESS_SURE_ENDS):
+        for token in (*_END_OF_TEXT_TOKENS, self.special_names.get("eos_token"), *_EOS_TOKENS):
             if token and self.tokenizer.token_to_id(token) is not None:
                 return token
-        raise UserError("data.tokenizer: it has no token that ends a text (eos_token in tokenizer_config.json)")
+        raise UserError("data.tokenizer: it has no end-of-text token (eos_token in tokenizer_config.json)")
 
     @property
     def pad_id(self) -> int:
-        return self.id_of(self.names.get("pad_token") or self.end_of_text)
+        return self.id_of(self.special_names.get("pad_token") or self.end_of_text)
 
     def id_of(self, token: str) -> int:
-        number: int | None = self.tokenizer.token_to_id(token)
-        return self.id_of(self.end_of_text) if number is None else number
+        id: int | None = self.tokenizer.token_to_id(token)
+        return self.id_of(self.end_of_text) if id is None else id
 
     def template(self, choice: str) -> Template:
-        """The chat template: the tokenizer's own, that of its family, or the one that the user names."""
-        template = Template(self._template_source(choice), self.names, self.added)
-        way_out = "auto" if self.own_template and choice != "auto" else "plain"
-        return checked(template, lambda token: self.tokenizer.token_to_id(token) is not None, choice, way_out)
+        """The chat template: the tokenizer's own, that of its family, or the one the user names."""
+        template = Template(self._template_source(choice), self.special_names, self.added_tokens)
+        alternative = "auto" if self.own_template and choice != "auto" else "plain"
+        return check_template(
+            template, lambda token: self.tokenizer.token_to_id(token) is not None, choice, alternative
+        )
 
     def _template_source(self, choice: str) -> str:
         if choice in NAMED:
@@ -105,25 +107,25 @@ class TokenizerBundle:
         if choice == "auto":
             if self.own_template:
                 return self.own_template
-            family = [name for name, marks in NAMED.items() if marks.tokens and set(marks.tokens) <= self.added.keys()]
+            family = [name for name, one in NAMED.items() if one.tokens and set(one.tokens) <= self.added_tokens.keys()]
             if family:
                 return named_template(family[0], self.end_of_text)
             raise UserError(
-                "data.template: this tokenizer has no chat template and is of no known family; choose one that its "
-                "model was trained with (a .jinja file), or data.template=plain, which works with every tokenizer"
+                "data.template: this tokenizer has no chat template and belongs to no known family; name the one its "
+                "model was trained with (a .jinja file), or set data.template=plain, which works with every tokenizer"
             )
-        return template_file(choice)
+        return read_template_file(choice)
 
     def save(self, folder: Path, template: Template | None, max_length: int) -> None:
-        """The tokenizer's files; with a template, models that use them stop at the end of a turn."""
+        """Writes the tokenizer's files; with a template, eos_token is the end of a turn."""
         folder.mkdir(parents=True, exist_ok=True)
         if self.model_file and self.model_file.parent != folder:
             shutil.copyfile(self.model_file, folder / "tokenizer.model")
         self.tokenizer.save(str(folder / "tokenizer.json"))
         settings = dict(self.settings)
-        if self.made is not None:
-            ends = template.end_of_turn() if template else self.end_of_text
-            settings |= {"model_max_length": max_length, "eos_token": ends}
+        if self.trained is not None:
+            eos = template.end_of_turn() if template else self.end_of_text
+            settings |= {"model_max_length": max_length, "eos_token": eos}
         settings.setdefault("eos_token", template.end_of_turn() if template else self.end_of_text)
         settings.setdefault("pad_token", self.end_of_text)
         source = template.source if template else self.own_template
@@ -134,23 +136,25 @@ class TokenizerBundle:
         (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
 
-def checked(template: Template, has: Callable[[str], bool], name: str, way_out: str = "plain") -> Template:
-    """The template, if it works and all special tokens that it writes are in the vocabulary."""
+def check_template(
+    template: Template, has_token: Callable[[str], bool], name: str, alternative: str = "plain"
+) -> Template:
+    """The template, if it renders and all special tokens that it writes are in the vocabulary."""
     try:
-        shown = template.text(_PROBE)
-        missing = [token for token in dict.fromkeys(_MARK.findall(shown)) if not has(token)]
+        rendered = template.text(_PROBE)
+        missing = [token for token in dict.fromkeys(_SPECIAL_TOKEN.findall(rendered)) if not has_token(token)]
         if missing:
             raise UserError(
                 f"data.template: {name} needs {', '.join(missing)}, which this tokenizer does not have; "
-                f"use data.template={way_out}"
+                f"use data.template={alternative}"
             )
         template.end_of_turn()
     except BadRecord as error:
-        raise UserError(f"data.template: {name}: {error}; use data.template={way_out}") from None
+        raise UserError(f"data.template: {name}: {error}; use data.template={alternative}") from None
     return template
 
 
-def read_template(path: Path) -> str:
+def _read_template(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -158,39 +162,40 @@ def read_template(path: Path) -> str:
         raise UserError(f"data.template: {path}: {why}") from None
 
 
-def template_file(choice: str) -> str:
+def read_template_file(choice: str) -> str:
     path = user_path(choice, "data.template")
     if path.suffix not in (".jinja", ".j2") or not path.is_file():
         hint, names = closest(choice, ("auto", *NAMED)), ", ".join(NAMED)
         raise UserError(f"data.template: “{choice}”: no such template{hint}; allowed: auto, {names}, or a .jinja file")
-    return read_template(path)
+    return _read_template(path)
 
 
-def open_tokenizer(word: str | Path) -> TokenizerBundle:
+def open_tokenizer(name: str | Path) -> TokenizerBundle:
     """A tokenizer by its folder, its file (tokenizer.json or tokenizer.model) or its model's name on the hub."""
-    place = user_path(str(word), "data.tokenizer")
-    if not place.exists():
+    path = user_path(str(name), "data.tokenizer")
+    if not path.exists():
         from sojourn.data.sources.hub import is_hub_name, tokenizer_folder
 
-        name, _, revision = str(word).partition("@")
-        if not is_hub_name(name):
+        model_name, _, revision = str(name).partition("@")
+        if not is_hub_name(model_name):
             raise UserError(
-                f"data.tokenizer: {word}: no such folder or file; allowed: {', '.join(TRAINED)}, or one that is there"
+                f"data.tokenizer: {name}: no such file or folder; allowed: {', '.join(TRAINED)}, a path, or a model "
+                "on the hub"
             )
-        place = tokenizer_folder(name, revision or None)
-    if place.suffix == ".gguf" and place.is_file():
-        from sojourn.data.tokenize.gguf_tokenizer import unpacked_tokenizer
+        path = tokenizer_folder(model_name, revision or None)
+    if path.suffix == ".gguf" and path.is_file():
+        from sojourn.data.tokenize.gguf_tokenizer import extract_tokenizer
 
-        place = unpacked_tokenizer(place)
-    folder = place if place.is_dir() else place.parent
-    model = place if place.suffix == ".model" else folder / "tokenizer.model"
-    fast = place if place.suffix == ".json" else folder / "tokenizer.json"
-    has_fast, has_model = fast.is_file() and place.suffix != ".model", model.is_file()
+        path = extract_tokenizer(path)
+    folder = path if path.is_dir() else path.parent
+    model = path if path.suffix == ".model" else folder / "tokenizer.model"
+    fast = path if path.suffix == ".json" else folder / "tokenizer.json"
+    has_fast, has_model = fast.is_file() and path.suffix != ".model", model.is_file()
     if not (has_fast or has_model):
-        raise UserError(f"data.tokenizer: {word}: no tokenizer.json and no tokenizer.model there")
-    settings = _read(folder / "tokenizer_config.json") | _read(folder / "special_tokens_map.json")
-    beside = folder / "chat_template.jinja"
-    own = read_template(beside) if beside.is_file() else _own_template(settings.get("chat_template"))
+        raise UserError(f"data.tokenizer: {name}: it has no tokenizer.json and no tokenizer.model")
+    settings = _read_settings(folder / "tokenizer_config.json") | _read_settings(folder / "special_tokens_map.json")
+    template_path = folder / "chat_template.jinja"
+    own = _read_template(template_path) if template_path.is_file() else _own_template(settings.get("chat_template"))
     settings.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
     return TokenizerBundle(settings, fast if has_fast else None, model if has_model else None, own)
 
@@ -204,7 +209,7 @@ def _from_file(path: Path) -> Tokenizer:
         raise UserError(f"data.tokenizer: {path}: not a tokenizer: {error}") from None
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_settings(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
@@ -215,7 +220,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _own_template(value: Any) -> str | None:
-    """`chat_template` is a text, or a list of named ones of which `default` is meant."""
+    """`chat_template` is a string, or a list of named templates, of which `default` is used."""
     if isinstance(value, list):
         named = {str(one.get("name")): one.get("template") for one in value if isinstance(one, dict)}
         value = named.get("default")
@@ -230,7 +235,7 @@ def special_tokens(data: DataConfig) -> list[str]:
 
 
 def train_tokenizer(data: DataConfig, texts: Iterable[str], folder: Path, split_digits: bool = True) -> TokenizerBundle:
-    """A new tokenizer from `texts`; a SentencePiece model is left in `folder`."""
+    """A new tokenizer trained on `texts`; a SentencePiece model is written to `folder`."""
     tokens = special_tokens(data)
     model = None
     if data.tokenizer == "sentencepiece":
@@ -249,4 +254,4 @@ def train_tokenizer(data: DataConfig, texts: Iterable[str], folder: Path, split_
         "additional_special_tokens": tokens,
         "clean_up_tokenization_spaces": False,
     }
-    return TokenizerBundle(settings, model_file=model, made=tokenizer)
+    return TokenizerBundle(settings, model_file=model, trained=tokenizer)
