@@ -246,7 +246,7 @@ def test_rows_in_sojourns_home_are_read_before_those_in_the_configuration_folder
         ("[gpu.a]\n[gpus.b]", "are the same table"),
         ('[gpu."RTX 4090"]\nmemory_gib = nan', "`memory_gib` is nan: it must be a number"),
         ('[gpu."RTX 4090"]\nmemory_gib = 0', "`memory_gib` is 0: no GPU has that"),
-        (f'[gpu."RTX 4090"]\nbandwidth_gbs = 1{"0" * 400}', "`bandwidth_gbs` is 1000.*it must be a smaller number"),
+        (f'[gpu."RTX 4090"]\nbandwidth_gbs = 1{"0" * 400}', "`bandwidth_gbs` is 1000.*it must be a number"),
         ('[gpu."RTX 4090"]\nusable_gib = 25', "`usable_gib` is 25: it must be between"),
         ('[gpu."RTX 4090"]\npcie_gen = 9', "`pcie_gen` is 9: known are 3, 4"),
         ('[gpu."RTX 4090"]\nmemory_gb = 24', "unknown key `memory_gb`; did you mean memory_gib"),
