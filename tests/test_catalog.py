@@ -293,12 +293,12 @@ def test_a_price_that_cannot_be_used_says_why(own, text, says):
 @pytest.mark.parametrize(
     ("disks", "says"),
     [
-        ('"/data"', "`disks` is '/data': it must be a list"),
+        ('"/data"', "`disks` is '/data': it must be a list of tables"),
         ('["/data"]', r"`disks\[0\]` is '/data': it must be a table"),
-        ('[{ path = "/data" }]', r"`disks\[0\].survives` is missing"),
+        ('[{ path = "/data" }]', r"`disks\[0\]`: `survives` is missing"),
         (
             '[{ path = "/data", survives = "fire" }]',
-            r"`disks\[0\].survives` is 'fire': it must be 'session', 'stop' or 'release'",
+            r"`disks\[0\]`: `survives` is 'fire': it must be session, stop or release",
         ),
     ],
 )

@@ -13,7 +13,7 @@ from sojourn.config.load import load_run
 from sojourn.config.quantities import Duration, Money
 from sojourn.config.schema import LimitsConfig
 from sojourn.errors import Stopped, UserError
-from sojourn.machine.gpus import GpuSeen
+from sojourn.machine.gpus import DetectedGpu
 from sojourn.machine.platform import Platform
 from sojourn.run import ledger as ledger_module
 from sojourn.run.ledger import Ledger
@@ -148,7 +148,7 @@ def test_spoiled_books_are_no_obstacle(tiny, spoiled):
 def _on(monkeypatch, platform, *cards):
     facts = next(row for row in platforms() if row.name == platform)
     monkeypatch.setattr(limits, "detect", lambda: Platform(facts, "a test"))
-    seen = [GpuSeen(i, name, 24 << 30, 0, None, None, None, "torch") for i, name in enumerate(cards)]
+    seen = [DetectedGpu(i, name, 24 << 30, 0, None, None, None, "torch") for i, name in enumerate(cards)]
     monkeypatch.setattr(limits, "gpus", lambda: seen)
 
 

@@ -11,7 +11,7 @@ import pytest
 from sojourn.errors import UserError
 from sojourn.machine import gpus as machine_gpus
 from sojourn.machine import hardware
-from sojourn.machine.platform import detect, find_home, persistent_home, survives
+from sojourn.machine.platform import detect, find_home, is_persistent, persistent_home
 from sojourn.machine.precision import choose_device, choose_precision, cpu_bf16_feature, has_kernels, wheel_for
 
 
@@ -50,7 +50,7 @@ def test_each_platform_is_recognised_and_its_lasting_folder_found(tmp_path, env,
     found = find_home(here, root)
     assert found.path == root / home.lstrip("/") and found.warning is None
     assert persistent_home(env, root) == found.path
-    assert survives(here, found.path / "runs" / "first", root) is True
+    assert is_persistent(here, found.path / "runs" / "first", root) is True
 
 
 @pytest.mark.parametrize(
@@ -62,15 +62,15 @@ def test_where_only_a_wiped_folder_is_there_it_is_used_with_a_warning(tmp_path, 
     here = detect(env, root)
     found = find_home(here, root)
     assert found.path == root / home.lstrip("/")
-    assert found.warning and "does not survive" in found.warning and found.mend
-    assert survives(here, found.path, root) is False
+    assert found.warning and "does not survive" in found.warning and found.fix
+    assert is_persistent(here, found.path, root) is False
 
 
 def test_a_laptop_is_generic_and_keeps_runs_where_the_user_works(tmp_path):
     here = detect({}, tmp_path)
-    assert here.name == "generic" and not here.known
+    assert here.name == "generic" and not here.is_known
     assert persistent_home({}, tmp_path) is None
-    assert survives(here, tmp_path, tmp_path) is None
+    assert is_persistent(here, tmp_path, tmp_path) is None
 
 
 def test_a_space_without_a_bought_disk_has_no_home_and_says_so(tmp_path):
@@ -81,16 +81,16 @@ def test_a_space_without_a_bought_disk_has_no_home_and_says_so(tmp_path):
 def test_featurize_keeps_work_but_not_the_rest_of_its_home_folder(tmp_path):
     root = box(tmp_path, "/home/featurize/work")
     here = detect({}, root)
-    assert survives(here, root / "home/featurize/work" / "runs", root) is True
-    assert survives(here, root / "home/featurize/project", root) is False
-    assert survives(here, root / "opt", root) is False
+    assert is_persistent(here, root / "home/featurize/work" / "runs", root) is True
+    assert is_persistent(here, root / "home/featurize/project", root) is False
+    assert is_persistent(here, root / "opt", root) is False
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="symlinks need rights on Windows")
 def test_a_folder_that_is_a_link_to_the_lasting_disk_survives(tmp_path):
     root = box(tmp_path, "/root/autodl-tmp/code", "/home")
     (root / "home/project").symlink_to(root / "root/autodl-tmp/code")
-    assert survives(detect({}, root), root / "home/project/runs", root) is True
+    assert is_persistent(detect({}, root), root / "home/project/runs", root) is True
 
 
 def test_finding_the_home_imports_nothing_heavy():

@@ -18,7 +18,7 @@ import pytest
 from conftest import ordinary_user
 from hub_server import TOKEN, Hub, serve
 from sojourn.errors import UserError
-from sojourn.machine.process import this_process
+from sojourn.machine.process import current_process
 from sojourn.storage import disk
 from sojourn.storage.mirror import SEAL, MirrorFailed
 from sojourn.storage.open_mirror import open_mirror
@@ -321,7 +321,7 @@ def test_stages_of_the_dead_go_and_of_the_living_stay(mirror, tmp_path):
     source = checkpoint(tmp_path / "source")
     mirror.put(source, FIRST)
     gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
-    pid, started = this_process()
+    pid, started = current_process()
     host = os.uname().nodename.replace("-", "_")
     parent = mirror.root / "checkpoints"
     dead = parent / f".stage-mirror-{int(gone.stdout)}-{started:.2f}-{host}-step-00000010"

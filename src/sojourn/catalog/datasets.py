@@ -3,14 +3,13 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sojourn.catalog.tables import Flag, Row, load_rows, to_row
-from sojourn.config.data import Columns
+from sojourn.catalog.tables import load_rows, to_row
 from sojourn.config.words import closest
 from sojourn.errors import UserError
 
 
 @dataclass(frozen=True)
-class DatasetFacts(Row):
+class DatasetFacts:
     """A short name for a data set on the hub: where it is, which part of it, and our names for its columns."""
 
     name: str
@@ -21,7 +20,7 @@ class DatasetFacts(Row):
     split: str = "train"
     eval_split: str | None = None
     columns: dict[str, str] = field(default_factory=dict)
-    lines: Flag = False
+    lines: bool = False
     description: str = ""
 
 
@@ -33,6 +32,8 @@ def datasets(user: Path | None = None) -> tuple[DatasetFacts, ...]:
 
 
 def _dataset(name: str, row: dict[str, object], where: str) -> DatasetFacts:
+    from sojourn.config.data import Columns  # pydantic, which finding the run folder does without
+
     facts = to_row(DatasetFacts, {"name": name, **row}, where, "data set")
     for key in facts.columns:
         if key not in Columns.model_fields:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sojourn.catalog.tables import Flag, Number, Row, Version, Whole, load_rows, to_row, user_file
+from sojourn.catalog.tables import load_rows, to_row, user_file
 from sojourn.config.words import shown
 from sojourn.errors import UserError
 
@@ -16,26 +16,26 @@ _MEMORY = re.compile(r"^(\d+)(gb|gib|g)$")
 
 
 @dataclass(frozen=True)
-class Gpu(Row):
+class Gpu:
     """One GPU. TFLOP/s are dense with 32-bit accumulation; None where the hardware or the vendor gives none."""
 
     name: str
-    memory_gib: Number
-    bandwidth_gbs: Number
+    memory_gib: float
+    bandwidth_gbs: float
     source: str
     date: str
-    usable_gib: Number | None = None
-    fp32_tflops: Number | None = None
-    tf32_tflops: Number | None = None
-    bf16_tflops: Number | None = None
-    fp16_tflops: Number | None = None
-    fp8_tflops: Number | None = None
-    capability: Version | None = None
-    nvlink_gbs: Number | None = None
-    nvlink_peers: Whole | None = None
-    pcie_gen: Whole | None = None
-    pcie_lanes: Whole = 16
-    unified: Flag = False
+    usable_gib: float | None = None
+    fp32_tflops: float | None = None
+    tf32_tflops: float | None = None
+    bf16_tflops: float | None = None
+    fp16_tflops: float | None = None
+    fp8_tflops: float | None = None
+    capability: tuple[int, int] | None = None
+    nvlink_gbs: float | None = None
+    nvlink_peers: int | None = None
+    pcie_gen: int | None = None
+    pcie_lanes: int = 16
+    unified: bool = False
     note: str = ""
 
     @property

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sojourn.catalog.tables import Flag, Row, Whole, load_rows, to_row, user_file
+from sojourn.catalog.tables import load_rows, to_row, user_file
 from sojourn.config.words import shown
 from sojourn.errors import UserError
 
@@ -17,40 +17,40 @@ _SAME_SHAPE = {  # words in a name that do not change a shape: how it was tuned,
 
 
 @dataclass(frozen=True)
-class ModelSpec(Row):
+class ModelSpec:
     """A decoder of a language model. See models.toml for the keys; everything else follows from them."""
 
     name: str
     hub: str
     family: str
-    hidden: Whole
-    layers: Whole
-    heads: Whole
-    kv_heads: Whole
-    head_dim: Whole
-    ffn: Whole
-    vocab: Whole
-    positions: Whole
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    positions: int
     source: str
     date: str
     also: tuple[str, ...] = ()
-    tied: Flag = False
-    qkv_bias: Flag = False
-    o_bias: Flag = False
-    mlp_bias: Flag = False
-    head_bias: Flag = False
-    norm_bias: Flag = False
-    qk_norm: Flag = False
-    norms: Whole = 2
-    experts: Whole | None = None
-    active_experts: Whole | None = None
-    expert_ffn: Whole | None = None
-    shared_ffn: Whole | None = None
-    sliding_window: Whole | None = None
-    full_every: Whole | None = None
-    softcap: Flag = False
-    attention_dropout: Flag = False
-    published: Whole | None = None
+    tied: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    head_bias: bool = False
+    norm_bias: bool = False
+    qk_norm: bool = False
+    norms: int = 2
+    experts: int | None = None
+    active_experts: int | None = None
+    expert_ffn: int | None = None
+    shared_ffn: int | None = None
+    sliding_window: int | None = None
+    full_every: int | None = None
+    softcap: bool = False
+    attention_dropout: bool = False
+    published: int | None = None
     note: str = ""
 
     @property

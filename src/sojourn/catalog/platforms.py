@@ -2,25 +2,26 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
-from sojourn.catalog.tables import Number, Row, Whole, load_rows, to_row
+from sojourn.catalog.tables import load_rows, to_row
+from sojourn.errors import UserError
 
 
 @dataclass(frozen=True)
-class Disk(Row):
+class Disk:
     """A folder of a platform and what it outlives: a `session` (nothing), a `stop` of the machine, or its `release`."""
 
     path: str
-    survives: Literal["session", "stop", "release"]
-    size_gb: Number | None = None
-    free_gb: Number | None = None
-    kept_hours: Number | None = None
-    inodes: Whole | None = None
+    survives: str
+    size_gb: float | None = None
+    free_gb: float | None = None
+    kept_hours: float | None = None
+    inodes: int | None = None
 
 
 @dataclass(frozen=True)
-class PlatformFacts(Row):
+class PlatformFacts:
     """One place to train: how it is recognised, what survives there, when it ends. See platforms.toml for the keys."""
 
     name: str
@@ -40,12 +41,12 @@ class PlatformFacts(Row):
     volatile: tuple[str, ...] = ()
     read_only: tuple[str, ...] = ()
     disks: tuple[Disk, ...] = ()
-    session_hours: Number | None = None
-    idle_minutes: Number | None = None
-    weekly_gpu_hours: Number | None = None
-    released_after_days: Number | None = None
+    session_hours: float | None = None
+    idle_minutes: float | None = None
+    weekly_gpu_hours: float | None = None
+    released_after_days: float | None = None
     currency: str | None = None
-    no_gpu_per_hour: Number | None = None
+    no_gpu_per_hour: float | None = None
     stop_command: str | None = None
     mount_hint: str | None = None
     turbo: str | None = None
@@ -56,6 +57,14 @@ class PlatformFacts(Row):
 def platforms(user: Path | None = None) -> tuple[PlatformFacts, ...]:
     """Every platform, in the order of detection; `generic` matches nothing and means none of them."""
     return tuple(
-        to_row(PlatformFacts, {"name": name, "title": name, **row}, f"{where}: platform.{name}", "platform")
-        for name, (row, where) in load_rows("platform", user).items()
+        _platform(name, row, f"{where}: platform.{name}") for name, (row, where) in load_rows("platform", user).items()
     )
+
+
+def _platform(name: str, row: dict[str, Any], where: str) -> PlatformFacts:
+    facts = to_row(PlatformFacts, {"name": name, "title": name, **row}, where, "platform")
+    for index, disk in enumerate(facts.disks):
+        if disk.survives not in ("session", "stop", "release"):
+            given = f"`disks[{index}]`: `survives` is {disk.survives!r}"
+            raise UserError(f"{where}: {given}: it must be session, stop or release")
+    return facts

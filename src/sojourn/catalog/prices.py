@@ -6,13 +6,13 @@ from typing import Any
 
 from sojourn.catalog.gpus import Gpu, find_gpu, gpus, is_same_model
 from sojourn.catalog.platforms import platforms
-from sojourn.catalog.tables import Number, Row, Whole, load_rows, to_row
+from sojourn.catalog.tables import load_rows, to_row
 from sojourn.config.words import closest
 from sojourn.errors import UserError
 
 
 @dataclass(frozen=True)
-class Price(Row):
+class Price:
     """What `count` GPUs of one kind cost per hour on one platform, who said so, and in which month.
 
     `per_hour` is in `currency`; `cny_per_hour` is the same by the catalogue's rate, to compare with others.
@@ -20,21 +20,21 @@ class Price(Row):
 
     platform: str
     gpu: str
-    cny_per_hour: Number
+    cny_per_hour: float
     source: str
     month: str
-    count: Whole = 1
+    count: int = 1
     note: str = ""
     currency: str = "CNY"
-    per_hour: Number | None = None
+    per_hour: float | None = None
 
 
 @dataclass(frozen=True)
-class Currency(Row):
+class Currency:
     """How many CNY one unit of a currency is, roughly."""
 
     name: str
-    cny: Number
+    cny: float
     source: str
     date: str
 

@@ -1,4 +1,4 @@
-"""`sojourn doctor`: what this machine is, what is wrong with it, and the line that mends it."""
+"""`sojourn doctor`: checks this machine and prints how to fix what is wrong."""
 
 from __future__ import annotations
 
@@ -17,28 +17,26 @@ _COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
-    home: Annotated[
-        Path | None, typer.Option(help="The folder to keep runs in; found by itself when not given.")
-    ] = None,
+    home: Annotated[Path | None, typer.Option(help="Folder for runs. Default: chosen for this platform.")] = None,
 ) -> None:
-    """Examine this machine: platform, GPU, precision, attention, disks, persistence, by really using each once.
+    """Check this machine by using it: platform, GPU, precision, attention, disks, persistent storage.
 
-    Under torchrun (torchrun --nproc_per_node=GPUS -m sojourn doctor, on each of several machines) the processes are
-    compared instead: versions, GPUs, clocks, and how fast they sum gradients.
+    Under torchrun (torchrun --nproc_per_node=GPUS -m sojourn doctor, on each machine) it compares the ranks instead:
+    versions, GPUs, clocks, and the speed of an all-reduce.
     """
     from sojourn.errors import UserError
-    from sojourn.machine import probe_ranks as gang
     from sojourn.machine.doctor import examine, exit_code, next_step, report
     from sojourn.machine.platform import detect
+    from sojourn.machine.probe_ranks import examine_ranks, is_multi_rank
     from sojourn.run.home import home as default_home
 
     try:
         platform = detect()
         folder = (home or default_home()).expanduser().absolute()
-    except UserError:  # a broken catalogue of the user's own: the examination reports it as a finding
+    except UserError:  # a broken catalog.toml of the user: `examine` reports it as a finding
         platform, folder = None, (home or Path()).expanduser().absolute()
 
-    def tell(findings: list[Finding]) -> int:
+    def show(findings: list[Finding]) -> int:
         if json:
             from json import dumps
 
@@ -49,11 +47,11 @@ def doctor(
             _show(findings, Console(highlight=False), next_step(findings))
         return exit_code(findings)
 
-    raise typer.Exit(gang.attend(tell) if gang.called() else tell(examine(folder, platform=platform)))
+    raise typer.Exit(examine_ranks(show) if is_multi_rank() else show(examine(folder, platform=platform)))
 
 
 def _show(findings: list[Finding], console: Console, next_step: str) -> None:
-    """One line a finding, wrapped beside its name on a terminal and left whole in a pipe."""
+    """One line per finding; wrapped on a terminal, not in a pipe."""
     from rich.text import Text
 
     name_width = max(len(finding.name) for finding in findings)
@@ -61,11 +59,11 @@ def _show(findings: list[Finding], console: Console, next_step: str) -> None:
     width = max(console.width - 1, indent + 30) if console.is_terminal else None
     for finding in findings:
         mark = Text(f"{finding.level:<4}", style=_COLOURS[finding.level])
-        lines = _wrapped(finding.says, width, indent)
+        lines = _wrapped(finding.message, width, indent)
         console.print(Text.assemble(mark, f"  {finding.name:<{name_width}}  ", lines), soft_wrap=True)
-        if finding.mend:
-            mend = _wrapped(f"mend: {finding.mend}", width, indent)
-            console.print(Text.assemble(" " * indent, (mend, "cyan")), soft_wrap=True)
+        if finding.fix:
+            fix = _wrapped(f"fix: {finding.fix}", width, indent)
+            console.print(Text.assemble(" " * indent, (fix, "cyan")), soft_wrap=True)
     counts = ", ".join(f"{sum(f.level == level for f in findings)} {level}" for level in _COLOURS)
     console.print(Text.assemble(f"\n{counts}. Next: ", (next_step, "bold")), soft_wrap=True)
 

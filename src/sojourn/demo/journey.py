@@ -100,12 +100,12 @@ def _doctor(screen: Screen) -> None:
             or finding.name.startswith("gpu")
             or finding.level == "fail"
         ):
-            screen.finding(finding.level, f"{finding.name}: {finding.says}")
+            screen.finding(finding.level, f"{finding.name}: {finding.message}")
     good = sum(finding.level == "ok" for finding in findings)
     screen.say(f"{good} of {len(findings)} checks ok (all of them: sojourn doctor)")
     for finding in findings:
         if finding.level == "fail" and finding.name in ("torch", "libraries", "disk"):
-            raise UserError(f"{finding.name}: {finding.says}" + (f"; {finding.mend}" if finding.mend else ""))
+            raise UserError(f"{finding.name}: {finding.message}" + (f"; {finding.fix}" if finding.fix else ""))
 
 
 def _plan(config: RunConfig, screen: Screen) -> None:

@@ -1,4 +1,4 @@
-"""What a probe found, and the runner that turns a probe's crash or silence into a finding."""
+"""The result of a probe, and a runner that turns a probe's crash or hang into such a result."""
 
 import threading
 import warnings
@@ -11,12 +11,12 @@ Level = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor: what was looked at, how it is, what was seen, and the line that mends it."""
+    """One line of the doctor: what was checked, the verdict, what was seen, and what to type to fix it."""
 
     name: str
     level: Level
-    says: str
-    mend: str | None = None
+    message: str
+    fix: str | None = None
     data: dict[str, Any] = field(default_factory=dict)
 
 
@@ -24,7 +24,7 @@ Probe = Callable[[], Finding | list[Finding]]
 
 
 def guarded(name: str, probe: Probe, seconds: float = 20, crash: Level = "fail") -> list[Finding]:
-    """Runs a probe in a thread of its own: what it raises, or a wait past `seconds`, becomes one finding."""
+    """Runs a probe in a thread: an exception or a timeout becomes one finding."""
     found: list[Finding] = []
 
     def work() -> None:
@@ -33,15 +33,15 @@ def guarded(name: str, probe: Probe, seconds: float = 20, crash: Level = "fail")
                 warnings.simplefilter("ignore")
                 answer = probe()
             found.extend(answer if isinstance(answer, list) else [answer])
-        except Exception as error:  # whatever a broken driver or disk throws is a finding, not a crash of the doctor
+        except Exception as error:  # a broken driver or disk is a finding, not a crash of the doctor
             found.append(Finding(name, crash, one_line(error)))
 
-    # A daemon: a dead network disk or driver must not keep the doctor from ending.
+    # A daemon thread: a dead network disk or driver must not keep the doctor from exiting.
     thread = threading.Thread(target=work, name=f"doctor-{name}", daemon=True)
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
-        return [Finding(name, "fail", f"gave no answer within {seconds:g} s", data={"timed_out": True})]
+        return [Finding(name, "fail", f"timed out after {seconds:g} s", data={"timed_out": True})]
     return found
 
 

@@ -1,4 +1,4 @@
-"""The GPUs of this machine: what the driver says (nvidia-smi) and what torch can use."""
+"""The GPUs of this machine: what the driver lists (nvidia-smi) and what torch can use."""
 
 import re
 import subprocess
@@ -9,7 +9,7 @@ GIB = 1024**3
 
 
 @dataclass(frozen=True)
-class GpuSeen:
+class DetectedGpu:
     """One GPU as the driver or torch reports it; `driver` and `cuda` are the driver's version and its newest CUDA."""
 
     index: int
@@ -26,19 +26,19 @@ class GpuSeen:
         return self.memory_bytes / GIB
 
 
-def gpus() -> list[GpuSeen]:
+def gpus() -> list[DetectedGpu]:
     """Through torch where it is installed and sees any, with the driver's version; else through nvidia-smi."""
-    return join(driver_gpus(), torch_gpus())
+    return merge_gpus(driver_gpus(), torch_gpus())
 
 
-def join(by_driver: list[GpuSeen], by_torch: list[GpuSeen]) -> list[GpuSeen]:
+def merge_gpus(by_driver: list[DetectedGpu], by_torch: list[DetectedGpu]) -> list[DetectedGpu]:
     if not by_torch or not by_driver:
         return by_torch or by_driver
     first = by_driver[0]  # one driver serves every GPU; the order may differ under CUDA_VISIBLE_DEVICES
     return [replace(seen, driver=first.driver, cuda=first.cuda) for seen in by_torch]
 
 
-def driver_gpus() -> list[GpuSeen]:
+def driver_gpus() -> list[DetectedGpu]:
     """What nvidia-smi lists; empty where there is no driver. A driver that fails to answer raises RuntimeError."""
     rows = _ask("index,name,memory.total,memory.used,driver_version,compute_cap")
     if rows is None:  # older drivers do not know compute_cap
@@ -49,7 +49,7 @@ def driver_gpus() -> list[GpuSeen]:
     return [_from_row(row, cuda) for row in rows]
 
 
-def torch_gpus() -> list[GpuSeen]:
+def torch_gpus() -> list[DetectedGpu]:
     """What torch can use; empty without torch or without CUDA."""
     try:
         import torch
@@ -63,7 +63,7 @@ def torch_gpus() -> list[GpuSeen]:
         free, total = torch.cuda.mem_get_info(index)
         capability = (int(props.major), int(props.minor))
         size = int(props.total_memory)
-        found.append(GpuSeen(index, str(props.name), size, int(total - free), capability, None, None, "torch"))
+        found.append(DetectedGpu(index, str(props.name), size, int(total - free), capability, None, None, "torch"))
     return found
 
 
@@ -92,13 +92,13 @@ def _driver_cuda() -> tuple[int, int] | None:
     return (int(found[1]), int(found[2])) if found else None
 
 
-def _from_row(row: list[str], cuda: tuple[int, int] | None) -> GpuSeen:
+def _from_row(row: list[str], cuda: tuple[int, int] | None) -> DetectedGpu:
     index, name, total, used, driver = row[:5]
     capability = None
     if len(row) > 5 and re.fullmatch(r"\d+\.\d+", row[5]):
         major, _, minor = row[5].partition(".")
         capability = (int(major), int(minor))
-    # A MIG slice or an unusual card says [N/A]
+    # nvidia-smi prints [N/A] for MIG slices and some cards
     size = int(total) * 1024**2 if total.isdigit() else 0
     taken = int(used) * 1024**2 if used.isdigit() else None
-    return GpuSeen(int(index), name, size, taken, capability, driver, cuda, "nvidia-smi")
+    return DetectedGpu(int(index), name, size, taken, capability, driver, cuda, "nvidia-smi")

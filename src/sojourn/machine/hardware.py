@@ -143,7 +143,7 @@ def _text(path: Path) -> str:
         return ""
 
 
-# ARM says a number instead of a name; these are the ones found in rented machines.
+# ARM CPUs report a part number; these are the ones in rented machines.
 _ARM = {"0xd0c": "Neoverse-N1", "0xd40": "Neoverse-V1", "0xd49": "Neoverse-N2", "0xd4f": "Neoverse-V2"}
 
 

@@ -12,35 +12,35 @@ ROOT = Path("/")
 
 @dataclass(frozen=True)
 class Platform:
-    """The catalogue's row for this machine and what gave it away."""
+    """The catalogue's row for this machine, and the variable or folder that identified it."""
 
     facts: PlatformFacts
-    recognised_by: str
+    detected_by: str
 
     @property
     def name(self) -> str:
         return self.facts.name
 
     @property
-    def known(self) -> bool:
+    def is_known(self) -> bool:
         return self.facts.name != "generic"
 
 
 @dataclass(frozen=True)
 class Home:
-    """Where runs should be kept here; None where the machine is the user's own. `warning` if that place gets wiped."""
+    """Where runs should be kept here; None where the machine is the user's own. `warning` if that folder gets wiped."""
 
     path: Path | None
     warning: str | None = None
-    mend: str | None = None
+    fix: str | None = None
 
 
 def detect(env: Mapping[str, str] = os.environ, root: Path = ROOT) -> Platform:
     """The platform by its environment variables, else by its folders, else generic."""
     rows = platforms()
     for facts in rows:
-        for wanted in facts.env:
-            name, _, value = wanted.partition("=")
+        for variable in facts.env:
+            name, _, value = variable.partition("=")
             if name in env and (not value or env[name] == value):
                 return Platform(facts, f"the variable {name}")
     for facts in rows:
@@ -59,15 +59,15 @@ def find_home(platform: Platform, root: Path = ROOT) -> Home:
         folder = _under(root, mount)
         if folder.is_dir() and os.access(folder, os.W_OK):
             return Home(folder / sub if sub else folder)
-    if not platform.known:
+    if not platform.is_known:
         return Home(None)
     lasting = " or ".join(place.replace("!", "/") for place in facts.home)
-    mend = facts.mount_hint or f"make {lasting} available, or copy finished runs off this machine before it stops"
+    fix = facts.mount_hint or f"make {lasting} available, or copy finished runs off this machine before it stops"
     for place in facts.fallback:
         folder = _under(root, place)
         if folder.is_dir() and os.access(folder, os.W_OK):
-            return Home(folder, f"{place} does not survive on {facts.title}: {lasting} is not there", mend)
-    return Home(None, f"no folder that survives was found on {facts.title}: {lasting} is not there", mend)
+            return Home(folder, f"{place} does not survive on {facts.title}: {lasting} is not there", fix)
+    return Home(None, f"no folder that survives was found on {facts.title}: {lasting} is not there", fix)
 
 
 def persistent_home(env: Mapping[str, str] = os.environ, root: Path = ROOT) -> Path | None:
@@ -75,9 +75,9 @@ def persistent_home(env: Mapping[str, str] = os.environ, root: Path = ROOT) -> P
     return find_home(detect(env, root), root).path
 
 
-def survives(platform: Platform, path: Path, root: Path = ROOT) -> bool | None:
+def is_persistent(platform: Platform, path: Path, root: Path = ROOT) -> bool | None:
     """Whether a path outlives a stop here: the longest matching path of the catalogue decides; None when unknown."""
-    if not platform.known:
+    if not platform.is_known:
         return None
     where = _real(path)
     best, verdict = -1, False

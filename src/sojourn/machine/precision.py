@@ -1,4 +1,4 @@
-"""Chooses the device and the number format for training, each with the reason in one line."""
+"""Chooses the device and the precision for training, each with the reason in one line."""
 
 import functools
 import sys
@@ -31,12 +31,12 @@ def choose_device(requested: str = "auto") -> Device:
     if kind == "auto":
         return cast(Device, next(name for name, works in there.items() if works))
     if not there[kind]:
-        raise UserError(f"device '{requested}' is not usable on this machine; `sojourn doctor` says why")
+        raise UserError(f"device '{requested}' is not usable on this machine; run sojourn doctor to see why")
     return cast(Device, kind)
 
 
 def choose_precision(device: str, capability: Capability | None = None) -> tuple[Precision, str]:
-    """The 16-bit format this device really runs fast, or fp32, and why. Refuses a GPU that torch has no kernels for."""
+    """bf16 or fp16 where the device runs it fast, else fp32, and why. Refuses a GPU that torch has no kernels for."""
     kind = device.partition(":")[0]
     if kind == "cuda":
         return _for_cuda(capability or _torch_capability())
@@ -61,26 +61,26 @@ def has_kernels(capability: Capability, built_for: Sequence[str]) -> bool:
 
 
 def _for_cuda(capability: Capability) -> tuple[Precision, str]:
-    spoken = f"{capability[0]}.{capability[1]}"
+    version = f"{capability[0]}.{capability[1]}"
     built_for = _torch_built_for()
     if built_for and not has_kernels(capability, built_for):
         raise UserError(
-            f"this torch has no kernels for compute capability {spoken} (it has {', '.join(built_for)}): "
+            f"this torch has no kernels for compute capability {version} (it has {', '.join(built_for)}): "
             + _other_build(capability)
         )
     if capability < (7, 0) and not built_for:
-        raise UserError(f"compute capability {spoken} (P100 and older): {_other_build(capability)}")
+        raise UserError(f"compute capability {version} (P100 and older): {_other_build(capability)}")
     return cuda_precision(capability)
 
 
 def cuda_precision(capability: Capability) -> tuple[Precision, str]:
     """The precision for a GPU of this compute capability, and why."""
-    spoken = f"{capability[0]}.{capability[1]}"
+    version = f"{capability[0]}.{capability[1]}"
     if capability < (7, 0):
-        return "fp32", f"compute capability {spoken} has no tensor cores: 16-bit training gains nothing here"
+        return "fp32", f"compute capability {version} has no tensor cores: fp16 training gains nothing here"
     if capability < (8, 0):
-        return "fp16", f"compute capability {spoken} has no bf16 arithmetic (it came with 8.0): fp16 with loss scaling"
-    return "bf16", f"compute capability {spoken} has bf16 tensor cores: no loss scaling needed"
+        return "fp16", f"compute capability {version} has no bf16 arithmetic (it came with 8.0): fp16 with loss scaling"
+    return "bf16", f"compute capability {version} has bf16 tensor cores: no loss scaling needed"
 
 
 def _other_build(capability: Capability) -> str:

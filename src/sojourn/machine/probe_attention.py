@@ -36,15 +36,15 @@ def attention(torch: Any) -> Finding:
     }
     if not worked:
         return Finding("attention", "fail", "no attention backend of torch works on this device", data=data)
-    says = f"torch uses {used} on {device}; forward and backward work with {', '.join(worked)}"
+    message = f"torch uses {used} on {device}; forward and backward work with {', '.join(worked)}"
     if installed("flash-attn") is not None:
-        says += f"; flash-attn package: {package}"
+        message += f"; flash-attn package: {package}"
     if device == "cuda" and torch.cuda.get_device_capability()[0] == 9:
         there = all(installed(name) for name in ("quack-kernels", "flash-attn-4"))
-        says += "; kernels for Hopper are installed" if there else "; faster ones: pip install 'sojourn[hopper]'"
+        message += "; kernels for Hopper are installed" if there else "; faster ones: pip install 'sojourn[hopper]'"
     if device == "cuda" and worked == ["math"]:
-        return Finding("attention", "warn", f"{says}: long sequences will be slow and take much memory", data=data)
-    return Finding("attention", "ok", says, data=data)
+        return Finding("attention", "warn", f"{message}: long sequences will be slow and take much memory", data=data)
+    return Finding("attention", "ok", message, data=data)
 
 
 def _reference(torch: Any, q: Any, k: Any, v: Any) -> Any:
@@ -93,7 +93,7 @@ def _flash_attn(torch: Any, device: str, dtype: Any) -> str:
     if not importable("flash_attn"):
         return "not installed"
     if device != "cuda" or dtype == torch.float32:
-        return "needs a CUDA GPU and 16-bit numbers"
+        return "needs a CUDA GPU and bf16 or fp16"
     try:
         from flash_attn import flash_attn_func  # type: ignore[import-not-found, unused-ignore]
 

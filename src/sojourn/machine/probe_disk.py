@@ -48,8 +48,8 @@ def disks(home: Path, env: Mapping[str, str]) -> list[Finding]:
 def disk(name: str, path: Path, uses: list[str], home: Path) -> Finding:
     """Space, inodes, and a real write, fsync, read back and rename, with its speed."""
     space = volume(path)
-    mend = _elsewhere(uses, home)
-    allowed = mend.replace("free some space, or choose a folder on another disk", "choose a folder you may write to")
+    fix = _elsewhere(uses, home)
+    allowed = fix.replace("free some space, or choose a folder on another disk", "choose a folder you may write to")
     data = {
         "path": str(path),
         "uses": uses,
@@ -64,12 +64,14 @@ def disk(name: str, path: Path, uses: list[str], home: Path) -> Finding:
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         why = "is full" if full else f"cannot be written: {error.strerror or error}"
-        return Finding(name, "fail", f"{path} {why} ({gib(space.free)} free)", mend if full else allowed, data)
+        return Finding(name, "fail", f"{path} {why} ({gib(space.free)} free)", fix if full else allowed, data)
     level, lack = _roominess(space)
     inodes = "" if space.inodes_free is None else f", {_short(space.inodes_free)} inodes free"
     also = f" (and {', '.join(uses[1:])})" if len(uses) > 1 else ""
-    says = f"{path}{also}: {gib(space.free)} free of {gib(space.total)}{inodes}; {speed:.0f} MB/s written and read back"
-    return Finding(name, level, says + lack, mend if lack else None, {**data, "mb_per_s": round(speed, 1)})
+    message = (
+        f"{path}{also}: {gib(space.free)} free of {gib(space.total)}{inodes}; {speed:.0f} MB/s written and read back"
+    )
+    return Finding(name, level, message + lack, fix if lack else None, {**data, "mb_per_s": round(speed, 1)})
 
 
 def write_and_read(folder: Path, size: int = 4 * MIB) -> float:
@@ -129,21 +131,21 @@ def shared_memory(folder: Path = Path("/dev/shm")) -> list[Finding]:  # noqa: S1
         return [Finding("shared memory", "warn", f"{folder} is not there: keep data workers at 0")]
     space = volume(folder)
     write_and_read(folder, MIB)
-    says, data = f"{folder}: {gib(space.total)}", {"total_bytes": space.total, "free_bytes": space.free}
+    message, data = f"{folder}: {gib(space.total)}", {"total_bytes": space.total, "free_bytes": space.free}
     if space.total < GIB:
-        mend = "keep data workers at 0 (num_workers=0); in your own container: docker run --shm-size=8g"
-        return [Finding("shared memory", "warn", f"{says}: too small for data-loader workers", mend, data)]
-    return [Finding("shared memory", "ok", says, data=data)]
+        fix = "keep data workers at 0 (num_workers=0); in your own container: docker run --shm-size=8g"
+        return [Finding("shared memory", "warn", f"{message}: too small for data-loader workers", fix, data)]
+    return [Finding("shared memory", "ok", message, data=data)]
 
 
 def clock(home: Path) -> Finding:
     """The clock is not behind this version's making, and the disk stamps files with the same time."""
     now = datetime.now(timezone.utc)
     data = {"utc": now.isoformat(timespec="seconds")}
-    mend = "set the clock: timedatectl set-ntp true"
+    fix = "set the clock: timedatectl set-ntp true"
     if now.strftime("%Y-%m") < MADE:
-        says = f"{now:%Y-%m-%d} is before this version of Sojourn: secure downloads will be refused"
-        return Finding("clock", "warn", says, mend, data)
+        message = f"{now:%Y-%m-%d} is before this version of Sojourn: secure downloads will be refused"
+        return Finding("clock", "warn", message, fix, data)
     try:
         with tempfile.NamedTemporaryFile(prefix=".sojourn-doctor-", dir=existing(home)) as file:
             file.write(b".")
@@ -152,6 +154,6 @@ def clock(home: Path) -> Finding:
     except OSError:  # the disk's own finding tells it
         return Finding("clock", "ok", f"{now:%Y-%m-%d %H:%M} UTC", data=data)
     if abs(apart) > 5:
-        says = f"the disk of {home} is {apart:+.0f} s off this machine's clock: newest-file rules will err"
-        return Finding("clock", "warn", says, mend, {**data, "disk_seconds_off": round(apart, 1)})
+        message = f"the disk of {home} is {apart:+.0f} s off this machine's clock: newest-file rules will err"
+        return Finding("clock", "warn", message, fix, {**data, "disk_seconds_off": round(apart, 1)})
     return Finding("clock", "ok", f"{now:%Y-%m-%d %H:%M} UTC, and the disk agrees", data=data)

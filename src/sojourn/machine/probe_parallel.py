@@ -1,4 +1,4 @@
-"""Probes of a machine with several GPUs: are they alike, how are they linked, and how fast do they really sum."""
+"""Probes of a machine with several GPUs: are they of one kind, how are they linked, and how fast is an all-reduce."""
 
 import json
 import os
@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from sojourn.machine.finding import Finding, gib, guarded
-from sojourn.machine.gpus import GpuSeen
+from sojourn.machine.gpus import DetectedGpu
 from sojourn.machine.hardware import volume
 
 SHARED = Path("/dev/shm")  # noqa: S108
 GIB = 1024**3
 # GB/s of an all-reduce under which something other than the link is slow; healthy ones give ten times as much.
 FLOORS = {"NVLink": 20.0, "PCIe": 1.0}
-_LONGEST = 330.0  # the gang's own limits end it before
+_TIMEOUT = 330.0  # seconds; the ranks' own timeouts are shorter
 
 Pairs = dict[tuple[int, int], str]
 
 
-def parallel(torch: Any, seen: list[GpuSeen], env: Mapping[str, str] = os.environ) -> list[Finding]:
+def parallel(torch: Any, seen: list[DetectedGpu], env: Mapping[str, str] = os.environ) -> list[Finding]:
     """Everything that only two GPUs or more have; nothing is run for fewer."""
     if len(seen) < 2:
         return []
@@ -39,23 +39,23 @@ def parallel(torch: Any, seen: list[GpuSeen], env: Mapping[str, str] = os.enviro
         apart = [(a, b) for a in count for b in count if a != b and not torch.cuda.can_device_access_peer(a, b)]
         return peer_access(apart, links)
 
-    findings = [alike(seen)]
+    findings = [same_kind(seen)]
     findings += guarded("gpu links", linked, crash="warn")
     findings += guarded("peer access", peers, crash="warn")
     if SHARED.is_dir():
         findings += guarded("nccl memory", lambda: small_shared_memory(volume(SHARED).free, len(seen)), crash="warn")
-    measured = guarded("all-reduce", lambda: measure(len(seen), env), seconds=_LONGEST + 45)
+    measured = guarded("all-reduce", lambda: measure(len(seen), env), seconds=_TIMEOUT + 45)
     return findings + [judge(found, links, len(seen)) for found in measured]
 
 
-def alike(seen: list[GpuSeen]) -> Finding:
+def same_kind(seen: list[DetectedGpu]) -> Finding:
     kinds = sorted({f"{card.name} {gib(card.memory_bytes)}" for card in seen})
     if len(kinds) == 1:
         return Finding("gpu kinds", "ok", f"{len(seen)} alike: {kinds[0]}", data={"kinds": kinds})
     first = [str(card.index) for card in seen if (card.name, card.memory_bytes) == (seen[0].name, seen[0].memory_bytes)]
-    says = f"{' and '.join(kinds)}: the slowest sets the pace, and the smallest memory the micro batch"
+    message = f"{' and '.join(kinds)}: the slowest sets the pace, and the smallest memory the micro batch"
     return Finding(
-        "gpu kinds", "warn", says, f"use one kind: export CUDA_VISIBLE_DEVICES={','.join(first)}", {"kinds": kinds}
+        "gpu kinds", "warn", message, f"use one kind: export CUDA_VISIBLE_DEVICES={','.join(first)}", {"kinds": kinds}
     )
 
 
@@ -97,7 +97,7 @@ def among(pairs: Pairs, numbers: list[int]) -> Pairs:
 
 
 def link(pairs: Pairs) -> str | None:
-    """What a sum over all of these GPUs has to pass: NVLink only where every pair has it."""
+    """The slowest link of an all-reduce over these GPUs: NVLink only where every pair has it."""
     if not pairs:
         return None
     return "NVLink" if all(how.startswith("NV") for how in pairs.values()) else "PCIe"
@@ -107,12 +107,12 @@ def describe(pairs: Pairs) -> Finding:
     kind = link(pairs)
     data = {"link": kind, "pairs": {f"{a}-{b}": how for (a, b), how in sorted(pairs.items())}}
     if kind is None:
-        return Finding("gpu links", "ok", "not told here (nvidia-smi topo -m)", data=data)
+        return Finding("gpu links", "ok", "unknown (nvidia-smi topo -m lists none)", data=data)
     ways = sorted(set(pairs.values()))
     if kind == "PCIe" and any(way.startswith("NV") for way in ways):
         joined = [f"{a},{b}" for (a, b), how in sorted(pairs.items()) if how.startswith("NV")]
-        says = f"NVLink between some only ({', '.join(ways)}): a sum over all goes through PCIe"
-        return Finding("gpu links", "warn", says, f"for two GPUs: export CUDA_VISIBLE_DEVICES={joined[0]}", data)
+        message = f"NVLink between some only ({', '.join(ways)}): an all-reduce over all GPUs goes through PCIe"
+        return Finding("gpu links", "warn", message, f"for two GPUs: export CUDA_VISIBLE_DEVICES={joined[0]}", data)
     far = "; some pairs only across the CPUs, which is slowest" if kind == "PCIe" and {"SYS", "SOC"} & set(ways) else ""
     return Finding("gpu links", "ok", f"{kind} between all ({', '.join(ways)}){far}", data=data)
 
@@ -122,49 +122,55 @@ def peer_access(apart: list[tuple[int, int]], links: Pairs) -> Finding:
     data = {"without": [list(pair) for pair in apart]}
     if not apart:
         return Finding("peer access", "ok", "every GPU reaches every other one's memory", data=data)
-    says = f"none between {', '.join(f'{a} and {b}' for a, b in apart if a < b) or apart}"
+    message = f"none between {', '.join(f'{a} and {b}' for a, b in apart if a < b) or apart}"
     if any(links.get((min(pair), max(pair)), "").startswith("NV") for pair in apart):
-        mend = "nvidia-smi nvlink -s shows dead links; restart the machine or rent another; until then: "
+        fix = "nvidia-smi nvlink -s shows dead links; restart the machine or rent another; until then: "
         return Finding(
-            "peer access", "warn", f"{says}, though NVLink is there", mend + "export NCCL_P2P_DISABLE=1", data
+            "peer access", "warn", f"{message}, though NVLink is there", fix + "export NCCL_P2P_DISABLE=1", data
         )
-    return Finding("peer access", "ok", f"{says}: NCCL goes through shared memory, as usual for such cards", data=data)
+    return Finding(
+        "peer access", "ok", f"{message}: NCCL goes through shared memory, as usual for such cards", data=data
+    )
 
 
 def small_shared_memory(free: int, gpus: int) -> list[Finding]:
     """The doctor looks at shared memory for every machine; this is what its size means for several GPUs."""
     if free >= GIB:
         return []
-    says = f'{gib(free)} free of it for {gpus} GPUs: NCCL may stop with "No space left on device"'
-    mend = "docker run --ipc=host (or --shm-size=8g); where you cannot: export NCCL_SHM_DISABLE=1"
-    return [Finding("nccl memory", "warn", says, mend, {"free_bytes": free})]
+    message = f'{gib(free)} free of it for {gpus} GPUs: NCCL may stop with "No space left on device"'
+    fix = "docker run --ipc=host (or --shm-size=8g); where you cannot: export NCCL_SHM_DISABLE=1"
+    return [Finding("nccl memory", "warn", message, fix, {"free_bytes": free})]
 
 
-def measure(processes: int, env: Mapping[str, str] = os.environ, longest: float = _LONGEST) -> Finding:
-    """Starts as many processes and has them sum for real: NCCL where each has a GPU, else gloo."""
+def measure(ranks: int, env: Mapping[str, str] = os.environ, timeout: float = _TIMEOUT) -> Finding:
+    """Measures an all-reduce over that many ranks under torchrun: NCCL where each has a GPU, else gloo."""
     with tempfile.TemporaryDirectory() as folder:
-        told = Path(folder) / "findings.json"
+        output = Path(folder) / "findings.json"
         launch = [
             "--standalone",
             "--nnodes=1",
-            f"--nproc_per_node={processes}",
+            f"--nproc_per_node={ranks}",
             "-m",
             "sojourn.machine.probe_ranks",
         ]
-        command = [sys.executable, "-m", "torch.distributed.run", *launch, str(told)]
-        gang = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=dict(env))
+        command = [sys.executable, "-m", "torch.distributed.run", *launch, str(output)]
+        torchrun = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=dict(env)
+        )
         try:
-            said = gang.communicate(timeout=longest)[1]
+            stderr = torchrun.communicate(timeout=timeout)[1]
         except subprocess.TimeoutExpired:
-            gang.terminate()  # torchrun ends its processes then, at last after 30 s
-            said = gang.communicate(timeout=40)[1]
+            torchrun.terminate()  # torchrun then stops its ranks, after 30 s at the latest
+            stderr = torchrun.communicate(timeout=40)[1]
         finally:
-            gang.kill()
-        if not told.is_file():
-            lines = [line for line in said.splitlines() if "Error" in line] or ["no answer"]
-            return Finding("all-reduce", "fail", f"could not be measured: {lines[-1].strip()[:200]}", mend(processes))
-        findings = [Finding(**found) for found in json.loads(told.read_text(encoding="utf-8"))]
-    # Without an all-reduce the gang did not get together, and says only that.
+            torchrun.kill()
+        if not output.is_file():
+            lines = [line for line in stderr.splitlines() if "Error" in line] or ["timed out"]
+            return Finding(
+                "all-reduce", "fail", f"could not be measured: {lines[-1].strip()[:200]}", suggest_fix(ranks)
+            )
+        findings = [Finding(**found) for found in json.loads(output.read_text(encoding="utf-8"))]
+    # Without an all-reduce the ranks did not connect; the only finding says so.
     found = next((found for found in findings if found.name == "all-reduce"), findings[0])
     return replace(found, name="all-reduce")
 
@@ -174,16 +180,16 @@ def judge(found: Finding, pairs: Pairs, gpus: int) -> Finding:
     kind, speed = link(pairs), found.data.get("gb_per_s")
     if found.level == "fail" or kind is None or speed is None:
         return found
-    says = f"{found.says} ({kind})"
+    message = f"{found.message} ({kind})"
     if speed < FLOORS[kind]:
-        slow = f"{says}: far below what {kind} gives, the GPUs do not use it"
-        return Finding("all-reduce", "warn", slow, mend(gpus), found.data)
-    return Finding("all-reduce", found.level, says, found.mend, found.data)
+        slow = f"{message}: far below what {kind} gives, so the GPUs do not use it"
+        return Finding("all-reduce", "warn", slow, suggest_fix(gpus), found.data)
+    return Finding("all-reduce", found.level, message, found.fix, found.data)
 
 
-def mend(gpus: int) -> str:
+def suggest_fix(gpus: int) -> str:
     again = f"torchrun --nproc_per_node={gpus} -m sojourn doctor"
     return (
-        f"NCCL_DEBUG=INFO {again} shows the way taken; in a container: docker run --ipc=host (or --shm-size=8g); "
+        f"NCCL_DEBUG=INFO {again} shows the transport; in a container: docker run --ipc=host (or --shm-size=8g); "
         f"where it hangs: NCCL_P2P_DISABLE=1 {again}, and if that helps, export it"
     )

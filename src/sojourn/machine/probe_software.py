@@ -23,12 +23,12 @@ REQUIRED = {
 
 def python() -> Finding:
     here = sys.version_info[:2]
-    says = f"{sys.version.split()[0]} ({sys.executable})"
+    message = f"{sys.version.split()[0]} ({sys.executable})"
     if PYTHON[0] <= here <= PYTHON[1]:
-        return Finding("python", "ok", says, data={"version": sys.version.split()[0]})
+        return Finding("python", "ok", message, data={"version": sys.version.split()[0]})
     low, high = (".".join(map(str, v)) for v in PYTHON)
     return Finding(
-        "python", "fail", f"{says}: Sojourn is made for {low} to {high}", f"conda create -n sojourn python={high}"
+        "python", "fail", f"{message}: Sojourn is made for {low} to {high}", f"conda create -n sojourn python={high}"
     )
 
 
@@ -81,9 +81,9 @@ def extras() -> Finding:
     """DeepSpeed and vLLM by presence: the one is optional, the other lives in an environment of its own."""
     versions = {name: installed(name) for name in ("deepspeed", "vllm")}
     told = [f"{name} {version}" if version else f"no {name}" for name, version in versions.items()]
-    says = f"{', '.join(told)} (both optional"
-    says += "; vllm belongs in an environment of its own)" if versions["vllm"] else ")"
-    return Finding("extras", "ok", says, data={"versions": versions})
+    message = f"{', '.join(told)} (both optional"
+    message += "; vllm belongs in an environment of its own)" if versions["vllm"] else ")"
+    return Finding("extras", "ok", message, data={"versions": versions})
 
 
 def importable(name: str) -> bool:

@@ -1,18 +1,18 @@
-"""A process named so that it cannot be confused with a later one of the same number: pid and start time."""
+"""Identifies a process by pid and start time, because pids are reused."""
 
 from __future__ import annotations
 
 import os
 
 
-def this_process() -> tuple[int, float]:
+def current_process() -> tuple[int, float]:
     import psutil
 
     return os.getpid(), psutil.Process().create_time()
 
 
-def alive(pid: int, started: float) -> bool:
-    """Whether that very process still runs."""
+def is_alive(pid: int, started: float) -> bool:
+    """Whether that process still runs."""
     import psutil
 
     try:

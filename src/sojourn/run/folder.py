@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sojourn.errors import RunFailed, UserError
-from sojourn.machine.process import alive, this_process
+from sojourn.machine.process import current_process, is_alive
 from sojourn.storage.files import append_json, read_json, read_json_lines, remove_temporary_files, write_json
 
 FULL = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EIO", "EROFS") if hasattr(errno, name)}
@@ -118,7 +118,7 @@ class RunFolder:
         found.setdefault("message", found.get("says", ""))  # the name in older run folders
         known = {name: found[name] for name in Status.__dataclass_fields__ if name in found}
         status = Status(**known)
-        if status.state in ("starting", "running") and not alive(status.pid, status.started):
+        if status.state in ("starting", "running") and not is_alive(status.pid, status.started):
             return replace(status, state="failed", message="its process was killed; run the same command to resume")
         return status
 
@@ -129,7 +129,7 @@ class RunFolder:
     def set_status(self, state: State, step: int, total_steps: int, message: str = "", resumable: bool = True) -> None:
         if not self.is_main_process:
             return
-        pid, started = this_process()
+        pid, started = current_process()
         self._try(
             write_json,
             self._status,
@@ -173,7 +173,7 @@ class RunFolder:
                 handle = os.open(self._lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
             except FileExistsError:
                 holder = read_json(self._lock) or [0, 0.0]
-                if alive(*holder):
+                if is_alive(*holder):
                     raise UserError(
                         f"{self.path}: already being trained by process {holder[0]}; "
                         "wait for it, or give this run another name: name=NEW"
@@ -181,7 +181,7 @@ class RunFolder:
                 self._lock.unlink(missing_ok=True)
                 continue
             with os.fdopen(handle, "w") as file:
-                file.write(str(list(this_process())))
+                file.write(str(list(current_process())))
             remove_temporary_files(self.path)
             return
         raise UserError(f"{self.path}: another process is starting here at this moment; try again")

@@ -25,7 +25,7 @@ def home_warning() -> str | None:
     from sojourn.machine.platform import detect, find_home
 
     found = find_home(detect())
-    return f"{found.warning}; {found.mend}" if found.warning else None
+    return f"{found.warning}; {found.fix}" if found.warning else None
 
 
 def prepared_folder() -> Path:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from sojourn.machine.process import alive, this_process
+from sojourn.machine.process import current_process, is_alive
 from sojourn.storage import disk
 from sojourn.storage.files import sha256
 from sojourn.storage.mirror import FileDigest, MirrorFailed
@@ -50,7 +50,7 @@ def discard(path: Path) -> None:
 def staged_path(target: Path) -> Iterator[Path]:
     """A path beside `target` whose name holds pid, start time and host of its process."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    pid, started = this_process()
+    pid, started = current_process()
     stage = target.with_name(f".stage-mirror-{pid}-{started:.2f}-{_host_name()}-{target.name}")
     discard(stage)
     try:
@@ -73,7 +73,7 @@ def remove_abandoned_stages(parent: Path) -> None:
 def _is_in_use(stage: Path, owner: re.Match[str]) -> bool:
     """Whether the process that made it is alive. A stage of another host counts as in use for a day."""
     if owner[3] == _host_name():
-        return alive(int(owner[1]), float(owner[2]))
+        return is_alive(int(owner[1]), float(owner[2]))
     try:
         return time.time() - stage.stat().st_mtime < _DAY
     except OSError:

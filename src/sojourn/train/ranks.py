@@ -22,8 +22,8 @@ import numpy as np
 from sojourn.config.schema import RunConfig
 from sojourn.errors import RunFailed, UserError
 from sojourn.launch.verdict import RelayedError, RunOver, read_verdict
-from sojourn.machine.probe_ranks import facts
-from sojourn.machine.process_group import Facts, compare
+from sojourn.machine.compare_ranks import RankFacts, compare
+from sojourn.machine.probe_ranks import rank_facts
 from sojourn.train.faults.oom_fallback import is_oom
 
 if TYPE_CHECKING:
@@ -230,10 +230,10 @@ def _refuse_different_software(ranks: Ranks) -> None:
     """Other versions on another machine would compute something else, or hang."""
     if ranks.world_size == 1:
         return
-    per_rank = [Facts(**json.loads(text)) for text in ranks.all_gather(json.dumps(asdict(facts(os.environ))))]
+    per_rank = [RankFacts(**json.loads(text)) for text in ranks.all_gather(json.dumps(asdict(rank_facts(os.environ))))]
     failure = next((finding for finding in compare(per_rank, "") if finding.level == "fail"), None)
     if failure is not None:
-        raise UserError(f"{failure.name}: {failure.says}; {failure.mend}")
+        raise UserError(f"{failure.name}: {failure.message}; {failure.fix}")
 
 
 def leave_process_group() -> None:

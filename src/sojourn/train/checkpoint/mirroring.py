@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sojourn.config.schema import RunConfig
 from sojourn.errors import RunFailed, UserError
-from sojourn.machine.platform import detect, survives
+from sojourn.machine.platform import detect, is_persistent
 from sojourn.run.folder import RunFolder
 from sojourn.storage.mirror import Mirror
 from sojourn.storage.open_mirror import open_mirror
@@ -35,7 +35,7 @@ def open_run_mirror(config: RunConfig, run: RunFolder) -> Mirror | None:
 def mirror_warning(config: RunConfig) -> str | None:
     """What to tell before a run whose mirror would not outlive this session."""
     text = config.save.mirror
-    if text is None or text.startswith("hub:") or survives(detect(), Path(text).expanduser()) is not False:
+    if text is None or text.startswith("hub:") or is_persistent(detect(), Path(text).expanduser()) is not False:
         return None
     return f"save.mirror: {text} does not outlive a stop on {detect().facts.title}; choose another place"
 

@@ -1,4 +1,4 @@
-"""Probes of the surroundings: the platform and its limits, persistence, mirrors, the token, the SSH session."""
+"""Probes of the platform: its limits, persistent folders, mirrors, the Hugging Face token, the SSH session."""
 
 import configparser
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from sojourn.machine.finding import Finding
-from sojourn.machine.platform import Platform, find_home, survives
+from sojourn.machine.platform import Platform, find_home, is_persistent
 
 CLEARED = ("/tmp", "/dev/shm", "/run")  # noqa: S108
 
@@ -23,28 +23,28 @@ def platform_limits(platform: Platform) -> Finding:
         "weekly_gpu_hours": facts.weekly_gpu_hours,
         "stop": facts.stop,
     }
-    if not platform.known:
+    if not platform.is_known:
         return Finding("platform", "ok", f"{facts.title}: no limits known", data=data)
-    says = f"{facts.title} (by {platform.recognised_by}): {facts.limits}; wiped: {facts.wiped}"
-    return Finding("platform", "ok", says, data=data)
+    message = f"{facts.title} (by {platform.detected_by}): {facts.limits}; wiped: {facts.wiped}"
+    return Finding("platform", "ok", message, data=data)
 
 
 def persistence(platform: Platform, home: Path, root: Path) -> Finding:
     """Whether the folder where runs live survives a stop of this platform."""
-    lasting = survives(platform, home, root)
+    lasting = is_persistent(platform, home, root)
     best = find_home(platform, root)
     data = {"home": str(home), "survives": lasting, "best": None if best.path is None else str(best.path)}
     if lasting is None and any(home.absolute().is_relative_to(place) for place in CLEARED):
-        says = f"{home.absolute()} is cleared when the machine restarts"
-        return Finding("runs kept in", "warn", says, "export SOJOURN_HOME=$HOME/sojourn", data)
+        message = f"{home.absolute()} is cleared when the machine restarts"
+        return Finding("runs kept in", "warn", message, "export SOJOURN_HOME=$HOME/sojourn", data)
     if lasting is None:
         return Finding("runs kept in", "ok", f"{home.absolute()} (your own disk, as far as is known)", data=data)
     if lasting:
         return Finding("runs kept in", "ok", f"{home} survives a stop of {platform.facts.title}", data=data)
     if best.path is not None and best.warning is None:
-        says = f"{home} is wiped by {platform.facts.title}; {best.path} survives"
-        return Finding("runs kept in", "fail", says, f"export SOJOURN_HOME={best.path}", data)
-    return Finding("runs kept in", "warn", f"{home}: {best.warning}", best.mend, data)
+        message = f"{home} is wiped by {platform.facts.title}; {best.path} survives"
+        return Finding("runs kept in", "fail", message, f"export SOJOURN_HOME={best.path}", data)
+    return Finding("runs kept in", "warn", f"{home}: {best.warning}", best.fix, data)
 
 
 def mirrors(platform: Platform, env: Mapping[str, str], root: Path) -> Finding:
@@ -56,15 +56,15 @@ def mirrors(platform: Platform, env: Mapping[str, str], root: Path) -> Finding:
     seen = [f"models from {_host(endpoint) or 'huggingface.co'}", f"packages from {_host(pip) or 'the default index'}"]
     if has_turbo:
         seen.append("network_turbo is there" + (" and on" if env.get("http_proxy") or env.get("https_proxy") else ""))
-    says = ", ".join(seen)
+    message = ", ".join(seen)
     if platform.facts.region == "cn" and not endpoint:
-        mend = "export HF_ENDPOINT=https://hf-mirror.com HF_HUB_DISABLE_XET=1"
-        mend += f", or for one download: source {turbo}" if has_turbo else ""
-        return Finding("mirrors", "warn", f"{says}; huggingface.co is slow or closed from here", mend, data)
+        fix = "export HF_ENDPOINT=https://hf-mirror.com HF_HUB_DISABLE_XET=1"
+        fix += f", or for one download: source {turbo}" if has_turbo else ""
+        return Finding("mirrors", "warn", f"{message}; huggingface.co is slow or closed from here", fix, data)
     if endpoint and "huggingface.co" not in endpoint and env.get("HF_HUB_DISABLE_XET") != "1":
-        says += "; a mirror does not serve the xet protocol"
-        return Finding("mirrors", "warn", says, "export HF_HUB_DISABLE_XET=1", data)
-    return Finding("mirrors", "ok", says, data=data)
+        message += "; a mirror does not serve the xet protocol"
+        return Finding("mirrors", "warn", message, "export HF_HUB_DISABLE_XET=1", data)
+    return Finding("mirrors", "ok", message, data=data)
 
 
 def pip_mirror(env: Mapping[str, str], root: Path) -> str | None:
@@ -95,8 +95,8 @@ def token(env: Mapping[str, str]) -> Finding:
     file = Path(env.get("HF_TOKEN_PATH") or home / "token").expanduser()
     if file.is_file() and file.stat().st_size:
         return Finding("hf token", "ok", f"stored in {file} (not shown)", data={"present": True})
-    says = "none; only gated models (Llama, Gemma) need one: hf auth login"
-    return Finding("hf token", "ok", says, data={"present": False})
+    message = "none; only gated models (Llama, Gemma) need one: hf auth login"
+    return Finding("hf token", "ok", message, data={"present": False})
 
 
 def session(env: Mapping[str, str]) -> Finding:
@@ -110,8 +110,8 @@ def session(env: Mapping[str, str]) -> Finding:
         return Finding("session", "ok", f"over SSH, inside {kept}: a dropped connection does no harm", data=data)
     tool = next((t for t in ("tmux", "screen") if shutil.which(t, path=env.get("PATH", os.defpath))), None)
     detached = "nohup sojourn train RUN > train.log 2>&1 &"
-    mend = {"tmux": "tmux new -s sojourn", "screen": "screen -S sojourn", None: detached}[tool]
-    return Finding("session", "warn", "over SSH without tmux or screen: a dropped connection ends the run", mend, data)
+    fix = {"tmux": "tmux new -s sojourn", "screen": "screen -S sojourn", None: detached}[tool]
+    return Finding("session", "warn", "over SSH without tmux or screen: a dropped connection ends the run", fix, data)
 
 
 def _host(url: str | None) -> str | None:
