@@ -55,6 +55,7 @@ def train_speed(args: Sequence[str] = ("demo",), rounds: int = 5, steps: int = 1
     from sojourn.train.batcher import Batcher
     from sojourn.train.build import build_network
     from sojourn.train.distributed.engine import Engine
+    from sojourn.train.objective.supervised import Supervised
     from sojourn.train.optim.optimizers import Optimizer
     from sojourn.train.resolve import resolve
     from sojourn.train.step import Stepper
@@ -72,10 +73,10 @@ def train_speed(args: Sequence[str] = ("demo",), rounds: int = 5, steps: int = 1
             pad,
             "cpu",
             backend=network.attention_backend,
-            joined=network.last_layer_pruned,
+            unpad=network.last_layer_pruned,
         )
         scaler = torch.amp.GradScaler("cpu", enabled=False)
-        stepper = Stepper(Engine(network, optimizer, scaler), batcher, config.train.clip)
+        stepper = Stepper(Engine(network, optimizer, scaler), batcher, Supervised(), config.train.clip)
         plain_batcher = Batcher(config.train.global_batch, width, pad, "cpu")
         plain = build_model(config.model, artefact.vocab_size, width, pad, [0], 0).train()
         plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)

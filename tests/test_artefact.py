@@ -14,7 +14,7 @@ from sojourn.data.prepare import prepare, prepare_run
 from sojourn.data.sources.file_digests import FileDigests
 from sojourn.data.tokenize.tokenizer import open_tokenizer
 from sojourn.errors import UserError
-from sojourn.train.step import Batcher
+from sojourn.train.batcher import Batcher
 
 OLD = Path(__file__).parent / "fixtures/old_run"  # made by the version before settings were renamed
 
@@ -76,7 +76,7 @@ def test_the_trained_tokens_of_the_report_are_the_targets_of_training(data, home
 def test_without_packing_a_batch_is_only_as_wide_as_its_longest_document(data, home):
     artefact = prepare(data.model_copy(update={"packing": "off"}), home / "prepared")
     lengths = np.diff(artefact.train.rows)
-    batcher = Batcher(4, artefact.max_length, artefact.pad_id, "cpu", fit=True)
+    batcher = Batcher(4, artefact.max_length, artefact.pad_id, "cpu", pad_to_longest=True)
     for start, batch in enumerate(batcher.batches(artefact.train, np.arange(40))):
         longest = lengths[start * 4 : start * 4 + 4].max()
         assert longest <= batch.ids.shape[1] < longest + 8

@@ -58,23 +58,23 @@ def test_a_run_that_was_stopped_ends_with_the_same_weights(tiny, ahead, monkeypa
 
 def _spoil(monkeypatch, tiny, times, into):
     """The loss of the sixth step's rows comes out wrong so many times."""
-    rows, real, calls = [], step_module.loss_sum, []
+    rows, real, calls = [], step_module.Stepper._loss_sum, []
 
-    def recorded(network, batcher, batch, whole=False):
+    def recorded(self, batch):
         rows.append(batch.ids.tobytes())
-        return real(network, batcher, batch, whole)
+        return real(self, batch)
 
-    monkeypatch.setattr(step_module, "loss_sum", recorded)
+    monkeypatch.setattr(step_module.Stepper, "_loss_sum", recorded)
     run_train(tiny.words(AHEAD, "train.rehearse=off"))
     wrong = rows[len(rows) // 12 * 5]
 
-    def spoiled(network, batcher, batch, whole=False):
+    def spoiled(self, batch):
         if batch.ids.tobytes() == wrong:
             calls.append(1)
         bad = batch.ids.tobytes() == wrong and len(calls) <= times
-        return real(network, batcher, batch, whole) * (into if bad else 1.0)
+        return real(self, batch) * (into if bad else 1.0)
 
-    monkeypatch.setattr(step_module, "loss_sum", spoiled)
+    monkeypatch.setattr(step_module.Stepper, "_loss_sum", spoiled)
     return calls
 
 
@@ -98,15 +98,15 @@ def test_a_batch_that_is_always_bad_is_left_out(tiny, ahead, monkeypatch):
 
 def test_memory_that_runs_out_in_a_step_begun_early_costs_a_rung_and_nothing_else(tiny, ahead, monkeypatch):
     whole = tiny.whole()
-    real, calls = step_module.loss_sum, []
+    real, calls = step_module.Stepper._loss_sum, []
 
-    def tight(network, batcher, batch, whole=False):
+    def tight(self, batch):
         calls.append(len(batch.ids))
         if len(calls) >= 8 and len(batch.ids) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return real(network, batcher, batch, whole)
+        return real(self, batch)
 
-    monkeypatch.setattr(step_module, "loss_sum", tight)
+    monkeypatch.setattr(step_module.Stepper, "_loss_sum", tight)
     run = run_train(tiny.words(AHEAD))
     assert events(run, "out_of_memory") and run.status().state == "done"
     assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
@@ -124,7 +124,7 @@ class _Asked(TorchDispatchMode):
 
 def test_no_number_is_asked_of_the_device_while_it_is_given_work(tiny, ahead, monkeypatch):
     monkeypatch.setattr(_Asked, "asked", 0)
-    for name in ("passes", "update_if_good", "begin"):
+    for name in ("launch_gradients", "update_if_good", "speculative_forward"):
         real = getattr(step_module.Stepper, name)
 
         def watched(self, *given, real=real):
@@ -138,7 +138,7 @@ def test_no_number_is_asked_of_the_device_while_it_is_given_work(tiny, ahead, mo
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU answers while it works")
 def test_an_answer_is_read_while_the_device_does_what_it_was_given_since():
-    answer = step_module.Answer(torch.tensor([1.5, 2.0], device="cuda") * 2)
+    answer = step_module.AsyncRead(torch.tensor([1.5, 2.0], device="cuda") * 2)
     torch.cuda._sleep(2_000_000_000)  # cycles: about a second
     assert answer.read() == [3.0, 4.0] and not torch.cuda.current_stream().query()
     torch.cuda.synchronize()

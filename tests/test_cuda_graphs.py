@@ -16,7 +16,7 @@ from sojourn.run.home import run_folder
 from sojourn.train import resolve as resolve_module
 from sojourn.train import step as step_module
 from sojourn.train.batcher import DeviceBatch, Prefetcher
-from sojourn.train.cuda_graphs import CudaGraphs, OnGpu, graph_shape, pad_to_shape
+from sojourn.train.cuda_graphs import CudaGraphs, GpuCapture, graph_shape, pad_to_shape
 from sojourn.train.faults.memory_pressure import MemoryPressure
 from sojourn.train.optim.optimizers import Optimizer
 from sojourn.train.ranks import Ranks
@@ -32,7 +32,7 @@ def curve(run):
     return [line[name] for line in lines for name in ("loss", "grad_norm")]
 
 
-class ByHand:
+class FakeGraphs:
     """Does again what was recorded, into the same tensors, as a CUDA graph does. A recording computes nothing."""
 
     def __init__(self, parameters):
@@ -80,13 +80,13 @@ def rows(tiny):
 
 
 @pytest.fixture
-def by_hand(tiny, rows, monkeypatch):
+def fake_graphs(tiny, rows, monkeypatch):
     """Recordings of the run to come, which has a device that goes on without waiting."""
     tiny.whole(*rows)
     kept = []
 
     def make(loss, parameters):
-        kept.append(ByHand(parameters))
+        kept.append(FakeGraphs(parameters))
         return CudaGraphs(loss, parameters, kept[-1].machine)
 
     monkeypatch.setattr(step_module, "CudaGraphs", make)
@@ -99,20 +99,20 @@ def by_hand(tiny, rows, monkeypatch):
 @pytest.mark.parametrize(
     "extra", [(), ("train.micro_batch=2",), ("advanced.async_step=off",)], ids=["one", "four", "waiting"]
 )
-def test_the_numbers_are_those_of_passes_made_one_by_one(tiny, rows, by_hand, extra):
+def test_the_numbers_are_those_of_passes_made_one_by_one(tiny, rows, fake_graphs, extra):
     run = run_train(tiny.words(*rows, GRAPHS, *extra))
     assert curve(run) == pytest.approx(curve(tiny.whole(*rows, *extra)), rel=1e-5)
     several = "train.micro_batch=2" in extra
-    assert by_hand[0].made == ([True, False] if several else [True])
-    assert len(by_hand[0].played) == (44 if several else 9)
+    assert fake_graphs[0].made == ([True, False] if several else [True])
+    assert len(fake_graphs[0].played) == (44 if several else 9)
 
 
-def test_evaluations_and_saves_between_steps_change_nothing(tiny, rows, by_hand):
+def test_evaluations_and_saves_between_steps_change_nothing(tiny, rows, fake_graphs):
     run = run_train(tiny.words(*rows, GRAPHS, "train.eval_every=3", "save.every_steps=4"))
-    assert curve(run) == pytest.approx(curve(tiny.whole(*rows)), rel=1e-5) and len(by_hand[0].played) > 9
+    assert curve(run) == pytest.approx(curve(tiny.whole(*rows)), rel=1e-5) and len(fake_graphs[0].played) > 9
 
 
-def test_a_run_that_was_stopped_ends_with_the_same_weights(tiny, rows, by_hand, monkeypatch):
+def test_a_run_that_was_stopped_ends_with_the_same_weights(tiny, rows, fake_graphs, monkeypatch):
     whole, words = run_train(tiny.words(*rows, GRAPHS)), tiny.words(*rows, GRAPHS, "save.every_steps=4")
     with monkeypatch.context() as patch, pytest.raises(Stopped):
         stop_after(patch, 6)
@@ -121,73 +121,74 @@ def test_a_run_that_was_stopped_ends_with_the_same_weights(tiny, rows, by_hand, 
     assert curve(run) == pytest.approx(curve(whole), rel=1e-5) and same_weights(run, whole)
 
 
-def test_a_wrong_loss_changes_no_weight_and_is_done_again(tiny, rows, by_hand, monkeypatch):
-    real = CudaGraphs._play
+def test_a_wrong_loss_changes_no_weight_and_is_done_again(tiny, rows, fake_graphs, monkeypatch):
+    real = CudaGraphs._replay
 
     def spoiled(self, *given):
         part = real(self, *given)
-        if len(by_hand[0].played) == 5 and not by_hand[0].spoiled:
-            by_hand[0].spoiled = True
+        if len(fake_graphs[0].played) == 5 and not fake_graphs[0].spoiled:
+            fake_graphs[0].spoiled = True
             part.fill_(math.nan)
         return part
 
-    monkeypatch.setattr(CudaGraphs, "_play", spoiled)
+    monkeypatch.setattr(CudaGraphs, "_replay", spoiled)
     run = run_train(tiny.words(*rows, GRAPHS))
     assert [event["step"] for event in events(run, "suspect_hardware")] == [8] and not events(run, "bad_step")
     assert curve(run) == pytest.approx(curve(tiny.whole(*rows)), rel=1e-5)
 
 
-def test_memory_that_runs_out_while_recording_costs_the_recording_alone(tiny, rows, by_hand, monkeypatch, capfd):
+def test_memory_that_runs_out_while_recording_costs_the_recording_alone(tiny, rows, fake_graphs, monkeypatch, capfd):
     def full(self, work):
         work()
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(ByHand, "__call__", full)
+    monkeypatch.setattr(FakeGraphs, "__call__", full)
     run = run_train(tiny.words(*rows, GRAPHS))
     assert curve(run) == pytest.approx(curve(tiny.whole(*rows)), rel=1e-5)
-    assert capfd.readouterr().out.count("note: train.cuda_graphs: this run cannot be recorded (CUDA out of memory") == 1
+    assert capfd.readouterr().out.count("note: train.cuda_graphs: cannot capture a CUDA graph (CUDA out of memory") == 1
 
 
-def test_memory_that_runs_out_later_gives_the_recording_back(tiny, rows, by_hand, monkeypatch):
-    real = CudaGraphs.take
+def test_memory_that_runs_out_later_gives_the_recording_back(tiny, rows, fake_graphs, monkeypatch):
+    real = CudaGraphs.run
 
-    def tight(self, ready, targets):
-        if len(by_hand[0].played) >= 3 and len(ready.ids_BT) > 4:
+    def tight(self, batch, *given):
+        if len(fake_graphs[0].played) >= 3 and len(batch.ids_BT) > 4:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return real(self, ready, targets)
+        return real(self, batch, *given)
 
-    monkeypatch.setattr(CudaGraphs, "take", tight)
+    monkeypatch.setattr(CudaGraphs, "run", tight)
     run = run_train(tiny.words(*rows, GRAPHS))
     assert [event["now"] for event in events(run, "out_of_memory")] == [{"train.cuda_graphs": "off"}]
-    assert curve(run) == pytest.approx(curve(tiny.whole(*rows)), rel=1e-4) and len(by_hand) == 1
+    assert curve(run) == pytest.approx(curve(tiny.whole(*rows)), rel=1e-4) and len(fake_graphs) == 1
 
 
-def test_an_allocator_that_fights_for_memory_costs_the_recording_first(tiny, rows, by_hand, monkeypatch):
+def test_an_allocator_that_fights_for_memory_costs_the_recording_first(tiny, rows, fake_graphs, monkeypatch):
     eased = []
 
     def look(self, careful, saver):
-        if len(by_hand[0].played) >= 3 and not eased:
+        if len(fake_graphs[0].played) >= 3 and not eased:
             eased.append(careful)
             careful.ease("12 allocations had to be tried again")
 
-    monkeypatch.setattr(MemoryPressure, "look", look)
+    monkeypatch.setattr(MemoryPressure, "check", look)
     run = run_train(tiny.words(*rows, GRAPHS, "log.every_steps=1"))
-    assert [event["now"] for event in events(run, "out_of_memory")] == [{"train.cuda_graphs": "off"}]
-    assert len(by_hand) == 1
+    assert [event["now"] for event in events(run, "out_of_memory")] == [{"train.cuda_graphs": "off"}] and len(
+        fake_graphs
+    ) == 1
     assert curve(run) == pytest.approx(curve(tiny.whole(*rows, "log.every_steps=1")), rel=1e-4)
 
 
-def test_a_rehearsal_goes_on_until_passes_are_played(tiny, rows, by_hand):
+def test_a_rehearsal_goes_on_until_passes_are_played(tiny, rows, fake_graphs):
     """Its last step tells how long the run's will take, and what is noted for later plans."""
     config = load_run(tiny.words(*rows, GRAPHS)).config
     assert rehearse(config, run_folder(config.name), Ranks()).refused is None
-    assert by_hand[0].made == [True] and len(by_hand[0].played) >= 2
+    assert fake_graphs[0].made == [True] and len(fake_graphs[0].played) >= 2
 
 
-def test_rows_of_several_documents_are_not_recorded_and_that_is_said(tiny, by_hand, capfd):
+def test_rows_of_several_documents_are_not_recorded_and_that_is_said(tiny, fake_graphs, capfd):
     run = run_train(tiny.words(GRAPHS))
-    assert not by_hand[0].made and curve(run) == curve(tiny.whole())
-    assert capfd.readouterr().out.count("note: train.cuda_graphs: rows of several documents") == 1
+    assert not fake_graphs[0].made and curve(run) == curve(tiny.whole())
+    assert capfd.readouterr().out.count("note: train.cuda_graphs: rows with several documents") == 1
 
 
 @pytest.fixture
@@ -209,12 +210,12 @@ def varlen(monkeypatch):
 
 
 @pytest.mark.parametrize("extra", [(), ("train.micro_batch=2",), LORA], ids=["one", "four", "lora"])
-def test_packed_rows_are_recorded_with_room_for_their_documents_and_targets(tiny, by_hand, varlen, extra, capfd):
+def test_packed_rows_are_recorded_with_room_for_their_documents_and_targets(tiny, fake_graphs, varlen, extra, capfd):
     plain = run_train(tiny.words(varlen, *extra))
     run = run_train(tiny.words(varlen, *extra, GRAPHS))
     assert curve(run) == pytest.approx(curve(plain), rel=1e-5)
     several = "train.micro_batch=2" in extra
-    assert by_hand[0].made[-1] is (not several) and len(by_hand[0].played) >= (40 if several else 6)
+    assert fake_graphs[0].made[-1] is (not several) and len(fake_graphs[0].played) >= (40 if several else 6)
     assert "note: train.cuda_graphs" not in capfd.readouterr().out
 
 
@@ -225,10 +226,10 @@ def test_a_form_grows_for_what_has_no_room_and_holds_what_has():
 
     def loss(ready):
         counted = ready.labels_N >= 0
-        seen.append((len(ready.places_N), len(ready.layout.cu_seqlens), ready.layout.max_seqlen))
-        return weight * ready.places_N[counted].sum()
+        seen.append((len(ready.target_indices_N), len(ready.layout.cu_seqlens), ready.layout.max_seqlen))
+        return weight * ready.target_indices_N[counted].sum()
 
-    hand = ByHand([weight])
+    hand = FakeGraphs([weight])
     cuda_graphs = CudaGraphs(loss, [weight], hand.machine)
 
     def play(targets, starts, longest, plain=False):
@@ -236,7 +237,7 @@ def test_a_form_grows_for_what_has_no_room_and_holds_what_has():
         layout = Layout("varlen", None, torch.tensor([0] * (starts - 1) + [128]), longest, one_document_per_row=plain)
         places = torch.arange(targets)
         ready = DeviceBatch(torch.zeros(2, 64, dtype=torch.int64), torch.zeros(2, 64), places, places.clone(), layout)
-        part, ready = cuda_graphs.take(ready, 1)
+        part, ready = cuda_graphs.run(ready, 1, is_only=True)
         parts.append((float((loss(ready) if part is None else part).detach()), sum(range(targets))))
         return part is not None
 
@@ -251,16 +252,16 @@ def test_a_form_grows_for_what_has_no_room_and_holds_what_has():
 def test_what_a_pass_is_filled_up_with_is_inside_it():
     layout, ids = Layout("varlen", None, torch.tensor([0, 20, 33]), 33, one_document_per_row=False), torch.zeros(3, 11)
     all_of_it, one = (DeviceBatch(ids, ids, *(torch.arange(count),) * 2, layout) for count in (33, 1))
-    room = graph_shape(one).grown(graph_shape(all_of_it))
+    room = graph_shape(one).grow(graph_shape(all_of_it))
     filled = pad_to_shape(one, room)
-    assert room.targets == len(filled.places_N) == 33 and int(filled.places_N.max()) < 33
+    assert room.targets == len(filled.target_indices_N) == 33 and int(filled.target_indices_N.max()) < 33
     assert filled.labels_N.tolist() == [0] + [-100] * 32
 
 
 def test_the_end_of_a_text_now_and_then_does_not_make_rows_packed():
     weight = torch.nn.Parameter(torch.ones(()))
     cuda_graphs = CudaGraphs(
-        lambda ready: weight * ready.labels_N.clamp(min=0).sum(), [weight], ByHand([weight]).machine
+        lambda ready: weight * ready.labels_N.clamp(min=0).sum(), [weight], FakeGraphs([weight]).machine
     )
 
     def play(plain):
@@ -269,13 +270,13 @@ def test_the_end_of_a_text_now_and_then_does_not_make_rows_packed():
             Layout("varlen", None, torch.tensor([0, 40, 64]), 64, one_document_per_row=plain),
             torch.ones(64).long(),
         )
-        return cuda_graphs.take(DeviceBatch(some.view(1, 64), some, some, some, layout), 1)[0] is not None
+        return cuda_graphs.run(DeviceBatch(some.view(1, 64), some, some, some, layout), 1, is_only=True)[0] is not None
 
     assert [play(True) for _ in range(4)] == [False] * 3 + [True]
-    assert not play(False) and cuda_graphs._form.plain and not cuda_graphs._recordings
+    assert not play(False) and cuda_graphs._shape.is_unpacked and not cuda_graphs._graphs
     assert [play(True) for _ in range(40)] == [False] * 3 + [True] * 37
-    assert not play(False) and cuda_graphs._form.plain  # two of 46
-    assert not play(False) and not cuda_graphs._form.plain  # three of 47
+    assert not play(False) and cuda_graphs._shape.is_unpacked  # two of 46
+    assert not play(False) and not cuda_graphs._shape.is_unpacked  # three of 47
     assert [play(bool(i % 2)) for i in range(4)] == [False, False, True, True]
 
 
@@ -283,35 +284,37 @@ def test_the_end_of_a_text_now_and_then_does_not_make_rows_packed():
 def small():
     """A weight, its recordings, the cuda_graphs, and a way to play it."""
     weight = torch.nn.Parameter(torch.ones(3))
-    by_hand = ByHand([weight])
-    cuda_graphs = CudaGraphs(lambda ready: (weight * ready.ids_BT.float()).sum(), [weight], by_hand.machine)
+    fake_graphs = FakeGraphs([weight])
+    cuda_graphs = CudaGraphs(lambda ready: (weight * ready.ids_BT.float()).sum(), [weight], fake_graphs.machine)
 
     def play(*numbers, rows=1, plain=True):
         weight.grad = None
         layout = Layout("sdpa", None, None, 3, one_document_per_row=plain)
-        return cuda_graphs.take(DeviceBatch(torch.tensor([numbers] * rows), *(torch.arange(3),) * 3, layout), 2)[0]
+        return cuda_graphs.run(
+            DeviceBatch(torch.tensor([numbers] * rows), *(torch.arange(3),) * 3, layout), 2, is_only=True
+        )[0]
 
-    return weight, by_hand, cuda_graphs, play
+    return weight, fake_graphs, cuda_graphs, play
 
 
 def test_a_pass_that_is_not_recorded_does_not_keep_memory_twice(small):
     """Rows of several documents, such as the end of a text, come now and then; smaller ones may in every step."""
-    _, by_hand, cuda_graphs, play = small
+    _, fake_graphs, cuda_graphs, play = small
     assert [play(1, 2, 3, rows=2) is None for _ in range(4)] == [True, True, True, False]
-    held = weakref.ref(cuda_graphs._recordings[True][0])
+    held = weakref.ref(cuda_graphs._graphs[True][0])
     assert play(1, 2, 3) is None and play(1, 2, 3, plain=False) is None and held() is not None
     assert play(1, 2, 3, rows=2, plain=False) is None and held() is None
     assert [play(1, 2, 3, rows=2) is None for _ in range(4)] == [True, True, True, False]
-    assert play(1, 2, 3, rows=3) is None and not cuda_graphs._recordings
-    assert by_hand.made == [True, True]
+    assert play(1, 2, 3, rows=3) is None and not cuda_graphs._graphs
+    assert fake_graphs.made == [True, True]
 
 
 def test_weights_that_were_moved_are_recorded_anew(small):
-    weight, by_hand, _, play = small
+    weight, fake_graphs, _, play = small
     assert [play(1, 2, 3) for _ in range(3)] == [None] * 3
     assert float(play(1, 2, 3)) == 3.0 and weight.grad.tolist() == [0.5, 1.0, 1.5]
     weight.data = torch.full((3,), 2.0)
-    assert float(play(3, 3, 3)) == 9.0 and by_hand.made == [True, True]
+    assert float(play(3, 3, 3)) == 9.0 and fake_graphs.made == [True, True]
 
 
 def test_a_cpu_has_no_graphs(tiny):
@@ -342,13 +345,15 @@ def test_a_gpu_plays_what_it_recorded(passes):
     cuda_graphs, targets = CudaGraphs(loss, list(model.parameters())), 3 * passes
     wanted = step(lambda ready: None)
     for _ in range(6):
-        for mine, theirs in zip(step(lambda ready: cuda_graphs.take(ready, targets)[0]), wanted, strict=True):
+        for mine, theirs in zip(
+            step(lambda ready: cuda_graphs.run(ready, targets, passes == 1)[0]), wanted, strict=True
+        ):
             torch.testing.assert_close(mine, theirs)
-    assert len(cuda_graphs._recordings) == min(passes, 2)
-    kept = cuda_graphs._recordings[True][1]  # a loss that somebody still holds
-    cuda_graphs.forget()
-    step(lambda ready: cuda_graphs.take(ready, targets)[0])
-    assert len(cuda_graphs._recordings) == min(passes, 2) and math.isfinite(float(kept))
+    assert len(cuda_graphs._graphs) == min(passes, 2)
+    kept = cuda_graphs._graphs[True][1]  # a loss that somebody still holds
+    cuda_graphs.release()
+    step(lambda ready: cuda_graphs.run(ready, targets, passes == 1)[0])
+    assert len(cuda_graphs._graphs) == min(passes, 2) and math.isfinite(float(kept))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
@@ -361,8 +366,8 @@ def test_a_gpu_plays_what_it_recorded(passes):
 def test_a_gpu_plays_packed_rows(tiny, monkeypatch, extra, capfd):
     """Only a GPU can say whether real kernels can be captured; the rest is tested by hand above, on any machine."""
     words = ("train.device=cuda", "train.precision=bf16", "train.attention=varlen", "train.steps=24", *extra)
-    made, real = [], OnGpu.__call__
-    monkeypatch.setattr(OnGpu, "__call__", lambda self, work: (made.append(work), real(self, work))[1])
+    made, real = [], GpuCapture.__call__
+    monkeypatch.setattr(GpuCapture, "__call__", lambda self, work: (made.append(work), real(self, work))[1])
     plain = curve(run_train(tiny.words(*words, "train.cuda_graphs=off")))
     assert not made
     played = curve(run_train(tiny.words(*words, GRAPHS)))
@@ -391,5 +396,5 @@ def test_a_gpu_draws_the_same_numbers_as_without_a_recording():
 
     cuda_graphs = CudaGraphs(loss, [weight])
     wanted = drawn(lambda ready: None)
-    assert drawn(lambda ready: cuda_graphs.take(ready, 3)[0]) == pytest.approx(wanted, rel=1e-6)
-    assert cuda_graphs.plays and len(set(wanted)) == 8
+    assert drawn(lambda ready: cuda_graphs.run(ready, 3, is_only=True)[0]) == pytest.approx(wanted, rel=1e-6)
+    assert cuda_graphs.has_graphs and len(set(wanted)) == 8

@@ -178,7 +178,8 @@ def test_a_killed_process_ends_the_others_and_the_next_start_goes_on_from_the_ch
 # In one process of two, once; `backward` is in the midst of the step's last pass, when gradients travel.
 _TIGHT = """
 import torch
-from sojourn.train import step as step_module
+from sojourn.train.batcher import DeviceBatch
+from sojourn.train.step import Stepper
 from sojourn.train.distributed.engine import Engine
 calls = []
 def full(where, when):
@@ -187,19 +188,19 @@ def full(where, when):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 place = "PLACE"
 if place == "forward":
-    inner = step_module.loss_sum
+    inner = Stepper._loss_sum
     def loss_sum(*given):
         full("forward", 9)
         return inner(*given)
-    step_module.loss_sum = loss_sum
+    Stepper._loss_sum = loss_sum
 elif place == "backward":
-    inner = step_module.hidden_of_targets
-    def hidden_of_targets(*given):
-        hidden, labels = inner(*given)
+    inner = DeviceBatch.target_hidden
+    def target_hidden(*given):
+        hidden = inner(*given)
         if hidden.requires_grad:
             hidden.register_hook(lambda grad: full("backward", 10))
-        return hidden, labels
-    step_module.hidden_of_targets = hidden_of_targets
+        return hidden
+    DeviceBatch.target_hidden = target_hidden
 elif place == "update":
     inner = torch.optim.AdamW.step
     def step(self, closure=None):
@@ -243,13 +244,13 @@ def test_memory_that_runs_out_on_one_rank_costs_no_step_or_restarts_one_fallback
 
 _NAN = """
 from sojourn.train import step as step_module
-inner = step_module.Stepper._loss
+inner = step_module.Stepper._loss_sum
 seen = {}
 def bad(self, batch):
     made = inner(self, batch)
     key = batch.ids.tobytes()
     return made * float("nan") if PICK else made
-step_module.Stepper._loss = bad
+step_module.Stepper._loss_sum = bad
 """
 
 

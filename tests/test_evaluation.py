@@ -83,7 +83,7 @@ def test_best_is_the_model_with_the_lowest_held_out_loss(words, monkeypatch):
     from sojourn.train import evaluation as assess
 
     losses = iter([3.0, 2.0, 2.5])
-    monkeypatch.setattr(assess, "evaluate", lambda *given: (next(losses), 0.5))
+    monkeypatch.setattr(assess, "evaluate_rows", lambda *given: (next(losses), 0.5))
     run = _train([*words, "save.every_steps=4", "save.keep=9"])
     assert [line["best"] for line in _lines(run, "eval")] == [True, True, False]
     from safetensors.torch import load_file
@@ -102,7 +102,7 @@ def test_patience_ends_a_run_that_gets_no_better_and_a_second_call_leaves_it_alo
     from sojourn.train import evaluation as assess
 
     losses = iter([3.0, 3.1, 3.2, 3.3])
-    monkeypatch.setattr(assess, "evaluate", lambda *given: (next(losses), 0.5))
+    monkeypatch.setattr(assess, "evaluate_rows", lambda *given: (next(losses), 0.5))
     patient = [*words, "train.steps=100", "train.patience=2"]
     run = _train(patient)
     status = run.status()
@@ -118,7 +118,7 @@ def test_patience_survives_a_restart(words, monkeypatch):
     from sojourn.train.faults.guard import Guard
 
     losses = iter([3.0, 3.1, 3.2, 3.3])
-    monkeypatch.setattr(assess, "evaluate", lambda *given: (next(losses), 0.5))
+    monkeypatch.setattr(assess, "evaluate_rows", lambda *given: (next(losses), 0.5))
     patient = [*words, "train.steps=100", "train.patience=2"]
     calls = iter(range(100))
     with monkeypatch.context() as patch:
@@ -143,7 +143,7 @@ def test_a_kill_between_patience_and_the_final_model_ends_there_too(words, monke
     from sojourn.train import steps
 
     losses = iter([3.0, 3.1, 3.2, 3.3])
-    monkeypatch.setattr(assess, "evaluate", lambda *given: (next(losses), 0.5))
+    monkeypatch.setattr(assess, "evaluate_rows", lambda *given: (next(losses), 0.5))
     patient = [*words, "train.steps=100", "train.patience=2"]
     with monkeypatch.context() as patch:
         patch.setattr(steps, "write_final_model", lambda *given: 1 / 0)

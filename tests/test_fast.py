@@ -17,8 +17,8 @@ from sojourn.model.kernels.fused_forwards import _turned
 from sojourn.model.kernels.triton_support import supports_triton
 from sojourn.model.network import wrap_model
 from sojourn.train.batcher import Batcher
+from sojourn.train.objective.supervised import Supervised
 from sojourn.train.resolve import fp8_fault
-from sojourn.train.step import loss_sum
 
 GPU = torch.cuda.is_available() and supports_triton()
 needs_gpu = pytest.mark.skipif(not GPU, reason="the kernel is for GPUs")
@@ -120,7 +120,7 @@ def test_a_model_in_8_bits_has_nearly_the_loss_and_gradients_of_one_in_16():
         forwards.apply_fused_forwards(model)
         if narrow != "off":
             forwards.apply_fp8(model, narrow)
-        loss = loss_sum(network, Batcher(2, 32, 0, DEVICE, "bf16"), batch)
+        loss = Supervised().loss_sum(network, Batcher(2, 32, 0, DEVICE, "bf16").to_device(batch))
         loss.backward()
         found.append((float(loss.detach()), {name: weight.grad for name, weight in model.named_parameters()}))
     (wide, wanted), *narrowed = found

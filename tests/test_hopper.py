@@ -21,8 +21,8 @@ from sojourn.model.kernels import smoke_test as trial
 from sojourn.model.layout import make_layout
 from sojourn.model.network import wrap_model
 from sojourn.train.batcher import Batcher
+from sojourn.train.objective.supervised import Supervised
 from sojourn.train.resolve import hopper_fault, resolve
-from sojourn.train.step import loss_sum
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 needs_hopper = pytest.mark.skipif(
@@ -102,7 +102,7 @@ def test_a_norm_that_is_put_off_changes_nothing_forward_or_back(by_torch):
 
 
 def _loss_and_gradients(network, batch):
-    loss = loss_sum(network, Batcher(2, 32, 0, "cpu", "bf16"), batch)
+    loss = Supervised().loss_sum(network, Batcher(2, 32, 0, "cpu", "bf16").to_device(batch))
     loss.backward()
     made = {name: one.grad.clone() for name, one in network.model.named_parameters()}
     network.model.zero_grad()

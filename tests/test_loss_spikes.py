@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from sojourn.errors import RunFailed, Stopped
 from sojourn.storage.files import read_json
-from sojourn.train import step as step_module
 from sojourn.train.checkpoint.checkpoint import load
 from sojourn.train.distributed.engine import Engine
 from sojourn.train.fault_tolerant_step import FaultTolerantStep
@@ -74,7 +73,7 @@ def _spoil(monkeypatch, wrong, into=math.nan):
     """
     tried: dict[int, int] = {}
     at: list[int] = []
-    gradients, loss_sum, real = Stepper.gradients, step_module.loss_sum, FaultTolerantStep.step
+    gradients, loss_sum, real = Stepper.gradients, Stepper._loss_sum, FaultTolerantStep.step
 
     def seen(self, batches):
         step = at[-1]
@@ -91,7 +90,7 @@ def _spoil(monkeypatch, wrong, into=math.nan):
 
     monkeypatch.setattr(FaultTolerantStep, "step", step)
     monkeypatch.setattr(Stepper, "gradients", seen)
-    monkeypatch.setattr(step_module, "loss_sum", spoiled)
+    monkeypatch.setattr(Stepper, "_loss_sum", spoiled)
     return tried
 
 
@@ -239,13 +238,13 @@ def test_a_spike_is_left_out_or_gone_back_from_if_wished(tiny, monkeypatch):
 
 def test_a_spike_that_turns_into_no_number_is_not_kept(tiny, monkeypatch):
     words = tiny.words(*LONG)
-    inner, calls = step_module.loss_sum, []
+    inner, calls = Stepper._loss_sum, []
 
     def worse(*arguments):
         calls.append(1)
         return inner(*arguments) * {37: 100.0, 38: math.nan}.get(len(calls), 1.0)
 
-    monkeypatch.setattr(step_module, "loss_sum", worse)
+    monkeypatch.setattr(Stepper, "_loss_sum", worse)
     run = run_train(words)
     assert [event["step"] for event in events(run, "suspect_hardware")] == [37]
     assert [event["why"] for event in events(run, "bad_step")] == ["not a number"]
@@ -255,7 +254,7 @@ def test_a_spike_that_turns_into_no_number_is_not_kept(tiny, monkeypatch):
 def test_memory_that_runs_out_while_a_bad_step_is_done_again_is_no_bad_step(tiny, monkeypatch):
     whole, words = tiny.whole(), tiny.words()
     _spoil(monkeypatch, lambda step, time: step == 5 and time == 1)
-    inner, calls = step_module.loss_sum, []
+    inner, calls = Stepper._loss_sum, []
 
     def tight(*arguments):
         calls.append(1)
@@ -263,7 +262,7 @@ def test_memory_that_runs_out_while_a_bad_step_is_done_again_is_no_bad_step(tiny
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return inner(*arguments)
 
-    monkeypatch.setattr(step_module, "loss_sum", tight)
+    monkeypatch.setattr(Stepper, "_loss_sum", tight)
     run = run_train(words)
     assert events(run, "out_of_memory") and not events(run, "bad_step")
     assert losses(run) == pytest.approx(losses(whole), rel=1e-6)

@@ -6,10 +6,11 @@ import torch
 from sojourn.errors import RunFailed, Stopped
 from sojourn.model import loss as model_loss
 from sojourn.storage.files import read_json, write_json
-from sojourn.train import step as step_module
+from sojourn.train.batcher import Batcher, DeviceBatch
 from sojourn.train.distributed import open as open_module
 from sojourn.train.faults.memory_pressure import MemoryPressure
 from sojourn.train.optim.optimizers import Optimizer
+from sojourn.train.step import Stepper
 from tiny import LORA, events, losses, run_of, run_train, same_weights, saved_steps, stop_after, weights
 
 PRETRAIN: tuple[str, ...] = ()
@@ -20,38 +21,50 @@ def _full():
     return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
+def _rows_seen(monkeypatch):
+    """The rows of each micro batch that goes to the device."""
+    real, rows = Batcher.to_device, []
+
+    def seen(self, batch):
+        rows.append(len(batch.ids))
+        return real(self, batch)
+
+    monkeypatch.setattr(Batcher, "to_device", seen)
+    return rows
+
+
 def _forward(monkeypatch, full):
     """Memory runs out in a forward pass whenever `full(rows, call)` says so."""
-    real, calls = step_module.loss_sum, []
+    real, calls = Stepper._loss_sum, []
 
-    def tight(network, batcher, batch, whole=False):
+    def tight(self, batch):
         calls.append(len(batch.ids))
         if full(len(batch.ids), len(calls)):
             raise _full()
-        return real(network, batcher, batch, whole)
+        return real(self, batch)
 
-    monkeypatch.setattr(step_module, "loss_sum", tight)
+    monkeypatch.setattr(Stepper, "_loss_sum", tight)
     return calls
 
 
 def _backward(monkeypatch, full):
     """The same in a backward pass, when the head has its gradient already and the layers have none yet."""
-    real, calls = step_module.hidden_of_targets, []
+    real, calls, rows = DeviceBatch.target_hidden, [], _rows_seen(monkeypatch)
 
-    def tight(network, batcher, batch):
-        hidden, labels = real(network, batcher, batch)
+    def tight(self, network):
+        hidden = real(self, network)
         if hidden.requires_grad:
-            calls.append(len(batch.ids))
-            number = len(calls)
+            calls.append(rows[-1])
+            count, number = rows[-1], len(calls)
 
             def hook(grad):
-                if full(len(batch.ids), number):
+                if full(count, number):
                     raise _full()
 
             hidden.register_hook(hook)
-        return hidden, labels
+        return hidden
 
-    monkeypatch.setattr(step_module, "hidden_of_targets", tight)
+    monkeypatch.setattr(DeviceBatch, "target_hidden", tight)
     return calls
 
 
@@ -72,12 +85,7 @@ def _update(monkeypatch, full):
 
 
 def _evaluation(monkeypatch, full):
-    real, calls, rows = model_loss.score, [], []
-    hidden = step_module.hidden_of_targets
-
-    def seen(network, batcher, batch):
-        rows.append(len(batch.ids))
-        return hidden(network, batcher, batch)
+    real, calls, rows = model_loss.score, [], _rows_seen(monkeypatch)
 
     def tight(*arguments):
         calls.append(rows[-1])
@@ -85,7 +93,6 @@ def _evaluation(monkeypatch, full):
             raise _full()
         return real(*arguments)
 
-    monkeypatch.setattr(step_module, "hidden_of_targets", seen)
     monkeypatch.setattr(model_loss, "score", tight)
     return calls
 
@@ -247,7 +254,7 @@ def test_other_libraries_words_for_it_are_understood(tiny, monkeypatch):
             MemoryError(),
         ]
     )
-    real = step_module.loss_sum
+    real = Stepper._loss_sum
 
     def tight(*arguments):
         error = next(said, None)
@@ -255,7 +262,7 @@ def test_other_libraries_words_for_it_are_understood(tiny, monkeypatch):
             raise error
         return real(*arguments)
 
-    monkeypatch.setattr(step_module, "loss_sum", tight)
+    monkeypatch.setattr(Stepper, "_loss_sum", tight)
     run = run_train(words)
     assert read_json(run.ladder)["train.micro_batch"] == 1
 
@@ -266,7 +273,7 @@ def test_an_error_that_is_not_about_memory_is_not_taken_for_one(tiny, monkeypatc
     def breaks(*arguments):
         raise RuntimeError("the size of tensor a (3) must match the size of tensor b (4)")
 
-    monkeypatch.setattr(step_module, "loss_sum", breaks)
+    monkeypatch.setattr(Stepper, "_loss_sum", breaks)
     with pytest.raises(RuntimeError, match="size of tensor"):
         run_train(words)
     run = run_of(words)

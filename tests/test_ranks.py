@@ -28,7 +28,6 @@ def note(**facts):
         file.write(json.dumps(facts) + "\\n")
 
 import torch
-from sojourn.train import step as step_module
 from sojourn.train.checkpoint.saving import Saver
 from sojourn.train.session import Session
 from sojourn.train.step import Stepper
@@ -81,13 +80,13 @@ left_with(code)
 # One of two: memory runs out in the midst of a step, so that all are built anew; later it gets a SIGTERM. Meanwhile the
 # first process is slow to write the ladder and to save.
 _IN_ONE_OF_TWO = """
-loss_sum, parts = step_module.loss_sum, []
+loss_sum, parts = Stepper._loss_sum, []
 def tight(*arguments):
     parts.append(1)
     if rank == 1 and len(parts) == 8:
         raise torch.OutOfMemoryError("CUDA out of memory.")
     return loss_sum(*arguments)
-step_module.loss_sum = tight
+Stepper._loss_sum = tight
 
 write_json = ladder.write_json
 def late(*arguments):

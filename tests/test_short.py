@@ -18,7 +18,8 @@ from sojourn.model.length_buckets import make_length_buckets
 from sojourn.model.network import wrap_model
 from sojourn.model.prune_last_layer import prune_last_layer
 from sojourn.train.batcher import Batcher
-from sojourn.train.step import loss_sum, without_targets
+from sojourn.train.objective.supervised import Supervised
+from sojourn.train.step import without_targets
 
 WIDTH = 48
 PACKED = ([9, 14, 3, 16], [25, 1, 6], [11])
@@ -70,11 +71,11 @@ def _both(family: str, checkpointing: str = "off"):
             network = prune_last_layer(network)
         if checkpointing != "off":
             apply_activation_checkpointing(network.base_model, checkpointing)
-        yield network, Batcher(8, WIDTH, 0, "cpu", windows=network.sliding_windows, joined=short)
+        yield network, Batcher(8, WIDTH, 0, "cpu", windows=network.sliding_windows, unpad=short)
 
 
 def _gradients(network, batcher, batch):
-    loss = loss_sum(network, batcher, batch)
+    loss = Supervised().loss_sum(network, batcher.to_device(batch))
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in network.model.named_parameters()}
 
@@ -111,14 +112,14 @@ def test_only_the_targets_pass_through_the_last_feed_forward_and_no_padding_thro
     batch, seen = _batch(PACKED, 0.3), list[int]()
     for layer in network.decoder.layers:
         layer.mlp.register_forward_pre_hook(lambda _, given: seen.append(given[0][..., 0].numel()))
-    loss_sum(network, batcher, batch)
+    Supervised().loss_sum(network, batcher.to_device(batch))
     assert seen == [batch.real_tokens, batch.targets]
 
 
 def test_full_rows_of_one_document_are_left_as_they_are():
-    batcher = Batcher(8, WIDTH, 0, "cpu", joined=True)
-    assert batcher.ready(_batch([[48], [48]], 0.5)).layout.length_buckets is None
-    assert batcher.ready(_batch(PACKED, 0.5)).layout.length_buckets is not None
+    batcher = Batcher(8, WIDTH, 0, "cpu", unpad=True)
+    assert batcher.to_device(_batch([[48], [48]], 0.5)).layout.length_buckets is None
+    assert batcher.to_device(_batch(PACKED, 0.5)).layout.length_buckets is not None
 
 
 @pytest.mark.parametrize("lengths", [[[3, 33, 32, 1]], [[48], [48], [20]], [[1]], [[64, 5], [70]]])

@@ -15,7 +15,7 @@ from sojourn.errors import Stopped
 from sojourn.storage import disk
 from sojourn.train import evaluation as assess
 from sojourn.train import session
-from sojourn.train import step as step_module
+from sojourn.train.batcher import DeviceBatch
 from sojourn.train.checkpoint.saving import Saver
 from sojourn.train.distributed import open as open_module
 from sojourn.train.faults.guard import Guard
@@ -83,7 +83,7 @@ def test_a_signal_in_the_midst_of_a_step_saves_and_the_same_command_ends_as_if_n
     parts = (*DROPOUT, "train.micro_batch=4")
     whole, words = tiny.whole(*parts), tiny.words(*parts, "limits.grace=30s")
     with monkeypatch.context() as patch:
-        Phase(patch, step_module, "loss_sum", number, when=2 * 5)  # the 2nd part of step 5
+        Phase(patch, Stepper, "_loss_sum", number, when=2 * 5)  # the 2nd part of step 5
         run = _stopped(words, _told(number))
     assert run.status().step == 5 and saved_steps(run) == [5]  # 30 s are enough to finish the step
     run_train(words)
@@ -95,7 +95,7 @@ def test_a_step_longer_than_the_grace_is_left_where_it_stands(tiny, monkeypatch,
     parts = (*kind, "train.micro_batch=4")
     whole, words = tiny.whole(*parts), tiny.words(*parts, "limits.grace=1s")
     with monkeypatch.context() as patch:
-        phase = Phase(patch, step_module, "loss_sum", when=2 * 5, lasts=60)
+        phase = Phase(patch, Stepper, "_loss_sum", when=2 * 5, lasts=60)
         run = _stopped(words, "SIGTERM")
     assert phase.left and run.status().step == 4 and saved_steps(run) == [4]
     run_train(words)
@@ -105,14 +105,14 @@ def test_a_step_longer_than_the_grace_is_left_where_it_stands(tiny, monkeypatch,
 def test_a_step_that_is_left_in_its_backward_leaves_no_gradient_behind(tiny, monkeypatch):
     words = tiny.words("train.micro_batch=4", "limits.grace=1s")
     whole = tiny.whole("train.micro_batch=4")
-    real, calls = step_module.hidden_of_targets, []
+    real, calls = DeviceBatch.target_hidden, []
 
     def hooked(*arguments):
-        hidden, labels = real(*arguments)
+        hidden = real(*arguments)
         calls.append(1)
         if len(calls) == 10:
             hidden.register_hook(lambda grad: _strike_and_wait())
-        return hidden, labels
+        return hidden
 
     def _strike_and_wait():
         signal.raise_signal(signal.SIGTERM)
@@ -120,7 +120,7 @@ def test_a_step_that_is_left_in_its_backward_leaves_no_gradient_behind(tiny, mon
             time.sleep(0.005)
 
     with monkeypatch.context() as patch:
-        patch.setattr(step_module, "hidden_of_targets", hooked)
+        patch.setattr(DeviceBatch, "target_hidden", hooked)
         run = _stopped(words, "SIGTERM")
     run_train(words)
     assert same_weights(run, whole) and losses(run) == losses(whole)
@@ -173,11 +173,11 @@ def test_a_signal_in_the_rehearsal_or_while_compiling_leaves_at_once(tiny, monke
     """The first pass through the network is where it is compiled, for minutes."""
     words = tiny.words("limits.grace=30s")
     with monkeypatch.context() as patch:
-        phase = Phase(patch, step_module, "loss_sum", when=1, lasts=60)
+        phase = Phase(patch, Stepper, "_loss_sum", when=1, lasts=60)
         run = _stopped([*words, "train.rehearse=on"], "SIGTERM")
     assert phase.left and run.status().step == 0
     with monkeypatch.context() as patch:
-        phase = Phase(patch, step_module, "loss_sum", when=1, lasts=60)
+        phase = Phase(patch, Stepper, "_loss_sum", when=1, lasts=60)
         _stopped(words, "SIGTERM")
     assert phase.left
     run_train(words)
@@ -431,7 +431,7 @@ def test_steps_of_every_length_and_every_grace(tiny, monkeypatch, grace, seconds
     """Whatever the lengths, the process is gone, and saved, before the platform would have killed it."""
     words = tiny.words("train.steps=3", f"limits.grace={grace}s")
     with monkeypatch.context() as patch:
-        phase = Phase(patch, step_module, "loss_sum", number, when=2, lasts=seconds)
+        phase = Phase(patch, Stepper, "_loss_sum", number, when=2, lasts=seconds)
         run = _stopped(words, _told(number))
     assert time.monotonic() - phase.struck < grace
     assert run.status().step in (1, 2) and max(saved_steps(run)) == run.status().step

@@ -15,9 +15,10 @@ from sojourn.model.scratch import build_model
 from sojourn.resolve.new_model import scratch_shape
 from sojourn.train.batcher import Batcher
 from sojourn.train.distributed.engine import Engine
+from sojourn.train.objective.supervised import Supervised
 from sojourn.train.optim.muon import Muon, orthogonalize
 from sojourn.train.optim.optimizers import Optimizer, learning_rate
-from sojourn.train.step import SpeculativeStep, Stepper, loss_sum
+from sojourn.train.step import SpeculativeStep, Stepper
 
 
 @pytest.fixture
@@ -32,12 +33,14 @@ def _model(config, artefact, seed=3):
 
 
 def _loss(model, batcher, batch) -> float:
-    return float(loss_sum(wrap_model(model, "sdpa"), batcher, batch).detach())
+    return float(Supervised().loss_sum(wrap_model(model, "sdpa"), batcher.to_device(batch)).detach())
 
 
 def _stepper(model, train, batcher):
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    return Stepper(Engine(wrap_model(model, batcher.backend), Optimizer(model, train, "cpu"), scaler), batcher, 1.0)
+    return Stepper(
+        Engine(wrap_model(model, batcher.backend), Optimizer(model, train, "cpu"), scaler), batcher, Supervised(), 1.0
+    )
 
 
 def _alone(batch: Batch, row: int, document: int) -> Batch:
@@ -94,18 +97,18 @@ def test_nothing_of_a_pass_is_held_when_the_next_begins(setting, monkeypatch):
     batcher = Batcher(2, 64, artefact.pad_id, "cpu")
     stepper = _stepper(_model(config, artefact), config.train, batcher)
     batches = list(batcher.batches(artefact.train, np.arange(8)))
-    kept, left = [], []
+    kept, left, real = [], [], Stepper._loss_sum
 
     def watched(*given):
         left.append([graph for graph in kept if graph() is not None])
-        made = loss_sum(*given)
+        made = real(*given)
         kept.append(weakref.ref(made.grad_fn))
         return made
 
-    monkeypatch.setattr("sojourn.train.step.loss_sum", watched)
-    begun = SpeculativeStep(0, batches, 0.0, 2, stepper.begin(batches))
-    stepper.passes(batches, begun)
-    assert left == [[]] * 4 and all(graph() is None for graph in kept) and begun.part is not None
+    monkeypatch.setattr(Stepper, "_loss_sum", watched)
+    begun = SpeculativeStep(0, batches, 0.0, 2, stepper.speculative_forward(batches))
+    stepper.launch_gradients(batches, begun)
+    assert left == [[]] * 4 and all(graph() is None for graph in kept) and begun.loss_share is not None
 
 
 def test_the_planned_number_of_parameters_is_the_real_one(setting):

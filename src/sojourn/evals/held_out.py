@@ -15,7 +15,8 @@ from sojourn.model.network import restore_attention, wrap_model
 from sojourn.run.folder import RunFolder
 from sojourn.storage.files import read_json
 from sojourn.train.batcher import Batcher
-from sojourn.train.step import evaluate
+from sojourn.train.evaluation import evaluate_rows
+from sojourn.train.objective.supervised import Supervised
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,10 @@ def held_out_loss(loaded: LoadedModel, run: RunFolder, rows: int) -> float:
     has_softcap = getattr(loaded.model.config.get_text_config(), "attn_logit_softcapping", None) is not None
     for backend in ("math" if has_softcap else "sdpa", None):  # None: the model's own attention, if ours does not fit
         network = wrap_model(loaded.model, backend)
-        width, windows = artefact.max_length, network.sliding_windows
-        batcher = Batcher(8, width, artefact.pad_id, loaded.device, backend=backend, windows=windows)
+        length, windows = artefact.row_length, network.sliding_windows
+        batcher = Batcher(8, length, artefact.pad_id, loaded.device, backend=backend, windows=windows)
         try:
-            return evaluate(network, artefact.eval, rows, batcher)[0]
+            return evaluate_rows(network, artefact.eval, rows, batcher, Supervised())[0]
         except NotImplementedError:
             continue
         finally:

@@ -1,4 +1,4 @@
-"""How rows reach the model: how many at once, how wide, on which device, in which numbers, read one step ahead.
+"""From rows to device batches: split into micro batches, padded, copied to the device; the next step's are prefetched.
 
 Shapes: B rows, T tokens a row, N target tokens.
 """
@@ -11,9 +11,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,63 +22,90 @@ from sojourn.data.artefact import Batch, Split, read_batch
 from sojourn.model.layout import Layout, compute_cu_seqlens, make_layout, pad_cu_seqlens
 from sojourn.model.length_buckets import make_length_buckets
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sojourn.model.network import Network
+
 
 @dataclass(frozen=True)
 class DeviceBatch:
-    """A batch on its device. `places_N` are the target tokens' places in the flattened batch."""
+    """A micro batch on its device. `target_indices_N`: of the target tokens in the flattened batch, in order.
 
-    ids_BT: Any
-    positions_BT: Any
-    places_N: Any
-    labels_N: Any
+    `target_documents_N`: the document of each target token, counted over all rows; None unless the objective needs it.
+    """
+
+    ids_BT: Tensor
+    positions_BT: Tensor
+    target_indices_N: Tensor
+    labels_N: Tensor
     layout: Layout | None
+    target_documents_N: Tensor | None = None
+
+    def target_hidden(self, network: Network) -> Tensor:
+        """Hidden states of the target tokens, shape (N, D)."""
+        hidden: Tensor = network.hidden_states(self.ids_BT, self.positions_BT, self.layout, self.target_indices_N)
+        return hidden
 
 
 @dataclass
 class Batcher:
     micro_batch: int
-    width: int
+    row_length: int
     pad_id: int
     device: str
     precision: str = "fp32"
-    fit: bool = False  # rows hold one document each, and a batch is only as wide as its longest
+    pad_to_longest: bool = False  # only as wide as the longest row of the micro batch: for rows of one document each
     backend: str | None = "sdpa"
     windows: tuple[int, ...] = ()
-    joined: bool = False  # real tokens end to end where that saves anything: see model/length_buckets.py
+    unpad: bool = False  # all real tokens in one row, where that saves computing: see length_buckets.py
+    needs_documents: bool = False  # of target tokens: see Objective
 
     def batches(self, split: Split, rows: np.ndarray) -> Iterator[Batch]:
+        """The rows in micro batches."""
         for start in range(0, len(rows), self.micro_batch):
             chosen = rows[start : start + self.micro_batch]
-            width = int((split.rows[chosen + 1] - split.rows[chosen]).max()) if self.fit else self.width
-            yield read_batch(split, chosen, min(self.width, -(-width // 8) * 8), self.pad_id)
+            longest = (
+                int((split.rows[chosen + 1] - split.rows[chosen]).max()) if self.pad_to_longest else self.row_length
+            )
+            yield read_batch(split, chosen, min(self.row_length, -(-longest // 8) * 8), self.pad_id)
 
-    def ready(self, batch: Batch) -> DeviceBatch:
-        grids = None
-        if self.joined and self.backend == "sdpa" and not has_full_rows(batch):
-            batch = join_rows(batch)
-            grids = make_length_buckets(batch.documents[0])
-        places = np.flatnonzero(batch.labels >= 0)
+    def to_device(self, batch: Batch) -> DeviceBatch:
+        buckets = None
+        if self.unpad and self.backend == "sdpa" and not has_full_rows(batch):
+            batch = unpad_rows(batch)
+            buckets = make_length_buckets(batch.documents[0])
+        target_indices = np.flatnonzero(batch.labels >= 0)
         layout = None
         if self.backend is not None:
-            starts = self._to(pad_cu_seqlens(compute_cu_seqlens(batch.documents)))
-            layout = make_layout(self.backend, batch.documents, self._to(batch.documents), starts, self.windows, grids)
-        labels = batch.labels.reshape(-1)[places]
-        return DeviceBatch(self._to(batch.ids), self._to(batch.positions), self._to(places), self._to(labels), layout)
+            cu_seqlens = self._copy(pad_cu_seqlens(compute_cu_seqlens(batch.documents)))
+            documents = self._copy(batch.documents)
+            layout = make_layout(self.backend, batch.documents, documents, cu_seqlens, self.windows, buckets)
+        return DeviceBatch(
+            self._copy(batch.ids),
+            self._copy(batch.positions),
+            self._copy(target_indices),
+            self._copy(batch.labels.reshape(-1)[target_indices]),
+            layout,
+            self._copy(number_documents(batch)[target_indices]) if self.needs_documents else None,
+        )
 
-    def _to(self, array: np.ndarray) -> Any:
+    def _copy(self, array: np.ndarray) -> Tensor:
         import torch
 
         tensor = torch.from_numpy(array)
-        if self.device == "cuda":  # from pinned memory, so that the copy need not be waited for
+        if self.device == "cuda":  # pinned memory makes the copy asynchronous
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor.to(self.device)
 
-    def autocast(self) -> Any:
+    def autocast(self) -> AbstractContextManager[object]:
         import torch
 
         if self.precision == "fp32":
             return contextlib.nullcontext()
-        return torch.autocast(self.device, dtype=torch.bfloat16 if self.precision == "bf16" else torch.float16)
+        dtype = torch.bfloat16 if self.precision == "bf16" else torch.float16
+        autocast: AbstractContextManager[object] = torch.autocast(self.device, dtype=dtype)
+        return autocast
 
 
 def has_full_rows(batch: Batch) -> bool:
@@ -85,54 +113,63 @@ def has_full_rows(batch: Batch) -> bool:
     return bool((batch.documents == 0).all())
 
 
-def join_rows(batch: Batch) -> Batch:
-    """Its real tokens in a single row, their documents numbered throughout."""
-    real, (rows, width) = batch.documents >= 0, batch.documents.shape
-    _, documents = np.unique((batch.documents + width * np.arange(rows)[:, None])[real], return_inverse=True)
-    return Batch(batch.ids[real][None], batch.labels[real][None], batch.positions[real][None], documents[None])
+def number_documents(batch: Batch) -> np.ndarray:
+    """The document of each token of the flattened batch, counted over all rows without gaps; -1 for padding."""
+    is_real, (rows, width) = batch.documents >= 0, batch.documents.shape
+    numbers = np.full(batch.documents.shape, -1)
+    distinct = (batch.documents + width * np.arange(rows)[:, None])[is_real]
+    numbers[is_real] = np.unique(distinct, return_inverse=True)[1]
+    return numbers.reshape(-1)
+
+
+def unpad_rows(batch: Batch) -> Batch:
+    """All real tokens in a single row, their documents numbered throughout."""
+    is_real = batch.documents >= 0
+    documents = number_documents(batch)[is_real.reshape(-1)]
+    return Batch(batch.ids[is_real][None], batch.labels[is_real][None], batch.positions[is_real][None], documents[None])
 
 
 class Prefetcher:
-    """Reads the next step's batches in a thread while the present step computes. One that hangs holds nobody up."""
+    """Reads the next step's micro batches in a thread while this step computes. A read that hangs blocks no exit."""
 
-    def __init__(self, read: Callable[[int], list[Batch]], last: int) -> None:
-        self._read, self._last = read, last
-        self._asked: queue.SimpleQueue[tuple[int, Future[list[Batch]]] | None] = queue.SimpleQueue()
+    def __init__(self, read: Callable[[int], list[Batch]], total_steps: int) -> None:
+        self._read, self._total_steps = read, total_steps
+        self._requests: queue.SimpleQueue[tuple[int, Future[list[Batch]]] | None] = queue.SimpleQueue()
         self._next: tuple[int, Future[list[Batch]]] | None = None
 
     def __enter__(self) -> Prefetcher:
-        threading.Thread(target=self._work, name="rows", daemon=True).start()
+        threading.Thread(target=self._serve, name="prefetch", daemon=True).start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._asked.put(None)
+        self._requests.put(None)
 
-    def _work(self) -> None:
-        while (wanted := self._asked.get()) is not None:
-            step, answer = wanted
+    def _serve(self) -> None:
+        while (request := self._requests.get()) is not None:
+            step, future = request
             try:
-                answer.set_result(self._read(step))
+                future.set_result(self._read(step))
             except BaseException as error:
-                answer.set_exception(error)
+                future.set_exception(error)
 
-    def forget(self) -> None:
-        """What was read ahead is no longer wanted: batches are cut differently now, or the run has gone back."""
+    def discard(self) -> None:
+        """Drops what was prefetched: the micro batch has changed, or the run has gone back to a checkpoint."""
         self._next = None
 
     def has(self, step: int) -> bool:
-        """Whether the batches of `step` have been read already."""
+        """Whether the micro batches of `step` have been read already."""
         return self._next is not None and self._next[0] == step and self._next[1].done()
 
     def take(self, step: int) -> tuple[list[Batch], float]:
-        """The batches of `step`, and how long they kept us waiting."""
+        """The micro batches of `step`, and the seconds that we waited for them. Requests those of the step after."""
         began = time.monotonic()
-        ahead = self._next is not None and self._next[0] == step
-        batches = self._next[1].result() if self._next is not None and ahead else self._read(step)
-        waited = time.monotonic() - began
+        prefetched = self._next[1] if self._next is not None and self._next[0] == step else None
+        batches = self._read(step) if prefetched is None else prefetched.result()
+        data_wait = time.monotonic() - began
         self._next = None
-        if step + 1 < self._last:
+        if step + 1 < self._total_steps:
             self._next = step + 1, Future()
-            self._asked.put(self._next)
-        return batches, waited
+            self._requests.put(self._next)
+        return batches, data_wait

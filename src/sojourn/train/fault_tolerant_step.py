@@ -93,7 +93,7 @@ class FaultTolerantStep:
     def _taken(self, step: int) -> tuple[list[Batch], float]:
         begun = self.begun
         if begun is not None and (begun.step, begun.micro_batch) == (step, self.session.stepper.batcher.micro_batch):
-            return begun.batches, begun.waited
+            return begun.batches, begun.data_wait
         if begun is not None:
             self._drop()
         return self.ahead.take(step)
@@ -107,7 +107,7 @@ class FaultTolerantStep:
         stepper = self.session.stepper
         if self.session.config.advanced.async_step == "off" or not stepper.engine.supports_async_step:
             return self._gradients(batches, random, stepper.gradients), False
-        found = self._gradients(batches, random, lambda given: stepper.passes(given, self.begun))
+        found = self._gradients(batches, random, lambda given: stepper.launch_gradients(given, self.begun))
         self.begun = None
         most = spike_threshold(self.session.progress.recent_losses)
         answer = self._changing(lambda: stepper.update_if_good(found, most))
@@ -127,7 +127,7 @@ class FaultTolerantStep:
         batches, waited = self.ahead.take(step)
         part = None
         try:
-            part = stepper.begin(batches)
+            part = stepper.speculative_forward(batches)
         except RuntimeError as error:
             if not is_oom(error):
                 raise
@@ -136,13 +136,13 @@ class FaultTolerantStep:
     def put_down(self) -> None:
         """Frees the memory of what is begun, for work between steps."""
         if self.begun is not None:
-            self.begun = replace(self.begun, part=None)
+            self.begun = replace(self.begun, loss_share=None)
             self.session.stepper.discard()
 
     def make_room(self) -> None:
         """For passes of another kind: recordings hold the memory of a pass, and are soon made again."""
         if self.session.stepper.cuda_graphs is not None:
-            self.session.stepper.cuda_graphs.forget()
+            self.session.stepper.cuda_graphs.release()
 
     def _drop(self) -> None:
         """What is begun, with gradients that it may have made already."""
@@ -189,7 +189,7 @@ class FaultTolerantStep:
         """Gives up recordings, or takes fewer rows at a time, before memory really runs out."""
         if self.session.stepper.engine.syncs_every_micro_batch:
             return
-        if self.session.stepper.plays or self.session.stepper.batcher.micro_batch > 1:
+        if self.session.stepper.has_cuda_graphs or self.session.stepper.batcher.micro_batch > 1:
             down = self._down(False, why)
             if down is not None:
                 raise down
@@ -220,7 +220,9 @@ class FaultTolerantStep:
         session = self.session
         batcher = session.stepper.batcher
         train = session.config.train.model_copy(update={"micro_batch": batcher.micro_batch})
-        rung = next_fallback(session.config.model_copy(update={"train": train}), in_update, session.stepper.plays)
+        rung = next_fallback(
+            session.config.model_copy(update={"train": train}), in_update, session.stepper.has_cuda_graphs
+        )
         step, says = session.progress.step + 1, why.strip().split("\n")[0][:200]
         if rung is None:
             raise NoFallbackLeft(
@@ -240,7 +242,7 @@ class FaultTolerantStep:
         if set(rung) != {"train.micro_batch"} or in_update:
             return OomFallback(rung, clean=not in_update)
         batcher.micro_batch = rung["train.micro_batch"]
-        self.ahead.forget()
+        self.ahead.discard()
         free_memory()
         return None
 
@@ -320,7 +322,7 @@ class FaultTolerantStep:
             setattr(progress, name, getattr(before, name))
         progress.bad_steps, progress.skipped_steps = kept
         session.stepper.ranks.seed_other_ranks(session.config.train.seed, progress.step)
-        self.ahead.forget()
+        self.ahead.discard()
         self._drop()
         return True
 

@@ -136,7 +136,7 @@ def _steps(session: Session, careful: FaultTolerantStep, report: Report) -> floa
         session.progress.step += 1
         session.progress.tokens += done.tokens
         seconds = time.monotonic() - began
-        settled += session.stepper.settled
+        settled += session.stepper.is_settled
     level: Literal["ok", "warn"] = "warn" if losses[0] > 1.5 * math.log(vocabulary) else "ok"
     chance = f"guessing among {vocabulary:,} tokens would be {math.log(vocabulary):.2f}"
     report.add(level, "loss", f"{losses[0]:.4f} at first, {losses[-1]:.4f} after {len(losses)} steps; {chance}")

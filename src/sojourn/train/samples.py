@@ -38,7 +38,9 @@ class Samples:
             text = apply_chat_template(self._tokenizer, [{"role": "user", "content": prompt}])
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def generate(self, network: Network, autocast: AbstractContextManager[None], device: str) -> list[tuple[str, str]]:
+    def generate(
+        self, network: Network, autocast: AbstractContextManager[object], device: str
+    ) -> list[tuple[str, str]]:
         """Each prompt with its completion."""
         import torch
 

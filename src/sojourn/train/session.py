@@ -30,6 +30,7 @@ from sojourn.train.distributed.open import open_engine
 from sojourn.train.faults.oom_fallback import load_fallbacks, merge_fallbacks
 from sojourn.train.metrics.environment import describe_environment, device_name
 from sojourn.train.metrics.meters import MfuInputs
+from sojourn.train.objective.registry import make_objective
 from sojourn.train.ranks import Ranks
 from sojourn.train.resolve import Resolved, resolve
 from sojourn.train.step import Stepper, make_cuda_graphs, without_targets
@@ -90,11 +91,7 @@ def open_session(config: RunConfig, run: RunFolder, ranks: Ranks) -> Session:
     config, reasons = _decided(config, run, ranks, named)
     artefact = _prepared(config, ranks)
     _refuse_other_data(run, artefact)
-    if artefact.is_pairs:
-        raise UserError(
-            "data.sources: preference pairs are prepared, but not trained on yet; to learn the better answers: "
-            "data.columns.prompt=prompt data.columns.completion=chosen"
-        )
+    objective = make_objective(config, artefact)
     run.set_status("starting", was.step if was else 0, was.total_steps if was else 0)
     if ranks.is_main:
         write_text(run.config, to_yaml(config))
@@ -115,19 +112,20 @@ def open_session(config: RunConfig, run: RunFolder, ranks: Ranks) -> Session:
         check_free_space(place, 12 * trained, int(config.save.min_free))
     batcher = Batcher(
         int(config.train.micro_batch),
-        artefact.max_length,
+        artefact.row_length,
         artefact.pad_id,
         device,
         str(config.train.precision),
-        fit=artefact.facts["packing"] == "off",
+        pad_to_longest=artefact.facts["packing"] == "off",
         backend=network.attention_backend,
         windows=network.sliding_windows,
-        joined=network.last_layer_pruned,
+        unpad=network.last_layer_pruned,
+        needs_documents=objective.needs_documents,
     )
-    whole = config.advanced.chunked_loss == "off"
-    again = config.train.activation_checkpointing != "off"
-    cuda_graphs = make_cuda_graphs(engine, batcher, whole, again) if config.train.cuda_graphs == "on" else None
-    stepper = Stepper(engine, batcher, config.train.clip, whole, cuda_graphs)
+    cuda_graphs = None
+    if config.train.cuda_graphs == "on":
+        cuda_graphs = make_cuda_graphs(engine, batcher, objective, config.train.activation_checkpointing != "off")
+    stepper = Stepper(engine, batcher, objective, config.train.clip, cuda_graphs)
     live = TrainingState(engine)
     progress = _resumed(config, run, live, ranks)
     length, work = _length(config, artefact), _work(config, artefact, ranks)

@@ -1,83 +1,74 @@
-"""One global step: loss summed over the target tokens of the whole batch and divided by their number.
+"""One global step: forward and backward of every micro batch (gradient accumulation), then one optimizer update.
 
-Shapes: B rows, T tokens a row, N target tokens, D model width.
+The loss is that of the whole global batch, whatever the micro batch and the number of ranks: see `objective/base.py`.
+Nothing changes before the update, so the gradients of a step can be discarded and computed again at any time. The OOM
+fallback, the replay of suspicious steps and the abandoning of a step at a signal rely on that.
+
+Async step. The weights must not change before loss and gradient norm are known to be good, but waiting for them leaves
+a GPU idle. The fused AdamW kernel can skip an update by itself (`found_inf`) and divide by the clipping factor
+(`grad_scale`). So, where it is used (one rank, CUDA, no gradient scaler), the device judges: we launch the update,
+which happens only if loss and norm are good, then the next step's first forward (the speculative step), and only then
+read the loss. If the step was not good, nothing has changed, and the speculative step is discarded. There is no
+speculative step where dropout draws random numbers, since these must be drawn in the order of good steps.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from sojourn.data.artefact import Batch, Split
-from sojourn.model import loss
+from sojourn.data.artefact import Batch
 from sojourn.model.network import Network
 from sojourn.train.batcher import Batcher, DeviceBatch
 from sojourn.train.cuda_graphs import CudaGraphs
 from sojourn.train.distributed.engine import Engine
+from sojourn.train.objective.base import Objective
 from sojourn.train.optim.optimizers import Optimizer
-from sojourn.train.ranks import SINGLE, Ranks
-
-
-def hidden_of_targets(network: Network, batcher: Batcher, batch: Batch) -> tuple[Any, Any]:
-    """Hidden states of the target tokens alone (the head need see no others), and their labels."""
-    return _hidden_of(network, batcher.ready(batch))
-
-
-def _hidden_of(network: Network, ready: DeviceBatch) -> tuple[Any, Any]:
-    return network.hidden_states(ready.ids_BT, ready.positions_BT, ready.layout, ready.places_N), ready.labels_N
-
-
-def loss_sum(network: Network, batcher: Batcher, batch: Batch, whole: bool = False) -> Any:
-    """Cross-entropy summed over the targets. Attention stays inside each document."""
-    return loss.loss_sum(network.lm_head, *hidden_of_targets(network, batcher, batch), whole)
-
-
-def _summed(network: Network, ready: DeviceBatch, whole: bool) -> Any:
-    return loss.loss_sum(network.lm_head, *_hidden_of(network, ready), whole)
+from sojourn.train.ranks import Ranks
 
 
 @dataclass(frozen=True)
 class SpeculativeStep:
-    """A step whose first forward pass has been asked for before the one before it was known to be good."""
+    """A step whose first forward was launched before the loss of the step before it was read.
+
+    `loss_share`: of its first micro batch with anything to learn from; None if it must be computed (again).
+    """
 
     step: int
     batches: list[Batch]
-    waited: float
+    data_wait: float
     micro_batch: int
-    part: Any
+    loss_share: Tensor | None
 
 
-class Answer:
-    """Numbers on their way from the device. Reading them waits for what made them, but not for work that the device was
-    given since: so it never runs out of work while we look at its answer."""
+class AsyncRead:
+    """A copy of numbers from the device. `read` waits for the copy, but not for work launched after it."""
 
-    def __init__(self, numbers: Any) -> None:
-        self._numbers, self._there = numbers, None
+    def __init__(self, numbers: Tensor) -> None:
+        self._numbers = numbers
+        self._copied: torch.cuda.Event | None = None
         if numbers.is_cuda:
             self._numbers = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
-            self._there = torch.cuda.Event()
-            self._there.record()
+            self._copied = torch.cuda.Event()
+            self._copied.record()
 
     def read(self) -> list[float]:
-        if self._there is not None:
-            self._there.synchronize()
-        found: list[float] = self._numbers.tolist()
-        return found
+        if self._copied is not None:
+            self._copied.synchronize()
+        values: list[float] = self._numbers.tolist()
+        return values
 
 
 @dataclass(frozen=True)
 class Stepper:
-    """What every step works with. Nothing is changed before `update`: gradients can be thrown away at any time."""
-
     engine: Engine
     batcher: Batcher
-    clip: float
-    whole: bool = False
+    objective: Objective
+    max_grad_norm: float
     cuda_graphs: CudaGraphs | None = None
 
     @property
@@ -93,143 +84,116 @@ class Stepper:
         return self.engine.optimizer
 
     @property
-    def plays(self) -> bool:
-        """Whether passes come from a recording."""
-        return self.cuda_graphs is not None and self.cuda_graphs.plays
+    def has_cuda_graphs(self) -> bool:
+        """Whether CUDA graphs are captured, and hold memory."""
+        return self.cuda_graphs is not None and self.cuda_graphs.has_graphs
 
     @property
-    def settled(self) -> bool:
-        """Whether that is decided."""
-        return self.cuda_graphs is None or self.cuda_graphs.settled
+    def is_settled(self) -> bool:
+        """Whether CUDA graphs have been captured, or never will be."""
+        return self.cuda_graphs is None or self.cuda_graphs.is_settled
 
     def gradients(self, batches: list[Batch]) -> tuple[float, float]:
-        """Forward and backward of every micro batch. Returns the mean loss and the norm of the (clipped) gradient."""
-        loss, size = self.passes(batches).tolist()
-        return loss, size
+        """Forward and backward of every micro batch. Returns the loss, and the gradient norm before clipping."""
+        loss, norm = self.launch_gradients(batches).tolist()
+        return loss, norm
 
-    def passes(self, batches: list[Batch], begun: SpeculativeStep | None = None) -> Any:
-        """The same, as numbers still on the device. `begun`: what has been done of them already."""
-        engine, ranks = self.engine, self.ranks
-        targets = ranks.sum(sum(batch.targets for batch in batches))[0]
-        mean = torch.zeros((), device=self.batcher.device)
-        if targets == 0:  # nothing to learn from
-            return torch.stack([mean, mean])
-        there = begun.part if begun is not None and begun.batches is batches else None
-        batches = (
-            pad_with_empty_batches(batches, ranks)
-            if engine.syncs_every_micro_batch
-            else [batch for batch in batches if batch.targets]
-        )
+    def launch_gradients(self, batches: list[Batch], speculative: SpeculativeStep | None = None) -> Tensor:
+        """The same without waiting for the device: loss and gradient norm as a tensor.
+
+        `speculative`: its forward is used instead of computing it again, if it is of these batches.
+        """
+        engine, ranks, objective = self.engine, self.ranks, self.objective
+        weight = ranks.sum(sum(objective.weight(batch) for batch in batches))[0]
+        loss = torch.zeros((), device=self.batcher.device)
+        if weight == 0:  # nothing to learn from
+            return torch.stack([loss, loss])
+        is_ahead = speculative is not None and speculative.batches is batches
+        ahead = speculative.loss_share if speculative is not None and is_ahead else None
+        if engine.syncs_every_micro_batch:
+            batches = pad_with_empty_batches(batches, ranks)
+        else:
+            batches = [batch for batch in batches if objective.weight(batch)]
         with engine.accumulate():
             for number, batch in enumerate(batches, 1):
-                part = self._part(batch, targets) if there is None else there
-                if part.requires_grad:  # else it is done already
-                    engine.backward(part, last=number == len(batches))
-                mean += part.detach_()  # whoever holds it holds no graph
-                there = None
-        ranks.all_reduce(mean)
-        return torch.stack([mean, engine.clip_grad_norm(self.clip).to(mean)])
+                share = self._loss_share(batch, weight) if ahead is None else ahead
+                if share.requires_grad:  # else a CUDA graph has run the backward too
+                    engine.backward(share, last=number == len(batches))
+                loss += share.detach_()  # in place, so that whoever holds it holds no autograd graph
+                ahead = None
+        ranks.all_reduce(loss)
+        return torch.stack([loss, engine.clip_grad_norm(self.max_grad_norm).to(loss)])
 
-    def begin(self, batches: list[Batch]) -> Any:
-        """The forward pass of the first of them that teaches anything; None where none does."""
-        targets = sum(batch.targets for batch in batches)
-        return next((self._part(batch, targets) for batch in batches if batch.targets), None)
+    def speculative_forward(self, batches: list[Batch]) -> Tensor | None:
+        """The first forward of a step: its loss share; None if there is nothing to learn from."""
+        weight = sum(self.objective.weight(batch) for batch in batches)
+        return next((self._loss_share(batch, weight) for batch in batches if self.objective.weight(batch)), None)
 
-    def _part(self, batch: Batch, targets: float) -> Any:
-        """A micro batch's share of the mean loss. Where a recording is played, the backward comes with it."""
-        if self.cuda_graphs is not None:
-            part, ready = self.cuda_graphs.take(self.batcher.ready(batch), targets)
-            if part is not None:
-                return part
-            wanted = partial(_summed, self.network, ready, self.whole)
+    def _loss_share(self, batch: Batch, weight: float) -> Tensor:
+        """A micro batch's share of the loss; `weight`: of the global batch. A CUDA graph runs the backward too."""
+        if self.cuda_graphs is None:
+            loss_sum = partial(self._loss_sum, batch)
         else:
-            wanted = partial(self._loss, batch)
+            is_only = weight <= self.objective.weight(batch)
+            share, device_batch = self.cuda_graphs.run(self.batcher.to_device(batch), weight, is_only)
+            if share is not None:
+                return share
+            loss_sum = partial(self.objective.loss_sum, self.network, device_batch)
         with self.batcher.autocast():
-            return self.engine.run(wanted) / targets
+            return self.engine.run(loss_sum) / weight
 
-    def _loss(self, batch: Batch) -> Any:
-        return loss_sum(self.network, self.batcher, batch, self.whole)
+    def _loss_sum(self, batch: Batch) -> Tensor:
+        return self.objective.loss_sum(self.network, self.batcher.to_device(batch))
 
-    def update_if_good(self, found: Any, highest: float) -> Answer:
-        """The update, if the device finds loss and norm to be numbers, and the loss not too high. The answer: loss,
-        norm, and 1 where the weights have changed."""
-        good = torch.isfinite(found).all() & (found[0].double() <= highest)
-        self.engine.optimizer_step(good)
-        return Answer(torch.cat([found, good.to(found)[None]]))
+    def update_if_good(self, loss_and_norm: Tensor, max_loss: float) -> AsyncRead:
+        """Launches the update; it changes nothing if loss or norm are not finite, or the loss is above `max_loss`.
+
+        Reads as loss, norm, and 1 if the weights have changed, else 0.
+        """
+        is_good = torch.isfinite(loss_and_norm).all() & (loss_and_norm[0].double() <= max_loss)
+        self.engine.optimizer_step(is_good)
+        return AsyncRead(torch.cat([loss_and_norm, is_good.to(loss_and_norm)[None]]))
 
     def update(self) -> None:
         self.engine.optimizer_step()
 
     def discard(self) -> None:
+        """Throws the gradients away."""
         self.engine.discard_gradients()
 
     def step(self, batches: list[Batch]) -> tuple[float, float]:
-        done = self.gradients(batches)
+        """Gradients and update, without any protection: for tests and measurements."""
+        loss_and_norm = self.gradients(batches)
         self.update()
-        return done
+        return loss_and_norm
 
 
-def make_cuda_graphs(engine: Engine, batcher: Batcher, whole: bool, again: bool) -> CudaGraphs | None:
-    """None where passes are never alike, or make more than gradients. `again`: blocks are recomputed."""
+def make_cuda_graphs(
+    engine: Engine, batcher: Batcher, objective: Objective, activation_checkpointing: bool
+) -> CudaGraphs | None:
+    """None, with a note, where forward+backward cannot be captured."""
     network = engine.network
-    why = None
+    reason = None
     if not engine.has_direct_gradients or network.sliding_windows:
-        why = "for one process, without sliding windows or fp16"
-    elif network.has_dropout and again:
-        why = (
-            "dropout cannot be recomputed from a recording: use train.activation_checkpointing=off or method.dropout=0"
-        )
-    if why is not None:
-        print(f"note: train.cuda_graphs: {why}", flush=True)
+        reason = "only for one rank, without sliding windows or fp16"
+    elif network.has_dropout and activation_checkpointing:
+        reason = "dropout needs train.activation_checkpointing=off"
+    if reason is not None:
+        print(f"note: train.cuda_graphs: {reason}", flush=True)
         return None
 
-    def summed(ready: DeviceBatch) -> Any:
+    def loss_sum(batch: DeviceBatch) -> Tensor:
         with batcher.autocast():
-            return _summed(network, ready, whole)
+            return objective.loss_sum(network, batch)
 
-    return CudaGraphs(summed, engine.optimizer.parameters)
+    return CudaGraphs(loss_sum, engine.optimizer.parameters)
 
 
 def pad_with_empty_batches(batches: list[Batch], ranks: Ranks) -> list[Batch]:
-    """As many as the process with the most has; those added train nothing."""
+    """As many micro batches as the rank with the most has; those added have no targets."""
     return batches + [without_targets(batches[0])] * (ranks.max(len(batches)) - len(batches))
 
 
 def without_targets(batch: Batch) -> Batch:
-    """Its tokens, with nothing to learn from them."""
+    """The same tokens, with nothing to learn from."""
     return replace(batch, labels=np.full_like(batch.labels, -100))
-
-
-def evaluate(
-    network: Network, split: Split, rows: int, batcher: Batcher, engine: Engine | None = None
-) -> tuple[float, float]:
-    """Over the first `rows` rows: the mean loss per target token, and the share of tokens that were the likeliest."""
-    total, hits, targets = 0.0, 0.0, 0
-    ranks, syncs_every_micro_batch = (
-        (engine.ranks, engine.syncs_every_micro_batch) if engine is not None else (SINGLE, False)
-    )
-    was_training = network.model.training
-    network.model.eval()
-
-    def scored(batch: Batch) -> tuple[Any, Any]:
-        return loss.score(network.lm_head, *hidden_of_targets(network, batcher, batch))
-
-    try:
-        with (
-            torch.no_grad(),
-            batcher.autocast(),
-            nullcontext() if syncs_every_micro_batch else ranks.raise_oom_on_all_ranks(),
-        ):
-            mine = ranks.shard(np.arange(min(rows, len(split))))
-            batches = batcher.batches(split, mine)
-            if syncs_every_micro_batch:
-                found = list(batches) or [without_targets(one) for one in batcher.batches(split, np.zeros(1, np.int64))]
-                batches = iter(pad_with_empty_batches(found, ranks))
-            for batch in batches:
-                if batch.targets or syncs_every_micro_batch:
-                    lost, right = scored(batch) if engine is None else engine.run(partial(scored, batch))
-                    total, hits, targets = total + float(lost), hits + float(right), targets + batch.targets
-    finally:
-        network.model.train(was_training)
-    total, hits, counted = ranks.sum(total, hits, targets)
-    return (total / counted, hits / counted) if counted else (float("nan"), float("nan"))

@@ -35,7 +35,7 @@ def run_steps(session: Session, guard: Guard) -> None:
         try:
             with Prefetcher(session.batches, total) as ahead:
                 careful = FaultTolerantStep(session, guard, saver, ahead, meters.say)
-                evaluator = Evaluator(config, run, session.artefact, stepper.engine, stepper.batcher)
+                evaluator = Evaluator(config, run, session.artefact, stepper)
                 _steps(session, guard, meters, saver, careful, evaluator)
             guard.save_seconds = saver.seconds
             with guard.interruptible():
@@ -73,12 +73,12 @@ def _steps(
         while True:
             due, paused = due_or_stopped(), False
             with meters.paused():
-                if due or evaluator.due(progress, total):
+                if due or evaluator.is_due(progress, total):
                     careful.put_down()
-                if evaluator.due(progress, total):
+                if evaluator.is_due(progress, total):
                     paused = True
                     careful.make_room()
-                    enough = careful.retried(lambda: evaluator.assess(progress, meters), evaluator.seconds)
+                    enough = careful.retried(lambda: evaluator.evaluate(progress, meters), evaluator.seconds)
                 if (due or session.ended) and not careful.sound():
                     continue
                 if due:

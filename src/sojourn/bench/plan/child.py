@@ -113,7 +113,7 @@ def _run(task: Task, line: Line, found: Found) -> None:
         "attention": session.stepper.network.attention_backend, "loading": loading, "loss": loss,
         "tokens": session.tokens(0),
         "step_seconds": statistics.median(times), "steps": [round(one, 5) for one in times],
-        "recorded": session.stepper.plays,
+        "recorded": session.stepper.has_cuda_graphs,
         "waited": round(waited, 3), "cpu_us": round(min(before, _cpu_us(device)), 2),
         **_memory(device, loading), **pieces,
     }  # fmt: skip
@@ -126,7 +126,7 @@ def _compile(session: Any, batches: list[Any]) -> None:
     layers, settings.num_hidden_layers = settings.num_hidden_layers, 2
     try:
         for some in batches:
-            session.stepper.begin(some).backward()
+            session.stepper.speculative_forward(some).backward()
     finally:
         settings.num_hidden_layers = layers
         session.stepper.discard()
@@ -159,7 +159,7 @@ def _first(session: Any, batches: list[Any]) -> Found:
         loss = session.stepper.step(batches[number % 2])[0]
         if settled:
             break
-        settled = session.stepper.settled
+        settled = session.stepper.is_settled
     peak = {"allocated": int(torch.cuda.max_memory_allocated())} if session.stepper.batcher.device == "cuda" else {}
     return {"loss": loss, **peak}
 
@@ -167,7 +167,7 @@ def _first(session: Any, batches: list[Any]) -> Found:
 def _pieces(session: Any, held: int) -> Found:
     """A detail that must not cost the row."""
     if session.stepper.cuda_graphs is not None:
-        session.stepper.cuda_graphs.forget()
+        session.stepper.cuda_graphs.release()
     with suppress(RuntimeError):
         return {"phases": phases(replace(session.stepper, cuda_graphs=None), session.batches(0), held)}
     session.stepper.discard()
@@ -196,7 +196,7 @@ def _timed(session: Any, batches: list[Any]) -> tuple[list[float], float]:
     while True:
         loss = _step(session, batches[count % 2], batches[(count + 1) % 2], begun)
         now, count = time.perf_counter(), count + 1
-        enough = _WARM if session.stepper.settled else _RECORDED
+        enough = _WARM if session.stepper.is_settled else _RECORDED
         if warm:
             times.append(now - last)
         last, warm = now, warm or (count >= enough and now - began >= _WARM_SECONDS)
@@ -229,8 +229,8 @@ def _step(session: Any, now: list[Any], then: list[Any], begun: list[Any]) -> fl
     stepper = session.stepper
     if session.config.advanced.async_step == "off" or not stepper.engine.supports_async_step:
         return float(stepper.step(now)[0])
-    answer = stepper.update_if_good(stepper.passes(now, begun.pop() if begun else None), math.inf)
-    part = None if stepper.network.has_dropout else stepper.begin(then)
+    answer = stepper.update_if_good(stepper.launch_gradients(now, begun.pop() if begun else None), math.inf)
+    part = None if stepper.network.has_dropout else stepper.speculative_forward(then)
     begun.append(SpeculativeStep(0, then, 0.0, stepper.batcher.micro_batch, part))
     return float(answer.read()[0])
 

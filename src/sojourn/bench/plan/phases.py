@@ -12,7 +12,7 @@ def phases(stepper: Any, batches: list[Any], opened: int) -> dict[str, int]:
 
     found = {"opened": opened, "between": int(torch.cuda.memory_allocated())}
     torch.cuda.reset_peak_memory_stats()
-    part = stepper.begin(batches)
+    part = stepper.speculative_forward(batches)
     found |= {"kept": int(torch.cuda.memory_allocated()), "forward": int(torch.cuda.max_memory_allocated())}
     del part
     torch.cuda.reset_peak_memory_stats()
