@@ -208,6 +208,10 @@ def _preload() -> None:
 
     with contextlib.suppress(ImportError):
         import deepspeed  # noqa: F401
+    with contextlib.suppress(ImportError):  # hundreds of patterns that transformers compiles once per process
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        get_checkpoint_conversion_mapping("llama")
     torch.set_num_threads(1)
 
 

@@ -28,6 +28,7 @@ RUN = (
     "train.steps=20",
     "train.sample_tokens=4",
 )
+SHORT = (*RUN, "train.steps=12", "train.eval_every=6")
 
 
 def _engine(name: str, home) -> str:
@@ -68,10 +69,14 @@ def _slow(*cases):
 @pytest.mark.parametrize(
     ("method", "engine", "size"),
     [
-        *((method, engine, size) for method in ("pretrain", "lora", "qlora") for engine, size in
-          (("ddp", 2), ("ddp", 4), ("fsdp", 2), ("fsdp", 4), ("zero2", 2))),
+        # every method with every engine; four ranks once per method and per engine (zero2 and full: make test-parallel)
+        ("pretrain", "ddp", 4), ("pretrain", "fsdp", 2), ("pretrain", "zero2", 2),
+        ("lora", "ddp", 2), ("lora", "fsdp", 2), ("lora", "zero2", 2),
+        ("qlora", "ddp", 2), ("qlora", "fsdp", 4), ("qlora", "zero2", 2),
         ("full", "fsdp", 2),
-        *_slow(("full", "ddp", 2), ("full", "zero2", 2), ("pretrain", "ddp", 3), ("lora", "fsdp", 3),
+        *_slow(("pretrain", "ddp", 2), ("pretrain", "fsdp", 4), ("lora", "ddp", 4), ("lora", "fsdp", 4),
+               ("qlora", "ddp", 4), ("qlora", "fsdp", 2),
+               ("full", "ddp", 2), ("full", "zero2", 2), ("pretrain", "ddp", 3), ("lora", "fsdp", 3),
                ("pretrain", "ddp", 1), ("pretrain", "fsdp", 1), ("lora", "zero2", 1), ("pretrain", "zero1", 2),
                ("lora", "zero3", 2), ("pretrain", "zero2*", 2), ("full", "zero3*", 2)),
     ],
@@ -141,8 +146,8 @@ Stepper.update = struck
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero2"])
 def test_a_signal_to_one_process_stops_all_after_the_same_step_and_nothing_is_lost(tiny, fork_server, engine):
-    whole = tiny.whole(*RUN)
-    words = tiny.words(*RUN, _engine(engine, tiny.home))
+    whole = tiny.whole(*SHORT)
+    words = tiny.words(*SHORT, _engine(engine, tiny.home))
     done = fork_server.run_ranks(2, words, _SIGNAL)
     assert done.codes == [3, 3], done
     assert run_of(words).status().state == "stopped" and saved_steps(run_of(words)) == [5]
@@ -164,8 +169,8 @@ Stepper.update = struck
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero2"])
 def test_a_killed_process_ends_the_others_and_the_next_start_goes_on_from_the_checkpoint(tiny, fork_server, engine):
-    whole = tiny.whole(*RUN)
-    words = tiny.words(*RUN, _engine(engine, tiny.home), "save.every_steps=4")
+    whole = tiny.whole(*SHORT)
+    words = tiny.words(*SHORT, _engine(engine, tiny.home), "save.every_steps=4")
     done = fork_server.run_ranks(2, words, _KILL)
     assert done.codes[1] == -9 and done.codes[0] == 1, done
     assert "rank 0 lost the connection to another rank" in done.said[0]
@@ -226,8 +231,8 @@ elif place == "evaluation":
     ],
 )  # fmt: skip
 def test_memory_that_runs_out_on_one_rank_costs_no_step_or_restarts_one_fallback_down(tiny, fork_server, engine, place):
-    whole = tiny.whole(*RUN)
-    words = tiny.words(*RUN, _engine(engine, tiny.home), "save.every_steps=4")
+    whole = tiny.whole(*SHORT)
+    words = tiny.words(*SHORT, _engine(engine, tiny.home), "save.every_steps=4")
     run, wrong = run_of(words), _TIGHT.replace("PLACE", place)
     done = fork_server.run_ranks(2, words, wrong)
     if engine == "ddp":  # all agree, and do the same step again
@@ -254,20 +259,31 @@ step_module.Stepper._loss_sum = bad
 """
 
 
+NAN_RUN = (*SHORT, "train.on_nan=skip", "train.micro_batch=1")
+
+
+def _nan_in_rows(*numbers):
+    return _NAN.replace("PICK", f"rank == 0 and seen.setdefault(key, len(seen)) in {numbers}")
+
+
+@pytest.fixture(scope="module")
+def nan_alone(tiny, fork_server):
+    """One process alone, in which the rows of step 4 make no number."""
+    words = tiny.words(*NAN_RUN)
+    assert fork_server.run_ranks(1, words, _nan_in_rows(24, 25)).codes == [0]
+    return run_of(words)
+
+
 @pytest.mark.parametrize("engine", ["fsdp", "zero2", *_slow(("ddp",), ("zero3",), ("zero2*",))])
-def test_a_step_that_is_no_number_is_left_out_by_every_engine(tiny, fork_server, engine):
+def test_a_step_that_is_no_number_is_left_out_by_every_engine(tiny, fork_server, nan_alone, engine):
     """The rows of step 3 make no number wherever they are read; alone or together, the run goes on without them."""
-    common = (*RUN, "train.on_nan=skip", "train.micro_batch=1")
-    alone, words = tiny.words(*common), tiny.words(*common, _engine(engine, tiny.home))
-    first = "rank == 0 and seen.setdefault(key, len(seen)) in (24, 25)"
-    bad = _NAN.replace("PICK", first)
-    # Alone, rows 24… are those of step 4; of two processes the first has read 12 rows by then.
-    assert fork_server.run_ranks(1, alone, bad).codes == [0]
-    done = fork_server.run_ranks(2, words, _NAN.replace("PICK", first.replace("(24, 25)", "(12, 13)")))
+    words = tiny.words(*NAN_RUN, _engine(engine, tiny.home))
+    # Of two ranks the first has read 12 rows before those of step 4.
+    done = fork_server.run_ranks(2, words, _nan_in_rows(12, 13))
     assert done.codes == [0, 0], done
     skipped = [event["step"] for event in events(run_of(words), "bad_step")]
-    assert skipped == [event["step"] for event in events(run_of(alone), "bad_step")] == [4]
-    assert losses(run_of(words)) == pytest.approx(losses(run_of(alone)), rel=1e-5)
+    assert skipped == [event["step"] for event in events(nan_alone, "bad_step")] == [4]
+    assert losses(run_of(words)) == pytest.approx(losses(nan_alone), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -287,20 +303,20 @@ def test_what_an_engine_cannot_do_is_refused_in_one_line_by_all_processes(tiny, 
     assert len(told) == 1 and says in told[0]
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *_slow((1,))])
 def test_weights_that_stay_gathered_are_cut_again_where_no_backward_does_it(tiny, fork_server, size):
     """After the trial of a base, and after evaluations: or what is trained and saved would be a copy."""
-    words = tiny.words(*METHODS["full"], *RUN, "parallel.engine=fsdp", "advanced.reshard_after_forward=false")
+    words = tiny.words(*METHODS["full"], *SHORT, "parallel.engine=fsdp", "advanced.reshard_after_forward=false")
     done = fork_server.run_ranks(size, words)
     assert done.codes == [0] * size, done
-    _same(run_of(words), tiny.whole(*METHODS["full"], *RUN))
+    _same(run_of(words), tiny.whole(*METHODS["full"], *SHORT))
 
 
 def test_weights_in_the_hosts_memory_give_the_same_losses(tiny, fork_server):
-    words = tiny.words(*RUN, "train.offload=all")
+    words = tiny.words(*SHORT, "train.offload=all")
     done = fork_server.run_ranks(2, words)
     assert done.codes == [0, 0], done
-    _same(run_of(words), tiny.whole(*RUN))
+    _same(run_of(words), tiny.whole(*SHORT))
     assert "fsdp: train.offload=all" in read_json(run_of(words).environment)["auto"]["parallel.engine"]
 
 
@@ -313,7 +329,7 @@ def test_deepspeed_compiles_nothing_for_a_cpu(tiny, fork_server, tmp_path):
 
 def test_an_engine_with_one_process_is_the_process_alone(tiny):
     """Without any launcher."""
-    whole = tiny.whole(*RUN)
+    whole = tiny.whole(*SHORT)
     for engine in ("ddp", "fsdp"):
-        run = run_train(tiny.words(*RUN, f"parallel.engine={engine}"))
+        run = run_train(tiny.words(*SHORT, f"parallel.engine={engine}"))
         assert losses(run) == pytest.approx(losses(whole), rel=1e-6)
