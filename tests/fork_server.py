@@ -23,7 +23,7 @@ import time
 import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -39,13 +39,15 @@ _AFTER_FAILURE = 30.0  # seconds for the other ranks when one has failed
 
 @dataclass(frozen=True)
 class Command:
-    """`preamble`: Python that runs before the command; it knows `rank`, `os` and `signal`."""
+    """`preamble`: Python that runs before the command; it knows `rank`, `os` and `signal`. `fork_children`: Pythons that
+    the command starts are forks of it, and run the preamble too."""
 
     id: int
     args: list[str]
     env: dict[str, str]
     cwd: str
     preamble: str
+    fork_children: bool
 
 
 class Child:
@@ -114,12 +116,15 @@ class ForkServer:
         assert self._process.stdout.readline(), "the fork server did not start"
         budget.count_server(self._process.pid)
 
-    def start(self, *args: str, preamble: str = "", input: str = "", env: dict[str, str] | None = None) -> Child:
+    def start(
+        self, *args: str, preamble: str = "", input: str = "", env: dict[str, str] | None = None,
+        fork_children: bool = False,
+    ) -> Child:  # fmt: skip
         """Starts `sojourn` with `args` in the current folder. `env`: instead of this process's environment."""
         id = next(self._ids)
         (self._folder / f"{id}.in").write_text(input, encoding="utf-8")
         environment = {**(os.environ if env is None else env), **THREADS}
-        command = Command(id, list(args), environment, str(Path.cwd()), preamble)
+        command = Command(id, list(args), environment, str(Path.cwd()), preamble, fork_children)
         self._process.stdin.write(json.dumps(asdict(command)) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
@@ -216,27 +221,30 @@ def _preload() -> None:
 
 
 def _fork(command: Command, folder: Path) -> int:
-    pid = os.fork()
-    if pid:
+    if pid := os.fork():
         return pid
+    create = os.O_CREAT | os.O_WRONLY | os.O_APPEND
+    for number, (suffix, flags) in enumerate((("in", os.O_RDONLY), ("out", create), ("err", create))):
+        os.dup2(os.open(folder / f"{command.id}.{suffix}", flags, 0o644), number)
+    if hasattr(signal, "SIGHUP"):
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup make test` ignores it, a command by itself does not
+    os.environ.clear()
+    os.environ.update(command.env)
+    os.chdir(command.cwd)
+    if command.fork_children:
+        _fork_children(command.preamble)
+    return _run_and_exit(command.args, command.preamble, folder / f"{command.id}.modules")
+
+
+def _run_and_exit(args: list[str], preamble: str, modules: Path | None = None) -> NoReturn:
+    """As the interpreter runs `-m sojourn`, and ends."""
     code = 1
     try:
-        for suffix, number, flags in (
-            ("in", 0, os.O_RDONLY),
-            ("out", 1, os.O_CREAT | os.O_WRONLY | os.O_APPEND),
-            ("err", 2, os.O_CREAT | os.O_WRONLY | os.O_APPEND),
-        ):
-            os.dup2(os.open(folder / f"{command.id}.{suffix}", flags, 0o644), number)
-        if hasattr(signal, "SIGHUP"):
-            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup make test` ignores it, a command by itself does not
-        os.environ.clear()
-        os.environ.update(command.env)
-        os.chdir(command.cwd)
         known: dict[str, Any] = {"rank": int(os.environ.get("RANK", "0")), "os": os, "signal": signal}
-        exec(command.preamble, known)  # noqa: S102
+        exec(preamble, known)  # noqa: S102
         from sojourn.cli.main import main
 
-        sys.argv = ["sojourn", *command.args]
+        sys.argv = ["sojourn", *args]
         main()
         code = 0
     except SystemExit as end:
@@ -244,14 +252,59 @@ def _fork(command: Command, folder: Path) -> int:
     except BaseException:
         traceback.print_exc()
     finally:
-        modules = [name for name in sys.modules if name.partition(".")[0] in PRELOADED]
-        (folder / f"{command.id}.modules").write_text(json.dumps(modules))
+        if modules:
+            modules.write_text(json.dumps([name for name in sys.modules if name.partition(".")[0] in PRELOADED]))
         with contextlib.suppress(Exception):
             threading._shutdown()  # type: ignore[attr-defined]
             atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _fork_children(preamble: str) -> None:
+    """From now on, `subprocess.Popen` of this Python with `-m sojourn` forks this process instead."""
+    real = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+
+    def execute(self: Any, args: Any, executable: Any, preexec: Any, close: Any, keep: Any, cwd: Any, env: Any,
+                startupinfo: Any, flags: Any, shell: Any, *rest: Any) -> None:  # fmt: skip
+        module = args.index("-m") + 1 if isinstance(args, list) and "-m" in args else 0
+        if not module or args[0] != sys.executable or args[module] != "sojourn":
+            return real(self, args, executable, preexec, close, keep, cwd, env, startupinfo, flags, shell, *rest)
+        pipes, new_session = rest[:6], rest[11]
+        self.pid = os.fork()
+        if self.pid:
+            self._child_created = True
+            self._close_pipe_fds(*pipes)
+            return None
+        _become_new_process(pipes[0], pipes[3], pipes[5], keep)
+        if new_session:
+            os.setsid()
+        if env is not None:
+            os.environ.clear()
+            os.environ.update(env)
+        if cwd is not None:
+            os.chdir(cwd)
+        _run_and_exit(args[module + 1 :], preamble)
+
+    subprocess.Popen._execute_child = execute  # type: ignore[attr-defined]
+
+
+def _become_new_process(stdin: int, stdout: int, stderr: int, keep: Any) -> None:
+    """Only standard files are open and no signal is handled, as after an exec."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for number, given in enumerate((stdin, stdout, stderr)):
+        if given >= 0:
+            os.dup2(given, number)
+    for number in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+        if number > 2 and number not in keep:
+            with contextlib.suppress(OSError):
+                os.dup2(null, number)  # the number stays taken: an object of before may still close it
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout, sys.stderr = (open(n, "w", buffering=1, encoding="utf-8", closefd=False) for n in (1, 2))  # noqa: SIM115
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 if __name__ == "__main__":

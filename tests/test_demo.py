@@ -7,7 +7,7 @@ from sojourn.storage.files import read_json_lines
 
 
 def test_the_fast_demo_is_killed_goes_on_and_learns(home, fork_server):
-    said = fork_server.run("demo", "--fast", "--json")
+    said = fork_server.run("demo", "--fast", "--json", fork_children=True)
     assert said.returncode == 0, said.stderr
     outcome = json.loads(said.stdout)
     assert 0 < outcome["continued_from"] <= outcome["killed_at"] < outcome["steps"]

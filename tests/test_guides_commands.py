@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from conftest import sojourn as command
+from fork_server import ForkServer, needs_fork
 from sojourn.config.load import load_run, read_config
 from sojourn.config.schema import RunConfig
 from sojourn.config.spellings import ACCUMULATION, BATCH, SWITCHES, VALUES
@@ -272,14 +272,17 @@ def several() -> list[Any]:
     return marked
 
 
+@needs_fork
 @pytest.mark.parametrize("row", several())
-def test_a_command_for_several_gpus_trains_on_as_many_processes(row: Row, chats: Path, base: Path) -> None:
+def test_a_command_for_several_gpus_trains_on_as_many_processes(
+    row: Row, chats: Path, base: Path, fork_server: ForkServer
+) -> None:
     """On a machine without GPUs they share its CPU."""
     if "--deepspeed" in row.here:
         pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
         Path("ds_config.json").write_text(json.dumps(DS_CONFIG))
     config = load_run(row.words).config
-    said = command("train", *small(row, chats, base), "train.precision=fp32")
+    said = fork_server.run("train", *small(row, chats, base), "train.precision=fp32", fork_children=True)
     assert said.returncode == 0, said.stderr
     run = run_folder(config.name or "run")
     (start,) = [event for event in read_json_lines(run.events) if event["kind"] == "start"]

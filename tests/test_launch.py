@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from conftest import called
+from fork_server import Child, ForkServer, needs_fork
 from sojourn.config.load import load_run
 from sojourn.launch import agent as launching
 from tiny import Tiny, events, losses, run_of, saved_steps
@@ -37,19 +38,16 @@ if "RANK" in os.environ:
 """
 
 
-def _start(tiny: Tiny, words: list[str], wrong: str = "pass") -> subprocess.Popen[str]:
-    inside = tiny.home / "inside"
-    inside.mkdir(exist_ok=True)
-    (inside / "sitecustomize.py").write_text(_WRONG.replace("WRONG", wrong))
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(inside), *sys.path]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "sojourn", "train", *words]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+def _start(fork_server: ForkServer, words: list[str], wrong: str = "pass") -> Child:
+    """torchrun's own agent, which starts the ranks as its children."""
+    return fork_server.start("train", *words, preamble=_WRONG.replace("WRONG", wrong), fork_children=True)
 
 
 _FULL = "if start == 0 and step == 6: raise torch.OutOfMemoryError('CUDA out of memory.')"
 _KILLED = "if start == 1 and step == 5: os.kill(os.getpid(), signal.SIGKILL)"
 
 
+@needs_fork
 @pytest.mark.parametrize(
     ("wrong", "starts"),
     [
@@ -57,10 +55,10 @@ _KILLED = "if start == 1 and step == 5: os.kill(os.getpid(), signal.SIGKILL)"
         pytest.param(f"{_FULL}\n            {_KILLED}", [0, 4, 8], id="memory, then a kill", marks=pytest.mark.slow),
     ],
 )
-def test_processes_that_run_out_of_memory_or_are_killed_begin_again_and_end_the_same(tiny, wrong, starts):
+def test_processes_that_run_out_of_memory_or_are_killed_begin_again_and_end_the_same(tiny, fork_server, wrong, starts):
     """In the second of two, under an engine whose processes cannot agree any more when one fails."""
     words = tiny.words(*RUN, "parallel.engine=fsdp")
-    out, err = (process := _start(tiny, words, wrong)).communicate(timeout=300)
+    out, err = (process := _start(fork_server, words, wrong)).communicate(timeout=300)
     run = run_of(words)
     assert process.returncode == 0, err
     assert "2 ranks share the cpu" in out and "done: the model is in" in out
@@ -72,9 +70,12 @@ def test_processes_that_run_out_of_memory_or_are_killed_begin_again_and_end_the_
     assert (run.logs / "process-1.log").is_file() and "Traceback" in (run.logs / "process-1.log").read_text()
 
 
-def test_a_process_that_fails_ends_all_with_its_own_traceback_and_nothing_is_started_again(tiny):
+@needs_fork
+def test_a_process_that_fails_ends_all_with_its_own_traceback_and_nothing_is_started_again(tiny, fork_server):
     words = tiny.words(*RUN)
-    out, err = (process := _start(tiny, words, "if step == 3: nonsense = {}['missing']")).communicate(timeout=300)
+    out, err = (process := _start(fork_server, words, "if step == 3: nonsense = {}['missing']")).communicate(
+        timeout=300
+    )
     assert process.returncode == 1
     assert "sojourn: rank 1: Traceback" in err and "KeyError: 'missing'" in err
     assert "KeyError" in err.split("Traceback", 2)[1], "the first traceback is that of the one that failed"
@@ -85,8 +86,11 @@ def test_a_process_that_fails_ends_all_with_its_own_traceback_and_nothing_is_sta
     "how", ["Ctrl-C", pytest.param("kill -9 of the one that started them", marks=pytest.mark.slow)]
 )
 def test_what_stops_the_command_stops_its_processes_saved(tiny, how):
+    """Every process is a fresh Python here."""
     words = tiny.words(*RUN, "train.steps=5000", "save.every_steps=null")
-    process, run = _start(tiny, words), run_of(words)
+    pipe, env = subprocess.PIPE, {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "sojourn", "train", *words]
+    process, run = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env), run_of(words)
     while len(run.read_metrics()) < 3:
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)

@@ -1,9 +1,6 @@
 """Several processes train one run together, move between machines with more or fewer of them, and stop as one."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -67,16 +64,6 @@ os._exit = left_with
 
 '''
 
-_COMMAND = """
-from sojourn.cli.main import main
-code = 0
-try:
-    main()
-except SystemExit as end:
-    code = end.code
-left_with(code)
-"""
-
 # One of two: memory runs out in the midst of a step, so that all are built anew; later it gets a SIGTERM. Meanwhile the
 # first process is slow to write the ladder and to save.
 _IN_ONE_OF_TWO = """
@@ -132,17 +119,6 @@ torch.optim.AdamW.step = full
 """
 
 
-def _torchrun(processes: int, words: list[str], folder: Path, wrong: str) -> tuple[int, str]:
-    """The real launcher: how it ends, and what it says."""
-    script = folder / "start.py"
-    script.write_text(_NOTES + wrong + _COMMAND)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    env = {**os.environ, "NOTES": str(folder), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, str(script), "train", *words], capture_output=True, text=True, check=False,
-                          env=env, timeout=300)  # fmt: skip
-    return done.returncode, done.stdout + done.stderr
-
-
 def _notes(processes: int, folder: Path) -> list[list[dict]]:
     """What each process wrote down."""
     return [read_json_lines(folder / f"{rank}.jsonl") for rank in range(processes)]
@@ -177,8 +153,8 @@ def test_a_run_moves_from_one_process_to_two_to_four_and_ends_the_same(tiny, for
     two, four = tmp_path / "two", tmp_path / "four"
     two.mkdir()
     four.mkdir()
-    (code, said), notes = _torchrun(2, words, two, _IN_ONE_OF_TWO), _notes(2, two)
-    assert code != 0 and [lines[-1:] for lines in notes] == [[{"code": 3}], [{"code": 3}]], said
+    done, notes = fork_server.run_ranks(2, words, _NOTES + _IN_ONE_OF_TWO, NOTES=str(two)), _notes(2, two)
+    assert done.codes == [3, 3] and [lines[-1:] for lines in notes] == [[{"code": 3}], [{"code": 3}]], done
     assert run.status().state == "stopped" and run.status().step == 8 and saved_steps(run)[-1] == 8
     assert not any("alone" in line for line in notes[0]), "a process left while the first was still saving"
     for lines in notes:

@@ -140,7 +140,7 @@ def test_a_run_that_is_done_says_so_without_opening_its_model(words, monkeypatch
 
 
 def test_the_contract_is_proved_on_the_users_own_run(words, fork_server):
-    said = fork_server.run("verify-resume", *words, "--steps", "40", "--json")
+    said = fork_server.run("verify-resume", *words, "--steps", "40", "--json", fork_children=True)
     assert said.returncode == 0, said.stderr
     verdict = json.loads(said.stdout)
     assert verdict["holds"] and verdict["identical"] and verdict["continued_from"] >= 10
