@@ -39,8 +39,8 @@ _AFTER_FAILURE = 30.0  # seconds for the other ranks when one has failed
 
 @dataclass(frozen=True)
 class Command:
-    """`preamble`: Python that runs before the command; it knows `rank`, `os` and `signal`. `fork_children`: Pythons that
-    the command starts are forks of it, and run the preamble too."""
+    """`preamble`: Python that runs before the command; it knows `rank`, `os` and `signal`. `fork_children`: Pythons
+    that the command starts are forks of it, and run the preamble too."""
 
     id: int
     args: list[str]
@@ -268,8 +268,9 @@ def _fork_children(preamble: str) -> None:
 
     def execute(self: Any, args: Any, executable: Any, preexec: Any, close: Any, keep: Any, cwd: Any, env: Any,
                 startupinfo: Any, flags: Any, shell: Any, *rest: Any) -> None:  # fmt: skip
-        module = args.index("-m") + 1 if isinstance(args, list) and "-m" in args else 0
-        if not module or args[0] != sys.executable or args[module] != "sojourn":
+        words = [str(word) for word in args] if isinstance(args, (list, tuple)) else []
+        module = words.index("-m") + 1 if "-m" in words else 0
+        if not module or words[0] != sys.executable or words[module] != "sojourn":
             return real(self, args, executable, preexec, close, keep, cwd, env, startupinfo, flags, shell, *rest)
         pipes, new_session = rest[:6], rest[11]
         self.pid = os.fork()
@@ -285,7 +286,7 @@ def _fork_children(preamble: str) -> None:
             os.environ.update(env)
         if cwd is not None:
             os.chdir(cwd)
-        _run_and_exit(args[module + 1 :], preamble)
+        _run_and_exit(words[module + 1 :], preamble)
 
     subprocess.Popen._execute_child = execute  # type: ignore[attr-defined]
 
