@@ -10,7 +10,7 @@ from shared import make_base
 from sojourn.config.load import load_run, read_config
 from sojourn.errors import Stopped, UserError
 from sojourn.run.folder import RunFolder
-from sojourn.run.fork import forked
+from sojourn.run.fork import fork_run
 from sojourn.run.home import run_folder
 from sojourn.train.loop import train
 from sojourn.train.verify_resume import compare
@@ -18,7 +18,7 @@ from sojourn.train.verify_resume import compare
 
 def _train(words: list[str], fork: str | None = None) -> RunFolder:
     config = load_run(words).config
-    config = config if fork is None else forked(config, fork)
+    config = config if fork is None else fork_run(config, fork)
     run = run_folder(config.name, config.save.folder)
     train(config, run)
     return run
