@@ -1,4 +1,4 @@
-"""A DeepSpeed file beside the run's own settings: filled where it says auto, refused where it says something else."""
+"""A DeepSpeed file beside the run's settings: `auto` is filled in, another value than the run's is refused."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from sojourn.config.load import load_run
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
-from sojourn.train.distributed.ds_config import filled, usual
-from sojourn.train.distributed.ds_fields import KEPT, KNOWN
+from sojourn.train.distributed.ds_config import config_from_file, default_config
+from sojourn.train.distributed.ds_fields import KNOWN, PASSED_THROUGH
 
 WORDS = (
     "small", "train.global_batch=32", "train.micro_batch=4", "train.lr=2e-5", "train.precision=bf16", "train.clip=1",
@@ -43,7 +43,7 @@ GUIDE: dict[str, Any] = {
         "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto"),
     },
 }
-# What is usual for ZeRO-3 with transformers.
+# The usual file for ZeRO-3 with transformers.
 ZERO_3: dict[str, Any] = {
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": "auto",
@@ -77,7 +77,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def fill(file: Path, content: Any, *words: str, processes: int = 2) -> tuple[dict[str, Any], list[str]]:
     file.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
-    return filled(file, run(*words), processes)
+    return config_from_file(file, run(*words), processes)
 
 
 def refusal(file: Path, content: Any, *words: str, processes: int = 2) -> str:
@@ -212,7 +212,7 @@ def test_lengths_that_only_the_data_decide_are_noted_not_refused(file: Path) -> 
     config = run()
     config = config.model_copy(update={"train": config.train.model_copy(update={"steps": None, "epochs": 3.0})})
     file.write_text(json.dumps({"scheduler": {"type": "WarmupCosineLR", "params": params}}))
-    notes = filled(file, config, 1)[1]
+    notes = config_from_file(file, config, 1)[1]
     assert [note.split("type ")[1] for note in notes] == ["train.warmup=100", "train.steps=500"]
 
 
@@ -220,7 +220,7 @@ def test_fields_without_effect_are_left_out_with_a_note_for_each_reason(file: Pa
     content = {"steps_per_print": 10, "tensorboard": {"enabled": True}, "wandb": {"enabled": False}, "aio": {"a": 1}}
     given, notes = fill(file, content)
     assert given == fill(file, {})[0]
-    assert [note.split(": left out")[0] for note in notes] == ["ds.json: steps_per_print, tensorboard", "ds.json: aio"]
+    assert [note.split(": ignored")[0] for note in notes] == ["ds.json: steps_per_print, tensorboard", "ds.json: aio"]
 
 
 ZERO = "zero_optimization"
@@ -229,7 +229,7 @@ ZERO = "zero_optimization"
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ({"pipeline": {"stages": 2}}, "pipeline cuts the model"),
+        ({"pipeline": {"stages": 2}}, "pipeline splits the model"),
         ({"amp": {"enabled": True}}, "train.precision"),
         ({"sparse_attention": {"mode": "fixed"}}, "train.attention"),
         ({"data_efficiency": {"enabled": True}}, "order of rows"),
@@ -269,8 +269,8 @@ def test_what_cannot_be_honoured_is_refused(file: Path, content: Any, said: str)
         ('{"fp16": {"enabled": True}}', "ds.json:1:22: not valid JSON: this is Python"),
         ('{"fp16": {"enabled": true}', "it ends too early; close every brace"),
         ('{"a" 1}', "ds.json:1:6: not valid JSON"),
-        ('{"bf16": {"enabled": true, "enabled": false}}', '"enabled" stands twice in the same braces; keep one'),
-        ('{"gradient_clipping": NaN}', "NaN is no number"),
+        ('{"bf16": {"enabled": true, "enabled": false}}', '"enabled" appears twice in the same object; keep one'),
+        ('{"gradient_clipping": NaN}', "NaN is not a JSON number"),
         ("[" * 100_000, "nested too deeply"),
         ('{"train_batch_size": "many"}', 'train_batch_size: "many" given; it takes a number'),
         ('{"train_batch_size": 2.5}', "it takes a whole number"),
@@ -282,7 +282,7 @@ def test_what_cannot_be_honoured_is_refused(file: Path, content: Any, said: str)
         ('{"zero_optimization": {"reduce_bucket_size": -1}}', "it takes a whole number, 1 or more"),
         ('{"optimizer": {"params": {"betas": 0.9}}}', "it takes two numbers, such as [0.9, 0.95]"),
         ('{"zero_optimisation": {"stage": 2}}', "did you mean zero_optimization.stage?"),
-        ('{"optimizer": {"params": {"qqq": 1}}}', "optimizer.params.qqq is no field that is known here"),
+        ('{"optimizer": {"params": {"qqq": 1}}}', "optimizer.params.qqq is not a known field"),
     ],
 )  # fmt: skip
 def test_a_broken_file_is_one_line_with_its_place(file: Path, content: str, said: str) -> None:
@@ -296,12 +296,12 @@ def test_a_comma_too_many_is_named(file: Path) -> None:
 
 def test_a_file_that_cannot_be_read_is_one_line(file: Path) -> None:
     with pytest.raises(UserError, match=r"^ds.json: no such file; correct parallel.deepspeed"):
-        filled(file, run(), 1)
+        config_from_file(file, run(), 1)
     with pytest.raises(UserError, match="cannot be read"):
-        filled(file.parent, run(), 1)
+        config_from_file(file.parent, run(), 1)
     file.write_bytes(b'{"a": "\xff"}')
     with pytest.raises(UserError, match="save the file as UTF-8"):
-        filled(file, run(), 1)
+        config_from_file(file, run(), 1)
 
 
 def test_offload_is_added_where_the_file_says_nothing_of_it(file: Path) -> None:
@@ -310,19 +310,19 @@ def test_offload_is_added_where_the_file_says_nothing_of_it(file: Path) -> None:
     assert fill(file, {ZERO: {"stage": 1}}, word)[0][ZERO] == {"stage": 1, part: added}
     own = {"device": "cpu"}
     assert fill(file, {ZERO: {"stage": 1, part: own}}, word)[0][ZERO][part] == own
-    assert usual(run(word), 1)[ZERO][part] == added and part not in usual(run(), 1)[ZERO]
+    assert default_config(run(word), 1)[ZERO][part] == added and part not in default_config(run(), 1)[ZERO]
     assert "train.offload=off" in refusal(file, {ZERO: {"stage": 1, part: {"device": "none"}}}, word)
     assert "stage is 0, but train.offload=optimizer needs 1 or above" in refusal(file, {}, word)
     every = {"stage": 3, part: added, "offload_param": added}
     assert fill(file, {ZERO: {"stage": 3}}, "train.offload=all")[0][ZERO] == every
-    assert usual(run("train.offload=all"), 1)[ZERO].items() >= every.items()
+    assert default_config(run("train.offload=all"), 1)[ZERO].items() >= every.items()
     assert "train.offload=all needs 3 or above" in refusal(file, {ZERO: {"stage": 2}}, "train.offload=all")
 
 
 def test_other_optimizers_are_refused_with_and_without_a_file(file: Path) -> None:
     assert "optimizer.type is AdamW, but train.optimizer is muon" in refusal(file, GUIDE, "train.optimizer=muon")
     with pytest.raises(UserError, match=r"^train.optimizer: muon given.*train.optimizer=adamw"):
-        usual(run("train.optimizer=muon"), 2)
+        default_config(run("train.optimizer=muon"), 2)
 
 
 @pytest.mark.parametrize("content", [GUIDE, ZERO_3, {}, None], ids=["guide", "zero-3", "empty", "no file"])
@@ -334,7 +334,7 @@ def test_deepspeed_itself_takes_what_we_give_it(file: Path, content: Any, offloa
     if content == {} and offload == "optimizer":
         content = {ZERO: {"stage": 1}}
     word = f"train.offload={offload}"
-    given = usual(run(word), 1) if content is None else fill(file, content, word, processes=1)[0]
+    given = default_config(run(word), 1) if content is None else fill(file, content, word, processes=1)[0]
     read = DeepSpeedConfig(given)
     assert read.zero_config.stage == given[ZERO]["stage"] and read.bfloat16_config.enabled
     assert (read.train_batch_size, read.gradient_clipping, read.zero_force_ds_cpu_optimizer) == (1, 1.0, False)
@@ -351,7 +351,7 @@ def test_deepspeed_knows_every_field_that_is_kept(file: Path) -> None:
 
     example = {"flag": True, "size": 7, "count": 7, "number": 7, (0, 1, 2, 3): 3}
     content: dict[str, Any] = {}
-    for field, kind in KEPT.items():
+    for field, kind in PASSED_THROUGH.items():
         *sections, last = field.split(".")
         inner = content
         for section in sections:

@@ -290,7 +290,7 @@ def test_a_step_that_is_no_number_is_left_out_by_every_engine(tiny, fork_server,
     ("extra", "says"),
     [
         (("parallel.engine=single",), "single is for one process, and 2 were started"),
-        (("parallel.engine=fsdp", "train.optimizer=muon"), "muon needs whole tensors"),
+        (("parallel.engine=fsdp", "train.optimizer=muon"), "muon needs full tensors"),
         (("parallel.engine=ddp", "train.offload=all"), "all needs parallel.engine=fsdp or deepspeed"),
         (("parallel.gpus=0,1,2",), "3 GPUs are named, but torchrun started 2 processes here"),
         (("train.global_batch=1",), "1 rows are fewer than the 2 ranks; use at least 2"),

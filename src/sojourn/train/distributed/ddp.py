@@ -1,9 +1,9 @@
-"""Data parallel: every process has all the weights, reads its share of the rows, and gradients are summed.
+"""Distributed data parallel: every rank has all the weights and its shard of the rows; gradients are all-reduced.
 
-Gradients live in flat buckets, of which each parameter's gradient is a view. In a step's last pass a bucket travels as
-soon as it is full, while the rest of the backward goes on; passes before it keep to themselves. torch's own wrapper
-does the same, but where one process runs out of memory in its backward, the others would wait for its buckets for ever.
-Here it sends them all the same, and what came of it is thrown away by all.
+Gradients live in flat buckets; each parameter's gradient is a view of one. In the backward of a step's last micro batch
+a bucket is all-reduced as soon as it is full, overlapping with the rest of the backward; earlier micro batches only
+accumulate. torch's `DistributedDataParallel` does the same, but where one rank runs out of memory in its backward the
+others wait for its buckets until they time out. Here that rank sends its buckets anyway, and all discard the step.
 """
 
 from __future__ import annotations
@@ -14,79 +14,81 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
 
 from sojourn.train.distributed.engine import Engine
 
-_BUCKET = 32 << 20  # bytes
+_BUCKET_BYTES = 32 << 20
 
 
 class _Bucket:
-    def __init__(self, parameters: list[Any]) -> None:
+    def __init__(self, parameters: list[Parameter]) -> None:
         first = parameters[0]
         self.parameters = parameters
         self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
         ends = [*torch.tensor([p.numel() for p in parameters]).cumsum(0).tolist()]
         self.views = [self.flat[end - p.numel() : end].view_as(p) for p, end in zip(parameters, ends, strict=True)]
-        self.lacks = 0
+        self.missing = 0  # gradients of the last micro batch that are not there yet
 
-    def empty(self) -> None:
+    def zero(self) -> None:
         self.flat.zero_()
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.grad = view
 
 
 class Ddp(Engine):
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self._buckets = [_Bucket(parameters) for parameters in _grouped(self.optimizer.parameters)]
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._buckets = [_Bucket(parameters) for parameters in _bucketed(self.optimizer.parameters)]
         self._sent: list[Any] = []
         self._last = False
         for bucket in self._buckets:
             for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(lambda _, of=bucket: self._filled(of))
+                parameter.register_post_accumulate_grad_hook(lambda _, of=bucket: self._gradient_ready(of))
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         for bucket in self._buckets:
-            bucket.empty()
-            bucket.lacks = len(bucket.parameters)
+            bucket.zero()
+            bucket.missing = len(bucket.parameters)
         self._sent, self._last = [], False
         with self.ranks.raise_oom_on_all_ranks(self._finish):
             yield
 
-    def backward(self, loss: Any, last: bool) -> None:
+    def backward(self, loss: Tensor, last: bool) -> None:
         self._last = last
         super().backward(loss, last)
 
-    def _filled(self, bucket: _Bucket) -> None:
+    def _gradient_ready(self, bucket: _Bucket) -> None:
         if self._last:
-            bucket.lacks -= 1
+            bucket.missing -= 1
             self._send(only_full=True)
 
     def _send(self, only_full: bool) -> None:
-        """In the same order everywhere, whichever was full first."""
+        """In the same order on all ranks, whichever bucket was full first."""
         while len(self._sent) < len(self._buckets):
             bucket = self._buckets[len(self._sent)]
-            if only_full and bucket.lacks > 0:
+            if only_full and bucket.missing > 0:
                 return
             self._sent.append(dist.all_reduce(bucket.flat, async_op=True))
 
     def _finish(self) -> None:
-        """Also where there was nothing to learn from, or memory ran out."""
+        """Also on a rank without targets, or out of memory: the other ranks wait for its buckets."""
         self._send(only_full=False)
         for work in self._sent:
             work.wait()
 
 
-def _grouped(parameters: list[Any]) -> list[list[Any]]:
-    """From the last to the first, as a backward comes to them."""
-    found: list[list[Any]] = []
+def _bucketed(parameters: list[Parameter]) -> list[list[Parameter]]:
+    """From the last parameter to the first, the order of a backward."""
+    buckets: list[list[Parameter]] = []
     size = 0
     for parameter in reversed(parameters):
         bytes_ = parameter.numel() * parameter.element_size()
-        if not found or size + bytes_ > _BUCKET or found[-1][0].dtype != parameter.dtype:
-            found.append([])
+        if not buckets or size + bytes_ > _BUCKET_BYTES or buckets[-1][0].dtype != parameter.dtype:
+            buckets.append([])
             size = 0
-        found[-1].append(parameter)
+        buckets[-1].append(parameter)
         size += bytes_
-    return found
+    return buckets

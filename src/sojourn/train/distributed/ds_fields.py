@@ -1,4 +1,4 @@
-"""The fields of a DeepSpeed file by their dotted names, each in one table: what becomes of it."""
+"""The fields of a DeepSpeed file by their dotted names, each in one table that says how it is handled."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any, Literal
 Fields = dict[str, Any]
 Kind = Literal["flag", "size", "count", "number"] | tuple[int, ...] | tuple[str, ...]
 
-_NUMBERS = ("fp32", "fp16", "bf16")
+_DTYPES = ("fp32", "fp16", "bf16")
 _DEVICES = ("none", "cpu", "nvme")
 
-# Said by one key of ours.
-OURS = {
+# Must equal this key of `train`.
+TRAIN_KEYS = {
     "train_batch_size": "global_batch",
     "train_micro_batch_size_per_gpu": "micro_batch",
     "gradient_clipping": "clip",
@@ -20,8 +20,8 @@ OURS = {
     "scheduler.params.warmup_max_lr": "lr",
     "scheduler.params.cos_min_ratio": "min_lr",
 }
-# Said by several keys or fields together: each has a function in `ds_config.py`.
-TOGETHER = (
+# Checked against several keys or fields together, each by a function in `ds_config.py`.
+COMPARED_TOGETHER = (
     "gradient_accumulation_steps",
     "fp16.enabled",
     "bf16.enabled",
@@ -31,7 +31,7 @@ TOGETHER = (
     "scheduler.params.warmup_num_steps",
     "scheduler.params.total_num_steps",
 )
-# Not to be chosen here.
+# Must have this value.
 FIXED: Fields = {
     "zero_allow_untested_optimizer": True,
     "zero_force_ds_cpu_optimizer": False,
@@ -51,15 +51,15 @@ FIXED: Fields = {
 }
 
 
-def _listed(groups: dict[Any, str], above: str = "") -> dict[str, Any]:
-    """A table from what fields have in common and their names."""
+def _table(groups: dict[Any, str], above: str = "") -> dict[str, Any]:
+    """Field to value, from value to the names of its fields."""
     return {above + field: shared for shared, fields in groups.items() for field in fields.split()}
 
 
-# The file's own business: DeepSpeed is given these as they stand.
-KEPT: dict[str, Kind] = {
-    **_listed({_NUMBERS: "communication_data_type data_types.grad_accum_dtype"}),
-    **_listed(
+# Passed to DeepSpeed unchanged; the value is the type that the field takes.
+PASSED_THROUGH: dict[str, Kind] = {
+    **_table({_DTYPES: "communication_data_type data_types.grad_accum_dtype"}),
+    **_table(
         {
             "number": "fp16.loss_scale",
             "size": "fp16.initial_scale_power",
@@ -67,7 +67,7 @@ KEPT: dict[str, Kind] = {
             "flag": "fp16.consecutive_hysteresis bf16.immediate_grad_update",
         }
     ),
-    **_listed(
+    **_table(
         {
             (0, 1, 2, 3): "stage",
             _DEVICES: "offload_optimizer.device offload_param.device",
@@ -84,24 +84,24 @@ KEPT: dict[str, Kind] = {
         "zero_optimization.",
     ),
 }
-# Left out, and the user is told: the run comes out the same without them.
-DROPPED: dict[str, str] = {
-    **_listed(
+# Ignored with a note: the result of the run is the same without them.
+IGNORED: dict[str, str] = {
+    **_table(
         {
-            "log.every_steps and log.trackers say what is shown": "steps_per_print log_level dump_state tensorboard "
-            "wandb comet csv_monitor",
+            "log.every_steps and log.trackers decide what is logged": "steps_per_print log_level dump_state "
+            "tensorboard wandb comet csv_monitor",
             "sojourn measures time and memory itself": "wall_clock_breakdown memory_breakdown timers comms_logger "
             "flops_profiler",
-            "train.activation_checkpointing says what is recomputed": "activation_checkpointing",
-            "rows are read as data and train say": "dataloader_drop_last",
-            "checkpoints are written as save says": "checkpoint datastates",
+            "train.activation_checkpointing decides it": "activation_checkpointing",
+            "the data and train sections decide how rows are read": "dataloader_drop_last",
+            "the save section decides how checkpoints are written": "checkpoint datastates",
             "the run has its own AdamW": "optimizer.params.torch_adam",
             "it is for NVMe only": "aio",
         }
     ),
-    **_listed(
+    **_table(
         {
-            "checkpoints are written as save says": "elastic_checkpoint load_from_fp32_weights "
+            "the save section decides how checkpoints are written": "elastic_checkpoint load_from_fp32_weights "
             "stage3_gather_fp16_weights_on_model_save",
             "it is for NVMe only": "offload_optimizer.nvme_path offload_optimizer.fast_init "
             "offload_optimizer.pipeline_read offload_optimizer.pipeline_write offload_param.nvme_path",
@@ -109,35 +109,33 @@ DROPPED: dict[str, str] = {
         "zero_optimization.",
     ),
 }
-# Left out only where they are off: what they ask for would change the run, or would not happen.
+# Refused unless they are off: they would change the result of the run, or would have no effect.
 REFUSED: dict[str, str] = {
-    **_listed(
+    **_table(
         {
-            "would narrow numbers a second time; train.precision says which are used": "amp torch_autocast "
-            "fp16.auto_cast",
+            "would cast a second time; train.precision decides the dtype": "amp torch_autocast fp16.auto_cast",
             "is an old name; write bf16 instead": "bfloat16",
-            "counts micro batches, which the run does itself": "managed_gradient_accumulation",
+            "would accumulate gradients, which the run does itself": "managed_gradient_accumulation",
             "changes how gradients are averaged, which the run does itself": "prescale_gradients "
             "gradient_allreduce_op sparse_gradients disable_allgather",
-            "cuts the model into parts, which is not supported": "pipeline tensor_parallel autotp expert_parallel",
-            "is not supported; train.attention says how the model attends": "sparse_attention",
-            "is not supported; train.compile says whether the model is compiled": "compile",
-            "would change the batch; train.global_batch and train.micro_batch say how large it is": "elasticity "
-            "autotuning",
+            "splits the model over ranks, which is not supported": "pipeline tensor_parallel autotp expert_parallel",
+            "is not supported; train.attention chooses the attention backend": "sparse_attention",
+            "is not supported; train.compile decides whether the model is compiled": "compile",
+            "would change the batch; train.global_batch and train.micro_batch decide its size": "elasticity autotuning",
             "would change the order of rows, which train.seed decides": "curriculum_learning data_efficiency",
-            "is not supported; a run trains the model as it is": "progressive_layer_drop compression_training "
+            "is not supported; a run does not change the model": "progressive_layer_drop compression_training "
             "quantize_training weight_quantization eigenvalue hybrid_engine",
-            "keeps in 16 bits what a run keeps in 32": "fp16.fp16_master_weights_and_grads "
+            "would keep fp32 master weights or optimizer states in 16-bit": "fp16.fp16_master_weights_and_grads "
             "bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states",
-            "would skip steps; train.on_nan says what happens to bad ones": "bf16.check_grad_overflow",
+            "would skip steps; train.on_nan decides what happens to steps with NaN": "bf16.check_grad_overflow",
         }
     ),
-    **_listed(
+    **_table(
         {
-            "rounds what GPUs send each other, and losses would no longer be comparable": "zero_quantized_weights "
+            "quantizes communication, and losses would no longer be comparable": "zero_quantized_weights "
             "zero_quantized_nontrainable_weights zero_quantized_gradients zeropp_loco_param",
-            "updates weights late, and losses would no longer be comparable": "zenflow",
-            "is not supported; ZeRO shares over all processes": "mics_shard_size mics_hierarchical_params_gather",
+            "delays weight updates, and losses would no longer be comparable": "zenflow",
+            "is not supported; ZeRO shards over all ranks": "mics_shard_size mics_hierarchical_params_gather",
             "is an old name; write offload_optimizer or offload_param instead": "cpu_offload cpu_offload_params "
             "cpu_offload_param cpu_offload_use_pin_memory",
             "is no longer in DeepSpeed": "legacy_stage1",
@@ -146,15 +144,15 @@ REFUSED: dict[str, str] = {
         "zero_optimization.",
     ),
 }
-KNOWN = (*OURS, *TOGETHER, *KEPT, *FIXED, *DROPPED, *REFUSED)
+KNOWN = (*TRAIN_KEYS, *COMPARED_TOGETHER, *PASSED_THROUGH, *FIXED, *IGNORED, *REFUSED)
 
-# What a scheduler comes to here, in keys of `train`.
+# A scheduler as keys of `train`.
 SCHEDULES: dict[str, Fields] = {
     "WarmupLR": {"schedule": "constant"},
     "WarmupDecayLR": {"schedule": "linear", "min_lr": 0},
     "WarmupCosineLR": {"schedule": "cosine"},
 }
-OFFLOADED: dict[str, tuple[str, ...]] = {
+OFFLOAD_SECTIONS: dict[str, tuple[str, ...]] = {
     "off": (),
     "optimizer": ("offload_optimizer",),
     "all": ("offload_optimizer", "offload_param"),

@@ -1,7 +1,15 @@
-"""What the loop knows of the way a run is spread over processes. `Engine` is a process alone; the others build on it.
+"""How a run is distributed over ranks, behind one interface. `Engine` is a single rank; the others extend it.
 
-A step is: `passes` around all micro batches (`run`, `backward`), then `clip`, then `update`, or `discard` at any time
-before that, as if nothing had been.
+| engine | weights | gradients | file |
+|---|---|---|---|
+| single | on the one rank | on the one rank | this one |
+| ddp | on every rank | all-reduced in flat buckets during the last backward | `ddp.py` |
+| fsdp | sharded by torch's `fully_shard` | reduce-scattered | `fsdp.py` |
+| deepspeed | ZeRO 1 to 3, from the user's `ds_config.json` | ZeRO | `deepspeed.py` |
+
+One step: `accumulate` around all micro batches (`run`, `backward`), then `clip_grad_norm`, then `optimizer_step`.
+`discard_gradients` at any time before `optimizer_step` leaves no trace of the step. Checkpoints are the same for all
+engines: full tensors under the names of the parameters.
 """
 
 from __future__ import annotations
@@ -11,6 +19,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from sojourn.model.network import Network
 from sojourn.model.weights import load_trainable_state_dict, trainable_state_dict
@@ -30,21 +39,22 @@ class Engine:
         self.network, self.optimizer, self.scaler, self.ranks = network, optimizer, scaler, ranks
 
     def run(self, work: Callable[[], T]) -> T:
-        """Work that needs the weights."""
+        """Runs `work` where it finds full weights."""
         return work()
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Around the passes of a step. If memory runs out in one process, it does in all, if they can agree."""
+        """Around the micro batches of a step (gradient accumulation). Where the ranks can agree on it, out of memory on
+        one rank is raised on all."""
         with nullcontext() if self.syncs_every_micro_batch else self.ranks.raise_oom_on_all_ranks():
             yield
 
-    def backward(self, loss: Any, last: bool) -> None:
-        """Adds to the gradients; `last`: of this step."""
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Adds to the gradients; `last`: the last micro batch of the step."""
         self.scaler.scale(loss).backward()
 
-    def clip_grad_norm(self, max_norm: float) -> Any:
-        """The norm of the whole gradient, which is no longer than `max_norm` afterwards."""
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Clips the norm of the full gradient to `max_norm` (0: no limit) and returns the norm before that."""
         self.scaler.unscale_(self.optimizer.torch)
         grads = [parameter.grad for parameter in self.optimizer.parameters if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads)
@@ -52,9 +62,9 @@ class Engine:
             self._clip(norm, max_norm)
         return norm
 
-    def _clip(self, norm: Any, max_norm: float) -> None:
+    def _clip(self, norm: Tensor, max_norm: float) -> None:
         if self.optimizer.fuses_clipping and not self.scaler.is_enabled():
-            self.optimizer.torch.grad_scale = ((norm + 1e-6) / max_norm).clamp(min=1.0)  # which its kernel divides by
+            self.optimizer.torch.grad_scale = ((norm + 1e-6) / max_norm).clamp(min=1.0)  # its kernel divides by this
         else:
             torch.nn.utils.clip_grads_with_norm_(self.optimizer.parameters, max_norm, norm)
 
@@ -65,11 +75,11 @@ class Engine:
 
     @property
     def supports_async_step(self) -> bool:
-        """Whether `update` can leave it to the device to see if a step is good, instead of waiting for the answer."""
+        """Whether `optimizer_step` can let the device decide if a step is good, without a sync with the host."""
         return self.has_direct_gradients and self.optimizer.fuses_clipping and bool(self.optimizer.torch.state)
 
-    def optimizer_step(self, good: Any = None) -> None:
-        """One step of the optimizer, if there is anything to learn from; `good`: and if this turns out to be true."""
+    def optimizer_step(self, good: Tensor | None = None) -> None:
+        """Updates the weights if there are gradients; `good`: a boolean on the device, False leaves all unchanged."""
         with self.ranks.raise_oom_on_all_ranks():
             if any(parameter.grad is not None for parameter in self.optimizer.parameters):
                 if good is not None:
@@ -79,36 +89,36 @@ class Engine:
         self.optimizer.zero_grad()
 
     def discard_gradients(self) -> None:
-        """Throws the gradients away, and what the scaler has noted of them."""
+        """Drops the gradients, and the loss scaler's record of them."""
         self.optimizer.zero_grad()
         if self.scaler.is_enabled():
             self.scaler._per_optimizer_states.clear()
 
     @property
     def uses_loss_scaling(self) -> bool:
-        """Whether infinite gradients are the scaler's everyday business."""
+        """Whether a loss scaler (fp16) skips steps with infinite gradients by itself."""
         return bool(self.scaler.is_enabled())
 
     def set_learning_rate(self, rate: float) -> None:
         self.optimizer.set_learning_rate(rate)
 
-    def local_states(self) -> Iterable[Any]:
-        """What this process holds of weights and moments."""
+    def local_states(self) -> Iterable[Tensor]:
+        """This rank's trained weights and optimizer states."""
         return [*trainable_state_dict(self.network.model).values(), *self.optimizer.state_tensors().values()]
 
-    def full_weights(self) -> dict[str, Any]:
-        """Whole, by name, where they are to be written. All processes must ask together."""
+    def full_weights(self) -> dict[str, Tensor]:
+        """Trained weights by name, unsharded, on rank 0. All ranks must call this together."""
         return trainable_state_dict(self.network.model)
 
-    def full_optimizer_states(self) -> dict[str, Any]:
-        """The optimizer's state, likewise."""
+    def full_optimizer_states(self) -> dict[str, Tensor]:
+        """Optimizer states, likewise."""
         return self.optimizer.state_tensors()
 
-    gathers_copies = False  # whether the two above are copies already
+    gathers_copies = False  # whether the two above return copies, which later steps do not change
 
-    def load_full_weights(self, tensors: dict[str, Any]) -> None:
-        """Puts whole weights back, each process its share."""
+    def load_full_weights(self, tensors: dict[str, Tensor]) -> None:
+        """Each rank keeps its shard."""
         load_trainable_state_dict(self.network.model, tensors)
 
-    def load_optimizer_states(self, tensors: dict[str, Any]) -> None:
+    def load_optimizer_states(self, tensors: dict[str, Tensor]) -> None:
         self.optimizer.load_state_tensors(tensors)

@@ -1,4 +1,4 @@
-"""The network on its engine, ready for steps."""
+"""Opens the model on the engine that `parallel.engine` names."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def open_engine(config: RunConfig, artefact: Artefact, ranks: Ranks) -> Engine:
 
 
 def _fsdp(config: RunConfig, artefact: Artefact, ranks: Ranks, scaler: Any) -> Engine:
-    """The first process reads an existing model's weights; each gets its shards as they pass by."""
-    from sojourn.train.distributed.fsdp import Fsdp, local, refuse_unsupported, reshard, shard
+    """Rank 0 reads an existing model's weights and broadcasts them layer by layer; each rank keeps its shards."""
+    from sojourn.train.distributed.fsdp import Fsdp, local_shard, refuse_unsupported, reshard, shard
 
     refuse_unsupported(config)
-    by_first = config.model.base is not None and config.method.kind != "qlora"
-    # A base in 4 bits is what it is only on its own device.
-    where = "cpu" if by_first or config.model.base is None else ranks.device
-    network = bare_network(config, artefact, where, empty=by_first and not ranks.is_main)
-    _refuse_others(network, ranks)
+    from_rank_0 = config.model.base is not None and config.method.kind != "qlora"
+    # NF4 weights are quantized on their own device.
+    device = "cpu" if from_rank_0 or config.model.base is None else ranks.device
+    network = bare_network(config, artefact, device, empty=from_rank_0 and not ranks.is_main)
+    _refuse_different_models(network, ranks)
     save_memory(network, config)
-    root = shard(network, config, ranks, by_first)
+    root = shard(network, config, ranks, from_rank_0)
     if config.model.base is not None:
         packed = artefact.facts["packing"] != "off"
         try:
@@ -54,19 +54,19 @@ def _fsdp(config: RunConfig, artefact: Artefact, ranks: Ranks, scaler: Any) -> E
                 root(lambda: check(network, config, ranks.device, packed))
         except NotImplementedError:
             raise UserError(
-                "parallel.engine: this model attends in a way that parallel.engine=fsdp cannot use; use ddp"
+                "parallel.engine: this model's attention does not work with parallel.engine=fsdp; use ddp"
             ) from None
         reshard(root)
     ready(network, config)
-    optimizer = Optimizer(network.model, config.train, ranks.device, local)
+    optimizer = Optimizer(network.model, config.train, ranks.device, local_shard)
     return Fsdp(root, network, optimizer, scaler, ranks)
 
 
-def _refuse_others(network: Network, ranks: Ranks) -> None:
-    """What travels must find a place of the same form everywhere."""
-    forms = [(name, tuple(t.shape), str(t.dtype)) for name, t in network.model.named_parameters()]
-    marks = ranks.all_gather(hashlib.sha256(repr(forms).encode()).hexdigest())
-    if len(set(marks)) > 1:
+def _refuse_different_models(network: Network, ranks: Ranks) -> None:
+    """A broadcast needs tensors of the same shape and dtype on all ranks."""
+    shapes = [(name, tuple(t.shape), str(t.dtype)) for name, t in network.model.named_parameters()]
+    hashes = ranks.all_gather(hashlib.sha256(repr(shapes).encode()).hexdigest())
+    if len(set(hashes)) > 1:
         raise RunFailed(
-            "the processes have opened different models; is model.base the same on all machines, and transformers too?"
+            "the ranks have opened different models; use the same model.base and the same transformers on all nodes"
         )

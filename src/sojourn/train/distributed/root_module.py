@@ -1,4 +1,4 @@
-"""The outermost module that engines wrap: work that runs inside it finds the weights that it needs."""
+"""The outermost module, which FSDP and DeepSpeed wrap: their hooks gather weights for work in its forward."""
 
 from __future__ import annotations
 
