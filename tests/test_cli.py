@@ -104,14 +104,14 @@ def test_plan_says_no_where_a_model_does_not_fit(home):
     assert offers[0]["micro_batch"] is None
 
 
-def test_torch_is_told_to_lose_no_gpu_memory_between_tensors_unless_the_user_has_said_otherwise(monkeypatch):
+def test_expandable_segments_are_the_default_and_a_users_own_setting_wins(monkeypatch):
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     for name in names:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(main.sys, "platform", "linux")
-    main._spare_gpu_memory()
+    main._use_expandable_segments()
     assert {os.environ[name] for name in names} == {"expandable_segments:True"}
     monkeypatch.delenv(names[0])
     monkeypatch.setenv(names[1], "max_split_size_mb:128")
-    main._spare_gpu_memory()
+    main._use_expandable_segments()
     assert names[0] not in os.environ and os.environ[names[1]] == "max_split_size_mb:128"

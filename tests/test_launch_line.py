@@ -169,9 +169,9 @@ def test_auto_is_what_the_driver_sees_or_one(monkeypatch: pytest.MonkeyPatch) ->
     from sojourn.machine import gpus
 
     monkeypatch.setattr(gpus, "driver_gpus", lambda: [object()] * 3)
-    assert launch_line._gpus("auto") == 3
+    assert launch_line._count_gpus("auto") == 3
     monkeypatch.setattr(gpus, "driver_gpus", list)
-    assert launch_line._gpus("auto") == 1
+    assert launch_line._count_gpus("auto") == 1
 
 
 def directives(script: str) -> dict[str, str]:
@@ -360,8 +360,8 @@ def test_a_driver_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPat
         raise RuntimeError("nvidia-smi did not answer")
 
     monkeypatch.setattr(gpus, "driver_gpus", broken)
-    with pytest.raises(UserError, match="say how many"):
-        launch_line._gpus("auto")
+    with pytest.raises(UserError, match="give a number, such as"):
+        launch_line._count_gpus("auto")
 
 
 def test_a_grace_that_torchrun_does_not_keep_is_told() -> None:

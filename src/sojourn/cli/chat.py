@@ -6,16 +6,14 @@ import typer
 
 
 def chat(
-    model: str = typer.Argument(help="A run's name, or the folder of a model."),
-    system: str = typer.Option(None, help="A system message."),
-    max_tokens: int = typer.Option(256, "--max-tokens", min=1, help="At most this many tokens a reply."),
-    temperature: float = typer.Option(0.0, min=0.0, help="0 always takes the likeliest token."),
-    top_p: float = typer.Option(
-        1.0, min=0.01, max=1.0, help="Sample from the likeliest tokens that add up to this share."
-    ),
+    model: str = typer.Argument(help="Name of a run, or folder of a model."),
+    system: str = typer.Option(None, help="System message."),
+    max_tokens: int = typer.Option(256, "--max-tokens", min=1, help="Maximum tokens per reply."),
+    temperature: float = typer.Option(0.0, min=0.0, help="0 means greedy decoding."),
+    top_p: float = typer.Option(1.0, min=0.01, max=1.0, help="Nucleus sampling: the probability mass to sample from."),
     device: str = typer.Option("auto", help="auto, cpu, cuda or mps."),
 ) -> None:
-    """Talk to a model. /reset forgets the conversation, /exit (or Ctrl-D) leaves."""
+    """Chat with a model. /reset clears the conversation, /exit (or Ctrl-D) quits."""
     from sojourn.errors import UserError
     from sojourn.infer.generate import SamplingParams, reply
     from sojourn.infer.load import load_model
@@ -27,7 +25,7 @@ def chat(
         )
     start = [{"role": "system", "content": system}] if system else []
     turns = list(start)
-    print(f"{opened.path} · /reset forgets, /exit leaves")
+    print(f"{opened.path} · /reset clears the conversation, /exit quits")
     while True:
         try:
             line = input("you: ").strip()

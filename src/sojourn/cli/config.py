@@ -1,4 +1,4 @@
-"""`sojourn config check`: is this run's configuration right, and what does it come to?"""
+"""`sojourn config check`: validates a configuration without running it."""
 
 from __future__ import annotations
 
@@ -6,24 +6,21 @@ from typing import Annotated
 
 import typer
 
-config_app = typer.Typer(help="Check a configuration.", no_args_is_help=True)
+from sojourn.cli.run_args import RunArgs
 
-_Words = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="RUN [key=value]... [--flag value]...", help="A preset or a YAML file, and settings."),
-]
+config_app = typer.Typer(help="Check a configuration.", no_args_is_help=True)
 
 
 @config_app.command("check", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def check(
-    words: _Words = None,
+    args: RunArgs = [],  # noqa: B006 (typer makes a new list)
     show: Annotated[bool, typer.Option("--show", help="Print the whole configuration, defaults included.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the whole configuration as JSON.")] = False,
 ) -> None:
-    """Check a run's configuration without running it: every key, every value, every combination."""
+    """Check a run's configuration without running it: keys, values and combinations."""
     from sojourn.config.load import dump, load_run, summary, to_yaml
 
-    loaded = load_run(words or [])
+    loaded = load_run(args)
     if json:
         from json import dumps
 

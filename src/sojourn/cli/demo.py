@@ -1,4 +1,4 @@
-"""`sojourn demo`: the whole journey on this machine."""
+"""`sojourn demo`: plan, train, kill, resume and chat on this machine."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import typer
 
 
 def demo(
-    fast: bool = typer.Option(False, "--fast", help="Less training: about 40 seconds in all."),
-    json: bool = typer.Option(False, "--json", help="Print the outcome as JSON, at the end."),
+    fast: bool = typer.Option(False, "--fast", help="Train less: about 40 s in all."),
+    json: bool = typer.Option(False, "--json", help="Print the outcome as JSON at the end."),
 ) -> None:
-    """Plan, prepare, train, be killed, resume and answer: on this machine, with built-in data, in under 4 minutes."""
+    """Plan, prepare, train, kill, resume and chat on this machine, with built-in data, in under 4 minutes."""
     from rich.console import Console
 
     from sojourn.demo.journey import run_demo

@@ -1,4 +1,4 @@
-"""`sojourn eval`: held-out loss and exact answers."""
+"""`sojourn eval`: held-out loss and exact match."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import typer
 
 
 def evaluate(
-    model: str = typer.Argument(help="A run's name, or the folder of a model."),
-    tasks: int = typer.Option(50, min=0, help="Held-out questions per family; 0 asks none."),
+    model: str = typer.Argument(help="Name of a run, or folder of a model."),
+    tasks: int = typer.Option(50, min=0, help="Held-out questions per family; 0 skips them."),
     rows: int = typer.Option(64, min=1, help="Held-out rows for the loss (runs only)."),
     device: str = typer.Option("auto", help="auto, cpu, cuda or mps."),
     json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
-    """Loss and perplexity on the run's held-out rows, and exact match on held-out built-in questions."""
+    """Evaluate loss and perplexity on the run's held-out rows, and exact match on built-in questions."""
     import math
 
     from sojourn.evals.held_out import answer_held_out_questions, exact_match, held_out_loss

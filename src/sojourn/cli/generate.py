@@ -6,21 +6,17 @@ import typer
 
 
 def generate(
-    model: str = typer.Argument(help="A run's name, or the folder of a model."),
-    prompt: list[str] = typer.Option(..., "--prompt", "-p", help="The question or text; may be given several times."),
-    max_tokens: int = typer.Option(
-        128, "--max-tokens", "--max-new-tokens", min=1, help="At most this many new tokens."
-    ),
-    temperature: float = typer.Option(0.0, min=0.0, help="0 always takes the likeliest token."),
-    top_p: float = typer.Option(
-        1.0, min=0.01, max=1.0, help="Sample from the likeliest tokens that add up to this share."
-    ),
-    seed: int = typer.Option(None, help="Makes sampling repeatable."),
-    raw: bool = typer.Option(False, "--raw", help="Continue the text as it is, without the chat template."),
+    model: str = typer.Argument(help="Name of a run, or folder of a model."),
+    prompt: list[str] = typer.Option(..., "--prompt", "-p", help="Prompt. Repeatable."),
+    max_tokens: int = typer.Option(128, "--max-tokens", "--max-new-tokens", min=1, help="Maximum new tokens."),
+    temperature: float = typer.Option(0.0, min=0.0, help="0 means greedy decoding."),
+    top_p: float = typer.Option(1.0, min=0.01, max=1.0, help="Nucleus sampling: the probability mass to sample from."),
+    seed: int = typer.Option(None, help="Random seed for sampling."),
+    raw: bool = typer.Option(False, "--raw", help="Do not apply the chat template."),
     device: str = typer.Option("auto", help="auto, cpu, cuda or mps."),
     json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
-    """Complete a prompt."""
+    """Generate a completion for each prompt."""
     from sojourn.infer.generate import SamplingParams, format_prompt
     from sojourn.infer.generate import generate as complete
     from sojourn.infer.load import load_model

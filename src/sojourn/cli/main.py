@@ -1,4 +1,4 @@
-"""The front door: registers the verbs and turns a UserError into one line and an exit code."""
+"""The `sojourn` command: registers the verbs and turns a UserError into one line and an exit code."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from sojourn.cli.train import train
 from sojourn.cli.verify_resume import verify_resume
 from sojourn.errors import UserError
 
-_WORDS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
+_RUN_ARGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
 
-_DISK_TROUBLE = {getattr(errno, name, None) for name in ("ENOSPC", "EDQUOT", "EROFS", "EIO")}
+_DISK_ERRORS = {getattr(errno, name, None) for name in ("ENOSPC", "EDQUOT", "EROFS", "EIO")}
 
 app = typer.Typer(
     name="sojourn",
-    help="Train language models on rented GPUs: know the cost first, lose no step, come home with a model.",
+    help="Train language models on rented GPUs: plan the cost, never lose a step, bring the model home.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -40,8 +40,8 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"sojourn {__version__}")
         raise typer.Exit
 
@@ -49,30 +49,30 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: bool = typer.Option(
-        False, "--version", callback=_version, is_eager=True, help="Show the version and exit."
+        False, "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
     ),
 ) -> None:
     pass
 
 
-def _spare_gpu_memory() -> None:
-    """torch otherwise takes a GPU's memory in pieces that do not fit each other's tensors, and up to a fifth is lost.
-    It reads this when it is imported, and a user's own choice stands."""
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # what torch calls it, and called it before 2.9
+def _use_expandable_segments() -> None:
+    """Reduces fragmentation of GPU memory, which otherwise wastes up to a fifth. Set before torch is imported; a
+    user's own setting wins."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # since torch 2.9, and before
     if sys.platform == "linux" and not any(name in os.environ for name in names):
         os.environ.update(dict.fromkeys(names, "expandable_segments:True"))
 
 
-def _end(number: int, _: object) -> None:
+def _exit_on_signal(number: int, _: object) -> None:
     sys.exit(128 + number)
 
 
 def main() -> None:
-    """The console script. Exit codes: 0 done, 1 failed, 2 the input is wrong, 3 stopped and resumable."""
-    for name in ("SIGTERM", "SIGHUP"):  # what is half-made is cleared away, as after Ctrl-C; Windows has no SIGHUP
+    """The console script. Exit codes: 0 done, 1 failed, 2 wrong input, 3 stopped and resumable."""
+    for name in ("SIGTERM", "SIGHUP"):  # clean up as after Ctrl-C; Windows has no SIGHUP
         if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN:
-            signal.signal(getattr(signal, name), _end)
-    _spare_gpu_memory()
+            signal.signal(getattr(signal, name), _exit_on_signal)
+    _use_expandable_segments()
     try:
         code = app(prog_name="sojourn", standalone_mode=False)
     except UserError as error:
@@ -85,10 +85,10 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except OSError as error:
-        if error.errno not in _DISK_TROUBLE:  # ours: keep the traceback
+        if error.errno not in _DISK_ERRORS:  # ours: keep the traceback
             raise
         print(
-            f"sojourn: {error.filename or 'a file'}: {error.strerror}; make room or choose another disk",
+            f"sojourn: {error.filename or 'a file'}: {error.strerror}; free some space or use another disk",
             file=sys.stderr,
         )
         sys.exit(1)
@@ -97,8 +97,8 @@ def main() -> None:
             raise
         context = getattr(error, "ctx", None)
         verb = context.command_path if context else "sojourn"
-        told = error.format_message()
-        print(told if "\n" in told else f"sojourn: {told} (see: {verb} --help)", file=sys.stderr)
+        message = error.format_message()
+        print(message if "\n" in message else f"sojourn: {message} (see: {verb} --help)", file=sys.stderr)
         sys.exit(2)
     sys.exit(code if isinstance(code, int) else 0)
 
@@ -107,12 +107,12 @@ app.command()(demo)
 app.add_typer(presets_app, name="presets")
 app.add_typer(config_app, name="config")
 app.command()(doctor)
-app.command(context_settings=_WORDS)(plan)
-app.command(context_settings=_WORDS)(prepare)
-app.command(context_settings=_WORDS)(rehearse)
-app.command(context_settings=_WORDS)(train)
-app.command(name="launch-line", context_settings=_WORDS)(launch_line)
-app.command(name="verify-resume", context_settings=_WORDS)(verify_resume)
+app.command(context_settings=_RUN_ARGS)(plan)
+app.command(context_settings=_RUN_ARGS)(prepare)
+app.command(context_settings=_RUN_ARGS)(rehearse)
+app.command(context_settings=_RUN_ARGS)(train)
+app.command(name="launch-line", context_settings=_RUN_ARGS)(launch_line)
+app.command(name="verify-resume", context_settings=_RUN_ARGS)(verify_resume)
 app.add_typer(bench_app, name="bench")
 app.command(name="eval")(evaluate)
 app.command()(generate)

@@ -1,4 +1,4 @@
-"""`sojourn plan`: memory, time and money before paying."""
+"""`sojourn plan`: memory, time and cost of a run, before renting."""
 
 from __future__ import annotations
 
@@ -6,43 +6,45 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from sojourn.cli.run_args import RunArgs
+
 if TYPE_CHECKING:
     from sojourn.catalog.gpus import Gpu
     from sojourn.config.schema import RunConfig
 
 
 def plan(
-    words: list[str] | None = typer.Argument(
-        None, metavar="RUN [key=value]... [--flag value]...", help="A preset or a YAML file, then overrides."
-    ),
-    gpu: list[str] | None = typer.Option(
-        None, "--gpu", help="Only this GPU (RTX 4090, A100 80GB, …); may be given several times."
-    ),
+    args: RunArgs = [],  # noqa: B006 (typer makes a new list)
+    gpu: list[str] | None = typer.Option(None, "--gpu", help="Only this GPU (RTX 4090, A100 80GB, …). Repeatable."),
     platform: str | None = typer.Option(None, "--platform", help="Only offers of this platform (autodl, kaggle, …)."),
-    budget: str | None = typer.Option(None, "--budget", help="The most it may cost: 30, ¥30, $5; else limits.budget."),
-    deadline: str | None = typer.Option(None, "--deadline", help="When it must be done: 12h, 3d; else limits.time."),
-    fit: str | None = typer.Option(None, "--fit", metavar="SIZE", help="What so much memory would hold: 24GiB."),
-    explain: bool = typer.Option(False, "--explain", help="Every term with its formula."),
-    calibrate: bool = typer.Option(False, "--calibrate", help="Learn from planned and measured runs on this machine."),
+    budget: str | None = typer.Option(None, "--budget", help="Maximum cost: 30, ¥30, $5. Default: limits.budget."),
+    deadline: str | None = typer.Option(None, "--deadline", help="Maximum time: 12h, 3d. Default: limits.time."),
+    fit: str | None = typer.Option(
+        None, "--fit", metavar="SIZE", help="Show what fits into this much GPU memory: 24GiB."
+    ),
+    explain: bool = typer.Option(False, "--explain", help="Show every memory and time term with its formula."),
+    calibrate: bool = typer.Option(
+        False, "--calibrate", help="Correct estimates by the runs measured on this machine."
+    ),
     json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
-    """What a run needs and what it costs on each GPU. Needs no torch, no GPU and no network."""
+    """Estimate memory, time and cost of a run on each GPU. Needs no torch, no GPU and no network."""
     from sojourn.catalog.gpus import find_gpu
     from sojourn.config.load import load_run
     from sojourn.errors import UserError
     from sojourn.plan.arguments import alone
 
     if calibrate:
-        _calibrate(json, json and bool(words))
-        if not words:
+        _calibrate(json, json and bool(args))
+        if not args:
             return
-    if not words:
+    if not args:
         raise UserError(
             "plan: name a run: a preset (sojourn presets list) or a YAML file, such as: sojourn plan medium"
         )
     others = {"--gpu": gpu, "--platform": platform, "--budget": budget, "--deadline": deadline, "--explain": explain}
     alone(fit, others)
-    config = load_run(words).config
+    config = load_run(args).config
     cards = list(dict.fromkeys(find_gpu(name) for name in gpu)) if gpu else None
     if fit is not None:
         _inverse(config, fit, json)
@@ -112,7 +114,7 @@ def _inverse(config: RunConfig, size: str, json: bool) -> None:
 
 
 def _calibrate(json: bool, silent: bool) -> None:
-    """Silent where a plan in JSON follows, which has the correction in it."""
+    """Prints nothing where a plan in JSON follows, which includes the correction."""
     from dataclasses import asdict
 
     from sojourn.plan.calibration import calibrate, folder

@@ -1,4 +1,4 @@
-"""`sojourn prepare`: turn sources into tokens once, on any machine, and show what the model will see."""
+"""`sojourn prepare`: tokenizes and packs a run's data once, and shows what the model will see."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 
 import typer
 
+from sojourn.cli.run_args import RunArgs
+
 
 def prepare(
-    words: list[str] = typer.Argument(
-        metavar="RUN [key=value]... [--flag value]...", help="A preset or a YAML file, then overrides."
-    ),
+    args: RunArgs,
     json: bool = typer.Option(False, "--json", help="Print the report as JSON."),
-    verify: bool = typer.Option(False, "--verify", help="Read every byte of what is prepared and check it."),
+    verify: bool = typer.Option(False, "--verify", help="Check every byte of the prepared data."),
 ) -> None:
-    """Read, recognise, render, mask, tokenise and pack a run's data; trains the tokenizer if the run has none.
+    """Read, tokenize, mask and pack a run's data. Trains a tokenizer if the run has none.
 
     Sources (data.sources, --train_file, --dataset) are files (.txt .md .json .jsonl .csv .tsv .parquet, also .gz and
-    .zst), folders, globs, data sets of the hub by name (wikitext2, ORG/NAME) and builtin:text, builtin:instructions.
-    Texts, Alpaca, ShareGPT, messages, prompt/completion, question/answer and preference pairs are recognised; for
-    other columns say data.columns.text=NAME or data.columns.prompt=NAME data.columns.completion=NAME.
+    .zst), folders, globs, Hugging Face data sets (wikitext2, ORG/NAME), builtin:text and builtin:instructions.
+    Formats are detected: text, Alpaca, ShareGPT, messages, prompt/completion, question/answer, preference pairs.
+    For other columns: data.columns.text=NAME, or data.columns.prompt=NAME data.columns.completion=NAME.
     """
     from sojourn.config.load import load_run
     from sojourn.data.prepare import prepare_run
@@ -28,7 +28,7 @@ def prepare(
     from sojourn.errors import RunFailed
     from sojourn.run.home import prepared_folder
 
-    config = load_run(words).config
+    config = load_run(args).config
     shown = False
 
     def say(line: str) -> None:

@@ -1,4 +1,4 @@
-"""`sojourn presets`: list, show or copy the named configurations."""
+"""`sojourn presets`: lists, shows and copies presets."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Annotated
 
 import typer
 
-presets_app = typer.Typer(help="Named configurations: list, show, copy.", no_args_is_help=True)
+presets_app = typer.Typer(help="List, show and copy presets.", no_args_is_help=True)
 
 _Name = Annotated[str, typer.Argument(help="A preset's name or one of its aliases.")]
 
 
 @presets_app.command("list")
 def list_presets(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """The presets, and what each is for."""
+    """List the presets and what each is for."""
     from sojourn.config.preset import presets
 
     found = presets()
@@ -31,7 +31,7 @@ def list_presets(json: Annotated[bool, typer.Option("--json", help="Print JSON."
 
 @presets_app.command("show")
 def show_preset(name: _Name) -> None:
-    """A preset's YAML."""
+    """Print a preset's YAML."""
     from sojourn.config.preset import preset
 
     print(preset(name).read_text(encoding="utf-8"), end="")
@@ -40,9 +40,9 @@ def show_preset(name: _Name) -> None:
 @presets_app.command("copy")
 def copy_preset(
     name: _Name,
-    file: Annotated[Path | None, typer.Argument(help="Where to; NAME.yaml by default.")] = None,
+    file: Annotated[Path | None, typer.Argument(help="Target file. Default: NAME.yaml.")] = None,
 ) -> None:
-    """Copy a preset to a file of your own. An existing file is never overwritten."""
+    """Copy a preset to a new file. Never overwrites one."""
     from sojourn.config.preset import copy
 
     written = copy(name, file)

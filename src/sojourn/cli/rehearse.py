@@ -1,4 +1,4 @@
-"""`sojourn rehearse`: one minute on the card that proves a run will go through, or says why not."""
+"""`sojourn rehearse`: a one-minute test of a run on this machine, before it starts."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, TextIO
 
 import typer
 
+from sojourn.cli.run_args import RunArgs
+
 if TYPE_CHECKING:
     from sojourn.train.rehearse import Report
 
 
 def rehearse(
-    words: list[str] = typer.Argument(
-        metavar="RUN [key=value]... [--flag value]...", help="A preset or a YAML file, then overrides."
-    ),
-    json: bool = typer.Option(False, "--json", help="Print the findings as JSON; other lines go to standard error."),
+    args: RunArgs,
+    json: bool = typer.Option(False, "--json", help="Print the result as JSON; progress goes to standard error."),
 ) -> None:
-    """Try a run for a minute before paying for it: memory, speed, saving, disk, mirror. Leaves nothing behind.
+    """Test a run for a minute: memory, speed, checkpoints, disk, mirror. Leaves nothing behind.
 
-    The longest rows go forward and back, a few real steps are made, a checkpoint is written and read back, and the
-    disk, the limits and the mirror are checked. Exit 1 when the run should not start, with the reason.
+    Runs forward and backward on the longest rows, makes a few real steps, writes a checkpoint and reads it back, and
+    checks disk, limits and mirror. Exits 1 with the reason when the run should not start.
     """
     import sys
 
@@ -31,7 +31,7 @@ def rehearse(
     from sojourn.errors import RunFailed
     from sojourn.run.home import run_folder
 
-    loaded, told = load_run(words), sys.stdout
+    loaded, stdout = load_run(args), sys.stdout
     run = run_folder(loaded.config.name or "run", loaded.config.save.folder)
     with redirect_stdout(sys.stderr) if json else nullcontext():
         from sojourn.launch.agent import launch, local_world_size
@@ -48,34 +48,34 @@ def rehearse(
         from sojourn.train.rehearse import rehearse as rehearse_run
 
         silent = os.environ.get("RANK", "0") != "0"
-        with worker_process(), _nowhere() if silent else nullcontext():
+        with worker_process(), _discard_stdout() if silent else nullcontext():
             ranks = join_process_group(use_device(loaded.config), loaded.config)
             report = rehearse_run(loaded.config, run, ranks)
             if ranks.is_main:
-                _show(report, json, told)
+                _show(report, json, stdout)
             if report.refused is not None:
                 raise RunFailed(f"this run should not start: {report.refused}")
             leave_process_group()
     if not (json or silent):
-        print(f"ready: sojourn train {' '.join(words)}")
+        print(f"ready: sojourn train {' '.join(args)}")
 
 
 @contextmanager
-def _nowhere() -> Iterator[None]:
-    """One process speaks for all."""
-    with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
+def _discard_stdout() -> Iterator[None]:
+    """On all ranks but rank 0."""
+    with Path(os.devnull).open("w", encoding="utf-8") as sink, redirect_stdout(sink):
         yield
 
 
-def _show(report: Report, json: bool, told: TextIO) -> None:
+def _show(report: Report, json: bool, stdout: TextIO) -> None:
     if json:
         from dataclasses import asdict
         from json import dumps
 
         found = [asdict(one) for one in report.findings]
-        all_of_it = {"starts": report.refused is None, "findings": found, **report.facts}
-        print(dumps(all_of_it, ensure_ascii=False), file=told)
+        result = {"starts": report.refused is None, "findings": found, **report.facts}
+        print(dumps(result, ensure_ascii=False), file=stdout)
         return
     marks = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
     for one in report.findings:
-        print(f"{marks[one.level]} {one.name:<10} {one.says}", file=told)
+        print(f"{marks[one.level]} {one.name:<10} {one.says}", file=stdout)

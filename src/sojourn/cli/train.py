@@ -1,4 +1,4 @@
-"""`sojourn train`: train a run; the same command again continues it."""
+"""`sojourn train`: trains a run, or resumes it."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import sys
 
 import typer
 
+from sojourn.cli.run_args import RunArgs
+
 
 def train(
-    words: list[str] = typer.Argument(
-        metavar="RUN [key=value]... [--flag value]...", help="A preset or a YAML file, then overrides."
-    ),
+    args: RunArgs,
     fork: str | None = typer.Option(
         None,
         "--fork",
         metavar="NEWNAME",
-        help="Go on from this run's newest checkpoint in a new run, with new settings.",
+        help="Start a new run with new settings from this run's newest checkpoint.",
     ),
 ) -> None:
-    """Train. Ctrl-C saves; the same command continues where it was.
+    """Train a run. Ctrl-C saves a checkpoint; run the same command to resume.
 
-    Any field can be set after RUN as key=value (train.lr=1e-4), and the usual flags work too:
+    Set any key after RUN as key=value (train.lr=1e-4). Flags of other trainers work too:
     --d_model 512 --num_layers 6 --batch_size 16 --num_epochs 10 --max_seq_len 512 --train_file my.jsonl --gpus 0 …
-    Several GPUs: --gpus 0,1 or --gpus all, with --fsdp or --deepspeed ds_config.json if you like; several machines:
+    Several GPUs: --gpus 0,1 or --gpus all, optionally with --fsdp or --deepspeed ds_config.json. Several machines:
     --nnodes 2 --node_rank 0 --master_addr HOST on each (see: sojourn launch-line).
     """
     from sojourn.config.load import load_run
@@ -31,7 +31,7 @@ def train(
     from sojourn.run.home import home_warning, run_folder
     from sojourn.storage.files import read_json
 
-    loaded = load_run(words)
+    loaded = load_run(args)
     config = loaded.config if fork is None else fork_run(loaded.config, fork)
     if config.model.base is not None and os.environ.get("LOCAL_RANK", "0") == "0":
         from sojourn.machine.read_ahead import read_ahead
@@ -45,9 +45,9 @@ def train(
         if ranks_here > 1 or config.parallel.nodes > 1:
             raise typer.Exit(launch(config, sys.argv[1:], ranks_here))
     exit_if_run_over()
-    first = os.environ.get("RANK", "0") == "0"
+    is_main = os.environ.get("RANK", "0") == "0"
     warning = home_warning() if config.save.folder is None else None
-    if first:
+    if is_main:
         for line in (*(f"note: {note}" for note in loaded.notes), *([f"warning: {warning}"] if warning else ())):
             print(line)
     name = config.name or "run"
@@ -56,9 +56,9 @@ def train(
 
     with worker_process():
         train_run(config, run)
-    if not first:
+    if not is_main:
         return
     print(f"done: the model is in {run.final}")
     chats = "chat_template" in (read_json(run.final / "tokenizer_config.json") or {})
-    called = name if config.save.folder is None else run.path
-    print(f"next: sojourn chat {called}" if chats else f'next: sojourn generate {called} --prompt "Once"')
+    model = name if config.save.folder is None else run.path
+    print(f"next: sojourn chat {model}" if chats else f'next: sojourn generate {model} --prompt "Once"')

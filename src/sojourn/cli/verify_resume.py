@@ -1,21 +1,21 @@
-"""`sojourn verify-resume`: proves on the user's own run, on this machine, that a kill costs nothing."""
+"""`sojourn verify-resume`: checks on this machine that a killed run resumes exactly."""
 
 from __future__ import annotations
 
 import typer
 
+from sojourn.cli.run_args import RunArgs
+
 
 def verify_resume(
-    words: list[str] = typer.Argument(
-        metavar="RUN [key=value]... [--flag value]...", help="A preset, a YAML file or a run's folder, then overrides."
-    ),
+    args: RunArgs,
     steps: int = typer.Option(8, "--steps", min=2, max=100_000, help="Steps of each of the two runs."),
-    json: bool = typer.Option(False, "--json", help="Print the verdict as JSON; other lines go to standard error."),
+    json: bool = typer.Option(False, "--json", help="Print the verdict as JSON; progress goes to standard error."),
 ) -> None:
-    """Train a few steps twice in a scratch folder, once undisturbed and once killed and continued, and compare.
+    """Train a few steps twice in a scratch folder, once undisturbed and once killed and resumed, and compare.
 
-    Exit 0 when both end with the same weights (or, on a GPU that sums in another order each time, with losses that
-    agree), 1 when they do not. train.deterministic=on asks a GPU for the same sums every time.
+    Exits 0 when both end with the same weights (on a GPU with nondeterministic kernels: with losses that agree),
+    else 1. train.deterministic=on makes a GPU deterministic.
     """
     import sys
     from json import dumps
@@ -24,7 +24,7 @@ def verify_resume(
     from sojourn.errors import RunFailed
     from sojourn.train.verify_resume import prove
 
-    config = load_run(words).config
+    config = load_run(args).config
 
     def say(line: str) -> None:
         print(line, file=sys.stderr if json else sys.stdout, flush=True)
@@ -35,4 +35,6 @@ def verify_resume(
     else:
         print(verdict.says)
     if not verdict.holds:
-        raise RunFailed("a killed run did not come back the same; please report this with the folder's run.yaml")
+        raise RunFailed(
+            "the resumed run differs from the undisturbed one; please report this with the folder's run.yaml"
+        )
