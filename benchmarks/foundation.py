@@ -57,10 +57,10 @@ def train_speed(args: Sequence[str] = ("demo",), rounds: int = 5, steps: int = 1
     from sojourn.train.distributed.engine import Engine
     from sojourn.train.objective.supervised import Supervised
     from sojourn.train.optim.optimizers import Optimizer
-    from sojourn.train.resolve import resolve
+    from sojourn.train.resolve import resolve_here
     from sojourn.train.step import Stepper
 
-    config = resolve(load_run([*args, "train.lr=1e-3", "train.device=cpu"]).config).config
+    config = resolve_here(load_run([*args, "train.lr=1e-3", "train.device=cpu"]).config).config
     with tempfile.TemporaryDirectory() as folder:
         artefact = prepare(config.data, Path(folder))
         width, pad = artefact.max_length, artefact.pad_id

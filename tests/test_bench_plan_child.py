@@ -9,7 +9,7 @@ import torch
 from sojourn.bench.plan import child
 from sojourn.bench.plan.cases import NEW, Case
 from sojourn.bench.plan.ground import lay, settings_of
-from sojourn.resolve.new_model import new_shape
+from sojourn.resolve.new_model import llama_spec
 from sojourn.run.folder import RunFolder
 from sojourn.train.optim.optimizers import Optimizer
 
@@ -23,7 +23,7 @@ def opened(tmp_path, monkeypatch):
     monkeypatch.setenv("SOJOURN_HOME", str(tmp_path / "home"))
 
     def make(layers, compiled=False):
-        monkeypatch.setitem(NEW, "small", new_shape(32, layers, 2, 1, 96, 300, True))
+        monkeypatch.setitem(NEW, "small", llama_spec(32, layers, 2, 1, 96, 300, True))
         case = Case("x", "pretrain", "small", 64, 2, compiled, document=20)
         config = settings_of(case, "cpu", tmp_path)
         lay(case, config, tmp_path)

@@ -12,8 +12,8 @@ from sojourn.config.load import load_run
 from sojourn.errors import Stopped, UserError
 from sojourn.model import attention
 from sojourn.model.layout import Layout, dense_mask
+from sojourn.resolve import kernels
 from sojourn.run.home import run_folder
-from sojourn.train import resolve as resolve_module
 from sojourn.train import step as step_module
 from sojourn.train.batcher import DeviceBatch, Prefetcher
 from sojourn.train.cuda_graphs import CudaGraphs, GpuCapture, graph_shape, pad_to_shape
@@ -90,7 +90,7 @@ def fake_graphs(tiny, rows, monkeypatch):
         return CudaGraphs(loss, parameters, kept[-1].machine)
 
     monkeypatch.setattr(step_module, "CudaGraphs", make)
-    monkeypatch.setattr(resolve_module, "graphs_fault", lambda device: None)
+    monkeypatch.setattr(kernels, "cuda_graphs_unsupported_reason", lambda device: None)
     monkeypatch.setattr(Optimizer, "fuses_clipping", property(lambda self: bool(self.torch.defaults.get("fused"))))
     monkeypatch.setattr(Prefetcher, "has", lambda self, step: self._next is not None and self._next[0] == step)
     return kept
@@ -205,7 +205,7 @@ def varlen(monkeypatch):
         return attention._math(query, key, value, masked, how)
 
     monkeypatch.setitem(attention._BACKENDS, "varlen", attend)
-    monkeypatch.setattr(attention, "fault", lambda *facts: None)
+    monkeypatch.setattr(kernels, "attention_unsupported_reason", lambda *given: None)
     return "train.attention=varlen"
 
 

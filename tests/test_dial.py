@@ -13,10 +13,10 @@ from sojourn.config.load import load_run, read_config, summary
 from sojourn.config.schema import ModelConfig
 from sojourn.errors import UserError
 from sojourn.model.scratch import build_model
-from sojourn.resolve.new_model import scratch_shape
+from sojourn.resolve.new_model import new_model_spec
 from sojourn.run.home import run_folder
 from sojourn.train.loop import train
-from sojourn.train.resolve import resolve
+from sojourn.train.resolve import resolve_here
 
 
 @pytest.mark.parametrize("vocabulary", [4_000, 8_192, 32_000, 64_000, 150_000])
@@ -25,14 +25,14 @@ def test_a_model_has_about_the_parameters_asked_for(vocabulary: int) -> None:
         wanted = int(5e6 * 10 ** (tenth / 10))
         if wanted <= vocabulary * 64 or wanted > 10e9:
             continue
-        shape = scratch_shape(ModelConfig.model_validate({"params": wanted}), vocabulary)
+        shape = new_model_spec(ModelConfig.model_validate({"params": wanted}), vocabulary)
         assert abs(shape.parameters / wanted - 1) <= 0.05, (wanted, shape)
         assert shape.hidden % shape.heads == 0 and shape.head_dim in (64, 128)
 
 
 @pytest.mark.parametrize("wanted", ["10M", "100M", "350M", "1B", "7B", "10B"])
 def test_where_embeddings_leave_room_the_proportions_are_the_usual_ones(wanted: str) -> None:
-    shape = scratch_shape(ModelConfig.model_validate({"params": wanted}), 8192)
+    shape = new_model_spec(ModelConfig.model_validate({"params": wanted}), 8192)
     assert abs(math.log2(shape.hidden / shape.layers / 64)) < 1
 
 
@@ -41,7 +41,7 @@ def test_where_embeddings_leave_room_the_proportions_are_the_usual_ones(wanted: 
     [(1, 64, 1), (4, 256, 4), (12, 768, 12), (31, 1984, 31), (32, 2048, 16), (33, 2176, 17)],
 )
 def test_a_depth_sets_the_width_in_whole_heads(depth: int, width: int, heads: int) -> None:
-    shape = scratch_shape(ModelConfig(depth=depth), 32_000)
+    shape = new_model_spec(ModelConfig(depth=depth), 32_000)
     assert (shape.layers, shape.hidden, shape.heads) == (depth, width, heads)
 
 
@@ -51,12 +51,12 @@ def test_a_depth_sets_the_width_in_whole_heads(depth: int, width: int, heads: in
 def test_the_planned_number_is_that_of_the_real_model(setting: dict[str, object]) -> None:
     model = ModelConfig.model_validate(setting)
     built = build_model(model, 500, 64, 0, [0], seed=0)
-    assert scratch_shape(model, 500).parameters == sum(p.numel() for p in built.parameters())
+    assert new_model_spec(model, 500).parameters == sum(p.numel() for p in built.parameters())
 
 
 def test_a_vocabulary_too_large_for_the_model_asked_for_is_named() -> None:
     with pytest.raises(UserError, match=r"model.params: 5M given, .* data.vocab_size 150000 has .* smaller data.vocab"):
-        scratch_shape(ModelConfig.model_validate({"params": "5M"}), 150_000)
+        new_model_spec(ModelConfig.model_validate({"params": "5M"}), 150_000)
 
 
 @pytest.mark.parametrize("dial", ["--depth 12", "--params 20M", "model.depth=12"])
@@ -104,13 +104,13 @@ def test_a_summary_names_the_dial() -> None:
 def test_the_plan_shows_what_a_dial_comes_to() -> None:
     said = called("plan", "small", "--params", "20M", "--json")
     plan = json.loads(said.stdout)
-    assert 19e6 < plan["parameters"] < 21e6 and plan["shape"]["hidden"] >= 256
+    assert 19e6 < plan["parameters"] < 21e6 and plan["model"]["hidden"] >= 256
     assert "small: 256×4, " in called("plan", "small", "--depth", "4").stdout
 
 
 def test_the_rate_follows_the_width_that_the_dial_comes_to() -> None:
-    dialled = resolve(load_run(["small", "--depth", "6", "train.device=cpu"]).config)
-    sized = resolve(load_run(["small", "--d_model", "384", "--num_layers", "6", "train.device=cpu"]).config)
+    dialled = resolve_here(load_run(["small", "--depth", "6", "train.device=cpu"]).config)
+    sized = resolve_here(load_run(["small", "--d_model", "384", "--num_layers", "6", "train.device=cpu"]).config)
     assert dialled.config == sized.config
     assert dialled.reasons["model.num_layers"] == "6: what model.depth 6 comes to"
 

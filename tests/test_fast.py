@@ -16,9 +16,10 @@ from sojourn.model.kernels import fused_forwards as forwards
 from sojourn.model.kernels.fused_forwards import _turned
 from sojourn.model.kernels.triton_support import supports_triton
 from sojourn.model.network import wrap_model
+from sojourn.resolve.device_spec import DeviceSpec
+from sojourn.resolve.kernels import fp8_unsupported_reason
 from sojourn.train.batcher import Batcher
 from sojourn.train.objective.supervised import Supervised
-from sojourn.train.resolve import fp8_fault
 
 GPU = torch.cuda.is_available() and supports_triton()
 needs_gpu = pytest.mark.skipif(not GPU, reason="the kernel is for GPUs")
@@ -320,9 +321,13 @@ def test_the_loss_kernel_is_the_cross_entropy_and_its_gradient(tokens, vocabular
 
 
 def test_8_bits_where_they_cannot_be_are_refused_in_one_line():
-    assert "CUDA" in fp8_fault("cpu", "bf16", True) and "fused" in fp8_fault("cuda", "bf16", False)
+    cpu, h200 = DeviceSpec("cpu", "cpu", "bf16"), DeviceSpec("cuda", "H200", "bf16", compute_capability=(9, 0))
+    assert "CUDA" in fp8_unsupported_reason(cpu, "bf16", True) and "fused" in fp8_unsupported_reason(
+        h200, "bf16", False
+    )
+    assert fp8_unsupported_reason(h200, "bf16", True) is None and "bf16" in fp8_unsupported_reason(h200, "fp16", True)
     config = load_run(["small", "train.fp8=on", "train.device=cpu"]).config
-    from sojourn.train.resolve import resolve
+    from sojourn.train.resolve import resolve_here
 
     with pytest.raises(UserError, match=r"train\.fp8: needs a CUDA GPU, but this run is on cpu; leave it off"):
-        resolve(config)
+        resolve_here(config)

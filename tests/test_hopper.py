@@ -1,6 +1,7 @@
 """Blocks by kernels for Hopper compute what torch computes. The kernels themselves need such a card; what we make of
 them, norms that are put off above all, is tried everywhere, with torch in their place."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,9 +21,11 @@ from sojourn.model.kernels import hopper
 from sojourn.model.kernels import smoke_test as trial
 from sojourn.model.layout import make_layout
 from sojourn.model.network import wrap_model
+from sojourn.resolve.device_spec import HOPPER_PACKAGES, DeviceSpec
+from sojourn.resolve.kernels import hopper_unsupported_reason
 from sojourn.train.batcher import Batcher
 from sojourn.train.objective.supervised import Supervised
-from sojourn.train.resolve import hopper_fault, resolve
+from sojourn.train.resolve import resolve_here
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 needs_hopper = pytest.mark.skipif(
@@ -178,39 +181,33 @@ def test_kernels_that_fail_or_err_are_told_and_not_used(monkeypatch, capsys):
     assert trial._tried("no_such_package.cute", "products", *(None,) * 4) is False and not capsys.readouterr().out
 
 
-def test_where_they_cannot_be_the_reason_is_said(monkeypatch):
+def test_where_they_cannot_be_the_reason_is_said():
     def settings(*words):
-        return resolve(load_run(["tiny", *words, "train.device=cpu"]).config).config
+        return resolve_here(load_run(["tiny", *words, "train.device=cpu"]).config).config
 
-    assert settings().advanced.hopper_kernels == "off" and "on cpu" in hopper_fault(settings())
+    cpu = DeviceSpec("cpu", "cpu", "fp32")
+    assert settings().advanced.hopper_kernels == "off" and "on cpu" in hopper_unsupported_reason(settings(), cpu)
     with pytest.raises(
         UserError, match=r"advanced\.hopper_kernels: needs an H100 or H200, but this run is on cpu; use auto"
     ):
         settings("advanced.hopper_kernels=on")
     ready = {"device": "cuda", "precision": "bf16", "fp8": "off", "deterministic": "off"}
+    h200 = DeviceSpec("cuda", "H200", "bf16", compute_capability=(9, 0), packages=HOPPER_PACKAGES)
 
-    def fault(kind="pretrain", engine="single", **changes):
+    def reason(kind="pretrain", engine="single", device=h200, **changes):
         advanced = {"fused_forwards": changes.pop("fused", "on")}
-        parts = {
-            "train": {**ready, **changes},
-            "advanced": advanced,
-            "method": {"kind": kind},
-            "parallel": {"engine": engine},
-        }
-        return hopper_fault(SimpleNamespace(**{name: SimpleNamespace(**part) for name, part in parts.items()}))
+        parts = {"train": {**ready, **changes}, "advanced": advanced, "method": {"kind": kind},
+                 "parallel": {"engine": engine}}  # fmt: skip
+        config = SimpleNamespace(**{name: SimpleNamespace(**part) for name, part in parts.items()})
+        return hopper_unsupported_reason(config, device)
 
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr("sojourn.train.resolve.importable", lambda package: True)
-    assert fault() is None is fault(engine="ddp")
-    told = (fault("lora"), fault(engine="fsdp"), fault(fused="off"), fault(fp8="on"), fault(precision="fp16"))
-    told += (fault(deterministic="on"),)
-    for word, reason in zip(("lora", "fsdp", "fused", "fp8", "fp16", "deterministic"), told, strict=True):
-        assert word in reason
-    monkeypatch.setattr("sojourn.train.resolve.importable", lambda package: package == "quack")
-    assert "pip install 'sojourn[hopper]'" in fault()
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A100")
-    assert "A100" in fault()
+    assert reason() is None is reason(engine="ddp")
+    reasons = (reason("lora"), reason(engine="fsdp"), reason(fused="off"), reason(fp8="on"), reason(precision="fp16"))
+    reasons += (reason(deterministic="on"),)
+    for word, found in zip(("lora", "fsdp", "fused", "fp8", "fp16", "deterministic"), reasons, strict=True):
+        assert word in found
+    assert "pip install 'sojourn[hopper]'" in reason(device=replace(h200, packages=frozenset({"quack"})))
+    assert "A100" in reason(device=replace(h200, name="A100", compute_capability=(8, 0)))
 
 
 @needs_hopper

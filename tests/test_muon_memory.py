@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sojourn.estimate.memory import memory
-from sojourn.estimate.workload import Work
-from sojourn.resolve.new_model import new_shape
+from sojourn.estimate.workload import Workload
+from sojourn.resolve.new_model import llama_spec
 from sojourn.train.optim.muon import Muon
 
 
@@ -47,8 +47,8 @@ class Made(TorchDispatchMode):
     ("vocabulary", "feed_forward", "wider"), [(9000, 96, 1.0), (300, 400, 9.28 / 8)], ids=["embedding", "matrices"]
 )
 def test_the_update_makes_what_is_planned(vocabulary, feed_forward, wider):
-    """`wider`: matrices are made orthogonalize in 32 bits here, and in 16 on a GPU."""
-    shape = new_shape(64, 2, 2, 2, feed_forward, vocabulary, True)
+    """`wider`: matrices are made orthogonal in 32 bits here, and in 16 on a GPU."""
+    shape = llama_spec(64, 2, 2, 2, feed_forward, vocabulary, True)
     table = torch.nn.Parameter(torch.ones(vocabulary, 64))
     sizes = [(64, 64)] * 4 + [(feed_forward, 64)] * 2 + [(64, feed_forward)]
     matrices = [torch.nn.Parameter(torch.ones(size)) for size in sizes * 2]
@@ -59,10 +59,12 @@ def test_the_update_makes_what_is_planned(vocabulary, feed_forward, wider):
             parameter.grad = torch.ones_like(parameter)
         with Made() as made:
             optimizer.step()
-    work = Work(shape, "pretrain", 1, 8, optimizer="muon", device="cpu", precision="fp32", evaluates=False)
-    update = next(moment for moment in memory(work).moments if moment.name == "optimizer's step")
+    work = Workload(
+        shape, "pretrain", 1, 8, optimizer="muon", device_type="cpu", precision="fp32", with_evaluation=False
+    )
+    update = next(moment for moment in memory(work).phases if moment.name == "optimizer's step")
     planned = sum(term.bytes for term in update.terms if term.kind == "temporary")
-    plain = next(m for m in memory(replace(work, optimizer="adamw")).moments if m.name == "optimizer's step")
+    plain = next(m for m in memory(replace(work, optimizer="adamw")).phases if m.name == "optimizer's step")
     assert not sum(term.bytes for term in plain.terms if term.kind == "temporary")
     assert made.most == pytest.approx(wider * planned, rel=0.05)
 

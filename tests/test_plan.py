@@ -22,15 +22,18 @@ from sojourn.config.quantities import Money
 from sojourn.errors import UserError
 from sojourn.estimate.memory import chunk_rows, memory
 from sojourn.estimate.model_states import on_host
-from sojourn.estimate.step_time import speed
-from sojourn.estimate.workload import Work, place_of, work_of
+from sojourn.estimate.step_time import step_time
+from sojourn.estimate.workload import Workload
 from sojourn.plan.advice import advise, what_fits
 from sojourn.plan.calibration import calibrate, correction, note
 from sojourn.plan.money import bill, within
-from sojourn.plan.offers import fit_on, make_plan
+from sojourn.plan.offers import fit_on, make_plan, plan_device, resolve_for
 from sojourn.plan.run_time import checkpoint_bytes
-from sojourn.resolve.model_spec import of_base, of_file, of_settings, subject_of
-from sojourn.resolve.new_model import new_shape
+from sojourn.resolve.cuda_graphs import with_cuda_graphs
+from sojourn.resolve.device_spec import DeviceSpec, catalog_device
+from sojourn.resolve.model_spec import model_spec_of, of_base, of_file, of_settings
+from sojourn.resolve.new_model import llama_spec
+from sojourn.resolve.resolve import describe_faster_settings, resolve
 
 GIB = 2**30
 ROOT = Path(__file__).parents[1]
@@ -41,20 +44,20 @@ DRAWN = [ROOT / f"benchmarks/results/plan-drawn-{seed}-H200-2026-11-16.json" for
 UNSEEN = [ROOT / f"benchmarks/results/plan-{name}-H200-2026-11-16.json" for name in ("again", "drawn-10")]
 SMALL = [ROOT / f"benchmarks/results/plan-{name}-H200-2026-11-16.json" for name in ("thin", "played", "muon")]
 MUON = ROOT / "benchmarks/results/plan-muon-again-H200-2026-11-17.json"
-M110 = new_shape(768, 12, 12, 12, 2048, 32_000, True)
-M875 = new_shape(2048, 16, 16, 16, 5504, 32_000, True)
+M110 = llama_spec(768, 12, 12, 12, 2048, 32_000, True)
+M875 = llama_spec(2048, 16, 16, 16, 5504, 32_000, True)
 QWEN_1_5B, QWEN_7B = find_model("qwen2.5-1.5b"), find_model("qwen2.5-7b")
-LORA = Work(QWEN_7B, "lora", 1, 8192, document=480, evaluates=False)
-FULL = Work(QWEN_1_5B, "full", 1, 4096, passes=4, document=480, evaluates=False)
-PRETRAIN = Work(M875, "pretrain", 16, 2048, evaluates=False)
+LORA = Workload(QWEN_7B, "lora", 1, 8192, document_length=480, with_evaluation=False)
+FULL = Workload(QWEN_1_5B, "full", 1, 4096, gradient_accumulation=4, document_length=480, with_evaluation=False)
+PRETRAIN = Workload(M875, "pretrain", 16, 2048, with_evaluation=False)
 
 # The rows of benchmarks/LOG.md of 2026-11-15, one H200: peak that torch counted (GiB), tokens a second.
 MEASURED = {
-    "110m": (replace(PRETRAIN, shape=M110, rows=32, length=1024), 11.8, 591_216),
+    "110m": (replace(PRETRAIN, model=M110, micro_batch=32, sequence_length=1024), 11.8, 591_216),
     "875m": (PRETRAIN, 45.4, 96_355),
     "lora-7b": (LORA, 52.9, 17_469),
     "lora-7b, not compiled": (replace(LORA, compiled=False), 52.4, 15_697),
-    "lora-7b, recomputed": (replace(LORA, recompute="full"), 20.0, 13_871),
+    "lora-7b, recomputed": (replace(LORA, activation_checkpointing="full"), 20.0, 13_871),
     "full-1.5b": (FULL, 37.6, 46_130),
     "qlora-7b, not compiled": (replace(LORA, method="qlora", compiled=False), 43.3, 14_842),
 }
@@ -67,7 +70,14 @@ def test_memory_is_what_was_measured_on_an_h200(name):
 
 
 def test_memory_of_all_weights_of_a_7b_is_what_was_measured():
-    work = replace(FULL, shape=QWEN_7B, length=8192, passes=1, recompute="full", optimizer="adamw_8bit")
+    work = replace(
+        FULL,
+        model=QWEN_7B,
+        sequence_length=8192,
+        gradient_accumulation=1,
+        activation_checkpointing="full",
+        optimizer="adamw_8bit",
+    )
     found = memory(work)
     assert found.allocated / GIB == pytest.approx(73.6, rel=0.03) and found.peak.name == "backward of the first block"
 
@@ -75,37 +85,44 @@ def test_memory_of_all_weights_of_a_7b_is_what_was_measured():
 @pytest.mark.parametrize("name", MEASURED)
 def test_speed_is_what_was_measured_on_an_h200(name):
     work, _, tokens = MEASURED[name]
-    assert speed(work, find_gpu("H200")).tokens_per_second == pytest.approx(tokens, rel=0.12)
+    assert step_time(work, find_gpu("H200")).tokens_per_second == pytest.approx(tokens, rel=0.12)
 
 
 def _published():
-    a100, h100 = find_gpu("A100 80GB"), find_gpu("H100")
+    a100, a100_40, h100 = find_gpu("A100 80GB"), find_gpu("A100 40GB"), find_gpu("H100")
     # The 96 GB card of that table has slower memory, and ran at 500 of 700 W; the rate is taken to fall as the power.
     power = 500 / 700
     limited = replace(h100, bandwidth_gbs=2400, bf16_tflops=989 * power, fp8_tflops=1979 * power)
-    titan = Work(find_model("llama-3.1-8b"), "pretrain", 2, 8192, attention="sdpa", recompute="selective",
-                 whole_loss=True, engine="fsdp", world=8, fused=False)  # fmt: skip
-    tune = Work(find_model("llama-3.2-3b"), "full", 2, 4096)
-    nano = Work(new_shape(1664, 26, 13, 13, 8 * 1664 // 3, 65_536, False), "pretrain", 32, 2048, engine="ddp", world=8)
-    again = replace(tune, recompute="full")
+    titan = Workload(find_model("llama-3.1-8b"), "pretrain", 2, 8192, attention="sdpa",
+                     activation_checkpointing="selective", full_logits=True, engine="fsdp", world_size=8,
+                     fused_forwards=False)  # fmt: skip
+    tune = Workload(find_model("llama-3.2-3b"), "full", 2, 4096)
+    nano = Workload(
+        llama_spec(1664, 26, 13, 13, 8 * 1664 // 3, 65_536, False), "pretrain", 32, 2048, engine="ddp", world_size=8
+    )
+    again = replace(tune, activation_checkpointing="full")
     # Which GPU is not said: taken to be an A100 of 40 GB. It recomputes unless told otherwise.
-    factory = Work(find_model("llama-2-7b"), "lora", 4, 1024, 2, rank=8, recompute="full",
-                   attention="flash_attention_2", fused=False, compiled=False, kernels=False,
-                   capability=(8, 0))  # fmt: skip
+    factory = Workload(find_model("llama-2-7b"), "lora", 4, 1024, 2, lora_rank=8, activation_checkpointing="full",
+                       attention="flash_attention_2", fused_forwards=False, compiled=False, has_triton=False,
+                       compute_capability=(8, 0))  # fmt: skip
     return {
         "torchtitan 8B": (replace(titan, compiled=False), limited, 5762),
         "torchtitan 8B, compiled": (titan, limited, 6667),
         "torchtitan 8B, fp8": (replace(titan, fp8="on"), limited, 8532),
-        "torchtune 3B": (replace(tune, compiled=False, fused=False, whole_loss=True), a100, 7075),
-        "torchtune 3B, compiled": (replace(tune, whole_loss=True), a100, 8998),
+        "torchtune 3B": (replace(tune, compiled=False, fused_forwards=False, full_logits=True), a100, 7075),
+        "torchtune 3B, compiled": (replace(tune, full_logits=True), a100, 8998),
         "torchtune 3B, chunked": (tune, a100, 9174),
         "torchtune 3B, recomputed": (again, a100, 7210),
         "torchtune 3B, 8-bit moments": (replace(again, optimizer="adamw_8bit"), a100, 6960),
-        "torchtune 3B, LoRA": (replace(again, method="lora", rank=8), a100, 8210),
-        "torchtune 3B, QLoRA": (replace(again, method="qlora", rank=8), a100, 8035),
-        "LLaMA-Factory 7B": (replace(factory, attention="math"), find_gpu("A100 40GB"), 2392),
-        "LLaMA-Factory 7B, FlashAttention": (factory, find_gpu("A100 40GB"), 2954),
-        "LLaMA-Factory 7B, Unsloth": (replace(factory, fused=True, kernels=True), find_gpu("A100 40GB"), 4007),
+        "torchtune 3B, LoRA": (replace(again, method="lora", lora_rank=8), a100, 8210),
+        "torchtune 3B, QLoRA": (replace(again, method="qlora", lora_rank=8), a100, 8035),
+        "LLaMA-Factory 7B": (replace(factory, attention="math"), a100_40, 2392),
+        "LLaMA-Factory 7B, FlashAttention": (factory, a100_40, 2954),
+        "LLaMA-Factory 7B, Unsloth": (
+            replace(factory, fused_forwards=True, has_triton=True),
+            find_gpu("A100 40GB"),
+            4007,
+        ),
         "nanochat d26": (nano, h100, 630_000 / 8),
         "nanochat d26, fp8": (replace(nano, fp8="on"), h100, 740_000 / 8),
     }
@@ -114,7 +131,7 @@ def _published():
 @pytest.mark.parametrize("name", _published())
 def test_speed_is_within_a_quarter_of_what_others_published(name):
     work, card, tokens = _published()[name]
-    assert speed(work, card).tokens_per_second / work.world == pytest.approx(tokens, rel=0.25)
+    assert step_time(work, card).tokens_per_second / work.world_size == pytest.approx(tokens, rel=0.25)
 
 
 def test_the_fit_is_what_one_command_makes_of_the_measurements(tmp_path):
@@ -192,53 +209,56 @@ def test_no_plan_asks_for_less_than_what_runs_were_proven_to_fit_into(path):
             assert plan["enough"] - plan["context"] >= proven - 4 * 2**20, row["name"]
 
 
-def test_recordings_make_steps_shorter_where_a_cpu_might_be_slower():
+def _captured(*settings, **changes):
+    """Whether a workload runs as a CUDA graph on an H200."""
+    config, h200 = load_run(["medium", *settings]).config, find_gpu("H200")
+    workload = replace(PRETRAIN, **{"model": M110, "micro_batch": 1, **changes})
+    return with_cuda_graphs(config, workload, catalog_device(config, h200)).cuda_graphs
+
+
+def test_cuda_graphs_make_steps_shorter_where_a_cpu_may_be_slower():
     def fast(**changes):
-        return speed(replace(PRETRAIN, **{"shape": M110, "rows": 1, **changes}), find_gpu("H200"))
+        return step_time(
+            replace(PRETRAIN, **{"model": M110, "micro_batch": 1, **changes}), find_gpu("H200")
+        ).step_seconds
 
-    off, auto = fast(), fast(graphs="auto")
-    assert auto.recorded and not off.recorded and auto.step_seconds < 0.3 * off.step_seconds
-    assert fast(graphs="auto", rows=4).step_seconds == fast(graphs="auto", rows=4, cpu=1.5).step_seconds
-    tiny = {"graphs": "auto", "shape": new_shape(256, 2, 4, 4, 768, 4096, True)}
-    assert fast(**tiny, looped=False).step_seconds < 0.6 * fast(**tiny).step_seconds
-    many = {"shape": M875, "rows": 16}
-    assert not fast(graphs="auto", **many).recorded and fast(graphs="on", **many).recorded
-    assert not fast(graphs="on", world=2, engine="ddp").recorded and not fast(graphs="on", precision="fp16").recorded
-    assert fast(graphs="on", method="lora", dropout=0.1).recorded
-    assert not fast(graphs="on", method="lora", dropout=0.1, recompute="full").recorded
-    assert not fast(graphs="auto", attention="sdpa").recorded
-    gemma = replace(M110, family="gemma2")
-    assert not fast(graphs="auto", shape=gemma).recorded
+    assert fast(cuda_graphs=True) < 0.3 * fast()
+    assert fast(cuda_graphs=True, micro_batch=4) == fast(cuda_graphs=True, micro_batch=4, cpu_slowness=1.5)
+    tiny = {"cuda_graphs": True, "model": llama_spec(256, 2, 4, 4, 768, 4096, True)}
+    assert fast(**tiny, in_training_loop=False) < 0.6 * fast(**tiny)
 
 
-def test_which_runs_may_be_recorded_is_read_from_their_settings():
-    place = place_of(find_gpu("H200"))
-
-    def graphs(*words):
-        return work_of(load_run(["medium", *words]).config, M110, place).graphs
-
-    assert graphs() == "auto" and graphs("train.cuda_graphs=on") == "on" == graphs(
-        "train.cuda_graphs=on", "train.deterministic=on"
-    )
-    assert graphs("train.deterministic=on") == "off" == graphs("data.packing=off", "train.cuda_graphs=on")
+def test_cuda_graphs_are_captured_where_launching_takes_longer_than_computing():
+    many, on = {"model": M875, "micro_batch": 16}, "train.cuda_graphs=on"
+    assert _captured() and not _captured(**many) and _captured(on, **many)
+    assert not _captured(on, world_size=2, engine="ddp") and not _captured(on, precision="fp16")
+    assert _captured(on, method="lora", lora_dropout=0.1)
+    assert not _captured(on, method="lora", lora_dropout=0.1, activation_checkpointing="full")
+    assert not _captured(attention="sdpa") and not _captured(model=replace(M110, family="gemma2"))
+    assert not _captured(model=replace(M110, attention_dropout=True))
 
 
-def test_recordings_take_memory_beside_what_the_update_needs():
-    plain = replace(PRETRAIN, shape=M110, rows=1)
-    assert memory(replace(plain, graphs="on")).device == memory(plain).device + 80 * 2**20
+def test_which_runs_are_captured_is_read_from_their_settings():
+    assert _captured("train.cuda_graphs=on", "train.deterministic=on") and not _captured("train.deterministic=on")
+    assert not _captured("data.packing=off", "train.cuda_graphs=on") and not _captured("train.cuda_graphs=off")
+
+
+def test_cuda_graphs_take_memory_beside_what_the_update_needs():
+    plain = replace(PRETRAIN, model=M110, micro_batch=1)
+    assert memory(replace(plain, graph_memory=True)).device == memory(plain).device + 80 * 2**20
     hosted = replace(plain, offload="optimizer")
     visitors = 2 * 2 * 4 * (32_000 * 768 + 768 * 2048)
-    most = max(moment.bytes for moment in memory(hosted).moments if moment.name != "optimizer's step")
-    assert memory(replace(hosted, graphs="on")).device >= most + visitors + memory(hosted).context
+    most = max(moment.bytes for moment in memory(hosted).phases if moment.name != "optimizer's step")
+    assert memory(replace(hosted, graph_memory=True)).device >= most + visitors + memory(hosted).context
 
 
 def test_autocast_keeps_copies_of_weights_until_the_forward_ends():
     """Of blocks that compute again and are neither fused nor compiled: 588 MB of 294M, seen on an H200."""
-    work = replace(PRETRAIN, shape=M110, rows=1, recompute="full", compiled=False)
-    loss = [memory(replace(work, fused=fused)).moments[1] for fused in (True, False)]
+    work = replace(PRETRAIN, model=M110, micro_batch=1, activation_checkpointing="full", compiled=False)
+    loss = [memory(replace(work, fused_forwards=fused)).phases[1] for fused in (True, False)]
     copies = [term.bytes for moment in loss for term in moment.terms if "autocast" in term.name]
     assert copies == [2 * 12 * M110.layer_parameters()]
-    adapted = memory(replace(work, method="lora", fused=False)).moments[1].terms
+    adapted = memory(replace(work, method="lora", fused_forwards=False)).phases[1].terms
     (copies,) = [term.bytes for term in adapted if "autocast" in term.name]
     assert 0 < copies == 2 * 12 * 16 * (2 * 768 * 4 + 3 * (768 + 2048))
 
@@ -247,7 +267,7 @@ def test_of_two_chunks_of_logits_the_second_counts_as_it_is():
     rows = chunk_rows(PRETRAIN)
 
     def logits(tokens):
-        terms = memory(replace(PRETRAIN, rows=1, length=tokens)).moments[1].terms
+        terms = memory(replace(PRETRAIN, micro_batch=1, sequence_length=tokens)).phases[1].terms
         return next(term.bytes for term in terms if term.name == "logits of a chunk")
 
     assert logits(rows) == 2 * rows * 32_000 and logits(rows + 100) == 2 * (rows + 100) * 32_000
@@ -256,31 +276,38 @@ def test_of_two_chunks_of_logits_the_second_counts_as_it_is():
 
 def test_a_gpu_with_little_to_do_waits_for_the_cpu():
     def waits(**changes):
-        work = replace(PRETRAIN, **{"shape": M110, "rows": 1, **changes})
-        return next(part.seconds for part in speed(work, find_gpu("H200")).parts if part.name == "waiting for launches")
+        work = replace(PRETRAIN, **{"model": M110, "micro_batch": 1, **changes})
+        return next(
+            part.seconds for part in step_time(work, find_gpu("H200")).parts if part.name == "waiting for launches"
+        )
 
-    assert waits(rows=16) < 0.3 * waits() and waits() < waits(compiled=False) < waits(compiled=False, fused=False)
-    assert waits(recompute="selective", compiled=False) > 2 * waits(compiled=False)
+    assert waits(micro_batch=16) < 0.3 * waits() and waits() < waits(compiled=False) < waits(
+        compiled=False, fused_forwards=False
+    )
+    assert waits(activation_checkpointing="selective", compiled=False) > 2 * waits(compiled=False)
     assert waits(optimizer="adamw_8bit") > waits() + 0.005  # one tensor after the other
     assert waits(optimizer="adamw_8bit") > waits(optimizer="muon") > waits()  # those of one shape together
-    assert waits(cpu=1.5) > 1.3 * waits() and waits(fp8="on") > waits()
+    assert waits(cpu_slowness=1.5) > 1.3 * waits() and waits(fp8="on") > waits()
     normed = replace(M110, qk_norm=True)
-    assert waits(fp8="on", shape=normed) > waits(fp8="on") and waits(fp8="on", recompute="selective") > waits(fp8="on")
+    assert waits(fp8="on", model=normed) > waits(fp8="on") and waits(
+        fp8="on", activation_checkpointing="selective"
+    ) > waits(fp8="on")
 
 
 def test_the_more_is_in_8_bits_the_faster_it_is_planned_and_what_is_not_is_counted_wide():
     off, back, inner, on = (
-        replace(PRETRAIN, graphs="on", fp8=how) for how in ("off", "backward", "except_last_layer", "on")
+        replace(PRETRAIN, cuda_graphs=True, graph_memory=True, fp8=how)
+        for how in ("off", "backward", "except_last_layer", "on")
     )
-    rates = [speed(one, find_gpu("H200")).tokens_per_second for one in (off, back, inner, on)]
+    rates = [step_time(one, find_gpu("H200")).tokens_per_second for one in (off, back, inner, on)]
     assert rates == sorted(rates) and rates[3] > 1.2 * rates[0] and rates[1] > 1.05 * rates[0]
-    last = [memory(one).moments[2] for one in (off, back, inner, on)]  # the last block's backward: all is kept
+    last = [memory(one).phases[2] for one in (off, back, inner, on)]  # the last block's backward: all is kept
     kept = [sum(term.bytes for term in moment.terms if term.kind == "activations") for moment in last]
     block = (kept[0] - kept[3]) / M875.layers
     assert kept[1] == kept[3] < kept[0] and kept[2] - kept[3] == pytest.approx(block, rel=0.01)
     assert memory(inner).allocated == pytest.approx(44_303_582_208, rel=0.01)  # as it was measured
     assert 1 < memory(back).allocated / 42_930_722_304 < 1.04
-    names = [{term.name for term in memory(one).moments[1].terms} for one in (inner, on)]
+    names = [{term.name for term in memory(one).phases[1].terms} for one in (inner, on)]
     assert "the head in 8 bits, both ways" in names[1] - names[0]
 
 
@@ -299,23 +326,30 @@ def test_chunks_of_logits_are_those_of_the_real_loss():
 
     assert planned._CHUNK_BYTES == loss._CHUNK_BYTES and planned._LEAST_ROWS == loss._LEAST_ROWS
     head = torch.nn.Linear(64, 2000)
-    work = Work(new_shape(64, 2, 2, 2, 192, 2000, True), device="cpu", precision="fp32", kernels=False)
+    work = Workload(llama_spec(64, 2, 2, 2, 192, 2000, True), device_type="cpu", precision="fp32", has_triton=False)
     assert chunk_rows(work) == loss._chunk_rows(head, torch.zeros(1, 64))
 
 
 def test_the_peak_is_the_largest_moment_and_its_terms_add_up():
     for work, _, _ in MEASURED.values():
         found = memory(work)
-        assert found.peak.bytes == max(one.bytes for one in found.moments)
+        assert found.peak.bytes == max(one.bytes for one in found.phases)
         assert sum(found.peak.by_kind().values()) == pytest.approx(found.peak.bytes)
         assert found.device > found.allocated
 
 
 @pytest.mark.parametrize(
-    "change", [{"rows": 2}, {"length": 16_384}, {"rank": 64}, {"recompute": "off"}, {"dropout": 0.1}]
+    "change",
+    [
+        {"micro_batch": 2},
+        {"sequence_length": 16_384},
+        {"lora_rank": 64},
+        {"activation_checkpointing": "off"},
+        {"lora_dropout": 0.1},
+    ],
 )
 def test_more_work_never_takes_less_memory(change):
-    less = replace(LORA, recompute="full")
+    less = replace(LORA, activation_checkpointing="full")
     assert memory(replace(less, **change)).allocated > memory(less).allocated
 
 
@@ -323,20 +357,22 @@ def test_what_saves_memory_is_seen_to():
     def size(**change):
         return memory(replace(FULL, **change)).allocated
 
-    assert size(recompute="full") < size(recompute="selective") < size()
+    assert size(activation_checkpointing="full") < size(activation_checkpointing="selective") < size()
     assert size(optimizer="adamw_8bit") < size() and size(offload="optimizer") < size(optimizer="adamw_8bit")
-    assert size(engine="fsdp", world=8) < size(engine="ddp", world=8)
-    stages = [size(engine="deepspeed", world=8, stage=stage) for stage in (1, 2, 3)]
+    assert size(engine="fsdp", world_size=8) < size(engine="ddp", world_size=8)
+    stages = [size(engine="deepspeed", world_size=8, zero_stage=stage) for stage in (1, 2, 3)]
     assert stages == sorted(stages, reverse=True)
-    assert size(whole_loss=True) > size()
+    assert size(full_logits=True) > size()
 
 
 def test_experts_count_in_memory_but_only_the_active_ones_in_time():
     mixture = find_model("qwen3-30b-a3b")
-    work = Work(mixture, "lora", 2, 8192, compiled=False, fused=False)
+    work = Workload(mixture, "lora", 2, 8192, compiled=False, fused_forwards=False)
     assert memory(work).allocated > 2 * mixture.parameters
-    dense = replace(work, shape=find_model("qwen2.5-32b"))
-    assert speed(work, find_gpu("H200")).tokens_per_second > 3 * speed(dense, find_gpu("H200")).tokens_per_second
+    dense = replace(work, model=find_model("qwen2.5-32b"))
+    assert (
+        step_time(work, find_gpu("H200")).tokens_per_second > 3 * step_time(dense, find_gpu("H200")).tokens_per_second
+    )
 
 
 # --- what is planned
@@ -432,8 +468,8 @@ def test_a_base_that_is_nowhere_is_one_line(word):
 def test_a_checkpoint_has_weights_and_moments_wherever_they_are_kept(optimizer, of_matrices, of_ends):
     ends = M110.embedding_parameters
     by_hand = of_matrices * (M110.parameters - ends) + of_ends * ends
-    for how in ({}, {"offload": "optimizer"}, {"engine": "fsdp", "world": 4}):
-        work = replace(PRETRAIN, shape=M110, optimizer=optimizer, **how)
+    for how in ({}, {"offload": "optimizer"}, {"engine": "fsdp", "world_size": 4}):
+        work = replace(PRETRAIN, model=M110, optimizer=optimizer, **how)
         assert checkpoint_bytes(work) == pytest.approx(by_hand)
 
 
@@ -499,40 +535,17 @@ def test_preparing_without_a_gpu_is_named_with_its_price(home):
 @pytest.mark.parametrize(
     "words", [["qlora-7b", "train.micro_batch=auto", "train.activation_checkpointing=auto"], ["large"]]
 )
-def test_a_run_is_cut_up_on_the_machine_as_it_was_planned(monkeypatch, capsys, words, gib):
-    import torch
-
-    from sojourn.train import resolve
-    from sojourn.train.subject import Subject
-
-    here = {
-        "train.device": "cuda",
-        "train.precision": "bf16",
-        "train.attention": "varlen",
-        "advanced.fused_forwards": "on",
-    }
-    config = with_settings(load_run([*words, "train.steps=100"]).config, {**here, "parallel.engine": "single"})
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (gib * GIB, gib * GIB))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
-    card = find_gpu("RTX 4090")
-    monkeypatch.setattr(resolve, "card_here", lambda: card)
-    shape = subject_of(config)
-    found = resolve.Resolved(config)
-    resolve._memory(found, Subject(shape.family, shape), 1)
-    planned = fit_on(config, shape, card, 1, 0.97 * gib * GIB)
-    assert planned is not None
-    assert (found.config.train.micro_batch, found.config.train.activation_checkpointing) == (
-        planned.work.rows,
-        planned.work.recompute,
-    )
-    assert "note:" not in capsys.readouterr().out
+def test_settings_that_leave_memory_unused_are_noted(words, gib):
+    config = load_run([*words, "train.steps=100"]).config
+    spec = model_spec_of(config)
+    device = replace(catalog_device(config, find_gpu("RTX 4090")), free_bytes=gib * GIB)
+    free = resolve(config, spec, device)
+    assert describe_faster_settings(config, free, spec, device) is None
     typed = with_settings(config, {"train.micro_batch": 1, "train.activation_checkpointing": "full"})
-    resolve._memory(resolve.Resolved(typed), Subject(shape.family, shape), 1)
-    freely = f"train.micro_batch={planned.work.rows} train.activation_checkpointing={planned.work.recompute}"
-    said = capsys.readouterr().out
-    assert re.fullmatch(rf"note: the same result \d+% sooner, by its plan, in the memory here: {freely}\n", said)
-    resolve._memory(resolve.Resolved(typed), Subject(shape.family, shape), 1, told=False)
-    assert not capsys.readouterr().out
+    note = describe_faster_settings(typed, resolve(typed, spec, device), spec, device)
+    train = free.config.train
+    best = f"train.micro_batch={train.micro_batch} train.activation_checkpointing={train.activation_checkpointing}"
+    assert re.fullmatch(rf"the same result \d+% sooner, by its plan, in the memory here: {best}", note)
 
 
 # --- advice
@@ -541,24 +554,25 @@ def test_a_run_is_cut_up_on_the_machine_as_it_was_planned(monkeypatch, capsys, w
 def test_advice_fits_and_is_ranked_by_speed():
     config = load_run(["full-7b", "train.steps=10"]).config
     card = find_gpu("RTX 4090")
-    assert fit_on(config, find_model("qwen2.5-7b"), card) is None
+    assert fit_on(config, find_model("qwen2.5-7b"), plan_device(config, card)) is None
     found = advise(config, card)
     assert len(found) >= 2
     assert [one.tokens_per_second for one in found] == sorted((o.tokens_per_second for o in found), reverse=True)
     for one in found:
         settings = {key: value for change in one.changes for key, value in change.settings.items()}
         changed = with_settings(config, settings)
-        assert fit_on(changed, find_model("qwen2.5-7b"), card, max(change.count for change in one.changes)) is not None
+        device = plan_device(changed, card, max(change.count for change in one.changes))
+        assert fit_on(changed, find_model("qwen2.5-7b"), device) is not None
 
 
 def test_the_inverse_question_has_the_largest_answer():
     config = load_run(["qlora-7b", "train.steps=10"]).config
     room = 24 * GIB
     found = what_fits(config, room)
-    place = place_of(find_gpu("RTX 4090"))
-    one = work_of(config, QWEN_7B, place, 1, "full")
-    assert found.length and memory(replace(one, length=found.length)).enough <= room
-    assert memory(replace(one, length=found.length + 256)).enough > room
+    least = with_settings(config, {"train.micro_batch": 1, "train.activation_checkpointing": "full"})
+    one = resolve_for(least, QWEN_7B, plan_device(config, find_gpu("RTX 4090"))).workload
+    assert found.length and memory(replace(one, sequence_length=found.length)).enough <= room
+    assert memory(replace(one, sequence_length=found.length + 256)).enough > room
     sizes = [found.models[method][0].parameters for method in ("full", "lora", "qlora")]
     assert sizes == sorted(sizes) and sizes[-1] > 20e9
 
@@ -579,9 +593,9 @@ def test_records_teach_a_correction_that_plans_use(tmp_path, monkeypatch):
     assert learned.memory == pytest.approx(1.10, rel=1e-6) and learned.time == pytest.approx(1.2)
     assert correction() == learned
     config = load_run(["medium"]).config
-    slower = make_plan(config, [find_gpu("H200")]).offers[0].speed.tokens_per_second
+    slower = make_plan(config, [find_gpu("H200")]).offers[0].step.tokens_per_second
     (tmp_path / "plan/calibration.json").unlink()
-    assert make_plan(config, [find_gpu("H200")]).offers[0].speed.tokens_per_second == pytest.approx(
+    assert make_plan(config, [find_gpu("H200")]).offers[0].step.tokens_per_second == pytest.approx(
         1.2 * slower, rel=0.01
     )
     (tmp_path / "plan/calibration.json").write_text('{"memory": "x", "time": 1e9}')
@@ -597,11 +611,13 @@ def test_a_finished_run_on_a_gpu_leaves_a_record(tmp_path, monkeypatch):
     two = {"Tesla T4": 15, "NVIDIA H200": 140}
     cards = [SimpleNamespace(name=name, total_memory=size * GIB) for name, size in two.items()]
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", cards.__getitem__)
+    h200 = DeviceSpec("cuda", "NVIDIA H200", "bf16", compute_capability=(9, 0))
+    monkeypatch.setattr(lessons, "local_device", lambda *given: h200)
     lines = [{"step": 1}, *({"tokens_per_second": speed_, "memory": 7 * GIB} for speed_ in (1e5, 2e5, 4e5))]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    config = with_settings(load_run(["medium"]).config, {"train.device": "cuda", "train.precision": "bf16"})
+    config = load_run(["medium"]).config
+    config = resolve(config, model_spec_of(config), h200).config
     batcher, ranks = SimpleNamespace(micro_batch=16, device="cuda"), SimpleNamespace(world_size=1, is_main=True)
     session = SimpleNamespace(
         config=config, run=SimpleNamespace(metrics=tmp_path / "metrics.jsonl"),
@@ -611,8 +627,12 @@ def test_a_finished_run_on_a_gpu_leaves_a_record(tmp_path, monkeypatch):
     lessons.note_run(session)
     (found,) = [json.loads(line) for line in (tmp_path / "plan/records.jsonl").read_text().splitlines()]
     assert found["measured"] == {"memory": 7 * GIB, "step_seconds": 16 * 512 / 2e5}
-    assert found["gpu"] == "H200" and found["settings"]["rows"] == 16 and found["settings"]["document"] == 100
-    assert found["planned"]["memory"] > 0 and found["planned"]["step_seconds"] > 0 and found["subject"]["hidden"] == 512
+    assert (
+        found["gpu"] == "H200"
+        and found["settings"]["micro_batch"] == 16
+        and found["settings"]["document_length"] == 100
+    )
+    assert found["planned"]["memory"] > 0 and found["planned"]["step_seconds"] > 0 and found["model"]["hidden"] == 512
 
 
 # --- the command
@@ -674,7 +694,7 @@ def test_explain_names_every_term_with_its_formula(home):
 
 def test_json_terms_add_up_to_the_peak(home):
     found = json.loads(called("plan", "medium", "--json").stdout)["memory"]
-    peak = next(one for one in found["moments"] if one["name"] == found["moment"])
+    peak = next(one for one in found["phases"] if one["name"] == found["peak"])
     assert sum(term["bytes"] for term in peak["terms"]) == pytest.approx(found["allocated"], abs=16)
     assert sum(found["by_kind"].values()) == pytest.approx(found["allocated"], abs=16)
 
@@ -714,13 +734,13 @@ def test_calibrate_without_records_says_where_they_come_from(home):
 def test_what_is_offloaded_is_in_the_machine_s_own_memory(home):
     """16 bytes a parameter with everything there, half of it for the moments alone; shared by the machines."""
     size = QWEN_7B.parameters
-    full = replace(FULL, shape=QWEN_7B)
+    full = replace(FULL, model=QWEN_7B)
     assert on_host(full) == 0
     assert on_host(replace(full, offload="optimizer")) == 8 * size
     assert on_host(replace(full, offload="all", engine="fsdp")) == 16 * size
-    four = replace(full, offload="all", engine="fsdp", world=4)
+    four = replace(full, offload="all", engine="fsdp", world_size=4)
     assert on_host(four) == 16 * size and on_host(replace(four, nodes=2)) == 8 * size
-    assert on_host(replace(full, offload="optimizer", engine="deepspeed", world=2)) == 16 * size
+    assert on_host(replace(full, offload="optimizer", engine="deepspeed", world_size=2)) == 16 * size
     text = called("plan", "full-7b", "train.optimizer=adamw", "train.offload=optimizer", "--gpu", "A100 80GB").stdout
     assert f"and {8 * size / GIB:.1f} GiB of the machine's own memory" in text
     assert "own memory" not in called("plan", "medium", "--gpu", "T4").stdout
@@ -741,7 +761,7 @@ def test_each_gpu_learns_its_own_times(home):
     after = make_plan(load_run(["medium"]).config)
     for card, factor in (("RTX 4090", 1.3), ("A100 80GB", 0.9), ("L4", 1.3)):
         was, now = (next(o for o in plan.offers if o.gpu.name == card) for plan in (before, after))
-        assert now.speed.step_seconds == pytest.approx(factor * was.speed.step_seconds), card
+        assert now.step.step_seconds == pytest.approx(factor * was.step.step_seconds), card
     text = called("plan", "medium").stdout
     assert "steps take 1.30 times as long (0.90 on A100 80GB, 1.30 on RTX 4090)" in " ".join(text.split())
 

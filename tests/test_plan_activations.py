@@ -6,7 +6,7 @@ import torch
 
 from sojourn.config.schema import MethodConfig
 from sojourn.estimate.activations import adapter_parameters, kept_between, kept_casts, outside_blocks
-from sojourn.estimate.workload import LINEAR, Work
+from sojourn.estimate.workload import LINEAR, Workload
 from sojourn.model.activation_checkpointing import apply_activation_checkpointing
 from sojourn.model.adapter import add_adapter, disable_adapter_upcast
 from sojourn.model.kernels.fused_forwards import apply_fused_forwards
@@ -67,15 +67,15 @@ def _counted(network, autocast: bool) -> int:
     return sum(storage.nbytes() for storage in kept.values())
 
 
-def _planned(work: Work) -> float:
+def _planned(work: Workload) -> float:
     """In the table's words. The ends of these models keep less than those of a whole step: no targets are chosen,
     and the tables of rotation are made once."""
-    layers = work.shape.layers
+    layers = work.model.layers
     ends = [row for row in outside_blocks(work) if row.name.startswith(("final norm", "rotation"))]
-    ends_bytes = sum(row.bytes for row in ends) if work.recompute == "off" else sum(
+    ends_bytes = sum(row.bytes for row in ends) if work.activation_checkpointing == "off" else sum(
         row.bytes for row in ends if row.name.startswith("final norm"))  # fmt: skip
     each = sum(row.bytes for row in kept_between(work))
-    casts = layers * kept_casts(work) if work.recompute == "off" else 0
+    casts = layers * kept_casts(work) if work.activation_checkpointing == "off" else 0
     return work.tokens * (layers * each + ends_bytes) + casts
 
 
@@ -92,10 +92,10 @@ def test_a_block_keeps_what_the_table_says(family, targets, how, numbers):
     """fp16 goes by autocast, for which 16-bit numbers of either kind take the same room."""
     network = _network(family, targets is not None, targets or [], numbers, how)
     wanted = LINEAR if targets in (None, ["all-linear"]) else tuple(targets)
-    work = Work(
+    work = Workload(
         of_settings({**SIZES, "model_type": family}, "test"), "lora" if targets else "full", ROWS, LENGTH,
-        device="cpu", precision=numbers, compiled=False, kernels=False, attention="sdpa",
-        recompute=how, rank=RANK, targets=wanted, evaluates=False,
+        device_type="cpu", precision=numbers, compiled=False, has_triton=False, attention="sdpa",
+        activation_checkpointing=how, lora_rank=RANK, lora_targets=wanted, with_evaluation=False,
     )  # fmt: skip
     found, planned = _counted(network, numbers == "fp16"), _planned(work)
     # Of adapters, the first block's input needs no gradient: its norm keeps nothing.
@@ -107,6 +107,6 @@ def test_a_block_keeps_what_the_table_says(family, targets, how, numbers):
 def test_as_many_weights_are_trained_as_are_planned(targets):
     network = _network("qwen2", True, targets, "fp32", "off")
     wanted = LINEAR if targets == ["all-linear"] else tuple(targets)
-    work = Work(of_settings({**SIZES, "model_type": "qwen2"}, "test"), "lora", rank=RANK, targets=wanted)
+    work = Workload(of_settings({**SIZES, "model_type": "qwen2"}, "test"), "lora", lora_rank=RANK, lora_targets=wanted)
     real = sum(parameter.numel() for parameter in network.model.parameters() if parameter.requires_grad)
     assert adapter_parameters(work) == real

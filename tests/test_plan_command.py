@@ -13,12 +13,11 @@ from sojourn.catalog.platforms import platforms
 from sojourn.config.load import load_run
 from sojourn.errors import UserError
 from sojourn.estimate.memory import memory
-from sojourn.estimate.step_time import speed
-from sojourn.estimate.workload import place_of, work_of
+from sojourn.estimate.step_time import step_time
 from sojourn.plan.advice import advise, advise_for, faster, what_fits
 from sojourn.plan.money import bill
-from sojourn.plan.offers import TOO_SMALL, fit_on, make_plan
-from sojourn.resolve.model_spec import subject_of
+from sojourn.plan.offers import TOO_SMALL, fit_on, make_plan, plan_device, resolve_for
+from sojourn.resolve.model_spec import model_spec_of
 
 A100 = find_gpu("A100 80GB")
 
@@ -35,35 +34,37 @@ def test_a_run_that_names_its_gpus_is_planned_and_paid_for_so_many():
     (alone,) = plan_of(*words, only=[A100]).offers
     assert not alone.fits
     (four,) = plan_of(*words, "--gpus", "0,1,2,3", only=[A100]).offers
-    assert four.count == four.cut.work.world == 4 and four.cut.work.engine == "fsdp"
+    assert four.count == four.fit.workload.world_size == 4 and four.fit.workload.engine == "fsdp"
     assert four.bill.amount == pytest.approx(4 * 5.98 * four.bill.hours)
-    assert four.bill.hours == pytest.approx(four.whole.seconds / 3600)
+    assert four.bill.hours == pytest.approx(four.run_time.seconds / 3600)
 
 
 def test_machines_exchange_more_slowly_than_gpus_of_one():
     words = ("full-7b", "train.optimizer=adamw", "train.steps=100")
     (one,) = plan_of(*words, "--gpus", "0,1,2,3", only=[A100]).offers
     (two,) = plan_of(*words, "--gpus", "0,1", "parallel.nodes=2", "parallel.master=10.0.0.1", only=[A100]).offers
-    assert two.count == 4 and two.cut.work.nodes == 2 and one.cut.work.world == two.cut.work.world
-    assert two.whole.seconds > 3 * one.whole.seconds
+    assert two.count == 4 and two.fit.workload.nodes == 2 and one.fit.workload.world_size == two.fit.workload.world_size
+    assert two.run_time.seconds > 3 * one.run_time.seconds
 
 
 def test_what_is_advised_is_what_the_plan_then_says():
     words = ("full-7b", "train.steps=100")
     config = load_run(list(words)).config
     found = next(one for one in advise(config, A100) if one.changes[0].count == 4)
-    (then,) = plan_of(*words, *found.typed.split(), only=[A100]).offers
-    assert then.speed.tokens_per_second == pytest.approx(found.tokens_per_second)
-    assert then.cut.memory.device == found.memory
+    (then,) = plan_of(*words, *found.arguments.split(), only=[A100]).offers
+    assert then.step.tokens_per_second == pytest.approx(found.tokens_per_second)
+    assert then.fit.memory.device == found.memory
 
 
 def test_advice_for_a_run_on_several_gpus_keeps_them():
     words = ["full-7b", "train.optimizer=adamw", "train.steps=10", "--gpus", "0,1"]
     for one in advise(load_run(words).config, find_gpu("RTX 4090")):
-        assert "2 GPUs" not in [change.says for change in one.changes]
+        assert "2 GPUs" not in [change.description for change in one.changes]
         count = max(2, *(change.count for change in one.changes))
-        changed = load_run([*words[:3], *(["--gpus", "0,1"] if count == 2 else []), *one.typed.split()]).config
-        assert fit_on(changed, find_model("qwen2.5-7b"), one.gpu, count).memory.device == one.memory
+        changed = load_run([*words[:3], *(["--gpus", "0,1"] if count == 2 else []), *one.arguments.split()]).config
+        assert (
+            fit_on(changed, find_model("qwen2.5-7b"), plan_device(changed, one.gpu, count)).memory.device == one.memory
+        )
 
 
 def test_free_machines_have_the_gpus_that_they_have():
@@ -84,7 +85,7 @@ def test_advice_for_a_free_platform_asks_for_no_gpus_that_it_has_not(home):
     for platform, most in (("kaggle", 2), ("colab", 1)):
         found = json.loads(called(*words, "--platform", platform).stdout)
         assert found["best"] is None
-        assert all(one["typed"].partition("--gpus ")[2].count(",") < most for one in found["advice"])
+        assert all(one["arguments"].partition("--gpus ")[2].count(",") < most for one in found["advice"])
     text = called("plan", "qlora-7b", "model.base=qwen2.5-32b", "--platform", "kaggle").stdout
     assert "does not fit: 2 × T4" in text and "what helps is below" not in text
 
@@ -106,8 +107,8 @@ def test_a_deepspeed_file_is_planned_as_it_is_written(tmp_path, zero, stage, off
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero}))
     words = ("full-7b", "train.optimizer=adamw", "--gpus", "0,1,2,3", f"parallel.deepspeed={tmp_path / 'ds.json'}")
     config = load_run([*words, "train.steps=10"]).config
-    found = fit_on(config, find_model("qwen2.5-7b"), A100, 4, float("inf"))
-    assert (found.work.engine, found.work.stage, found.work.offload) == ("deepspeed", stage, offload)
+    found = fit_on(config, find_model("qwen2.5-7b"), replace(plan_device(config, A100, 4), free_bytes=float("inf")))
+    assert (found.workload.engine, found.workload.zero_stage, found.workload.offload) == ("deepspeed", stage, offload)
 
 
 def test_a_deepspeed_file_that_is_not_there_is_one_line(home):
@@ -119,10 +120,11 @@ def test_zero_cuts_what_its_stage_says():
     """By hand: 2 bytes of weights, 2 of gradients, 12 of masters and moments a parameter, over four GPUs."""
     count, shape = 7_615_616_512, find_model("qwen2.5-7b")
     words = ["full-7b", "train.optimizer=adamw", "--gpus", "0,1,2,3", "parallel.engine=deepspeed", "train.steps=10"]
-    work = work_of(load_run(words).config, shape, place_of(A100), 1, "full", 4)
-    step = next(one for one in memory(work).moments if one.name == "optimizer's step")
+    config = load_run([*words, "train.micro_batch=1", "train.activation_checkpointing=full"]).config
+    work = resolve_for(config, shape, plan_device(config, A100, 4)).workload
+    step = next(one for one in memory(work).phases if one.name == "optimizer's step")
     kinds = step.by_kind()
-    assert work.stage == 2
+    assert work.zero_stage == 2
     assert kinds["weights"] == pytest.approx((2 + 4 / 4) * count)
     assert kinds["gradients"] == pytest.approx(2 / 4 * count)
     assert kinds["optimizer"] == pytest.approx(8 / 4 * count)
@@ -147,7 +149,7 @@ def test_data_that_is_not_there_is_one_line(home, source):
 def test_compressed_files_weigh_what_is_in_them(home):
     for name in ("a.jsonl", "a.jsonl.gz"):
         (home / name).write_bytes(b"x" * 4_000_000)
-    plain, packed = (plan_of("lora-20k", f"data.sources={name}").tokens for name in ("a.jsonl", "a.jsonl.gz"))
+    plain, packed = (plan_of("lora-20k", f"data.sources={name}").length.tokens for name in ("a.jsonl", "a.jsonl.gz"))
     assert packed == 4 * plain
 
 
@@ -170,7 +172,7 @@ def test_compressed_files_weigh_what_is_in_them(home):
 def test_a_gpu_that_refuses_a_setting_is_no_offer_and_gets_no_advice(words, card, why):
     config = load_run(words).config
     found = make_plan(config, [find_gpu(card)])
-    assert all(not o.fits and why in o.why_not and o.why_not != TOO_SMALL for o in found.offers)
+    assert all(not o.fits and why in o.reason_not and o.reason_not != TOO_SMALL for o in found.offers)
     assert advise_for(config, found, [find_gpu(card)]) == (None, [])
 
 
@@ -182,7 +184,7 @@ def test_what_cannot_run_it_is_not_said_to_be_too_small(home):
 
 def test_the_memory_shown_is_of_a_gpu_whose_speed_is_known():
     found = plan_of("full-7b", "train.optimizer=adamw", "train.steps=10")
-    assert found.best is None and found.shown.speed is not None and not found.shown.gpu.unified
+    assert found.best is None and found.shown.step is not None and not found.shown.gpu.unified
 
 
 # --- where
@@ -245,10 +247,10 @@ def test_a_price_for_every_gpu_is_said(home):
 def test_every_session_downloads_the_base_again():
     """A 7B in 16 bits is 15.2 GB: over eight minutes at 30 MB/s, at the start of each session."""
     (found,) = plan_of("qlora-7b", "train.steps=3000", platform="colab").offers
-    again = 30 + 15.23e9 / 500e6 + 15.23e9 / 30e6 + (60 if found.cut.work.compiled else 0)
-    assert found.whole.again == pytest.approx(again, rel=0.01)
+    again = 30 + 15.23e9 / 500e6 + 15.23e9 / 30e6 + (60 if found.fit.workload.compiled else 0)
+    assert found.run_time.again == pytest.approx(again, rel=0.01)
     assert found.bill.sessions == 3
-    assert 3600 * found.bill.hours == pytest.approx(found.whole.seconds + 2 * again, rel=0.001)
+    assert 3600 * found.bill.hours == pytest.approx(found.run_time.seconds + 2 * again, rel=0.001)
 
 
 @pytest.mark.parametrize(
@@ -316,13 +318,13 @@ def test_a_global_batch_of_many_divisors_takes_no_longer(home):
         found = plan_of("medium", "train.global_batch=720720", only=[find_gpu("RTX 4090")])
     finally:
         choose.memory = real
-    assert len(counted) < 60 and found.best.micro_batch * 512 <= choose.MOST_TOKENS
+    assert len(counted) < 60 and found.best.micro_batch * 512 <= choose._MAX_TOKENS
     assert choose.divisors(720_720) == [n for n in range(1, 720_721) if 720_720 % n == 0]
 
 
 def test_rows_much_too_long_get_advice_too():
     config = load_run(["qlora-7b", "data.max_length=200000", "train.steps=10"]).config
-    assert any("data.max_length" in one.typed for one in advise(config, find_gpu("RTX 4090")))
+    assert any("data.max_length" in one.arguments for one in advise(config, find_gpu("RTX 4090")))
 
 
 # --- memory for speed
@@ -336,31 +338,30 @@ def test_rows_much_too_long_get_advice_too():
     ],
 )  # fmt: skip
 def test_presets_recompute_only_what_a_card_does_not_hold(words, card, how):
-    (found,) = {offer.cut.work.recompute for offer in plan_of(*words, only=[find_gpu(card)]).offers}
+    (found,) = {offer.fit.workload.activation_checkpointing for offer in plan_of(*words, only=[find_gpu(card)]).offers}
     assert found == how
 
 
 def test_what_is_recomputed_is_chosen_by_its_speed():
     """Sixteen rows fit if they are recomputed; two do without, and are faster."""
     config = load_run(["lora-100k", "train.micro_batch=auto"]).config
-    card, shape = find_gpu("T4"), subject_of(config)
-    found = fit_on(config, shape, card)
-    assert (found.work.recompute, found.work.rows) == ("off", 2)
-    other = fit_on(
-        load_run(["lora-100k", "train.micro_batch=auto", "train.activation_checkpointing=full"]).config, shape, card
-    )
-    assert other.work.rows == 16
-    assert speed(found.work, card).tokens_per_second > 1.2 * speed(other.work, card).tokens_per_second
+    card, shape = find_gpu("T4"), model_spec_of(config)
+    found = fit_on(config, shape, plan_device(config, card))
+    assert (found.workload.activation_checkpointing, found.workload.micro_batch) == ("off", 2)
+    full = load_run(["lora-100k", "train.micro_batch=auto", "train.activation_checkpointing=full"]).config
+    other = fit_on(full, shape, plan_device(full, card))
+    assert other.workload.micro_batch == 16
+    assert step_time(found.workload, card).tokens_per_second > 1.2 * step_time(other.workload, card).tokens_per_second
 
 
 def test_a_gpu_of_unknown_speed_keeps_activations_where_a_fair_micro_batch_fits():
     config = load_run(["lora-100k", "train.micro_batch=auto"]).config
-    card, shape = find_gpu("T4"), subject_of(config)
+    card, shape = find_gpu("T4"), model_spec_of(config)
     rates = {"fp32_tflops": None, "tf32_tflops": None, "bf16_tflops": None, "fp16_tflops": None, "fp8_tflops": None}
-    found = fit_on(config, shape, replace(card, **rates))
-    assert (found.work.recompute, found.work.rows) == ("full", 16)
-    small = fit_on(config, shape, replace(card, **rates, usable_gib=30.0))
-    assert (small.work.recompute, small.work.rows) == ("off", 4)
+    found = fit_on(config, shape, plan_device(config, replace(card, **rates)))
+    assert (found.workload.activation_checkpointing, found.workload.micro_batch) == ("full", 16)
+    small = fit_on(config, shape, plan_device(config, replace(card, **rates, usable_gib=30.0)))
+    assert (small.workload.activation_checkpointing, small.workload.micro_batch) == ("off", 4)
 
 
 def test_a_run_that_leaves_memory_unused_is_told_what_it_would_buy(home):
@@ -370,19 +371,23 @@ def test_a_run_that_leaves_memory_unused_is_told_what_it_would_buy(home):
     )
     config, plan = load_run(words).config, plan_of(*words, only=[card])
     found = faster(config, plan)
-    left = plan_of(*words, *found.typed.split(), only=[card]).shown
-    assert found.tokens_per_second == pytest.approx(left.speed.tokens_per_second)
-    assert found.tokens_per_second > 1.25 * plan.shown.speed.tokens_per_second
-    assert found.typed == "train.activation_checkpointing=auto"  # more rows at a time are not worth another word there
+    left = plan_of(*words, *found.arguments.split(), only=[card]).shown
+    assert found.tokens_per_second == pytest.approx(left.step.tokens_per_second)
+    assert found.tokens_per_second > 1.25 * plan.shown.step.tokens_per_second
+    assert found.arguments == "train.activation_checkpointing=auto"  # more rows at a time gain too little
     text = " ".join(called("plan", *words, "--gpu", "4090").stdout.split())
     says = f"the same result sooner on RTX 4090, by the memory that is left: {found.tokens_per_second:,.0f} tok/s"
     assert says in text
-    assert json.loads(called("plan", *words, "--gpu", "4090", "--json").stdout)["faster"]["typed"] == found.typed
+    assert (
+        json.loads(called("plan", *words, "--gpu", "4090", "--json").stdout)["faster"]["arguments"] == found.arguments
+    )
 
 
 def test_more_rows_at_a_time_are_worth_a_word_where_weights_are_many():
     words = ["full-7b", "train.steps=100"]
-    assert faster(load_run(words).config, plan_of(*words, only=[find_gpu("H200")])).typed == "train.micro_batch=auto"
+    assert (
+        faster(load_run(words).config, plan_of(*words, only=[find_gpu("H200")])).arguments == "train.micro_batch=auto"
+    )
 
 
 @pytest.mark.parametrize(
@@ -404,8 +409,8 @@ def test_nothing_is_promised_where_nothing_would_be_faster(words, card):
 def test_what_fits_the_other_way_round_fits_in_a_plan_too():
     """A run that no card of 80 GiB is said to hold is not said to fit into 80 GiB."""
     config = load_run(["full-7b", "train.steps=10"]).config
-    assert fit_on(config, find_model("qwen2.5-7b"), A100) is None
-    assert what_fits(config, 80 * 2**30).rows_recomputed is None
+    assert fit_on(config, find_model("qwen2.5-7b"), plan_device(config, A100)) is None
+    assert what_fits(config, 80 * 2**30).micro_batch_checkpointed is None
 
 
 @pytest.mark.parametrize(

@@ -142,9 +142,9 @@ def test_every_token_stands_once_beside_its_neighbours_in_a_bucket(lengths):
 def test_it_is_for_fused_blocks_that_are_not_compiled(words, home, extra, short):
     from sojourn.data.prepare import prepare
     from sojourn.train.build import bare_network
-    from sojourn.train.resolve import resolve
+    from sojourn.train.resolve import resolve_here
 
-    config = resolve(load_run([*words, "train.device=cpu", *extra]).config).config
+    config = resolve_here(load_run([*words, "train.device=cpu", *extra]).config).config
     network = bare_network(config, prepare(config.data, home / "prepared"), "cpu")
     assert network.last_layer_pruned is short
 

@@ -12,7 +12,7 @@ from sojourn.data.artefact import Batch
 from sojourn.data.prepare import prepare
 from sojourn.model.network import restore_attention, wrap_model
 from sojourn.model.scratch import build_model
-from sojourn.resolve.new_model import scratch_shape
+from sojourn.resolve.new_model import new_model_spec
 from sojourn.train.batcher import Batcher
 from sojourn.train.distributed.engine import Engine
 from sojourn.train.objective.supervised import Supervised
@@ -113,7 +113,7 @@ def test_nothing_of_a_pass_is_held_when_the_next_begins(setting, monkeypatch):
 
 def test_the_planned_number_of_parameters_is_the_real_one(setting):
     config, artefact, model = setting
-    shape = scratch_shape(config.model, artefact.vocab_size)
+    shape = new_model_spec(config.model, artefact.vocab_size)
     assert shape.parameters == sum(p.numel() for p in model.parameters())
 
 
@@ -123,7 +123,7 @@ def test_the_plan_counts_parameters_for_every_shape(setting, tied, kv):
     config, _, _ = setting
     model = config.model.model_copy(update={"d_model": 128, "num_heads": 2, "num_kv_heads": kv, "tie_embeddings": tied})
     built = build_model(model, 500, 64, 0, [0], seed=0)
-    assert scratch_shape(model, 500).parameters == sum(p.numel() for p in built.parameters())
+    assert new_model_spec(model, 500).parameters == sum(p.numel() for p in built.parameters())
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])

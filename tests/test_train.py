@@ -270,13 +270,14 @@ def test_a_disk_too_small_for_a_checkpoint_is_told_before_training(words):
     assert not run_folder("t").metrics.exists()
 
 
-def test_a_continued_run_keeps_the_precision_it_began_with(words, monkeypatch):
-    from sojourn.train import resolve
+def test_a_resumed_run_keeps_the_precision_it_started_with(words, monkeypatch):
+    from sojourn.train import local_device
+    from sojourn.train.resolve import resolve_here
 
     config = load_run(words).config
-    monkeypatch.setattr(resolve, "choose_precision", lambda device: ("bf16", "measured faster"))
-    begun = resolve.resolve(config).config
-    monkeypatch.setattr(resolve, "choose_precision", lambda device: ("fp32", "measured otherwise"))
-    assert begun.train.precision == "bf16"
-    assert resolve.resolve(config, begun).config.train.precision == "bf16"
-    assert resolve.resolve(config).config.train.precision == "fp32"
+    monkeypatch.setattr(local_device, "choose_precision", lambda device: ("bf16", "measured faster"))
+    started = resolve_here(config).config
+    monkeypatch.setattr(local_device, "choose_precision", lambda device: ("fp32", "measured otherwise"))
+    assert started.train.precision == "bf16"
+    assert resolve_here(config, started).config.train.precision == "bf16"
+    assert resolve_here(config).config.train.precision == "fp32"

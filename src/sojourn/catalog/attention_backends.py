@@ -15,6 +15,7 @@ class AttentionBackend:
     """One implementation of attention over packed documents.
 
     varlen           takes documents end to end by their `cu_seqlens`; the others mask scores between documents
+    dense_mask       computes the scores that the mask then hides
     native_gqa       takes fewer key/value heads than query heads as they are; the others repeat them
     softcap          logit soft-capping, as Gemma 2 has it
     dropout          dropout of attention weights
@@ -29,6 +30,7 @@ class AttentionBackend:
     devices: tuple[str, ...] = ("cuda",)
     dtypes: tuple[str, ...] = ALL_DTYPES
     varlen: bool = False
+    dense_mask: bool = False
     sliding_window: bool = True
     native_gqa: bool = False
     softcap: bool = False
@@ -50,8 +52,8 @@ _BACKENDS = (
         "flash_attention_2", dtypes=HALF, varlen=True, native_gqa=True, softcap=True, dropout=True, max_head_dim=256,
         head_dim_multiple=8, min_capability=(8, 0), package="flash_attn",
     ),
-    AttentionBackend("sdpa", devices=ALL_DEVICES, dropout=True),
+    AttentionBackend("sdpa", devices=ALL_DEVICES, dense_mask=True, dropout=True),
     AttentionBackend("flex", softcap=True, min_capability=(7, 0), package="triton"),
-    AttentionBackend("math", devices=ALL_DEVICES, softcap=True, dropout=True),
+    AttentionBackend("math", devices=ALL_DEVICES, dense_mask=True, softcap=True, dropout=True),
 )  # fmt: skip
 ATTENTION_BACKENDS = {backend.name: backend for backend in _BACKENDS}

@@ -58,10 +58,10 @@ def _plan(
 ) -> None:  # fmt: skip
     from sojourn.plan.advice import advise_for, faster
     from sojourn.plan.arguments import known_platform, to_budget, to_seconds
+    from sojourn.plan.as_json import plan_values
     from sojourn.plan.offers import make_plan
     from sojourn.plan.show import (
         advice_lines,
-        as_values,
         best_lines,
         corrected_line,
         explain_lines,
@@ -80,12 +80,12 @@ def _plan(
     target, advice = advise_for(config, found, cards, place)
     sooner = faster(config, found)
     if json:
-        _print_json(as_values(config, found, advice, sooner))
+        _print_json(plan_values(config, found, advice, sooner))
         return
     width, shown = screen_width(), found.shown
     card = shown.gpu if shown else cards[0] if cards else None
     where = f" on {'each ' if shown and shown.count > 1 else ''}{card.name}" if card else ""
-    lines = [*head_lines(config, found, cards is not None), *memory_lines(found.smallest, where), ""]
+    lines = [*head_lines(config, found, cards is not None), *memory_lines(found.fit, where), ""]
     asked = " and the ".join(word for word, given in (("deadline", seconds), ("budget", money)) if given is not None)
     lines += [*table_lines(found, cards is not None, width), "", *best_lines(found, asked, bool(advice))]
     if sooner is not None:
@@ -102,15 +102,14 @@ def _plan(
 def _inverse(config: RunConfig, size: str, json: bool) -> None:
     from sojourn.plan.advice import what_fits
     from sojourn.plan.arguments import to_bytes
-    from sojourn.plan.show import folded, inverse_lines, screen_width
+    from sojourn.plan.as_json import capacity_values
+    from sojourn.plan.show import capacity_lines, folded, screen_width
 
     found = what_fits(config, to_bytes(size))
     if json:
-        names = {method: one and {"model": one[0].name, "device": one[1]} for method, one in found.models.items()}
-        _print_json({"room": found.room, "rows": found.rows, "rows_recomputed": found.rows_recomputed,
-                     "length": found.length, "models": names})  # fmt: skip
+        _print_json(capacity_values(found))
         return
-    print("\n".join(folded(inverse_lines(found), screen_width())))
+    print("\n".join(folded(capacity_lines(found), screen_width())))
 
 
 def _calibrate(json: bool, silent: bool) -> None:

@@ -110,17 +110,17 @@ def _doctor(screen: Screen) -> None:
 
 def _plan(config: RunConfig, screen: Screen) -> None:
     from sojourn.estimate.memory import memory
-    from sojourn.estimate.workload import place_of, work_of
-    from sojourn.plan.run_length import length_of
+    from sojourn.plan.run_length import run_length
     from sojourn.plan.run_time import checkpoint_bytes
-    from sojourn.resolve.model_spec import subject_of
+    from sojourn.resolve.device_spec import DeviceSpec
+    from sojourn.resolve.model_spec import model_spec_of
+    from sojourn.resolve.resolve import resolve
 
-    shape, (steps, tokens, _), mib = subject_of(config), length_of(config), 2**20
-    rows = config.train.micro_batch if isinstance(config.train.micro_batch, int) else 1
-    work = work_of(config, shape, place_of(None), rows)
-    size, needed = shape.parameters / 1e6, memory(work).allocated / mib
-    screen.say(f"a new model of {size:.2f}M parameters, {steps} steps, up to {tokens / 1e6:.2f}M tokens")
-    screen.say(f"about {needed:.0f} MiB of memory; {checkpoint_bytes(work) / mib:.0f} MiB a checkpoint")
+    model, length, mib = model_spec_of(config), run_length(config), 2**20
+    workload = resolve(config, model, DeviceSpec("cpu", "cpu", "fp32")).workload
+    size, needed = model.parameters / 1e6, memory(workload).allocated / mib
+    screen.say(f"a new model of {size:.2f}M parameters, {length.steps} steps, up to {length.tokens / 1e6:.2f}M tokens")
+    screen.say(f"about {needed:.0f} MiB of memory; {checkpoint_bytes(workload) / mib:.0f} MiB a checkpoint")
 
 
 def _prepare(config: RunConfig, screen: Screen) -> Artefact:

@@ -8,8 +8,7 @@ segments, and the context's size, are assumptions kept in fit.toml until they ar
 from __future__ import annotations
 
 from sojourn.estimate.constants import constants
-from sojourn.estimate.kernel_launch import recordable
-from sojourn.estimate.workload import Work
+from sojourn.estimate.workload import Workload
 
 _BLOCK = 512
 _MIB = 2**20
@@ -31,23 +30,23 @@ def segments(size: float, count: int) -> float:
     return float(count * (-(-each // _LARGE_STEP) * _LARGE_STEP))
 
 
-def workspace(work: Work) -> int:
+def workspace(work: Workload) -> int:
     """cuBLAS' own, inside what torch counts: 32 MiB from Hopper on, else 8 MiB, for each thread that multiplies: the
     backward has one of its own."""
-    if work.device != "cuda":
+    if work.device_type != "cuda":
         return 0
-    return 2 * (32 if work.capability >= (9, 0) else 8) * _MIB
+    return 2 * (32 if work.compute_capability >= (9, 0) else 8) * _MIB
 
 
-def context(work: Work) -> int:
+def context(work: Workload) -> int:
     """The CUDA context with the kernels that a run loads, outside what torch counts."""
-    if work.device != "cuda":
+    if work.device_type != "cuda":
         return 0
     table = constants()["memory"]["context_mib"]
     known = sorted((tuple(int(part) for part in key.split(".")), value) for key, value in table.items())
-    fitting = [value for capability, value in known if capability <= work.capability]
-    more = int(constants()["memory"]["nccl_mib"]) if work.world > 1 else 0
-    more += int(constants()["memory"]["recorded_mib"]) if recordable(work) else 0
+    fitting = [value for capability, value in known if capability <= work.compute_capability]
+    more = int(constants()["memory"]["nccl_mib"]) if work.world_size > 1 else 0
+    more += int(constants()["memory"]["recorded_mib"]) if work.graph_memory else 0
     return (int(fitting[-1] if fitting else known[0][1]) + more) * _MIB
 
 

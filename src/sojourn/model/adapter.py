@@ -8,6 +8,7 @@ from typing import Any
 from sojourn.config.schema import MethodConfig
 from sojourn.config.words import closest, shown
 from sojourn.errors import UserError
+from sojourn.resolve.training import lora_alpha
 
 ADAPTER_FILE = "adapter_config.json"
 
@@ -17,7 +18,7 @@ def add_adapter(model: Any, method: MethodConfig, seed: int) -> Any:
     import torch
     from peft import LoraConfig, get_peft_model
 
-    linear, alpha = _names(model.get_decoder(), linear=True), resolve_lora_alpha(method)
+    linear, alpha = _names(model.get_decoder(), linear=True), lora_alpha(method)
     everywhere = method.targets == ["all-linear"]
     if not linear:
         raise UserError("method.kind: this model has no linear layers that an adapter could go on")
@@ -37,11 +38,6 @@ def add_adapter(model: Any, method: MethodConfig, seed: int) -> Any:
         return get_peft_model(model, config)
     except (ValueError, TypeError) as error:
         raise UserError(f"method: no adapter fits this model: {' '.join(str(error).split())[:200]}") from None
-
-
-def resolve_lora_alpha(method: MethodConfig) -> float:
-    """`auto` is twice the rank: the adapter counts double."""
-    return 2.0 * method.rank if method.alpha == "auto" else method.alpha
 
 
 def load_adapter(model: Any, folder: str | Path, trainable: bool) -> Any:

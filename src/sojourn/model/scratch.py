@@ -7,7 +7,7 @@ from typing import Any
 
 from sojourn.config.schema import ModelConfig
 from sojourn.model.quiet import quiet_transformers
-from sojourn.resolve.new_model import scratch_shape
+from sojourn.resolve.new_model import new_model_spec
 
 
 def build_model(
@@ -19,7 +19,7 @@ def build_model(
     from transformers import LlamaConfig, LlamaForCausalLM
 
     quiet_transformers()
-    shape = scratch_shape(model, vocab_size)
+    shape = new_model_spec(model, vocab_size)
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=shape.hidden,

@@ -1,9 +1,9 @@
-"""What to change when a run does not fit, ranked by what it costs in speed, or to be faster where memory is left; and
-the other way round, what would fit."""
+"""What to change so that a run fits, the fastest change first, or so that it is faster where memory is left; and
+`--fit`: what a given memory holds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
@@ -14,31 +14,33 @@ from sojourn.config.load import with_settings
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
 from sojourn.estimate.memory import memory
-from sojourn.estimate.step_time import speed
-from sojourn.estimate.workload import Place, Work, work_of
+from sojourn.estimate.step_time import step_time
+from sojourn.estimate.workload import Workload
 from sojourn.plan.calibration import correction
-from sojourn.plan.offers import TOO_SMALL, Plan, fit_on
+from sojourn.plan.offers import TOO_SMALL, Plan, fit_on, plan_device, resolve_for
 from sojourn.plan.prices import gpus_named, most_gpus
-from sojourn.resolve.micro_batch import WORTH, divisors
-from sojourn.resolve.model_spec import subject_of
+from sojourn.resolve.device_spec import DeviceSpec, catalog_device
+from sojourn.resolve.micro_batch import divisors, sized
+from sojourn.resolve.model_spec import model_spec_of
+from sojourn.resolve.resolve import WORTH
 
-_MOST_CHANGES = 3
-_RECOMPUTED = ("full", "selective")
-_SHORTEST, _LONG = 256, 32_768  # rows that are not halved further, and rows that are halved more often
+_MAX_CHANGES = 3
+_BF16_CAPABILITY = (8, 6)
+_SHORTEST, _LONG = 256, 32_768  # tokens of a row: not halved further, and halved more often
 
 
 @dataclass(frozen=True)
 class Change:
-    """`settings` as they are typed, `says` what they do; `count` GPUs are needed then."""
+    """`settings` as they are typed, and what they do; `count` GPUs are needed then."""
 
-    says: str
+    description: str
     settings: dict[str, Any]
     count: int = 1
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Changes that together make the run fit on a GPU, and the tokens a second that it then has."""
+    """Changes that together make the run fit on a GPU, and its throughput then."""
 
     changes: tuple[Change, ...]
     gpu: Gpu
@@ -46,85 +48,84 @@ class Advice:
     memory: int
 
     @property
-    def typed(self) -> str:
-        words = [f"{key}={value}" for change in self.changes for key, value in change.settings.items()]
+    def arguments(self) -> str:
+        """To be added to the command line."""
+        given = [f"{key}={value}" for change in self.changes for key, value in change.settings.items()]
         count = max(change.count for change in self.changes)
-        return " ".join([*words, *([f"--gpus {','.join(map(str, range(count)))}"] if count > 1 else [])])
+        return " ".join([*given, *([f"--gpus {','.join(map(str, range(count)))}"] if count > 1 else [])])
 
 
 def advise(config: RunConfig, gpu: Gpu, most: int | None = None) -> list[Advice]:
-    """The fastest first; of combinations only those of which no part would do alone. There are `most` GPUs, if any."""
-    shape, found, enough = subject_of(config), list[Advice](), list[frozenset[str]]()
-    changes = [change for change in _changes(config, shape) if most is None or change.count <= most]
-    for size in range(1, _MOST_CHANGES + 1):
+    """The fastest first; of combinations only those of which no part suffices alone. `most`: GPUs that there are."""
+    model, found, enough = model_spec_of(config), list[Advice](), list[frozenset[str]]()
+    changes = [change for change in _changes(config) if most is None or change.count <= most]
+    for size in range(1, _MAX_CHANGES + 1):
         for group in combinations(changes, size):
-            names = frozenset(change.says for change in group)
+            names = frozenset(change.description for change in group)
             if any(less <= names for less in enough) or _clash(group):
                 continue
-            one = _tried(config, shape, gpu, group, gpus_named(config) or 1)
-            if one is not None:
-                found.append(one)
+            advice = _with_changes(config, model, gpu, group, gpus_named(config) or 1)
+            if advice is not None:
+                found.append(advice)
                 enough.append(names)
         if len(found) >= 3:
             break
-    return sorted(found, key=lambda one: -one.tokens_per_second)[:6]
+    return sorted(found, key=lambda advice: -advice.tokens_per_second)[:6]
 
 
 def advise_for(
     config: RunConfig, plan: Plan, cards: list[Gpu] | None, platform: str | None = None
 ) -> tuple[Gpu | None, list[Advice]]:
-    """Where the run fits on none of the GPUs asked for, or on none with a price: for the largest of them."""
-    offers = [o for o in plan.offers if o.gpu.capability is not None and (o.fits or o.why_not == TOO_SMALL)]
+    """Where the run fits on none of the named GPUs, or on none with a price: for the largest of them."""
+    offers = [o for o in plan.offers if o.gpu.capability is not None and (o.fits or o.reason_not == TOO_SMALL)]
     if any(o.fits and (o.bill is not None or cards) for o in offers):
         return None, []
-    asked = [o.gpu for o in offers if cards or o.priced] or [o.gpu for o in offers]
-    if not asked:
+    candidates = [o.gpu for o in offers if cards or o.priced] or [o.gpu for o in offers]
+    if not candidates:
         return None, []
-    target = max(asked, key=lambda card: card.plan_gib)
+    target = max(candidates, key=lambda card: card.plan_gib)
     return target, advise(config, target, most_gpus(target, platform))
 
 
 def faster(config: RunConfig, plan: Plan) -> Advice | None:
-    """What memory that is left buys on the GPU that a plan shows, for the same result: settings to be left to it."""
+    """Settings to leave to `auto` on the GPU that the plan shows: memory that is left makes the run faster."""
     shown, train = plan.shown, config.train
-    if shown is None or shown.cut is None or shown.speed is None:
+    if shown is None or shown.fit is None or shown.step is None:
         return None
-    now = speed(shown.cut.work, shown.gpu).tokens_per_second
-    left = (
-        [Change("keep what fits", {"train.activation_checkpointing": "auto"})]
-        if train.activation_checkpointing in _RECOMPUTED
-        else []
-    )
+    now = step_time(shown.fit.workload, shown.gpu).tokens_per_second
+    recomputes = train.activation_checkpointing in ("full", "selective")
+    left = [Change("keep activations that fit", {"train.activation_checkpointing": "auto"})] if recomputes else []
     left += [Change("as many rows as fit", {"train.micro_batch": "auto"})] if train.micro_batch != "auto" else []
     groups = [group for size in range(1, len(left) + 1) for group in combinations(left, size)]
-    found = [one for group in groups if (one := _tried(config, plan.shape, shown.gpu, group, shown.count)) is not None]
-    best = max((one.tokens_per_second for one in found), default=0.0)
+    tried = (_with_changes(config, plan.model, shown.gpu, group, shown.count) for group in groups)
+    found = [advice for advice in tried if advice is not None]
+    best = max((advice.tokens_per_second for advice in found), default=0.0)
     if best < WORTH * now:
         return None
-    least = next(one for one in found if one.tokens_per_second >= best / WORTH)  # with the fewest changes
-    return replace(least, tokens_per_second=least.tokens_per_second / now * shown.speed.tokens_per_second)
+    least = next(advice for advice in found if advice.tokens_per_second >= best / WORTH)  # with the fewest changes
+    return replace(least, tokens_per_second=least.tokens_per_second / now * shown.step.tokens_per_second)
 
 
-def _changes(config: RunConfig, shape: ModelSpec) -> Iterator[Change]:
+def _changes(config: RunConfig) -> Iterator[Change]:
     train, method, length = config.train, config.method, config.data.max_length
     if train.micro_batch not in (1, "auto"):
         yield Change("one row at a time", {"train.micro_batch": 1})
     if train.activation_checkpointing in ("off", "selective"):
-        yield Change("recompute activations", {"train.activation_checkpointing": "full"})
+        yield Change("activation checkpointing", {"train.activation_checkpointing": "full"})
     if config.advanced.chunked_loss == "off":
         yield Change("logits in chunks", {"advanced.chunked_loss": "on"})
     if method.kind in ("full", "pretrain") and train.optimizer == "adamw" and train.offload == "off":
-        yield Change("8-bit moments", {"train.optimizer": "adamw_8bit"})
-        yield Change("moments in the host's memory", {"train.offload": "optimizer"})
+        yield Change("8-bit optimizer states", {"train.optimizer": "adamw_8bit"})
+        yield Change("optimizer states in host memory", {"train.offload": "optimizer"})
     if method.kind == "lora":
-        yield Change("the base in 4 bits", {"method.kind": "qlora"})
+        yield Change("base in NF4", {"method.kind": "qlora"})
     if method.kind == "full":
-        yield Change("train adapters only", {"method.kind": "lora"})
-        yield Change("adapters on a base in 4 bits", {"method.kind": "qlora"})
+        yield Change("LoRA", {"method.kind": "lora"})
+        yield Change("LoRA on a base in NF4", {"method.kind": "qlora"})
     for part in (2, 4) if length < _LONG else (2, 4, 8, 16):
         if length // part >= _SHORTEST:
             yield Change(f"rows of {length // part:,} tokens", {"data.max_length": length // part})
-    other = {} if train.optimizer == "adamw" else {"train.optimizer": "adamw"}  # which FSDP can cut
+    other = {} if train.optimizer == "adamw" else {"train.optimizer": "adamw"}  # which FSDP can shard
     if config.parallel.engine == "single":
         other["parallel.engine"] = "auto"
     for count in (2, 4, 8):
@@ -135,81 +136,85 @@ def _changes(config: RunConfig, shape: ModelSpec) -> Iterator[Change]:
 def _clash(group: tuple[Change, ...]) -> bool:
     keys = [key for change in group for key in change.settings]
     adapters = any(change.settings.get("method.kind") for change in group)
-    moments = any(key in ("train.optimizer", "train.offload") for key in keys)
+    optimizer = any(key in ("train.optimizer", "train.offload") for key in keys)
     both = {"train.optimizer", "train.offload"} <= set(keys)
-    return len(keys) > len(set(keys)) or sum(change.count > 1 for change in group) > 1 or (adapters and moments) or both
+    return (
+        len(keys) > len(set(keys)) or sum(change.count > 1 for change in group) > 1 or (adapters and optimizer) or both
+    )
 
 
-def _tried(
-    config: RunConfig, shape: ModelSpec, gpu: Gpu, group: tuple[Change, ...], count: int
-) -> Advice | None:  # fmt: skip
+def _with_changes(
+    config: RunConfig, model: ModelSpec, gpu: Gpu, group: tuple[Change, ...], count: int
+) -> Advice | None:
     settings = {key: value for change in group for key, value in change.settings.items()}
     count = max(count, *(change.count for change in group))
     try:
         changed = with_settings(config, settings)
     except UserError:
         return None
-    found = fit_on(changed, shape, gpu, count)  # no change is to the model
-    if found is None:
+    fit = fit_on(changed, model, plan_device(changed, gpu, count))  # no change is to the model
+    if fit is None:
         return None
-    return Advice(group, gpu, speed(found.work, gpu).tokens_per_second, found.memory.device)
+    return Advice(group, gpu, step_time(fit.workload, gpu).tokens_per_second, fit.memory.device)
 
 
 @dataclass(frozen=True)
-class Inverse:
-    """What so much memory holds: of this run the most rows and the longest rows, and the largest models by method."""
+class Capacity:
+    """What a memory of `size` bytes holds: of this run the largest micro batch and the longest rows, and the largest
+    models by method."""
 
-    room: int
+    size: int
     global_batch: int
     given_length: int
-    rows: int | None
-    rows_recomputed: int | None
+    micro_batch: int | None
+    micro_batch_checkpointed: int | None
     length: int | None
     models: dict[str, tuple[ModelSpec, int] | None]
 
 
-def what_fits(config: RunConfig, room: int) -> Inverse:
-    """`room`: bytes of a card, its context included; "fits" as in a plan, on one GPU. One row at a time and all
-    recomputed where it says the most."""
-    shape, place = subject_of(config), _place(room)
+def what_fits(config: RunConfig, size: int) -> Capacity:
+    """Into one GPU of so many bytes, its CUDA context included, with the margin of every plan. Lengths and models: with
+    a micro batch of one row and full activation checkpointing."""
+    model, device = model_spec_of(config), _device_of(config, size)
     batch, length = config.train.global_batch, config.data.max_length
     given = "off" if config.train.activation_checkpointing == "auto" else config.train.activation_checkpointing
-
+    smallest = {"train.micro_batch": 1, "train.activation_checkpointing": "full"}
     learned = max(1.0, correction().memory)
+    resolved = resolve_for(with_settings(config, smallest), model, device)
 
-    def fits(work: Work) -> bool:
-        return learned * memory(work).enough <= room
+    def fits(workload: Workload) -> bool:
+        return learned * memory(workload).enough <= size
 
-    def rows(how: str) -> int | None:
-        return max((n for n in divisors(batch) if fits(work_of(config, shape, place, n, how))), default=None)
+    def largest(checkpointing: str) -> int | None:
+        workloads = (sized(config, resolved.workload, device, n, checkpointing) for n in divisors(batch))
+        return max((workload.micro_batch for workload in workloads if fits(workload)), default=None)
 
-    one = work_of(config, shape, place, 1, "full")
-    found, longest = (rows(given), rows("full")), _longest(one, shape, fits)
-    return Inverse(room, batch, length, *found, longest, _largest(one, fits))
+    rows, longest = (largest(given), largest("full")), _longest(resolved.workload, fits)
+    return Capacity(size, batch, length, *rows, longest, _largest_models(resolved.workload, fits))
 
 
-def _longest(one: Work, shape: ModelSpec, fits: Any) -> int | None:
-    """By halving, in steps of 256 tokens."""
-    low, high = 0, max(1, (shape.positions or 1 << 20) // 256)
+def _longest(workload: Workload, fits: Callable[[Workload], bool]) -> int | None:
+    """By bisection, in steps of 256 tokens."""
+    low, high = 0, max(1, (workload.model.positions or 1 << 20) // 256)
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(replace(one, length=256 * middle)) else (low, middle - 1)
+        low, high = (middle, high) if fits(replace(workload, sequence_length=256 * middle)) else (low, middle - 1)
     return 256 * low or None
 
 
-def _largest(one: Work, fits: Any) -> dict[str, tuple[ModelSpec, int] | None]:
-    """Of the catalogue, with one row of the run's length, all recomputed."""
+def _largest_models(workload: Workload, fits: Callable[[Workload], bool]) -> dict[str, tuple[ModelSpec, int] | None]:
     found: dict[str, tuple[ModelSpec, int] | None] = {}
     for method in ("full", "lora", "qlora"):
-        tried = [replace(one, shape=shape, method=method, fused=True) for shape in models()]
-        fitting = [work for work in tried if fits(work)]
-        best = max(fitting, key=lambda work: work.shape.parameters, default=None)
-        found[method] = (best.shape, memory(best).device) if best else None
+        tried = [replace(workload, model=model, method=method, fused_forwards=True) for model in models()]
+        best = max(filter(fits, tried), key=lambda one: one.model.parameters, default=None)
+        found[method] = (best.model, memory(best).device) if best else None
     return found
 
 
-def _place(room: int) -> Place:
-    """A card of about that size."""
-    card = min((g for g in gpus() if g.capability), key=lambda g: (abs(g.plan_gib * 2**30 - room), g.name))
-    able = card.capability is not None and card.capability >= (8, 0)
-    return Place("cuda", card.capability if able else (8, 6), "bf16")
+def _device_of(config: RunConfig, size: int) -> DeviceSpec:
+    """A GPU of about that size that computes in bf16."""
+    gpu = min((g for g in gpus() if g.capability), key=lambda g: (abs(g.plan_gib * 2**30 - size), g.name))
+    device = catalog_device(config, gpu)
+    if gpu.capability is None or gpu.capability < _BF16_CAPABILITY:
+        device = replace(device, compute_capability=_BF16_CAPABILITY, precision="bf16")
+    return device

@@ -17,7 +17,7 @@ from typing import Any
 from sojourn.catalog.gpus import find_gpu
 from sojourn.errors import UserError
 from sojourn.estimate.memory import memory
-from sojourn.estimate.workload import Work
+from sojourn.estimate.workload import Workload
 from sojourn.run.home import home
 from sojourn.storage.files import read_json, read_json_lines, write_json
 
@@ -44,11 +44,11 @@ def folder() -> Path:
     return home() / "plan"
 
 
-def note(work: Work, gpu: str, kind: str, measured: dict[str, float], planned_seconds: float | None) -> None:
+def note(work: Workload, gpu: str, kind: str, measured: dict[str, float], planned_seconds: float | None) -> None:
     """One line; `measured` may have `memory` (bytes) and `step_seconds`. A disk that refuses it stops no run."""
-    settings = {key: value for key, value in asdict(work).items() if key != "shape"}
+    settings = {key: value for key, value in asdict(work).items() if key != "model"}
     line = {
-        "kind": kind, "gpu": gpu, "subject": asdict(work.shape), "settings": settings,
+        "kind": kind, "gpu": gpu, "model": asdict(work.model), "settings": settings,
         "planned": {"memory": memory(work).allocated, "step_seconds": planned_seconds}, "measured": measured,
     }  # fmt: skip
     try:

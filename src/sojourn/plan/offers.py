@@ -1,9 +1,9 @@
-"""A plan: for every GPU and platform whether the run fits, how it is cut up, how long it takes and what it costs."""
+"""A plan: for every GPU and platform whether the run fits, with which settings, how long it takes and what it costs."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import takewhile
 
 from sojourn.catalog.gpus import Gpu, gpus
@@ -13,59 +13,62 @@ from sojourn.catalog.prices import Price
 from sojourn.config.quantities import Money
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
-from sojourn.estimate.memory import memory, room_in
-from sojourn.estimate.step_time import Speed, has_rate, speed
-from sojourn.estimate.workload import Work, place_of, work_of
+from sojourn.estimate.memory import memory
+from sojourn.estimate.step_time import StepTime, has_rate, step_time
 from sojourn.plan.calibration import Correction, correction
 from sojourn.plan.money import Bill, bill, with_disk, within
-from sojourn.plan.prices import gpus_named, nothing_there, prices_on
-from sojourn.plan.run_length import length_of
-from sojourn.plan.run_time import Whole, checkpoint_bytes, preparing_seconds, whole_run
-from sojourn.resolve.micro_batch import Cut, cut, divisors, ways_of
-from sojourn.resolve.model_spec import subject_of
+from sojourn.plan.prices import describe_no_price, gpus_named, prices_on
+from sojourn.plan.run_length import RunLength, run_length
+from sojourn.plan.run_time import RunTime, checkpoint_bytes, preparing_seconds, run_time
+from sojourn.resolve.device_spec import DeviceSpec, catalog_device
+from sojourn.resolve.micro_batch import Fit, divisors
+from sojourn.resolve.model_spec import model_spec_of
+from sojourn.resolve.resolve import Resolution, resolve
+from sojourn.resolve.resolved import Unsupported, with_value
 
-_GIB = 2**30
-_TOO_OLD = (7, 0)  # current torch has no kernels for GPUs before it
+_OLDEST = (7, 0)  # current torch has no kernels for GPUs of an older compute capability
+_FOR_NO_GPU = "H200"  # described where the user names no GPU and the run fits on none
 TOO_SMALL = "too small"
 
 
 @dataclass(frozen=True)
 class Offer:
-    """`count` GPUs of a kind for this run; without a cut not even one row fits, without a bill no price is known.
+    """`count` GPUs of a kind for this run; without a fit not even one row fits, without a bill no price is known.
 
-    `most_rows`: the largest micro batch that would fit, whatever is set.
+    reason_not           why it does not fit, or cannot run
+    largest_micro_batch  that would fit, whatever is set
     """
 
     gpu: Gpu
     count: int
-    cut: Cut | None
-    speed: Speed | None = None
-    whole: Whole | None = None
+    fit: Fit | None
+    step: StepTime | None = None
+    run_time: RunTime | None = None
     bill: Bill | None = None
-    why_not: str = ""
-    most_rows: int | None = None
+    reason_not: str = ""
+    largest_micro_batch: int | None = None
     priced: bool = False
 
     @property
     def fits(self) -> bool:
-        return self.cut is not None
+        return self.fit is not None
 
     @property
     def micro_batch(self) -> int | None:
-        return self.cut.work.rows if self.cut else None
+        return self.fit.workload.micro_batch if self.fit else None
 
 
 @dataclass(frozen=True)
 class Plan:
-    shape: ModelSpec
-    steps: int
-    tokens: int
-    assumed: str | None
+    """`shown`: the offer whose `fit` the screen shows; None where the run fits nowhere, and `fit` is the smallest."""
+
+    model: ModelSpec
+    length: RunLength
     offers: tuple[Offer, ...]
     best: Offer | None
     fastest: Offer | None
     shown: Offer | None
-    smallest: Cut
+    fit: Fit
     checkpoint_bytes: int
     preparing_seconds: float
     correction: Correction
@@ -75,146 +78,139 @@ def make_plan(
     config: RunConfig, only: list[Gpu] | None = None, platform: str | None = None, budget: Money | None = None,
     deadline: float | None = None,
 ) -> Plan:  # fmt: skip
-    shape = subject_of(config)
-    steps, tokens, assumed = length_of(config)
-    learned = correction()
+    model, length, learned = model_spec_of(config), run_length(config), correction()
     offers = [
-        one
+        offer
         for gpu in (only or gpus())
-        for one in _offers_on(gpu, config, shape, steps, learned, prices_on(gpu, config, platform, only is not None))
+        for offer in _offers_on(gpu, config, model, length, learned, prices_on(gpu, config, platform, only is not None))
     ]
     if platform is not None and not offers:
-        raise UserError(nothing_there(platform, only, gpus_named(config)))
+        raise UserError(describe_no_price(platform, only, gpus_named(config)))
     offers.sort(key=_order)
     meeting = [o for o in offers if o.fits and o.bill is not None and within(o.bill, budget, deadline)]
     best = min(meeting, key=lambda o: (o.bill.cny, o.bill.elapsed) if o.bill else (0.0, 0.0), default=None)
     fastest = min(meeting, key=lambda o: o.bill.elapsed if o.bill else 0.0, default=None)
-    shown = best or next((o for o in offers if o.cut), None)
-    smallest = shown.cut if shown and shown.cut else least(config, shape, only[0] if only else None)
+    shown = best or next((o for o in offers if o.fits), None)
+    fit = shown.fit if shown and shown.fit else _smallest_fit(config, model, only[0] if only else None)
+    one_epoch = length.tokens if config.train.epochs is None else int(length.tokens / config.train.epochs)
     return Plan(
-        shape, steps, tokens, assumed, tuple(offers), best, fastest, shown, smallest, checkpoint_bytes(smallest.work),
-        preparing_seconds(tokens if config.train.epochs is None else int(tokens / config.train.epochs)), learned,
+        model, length, tuple(offers), best, fastest, shown, fit, checkpoint_bytes(fit.workload),
+        preparing_seconds(one_epoch), learned,
     )  # fmt: skip
 
 
-def least(config: RunConfig, shape: ModelSpec, gpu: Gpu | None = None) -> Cut:
-    """One row at a time, as little kept as the settings allow: what there is to say of a run that fits nowhere."""
-    place = place_of(gpu or next(card for card in gpus() if card.name == "H200"))
-    rows = config.train.micro_batch if isinstance(config.train.micro_batch, int) else 1
-    count = gpus_named(config) or 1
-    engine = _engines(config, count)[-1]
-    work = work_of(config, shape, place, rows, ways_of(config.train.activation_checkpointing)[-1], count, engine)
-    return Cut(work, memory(work))
+def plan_device(config: RunConfig, gpu: Gpu, count: int = 1, learned: Correction | None = None) -> DeviceSpec:
+    """A rank of the run on `count` GPUs of a kind, with what earlier runs here have shown of memory."""
+    return catalog_device(config, gpu, count, (learned or correction()).memory)
 
 
-def room_of(gpu: Gpu, learned: Correction, count: int = 1) -> float:
-    return room_in(gpu.plan_gib * _GIB, count) / max(1.0, learned.memory)  # never more than the model leaves
+def resolve_for(config: RunConfig, model: ModelSpec, device: DeviceSpec) -> Resolution:
+    """Plans are for GPUs, even of a run that is set to a CPU."""
+    return resolve(_without_cpu(config), model, device)
 
 
-def fit_on(config: RunConfig, shape: ModelSpec, gpu: Gpu, count: int = 1, room: float | None = None) -> Cut | None:
-    """How the run is cut up for so many GPUs of a kind: whole weights on each where they fit, else cut."""
-    train = config.train
-    asked = train.micro_batch if isinstance(train.micro_batch, int) else None
-    batch = -(-train.global_batch // count)
-    space = room if room is not None else room_of(gpu, correction(), count)
-    for engine in _engines(config, count):
-        make = partial(_work, config, shape, gpu, count, engine)
-        found = cut(make, batch, config.data.max_length, space, ways_of(train.activation_checkpointing), asked, gpu)
-        if found is not None:
-            return found
+def fit_on(config: RunConfig, model: ModelSpec, device: DeviceSpec) -> Fit | None:
+    """The run as it is resolved for a device; None where not even one row fits, or the device does not support it."""
+    with suppress(Unsupported):
+        found = resolve_for(config, model, device)
+        return Fit(found.workload, found.memory) if found.fits else None
     return None
 
 
-def _engines(config: RunConfig, count: int) -> tuple[str | None, ...]:
-    """Those to try where several GPUs share the run, the fastest first; None: what the settings say."""
-    train, method, parallel = config.train, config.method, config.parallel
-    if count == 1 or parallel.engine != "auto" or parallel.deepspeed is not None or train.offload == "all":
-        return (None,)
-    cannot_cut = train.optimizer != "adamw" or (method.kind == "qlora" and method.bits == 8)
-    return ("ddp",) if cannot_cut else ("ddp", "fsdp")
+def _without_cpu(config: RunConfig) -> RunConfig:
+    return with_value(config, "train", "device", "auto") if config.train.device == "cpu" else config
 
 
-def _work(
-    config: RunConfig, shape: ModelSpec, gpu: Gpu, world: int, engine: str | None, rows: int, how: str
-) -> Work:  # fmt: skip
-    return work_of(config, shape, place_of(gpu), rows, how, world, engine)
+def _smallest_fit(config: RunConfig, model: ModelSpec, gpu: Gpu | None) -> Fit:
+    """The least memory that the settings allow: for the screen of a run that fits nowhere."""
+    usual = next(card for card in gpus() if card.name == _FOR_NO_GPU)
+
+    anywhere = with_value(config, "train", "device", "auto")
+
+    def smallest(card: Gpu) -> Fit:
+        full = replace(catalog_device(config, card, gpus_named(config) or 1), free_bytes=0.0)
+        workload = resolve_for(anywhere, model, full).workload
+        return Fit(workload, memory(workload))
+
+    with suppress(Unsupported):
+        return smallest(gpu or usual)
+    return smallest(usual)
 
 
-def timed(config: RunConfig, found: Cut, gpu: Gpu, steps: int, learned: Correction) -> tuple[Speed, Whole]:
-    fast = speed(found.work, gpu)
-    fast = replace(fast, step_seconds=fast.step_seconds * learned.time_on(gpu.name))
-    return fast, whole_run(config, found.work, gpu, fast, steps)
+def timed(config: RunConfig, fit: Fit, gpu: Gpu, steps: int, learned: Correction) -> tuple[StepTime, RunTime]:
+    step = step_time(fit.workload, gpu)
+    step = replace(step, step_seconds=step.step_seconds * learned.time_on(gpu.name))
+    return step, run_time(config, fit.workload, gpu, step, steps)
 
 
 def _offers_on(
-    gpu: Gpu, config: RunConfig, shape: ModelSpec, steps: int, learned: Correction, prices: list[Price] | list[None]
-) -> list[Offer]:
+    gpu: Gpu, config: RunConfig, model: ModelSpec, length: RunLength, learned: Correction,
+    prices: list[Price] | list[None],
+) -> list[Offer]:  # fmt: skip
     made: dict[int, Offer] = {}
     offers = []
     for price in prices:
         count = price.count if price else gpus_named(config) or 1
         if count not in made:
-            made[count] = _bare(gpu, count, config, shape, steps, learned)
+            made[count] = _unpriced(gpu, count, config, model, length, learned)
         offers.append(_billed(made[count], price, config))
     return offers
 
 
-def _bare(gpu: Gpu, count: int, config: RunConfig, shape: ModelSpec, steps: int, learned: Correction) -> Offer:
-    if why_not := _cannot_run(gpu, count, config, shape):
-        return Offer(gpu, count, None, why_not=why_not)
-    room = room_of(gpu, learned, count)
-    found = fit_on(config, shape, gpu, count, room)
-    if found is None:
-        return Offer(gpu, count, None, why_not=TOO_SMALL)
-    most = _most_rows(found, config, room)
+def _unpriced(
+    gpu: Gpu, count: int, config: RunConfig, model: ModelSpec, length: RunLength, learned: Correction
+) -> Offer:
+    if reason := _unsupported_reason(gpu, count, config):
+        return Offer(gpu, count, None, reason_not=reason)
+    device = plan_device(config, gpu, count, learned)
+    try:
+        found = resolve_for(config, model, device)
+    except Unsupported as error:
+        return Offer(gpu, count, None, reason_not=str(error))
+    if not found.fits:
+        return Offer(gpu, count, None, reason_not=TOO_SMALL)
+    fit = Fit(found.workload, found.memory)
+    largest = _largest_micro_batch(fit, config, device)
     if not has_rate(gpu):
-        return Offer(gpu, count, found, most_rows=most)
-    fast, whole = timed(config, found, gpu, steps, learned)
-    return Offer(gpu, count, found, fast, whole, most_rows=most)
+        return Offer(gpu, count, fit, largest_micro_batch=largest)
+    step, whole = timed(config, fit, gpu, length.steps, learned)
+    return Offer(gpu, count, fit, step, whole, largest_micro_batch=largest)
 
 
-def _cannot_run(gpu: Gpu, count: int, config: RunConfig, shape: ModelSpec) -> str | None:
-    """What of the settings this kind of GPU refuses, as the training machine would."""
+def _unsupported_reason(gpu: Gpu, count: int, config: RunConfig) -> str | None:
+    """Why this kind of GPU cannot run it, beside what `resolve` refuses."""
     train, qlora = config.train, config.method.kind == "qlora"
     if count > train.global_batch:
         return f"train.global_batch={train.global_batch} is fewer rows than GPUs"
-    if gpu.capability is not None and gpu.capability < _TOO_OLD:
+    if gpu.capability is not None and gpu.capability < _OLDEST:
         return "current torch has no kernels for it"
-    if train.device in ("cuda", "mps") and (train.device == "mps") != gpu.unified:
-        return f"train.device is {train.device}"
     if gpu.unified and count > 1:
         return "one to a machine"
     if gpu.unified and (qlora or train.optimizer in ("adamw_8bit", "paged_adamw", "paged_adamw_8bit")):
         return f"no {'qlora' if qlora else train.optimizer} there"
-    work = work_of(config, shape, place_of(gpu))
-    if gpu.unified and work.precision == "fp16":
-        return "no fp16 there"
-    if work.fp8 != "off" and not (work.capability >= (8, 9) and work.precision == "bf16" and work.fused):
-        return "no train.fp8 there"
-    if work.attention in ("varlen", "flash_attention_2") and (work.capability < (8, 0) or work.precision == "fp32"):
-        return f"no {work.attention} attention there"
     return None
 
 
-def _most_rows(found: Cut, config: RunConfig, room: float) -> int:
-    rows = [n for n in divisors(-(-config.train.global_batch // found.work.world)) if n >= found.work.rows]
-    fitting = takewhile(lambda n: memory(replace(found.work, rows=n)).device <= room, rows)
-    return max(fitting, default=found.work.rows)
+def _largest_micro_batch(fit: Fit, config: RunConfig, device: DeviceSpec) -> int:
+    workload, budget = fit.workload, device.memory_budget or 0.0
+    rows = [n for n in divisors(-(-config.train.global_batch // device.ranks)) if n >= workload.micro_batch]
+    fitting = takewhile(lambda n: memory(replace(workload, micro_batch=n)).device <= budget, rows)
+    return max(fitting, default=workload.micro_batch)
 
 
 def _billed(offer: Offer, price: Price | None, config: RunConfig) -> Offer:
     own = config.limits.price_per_hour
     offer = replace(offer, priced=price is not None)
-    if offer.whole is None or offer.cut is None or (price is None and own is None):
+    if offer.run_time is None or offer.fit is None or (price is None and own is None):
         return offer
-    place = next((p for p in platforms() if price and p.name == price.platform), None)
+    platform = next((p for p in platforms() if price and p.name == price.platform), None)
     charged = price or Price("generic", offer.gpu.name, 0.0, "your price", "")
-    found = bill(charged, place, offer.whole.seconds, offer.whole.again, own)
-    size = checkpoint_bytes(offer.cut.work)
-    return replace(offer, bill=with_disk(found, place, 2 * size, (config.save.keep + 2) * size))
+    found = bill(charged, platform, offer.run_time.seconds, offer.run_time.again, own)
+    size = checkpoint_bytes(offer.fit.workload)
+    return replace(offer, bill=with_disk(found, platform, 2 * size, (config.save.keep + 2) * size))
 
 
 def _order(offer: Offer) -> tuple[bool, bool, float, float]:
     cost = offer.bill.cny if offer.bill else 0.0
-    hours = offer.whole.seconds if offer.whole else float("inf")
-    return not offer.fits, offer.bill is None, cost, hours
+    seconds = offer.run_time.seconds if offer.run_time else float("inf")
+    return not offer.fits, offer.bill is None, cost, seconds

@@ -45,7 +45,7 @@ def most_gpus(gpu: Gpu, platform: str | None) -> int | None:
     return max(free, default=None)
 
 
-def nothing_there(platform: str, only: list[Gpu] | None, asked: int | None) -> str:
+def describe_no_price(platform: str, only: list[Gpu] | None, asked: int | None) -> str:
     """Why a platform has no offer for a run, and what to type."""
     sold = _sold_on(platform)
     names = " or ".join(gpu.name for gpu in only) if only and sold else "a GPU"

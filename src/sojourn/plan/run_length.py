@@ -1,8 +1,9 @@
-"""How long a run is: steps and tokens, from its settings and the sizes of its files, which are weighed, not read."""
+"""How long a run is: steps and tokens, from its settings and the sizes of its files. No file is opened."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from sojourn.catalog.datasets import datasets
@@ -14,11 +15,11 @@ from sojourn.errors import UserError
 _BYTES_PER_TOKEN = 4.0
 _TOKENS_PER_TASK = 30
 _ASSUMED_STEPS = 1000
-_MEND = "give data.sources, train.tokens or train.steps"
-_UNPACKED = 4  # how much larger text is than its compressed file, as data/sources/source.py has it
-_PACKED = (".gz", ".bz2", ".xz", ".zst", ".parquet")
+_FIX = "give data.sources, train.tokens or train.steps"
+_COMPRESSION = 4  # how much larger text is than its compressed file
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".parquet")
 _NAMED = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?::[^/\\:]+)?", re.ASCII)  # ORG/NAME
-_FILES = (*_PACKED, ".json", ".jsonl", ".ndjson", ".txt", ".text", ".md", ".csv", ".tsv", ".zip", ".tar")
+_FILES = (*_COMPRESSED, ".json", ".jsonl", ".ndjson", ".txt", ".text", ".md", ".csv", ".tsv", ".zip", ".tar")
 
 
 def estimate_tokens(data: DataConfig) -> int:
@@ -42,11 +43,11 @@ def _bytes_at(path: Path) -> int:
         raise UserError(
             f"data.sources: {path}: no such file or data set; correct it, or give train.tokens or train.steps"
         )
-    return sum(file.stat().st_size * (_UNPACKED if file.suffix.lower() in _PACKED else 1) for file in files)
+    return sum(file.stat().st_size * (_COMPRESSION if file.suffix.lower() in _COMPRESSED else 1) for file in files)
 
 
-def _elsewhere(data: DataConfig) -> str | None:
-    """The first source that is a data set's name, of which nothing is here to be weighed."""
+def _remote_source(data: DataConfig) -> str | None:
+    """The first source that is a data set's name, whose size is not known here."""
     short = {_plain(row.name) for row in datasets()}
     for source in data.sources:
         word = source.path
@@ -62,21 +63,29 @@ def _plain(name: str) -> str:
     return "".join(letter for letter in name.casefold() if letter.isalnum())
 
 
-def length_of(config: RunConfig) -> tuple[int, int, str | None]:
-    """Steps and tokens of the whole run, and what was assumed of it, if anything was."""
+@dataclass(frozen=True)
+class RunLength:
+    """`assumed`: why the length had to be assumed, if it had."""
+
+    steps: int
+    tokens: int
+    assumed: str | None = None
+
+
+def run_length(config: RunConfig) -> RunLength:
     train = config.train
     per_step = train.global_batch * config.data.max_length
     if train.steps is not None:
-        return train.steps, train.steps * per_step, None
+        return RunLength(train.steps, train.steps * per_step)
     if train.tokens is None:
         unknown = "no data is named" if not config.data.sources else None
-        if unknown is None and (there := _elsewhere(config.data)):
+        if unknown is None and (there := _remote_source(config.data)):
             unknown = f"the size of {shown(there)} is not known here"
         if unknown is not None:
-            mend = "give train.tokens or train.steps" if config.data.sources else _MEND
-            assumed = f"{unknown}, so {_ASSUMED_STEPS:,} steps are assumed; {mend}"
-            return _ASSUMED_STEPS, _ASSUMED_STEPS * per_step, assumed
+            fix = "give train.tokens or train.steps" if config.data.sources else _FIX
+            assumed = f"{unknown}, so {_ASSUMED_STEPS:,} steps are assumed; {fix}"
+            return RunLength(_ASSUMED_STEPS, _ASSUMED_STEPS * per_step, assumed)
     tokens = (
         int(train.tokens) if train.tokens is not None else int((train.epochs or 1.0) * estimate_tokens(config.data))
     )
-    return max(1, round(tokens / per_step)), tokens, None
+    return RunLength(max(1, round(tokens / per_step)), tokens)

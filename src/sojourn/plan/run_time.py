@@ -1,4 +1,4 @@
-"""A whole run's time: starting, downloading, compiling, steps, evaluations, saves."""
+"""The time of a whole run: starting, downloading, compiling, steps, evaluations, checkpoints."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from sojourn.catalog.gpus import Gpu
 from sojourn.config.schema import RunConfig
 from sojourn.estimate.constants import constants
 from sojourn.estimate.model_states import optimizer, trained_parameters
-from sojourn.estimate.step_time import Speed
-from sojourn.estimate.workload import Work
+from sojourn.estimate.step_time import StepTime
+from sojourn.estimate.workload import Workload
 
 _PREPARED_PER_SECOND = 1.26e6  # tokens, on two cores: sojourn bench prepare, 2026-11-15
 
 
 @dataclass(frozen=True)
-class Whole:
-    """Seconds, by what takes them; `again` is what every further session pays before its first step: where sessions
-    end, what was downloaded is gone with them."""
+class RunTime:
+    """Seconds, by what takes them; `again`: what each further session takes before its first step, since downloads are
+    lost with the session."""
 
     parts: dict[str, float]
     again: float
@@ -27,49 +27,47 @@ class Whole:
         return sum(self.parts.values())
 
 
-def whole_run(config: RunConfig, work: Work, gpu: Gpu, fast: Speed, steps: int) -> Whole:
-    fixed, train = constants()["seconds"], config.train
-    base = config.model.base is not None
-    size = 2 * work.shape.parameters if base else 0
-    loading = size / (1e6 * fixed["disk_mbs"])
-    start = float(fixed["start"]) + loading
-    downloading = size / (1e6 * fixed["download_mbs"])
-    compiling = float(fixed["compile"]) if work.compiled else 0.0
-    stepping = steps * fast.step_seconds
+def run_time(config: RunConfig, workload: Workload, gpu: Gpu, step: StepTime, steps: int) -> RunTime:
+    fixed = constants()["seconds"]
+    base_bytes = 2 * workload.model.parameters if config.model.base is not None else 0
+    starting = float(fixed["start"]) + base_bytes / (1e6 * fixed["disk_mbs"])
+    downloading = base_bytes / (1e6 * fixed["download_mbs"])
+    compiling = float(fixed["compile"]) if workload.compiled else 0.0
+    stepping = steps * step.step_seconds
     parts = {
-        "starting": start,
+        "starting": starting,
         "downloading": downloading,
         "compiling": compiling,
         "steps": stepping,
-        "evaluations": _evaluations(config, fast, steps),
-        "saves": _saves(config, work, gpu, stepping),
+        "evaluations": _evaluations(config, step, steps),
+        "saves": _saves(config, workload, gpu, stepping),
     }
-    if train.rehearse == "on":
-        parts["rehearsing"] = 3 * fast.step_seconds + checkpoint_bytes(work) / (1e6 * fixed["disk_mbs"])
-    return Whole(parts, start + downloading + compiling)
+    if config.train.rehearse == "on":
+        parts["rehearsing"] = 3 * step.step_seconds + checkpoint_bytes(workload) / (1e6 * fixed["disk_mbs"])
+    return RunTime(parts, starting + downloading + compiling)
 
 
-def checkpoint_bytes(work: Work) -> int:
-    """What is trained, in 32 bits, and its moments, wherever they are while it trains."""
-    together = replace(work, offload="off", engine="single", optimizer=work.optimizer.removeprefix("paged_"))
-    return int(4 * trained_parameters(work) + sum(term.bytes for term in optimizer(together)))
+def checkpoint_bytes(workload: Workload) -> int:
+    """Trained weights in fp32 and their optimizer states, wherever these are while training."""
+    whole = replace(workload, offload="off", engine="single", optimizer=workload.optimizer.removeprefix("paged_"))
+    return int(4 * trained_parameters(workload) + sum(term.bytes for term in optimizer(whole)))
 
 
 def preparing_seconds(tokens: int) -> float:
     return 5 + tokens / _PREPARED_PER_SECOND
 
 
-def _evaluations(config: RunConfig, fast: Speed, steps: int) -> float:
-    """A forward alone is about a third of a pass."""
+def _evaluations(config: RunConfig, step: StepTime, steps: int) -> float:
+    """A forward takes about a third of a forward and backward."""
     train = config.train
     times = 1 + (steps // train.eval_every if train.eval_every else 0)
-    rows = train.eval_rows * config.data.max_length
-    return times * rows / 3 / fast.tokens_per_second
+    tokens = train.eval_rows * config.data.max_length
+    return times * tokens / 3 / step.tokens_per_second
 
 
-def _saves(config: RunConfig, work: Work, gpu: Gpu, stepping: float) -> float:
-    """Training waits while the weights are copied to the host; writing happens beside it."""
+def _saves(config: RunConfig, workload: Workload, gpu: Gpu, stepping: float) -> float:
+    """Training waits while weights are copied to the host; a thread writes them to disk."""
     times = 1 + stepping / max(60.0, float(config.save.every))
-    copying = checkpoint_bytes(work) / (0.5e9 * (gpu.pcie_gbs or 8.0))
-    writing = checkpoint_bytes(work) / (1e6 * float(constants()["seconds"]["disk_mbs"]))
+    copying = checkpoint_bytes(workload) / (0.5e9 * (gpu.pcie_gbs or 8.0))
+    writing = checkpoint_bytes(workload) / (1e6 * float(constants()["seconds"]["disk_mbs"]))
     return times * copying + writing

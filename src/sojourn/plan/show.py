@@ -1,22 +1,19 @@
-"""A plan as text, one screen, and as plain values for JSON."""
+"""A plan as text: one screen."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict
 from textwrap import wrap
-from typing import Any
 from unicodedata import east_asian_width
 
 from sojourn.config.schema import RunConfig
-from sojourn.estimate.memory import Memory
 from sojourn.estimate.model_states import on_host
-from sojourn.plan.advice import Advice, Inverse
+from sojourn.plan.advice import Advice, Capacity
 from sojourn.plan.calibration import Correction
 from sojourn.plan.money import money_text
 from sojourn.plan.offers import TOO_SMALL, Offer, Plan
-from sojourn.resolve.micro_batch import Cut
+from sojourn.resolve.micro_batch import Fit
 
 _GIB = 2**30
 _UNSURE = 0.25  # of a step waiting for a CPU, of all time in steps: then a plan says that it cannot know better
@@ -49,12 +46,13 @@ def _whole(text: str) -> str:
 
 
 def head_lines(config: RunConfig, plan: Plan, named: bool) -> list[str]:
-    shape, method = plan.shape, config.method
+    shape, method = plan.model, config.method
     size = _count(shape.parameters)
     active = f" ({_count(shape.active_parameters)} active)" if shape.experts else ""
     how = {"pretrain": "from scratch", "full": "all weights"}.get(method.kind, f"{method.kind}, rank {method.rank}")
     name = f"{config.name}: {shape.name}" if config.name else shape.name
-    lines = [f"{name}, {size} parameters{active}, {how}; {plan.steps:,} steps, about {_count(plan.tokens)} tokens"]
+    steps, tokens = plan.length.steps, _count(plan.length.tokens)
+    lines = [f"{name}, {size} parameters{active}, {how}; {steps:,} steps, about {tokens} tokens"]
     if shape.note and not shape.hub:
         lines.append(f"note: {shape.note}")
     if 0 < shape.positions < config.data.max_length:
@@ -65,20 +63,21 @@ def head_lines(config: RunConfig, plan: Plan, named: bool) -> list[str]:
         lines.append("note: train.device is cpu, of which no time can be told; what follows is for GPUs")
     if config.limits.price_per_hour is not None and not named:
         lines.append("note: limits.price_per_hour is taken for every GPU below; name yours with --gpu")
-    return [*lines, *([f"note: {plan.assumed}"] if plan.assumed else [])]
+    return [*lines, *([f"note: {plan.length.assumed}"] if plan.length.assumed else [])]
 
 
-def memory_lines(found: Cut, where: str = "") -> list[str]:
-    work, needed, held = found.work, found.memory, on_host(found.work)
+def memory_lines(fit: Fit, where: str = "") -> list[str]:
+    work, needed, held = fit.workload, fit.memory, on_host(fit.workload)
     kinds = {**needed.peak.by_kind(), "context and lost": needed.device - needed.allocated}
     kinds = {kind: size for kind, size in kinds.items() if size >= 0.005 * _GIB or kind == "weights"}
     bar = "".join(_MARKS[kind] * max(1, round(_BAR * size / needed.device)) for kind, size in kinds.items())
     legend = "  ".join(_whole(f"{_MARKS[kind]} {kind} {size / _GIB:.2f}") for kind, size in kinds.items())
-    plural = "row" if work.rows == 1 else "rows"
+    plural = "row" if work.micro_batch == 1 else "rows"
     recomputed = {"off": "nothing recomputed", "selective": "some recomputed", "full": "blocks recomputed"}
     return [
         f"memory{where}: {needed.device / _GIB:.1f} GiB of the card, {needed.allocated / _GIB:.1f} of it torch's, with "
-        f"{work.rows} {plural} of {work.length:,} at a time, {work.precision}, {recomputed[work.recompute]}",
+        f"{work.micro_batch} {plural} of {work.sequence_length:,} at a time, {work.precision}, "
+        f"{recomputed[work.activation_checkpointing]}",
         f"  {bar}",
         f"  GiB: {legend}",
         f"  the peak is at: {needed.peak.name}",
@@ -120,14 +119,14 @@ def _rest(plan: Plan, offers: list[Offer]) -> list[str]:
         return [f"{title}: {', '.join(dict.fromkeys(names))}"] if names else []
 
     lines = listed("fits, no price known", [o for o in offers if o.fits])
-    for why in dict.fromkeys(o.why_not for o in offers if not o.fits):
+    for why in dict.fromkeys(o.reason_not for o in offers if not o.fits):
         title = "does not fit" if why == TOO_SMALL else f"cannot run it ({why})"
-        lines += listed(title, [o for o in offers if o.why_not == why])
+        lines += listed(title, [o for o in offers if o.reason_not == why])
     return lines
 
 
 def _if_known(offer: Offer) -> str:
-    return f" ({_time(offer.whole.seconds / 3600)})" if offer.whole else ""
+    return f" ({_time(offer.run_time.seconds / 3600)})" if offer.run_time else ""
 
 
 def _card(offer: Offer) -> str:
@@ -136,23 +135,23 @@ def _card(offer: Offer) -> str:
 
 def _row(offer: Offer, first: int) -> str:
     name, where = f"{_card(offer):<{first}}", offer.bill.title if offer.bill else ""
-    if offer.cut is None:
-        return f"{name} {'does not fit' if offer.why_not == TOO_SMALL else f'cannot run it: {offer.why_not}'}"
-    bill, fast, whole = offer.bill, offer.speed, offer.whole
+    if offer.fit is None:
+        return f"{name} {'does not fit' if offer.reason_not == TOO_SMALL else f'cannot run it: {offer.reason_not}'}"
+    bill, fast, whole = offer.bill, offer.step, offer.run_time
     hours = bill.hours if bill else whole.seconds / 3600 if whole else None
     cells = {
-        "rows": f"{offer.cut.work.rows:,}", "most": f"{offer.most_rows:,}",
-        "GiB": f"{offer.cut.memory.device / _GIB:.1f}", "tok/s": f"{fast.tokens_per_second:,.0f}" if fast else "?",
+        "rows": f"{offer.fit.workload.micro_batch:,}", "most": f"{offer.largest_micro_batch:,}",
+        "GiB": f"{offer.fit.memory.device / _GIB:.1f}", "tok/s": f"{fast.tokens_per_second:,.0f}" if fast else "?",
         "time": _time(hours) if hours is not None else "?", "cost": bill.shown if bill else "",
     }  # fmt: skip
     return (name + "".join(f"{cells[key]:>{size}}" for key, size in _COLUMNS.items()) + f"  {where}").rstrip()
 
 
 def _notes(offer: Offer) -> list[str]:
-    if offer.cut is None:
+    if offer.fit is None:
         return []
-    how = [f"--gpus all, by {offer.cut.work.engine}"] if offer.count > 1 else []
-    unknown = ["its speed is not known"] if offer.speed is None else []
+    how = [f"--gpus all, by {offer.fit.workload.engine}"] if offer.count > 1 else []
+    unknown = ["its speed is not known"] if offer.step is None else []
     return [*how, *unknown, *(offer.bill.notes if offer.bill else ())]
 
 
@@ -169,8 +168,8 @@ def best_lines(plan: Plan, limits: str, helped: bool) -> list[str]:
     paid = [o for o in plan.offers if o.fits and o.bill is not None and o.bill.amount > 0 and o.bill.disk_suffices]
     if best.bill.amount == 0 and paid and not limits and paid[0] is not fastest:
         lines.append(f"cheapest of those that cost: {_named(paid[0])}: {_billed(paid[0])}")
-    if best.whole is not None:
-        parts = {name: took for name, took in best.whole.parts.items() if took >= 0.01 * best.whole.seconds}
+    if best.run_time is not None:
+        parts = {name: took for name, took in best.run_time.parts.items() if took >= 0.01 * best.run_time.seconds}
         lines.append("time goes to: " + ", ".join(f"{name} {_time(took / 3600)}" for name, took in parts.items()))
     lines += _unsure(best)
     took, size = _time(plan.preparing_seconds / 3600), plan.checkpoint_bytes / _GIB
@@ -183,11 +182,11 @@ def best_lines(plan: Plan, limits: str, helped: bool) -> list[str]:
 
 def _unsure(offer: Offer) -> list[str]:
     """Where what no plan knows decides."""
-    if offer.speed is None or offer.whole is None or offer.speed.waiting < _UNSURE:
+    if offer.step is None or offer.run_time is None or offer.step.waiting < _UNSURE:
         return []
-    if offer.whole.parts.get("steps", 0.0) < _UNSURE * offer.whole.seconds:
+    if offer.run_time.parts.get("steps", 0.0) < _UNSURE * offer.run_time.seconds:
         return []
-    share = f"{100 * offer.speed.waiting:.0f} %"
+    share = f"{100 * offer.step.waiting:.0f} %"
     return [f"the GPU waits for the CPU in {share} of a step, and CPUs differ: steps may take a third more or less"]
 
 
@@ -206,7 +205,7 @@ def _no_choice(plan: Plan, limits: str, helped: bool) -> str:
         return "nobody rents these out: on a machine of your own it costs nothing"
     if fitting:
         return "no price is known for the GPUs that fit; give limits.price_per_hour, or your own prices"
-    if not any(o.why_not == TOO_SMALL for o in plan.offers):
+    if not any(o.reason_not == TOO_SMALL for o in plan.offers):
         return "none of these GPUs can run it as it is set; why is said beside them"
     return "it fits on none of these GPUs" + ("; what helps is below" if helped else "")
 
@@ -237,14 +236,14 @@ def advice_lines(advice: list[Advice], gpu: str) -> list[str]:
         return [f"nothing we know makes it fit on {gpu}; take a larger GPU or a smaller model"]
     lines = [f"to fit on {gpu}, fastest first:"]
     for one in advice:
-        says = ", ".join(change.says for change in one.changes)
-        lines.append(f"  {says}: {one.tokens_per_second:,.0f} tok/s, {one.memory / _GIB:.1f} GiB   ({one.typed})")
+        says = ", ".join(change.description for change in one.changes)
+        lines.append(f"  {says}: {one.tokens_per_second:,.0f} tok/s, {one.memory / _GIB:.1f} GiB   ({one.arguments})")
     return lines
 
 
 def faster_line(one: Advice) -> str:
     gained = f"{one.tokens_per_second:,.0f} tok/s, {one.memory / _GIB:.1f} GiB"
-    return f"the same result sooner on {one.gpu.name}, by the memory that is left: {gained}   ({one.typed})"
+    return f"the same result sooner on {one.gpu.name}, by the memory that is left: {gained}   ({one.arguments})"
 
 
 def corrected_line(learned: Correction) -> str:
@@ -256,12 +255,12 @@ def corrected_line(learned: Correction) -> str:
     )
 
 
-def inverse_lines(found: Inverse) -> list[str]:
+def capacity_lines(found: Capacity) -> list[str]:
     words = {"full": "all weights", "lora": "LoRA", "qlora": "QLoRA"}
-    most, batch = found.rows_recomputed or 0, found.global_batch
+    rows, most, batch = found.micro_batch or "none", found.micro_batch_checkpointed or "none", found.global_batch
     lines = [
-        f"into {_size(found.room)} fit, of this run:",
-        f"  {found.rows or 'none'} of the {batch:,} rows of a step at a time as it is set, {most or 'none'} with "
+        f"into {_size(found.size)} fit, of this run:",
+        f"  {rows} of the {batch:,} rows of a step at a time as it is set, {most} with "
         "train.activation_checkpointing=full",
         f"  a row of {f'up to {found.length:,}' if found.length else 'not even 256'} tokens, alone and with "
         "train.activation_checkpointing=full",
@@ -282,71 +281,23 @@ def _size(count: int) -> str:
 
 
 def explain_lines(plan: Plan) -> list[str]:
-    """Every term of every moment, and every part of a step, with its formula."""
+    """Every term of every phase, and every part of a step, with its formula."""
     lines = [
         "P parameters, N trained ones, T tokens at a time, D width, F width of the feed-forward, V vocabulary, e bytes "
         "of a number that is multiplied, r of one between blocks"
     ]
-    for moment in plan.smallest.memory.moments:
-        mark = " (the peak)" if moment is plan.smallest.memory.peak else ""
-        lines.append(f"{moment.name}: {moment.bytes / _GIB:.3f} GiB{mark}")
-        lines += [f"  {t.bytes / _GIB:>9.3f}  {t.kind}: {t.name} = {t.formula}" for t in moment.terms if t.bytes]
-    shown = next((o for o in (plan.best, *plan.offers) if o is not None and o.speed is not None), None)
-    if shown is not None and shown.speed is not None:
-        lines.append(f"a step on {shown.gpu.name}: {1e3 * shown.speed.step_seconds:.1f} ms")
-        lines += [f"  {1e3 * p.seconds:>9.2f} ms  {p.name} = {p.formula}" for p in shown.speed.parts]
-    if shown is not None and shown.whole is not None:
-        lines.append(f"the whole run there: {_time(shown.whole.seconds / 3600)}")
-        lines += [f"  {took:>9.1f} s  {name}" for name, took in shown.whole.parts.items()]
+    for phase in plan.fit.memory.phases:
+        mark = " (the peak)" if phase is plan.fit.memory.peak else ""
+        lines.append(f"{phase.name}: {phase.bytes / _GIB:.3f} GiB{mark}")
+        lines += [f"  {t.bytes / _GIB:>9.3f}  {t.kind}: {t.name} = {t.formula}" for t in phase.terms if t.bytes]
+    shown = next((o for o in (plan.best, *plan.offers) if o is not None and o.step is not None), None)
+    if shown is not None and shown.step is not None:
+        lines.append(f"a step on {shown.gpu.name}: {1e3 * shown.step.step_seconds:.1f} ms")
+        lines += [f"  {1e3 * p.seconds:>9.2f} ms  {p.name} = {p.formula}" for p in shown.step.parts]
+    if shown is not None and shown.run_time is not None:
+        lines.append(f"the whole run there: {_time(shown.run_time.seconds / 3600)}")
+        lines += [f"  {took:>9.1f} s  {name}" for name, took in shown.run_time.parts.items()]
     return lines
-
-
-def as_values(config: RunConfig, plan: Plan, advice: list[Advice], sooner: Advice | None) -> dict[str, Any]:
-    """For --json."""
-    return {
-        "name": config.name, "shape": asdict(plan.shape), "parameters": plan.shape.parameters,
-        "active_parameters": plan.shape.active_parameters, "steps": plan.steps, "tokens": plan.tokens,
-        "assumed": plan.assumed, "memory": _memory_values(plan.smallest.memory),
-        "work": {key: value for key, value in asdict(plan.smallest.work).items() if key != "shape"},
-        "checkpoint_bytes": plan.checkpoint_bytes, "preparing_seconds": round(plan.preparing_seconds, 1),
-        "offers": [_offer_values(offer) for offer in plan.offers],
-        "best": None if plan.best is None else _offer_values(plan.best),
-        "fastest": None if plan.fastest is None else _offer_values(plan.fastest),
-        "advice": [_advice_values(one) for one in advice],
-        "faster": None if sooner is None else _advice_values(sooner),
-        "correction": asdict(plan.correction),
-    }  # fmt: skip
-
-
-def _advice_values(one: Advice) -> dict[str, Any]:
-    return {
-        "changes": [change.says for change in one.changes], "typed": one.typed, "gpu": one.gpu.name,
-        "tokens_per_second": round(one.tokens_per_second, 1), "memory": one.memory,
-    }  # fmt: skip
-
-
-def _memory_values(found: Memory) -> dict[str, Any]:
-    return {
-        "allocated": found.allocated, "device": found.device, "moment": found.peak.name,
-        "by_kind": {kind: int(size) for kind, size in found.peak.by_kind().items()},
-        "moments": [{"name": one.name, "bytes": int(one.bytes), "terms": [asdict(term) for term in one.terms]}
-                    for one in found.moments],
-    }  # fmt: skip
-
-
-def _offer_values(offer: Offer) -> dict[str, Any]:
-    bill, found = offer.bill, offer.cut
-    return {
-        "gpu": asdict(offer.gpu), "count": offer.count, "fits": offer.fits, "why_not": offer.why_not,
-        "micro_batch": offer.micro_batch, "largest_micro_batch": offer.most_rows,
-        "checkpointing": found.work.recompute if found else None, "engine": found.work.engine if found else None,
-        "allocated": found.memory.allocated if found else None, "device": found.memory.device if found else None,
-        "tokens_per_second": round(offer.speed.tokens_per_second, 1) if offer.speed else None,
-        "step_seconds": round(offer.speed.step_seconds, 5) if offer.speed else None,
-        "hours": round(offer.whole.seconds / 3600, 4) if offer.whole else None,
-        "platform": bill.platform if bill else None, "cost": round(bill.amount, 4) if bill else None,
-        "bill": asdict(bill) if bill else None,
-    }  # fmt: skip
 
 
 def _count(number: float) -> str:

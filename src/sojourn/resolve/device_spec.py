@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sojourn.catalog.attention_backends import ATTENTION_BACKENDS
 from sojourn.catalog.gpus import Gpu
+from sojourn.config.schema import RunConfig
 from sojourn.estimate.memory import room_in
 from sojourn.machine.precision import cuda_precision
 
@@ -13,6 +15,8 @@ _TRITON_CAPABILITY = (7, 0)
 # What `pip install sojourn[train]` brings to a rented machine: see pyproject.toml and constraints.txt.
 _RENTED_TORCH = (2, 11)
 _RENTED_PACKAGES = frozenset({"triton", "tensorboard"})
+HOPPER_PACKAGES = frozenset({"quack", "flash_attn.cute"})
+PACKAGES = _RENTED_PACKAGES | HOPPER_PACKAGES | {"flash_attn"}  # that decisions ask for
 
 
 @dataclass(frozen=True)
@@ -54,9 +58,16 @@ class DeviceSpec:
         return None if self.free_bytes is None else room_in(self.free_bytes, self.ranks) / self.memory_correction
 
 
-def catalog_device(gpu: Gpu, ranks: int = 1, memory_correction: float = 1.0) -> DeviceSpec:
-    """A rented GPU: all its usable memory is free, and the software is what Sojourn installs there."""
+def catalog_device(config: RunConfig, gpu: Gpu, ranks: int = 1, memory_correction: float = 1.0) -> DeviceSpec:
+    """A rented GPU: all its usable memory is free, and the software is what Sojourn installs there, with the packages
+    that the configuration names."""
     precision, reason = _catalog_precision(gpu)
+    named = ATTENTION_BACKENDS[config.train.attention].package if config.train.attention != "auto" else None
+    packages = (
+        _RENTED_PACKAGES
+        | ({named} if named else set())
+        | (HOPPER_PACKAGES if config.advanced.hopper_kernels == "on" else set())
+    )
     return DeviceSpec(
         device_type="mps" if gpu.unified else "cuda",
         name=gpu.name,
@@ -67,6 +78,7 @@ def catalog_device(gpu: Gpu, ranks: int = 1, memory_correction: float = 1.0) -> 
         memory_correction=max(1.0, memory_correction),
         gpu=gpu,
         ranks=ranks,
+        packages=packages,
     )
 
 

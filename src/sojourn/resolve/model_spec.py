@@ -1,4 +1,4 @@
-"""What is to be planned: the shape of a new model, of one in the catalogue, or of one whose config.json is at hand.
+"""The ModelSpec of a new model, of one in the catalogue, or of one whose config.json is on this machine.
 
 Nothing is downloaded and no weight is read.
 """
@@ -14,7 +14,7 @@ from sojourn.catalog.models import ModelSpec, find_model, models
 from sojourn.config.schema import RunConfig
 from sojourn.config.words import shown
 from sojourn.errors import UserError
-from sojourn.resolve.new_model import scratch_shape
+from sojourn.resolve.new_model import new_model_spec
 
 _LARGEST_FILE = 4 << 20  # of a config.json; real ones have a few kilobytes
 _MOST = {"layers": 1000, "hidden": 200_000, "heads": 4096, "head_dim": 4096, "ffn": 2_000_000, "expert_ffn": 2_000_000,
@@ -47,9 +47,9 @@ _WINDOWED: dict[str, int | None] = {"mistral": None, "phi3": None, "gemma2": 2, 
 _TIED = ("gemma", "gemma2", "gemma3", "gemma3_text", "gpt2")  # where the file is silent; others then are not
 
 
-def subject_of(config: RunConfig) -> ModelSpec:
+def model_spec_of(config: RunConfig) -> ModelSpec:
     if config.model.base is None:
-        return scratch_shape(config.model, int(config.data.vocab_size))
+        return new_model_spec(config.model, int(config.data.vocab_size))
     return of_base(str(config.model.base))
 
 
@@ -127,6 +127,8 @@ def of_settings(settings: dict[str, Any], where: str) -> ModelSpec:
         qkv_bias=bool(settings.get("attention_bias")) or family in _BIASED, qk_norm=family in _QK_NORM,
         norms=4 if family in _FOUR_NORMS else 2, sliding_window=window,
         full_every=_WINDOWED.get(family) if window else None,
+        softcap=settings.get("attn_logit_softcapping") is not None,
+        attention_dropout=bool(settings.get("attention_dropout") or settings.get("attn_pdrop")),
     )  # fmt: skip
     return shape if experts is None else _with_experts(shape, experts, found, settings, where)
 

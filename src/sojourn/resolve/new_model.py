@@ -13,7 +13,7 @@ _ASPECT = 64  # width over layers, where one dial sets both
 _NEAR = 0.045  # how far from the parameters asked for a model may be, where any comes so near
 
 
-def new_shape(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int, tied: bool) -> ModelSpec:
+def llama_spec(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int, tied: bool) -> ModelSpec:
     """As transformers' Llama lays it out: no biases, two norms a layer and one at the end."""
     return ModelSpec(
         name=f"{hidden}×{layers}", hub="", family="llama", hidden=hidden, layers=layers, heads=heads,
@@ -22,7 +22,7 @@ def new_shape(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, voc
     )  # fmt: skip
 
 
-def scratch_shape(model: ModelConfig, vocab_size: int) -> ModelSpec:
+def new_model_spec(model: ModelConfig, vocab_size: int) -> ModelSpec:
     """Heads of 64 (128 from d_model 2048 on), SwiGLU of 8/3, embeddings tied up to d_model 1024."""
     if model.depth is not None:
         return _filled(model, *_of_depth(model.depth), vocab_size)
@@ -38,7 +38,7 @@ def _filled(model: ModelConfig, d: int, layers: int, vocab_size: int) -> ModelSp
     kv_heads = heads if model.num_kv_heads == "auto" else model.num_kv_heads
     ffn = -(-8 * d // 3 // 64) * 64 if model.ffn_size == "auto" else model.ffn_size
     tied = d <= 1024 if model.tie_embeddings == "auto" else model.tie_embeddings
-    return new_shape(d, layers, heads, kv_heads, ffn, vocab_size, tied)
+    return llama_spec(d, layers, heads, kv_heads, ffn, vocab_size, tied)
 
 
 def _of_depth(depth: int) -> tuple[int, int]:

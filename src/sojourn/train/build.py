@@ -19,7 +19,7 @@ from sojourn.model.parity_check import check_parity
 from sojourn.model.prune_last_layer import prune_last_layer
 from sojourn.model.scratch import build_model
 from sojourn.train.batcher import Batcher
-from sojourn.train.subject import base_of
+from sojourn.train.model_spec import base_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

@@ -8,23 +8,29 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from sojourn.estimate.step_time import speed
-from sojourn.estimate.workload import Work
+from sojourn.estimate.step_time import step_time
+from sojourn.estimate.workload import Workload
 from sojourn.plan.calibration import note
+from sojourn.resolve.cuda_graphs import with_cuda_graphs
+from sojourn.resolve.resolved import with_value
+from sojourn.resolve.workload import workload_of
 from sojourn.storage.files import read_json_lines
-from sojourn.train.resolve import card_here, work_here
+from sojourn.train.local_device import local_device, local_gpu
+from sojourn.train.model_spec import local_model_spec
 from sojourn.train.session import Session, say
-from sojourn.train.subject import subject_of
 
 
-def work_of_session(session: Session) -> Work:
-    """As plans see it, with the documents as long as they really are."""
-    config, stepper = session.config, session.stepper
-    work = work_here(config, subject_of(config), stepper.batcher.micro_batch, None, stepper.ranks.world_size)
+def workload_of_session(session: Session) -> Workload:
+    """The workload of a running session, with its own document length."""
+    stepper = session.stepper
+    config = with_value(session.config, "train", "micro_batch", stepper.batcher.micro_batch)
+    model = local_model_spec(config)
+    device = local_device(config, model, stepper.ranks.world_size)
+    work = with_cuda_graphs(config, workload_of(config, model, device), device)
     facts: dict[str, Any] = session.artefact.report.get("train", {})
     packed = session.artefact.facts.get("packing") == "packed" and facts.get("documents")
     document = max(1, round(facts["tokens"] / facts["documents"])) if packed else None
-    return replace(work, document=None if document is None or document >= work.length else document)
+    return replace(work, document_length=None if document is None or document >= work.sequence_length else document)
 
 
 def note_rehearsal(session: Session, step_seconds: float, memory: int | None) -> None:
@@ -62,7 +68,7 @@ def _note_run(session: Session) -> None:
 def _note(session: Session, kind: str, memory: int, step_seconds: float) -> None:
     import torch
 
-    work, card = work_of_session(session), card_here()
+    work, card = workload_of_session(session), local_gpu()
     name = torch.cuda.get_device_name() if card is None else card.name
-    planned = None if card is None else speed(work, card).step_seconds
+    planned = None if card is None else step_time(work, card).step_seconds
     note(work, name, kind, {"memory": memory, "step_seconds": step_seconds}, planned)

@@ -40,7 +40,7 @@ from sojourn.train.faults.oom_fallback import (
 from sojourn.train.metrics.environment import device_name
 from sojourn.train.metrics.trackers import refuse_missing_trackers
 from sojourn.train.ranks import Ranks, join_process_group, leave_process_group
-from sojourn.train.resolve import resolve
+from sojourn.train.resolve import resolve_here
 from sojourn.train.session import Session, open_session, say
 from sojourn.train.steps import run_steps, stop
 
@@ -102,7 +102,7 @@ def _trained(config: RunConfig, run: RunFolder, ranks: Ranks, guard: Guard) -> b
 def _lower(config: RunConfig, run: RunFolder, ranks: Ranks, why: str) -> None:
     """Memory ran out while opening, where only moments in the host's memory would help."""
     named = device_name(ranks.device)
-    resolved = resolve(config, rung=load_fallbacks(run, named)).config
+    resolved = resolve_here(config, oom_fallback=load_fallbacks(run, named)).config
     rung, says = next_fallback(resolved, in_update=True), why.strip().split("\n")[0][:200]
     if rung != {"train.offload": "optimizer"}:
         raise NoFallbackLeft(

@@ -23,7 +23,7 @@ from sojourn.run.folder import RunFolder
 from sojourn.run.ledger import Ledger
 from sojourn.storage.disk import remove_folder
 from sojourn.train.batcher import Prefetcher
-from sojourn.train.calibration import note_rehearsal, work_of_session
+from sojourn.train.calibration import note_rehearsal, workload_of_session
 from sojourn.train.checkpoint.checkpoint import list_checkpoints, load
 from sojourn.train.checkpoint.mirroring import open_run_mirror
 from sojourn.train.checkpoint.saving import Saver
@@ -160,7 +160,7 @@ def _memory(session: Session, report: Report) -> None:
 
     used, total = torch.cuda.max_memory_allocated(), torch.cuda.get_device_properties(0).total_memory
     reserved = torch.cuda.max_memory_reserved()
-    planned = planned_memory(work_of_session(session)).allocated
+    planned = planned_memory(workload_of_session(session)).allocated
     report.facts |= {"memory": used, "memory_reserved": reserved, "memory_planned": planned}
     level: Literal["ok", "warn"] = "warn" if reserved > 0.95 * total else "ok"
     report.add(level, "memory", f"{used / _GIB:.1f} GiB of {total / _GIB:.0f} at the peak with {batcher.micro_batch} "

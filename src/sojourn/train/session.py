@@ -17,6 +17,7 @@ from sojourn.data.order import step_rows
 from sojourn.data.prepare import prepare_run
 from sojourn.data.report import print_examples
 from sojourn.errors import UserError
+from sojourn.resolve.resolve import Resolution
 from sojourn.run.folder import RunFolder
 from sojourn.run.home import prepared_folder
 from sojourn.storage.files import read_json, write_json, write_text
@@ -30,11 +31,11 @@ from sojourn.train.distributed.open import open_engine
 from sojourn.train.faults.oom_fallback import load_fallbacks, merge_fallbacks
 from sojourn.train.metrics.environment import describe_environment, device_name
 from sojourn.train.metrics.meters import MfuInputs
+from sojourn.train.model_spec import local_model_spec
 from sojourn.train.objective.registry import make_objective
 from sojourn.train.ranks import Ranks
-from sojourn.train.resolve import Resolved, resolve
+from sojourn.train.resolve import resolve_here
 from sojourn.train.step import Stepper, make_cuda_graphs, without_targets
-from sojourn.train.subject import subject_of
 
 
 @dataclass(frozen=True)
@@ -136,9 +137,9 @@ def _decided(config: RunConfig, run: RunFolder, ranks: Ranks, named: str) -> tup
     """Every setting, and why it is so, decided by the first process for all."""
     rung = merge_fallbacks(ranks.all_gather(json.dumps(load_fallbacks(run, named))))
 
-    def decide() -> Resolved:
+    def decide() -> Resolution:
         begun = read_config(run.config) if run.exists() else None
-        resolved = resolve(config, begun, rung, ranks.world_size)
+        resolved = resolve_here(config, begun, rung, ranks.world_size)
         if begun is not None:
             refuse_harmful_changes(begun, resolved.config, run)
         return resolved
@@ -201,7 +202,7 @@ def _work(config: RunConfig, artefact: Artefact, ranks: Ranks) -> MfuInputs:
     lengths = np.diff(artefact.train.documents[:100_000].astype(np.float64))
     attended = float((lengths**2).sum() / max(1.0, lengths.sum())) if len(lengths) else float(artefact.max_length)
     frozen = config.method.kind in ("lora", "qlora")
-    flops = subject_of(config).shape.flops_per_token(attended, frozen)
+    flops = local_model_spec(config).flops_per_token(attended, frozen)
     cuda = ranks.device == "cuda"
     peak = peak_flops(torch.cuda.get_device_name(), str(config.train.precision)) if cuda else None
     return MfuInputs(flops, None if peak is None else peak * ranks.world_size)

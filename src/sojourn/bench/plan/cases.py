@@ -11,7 +11,7 @@ from typing import Any
 from sojourn.catalog.models import ModelSpec, find_model
 from sojourn.config.words import closest, shown
 from sojourn.errors import UserError
-from sojourn.resolve.new_model import new_shape
+from sojourn.resolve.new_model import llama_spec
 
 DRAWN = "drawn-"  # how names begin of those that nobody has chosen: see draw.py
 METHODS = ("pretrain", "full", "lora", "qlora")
@@ -52,15 +52,15 @@ class Case:
 
 # Width, layers, heads, key/value heads, feed-forward, vocabulary, tied.
 NEW = {
-    "30k": new_shape(32, 2, 2, 1, 96, 300, True),
-    "11m": new_shape(256, 4, 4, 4, 704, 32_000, True),
-    "26m": new_shape(384, 8, 6, 6, 1024, 32_000, True),
-    "48m": new_shape(512, 8, 8, 2, 1408, 50_304, True),
-    "110m": new_shape(768, 12, 12, 12, 2048, 32_000, True),
-    "201m": new_shape(768, 16, 12, 4, 2048, 65_536, False),
-    "316m": new_shape(1024, 24, 16, 8, 2816, 32_000, True),
-    "725m": new_shape(1280, 20, 20, 20, 3456, 128_256, False),
-    "875m": new_shape(2048, 16, 16, 16, 5504, 32_000, True),
+    "30k": llama_spec(32, 2, 2, 1, 96, 300, True),
+    "11m": llama_spec(256, 4, 4, 4, 704, 32_000, True),
+    "26m": llama_spec(384, 8, 6, 6, 1024, 32_000, True),
+    "48m": llama_spec(512, 8, 8, 2, 1408, 50_304, True),
+    "110m": llama_spec(768, 12, 12, 12, 2048, 32_000, True),
+    "201m": llama_spec(768, 16, 12, 4, 2048, 65_536, False),
+    "316m": llama_spec(1024, 24, 16, 8, 2816, 32_000, True),
+    "725m": llama_spec(1280, 20, 20, 20, 3456, 128_256, False),
+    "875m": llama_spec(2048, 16, 16, 16, 5504, 32_000, True),
 }
 
 
@@ -155,8 +155,8 @@ CASES = (
 # So thin that a GPU has nothing to do: what launching costs, by itself, and what is left of it where passes are played
 # from a recording. Asked for by name; all may be fitted to.
 _THIN = {
-    "thin": new_shape(128, 24, 2, 2, 256, 4096, True),
-    "thin-8": new_shape(128, 8, 2, 2, 256, 4096, True),
+    "thin": llama_spec(128, 24, 2, 2, 256, 4096, True),
+    "thin-8": llama_spec(128, 8, 2, 2, 256, 4096, True),
 }
 _THIN |= {f"thin-{family}": replace(_THIN["thin"], name=f"thin-{family}", family=family, qkv_bias=family == "qwen2",
                                     qk_norm=family == "qwen3") for family in ("llama", "qwen2", "qwen3")}  # fmt: skip

@@ -75,7 +75,7 @@ def main() -> None:
 def _run(task: Task, line: Line, found: Found) -> None:
     config = RunConfig.model_validate(task.config)
     from sojourn.run.folder import RunFolder
-    from sojourn.train.calibration import work_of_session
+    from sojourn.train.calibration import workload_of_session
     from sojourn.train.loop import use_device
     from sojourn.train.ranks import Ranks
     from sojourn.train.session import open_session
@@ -89,7 +89,8 @@ def _run(task: Task, line: Line, found: Found) -> None:
     line.say(OPENED)
     session.stepper.engine.set_learning_rate(float(session.config.train.lr))
     found |= {
-        "config": dump(session.config), "document": work_of_session(session).document, "gpu": session.device_name,
+        "config": dump(session.config), "document": workload_of_session(session).document_length,
+        "gpu": session.device_name,
     }  # fmt: skip
     batches = [session.batches(step) for step in range(2)]
     if session.config.train.compile == "on":

@@ -20,11 +20,11 @@ from typing import Any
 
 from sojourn.bench.plan.cases import DRAWN
 from sojourn.bench.plan.curves import fitted
-from sojourn.bench.plan.replan import cpu_of_row, work_of_row
+from sojourn.bench.plan.replan import cpu_of_row, workload_of_row
 from sojourn.catalog.gpus import Gpu, find_gpu
 from sojourn.estimate.constants import constants, read
-from sojourn.estimate.step_time import speed
-from sojourn.estimate.workload import Work
+from sojourn.estimate.step_time import step_time
+from sojourn.estimate.workload import Workload
 
 # What steps may change, and how far off each may well be: little where kernels were measured by themselves.
 FREE = {
@@ -44,7 +44,7 @@ _STRIDES = (0.2, 0.1, 0.05, 0.02, 0.01)
 _NOISE = 0.05  # of a step's time
 _OUTLIER = 2.0  # times the noise, from which on a step counts by how far off it is, not by the square of that
 
-Timed = tuple[Work, Gpu, float]
+Timed = tuple[Workload, Gpu, float]
 
 
 def timed(rows: list[dict[str, Any]]) -> list[Timed]:
@@ -53,17 +53,17 @@ def timed(rows: list[dict[str, Any]]) -> list[Timed]:
     for row in rows:
         seconds = row.get("measured", {}).get("step_seconds")
         if seconds and (not row["held_out"] or row["name"].startswith(DRAWN)):
-            work = replace(work_of_row(row), cpu=cpu_of_row(row))
+            work = replace(workload_of_row(row), cpu_slowness=cpu_of_row(row))
             found.append((work, find_gpu(str(row["gpu"])), float(seconds)))
     return found
 
 
 def adjust(table: dict[str, Any], steps: list[Timed]) -> dict[tuple[str, str], float]:
-    """Changes `table`, which speed() reads, until no single change brings the planned times nearer."""
+    """Changes `table`, which step_time() reads, until no single change brings the planned times nearer."""
     first = {key: float(table[key[0]][key[1]]) for key in FREE}
 
     def error() -> float:
-        missed = sum(_cost(math.log(speed(work, card).step_seconds / real) / _NOISE) for work, card, real in steps)
+        missed = sum(_cost(math.log(step_time(work, card).step_seconds / real) / _NOISE) for work, card, real in steps)
         return missed + sum((math.log(table[a][b] / first[a, b]) / off) ** 2 for (a, b), off in FREE.items())
 
     best = error()

@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from sojourn.bench.plan.cases import sizes
-from sojourn.bench.plan.replan import Row, work_of_row
-from sojourn.estimate.workload import LINEAR, Work
+from sojourn.bench.plan.replan import Row, workload_of_row
+from sojourn.estimate.workload import LINEAR, Workload
 from sojourn.train.metrics.environment import version_of
 
 # What each counts; which figure that comes nearest to is in COLUMN.
@@ -39,17 +39,17 @@ def ask_peers(rows: list[Row], before: dict[str, Any]) -> dict[str, Any]:
         for row in rows:
             answers: Answers = {}
             with suppress(ValueError):  # what it does not know
-                answers = ask(work_of_row(row))
+                answers = ask(workload_of_row(row))
             row.setdefault("peers", {}).update(answers)
             told |= dict.fromkeys(answers, version_of(distribution))
     return told
 
 
-def _plain(work: Work) -> bool:
-    return not work.adapters and work.optimizer == "adamw" and work.offload == "off"
+def _plain(work: Workload) -> bool:
+    return not work.uses_lora and work.optimizer == "adamw" and work.offload == "off"
 
 
-def _accelerate(work: Work) -> Answers:
+def _accelerate(work: Workload) -> Answers:
     from accelerate import init_empty_weights
     from accelerate.commands.estimate import estimate_training_usage
     from accelerate.utils import calculate_maximum_sizes
@@ -57,7 +57,7 @@ def _accelerate(work: Work) -> Answers:
 
     if not _plain(work):
         return {}
-    config = AutoConfig.for_model(work.shape.family, **sizes(work.shape))
+    config = AutoConfig.for_model(work.model.family, **sizes(work.model))
     with init_empty_weights():
         model = AutoModelForCausalLM.from_config(config)
     total, _ = calculate_maximum_sizes(model)
@@ -67,24 +67,24 @@ def _accelerate(work: Work) -> Answers:
     }
 
 
-def _deepspeed(work: Work) -> Answers:
+def _deepspeed(work: Workload) -> Answers:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it wonders aloud
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
     from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 
     if not _plain(work):
         return {}
-    count, largest = work.shape.parameters, work.shape.embedding_parameters
+    count, largest = work.model.parameters, work.model.embedding_parameters
     second = estimate_zero2_model_states_mem_needs(count, 1, 1, cpu_offload=False)
     third = estimate_zero3_model_states_mem_needs(count, largest, 1, 1, cpu_offload=False, cpu_offload_params=False)
     return {"deepspeed, ZeRO-2": second[1], "deepspeed, ZeRO-3": third[1]}
 
 
-def _fitcheck(work: Work) -> Answers:
+def _fitcheck(work: Workload) -> Answers:
     import fitcheck
 
-    shape = work.shape
-    if work.recompute == "selective" or work.offload != "off":
+    shape = work.model
+    if work.activation_checkpointing == "selective" or work.offload != "off":
         return {}
     model = fitcheck.ModelConfig(
         name=shape.name, num_params=shape.parameters, hidden_size=shape.hidden, num_layers=shape.layers,
@@ -94,14 +94,16 @@ def _fitcheck(work: Work) -> Answers:
     quantised = work.method == "qlora"
     run = fitcheck.TrainingConfig(
         precision=work.precision, quantization="nf4" if quantised else "none", double_quant=quantised,
-        optimizer=work.optimizer.replace("_", "-"), batch_size=work.rows, seq_len=work.length,
-        lora_rank=work.rank if work.adapters else None, lora_targets=[name for name in LINEAR if name in work.targets],
-        grad_checkpoint=work.recompute == "full", flash_attn=True, grad_accum_steps=work.passes,
+        optimizer=work.optimizer.replace("_", "-"), batch_size=work.micro_batch, seq_len=work.sequence_length,
+        lora_rank=work.lora_rank if work.uses_lora else None,
+        lora_targets=[name for name in LINEAR if name in work.lora_targets],
+        grad_checkpoint=work.activation_checkpointing == "full", flash_attn=True,
+        grad_accum_steps=work.gradient_accumulation,
     )  # fmt: skip
     return {"fitcheck": int(fitcheck.estimate(model, run, fitcheck.get_gpu("h200")).total_mib * 2**20)}
 
 
-_PEERS: tuple[tuple[str, str, Callable[[Work], Answers]], ...] = (
+_PEERS: tuple[tuple[str, str, Callable[[Workload], Answers]], ...] = (
     ("accelerate", "accelerate", _accelerate),
     ("deepspeed", "deepspeed", _deepspeed),
     ("fitcheck", "fitcheck-llm", _fitcheck),

@@ -13,6 +13,7 @@ from typing import Any
 from sojourn.config.renamed import current
 from sojourn.config.schema import RunConfig
 from sojourn.errors import RunFailed
+from sojourn.resolve.oom_fallback import MEMORY_SAVING, saves_more_memory
 from sojourn.run.folder import RunFolder
 from sojourn.storage.files import read_json, write_json
 
@@ -24,16 +25,6 @@ _WORDS = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )
-
-
-# What may be given up, and its values from the most memory to the least; a micro batch is a number of rows.
-_SAVING: dict[str, tuple[str, ...]] = {
-    "train.cuda_graphs": ("auto", "on", "off"),
-    "train.micro_batch": (),
-    "train.activation_checkpointing": ("auto", "off", "selective", "full"),
-    "advanced.chunked_loss": ("auto", "off", "on"),
-    "train.offload": ("off", "optimizer", "all"),
-}
 
 
 class OomFallback(Exception):
@@ -84,14 +75,6 @@ def next_fallback(config: RunConfig, in_update: bool = False, recorded: bool = F
     return offload
 
 
-def further(key: str, one: Any, other: Any) -> bool:
-    """Whether one value of a setting saves more memory than the other."""
-    order = _SAVING[key]
-    if not order:
-        return int(one) < int(other)
-    return order.index(one) > order.index(other)
-
-
 def format_fallback(rung: dict[str, Any]) -> str:
     return ", ".join(f"{key}={value}" for key, value in rung.items())
 
@@ -110,7 +93,7 @@ def load_fallbacks(run: RunFolder, device: str) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for key, value in found.items():
         path, setting = current(tuple(key.split(".")) if "." in key else ("train", key), value)  # once without `train.`
-        if (name := ".".join(path)) in _SAVING:
+        if (name := ".".join(path)) in MEMORY_SAVING:
             settings[name] = setting
     return settings
 
@@ -119,7 +102,7 @@ def merge_fallbacks(several: list[str]) -> dict[str, Any]:
     """Of what the ranks remember (as JSON), whatever saves most."""
     rung: dict[str, Any] = {}
     for found in map(json.loads, several):
-        rung.update({k: v for k, v in found.items() if k not in rung or further(k, v, rung[k])})
+        rung.update({k: v for k, v in found.items() if k not in rung or saves_more_memory(k, v, rung[k])})
     return rung
 
 
