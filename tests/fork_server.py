@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -292,7 +293,11 @@ def _fork_children(preamble: str) -> None:
 
 
 def _become_new_process(stdin: int, stdout: int, stderr: int, keep: Any) -> None:
-    """Only standard files are open and no signal is handled, as after an exec."""
+    """As after an exec: only standard files are open, no signal is handled, nothing of the parent is cleaned up at the
+    end."""
+    atexit._clear()
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
     null = os.open(os.devnull, os.O_RDWR)
     for number, given in enumerate((stdin, stdout, stderr)):
         if given >= 0:
