@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from sojourn.config.fields import Section
+from sojourn.config.keys import all_keys
 from sojourn.config.load import dump, load_run, read_config, to_yaml
+from sojourn.config.other_trainers import ALL_FLAGS, VALUE_FLAGS
 from sojourn.config.preset import ALIASES, FOLDER, ORDER
 from sojourn.config.schema import RunConfig
-from sojourn.config.spellings import FLAGS, VALUES
-from sojourn.config.suggest import every_key
 from sojourn.errors import UserError
 from test_config_errors import sojourn
 
@@ -218,7 +218,7 @@ def valid_or_told(words: list[str]) -> None:
     assert isinstance(config, RunConfig)
 
 
-keys = st.sampled_from([part for key in every_key() for part in key] + ["extends", "path", "take", "size", "weight"])
+keys = st.sampled_from([part for key in all_keys() for part in key] + ["extends", "path", "take", "size", "weight"])
 scalars = (
     st.none()
     | st.booleans()
@@ -257,10 +257,10 @@ def test_any_bytes_in_a_file_are_a_config_or_one_line(content: bytes) -> None:
 
 word = (
     st.sampled_from(
-        [f"--{flag}" for flag in FLAGS] + [*ORDER, "-", "--", "=", "run.yaml", "true", "false", "0,1", "~x", "."]
+        [f"--{flag}" for flag in ALL_FLAGS] + [*ORDER, "-", "--", "=", "run.yaml", "true", "false", "0,1", "~x", "."]
     )
     | st.text(st.characters(), max_size=12)
-    | st.builds("--{}={}".format, st.sampled_from(FLAGS), st.text(st.characters(), max_size=8))
+    | st.builds("--{}={}".format, st.sampled_from(ALL_FLAGS), st.text(st.characters(), max_size=8))
     | scalars.map(str)
 )
 
@@ -277,7 +277,7 @@ def test_any_command_line_is_a_config_or_one_line(words: list[str]) -> None:
     st.lists(
         st.builds(
             "{}={}".format,
-            st.sampled_from([".".join(key) for key in every_key()]) | st.text(st.characters(), max_size=10),
+            st.sampled_from([".".join(key) for key in all_keys()]) | st.text(st.characters(), max_size=10),
             scalars | yamlish | st.text(st.characters(), max_size=10) | values.map(json.dumps),
         ),
         min_size=1,
@@ -306,7 +306,7 @@ def test_a_config_cannot_be_changed_and_knows_no_other_keys() -> None:
         assert section.model_config["extra"] == "forbid" and section.model_config["frozen"]
 
 
-@pytest.mark.parametrize("key", [key for key in every_key() if len(key) > 1])
+@pytest.mark.parametrize("key", [key for key in all_keys() if len(key) > 1])
 def test_a_typo_in_any_key_is_suggested(key: tuple[str, ...]) -> None:
     typo = key[-1] + "x" if len(key[-1]) > 2 else key[-1] * 2
     section = ".".join(key[:-1])
@@ -320,7 +320,7 @@ def test_a_typo_in_any_section_is_suggested(section: str) -> None:
         load(f"extends: small\n{section[:-1]}: {{}}\n")
 
 
-@pytest.mark.parametrize("name", [name for name in VALUES if VALUES[name].split(".")[-1] != name])
+@pytest.mark.parametrize("name", [name for name in VALUE_FLAGS if VALUE_FLAGS[name].split(".")[-1] != name])
 def test_another_trainers_name_as_a_key_is_suggested(name: str) -> None:
     if name in RunConfig.model_fields:
         return

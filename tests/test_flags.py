@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from sojourn.config.load import Loaded, load_run
+from sojourn.config.other_trainers import ALL_FLAGS, VALUE_FLAGS, VALUE_MEANINGS
 from sojourn.config.quantities import Money
 from sojourn.config.schema import RunConfig
-from sojourn.config.spellings import CHOICES, FLAGS, VALUES
 from sojourn.errors import UserError
 
 
@@ -153,7 +153,7 @@ def test_a_flag_may_carry_its_value_behind_an_equals_sign(command: str) -> None:
     assert run(joined).config == run(command).config
 
 
-@pytest.mark.parametrize("key", sorted(set(VALUES.values())))
+@pytest.mark.parametrize("key", sorted(set(VALUE_FLAGS.values())))
 def test_every_flag_sets_a_key_that_exists(key: str) -> None:
     assert value(run("small").config, key) is not Ellipsis
 
@@ -305,9 +305,9 @@ def test_values_of_other_trainers_are_translated(words: str, expected: dict[str,
         assert {key: value(config, key) for key in expected} == expected
 
 
-@pytest.mark.parametrize("flag", CHOICES)
+@pytest.mark.parametrize("flag", VALUE_MEANINGS)
 def test_every_translated_value_is_a_valid_setting_or_a_note(flag: str) -> None:
-    for word, meant in CHOICES[flag].items():
+    for word, meant in VALUE_MEANINGS[flag].items():
         loaded = run(f"qlora-7b --{flag} {word}")
         told = [note for note in loaded.notes if note.startswith(f"--{flag} {word}: ")]
         assert bool(told) == (not all("=" in part for part in meant.split()))
@@ -334,7 +334,7 @@ def test_what_other_trainers_can_and_this_one_cannot_is_told(words: str, message
     assert message in str(told.value)
 
 
-@pytest.mark.parametrize("flag", FLAGS)
+@pytest.mark.parametrize("flag", ALL_FLAGS)
 def test_a_flag_with_a_letter_too_many_is_suggested(flag: str) -> None:
     typo = f"{flag}x" if flag != "r" else "lora_rr"
     with pytest.raises(UserError, match=rf"--{typo}: no such flag; did you mean --\w+\?"):

@@ -21,10 +21,10 @@ from typing import Any
 import pytest
 
 from fork_server import ForkServer, needs_fork
+from sojourn.config.keys import all_keys
 from sojourn.config.load import load_run, read_config
+from sojourn.config.other_trainers import ACCUMULATION_FLAGS, BATCH_SIZE_FLAGS, SWITCH_FLAGS, VALUE_FLAGS
 from sojourn.config.schema import RunConfig
-from sojourn.config.spellings import ACCUMULATION, BATCH, SWITCHES, VALUES
-from sojourn.config.suggest import every_key
 from sojourn.run.home import run_folder
 from sojourn.storage.files import read_json_lines
 from test_config_errors import sojourn
@@ -115,15 +115,17 @@ def test_a_command_sets_what_it_says(row: Row, home: Path) -> None:
     flags = re.findall(r"--([\w-]+)(?:[ =](?!--)(\S+))?", shlex.join(row.words))
     given = {name.replace("-", "_"): word for name, word in flags}
     for name, word in given.items():
-        if name in VALUES:
-            found = value(config, VALUES[name])
+        if name in VALUE_FLAGS:
+            found = value(config, VALUE_FLAGS[name])
             found = ",".join(map(str, found)) if isinstance(found, list) else found
             assert str(found) == word or float(found) == float(word), (name, word, found)
-        elif name in SWITCHES:
-            assert value(config, SWITCHES[name][0]) == SWITCHES[name][1]
-        elif name in BATCH:
+        elif name in SWITCH_FLAGS:
+            assert value(config, SWITCH_FLAGS[name][0]) == SWITCH_FLAGS[name][1]
+        elif name in BATCH_SIZE_FLAGS:
             assert config.train.micro_batch == int(word)
-    rows, times = ([int(given[name]) for name in names if name in given] for names in (BATCH, ACCUMULATION))
+    rows, times = (
+        [int(given[name]) for name in names if name in given] for names in (BATCH_SIZE_FLAGS, ACCUMULATION_FLAGS)
+    )
     if rows:
         gpus = config.parallel.gpus if isinstance(config.parallel.gpus, list) else [0]
         assert config.train.global_batch == rows[0] * (times or [1])[0] * len(gpus)
@@ -153,7 +155,7 @@ def test_a_setting_of_another_trainer_is_the_key_that_the_page_names(cells: list
 
 def test_the_deepspeed_files_fields_have_keys_that_exist() -> None:
     keys = [key for _, cell in DEEPSPEED for key in re.findall(r"`([a-z_0-9]+\.[a-z_0-9]+)`", cell)]
-    assert len(keys) > 10 and {tuple(key.split(".")) for key in keys} <= set(every_key())
+    assert len(keys) > 10 and {tuple(key.split(".")) for key in keys} <= set(all_keys())
 
 
 # --- what each line does ---
@@ -200,8 +202,10 @@ def flat(config: RunConfig) -> dict[str, object]:
 def named_keys(row: Row) -> set[str]:
     """The settings that the flags of a command set."""
     flags = {name.replace("-", "_") for name in re.findall(r"--([\w-]+)", shlex.join(row.words))}
-    keys = {VALUES[name] for name in flags & set(VALUES)} | {SWITCHES[name][0] for name in flags & set(SWITCHES)}
-    if flags & {*BATCH, *ACCUMULATION}:
+    keys = {VALUE_FLAGS[name] for name in flags & set(VALUE_FLAGS)} | {
+        SWITCH_FLAGS[name][0] for name in flags & set(SWITCH_FLAGS)
+    }
+    if flags & {*BATCH_SIZE_FLAGS, *ACCUMULATION_FLAGS}:
         keys |= {"train.micro_batch", "train.global_batch"}
     if "model.d_model" in keys:
         keys |= {"model.num_heads"}

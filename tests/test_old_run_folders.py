@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from sojourn.config.keys import all_keys
 from sojourn.config.load import load_run, read_config
 from sojourn.config.renamed import RENAMED, upgrade
-from sojourn.config.suggest import every_key
 from sojourn.errors import UserError
 from sojourn.run.home import run_folder
 from sojourn.storage.files import read_json_lines, write_json
@@ -132,7 +132,7 @@ def test_digits_for_an_old_key_that_takes_text_are_text() -> None:
 
 
 def test_every_new_key_exists_and_no_old_one_does() -> None:
-    keys = every_key()
+    keys = all_keys()
     assert set(RENAMED.values()) <= set(keys) and not set(RENAMED) & set(keys)
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sojourn.catalog.tables import load_rows, to_row
-from sojourn.config.words import closest
+from sojourn.config.messages import did_you_mean
 from sojourn.errors import UserError
 
 
@@ -37,5 +37,5 @@ def _dataset(name: str, row: dict[str, object], where: str) -> DatasetFacts:
     facts = to_row(DatasetFacts, {"name": name, **row}, where, "data set")
     for key in facts.columns:
         if key not in Columns.model_fields:
-            raise UserError(f"{where}: `columns`: unknown name `{key}`{closest(key, Columns.model_fields)}")
+            raise UserError(f"{where}: `columns`: unknown name `{key}`{did_you_mean(key, Columns.model_fields)}")
     return facts

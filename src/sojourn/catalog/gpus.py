@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sojourn.catalog.tables import load_rows, to_row, user_file
-from sojourn.config.words import shown
+from sojourn.config.messages import printable
 from sojourn.errors import UserError
 
 _PCIE_LANE_GBS = {3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}  # one lane, one direction
@@ -106,10 +106,10 @@ def find_gpu(name: str, memory_gib: float | None = None, user: Path | None = Non
         return replace(row, memory_gib=min(given, row.memory_gib)) if given and row.unified else row
     if form:
         sizes = " or ".join(f"'{row.name}'" for row in form)
-        raise UserError(f"'{shown(name)}' is made in more than one size: say {sizes}")
+        raise UserError(f"'{printable(name)}' is made in more than one size: say {sizes}")
     sizes = ", ".join(f"'{row.name}' ({row.memory_gib:g} GiB)" for row in same)
     raise UserError(
-        f"the catalogue has no '{shown(name)}' of that memory size, only {sizes}; add yours to {user_file()}"
+        f"the catalogue has no '{printable(name)}' of that memory size, only {sizes}; add yours to {user_file()}"
     )
 
 
@@ -133,7 +133,7 @@ def _unknown(name: str, model: str, catalogue: tuple[Gpu, ...]) -> str:
         if close
         else "it knows cards like RTX 4090 or A100 80GB."
     )
-    return f"no GPU called '{shown(name)}' in the catalogue; {guess} Your own cards go into {user_file()}"
+    return f"no GPU called '{printable(name)}' in the catalogue; {guess} Your own cards go into {user_file()}"
 
 
 def peak_flops(gpu_name: str, precision: str, memory_gib: float | None = None) -> float | None:

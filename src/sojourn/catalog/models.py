@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sojourn.catalog.tables import load_rows, to_row, user_file
-from sojourn.config.words import shown
+from sojourn.config.messages import printable
 from sojourn.errors import UserError
 
 _SAME_SHAPE = {  # words in a name that do not change a shape: how it was tuned, and how it is stored
@@ -132,7 +132,7 @@ def find_model(name: str, user: Path | None = None) -> ModelSpec:
     close = difflib.get_close_matches(_key(name)[:60], known, n=6, cutoff=0.6)
     names = list(dict.fromkeys(known[key].name for key in close))[:3]
     guess = f"did you mean {' or '.join(names)}?" if names else "it knows models like qwen2.5-7b or llama-3.1-8b."
-    raise UserError(f"no model called '{shown(name)}' in the catalogue; {guess} Your own go into {user_file()}")
+    raise UserError(f"no model called '{printable(name)}' in the catalogue; {guess} Your own go into {user_file()}")
 
 
 def _key(name: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 from sojourn.catalog.gpus import Gpu, find_gpu, gpus, is_same_model
 from sojourn.catalog.platforms import platforms
 from sojourn.catalog.tables import load_rows, to_row
-from sojourn.config.words import closest
+from sojourn.config.messages import did_you_mean
 from sojourn.errors import UserError
 
 
@@ -63,7 +63,7 @@ def _with_our_names(row: dict[str, Any], where: str, user: Path | None) -> dict[
     """A user's price under the catalogue's names of its platform and GPU."""
     known = [place.name for place in platforms(user)]
     if row["platform"] not in known:
-        mend = closest(row["platform"], known) or f"; add [platform.{row['platform']}] to name it"
+        mend = did_you_mean(row["platform"], known) or f"; add [platform.{row['platform']}] to name it"
         raise UserError(f"{where}: no platform called '{row['platform']}'{mend}")
     try:
         return {**row, "gpu": find_gpu(row["gpu"], user=user).name}

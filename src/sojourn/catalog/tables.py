@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sojourn.config.words import closest, shown
+from sojourn.config.messages import did_you_mean, printable
 from sojourn.errors import UserError
 
 # tomllib came with 3.11; before that it is the tomli package, which has the same functions.
@@ -73,7 +73,7 @@ def _user_tables(path: Path) -> Table:
     for word, table in content.items():
         kind = singular.get(word, word)
         if kind not in KINDS:
-            raise UserError(f"{path}: unknown table [{word}]{closest(word, KINDS)}")
+            raise UserError(f"{path}: unknown table [{word}]{did_you_mean(word, KINDS)}")
         if not isinstance(table, dict):
             raise UserError(f"{path}: {word} must be a table, like [{word}.NAME]")
         if kind in tables:
@@ -138,7 +138,7 @@ def to_row(cls: type[RowType], row: Table, where: str, kind: str) -> RowType:
     values: Table = {}
     for key, value in row.items():
         if key not in fields:
-            raise UserError(f"{where}: unknown key `{key}`{closest(key, fields)}")
+            raise UserError(f"{where}: unknown key `{key}`{did_you_mean(key, fields)}")
         values[key] = _checked(value, hints[key], f"{where}: `{key}`")
     for name, field in fields.items():
         if name not in values and field.default is field.default_factory is dataclasses.MISSING:
@@ -169,7 +169,9 @@ def _checked(value: Any, hint: Any, where: str) -> Any:
         major, dot, minor = value.partition(".")
         if dot and major.isdigit() and minor.isdigit():
             return int(major), int(minor)
-    raise UserError(f"{where} is {shown(repr(value))}: it must be {_DESCRIPTIONS.get(expected, 'a list of tables')}")
+    raise UserError(
+        f"{where} is {printable(repr(value))}: it must be {_DESCRIPTIONS.get(expected, 'a list of tables')}"
+    )
 
 
 def _element_type(hint: Any) -> Any:
@@ -180,7 +182,7 @@ def _element_type(hint: Any) -> Any:
 
 def _nested(cls: Any, row: Any, where: str) -> Any:
     if not isinstance(row, dict):
-        raise UserError(f"{where} is {shown(repr(row))}: it must be a table")
+        raise UserError(f"{where} is {printable(repr(row))}: it must be a table")
     return to_row(cls, row, where, "entry")
 
 

@@ -32,9 +32,9 @@ def list_presets(json: Annotated[bool, typer.Option("--json", help="Print JSON."
 @presets_app.command("show")
 def show_preset(name: _Name) -> None:
     """Print a preset's YAML."""
-    from sojourn.config.preset import preset
+    from sojourn.config.preset import get_preset
 
-    print(preset(name).read_text(encoding="utf-8"), end="")
+    print(get_preset(name).read_text(encoding="utf-8"), end="")
 
 
 @presets_app.command("copy")
@@ -43,7 +43,7 @@ def copy_preset(
     file: Annotated[Path | None, typer.Argument(help="Target file. Default: NAME.yaml.")] = None,
 ) -> None:
     """Copy a preset to a new file. Never overwrites one."""
-    from sojourn.config.preset import copy
+    from sojourn.config.preset import copy_preset
 
-    written = copy(name, file)
+    written = copy_preset(name, file)
     print(f"{written} written; edit it, then: sojourn config check {written}")

@@ -6,7 +6,18 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from sojourn.config.fields import Auto, Says, Section, Share, Some, Sources, Text, Texts, Whole, clash
+from sojourn.config.fields import (
+    Auto,
+    Description,
+    Fraction,
+    PositiveCount,
+    Section,
+    Sources,
+    Text,
+    TextList,
+    WholeNumber,
+    conflict,
+)
 from sojourn.config.quantities import Count, Size
 
 
@@ -38,7 +49,7 @@ class Columns(Section):
         main = set(given) - beside
         if given and main not in whole:
             ways = "; ".join(" and ".join(sorted(keys)) for keys in whole)
-            raise clash(
+            raise conflict(
                 given[0], f"{', '.join(given)} given; allowed together: {ways} (and system, input, history, tools)"
             )
         return self
@@ -49,7 +60,7 @@ class Source(Section):
 
     path: Text
     weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
-    take: Some | None = None
+    take: PositiveCount | None = None
     size: Annotated[Size, Field(ge=1)] | None = None
     config: Text | None = None
     split: Text | None = None
@@ -57,7 +68,7 @@ class Source(Section):
     columns: Columns | None = None
 
 
-_SOURCES = Says(
+_SOURCES = Description(
     "a file, a folder, a data set's name or builtin:NAME, or a list of them, each with path and, if wanted, weight, "
     "take, size, columns, config, split or revision"
 )
@@ -68,16 +79,16 @@ class CleanConfig(Section):
 
     duplicates: Literal["keep", "exact", "near"] = "keep"
     similarity: Annotated[float, Field(ge=0.5, le=1)] = 0.8
-    min_characters: Some | None = None
-    max_characters: Some | None = None
-    languages: Annotated[Texts, Says("a list of language codes, such as [en, zh]")] = Field(default=[])
+    min_characters: PositiveCount | None = None
+    max_characters: PositiveCount | None = None
+    languages: Annotated[TextList, Description("a list of language codes, such as [en, zh]")] = Field(default=[])
 
     @model_validator(mode="after")
     def _fits_together(self) -> CleanConfig:
         shortest, longest = self.min_characters, self.max_characters
         if shortest is not None and longest is not None and shortest > longest:
             message = f"{shortest} given, but max_characters is {longest}: nothing would be left"
-            raise clash("min_characters", message, "max_characters")
+            raise conflict("min_characters", message, "max_characters")
         return self
 
 
@@ -87,18 +98,20 @@ class DataConfig(Section):
     sources: Annotated[list[Source], Sources, _SOURCES] = Field(default=[])
     eval_sources: Annotated[list[Source], Sources, _SOURCES] = Field(default=[])
     eval_fraction: Annotated[float, Field(ge=0, le=0.5)] = 0.01
-    take: Some | None = None
+    take: PositiveCount | None = None
     columns: Columns = Columns()
     on_bad: Literal["fail", "skip"] = "fail"
-    max_bad: Share = 0.001
+    max_bad: Fraction = 0.001
     clean: CleanConfig = CleanConfig()
-    tokenizer: Annotated[Text, Says("auto, bpe, sentencepiece, or the folder or file of a tokenizer")] = "auto"
+    tokenizer: Annotated[Text, Description("auto, bpe, sentencepiece, or the folder or file of a tokenizer")] = "auto"
     vocab_size: Annotated[Count, Field(ge=300, le=1_000_000)] = Count(8192)
-    special_tokens: Annotated[Texts, Says("a list of tokens, such as [<think>, </think>]")] = Field(default=[])
-    template: Annotated[Text, Says("auto, chatml, llama3, plain, or a .jinja file")] = "auto"
+    special_tokens: Annotated[TextList, Description("a list of tokens, such as [<think>, </think>]")] = Field(
+        default=[]
+    )
+    template: Annotated[Text, Description("auto, chatml, llama3, plain, or a .jinja file")] = "auto"
     train_on: Literal["assistant", "last", "all"] = "assistant"
-    max_length: Annotated[int, Whole, Field(ge=8, le=10_000_000)] = 512
+    max_length: Annotated[int, WholeNumber, Field(ge=8, le=10_000_000)] = 512
     packing: Literal["packed", "padded", "off"] = "packed"
     long_texts: Literal["split", "truncate", "drop"] = "split"
     long_chats: Literal["truncate", "drop"] = "truncate"
-    workers: Annotated[int, Whole, Field(ge=1, le=256)] | Auto = "auto"
+    workers: Annotated[int, WholeNumber, Field(ge=1, le=256)] | Auto = "auto"

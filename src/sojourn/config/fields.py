@@ -13,7 +13,7 @@ from sojourn.config.quantities import Count, Money
 
 
 @dataclass(frozen=True)
-class Says:
+class Description:
     """What may be written, in words, where the type itself would say it badly."""
 
     text: str
@@ -50,7 +50,7 @@ def _sources(value: Any) -> Any:
     return [{"path": v} if isinstance(v, str) else v for v in value] if isinstance(value, list) else value
 
 
-def gpu_numbers(value: Any) -> Any:
+def parse_gpus(value: Any) -> Any:
     """`0`, `0,1` and `[0, 1]` as a list of numbers; `auto` and `all` as they are."""
     if isinstance(value, int) and not isinstance(value, bool):
         return [value]
@@ -64,14 +64,14 @@ def _per_hour(value: Any) -> Any:
     return re.sub(r"\s*/\s*(h|hr|hour|小时|时)\s*$", "", value) if isinstance(value, str) else value
 
 
-Whole = BeforeValidator(_whole)
+WholeNumber = BeforeValidator(_whole)
 Auto = Literal["auto"]
 Bool = Annotated[bool, BeforeValidator(_yes)]
-Rows = Annotated[int, Whole, Field(ge=1, le=1_000_000)]
-Steps = Annotated[int, Whole, Field(ge=1, le=1_000_000_000)]
-Heads = Annotated[int, Whole, Field(ge=1, le=1024)]
-Share = Annotated[float, Field(ge=0, le=1)]
-Some = Annotated[Count, Field(ge=1)]
+Rows = Annotated[int, WholeNumber, Field(ge=1, le=1_000_000)]
+Steps = Annotated[int, WholeNumber, Field(ge=1, le=1_000_000_000)]
+Heads = Annotated[int, WholeNumber, Field(ge=1, le=1024)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+PositiveCount = Annotated[Count, Field(ge=1)]
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
 OnOff = Annotated[Literal["on", "off"], BeforeValidator(_switch)]
 ActivationCheckpointing = Annotated[Literal["auto", "off", "selective", "full"], BeforeValidator(_full_or_off)]
@@ -79,23 +79,23 @@ Price = Annotated[Money, BeforeValidator(_per_hour)]
 Name = Annotated[
     str,
     Field(min_length=1, max_length=100, pattern=r"^\w[\w.\-]*$"),
-    Says("a name of letters, digits, “-”, “_” and “.”, 100 at most"),
+    Description("a name of letters, digits, “-”, “_” and “.”, 100 at most"),
 ]
 Text = Annotated[
-    str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f\x7f]+$"), Says("text (one line, not empty)")
+    str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f\x7f]+$"), Description("text (one line, not empty)")
 ]
-Texts = Annotated[list[Text], BeforeValidator(_listed), Says("a list of names, such as [q_proj, v_proj]")]
-Prompts = Annotated[list[Text], BeforeValidator(_one_or_more), Says("a prompt, or a list of prompts")]
-Listed = BeforeValidator(_listed)
+TextList = Annotated[list[Text], BeforeValidator(_listed), Description("a list of names, such as [q_proj, v_proj]")]
+Prompts = Annotated[list[Text], BeforeValidator(_one_or_more), Description("a prompt, or a list of prompts")]
+CommaList = BeforeValidator(_listed)
 Sources = BeforeValidator(_sources)
 Gpus = Annotated[
     list[Annotated[int, Field(ge=0, le=1023)]] | Literal["auto", "all"],
-    BeforeValidator(gpu_numbers),
-    Says("GPU numbers such as 0 or 0,1, or all, or auto"),
+    BeforeValidator(parse_gpus),
+    Description("GPU numbers such as 0 or 0,1, or all, or auto"),
 ]
 
 
-def clash(key: str, message: str, *others: str) -> PydanticCustomError:
+def conflict(key: str, message: str, *others: str) -> PydanticCustomError:
     """Settings that cannot hold together: `key`, which to change, and the `others` (all relative to the section)."""
     return PydanticCustomError("clash", "{message}", {"keys": (key, *others), "message": message})
 

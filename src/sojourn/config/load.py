@@ -9,16 +9,16 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from sojourn.config.explain import dotted, explain, given, locate, takes_words_only
-from sojourn.config.fields import gpu_numbers
-from sojourn.config.flags import Typed, read_words
+from sojourn.config.command_line import ParsedArgs, parse_args
+from sojourn.config.fields import parse_gpus
+from sojourn.config.keys import all_keys
 from sojourn.config.layers import Layers, Origin
-from sojourn.config.preset import FOLDER, find_preset, preset, preset_words
+from sojourn.config.messages import did_you_mean, printable
+from sojourn.config.preset import FOLDER, find_preset, get_preset, preset_names
 from sojourn.config.renamed import check_spellings, current
 from sojourn.config.schema import RunConfig
-from sojourn.config.suggest import every_key
-from sojourn.config.words import closest, shown
-from sojourn.config.yamlfile import read_word, read_yaml, write_yaml
+from sojourn.config.validation_errors import describe_error, describe_value, dotted, locate, takes_text_only
+from sojourn.config.yaml_file import parse_value, read_yaml, write_yaml
 from sojourn.errors import UserError
 
 _DEEPEST = 20
@@ -33,7 +33,7 @@ class Loaded:
 
 def load_run(words: list[str]) -> Loaded:
     """`words` as typed after the verb: RUN, overrides and flags in any order."""
-    typed = read_words(words)
+    typed = parse_args(words)
     layers, notes = Layers(), typed.notes
     if typed.run is not None:
         path = _find(typed.run, notes)
@@ -42,11 +42,11 @@ def load_run(words: list[str]) -> Loaded:
     elif _names_a_base(typed):
         path = None
     else:
-        path = preset("small")
+        path = get_preset("small")
         notes.append("no run is named; starting from the preset small")
     source = "command line"
     if path is not None:
-        source = path.stem if path.parent == FOLDER else shown(path, 200)
+        source = path.stem if path.parent == FOLDER else printable(path, 200)
         _add_file(layers, path, ())
     if path is not None and typed.run is not None:
         layers.values.setdefault("name", re.sub(r"[^\w.-]+", "-", path.stem).strip("-.")[:100] or "run")
@@ -80,7 +80,7 @@ def with_settings(config: RunConfig, settings: dict[str, Any]) -> RunConfig:
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
-        raise UserError(explain(error, lambda *_: "settings")) from None
+        raise UserError(describe_error(error, lambda *_: "settings")) from None
 
 
 def dump(config: RunConfig) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def _validate(layers: Layers) -> RunConfig:
     try:
         return RunConfig.model_validate(layers.values)
     except ValidationError as error:
-        raise UserError(explain(error, layers.where)) from None
+        raise UserError(describe_error(error, layers.where)) from None
 
 
 def _find(word: str, notes: list[str]) -> Path:
@@ -124,19 +124,20 @@ def _find(word: str, notes: list[str]) -> Path:
     if here == "folder":
         if (path / "run.yaml").is_file():
             return path / "run.yaml"
-        raise UserError(f"{shown(path, 200)}: a folder; give a YAML file or a preset (see: sojourn presets list)")
+        raise UserError(f"{printable(path, 200)}: a folder; give a YAML file or a preset (see: sojourn presets list)")
     if like_a_file:
         named = find_preset(path.stem)
         if named is not None and (path.parent == Path() or not path.parent.is_dir()):
-            notes.append(f"{shown(word, 200)} is not here; using the preset {named.stem}")
+            notes.append(f"{printable(word, 200)} is not here; using the preset {named.stem}")
             return named
         raise UserError(
-            f"{shown(word, 200)}: no such file{closest(path.stem, preset_words())} (presets: sojourn presets list)"
+            f"{printable(word, 200)}: no such file{did_you_mean(path.stem, preset_names())} "
+            "(presets: sojourn presets list)"
         )
-    if tuple(word.split(".")) in every_key():
-        raise UserError(f"command line: “{shown(word)}” is a key; write {shown(word)}=VALUE")
-    hint = closest(word, preset_words())
-    raise UserError(f"“{shown(word)}” is neither a preset nor a file{hint} (see: sojourn presets list)")
+    if tuple(word.split(".")) in all_keys():
+        raise UserError(f"command line: “{printable(word)}” is a key; write {printable(word)}=VALUE")
+    hint = did_you_mean(word, preset_names())
+    raise UserError(f"“{printable(word)}” is neither a preset nor a file{hint} (see: sojourn presets list)")
 
 
 def _what_is(path: Path) -> str:
@@ -148,7 +149,7 @@ def _what_is(path: Path) -> str:
 
 def _add_file(layers: Layers, path: Path, chain: tuple[Path, ...]) -> None:
     values, lines = read_yaml(path)
-    name = shown(path, 200)
+    name = printable(path, 200)
     if "extends" in values:
         parent = values.pop("extends")
         at = f"{name}:{lines['extends',]}: extends"
@@ -168,49 +169,49 @@ def _add_file(layers: Layers, path: Path, chain: tuple[Path, ...]) -> None:
 def _extended(path: Path, parent: Any, at: str, chain: tuple[Path, ...]) -> Path:
     """The file that `extends: parent` in `path` names."""
     if not isinstance(parent, str) or not parent:
-        raise UserError(f"{at}: {given(parent)} given; allowed: the name of a preset or of one YAML file")
+        raise UserError(f"{at}: {describe_value(parent)} given; allowed: the name of a preset or of one YAML file")
     beside = path.parent / parent
     target = beside if _what_is(beside) == "file" else find_preset(parent)
     if target is None:
-        hint = closest(Path(parent).stem, preset_words())
-        raise UserError(f"{at}: “{shown(parent)}” is neither a file beside this one nor a preset{hint}")
+        hint = did_you_mean(Path(parent).stem, preset_names())
+        raise UserError(f"{at}: “{printable(parent)}” is neither a file beside this one nor a preset{hint}")
     files = (*chain, path.resolve())
     if target.resolve() in files:
         loop = [file.name for file in (*files[files.index(target.resolve()) :], target)]
-        raise UserError(f"{at}: goes round in a circle: {shown(' → '.join(loop), 200)}; remove one of them")
+        raise UserError(f"{at}: goes round in a circle: {printable(' → '.join(loop), 200)}; remove one of them")
     if len(files) >= _DEEPEST:
         raise UserError(f"{at}: more than {_DEEPEST} files deep; extend a preset or a file nearer to it")
     return target
 
 
-def _add_typed(layers: Layers, typed: Typed) -> None:
+def _add_typed(layers: Layers, typed: ParsedArgs) -> None:
     layers.count += 1
     _add_settings(layers, typed)
     _set_batch(layers, typed)
 
 
-def _names_a_base(typed: Typed) -> bool:
+def _names_a_base(typed: ParsedArgs) -> bool:
     layers = Layers()
     _add_settings(layers, typed)
     return layers.get(("model", "base")) is not None
 
 
-def _add_settings(layers: Layers, typed: Typed) -> None:
+def _add_settings(layers: Layers, typed: ParsedArgs) -> None:
     check_spellings([(setting.key, setting.origin) for setting in typed.settings])
     for setting in typed.settings:
         value = setting.value
         if isinstance(value, str):
-            value = read_word(value)
+            value = parse_value(value)
             key, _ = current(setting.key, value)
             place, annotation, _ = locate(key)
-            if len(place) < len(key) and place in every_key():
+            if len(place) < len(key) and place in all_keys():
                 raise UserError(f"{setting.origin}: {dotted(place)} has no keys below it; write {dotted(place)}=VALUE")
-            if isinstance(value, (bool, int, float)) and takes_words_only(annotation):
+            if isinstance(value, (bool, int, float)) and takes_text_only(annotation):
                 value = setting.value
         layers.set(setting.key, value, Origin(setting.origin, "typed", layers.count))
 
 
-def _set_batch(layers: Layers, typed: Typed) -> None:
+def _set_batch(layers: Layers, typed: ParsedArgs) -> None:
     """The guides' arithmetic: global batch = batch size × accumulation × number of GPUs."""
     last = typed.accumulation or typed.batch
     if last is None:
@@ -227,7 +228,7 @@ def _set_batch(layers: Layers, typed: Typed) -> None:
         return
     layers.set(micro_key, micro, Origin((typed.batch or last).origin, "typed", layers.count))
     if not whole_typed:
-        gpus = gpu_numbers(layers.get(("parallel", "gpus")))
+        gpus = parse_gpus(layers.get(("parallel", "gpus")))
         rows = micro * (typed.accumulation.value if typed.accumulation else 1)
         world = len(gpus) if isinstance(gpus, list) else 1
         layers.set(global_key, rows * max(1, world), Origin(last.origin, "typed", layers.count))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from sojourn.config.words import closest, shown
+from sojourn.config.messages import did_you_mean, printable
 from sojourn.errors import UserError
 
 FOLDER = Path(__file__).parent / "presets"
@@ -50,7 +50,7 @@ def presets() -> list[Preset]:
     return found
 
 
-def preset_words() -> tuple[str, ...]:
+def preset_names() -> tuple[str, ...]:
     """Every name and alias."""
     return (*ORDER, *ALIASES)
 
@@ -62,26 +62,26 @@ def find_preset(word: str) -> Path | None:
     return FOLDER / f"{name}.yaml" if name in ORDER else None
 
 
-def preset(word: str) -> Path:
+def get_preset(word: str) -> Path:
     path = find_preset(word)
     if path is None:
-        hint = closest(word, preset_words())
-        raise UserError(f"no preset is called “{shown(word)}”{hint} (see: sojourn presets list)")
+        hint = did_you_mean(word, preset_names())
+        raise UserError(f"no preset is called “{printable(word)}”{hint} (see: sojourn presets list)")
     return path
 
 
-def copy(word: str, to: Path | None) -> Path:
+def copy_preset(word: str, to: Path | None) -> Path:
     """Copies a preset to a new file and returns it; an existing file is left alone."""
-    source = preset(word)
+    source = get_preset(word)
     target = to or Path(source.name)
     try:
         target = target / source.name if target.is_dir() else target
         with target.open("x", encoding="utf-8") as file:
             file.write(source.read_text(encoding="utf-8"))
     except FileExistsError:
-        where, name = shown(target, 200), shown(word)
+        where, name = printable(target, 200), printable(word)
         raise UserError(f"{where} is already there; give another name: sojourn presets copy {name} FILE") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{shown(target, 200)} cannot be written: {shown(reason)}") from None
+        raise UserError(f"{printable(target, 200)} cannot be written: {printable(reason)}") from None
     return target

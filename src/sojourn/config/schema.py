@@ -11,24 +11,24 @@ from sojourn.config.fields import (
     ActivationCheckpointing,
     Auto,
     Bool,
+    CommaList,
+    Description,
+    Fraction,
     Gpus,
     Heads,
-    Listed,
     Name,
     OnOff,
+    PositiveCount,
     Price,
     Prompts,
     Rows,
-    Says,
     Section,
-    Share,
-    Some,
     Steps,
     Switch,
     Text,
-    Texts,
-    Whole,
-    clash,
+    TextList,
+    WholeNumber,
+    conflict,
 )
 from sojourn.config.quantities import Count, Duration, Money, Size
 
@@ -39,7 +39,7 @@ Precision = Literal["bf16", "fp16", "fp32"]
 MethodKind = Literal["pretrain", "full", "lora", "qlora"]
 
 
-def usual_head_size(width: int) -> int:
+def default_head_size(width: int) -> int:
     """What `num_heads: auto` divides by: sizes that every inference engine takes."""
     return 64 if width < 2048 else 128
 
@@ -51,12 +51,12 @@ class ModelConfig(Section):
     revision: Text | None = None
     trust_remote_code: Bool = False
     params: Annotated[Count, Field(ge=100_000, le=10**12)] | None = None
-    depth: Annotated[int, Whole, Field(ge=1, le=512)] | None = None
-    d_model: Annotated[int, Whole, Field(ge=32, le=65536)] | None = None
-    num_layers: Annotated[int, Whole, Field(ge=1, le=1024)] | None = None
+    depth: Annotated[int, WholeNumber, Field(ge=1, le=512)] | None = None
+    d_model: Annotated[int, WholeNumber, Field(ge=32, le=65536)] | None = None
+    num_layers: Annotated[int, WholeNumber, Field(ge=1, le=1024)] | None = None
     num_heads: Heads | Auto = "auto"
     num_kv_heads: Heads | Auto = "auto"
-    ffn_size: Annotated[int, Whole, Field(ge=32, le=1_000_000)] | Auto = "auto"
+    ffn_size: Annotated[int, WholeNumber, Field(ge=32, le=1_000_000)] | Auto = "auto"
     tie_embeddings: Bool | Auto = "auto"
     rope_theta: Annotated[float, Field(gt=0, le=1e12)] = 10_000.0
 
@@ -68,11 +68,11 @@ class ModelConfig(Section):
         if self.base is not None:
             if sized:
                 tail = "remove one, or start from a preset for existing models such as lora-20k"
-                raise clash(sized[0], f"sizes a new model, but model.base names an existing one; {tail}", "base")
+                raise conflict(sized[0], f"sizes a new model, but model.base names an existing one; {tail}", "base")
         elif dials and len(sized) > 1:
-            raise clash(sized[1], f"model.{dials[0]} already decides the sizes; remove one of the two", dials[0])
+            raise conflict(sized[1], f"model.{dials[0]} already decides the sizes; remove one of the two", dials[0])
         elif self.revision is not None:
-            raise clash("revision", "belongs to model.base, which is not set; set it or remove this")
+            raise conflict("revision", "belongs to model.base, which is not set; set it or remove this")
         elif self.d_model is not None:
             self._divides(self.d_model)
         return self
@@ -80,22 +80,22 @@ class ModelConfig(Section):
     def _divides(self, width: int) -> None:
         heads, kv = self.num_heads, self.num_kv_heads
         if heads == "auto":
-            size = usual_head_size(width)
+            size = default_head_size(width)
             if width % 2 or (width > 64 and width % size):
                 near = [str(w) for w in (width // size * size, width // size * size + size) if w]
                 message = f"{width} is not a multiple of {size}, the size of a head; use {' or '.join(near)}"
-                raise clash("d_model", f"{message}, or set model.num_heads too")
+                raise conflict("d_model", f"{message}, or set model.num_heads too")
             heads = max(1, width // size)
         elif width % heads or (width // heads) % 2:
             fitting = [(abs(n - heads), n) for n in range(1, 1025) if width % n == 0 and (width // n) % 2 == 0]
             use = min(fitting)[1] if fitting else "an even d_model"
-            raise clash(
+            raise conflict(
                 "num_heads", f"{heads} heads do not share d_model {width} in equal, even parts; use {use}", "d_model"
             )
         if kv != "auto" and heads % kv:
             use = max(n for n in range(1, kv + 1) if heads % n == 0)
             message = f"{kv} key/value heads do not divide {heads} heads; use {use}"
-            raise clash("num_kv_heads", message, "num_heads", "d_model")
+            raise conflict("num_kv_heads", message, "num_heads", "d_model")
 
 
 ADAPTER = ("rank", "alpha", "dropout", "targets", "rslora", "dora", "modules_to_save", "adapter")
@@ -106,13 +106,13 @@ class MethodConfig(Section):
     """How the weights change: all of them from noise, all of them, adapters, adapters on a quantised base."""
 
     kind: MethodKind = "pretrain"
-    rank: Annotated[int, Whole, Field(ge=1, le=4096)] = 16
+    rank: Annotated[int, WholeNumber, Field(ge=1, le=4096)] = 16
     alpha: Annotated[float, Field(gt=0, le=65536)] | Auto = "auto"
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    targets: Annotated[Texts, Field(min_length=1)] = Field(default=["all-linear"])
+    targets: Annotated[TextList, Field(min_length=1)] = Field(default=["all-linear"])
     rslora: Bool = False
     dora: Bool = False
-    modules_to_save: Texts = Field(default=[])
+    modules_to_save: TextList = Field(default=[])
     adapter: Text | None = None
     bits: Literal[4, 8] = 4
     double_quant: Bool = True
@@ -123,7 +123,7 @@ class MethodConfig(Section):
         for key in foreign:
             if getattr(self, key) != type(self).model_fields[key].default:
                 owner = "qlora" if key in QUANTISED else "lora and qlora"
-                raise clash(
+                raise conflict(
                     key, f"belongs to {owner}, but method.kind is {self.kind}; remove it or set another kind", "kind"
                 )
         return self
@@ -134,19 +134,19 @@ class TrainConfig(Section):
 
     epochs: Annotated[float, Field(gt=0, le=1_000_000)] | None = None
     steps: Steps | None = None
-    tokens: Some | None = None
+    tokens: PositiveCount | None = None
     global_batch: Rows = 32
     micro_batch: Rows | Auto = "auto"
     optimizer: OptimizerName = "adamw"
     lr: Annotated[float, Field(gt=0, le=10)] | Auto = "auto"
-    min_lr: Share = 0.1
+    min_lr: Fraction = 0.1
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     warmup: Annotated[float, Field(ge=0, le=1_000_000_000)] = 0.03
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.1
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
     clip: Annotated[float, Field(ge=0, le=1_000_000)] = 1.0
-    seed: Annotated[int, Whole, Field(ge=0, le=2**63 - 1)] = 0
+    seed: Annotated[int, WholeNumber, Field(ge=0, le=2**63 - 1)] = 0
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     precision: Precision | Auto = "auto"
     attention: Attention = "auto"
@@ -164,30 +164,30 @@ class TrainConfig(Section):
     deterministic: OnOff = "off"
     on_nan: Literal["skip", "rollback", "stop"] = "skip"
     on_spike: Literal["keep", "skip", "rollback"] = "keep"
-    max_bad_steps: Annotated[int, Whole, Field(ge=0, le=1_000_000)] = 10
+    max_bad_steps: Annotated[int, WholeNumber, Field(ge=0, le=1_000_000)] = 10
 
     @model_validator(mode="after")
     def _fits_together(self) -> TrainConfig:
         lengths = [key for key in ("epochs", "steps", "tokens") if getattr(self, key) is not None]
         if len(lengths) > 1:
             message = f"train.{lengths[0]} already says how long to train; keep one of them"
-            raise clash(lengths[1], message, lengths[0])
+            raise conflict(lengths[1], message, lengths[0])
         micro, batch = self.micro_batch, self.global_batch
         if isinstance(micro, int) and batch % micro:
             best = max(rows for rows in range(1, min(micro, batch) + 1) if batch % rows == 0)
             message = f"{micro} does not divide the global batch of {batch} rows; use {best} or auto"
-            raise clash("micro_batch", message, "global_batch")
+            raise conflict("micro_batch", message, "global_batch")
         if self.patience is not None and self.eval_every is None:
             message = "needs evaluations to wait for; set train.eval_every too, such as 100"
-            raise clash("patience", message, "eval_every")
+            raise conflict("patience", message, "eval_every")
         if self.offload != "off" and self.optimizer != "adamw":
             message = (
                 f"optimizer keeps AdamW's moments in host memory, but train.optimizer is {self.optimizer}; keep one"
             )
-            raise clash("offload", message, "optimizer")
+            raise conflict("offload", message, "optimizer")
         if self.warmup > 1 and self.warmup != int(self.warmup):
             message = f"{self.warmup} given; allowed: a share of the run up to 1, or a whole number of steps"
-            raise clash("warmup", message)
+            raise conflict("warmup", message)
         return self
 
 
@@ -197,29 +197,31 @@ class ParallelConfig(Section):
     engine: Literal["auto", "single", "ddp", "fsdp", "deepspeed"] = "auto"
     gpus: Gpus = "auto"
     deepspeed: Text | None = None
-    nodes: Annotated[int, Whole, Field(ge=1, le=10_000)] = 1
-    node: Annotated[int, Whole, Field(ge=0, le=9_999)] | Literal["auto"] = "auto"
-    master: Annotated[Text, Says("the first machine's name or address")] | None = None
-    port: Annotated[int, Whole, Field(ge=1, le=65535)] = 29500
-    restarts: Annotated[int, Whole, Field(ge=0, le=1000)] = 3
+    nodes: Annotated[int, WholeNumber, Field(ge=1, le=10_000)] = 1
+    node: Annotated[int, WholeNumber, Field(ge=0, le=9_999)] | Literal["auto"] = "auto"
+    master: Annotated[Text, Description("the first machine's name or address")] | None = None
+    port: Annotated[int, WholeNumber, Field(ge=1, le=65535)] = 29500
+    restarts: Annotated[int, WholeNumber, Field(ge=0, le=1000)] = 3
     timeout: Annotated[Duration, Field(gt=0)] = Duration(600)
 
     @model_validator(mode="after")
     def _fits_together(self) -> ParallelConfig:
         if isinstance(self.gpus, list):
             if not self.gpus:
-                raise clash("gpus", "no GPU named; allowed: numbers such as 0 or 0,1, or all, or auto")
+                raise conflict("gpus", "no GPU named; allowed: numbers such as 0 or 0,1, or all, or auto")
             if len(set(self.gpus)) < len(self.gpus):
-                raise clash("gpus", f"{','.join(map(str, self.gpus))} given; name each GPU once")
+                raise conflict("gpus", f"{','.join(map(str, self.gpus))} given; name each GPU once")
             if self.engine == "single" and len(self.gpus) > 1:
-                raise clash("engine", f"single uses one GPU, but {len(self.gpus)} are named; use ddp or auto", "gpus")
+                raise conflict(
+                    "engine", f"single uses one GPU, but {len(self.gpus)} are named; use ddp or auto", "gpus"
+                )
         if self.deepspeed is not None and self.engine not in ("auto", "deepspeed"):
             message = f"a DeepSpeed file is given, but parallel.engine is {self.engine}; remove one"
-            raise clash("deepspeed", message, "engine")
+            raise conflict("deepspeed", message, "engine")
         if self.nodes > 1 and self.master is None:
-            raise clash("nodes", f"{self.nodes} machines must meet; give parallel.master=HOST, the first one's name")
+            raise conflict("nodes", f"{self.nodes} machines must meet; give parallel.master=HOST, the first one's name")
         if self.node != "auto" and self.node >= self.nodes:
-            raise clash("node", f"{self.node} given, but {self.nodes} machines are counted from 0", "nodes")
+            raise conflict("node", f"{self.node} given, but {self.nodes} machines are counted from 0", "nodes")
         return self
 
 
@@ -229,9 +231,9 @@ class SaveConfig(Section):
     folder: Text | None = None
     every: Duration = Duration(600)
     every_steps: Steps | Literal["epoch"] | None = None
-    keep: Annotated[int, Whole, Field(ge=1, le=1000)] = 2
+    keep: Annotated[int, WholeNumber, Field(ge=1, le=1000)] = 2
     milestones: Steps | None = None
-    mirror: Annotated[Text, Says("a folder such as /root/autodl-fs, or hub:USER/REPOSITORY")] | None = None
+    mirror: Annotated[Text, Description("a folder such as /root/autodl-fs, or hub:USER/REPOSITORY")] | None = None
     at_risk: Annotated[Duration, Field(gt=0)] = Duration(3600)
     min_free: Size = Size(256 * 2**20)
     resume: Text = "auto"
@@ -254,10 +256,10 @@ class LimitsConfig(Section):
         if price is None:
             return self  # the catalogue may know it, where the run is
         if price.amount == 0:
-            raise clash("price_per_hour", "0 given; with a budget the price must be above 0", "budget")
+            raise conflict("price_per_hour", "0 given; with a budget the price must be above 0", "budget")
         if budget.currency and price.currency and budget.currency != price.currency:
             message = f"in {budget.currency}, but the price per hour in {price.currency}; give both in one currency"
-            raise clash("budget", message, "price_per_hour")
+            raise conflict("budget", message, "price_per_hour")
         return self
 
 
@@ -266,7 +268,7 @@ class LogConfig(Section):
 
     every_steps: Steps = 10
     tensorboard: Switch = "auto"
-    trackers: Annotated[list[Tracker], Listed] = Field(default=[])
+    trackers: Annotated[list[Tracker], CommaList] = Field(default=[])
     project: Name = "sojourn"
 
 
@@ -302,18 +304,18 @@ class RunConfig(Section):
         if self.model.base is None:
             if kind != "pretrain":
                 example = "set model.base, such as Qwen/Qwen2.5-7B-Instruct"
-                raise clash(
+                raise conflict(
                     "model.base", f"not set, but method.kind {kind} trains an existing model; {example}", "method.kind"
                 )
             dialled = self.model.params is not None or self.model.depth is not None
             for key in () if dialled else ("d_model", "num_layers"):
                 if getattr(self.model, key) is None:
                     tail = "set it, or model.depth, or model.base, or start from a preset (extends: small)"
-                    raise clash(f"model.{key}", f"not set, but a new model needs it; {tail}")
+                    raise conflict(f"model.{key}", f"not set, but a new model needs it; {tail}")
         if self.train.precision == "fp16" and device == "cpu":
-            raise clash(
+            raise conflict(
                 "train.precision", "fp16 needs a GPU, but train.device is cpu; use fp32 or auto", "train.device"
             )
         if device == "mps" and kind == "qlora":
-            raise clash("train.device", "mps cannot run qlora; set method.kind to lora, or use cuda", "method.kind")
+            raise conflict("train.device", "mps cannot run qlora; set method.kind to lora, or use cuda", "method.kind")
         return self

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from sojourn.config.messages import did_you_mean, printable
 from sojourn.config.schema import MethodConfig
-from sojourn.config.words import closest, shown
 from sojourn.errors import UserError
 from sojourn.resolve.training import lora_alpha
 
@@ -89,7 +89,7 @@ def _checked(wanted: list[str], there: list[str], key: str) -> list[str]:
         if name not in there:
             some = ", ".join(name for name in there if "proj" in name or "embed" in name or "head" in name)
             raise UserError(
-                f"method.{key}: this model has no “{shown(name)}”{closest(name, there)}; allowed: {some}"
+                f"method.{key}: this model has no “{printable(name)}”{did_you_mean(name, there)}; allowed: {some}"
                 + (", or all-linear" if key == "targets" else "")
             )
     return list(wanted)

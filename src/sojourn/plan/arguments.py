@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from sojourn.catalog.platforms import platforms
+from sojourn.config.messages import did_you_mean, printable
 from sojourn.config.quantities import Duration, Money, Size
-from sojourn.config.words import closest, shown
 from sojourn.errors import UserError
 
 
@@ -14,24 +14,24 @@ def to_budget(text: str | None) -> Money | None:
     try:
         return None if text is None else Money.parse(text)
     except ValueError as error:
-        raise UserError(f"--budget: “{shown(str(text))}”: {error}") from None
+        raise UserError(f"--budget: “{printable(str(text))}”: {error}") from None
 
 
 def to_seconds(text: str | None) -> float | None:
     try:
         return None if text is None else float(Duration.parse(text))
     except ValueError as error:
-        raise UserError(f"--deadline: “{shown(str(text))}”: {error}") from None
+        raise UserError(f"--deadline: “{printable(str(text))}”: {error}") from None
 
 
 def to_bytes(text: str) -> int:
     try:
         size = int(Size.parse(text))
     except ValueError as error:
-        raise UserError(f"--fit: “{shown(text)}”: {error}") from None
+        raise UserError(f"--fit: “{printable(text)}”: {error}") from None
     if size < 2**30:
         unit = f", so write {text.strip()}GiB" if text.strip().isdigit() and size else "; give at least 1GiB"
-        raise UserError(f"--fit: “{shown(text)}” is {size:,} bytes, less than a GPU needs for itself{unit}")
+        raise UserError(f"--fit: “{printable(text)}” is {size:,} bytes, less than a GPU needs for itself{unit}")
     return size
 
 
@@ -41,7 +41,9 @@ def known_platform(name: str | None) -> str | None:
         return None
     meant = next((known for known in names if known.casefold() == name.strip().casefold()), None)
     if meant is None:
-        raise UserError(f"--platform: no platform called “{shown(name)}”{closest(name, names)} (of {', '.join(names)})")
+        raise UserError(
+            f"--platform: no platform called “{printable(name)}”{did_you_mean(name, names)} (of {', '.join(names)})"
+        )
     return meant
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from sojourn.catalog.datasets import datasets
 from sojourn.config.data import DataConfig
 from sojourn.config.schema import RunConfig
-from sojourn.config.words import shown
 from sojourn.errors import UserError
 
 _BYTES_PER_TOKEN = 4.0
@@ -80,7 +79,7 @@ def run_length(config: RunConfig) -> RunLength:
     if train.tokens is None:
         unknown = "no data is named" if not config.data.sources else None
         if unknown is None and (there := _remote_source(config.data)):
-            unknown = f"the size of {shown(there)} is not known here"
+            unknown = f"the size of {printable(there)} is not known here"
         if unknown is not None:
             fix = "give train.tokens or train.steps" if config.data.sources else _FIX
             assumed = f"{unknown}, so {_ASSUMED_STEPS:,} steps are assumed; {fix}"

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from sojourn.catalog.models import ModelSpec, find_model, models
+from sojourn.config.messages import printable
 from sojourn.config.schema import RunConfig
-from sojourn.config.words import shown
 from sojourn.errors import UserError
 from sojourn.resolve.new_model import new_model_spec
 
@@ -64,7 +64,9 @@ def of_base(word: str) -> ModelSpec:
         what = (
             "a GGUF file tells its shape only when it is opened" if path.suffix == ".gguf" else "no config.json there"
         )
-        raise UserError(f"model.base: {shown(word)}: {what}; plan with its name, or with the folder of its config.json")
+        raise UserError(
+            f"model.base: {printable(word)}: {what}; plan with its name, or with the folder of its config.json"
+        )
     try:
         return find_model(word)
     except UserError as error:
@@ -160,6 +162,8 @@ def _number(settings: dict[str, Any], key: str, where: str) -> int | None:
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
             if key in ("positions", "window"):  # little of a plan hangs on them
                 return None
-            raise UserError(f"{where}: `{name}` is {shown(repr(value))}: it must be a whole number from 1 to {most:,}")
+            raise UserError(
+                f"{where}: `{name}` is {printable(repr(value))}: it must be a whole number from 1 to {most:,}"
+            )
         return value
     return None

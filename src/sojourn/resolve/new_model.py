@@ -6,7 +6,7 @@ import math
 
 from sojourn.catalog.models import ModelSpec
 from sojourn.config.quantities import Count
-from sojourn.config.schema import ModelConfig, usual_head_size
+from sojourn.config.schema import ModelConfig, default_head_size
 from sojourn.errors import UserError
 
 _ASPECT = 64  # width over layers, where one dial sets both
@@ -34,7 +34,7 @@ def new_model_spec(model: ModelConfig, vocab_size: int) -> ModelSpec:
 
 
 def _filled(model: ModelConfig, d: int, layers: int, vocab_size: int) -> ModelSpec:
-    heads = max(1, d // usual_head_size(d)) if model.num_heads == "auto" else model.num_heads
+    heads = max(1, d // default_head_size(d)) if model.num_heads == "auto" else model.num_heads
     kv_heads = heads if model.num_kv_heads == "auto" else model.num_kv_heads
     ffn = -(-8 * d // 3 // 64) * 64 if model.ffn_size == "auto" else model.ffn_size
     tied = d <= 1024 if model.tie_embeddings == "auto" else model.tie_embeddings
@@ -43,7 +43,7 @@ def _filled(model: ModelConfig, d: int, layers: int, vocab_size: int) -> ModelSp
 
 def _of_depth(depth: int) -> tuple[int, int]:
     width = _ASPECT * depth
-    head = usual_head_size(width)
+    head = default_head_size(width)
     return -(-width // head) * head, depth
 
 
@@ -58,7 +58,7 @@ def _of_params(model: ModelConfig, wanted: int, vocab_size: int) -> ModelSpec:
         if found and (one > wanted * (1 + _NEAR) or width > 16 * _ASPECT * layers):  # wider ones are worse still
             break
         found.append(_filled(model, width, layers, vocab_size))
-        width += usual_head_size(width)
+        width += default_head_size(width)
 
     def miss(shape: ModelSpec) -> float:
         return abs(shape.parameters / wanted - 1)

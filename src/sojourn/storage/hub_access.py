@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from sojourn.catalog.datasets import datasets
-from sojourn.config.words import closest, shown
+from sojourn.config.messages import did_you_mean, printable
 from sojourn.errors import RunFailed, UserError
 
 Say = Callable[[str], None]
@@ -77,7 +77,7 @@ def gated_error(name: str, page: str) -> UserError:
 
 def unreadable_error(name: str, error: BaseException) -> UserError:
     """For files that are not a table."""
-    return UserError(f"{name} cannot be read as a table ({shown(error, 200)}): copy its files and give their path")
+    return UserError(f"{name} cannot be read as a table ({printable(error, 200)}): copy its files and give their path")
 
 
 def _endpoint() -> str:
@@ -102,7 +102,7 @@ def _probe(endpoint: str, seconds: float = 3) -> str:
             httpx.head(endpoint, timeout=seconds)
             outcome.append("")
         except Exception as error:  # a proxy, resolver or certificate may raise anything
-            outcome.append(shown(error, 80) or type(error).__name__)
+            outcome.append(printable(error, 80) or type(error).__name__)
 
     # In a thread, because DNS lookups have no timeout.
     thread = Thread(target=request, daemon=True)
@@ -118,12 +118,12 @@ def _as_user_error(error: Exception, name: str, page: str, revision: str | None)
     if isinstance(error, errors.GatedRepoError):
         return gated_error(name, page)
     if isinstance(error, errors.RevisionNotFoundError):
-        return UserError(f"{name} has no revision {shown(revision)}; leave it out to use the newest")
+        return UserError(f"{name} has no revision {printable(revision)}; leave it out to use the newest")
     if isinstance(error, errors.RepositoryNotFoundError):
-        guess = closest(name, [row.hub for row in datasets()]) if page != name else ""
+        guess = did_you_mean(name, [row.hub for row in datasets()]) if page != name else ""
         return UserError(f"there is no {page} on {_host()}{guess}; if it is private, export HF_TOKEN=…")
     if isinstance(error, errors.HFValidationError):
-        return UserError(f"{shown(name)}: not a repository name; write ORG/NAME")
+        return UserError(f"{printable(name)}: not a repository name; write ORG/NAME")
     if isinstance(error, errors.HfHubHTTPError):
         status = error.response.status_code
         if status in (401, 403):
@@ -134,7 +134,7 @@ def _as_user_error(error: Exception, name: str, page: str, revision: str | None)
         return RunFailed(f"{name}: {why}: try again (finished downloads are kept), {cached}")
     if isinstance(error, FileNotFoundError) or type(error).__module__.startswith("datasets."):
         return unreadable_error(name, error.__cause__ or error)
-    return RunFailed(f"{name} cannot be downloaded: {shown(error, 200)}") if isinstance(error, OSError) else None
+    return RunFailed(f"{name} cannot be downloaded: {printable(error, 200)}") if isinstance(error, OSError) else None
 
 
 def transport_errors() -> Iterator[type[Exception]]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sojourn.config.words import shown
+from sojourn.config.messages import printable
 from sojourn.errors import UserError
 from sojourn.storage import disk
 from sojourn.storage.files import sha256
@@ -49,7 +49,9 @@ class HubMirror:
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.repo):
-            raise UserError(f"hub:{shown(self.repo)}: not a repository's name; write save.mirror=hub:USER/REPOSITORY")
+            raise UserError(
+                f"hub:{printable(self.repo)}: not a repository's name; write save.mirror=hub:USER/REPOSITORY"
+            )
 
     @property
     def location(self) -> str:
@@ -255,7 +257,7 @@ def _describe_error(error: BaseException, doing: str) -> str | None:
     if isinstance(error, errors.OfflineModeIsEnabled):
         return f"cannot be reached while HF_HUB_OFFLINE is set; run: unset HF_HUB_OFFLINE (to {doing} there)"
     if isinstance(error, errors.HfHubHTTPError):
-        status, text = error.response.status_code, shown(error.server_message or "", 150)
+        status, text = error.response.status_code, printable(error.server_message or "", 150)
         if status in (401, 403):
             return f"not allowed to {doing}{f' ({text})' if text else ''}; {_LOG_IN}"
         if isinstance(error, errors.RepositoryNotFoundError):
@@ -266,9 +268,9 @@ def _describe_error(error: BaseException, doing: str) -> str | None:
     if isinstance(error, (ConnectionError, TimeoutError, *transport_errors())):
         return f"cannot be reached ({type(error).__name__}); {_CHECK_NETWORK}"
     if isinstance(error, OSError) and error.errno:
-        return f"could not {doing}, because of an error on this machine: {shown(error, 200)}; fix it and try again"
+        return f"could not {doing}, because of an error on this machine: {printable(error, 200)}; fix it and try again"
     if isinstance(error, (OSError, ValueError, RuntimeError, KeyError)) or _is_library_error(error):
-        return f"could not {doing} there: {shown(error, 200) or type(error).__name__}; try again"
+        return f"could not {doing} there: {printable(error, 200) or type(error).__name__}; try again"
     return None
 
 

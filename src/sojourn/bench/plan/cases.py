@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from sojourn.catalog.models import ModelSpec, find_model
-from sojourn.config.words import closest, shown
+from sojourn.config.messages import did_you_mean, printable
 from sojourn.errors import UserError
 from sojourn.resolve.new_model import llama_spec
 
@@ -233,7 +233,7 @@ def chosen(words: Iterable[str], limit: int | None, device: str) -> list[Case]:
             names = [case.name for case in known]
             why = "" if device == "cuda" else f" for a {device}"
             there = f"there are {names[0]} to {names[-1]}" if device == "cuda" else f"there are {', '.join(names)}"
-            raise UserError(f"--cases: “{shown(part)}”: no such case{why}{closest(part, names)}; {there}")
+            raise UserError(f"--cases: “{printable(part)}”: no such case{why}{did_you_mean(part, names)}; {there}")
     exact = {case.name for case in known}
 
     def wanted(case: Case) -> bool:

@@ -32,7 +32,7 @@ from sojourn.bench.train.workload_files import (
 )
 from sojourn.bench.train.workloads import Workload, default_workloads, find_workloads
 from sojourn.config.load import load_run
-from sojourn.config.words import shown
+from sojourn.config.messages import printable
 from sojourn.errors import UserError
 from sojourn.run.folder import RunFolder
 from sojourn.storage.files import read_json, write_json
@@ -118,7 +118,7 @@ def make_bench(
     elif peers is None:
         peers = load_peers() is not None
     if peers and overrides:
-        raise UserError(f"{shown(overrides[0])}: applies to our own rows alone; add --no-peers")
+        raise UserError(f"{printable(overrides[0])}: applies to our own rows alone; add --no-peers")
     _check_overrides(overrides)
     selected = find_workloads(workloads)
     from sojourn.machine.gpus import driver_gpus
@@ -143,7 +143,7 @@ def _check_overrides(overrides: Sequence[str]) -> None:
     for arg in overrides:
         key, equals, _ = arg.partition("=")
         if key not in _OVERRIDES or not equals:
-            raise UserError(f"{shown(arg)}: allowed: KEY=VALUE, with a KEY of {', '.join(_OVERRIDES)}")
+            raise UserError(f"{printable(arg)}: allowed: KEY=VALUE, with a KEY of {', '.join(_OVERRIDES)}")
     load_run(["small", *overrides])
 
 

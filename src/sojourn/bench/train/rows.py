@@ -7,7 +7,7 @@ from typing import Any
 
 from sojourn.bench.peers import load_peers
 from sojourn.bench.train.workloads import Workload
-from sojourn.config.words import closest, shown
+from sojourn.config.messages import did_you_mean, printable
 from sojourn.errors import UserError
 
 OURS = "sojourn"
@@ -95,4 +95,4 @@ def check_rows(names: list[str], known: set[str]) -> None:
     for name in names:
         if name not in known:
             there = ", ".join(sorted(known))
-            raise UserError(f"--rows: “{shown(name)}”: no such row{closest(name, known)}; there are: {there}")
+            raise UserError(f"--rows: “{printable(name)}”: no such row{did_you_mean(name, known)}; there are: {there}")

@@ -20,8 +20,8 @@ from sojourn.bench.train.measure import TrainBench, describe_environment, make_b
 from sojourn.bench.train.rows import OURS, BenchRow, bench_rows, check_rows
 from sojourn.bench.train.workload_files import make_files, prepare_rows, run_settings
 from sojourn.bench.train.workloads import Workload
-from sojourn.config.fields import gpu_numbers
-from sojourn.config.words import closest, shown
+from sojourn.config.fields import parse_gpus
+from sojourn.config.messages import did_you_mean, printable
 from sojourn.errors import UserError
 from sojourn.storage.files import write_json
 
@@ -77,8 +77,8 @@ def make_scaling(
     names = list(dict.fromkeys(name.strip() for name in engines.split(",") if name.strip()))
     for name in names:
         if name not in ENGINES:
-            hint = closest(name, ENGINES)
-            raise UserError(f"--engines: “{shown(name)}”: no such engine{hint}; there are: {', '.join(ENGINES)}")
+            hint = did_you_mean(name, ENGINES)
+            raise UserError(f"--engines: “{printable(name)}”: no such engine{hint}; there are: {', '.join(ENGINES)}")
     numbers = _gpu_indices(gpus)
     bench = make_bench(workloads, "", steps, False, folder, data=data, out=out)
     row = row.strip() or _DEFAULT_ROW
@@ -94,11 +94,11 @@ def make_scaling(
 
 def _gpu_indices(text: str) -> list[int] | None:
     """None: all GPUs."""
-    found = gpu_numbers(text)
+    found = parse_gpus(text)
     if found == "all":
         return None
     if not isinstance(found, list) or not all(isinstance(one, int) for one in found):
-        raise UserError(f"--gpus: “{shown(text)}” given; allowed: numbers such as 0,1, or all")
+        raise UserError(f"--gpus: “{printable(text)}” given; allowed: numbers such as 0,1, or all")
     if len(set(found)) < len(found):
         raise UserError(f"--gpus: {text} given; name each GPU once")
     return found

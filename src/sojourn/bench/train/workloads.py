@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sojourn.config.words import closest, shown
+from sojourn.config.messages import did_you_mean, printable
 from sojourn.errors import UserError
 
 Method = Literal["pretrain", "full", "lora", "qlora"]
@@ -127,6 +127,8 @@ def find_workloads(values: Iterable[str]) -> list[Workload]:
     names = [name.strip() for value in values for name in value.split(",") if name.strip()]
     for name in names:
         if name not in WORKLOADS:
-            hint = closest(name, WORKLOADS)
-            raise UserError(f"--workload: “{shown(name)}”: no such workload{hint}; there are: {', '.join(WORKLOADS)}")
+            hint = did_you_mean(name, WORKLOADS)
+            raise UserError(
+                f"--workload: “{printable(name)}”: no such workload{hint}; there are: {', '.join(WORKLOADS)}"
+            )
     return [WORKLOADS[name] for name in dict.fromkeys(names)]

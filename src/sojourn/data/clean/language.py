@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from sojourn.config.words import ask, closest, plain, shown
+from sojourn.config.messages import ask_if_meant, did_you_mean, normalize, printable
 from sojourn.errors import UserError
 
 if TYPE_CHECKING:
@@ -134,16 +134,16 @@ def check_language_codes(codes: Sequence[str]) -> None:
         if code not in CODES:
             hint = _suggestion(code) or ";"
             known = ", ".join(CODES)
-            raise UserError(f"data.clean.languages: {shown(code)!r} is not a language code{hint} known: {known}")
+            raise UserError(f"data.clean.languages: {printable(code)!r} is not a language code{hint} known: {known}")
 
 
 def _suggestion(code: str) -> str:
     """For a country (`cn`), a name (`german`), a longer code (`eng`, `zh-CN`) or a typo."""
-    word = plain(code)
+    word = normalize(code)
     language = _SPELLINGS.get(word)
     if language is None and (len(word) <= 3 or word[2] == "_") and word[:2] in CODES:
         language = word[:2]
-    return ask(language) if language else closest(code, CODES)
+    return ask_if_meant(language) if language else did_you_mean(code, CODES)
 
 
 def _count_letters(text: str) -> np.ndarray:

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
-from sojourn.config.words import shown
+from sojourn.config.messages import printable
 from sojourn.errors import UserError
 
 _TEXT = (".txt", ".md")
@@ -43,7 +43,7 @@ def user_path(word: str, key: str) -> Path:
         place = Path(word).expanduser()
         place.exists()
     except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"{key}: {shown(word)}: cannot be read: {_reason(error)}") from None
+        raise UserError(f"{key}: {printable(word)}: cannot be read: {_reason(error)}") from None
     return place
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from sojourn.catalog.datasets import DatasetFacts, datasets
 from sojourn.config.data import Source
-from sojourn.config.words import closest, plain, shown
+from sojourn.config.messages import did_you_mean, normalize, printable
 from sojourn.errors import UserError
 from sojourn.storage.hub_access import (
     Say,
@@ -65,7 +65,7 @@ def open_table(source: Source, evaluation: bool = False, say: Say | None = None)
         try:
             table = builder.as_dataset(split=split)
         except (ValueError, AssertionError) as error:
-            raise UserError(f"{repo}: split {shown(split)}: {shown(error, 200)}") from None
+            raise UserError(f"{repo}: split {printable(split)}: {printable(error, 200)}") from None
     config = builder.config.name
     content = hashlib.sha256("\n".join((repo, builder.hash, config, split)).encode())
     columns = tuple(table.column_names)
@@ -95,7 +95,7 @@ def tokenizer_folder(model: str, revision: str | None = None, say: Say | None = 
 
 
 def _row(name: str) -> DatasetFacts | None:
-    return next((row for row in datasets() if plain(row.name) == plain(name)), None)
+    return next((row for row in datasets() if normalize(row.name) == normalize(name)), None)
 
 
 def _wanted(source: Source, evaluation: bool) -> tuple[Source, DatasetFacts]:
@@ -104,13 +104,13 @@ def _wanted(source: Source, evaluation: bool) -> tuple[Source, DatasetFacts]:
     short, _, config = path.partition(":")
     row, named = _row(short), _NAMED.fullmatch(path)
     if row is None and named is None:
-        guess = closest(short, [row.name for row in datasets()])
-        raise UserError(f"{shown(source.path)}: not a data set's name on the hub, which is ORG/NAME{guess}")
+        guess = did_you_mean(short, [row.name for row in datasets()])
+        raise UserError(f"{printable(source.path)}: not a data set's name on the hub, which is ORG/NAME{guess}")
     row = row or DatasetFacts("", short, "", "")
     split = source.split or (row.eval_split if evaluation else row.split)
     if split is None:
         tail = "in a YAML file, eval_sources: [{path: NAME, split: SPLIT}]"
-        raise UserError(f"{shown(source.path)}: which of its splits is for evaluation is not known; say it: {tail}")
+        raise UserError(f"{printable(source.path)}: which of its splits is for evaluation is not known; say it: {tail}")
     config = source.config or config or row.config or ""
     return source.model_copy(update={"path": row.hub, "config": config or None, "split": split}), row
 
@@ -218,4 +218,4 @@ def _one_of(what: str, given: str | None, known: Iterable[str], repo: str) -> No
     if given is None and len(names) > 1:
         raise UserError(f"{repo} has more than one {what}: write {repo}:{names[0]} or another; {there}")
     if given is not None and given not in names:
-        raise UserError(f"{repo} has no {what} {shown(given)}{closest(given, names)}; {there}")
+        raise UserError(f"{repo} has no {what} {printable(given)}{did_you_mean(given, names)}; {there}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from sojourn.catalog.datasets import datasets
 from sojourn.config.data import Columns, Source
-from sojourn.config.words import closest
+from sojourn.config.messages import did_you_mean
 from sojourn.data import builtin
 from sojourn.data.sources.chunks import Chunk, parse_record
 from sojourn.data.sources.document import Document, Message
@@ -78,7 +78,7 @@ def open_source(source: Source, columns: Columns, evaluation: bool, say: Callabl
         size = table.rows * _ROW_BYTES
         return OpenedSource(source, [part], size, given or table.columns_map, lambda _: table.fingerprint)
     if path.isidentifier() and not user_path(path, "data.sources").exists():
-        hint = closest(path, [row.name for row in datasets()])
+        hint = did_you_mean(path, [row.name for row in datasets()])
         raise UserError(f"data.sources: {path}: no such file or folder, and no data set of that name{hint}")
     files = find_files(path)
     size = sum(file.stat().st_size * (_COMPRESSION_RATIO if _is_compressed(file) else 1) for file in files)
@@ -143,7 +143,7 @@ def _builtin_parts(source: Source) -> tuple[str, tuple[str, ...]]:
     if parts is None:
         raise UserError(f"data.sources: {source.path}: no such built-in data; there are {' and '.join(_BUILTINS)}")
     if part and part not in parts:
-        hint = closest(part, parts)
+        hint = did_you_mean(part, parts)
         raise UserError(f"data.sources: {source.path}: no “{part}”{hint} (there are: {', '.join(parts)})")
     return kind, tuple(one for one in parts if part in ("", one))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sojourn.config.data import DataConfig
-from sojourn.config.words import closest
+from sojourn.config.messages import did_you_mean
 from sojourn.data.sources.document import Message
 from sojourn.data.sources.files import user_path
 from sojourn.data.sources.formats import BadRecord
@@ -165,7 +165,7 @@ def _read_template(path: Path) -> str:
 def read_template_file(choice: str) -> str:
     path = user_path(choice, "data.template")
     if path.suffix not in (".jinja", ".j2") or not path.is_file():
-        hint, names = closest(choice, ("auto", *NAMED)), ", ".join(NAMED)
+        hint, names = did_you_mean(choice, ("auto", *NAMED)), ", ".join(NAMED)
         raise UserError(f"data.template: “{choice}”: no such template{hint}; allowed: auto, {names}, or a .jinja file")
     return _read_template(path)
 

@@ -11,8 +11,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from sojourn.config.messages import did_you_mean, printable
 from sojourn.config.schema import RunConfig, TrainConfig
-from sojourn.config.words import closest, shown
 from sojourn.errors import UserError
 from sojourn.train.distributed.ds_fields import (
     COMPARED_TOGETHER,
@@ -34,7 +34,7 @@ _NEVER = 10**12  # steps between two progress lines of DeepSpeed
 
 def config_from_file(path: Path, config: RunConfig, world_size: int) -> tuple[dict[str, Any], list[str]]:
     """The configuration for DeepSpeed and notes for the user. `config` has no `auto` left."""
-    name, train = shown(path, 200), config.train
+    name, train = printable(path, 200), config.train
     fields = dict(flatten(read(path, name)))
     _optimizer(name, fields, train)
     notes = _schedule(name, fields, train)
@@ -112,7 +112,7 @@ def _unknown(name: str, field: str, value: Any) -> UserError:
         )
     if outside is not None:
         return UserError(f"{name}: {outside}: an object given; it takes one value; remove the braces")
-    return UserError(f"{name}: {shown(field)} is not a known field{closest(field, KNOWN) or '; remove it'}")
+    return UserError(f"{name}: {printable(field)} is not a known field{did_you_mean(field, KNOWN) or '; remove it'}")
 
 
 def _check_equal(at: str, value: Any, key: str, train: TrainConfig) -> None:

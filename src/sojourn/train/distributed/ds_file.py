@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sojourn.config.words import shown
+from sojourn.config.messages import printable
 from sojourn.errors import UserError
 from sojourn.train.distributed.ds_fields import IGNORED, REFUSED
 
@@ -21,7 +21,7 @@ def read(path: Path, name: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise UserError(f"{name}: not UTF-8 text (byte {error.start}); save the file as UTF-8") from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{name}: cannot be read: {shown(getattr(error, 'strerror', None) or error)}") from None
+        raise UserError(f"{name}: cannot be read: {printable(getattr(error, 'strerror', None) or error)}") from None
 
     def constant(word: str) -> NoReturn:
         raise UserError(f"{name}: {word} is not a JSON number; write a finite one")
@@ -30,7 +30,7 @@ def read(path: Path, name: str) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
         for key in keys:
             if keys.count(key) > 1:
-                raise UserError(f'{name}: "{shown(key)}" appears twice in the same object; keep one')
+                raise UserError(f'{name}: "{printable(key)}" appears twice in the same object; keep one')
         return {key: value for key, value in pairs if value is not None}  # null: as if absent
 
     try:
@@ -57,7 +57,7 @@ def _describe_error(error: json.JSONDecodeError) -> str:
         return "a comma too many; remove it"
     if after.startswith(("'", "True", "False", "None")):
         return 'this is Python; JSON writes "text", true, false and null'
-    return f"{error.msg.removesuffix(' at')} before {shown(after, 20)}; correct it there"
+    return f"{error.msg.removesuffix(' at')} before {printable(after, 20)}; correct it there"
 
 
 def flatten(tree: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
@@ -77,7 +77,7 @@ def is_off(value: Any) -> bool:
 
 
 def format_value(value: Any) -> str:
-    return shown(json.dumps(value, ensure_ascii=False))
+    return printable(json.dumps(value, ensure_ascii=False))
 
 
 def parse_number(at: str, value: Any) -> int | float:

@@ -8,17 +8,17 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from sojourn.config.fields import Says
+from sojourn.config.fields import Description
+from sojourn.config.keys import suggest_key
+from sojourn.config.messages import printable
 from sojourn.config.quantities import Count, Duration, Money, Size
 from sojourn.config.renamed import KeyPath
 from sojourn.config.schema import RunConfig
-from sojourn.config.suggest import suggest_key
-from sojourn.config.words import shown
 
 _BOUNDS = {"ge": "from", "gt": "above", "le": "up to", "lt": "below"}
 
 
-def explain(error: ValidationError, where: Callable[..., str]) -> str:
+def describe_error(error: ValidationError, where: Callable[..., str]) -> str:
     """One line for the first problem, and the keys of the others."""
     problems: dict[KeyPath, tuple[tuple[KeyPath, ...], str]] = {}
     for item in error.errors(include_url=False):
@@ -31,20 +31,22 @@ def explain(error: ValidationError, where: Callable[..., str]) -> str:
 
 
 def dotted(key: KeyPath) -> str:
-    return ".".join(shown(part) or "“”" for part in key)
+    return ".".join(printable(part) or "“”" for part in key)
 
 
-def given(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """A value as the user would recognise it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int) and abs(value) >= 10**60:
         return "a number of more than 60 digits"
     if isinstance(value, dict):
-        return f"keys below it ({', '.join(shown(key, 20) for key in list(value)[:3])})" if value else "{}"
+        return f"keys below it ({', '.join(printable(key, 20) for key in list(value)[:3])})" if value else "{}"
     if isinstance(value, list):
         return f"a list of {len(value)}"
-    return "nothing (null)" if value is None else f"“{shown(value)}”" if isinstance(value, str) else shown(value)
+    return (
+        "nothing (null)" if value is None else f"“{printable(value)}”" if isinstance(value, str) else printable(value)
+    )
 
 
 def _problem(item: Any) -> tuple[tuple[KeyPath, ...], str]:
@@ -56,19 +58,19 @@ def _problem(item: Any) -> tuple[tuple[KeyPath, ...], str]:
         context = item["ctx"]
         return tuple((*path, *key.split(".")) for key in context["keys"]), context["message"]
     if item["type"] == "missing":
-        return (path,), f"not given; add it: {allowed(annotation, notes)}"
+        return (path,), f"not given; add it: {describe_type(annotation, notes)}"
     section = _section(annotation)
     if section is annotation:
         names = ", ".join(section.model_fields)
         if value is None:
             return (path,), f"nothing below it; remove the line, or indent some of its keys below: {names}"
-        return (path,), f"{given(value)} given; allowed: its keys, indented below it: {names}"
+        return (path,), f"{describe_value(value)} given; allowed: its keys, indented below it: {names}"
     hint = ""
     if isinstance(value, str) and len(value) < 30 and _is_number(value) and _takes_number(annotation):
         hint = " (remove the quotes)"
-    if isinstance(value, (bool, int, float)) and takes_words_only(annotation):
+    if isinstance(value, (bool, int, float)) and takes_text_only(annotation):
         hint = " (put it in quotes)"
-    return (path,), f"{given(value)} given{hint}; allowed: {allowed(annotation, notes)}"
+    return (path,), f"{describe_value(value)} given{hint}; allowed: {describe_type(annotation, notes)}"
 
 
 def _is_number(text: str) -> bool:
@@ -120,21 +122,21 @@ def _takes_number(annotation: Any) -> bool:
     return any(option in (int, float) for option in _options(annotation))
 
 
-def takes_words_only(annotation: Any) -> bool:
+def takes_text_only(annotation: Any) -> bool:
     """Is `2024`, typed for such a field, a word and not a number?"""
     return all(option in (str, type(None)) or get_origin(option) is list for option in _options(annotation))
 
 
-def allowed(annotation: Any, notes: tuple[Any, ...] = ()) -> str:
+def describe_type(annotation: Any, notes: tuple[Any, ...] = ()) -> str:
     """What may be written for a field of this type, in words."""
     origin, args = get_origin(annotation), get_args(annotation)
     for note in notes:
-        if isinstance(note, Says):
+        if isinstance(note, Description):
             return note.text
     if origin is Annotated:
-        return allowed(args[0], (*notes, *args[1:]))
+        return describe_type(args[0], (*notes, *args[1:]))
     if origin in (Union, types.UnionType):
-        words = [allowed(part, notes) for part in args if part is not type(None)]
+        words = [describe_type(part, notes) for part in args if part is not type(None)]
         return ", or ".join([*words, "null"] if type(None) in args else words)
     if origin is Literal:
         return " or ".join(str(value) for value in args)

@@ -12,9 +12,9 @@ from typing import Any
 
 import yaml
 
-from sojourn.config.explain import dotted, given
+from sojourn.config.messages import printable
 from sojourn.config.renamed import KeyPath
-from sojourn.config.words import shown
+from sojourn.config.validation_errors import describe_value, dotted
 from sojourn.errors import UserError
 
 _MOST_BYTES = 200_000
@@ -61,7 +61,7 @@ def _plain_tag(text: str) -> str:
     return str(_RESOLVER.resolve(yaml.ScalarNode, text, (True, False)))  # type: ignore[no-untyped-call]
 
 
-def read_word(text: str) -> Any:
+def parse_value(text: str) -> Any:
     """The value of `key=value` on a command line: `1e-4`, `true`, `[a, b]`, else the text as it stands."""
     try:
         if text[:1] in ("[", "{", '"', "'"):
@@ -80,7 +80,7 @@ def write_yaml(values: dict[str, Any]) -> str:
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     """The mapping in `path`, and the line of every key in it."""
-    name, text = shown(path, 200), _read_text(path)
+    name, text = printable(path, 200), _read_text(path)
     try:
         node = yaml.compose(text, Loader=_Loader)
         if node is None:
@@ -107,7 +107,7 @@ def _construct(node: yaml.Node) -> Any:
 
 
 def _read_text(path: Path) -> str:
-    name = shown(path, 200)
+    name = printable(path, 200)
     try:
         if path.is_dir():
             raise UserError(f"{name}: a folder; give a YAML file")
@@ -119,7 +119,7 @@ def _read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise UserError(f"{name}: not UTF-8 text (byte {error.start}); save the file as UTF-8") from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{name}: cannot be read: {shown(getattr(error, 'strerror', None) or error)}") from None
+        raise UserError(f"{name}: cannot be read: {printable(getattr(error, 'strerror', None) or error)}") from None
 
 
 def _mistake(error: yaml.MarkedYAMLError, lines: list[str], line: int) -> str:
@@ -146,7 +146,7 @@ def _mistake(error: yaml.MarkedYAMLError, lines: list[str], line: int) -> str:
         return "in double quotes a backslash begins an escape; use single quotes"
     if "<block end>" in problem:
         return "this line is not indented like the lines above it"
-    return shown(problem or context, 120)
+    return printable(problem or context, 120)
 
 
 def _colon(text: str) -> str:
@@ -205,10 +205,10 @@ def _line(node: yaml.Node) -> int:
 
 
 def _tag(node: yaml.Node) -> str:
-    return shown(node.tag.replace(_TAG, "!!"))
+    return printable(node.tag.replace(_TAG, "!!"))
 
 
 def _what(node: yaml.Node) -> str:
     if isinstance(node, yaml.ScalarNode):
-        return given(str(node.value))
+        return describe_value(str(node.value))
     return "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 # A name with a value, and the key it sets.
-VALUES = {
+VALUE_FLAGS = {
     "name": "name",
     "run_name": "name",
     "params": "model.params",
@@ -109,7 +109,7 @@ VALUES = {
 }
 
 # A name that stands alone: the key, what it is set to, and what `false` after it sets (nothing, when None).
-SWITCHES: dict[str, tuple[str, Any, Any]] = {
+SWITCH_FLAGS: dict[str, tuple[str, Any, Any]] = {
     "use_amp": ("train.precision", "auto", "fp32"),
     "fp16": ("train.precision", "fp16", None),
     "bf16": ("train.precision", "bf16", None),
@@ -135,8 +135,8 @@ _MEASURED = "the held-out loss is measured at the end, and every train.eval_ever
 _BEST = "final/ is the last step's model; with train.eval_every=STEPS the best one stands beside it, in best/"
 
 # Values that other trainers call otherwise: the settings that each stands for, or in words why it changes nothing.
-# Other values mean what they say, where VALUES has the name. A name that knows `true` may stand alone.
-CHOICES: dict[str, dict[str, str]] = {
+# Other values mean what they say, where VALUE_FLAGS has the name. A name that knows `true` may stand alone.
+VALUE_MEANINGS: dict[str, dict[str, str]] = {
     "load_in_4bit": {"true": "method.kind=qlora method.bits=4", "false": ""},
     "load_in_8bit": {"true": "method.kind=qlora method.bits=8", "false": ""},
     "bnb_4bit_quant_type": {"nf4": "a base in 4 bits is always nf4"},
@@ -169,11 +169,11 @@ CHOICES: dict[str, dict[str, str]] = {
     "load_best_model_at_end": {"true": _BEST, "false": ""},
 }
 
-BATCH = ("batch_size", "per_device_train_batch_size")
-ACCUMULATION = ("gradient_accumulation_steps", "gradient_accumulation")
+BATCH_SIZE_FLAGS = ("batch_size", "per_device_train_batch_size")
+ACCUMULATION_FLAGS = ("gradient_accumulation_steps", "gradient_accumulation")
 
 # Names that other trainers need and this one does not, and why.
-NEEDLESS = {
+IGNORED_FLAGS = {
     "num_workers": "prepared data is memory-mapped, so no loader processes are needed",
     "dataloader_num_workers": "prepared data is memory-mapped, so no loader processes are needed",
     "dataloader_pin_memory": "pinned memory is used where it helps",
@@ -191,22 +191,35 @@ NEEDLESS = {
     "metric_for_best_model": _BEST,
     "greater_is_better": _BEST,
 }
-WORDY = ("logging_dir", "metric_for_best_model")  # always followed by a value
+IGNORED_WITH_VALUE = ("logging_dir", "metric_for_best_model")  # always followed by a value
 
 # Names of what is not here, and what to do instead.
-REFUSED = {
+UNSUPPORTED_FLAGS = {
     "nproc_per_node": "not needed; name the GPUs instead: --gpus 0,1,2,3",
     "push_to_hub": "not here; upload the run's folder final/ yourself: hf upload NAME final",
 }
 
-FLAGS = tuple(dict.fromkeys((*VALUES, *SWITCHES, *CHOICES, *BATCH, *ACCUMULATION, *NEEDLESS, *REFUSED, "config")))
+ALL_FLAGS = tuple(
+    dict.fromkeys(
+        (
+            *VALUE_FLAGS,
+            *SWITCH_FLAGS,
+            *VALUE_MEANINGS,
+            *BATCH_SIZE_FLAGS,
+            *ACCUMULATION_FLAGS,
+            *IGNORED_FLAGS,
+            *UNSUPPORTED_FLAGS,
+            "config",
+        )
+    )
+)
 
 
-def meaning(name: str) -> str | None:
+def meant_setting(name: str) -> str | None:
     """The key, or the `key: value`, that someone who wrote `name` as a key has in mind."""
-    if name in SWITCHES:
-        key, value, _ = SWITCHES[name]
+    if name in SWITCH_FLAGS:
+        key, value, _ = SWITCH_FLAGS[name]
         return f"{key}: {str(value).lower() if isinstance(value, bool) else value}"
-    if "=" in CHOICES.get(name, {}).get("true", ""):
-        return CHOICES[name]["true"].split()[0].replace("=", ": ")
-    return "train.global_batch" if name in (*BATCH, *ACCUMULATION) else VALUES.get(name)
+    if "=" in VALUE_MEANINGS.get(name, {}).get("true", ""):
+        return VALUE_MEANINGS[name]["true"].split()[0].replace("=", ": ")
+    return "train.global_batch" if name in (*BATCH_SIZE_FLAGS, *ACCUMULATION_FLAGS) else VALUE_FLAGS.get(name)

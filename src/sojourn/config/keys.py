@@ -6,26 +6,26 @@ from collections.abc import Iterable
 
 from pydantic import BaseModel
 
+from sojourn.config.messages import ask_if_meant, closest_match, normalize
+from sojourn.config.other_trainers import meant_setting
 from sojourn.config.renamed import KeyPath
 from sojourn.config.schema import RunConfig
-from sojourn.config.spellings import meaning
-from sojourn.config.words import ask, nearest, plain
 
 
-def every_key(section: type[BaseModel] = RunConfig, at: KeyPath = ()) -> list[KeyPath]:
+def all_keys(section: type[BaseModel] = RunConfig, at: KeyPath = ()) -> list[KeyPath]:
     """All the keys there are, each section before what is in it."""
     keys: list[KeyPath] = []
     for name, field in section.model_fields.items():
         keys.append((*at, name))
         inner = field.annotation
         if isinstance(inner, type) and issubclass(inner, BaseModel):
-            keys.extend(every_key(inner, (*at, name)))
+            keys.extend(all_keys(inner, (*at, name)))
     return keys
 
 
 def suggest_key(path: KeyPath, siblings: Iterable[str]) -> str:
     """For a key that does not exist: the one that was meant, else those allowed in its place."""
-    word, siblings, keys = plain(path[-1]), list(siblings), every_key()
+    word, siblings, keys = normalize(path[-1]), list(siblings), all_keys()
     beside = ".".join(path[:-1])
     if word == "extends":
         return "; extends stands at the top of a YAML file and names a preset or another file"
@@ -33,17 +33,17 @@ def suggest_key(path: KeyPath, siblings: Iterable[str]) -> str:
         section, _, key = path[-1].partition(".")
         return f"; write it in two lines: {section}: and, indented below, {key}: …"
     related = [name for name in siblings if name.startswith(f"{word}_") or name.endswith(f"_{word}")]
-    near = nearest(word, siblings, 0.8) or next(iter(related), None)
+    near = closest_match(word, siblings, 0.8) or next(iter(related), None)
     if near:
-        return ask(f"{beside}.{near}" if beside else near)
+        return ask_if_meant(f"{beside}.{near}" if beside else near)
     same = [".".join(key) for key in keys if key[-1] == word]
-    meant = next(iter(same), None) or meaning(word)
+    meant = next(iter(same), None) or meant_setting(word)
     if meant:
-        return ask(meant)
-    near = nearest(word, siblings)
+        return ask_if_meant(meant)
+    near = closest_match(word, siblings)
     if near:
-        return ask(f"{beside}.{near}" if beside else near)
-    far = nearest(word, [key[-1] for key in keys], 0.8)
+        return ask_if_meant(f"{beside}.{near}" if beside else near)
+    far = closest_match(word, [key[-1] for key in keys], 0.8)
     if far:
-        return ask(".".join(next(key for key in keys if key[-1] == far)))
+        return ask_if_meant(".".join(next(key for key in keys if key[-1] == far)))
     return f"; allowed: {', '.join(siblings)}"

@@ -6,27 +6,27 @@ import difflib
 from collections.abc import Iterable
 
 
-def shown(value: object, most: int = 60) -> str:
+def printable(value: object, most: int = 60) -> str:
     """Text on one line, printable and short."""
     text = " ".join("".join(c if c.isprintable() else "?" if ord(c) > 32 else " " for c in str(value)).split())
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
-def plain(word: str) -> str:
+def normalize(word: str) -> str:
     """A name whichever way it is spelled."""
     return word.strip().lower().replace("-", "_")
 
 
-def nearest(word: str, known: Iterable[str], cutoff: float = 0.65) -> str | None:
-    spelled = {plain(name): name for name in known}
-    found = difflib.get_close_matches(plain(word)[:100], spelled, n=1, cutoff=cutoff)
+def closest_match(word: str, known: Iterable[str], cutoff: float = 0.65) -> str | None:
+    spelled = {normalize(name): name for name in known}
+    found = difflib.get_close_matches(normalize(word)[:100], spelled, n=1, cutoff=cutoff)
     return spelled[found[0]] if found else None
 
 
-def ask(word: str | None) -> str:
+def ask_if_meant(word: str | None) -> str:
     return f"; did you mean {word}?" if word else ""
 
 
-def closest(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`; did you mean X?`, or nothing."""
-    return ask(nearest(word, known))
+    return ask_if_meant(closest_match(word, known))
