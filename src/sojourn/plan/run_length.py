@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sojourn.catalog.datasets import datasets
 from sojourn.config.data import DataConfig
+from sojourn.config.messages import printable
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
 
