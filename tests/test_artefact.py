@@ -25,16 +25,16 @@ def data(words):
 
 
 def test_the_same_inputs_give_the_same_folder_and_no_work(data, home):
-    first = prepare(data, home / "prepared")
+    first = prepare(data, home / "fresh")
     stamp = (first.path / "train" / "tokens.bin").stat().st_mtime_ns
     said = []
-    again = prepare(data, home / "prepared", said.append)
+    again = prepare(data, home / "fresh", said.append)
     assert again.path == first.path and (again.path / "train" / "tokens.bin").stat().st_mtime_ns == stamp
     assert said == [f"already prepared: {first.path}"]
 
 
 def test_every_document_is_in_the_rows_of_one_split(data, home, chats):
-    artefact = prepare(data, home / "prepared")
+    artefact = prepare(data, home / "fresh")
     tokenizer = open_tokenizer(artefact.tokenizer).tokenizer
     found = set()
     for split in (artefact.train, artefact.eval):
@@ -54,7 +54,7 @@ def test_every_document_is_in_the_rows_of_one_split(data, home, chats):
 
 
 def test_labels_never_cross_documents_and_positions_restart(data, home):
-    artefact = prepare(data, home / "prepared")
+    artefact = prepare(data, home / "fresh")
     split = artefact.train
     batch = read_batch(split, np.arange(8), 64, artefact.pad_id)
     for i in range(8):
@@ -68,13 +68,13 @@ def test_labels_never_cross_documents_and_positions_restart(data, home):
 
 
 def test_the_trained_tokens_of_the_report_are_the_targets_of_training(data, home):
-    artefact = prepare(data, home / "prepared")
+    artefact = prepare(data, home / "fresh")
     rows = np.arange(len(artefact.train))
     assert read_batch(artefact.train, rows, 64, artefact.pad_id).targets == artefact.report["train"]["trained_tokens"]
 
 
 def test_without_packing_a_batch_is_only_as_wide_as_its_longest_document(data, home):
-    artefact = prepare(data.model_copy(update={"packing": "off"}), home / "prepared")
+    artefact = prepare(data.model_copy(update={"packing": "off"}), home / "fresh")
     lengths = np.diff(artefact.train.rows)
     batcher = Batcher(4, artefact.max_length, artefact.pad_id, "cpu", pad_to_longest=True)
     for start, batch in enumerate(batcher.batches(artefact.train, np.arange(40))):
@@ -87,7 +87,7 @@ def test_without_packing_a_batch_is_only_as_wide_as_its_longest_document(data, h
     [
         ('{"prompt": "a", "completion": "b"}\n{"text": "c"}', r"jsonl:2: format text, but .*:1 is prompt/completion"),
         ('{"prompt": "a", "completion": "b"}\n{oops', r"bad.jsonl:2: not valid JSON"),
-        ('{"colour": 3}', r"bad.jsonl:1: not a format that is known here \(found colour\)"),
+        ('{"colour": 3}', r"bad.jsonl:1: not a known format \(found colour\)"),
         ('{"prompt": "a", "completion": 3}', r"bad.jsonl:1: completion: expected text, found a number"),
         ('{"messages": [{"role": "user", "content": "hi"}]}', r"bad.jsonl:1: the last message is not the assistant's"),
         ('{"messages": [{"role": "boss", "content": "hi"}]}', r"role “boss” is not one of"),
@@ -100,14 +100,14 @@ def test_bad_data_is_an_error_that_says_where_and_leaves_nothing(home, data, con
     path.write_text(content, encoding="utf-8")
     source = data.sources[0].model_copy(update={"path": str(path)})
     with pytest.raises(UserError, match=message):
-        prepare(data.model_copy(update={"sources": [source]}), home / "prepared")
-    assert not (home / "prepared").exists()
+        prepare(data.model_copy(update={"sources": [source]}), home / "fresh")
+    assert not (home / "fresh").exists()
 
 
 def test_what_a_killed_preparation_left_is_cleared_away(data, home):
-    (home / "prepared" / ".stage-999999-abc").mkdir(parents=True)
-    artefact = prepare(data, home / "prepared")
-    left = {path.name for path in (home / "prepared").iterdir()} - {".digests.json"}
+    (home / "fresh" / ".stage-999999-abc").mkdir(parents=True)
+    artefact = prepare(data, home / "fresh")
+    left = {path.name for path in (home / "fresh").iterdir()} - {".digests.json"}
     assert left == {artefact.path.name}
 
 
@@ -116,7 +116,7 @@ def test_an_artefact_of_an_older_version_is_found_by_its_hash(home, file):
     config = load_run([str(OLD / file)]).config if file == "old.yaml" else read_config(OLD / file)
     inputs = open_inputs(data_settings(config), print, config.advanced.split_digits)
     assert inputs.artefact_hash(FileDigests(home / "digests.json")) == "d0b46f7a91b524cb"
-    prepared = shutil.copytree(OLD / "prepared", home / "prepared")
+    prepared = shutil.copytree(OLD / "prepared", home / "fresh")
     notes = []
     artefact = prepare_run(config, prepared, notes.append)
     assert notes == [f"already prepared: {prepared / 'd0b46f7a91b524cb'}"]
@@ -124,7 +124,7 @@ def test_an_artefact_of_an_older_version_is_found_by_its_hash(home, file):
 
 
 def test_the_same_inputs_still_give_the_bytes_that_an_older_version_wrote(home):
-    artefact = prepare_run(load_run([str(OLD / "old.yaml")]).config, home / "prepared")
+    artefact = prepare_run(load_run([str(OLD / "old.yaml")]).config, home / "fresh")
     old = json.loads((OLD / "prepared/d0b46f7a91b524cb/artefact.json").read_text())
     assert artefact.path.name == "d0b46f7a91b524cb" and artefact.facts == old
     assert artefact.report == json.loads((OLD / "prepared/d0b46f7a91b524cb/report.json").read_text())

@@ -252,9 +252,9 @@ DAMAGE = (
     (openai(("user", [3]), ("assistant", "A")), "only text can be read"),
     (openai(("user", _HALF), ("assistant", "A")), "messages: half a character"),
     (openai(("user", [_HALF]), ("assistant", "A")), "messages: half a character"),
-    (answered(content="A", weight=0.5), "messages: weight 0.5: a message counts wholly (1) or not at all (0)"),
-    (answered(content="A", weight="x"), "messages: weight x: a message counts wholly (1) or not at all (0)"),
-    (answered(content="A", weight=[]), "messages: weight []: a message counts wholly"),
+    (answered(content="A", weight=0.5), "messages: weight 0.5: only 0 and 1 are supported"),
+    (answered(content="A", weight="x"), "messages: weight x: only 0 and 1 are supported"),
+    (answered(content="A", weight=[]), "messages: weight []: only 0 and 1"),
     (answered(content="A", reasoning_content=3), "messages: expected text, found a number"),
     (answered(content="A", reasoning_content=_HALF), "messages: half a character"),
     (answered(content="A", tool_calls="f"), "tool_calls: expected a list"),
@@ -272,16 +272,16 @@ DAMAGE = (
     (sharegpt(("human", "Q"), ("gpt", "A"), tools=3), "tools: expected a list of functions"),
     (sharegpt(("human", "Q"), ("gpt", "A"), tools=[{"name": _HALF}]), "tools: half a character"),
     (sharegpt(("human", "Q"), ("gpt", "A"), tools=[{"name": b"bytes"}]), "tools: "),
-    ({"chosen": "A", "rejected": "B"}, "chosen and rejected are there, but no prompt before them"),
+    ({"chosen": "A", "rejected": "B"}, "chosen and rejected without a prompt"),
     ({"prompt": "Q", "chosen": "A", "rejected": "A"}, "chosen and rejected are the same"),
     ({"prompt": "Q", "chosen": None, "rejected": "A"}, "chosen: expected text, found nothing (null)"),
     ({"prompt": "Q", "chosen": "A", "rejected": _HALF}, "rejected: half a character"),
     ({"prompt": 3, "chosen": "A", "rejected": "B"}, "prompt: expected text, found a number"),
     ({"chosen": "Human: Q", "rejected": "Human: Q\n\nAssistant: B"}, "the last message is not the assistant's"),
-    ({}, "not a format that is known here (found no keys)"),
-    ({"colour": 1}, "not a format that is known here (found colour)"),
-    ({"prompt": "Q"}, "not a format that is known here (found prompt)"),
-    ({"chosen": "A"}, "not a format that is known here (found chosen)"),
+    ({}, "not a known format (found no keys)"),
+    ({"colour": 1}, "not a known format (found colour)"),
+    ({"prompt": "Q"}, "not a known format (found prompt)"),
+    ({"chosen": "A"}, "not a known format (found chosen)"),
     ([], "expected a record with keys, found a list"),
     ("text", "expected a record with keys, found text"),
     (None, "expected a record with keys, found nothing (null)"),
@@ -306,7 +306,7 @@ def test_deep_nesting_is_damage():
     deep: object = "x"
     for _ in range(200_000):
         deep = [deep]
-    with pytest.raises(BadRecord, match="too deeply nested"):
+    with pytest.raises(BadRecord, match="nested too deeply"):
         read(answered(content="A", tool_calls=[CALL | {"arguments": deep}]))
     with pytest.raises(BadRecord):
         read({"text": deep})
@@ -365,7 +365,7 @@ def test_two_files_may_have_two_formats(source, tmp_path):
 
 def test_a_file_of_no_known_format_is_refused_with_its_line(source):
     strange = source({"colour": 1}, {"colour": 2})
-    with pytest.raises(UserError, match=r"my\.jsonl:1: not a format that is known here \(found colour\)"):
+    with pytest.raises(UserError, match=r"my\.jsonl:1: not a known format \(found colour\)"):
         make_preview(open_inputs(DataConfig(sources=[strange]), print))
     assert make_preview(open_inputs(DataConfig(sources=[strange], on_bad="skip"), print)).examples == []
 

@@ -328,7 +328,7 @@ def test_what_the_hub_does_not_have_is_one_line_that_says_what_it_has(journey):
         "org/Little-Set has no revision v9",
         r"there is no datasets/org/Litle-Set on 127.0.0.1:\d+; .*HF_TOKEN",
         "org/gated is gated: .*datasets/org/gated.* export HF_TOKEN=…",
-        "org/scripted comes with a script.*refs/convert/parquet",
+        "org/scripted has a loading script.*refs/convert/parquet",
         "org/choice has more than one config: write org/choice:small or another; there are: small, large",
         r"org/damaged cannot be read as a table \(.*\): copy its files",
         r"org/empty cannot be read as a table \(.*\): copy its files",
@@ -347,10 +347,10 @@ def test_what_the_hub_does_not_have_is_one_line_that_says_what_it_has(journey):
 def test_offline_wrong_names_are_told_from_the_cache(journey):
     split, config, revision, choice, default = [answer["error"] for answer in journey.offline_wrong]
     assert split == "org/Little-Set has no split valid; did you mean validation?; there are: train, validation"
-    assert "org/Little-Set, smal (of it there is: large, small) is not in the local cache" in config
+    assert "org/Little-Set, smal (cached: large, small) is not in the local cache" in config
     assert "org/Little-Set, v9" in revision and "not in the local cache" in revision
     assert choice.startswith("org/choice has more than one config: write org/choice:small or another")
-    assert default.startswith("org/default, small (of it there is: large) is not in the local cache")
+    assert default.startswith("org/default, small (cached: large) is not in the local cache")
 
 
 def test_a_hub_in_trouble_is_a_failure_that_names_the_cache(journey):

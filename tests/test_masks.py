@@ -289,9 +289,9 @@ def test_a_chat_that_a_template_refuses_is_damaged_and_nothing_worse(name, messa
 
 
 def test_a_refusal_says_what_the_template_said():
-    with pytest.raises(BadRecord, match="the chat template refuses it: roles must alternate"):
+    with pytest.raises(BadRecord, match="the chat template rejects it: roles must alternate"):
         encoded("turn", [Message("user", "a"), Message("user", "b"), Message("assistant", "c")])
-    with pytest.raises(BadRecord, match="the chat template refuses it: no system role here"):
+    with pytest.raises(BadRecord, match="the chat template rejects it: no system role here"):
         encoded("turn", [Message("system", "a"), Message("user", "b"), Message("assistant", "c")])
 
 
@@ -506,8 +506,8 @@ def test_a_tokenizer_of_a_family_gets_its_template(ready):
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (b"{% for m in messages %}{{ m.content }", "data.template: .*not a Jinja template"),
-        (b"{{ nothing.at.all }}", "data.template: .*the chat template refuses it: 'nothing' is undefined"),
+        (b"{% for m in messages %}{{ m.content }", "data.template: .*not a valid Jinja template"),
+        (b"{{ nothing.at.all }}", "data.template: .*the chat template rejects it: 'nothing' is undefined"),
         (b"{% for m in messages %}{{ m.content }}\n{% endfor %}", "no end-of-turn token"),
         (b"Hello<|endoftext|>", "data.template: "),
         (b"", "data.template: "),

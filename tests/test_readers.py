@@ -133,13 +133,13 @@ def test_links_that_lead_round_in_a_circle_are_followed_once(tmp_path: Path) -> 
         ("nothing.txt", "no such file or folder"),
         ("gone.txt", "broken link"),
         ("self.txt", ""),
-        ("book.docx", "save it as text or CSV; the kinds are .txt"),
-        ("x.bin", "files of kind “.bin” cannot be read; the kinds are .txt"),
-        ("noending", "files without an ending cannot be read"),
+        ("book.docx", "save it as text or CSV; supported: .txt"),
+        ("x.bin", ".bin files cannot be read; supported: .txt"),
+        ("noending", "files without an extension cannot be read"),
         ("x.parquet.gz", "cannot be read"),
-        ("empty", "no file there that can be read; the kinds are .txt"),
-        ("*.xyz", "no file there that can be read"),
-        ("nowhere/*.txt", "no file there that can be read"),
+        ("empty", "no file that can be read; supported: .txt"),
+        ("*.xyz", "no file that can be read"),
+        ("nowhere/*.txt", "no file that can be read"),
         ("pipe.txt", "not an ordinary file"),
         ("nul\0.txt", "data.sources"),
         ("x" * 5000, "cannot be read"),
@@ -333,7 +333,7 @@ def test_elements_larger_than_any_buffer_are_read_in_good_time(tmp_path: Path) -
         (b'[1,\n{"a": "xy', "a.json:2: not valid JSON: the file ends in the middle"),
         (b'[1,\n{"a": \n', "a.json:2: not valid JSON: the file ends in the middle"),
         (b"[", "a.json:1: not valid JSON: the file ends in the middle"),
-        (b"[1]\n[2]", "a.json:2: not valid JSON: the list has ended, yet more follows"),
+        (b"[1]\n[2]", "a.json:2: not valid JSON: text after the end of the list"),
         (b'{\n"a": 1\n', "a.json:2: not valid JSON: the file ends in the middle"),
         (b'{\n"a": x}', "a.json:2: not valid JSON: Expecting value"),
         (b"rubbish", "a.json:1: not valid JSON"),
@@ -342,7 +342,7 @@ def test_elements_larger_than_any_buffer_are_read_in_good_time(tmp_path: Path) -
         (b"[1,\n" + b"[" * 200_000, "a.json:2: not valid JSON: nested too deep"),
         (b'{"a":\n' + b"[" * 200_000, "a.json:1: not valid JSON: nested too deep"),
         (b"[1,\n" + b"7" * 5000 + b"]", "a.json:2: not valid JSON"),
-        ("[1]".encode("utf-16"), "a.json:1: is UTF-16 text; save it as UTF-8"),
+        ("[1]".encode("utf-16"), "a.json:1: UTF-16 text; save it as UTF-8"),
     ],
 )
 def test_damaged_json_is_told_with_its_line(tmp_path: Path, content: bytes, told: str) -> None:
@@ -407,12 +407,12 @@ def test_a_table_comes_back_as_it_was_written(tmp_path: Path, rows: list[tuple[s
     ("content", "told"),
     [
         (b"a,,c\n1,2,3", "a.csv:1: column 2 has no name"),
-        (b"\na,b, a\n1,2,3", "a.csv:2: two columns are called “a”"),
+        (b"\na,b, a\n1,2,3", "a.csv:2: two columns are named “a”"),
         (b"a\n1\n\xff\n", "a.csv:3: not UTF-8 text"),
         (b"a\r1\r\n2\0\n", "a.csv:3: a NUL character"),
-        (b'a,b\n1,2\n3,"x\n4,5\n6,7\n', "a.csv:3: a quote is opened in this row and never closed"),
+        (b'a,b\n1,2\n3,"x\n4,5\n6,7\n', "a.csv:3: a quote in this row is never closed"),
         ("a\n1".encode("utf-16-le"), "a.csv:1: a NUL character"),
-        ("\ufeffa\n1".encode("utf-16-be"), "a.csv:1: is UTF-16 text; save it as UTF-8"),
+        ("\ufeffa\n1".encode("utf-16-be"), "a.csv:1: UTF-16 text; save it as UTF-8"),
     ],
 )
 def test_a_damaged_table_is_told_with_its_line(tmp_path: Path, content: bytes, told: str) -> None:
@@ -422,7 +422,7 @@ def test_a_damaged_table_is_told_with_its_line(tmp_path: Path, content: bytes, t
 
 def test_a_cell_beyond_reason_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "_MAX_FIELD_CHARACTERS", 100)
-    assert refusal(write(tmp_path / "a.csv", f"a\n1\n{'x' * 200}")).startswith("a.csv:3: not a row of a table")
+    assert refusal(write(tmp_path / "a.csv", f"a\n1\n{'x' * 200}")).startswith("a.csv:3: not a valid row")
 
 
 def test_an_empty_table_holds_nothing(tmp_path: Path) -> None:
@@ -461,10 +461,10 @@ def test_damaged_parquet_is_told(tmp_path: Path) -> None:
         data[: len(data) // 2] + b"\xff" * 5000 + data[len(data) // 2 + 5000 :],
     ):
         path.write_bytes(broken)
-        assert "not a sound parquet file from this row on" in refusal(path)
+        assert "damaged parquet file from this row on" in refusal(path)
     twins = pyarrow.table([[1], [2]], names=["a", "a"])
     parquet.write_table(twins, path)
-    assert "two columns are called “a”" in refusal(path)
+    assert "two columns are named “a”" in refusal(path)
 
 
 # Text

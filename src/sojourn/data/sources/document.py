@@ -1,4 +1,4 @@
-"""What a source yields: a text, a chat, or a pair of answers of which one is preferred; and where it came from."""
+"""What a source yields: a text, a chat, or a preference pair; and where it came from."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Role = Literal["system", "user", "assistant", "tool"]
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn. `tool_calls` are {"name", "arguments"}; an assistant's turn that is not `trained` is only read."""
+    """One turn. `tool_calls` are {"name", "arguments"}; an assistant turn with `trained` false is only context."""
 
     role: Role
     content: str
@@ -25,7 +25,7 @@ class Message:
 class Document:
     """Either `text` or `messages`; a preference pair has `messages` up to the chosen answer, and `rejected` likewise.
 
-    `where` is told to the user when something is wrong with it.
+    `where` (file and line) is for messages.
     """
 
     where: str
@@ -39,7 +39,7 @@ class Document:
         return bool(self.messages)
 
     def contents(self) -> list[str]:
-        """Its words, without roles and marks."""
+        """Its text or message contents, without roles."""
         messages = (*self.messages, *self.rejected)
         return [self.text, *(m.content for m in messages)] if self.text else [m.content for m in messages]
 
@@ -49,7 +49,7 @@ class Document:
         return sum(len(part) if part.isascii() else len(part.encode()) for part in self.contents())
 
     def fingerprint(self) -> int:
-        """64 bits of its content: decides the split, stays the same when data is added or moved."""
+        """A 64-bit hash of the content: it decides the split, and does not change when data is added or moved."""
         parts = [self.text, *(f"{m.role}\0{m.content}" for m in self.messages)]
         parts += [f"rejected\0{m.role}\0{m.content}" for m in self.rejected]
         extras = [(m.tool_calls, m.reasoning, m.trained) for m in (*self.messages, *self.rejected)]

@@ -1,4 +1,4 @@
-"""Finds the files that a source names, in the same order everywhere, and gives their bytes unpacked."""
+"""Finds the files that a source names, in the same order everywhere, and reads their bytes decompressed."""
 
 from __future__ import annotations
 
@@ -16,89 +16,89 @@ _TEXT = (".txt", ".md")
 _JSON = (".json", ".jsonl", ".ndjson")
 _TABLE = (".csv", ".tsv")
 _COMPRESSED = (".gz", ".zst")
-_KINDS = (*_TEXT, *_JSON, *_TABLE, ".parquet")
+_TYPES = (*_TEXT, *_JSON, *_TABLE, ".parquet")
 _OFFICE = (".doc", ".docx", ".odt", ".rtf", ".pdf", ".epub", ".html", ".xls", ".xlsx", ".ods", ".numbers", ".pages")
-KNOWN = f"{', '.join(_KINDS)} (all but .parquet also with {' or '.join(_COMPRESSED)} behind)"
-_MAGIC = "*?["
+KNOWN = f"{', '.join(_TYPES)} (all but .parquet also compressed: {', '.join(_COMPRESSED)})"
+_GLOB_CHARACTERS = "*?["
 
 
 class Suffix(NamedTuple):
-    """What a file's name says: what is in it and how it is compressed ("" where it is not)."""
+    """File type and compression ("" for none) by a file's name."""
 
     inner: str
     compression: str
 
 
 def suffix_of(path: Path) -> Suffix | None:
-    """None for a file of a kind that is not known here."""
+    """None for a file type that cannot be read."""
     name = path.name.lower()
     compression = next((end for end in _COMPRESSED if name.endswith(end)), "")
     inner = Path(name.removesuffix(compression)).suffix
-    return Suffix(inner, compression) if inner in _KINDS and not (compression and inner == ".parquet") else None
+    return Suffix(inner, compression) if inner in _TYPES and not (compression and inner == ".parquet") else None
 
 
-def user_path(word: str, key: str) -> Path:
-    """A path as the user wrote it, if it can be one at all."""
+def user_path(text: str, key: str) -> Path:
+    """What the user wrote as a path, which may not exist."""
     try:
-        place = Path(word).expanduser()
-        place.exists()
+        path = Path(text).expanduser()
+        path.exists()
     except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"{key}: {printable(word)}: cannot be read: {_reason(error)}") from None
-    return place
+        raise UserError(f"{key}: {printable(text)}: cannot be read: {_reason(error)}") from None
+    return path
 
 
 def find_files(path: str) -> list[Path]:
-    """The files that a source names: one file, those of a folder and its folders, or those that fit a glob."""
+    """The files that a source names: one file, all files below a folder, or those that match a glob."""
     try:
-        place = Path(path).expanduser()
-        if place.is_file():
-            return [_known(place)]
-        if place.is_dir():
-            found = set(_expand(place, ("**",)))
-        elif any(sign in path for sign in _MAGIC):
-            found = set(_expand(Path(place.anchor), place.relative_to(place.anchor).parts))
+        root = Path(path).expanduser()
+        if root.is_file():
+            return [_check_type(root)]
+        if root.is_dir():
+            matches = set(_expand(root, ("**",)))
+        elif any(sign in path for sign in _GLOB_CHARACTERS):
+            matches = set(_expand(Path(root.anchor), root.relative_to(root.anchor).parts))
         else:
-            odd = place.exists() or place.is_symlink()
+            is_special = root.exists() or root.is_symlink()
             raise UserError(
                 f"data.sources: {path}: a broken link or not an ordinary file; name a file, a folder or a glob"
-                if odd
+                if is_special
                 else f"data.sources: {path}: no such file or folder; check the spelling, or name a folder or a glob"
             )
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"data.sources: {path}: cannot be read: {_reason(error)}") from None
-    files = sorted((file for file in found if suffix_of(file)), key=_order)
+    files = sorted((file for file in matches if suffix_of(file)), key=_order)
     if not files:
-        raise UserError(f"data.sources: {path}: no file there that can be read; the kinds are {KNOWN}")
+        raise UserError(f"data.sources: {path}: no file that can be read; supported: {KNOWN}")
     return files
 
 
-def _known(file: Path) -> Path:
+def _check_type(file: Path) -> Path:
     if suffix_of(file):
         return file
     ending = file.suffix.lower()
     advice = "; save it as text or CSV" if ending in _OFFICE else ""
-    kind = f"files of kind “{ending}”" if ending else "files without an ending"
-    raise UserError(f"data.sources: {file}: {kind} cannot be read{advice}; the kinds are {KNOWN}")
+    kind = f"{ending} files" if ending else "files without an extension"
+    raise UserError(f"data.sources: {file}: {kind} cannot be read{advice}; supported: {KNOWN}")
 
 
 def _order(file: Path) -> tuple[str, str]:
-    """macOS may hand back names decomposed, and no system promises an order."""
+    """Normalized, since macOS may return decomposed names."""
     name = file.as_posix()
     return unicodedata.normalize("NFC", name), name
 
 
 def _expand(folder: Path, parts: tuple[str, ...]) -> Iterator[Path]:
-    """The files below `folder` that fit the parts of a glob. pathlib's own differs from one Python to the next."""
+    """The files below `folder` that match the parts of a glob; pathlib's own glob differs between Python versions."""
     part, rest = parts[0], parts[1:]
     if part == "**":
         for below in _folders(folder, set()):
             yield from _expand(below, rest or ("*",))
         return
-    if any(sign in part for sign in _MAGIC):
-        fitting = [entry for entry in _visible(folder, part[0] == ".") if fnmatchcase(entry.name, part)]
+    if any(sign in part for sign in _GLOB_CHARACTERS):
+        matching = [entry for entry in _visible(folder, part[0] == ".") if fnmatchcase(entry.name, part)]
     else:
-        fitting = [folder / part]
-    for entry in fitting:
+        matching = [folder / part]
+    for entry in matching:
         if rest:
             if entry.is_dir():
                 yield from _expand(entry, rest)
@@ -107,7 +107,7 @@ def _expand(folder: Path, parts: tuple[str, ...]) -> Iterator[Path]:
 
 
 def _folders(folder: Path, seen: set[Path]) -> Iterator[Path]:
-    """`folder` and all below it, each once: links may lead round in a circle."""
+    """`folder` and all folders below it, each once: links may form a cycle."""
     real = folder.resolve()
     if real in seen:
         return
@@ -123,11 +123,11 @@ def _visible(folder: Path, hidden: bool = False) -> list[Path]:
 
 
 def read_bytes(path: Path, size: int) -> Iterator[bytes]:
-    """A file's bytes, unpacked, in blocks of about `size`, without a byte order mark."""
+    """A file's bytes, decompressed, in blocks of about `size`, without a byte order mark."""
     with _open(path) as stream:
         block = stream.read(max(size, 4))
         if block.startswith((b"\xff\xfe", b"\xfe\xff")):
-            raise UserError(f"{path}:1: is UTF-16 text; save it as UTF-8")
+            raise UserError(f"{path}:1: UTF-16 text; save it as UTF-8")
         block = block.removeprefix(b"\xef\xbb\xbf") or stream.read(size)
         while block:
             yield block

@@ -1,7 +1,7 @@
-"""Recognises a record by its keys and turns it into a Document.
+"""Detects the format of a record by its keys and converts it to a Document.
 
-Seven formats are known: text, Alpaca, ShareGPT, messages (OpenAI), prompt/completion, question/answer and preference
-pairs. What a record is called damaged for is one line that says what is wrong with it; the reader adds where.
+Seven formats: text, Alpaca, ShareGPT, messages (OpenAI), prompt/completion, question/answer and preference pairs. A
+BadRecord is one line that says what is wrong; the caller adds the file and line.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _ROLES: dict[str, Role] = {
     "function_call": "assistant",
     "tool": "tool", "observation": "tool", "function": "tool", "function_response": "tool",
 }  # fmt: skip
-_PLAIN: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_OPENAI_ROLES: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _TRANSCRIPT = re.compile(r"(?:^|\n\n)\s*(Human|Assistant):")
 _OPTIONAL = ("input", "system", "history", "tools")
-_HALF_CHARACTER = "half a character (a lone surrogate) in the text"
-_OURS = "a noncharacter (U+FDD0 to U+FDD3) in the text"
+_LONE_SURROGATE = "half a character (a lone surrogate) in the text"
+_NONCHARACTER = "a noncharacter (U+FDD0 to U+FDD3) in the text"
 
 
 class BadRecord(Exception):
@@ -34,21 +34,21 @@ class BadRecord(Exception):
 
 
 class EmptyRecord(Exception):
-    """A record without a text: nothing is wrong with it, but there is nothing in it."""
+    """A record with no text: skipped, not counted as bad."""
 
 
-def rename_columns(record: Record, theirs: dict[str, str]) -> Record:
-    """The record under our names, where the user says which of `theirs` holds what."""
-    if not theirs:
+def rename_columns(record: Record, columns: dict[str, str]) -> Record:
+    """The record with the user's columns under our names; `columns` maps ours to theirs."""
+    if not columns:
         return record
-    missing = [column for ours, column in theirs.items() if column not in record and ours not in _OPTIONAL]
+    missing = [column for ours, column in columns.items() if column not in record and ours not in _OPTIONAL]
     if missing:
         raise BadRecord(f"no column {' and no '.join(missing)} (it has {_keys(record)})")
-    return {ours: record[column] for ours, column in theirs.items() if column in record}
+    return {ours: record[column] for ours, column in columns.items() if column in record}
 
 
 def detect_format(record: Any) -> str:
-    """The name of the record's format."""
+    """The name of the record's format. Raises BadRecord."""
     if not isinstance(record, dict):
         raise BadRecord(f"expected a record with keys, found {_kind(record)}")
     keys = record.keys()
@@ -56,8 +56,8 @@ def detect_format(record: Any) -> str:
         if all(any(key in keys for key in choice) for choice in needed):
             return name
     known = "; ".join(f"{name} ({', '.join(choice[0] for choice in needed)})" for name, needed, _ in _FORMATS)
-    tail = "say which column holds what, such as data.columns.text=NAME"
-    raise BadRecord(f"not a format that is known here (found {_keys(record)}); known: {known}; or {tail}")
+    hint = "name the columns, for example data.columns.text=NAME"
+    raise BadRecord(f"not a known format (found {_keys(record)}); known: {known}; or {hint}")
 
 
 def to_document(record: Record, name: str, where: str) -> Document:
@@ -87,9 +87,9 @@ def _text(value: Any, key: str) -> str:
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise BadRecord(f"{key}: {_HALF_CHARACTER}") from None
+            raise BadRecord(f"{key}: {_LONE_SURROGATE}") from None
         if any(mark in value for mark in "\ufdd0\ufdd1\ufdd2\ufdd3"):
-            raise BadRecord(f"{key}: {_OURS}")
+            raise BadRecord(f"{key}: {_NONCHARACTER}")
     return value
 
 
@@ -112,27 +112,27 @@ def _from_messages(record: Record, where: str) -> Document:
 
 def _from_alpaca(record: Record, where: str) -> Document:
     key, answer = _first(record, "output", "response")
-    question = _asked(record, "instruction")
+    question = _question(record, "instruction")
     return _chat(
         where, (*_system(record), *_history(record), question, Message("assistant", _text(answer, key))), record
     )
 
 
-def _from_prompt(record: Record, where: str) -> Document:
+def _from_prompt_completion(record: Record, where: str) -> Document:
     prompt, completion = record["prompt"], _first(record, "completion", "response")
-    before = _turns(prompt, "prompt") if isinstance(prompt, list) else [_asked(record, "prompt")]
+    before = _turns(prompt, "prompt") if isinstance(prompt, list) else [_question(record, "prompt")]
     after = _answer(completion[1], completion[0])
     return _chat(where, (*_system(record), *_history(record), *before, *after), record)
 
 
-def _from_question(record: Record, where: str) -> Document:
-    (asked, question), (key, answer) = _first(record, "question", "query"), _first(record, "answer", "response")
-    turns = (Message("user", _text(question, asked)), Message("assistant", _text(answer, key)))
+def _from_question_answer(record: Record, where: str) -> Document:
+    (question_key, question), (key, answer) = _first(record, "question", "query"), _first(record, "answer", "response")
+    turns = (Message("user", _text(question, question_key)), Message("assistant", _text(answer, key)))
     return _chat(where, (*_system(record), *_history(record), *turns), record)
 
 
 def _from_preference(record: Record, where: str) -> Document:
-    """Both answers after a prompt of its own key, or two whole conversations that share their beginning."""
+    """Two answers to a separate prompt, or two whole conversations that begin alike."""
     chosen, rejected = _answer(record["chosen"], "chosen"), _answer(record["rejected"], "rejected")
     if chosen == rejected:
         raise BadRecord("chosen and rejected are the same")
@@ -142,16 +142,16 @@ def _from_preference(record: Record, where: str) -> Document:
         raise BadRecord("chosen and rejected begin with different prompts")
     if chosen[0].role == "assistant" or rejected[0].role == "assistant":
         if prompt is None:
-            raise BadRecord("chosen and rejected are there, but no prompt before them")
-        asked = _turns(prompt, key) if isinstance(prompt, list) else [_asked(record, key)]
-        before = [*_system(record), *_history(record), *asked]
+            raise BadRecord("chosen and rejected without a prompt")
+        question = _turns(prompt, key) if isinstance(prompt, list) else [_question(record, key)]
+        before = [*_system(record), *_history(record), *question]
     pair = [_chat(where, (*before, *answer), record) for answer in (chosen, rejected)]
     return Document(where, messages=pair[0].messages, tools=pair[0].tools, rejected=pair[1].messages)
 
 
 def _chat(where: str, messages: tuple[Message, ...], record: Record) -> Document:
     if messages[-1].role != "assistant":
-        raise BadRecord("the last message is not the assistant's, so there is nothing to learn from it")
+        raise BadRecord("the last message is not the assistant's, so there is nothing to train on")
     return Document(
         where, messages=messages, tools=_tools(record) if "tools" in record or "functions" in record else ()
     )
@@ -162,11 +162,11 @@ def _system(record: Record) -> tuple[Message, ...]:
     return (Message("system", _text(value, "system")),) if value else ()
 
 
-def _asked(record: Record, key: str) -> Message:
-    """The question under `key`, with what Alpaca gives beside it on the next line."""
-    beside, given = _first(record, "input", "context")
+def _question(record: Record, key: str) -> Message:
+    """The question under `key`, with Alpaca's `input` on the next line."""
+    input_key, given = _first(record, "input", "context")
     question = _text(record[key], key)
-    return Message("user", f"{question}\n{_text(given, beside)}" if given else question)
+    return Message("user", f"{question}\n{_text(given, input_key)}" if given else question)
 
 
 def _history(record: Record) -> list[Message]:
@@ -184,7 +184,7 @@ def _answer(value: Any, key: str) -> list[Message]:
         parts = _TRANSCRIPT.split(_text(value, key)) if value.lstrip().startswith("Human:") else []
         if len(parts) > 1:
             roles: dict[str, Role] = {"Human": "user", "Assistant": "assistant"}
-            return [Message(roles[who], said.strip()) for who, said in zip(parts[1::2], parts[2::2], strict=True)]
+            return [Message(roles[role], text.strip()) for role, text in zip(parts[1::2], parts[2::2], strict=True)]
         return [Message("assistant", _text(value, key))]
     if not isinstance(value, (dict, list)):
         _text(value, key)
@@ -192,8 +192,8 @@ def _answer(value: Any, key: str) -> list[Message]:
 
 
 def _turns(turns: Any, key: str) -> list[Message]:
-    if isinstance(turns, str) and turns.lstrip().startswith("["):  # a cell of a table
-        turns = _unpacked(turns, key)
+    if isinstance(turns, str) and turns.lstrip().startswith("["):  # JSON in a cell of a table
+        turns = _parse_json(turns, key)
     if not isinstance(turns, list) or not turns:
         raise BadRecord(f"{key}: expected a list of messages, found {_kind(turns) if turns != [] else 'none'}")
     return [_turn(turn, key) for turn in turns]
@@ -201,10 +201,10 @@ def _turns(turns: Any, key: str) -> list[Message]:
 
 def _turn(turn: Any, key: str) -> Message:
     """One message, OpenAI's (role, content) or ShareGPT's (from, value)."""
-    if isinstance(turn, dict) and len(turn) == 2:  # nearly always, so quickly
+    if isinstance(turn, dict) and len(turn) == 2:  # the fast path for nearly all messages
         role, content = turn.get("role"), turn.get("content")
-        if isinstance(content, str) and isinstance(role, str) and role in _PLAIN:
-            return Message(_PLAIN[role], _text(content, key))
+        if isinstance(content, str) and isinstance(role, str) and role in _OPENAI_ROLES:
+            return Message(_OPENAI_ROLES[role], _text(content, key))
     if not isinstance(turn, dict):
         raise BadRecord(f"{key}: expected messages with a role and a content, found {_kind(turn)}")
     named, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
@@ -218,48 +218,48 @@ def _turn(turn: Any, key: str) -> Message:
     if role == "assistant":
         calls = _calls(turn.get("tool_calls") or ([turn["function_call"]] if turn.get("function_call") else []))
     if named == "function_call":
-        calls, content = _called(content), ""
+        calls, content = _parse_function_call(content), ""
     if content is None and not calls:
         raise BadRecord(f"{key}: a message has no content")
-    words = content if isinstance(content, str) else _parts(content, key) if content is not None else ""
-    _, thought = _first(turn, "reasoning_content", "reasoning", "thinking")
+    text = content if isinstance(content, str) else _parts(content, key) if content is not None else ""
+    _, reasoning = _first(turn, "reasoning_content", "reasoning", "thinking")
     weight = _first(turn, "weight", "loss_weight")[1]
     if weight not in (None, 0, 1):
-        raise BadRecord(f"{key}: weight {str(weight)[:20]}: a message counts wholly (1) or not at all (0)")
-    return Message(role, _text(words, key), calls, _text(thought, key) if thought else "", weight != 0)
+        raise BadRecord(f"{key}: weight {str(weight)[:20]}: only 0 and 1 are supported")
+    return Message(role, _text(text, key), calls, _text(reasoning, key) if reasoning else "", weight != 0)
 
 
 def _parts(parts: Any, key: str) -> str:
     """Content in parts, all of them text."""
     if not isinstance(parts, list):
         raise BadRecord(f"{key}: content: expected text, found {_kind(parts)}")
-    words = []
+    texts = []
     for part in parts:
         kind = part.get("type", "text") if isinstance(part, dict) else "text"
         text = part.get("text", part.get("value")) if isinstance(part, dict) else part
         if kind != "text" or not isinstance(text, str):
             raise BadRecord(f"{key}: content part of type “{str(kind)[:30]}”: only text can be read")
-        words.append(text)
-    return "".join(words)
+        texts.append(text)
+    return "".join(texts)
 
 
-def _unpacked(value: str, key: str) -> Any:
+def _parse_json(value: str, key: str) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError):
         raise BadRecord(f"{key}: not valid JSON: {value[:60]}") from None
 
 
-def _called(value: Any) -> tuple[Record, ...]:
+def _parse_function_call(value: Any) -> tuple[Record, ...]:
     """ShareGPT's function_call: JSON of one call or of a list of them."""
-    calls = _unpacked(value, "function_call") if isinstance(value, str) else value
+    calls = _parse_json(value, "function_call") if isinstance(value, str) else value
     return _calls(calls if isinstance(calls, list) else [calls])
 
 
 def _calls(calls: Any) -> tuple[Record, ...]:
     if not isinstance(calls, list):
         raise BadRecord("tool_calls: expected a list")
-    found = []
+    parsed = []
     for call in calls:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -270,28 +270,28 @@ def _calls(calls: Any) -> tuple[Record, ...]:
                 arguments = json.loads(arguments)
             except (ValueError, RecursionError):
                 arguments = _text(arguments, "arguments")
-        found.append({"name": _text(function["name"], "name"), "arguments": _sound(arguments, "arguments")})
-    return tuple(found)
+        parsed.append({"name": _text(function["name"], "name"), "arguments": _check_json(arguments, "arguments")})
+    return tuple(parsed)
 
 
 def _tools(record: Record) -> tuple[Record, ...]:
-    """The functions a chat may call, as {"type": "function", "function": …}."""
+    """The functions that a chat may call, as {"type": "function", "function": …}."""
     key, tools = _first(record, "tools", "functions")
     if isinstance(tools, str):
-        tools = _unpacked(tools, key) if tools.strip() else []
+        tools = _parse_json(tools, key) if tools.strip() else []
     tools = [tools] if isinstance(tools, dict) else tools or []
     if not isinstance(tools, list) or any(not isinstance(tool, dict) for tool in tools):
         raise BadRecord(f"{key}: expected a list of functions")
-    return tuple(_sound(t if "function" in t else {"type": "function", "function": t}, key) for t in tools)
+    return tuple(_check_json(t if "function" in t else {"type": "function", "function": t}, key) for t in tools)
 
 
-def _sound(value: Any, key: str) -> Any:
-    """`value`, once all text in it can be encoded."""
+def _check_json(value: Any, key: str) -> Any:
+    """`value`, after checking that all text in it can be encoded."""
     try:
         _text(json.dumps(value, ensure_ascii=False), key)
     except (RecursionError, TypeError, ValueError) as error:
         nested = isinstance(error, RecursionError)
-        raise BadRecord(f"{key}: {'too deeply nested' if nested else 'not what JSON can hold'}") from None
+        raise BadRecord(f"{key}: {'nested too deeply' if nested else 'not a JSON value'}") from None
     return value
 
 
@@ -301,8 +301,8 @@ _FORMATS: tuple[tuple[str, _Needed, Callable[[Record, str], Document]], ...] = (
     ("messages", (("messages",),), _from_messages),
     ("sharegpt", (("conversations", "conversation"),), _from_messages),
     ("alpaca", (("instruction",), ("output", "response")), _from_alpaca),
-    ("prompt/completion", (("prompt",), ("completion", "response")), _from_prompt),
-    ("question/answer", (("question", "query"), ("answer", "response")), _from_question),
+    ("prompt/completion", (("prompt",), ("completion", "response")), _from_prompt_completion),
+    ("question/answer", (("question", "query"), ("answer", "response")), _from_question_answer),
     ("text", (("text",),), _from_text),
 )
 _READERS = {name: reader for name, _, reader in _FORMATS}

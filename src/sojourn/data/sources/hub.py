@@ -1,4 +1,4 @@
-"""Brings data sets and tokenizers from the hub, or from its local cache where the hub cannot be reached."""
+"""Data sets and tokenizers from the Hugging Face hub, or from its local cache when offline."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TOKENIZER = "tokenizer.json tokenizer.model tokenizer_config.json special_token
 
 @dataclass(frozen=True)
 class HubTable:
-    """A data set in the local cache. `fingerprint` is of commit, configuration and split: alike on every machine."""
+    """A data set in the local cache. `fingerprint` is a hash of commit, configuration and split."""
 
     name: str
     rows: int
@@ -49,7 +49,7 @@ class HubTable:
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether it reads as a data set's name: a short one, `hub:ORG/NAME`, or ORG/NAME that is no file's name."""
+    """Whether this is a data set's name: a short name, `hub:ORG/NAME`, or ORG/NAME without a file extension."""
     if path.startswith("hub:") or _row(path.partition(":")[0]):
         return True
     return bool(_NAMED.fullmatch(path)) and path.lower().rpartition(".")[2] not in _FILES.split()
@@ -57,7 +57,7 @@ def is_hub_name(path: str) -> bool:
 
 def open_table(source: Source, evaluation: bool = False, say: Say | None = None) -> HubTable:
     """The data set a source names, downloaded on first use."""
-    wanted, row = _wanted(source, evaluation)
+    wanted, row = _complete_source(source, evaluation)
     repo, split = wanted.path, str(wanted.split)
     offline = offline_reason(say)
     with hub_errors_as_user_errors(repo, f"datasets/{repo}", wanted.revision):
@@ -98,8 +98,8 @@ def _row(name: str) -> DatasetFacts | None:
     return next((row for row in datasets() if normalize(row.name) == normalize(name)), None)
 
 
-def _wanted(source: Source, evaluation: bool) -> tuple[Source, DatasetFacts]:
-    """The source with ORG/NAME as its path and nothing left open but the default configuration; its catalogue row."""
+def _complete_source(source: Source, evaluation: bool) -> tuple[Source, DatasetFacts]:
+    """The source with path, config and split filled in from the catalogue (config may stay None), and its row there."""
     path = source.path.removeprefix("hub:")
     short, _, config = path.partition(":")
     row, named = _row(short), _NAMED.fullmatch(path)
@@ -109,55 +109,55 @@ def _wanted(source: Source, evaluation: bool) -> tuple[Source, DatasetFacts]:
     row = row or DatasetFacts("", short, "", "")
     split = source.split or (row.eval_split if evaluation else row.split)
     if split is None:
-        tail = "in a YAML file, eval_sources: [{path: NAME, split: SPLIT}]"
-        raise UserError(f"{printable(source.path)}: which of its splits is for evaluation is not known; say it: {tail}")
+        hint = "in a YAML file, eval_sources: [{path: NAME, split: SPLIT}]"
+        raise UserError(f"{printable(source.path)}: its evaluation split is not known; name it: {hint}")
     config = source.config or config or row.config or ""
     return source.model_copy(update={"path": row.hub, "config": config or None, "split": split}), row
 
 
 def _from_hub(wanted: Source) -> Any:
-    """A prepared builder whose `hash` is the commit."""
+    """A builder with its data downloaded; its `hash` is the commit."""
     import datasets as library
     from huggingface_hub import HfApi, errors, hf_hub_download, utils
 
     silence_logging(library, utils)
-    # Counting a download asks a host that is not the hub, and waits for it where it is closed.
+    # Counting downloads contacts another host, and waits for it where a firewall blocks it.
     library.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     repo = wanted.path
     info = HfApi().dataset_info(repo, revision=wanted.revision, timeout=10)
     if any(file.rfilename == f"{repo.split('/')[1]}.py" for file in info.siblings or ()):
         advice = "set its revision to refs/convert/parquet if it has one, or download its files and name them as a path"
-        raise UserError(f"{repo} comes with a script, which is not run here: {advice}")
+        raise UserError(f"{repo} has a loading script, which is not run: {advice}")
     try:
-        # With its card the cache notes which commit the revision's name stands for: offline it is looked up there.
+        # Downloading the card makes the cache record the commit of this revision, which is needed offline.
         with suppress(errors.EntryNotFoundError):
             hf_hub_download(repo, "README.md", repo_type="dataset", revision=wanted.revision)
-        return _prepared(wanted, str(info.sha))
+        return _download(wanted, str(info.sha))
     except (FileNotFoundError, PermissionError, errors.RepositoryNotFoundError):
         if info.gated:
             raise gated_error(repo, f"datasets/{repo}") from None
         raise
 
 
-def _prepared(wanted: Source, commit: str) -> Any:
+def _download(wanted: Source, commit: str) -> Any:
     import datasets as library
 
-    # A folder of that name here would be taken for the data set, were it not for the prefix.
-    place = f"hf://datasets/{wanted.path}" if Path(wanted.path).is_dir() else wanted.path
+    # Without the prefix, a local folder of that name would be read instead.
+    name = f"hf://datasets/{wanted.path}" if Path(wanted.path).is_dir() else wanted.path
     try:
-        builder = library.load_dataset_builder(place, wanted.config, revision=commit)
+        builder = library.load_dataset_builder(name, wanted.config, revision=commit)
     except ValueError as error:
-        _one_of("config", wanted.config, library.get_dataset_config_names(place, revision=commit), wanted.path)
+        _check_choice("config", wanted.config, library.get_dataset_config_names(name, revision=commit), wanted.path)
         raise unreadable_error(wanted.path, error) from None
-    if builder.hash != commit:  # the library took an older copy from its cache, because the way to this one broke
-        raise ConnectionError("not all of it arrived")
+    if builder.hash != commit:  # the library fell back to an older cached copy after a connection error
+        raise ConnectionError("the download is incomplete")
     _check_split(wanted, builder.config.data_files or builder.info.splits or {})
     builder.download_and_prepare()
     return builder
 
 
 def _from_cache(wanted: Source, offline: str) -> Any:
-    """The same builder from what an earlier download left: ORG___NAME/CONFIG/VERSION/COMMIT."""
+    """The same builder from the cache of an earlier download: ORG___NAME/CONFIG/VERSION/COMMIT."""
     import datasets as library
     from datasets.naming import camelcase_to_snakecase
     from datasets.packaged_modules.cache.cache import Cache
@@ -165,34 +165,34 @@ def _from_cache(wanted: Source, offline: str) -> Any:
     silence_logging(library)
     owner, name = wanted.path.split("/")
     home = Path(library.config.HF_DATASETS_CACHE).expanduser() / f"{owner}___{camelcase_to_snakecase(name)}"
-    made = [p for p in home.glob("*/*/*") if _COMMIT.fullmatch(p.name) and (p / "dataset_info.json").is_file()]
-    fitting = sorted((p for p in made if wanted.config in (None, p.parts[-3])), key=lambda p: p.stat().st_mtime)
-    commit = _noted_commit(wanted)
-    if wanted.revision is None and fitting and commit not in {p.name for p in fitting}:
-        commit = fitting[-1].name
-    there = {p.parts[-3]: p for p in fitting if p.name == commit}
-    config = wanted.config or _default_config(wanted.path, commit, list(there))
-    if config not in there:
-        others = ", ".join(sorted({p.parts[-3] for p in made}))
+    cached = [p for p in home.glob("*/*/*") if _COMMIT.fullmatch(p.name) and (p / "dataset_info.json").is_file()]
+    matching = sorted((p for p in cached if wanted.config in (None, p.parts[-3])), key=lambda p: p.stat().st_mtime)
+    commit = _recorded_commit(wanted)
+    if wanted.revision is None and matching and commit not in {p.name for p in matching}:
+        commit = matching[-1].name
+    by_config = {p.parts[-3]: p for p in matching if p.name == commit}
+    config = wanted.config or _default_config(wanted.path, commit, list(by_config))
+    if config not in by_config:
+        others = ", ".join(sorted({p.parts[-3] for p in cached}))
         what = ", ".join(filter(None, (wanted.path, config, wanted.revision)))
-        raise not_cached_error(what + (f" (of it there is: {others})" if others else ""), offline)
-    version = there[config].parts[-2]
+        raise not_cached_error(what + (f" (cached: {others})" if others else ""), offline)
+    version = by_config[config].parts[-2]
     builder = Cache(dataset_name=name, repo_id=wanted.path, config_name=config, version=version, hash=commit)
     _check_split(wanted, builder.info.splits or {})
     return builder
 
 
-def _noted_commit(wanted: Source) -> str:
-    """The commit that a branch or tag stood for when it was last fetched."""
+def _recorded_commit(wanted: Source) -> str:
+    """The commit of a branch or tag when it was last downloaded."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     revision = wanted.revision or "main"
-    note = Path(HF_HUB_CACHE, f"datasets--{wanted.path.replace('/', '--')}", "refs", revision)
-    return note.read_text(encoding="utf-8").strip() if note.is_file() else revision
+    ref = Path(HF_HUB_CACHE, f"datasets--{wanted.path.replace('/', '--')}", "refs", revision)
+    return ref.read_text(encoding="utf-8").strip() if ref.is_file() else revision
 
 
 def _default_config(repo: str, commit: str, cached: list[str]) -> str:
-    """What the data set's card makes the default, as it would be online; without a card, the only one there is."""
+    """The default of the data set's card, as it would be online; without a card, the only one in the cache."""
     from datasets.utils.metadata import MetadataConfigs
     from huggingface_hub import DatasetCard, try_to_load_from_cache
 
@@ -200,19 +200,19 @@ def _default_config(repo: str, commit: str, cached: list[str]) -> str:
     configs: Any = MetadataConfigs.from_dataset_card_data(DatasetCard.load(card).data) if isinstance(card, str) else {}
     if configs and (default := configs.get_default_config_name()):
         return str(default)
-    _one_of("config", None, configs or cached, repo)
+    _check_choice("config", None, configs or cached, repo)
     return cached[0] if cached else ""
 
 
 def _check_split(wanted: Source, known: Iterable[str]) -> None:
-    """Every part of `train[:10%]+test`; `all` is the library's word for all of them."""
+    """Every part of `train[:10%]+test`; `all` means every split."""
     for part in str(wanted.split).split("+"):
         name = part.partition("[")[0].strip()
         if name != "all":
-            _one_of("split", name, map(str, known), wanted.path)
+            _check_choice("split", name, map(str, known), wanted.path)
 
 
-def _one_of(what: str, given: str | None, known: Iterable[str], repo: str) -> None:
+def _check_choice(what: str, given: str | None, known: Iterable[str], repo: str) -> None:
     names = list(known)
     there = f"there are: {', '.join(names[:20])}{', …' if len(names) > 20 else ''}"
     if given is None and len(names) > 1:

@@ -1,4 +1,8 @@
-"""Finds the values of a JSON file and their lines, whether it is a list, a value a line, or values in a row."""
+"""Splits a JSON file into its records with their line numbers: one list, one value per line, or concatenated values.
+
+Hand-written for bounded memory and line numbers: json.load needs the whole file in memory; ijson streams, but has no
+line numbers for messages. json's own scanner finds where a value ends; a worker parses it.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +20,11 @@ Layout = Literal["lines", "list", "values"]
 
 _JSON_SPACE = re.compile(r"[ \t\n\r]*")
 _JSON_COMMA = re.compile(r"[ \t\n\r]*,[ \t\n\r]*")
-_MARGIN = 16  # longer than any JSON word, escape or half of a number that the end of a buffer may cut
+_MARGIN = 16  # longer than any JSON literal, escape or number prefix that the end of a buffer may truncate
 
 
 def json_layout(blocks: Iterator[bytes], lines: bool) -> tuple[Layout, Iterator[bytes]]:
-    """How a file is to be read, and all its blocks. What it holds decides, since names are not to be trusted."""
+    """The layout of a file, and all its blocks. The content decides, not the file name."""
     head = _head(blocks, bytes.lstrip)
     if head.lstrip().startswith(b"["):
         return "list", chain([head], blocks)
@@ -31,7 +35,7 @@ def json_layout(blocks: Iterator[bytes], lines: bool) -> tuple[Layout, Iterator[
 
 
 def json_lines(file: str, blocks: Iterable[bytes]) -> Iterator[tuple[Sequence[int], list[bytes]]]:
-    """Block by block, the lines that are not blank: their numbers and themselves."""
+    """Block by block: the numbers and bytes of the lines that are not blank."""
     for first, block in whole_lines(file, blocks):
         records = block.removesuffix(b"\n").split(b"\n")
         if b"\r" in block:
@@ -45,41 +49,41 @@ def json_lines(file: str, blocks: Iterable[bytes]) -> Iterator[tuple[Sequence[in
 
 
 def json_values(file: str, blocks: Iterator[bytes], is_list: bool) -> Iterator[LocatedRecord]:
-    """The elements of a list, or values one after another."""
-    window = _Window(file, blocks)
+    """The elements of a list, or concatenated values."""
+    buffer = _Buffer(file, blocks)
     if is_list:
-        window.sign()
-        window.move(window.at + 1)
-        if window.sign() == "]":
-            _expect_end(window)
+        buffer.next_character()
+        buffer.move(buffer.at + 1)
+        if buffer.next_character() == "]":
+            _expect_end(buffer)
             return
-    while window.sign() or is_list:
+    while buffer.next_character() or is_list:
         if is_list:
-            yield from window.run()
-            window.sign()
-        end = window.value_end()
-        yield window.line, end - window.at, window.text[window.at : end].encode()
-        window.move(end)
+            yield from buffer.buffered_elements()
+            buffer.next_character()
+        end = buffer.value_end()
+        yield buffer.line, end - buffer.at, buffer.text[buffer.at : end].encode()
+        buffer.move(end)
         if not is_list:
             continue
-        sign = window.sign()
-        if sign == ",":
-            window.move(window.at + 1)
-        elif sign == "]":
-            _expect_end(window)
+        character = buffer.next_character()
+        if character == ",":
+            buffer.move(buffer.at + 1)
+        elif character == "]":
+            _expect_end(buffer)
             return
         else:
-            raise window.fault("expected “,” or “]” after a value of the list", window.at)
+            raise buffer.error("expected “,” or “]” after a value of the list", buffer.at)
 
 
-def _expect_end(window: _Window) -> None:
-    window.move(window.at + 1)
-    if window.sign():
-        raise window.fault("the list has ended, yet more follows; one list a file, or one record a line", window.at)
+def _expect_end(buffer: _Buffer) -> None:
+    buffer.move(buffer.at + 1)
+    if buffer.next_character():
+        raise buffer.error("text after the end of the list; write one list per file, or one record per line", buffer.at)
 
 
 def _head(blocks: Iterator[bytes], enough: Callable[[bytes], object]) -> bytes:
-    """The beginning of a file; each time it is not enough to judge by, twice as much is read."""
+    """The beginning of a file, read in growing steps until it is enough."""
     head, count = b"", 1
     while block := b"".join(islice(blocks, count)):
         head += block
@@ -97,14 +101,14 @@ def _is_json(text: bytes) -> bool:
     return True
 
 
-class _Window:
-    """The stretch of a JSON file that is being read, moving on through it."""
+class _Buffer:
+    """A buffer that moves through a JSON file."""
 
     def __init__(self, file: str, blocks: Iterator[bytes]) -> None:
         self.file = file
         self.text = ""
         self.at = 0
-        self.line = 1  # of `at`
+        self.line = 1  # line number at `at`
         self.ended = False
         self._blocks = blocks
         self._decoder = getincrementaldecoder("utf-8")()
@@ -125,8 +129,8 @@ class _Window:
         self.line += self.text.count("\n", self.at, to)
         self.at = to
 
-    def sign(self) -> str:
-        """The next character that is not a space; none at the end of the file."""
+    def next_character(self) -> str:
+        """The next character that is not whitespace; "" at the end of the file."""
         while True:
             self.move(_JSON_SPACE.match(self.text, self.at).end())  # type: ignore[union-attr]
             if self.at < len(self.text) or self.ended:
@@ -134,29 +138,31 @@ class _Window:
             self.refill()
 
     def value_end(self) -> int:
-        """Where the value that starts here ends. Each time it is not whole yet, twice as much is read."""
+        """Where the value that starts here ends; reads on, in growing steps, until it is complete."""
         count = 1
         while True:
             try:
                 end = self._scan(self.text, self.at)[1]
             except json.JSONDecodeError as error:
-                cut = error.msg.startswith("Unterminated") or error.pos > len(self.text) - _MARGIN
-                if self.ended or not cut:
-                    raise self.fault(error.msg, error.pos) from None
+                incomplete = error.msg.startswith("Unterminated") or error.pos > len(self.text) - _MARGIN
+                if self.ended or not incomplete:
+                    raise self.error(error.msg, error.pos) from None
             except ValueError as error:
-                raise self.fault(str(error), self.at) from None
+                raise self.error(str(error), self.at) from None
             except RecursionError:
-                raise self.fault("nested too deep", self.at) from None
+                raise self.error("nested too deeply", self.at) from None
             else:
                 if self.ended or end <= len(self.text) - _MARGIN:
                     return end
             if len(self.text) - self.at > MAX_VALUE_BYTES:
-                raise self.fault(f"a value of more than {MAX_VALUE_BYTES >> 20} MiB; write one record a line", self.at)
+                raise self.error(
+                    f"a value of more than {MAX_VALUE_BYTES >> 20} MiB; write one record per line", self.at
+                )
             self.refill(count)
             count *= 2
 
-    def run(self) -> Iterator[LocatedRecord]:
-        """The elements of a list that lie whole, with their commas, in what has been read: most of them, and fast."""
+    def buffered_elements(self) -> Iterator[LocatedRecord]:
+        """The list elements that are complete in the buffer with their commas: the fast path for most of them."""
         text, at, line, scan = self.text, self.at, self.line, self._scan
         safe = len(text) - _MARGIN
         while at < safe:
@@ -173,11 +179,11 @@ class _Window:
             at = following
         self.at, self.line = at, line
 
-    def fault(self, told: str, at: int) -> UserError:
+    def error(self, reason: str, at: int) -> UserError:
         rest = self.text[at:]
-        if self.ended and (told.startswith("Unterminated") or not rest.strip()):
+        if self.ended and (reason.startswith("Unterminated") or not rest.strip()):
             line = self.line + self.text.rstrip().count("\n", self.at)
-            told = "the file ends in the middle; copy or download it again"
+            reason = "the file ends in the middle of a value; copy or download it again"
         else:
             line = self.line + self.text.count("\n", self.at, at)
-        return UserError(f"{self.file}:{line}: not valid JSON: {told}")
+        return UserError(f"{self.file}:{line}: not valid JSON: {reason}")

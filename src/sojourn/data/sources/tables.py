@@ -1,4 +1,4 @@
-"""Reads the rows of tables, written out or parquet, as records that know their columns' names."""
+"""Reads the rows of CSV, TSV and parquet files as records by column name."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ _MAX_FIELD_CHARACTERS = 1 << 24
 
 
 def table_rows(file: str, blocks: Iterable[bytes], tabs: bool) -> Iterator[LocatedRecord]:
-    """The rows below the first as dicts; one that does not fit the columns stays a list."""
+    """The rows below the header as dicts; a row with another number of columns as a list."""
     csv.field_size_limit(_MAX_FIELD_CHARACTERS)
     header, lines = _header(_text_lines(file, normalize_newlines(blocks)))
     ended = False
 
-    def watched() -> Iterator[str]:
+    def tracked_lines() -> Iterator[str]:
         nonlocal ended
         yield from lines
         ended = True
 
-    reader = csv.reader(watched(), delimiter="\t" if tabs else _delimiter(header))
+    reader = csv.reader(tracked_lines(), delimiter="\t" if tabs else _delimiter(header))
     names: list[str] = []
     start = 1
     try:
         for row in reader:
-            if ended:  # the reader looked for more lines in the middle of a row
-                raise UserError(f"{file}:{start}: a quote is opened in this row and never closed; close or remove it")
+            if ended:  # the reader asked for more lines in the middle of a row
+                raise UserError(f"{file}:{start}: a quote in this row is never closed; close or remove it")
             if len(row) > 1 or (row and row[0].strip()):
                 if names:
                     record = dict(zip(names, row, strict=True)) if len(row) == len(names) else row
@@ -41,11 +41,11 @@ def table_rows(file: str, blocks: Iterable[bytes], tabs: bool) -> Iterator[Locat
                     names = _column_names(f"{file}:{start}", row)
             start = reader.line_num + 1
     except csv.Error as error:
-        raise UserError(f"{file}:{start}: not a row of a table: {error}; mend or remove it") from None
+        raise UserError(f"{file}:{start}: not a valid row: {error}; correct or remove it") from None
 
 
 def parquet_rows(path: Path, size: int) -> Iterator[tuple[Sequence[int], list[Any]]]:
-    """Some rows at a time, about `size` bytes of them: their numbers and themselves."""
+    """Row numbers and rows, about `size` bytes at a time."""
     try:
         import pyarrow
         from pyarrow import parquet
@@ -54,8 +54,8 @@ def parquet_rows(path: Path, size: int) -> Iterator[tuple[Sequence[int], list[An
     row = 1
     try:
         with parquet.ParquetFile(path, buffer_size=1 << 18, pre_buffer=False) as table:
-            _refuse_twins(str(path), table.schema_arrow.names)
-            for batch in table.iter_batches(_rows_at_once(table.metadata, size), use_threads=False):
+            _check_unique(str(path), table.schema_arrow.names)
+            for batch in table.iter_batches(_rows_per_batch(table.metadata, size), use_threads=False):
                 pieces = max(1, batch.nbytes // max(size, 1))
                 step = max(1, batch.num_rows // pieces)
                 for at in range(0, batch.num_rows, step):
@@ -63,10 +63,10 @@ def parquet_rows(path: Path, size: int) -> Iterator[tuple[Sequence[int], list[An
                     yield range(row, row + len(records)), records
                     row += len(records)
     except (pyarrow.ArrowException, OSError, ValueError, KeyError, ArithmeticError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # not to be opened at all
+        if isinstance(error, OSError) and error.errno is not None:  # the file cannot be opened
             raise
-        told = " ".join(str(error).split())
-        raise UserError(f"{path}:{row}: not a sound parquet file from this row on: {told}; write it anew") from None
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path}:{row}: damaged parquet file from this row on: {reason}; write it again") from None
 
 
 def _text_lines(file: str, blocks: Iterable[bytes]) -> Iterator[str]:
@@ -78,12 +78,12 @@ def _text_lines(file: str, blocks: Iterable[bytes]) -> Iterator[str]:
             raise UserError(f"{file}:{line}: not UTF-8 text ({error.reason}); save it as UTF-8") from None
         if "\0" in text:
             line = first + text.count("\n", 0, text.index("\0"))
-            raise UserError(f"{file}:{line}: a NUL character, so this is not a text file; save it as UTF-8 text")
+            raise UserError(f"{file}:{line}: a NUL character: not a text file; save it as UTF-8 text")
         yield from io.StringIO(text, newline="\n")
 
 
 def _header(lines: Iterator[str]) -> tuple[str, Iterator[str]]:
-    """The first line that is not blank, and all lines."""
+    """The first line that is not blank, and an iterator over all lines."""
     before = []
     for line in lines:
         before.append(line)
@@ -100,17 +100,17 @@ def _column_names(where: str, row: list[str]) -> list[str]:
     names = [name.strip() for name in row]
     if "" in names[1:]:  # the first may be pandas' index
         raise UserError(f"{where}: column {names.index('') + 1} has no name; give every column of the first row a name")
-    _refuse_twins(where, names)
+    _check_unique(where, names)
     return names
 
 
-def _refuse_twins(where: str, names: list[str]) -> None:
-    twice = next((name for at, name in enumerate(names) if name in names[:at]), None)
-    if twice is not None:
-        raise UserError(f"{where}: two columns are called “{twice}”; give each a name of its own")
+def _check_unique(where: str, names: list[str]) -> None:
+    duplicate = next((name for at, name in enumerate(names) if name in names[:at]), None)
+    if duplicate is not None:
+        raise UserError(f"{where}: two columns are named “{duplicate}”; give each its own name")
 
 
-def _rows_at_once(metadata: Any, size: int) -> int:
+def _rows_per_batch(metadata: Any, size: int) -> int:
     groups = [metadata.row_group(at) for at in range(metadata.num_row_groups)]
-    widest = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
-    return min(1000, max(1, size // max(widest, 1)))
+    row_bytes = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
+    return min(1000, max(1, size // max(row_bytes, 1)))

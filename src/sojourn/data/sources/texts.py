@@ -1,4 +1,4 @@
-"""Cuts bytes that arrive in blocks into whole lines and into split_documents, so that the blocks leave no trace."""
+"""Splits bytes that arrive in blocks into lines and documents; the result does not depend on the blocks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 from sojourn.errors import UserError
 
-LocatedRecord = tuple[int, int, Any]  # a record's line, about how many bytes it holds, and itself
+LocatedRecord = tuple[int, int, Any]  # line number, approximate size in bytes, record
 
-MAX_VALUE_BYTES = 1 << 28  # bytes of one line or one JSON value
+MAX_VALUE_BYTES = 1 << 28  # of one line or one JSON value
 _END_OF_TEXT = b"<|endoftext|>"
-_MIN_DOCUMENT_BYTES = 4000
+_MIN_DOCUMENT_BYTES = 4000  # before a blank line may end a document
 _MAX_DOCUMENT_BYTES = 1 << 20
 _SPACE = re.compile(rb"\s*")
 _BLANK_LINE = re.compile(rb"\n[ \t\v\f]*(?=\n)")
@@ -20,45 +20,42 @@ _HEADING = re.compile(rb"\n(?= ?= [^=\n][^\n]*[^=\n] = ?\n)")
 
 
 def whole_lines(file: str, blocks: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Blocks cut anew so that each holds whole lines, with the number of the first."""
-    line, parts, held = 1, [b""], 0
+    """Blocks of whole lines, each with the number of its first line."""
+    line, parts, size = 1, [b""], 0
     for block in blocks:
-        cut = block.rfind(b"\n") + 1
-        if cut:
-            parts.append(block[:cut])
+        end = block.rfind(b"\n") + 1
+        if end:
+            parts.append(block[:end])
             whole = b"".join(parts)
             yield line, whole
-            line, parts, held = line + whole.count(b"\n"), [block[cut:]], len(block) - cut
+            line, parts, size = line + whole.count(b"\n"), [block[end:]], len(block) - end
         else:
             parts.append(block)
-            held += len(block)
-        if held > MAX_VALUE_BYTES:
+            size += len(block)
+        if size > MAX_VALUE_BYTES:
             raise UserError(f"{file}:{line}: a line of more than {MAX_VALUE_BYTES >> 20} MiB; break it into lines")
-    if held:
+    if size:
         yield line, b"".join(parts)
 
 
 def normalize_newlines(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """Lines end in \\n alone, wherever the file was written."""
-    held = b""
+    """\\r\\n and \\r become \\n."""
+    pending = b""
     for block in blocks:
-        if held or b"\r" in block:
-            joined = held + block
-            held = b"\r" if joined.endswith(b"\r") else b""
+        if pending or b"\r" in block:
+            joined = pending + block
+            pending = b"\r" if joined.endswith(b"\r") else b""
             joined = joined.removesuffix(b"\r").replace(b"\r\n", b"\n").replace(b"\r", b"\n")
             if joined:
                 yield joined
         else:
             yield block
-    if held:
+    if pending:
         yield b"\n"
 
 
 def split_documents(blocks: Iterable[bytes]) -> Iterator[LocatedRecord]:
-    """Texts that end at <|endoftext|>, before a heading, at a blank line once long enough, or where they get too long.
-
-    A document's end is judged with all the text before it that may belong to it, so blocks leave no trace.
-    """
+    """Documents end at <|endoftext|>, before a heading, at a blank line once long enough, or at the maximum length."""
     source = normalize_newlines(blocks)
     text, at, line, ended = b"", 0, 1, False
     while True:
@@ -81,17 +78,17 @@ def split_documents(blocks: Iterable[bytes]) -> Iterator[LocatedRecord]:
 
 
 def _at_least(blocks: Iterator[bytes], size: int) -> bytes:
-    parts, held = [], 0
+    parts, total = [], 0
     for block in blocks:
         parts.append(block)
-        held += len(block)
-        if held >= size:
+        total += len(block)
+        if total >= size:
             break
     return b"".join(parts)
 
 
 def _document_end(text: bytes, at: int) -> tuple[int, int]:
-    """Where the document that starts at `at` ends and where the next may start. Looks no further than it must."""
+    """Where the document that starts at `at` ends, and where the next may start; searches no further than needed."""
     span = 2 * _MIN_DOCUMENT_BYTES
     while True:
         span = min(span, _MAX_DOCUMENT_BYTES)
@@ -112,7 +109,7 @@ def _document_end(text: bytes, at: int) -> tuple[int, int]:
 
 
 def _character_start(text: bytes, at: int) -> int:
-    """The nearest place at or before `at` that is not within a character, if this is UTF-8."""
+    """The nearest UTF-8 character boundary at or before `at`."""
     for back in range(4):
         if text[at - back] & 0xC0 != 0x80:
             return at - back
