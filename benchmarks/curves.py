@@ -110,10 +110,10 @@ def _panel(number: int, title: str, ours: Curve, other: Curve) -> str:
         *((left - 6, z(off) + 4, "end", f"{off:+.0f} %" if off else "0") for off in (-BOUND, 0, BOUND)),
         (right, top + LOSS + DIFFERENCE + 40, "end", f"step {last}"),
     ]
-    words = "".join(f'<text x="{a}" y="{b}" text-anchor="{how}">{escape(text)}</text>' for a, b, how, text in labels)
+    texts = "".join(f'<text x="{a}" y="{b}" text-anchor="{how}">{escape(text)}</text>' for a, b, how, text in labels)
     band = z(0.5)
     return (
-        f'<g fill="#374151">{words}</g><path d="M{left} {top}V{top + LOSS}H{right}" fill="none" stroke="#9ca3af"/>'
+        f'<g fill="#374151">{texts}</g><path d="M{left} {top}V{top + LOSS}H{right}" fill="none" stroke="#9ca3af"/>'
         f'<rect x="{left}" y="{band}" width="{round(right - left, 1)}" height="{round(z(-0.5) - band, 1)}" '
         'fill="#e5e7eb"/>'
         f'<polyline points="{line}" fill="none" stroke="{OURS}" stroke-width="1.5"/>'

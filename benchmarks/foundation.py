@@ -111,10 +111,10 @@ def demo(*flags: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         env = {**os.environ, "SOJOURN_HOME": folder}
         command = [sys.executable, "-m", "sojourn", "demo", "--json", *flags]
-        said = subprocess.run(
+        done = subprocess.run(
             command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env
         )
-    return dict(json.loads(said.stdout))
+    return dict(json.loads(done.stdout))
 
 
 def main() -> None:

@@ -48,9 +48,9 @@ def test_the_chats_are_whole_and_varied(tmp_path):
 def test_all_rows_do_the_same_work(tmp_path):
     out, folder = tmp_path / "result.json", tmp_path / "work"
     folder.mkdir()
-    said = _bench("1MB", "--flat", "500kB", "--folder", str(folder), "--json", "--out", str(out))
-    assert said.returncode == 0, said.stderr
-    result = json.loads(said.stdout)
+    done = _bench("1MB", "--flat", "500kB", "--folder", str(folder), "--json", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
     assert result == json.loads(out.read_text(encoding="utf-8"))
     assert [row["name"] for row in result["rows"]] == ["sojourn", "tokenizer", "datasets", "second call", "sojourn"]
     ours, floor, peer, _, small = result["rows"]
@@ -71,17 +71,17 @@ def test_a_template_without_generation_tags_gives_the_peer_the_same_mask(tmp_pat
     bundle = train_tokenizer(DataConfig(vocab_size=2000), ["some words to learn from"] * 10, tmp_path)
     bundle.save(tmp_path / "tokenizer", None, ROW_LENGTH)
     (tmp_path / "tokenizer" / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    said = _bench("500kB", "--flat", "", "--tokenizer", str(tmp_path / "tokenizer"), "--json")
-    assert said.returncode == 0, said.stderr
-    ours, floor, peer, _ = json.loads(said.stdout)["rows"]
+    done = _bench("500kB", "--flat", "", "--tokenizer", str(tmp_path / "tokenizer"), "--json")
+    assert done.returncode == 0, done.stderr
+    ours, floor, peer, _ = json.loads(done.stdout)["rows"]
     assert (
         ours["truncated"] > 0 and floor["tokens"] > ours["tokens"]
     )  # tokens of single letters: long chats are truncated
     assert ours["trained_tokens"] == peer["trained_tokens"] > 0
 
 
-def _bench(size: str, *arguments: str):
-    return sojourn("bench", "prepare", "--size", size, "--workers", "2", *arguments)
+def _bench(size: str, *args: str):
+    return sojourn("bench", "prepare", "--size", size, "--workers", "2", *args)
 
 
 def test_best_fit_fills_rows_with_whole_documents():
@@ -92,7 +92,7 @@ def test_best_fit_fills_rows_with_whole_documents():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("args", "message"),
     [
         (["--size", "much"], "--size: “much” given; allowed: a size such as 500MB or 24GiB"),
         (["--size", "1kB"], "--size: “1kB” given; the minimum is 500kB"),
@@ -104,7 +104,7 @@ def test_best_fit_fills_rows_with_whole_documents():
     ],
     ids=lambda value: value[0] + " " + value[1] if isinstance(value, list) else "",
 )
-def test_a_mistake_is_one_line(arguments, told, home: Path):
-    said = called("bench", "prepare", *arguments)
-    assert said.returncode == 2 and said.stdout == ""
-    assert len(said.stderr.splitlines()) == 1 and told in said.stderr
+def test_a_mistake_is_one_line(args, message, home: Path):
+    done = called("bench", "prepare", *args)
+    assert done.returncode == 2 and done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1 and message in done.stderr

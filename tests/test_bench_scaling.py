@@ -26,12 +26,12 @@ def scaling(workloads: str = "tiny", row: str = "", gpus: str = "0,1", engines: 
 def test_two_real_ranks_are_compared_with_a_single_process(tmp_path, monkeypatch):
     monkeypatch.setattr(measuring.Scaling, "counts", [2])  # one process of an engine starts like one alone
     out = tmp_path / "result.json"
-    said = CliRunner().invoke(
+    done = CliRunner().invoke(
         bench_app,
         ["train", "--workload", "tiny", "--gpus", "0,1", "--engines", "ddp", "--steps", "3",
          "--folder", str(tmp_path), "--out", str(out)],
     )  # fmt: skip
-    assert said.exit_code == 0, said.output
+    assert done.exit_code == 0, done.output
     result = json.loads(out.read_text(encoding="utf-8"))
     assert result["gpus_used"] == [0, 1] and result["settings"] == "fused" and result["versions"]["torch"]
     (tiny,) = result["workloads"]
@@ -43,7 +43,7 @@ def test_two_real_ranks_are_compared_with_a_single_process(tmp_path, monkeypatch
         assert row["tokens_per_second"] > 0 and row["peak_memory"] > 2**20
         assert row["gain"] == row["tokens_per_second"] / rows["single-1"]["tokens_per_second"]
         assert row["efficiency"] == row["gain"] / row["ranks"]
-    assert format_row(rows["ddp-2"]) in said.output.splitlines()
+    assert format_row(rows["ddp-2"]) in done.output.splitlines()
     left = {path.name for path in tmp_path.iterdir()}
     assert not any(name.startswith("tmp-") for name in left) and not (tmp_path / "home" / "runs").exists()
 
@@ -145,5 +145,5 @@ def test_a_missing_gpu_is_an_error_before_the_work(monkeypatch):
 
 
 def test_engines_need_gpus():
-    said = sojourn("bench", "train", "--engines", "ddp")
-    assert said.returncode == 2 and "--gpus 0,1" in said.stderr and "Traceback" not in said.stderr
+    done = sojourn("bench", "train", "--engines", "ddp")
+    assert done.returncode == 2 and "--gpus 0,1" in done.stderr and "Traceback" not in done.stderr

@@ -35,12 +35,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rows(folder: Path) -> dict[str, dict]:
     """The command on the tiny model: four steps of ours and of plain transformers."""
     out = folder / "result.json"
-    said = sojourn(
+    done = sojourn(
         "bench", "train", "--workload", "tiny", "--steps", "4", "--rows", f"fp32,{REFERENCE}",
         "--folder", str(folder), "--json", "--out", str(out),
     )  # fmt: skip
-    assert said.returncode == 0, said.stderr
-    result = json.loads(said.stdout)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
     assert result == json.loads(out.read_text(encoding="utf-8"))
     assert result["versions"]["torch"] and result["cpu"] and result["date"] and "bench train" in result["command"]
     (tiny,) = result["workloads"]
@@ -71,11 +71,11 @@ def test_own_data_is_what_all_read(tmp_path, workload, record):
     own, out, kept = tmp_path / "own.jsonl", tmp_path / "out.json", []
     own.write_text(f"{json.dumps(record)}\n" * 50, encoding="utf-8")
 
-    def say(line: str) -> None:
+    def echo(line: str) -> None:
         kept.append(len(json.loads(out.read_text(encoding="utf-8"))["workloads"][0]["rows"]) if out.is_file() else 0)
 
     plan = make_bench([workload], f"fp32,{REFERENCE}", 4, True, tmp_path, data=str(own), out=out)
-    rows = measure(plan, say)["workloads"][0]["rows"]
+    rows = measure(plan, echo)["workloads"][0]["rows"]
     assert [row["same"] for row in rows] == [True, True], rows
     assert rows[0]["losses"]["4"] < rows[0]["losses"]["1"] and 1 in kept and kept[-1] == 2
     (data,) = tmp_path.glob("*/data.jsonl")
@@ -86,24 +86,24 @@ def test_own_data_is_what_all_read(tmp_path, workload, record):
 
 
 @pytest.mark.parametrize(
-    "name, said",
+    "name, message",
     [
         ("nothing", r"--data: .*nothing: no such file or folder"),
         ("words.txt", r"--data: .*: no chats in it, but tiny-lora trains on chats"),
     ],
 )
-def test_data_that_cannot_be_read_is_told(tmp_path, name, said):
+def test_data_that_cannot_be_read_is_an_error(tmp_path, name, message):
     (tmp_path / "words.txt").write_text("Nobody speaks here.\n", encoding="utf-8")
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         measure(make_bench(["tiny-lora"], "fp32", 4, True, tmp_path, data=str(tmp_path / name)), lambda line: None)
 
 
 @pytest.mark.slow
-def test_another_model_of_the_size_is_compared_in_speed_alone_and_peers_may_make_fewer_steps(rows, folder, monkeypatch):
+def test_a_different_model_is_compared_in_speed_alone_and_peers_may_run_fewer_steps(rows, folder, monkeypatch):
     plain, gpt = BenchRow("plain", "a Llama", "plain"), BenchRow("nanogpt", "a GPT-2", "nanogpt", different_model=True)
     monkeypatch.setattr(measuring, "bench_rows", lambda workload, device: [gpt, plain])
-    said: list[str] = []
-    made = measure(make_bench(["tiny"], "", 4, True, folder, 2), said.append)["workloads"][0]["rows"]
+    lines: list[str] = []
+    made = measure(make_bench(["tiny"], "", 4, True, folder, 2), lines.append)["workloads"][0]["rows"]
     assert [list(row["losses"]) for row in made] == [["1", "2"], ["1", "2"]], made
     another, reference = made
     assert reference["note"] == "the reference" and reference["same"]
@@ -114,17 +114,17 @@ def test_another_model_of_the_size_is_compared_in_speed_alone_and_peers_may_make
     assert reference["same"] and reference["difference"] <= 1e-4 and reference["gradient_difference"] <= 1e-3
 
 
-def test_a_different_computation_is_told_and_one_that_dies_is_only_a_row(rows, folder, monkeypatch):
+def test_a_different_computation_is_reported_and_a_crash_is_only_a_row(rows, folder, monkeypatch):
     dead = BenchRow("dead", "one that dies", "nobody")
     careless = BenchRow("careless", "one that looks across documents", "plain", {"whole_rows": True})
     absent = BenchRow("absent", "one that is not here", "plain", needs=("no_such_module",))
     monkeypatch.setattr(measuring, "bench_rows", lambda workload, device: [dead, careless, absent])
-    said: list[str] = []
-    result = measure(make_bench(["tiny"], "", 4, True, folder), said.append)
+    lines: list[str] = []
+    result = measure(make_bench(["tiny"], "", 4, True, folder), lines.append)
     died, differing, missing = result["workloads"][0]["rows"]
     assert died["note"] == "failed: KeyError: 'nobody'" and "Traceback" in died["log"]
     assert missing["note"] == "no_such_module is not installed"
-    assert any(text.startswith("one that dies") and "failed" in text for text in said)
+    assert any(text.startswith("one that dies") and "failed" in text for text in lines)
     compare(differing, rows[REFERENCE], "fp32")
     assert not differing["same"] and differing["gain"] is None and "differs" in format_row(differing)
     assert best_against_peer([rows["fp32"], differing]) is None
@@ -170,33 +170,33 @@ def test_the_noise_of_bf16_is_allowed_and_counts_in_the_mean_after_twenty_steps(
     assert not drifting["same"] and "later losses by 4.0e-02 in the mean" in drifting["note"]
 
 
-def test_our_best_is_told_against_the_best_peer():
+def test_our_best_row_is_compared_with_the_best_peer():
     rows = [_row("slow", [7.0], 10.0), _row("fast", [7.0], 50.0), _row("ours", [7.0], 100.0)]
     for row in rows:
         compare(row, rows[0], "fp32")
     assert best_against_peer(rows)["message"] == "ours is 2.00 times as fast as fast, in 1.00 of its memory"
 
 
-def test_each_rung_of_the_ladder_changes_one_thing():
+def test_each_row_of_ours_changes_one_setting():
     for workload in WORKLOADS.values():
         for device in ("cpu", "cuda"):
             listed = bench_rows(workload, device)
             assert listed[0].name == REFERENCE and len({one.name for one in listed}) == len(listed)
-            rungs = [one for one in listed if one.runner == OURS]
-            aside = [(before, after) for before, after in pairwise(rungs) if after.name == "hopper"]
-            assert rungs and len(aside) == (device == "cuda" and not workload.has_adapters)
-            for before, after in [*pairwise(one for one in rungs if one.name != "hopper"), *aside]:
+            ours = [one for one in listed if one.runner == OURS]
+            aside = [(before, after) for before, after in pairwise(ours) if after.name == "hopper"]
+            assert ours and len(aside) == (device == "cuda" and not workload.has_adapters)
+            for before, after in [*pairwise(one for one in ours if one.name != "hopper"), *aside]:
                 changed = [key for key in after.settings if after.settings[key] != before.settings[key]]
                 assert len(changed) == (2 if after.name == "offload" else 1), (workload.name, after.name)
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_every_rung_is_a_run_that_can_be_typed(name, tmp_path):
+def test_every_row_of_ours_is_a_valid_run(name, tmp_path):
     workload = WORKLOADS[name]
     run = tmp_path / "run.yaml"
     write_json(run, run_settings(WorkloadFiles(workload, tmp_path, tmp_path), 25, 5, "cuda"))
-    for rung in (one for one in bench_rows(workload, "cuda") if one.runner == OURS):
-        config = load_run([str(run), *(f"{key}={value}" for key, value in rung.settings.items())]).config
+    for row in (one for one in bench_rows(workload, "cuda") if one.runner == OURS):
+        config = load_run([str(run), *(f"{key}={value}" for key, value in row.settings.items())]).config
         assert config.train.steps == 25 and config.method.kind == workload.method
 
 
@@ -236,7 +236,7 @@ def test_padded_documents_are_those_of_the_packed_rows():
     assert parts[1]["ids"].tolist() == [[9, 10, 0, 0], [11, 12, 13, 14]]
 
 
-def test_a_failure_is_told_in_a_word():
+def test_a_failure_has_a_one_line_reason():
     assert failure_reason("Traceback\ntorch.OutOfMemoryError: CUDA out of memory. Tried…\nfoot", 1) == "out of memory"
     assert failure_reason("one\nRunFailed: no room\n", 1) == "failed: RunFailed: no room"
     assert failure_reason("", -11) == "killed by signal 11"
@@ -262,7 +262,7 @@ def test_a_mistake_is_one_line(options, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_our_own_rows_learn_as_they_are_told(folder):
+def test_our_own_rows_take_overrides(folder):
     def losses(*overrides):
         plan = make_bench(["tiny"], "fp32", 10, False, folder, overrides=overrides)
         (row,) = measure(plan, lambda _: None)["workloads"][0]["rows"]
@@ -275,20 +275,20 @@ def test_our_own_rows_learn_as_they_are_told(folder):
     assert warmed["1"] == plain["1"] and warmed["10"] > plain["10"], "it has learned less, having warmed up"
 
 
-def test_too_small_a_disk_is_told_before_the_work(tmp_path, monkeypatch):
+def test_too_small_a_disk_is_an_error_before_the_work(tmp_path, monkeypatch):
     monkeypatch.setattr(measuring.shutil, "disk_usage", lambda path: SimpleNamespace(free=20e9))
     with pytest.raises(UserError, match=r"20\.0 GB are free, 22\.3 GB are needed"):
         make_bench(["lora-7b,qlora-7b,full-7b", "full-1.5b", "pretrain-875m"], "", 25, True, tmp_path)
     make_bench(["lora-7b,qlora-7b,full-7b"], "", 25, True, tmp_path)  # these share their weights
 
 
-def test_a_result_that_cannot_be_written_is_told_before_the_work():
-    said = sojourn("bench", "train", "--out", "nowhere/a.json")
-    assert said.returncode == 2 and said.stdout == ""
-    assert said.stderr.strip().endswith("--out: nowhere: no such folder")
+def test_a_result_that_cannot_be_written_is_an_error_before_the_work():
+    done = sojourn("bench", "train", "--out", "nowhere/a.json")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.strip().endswith("--out: nowhere: no such folder")
 
 
-def test_what_a_run_notes_is_told_beneath_its_row(folder, monkeypatch):
+def test_the_notes_of_a_run_are_printed_below_its_row(folder, monkeypatch):
     """Such as that a row with CUDA graphs could not capture them."""
     real = measuring._run_ours
 
@@ -298,10 +298,10 @@ def test_what_a_run_notes_is_told_beneath_its_row(folder, monkeypatch):
         return found
 
     monkeypatch.setattr(measuring, "_run_ours", noted)
-    said: list[str] = []
-    result = measure(make_bench(["tiny"], "fp32", 4, True, folder), said.append)
+    lines: list[str] = []
+    result = measure(make_bench(["tiny"], "fp32", 4, True, folder), lines.append)
     (row,) = result["workloads"][0]["rows"]
-    assert row["notes"] == ["note: it was otherwise"] and "  note: it was otherwise" in said
+    assert row["notes"] == ["note: it was otherwise"] and "  note: it was otherwise" in lines
 
 
 def test_the_loss_curves_are_drawn_from_the_measured_losses():

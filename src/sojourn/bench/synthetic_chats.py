@@ -156,12 +156,12 @@ def _words(rng: Generator) -> list[str]:
     made = [word for word in dict.fromkeys(made) if word not in common][:_TYPES]
     ranks = np.argsort(np.array([len(word) for word in made]) + rng.normal(0, 2.5, len(made)), kind="stable")
     numbers = iter(_numbers(rng))
-    found = common
-    for place, rank in enumerate(ranks.tolist()):
-        if place % 25 == 0:
-            found += islice(numbers, 1)
-        found.append(made[rank])
-    return found
+    vocabulary = common
+    for position, rank in enumerate(ranks.tolist()):
+        if position % 25 == 0:
+            vocabulary += islice(numbers, 1)
+        vocabulary.append(made[rank])
+    return vocabulary
 
 
 def _numbers(rng: Generator) -> list[str]:

@@ -1,1 +1,1 @@
-"""Measures training: a ladder of our own rows and the peers on the same work, each loss curve compared."""
+"""`sojourn bench train`: throughput and memory per optimisation and peer on the same work, with every loss compared."""

@@ -120,8 +120,8 @@ def _write_tokenizer(workload: Workload, files: WorkloadFiles) -> None:
     from sojourn.data.tokenize.tokenizer import train_tokenizer
 
     size = min(_TOKENIZER_VOCAB, workload.shape.vocab)
-    words = train_tokenizer(DataConfig.model_validate({"vocab_size": size}), _texts(files.data), files.folder)
-    words.save(files.base, words.template("chatml"), workload.row_length)
+    bundle = train_tokenizer(DataConfig.model_validate({"vocab_size": size}), _texts(files.data), files.folder)
+    bundle.save(files.base, bundle.template("chatml"), workload.row_length)
 
 
 def _texts(path: Path) -> Iterator[str]:
