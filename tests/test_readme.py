@@ -56,6 +56,19 @@ def test_links_and_pictures_exist(page):
         assert target.startswith("http") or (page.parent / target).exists(), target
 
 
+def test_the_files_that_the_pages_name_exist():
+    for page in [ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *PAGES]:
+        for path in re.findall(r"`([a-z_0-9]+/[\w/.-]+\.(?:py|toml))`", page.read_text(encoding="utf-8")):
+            assert (ROOT / path).exists() or (ROOT / "src/sojourn" / path).exists(), (page.name, path)
+
+
+def test_the_architecture_lists_every_package_in_the_order_of_the_layers():
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    layers = re.findall(r'^  "sojourn\.(\w+)",$', text, re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)(?:/|\.py)` \|", (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert rows == layers
+
+
 @pytest.mark.parametrize("command", with_verb(*RUN_VERBS))
 def test_a_run_is_understood_as_the_pages_type_it(command, home):
     (home / "my.yaml").write_text("extends: small\n", encoding="utf-8")
