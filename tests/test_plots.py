@@ -1,4 +1,4 @@
-"""The picture of a data report is well-formed, in proportion, and whole whatever is missing."""
+"""The plot of a data report is well-formed, in proportion, and complete whatever is missing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def texts(picture: ET.Element) -> list[str]:
 
 
 def bars(picture: ET.Element) -> list[ET.Element]:
-    """Those of the histogram: the only ones that tell their count."""
+    """Those of the histogram: the only ones with a count."""
     return [rect for rect in picture.iter(f"{SVG}rect") if "tokens:" in (rect.findtext(f"{SVG}title") or "")]
 
 
@@ -75,9 +75,9 @@ def test_many_languages_end_with_the_others() -> None:
     assert any(words.startswith("others") for words in told)
 
 
-def test_numbers_have_separators_and_what_it_cannot_tell_is_said_in_words() -> None:
+def test_numbers_have_separators_and_an_unknown_language_is_named_so() -> None:
     told = texts(drawn(FACTS | {"tokens": 98_765_432_109, "languages": {"?": 1.0}}))
-    assert {"1,000", "98.77 billion", "150,000", "98.7%", "not told 100.0%"} <= set(told)
+    assert {"1,000", "98.77 billion", "150,000", "98.7%", "unknown 100.0%"} <= set(told)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""A data report as a picture: how long the documents are, in which languages, and how full the rows are.
+"""The data report as a plot: document lengths, languages and how full the rows are; and a histogram for the terminal.
 
-Plain SVG with system fonts: it opens in any browser, on a light or a dark background, and needs no library.
+Plain SVG, written here: three bar charts do not justify matplotlib (tens of megabytes) on a laptop.
 """
 
 from __future__ import annotations
@@ -10,15 +10,20 @@ from html import escape
 from typing import Any
 from unicodedata import east_asian_width
 
-WIDTH = 720
-MARGIN = 32
-INNER = WIDTH - 2 * MARGIN
-AXIS = 52
-PLOT = 190
-LANGUAGES_SHOWN = 8
-COLOURS = ("#2f6fb5", "#d9822b", "#2f9e77", "#b5519b", "#c9a227", "#5b57b8", "#3aa3c2", "#c44e52", "#8a8f98")
-BLOCKS = " ▏▎▍▌▋▊▉█"
+Bin = Mapping[str, int]  # from, to, documents
+Panel = tuple[int, str]  # height in pixels, SVG
 
+_WIDTH, _MARGIN = 720, 32
+_INNER = _WIDTH - 2 * _MARGIN
+_AXIS_WIDTH, _PLOT_HEIGHT = 52, 190
+_BASELINE = 40 + _PLOT_HEIGHT
+_MAX_LANGUAGES, _LEGEND_COLUMNS = 8, 5
+_COLOURS = ("#2f6fb5", "#d9822b", "#2f9e77", "#b5519b", "#c9a227", "#5b57b8", "#3aa3c2", "#c44e52", "#8a8f98")
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+_FIGURES = {
+    "documents": "documents", "tokens": "tokens", "trained_tokens": "tokens trained on", "truncated": "too long",
+    "duplicates": "exact duplicates",
+}  # fmt: skip
 _STYLE = """
   text { font-family: system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", "Noto Sans CJK SC", sans-serif;
          font-size: 13px; fill: #24292f; font-variant-numeric: tabular-nums }
@@ -26,200 +31,165 @@ _STYLE = """
   .soft { fill: #5f6873; font-size: 12px } .value { font-size: 17px; font-weight: 600 }
   .track { fill: #e7eaee } .grid { stroke: #e7eaee } .axis { stroke: #a5adb6 }
   .bar { fill: #2f6fb5 } .long { fill: #d9822b }
-  .mark { stroke: #c2410c; stroke-width: 1.5; stroke-dasharray: 4 3 } .told { fill: #c2410c; font-size: 12px }
+  .mark { stroke: #c2410c; stroke-width: 1.5; stroke-dasharray: 4 3 } .label { fill: #c2410c; font-size: 12px }
   @media (prefers-color-scheme: dark) {
     text { fill: #e6e9ed } .page { fill: #14181d } .soft { fill: #9aa4af } .track { fill: #2b323a }
     .grid { stroke: #2b323a } .axis { stroke: #5f6873 } .bar { fill: #5b9bdf } .long { fill: #e59a4f }
-    .mark { stroke: #f28b54 } .told { fill: #f28b54 }
+    .mark { stroke: #f28b54 } .label { fill: #f28b54 }
   }
 """
 
 
 def report_svg(facts: Mapping[str, Any]) -> str:
-    """The whole picture. A key that is missing or empty leaves its part out."""
-    panels = [
+    """The whole plot. A key that is missing or empty leaves its panel out."""
+    title, top, body = str(facts.get("title") or "Data"), 72, ""
+    panels = (
         _figures(facts),
         _lengths(facts.get("lengths") or [], facts.get("max_length")),
         _languages(facts.get("languages") or {}),
         _fill(facts.get("fill")),
-    ]
-    return histogram_svg(str(facts.get("title") or "Data"), [panel for panel in panels if panel[0]])
-
-
-def histogram_svg(title: str, panels: Sequence[tuple[int, str]]) -> str:
-    """Panels one below the other, each a height and what is drawn in it from its own upper left corner."""
-    top, parts = 72, []
-    for height, drawn in panels:
-        parts.append(f'<g transform="translate({MARGIN} {top})">{drawn}</g>')
-        top += height + 28
+    )
+    for height, svg in panels:
+        if height:
+            body += f'<g transform="translate({_MARGIN} {top})">{svg}</g>\n'
+            top += height + 28
     return (
         '<svg xmlns="http://www.w3.org/2000/svg" role="img" '
-        f'viewBox="0 0 {WIDTH} {top}" width="{WIDTH}" height="{top}">'
-        f"<title>{_safe(title)}</title><style>{_STYLE}</style>"
-        f'<rect class="page" width="{WIDTH}" height="{top}" rx="8"/>'
-        + _text(MARGIN, 44, _shortened(title, 54), "title")
-        + "\n".join(parts)
-        + "</svg>\n"
+        f'viewBox="0 0 {_WIDTH} {top}" width="{_WIDTH}" height="{top}">'
+        f"<title>{_escape(title)}</title><style>{_STYLE}</style>"
+        f'<rect class="page" width="{_WIDTH}" height="{top}" rx="8"/>'
+        f"{_text(_MARGIN, 44, _shorten(title, 54), 'title')}{body}</svg>\n"
     )
 
 
-def histogram_text(lengths: Sequence[Mapping[str, int]], width: int = 40) -> list[str]:
-    """The same histogram for the terminal, a line a bin."""
-    counts = [_count(one) for one in lengths]
-    names = [_range(one) for one in lengths]
-    most = max(counts, default=0)
-    wide, digits = max(map(len, names), default=0), len(f"{most:,}")
-    bars = [_blocks(count / max(most, 1), width) for count in counts]
-    return [
-        f"{name:>{wide}}  {bar:<{width}}  {count:>{digits},}"
-        for name, bar, count in zip(names, bars, counts, strict=True)
-    ]
-
-
-def _figures(facts: Mapping[str, Any]) -> tuple[int, str]:
-    """The numbers, in columns."""
-    words = {"documents": "documents", "tokens": "tokens", "trained_tokens": "trained on"}
-    words |= {"truncated": "cut", "duplicates": "exact duplicates"}
-    given = [(_figure(int(facts[key])), word) for key, word in words.items() if facts.get(key) is not None]
-    step = INNER / max(len(given), 4)
-    drawn = [
-        _text(place * step, 16, value, "value") + _text(place * step, 36, word, "soft")
-        for place, (value, word) in enumerate(given)
-    ]
-    return (36 if given else 0), "".join(drawn)
-
-
-def _lengths(lengths: Sequence[Mapping[str, int]], max_length: int | None) -> tuple[int, str]:
-    if not lengths:
-        return 0, ""
-    most = max(map(_count, lengths))
-    ceiling = _round_up(most)
-    ground = 40 + PLOT
-    step = (INNER - AXIS) / len(lengths)
-    drawn = [_text(0, 14, "Documents by length in tokens", "head"), _scale(ceiling, ground)]
-    gap = min(12.0, step * 0.18)
-    for place, one in enumerate(lengths):
-        tall = PLOT * _count(one) / ceiling
-        kind = "long" if max_length and one["from"] > max_length else "bar"
-        drawn.append(
-            f'<rect class="{kind}" x="{AXIS + place * step + gap / 2:.2f}" y="{ground - tall:.2f}" '
-            f'width="{step - gap:.2f}" height="{tall:.2f}">'
-            f"<title>{_range(one)} tokens: {_count(one):,} documents</title></rect>"
-        )
-    drawn += _under(lengths, step, ground + 18)
-    if max_length:
-        drawn.append(_mark(lengths, step, max_length, ground))
-    return ground + 20, "".join(drawn)
-
-
-def _scale(ceiling: int, ground: int) -> str:
-    """Lines behind the bars, with their counts."""
+def histogram_text(bins: Sequence[Bin], width: int = 40) -> list[str]:
+    """The length histogram for the terminal, one line per bin."""
+    most = max((one["documents"] for one in bins), default=0)
+    names = [_format_range(one) for one in bins]
+    name_width, digits = max(map(len, names), default=0), len(f"{most:,}")
     lines = []
-    ticks = sorted({ceiling * part // 4 for part in range(5)} if ceiling >= 4 else set(range(ceiling + 1)))
-    for count in ticks:
-        y = ground - PLOT * count / ceiling
-        lines.append(
-            f'<line class="{"grid" if count else "axis"}" x1="{AXIS}" x2="{INNER}" y1="{y:.2f}" y2="{y:.2f}"/>'
-            + _text(AXIS - 8, y + 4, _brief(count), "soft", "end")
+    for name, one in zip(names, bins, strict=True):
+        eighths = round(one["documents"] / max(most, 1) * width * 8) or int(one["documents"] > 0)
+        bar = "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
+        lines.append(f"{name:>{name_width}}  {bar:<{width}}  {one['documents']:>{digits},}")
+    return lines
+
+
+def _figures(facts: Mapping[str, Any]) -> Panel:
+    """The counts, in columns."""
+    given = [(int(facts[key]), name) for key, name in _FIGURES.items() if facts.get(key) is not None]
+    step = _INNER / max(len(given), 4)
+    columns = ""
+    for index, (count, name) in enumerate(given):
+        value = f"{count:,}" if count < 10**9 else f"{count / 10**9:,.2f} billion"
+        columns += _text(index * step, 16, value, "value") + _text(index * step, 36, name, "soft")
+    return (36 if given else 0), columns
+
+
+def _lengths(bins: Sequence[Bin], max_length: int | None) -> Panel:
+    if not bins:
+        return 0, ""
+    top = _round_up(max(one["documents"] for one in bins))
+    step = (_INNER - _AXIS_WIDTH) / len(bins)
+    gap = min(12.0, step * 0.18)
+    svg = _text(0, 14, "Documents by length in tokens", "head")
+    for count in sorted({top * part // 4 for part in range(5)} if top >= 4 else range(top + 1)):
+        y = _BASELINE - _PLOT_HEIGHT * count / top
+        svg += (
+            f'<line class="{"grid" if count else "axis"}" x1="{_AXIS_WIDTH}" x2="{_INNER}" y1="{y:.2f}" y2="{y:.2f}"/>'
         )
-    return "".join(lines)
+        svg += _text(_AXIS_WIDTH - 8, y + 4, _abbreviate(count), "soft", "end")
+    for index, one in enumerate(bins):
+        height = _PLOT_HEIGHT * one["documents"] / top
+        svg += (
+            f'<rect class="{"long" if max_length and one["from"] > max_length else "bar"}" '
+            f'x="{_AXIS_WIDTH + index * step + gap / 2:.2f}" y="{_BASELINE - height:.2f}" '
+            f'width="{step - gap:.2f}" height="{height:.2f}">'
+            f"<title>{_format_range(one)} tokens: {one['documents']:,} documents</title></rect>"
+        )
+    names = [_abbreviate(one["to"]) for one in bins]
+    every = max(1, -(-int(max(map(len, names)) * 7.2 + 8) // max(1, int(step))))  # label every bin, or every n-th
+    for index, name in enumerate(names):
+        if (len(names) - 1 - index) % every == 0:
+            label = f"≤ {name}" if step >= 44 and every == 1 else name
+            svg += _text(_AXIS_WIDTH + (index + 0.5) * step, _BASELINE + 18, label, "soft", "middle")
+    return _BASELINE + 20, svg + (_max_length_line(bins, step, max_length) if max_length else "")
 
 
-def _under(lengths: Sequence[Mapping[str, int]], step: float, y: float) -> list[str]:
-    """The upper end of each bin, or of every second or third where there is no room."""
-    names = [_brief(one["to"]) for one in lengths]
-    every = max(1, -(-int(max(map(len, names)) * 7.2 + 8) // max(1, int(step))))
-    last = len(names) - 1
-    return [
-        _text(AXIS + (place + 0.5) * step, y, f"≤ {name}" if step >= 44 and every == 1 else name, "soft", "middle")
-        for place, name in enumerate(names)
-        if (last - place) % every == 0
-    ]
-
-
-def _mark(lengths: Sequence[Mapping[str, int]], step: float, max_length: int, ground: int) -> str:
-    """Where max_length cuts: within its bin in proportion, at the right edge when all documents are shorter."""
-    place = float(len(lengths))
-    for number, one in enumerate(lengths):
+def _max_length_line(bins: Sequence[Bin], step: float, max_length: int) -> str:
+    """Within its bin in proportion; at the right edge when all documents are shorter."""
+    position = float(len(bins))
+    for index, one in enumerate(bins):
         if max_length <= one["to"]:
             part = (max_length - one["from"] + 1) / (one["to"] - one["from"] + 1)
-            place = number + min(max(part, 0.0), 1.0)
+            position = index + min(max(part, 0.0), 1.0)
             break
-    x = AXIS + place * step
-    end = x > AXIS + (INNER - AXIS) / 2
-    label = f"max_length {max_length:,}"
-    return f'<line class="mark" x1="{x:.2f}" x2="{x:.2f}" y1="26" y2="{ground}"/>' + _text(
-        x - 6 if end else x + 6, 34, label, "told", "end" if end else "start"
-    )
+    x = _AXIS_WIDTH + position * step
+    left = x > _AXIS_WIDTH + (_INNER - _AXIS_WIDTH) / 2
+    label = _text(x - 6 if left else x + 6, 34, f"max_length {max_length:,}", "label", "end" if left else "start")
+    return f'<line class="mark" x1="{x:.2f}" x2="{x:.2f}" y1="26" y2="{_BASELINE}"/>{label}'
 
 
-def _languages(shares: Mapping[str, float]) -> tuple[int, str]:
-    """A stacked bar and its legend; what is beyond the largest goes together."""
+def _languages(shares: Mapping[str, float]) -> Panel:
+    """A stacked bar and its legend; small languages are summed up as others."""
     total = sum(shares.values())
     if total <= 0:
         return 0, ""
     ranked = sorted(((code, share / total) for code, share in shares.items() if share > 0), key=lambda one: -one[1])
-    if len(ranked) > LANGUAGES_SHOWN + 1:
-        ranked = [*ranked[:LANGUAGES_SHOWN], ("others", sum(share for _, share in ranked[LANGUAGES_SHOWN:]))]
-    drawn, x = [_text(0, 14, "Languages", "head")], 0.0
-    for (code, share), colour in zip(ranked, COLOURS, strict=False):
-        drawn.append(
-            f'<rect class="share" x="{x:.2f}" y="28" width="{share * INNER:.2f}" height="22" fill="{colour}">'
-            f"<title>{_safe(code)} {_percent(share)}</title></rect>"
+    if len(ranked) > _MAX_LANGUAGES + 1:
+        ranked = [*ranked[:_MAX_LANGUAGES], ("others", sum(share for _, share in ranked[_MAX_LANGUAGES:]))]
+    svg, x = _text(0, 14, "Languages", "head"), 0.0
+    for index, ((code, share), colour) in enumerate(zip(ranked, _COLOURS, strict=False)):
+        label = f"{'unknown' if code == '?' else _shorten(code, 9)} {_percent(share)}"
+        left, y = index % _LEGEND_COLUMNS * _INNER / _LEGEND_COLUMNS, 74 + index // _LEGEND_COLUMNS * 22
+        svg += (
+            f'<rect class="share" x="{x:.2f}" y="28" width="{share * _INNER:.2f}" height="22" fill="{colour}">'
+            f"<title>{_escape(code)} {_percent(share)}</title></rect>"
+            f'<rect x="{left:.2f}" y="{y - 10}" width="11" height="11" rx="2" fill="{colour}"/>'
+            f"{_text(left + 18, y, label)}"
         )
-        x += share * INNER
-    across = 5
-    for place, ((code, share), colour) in enumerate(zip(ranked, COLOURS, strict=False)):
-        left, y = place % across * INNER / across, 74 + place // across * 22
-        drawn.append(f'<rect x="{left:.2f}" y="{y - 10}" width="11" height="11" rx="2" fill="{colour}"/>')
-        name = "not told" if code == "?" else _shortened(code, 9)
-        drawn.append(_text(left + 18, y, f"{name} {_percent(share)}"))
-    return 74 + (len(ranked) - 1) // across * 22 + 4, "".join(drawn)
+        x += share * _INNER
+    return 74 + (len(ranked) - 1) // _LEGEND_COLUMNS * 22 + 4, svg
 
 
-def _fill(fill: float | None) -> tuple[int, str]:
+def _fill(fill: float | None) -> Panel:
     if fill is None:
         return 0, ""
     share = min(max(float(fill), 0.0), 1.0)
     return 46, (
         _text(0, 14, "Rows filled with tokens", "head")
-        + _text(INNER, 14, _percent(share), "", "end")
-        + f'<rect class="track" y="28" width="{INNER}" height="14" rx="3"/>'
-        + f'<rect class="bar" y="28" width="{share * INNER:.2f}" height="14" rx="3"/>'
+        + _text(_INNER, 14, _percent(share), "", "end")
+        + f'<rect class="track" y="28" width="{_INNER}" height="14" rx="3"/>'
+        + f'<rect class="bar" y="28" width="{share * _INNER:.2f}" height="14" rx="3"/>'
     )
 
 
-def _text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
-    look = f' class="{kind}"' if kind else ""
-    side = f' text-anchor="{anchor}"' if anchor != "start" else ""
-    return f'<text x="{x:.2f}" y="{y:.2f}"{look}{side}>{_safe(words)}</text>'
+def _text(x: float, y: float, text: str, style: str = "", anchor: str = "start") -> str:
+    attributes = (f' class="{style}"' if style else "") + (f' text-anchor="{anchor}"' if anchor != "start" else "")
+    return f'<text x="{x:.2f}" y="{y:.2f}"{attributes}>{_escape(text)}</text>'
 
 
-def _safe(words: str) -> str:
-    """Escaped, and without the control characters that XML cannot hold."""
-    return escape("".join(c if c.isprintable() else " " for c in words))
+def _escape(text: str) -> str:
+    """Without the control characters that XML cannot hold."""
+    return escape("".join(c if c.isprintable() else " " for c in text))
 
 
-def _shortened(words: str, most: int) -> str:
-    """No wider than `most` letters; a wide character takes the room of almost two."""
-    room = float(most)
-    for place, character in enumerate(words):
-        room -= 1.8 if east_asian_width(character) in "WF" else 1
-        if room < 0:
-            return words[: max(place - 1, 0)] + "…"
-    return words
+def _shorten(text: str, most: int) -> str:
+    """At most `most` letters wide; a wide character counts as 1.8."""
+    left = float(most)
+    for index, character in enumerate(text):
+        left -= 1.8 if east_asian_width(character) in "WF" else 1
+        if left < 0:
+            return text[: max(index - 1, 0)] + "…"
+    return text
 
 
-def _count(one: Mapping[str, int]) -> int:
-    return int(one["documents"])
-
-
-def _range(one: Mapping[str, int]) -> str:
+def _format_range(one: Bin) -> str:
     return f"{one['from']:,}–{one['to']:,}" if one["from"] != one["to"] else f"{one['to']:,}"
 
 
-def _brief(number: int) -> str:
-    """Powers of two as people say them (2048 is 2k), other large numbers with separators or in millions."""
+def _abbreviate(number: int) -> str:
+    """Powers of two in units of 1,024 (2048 is 2k); other large numbers with separators or in millions."""
     for size, letter in ((2**20, "M"), (2**10, "k")):
         if number >= size and number % size == 0 and number & (number - 1) == 0:
             return f"{number // size}{letter}"
@@ -229,12 +199,8 @@ def _brief(number: int) -> str:
     return f"{number:,}"
 
 
-def _figure(number: int) -> str:
-    return f"{number:,}" if number < 10**9 else f"{number / 10**9:,.2f} billion"
-
-
 def _round_up(number: int) -> int:
-    """The next number with one round digit, so that the scale reads well."""
+    """The top of the count axis: divisible by 4, with few digits."""
     if number <= 4:
         return max(number, 1)
     size = 10 ** (len(str(number)) - 1)
@@ -246,11 +212,3 @@ def _round_up(number: int) -> int:
 
 def _percent(share: float) -> str:
     return f"{share:.1%}" if share >= 0.001 else "< 0.1%"
-
-
-def _blocks(share: float, width: int) -> str:
-    """A bar in eighths of a character; something, where there is something."""
-    eighths = round(share * width * 8)
-    if share > 0:
-        eighths = max(eighths, 1)
-    return "█" * (eighths // 8) + (BLOCKS[eighths % 8] if eighths % 8 else "")
