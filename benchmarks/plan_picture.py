@@ -62,7 +62,7 @@ def shorten(lines: list[str]) -> list[str]:
 def _row(number: int, line: str) -> str:
     """One line; runs of non-space text are placed one by one, since fonts differ in the width of a character."""
     y = BAR + LINE * number + SIZE
-    color = PROMPT if number == 0 else TEXT
+    color = PROMPT if number == 0 else DIM if line == "…" else TEXT
     parts, column, start, text = [], 0, 0, ""
     for character in f"{line} ":
         if character == " ":

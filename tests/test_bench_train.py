@@ -11,6 +11,7 @@ import pytest
 from benchmarks.peers.harness import padded
 
 from conftest import sojourn
+from sojourn.bench import peers
 from sojourn.bench.train import measure as measuring
 from sojourn.bench.train.compare import best_against_peer, compare, format_row
 from sojourn.bench.train.measure import failure_reason, make_bench, measure
@@ -207,6 +208,15 @@ def test_a_machine_measures_what_it_has_room_for():
     assert {"pretrain-110m", "pretrain-875m", "full-1.5b", "lora-7b", "full-7b"} < {
         one.name for one in default_workloads(139 * GIB)
     }
+
+
+def test_an_installed_package_measures_our_rows_alone(monkeypatch):
+    monkeypatch.setattr(peers, "__file__", "/somewhere/lib/python3/site-packages/sojourn/bench/peers.py")
+    for workload in WORKLOADS.values():
+        assert {row.runner for row in bench_rows(workload, "cuda")} == {OURS}
+    assert not make_bench(["tiny"], "", 4, None, None).peers
+    with pytest.raises(UserError, match="--peers: the scripts of other programs are in the repository"):
+        make_bench(["tiny"], "", 4, True, None)
 
 
 def test_shapes_are_as_large_as_their_names_say():

@@ -81,8 +81,8 @@ def _our_rows(workload: Workload, device: str) -> list[BenchRow]:
         step("offload", "+ offloaded AdamW instead", optimizer="adamw", offload="optimizer")
     if on_gpu and workload.method in ("pretrain", "lora"):
         step("fp8-backward", "+ FP8 in the backward", fp8="backward")
-        step("fp8-except-last-layer", "+ FP8 in the forward, but the last layer", fp8="except_last_layer")
-        step("fp8", "+ FP8 in the last layer and the LM head", fp8="on")
+        step("fp8-except-last-layer", "+ FP8 forward, except the last layer", fp8="except_last_layer")
+        step("fp8", "+ FP8 in the last layer and LM head", fp8="on")
     return rows
 
 
