@@ -24,7 +24,7 @@ CHATS = os.environ.get("CHATS", "")
 CORPUS_BYTES = 100_000_000  # more than the longest part reads
 _ADDED = {"site-packages", "dist-packages"}
 TRAIN = ("sojourn", "bench", "train", "--folder", str(FOLDER))
-PLAN = ("sojourn", "bench", "plan", "--folder", str(FOLDER), "--no-peers")
+PLAN = ("benchmarks.planner", "--folder", str(FOLDER), "--no-peers")
 TEXT_DATA = ("--data", str(FOLDER / "code.jsonl"))
 CHAT_DATA = ("--data", CHATS) if CHATS else ()
 
@@ -108,7 +108,9 @@ def main() -> None:
 
 def run(part: str, command: tuple[str, ...], result: Path) -> None:
     script = command[0].endswith(".py")
-    out = ("--out", str(result)) if command[0] == "sojourn" else (str(result),) if script else ()
+    out = (
+        ("--out", str(result)) if command[0] in ("sojourn", "benchmarks.planner") else (str(result),) if script else ()
+    )
     resumed = ("--resume", str(result)) if part == "plan" and result.is_file() else ()
     started = time.time()
     print(f"== {part}: {' '.join((*command, *out, *resumed))}", flush=True)

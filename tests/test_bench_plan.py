@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -12,22 +13,31 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from benchmarks.planner.case_files import settings_of
+from benchmarks.planner.cases import CASES, METHODS, TINY, chosen, held_out, shape_of
+from benchmarks.planner.measure import _row as _row_of
+from benchmarks.planner.measure import _task, finished, make_plan, to_run
+from benchmarks.planner.peers import COUNTS, ask_peers
+from benchmarks.planner.replan import planned
+from benchmarks.planner.report import errors, line, lines, summary
 
-from conftest import sojourn
-from sojourn.bench.plan.cases import CASES, METHODS, TINY, chosen, held_out, shape_of
-from sojourn.bench.plan.ground import settings_of
-from sojourn.bench.plan.measure import _row as _row_of
-from sojourn.bench.plan.measure import _task, finished, make_plan, to_run
-from sojourn.bench.plan.peers import COUNTS, ask_peers
-from sojourn.bench.plan.replan import planned
-from sojourn.bench.plan.report import errors, line, lines, summary
 from sojourn.catalog.gpus import find_gpu
 from sojourn.config.load import dump
 from sojourn.errors import UserError
-from sojourn.plan.calibration import Correction
-from sojourn.plan.offers import room_of
+from sojourn.resolve.device_spec import catalog_device
 
 GIB = 2**30
+ROOT = Path(__file__).parents[1]
+
+
+def _python(*args):
+    """A Python that finds benchmarks/, wherever it is started."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "src")))}
+    return subprocess.run([sys.executable, *args], capture_output=True, text=True, check=False, env=environment)
+
+
+def _planner(*args):
+    return _python("-m", "benchmarks.planner", *args)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +51,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict]
     before, out = folder / "before.json", folder / "result.json"
     before.write_text(json.dumps({"rows": [done]}), encoding="utf-8")
     words = ("--folder", str(folder), "--resume", str(before), "--out", str(out), "--no-peers", "--json")
-    said = sojourn("bench", "plan", *words)
+    said = _planner(*words)
     assert said.returncode == 0 and "4 cases measured, 1 failed, 0 not run" in said.stderr, said.stderr
     result = json.loads(said.stdout)
     assert result == json.loads(out.read_text(encoding="utf-8")) and result["versions"]["torch"]
@@ -146,9 +156,10 @@ def test_first_steps_have_the_memory_of_the_smallest_card_that_is_said_to_be_eno
     row = _row(case)
     row["planned"] = plan = planned(row)
     cap = _task(row, settings_of(case, "cuda", tmp_path), tmp_path, tmp_path, cap=True).cap
+    config = settings_of(case, "cuda", tmp_path)
     for share, fits in ((1.001, True), (0.999, False)):
         card = replace(find_gpu("H200"), usable_gib=share * (cap + plan["context"]) / GIB)
-        assert (plan["device"] <= room_of(card, Correction())) is fits
+        assert (plan["device"] <= catalog_device(config, card).memory_budget) is fits
 
 
 def test_errors_are_shares_of_what_was_measured():
@@ -164,11 +175,11 @@ def test_reading_plans_anew_and_tells_both_halves_apart(result, tmp_path):
     file.write_text(json.dumps(result), encoding="utf-8")
     code = (
         "import json, sys; from pathlib import Path\n"
-        "from sojourn.bench.plan.measure import read_again\n"
+        "from benchmarks.planner.measure import read_again\n"
         "found = read_again(Path(sys.argv[1]), False, lambda text: print(text, file=sys.stderr))\n"
         "assert 'torch' not in sys.modules\nprint(json.dumps(found['report']))"
     )
-    said = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, text=True, check=False)
+    said = _python("-c", code, str(file))
     assert said.returncode == 0, said.stderr
     report = json.loads(said.stdout)
     held, other = report["sojourn, held out"], report["sojourn, the other half"]
@@ -238,7 +249,7 @@ def _plan(**given):
         ({"words": ["lora-900b"]}, "--cases: “lora-900b”: no such case"),
         ({"folder": Path("nowhere")}, "--folder: nowhere: no such folder"),
         ({"resume": Path("nothing.json")}, "--resume: nothing.json: no such file"),
-        ({"resume": Path("bad.json")}, "--resume: bad.json: not a result of sojourn bench plan --out FILE"),
+        ({"resume": Path("bad.json")}, "--resume: bad.json: not a result of python -m benchmarks.planner --out FILE"),
     ],
 )
 def test_what_is_wrong_is_one_line(home, given, says):
@@ -249,13 +260,13 @@ def test_what_is_wrong_is_one_line(home, given, says):
 
 
 def test_reading_and_measuring_are_not_asked_for_together(home):
-    said = sojourn("bench", "plan", "--read", "some.json", "--limit", "1")
+    said = _planner("--read", "some.json", "--limit", "1")
     assert said.returncode == 2 and len(said.stderr.strip().splitlines()) == 1
     assert "--read: measures nothing; remove --resume, --cases, --limit and --draw" in said.stderr
 
 
 def test_drawing_and_choosing_are_not_asked_for_together(home):
-    said = sojourn("bench", "plan", "--draw", "3", "--limit", "1")
+    said = _planner("--draw", "3", "--limit", "1")
     assert said.returncode == 2 and said.stderr.strip().endswith("remove --cases and --limit, or --draw")
 
 

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from benchmarks.planner import child
+from benchmarks.planner.case_files import lay, settings_of
+from benchmarks.planner.cases import NEW, Case
 
-from sojourn.bench.plan import child
-from sojourn.bench.plan.cases import NEW, Case
-from sojourn.bench.plan.ground import lay, settings_of
 from sojourn.resolve.new_model import llama_spec
 from sojourn.run.folder import RunFolder
 from sojourn.train.optim.optimizers import Optimizer
@@ -37,14 +37,14 @@ def opened(tmp_path, monkeypatch):
 
 
 def test_steps_are_timed_as_the_loop_makes_them(opened, monkeypatch):
-    """The next one begun before the loss of this one is read, where the loop does so, with the same losses."""
+    """The next one speculative before the loss of this one is read, where the loop does so, with the same losses."""
     plain, ahead = opened(2), opened(2)
     batches = [plain.batches(step) for step in range(2)]
     wanted = [plain.stepper.step(batches[step % 2])[0] for step in range(5)]
     monkeypatch.setattr(Optimizer, "fuses_clipping", property(lambda self: bool(self.torch.defaults.get("fused"))))
-    begun = []
-    found = [child._step(ahead, batches[step % 2], batches[(step + 1) % 2], begun) for step in range(5)]
-    assert found == pytest.approx(wanted, rel=1e-5) and len(begun) == 1 and begun[0].part is not None
+    speculative = []
+    found = [child._step(ahead, batches[step % 2], batches[(step + 1) % 2], speculative) for step in range(5)]
+    assert found == pytest.approx(wanted, rel=1e-5) and len(speculative) == 1 and speculative[0].loss_share is not None
 
 
 def test_two_blocks_compile_what_all_blocks_need(opened, monkeypatch):

@@ -4,9 +4,10 @@ import json
 from copy import deepcopy
 from pathlib import Path
 
-from sojourn.bench.plan import fit
-from sojourn.bench.plan.cases import CASES, shape_of
-from sojourn.bench.plan.replan import planned
+from benchmarks.planner import fit
+from benchmarks.planner.cases import CASES, shape_of
+from benchmarks.planner.replan import planned
+
 from sojourn.catalog.gpus import find_gpu
 from sojourn.estimate.constants import constants
 from sojourn.estimate.step_time import step_time

@@ -9,12 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-
-from sojourn.bench.plan import child
-from sojourn.bench.plan.child import Task
-from sojourn.bench.plan.crew import Crew
-from sojourn.bench.plan.quiet import ASK, DONE, GO, LEAVE, READY, Line
-from sojourn.bench.plan.running import Need
+from benchmarks.planner import child
+from benchmarks.planner.child import Task
+from benchmarks.planner.process import Need
+from benchmarks.planner.protocol import ASK, DONE, GO, LEAVE, READY, Line
+from benchmarks.planner.worker_pool import WorkerPool
 
 _NONE = Need()
 
@@ -60,7 +59,7 @@ def run(tmp_path, monkeypatch):
         }
         told = {}
         tasks = [(task, need) for task in names.values()]
-        Crew(forks=True).run(
+        WorkerPool(forks=True).run(
             tasks, lambda task, found: told.setdefault(task.name, found["measured"]), room, jobs, limit, **named
         )
         return told
@@ -170,12 +169,14 @@ def test_memory_that_others_may_have_taken_is_asked_for_once_more_alone(run, tmp
     assert list(told) == ["other", "short"] and "failed" not in told["short"]
 
 
+ROOT = Path(__file__).parents[1]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "src")))}
 _STOPPABLE = """
 import os, sys, time
 from pathlib import Path
-from sojourn.bench.plan import child, measure
-from sojourn.bench.plan.crew import Crew
-from sojourn.bench.plan.quiet import ASK, GO
+from benchmarks.planner import child, measure
+from benchmarks.planner.worker_pool import WorkerPool
+from benchmarks.planner.protocol import ASK, GO
 
 def work(task, line):
     (folder / f"{task.name}.pid").write_text(str(os.getpid()))
@@ -188,7 +189,7 @@ def work(task, line):
     time.sleep(600)
 
 folder = Path(sys.argv[1])
-child.work, measure.make_crew = work, lambda *given: Crew(forks=True)
+child.work, measure.make_pool = work, lambda *given: WorkerPool(forks=True)
 plan = measure.make_plan(["tiny-whole,tiny-pretrain"], None, 4, 60.0, None, True, False, folder, None, None)
 measure.measure(plan, print)
 """
@@ -196,7 +197,9 @@ measure.measure(plan, print)
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_however_the_command_ends_no_case_is_left(tmp_path, number):
-    with subprocess.Popen([sys.executable, "-c", _STOPPABLE, str(tmp_path)], stderr=subprocess.DEVNULL) as command:
+    with subprocess.Popen(
+        [sys.executable, "-c", _STOPPABLE, str(tmp_path)], stderr=subprocess.DEVNULL, env=ENVIRONMENT
+    ) as command:
         _wait(tmp_path / "quiet")
         pids = {path.stem: int(path.read_text()) for path in tmp_path.glob("*.pid")}
         assert _state(pids["tiny-pretrain"]) == "T" != _state(pids["tiny-whole"])
@@ -211,10 +214,10 @@ def test_however_the_command_ends_no_case_is_left(tmp_path, number):
 _SPAWNED = """
 import sys
 from pathlib import Path
-from sojourn.bench.plan import measure
-from sojourn.bench.plan.crew import Crew
+from benchmarks.planner import measure
+from benchmarks.planner.worker_pool import WorkerPool
 
-measure.make_crew = lambda *given: Crew(forks=False, why="a test")
+measure.make_pool = lambda *given: WorkerPool(forks=False, why="a test")
 plan = measure.make_plan(["tiny-pretrain"], None, 4, 60.0, None, True, False, Path(sys.argv[1]), None, None)
 row = measure.measure(plan, print)["rows"][0]["measured"]
 assert row["step_seconds"] > 0 and row["quiet"] > 0, row
@@ -222,5 +225,7 @@ assert row["step_seconds"] > 0 and row["quiet"] > 0, row
 
 
 def test_where_forking_is_not_possible_a_case_starts_a_python_of_its_own(tmp_path):
-    said = subprocess.run([sys.executable, "-c", _SPAWNED, str(tmp_path)], capture_output=True, text=True, check=False)
+    said = subprocess.run(
+        [sys.executable, "-c", _SPAWNED, str(tmp_path)], capture_output=True, text=True, check=False, env=ENVIRONMENT
+    )
     assert said.returncode == 0 and "each case starts a Python of its own" in said.stdout, said.stderr

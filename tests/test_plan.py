@@ -8,11 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from benchmarks.planner.fit import main as fit_command
+from benchmarks.planner.measure import read_again
+from benchmarks.planner.replan import planned
 
 from conftest import called
-from sojourn.bench.plan.fit import main as fit_command
-from sojourn.bench.plan.measure import read_again
-from sojourn.bench.plan.replan import planned
 from sojourn.catalog.gpus import find_gpu
 from sojourn.catalog.models import find_model
 from sojourn.catalog.platforms import platforms

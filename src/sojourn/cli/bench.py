@@ -50,7 +50,7 @@ def bench_prepare(
     from sojourn.bench.prepare import make_bench, measure
 
     folder = folder or Path(gettempdir())
-    _report(lambda echo: measure(make_bench(size, flat, tokenizer, workers, peer, folder), echo), json, out)
+    print_measurement(lambda echo: measure(make_bench(size, flat, tokenizer, workers, peer, folder), echo), json, out)
 
 
 @bench_app.command("train")
@@ -106,61 +106,12 @@ def bench_train(
         if engines is not None:
             raise UserError("--engines: needs --gpus, such as --gpus 0,1 or --gpus all")
         options = (workload or [], rows, steps, peers, folder, peer_steps, data, out, overrides or [])
-        _report(lambda echo: measure.measure(measure.make_bench(*options), echo), json, out)
+        print_measurement(lambda echo: measure.measure(measure.make_bench(*options), echo), json, out)
         return
     if overrides:
         raise UserError(f"{overrides[0]}: not with --gpus, which measures the workload as it is; remove one of the two")
     scaling_options = (workload or [], rows, steps, folder, gpus, engines or "ddp,fsdp", data, out)
-    _report(lambda echo: scaling.measure(scaling.make_scaling(*scaling_options), echo), json, out)
-
-
-@bench_app.command("plan")
-def bench_plan(
-    cases: Annotated[
-        list[str] | None, typer.Option(help="Only these, by name or a part of it (lora, 7b, …), with commas.")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many of them.")] = None,
-    draw: Annotated[
-        int | None, typer.Option(min=1, help="So many runs drawn at random instead, to which nothing was ever fitted.")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of --draw: the same runs each time.")] = 0,
-    jobs: Annotated[int, typer.Option(min=1, max=64, help="Runs at once, if their memory allows.")] = 12,
-    skip_capped: Annotated[
-        bool, typer.Option("--skip-capped", help="Let first steps have more memory than is planned.")
-    ] = False,
-    seconds: Annotated[
-        float, typer.Option(min=1, max=3600, help="A run that takes longer is ended; waiting does not count.")
-    ] = 180.0,
-    within: Annotated[
-        float | None, typer.Option(min=1, help="After so many seconds no further run begins; --resume goes on later.")
-    ] = None,
-    read: Annotated[
-        Path | None, typer.Option(help="Measure nothing: plan what this result has measured anew, without a GPU.")
-    ] = None,
-    resume: Annotated[Path | None, typer.Option(help="Go on with this result; what it has is kept.")] = None,
-    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Ask other programs for the same runs.")] = True,
-    folder: Annotated[
-        Path | None,
-        typer.Option(help="Where to work and to keep what was compiled for the next call; by default nothing is kept."),
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON; lines go to standard error.")] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="Write the result as JSON to this file, after every run already.")
-    ] = None,
-) -> None:
-    """How right `sojourn plan` is: real steps of many runs against what was planned, and against other estimates."""
-    from sojourn.bench.plan.measure import make_plan, measure, read_again
-    from sojourn.errors import UserError
-
-    if read is not None:
-        if resume is not None or cases or limit or draw:
-            raise UserError("--read: measures nothing; remove --resume, --cases, --limit and --draw, or --read")
-        _report(lambda say: read_again(read, peers, say), json, out)
-        return
-    if draw is not None and (cases or limit):
-        raise UserError("--draw: draws its own runs; remove --cases and --limit, or --draw")
-    asked = (cases or [], limit, jobs, seconds, within, not skip_capped, peers, folder, out, resume, draw, seed)
-    _report(lambda say: measure(make_plan(*asked), say), json, out)
+    print_measurement(lambda echo: scaling.measure(scaling.make_scaling(*scaling_options), echo), json, out)
 
 
 @bench_app.command("save")
@@ -183,10 +134,10 @@ def bench_save(
     """The cost of checkpoints: how long training waits, what it loses in all, how much later a resumed run starts."""
     from sojourn.bench.save import make_bench, measure
 
-    _report(lambda echo: measure(make_bench(workload or [], saves, every, folder, runs), echo), json, out)
+    print_measurement(lambda echo: measure(make_bench(workload or [], saves, every, folder, runs), echo), json, out)
 
 
-def _report(measure: Callable[[Callable[[str], None]], dict[str, Any]], json: bool, out: Path | None) -> None:
+def print_measurement(measure: Callable[[Callable[[str], None]], dict[str, Any]], json: bool, out: Path | None) -> None:
     """Checks --out first, then measures, prints and writes the result."""
     from json import dumps
 

@@ -1,4 +1,4 @@
-"""The figures of the model that come from measurements, read from fit.toml, which bench/plan/fit.py writes."""
+"""The figures of the model that come from measurements, read from fit.toml, which benchmarks/planner/fit.py writes."""
 
 from __future__ import annotations
 

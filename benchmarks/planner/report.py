@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from sojourn.bench.plan.peers import COLUMN, COUNTS
-from sojourn.bench.plan.replan import Row
+from benchmarks.planner.peers import COLUMN, COUNTS
+from benchmarks.planner.replan import Row
 
 _GIB = 2**30
 _WORST = 6

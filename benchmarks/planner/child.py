@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sojourn.bench.plan.opening import shorten_opening
-from sojourn.bench.plan.phases import phases
-from sojourn.bench.plan.quiet import ASK, DONE, GO, LEAVE, OPENED, READY, Line, die_with, wait_for_calm
+from benchmarks.planner.fast_opening import shorten_opening
+from benchmarks.planner.phases import phases
+from benchmarks.planner.protocol import ASK, DONE, GO, LEAVE, OPENED, READY, Line, die_with, wait_for_calm
 from sojourn.config.load import dump
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
@@ -191,11 +191,11 @@ def _begin_anew(device: str) -> None:
 def _timed(session: Any, batches: list[Any]) -> tuple[list[float], float]:
     """Seconds from the end of one step to the end of the next, as the loop has them: a step ends when its loss is read.
     Rows are read before, as the loop reads them ahead."""
-    count, times, begun = 0, list[float](), list[Any]()
+    count, times, speculative = 0, list[float](), list[Any]()
     began = last = time.perf_counter()
     warm = False
     while True:
-        loss = _step(session, batches[count % 2], batches[(count + 1) % 2], begun)
+        loss = _step(session, batches[count % 2], batches[(count + 1) % 2], speculative)
         now, count = time.perf_counter(), count + 1
         enough = _WARM if session.stepper.is_settled else _RECORDED
         if warm:
@@ -222,17 +222,17 @@ def _cpu_us(device: str) -> float:
     return 1e6 * statistics.median(times) / _OPERATIONS
 
 
-def _step(session: Any, now: list[Any], then: list[Any], begun: list[Any]) -> float:
-    """The loss. What has been begun of a step before the last one's loss was read, is
-    taken out of `begun`, so that nothing of it is held when its passes are over."""
+def _step(session: Any, now: list[Any], then: list[Any], speculative: list[Any]) -> float:
+    """The loss of a step, as the loop computes it: the next step's first forward is launched before this loss is read.
+    `speculative` holds it until then."""
     from sojourn.train.step import SpeculativeStep
 
     stepper = session.stepper
     if session.config.advanced.async_step == "off" or not stepper.engine.supports_async_step:
         return float(stepper.step(now)[0])
-    answer = stepper.update_if_good(stepper.launch_gradients(now, begun.pop() if begun else None), math.inf)
+    answer = stepper.update_if_good(stepper.launch_gradients(now, speculative.pop() if speculative else None), math.inf)
     part = None if stepper.network.has_dropout else stepper.speculative_forward(then)
-    begun.append(SpeculativeStep(0, then, 0.0, stepper.batcher.micro_batch, part))
+    speculative.append(SpeculativeStep(0, then, 0.0, stepper.batcher.micro_batch, part))
     return float(answer.read()[0])
 
 

@@ -107,7 +107,7 @@ def fitted(points: dict[str, Any]) -> str:
     peak, matmul = 1e12 * float(card.bf16_tflops or 0), _matmul(points["matmul"], 1e12 * float(card.bf16_tflops or 0))
     attention = _attention(points["attention"], peak)
     lines = [
-        "# Written by `python -m sojourn.bench.plan.fit`; change that, or the measurements, not this file.",
+        "# Written by `python -m benchmarks.planner.fit`; change that, or the measurements, not this file.",
         f"# Measurements: {points['device']}, {points['date']}, torch {points['versions']['torch']}.",
         "",
         "[matmul]",

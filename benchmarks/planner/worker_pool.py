@@ -17,10 +17,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from sojourn.bench.plan import child
-from sojourn.bench.plan.child import Found, Task
-from sojourn.bench.plan.quiet import ASK, OPENED, Line, die_with
-from sojourn.bench.plan.running import PAUSE, Need, Running, take_turn
+from benchmarks.planner import child
+from benchmarks.planner.child import Found, Task
+from benchmarks.planner.process import PAUSE, Need, Running, take_turn
+from benchmarks.planner.protocol import ASK, OPENED, Line, die_with
 
 _HEAVY = (
     "torch", "transformers", "transformers.models.llama.modeling_llama", "transformers.models.qwen2.modeling_qwen2",
@@ -32,7 +32,7 @@ _COMPILER = ("torch._dynamo", "torch._inductor.compile_fx", "triton")
 _PROBE = 60.0
 
 
-def make_crew(device: str, capability: tuple[int, int] | None, compiled: Path, adapters: bool) -> Crew:
+def make_pool(device: str, capability: tuple[int, int] | None, compiled: Path, adapters: bool) -> WorkerPool:
     """`adapters`: whether any case has them."""
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else asking for a GPU already begins to use it
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compiled)
@@ -41,12 +41,12 @@ def make_crew(device: str, capability: tuple[int, int] | None, compiled: Path, a
     spoilt = _load(capability, [*_HEAVY, *(["peft"] if adapters else []), *(_COMPILER if device == "cuda" else ())])
     gc.freeze()  # no case need look through what was imported when it frees memory
     if device != "cuda" or (spoilt is None and _fork_reaches_gpu()):
-        return Crew(forks=True)
-    return Crew(forks=False, why=f"{spoilt} has begun to use it" if spoilt else "as it says above")
+        return WorkerPool(forks=True)
+    return WorkerPool(forks=False, why=f"{spoilt} has begun to use it" if spoilt else "as it says above")
 
 
 @dataclass(frozen=True)
-class Crew:
+class WorkerPool:
     """`forks`: whether cases are forked; where forking spoils the GPU, each starts a Python of its own."""
 
     forks: bool
@@ -58,7 +58,7 @@ class Crew:
         with theirs:
             if self.forks:
                 return Running(self._fork(task, theirs), task, ours, need)
-            command = [sys.executable, "-c", "from sojourn.bench.plan.child import main; main()",
+            command = [sys.executable, "-c", "from benchmarks.planner.child import main; main()",
                        str(child.task_file(task)), str(theirs.fileno()), str(os.getpid())]  # fmt: skip
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
             fds = (theirs.fileno(),)

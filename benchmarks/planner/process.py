@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from socket import socket
 
-from sojourn.bench.plan.child import Task
-from sojourn.bench.plan.quiet import ASK, DONE, GO, LEAVE, READY
+from benchmarks.planner.child import Task
+from benchmarks.planner.protocol import ASK, DONE, GO, LEAVE, READY
 
 PAUSE = 0.02
 _TURN = 60.0  # seconds that the others wait for one at most

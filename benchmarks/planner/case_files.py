@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sojourn.bench.plan.cases import Case, shape_of, sizes
+from benchmarks.planner.cases import Case, shape_of, sizes
 from sojourn.catalog.models import ModelSpec
 from sojourn.config.schema import RunConfig
 

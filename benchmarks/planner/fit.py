@@ -1,9 +1,9 @@
 """Writes estimate/fit.toml anew: curves from single kernels, then what only whole steps can tell.
 
-    python -m sojourn.bench.plan.fit KERNELS.json PLAN.json… [OUT.toml]
+    python -m benchmarks.planner.fit KERNELS.json PLAN.json… [OUT.toml]
 
-PLAN.json are results of `sojourn bench plan --out`. Of the cases that were chosen only the half that is not held out is
-looked at; of runs that were drawn, all: those of another seed are left to tell how good the fit is.
+PLAN.json are results of `python -m benchmarks.planner --out`. Of the named cases only the half that is not held out is
+fitted to; of runs drawn at random, all: those of another seed show how good the fit is.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from sojourn.bench.plan.cases import DRAWN
-from sojourn.bench.plan.curves import fitted
-from sojourn.bench.plan.replan import cpu_of_row, workload_of_row
+from benchmarks.planner.cases import DRAWN
+from benchmarks.planner.kernel_curves import fitted
+from benchmarks.planner.replan import cpu_of_row, workload_of_row
 from sojourn.catalog.gpus import Gpu, find_gpu
 from sojourn.estimate.constants import constants, read
 from sojourn.estimate.step_time import step_time
@@ -95,7 +95,7 @@ def written(text: str, changes: dict[tuple[str, str], float], count: int) -> str
         name = line.partition(" = ")[0]
         value = changes.get((section, name))
         lines.append(line if value is None else re.sub(r"= [^ ]+", f"= {value:.6g}", line, count=1))
-    lines.insert(2, f"# Then adjusted to {count} whole steps of `sojourn bench plan`.")
+    lines.insert(2, f"# Then adjusted to {count} whole steps of `python -m benchmarks.planner`.")
     return "\n".join(lines) + "\n"
 
 

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from itertools import count, islice
 
-from sojourn.bench.plan.cases import DRAWN, METHODS, NEW, TINY, Case
+from benchmarks.planner.cases import DRAWN, METHODS, NEW, TINY, Case
 
 _LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384)
 _TOKENS = 32_768  # of a pass

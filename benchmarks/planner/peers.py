@@ -8,8 +8,8 @@ from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
 
-from sojourn.bench.plan.cases import sizes
-from sojourn.bench.plan.replan import Row, workload_of_row
+from benchmarks.planner.cases import sizes
+from benchmarks.planner.replan import Row, workload_of_row
 from sojourn.estimate.workload import LINEAR, Workload
 from sojourn.train.metrics.environment import version_of
 

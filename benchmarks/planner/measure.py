@@ -19,15 +19,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from sojourn.bench.plan.cases import Case, chosen, is_held_out, shape_of
-from sojourn.bench.plan.child import Task
-from sojourn.bench.plan.crew import make_crew
-from sojourn.bench.plan.draw import drawn
-from sojourn.bench.plan.ground import lay, settings_of
-from sojourn.bench.plan.peers import ask_peers
-from sojourn.bench.plan.replan import Row, planned
-from sojourn.bench.plan.report import line, lines, summary
-from sojourn.bench.plan.running import Need
+from benchmarks.planner.case_files import lay, settings_of
+from benchmarks.planner.cases import Case, chosen, is_held_out, shape_of
+from benchmarks.planner.child import Task
+from benchmarks.planner.peers import ask_peers
+from benchmarks.planner.process import Need
+from benchmarks.planner.random_cases import drawn
+from benchmarks.planner.replan import Row, planned
+from benchmarks.planner.report import line, lines, summary
+from benchmarks.planner.worker_pool import make_pool
 from sojourn.bench.train.measure import describe_environment
 from sojourn.config.load import dump
 from sojourn.config.schema import RunConfig
@@ -98,9 +98,9 @@ def _measure(plan: Plan, folder: Path, say: Say) -> dict[str, Any]:
     until = time.monotonic() + plan.within
     signal.signal(signal.SIGTERM, lambda *given: sys.exit(1))  # so that no case is left behind
     adapters = any(case.method in ("lora", "qlora") for case in plan.cases)
-    crew = make_crew(plan.device, plan.capability, folder / "compiled", adapters)
-    if not crew.forks:
-        say(f"note: a forked process cannot use the GPU ({crew.why}), so that each case starts a Python of its own")
+    pool = make_pool(plan.device, plan.capability, folder / "compiled", adapters)
+    if not pool.forks:
+        say(f"note: a forked process cannot use the GPU ({pool.why}), so that each case starts a Python of its own")
     result: dict[str, Any] = {**describe_environment(plan.device), "rows": []}
     configs = {case.name: settings_of(case, plan.device, folder) for case in plan.cases}
     rows = {case.name: plan.before.get(case.name) or _row(plan, case, dump(configs[case.name])) for case in plan.cases}
@@ -125,7 +125,7 @@ def _measure(plan: Plan, folder: Path, say: Say) -> dict[str, Any]:
 
     say(f"{len(tasks)} cases, up to {plan.jobs} at once, one of them timed while the others stand still:")
     room = int(_ROOM * plan.memory) if plan.device == "cuda" else sum(need.most for _, need in tasks)
-    crew.run(tasks, tell, room, plan.jobs, plan.limit, until)
+    pool.run(tasks, tell, room, plan.jobs, plan.limit, until)
     return finished(result, plan.peers, say)
 
 
@@ -156,7 +156,7 @@ def read_result(path: Path, flag: str) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{flag}: {path}: no such file")
     if not isinstance(found, dict) or not all("shape" in row for row in found.get("rows", [{}])):
-        raise UserError(f"{flag}: {path}: not a result of sojourn bench plan --out FILE")
+        raise UserError(f"{flag}: {path}: not a result of python -m benchmarks.planner --out FILE")
     return found
 
 
