@@ -28,7 +28,7 @@ PLAN = ("benchmarks.planner", "--folder", str(FOLDER), "--no-peers")
 TEXT_DATA = ("--data", str(FOLDER / "code.jsonl"))
 CHAT_DATA = ("--data", CHATS) if CHATS else ()
 
-TESTS = ("tests/test_cuda_graphs.py", "tests/test_loss.py", "tests/test_fast.py", "tests/test_async_step.py")
+TESTS = ("tests/test_cuda_graphs.py", "tests/test_loss.py", "tests/test_fused_forwards.py", "tests/test_async_step.py")
 OUR_ROWS = "bf16,chunked,fused,compile,async-step,graphs,fp8,nanogpt"
 ADAPTER_ROWS = "async-step,full,liger-no-checkpointing"
 LOSS_CURVE = ("--no-peers", "log.every_steps=1", "train.schedule=cosine", "train.warmup=100")

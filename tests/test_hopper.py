@@ -1,5 +1,5 @@
-"""Blocks by kernels for Hopper compute what torch computes. The kernels themselves need such a card; what we make of
-them, norms that are put off above all, is tried everywhere, with torch in their place."""
+"""Decoder layers with Hopper kernels compute what torch computes. The kernels themselves need a Hopper GPU; our use of
+them, above all the RMSNorm after its matmul, is tested everywhere with torch in their place."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,8 +17,7 @@ from sojourn.machine.probe_software import importable
 from sojourn.model.activation_checkpointing import apply_activation_checkpointing
 from sojourn.model.attention import AttentionParams, attend
 from sojourn.model.kernels import fused_forwards as forwards
-from sojourn.model.kernels import hopper
-from sojourn.model.kernels import smoke_test as trial
+from sojourn.model.kernels import hopper, smoke_test
 from sojourn.model.layout import make_layout
 from sojourn.model.network import wrap_model
 from sojourn.resolve.device_spec import HOPPER_PACKAGES, DeviceSpec
@@ -37,71 +36,73 @@ needs_hopper = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def _no_kernels():
     yield
-    trial.forget_kernels()
+    smoke_test.disable_hopper_kernels()
 
 
-def _gates(pairs):
+def _gate_and_up(pairs):
     return pairs.unflatten(-1, (-1, 2)).unbind(-1)
 
 
 class ByTorch:
-    """The products of `hopper._products`, each followed by what it is to do as it writes."""
+    """The GEMMs of `hopper._gemms` by torch, each with its epilogue."""
 
-    square = wide = large = None
+    tile_128x128 = tile_128x192 = tile_128x256 = None
 
     def __init__(self):
-        self.asked = []
+        self.called = []
 
-    def _product(self, name, a, b, config, tuned):
-        self.asked.append(name)
+    def _gemm(self, name, a, b, config, tuned):
+        self.called.append(name)
         assert tuned is False
         return (a.float() @ b.float()).to(torch.float32)
 
     def add(self, a, b, c, out, **how):
-        out["D"].copy_(self._product("add", a, b, **how) + c)
+        out["D"].copy_(self._gemm("add", a, b, **how) + c)
 
     def add_and_square(self, a, b, c, out, **how):
-        summed = self._product("add_and_square", a, b, **how) + c
+        summed = self._gemm("add_and_square", a, b, **how) + c
         out["D"].copy_(summed)
         return {"squares": summed.square().sum(-1)[None]}
 
-    def gate(self, a, b, out, root, **how):
-        made = self._product("gate", a, b, **how) * root[0][:, None]
-        one, other = _gates(made)
+    def scale_and_swiglu(self, a, b, out, row_scale, **how):
+        made = self._gemm("scale_and_swiglu", a, b, **how) * row_scale[0][:, None]
+        one, other = _gate_and_up(made)
         out["D"].copy_(made)
-        out["gated"].copy_(F.silu(one) * other)
+        out["activated"].copy_(F.silu(one) * other)
 
-    def gate_back(self, a, b, c, out, root, **how):
-        made = self._product("gate_back", a, b, **how)
+    def swiglu_backward(self, a, b, c, out, row_scale, **how):
+        made = self._gemm("swiglu_backward", a, b, **how)
         with torch.enable_grad():
             pairs = c.float().detach().requires_grad_()
-            one, other = _gates(pairs)
+            one, other = _gate_and_up(pairs)
             (grad,) = torch.autograd.grad(F.silu(one) * other, pairs, made)
-        out["D"].copy_(grad * root[0][:, None])
+        out["D"].copy_(grad * row_scale[0][:, None])
         return {"dots": (grad * pairs.detach()).sum(-1)[None]}
 
-    def norm_back(self, a, b, c, out, other, by, **how):
-        out["D"].copy_(self._product("norm_back", a, b, **how) + c + other * by[0][:, None])
+    def rms_norm_backward(self, a, b, c, out, other, factor, **how):
+        out["D"].copy_(self._gemm("rms_norm_backward", a, b, **how) + c + other * factor[0][:, None])
 
 
 @pytest.fixture
 def by_torch(monkeypatch):
     products = ByTorch()
-    monkeypatch.setattr(hopper, "_products", lambda: products)
-    monkeypatch.setattr(hopper.Kernels, "products", True)
+    monkeypatch.setattr(hopper, "_gemms", lambda: products)
+    monkeypatch.setattr(hopper.HopperKernels, "gemm", True)
     return products
 
 
-def _apart(one, other) -> float:
+def _relative_error(one, other) -> float:
     return float((one.detach().double() - other.detach().double()).norm() / other.detach().double().norm())
 
 
-def test_a_norm_that_is_put_off_changes_nothing_forward_or_back(by_torch):
+def test_rms_norm_after_the_matmul_changes_nothing_forward_or_backward(by_torch):
     torch.manual_seed(0)
-    given = [one.requires_grad_() for one in trial._rest_given()]
-    found, wanted = (trial._with_gradients(way, given) for way in (trial._rest, trial._rest_by_torch))
-    assert [_apart(*both) < 1e-5 for both in zip(found, wanted, strict=True)] == [True] * 6
-    assert by_torch.asked == ["add_and_square", "gate", "add", "gate_back", "norm_back"]
+    given = [one.requires_grad_() for one in smoke_test._mlp_inputs()]
+    found, wanted = (
+        smoke_test._output_and_gradients(way, given) for way in (smoke_test._mlp, smoke_test._mlp_by_torch)
+    )
+    assert [_relative_error(*both) < 1e-5 for both in zip(found, wanted, strict=True)] == [True] * 6
+    assert by_torch.called == ["add_and_square", "scale_and_swiglu", "add", "swiglu_backward", "rms_norm_backward"]
 
 
 def _loss_and_gradients(network, batch):
@@ -122,7 +123,7 @@ def _network(family):
     model = _model(family, 64, 16, num_hidden_layers=2, num_key_value_heads=2, sliding_window=None)
     for name, one in model.named_parameters():
         if "norm" in name:
-            torch.nn.init.uniform_(one, 0.5, 1.5)  # so that a weight that is forgotten shows
+            torch.nn.init.uniform_(one, 0.5, 1.5)  # so that a forgotten weight shows
     network = wrap_model(model, "sdpa", torch.bfloat16)
     forwards.apply_fused_forwards(network.base_model)
     return network
@@ -134,54 +135,58 @@ def _batch():
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
-def test_blocks_are_the_same_with_them(family, by_torch, monkeypatch):
+def test_decoder_layers_compute_the_same_with_hopper_kernels(family, by_torch, monkeypatch):
     network = _network(family)
     found, by = _loss_and_gradients(network, _batch())
-    assert by_torch.asked.count("gate") == 2 == by_torch.asked.count("norm_back")
-    monkeypatch.setattr(hopper.Kernels, "products", False)
+    assert by_torch.called.count("scale_and_swiglu") == 2 == by_torch.called.count("rms_norm_backward")
+    monkeypatch.setattr(hopper.HopperKernels, "gemm", False)
     wanted, plain = _loss_and_gradients(network, _batch())
-    assert _apart(found, wanted) < 0.002 and max(_apart(by[name], plain[name]) for name in plain) < 0.05
-    assert by_torch.asked.count("gate") == 2
+    assert (
+        _relative_error(found, wanted) < 0.002 and max(_relative_error(by[name], plain[name]) for name in plain) < 0.05
+    )
+    assert by_torch.called.count("scale_and_swiglu") == 2
 
 
-def test_whoever_keeps_products_alone_goes_without(by_torch):
-    """Selective recomputing knows products and attention by name, and would make others again."""
-    assert "attention" in str(hopper.attention_of_heads)
+def test_selective_activation_checkpointing_goes_without_hopper_gemms(by_torch):
+    """It recognizes matmuls and attention by the names of their ops, and would recompute ours."""
+    assert "attention" in str(hopper.qkv_rope_attention)
     network = _network("llama")
     apply_activation_checkpointing(network.base_model, "selective", False)
     _loss_and_gradients(network, _batch())
-    assert not by_torch.asked
+    assert not by_torch.called
     network = _network("llama")
     apply_activation_checkpointing(network.base_model, "full", False)
     _loss_and_gradients(network, _batch())
-    assert by_torch.asked.count("gate") == 4  # and once more in the backward
+    assert by_torch.called.count("scale_and_swiglu") == 4  # and once more in the backward
 
 
 @pytest.mark.parametrize("group", [1, 3])
-def test_attention_is_tried_against_what_blocks_do(group):
+def test_the_attention_smoke_test_compares_with_what_layers_compute(group):
     torch.manual_seed(0)
-    heads = trial.Heads(16, group)
-    x, weight, bias = heads.given()
+    case = smoke_test.AttentionCase(16, group)
+    x, weight, bias = case.inputs()
     joined = F.linear(x, weight, bias).unflatten(-1, (-1, 16))
     query, key, value = joined.split([2 * group, 2, 2], 2)
     documents = np.zeros((2, 160), np.int32)
     layout = make_layout("math", documents, torch.from_numpy(documents), None, ())
-    plain = attend(*forwards._turned(query, key, *heads.angles("cpu")), value, layout, AttentionParams(16**-0.5))
-    assert _apart(heads.by_torch(x, weight, bias), plain.flatten(2)) < 1e-5
+    plain = attend(*forwards._apply_rope(query, key, *case.cos_sin("cpu")), value, layout, AttentionParams(16**-0.5))
+    assert _relative_error(case.by_torch(x, weight, bias), plain.flatten(2)) < 1e-5
 
 
-def test_kernels_that_fail_or_err_are_told_and_not_used(monkeypatch, capsys):
+def test_kernels_that_fail_or_raise_are_reported_and_not_used(monkeypatch, capsys):
     def ask(ours):
         given = (torch.device("cpu"), ours, lambda x: 2 * x, lambda: [torch.ones(3)])
-        return trial._tried("numpy", "products", *given)
+        return smoke_test._passes("numpy", "GEMMs", *given)
 
     assert ask(lambda x: x + x) and not capsys.readouterr().out
-    assert not ask(lambda x: 3 * x) and "numpy's products cannot be used here (they make" in capsys.readouterr().out
+    assert (
+        not ask(lambda x: 3 * x) and "numpy's GEMMs failed their smoke test (wrong results" in capsys.readouterr().out
+    )
     assert not ask(lambda x: x.missing) and "AttributeError" in capsys.readouterr().out
-    assert trial._tried("no_such_package.cute", "products", *(None,) * 4) is False and not capsys.readouterr().out
+    assert smoke_test._passes("no_such_package.cute", "GEMMs", *(None,) * 4) is False and not capsys.readouterr().out
 
 
-def test_where_they_cannot_be_the_reason_is_said():
+def test_hopper_kernels_where_they_are_unsupported_are_refused_with_the_reason():
     def settings(*words):
         return resolve_here(load_run(["tiny", *words, "train.device=cpu"]).config).config
 
@@ -212,6 +217,6 @@ def test_where_they_cannot_be_the_reason_is_said():
 
 @needs_hopper
 @pytest.mark.parametrize("size", [64, 128])
-def test_the_real_ones_make_what_torch_makes(size):
-    trial.try_kernels(_model("llama", 4 * size, size, num_hidden_layers=1).cuda())
-    assert hopper.Kernels.products and hopper.Kernels.attention
+def test_the_real_kernels_compute_what_torch_computes(size):
+    smoke_test.smoke_test_hopper_kernels(_model("llama", 4 * size, size, num_hidden_layers=1).cuda())
+    assert hopper.HopperKernels.gemm and hopper.HopperKernels.attention

@@ -85,7 +85,7 @@ def _update(monkeypatch, full):
 
 
 def _evaluation(monkeypatch, full):
-    real, calls, rows = model_loss.score, [], _rows_seen(monkeypatch)
+    real, calls, rows = model_loss.loss_and_correct, [], _rows_seen(monkeypatch)
 
     def tight(*arguments):
         calls.append(rows[-1])
@@ -93,7 +93,7 @@ def _evaluation(monkeypatch, full):
             raise _full()
         return real(*arguments)
 
-    monkeypatch.setattr(model_loss, "score", tight)
+    monkeypatch.setattr(model_loss, "loss_and_correct", tight)
     return calls
 
 

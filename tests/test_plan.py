@@ -321,13 +321,11 @@ def test_a_plan_says_where_it_depends_on_the_machine_s_cpu(home):
 def test_chunks_of_logits_are_those_of_the_real_loss():
     import torch
 
-    from sojourn.estimate import memory as planned
     from sojourn.model import loss
 
-    assert planned._CHUNK_BYTES == loss._CHUNK_BYTES and planned._LEAST_ROWS == loss._LEAST_ROWS
     head = torch.nn.Linear(64, 2000)
     work = Workload(llama_spec(64, 2, 2, 2, 192, 2000, True), device_type="cpu", precision="fp32", has_triton=False)
-    assert chunk_rows(work) == loss._chunk_rows(head, torch.zeros(1, 64))
+    assert chunk_rows(work) == loss._chunk_size(head, torch.zeros(1, 64))
 
 
 def test_the_peak_is_the_largest_moment_and_its_terms_add_up():

@@ -26,8 +26,12 @@ from sojourn.estimate.model_states import (
 )
 from sojourn.estimate.workload import Workload, layer_groups
 
-_CHUNK_BYTES = {"kernel": 2**30, "cuda": 2**28, "cpu": 2**24}  # as in model/loss.py
-_LEAST_ROWS = 256
+LOGIT_CHUNK_BYTES = {
+    "triton": 2**30,
+    "cuda": 2**28,
+    "cpu": 2**24,
+}  # of a chunk of logits in fp32; model/loss.py uses it
+MIN_CHUNK_TOKENS = 256
 _UPDATE = "optimizer's step"
 _CHANGING = ("activations", "loss", "temporary")
 SAFE = 0.97  # of the usable memory: a plan that says "fits" must be right
@@ -107,8 +111,8 @@ def _beside(work: Workload, phases: list[Phase]) -> float:
 def chunk_rows(work: Workload, trains: bool = True) -> int:
     """Target tokens whose logits exist at a time, as model/loss.py cuts them; evaluation has no kernel for them."""
     on_gpu = work.device_type == "cuda"
-    kind = "kernel" if on_gpu and work.has_triton and trains else "cpu" if work.device_type == "cpu" else "cuda"
-    return int(max(_LEAST_ROWS, _CHUNK_BYTES[kind] // (4 * work.model.vocab)))
+    kind = "triton" if on_gpu and work.has_triton and trains else "cpu" if work.device_type == "cpu" else "cuda"
+    return int(max(MIN_CHUNK_TOKENS, LOGIT_CHUNK_BYTES[kind] // (4 * work.model.vocab)))
 
 
 def _held(work: Workload, with_gradients: bool, backward: bool = False, computing: bool = True) -> list[Term]:

@@ -78,7 +78,7 @@ def attend(query_BTHD: Any, key_BTKD: Any, value_BTKD: Any, layout: Layout, how:
 
 def takes_hopper(x: Any, layout: Layout, how: AttentionParams) -> bool:
     """Whether the kernels of fast/hopper.py can attend: each row one document, and nothing out of the ordinary."""
-    if not hopper.Kernels.attention or layout.backend not in ("varlen", "sdpa"):
+    if not hopper.HopperKernels.attention or layout.backend not in ("varlen", "sdpa"):
         return False
     ordinary = how.softcap is None and not how.dropout and layout.effective_window(how.window) is None
     return x.dtype == torch.bfloat16 and layout.one_document_per_row and layout.length_buckets is None and ordinary

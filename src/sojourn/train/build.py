@@ -12,7 +12,7 @@ from sojourn.errors import UserError
 from sojourn.model.activation_checkpointing import apply_activation_checkpointing
 from sojourn.model.adapter import add_adapter, disable_adapter_upcast, empty_adapter, load_adapter
 from sojourn.model.base import empty_base_model, load_base_model
-from sojourn.model.kernels.smoke_test import forget_kernels, try_kernels
+from sojourn.model.kernels.smoke_test import disable_hopper_kernels, smoke_test_hopper_kernels
 from sojourn.model.layers import compile_layers
 from sojourn.model.network import Network, restore_attention, wrap_model
 from sojourn.model.parity_check import check_parity
@@ -65,9 +65,9 @@ def save_memory(network: Network, config: RunConfig) -> None:
 
 def ready(network: Network, config: RunConfig) -> None:
     """For steps."""
-    forget_kernels()
+    disable_hopper_kernels()
     if config.advanced.hopper_kernels == "on":
-        try_kernels(network.base_model)
+        smoke_test_hopper_kernels(network.base_model)
     if config.train.fp8 != "off":
         from sojourn.model.kernels.fused_forwards import apply_fp8
 

@@ -1,1 +1,1 @@
-"""The same models, computed faster: forwards, kernels and numbers that transformers has no reason to have."""
+"""Faster computation of the same models: fused forwards, Triton kernels, FP8 and NF4 matmuls, kernels for Hopper."""

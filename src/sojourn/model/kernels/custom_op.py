@@ -1,6 +1,6 @@
-"""Kernels as operations that a compiler takes for granted and does not look into.
+"""Registers kernels as custom ops, which torch.compile treats as opaque.
 
-`torch.library.custom_op` does the same, with several times as much Python around each call: small models wait for it.
+`torch.library.custom_op` does the same with several times the Python overhead per call, which dominates small models.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 _LIBRARY = torch.library.Library("sojourn", "FRAGMENT")
 
 
-def operation(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Registers a function under `schema`; `fake` makes results of the right shapes without computing them."""
+def custom_op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Registers a function under `schema`; `fake` returns empty results of the right shapes."""
 
     def register(function: Callable[..., Any]) -> Any:
         name = schema.partition("(")[0]
@@ -26,6 +26,5 @@ def operation(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., 
     return register
 
 
-def differentiable(name: str, remember: Callable[..., Any], backward: Callable[..., Any]) -> None:
-    """`remember` saves what `backward` needs."""
-    torch.library.register_autograd(f"sojourn::{name}", backward, setup_context=remember, lib=_LIBRARY)
+def register_autograd(name: str, setup_context: Callable[..., Any], backward: Callable[..., Any]) -> None:
+    torch.library.register_autograd(f"sojourn::{name}", backward, setup_context=setup_context, lib=_LIBRARY)

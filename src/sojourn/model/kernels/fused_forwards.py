@@ -1,212 +1,233 @@
-"""Forwards for the Llama, Qwen2, Qwen3 and Mistral families that do in few passes over memory what transformers does in
-many. Modules, names and weights stay transformers' own; only training, where a `Layout` is given, goes this way.
+"""Fused forwards of decoder layers: fewer passes over memory than transformers' own.
 
-Everything is computed in the numbers of the hidden states: weights that are kept wider are cast where they are used.
+The classes of RMSNorm, attention, MLP, decoder layer and linear layers are swapped for subclasses with another
+`forward`; modules, parameter names and weights stay transformers'. Classes are swapped, not instances patched, so that
+compiled layers are alike and share one graph. Only training, where a `Layout` is given, uses them; generation does not.
+
+Everything is computed in the dtype of the hidden states: fp32 master weights are cast to bf16 per matmul, and autocast
+is off. fp16 and DoRA are left to autocast. On a GPU, q, k and v of trained weights come from one matmul and are split
+and rotated (RoPE) by one kernel; gate and up come from one matmul followed by one SwiGLU kernel.
+
+To add a model family: (1) add its `model_type` and class prefix to catalog/fused_families.py; (2) here, only if its
+layers differ from Llama's (RMSNorm, q/k/v/o projections with RoPE, SwiGLU MLP). tests/test_prune_last_layer.py and
+tests/test_methods.py compare losses and gradients with transformers: add the family to their lists.
 
 Shapes as in attention.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
 from sojourn.catalog.fused_families import FUSED_FAMILIES
 from sojourn.model.attention import AttentionParams, attend, takes_hopper
 from sojourn.model.kernels import fp8, hopper
-from sojourn.model.kernels.nf4 import multiply as nf4_multiply
+from sojourn.model.kernels.nf4 import nf4_linear
 from sojourn.model.kernels.triton_support import supports_triton
 from sojourn.model.layers import decoder_layers
+from sojourn.model.layout import Layout
 
-_LEAST_FP8 = 256
+_MIN_FP8_SIZE = 256  # features; smaller layers (adapters) gain nothing
 
 
-def apply_fused_forwards(model: Any) -> None:
-    """Gives the model's norms, attention, feed-forward and the linear layers of its blocks their fused forwards.
-
-    By classes rather than by instance, so that compiled blocks are alike and share one graph.
-    """
+def apply_fused_forwards(model: nn.Module) -> None:
     prefix = FUSED_FAMILIES[model.config.get_text_config().model_type]
-    forwards = {f"{prefix}RMSNorm": _norm, f"{prefix}Attention": _attention, f"{prefix}MLP": _feed_forward}
-    forwards[f"{prefix}DecoderLayer"] = _block
+    forwards: dict[str, Any] = {
+        f"{prefix}RMSNorm": _rms_norm,
+        f"{prefix}Attention": _attention,
+        f"{prefix}MLP": _mlp,
+        f"{prefix}DecoderLayer": _decoder_layer,
+    }
     for module in model.modules():
-        _change(module, forwards.get(type(module).__name__), kernels=supports_triton())
-    for block in decoder_layers(model):
-        for layer in block.modules():
-            if type(layer) is torch.nn.Linear:
-                _change(layer, _linear, multiply=F.linear)
-            elif type(layer).__name__ == "Linear4bit" and hasattr(layer, "quant_state"):  # bitsandbytes' own
-                _change(layer, _linear_nf4)
+        if (forward := forwards.get(type(module).__name__)) is not None:
+            _swap_forward(module, forward, use_triton=supports_triton())
+    for decoder_layer in decoder_layers(model):
+        for layer in decoder_layer.modules():
+            if type(layer) is nn.Linear:
+                _swap_forward(layer, _linear, linear_fn=F.linear)
+            elif type(layer).__name__ == "Linear4bit" and hasattr(layer, "quant_state"):  # of bitsandbytes
+                _swap_forward(layer, _linear_nf4)
 
 
-def apply_fp8(model: Any, where: str) -> None:
-    """The linear layers of fused blocks from now on, except adapters, which are too small to win anything, and a head
-    that is trained; with `except_last_layer`, all blocks but the last and not the head, which are half of what it
-    costs the loss; or only in the `backward` of blocks."""
-    fp8.try_kernels(next(model.parameters()).device)
-    multiply = fp8.multiply_back if where == "backward" else fp8.multiply
-    for block in decoder_layers(model)[: -1 if where == "except_last_layer" else None]:
-        for layer in block.modules():
-            large = getattr(layer, "multiply", None) is F.linear and min(layer.weight.shape) >= _LEAST_FP8
-            if large and fp8.fits(layer):
-                _change(layer, _linear, multiply=multiply)
-    head = model.get_output_embeddings()
-    trained = type(head) is torch.nn.Linear and head.weight.requires_grad and head.bias is None
-    if where == "on" and trained and fp8.fits(head):
-        head.in_8_bits = True
+def apply_fp8(model: nn.Module, mode: str) -> None:
+    """Linear layers of fused decoder layers compute in FP8 from now on. `on`: all, and a trained LM head;
+    `except_last_layer`: neither the last decoder layer nor the LM head, which cause half of the loss difference;
+    `backward`: the backward of decoder layers only."""
+    fp8.smoke_test(next(model.parameters()).device)
+    linear_fn = fp8.fp8_backward_linear if mode == "backward" else fp8.fp8_linear
+    for decoder_layer in decoder_layers(model)[: -1 if mode == "except_last_layer" else None]:
+        for layer in decoder_layer.modules():
+            large = getattr(layer, "linear_fn", None) is F.linear and min(layer.weight.shape) >= _MIN_FP8_SIZE
+            if large and fp8.supports_layer(layer):
+                _swap_forward(layer, _linear, linear_fn=linear_fn)
+    lm_head = model.get_output_embeddings()
+    trained = type(lm_head) is nn.Linear and lm_head.weight.requires_grad and lm_head.bias is None
+    if mode == "on" and trained and fp8.supports_layer(lm_head):
+        lm_head.fp8 = True
 
 
-def _change(module: Any, forward: Any, **facts: Any) -> None:
-    if forward is not None:
-        kind: Any = type(module)
-        module.__class__ = _with_forward(kind, forward, **facts)
+def _swap_forward(module: nn.Module, forward: Callable[..., Any], **attributes: Any) -> None:
+    module_class: Any = type(module)
+    module.__class__ = _class_with_forward(module_class, forward, **attributes)
 
 
 @cache
-def _with_forward(kind: Any, forward: Any, **facts: Any) -> Any:
-    """The class with another forward, which may fall back on the `plain` one, and what that forward is to know."""
-    known = {name: staticmethod(fact) if callable(fact) else fact for name, fact in facts.items()}
-    new = {"forward": forward, "plain": kind.forward, **known, "__module__": kind.__module__}
-    return type(kind.__name__, (kind,), new)
+def _class_with_forward(module_class: Any, forward: Callable[..., Any], **attributes: Any) -> Any:
+    """A subclass with another forward, which may call `original_forward`, and with class attributes for it."""
+    members = {name: staticmethod(value) if callable(value) else value for name, value in attributes.items()}
+    members |= {"forward": forward, "original_forward": module_class.forward, "__module__": module_class.__module__}
+    return type(module_class.__name__, (module_class,), members)
 
 
-def _linear(self: Any, x: Any) -> Any:
-    return self.multiply(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+def _linear(self: Any, x: Tensor) -> Tensor:
+    return self.linear_fn(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
 
-def _linear_nf4(self: Any, x: Any) -> Any:
-    state = getattr(self.weight, "quant_state", None) or self.quant_state  # FSDP's own parameters forget it
+def _linear_nf4(self: Any, x: Tensor) -> Tensor:
+    state = getattr(self.weight, "quant_state", None) or self.quant_state  # FSDP's parameters lose it
     if x.device.type != "cuda" or state is None or state.quant_type != "nf4":
-        return self.plain(x)
-    return nf4_multiply(x, self.weight, state, self.bias)
+        return self.original_forward(x)
+    return nf4_linear(x, self.weight, state, self.bias)
 
 
-def _norm(self: Any, hidden_states: Any) -> Any:
+def _rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
     weight = self.weight.to(hidden_states.dtype)
     return F.rms_norm(hidden_states, weight.shape, weight, self.variance_epsilon)
 
 
-def _feed_forward(self: Any, x: Any) -> Any:
+def _mlp(self: Any, x: Tensor) -> Tensor:
     if self.config.hidden_act != "silu":
-        return self.plain(x)
+        return self.original_forward(x)
     layers = (self.gate_proj, self.up_proj)
-    if self.kernels and x.device.type == "cuda" and _join(layers):
-        from sojourn.model.kernels.swiglu import gated
+    if self.use_triton and x.device.type == "cuda" and _can_concatenate(layers):
+        from sojourn.model.kernels.swiglu import swiglu
 
-        weight, bias = _side_by_side(layers, x)
-        narrow = layers[0].multiply is not F.linear and _join((*layers, self.down_proj))
-        if narrow and bias is None and self.down_proj.bias is None:
-            forward = layers[0].multiply is fp8.multiply
-            made = fp8.feed_forward(x, weight, self.down_proj.weight.to(x.dtype), forward)
-            if made is not None:
-                return made
-        return self.down_proj(gated(layers[0].multiply(x, weight, bias)))
+        linear_fn = layers[0].linear_fn
+        weight, bias = _concatenate(layers, x)
+        all_fp8 = linear_fn is not F.linear and _can_concatenate((*layers, self.down_proj))
+        if all_fp8 and bias is None and self.down_proj.bias is None:
+            down = self.down_proj.weight.to(x.dtype)
+            out = fp8.swiglu_mlp(x, weight, down, forward=linear_fn is fp8.fp8_linear)
+            if out is not None:
+                return out
+        return self.down_proj(swiglu(linear_fn(x, weight, bias)))
     gate, up = self.gate_proj(x), self.up_proj(x)
-    return self.down_proj(_on(gate.device.type, "gated")(gate, up))
+    return self.down_proj(_fused(_swiglu, x)(gate, up))
 
 
-def _attention(self: Any, hidden_states: Any, position_embeddings: Any, **given: Any) -> Any:
-    layout = given.get("layout")
-    if layout is None or given.get("past_key_values") is not None:
-        return self.plain(hidden_states, position_embeddings, **given)
-    return self.o_proj(_attended(self, hidden_states, position_embeddings, layout)), None
+def _attention(self: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any) -> Any:
+    layout = kwargs.get("layout")
+    if layout is None or kwargs.get("past_key_values") is not None:
+        return self.original_forward(hidden_states, position_embeddings, **kwargs)
+    return self.o_proj(_attend(self, hidden_states, position_embeddings, layout)), None
 
 
-def _attended(self: Any, x: Any, position_embeddings: Any, layout: Any) -> Any:
-    """What the heads of each token find, side by side."""
-    # Qwen's layers say it themselves, Mistral has one window for all, Llama none.
-    one_for_all = self.config.sliding_window if self.config.model_type == "mistral" else None
-    how = AttentionParams(
+def _attend(self: Any, x: Tensor, position_embeddings: tuple[Tensor, Tensor], layout: Layout) -> Tensor:
+    """The outputs of all heads, side by side, before o_proj."""
+    # Qwen's attention layers have the attribute, Mistral has one window for all layers, Llama none.
+    default_window = self.config.sliding_window if self.config.model_type == "mistral" else None
+    params = AttentionParams(
         self.scaling,
-        getattr(self, "sliding_window", one_for_all),
+        getattr(self, "sliding_window", default_window),
         None,
         self.attention_dropout if self.training else 0.0,
     )
     layers = (self.q_proj, self.k_proj, self.v_proj)
-    if takes_hopper(x, layout, how) and _join(layers, F.linear) and not hasattr(self, "q_norm"):
-        heads = [layer.out_features // self.head_dim for layer in layers[:2]]
-        return hopper.attention_of_heads(x, *_side_by_side(layers, x), *position_embeddings, *heads, self.scaling)[0]
-    return attend(*_heads(self, x, position_embeddings), layout, how).flatten(2)
+    if takes_hopper(x, layout, params) and _can_concatenate(layers, F.linear) and not hasattr(self, "q_norm"):
+        qkv = _concatenate(layers, x)
+        return hopper.qkv_rope_attention(x, *qkv, *position_embeddings, *_head_counts(self), self.scaling)[0]
+    return attend(*_qkv_rope(self, x, position_embeddings), layout, params).flatten(2)
 
 
-def _block(self: Any, hidden_states: Any, **given: Any) -> Any:
-    layout, attention, forward = given.get("layout"), self.self_attn, self.mlp
-    layers = (attention.o_proj, forward.gate_proj, forward.up_proj, forward.down_proj)
-    fits = (
-        hopper.Kernels.products
+def _decoder_layer(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    """With quack's GEMMs where they can be used (hopper.py), else transformers' own forward."""
+    layout: Any = kwargs.get("layout")
+    attention, mlp = self.self_attn, self.mlp
+    layers = (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    usable = (
+        hopper.HopperKernels.gemm
         and hidden_states.dtype == torch.bfloat16
-        and not getattr(self, "selective_checkpointing", False)
+        and not getattr(self, "selective_checkpointing", False)  # would not recognize these GEMMs
+        and layout is not None
+        and kwargs.get("past_key_values") is None
+        and mlp.config.hidden_act == "silu"
+        and _can_concatenate(layers, F.linear)
+        and all(hopper.supports_layer(layer) for layer in layers)
     )
-    fits = fits and layout is not None and given.get("past_key_values") is None and forward.config.hidden_act == "silu"
-    if not (fits and _join(layers, F.linear) and all(hopper.takes(layer) for layer in layers)):
-        return self.plain(hidden_states, **given)
-    attended = _attended(attention, self.input_layernorm(hidden_states), given["position_embeddings"], layout)
-    norm, (out, gate, up, down) = self.post_attention_layernorm, (layer.weight for layer in layers)
-    both = torch.stack([gate * norm.weight, up * norm.weight], 1).flatten(0, 1)
-    weights = (one.to(torch.bfloat16) for one in (out, both, down))
+    if not usable:
+        return self.original_forward(hidden_states, **kwargs)
+    attended = _attend(attention, self.input_layernorm(hidden_states), kwargs["position_embeddings"], layout)
+    norm, (o_proj, gate, up, down) = self.post_attention_layernorm, (layer.weight for layer in layers)
+    gate_up = torch.stack([gate * norm.weight, up * norm.weight], 1).flatten(0, 1)
+    weights = (weight.to(torch.bfloat16) for weight in (o_proj, gate_up, down))
     flat = (hidden_states.flatten(0, 1), attended.flatten(0, 1))
-    return hopper.rest_of_block(*flat, *weights, norm.variance_epsilon)[0].view_as(hidden_states)
+    return hopper.o_proj_mlp(*flat, *weights, norm.variance_epsilon)[0].view_as(hidden_states)
 
 
-def _heads(self: Any, x: Any, position_embeddings: Any) -> tuple[Any, Any, Any]:
-    """Queries, keys and values, turned to their positions."""
+def _qkv_rope(self: Any, x: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys with RoPE, and values."""
     layers = (self.q_proj, self.k_proj, self.v_proj)
-    if self.kernels and x.device.type == "cuda" and _join(layers) and not hasattr(self, "q_norm"):
-        from sojourn.model.kernels.rope import turned_apart
+    if self.use_triton and x.device.type == "cuda" and _can_concatenate(layers) and not hasattr(self, "q_norm"):
+        from sojourn.model.kernels.rope import split_qkv_rope
 
-        heads = [layer.out_features // self.head_dim for layer in layers[:2]]
-        weight, bias = _side_by_side(layers, x)
-        made = None
-        if layers[0].multiply is not F.linear and bias is None:
-            cos, sin = position_embeddings
-            made = fp8.heads(x, weight, cos, sin, heads, layers[0].multiply is fp8.multiply)
-        if made is None:
-            made = turned_apart(layers[0].multiply(x, weight, bias), *position_embeddings, *heads)
-        parts: tuple[Any, Any, Any] = made
-        return parts
+        linear_fn, head_counts = layers[0].linear_fn, _head_counts(self)
+        weight, bias = _concatenate(layers, x)
+        qkv = None
+        if linear_fn is not F.linear and bias is None:
+            qkv = fp8.qkv_rope(x, weight, *position_embeddings, head_counts, forward=linear_fn is fp8.fp8_linear)
+        if qkv is None:
+            qkv = split_qkv_rope(linear_fn(x, weight, bias), *position_embeddings, *head_counts)
+        query_BTHD, key_BTKD, value_BTKD = qkv
+        return query_BTHD, key_BTKD, value_BTKD
     query_BTHD, key_BTKD, value_BTKD = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in layers)
     if hasattr(self, "q_norm"):
         query_BTHD, key_BTKD = self.q_norm(query_BTHD), self.k_norm(key_BTKD)
-    return *_on(x.device.type, "turned")(query_BTHD, key_BTKD, *position_embeddings), value_BTKD
+    return *_fused(_apply_rope, x)(query_BTHD, key_BTKD, *position_embeddings), value_BTKD
 
 
-def _join(layers: Any, by: Any = None) -> bool:
-    """Whether they can make one multiplication: not where each has an adapter, and not worth it for frozen ones."""
-    multiply = by or getattr(layers[0], "multiply", None)
-    alike = all(getattr(layer, "multiply", None) is multiply for layer in layers)
-    return multiply is not None and alike and all(bool(layer.weight.requires_grad) for layer in layers)
+def _head_counts(self: Any) -> list[int]:
+    """Of queries, and of keys and values."""
+    return [layer.out_features // self.head_dim for layer in (self.q_proj, self.k_proj)]
 
 
-def _side_by_side(layers: Any, x: Any) -> tuple[Any, Any]:
-    """Weights and biases as of one layer. Laying them so costs less than multiplying with each."""
+def _can_concatenate(layers: Sequence[nn.Module], linear_fn: Any = None) -> bool:
+    """Whether one matmul can replace theirs: not where each has an adapter, and not worth it for frozen weights."""
+    linear_fn = linear_fn or getattr(layers[0], "linear_fn", None)
+    alike = all(getattr(layer, "linear_fn", None) is linear_fn for layer in layers)
+    return linear_fn is not None and alike and all(bool(layer.weight.requires_grad) for layer in layers)
+
+
+def _concatenate(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Weights and biases as of one layer. Concatenating costs less than separate matmuls."""
     weight = torch.cat([layer.weight.to(x.dtype) for layer in layers])
     return weight, None if layers[0].bias is None else torch.cat([layer.bias.to(x.dtype) for layer in layers])
 
 
-def _gated(gate: Any, up: Any) -> Any:
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def _turned(query_BTHD: Any, key_BTKD: Any, cos_BTD: Any, sin_BTD: Any) -> tuple[Any, Any]:
-    """Rotary positions."""
+def _apply_rope(query_BTHD: Tensor, key_BTKD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> tuple[Tensor, Tensor]:
     cos, sin = cos_BTD[:, :, None], sin_BTD[:, :, None]
 
-    def turn(x: Any) -> Any:
+    def rotate(x: Tensor) -> Tensor:
         first, second = x.chunk(2, -1)
         return x * cos + torch.cat((-second, first), -1) * sin
 
-    return turn(query_BTHD), turn(key_BTKD)
+    return rotate(query_BTHD), rotate(key_BTKD)
 
 
-def _on(device: str, name: str) -> Any:
-    """On a GPU each becomes one kernel, where one can be made; in a compiled block it becomes part of that."""
-    function = {"gated": _gated, "turned": _turned}[name]
-    return function if device != "cuda" or torch.compiler.is_compiling() else _kernel(function)
+def _fused(function: Callable[..., Any], x: Tensor) -> Callable[..., Any]:
+    """On a GPU, compiled to one kernel where possible; in a compiled layer it becomes part of that."""
+    return function if x.device.type != "cuda" or torch.compiler.is_compiling() else _compiled(function)
 
 
 @cache
-def _kernel(function: Any) -> Any:
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True) if supports_triton() else function

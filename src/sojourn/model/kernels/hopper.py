@@ -1,12 +1,21 @@
-"""Blocks by kernels for Hopper cards (H100, H200), where the packages that make them are installed (`pip install
-'sojourn[hopper]'`): quack's products apply residuals, norms and gates as they write, and FlashAttention-4 attends.
+"""Decoder layers by other projects' kernels for Hopper GPUs (H100, H200): `pip install 'sojourn[hopper]'`.
 
-A norm is put off: it scales each token's row, which a product may do afterwards as well as before. So what is normed is
-never written: the product that makes the sum also makes its squares, the next one scales its rows by their root, and
-the norm's weight is multiplied into that one's weights.
+quack's GEMMs apply residual, RMSNorm and SwiGLU in their epilogues, and FlashAttention-4 computes attention. Both
+packages are young, so each run tests them first (smoke_test.py).
 
-Shapes: B rows, T tokens a row, M tokens in all, K model width, F width of a feed-forward, P = (H + 2·G)·D of H heads of
-queries and G of keys and values, D numbers each.
+RMSNorm scales each token's row by 1/rms, which commutes with the matmul that follows: the row can be scaled after it.
+So the normalized tensor is never written. Everything after attention is one custom op of three GEMMs:
+
+1. o_proj: adds the residual, and sums the squares of each row (for rms).
+2. gate_up, with RMSNorm's weight multiplied into its weight: scales its rows by 1/rms and applies SwiGLU.
+3. down_proj: adds the residual.
+
+In the backward, the GEMM for the gradient of SwiGLU's output applies SwiGLU's gradient and sums what 1/rms receives,
+and the next one adds that and the residual's gradient. No RMSNorm or SwiGLU is a pass over memory of its own. q, k and
+v are rotated in place (RoPE), and their gradients are written into one tensor and rotated back there.
+
+Shapes: B rows, T tokens per row, M = B·T tokens, K hidden size, F MLP width, H query heads, G key/value heads, D head
+size, P = (H + 2G)·D.
 """
 
 from __future__ import annotations
@@ -16,95 +25,116 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
-from sojourn.model.kernels.custom_op import differentiable, operation
+from sojourn.model.kernels.custom_op import custom_op, register_autograd
 
 
-class Kernels:
-    """Those that have been tried here, and do what torch does."""
+class HopperKernels:
+    """Enabled one by one once the smoke test has passed."""
 
-    products = False
+    gemm = False
     attention = False
 
 
-# -- What comes after attention --
+# -- o_proj and MLP --
 
 
-def takes(layer: Any) -> bool:
-    """Whether such a layer may be part of it: rows are copied by 16 bytes."""
+def supports_layer(layer: nn.Module) -> bool:
+    """quack's GEMMs copy rows in units of 16 bytes, and take no bias."""
     return layer.bias is None and not any(size % 8 for size in layer.weight.shape)
 
 
-def _made_rest(hidden: Any, attended: Any, out: Any, both: Any, down: Any, eps: float) -> Any:
+def _empty_mlp(
+    hidden: Tensor, attended: Tensor, o_proj: Tensor, gate_up: Tensor, down: Tensor, eps: float
+) -> tuple[Tensor, ...]:
     tokens = hidden.shape[0]
-    widths = (hidden.shape[1], both.shape[0], down.shape[1])
-    summed, joined, gated = (hidden.new_empty(tokens, width) for width in widths)
-    return torch.empty_like(summed), summed, hidden.new_empty(tokens, dtype=torch.float32), joined, gated
+    widths = (hidden.shape[1], gate_up.shape[0], down.shape[1])
+    residual, projected, activated = (hidden.new_empty(tokens, width) for width in widths)
+    rms_inverse = hidden.new_empty(tokens, dtype=torch.float32)
+    return torch.empty_like(residual), residual, rms_inverse, projected, activated
 
 
-@operation(
-    "rest_of_block(Tensor hidden, Tensor attended, Tensor out, Tensor both, Tensor down, float eps)"
+@custom_op(
+    "o_proj_mlp(Tensor hidden, Tensor attended, Tensor o_proj, Tensor gate_up, Tensor down, float eps)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _made_rest,
+    _empty_mlp,
 )
-def rest_of_block(hidden_MK: Any, attended: Any, out: Any, both: Any, down: Any, eps: float) -> Any:
-    """The sum of `hidden` and what attention puts out, and to that the feed-forward of its norm. `both`: weights of the
-    gate and of what it gates, row by row in turn, times the norm's. Also what the backward needs."""
-    result, summed, root_M, joined, gated = made = _made_rest(hidden_MK, attended, out, both, down, eps)
-    use = _products()
-    found = use.add_and_square(attended, out.T, hidden_MK, out={"D": summed}, config=use.square, tuned=False)
-    torch.rsqrt(found["squares"].view(-1) / hidden_MK.shape[1] + eps, out=root_M)
-    use.gate(summed, both.T, out={"D": joined, "gated": gated}, root=root_M[None], config=use.wide, tuned=False)
-    use.add(gated, down.T, summed, out={"D": result}, config=use.wide, tuned=False)
-    return made
+def o_proj_mlp(
+    hidden_MK: Tensor, attended: Tensor, o_proj: Tensor, gate_up_2FK: Tensor, down_KF: Tensor, eps: float
+) -> Any:
+    """residual = hidden + o_proj(attended); returns residual + MLP(RMSNorm(residual)), then what the backward needs.
+
+    `gate_up_2FK`: rows of the gate's and up's weights alternate, multiplied by RMSNorm's weight.
+    """
+    outputs = _empty_mlp(hidden_MK, attended, o_proj, gate_up_2FK, down_KF, eps)
+    result, residual, rms_inverse_M, projected, activated = outputs
+    gemm = _gemms()
+    sums = gemm.add_and_square(
+        attended, o_proj.T, hidden_MK, out={"D": residual}, config=gemm.tile_128x128, tuned=False
+    )
+    torch.rsqrt(sums["squares"].view(-1) / hidden_MK.shape[1] + eps, out=rms_inverse_M)
+    gemm.scale_and_swiglu(
+        residual, gate_up_2FK.T, out={"D": projected, "activated": activated}, row_scale=rms_inverse_M[None],
+        config=gemm.tile_128x192, tuned=False,
+    )  # fmt: skip
+    gemm.add(activated, down_KF.T, residual, out={"D": result}, config=gemm.tile_128x192, tuned=False)
+    return outputs
 
 
-@operation(
-    "gates_back(Tensor grad, Tensor down, Tensor joined, Tensor root) -> (Tensor, Tensor)",
-    lambda grad, down, joined, root: (torch.empty_like(joined), torch.empty_like(root)),
+@custom_op(
+    "swiglu_grad_gemm(Tensor grad, Tensor down, Tensor projected, Tensor rms_inverse) -> (Tensor, Tensor)",
+    lambda grad, down, projected, rms_inverse: (torch.empty_like(projected), torch.empty_like(rms_inverse)),
 )
-def _gates_back(grad_MK: Any, down: Any, joined: Any, root_M: Any) -> Any:
-    """The gradient of what became `joined` when its rows were scaled by `root`; and how much of each sum is to be added
-    to the gradient of that sum, which has made the root."""
-    made = torch.empty_like(joined)
-    use = _products()
-    root = root_M[None]
-    found = use.gate_back(grad_MK, down, joined, out={"D": made}, root=root, config=use.square, tuned=False)
-    return made, found["dots"].view(-1) * root_M.square() / -grad_MK.shape[1]
+def _swiglu_grad_gemm(grad_MK: Tensor, down_KF: Tensor, projected: Tensor, rms_inverse_M: Tensor) -> Any:
+    """The gradient of the gate_up GEMM's product before its rows were scaled; and, per row, the factor by which
+    `residual` adds to its own gradient by way of 1/rms."""
+    grad_projected = torch.empty_like(projected)
+    gemm = _gemms()
+    sums = gemm.swiglu_backward(
+        grad_MK, down_KF, projected, out={"D": grad_projected}, row_scale=rms_inverse_M[None],
+        config=gemm.tile_128x128, tuned=False,
+    )  # fmt: skip
+    return grad_projected, sums["dots"].view(-1) * rms_inverse_M.square() / -grad_MK.shape[1]
 
 
-@operation(
-    "norm_back(Tensor grad, Tensor both, Tensor added, Tensor summed, Tensor by) -> Tensor",
-    lambda grad, both, added, summed, by: torch.empty_like(summed),
+@custom_op(
+    "rms_norm_grad_gemm(Tensor grad, Tensor gate_up, Tensor grad_result, Tensor residual, Tensor factor) -> Tensor",
+    lambda grad, gate_up, grad_result, residual, factor: torch.empty_like(residual),
 )
-def _norm_back(grad: Any, both: Any, added: Any, summed: Any, by_M: Any) -> Any:
-    """The gradient of `summed`, of which `added` is there already."""
-    made = torch.empty_like(summed)
-    use = _products()
-    use.norm_back(grad, both, added, out={"D": made}, other=summed, by=by_M[None], config=use.large, tuned=False)
-    return made
+def _rms_norm_grad_gemm(
+    grad: Tensor, gate_up_2FK: Tensor, grad_result: Tensor, residual: Tensor, factor_M: Tensor
+) -> Tensor:
+    """The gradient of `residual`: through the MLP, directly (`grad_result`), and through 1/rms (`factor_M`)."""
+    grad_residual = torch.empty_like(residual)
+    gemm = _gemms()
+    gemm.rms_norm_backward(
+        grad, gate_up_2FK, grad_result, out={"D": grad_residual}, other=residual, factor=factor_M[None],
+        config=gemm.tile_128x256, tuned=False,
+    )  # fmt: skip
+    return grad_residual
 
 
-def _remember_rest(ctx: Any, inputs: Any, output: Any) -> None:
+def _setup_mlp_context(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[1:5], *output[1:])
 
 
-def _rest_backward(ctx: Any, grad_MK: Any, *_: Any) -> Any:
-    attended, out, both, down, summed, root_M, joined, gated = ctx.saved_tensors
+def _mlp_backward(ctx: Any, grad_MK: Tensor, *_: Any) -> Any:
+    attended, o_proj, gate_up_2FK, down_KF, residual, rms_inverse_M, projected, activated = ctx.saved_tensors
     grad_MK = grad_MK.contiguous()
-    of_joined, by_M = _gates_back(grad_MK, down, joined, root_M)
-    of_summed = _norm_back(of_joined, both, grad_MK, summed, by_M)
-    weights = (of_summed.T @ attended, of_joined.T @ summed, grad_MK.T @ gated)
-    return of_summed, of_summed @ out, *weights, None
+    grad_projected, factor_M = _swiglu_grad_gemm(grad_MK, down_KF, projected, rms_inverse_M)
+    grad_residual = _rms_norm_grad_gemm(grad_projected, gate_up_2FK, grad_MK, residual, factor_M)
+    grad_weights = (grad_residual.T @ attended, grad_projected.T @ residual, grad_MK.T @ activated)
+    return grad_residual, grad_residual @ o_proj, *grad_weights, None
 
 
-differentiable("rest_of_block", _remember_rest, _rest_backward)
+register_autograd("o_proj_mlp", _setup_mlp_context, _mlp_backward)
 
 
 @cache
-def _products() -> Any:
-    """What is done to a product as it is written; and tiles, of which those are used that were fastest on an H200."""
+def _gemms() -> Any:
+    """GEMMs by their epilogue, and the tile sizes that were fastest on an H200."""
     from types import SimpleNamespace
 
     from quack.activation import dswiglu, swiglu
@@ -119,103 +149,110 @@ def _products() -> Any:
 
     @gemm_epilogue(reduces={"squares": ColVecReduce("squares", scaled=True)})
     def add_and_square(acc, c):  # type: ignore[no-untyped-def]
-        summed = acc + c
-        return {"D": summed, "squares": (summed, summed)}
+        total = acc + c
+        return {"D": total, "squares": (total, total)}
 
-    @gemm_epilogue(outputs=("gated",), ops={"root": ColVecLoad("root")}, mode="acc_pair")
-    def gate(acc, root):  # type: ignore[no-untyped-def]
-        one, other = unpack(acc * root)
-        return {"D": pack(one, other), "gated": swiglu(one, other)}
+    @gemm_epilogue(outputs=("activated",), ops={"row_scale": ColVecLoad("row_scale")}, mode="acc_pair")
+    def scale_and_swiglu(acc, row_scale):  # type: ignore[no-untyped-def]
+        gate, up = unpack(acc * row_scale)
+        return {"D": pack(gate, up), "activated": swiglu(gate, up)}
 
-    @gemm_epilogue(ops={"root": ColVecLoad("root")}, reduces={"dots": ColVecReduce("dots")}, mode="packed_cd_b16x2")
-    def gate_back(acc, c, root):  # type: ignore[no-untyped-def]
-        one, other = unpack(c)
-        by_one, by_other, _ = dswiglu(one, other, acc)
-        return {"D": pack(by_one * root, by_other * root), "dots": by_one * one + by_other * other}
+    @gemm_epilogue(
+        ops={"row_scale": ColVecLoad("row_scale")}, reduces={"dots": ColVecReduce("dots")}, mode="packed_cd_b16x2"
+    )
+    def swiglu_backward(acc, c, row_scale):  # type: ignore[no-untyped-def]
+        gate, up = unpack(c)
+        grad_gate, grad_up, _ = dswiglu(gate, up, acc)
+        return {"D": pack(grad_gate * row_scale, grad_up * row_scale), "dots": grad_gate * gate + grad_up * up}
 
-    @gemm_epilogue(ops={"by": ColVecLoad("by")})
-    def norm_back(acc, c, other, by):  # type: ignore[no-untyped-def]
-        return {"D": acc + c + other * by}
+    @gemm_epilogue(ops={"factor": ColVecLoad("factor")})
+    def rms_norm_backward(acc, c, other, factor):  # type: ignore[no-untyped-def]
+        return {"D": acc + c + other * factor}
 
-    def tiles(rows: int, columns: int, taking_turns: bool) -> Any:
-        return GemmConfig(tile_m=rows, tile_n=columns, pingpong=taking_turns, is_dynamic_persistent=False)
+    def tile(rows: int, columns: int, pingpong: bool) -> Any:
+        return GemmConfig(tile_m=rows, tile_n=columns, pingpong=pingpong, is_dynamic_persistent=False)
 
     return SimpleNamespace(
-        add=add, add_and_square=add_and_square, gate=gate, gate_back=gate_back, norm_back=norm_back,
-        square=tiles(128, 128, True), wide=tiles(128, 192, True), large=tiles(128, 256, False),
+        add=add, add_and_square=add_and_square, scale_and_swiglu=scale_and_swiglu, swiglu_backward=swiglu_backward,
+        rms_norm_backward=rms_norm_backward, tile_128x128=tile(128, 128, True), tile_128x192=tile(128, 192, True),
+        tile_128x256=tile(128, 256, False),
     )  # fmt: skip
 
 
 # -- Attention --
 
 
-def _made_heads(x: Any, weight: Any, bias: Any, cos: Any, sin: Any, heads: int, kv_heads: int, scale: float) -> Any:
+def _empty_attention(
+    x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     rows, width, _ = x.shape
-    size = weight.shape[0] // (heads + 2 * kv_heads)
-    attended = x.new_empty(rows, width, heads * size)
+    head_dim = weight.shape[0] // (heads + 2 * kv_heads)
+    attended = x.new_empty(rows, width, heads * head_dim)
     return attended, x.new_empty(rows, width, weight.shape[0]), x.new_empty(rows, heads, width, dtype=torch.float32)
 
 
-@operation(
-    "attention_of_heads(Tensor x, Tensor weight, Tensor? bias, Tensor cos, Tensor sin, int heads, int kv_heads,"
+@custom_op(
+    "qkv_rope_attention(Tensor x, Tensor weight, Tensor? bias, Tensor cos, Tensor sin, int heads, int kv_heads,"
     " float scale) -> (Tensor, Tensor, Tensor)",
-    _made_heads,
+    _empty_attention,
 )
-def attention_of_heads(
-    x_BTK: Any, weight_PK: Any, bias_P: Any, cos: Any, sin: Any, heads: int, kv_heads: int, scale: float
-) -> Any:
-    """Queries, keys and values, made in one product and turned to their positions, and what each token finds in those
-    before it. Also what the backward needs."""
+def qkv_rope_attention(
+    x_BTK: Tensor, weight_PK: Tensor, bias_P: Tensor | None, cos: Tensor, sin: Tensor, heads: int, kv_heads: int,
+    scale: float,
+) -> Any:  # fmt: skip
+    """Causal attention of rows of one document: q, k and v by one matmul, RoPE in place, FlashAttention-4. Returns the
+    heads' outputs side by side (BT, H·D), then what the backward needs: q, k and v (BTP), and the logsumexp."""
     from flash_attn.cute.interface import _flash_attn_fwd
 
-    from sojourn.model.kernels.rope import parts, turn_in_place
+    from sojourn.model.kernels.rope import apply_rope_, split_qkv
 
-    attended, _, sums = _made_heads(x_BTK, weight_PK, bias_P, cos, sin, heads, kv_heads, scale)
-    joined_BTP = F.linear(x_BTK, weight_PK, bias_P)
-    turn_in_place(joined_BTP, cos, sin, heads, kv_heads)
-    query, key, value = parts(joined_BTP, heads, kv_heads)
-    room = attended.view_as(query)
-    _flash_attn_fwd(query, key, value, softmax_scale=scale, causal=True, out=room, lse=sums)
-    return attended, joined_BTP, sums
+    attended, _, logsumexp = _empty_attention(x_BTK, weight_PK, bias_P, cos, sin, heads, kv_heads, scale)
+    qkv_BTP = F.linear(x_BTK, weight_PK, bias_P)
+    apply_rope_(qkv_BTP, cos, sin, heads, kv_heads)
+    query, key, value = split_qkv(qkv_BTP, heads, kv_heads)
+    out = attended.view_as(query)
+    _flash_attn_fwd(query, key, value, softmax_scale=scale, causal=True, out=out, lse=logsumexp)
+    return attended, qkv_BTP, logsumexp
 
 
-@operation(
-    "attention_of_heads_back(Tensor grad, Tensor joined, Tensor out, Tensor sums, Tensor cos, Tensor sin, int heads,"
-    " int kv_heads, float scale) -> Tensor",
-    lambda grad, joined, *_: torch.empty_like(joined),
+@custom_op(
+    "qkv_rope_attention_backward(Tensor grad, Tensor qkv, Tensor out, Tensor logsumexp, Tensor cos, Tensor sin,"
+    " int heads, int kv_heads, float scale) -> Tensor",
+    lambda grad, qkv, *_: torch.empty_like(qkv),
 )
-def _attention_of_heads_back(
-    grad: Any, joined: Any, out: Any, sums: Any, cos: Any, sin: Any, heads: int, kv_heads: int, scale: float
-) -> Any:
-    """The gradient of queries, keys and values, before they were turned."""
+def _qkv_rope_attention_backward(
+    grad: Tensor, qkv: Tensor, out: Tensor, logsumexp: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int,
+    scale: float,
+) -> Tensor:  # fmt: skip
+    """The gradient of q, k and v before RoPE."""
     from flash_attn.cute.interface import _flash_attn_bwd
 
-    from sojourn.model.kernels.rope import parts, turn_in_place
+    from sojourn.model.kernels.rope import apply_rope_, split_qkv
 
-    made = torch.empty_like(joined)
-    dq, dk, dv = parts(made, heads, kv_heads)
-    query, key, value = parts(joined, heads, kv_heads)
+    grad_qkv = torch.empty_like(qkv)
+    dq, dk, dv = split_qkv(grad_qkv, heads, kv_heads)
+    query, key, value = split_qkv(qkv, heads, kv_heads)
     _flash_attn_bwd(
-        query, key, value, out.view_as(query), grad.contiguous().view_as(query), sums,
+        query, key, value, out.view_as(query), grad.contiguous().view_as(query), logsumexp,
         softmax_scale=scale, causal=True, dq=dq, dk=dk, dv=dv,
     )  # fmt: skip
-    turn_in_place(made, cos, sin, heads, kv_heads, -1)
-    return made
+    apply_rope_(grad_qkv, cos, sin, heads, kv_heads, direction=-1)
+    return grad_qkv
 
 
-def _remember_heads(ctx: Any, inputs: Any, output: Any) -> None:
+def _setup_attention_context(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.set_materialize_grads(False)
-    x, weight, bias, cos, sin, *ctx.how = inputs
-    ctx.biased = bias is not None
+    x, weight, bias, cos, sin, *ctx.options = inputs
+    ctx.has_bias = bias is not None
     ctx.save_for_backward(x, weight, cos, sin, *output)
 
 
-def _heads_backward(ctx: Any, grad: Any, *_: Any) -> Any:
-    x_BTK, weight_PK, cos, sin, attended, joined, sums = ctx.saved_tensors
-    made = _attention_of_heads_back(grad, joined, attended, sums, cos, sin, *ctx.how).flatten(0, 1)
-    of_x = (made @ weight_PK).view_as(x_BTK)
-    of_bias = made.sum(0) if ctx.biased else None
-    return of_x, made.T @ x_BTK.flatten(0, 1), of_bias, *(None,) * 5
+def _attention_backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
+    x_BTK, weight_PK, cos, sin, attended, qkv, logsumexp = ctx.saved_tensors
+    grad_MP = _qkv_rope_attention_backward(grad, qkv, attended, logsumexp, cos, sin, *ctx.options).flatten(0, 1)
+    grad_x = (grad_MP @ weight_PK).view_as(x_BTK)
+    grad_bias = grad_MP.sum(0) if ctx.has_bias else None
+    return grad_x, grad_MP.T @ x_BTK.flatten(0, 1), grad_bias, *(None,) * 5
 
 
-differentiable("attention_of_heads", _remember_heads, _heads_backward)
+register_autograd("qkv_rope_attention", _setup_attention_context, _attention_backward)

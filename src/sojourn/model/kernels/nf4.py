@@ -1,9 +1,9 @@
-"""Multiplying with a base in 4 bits: its weights are widened for each multiplication and forgotten at once.
+"""Linear layers with NF4 weights (QLoRA): weights are dequantized for each matmul and discarded right after.
 
-As one operation, of which a compiler sees only the outside: it would otherwise keep the widened weights of all blocks
-for the backward, which is what 4 bits are to avoid.
+It is one custom op, opaque to torch.compile: otherwise the compiler would keep the dequantized weights of all layers
+for the backward, which is the memory that NF4 saves.
 
-Shapes: M tokens, K inputs, N outputs.
+Shapes: M tokens, K input features, N output features.
 """
 
 from __future__ import annotations
@@ -11,79 +11,81 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sojourn.model.kernels.triton_support import supports_triton
 
 
-def multiply(x: Any, packed: Any, state: Any, bias_N: Any) -> Any:
-    """Like `F.linear`, with a weight that bitsandbytes quantised to `packed` and `state`."""
-    inner = state.state2
-    nested = (state.offset, inner.absmax, inner.code, inner.blocksize) if state.nested else (None, None, None, 0)
-    described = (packed, state.absmax, state.code, state.blocksize, *nested, *state.shape)
-    y = _forward(x.flatten(0, -2), *described).view(*x.shape[:-1], -1)
+def nf4_linear(x: Tensor, packed: Tensor, state: Any, bias_N: Tensor | None) -> Tensor:
+    """Like `F.linear`, with a weight that bitsandbytes quantized to `packed` and the QuantState `state`."""
+    state2 = state.state2
+    nested = (state.offset, state2.absmax, state2.code, state2.blocksize) if state.nested else (None, None, None, 0)
+    quantized = (packed, state.absmax, state.code, state.blocksize, *nested, *state.shape)
+    y = _nf4_linear(x.flatten(0, -2), *quantized).view(*x.shape[:-1], -1)
     return y if bias_N is None else y + bias_N.to(y.dtype)
 
 
 @torch.library.custom_op("sojourn::nf4_linear", mutates_args=())
-def _forward(
-    x_MK: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor, code: torch.Tensor, block: int,
-    offset: torch.Tensor | None, absmax2: torch.Tensor | None, code2: torch.Tensor | None, block2: int,
-    outputs: int, inputs: int,
+def _nf4_linear(
+    x_MK: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor, code: torch.Tensor, block_size: int,
+    offset: torch.Tensor | None, absmax2: torch.Tensor | None, code2: torch.Tensor | None, block_size2: int,
+    out_features: int, in_features: int,
 ) -> torch.Tensor:  # fmt: skip
-    described = (packed, absmax, code, block, offset, absmax2, code2, block2, outputs, inputs)
-    return x_MK @ _widened(x_MK.dtype, *described).t()
+    quantized = (packed, absmax, code, block_size, offset, absmax2, code2, block_size2, out_features, in_features)
+    return x_MK @ _dequantize(x_MK.dtype, *quantized).t()
 
 
 @torch.library.custom_op("sojourn::nf4_grad_input", mutates_args=())
-def _back(
-    grad_MN: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor, code: torch.Tensor, block: int,
-    offset: torch.Tensor | None, absmax2: torch.Tensor | None, code2: torch.Tensor | None, block2: int,
-    outputs: int, inputs: int,
+def _nf4_grad_input(
+    grad_MN: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor, code: torch.Tensor, block_size: int,
+    offset: torch.Tensor | None, absmax2: torch.Tensor | None, code2: torch.Tensor | None, block_size2: int,
+    out_features: int, in_features: int,
 ) -> torch.Tensor:  # fmt: skip
-    described = (packed, absmax, code, block, offset, absmax2, code2, block2, outputs, inputs)
-    return grad_MN @ _widened(grad_MN.dtype, *described)
+    quantized = (packed, absmax, code, block_size, offset, absmax2, code2, block_size2, out_features, in_features)
+    return grad_MN @ _dequantize(grad_MN.dtype, *quantized)
 
 
-@_forward.register_fake
-def _(x_MK: Any, *described: Any) -> Any:
-    return x_MK.new_empty(x_MK.shape[0], described[-2])
+@_nf4_linear.register_fake
+def _(x_MK: Tensor, *quantized: Any) -> Tensor:
+    return x_MK.new_empty(x_MK.shape[0], quantized[-2])
 
 
-@_back.register_fake
-def _(grad_MN: Any, *described: Any) -> Any:
-    return grad_MN.new_empty(grad_MN.shape[0], described[-1])
+@_nf4_grad_input.register_fake
+def _(grad_MN: Tensor, *quantized: Any) -> Tensor:
+    return grad_MN.new_empty(grad_MN.shape[0], quantized[-1])
 
 
-def _widened(
-    dtype: Any, packed: Any, absmax: Any, code: Any, block: int, offset: Any, absmax2: Any, code2: Any, block2: int,
-    outputs: int, inputs: int,
-) -> Any:  # fmt: skip
+def _dequantize(
+    dtype: torch.dtype, packed: Tensor, absmax: Tensor, code: Tensor, block_size: int, offset: Tensor | None,
+    absmax2: Tensor | None, code2: Tensor | None, block_size2: int, out_features: int, in_features: int,
+) -> Tensor:  # fmt: skip
     if packed.is_cuda and supports_triton():
-        from sojourn.model.kernels.nf4_dequant import widened
+        from sojourn.model.kernels.nf4_dequant import dequantize_nf4
 
-        return widened(dtype, packed, absmax, code, block, offset, absmax2, code2, block2, outputs, inputs)
+        return dequantize_nf4(
+            dtype, packed, absmax, code, block_size, offset, absmax2, code2, block_size2, out_features, in_features
+        )
     from bitsandbytes.functional import QuantState, dequantize_4bit
 
-    inner = None
+    state2 = None
     if absmax2 is not None:
-        inner = QuantState(absmax=absmax2, code=code2, blocksize=block2, dtype=torch.float32)
+        state2 = QuantState(absmax=absmax2, code=code2, blocksize=block_size2, dtype=torch.float32)
     state = QuantState(
-        absmax=absmax, shape=torch.Size((outputs, inputs)), code=code, blocksize=block, quant_type="nf4", dtype=dtype,
-        offset=offset, state2=inner,
+        absmax=absmax, shape=torch.Size((out_features, in_features)), code=code, blocksize=block_size,
+        quant_type="nf4", dtype=dtype, offset=offset, state2=state2,
     )  # fmt: skip
     return dequantize_4bit(packed, state)
 
 
-def _remember(ctx: Any, inputs: Any, output: Any) -> None:
-    tensors = [one for one in inputs[1:] if isinstance(one, torch.Tensor)]
-    ctx.save_for_backward(*tensors)
-    ctx.rest = [None if isinstance(one, torch.Tensor) else (one,) for one in inputs[1:]]
+def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*(value for value in inputs[1:] if isinstance(value, torch.Tensor)))
+    ctx.non_tensors = [None if isinstance(value, torch.Tensor) else (value,) for value in inputs[1:]]
 
 
-def _backward(ctx: Any, grad_MN: Any) -> Any:
+def _backward(ctx: Any, grad_MN: Tensor) -> Any:
     tensors = iter(ctx.saved_tensors)
-    described = [next(tensors) if one is None else one[0] for one in ctx.rest]
-    return _back(grad_MN.contiguous(), *described), *(None for _ in described)
+    quantized = [next(tensors) if value is None else value[0] for value in ctx.non_tensors]
+    return _nf4_grad_input(grad_MN.contiguous(), *quantized), *(None for _ in quantized)
 
 
-_forward.register_autograd(_backward, setup_context=_remember)
+_nf4_linear.register_autograd(_backward, setup_context=_setup_context)

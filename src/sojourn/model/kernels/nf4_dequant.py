@@ -1,44 +1,44 @@
-"""Weights of 4 bits, widened by one kernel: their scales, which may be in 8 bits themselves, are made on the way.
+"""Dequantizes NF4 weights in one Triton kernel, with their double-quantized scales.
 
-bitsandbytes does it in three kernels behind much Python, for which small models wait.
+bitsandbytes uses three kernels behind much Python, which dominates small models.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-_BLOCK = 1024  # bytes at a time, two weights each
+_BLOCK = 1024  # bytes per program, two weights each
 
 
-def widened(
-    dtype: Any, packed: Any, scales: Any, code: Any, block: int, offset: Any, scales2: Any, code2: Any, block2: int,
-    outputs: int, inputs: int,
-) -> Any:  # fmt: skip
-    """As in nf4.py; `offset`, `scales2` and `code2` are None where scales are in 32 bits."""
-    made = torch.empty(outputs, inputs, dtype=dtype, device=packed.device)
-    _kernel[(triton.cdiv(made.numel(), 2 * _BLOCK),)](
-        packed.view(torch.uint8), scales, code, offset, scales2, code2, made, made.numel(), block, block2, BLOCK=_BLOCK
-    )
-    return made
+def dequantize_nf4(
+    dtype: torch.dtype, packed: Tensor, absmax: Tensor, code: Tensor, block_size: int, offset: Tensor | None,
+    absmax2: Tensor | None, code2: Tensor | None, block_size2: int, out_features: int, in_features: int,
+) -> Tensor:  # fmt: skip
+    """Arguments as in nf4.py; `offset`, `absmax2` and `code2` are None where `absmax` is fp32."""
+    weight = torch.empty(out_features, in_features, dtype=dtype, device=packed.device)
+    _kernel[(triton.cdiv(weight.numel(), 2 * _BLOCK),)](
+        packed.view(torch.uint8), absmax, code, offset, absmax2, code2, weight, weight.numel(), block_size,
+        block_size2, BLOCK=_BLOCK,
+    )  # fmt: skip
+    return weight
 
 
 @triton.jit
 def _kernel(  # type: ignore[no-untyped-def]
-    packed, scales, code, offset, scales2, code2, made, size, block, block2, BLOCK: tl.constexpr
+    packed, absmax, code, offset, absmax2, code2, weight, size, block_size, block_size2, BLOCK: tl.constexpr
 ):  # fmt: skip
-    first = tl.program_id(0) * BLOCK
-    places = first + tl.arange(0, BLOCK)
-    inside = 2 * places < size
-    pair = tl.load(packed + places, mask=inside, other=0).to(tl.int32)
-    group = 2 * places // block
-    scale = tl.load(scales + group, mask=inside, other=0)
-    if scales2 is not None:
-        inner = tl.load(scales2 + group // block2, mask=inside, other=0.0)
-        scale = tl.load(code2 + scale.to(tl.int32)) * inner + tl.load(offset)
+    start = tl.program_id(0) * BLOCK
+    byte = start + tl.arange(0, BLOCK)
+    mask = 2 * byte < size
+    pair = tl.load(packed + byte, mask=mask, other=0).to(tl.int32)
+    block = 2 * byte // block_size
+    scale = tl.load(absmax + block, mask=mask, other=0)
+    if absmax2 is not None:
+        scale2 = tl.load(absmax2 + block // block_size2, mask=mask, other=0.0)
+        scale = tl.load(code2 + scale.to(tl.int32)) * scale2 + tl.load(offset)
     high, low = tl.load(code + (pair >> 4)) * scale, tl.load(code + (pair & 15)) * scale
-    targets = 2 * first + tl.arange(0, 2 * BLOCK)
-    tl.store(made + targets, tl.interleave(high, low).to(made.dtype.element_ty), mask=targets < size)
+    index = 2 * start + tl.arange(0, 2 * BLOCK)
+    tl.store(weight + index, tl.interleave(high, low).to(weight.dtype.element_ty), mask=index < size)

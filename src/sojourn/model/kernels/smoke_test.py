@@ -1,102 +1,119 @@
-"""Whether the kernels of hopper.py do here what torch does: they are young, and made by packages that change."""
+"""Tests the kernels of hopper.py against torch before they are used: the packages are young and change."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
 from sojourn.machine.probe_software import importable
-from sojourn.model.kernels.hopper import Kernels, attention_of_heads, rest_of_block
+from sojourn.model.kernels.hopper import HopperKernels, o_proj_mlp, qkv_rope_attention
+
+_MAX_ERROR = 0.02  # relative, in bf16
+_TOKENS = 160  # per row
 
 
-def forget_kernels() -> None:
-    Kernels.products = Kernels.attention = False
+def disable_hopper_kernels() -> None:
+    HopperKernels.gemm = HopperKernels.attention = False
 
 
-def try_kernels(model: Any) -> None:
-    """For its blocks: they are used where they make what torch makes, but for rounding."""
-    warnings.filterwarnings("ignore", category=UserWarning, module="cutlass")  # about its own insides
+def smoke_test_hopper_kernels(model: nn.Module) -> None:
+    """Enables the kernels that compute what torch computes, but for rounding, with this model's head size."""
+    warnings.filterwarnings("ignore", category=UserWarning, module="cutlass")  # about its own internals
     device, config = next(model.parameters()).device, model.config
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    heads = Heads(size, config.num_attention_heads // config.num_key_value_heads)
-    Kernels.products = _tried("quack", "products", device, _rest, _rest_by_torch, _rest_given)
-    Kernels.attention = _tried("flash_attn.cute", "attention", device, heads.ours, heads.by_torch, heads.given)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    attention = AttentionCase(head_dim, config.num_attention_heads // config.num_key_value_heads)
+    HopperKernels.gemm = _passes("quack", "GEMMs", device, _mlp, _mlp_by_torch, _mlp_inputs)
+    HopperKernels.attention = _passes(
+        "flash_attn.cute", "attention", device, attention.ours, attention.by_torch, attention.inputs
+    )
 
 
-def _tried(package: str, name: str, device: Any, ours: Any, plain: Any, given: Any) -> bool:
+def _passes(
+    package: str,
+    kernels: str,
+    device: torch.device,
+    ours: Callable[..., Tensor],
+    by_torch: Callable[..., Tensor],
+    make_inputs: Callable[[], list[Tensor]],
+) -> bool:
+    """Compares outputs and gradients. A failure is a note, not an error."""
     if not importable(package):
         return False
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
             torch.manual_seed(0)
-            tensors = [one.to(device, torch.bfloat16).requires_grad_() for one in given()]
-            found, wanted = (_with_gradients(function, tensors) for function in (ours, plain))
-        fault = None if all(map(_alike, found, wanted)) else "they make other numbers"
+            inputs = [tensor.to(device, torch.bfloat16).requires_grad_() for tensor in make_inputs()]
+            outputs, expected = (_output_and_gradients(function, inputs) for function in (ours, by_torch))
+        reason = None if all(map(_is_close, outputs, expected)) else "wrong results"
     except Exception as error:  # whatever a missing kernel raises
-        fault = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-    if fault is not None:
-        print(f"note: {package}'s {name} cannot be used here ({fault}); training goes on without, slower", flush=True)
-    return fault is None
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    if reason is not None:
+        print(f"note: {package}'s {kernels} failed their smoke test ({reason}); using torch's, slower", flush=True)
+    return reason is None
 
 
-def _with_gradients(function: Any, given: list[Any]) -> list[Any]:
-    made = function(*given)
-    return [made, *torch.autograd.grad(made, given, torch.linspace(-1, 1, made.numel()).to(made).view_as(made))]
+def _output_and_gradients(function: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    output = function(*inputs)
+    upstream = torch.linspace(-1, 1, output.numel()).to(output).view_as(output)
+    return [output, *torch.autograd.grad(output, inputs, upstream)]
 
 
-def _alike(one: Any, other: Any) -> bool:
-    apart = torch.linalg.vector_norm(one.float() - other.float()) / torch.linalg.vector_norm(other.float())
-    return bool(apart < 0.02)
+def _is_close(value: Tensor, expected: Tensor) -> bool:
+    error = torch.linalg.vector_norm(value.float() - expected.float()) / torch.linalg.vector_norm(expected.float())
+    return bool(error < _MAX_ERROR)
 
 
-def _rest_given() -> list[Any]:
-    shapes = ((320, 256), (320, 128), (256, 128), (768, 256), (256, 384))
-    return [torch.randn(shape) * (1.0 if shape[0] == 320 else 0.1) for shape in shapes]
+def _mlp_inputs() -> list[Tensor]:
+    tokens = 2 * _TOKENS
+    shapes = ((tokens, 256), (tokens, 128), (256, 128), (768, 256), (256, 384))
+    return [torch.randn(shape) * (1.0 if shape[0] == tokens else 0.1) for shape in shapes]
 
 
-def _rest(*given: Any) -> Any:
-    return rest_of_block(*given, 1e-5)[0]
+def _mlp(*inputs: Tensor) -> Tensor:
+    return o_proj_mlp(*inputs, 1e-5)[0]
 
 
-def _rest_by_torch(hidden: Any, attended: Any, out: Any, both: Any, down: Any) -> Any:
-    hidden, attended, out, both, down = (one.float() for one in (hidden, attended, out, both, down))
-    summed = hidden + attended @ out.T
-    one, other = (F.rms_norm(summed, summed.shape[-1:], eps=1e-5) @ both.T).unflatten(-1, (-1, 2)).unbind(-1)
-    return summed + (F.silu(one) * other) @ down.T
+def _mlp_by_torch(*inputs: Tensor) -> Tensor:
+    hidden, attended, o_proj, gate_up, down = (tensor.float() for tensor in inputs)
+    residual = hidden + attended @ o_proj.T
+    normed = F.rms_norm(residual, residual.shape[-1:], eps=1e-5)
+    gate, up = (normed @ gate_up.T).unflatten(-1, (-1, 2)).unbind(-1)
+    return residual + (F.silu(gate) * up) @ down.T
 
 
 @dataclass(frozen=True)
-class Heads:
-    """Attention with so many heads of queries to each of keys and values as the model has."""
+class AttentionCase:
+    """Attention with two key/value heads, and `group` query heads per key/value head."""
 
-    size: int
+    head_dim: int
     group: int
 
-    def given(self) -> list[Any]:
-        width = (2 * self.group + 4) * self.size
-        return [torch.randn(2, 160, 128), 0.1 * torch.randn(width, 128), torch.randn(width)]
+    def inputs(self) -> list[Tensor]:
+        width = (2 * self.group + 4) * self.head_dim
+        return [torch.randn(2, _TOKENS, 128), 0.1 * torch.randn(width, 128), torch.randn(width)]
 
-    def angles(self, device: Any) -> Any:
-        angles = torch.linspace(0, 6, 160 * self.size, device=device).view(2, 160, -1).repeat(1, 1, 2)
+    def cos_sin(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
+        angles = torch.linspace(0, 6, _TOKENS * self.head_dim, device=device).view(2, _TOKENS, -1).repeat(1, 1, 2)
         return angles.cos(), angles.sin()
 
-    def ours(self, x: Any, weight: Any, bias: Any) -> Any:
-        how = (*self.angles(x.device), 2 * self.group, 2, self.size**-0.5)
-        return attention_of_heads(x, weight, bias, *how)[0]
+    def ours(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        options = (*self.cos_sin(x.device), 2 * self.group, 2, self.head_dim**-0.5)
+        return qkv_rope_attention(x, weight, bias, *options)[0]
 
-    def by_torch(self, x: Any, weight: Any, bias: Any) -> Any:
-        cos, sin = (one[:, :, None, : self.size // 2] for one in self.angles(x.device))
-        joined = F.linear(x.float(), weight.float(), bias.float()).unflatten(-1, (-1, self.size))
+    def by_torch(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        cos, sin = (angle[:, :, None, : self.head_dim // 2] for angle in self.cos_sin(x.device))
+        qkv = F.linear(x.float(), weight.float(), bias.float()).unflatten(-1, (-1, self.head_dim))
 
-        def turned(heads: Any) -> Any:
+        def rotate(heads: Tensor) -> Tensor:
             first, second = heads.chunk(2, -1)
             return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
-        query, key, value = joined.split([2 * self.group, 2, 2], 2)
-        heads = (turned(query), *(one.repeat_interleave(self.group, 2) for one in (turned(key), value)))
-        query, key, value = (one.transpose(1, 2) for one in heads)
+        query, key, value = qkv.split([2 * self.group, 2, 2], 2)
+        key, value = (heads.repeat_interleave(self.group, 2) for heads in (rotate(key), value))
+        query, key, value = (heads.transpose(1, 2) for heads in (rotate(query), key, value))
         return F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)

@@ -1,6 +1,6 @@
-"""The gate of a feed-forward whose two inputs were made in one multiplication: one pass over memory, forward and back.
+"""SwiGLU, silu(gate) · up, of a gate and an up projection that one matmul made: one pass over memory each way.
 
-Shapes: M tokens, F width of the feed-forward; `joined` has the gate's half first, then the other.
+Shapes: M tokens, F MLP width; `gate_up` (M, 2F) has the gate's half first, then up's.
 """
 
 from __future__ import annotations
@@ -10,141 +10,145 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from sojourn.model.kernels.custom_op import differentiable, operation
+from sojourn.model.kernels.custom_op import custom_op, register_autograd
 
 _BLOCK = 1024
-_ROWS, _COLUMNS = 32, 128  # of a tile that is turned
+_TILE_ROWS, _TILE_COLUMNS = 32, 128  # of a tile that is transposed
 
 
-def _half(joined: Any) -> Any:
-    return joined.new_empty(*joined.shape[:-1], joined.shape[-1] // 2)
+def _empty_out(gate_up: Tensor) -> Tensor:
+    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
-def _whole(grad: Any, joined: Any) -> Any:
-    return torch.empty_like(joined)
+def _empty_grad(grad: Tensor, gate_up: Tensor) -> Tensor:
+    return torch.empty_like(gate_up)
 
 
-def _pieces(joined: Any) -> Any:
-    """Room for the largest numbers of every piece: of what is made, and of what it is made from."""
-    size = joined.shape[-1] // 2
-    return joined.new_empty(2, joined.numel() // size // 2, triton.cdiv(size, _BLOCK), dtype=torch.float32)
+def _empty_amax(gate_up: Tensor) -> Tensor:
+    """One amax per block: of the result, and of `gate_up`."""
+    width = gate_up.shape[-1] // 2
+    return gate_up.new_empty(2, gate_up.numel() // width // 2, triton.cdiv(width, _BLOCK), dtype=torch.float32)
 
 
-def _both(grad: Any, joined: Any, scale: Any) -> Any:
-    shape, kind = joined.flatten(0, -2).shape, torch.float8_e5m2
-    return joined.new_empty(shape, dtype=kind), joined.new_empty(*reversed(shape), dtype=kind)
+def _empty_fp8(grad: Tensor, gate_up: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    shape, dtype = gate_up.flatten(0, -2).shape, torch.float8_e5m2
+    return gate_up.new_empty(shape, dtype=dtype), gate_up.new_empty(*reversed(shape), dtype=dtype)
 
 
-@operation("gated(Tensor joined) -> Tensor", _half)
-def gated(joined: Any) -> Any:
-    """silu(first half) · second half."""
-    return _forward(joined, None)
+@custom_op("swiglu(Tensor gate_up) -> Tensor", _empty_out)
+def swiglu(gate_up: Tensor) -> Tensor:
+    return _forward(gate_up, None)
 
 
-@operation("gated_measured(Tensor joined) -> (Tensor, Tensor)", lambda joined: (_half(joined), _pieces(joined)))
-def gated_measured(joined: Any) -> tuple[Any, Any]:
-    """The same, and the largest numbers of every piece: of it, and of `joined`."""
-    most = _pieces(joined)
-    return _forward(joined, most), most
+@custom_op(
+    "swiglu_amax(Tensor gate_up) -> (Tensor, Tensor)", lambda gate_up: (_empty_out(gate_up), _empty_amax(gate_up))
+)
+def swiglu_amax(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, and the amax of every block: of the result, and of `gate_up`."""
+    amax = _empty_amax(gate_up)
+    return _forward(gate_up, amax), amax
 
 
-@operation("gated_back(Tensor grad, Tensor joined) -> Tensor", _whole)
-def gated_back(grad: Any, joined: Any) -> Any:
-    """The gradient of `joined`."""
-    made, grad = torch.empty_like(joined), grad.contiguous()
-    size = grad.shape[-1]
-    _back_kernel[(grad.numel() // size, triton.cdiv(size, _BLOCK))](grad, joined, made, size, BLOCK=_BLOCK)
-    return made
+@custom_op("swiglu_backward(Tensor grad, Tensor gate_up) -> Tensor", _empty_grad)
+def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+    """The gradient of `gate_up`."""
+    grad_gate_up, grad = torch.empty_like(gate_up), grad.contiguous()
+    width = grad.shape[-1]
+    grid = (grad.numel() // width, triton.cdiv(width, _BLOCK))
+    _backward_kernel[grid](grad, gate_up, grad_gate_up, width, BLOCK=_BLOCK)
+    return grad_gate_up
 
 
-@operation("gated_back_narrowed(Tensor grad, Tensor joined, Tensor scale) -> (Tensor, Tensor)", _both)
-def gated_back_narrowed(grad: Any, joined: Any, scale: Any) -> tuple[Any, Any]:
-    """The same / scale in e5m2, as it lies and turned."""
-    made: tuple[Any, Any] = _both(grad, joined, scale)
+@custom_op("swiglu_backward_fp8(Tensor grad, Tensor gate_up, Tensor scale) -> (Tensor, Tensor)", _empty_fp8)
+def swiglu_backward_fp8(grad: Tensor, gate_up: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of `gate_up` / scale in E5M2: row-major and transposed."""
+    row_major, transposed = _empty_fp8(grad, gate_up, scale)
     grad = grad.flatten(0, -2).contiguous()
-    rows, size = grad.shape
-    _narrowed_kernel[(triton.cdiv(rows, _ROWS), triton.cdiv(size, _COLUMNS))](
-        grad, joined, scale, *(one.view(torch.uint8) for one in made), rows, size, ROWS=_ROWS, COLUMNS=_COLUMNS
-    )
-    return made
+    rows, width = grad.shape
+    _backward_fp8_kernel[(triton.cdiv(rows, _TILE_ROWS), triton.cdiv(width, _TILE_COLUMNS))](
+        grad, gate_up, scale, row_major.view(torch.uint8), transposed.view(torch.uint8), rows, width,
+        ROWS=_TILE_ROWS, COLUMNS=_TILE_COLUMNS,
+    )  # fmt: skip
+    return row_major, transposed
 
 
-def _forward(joined: Any, most: Any) -> Any:
-    made = _half(joined)
-    size = made.shape[-1]
-    _forward_kernel[(made.numel() // size, triton.cdiv(size, _BLOCK))](joined, made, size, most, BLOCK=_BLOCK)
-    return made
+def _forward(gate_up: Tensor, amax: Tensor | None) -> Tensor:
+    out = _empty_out(gate_up)
+    width = out.shape[-1]
+    _forward_kernel[(out.numel() // width, triton.cdiv(width, _BLOCK))](gate_up, out, width, amax, BLOCK=_BLOCK)
+    return out
 
 
-def _remember(ctx: Any, inputs: Any, output: Any) -> None:
+def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(*inputs)
 
 
-differentiable("gated", _remember, lambda ctx, grad: gated_back(grad, *ctx.saved_tensors))
+register_autograd("swiglu", _setup_context, lambda ctx, grad: swiglu_backward(grad, *ctx.saved_tensors))
 
 
 @triton.jit
-def _forward_kernel(joined, made, size, most, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _forward_kernel(gate_up, out, width, amax, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
-    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = places < size
-    joined += row * 2 * size
-    gate = tl.load(joined + places, mask=inside, other=0.0).to(tl.float32)
-    other = tl.load(joined + size + places, mask=inside, other=0.0).to(tl.float32)
-    y = gate * tl.sigmoid(gate) * other
-    tl.store(made + row * size + places, y.to(made.dtype.element_ty), mask=inside)
-    if most is not None:
-        most += row * tl.num_programs(1) + tl.program_id(1)
-        tl.store(most, tl.max(tl.abs(y)))
-        tl.store(most + tl.num_programs(0) * tl.num_programs(1), tl.max(tl.maximum(tl.abs(gate), tl.abs(other))))
+    offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < width
+    gate_up += row * 2 * width
+    gate = tl.load(gate_up + offsets, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + width + offsets, mask=mask, other=0.0).to(tl.float32)
+    y = gate * tl.sigmoid(gate) * up
+    tl.store(out + row * width + offsets, y.to(out.dtype.element_ty), mask=mask)
+    if amax is not None:
+        amax += row * tl.num_programs(1) + tl.program_id(1)
+        tl.store(amax, tl.max(tl.abs(y)))
+        tl.store(amax + tl.num_programs(0) * tl.num_programs(1), tl.max(tl.maximum(tl.abs(gate), tl.abs(up))))
 
 
 @triton.jit
-def _gradients(upstream, gate, other):  # type: ignore[no-untyped-def]
-    share = tl.sigmoid(gate)
-    return upstream * other * share * (1 + gate * (1 - share)), upstream * gate * share
+def _gradients(grad, gate, up):  # type: ignore[no-untyped-def]
+    sigmoid = tl.sigmoid(gate)
+    return grad * up * sigmoid * (1 + gate * (1 - sigmoid)), grad * gate * sigmoid
 
 
 @triton.jit
-def _back_kernel(grad, joined, made, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _backward_kernel(grad, gate_up, grad_gate_up, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
-    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = places < size
-    joined += row * 2 * size
-    made += row * 2 * size
-    upstream = tl.load(grad + row * size + places, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.load(joined + places, mask=inside, other=0.0).to(tl.float32)
-    other = tl.load(joined + size + places, mask=inside, other=0.0).to(tl.float32)
-    by_gate, by_other = _gradients(upstream, gate, other)
-    tl.store(made + places, by_gate.to(made.dtype.element_ty), mask=inside)
-    tl.store(made + size + places, by_other.to(made.dtype.element_ty), mask=inside)
+    offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < width
+    gate_up += row * 2 * width
+    grad_gate_up += row * 2 * width
+    upstream = tl.load(grad + row * width + offsets, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_up + offsets, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + width + offsets, mask=mask, other=0.0).to(tl.float32)
+    grad_gate, grad_up = _gradients(upstream, gate, up)
+    tl.store(grad_gate_up + offsets, grad_gate.to(grad_gate_up.dtype.element_ty), mask=mask)
+    tl.store(grad_gate_up + width + offsets, grad_up.to(grad_gate_up.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _e5m2(x):  # type: ignore[no-untyped-def]
-    """Its bits: the upper half of a 16-bit float, rounded to the nearest. The hardware's own conversion came out wrong
-    in this kernel (triton 3.6): every fourth of the numbers that were turned was another."""
+def _to_e5m2(x):  # type: ignore[no-untyped-def]
+    """Its bits: the upper byte of an fp16, rounded to nearest even. The hardware's conversion was wrong in this kernel
+    (Triton 3.6): every fourth transposed value was another one."""
     bits = tl.minimum(tl.maximum(x, -57344.0), 57344.0).to(tl.float16).to(tl.uint16, bitcast=True)
     return ((bits + 127 + ((bits >> 8) & 1)) >> 8).to(tl.uint8)
 
 
 @triton.jit
-def _narrowed_kernel(  # type: ignore[no-untyped-def]
-    grad, joined, scale, lying, turned, rows, size, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+def _backward_fp8_kernel(  # type: ignore[no-untyped-def]
+    grad, gate_up, scale, row_major, transposed, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
-    inside = (row < rows)[:, None] & (column < size)[None, :]
-    place = row[:, None] * 2 * size + column[None, :]
-    upstream = tl.load(grad + row[:, None] * size + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    gate = tl.load(joined + place, mask=inside, other=0.0).to(tl.float32)
-    other = tl.load(joined + size + place, mask=inside, other=0.0).to(tl.float32)
-    by_gate, by_other = _gradients(upstream * (1.0 / tl.load(scale)), gate, other)
-    by_gate, by_other = _e5m2(by_gate), _e5m2(by_other)
-    tl.store(lying + place, by_gate, mask=inside)
-    tl.store(lying + size + place, by_other, mask=inside)
-    place = column[:, None] * rows + row[None, :]
-    inside = (column < size)[:, None] & (row < rows)[None, :]
-    tl.store(turned + place, tl.trans(by_gate), mask=inside)
-    tl.store(turned + size.to(tl.int64) * rows + place, tl.trans(by_other), mask=inside)
+    mask = (row < rows)[:, None] & (column < width)[None, :]
+    offsets = row[:, None] * 2 * width + column[None, :]
+    upstream = tl.load(grad + row[:, None] * width + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_up + offsets, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + width + offsets, mask=mask, other=0.0).to(tl.float32)
+    grad_gate, grad_up = _gradients(upstream * (1.0 / tl.load(scale)), gate, up)
+    grad_gate, grad_up = _to_e5m2(grad_gate), _to_e5m2(grad_up)
+    tl.store(row_major + offsets, grad_gate, mask=mask)
+    tl.store(row_major + width + offsets, grad_up, mask=mask)
+    offsets = column[:, None] * rows + row[None, :]
+    mask = (column < width)[:, None] & (row < rows)[None, :]
+    tl.store(transposed + offsets, tl.trans(grad_gate), mask=mask)
+    tl.store(transposed + width.to(tl.int64) * rows + offsets, tl.trans(grad_up), mask=mask)

@@ -27,11 +27,13 @@ class Supervised:
         return batch.targets
 
     def loss_sum(self, network: Network, batch: DeviceBatch) -> Tensor:
-        total: Tensor = loss.loss_sum(network.lm_head, batch.target_hidden(network), batch.labels_N, not self.chunked)
+        total: Tensor = loss.cross_entropy_sum(
+            network.lm_head, batch.target_hidden(network), batch.labels_N, self.chunked
+        )
         return total
 
     def score(self, network: Network, batch: DeviceBatch) -> tuple[Tensor, Tensor]:
-        return loss.score(network.lm_head, batch.target_hidden(network), batch.labels_N)
+        return loss.loss_and_correct(network.lm_head, batch.target_hidden(network), batch.labels_N)
 
 
 def make_supervised(config: RunConfig) -> Supervised:

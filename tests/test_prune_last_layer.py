@@ -1,4 +1,4 @@
-"""What a step on a CPU leaves out (padding, scores between documents, most of the last block) is what nothing needs."""
+"""Length buckets and a pruned last layer, as on a CPU, change neither loss nor gradients."""
 
 from __future__ import annotations
 
@@ -62,16 +62,16 @@ def _model(family: str):
 
 
 def _both(family: str, checkpointing: str = "off"):
-    """Twins: one that computes everything, and one that leaves out what it can."""
+    """Twins: one that computes everything, and one that prunes what it can."""
     model = _model(family)
-    for twin, short in ((model, False), (copy.deepcopy(model), True)):
+    for twin, prune in ((model, False), (copy.deepcopy(model), True)):
         network = wrap_model(twin, "sdpa")
-        if short:
+        if prune:
             apply_fused_forwards(network.base_model)
             network = prune_last_layer(network)
         if checkpointing != "off":
             apply_activation_checkpointing(network.base_model, checkpointing)
-        yield network, Batcher(8, WIDTH, 0, "cpu", windows=network.sliding_windows, unpad=short)
+        yield network, Batcher(8, WIDTH, 0, "cpu", windows=network.sliding_windows, unpad=prune)
 
 
 def _gradients(network, batcher, batch):
@@ -81,10 +81,10 @@ def _gradients(network, batcher, batch):
 
 
 def _compare(twins, batch):
-    (loss, gradients), (short_loss, short_gradients) = (_gradients(*one, batch) for one in twins)
-    torch.testing.assert_close(short_loss, loss, rtol=1e-5, atol=0)
+    (loss, gradients), (pruned_loss, pruned_gradients) = (_gradients(*one, batch) for one in twins)
+    torch.testing.assert_close(pruned_loss, loss, rtol=1e-5, atol=0)
     for name, wanted in gradients.items():
-        found = short_gradients[name]
+        found = pruned_gradients[name]
         assert float((found - wanted).norm()) <= 1e-5 * float(wanted.norm()) + 1e-6, name
 
 
@@ -96,18 +96,18 @@ def test_loss_and_gradients_are_those_of_the_whole_computation(family, lengths, 
 
 
 @pytest.mark.parametrize("checkpointing", ["selective", "full"])
-def test_recomputing_changes_nothing_of_it(checkpointing):
+def test_activation_checkpointing_changes_nothing(checkpointing):
     _compare(_both("llama", checkpointing), _batch(PACKED, 0.3))
 
 
-def test_a_batch_without_targets_leaves_every_gradient_at_nothing():
+def test_a_batch_without_targets_has_zero_gradients():
     _, (network, batcher) = _both("llama")
     loss, gradients = _gradients(network, batcher, without_targets(_batch(PACKED, 0.3)))
     assert float(loss) == 0
     assert all(gradient is not None and not gradient.any() for gradient in gradients.values())
 
 
-def test_only_the_targets_pass_through_the_last_feed_forward_and_no_padding_through_any():
+def test_only_targets_pass_through_the_last_mlp_and_no_padding_through_any():
     _, (network, batcher) = _both("llama")
     batch, seen = _batch(PACKED, 0.3), list[int]()
     for layer in network.decoder.layers:
@@ -116,14 +116,14 @@ def test_only_the_targets_pass_through_the_last_feed_forward_and_no_padding_thro
     assert seen == [batch.real_tokens, batch.targets]
 
 
-def test_full_rows_of_one_document_are_left_as_they_are():
+def test_full_rows_of_one_document_need_no_buckets():
     batcher = Batcher(8, WIDTH, 0, "cpu", unpad=True)
     assert batcher.to_device(_batch([[48], [48]], 0.5)).layout.length_buckets is None
     assert batcher.to_device(_batch(PACKED, 0.5)).layout.length_buckets is not None
 
 
 @pytest.mark.parametrize("lengths", [[[3, 33, 32, 1]], [[48], [48], [20]], [[1]], [[64, 5], [70]]])
-def test_every_token_stands_once_beside_its_neighbours_in_a_bucket(lengths):
+def test_every_token_is_once_beside_its_neighbours_in_a_bucket(lengths):
     sizes = [size for row in lengths for size in row]
     documents = np.repeat(np.arange(len(sizes)), sizes)
     buckets = make_length_buckets(documents)
@@ -137,16 +137,16 @@ def test_every_token_stands_once_beside_its_neighbours_in_a_bucket(lengths):
 
 
 @pytest.mark.parametrize(
-    ("extra", "short"), [([], True), (["train.compile=on"], False), (["advanced.fused_forwards=off"], False)]
+    ("extra", "pruned"), [([], True), (["train.compile=on"], False), (["advanced.fused_forwards=off"], False)]
 )
-def test_it_is_for_fused_blocks_that_are_not_compiled(words, home, extra, short):
+def test_it_is_for_fused_layers_that_are_not_compiled(words, home, extra, pruned):
     from sojourn.data.prepare import prepare
     from sojourn.train.build import bare_network
     from sojourn.train.resolve import resolve_here
 
     config = resolve_here(load_run([*words, "train.device=cpu", *extra]).config).config
     network = bare_network(config, prepare(config.data, home / "prepared"), "cpu")
-    assert network.last_layer_pruned is short
+    assert network.last_layer_pruned is pruned
 
 
 def test_the_measurement_against_plain_transformers_runs(words, monkeypatch):
