@@ -1,4 +1,4 @@
-"""Cases side by side, of which one at a time has the machine to itself: whatever happens, none stays stopped."""
+"""The planner's worker pool: cases run in parallel, one at a time is timed alone, and none stays stopped."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _turn(line: Line, task: Task, work=lambda: {}) -> None:
-    """What a case does at its end."""
+    """The protocol at the end of a case."""
     line.say(ASK)
     line.wait_for(GO)
     _write(Path(task.out), json.dumps({"measured": work()}))
@@ -50,24 +50,24 @@ def _turn(line: Line, task: Task, work=lambda: {}) -> None:
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Runs cases that do what is given for each name, and returns what was told of them, in this order."""
+    """Runs cases by name and returns what each measured, in the order in which they ended."""
 
     def go(works, limit=60.0, room=0, jobs=4, need=_NONE, **named):
         monkeypatch.setattr(child, "work", lambda task, line: works[task.name](line, task))
         names = {
             name: Task(name, {}, "", str(tmp_path / f"{name}.json"), str(tmp_path / f"{name}.log")) for name in works
         }
-        told = {}
+        results = {}
         tasks = [(task, need) for task in names.values()]
         WorkerPool(forks=True).run(
-            tasks, lambda task, found: told.setdefault(task.name, found["measured"]), room, jobs, limit, **named
+            tasks, lambda task, found: results.setdefault(task.name, found["measured"]), room, jobs, limit, **named
         )
-        return told
+        return results
 
     return go
 
 
-def test_all_that_the_others_do_stands_still_while_one_is_timed(run, tmp_path):
+def test_all_other_cases_are_stopped_while_one_is_timed(run, tmp_path):
     def timed(line, task):
         pids = [int(pid) for pid in _wait(tmp_path / "pids").split()]
 
@@ -88,53 +88,53 @@ def test_all_that_the_others_do_stands_still_while_one_is_timed(run, tmp_path):
             started.kill()
         _turn(line, task, lambda: {"ticks": ticks})
 
-    told = run({"timed": timed, "busy": busy})
-    assert list(told) == ["timed", "busy"] and told["timed"]["states"] == ["T", "T"]
-    ticks, began, ended = told["busy"]["ticks"], told["timed"]["began"], told["timed"]["ended"]
+    results = run({"timed": timed, "busy": busy})
+    assert list(results) == ["timed", "busy"] and results["timed"]["states"] == ["T", "T"]
+    ticks, began, ended = results["busy"]["ticks"], results["timed"]["began"], results["timed"]["ended"]
     assert not [tick for tick in ticks if began < tick < ended] and ticks[0] < began
-    assert told["timed"]["quiet"] >= 0.5
+    assert results["timed"]["quiet"] >= 0.5
 
 
-def test_one_that_is_killed_in_its_turn_or_never_asks_holds_nobody_up(run):
+def test_a_case_that_is_killed_or_hangs_does_not_block_the_others(run):
     def killed(line, task):
         _turn(line, task, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
-    told = run(
+    results = run(
         {"killed": killed, "idle": lambda line, task: time.sleep(60), "good": _turn, "gone": lambda *given: None}, 1.0
     )
-    assert told["killed"]["failed"] == "ended with -9: nothing said"
-    assert told["gone"]["failed"] == "ended with 0: nothing said"
-    assert told["idle"]["failed"] == "took longer than 1 s" and "failed" not in told["good"]
-    assert list(told)[-1] == "idle"
+    assert results["killed"]["failed"] == "ended with -9: nothing said"
+    assert results["gone"]["failed"] == "ended with 0: nothing said"
+    assert results["idle"]["failed"] == "took longer than 1 s" and "failed" not in results["good"]
+    assert list(results)[-1] == "idle"
 
 
-def test_one_that_hangs_in_its_turn_is_ended_and_the_next_has_its_own(run):
-    told = run({"hangs": lambda line, task: _turn(line, task, lambda: time.sleep(60)), "good": _turn}, 1.0)
-    assert told["hangs"]["failed"] == "took longer than 1 s" and "failed" not in told["good"]
+def test_a_case_that_hangs_while_it_is_timed_is_killed_and_the_next_is_timed(run):
+    results = run({"hangs": lambda line, task: _turn(line, task, lambda: time.sleep(60)), "good": _turn}, 1.0)
+    assert results["hangs"]["failed"] == "took longer than 1 s" and "failed" not in results["good"]
 
 
-def test_time_in_which_a_case_is_stopped_is_not_its_own(run, tmp_path):
+def test_time_while_stopped_does_not_count_against_the_limit(run, tmp_path):
     def slow(line, task):
         for _ in range(150):  # one long sleep would go on while it is stopped
             time.sleep(0.01)
         _turn(line, task)
 
-    told = run({"long": lambda line, task: _turn(line, task, lambda: time.sleep(1.8) or {}), "slow": slow}, 3.0)
-    assert "failed" not in told["slow"] and 1.4 < told["slow"]["seconds"] < 3
+    results = run({"long": lambda line, task: _turn(line, task, lambda: time.sleep(1.8) or {}), "slow": slow}, 3.0)
+    assert "failed" not in results["slow"] and 1.4 < results["slow"]["seconds"] < 3
 
 
-def test_side_by_side_only_as_many_as_there_is_room_for(run, tmp_path):
+def test_only_as_many_cases_run_in_parallel_as_memory_allows(run, tmp_path):
     def alone(line, task):
         (tmp_path / task.name).touch()
         _turn(line, task, lambda: {"seen": len(list(tmp_path.glob("case-?")))})
 
     cases = {f"case-{letter}": alone for letter in "abcd"}
-    told = run(cases, room=100, need=Need(60, 60))
-    assert [found["seen"] for found in told.values()] == [1, 2, 3, 4]  # no two fit together
+    results = run(cases, room=100, need=Need(60, 60))
+    assert [found["seen"] for found in results.values()] == [1, 2, 3, 4]  # no two fit together
     assert run(cases, room=100, need=Need(60, 60), until=time.monotonic()) == {}  # and none begins when time is up
 
 
-def test_memory_of_whole_steps_is_one_cases_at_a_time_and_waiting_for_it_costs_nothing(run, tmp_path):
+def test_memory_for_whole_steps_is_given_to_one_case_at_a_time_and_waiting_does_not_count(run, tmp_path):
     def case(line, task):
         (tmp_path / task.name).touch()
         for name in ("one", "two"):
@@ -145,12 +145,12 @@ def test_memory_of_whole_steps_is_one_cases_at_a_time_and_waiting_for_it_costs_n
         time.sleep(0.8)
         _turn(line, task, lambda: {"began": began, "ended": time.monotonic()})
 
-    told = list(run({"one": case, "two": case}, limit=1.5, room=100, need=Need(10, 80)).values())
-    assert len(told) == 2 and not any("failed" in found for found in told)
-    assert told[1]["began"] > told[0]["ended"] and told[1]["seconds"] < 1.5
+    results = list(run({"one": case, "two": case}, limit=1.5, room=100, need=Need(10, 80)).values())
+    assert len(results) == 2 and not any("failed" in found for found in results)
+    assert results[1]["began"] > results[0]["ended"] and results[1]["seconds"] < 1.5
 
 
-def test_memory_that_others_may_have_taken_is_asked_for_once_more_alone(run, tmp_path):
+def test_a_case_that_ran_out_of_memory_beside_others_is_run_again_alone(run, tmp_path):
     def short(line, task):
         again = (tmp_path / "tried").is_file()
         (tmp_path / "tried").touch()
@@ -165,8 +165,8 @@ def test_memory_that_others_may_have_taken_is_asked_for_once_more_alone(run, tmp
         time.sleep(0.3)
         _turn(line, task)
 
-    told = run({"short": short, "other": other}, room=100, need=Need(10, 20))
-    assert list(told) == ["other", "short"] and "failed" not in told["short"]
+    results = run({"short": short, "other": other}, room=100, need=Need(10, 20))
+    assert list(results) == ["other", "short"] and "failed" not in results["short"]
 
 
 ROOT = Path(__file__).parents[1]
@@ -196,7 +196,7 @@ measure.measure(plan, print)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_however_the_command_ends_no_case_is_left(tmp_path, number):
+def test_no_case_is_left_however_the_command_ends(tmp_path, number):
     with subprocess.Popen(
         [sys.executable, "-c", _STOPPABLE, str(tmp_path)], stderr=subprocess.DEVNULL, env=ENVIRONMENT
     ) as command:
@@ -224,7 +224,7 @@ assert row["step_seconds"] > 0 and row["quiet"] > 0, row
 """
 
 
-def test_where_forking_is_not_possible_a_case_starts_a_python_of_its_own(tmp_path):
+def test_without_fork_each_case_starts_its_own_python(tmp_path):
     said = subprocess.run(
         [sys.executable, "-c", _SPAWNED, str(tmp_path)], capture_output=True, text=True, check=False, env=ENVIRONMENT
     )
