@@ -126,10 +126,10 @@ FILES: dict[str, tuple[str | bytes, tuple[str, ...]]] = {
     "list for a section": (SMALL + "train:\n  - lr: 1\n", ("run.yaml:2: train: a list of 1 given", "epochs, steps")),
     "empty section": (SMALL + "train:\n", ("run.yaml:2: train: nothing below it; remove the line", "epochs, steps")),
     # settings that cannot hold together
-    "epochs and steps": (SMALL + "train:\n  epochs: 1\n  steps: 5\n", ("run.yaml:4: train.steps: train.epochs already says how long",)),
+    "epochs and steps": (SMALL + "train:\n  epochs: 1\n  steps: 5\n", ("run.yaml:4: train.steps: train.epochs already sets how long",)),
     "micro batch that does not divide": (SMALL + "train:\n  micro_batch: 5\n", ("train.micro_batch: 5 does not divide the global batch of 16 rows; use 4 or auto",)),
     "warmup of 2.5 steps": (SMALL + "train:\n  warmup: 2.5\n", ("run.yaml:3: train.warmup: 2.5 given", "a share of the run up to 1")),
-    "heads that do not divide": (SMALL + "model:\n  num_heads: 7\n", ("model.num_heads: 7 heads do not share d_model 256", "use 8")),
+    "heads that do not divide": (SMALL + "model:\n  num_heads: 7\n", ("model.num_heads: 7 heads do not divide d_model 256", "use 8")),
     "heads of odd size": (SMALL + "model: {d_model: 66, num_heads: 2}\n", ("run.yaml:2: model.num_heads: 2 heads", "use 1")),
     "width that is no multiple": (SMALL + "model:\n  d_model: 300\n", ("run.yaml:3: model.d_model: 300 is not a multiple of 64", "use 256 or 320")),
     "key/value heads": (SMALL + "model:\n  num_kv_heads: 3\n", ("model.num_kv_heads: 3 key/value heads do not divide 4 heads; use 2",)),
@@ -150,7 +150,7 @@ FILES: dict[str, tuple[str | bytes, tuple[str, ...]]] = {
     "budget with a price of 0": (SMALL + "limits: {budget: 30, price_per_hour: 0}\n", ("limits.price_per_hour: 0 given", "above 0")),
     "currencies that differ": (SMALL + "limits: {budget: $30, price_per_hour: 2 CNY/h}\n", ("limits.budget: in USD, but the price per hour in CNY",)),
     # extends
-    "extends itself": ("extends: run.yaml\n", ("run.yaml:1: extends: goes round in a circle: run.yaml → run.yaml",)),
+    "extends itself": ("extends: run.yaml\n", ("run.yaml:1: extends: circular: run.yaml → run.yaml",)),
     "extends a typo": ("extends: smal\n", ("run.yaml:1: extends: “smal” is neither a file beside this one nor a preset; did you mean small?",)),
     "extends a missing file": ("extends: other.yaml\n", ("run.yaml:1: extends: “other.yaml” is neither a file beside this one",)),
     "extends a folder": ("extends: .\n", ("run.yaml:1: extends: “.” is neither a file",)),
@@ -206,7 +206,7 @@ FILES: dict[str, tuple[str | bytes, tuple[str, ...]]] = {
 
 # name: (the words after `sojourn config check`, what the line must say)
 LINES: dict[str, tuple[list[str], tuple[str, ...]]] = {
-    "nothing": ([], ("say what to run: a preset or a YAML file, such as small (see: sojourn presets list)",)),
+    "nothing": ([], ("name a run: a preset or a YAML file, such as small (see: sojourn presets list)",)),
     "preset typo": (["medum"], ("“medum” is neither a preset nor a file; did you mean medium? (see: sojourn presets list)",)),
     "preset typo with underscores": (["qlora_7"], ("did you mean qlora-7b?",)),
     "alias typo": (["paper_r46"], ("did you mean paper-r64?",)),
@@ -220,9 +220,9 @@ LINES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "unknown home": (["~nobody-here/a.yaml"], ("~nobody-here/a.yaml: no such file",)),
     "line break in the name": (["a\nb"], ("“a b” is neither a preset nor a file",)),
     "not UTF-8": (["small", "name=\udcff"], ("command line: “name=?” is not UTF-8 text",)),
-    "two runs": (["small", "medium"], ("command line: “small” already says what to run, so “medium” is one word too many",)),
-    "two configs": (["--config", "small", "--config", "xl"], ("command line --config: “xl” given, but “small” already says",)),
-    "run and config": (["small", "--config=xl"], ("command line --config: “xl” given, but “small” already says what to run",)),
+    "two runs": (["small", "medium"], ("command line: “small” already names the run, so “medium” is one argument too many",)),
+    "two configs": (["--config", "small", "--config", "xl"], ("command line --config: “xl” given, but “small” already names",)),
+    "run and config": (["small", "--config=xl"], ("command line --config: “xl” given, but “small” already names the run",)),
     "key without a value": (["train.lr"], ("command line: “train.lr” is a key; write train.lr=VALUE",)),
     "key with an empty value": (["small", "train.lr="], ("command line train.lr=: train.lr: nothing (null) given",)),
     "no key": (["small", "=5"], ("command line: “=5” is not key=value; an example: train.lr=1e-4",)),
@@ -237,7 +237,7 @@ LINES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "override with a word": (["small", "train.lr=fast"], ("command line train.lr=fast: train.lr: “fast” given", "a number")),
     "override with a huge number": (["small", f"train.seed={'9' * 5000}"], ("command line train.seed=999", "allowed: a whole number")),
     "override that loops": (["small", "train.lr=[&a [*a]]"], ("train.lr: “[&a [*a]]” given; allowed: a number",)),
-    "override extends": (["small", "extends=xl"], ("extends: no such key; extends stands at the top of a YAML file",)),
+    "override extends": (["small", "extends=xl"], ("extends: no such key; extends goes at the top of a YAML file",)),
     "override against a preset": (["small", "train.global_batch=7", "train.micro_batch=2"], ("command line", "2 does not divide the global batch of 7")),
     "override against a preset's other key": (["lora-r64", "train.global_batch=9"], ("command line train.global_batch=9: train.micro_batch: 8 does not divide", "use 3")),
     "flag typo": (["small", "--bacth_size", "8"], ("command line --bacth_size: no such flag; did you mean --batch_size?",)),
@@ -265,7 +265,7 @@ LINES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "4 bit of a new model": (["small", "--load_in_4bit"], ("command line --load_in_4bit: model.base: not set, but method.kind qlora",)),
     "model for a new model's preset": (["small", "--model", "gpt2"], ("command line --model: model.d_model: sizes a new model",)),
     "size for an existing model": (["lora", "--d_model", "512"], ("command line --d_model: model.d_model: sizes a new model",)),
-    "epochs and steps by flag": (["small", "--epochs", "1", "--max_steps", "5"], ("command line --max_steps: train.steps: train.epochs already says",)),
+    "epochs and steps by flag": (["small", "--epochs", "1", "--max_steps", "5"], ("command line --max_steps: train.steps: train.epochs already sets",)),
 }  # fmt: skip
 
 
@@ -317,7 +317,7 @@ def test_files_that_extend_each_other_in_a_circle_are_told(length: int) -> None:
         write(f"train: {{seed: 1}}\nextends: {(number + 1) % length}.yaml\n", f"{number}.yaml")
     line = told(["0.yaml"])
     circle = " → ".join(f"{number % length}.yaml" for number in range(length + 1))
-    assert f"{length - 1}.yaml:2: extends: goes round in a circle: {circle}; remove one of them" in line
+    assert f"{length - 1}.yaml:2: extends: circular: {circle}; remove one of them" in line
 
 
 def test_a_chain_of_extends_has_an_end() -> None:
@@ -386,7 +386,7 @@ def real(*words: str, **options: Any) -> subprocess.CompletedProcess[bytes]:
         (["config", "check", "run.yaml"], "run.yaml:3: train.lr: “fast” given"),
         (["config", "check", "smal"], "did you mean small?"),
         (["config", "check", "small", "--bacth-size", "8"], "did you mean --batch-size?"),
-        (["presets", "show", "medum"], "no preset is called “medum”; did you mean medium?"),
+        (["presets", "show", "medum"], "no preset called “medum”; did you mean medium?"),
     ],
 )
 def test_the_command_itself_says_it_in_one_line(words: list[str], part: str) -> None:

@@ -79,10 +79,10 @@ def test_the_nearer_way_to_say_a_size_holds(home: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("small --depth 4 --params 9M", "--depth: model.depth: model.params already decides the sizes; remove one"),
-        ("small --depth 4 --d_model 128", "--d_model: model.d_model: model.depth already decides the sizes; remove"),
-        ("small --params 9M --num_heads 4", "--num_heads: model.num_heads: model.params already decides the sizes"),
-        ("small --params 9M model.ffn_size=256", "model.ffn_size: model.params already decides the sizes; remove one"),
+        ("small --depth 4 --params 9M", "--depth: model.depth: model.params already sets the size; remove one"),
+        ("small --depth 4 --d_model 128", "--d_model: model.d_model: model.depth already sets the size; remove"),
+        ("small --params 9M --num_heads 4", "--num_heads: model.num_heads: model.params already sets the size"),
+        ("small --params 9M model.ffn_size=256", "model.ffn_size: model.params already sets the size; remove one"),
         ("lora-20k --depth 4", "--depth: model.depth: sizes a new model, but model.base names an existing one"),
         ("small --params many", "--params: model.params: “many” given; allowed: a count such as 5000, 20k, 2M"),
         ("small --depth 0", "--depth: model.depth: 0 given; allowed: a whole number from 1 up to 512"),

@@ -192,13 +192,13 @@ def test_a_command_that_names_no_run_starts_from_small_and_says_so() -> None:
     assert (
         loaded.config.model.d_model == 256
         and loaded.config.name is None
-        and loaded.notes == ("no run is named; starting from the preset small",)
+        and loaded.notes == ("no run named; starting from the preset small",)
     )
 
 
 def test_a_file_that_is_not_here_but_is_called_like_a_preset_is_that_preset() -> None:
     assert run("--config configs/lora_20k.yaml").notes == (
-        "configs/lora_20k.yaml is not here; using the preset lora-20k",
+        "configs/lora_20k.yaml does not exist; using the preset lora-20k",
     )
     Path("configs").mkdir()  # there, so that a file of the user's own is meant
     with pytest.raises(UserError, match=r"configs/lora_20k.yaml: no such file; did you mean lora-20k\?"):
@@ -325,7 +325,7 @@ def test_every_translated_value_is_a_valid_setting_or_a_note(flag: str) -> None:
         ("--save_strategy best", "--save_strategy: “best” given; allowed: epoch or steps or no"),
         ("--bias all", "--bias: “all” given; allowed: none"),
         ("--logging_dir", "--logging_dir: needs a value"),
-        ("--push_to_hub", "--push_to_hub: not here; upload"),
+        ("--push_to_hub", "--push_to_hub: not supported; upload"),
     ],
 )
 def test_what_other_trainers_can_and_this_one_cannot_is_told(words: str, message: str) -> None:

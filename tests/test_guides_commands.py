@@ -138,7 +138,7 @@ def test_a_config_file_that_is_not_here_is_the_preset_of_its_name(home: Path) ->
     assert {"configs/lora_20k.yaml", "configs/lora_50k.yaml", "configs/lora_100k.yaml", "configs/qlora.yaml"} == names
     for name in names:
         loaded = load_run(["--config", name])
-        assert loaded.notes == (f"{name} is not here; using the preset {loaded.config.name}",)
+        assert loaded.notes == (f"{name} does not exist; using the preset {loaded.config.name}",)
 
 
 @pytest.mark.parametrize("cells", SETTINGS, ids=lambda cells: cells[2])

@@ -156,7 +156,7 @@ def test_a_word_like_no_preset_gets_no_suggestion() -> None:
     assert sojourn("presets", "show", "zzz\nzzz") == (
         2,
         "",
-        "sojourn: no preset is called “zzz zzz” (see: sojourn presets list)\n",
+        "sojourn: no preset called “zzz zzz” (see: sojourn presets list)\n",
     )
 
 
@@ -172,7 +172,7 @@ def test_copy_never_overwrites() -> None:
     Path("mine.yaml").write_text("precious")
     code, out, err = sojourn("presets", "copy", "small", "mine.yaml")
     assert (code, out) == (2, "") and Path("mine.yaml").read_text() == "precious"
-    assert err == "sojourn: mine.yaml is already there; give another name: sojourn presets copy small FILE\n"
+    assert err == "sojourn: mine.yaml already exists; choose another name: sojourn presets copy small FILE\n"
 
 
 def test_copy_into_a_folder_and_to_a_place_that_does_not_exist() -> None:

@@ -1,4 +1,4 @@
-"""Understands a command line: RUN, `key=value`, and the guides' flags in `-` and `_` spelling."""
+"""Parses a command line: RUN, `key=value`, and flags of other trainers in `-` and `_` spelling."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _EXAMPLES = {
 
 @dataclass(frozen=True)
 class Setting:
-    """One key that the command line sets; a `value` that is text is still to be read."""
+    """One key that the command line sets; a `value` that is text is not parsed yet."""
 
     key: KeyPath
     value: Any
@@ -54,7 +54,7 @@ class Setting:
 
 @dataclass
 class ParsedArgs:
-    """A command line, understood. `batch` is rows per GPU, `accumulation` how many of those to a step."""
+    """A parsed command line. `batch` is rows per GPU, `accumulation` gradient accumulation steps."""
 
     run: str | None = None
     settings: list[Setting] = field(default_factory=list)
@@ -63,38 +63,38 @@ class ParsedArgs:
     notes: list[str] = field(default_factory=list)
 
 
-def parse_args(words: list[str]) -> ParsedArgs:
-    typed, left = ParsedArgs(), list(reversed(words))
+def parse_args(args: list[str]) -> ParsedArgs:
+    parsed, left = ParsedArgs(), list(reversed(args))
     while left:
-        word = left.pop()
-        if re.search("[\ud800-\udfff]", word):
-            raise UserError(f"command line: “{printable(word)}” is not UTF-8 text")
-        if word.startswith("-") and word != "-":
-            _flag(typed, word, left)
-        elif "=" in word:
-            _override(typed, word)
-        elif typed.run is not None:
-            first, second = printable(typed.run), printable(word)
+        arg = left.pop()
+        if re.search("[\ud800-\udfff]", arg):
+            raise UserError(f"command line: “{printable(arg)}” is not UTF-8 text")
+        if arg.startswith("-") and arg != "-":
+            _flag(parsed, arg, left)
+        elif "=" in arg:
+            _override(parsed, arg)
+        elif parsed.run is not None:
+            first, second = printable(parsed.run), printable(arg)
             raise UserError(
-                f"command line: “{first}” already says what to run, so “{second}” is one word too many; "
+                f"command line: “{first}” already names the run, so “{second}” is one argument too many; "
                 "settings are key=value or --flag value"
             )
         else:
-            typed.run = word
-    return typed
+            parsed.run = arg
+    return parsed
 
 
-def _override(typed: ParsedArgs, word: str) -> None:
-    name, _, value = word.partition("=")
+def _override(parsed: ParsedArgs, arg: str) -> None:
+    name, _, value = arg.partition("=")
     key = tuple(part.strip().replace("-", "_") for part in name.split("."))
     if not all(re.fullmatch(r"\w+", part) for part in key):
-        raise UserError(f"command line: “{printable(word)}” is not key=value; an example: train.lr=1e-4")
-    typed.settings.append(Setting(key, value, f"command line {printable(word)}"))
+        raise UserError(f"command line: “{printable(arg)}” is not key=value; an example: train.lr=1e-4")
+    parsed.settings.append(Setting(key, value, f"command line {printable(arg)}"))
 
 
-def _flag(typed: ParsedArgs, word: str, left: list[str]) -> None:
-    """One flag, and from the words `left` its value."""
-    spelled, equals, value = word.partition("=")
+def _flag(parsed: ParsedArgs, arg: str, left: list[str]) -> None:
+    """One flag, and its value from the arguments `left`."""
+    spelled, equals, value = arg.partition("=")
     name = spelled.lstrip("-").replace("-", "_").lower()
     dotted = tuple(name.split("."))
     origin = f"command line {printable(spelled)}"
@@ -102,7 +102,7 @@ def _flag(typed: ParsedArgs, word: str, left: list[str]) -> None:
         raise UserError(f"{origin}: no such flag{_suggest(spelled, name)}")
     if name in UNSUPPORTED_FLAGS:
         raise UserError(f"{origin}: {UNSUPPORTED_FLAGS[name]}")
-    optional = _optional(name)
+    optional = _optional_values(name)
     if not equals and optional:
         value = left.pop() if left and re.fullmatch(optional, left[-1], re.IGNORECASE) else "true"
     elif not equals:
@@ -116,31 +116,31 @@ def _flag(typed: ParsedArgs, word: str, left: list[str]) -> None:
             raise UserError(f"{origin}: “{printable(value)}” given; allowed: nothing, true or false")
         chosen = on if value.lower() == "true" else off
         if chosen is not None:
-            typed.settings.append(Setting(tuple(key.split(".")), chosen, origin))
+            parsed.settings.append(Setting(tuple(key.split(".")), chosen, origin))
     elif name in IGNORED_FLAGS:
-        typed.notes.append(f"{spelled} is not needed: {IGNORED_FLAGS[name]}")
+        parsed.notes.append(f"{spelled} is not needed: {IGNORED_FLAGS[name]}")
     elif name in VALUE_MEANINGS:
-        _choose(typed, name, value, spelled)
+        _translate_value(parsed, name, value, spelled)
     elif name == "config":
-        if typed.run is not None:
+        if parsed.run is not None:
             raise UserError(
-                f"{origin}: “{printable(value)}” given, but “{printable(typed.run)}” already says what to run"
+                f"{origin}: “{printable(value)}” given, but “{printable(parsed.run)}” already names the run"
             )
-        typed.run = value
+        parsed.run = value
     elif name in BATCH_SIZE_FLAGS:
-        typed.batch = Setting(("train", "micro_batch"), _whole(origin, value), origin)
+        parsed.batch = Setting(("train", "micro_batch"), _parse_rows(origin, value), origin)
     elif name in ACCUMULATION_FLAGS:
-        typed.accumulation = Setting(("train", "global_batch"), _whole(origin, value), origin)
+        parsed.accumulation = Setting(("train", "global_batch"), _parse_rows(origin, value), origin)
     else:
-        # A warmup of one step is none: the first step is then already at the full rate.
+        # A warmup of one step is no warmup: the first step already has the full learning rate.
         value = "0" if name == "warmup_steps" and value == "1" else value
-        typed.settings.append(
+        parsed.settings.append(
             Setting(tuple(VALUE_FLAGS[name].split(".")) if name in VALUE_FLAGS else dotted, value, origin)
         )
 
 
-def _optional(name: str) -> str:
-    """The values that may follow a flag which may stand alone; none: it always has one."""
+def _optional_values(name: str) -> str:
+    """The values (as a regex) that may follow a flag without a required value; empty: a value is required."""
     if name in SWITCH_FLAGS:
         return "true|false"
     if name in IGNORED_FLAGS:
@@ -149,25 +149,25 @@ def _optional(name: str) -> str:
     return "|".join(known) if "true" in known else ""
 
 
-def _choose(typed: ParsedArgs, name: str, value: str, spelled: str) -> None:
-    """A value in another trainer's words; `tensorboard,wandb` is two of them."""
+def _translate_value(parsed: ParsedArgs, name: str, value: str, spelled: str) -> None:
+    """A value of another trainer; `tensorboard,wandb` is two of them."""
     known, origin = VALUE_MEANINGS[name], f"command line {printable(spelled)}"
-    words = [word.strip() for word in value.split(",")]
-    own = [word for word in words if word.lower() not in known]
+    values = [arg.strip() for arg in value.split(",")]
+    own = [arg for arg in values if arg.lower() not in known]
     if own and name not in VALUE_FLAGS:
         raise UserError(f"{origin}: “{printable(value)}” given; allowed: {' or '.join(known)}")
-    for word in (word.lower() for word in words if word not in own):
-        if not all("=" in part for part in known[word].split()):
-            typed.notes.append(f"{spelled} {word}: {known[word]}")
+    for arg in (arg.lower() for arg in values if arg not in own):
+        if not all("=" in part for part in known[arg].split()):
+            parsed.notes.append(f"{spelled} {arg}: {known[arg]}")
             continue
-        for setting in known[word].split():
+        for setting in known[arg].split():
             key, _, meant = setting.partition("=")
-            typed.settings.append(Setting(tuple(key.split(".")), meant, origin))
+            parsed.settings.append(Setting(tuple(key.split(".")), meant, origin))
     if own:
-        typed.settings.append(Setting(tuple(VALUE_FLAGS[name].split(".")), ",".join(own), origin))
+        parsed.settings.append(Setting(tuple(VALUE_FLAGS[name].split(".")), ",".join(own), origin))
 
 
-def _whole(origin: str, value: str) -> int:
+def _parse_rows(origin: str, value: str) -> int:
     if not re.fullmatch(r"0*[1-9][0-9]{0,6}", value):
         raise UserError(f"{origin}: “{printable(value)}” given; allowed: a whole number from 1")
     return int(value)

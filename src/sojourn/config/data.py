@@ -1,4 +1,4 @@
-"""What a run reads: its sources, how they are cleaned, and how they become rows."""
+"""Data settings: sources, cleaning, tokenizer, packing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sojourn.config.quantities import Count, Size
 
 
 class Columns(Section):
-    """Which of a file's columns hold what, where their names do not say it themselves."""
+    """Which columns of a file to use, where their names are not recognised."""
 
     text: Text | None = None
     prompt: Text | None = None
@@ -36,7 +36,7 @@ class Columns(Section):
     rejected: Text | None = None
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Columns:
+    def _check_consistency(self) -> Columns:
         given = [key for key in type(self).model_fields if getattr(self, key) is not None]
         beside = {"input", "system", "history", "tools"}
         whole = (
@@ -56,7 +56,7 @@ class Columns(Section):
 
 
 class Source(Section):
-    """One place to read from: files, a folder, a data set's name, or `builtin:NAME`."""
+    """One source: files, a folder, a data set's name, or `builtin:NAME`."""
 
     path: Text
     weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
@@ -69,13 +69,13 @@ class Source(Section):
 
 
 _SOURCES = Description(
-    "a file, a folder, a data set's name or builtin:NAME, or a list of them, each with path and, if wanted, weight, "
+    "a file, a folder, a data set's name or builtin:NAME, or a list of them, each with path and optionally weight, "
     "take, size, columns, config, split or revision"
 )
 
 
 class CleanConfig(Section):
-    """What is left out while reading. Nothing, unless asked."""
+    """Filters; all off by default."""
 
     duplicates: Literal["keep", "exact", "near"] = "keep"
     similarity: Annotated[float, Field(ge=0.5, le=1)] = 0.8
@@ -84,7 +84,7 @@ class CleanConfig(Section):
     languages: Annotated[TextList, Description("a list of language codes, such as [en, zh]")] = Field(default=[])
 
     @model_validator(mode="after")
-    def _fits_together(self) -> CleanConfig:
+    def _check_consistency(self) -> CleanConfig:
         shortest, longest = self.min_characters, self.max_characters
         if shortest is not None and longest is not None and shortest > longest:
             message = f"{shortest} given, but max_characters is {longest}: nothing would be left"
@@ -93,7 +93,7 @@ class CleanConfig(Section):
 
 
 class DataConfig(Section):
-    """What the model reads."""
+    """Training and evaluation data."""
 
     sources: Annotated[list[Source], Sources, _SOURCES] = Field(default=[])
     eval_sources: Annotated[list[Source], Sources, _SOURCES] = Field(default=[])

@@ -1,4 +1,4 @@
-"""The keys there are, and for one that is not among them the one that was meant."""
+"""All configuration keys, and suggestions for unknown ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sojourn.config.schema import RunConfig
 
 
 def all_keys(section: type[BaseModel] = RunConfig, at: KeyPath = ()) -> list[KeyPath]:
-    """All the keys there are, each section before what is in it."""
+    """Every key, each section before its own keys."""
     keys: list[KeyPath] = []
     for name, field in section.model_fields.items():
         keys.append((*at, name))
@@ -24,11 +24,11 @@ def all_keys(section: type[BaseModel] = RunConfig, at: KeyPath = ()) -> list[Key
 
 
 def suggest_key(path: KeyPath, siblings: Iterable[str]) -> str:
-    """For a key that does not exist: the one that was meant, else those allowed in its place."""
+    """For an unknown key: the likely one, else the allowed ones."""
     word, siblings, keys = normalize(path[-1]), list(siblings), all_keys()
     beside = ".".join(path[:-1])
     if word == "extends":
-        return "; extends stands at the top of a YAML file and names a preset or another file"
+        return "; extends goes at the top of a YAML file and names a preset or another file"
     if tuple(path[-1].split(".")) in keys and "." in path[-1]:
         section, _, key = path[-1].partition(".")
         return f"; write it in two lines: {section}: and, indented below, {key}: …"

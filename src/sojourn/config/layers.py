@@ -1,4 +1,4 @@
-"""A run's values laid over one another (preset, files, command line), and for each key where it was written."""
+"""Merges the layers of a configuration (preset, files, command line) and records where each key was set."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _LENGTHS: set[KeyPath] = {("train", "epochs"), ("train", "steps"), ("train", "to
 _DIALS: set[KeyPath] = {("model", "params"), ("model", "depth")}
 _HEADS: set[KeyPath] = {("model", "num_heads"), ("model", "num_kv_heads")}
 _SIZES: set[KeyPath] = {("model", "d_model"), ("model", "num_layers"), ("model", "ffn_size")} | _HEADS
-_WHOLE = _LENGTHS | _DIALS  # two ways to say one thing: the nearer holds, whoever said the other
-_NEAREST = ("typed", "file", "preset")
+_ALTERNATIVES = _LENGTHS | _DIALS  # ways to set one thing: the later layer wins, whatever set the other
+_PRECEDENCE = ("typed", "file", "preset")
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where something was written: `text` for people, `layer` counts up as layers are laid on."""
+    """Where a key was set: `text` for messages, and the number of the `layer`, later ones higher."""
 
     text: str
     kind: Literal["preset", "file", "typed"]
@@ -34,7 +34,7 @@ class Layers:
     notes: list[str] = field(default_factory=list)
 
     def set(self, key: KeyPath, value: Any, origin: Origin) -> None:
-        """Lays one value; a mapping goes into the section that is there instead of replacing it."""
+        """Sets one value; a mapping is merged into its section."""
         if isinstance(value, dict) and (value or isinstance(self.get(key), dict)):
             self.origins.setdefault(key, origin)
             for name, inner in value.items():
@@ -53,7 +53,7 @@ class Layers:
         self.origins = {known: o for known, o in self.origins.items() if known[: len(key)] != key}
         self.origins[key] = origin
         if value is not None:
-            self._give_way(key, value, origin)
+            self._drop_overridden(key, value, origin)
 
     def get(self, key: KeyPath) -> Any:
         value: Any = self.values
@@ -67,25 +67,25 @@ class Layers:
         self.origins.pop(key, None)
 
     def where(self, *keys: KeyPath) -> str:
-        """The place to look: of several keys that clash, the one laid last; of a missing one, its surroundings."""
+        """Where to look: of several conflicting keys, the one set last; of a missing key, its section."""
         found = [self.origins[key] for key in keys if key in self.origins]
         for depth in range(len(keys[0]), 0, -1):
             found = found or [origin for key, origin in self.origins.items() if key[:depth] == keys[0][:depth]]
-        return min(found, key=lambda origin: _NEAREST.index(origin.kind)).text if found else self.source
+        return min(found, key=lambda origin: _PRECEDENCE.index(origin.kind)).text if found else self.source
 
-    def _give_way(self, key: KeyPath, value: Any, origin: Origin) -> None:
-        """Drops what this value voids in earlier layers: a length or a model's size said in other ways, and what a
-        preset said about its own width or method."""
-        voided: set[KeyPath] = set()
+    def _drop_overridden(self, key: KeyPath, value: Any, origin: Origin) -> None:
+        """Drops what this value overrides in earlier layers: another length or model size, and what a preset set for
+        its own width or method."""
+        dropped: set[KeyPath] = set()
         if key in _LENGTHS:
-            voided = _LENGTHS - {key}
+            dropped = _LENGTHS - {key}
         elif key in _DIALS:
-            voided = (_DIALS | _SIZES) - {key}
+            dropped = (_DIALS | _SIZES) - {key}
         elif key == ("model", "d_model"):
-            voided = _HEADS | _DIALS
+            dropped = _HEADS | _DIALS
         elif key == ("method", "kind") and value in ("pretrain", "full", "lora"):
-            voided = {("method", name) for name in (QUANTISED if value == "lora" else (*QUANTISED, *ADAPTER))}
-        for other in voided & self.origins.keys():
+            dropped = {("method", name) for name in (QUANTISED if value == "lora" else (*QUANTISED, *ADAPTER))}
+        for other in dropped & self.origins.keys():
             earlier = self.origins[other]
-            if earlier.layer < origin.layer and (_WHOLE & {key, other} or earlier.kind == "preset"):
+            if earlier.layer < origin.layer and (_ALTERNATIVES & {key, other} or earlier.kind == "preset"):
                 self.drop(other)

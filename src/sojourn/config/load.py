@@ -1,4 +1,4 @@
-"""From what the user typed to a RunConfig: preset or file, what it extends, then flags and `key=value`."""
+"""Builds a RunConfig from a command line: preset or file, what it `extends`, then flags and `key=value`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sojourn.config.validation_errors import describe_error, describe_value, dot
 from sojourn.config.yaml_file import parse_value, read_yaml, write_yaml
 from sojourn.errors import UserError
 
-_DEEPEST = 20
+_MAX_EXTENDS = 20
 
 
 @dataclass(frozen=True)
@@ -31,45 +31,45 @@ class Loaded:
     notes: tuple[str, ...] = ()
 
 
-def load_run(words: list[str]) -> Loaded:
-    """`words` as typed after the verb: RUN, overrides and flags in any order."""
-    typed = parse_args(words)
-    layers, notes = Layers(), typed.notes
-    if typed.run is not None:
-        path = _find(typed.run, notes)
-    elif not (typed.settings or typed.batch or typed.accumulation):
-        raise UserError("say what to run: a preset or a YAML file, such as small (see: sojourn presets list)")
-    elif _names_a_base(typed):
+def load_run(args: list[str]) -> Loaded:
+    """`args` after the verb: RUN, overrides and flags in any order."""
+    parsed = parse_args(args)
+    layers, notes = Layers(), parsed.notes
+    if parsed.run is not None:
+        path = _find_run(parsed.run, notes)
+    elif not (parsed.settings or parsed.batch or parsed.accumulation):
+        raise UserError("name a run: a preset or a YAML file, such as small (see: sojourn presets list)")
+    elif _names_a_base(parsed):
         path = None
     else:
         path = get_preset("small")
-        notes.append("no run is named; starting from the preset small")
+        notes.append("no run named; starting from the preset small")
     source = "command line"
     if path is not None:
         source = path.stem if path.parent == FOLDER else printable(path, 200)
         _add_file(layers, path, ())
-    if path is not None and typed.run is not None:
+    if path is not None and parsed.run is not None:
         layers.values.setdefault("name", re.sub(r"[^\w.-]+", "-", path.stem).strip("-.")[:100] or "run")
-        if _what_is(Path(typed.run)) == "folder" and path.name == "run.yaml":  # a run's folder: the run goes on there
-            layers.set(("save", "folder"), str(Path(typed.run)), Origin("command line", "preset"))
-            layers.notes.clear()  # its run.yaml is our own writing, perhaps an older version's
-    _add_typed(layers, typed)
+        if _path_kind(Path(parsed.run)) == "folder" and path.name == "run.yaml":  # a run folder: resume there
+            layers.set(("save", "folder"), str(Path(parsed.run)), Origin("command line", "preset"))
+            layers.notes.clear()  # run.yaml was written by Sojourn, perhaps by an older version
+    _add_command_line(layers, parsed)
     notes.extend(layers.notes)
     if layers.get(("model", "base")) is not None and layers.get(("method", "kind")) is None:
         layers.set(("method", "kind"), "lora", Origin("model.base", "preset"))
-        notes.append("method.kind is not given: lora, which trains adapters; method.kind=full trains all weights")
+        notes.append("method.kind not given: using lora, which trains adapters; method.kind=full trains all weights")
     return Loaded(_validate(layers), source, tuple(notes))
 
 
 def read_config(path: Path) -> RunConfig:
-    """One file by itself, such as a run folder's `run.yaml`."""
+    """One file, such as a run folder's `run.yaml`."""
     layers = Layers()
     _add_file(layers, path, ())
     return _validate(layers)
 
 
 def with_settings(config: RunConfig, settings: dict[str, Any]) -> RunConfig:
-    """The same with some keys (dotted) changed, checked as if typed."""
+    """A copy with some keys (dotted) changed, validated."""
     values = dump(config)
     for key, value in settings.items():
         (*sections, last), setting = current(tuple(key.split(".")), value)
@@ -84,7 +84,7 @@ def with_settings(config: RunConfig, settings: dict[str, Any]) -> RunConfig:
 
 
 def dump(config: RunConfig) -> dict[str, Any]:
-    """Plain values that read back as the same config."""
+    """Plain values that validate as the same config."""
     return config.model_dump(mode="json")
 
 
@@ -93,7 +93,7 @@ def to_yaml(config: RunConfig) -> str:
 
 
 def summary(config: RunConfig) -> str:
-    """A run in a few words."""
+    """A run in one line."""
     model, train = config.model, config.train
     what = f"{config.method.kind} of {model.base}" if model.base else f"a new {model.d_model}×{model.num_layers} model"
     what = f"a new model of {model.params} parameters" if model.params else what
@@ -111,12 +111,12 @@ def _validate(layers: Layers) -> RunConfig:
         raise UserError(describe_error(error, layers.where)) from None
 
 
-def _find(word: str, notes: list[str]) -> Path:
-    """A file if there is one, else a preset. A guide's `configs/lora_20k.yaml` means the preset of that name, but where
-    there is such a folder, a file of the user's own was meant."""
+def _find_run(word: str, notes: list[str]) -> Path:
+    """A file if it exists, else a preset. `configs/lora_20k.yaml` means the preset of that name, unless that folder
+    exists: then the user meant a file of their own."""
     named, path = find_preset(word), Path(word)
     like_a_file = path.suffix.lower() in (".yaml", ".yml") or "/" in word or "\\" in word
-    here = _what_is(path)
+    here = _path_kind(path)
     if here == "file" and (like_a_file or named is None):
         return path
     if named is not None:
@@ -128,7 +128,7 @@ def _find(word: str, notes: list[str]) -> Path:
     if like_a_file:
         named = find_preset(path.stem)
         if named is not None and (path.parent == Path() or not path.parent.is_dir()):
-            notes.append(f"{printable(word, 200)} is not here; using the preset {named.stem}")
+            notes.append(f"{printable(word, 200)} does not exist; using the preset {named.stem}")
             return named
         raise UserError(
             f"{printable(word, 200)}: no such file{did_you_mean(path.stem, preset_names())} "
@@ -140,7 +140,7 @@ def _find(word: str, notes: list[str]) -> Path:
     raise UserError(f"“{printable(word)}” is neither a preset nor a file{hint} (see: sojourn presets list)")
 
 
-def _what_is(path: Path) -> str:
+def _path_kind(path: Path) -> str:
     try:
         return "file" if path.is_file() else "folder" if path.is_dir() else ""
     except (OSError, ValueError):  # too long, or not a name a file can have
@@ -171,34 +171,34 @@ def _extended(path: Path, parent: Any, at: str, chain: tuple[Path, ...]) -> Path
     if not isinstance(parent, str) or not parent:
         raise UserError(f"{at}: {describe_value(parent)} given; allowed: the name of a preset or of one YAML file")
     beside = path.parent / parent
-    target = beside if _what_is(beside) == "file" else find_preset(parent)
+    target = beside if _path_kind(beside) == "file" else find_preset(parent)
     if target is None:
         hint = did_you_mean(Path(parent).stem, preset_names())
         raise UserError(f"{at}: “{printable(parent)}” is neither a file beside this one nor a preset{hint}")
     files = (*chain, path.resolve())
     if target.resolve() in files:
         loop = [file.name for file in (*files[files.index(target.resolve()) :], target)]
-        raise UserError(f"{at}: goes round in a circle: {printable(' → '.join(loop), 200)}; remove one of them")
-    if len(files) >= _DEEPEST:
-        raise UserError(f"{at}: more than {_DEEPEST} files deep; extend a preset or a file nearer to it")
+        raise UserError(f"{at}: circular: {printable(' → '.join(loop), 200)}; remove one of them")
+    if len(files) >= _MAX_EXTENDS:
+        raise UserError(f"{at}: more than {_MAX_EXTENDS} files deep; extend a preset or a file nearer to it")
     return target
 
 
-def _add_typed(layers: Layers, typed: ParsedArgs) -> None:
+def _add_command_line(layers: Layers, parsed: ParsedArgs) -> None:
     layers.count += 1
-    _add_settings(layers, typed)
-    _set_batch(layers, typed)
+    _add_settings(layers, parsed)
+    _set_batch(layers, parsed)
 
 
-def _names_a_base(typed: ParsedArgs) -> bool:
+def _names_a_base(parsed: ParsedArgs) -> bool:
     layers = Layers()
-    _add_settings(layers, typed)
+    _add_settings(layers, parsed)
     return layers.get(("model", "base")) is not None
 
 
-def _add_settings(layers: Layers, typed: ParsedArgs) -> None:
-    check_spellings([(setting.key, setting.origin) for setting in typed.settings])
-    for setting in typed.settings:
+def _add_settings(layers: Layers, parsed: ParsedArgs) -> None:
+    check_spellings([(setting.key, setting.origin) for setting in parsed.settings])
+    for setting in parsed.settings:
         value = setting.value
         if isinstance(value, str):
             value = parse_value(value)
@@ -211,28 +211,28 @@ def _add_settings(layers: Layers, typed: ParsedArgs) -> None:
         layers.set(setting.key, value, Origin(setting.origin, "typed", layers.count))
 
 
-def _set_batch(layers: Layers, typed: ParsedArgs) -> None:
-    """The guides' arithmetic: global batch = batch size × accumulation × number of GPUs."""
-    last = typed.accumulation or typed.batch
+def _set_batch(layers: Layers, parsed: ParsedArgs) -> None:
+    """As in other trainers: global batch = batch size × gradient accumulation steps × number of GPUs."""
+    last = parsed.accumulation or parsed.batch
     if last is None:
         return
     micro_key, global_key = ("train", "micro_batch"), ("train", "global_batch")
     batch = layers.origins.get(global_key)
-    whole_typed = batch is not None and batch.kind == "typed"
-    if whole_typed and typed.accumulation:
-        raise UserError(f"{last.origin}: train.global_batch is given too, and says the same; remove one")
-    # Without a batch size the preset's holds; where that is left to the machine, the whole batch is one such.
-    sizes = (typed.batch.value if typed.batch else None, layers.get(micro_key), layers.get(global_key), 32)
+    batch_given = batch is not None and batch.kind == "typed"
+    if batch_given and parsed.accumulation:
+        raise UserError(f"{last.origin}: train.global_batch is given too and sets the same; remove one")
+    # Without a batch size the preset's applies; if that is auto, one micro batch is the whole global batch.
+    sizes = (parsed.batch.value if parsed.batch else None, layers.get(micro_key), layers.get(global_key), 32)
     micro = next(size for size in sizes if size not in (None, "auto"))
     if not isinstance(micro, int) or isinstance(micro, bool):
         return
-    layers.set(micro_key, micro, Origin((typed.batch or last).origin, "typed", layers.count))
-    if not whole_typed:
+    layers.set(micro_key, micro, Origin((parsed.batch or last).origin, "typed", layers.count))
+    if not batch_given:
         gpus = parse_gpus(layers.get(("parallel", "gpus")))
-        rows = micro * (typed.accumulation.value if typed.accumulation else 1)
+        rows = micro * (parsed.accumulation.value if parsed.accumulation else 1)
         world = len(gpus) if isinstance(gpus, list) else 1
         layers.set(global_key, rows * max(1, world), Origin(last.origin, "typed", layers.count))
         if gpus == "all":
-            typed.notes.append(
-                f"the global batch is {rows} rows on any number of GPUs; name them to multiply: --gpus 0,1"
+            parsed.notes.append(
+                f"the global batch is {rows} rows on any number of GPUs; list them to multiply it: --gpus 0,1"
             )

@@ -1,4 +1,4 @@
-"""Words in messages: what was typed, made short and printable, and the known word nearest to it."""
+"""Parts of error messages: user input made short and printable, and suggestions for misspelled names."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterable
 
 
 def printable(value: object, most: int = 60) -> str:
-    """Text on one line, printable and short."""
+    """A value on one line, printable, at most `most` characters."""
     text = " ".join("".join(c if c.isprintable() else "?" if ord(c) > 32 else " " for c in str(value)).split())
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def normalize(word: str) -> str:
-    """A name whichever way it is spelled."""
+    """A name in lower case with `_` for `-`."""
     return word.strip().lower().replace("-", "_")
 
 

@@ -1,10 +1,10 @@
-"""What the guides and other trainers call things, and the key or setting that each means here."""
+"""The flags of Hugging Face, LLaMA-Factory and other trainers, and the setting that each means here."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# A name with a value, and the key it sets.
+# Flags with a value, and the key that each sets.
 VALUE_FLAGS = {
     "name": "name",
     "run_name": "name",
@@ -108,7 +108,7 @@ VALUE_FLAGS = {
     "price": "limits.price_per_hour",
 }
 
-# A name that stands alone: the key, what it is set to, and what `false` after it sets (nothing, when None).
+# Flags without a value: the key, its value, and the value for `--flag false` (None: sets nothing).
 SWITCH_FLAGS: dict[str, tuple[str, Any, Any]] = {
     "use_amp": ("train.precision", "auto", "fp32"),
     "fp16": ("train.precision", "fp16", None),
@@ -132,19 +132,19 @@ _DTYPES = {
     for name, precision in (("bfloat16", "bf16"), ("float16", "fp16"), ("float32", "fp32"))
 }
 _MEASURED = "the held-out loss is measured at the end, and every train.eval_every=STEPS where that is set"
-_BEST = "final/ is the last step's model; with train.eval_every=STEPS the best one stands beside it, in best/"
+_BEST = "final/ is the last step's model; with train.eval_every=STEPS the best one is in best/"
 
-# Values that other trainers call otherwise: the settings that each stands for, or in words why it changes nothing.
-# Other values mean what they say, where VALUE_FLAGS has the name. A name that knows `true` may stand alone.
+# Values with another name here: the settings that each stands for, or why it changes nothing. Other values are used as
+# they are if VALUE_FLAGS has the flag. A flag that lists `true` may be given without a value.
 VALUE_MEANINGS: dict[str, dict[str, str]] = {
     "load_in_4bit": {"true": "method.kind=qlora method.bits=4", "false": ""},
     "load_in_8bit": {"true": "method.kind=qlora method.bits=8", "false": ""},
-    "bnb_4bit_quant_type": {"nf4": "a base in 4 bits is always nf4"},
+    "bnb_4bit_quant_type": {"nf4": "4-bit bases are always NF4"},
     "bnb_4bit_compute_dtype": _DTYPES,
     "torch_dtype": _DTYPES,
     "dtype": _DTYPES,
     "bias": {"none": "adapters have no biases"},
-    "task_type": {"causal_lm": "language models are all that is trained here"},
+    "task_type": {"causal_lm": "only causal language models are trained here"},
     "attn_implementation": {"eager": "train.attention=math", "flex_attention": "train.attention=flex"},
     "flash_attn": {"fa2": "train.attention=flash_attention_2", "disabled": "train.attention=math"},
     "optim": {
@@ -165,38 +165,38 @@ VALUE_MEANINGS: dict[str, dict[str, str]] = {
     "save_strategy": {"epoch": "save.every_steps=epoch", "steps": "", "no": "a run is always saved, every save.every"},
     "eval_strategy": {"steps": "", "epoch": _MEASURED, "no": _MEASURED},
     "evaluation_strategy": {"steps": "", "epoch": _MEASURED, "no": _MEASURED},
-    "logging_strategy": {"steps": "", **dict.fromkeys(("epoch", "no"), "log.every_steps=N says how often")},
+    "logging_strategy": {"steps": "", **dict.fromkeys(("epoch", "no"), "log.every_steps=N sets how often")},
     "load_best_model_at_end": {"true": _BEST, "false": ""},
 }
 
 BATCH_SIZE_FLAGS = ("batch_size", "per_device_train_batch_size")
 ACCUMULATION_FLAGS = ("gradient_accumulation_steps", "gradient_accumulation")
 
-# Names that other trainers need and this one does not, and why.
+# Flags that are not needed here, and why.
 IGNORED_FLAGS = {
     "num_workers": "prepared data is memory-mapped, so no loader processes are needed",
     "dataloader_num_workers": "prepared data is memory-mapped, so no loader processes are needed",
     "dataloader_pin_memory": "pinned memory is used where it helps",
-    "device_map": "the model is placed by parallel.gpus and parallel.engine",
-    "auto_find_batch_size": "train.micro_batch is fitted to the memory where it is left at auto",
-    "per_device_eval_batch_size": "held-out rows are read as many at a time as training's",
-    "group_by_length": "packed rows have hardly any padding to save",
-    "remove_unused_columns": "only the columns that are recognised are read",
-    "overwrite_output_dir": "a folder's run is continued; a new run takes another name or folder",
+    "device_map": "parallel.gpus and parallel.engine place the model",
+    "auto_find_batch_size": "train.micro_batch=auto is fitted to the GPU's memory",
+    "per_device_eval_batch_size": "evaluation uses the training micro batch",
+    "group_by_length": "packed rows have almost no padding",
+    "remove_unused_columns": "only recognised columns are read",
+    "overwrite_output_dir": "an existing run is resumed; for a new run use another name or folder",
     "do_train": "sojourn train trains",
     "do_eval": "the held-out loss is measured at the end of every run",
     "ddp_find_unused_parameters": "every parameter is used",
-    "use_fast": "the fast tokenizer is the only kind used",
+    "use_fast": "only fast tokenizers are used",
     "logging_dir": "logs are in the run's folder, under logs",
     "metric_for_best_model": _BEST,
     "greater_is_better": _BEST,
 }
-IGNORED_WITH_VALUE = ("logging_dir", "metric_for_best_model")  # always followed by a value
+IGNORED_WITH_VALUE = ("logging_dir", "metric_for_best_model")  # these always have a value
 
-# Names of what is not here, and what to do instead.
+# Flags of features that do not exist here, and what to do instead.
 UNSUPPORTED_FLAGS = {
     "nproc_per_node": "not needed; name the GPUs instead: --gpus 0,1,2,3",
-    "push_to_hub": "not here; upload the run's folder final/ yourself: hf upload NAME final",
+    "push_to_hub": "not supported; upload the run's folder final/ yourself: hf upload NAME final",
 }
 
 ALL_FLAGS = tuple(
@@ -216,7 +216,7 @@ ALL_FLAGS = tuple(
 
 
 def meant_setting(name: str) -> str | None:
-    """The key, or the `key: value`, that someone who wrote `name` as a key has in mind."""
+    """The key, or `key: value`, that this flag of another trainer means."""
     if name in SWITCH_FLAGS:
         key, value, _ = SWITCH_FLAGS[name]
         return f"{key}: {str(value).lower() if isinstance(value, bool) else value}"

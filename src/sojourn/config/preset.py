@@ -1,4 +1,4 @@
-"""The named configurations that come with Sojourn, and the guides' spellings for them."""
+"""The presets that come with Sojourn, and their aliases."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Preset:
 
 
 def presets() -> list[Preset]:
-    """All of them, in the order a newcomer would meet them; a preset's first line says what it is."""
+    """All presets, from small to large; the first line of each file is its summary."""
     found = []
     for name in ORDER:
         path = FOLDER / f"{name}.yaml"
@@ -51,36 +51,38 @@ def presets() -> list[Preset]:
 
 
 def preset_names() -> tuple[str, ...]:
-    """Every name and alias."""
+    """All names and aliases."""
     return (*ORDER, *ALIASES)
 
 
-def find_preset(word: str) -> Path | None:
-    """The preset called `word`, in any of its spellings (`lora_20k`, `paper_r64`, `LoRA-20k`)."""
-    name = word.lower().replace("_", "-")
-    name = ALIASES.get(name, name)
-    return FOLDER / f"{name}.yaml" if name in ORDER else None
+def find_preset(name: str) -> Path | None:
+    """The file of a preset by name or alias, in any spelling (`lora_20k`, `paper_r64`, `LoRA-20k`)."""
+    key = name.lower().replace("_", "-")
+    key = ALIASES.get(key, key)
+    return FOLDER / f"{key}.yaml" if key in ORDER else None
 
 
-def get_preset(word: str) -> Path:
-    path = find_preset(word)
+def get_preset(name: str) -> Path:
+    path = find_preset(name)
     if path is None:
-        hint = did_you_mean(word, preset_names())
-        raise UserError(f"no preset is called “{printable(word)}”{hint} (see: sojourn presets list)")
+        hint = did_you_mean(name, preset_names())
+        raise UserError(f"no preset called “{printable(name)}”{hint} (see: sojourn presets list)")
     return path
 
 
-def copy_preset(word: str, to: Path | None) -> Path:
-    """Copies a preset to a new file and returns it; an existing file is left alone."""
-    source = get_preset(word)
+def copy_preset(name: str, to: Path | None) -> Path:
+    """Copies a preset to a new file and returns its path; never overwrites one."""
+    source = get_preset(name)
     target = to or Path(source.name)
     try:
         target = target / source.name if target.is_dir() else target
         with target.open("x", encoding="utf-8") as file:
             file.write(source.read_text(encoding="utf-8"))
     except FileExistsError:
-        where, name = printable(target, 200), printable(word)
-        raise UserError(f"{where} is already there; give another name: sojourn presets copy {name} FILE") from None
+        where = printable(target, 200)
+        raise UserError(
+            f"{where} already exists; choose another name: sojourn presets copy {printable(name)} FILE"
+        ) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{printable(target, 200)} cannot be written: {printable(reason)}") from None

@@ -1,4 +1,4 @@
-"""Typed quantities as people write them: durations, sizes, token counts, money. Each parses text and prints it back."""
+"""Durations, sizes, counts and money as people write them. Each type parses text and prints it back."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ class Duration(float):
         return _schema(cls.parse)
 
 
-class _Whole(int):
-    """A whole number with a unit suffix; subclasses say which suffixes there are."""
+class _IntWithUnit(int):
+    """A whole number with a unit suffix; subclasses define the suffixes."""
 
     allowed: ClassVar[str]
     units: ClassVar[dict[str, int]]
@@ -119,7 +119,7 @@ class _Whole(int):
         return _schema(cls.parse)
 
 
-class Size(_Whole):
+class Size(_IntWithUnit):
     """Bytes, written `24GiB`, `500MB`; a bare number is bytes."""
 
     allowed = "a size such as 500MB or 24GiB"
@@ -128,7 +128,7 @@ class Size(_Whole):
     pattern = rf"({_GROUPED})\s*((?:[kmgt]i?)?)b?"
 
 
-class Count(_Whole):
+class Count(_IntWithUnit):
     """How many (tokens, examples, parameters), written `2M`, `1.5B`, `20k` or plainly."""
 
     allowed = "a count such as 5000, 20k, 2M or 1.5B"
@@ -150,7 +150,7 @@ class Money:
         if isinstance(value, Money):
             return value
         if _plain_number(value):
-            value = f"{Decimal(repr(value)):f}"  # of nan and inf, words that are no amount
+            value = f"{Decimal(repr(value)):f}"  # nan and inf become text that is no amount
         mark = r"[¥￥$€£元]|[A-Za-z]{3,4}"
         text = value.strip() if isinstance(value, str) else ""
         if found := re.fullmatch(rf"({mark})?\s*({_GROUPED})\s*({mark})?", text):

@@ -1,4 +1,4 @@
-"""RunConfig: everything a run is. The field types say what is allowed; `explain.py` turns a breach into one line."""
+"""RunConfig: all settings of a run. Field types define what is allowed; `validation_errors.py` formats errors."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ MethodKind = Literal["pretrain", "full", "lora", "qlora"]
 
 
 def default_head_size(width: int) -> int:
-    """What `num_heads: auto` divides by: sizes that every inference engine takes."""
+    """The head size for `num_heads: auto`: one that every inference engine supports."""
     return 64 if width < 2048 else 128
 
 
 class ModelConfig(Section):
-    """Either `base`, an existing model, or the size of a new one: by one dial (`params` or `depth`), or in full."""
+    """`base`, an existing model; or the size of a new one, by one number (`params` or `depth`) or in full."""
 
     base: Text | None = None
     revision: Text | None = None
@@ -61,7 +61,7 @@ class ModelConfig(Section):
     rope_theta: Annotated[float, Field(gt=0, le=1e12)] = 10_000.0
 
     @model_validator(mode="after")
-    def _fits_together(self) -> ModelConfig:
+    def _check_consistency(self) -> ModelConfig:
         dials = [key for key in ("params", "depth") if getattr(self, key) is not None]
         sizes = ("d_model", "num_layers", "num_heads", "num_kv_heads", "ffn_size")
         sized = [*dials, *(key for key in sizes if getattr(self, key) not in (None, "auto"))]
@@ -70,27 +70,27 @@ class ModelConfig(Section):
                 tail = "remove one, or start from a preset for existing models such as lora-20k"
                 raise conflict(sized[0], f"sizes a new model, but model.base names an existing one; {tail}", "base")
         elif dials and len(sized) > 1:
-            raise conflict(sized[1], f"model.{dials[0]} already decides the sizes; remove one of the two", dials[0])
+            raise conflict(sized[1], f"model.{dials[0]} already sets the size; remove one of the two", dials[0])
         elif self.revision is not None:
             raise conflict("revision", "belongs to model.base, which is not set; set it or remove this")
         elif self.d_model is not None:
-            self._divides(self.d_model)
+            self._check_heads(self.d_model)
         return self
 
-    def _divides(self, width: int) -> None:
+    def _check_heads(self, width: int) -> None:
         heads, kv = self.num_heads, self.num_kv_heads
         if heads == "auto":
             size = default_head_size(width)
             if width % 2 or (width > 64 and width % size):
                 near = [str(w) for w in (width // size * size, width // size * size + size) if w]
-                message = f"{width} is not a multiple of {size}, the size of a head; use {' or '.join(near)}"
+                message = f"{width} is not a multiple of {size}, the head size; use {' or '.join(near)}"
                 raise conflict("d_model", f"{message}, or set model.num_heads too")
             heads = max(1, width // size)
         elif width % heads or (width // heads) % 2:
             fitting = [(abs(n - heads), n) for n in range(1, 1025) if width % n == 0 and (width // n) % 2 == 0]
             use = min(fitting)[1] if fitting else "an even d_model"
             raise conflict(
-                "num_heads", f"{heads} heads do not share d_model {width} in equal, even parts; use {use}", "d_model"
+                "num_heads", f"{heads} heads do not divide d_model {width} into even head sizes; use {use}", "d_model"
             )
         if kv != "auto" and heads % kv:
             use = max(n for n in range(1, kv + 1) if heads % n == 0)
@@ -103,7 +103,7 @@ QUANTISED = ("bits", "double_quant")
 
 
 class MethodConfig(Section):
-    """How the weights change: all of them from noise, all of them, adapters, adapters on a quantised base."""
+    """What is trained: a new model, all weights of a base, adapters, or adapters on a quantised base."""
 
     kind: MethodKind = "pretrain"
     rank: Annotated[int, WholeNumber, Field(ge=1, le=4096)] = 16
@@ -118,7 +118,7 @@ class MethodConfig(Section):
     double_quant: Bool = True
 
     @model_validator(mode="after")
-    def _fits_together(self) -> MethodConfig:
+    def _check_consistency(self) -> MethodConfig:
         foreign = {"lora": QUANTISED, "qlora": ()}.get(self.kind, (*ADAPTER, *QUANTISED))
         for key in foreign:
             if getattr(self, key) != type(self).model_fields[key].default:
@@ -130,7 +130,7 @@ class MethodConfig(Section):
 
 
 class TrainConfig(Section):
-    """How long, how large a step, and with what numbers."""
+    """Training: length, batch, optimizer, precision, memory, evaluation, fault tolerance."""
 
     epochs: Annotated[float, Field(gt=0, le=1_000_000)] | None = None
     steps: Steps | None = None
@@ -167,10 +167,10 @@ class TrainConfig(Section):
     max_bad_steps: Annotated[int, WholeNumber, Field(ge=0, le=1_000_000)] = 10
 
     @model_validator(mode="after")
-    def _fits_together(self) -> TrainConfig:
+    def _check_consistency(self) -> TrainConfig:
         lengths = [key for key in ("epochs", "steps", "tokens") if getattr(self, key) is not None]
         if len(lengths) > 1:
-            message = f"train.{lengths[0]} already says how long to train; keep one of them"
+            message = f"train.{lengths[0]} already sets the length; keep one of them"
             raise conflict(lengths[1], message, lengths[0])
         micro, batch = self.micro_batch, self.global_batch
         if isinstance(micro, int) and batch % micro:
@@ -178,12 +178,10 @@ class TrainConfig(Section):
             message = f"{micro} does not divide the global batch of {batch} rows; use {best} or auto"
             raise conflict("micro_batch", message, "global_batch")
         if self.patience is not None and self.eval_every is None:
-            message = "needs evaluations to wait for; set train.eval_every too, such as 100"
+            message = "needs evaluations; set train.eval_every too, such as 100"
             raise conflict("patience", message, "eval_every")
         if self.offload != "off" and self.optimizer != "adamw":
-            message = (
-                f"optimizer keeps AdamW's moments in host memory, but train.optimizer is {self.optimizer}; keep one"
-            )
+            message = f"{self.offload} needs adamw, but train.optimizer is {self.optimizer}; change one"
             raise conflict("offload", message, "optimizer")
         if self.warmup > 1 and self.warmup != int(self.warmup):
             message = f"{self.warmup} given; allowed: a share of the run up to 1, or a whole number of steps"
@@ -192,7 +190,7 @@ class TrainConfig(Section):
 
 
 class ParallelConfig(Section):
-    """Which GPUs, and which engine spreads the run over them."""
+    """Which GPUs and machines, and which engine distributes the run over them."""
 
     engine: Literal["auto", "single", "ddp", "fsdp", "deepspeed"] = "auto"
     gpus: Gpus = "auto"
@@ -205,7 +203,7 @@ class ParallelConfig(Section):
     timeout: Annotated[Duration, Field(gt=0)] = Duration(600)
 
     @model_validator(mode="after")
-    def _fits_together(self) -> ParallelConfig:
+    def _check_consistency(self) -> ParallelConfig:
         if isinstance(self.gpus, list):
             if not self.gpus:
                 raise conflict("gpus", "no GPU named; allowed: numbers such as 0 or 0,1, or all, or auto")
@@ -219,14 +217,16 @@ class ParallelConfig(Section):
             message = f"a DeepSpeed file is given, but parallel.engine is {self.engine}; remove one"
             raise conflict("deepspeed", message, "engine")
         if self.nodes > 1 and self.master is None:
-            raise conflict("nodes", f"{self.nodes} machines must meet; give parallel.master=HOST, the first one's name")
+            raise conflict(
+                "nodes", f"{self.nodes} machines need parallel.master=HOST, the first machine's name or address"
+            )
         if self.node != "auto" and self.node >= self.nodes:
             raise conflict("node", f"{self.node} given, but {self.nodes} machines are counted from 0", "nodes")
         return self
 
 
 class SaveConfig(Section):
-    """When and where the run is kept safe."""
+    """When and where checkpoints are saved."""
 
     folder: Text | None = None
     every: Duration = Duration(600)
@@ -240,7 +240,7 @@ class SaveConfig(Section):
 
 
 class LimitsConfig(Section):
-    """Where the run must stop by itself, saved and resumable."""
+    """When the run stops by itself, saved and resumable."""
 
     time: Annotated[Duration, Field(gt=0)] | None = None
     session: Annotated[Duration, Field(gt=0)] | Literal["auto", "off"] = "auto"
@@ -249,12 +249,12 @@ class LimitsConfig(Section):
     price_per_hour: Price | None = None
 
     @model_validator(mode="after")
-    def _fits_together(self) -> LimitsConfig:
+    def _check_consistency(self) -> LimitsConfig:
         budget, price = self.budget, self.price_per_hour
         if budget is None:
             return self
         if price is None:
-            return self  # the catalogue may know it, where the run is
+            return self  # the catalogue may have a price for this machine
         if price.amount == 0:
             raise conflict("price_per_hour", "0 given; with a budget the price must be above 0", "budget")
         if budget.currency and price.currency and budget.currency != price.currency:
@@ -264,7 +264,7 @@ class LimitsConfig(Section):
 
 
 class LogConfig(Section):
-    """What is written while training."""
+    """Logging and trackers."""
 
     every_steps: Steps = 10
     tensorboard: Switch = "auto"
@@ -285,7 +285,7 @@ class AdvancedConfig(Section):
 
 
 class RunConfig(Section):
-    """A run, whole."""
+    """All settings of a run."""
 
     name: Name | None = None
     model: ModelConfig = ModelConfig()
@@ -299,7 +299,7 @@ class RunConfig(Section):
     advanced: AdvancedConfig = AdvancedConfig()
 
     @model_validator(mode="after")
-    def _fits_together(self) -> RunConfig:
+    def _check_consistency(self) -> RunConfig:
         kind, device = self.method.kind, self.train.device
         if self.model.base is None:
             if kind != "pretrain":
@@ -307,8 +307,8 @@ class RunConfig(Section):
                 raise conflict(
                     "model.base", f"not set, but method.kind {kind} trains an existing model; {example}", "method.kind"
                 )
-            dialled = self.model.params is not None or self.model.depth is not None
-            for key in () if dialled else ("d_model", "num_layers"):
+            sized_by_dial = self.model.params is not None or self.model.depth is not None
+            for key in () if sized_by_dial else ("d_model", "num_layers"):
                 if getattr(self.model, key) is None:
                     tail = "set it, or model.depth, or model.base, or start from a preset (extends: small)"
                     raise conflict(f"model.{key}", f"not set, but a new model needs it; {tail}")

@@ -1,4 +1,4 @@
-"""Turns a validation error into one line: where, which key, what was given, what is allowed."""
+"""Formats a pydantic error as one line: file and line, key, given value, allowed values."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _BOUNDS = {"ge": "from", "gt": "above", "le": "up to", "lt": "below"}
 
 
 def describe_error(error: ValidationError, where: Callable[..., str]) -> str:
-    """One line for the first problem, and the keys of the others."""
+    """The first problem in one line, and the keys of the others."""
     problems: dict[KeyPath, tuple[tuple[KeyPath, ...], str]] = {}
     for item in error.errors(include_url=False):
-        keys, message = _problem(item)
+        keys, message = _describe_item(item)
         problems.setdefault(keys[0], (keys, message))
     (keys, message), *_ = problems.values()
     others = [dotted(key) for key in problems][1:]
@@ -35,7 +35,7 @@ def dotted(key: KeyPath) -> str:
 
 
 def describe_value(value: Any) -> str:
-    """A value as the user would recognise it."""
+    """A value as the user wrote it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int) and abs(value) >= 10**60:
@@ -49,12 +49,12 @@ def describe_value(value: Any) -> str:
     )
 
 
-def _problem(item: Any) -> tuple[tuple[KeyPath, ...], str]:
+def _describe_item(item: Any) -> tuple[tuple[KeyPath, ...], str]:
     path, annotation, notes = locate(item["loc"])
     value = item["input"]
     if item["type"] == "extra_forbidden":
         return (path,), "no such key" + suggest_key(path, _section(annotation).model_fields)
-    if item["type"] == "clash":
+    if item["type"] == "conflict":
         context = item["ctx"]
         return tuple((*path, *key.split(".")) for key in context["keys"]), context["message"]
     if item["type"] == "missing":
@@ -82,12 +82,12 @@ def _is_number(text: str) -> bool:
 
 
 def locate(loc: tuple[Any, ...]) -> tuple[KeyPath, Any, tuple[Any, ...]]:
-    """The key path of an error (without the union branches that pydantic adds), the type there, and its notes."""
+    """The key path of an error (without pydantic's union branches), the field's type, and its metadata."""
     annotation: Any = RunConfig
     notes: tuple[Any, ...] = ()
     path: KeyPath = ()
     for part in loc:
-        inner = _inside(annotation, part)
+        inner = _field_type(annotation, part)
         if inner is None:
             if isinstance(part, str) and isinstance(annotation, type) and issubclass(annotation, BaseModel):
                 path = (*path, part)
@@ -96,7 +96,7 @@ def locate(loc: tuple[Any, ...]) -> tuple[KeyPath, Any, tuple[Any, ...]]:
     return path, annotation, notes
 
 
-def _inside(annotation: Any, part: Any) -> tuple[Any, tuple[Any, ...]] | None:
+def _field_type(annotation: Any, part: Any) -> tuple[Any, tuple[Any, ...]] | None:
     for option in _options(annotation):
         if isinstance(option, type) and issubclass(option, BaseModel) and part in option.model_fields:
             field = option.model_fields[part]
@@ -123,12 +123,12 @@ def _takes_number(annotation: Any) -> bool:
 
 
 def takes_text_only(annotation: Any) -> bool:
-    """Is `2024`, typed for such a field, a word and not a number?"""
+    """Whether `2024`, given for such a field, is text and not a number."""
     return all(option in (str, type(None)) or get_origin(option) is list for option in _options(annotation))
 
 
 def describe_type(annotation: Any, notes: tuple[Any, ...] = ()) -> str:
-    """What may be written for a field of this type, in words."""
+    """The allowed values of a field of this type, in words."""
     origin, args = get_origin(annotation), get_args(annotation)
     for note in notes:
         if isinstance(note, Description):

@@ -1,7 +1,7 @@
-"""Reads a YAML file into plain values and remembers on which line each key stands.
+"""Reads a YAML file into plain values, with the line number of each key.
 
-YAML 1.2's plain scalars are used, as people expect them: `1e-4` is a number, `off` and `no` are words, `11:30` and
-`2026-01-01` are text. A key given twice is an error, and so are tags and anchors that expand without end.
+Plain scalars follow YAML 1.2: `1e-4` is a number; `off`, `no`, `11:30` and `2026-01-01` are text. Duplicate keys,
+tags and anchors that expand without end are errors.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _FLOAT = r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9]+|[0-9][0-9_]*)(?:[eE][-+]?[0-9]
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's plain scalars only."""
+    """Plain scalars of YAML 1.2 only."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what this reader, or one of YAML 1.1, would not read back as text."""
+    """Quotes text that a reader of YAML 1.1 or 1.2 would read as another type."""
 
 
 _Loader.yaml_implicit_resolvers = {}
@@ -62,13 +62,13 @@ def _plain_tag(text: str) -> str:
 
 
 def parse_value(text: str) -> Any:
-    """The value of `key=value` on a command line: `1e-4`, `true`, `[a, b]`, else the text as it stands."""
+    """The value of `key=value` on a command line: `1e-4`, `true`, `[a, b]`, else the text itself."""
     try:
         if text[:1] in ("[", "{", '"', "'"):
             node = yaml.compose(text, Loader=_Loader)
         else:
             node = yaml.ScalarNode(_plain_tag(text), text)
-        _Walk("").check(node)
+        _Checker("").check(node)
         return _construct(node)
     except (yaml.YAMLError, ValueError, RecursionError, UserError):
         return text
@@ -86,14 +86,18 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
         if node is None:
             return {}, {}
         if not isinstance(node, yaml.MappingNode):
-            raise UserError(f"{name}:{_line(node)}: expected `key: value` lines, found {_what(node)}{_colon(text)}")
-        walk = _Walk(name)
-        walk.check(node)
-        return _construct(node), walk.lines
+            raise UserError(
+                f"{name}:{_line(node)}: expected `key: value` lines, found {_describe_node(node)}{_colon(text)}"
+            )
+        checker = _Checker(name)
+        checker.check(node)
+        return _construct(node), checker.lines
     except yaml.MarkedYAMLError as error:
         mark = error.context_mark if "quoted scalar" in (error.context or "") else error.problem_mark
         line = mark.line + 1 if mark else 1
-        raise UserError(f"{name}:{line}: not valid YAML: {_mistake(error, text.splitlines(), line)}") from None
+        raise UserError(
+            f"{name}:{line}: not valid YAML: {_describe_yaml_error(error, text.splitlines(), line)}"
+        ) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         hint = "; is it UTF-16? save the file as UTF-8" if error.character in (0, "\0") else "; remove it"
@@ -122,8 +126,8 @@ def _read_text(path: Path) -> str:
         raise UserError(f"{name}: cannot be read: {printable(getattr(error, 'strerror', None) or error)}") from None
 
 
-def _mistake(error: yaml.MarkedYAMLError, lines: list[str], line: int) -> str:
-    """The parser's complaint in words for someone who does not know its terms."""
+def _describe_yaml_error(error: yaml.MarkedYAMLError, lines: list[str], line: int) -> str:
+    """The parser's error without YAML jargon."""
     problem, context = error.problem or "", error.context or ""
     here = "\n".join(lines[max(0, line - 2) : line])
     if re.search(r"^ *\t", here, re.MULTILINE) or "'\\t'" in problem:
@@ -153,8 +157,8 @@ def _colon(text: str) -> str:
     return " (the colon is full-width; write “: ”)" if "：" in text else ""
 
 
-class _Walk:
-    """Goes through a document before it becomes values, notes the line of every key and refuses what no run needs."""
+class _Checker:
+    """Checks a parsed document before it becomes values, and records the line of every key."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -180,7 +184,7 @@ class _Walk:
         if isinstance(node, yaml.MappingNode):
             for key, value in node.value:
                 if not isinstance(key, yaml.ScalarNode) or key.tag != _TAG + "str":
-                    raise self._error(key, at, f"a key must be a word, found {_what(key)}")
+                    raise self._error(key, at, f"a key must be a word, found {_describe_node(key)}")
                 self._check_scalar(key, at)
                 here = (*at, key.value)
                 if here in self.lines:
@@ -208,7 +212,7 @@ def _tag(node: yaml.Node) -> str:
     return printable(node.tag.replace(_TAG, "!!"))
 
 
-def _what(node: yaml.Node) -> str:
+def _describe_node(node: yaml.Node) -> str:
     if isinstance(node, yaml.ScalarNode):
         return describe_value(str(node.value))
     return "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
