@@ -126,7 +126,7 @@ FILES: dict[str, tuple[str | bytes, tuple[str, ...]]] = {
     "list for a section": (SMALL + "train:\n  - lr: 1\n", ("run.yaml:2: train: a list of 1 given", "epochs, steps")),
     "empty section": (SMALL + "train:\n", ("run.yaml:2: train: nothing below it; remove the line", "epochs, steps")),
     # settings that cannot hold together
-    "epochs and steps": (SMALL + "train:\n  epochs: 1\n  steps: 5\n", ("run.yaml:4: train.steps: train.epochs already sets how long",)),
+    "epochs and steps": (SMALL + "train:\n  epochs: 1\n  steps: 5\n", ("run.yaml:4: train.steps: train.epochs already sets the length",)),
     "micro batch that does not divide": (SMALL + "train:\n  micro_batch: 5\n", ("train.micro_batch: 5 does not divide the global batch of 16 rows; use 4 or auto",)),
     "warmup of 2.5 steps": (SMALL + "train:\n  warmup: 2.5\n", ("run.yaml:3: train.warmup: 2.5 given", "a share of the run up to 1")),
     "heads that do not divide": (SMALL + "model:\n  num_heads: 7\n", ("model.num_heads: 7 heads do not divide d_model 256", "use 8")),
