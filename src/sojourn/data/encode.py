@@ -77,7 +77,7 @@ class Encoder:
         documents, records, bad = parse_chunk(chunk)
         left_out: dict[str, int] = {}
         escaped = 0
-        kept: list[Document] = []
+        accepted: list[Document] = []
         texts: list[list[SpannedText]] = []  # of each document: two for a pair
         for document in documents:
             reason = self._filter_reason(document)
@@ -91,19 +91,19 @@ class Encoder:
                 bad.append((document.where, str(error)))
                 continue
             escaped += safe is not document
-            kept.append(document)
-        fingerprints = np.array([d.fingerprint() for d in kept], np.uint64)
-        sizes = np.array([d.size for d in kept], np.uint32)
-        kinds = np.array([PAIR if d.rejected else CHAT if d.messages else TEXT for d in kept], np.uint8)
+            accepted.append(document)
+        fingerprints = np.array([d.fingerprint() for d in accepted], np.uint64)
+        sizes = np.array([d.size for d in accepted], np.uint32)
+        kinds = np.array([PAIR if d.rejected else CHAT if d.messages else TEXT for d in accepted], np.uint8)
         ids, mask, counts = self._tokenizer([text for both in texts for text in both])
-        owners = np.repeat(np.arange(len(kept)), [len(both) for both in texts])
+        owners = np.repeat(np.arange(len(accepted)), [len(both) for both in texts])
         pieces = truncate(ids, mask, counts, owners, kinds == TEXT, self._tokenizer.bos, self._config.policy)
         lengths = np.where(kinds == TEXT, len(self._tokenizer.bos) + 1, 0)
         np.maximum.at(lengths, owners, lengths[owners] + counts)
         near = self._config.clean.duplicates == "near"
         return EncodedChunk(
             *pieces, lengths, fingerprints, sizes, kinds, records, bad, left_out, escaped,
-            self._language_samples(kept, fingerprints), [_signature(d) for d in kept] if near else None,
+            self._language_samples(accepted, fingerprints), [_signature(d) for d in accepted] if near else None,
         )  # fmt: skip
 
     def _language_samples(self, documents: list[Document], fingerprints: np.ndarray) -> list[str]:

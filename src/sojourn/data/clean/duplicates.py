@@ -50,10 +50,10 @@ class SortedRuns:
         self.runs.append(numbers)
 
     def contains(self, numbers: np.ndarray) -> np.ndarray:
-        found = np.zeros(len(numbers), dtype=bool)
+        contained = np.zeros(len(numbers), dtype=bool)
         for run in self.runs:
-            found |= run[np.minimum(np.searchsorted(run, numbers), len(run) - 1)] == numbers
-        return found
+            contained |= run[np.minimum(np.searchsorted(run, numbers), len(run) - 1)] == numbers
+        return contained
 
 
 class ExactDuplicates:
@@ -208,12 +208,12 @@ class _SignatureStore:
             rows = rows[len(part) :]
 
     def __getitem__(self, numbers: np.ndarray) -> np.ndarray:
-        found = np.empty((len(numbers), HASHES), dtype=np.uint8)
+        rows = np.empty((len(numbers), HASHES), dtype=np.uint8)
         blocks = numbers // self.BLOCK
         for block in np.unique(blocks):
             here = blocks == block
-            found[here] = self._blocks[int(block)][numbers[here] % self.BLOCK]
-        return found
+            rows[here] = self._blocks[int(block)][numbers[here] % self.BLOCK]
+        return rows
 
 
 def _choose_bands(similarity: float) -> tuple[int, int]:

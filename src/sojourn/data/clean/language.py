@@ -139,10 +139,10 @@ def check_language_codes(codes: Sequence[str]) -> None:
 
 def _suggestion(code: str) -> str:
     """For a country (`cn`), a name (`german`), a longer code (`eng`, `zh-CN`) or a typo."""
-    word = normalize(code)
-    language = _SPELLINGS.get(word)
-    if language is None and (len(word) <= 3 or word[2] == "_") and word[:2] in CODES:
-        language = word[:2]
+    spelling = normalize(code)
+    language = _SPELLINGS.get(spelling)
+    if language is None and (len(spelling) <= 3 or spelling[2] == "_") and spelling[:2] in CODES:
+        language = spelling[:2]
     return ask_if_meant(language) if language else did_you_mean(code, CODES)
 
 

@@ -24,10 +24,10 @@ from sojourn.storage.hub_access import (
     unreadable_error,
 )
 
-_NAMED = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([^/\\:]+))?", re.ASCII)
+_ORG_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([^/\\:]+))?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_FILES = "txt md json jsonl ndjson csv tsv parquet arrow bin py yaml yml gz zst xz bz2 zip tar 7z"
-_TOKENIZER = "tokenizer.json tokenizer.model tokenizer_config.json special_tokens_map.json chat_template.jinja"
+_FILE_EXTENSIONS = "txt md json jsonl ndjson csv tsv parquet arrow bin py yaml yml gz zst xz bz2 zip tar 7z"
+_TOKENIZER_FILES = "tokenizer.json tokenizer.model tokenizer_config.json special_tokens_map.json chat_template.jinja"
 
 
 @dataclass(frozen=True)
@@ -52,16 +52,16 @@ def is_hub_name(path: str) -> bool:
     """Whether this is a data set's name: a short name, `hub:ORG/NAME`, or ORG/NAME without a file extension."""
     if path.startswith("hub:") or _row(path.partition(":")[0]):
         return True
-    return bool(_NAMED.fullmatch(path)) and path.lower().rpartition(".")[2] not in _FILES.split()
+    return bool(_ORG_NAME.fullmatch(path)) and path.lower().rpartition(".")[2] not in _FILE_EXTENSIONS.split()
 
 
 def open_table(source: Source, evaluation: bool = False, say: Say | None = None) -> HubTable:
     """The data set a source names, downloaded on first use."""
-    wanted, row = _complete_source(source, evaluation)
-    repo, split = wanted.path, str(wanted.split)
+    source, row = _complete_source(source, evaluation)
+    repo, split = source.path, str(source.split)
     offline = offline_reason(say)
-    with hub_errors_as_user_errors(repo, f"datasets/{repo}", wanted.revision):
-        builder = _from_cache(wanted, offline) if offline else _from_hub(wanted)
+    with hub_errors_as_user_errors(repo, f"datasets/{repo}", source.revision):
+        builder = _from_cache(source, offline) if offline else _from_hub(source)
         try:
             table = builder.as_dataset(split=split)
         except (ValueError, AssertionError) as error:
@@ -81,17 +81,17 @@ def tokenizer_folder(model: str, revision: str | None = None, say: Say | None = 
     model = model.removeprefix("hub:")
     offline = offline_reason(say)
     silence_logging(utils)
-    files = [*_TOKENIZER.split(), "config.json", "generation_config.json"]
+    files = [*_TOKENIZER_FILES.split(), "config.json", "generation_config.json"]
     with hub_errors_as_user_errors(model, model, revision):
         try:
-            found = snapshot_download(model, revision=revision, allow_patterns=files, local_files_only=bool(offline))
+            folder = snapshot_download(model, revision=revision, allow_patterns=files, local_files_only=bool(offline))
         except LocalEntryNotFoundError:
             if offline:
                 raise not_cached_error(f"the tokenizer of {model}", offline) from None
             raise
-    if not any(Path(found, name).is_file() for name in files[:2]):
+    if not any(Path(folder, name).is_file() for name in files[:2]):
         raise UserError(f"{model} has no {files[0]} and no {files[1]}; name a model or a folder that has one")
-    return Path(found)
+    return Path(folder)
 
 
 def _row(name: str) -> DatasetFacts | None:
@@ -102,7 +102,7 @@ def _complete_source(source: Source, evaluation: bool) -> tuple[Source, DatasetF
     """The source with path, config and split filled in from the catalogue (config may stay None), and its row there."""
     path = source.path.removeprefix("hub:")
     short, _, config = path.partition(":")
-    row, named = _row(short), _NAMED.fullmatch(path)
+    row, named = _row(short), _ORG_NAME.fullmatch(path)
     if row is None and named is None:
         guess = did_you_mean(short, [row.name for row in datasets()])
         raise UserError(f"{printable(source.path)}: not a data set's name on the hub, which is ORG/NAME{guess}")
@@ -115,7 +115,7 @@ def _complete_source(source: Source, evaluation: bool) -> tuple[Source, DatasetF
     return source.model_copy(update={"path": row.hub, "config": config or None, "split": split}), row
 
 
-def _from_hub(wanted: Source) -> Any:
+def _from_hub(source: Source) -> Any:
     """A builder with its data downloaded; its `hash` is the commit."""
     import datasets as library
     from huggingface_hub import HfApi, errors, hf_hub_download, utils
@@ -123,71 +123,71 @@ def _from_hub(wanted: Source) -> Any:
     silence_logging(library, utils)
     # Counting downloads contacts another host, and waits for it where a firewall blocks it.
     library.config.HF_UPDATE_DOWNLOAD_COUNTS = False
-    repo = wanted.path
-    info = HfApi().dataset_info(repo, revision=wanted.revision, timeout=10)
+    repo = source.path
+    info = HfApi().dataset_info(repo, revision=source.revision, timeout=10)
     if any(file.rfilename == f"{repo.split('/')[1]}.py" for file in info.siblings or ()):
         advice = "set its revision to refs/convert/parquet if it has one, or download its files and name them as a path"
         raise UserError(f"{repo} has a loading script, which is not run: {advice}")
     try:
         # Downloading the card makes the cache record the commit of this revision, which is needed offline.
         with suppress(errors.EntryNotFoundError):
-            hf_hub_download(repo, "README.md", repo_type="dataset", revision=wanted.revision)
-        return _download(wanted, str(info.sha))
+            hf_hub_download(repo, "README.md", repo_type="dataset", revision=source.revision)
+        return _download(source, str(info.sha))
     except (FileNotFoundError, PermissionError, errors.RepositoryNotFoundError):
         if info.gated:
             raise gated_error(repo, f"datasets/{repo}") from None
         raise
 
 
-def _download(wanted: Source, commit: str) -> Any:
+def _download(source: Source, commit: str) -> Any:
     import datasets as library
 
     # Without the prefix, a local folder of that name would be read instead.
-    name = f"hf://datasets/{wanted.path}" if Path(wanted.path).is_dir() else wanted.path
+    name = f"hf://datasets/{source.path}" if Path(source.path).is_dir() else source.path
     try:
-        builder = library.load_dataset_builder(name, wanted.config, revision=commit)
+        builder = library.load_dataset_builder(name, source.config, revision=commit)
     except ValueError as error:
-        _check_choice("config", wanted.config, library.get_dataset_config_names(name, revision=commit), wanted.path)
-        raise unreadable_error(wanted.path, error) from None
+        _check_choice("config", source.config, library.get_dataset_config_names(name, revision=commit), source.path)
+        raise unreadable_error(source.path, error) from None
     if builder.hash != commit:  # the library fell back to an older cached copy after a connection error
         raise ConnectionError("the download is incomplete")
-    _check_split(wanted, builder.config.data_files or builder.info.splits or {})
+    _check_split(source, builder.config.data_files or builder.info.splits or {})
     builder.download_and_prepare()
     return builder
 
 
-def _from_cache(wanted: Source, offline: str) -> Any:
+def _from_cache(source: Source, offline: str) -> Any:
     """The same builder from the cache of an earlier download: ORG___NAME/CONFIG/VERSION/COMMIT."""
     import datasets as library
     from datasets.naming import camelcase_to_snakecase
     from datasets.packaged_modules.cache.cache import Cache
 
     silence_logging(library)
-    owner, name = wanted.path.split("/")
+    owner, name = source.path.split("/")
     home = Path(library.config.HF_DATASETS_CACHE).expanduser() / f"{owner}___{camelcase_to_snakecase(name)}"
     cached = [p for p in home.glob("*/*/*") if _COMMIT.fullmatch(p.name) and (p / "dataset_info.json").is_file()]
-    matching = sorted((p for p in cached if wanted.config in (None, p.parts[-3])), key=lambda p: p.stat().st_mtime)
-    commit = _recorded_commit(wanted)
-    if wanted.revision is None and matching and commit not in {p.name for p in matching}:
+    matching = sorted((p for p in cached if source.config in (None, p.parts[-3])), key=lambda p: p.stat().st_mtime)
+    commit = _recorded_commit(source)
+    if source.revision is None and matching and commit not in {p.name for p in matching}:
         commit = matching[-1].name
     by_config = {p.parts[-3]: p for p in matching if p.name == commit}
-    config = wanted.config or _default_config(wanted.path, commit, list(by_config))
+    config = source.config or _default_config(source.path, commit, list(by_config))
     if config not in by_config:
         others = ", ".join(sorted({p.parts[-3] for p in cached}))
-        what = ", ".join(filter(None, (wanted.path, config, wanted.revision)))
+        what = ", ".join(filter(None, (source.path, config, source.revision)))
         raise not_cached_error(what + (f" (cached: {others})" if others else ""), offline)
     version = by_config[config].parts[-2]
-    builder = Cache(dataset_name=name, repo_id=wanted.path, config_name=config, version=version, hash=commit)
-    _check_split(wanted, builder.info.splits or {})
+    builder = Cache(dataset_name=name, repo_id=source.path, config_name=config, version=version, hash=commit)
+    _check_split(source, builder.info.splits or {})
     return builder
 
 
-def _recorded_commit(wanted: Source) -> str:
+def _recorded_commit(source: Source) -> str:
     """The commit of a branch or tag when it was last downloaded."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    revision = wanted.revision or "main"
-    ref = Path(HF_HUB_CACHE, f"datasets--{wanted.path.replace('/', '--')}", "refs", revision)
+    revision = source.revision or "main"
+    ref = Path(HF_HUB_CACHE, f"datasets--{source.path.replace('/', '--')}", "refs", revision)
     return ref.read_text(encoding="utf-8").strip() if ref.is_file() else revision
 
 
@@ -204,12 +204,12 @@ def _default_config(repo: str, commit: str, cached: list[str]) -> str:
     return cached[0] if cached else ""
 
 
-def _check_split(wanted: Source, known: Iterable[str]) -> None:
+def _check_split(source: Source, known: Iterable[str]) -> None:
     """Every part of `train[:10%]+test`; `all` means every split."""
-    for part in str(wanted.split).split("+"):
+    for part in str(source.split).split("+"):
         name = part.partition("[")[0].strip()
         if name != "all":
-            _check_choice("split", name, map(str, known), wanted.path)
+            _check_choice("split", name, map(str, known), source.path)
 
 
 def _check_choice(what: str, given: str | None, known: Iterable[str], repo: str) -> None:

@@ -93,14 +93,14 @@ def _document_end(text: bytes, at: int) -> tuple[int, int]:
     while True:
         span = min(span, _MAX_DOCUMENT_BYTES)
         end = after = min(at + span, len(text))
-        found = text.find(_END_OF_TEXT, at, end + len(_END_OF_TEXT) - 1)
-        if found >= 0:
-            end, after = found, found + len(_END_OF_TEXT)
+        boundary = text.find(_END_OF_TEXT, at, end + len(_END_OF_TEXT) - 1)
+        if boundary >= 0:
+            end, after = boundary, boundary + len(_END_OF_TEXT)
         for pattern, first in ((_BLANK_LINE, at + _MIN_DOCUMENT_BYTES), (_HEADING, at)):
             match = pattern.search(text, first, end)
             if match:
-                end = after = found = match.end()
-        if found >= 0 or end == len(text):
+                end = after = boundary = match.end()
+        if boundary >= 0 or end == len(text):
             return end, after
         if span == _MAX_DOCUMENT_BYTES:
             end = text.rfind(b"\n", at, end) + 1 or _character_start(text, end)
