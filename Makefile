@@ -72,6 +72,7 @@ test-parallel: setup packages
 
 test-long: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(addprefix --ignore=,$(PARALLEL) tests/test_signals.py) -m slow -n 2 --dist worksteal -rs
+	SOJOURN_FUZZ=500 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_prepare_fuzz.py -n 2 --dist worksteal
 
 fuzz: setup
 	SOJOURN_FUZZ=10000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_prepare_fuzz.py -n 2 --dist worksteal

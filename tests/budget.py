@@ -103,7 +103,7 @@ class Budget:
             item.user_properties.append(("cpu_seconds", round(max(used, 0.0), 2)))
             report.user_properties = list(item.user_properties)
             allowed = self.allowed(item.nodeid)
-            if self.mode == "check" and report.passed and used > allowed:
+            if self.mode == "check" and self.recorded and report.passed and used > allowed:
                 report.outcome = "failed"
                 report.longrepr = (
                     f"{item.nodeid} used {used:.1f} s of CPU time; its budget is {allowed:.1f} s. Make it cheaper, or "

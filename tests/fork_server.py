@@ -34,6 +34,7 @@ needs_fork = pytest.mark.skipif(sys.platform != "linux", reason="processes are f
 
 PRELOADED = ("torch", "transformers", "peft", "sojourn", "deepspeed", "safetensors", "tokenizers", "bitsandbytes")
 THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+_MAIN = "from sojourn.cli.main import main; main()"
 _TIMEOUT = 240.0  # seconds for any command
 _AFTER_FAILURE = 30.0  # seconds for the other ranks when one has failed
 
@@ -237,19 +238,17 @@ def _fork(command: Command, folder: Path) -> int:
     return _run_and_exit(command.args, command.preamble, folder / f"{command.id}.modules")
 
 
-def _run_and_exit(args: list[str], preamble: str, modules: Path | None = None) -> NoReturn:
-    """As the interpreter runs `-m sojourn`, and ends."""
-    code = 1
+def _run_and_exit(args: list[str], preamble: str, modules: Path | None = None, code: str = _MAIN) -> NoReturn:
+    """As the interpreter runs a module or `code`, and ends."""
+    status = 1
     try:
         known: dict[str, Any] = {"rank": int(os.environ.get("RANK", "0")), "os": os, "signal": signal}
         exec(preamble, known)  # noqa: S102
-        from sojourn.cli.main import main
-
         sys.argv = ["sojourn", *args]
-        main()
-        code = 0
+        exec(code, {"__name__": "__main__"})  # noqa: S102
+        status = 0
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+        status = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
     except BaseException:
         traceback.print_exc()
     finally:
@@ -260,18 +259,18 @@ def _run_and_exit(args: list[str], preamble: str, modules: Path | None = None) -
             atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
+        os._exit(status)
 
 
 def _fork_children(preamble: str) -> None:
-    """From now on, `subprocess.Popen` of this Python with `-m sojourn` forks this process instead."""
+    """From now on, `subprocess.Popen` of this Python with `-m sojourn` or `-c CODE` forks this process instead."""
     real = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
     def execute(self: Any, args: Any, executable: Any, preexec: Any, close: Any, keep: Any, cwd: Any, env: Any,
                 startupinfo: Any, flags: Any, shell: Any, *rest: Any) -> None:  # fmt: skip
         words = [str(word) for word in args] if isinstance(args, (list, tuple)) else []
-        module = words.index("-m") + 1 if "-m" in words else 0
-        if not module or words[0] != sys.executable or words[module] != "sojourn":
+        at = next((number for number, word in enumerate(words) if word in ("-m", "-c")), 0)
+        if not at or words[0] != sys.executable or words[at : at + 2] == ["-m", "torch.distributed.run"]:
             return real(self, args, executable, preexec, close, keep, cwd, env, startupinfo, flags, shell, *rest)
         pipes, new_session = rest[:6], rest[11]
         self.pid = os.fork()
@@ -287,7 +286,8 @@ def _fork_children(preamble: str) -> None:
             os.environ.update(env)
         if cwd is not None:
             os.chdir(cwd)
-        _run_and_exit(words[module + 1 :], preamble)
+        code = words[at + 1] if words[at] == "-c" else _MAIN
+        return _run_and_exit(words[at + 2 :], preamble, code=code)
 
     subprocess.Popen._execute_child = execute  # type: ignore[attr-defined]
 

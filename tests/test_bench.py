@@ -1,12 +1,13 @@
 """`sojourn bench prepare`: the chats are as specified, all rows do the same work, nothing is left behind."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 from benchmarks.peers.datasets_map import best_fit
 
-from conftest import called, sojourn
+from conftest import called
 from sojourn.bench.prepare_rows import ROW_LENGTH
 from sojourn.bench.synthetic_chats import write_synthetic_chats
 
@@ -45,10 +46,10 @@ def test_the_chats_are_whole_and_varied(tmp_path):
     assert len({word for text in texts for word in text.split()}) > 20_000
 
 
-def test_all_rows_do_the_same_work(tmp_path):
+def test_all_rows_do_the_same_work(bench, tmp_path):
     out, folder = tmp_path / "result.json", tmp_path / "work"
     folder.mkdir()
-    done = _bench("1MB", "--flat", "500kB", "--folder", str(folder), "--json", "--out", str(out))
+    done = bench("--size", "1MB", "--flat", "500kB", "--folder", str(folder), "--json", "--out", str(out))
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result == json.loads(out.read_text(encoding="utf-8"))
@@ -64,14 +65,14 @@ def test_all_rows_do_the_same_work(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_template_without_generation_tags_gives_the_peer_the_same_mask(tmp_path):
+def test_a_template_without_generation_tags_gives_the_peer_the_same_mask(bench, tmp_path):
     from sojourn.config.data import DataConfig
     from sojourn.data.tokenize.tokenizer import train_tokenizer
 
     bundle = train_tokenizer(DataConfig(vocab_size=2000), ["some words to learn from"] * 10, tmp_path)
     bundle.save(tmp_path / "tokenizer", None, ROW_LENGTH)
     (tmp_path / "tokenizer" / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    done = _bench("500kB", "--flat", "", "--tokenizer", str(tmp_path / "tokenizer"), "--json")
+    done = bench("--size", "500kB", "--flat", "", "--tokenizer", str(tmp_path / "tokenizer"), "--json")
     assert done.returncode == 0, done.stderr
     ours, floor, peer, _ = json.loads(done.stdout)["rows"]
     assert (
@@ -80,8 +81,9 @@ def test_a_template_without_generation_tags_gives_the_peer_the_same_mask(tmp_pat
     assert ours["trained_tokens"] == peer["trained_tokens"] > 0
 
 
-def _bench(size: str, *args: str):
-    return sojourn("bench", "prepare", "--size", size, "--workers", "2", *args)
+@pytest.fixture
+def bench(fork_server):
+    return partial(fork_server.run, "bench", "prepare", "--workers", "2", fork_children=True)
 
 
 def test_best_fit_fills_rows_with_whole_documents():

@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from conftest import sojourn
+from conftest import called
 from sojourn.bench.train import scaling as measuring
 from sojourn.bench.train.scaling import ENGINES, compare_with_single, format_row, make_scaling
 from sojourn.bench.train.workload_files import WorkloadFiles, run_settings
@@ -145,5 +145,5 @@ def test_a_missing_gpu_is_an_error_before_the_work(monkeypatch):
 
 
 def test_engines_need_gpus():
-    done = sojourn("bench", "train", "--engines", "ddp")
+    done = called("bench", "train", "--engines", "ddp")
     assert done.returncode == 2 and "--gpus 0,1" in done.stderr and "Traceback" not in done.stderr

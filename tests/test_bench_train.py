@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from benchmarks.peers.harness import padded
 
-from conftest import sojourn
+from conftest import called
+from fork_server import ForkServer
 from sojourn.bench import peers
 from sojourn.bench.train import measure as measuring
 from sojourn.bench.train.compare import best_against_peer, compare, format_row
@@ -33,12 +34,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def rows(folder: Path) -> dict[str, dict]:
+def rows(folder: Path, fork_server: ForkServer) -> dict[str, dict]:
     """The command on the tiny model: four steps of ours and of plain transformers."""
     out = folder / "result.json"
-    done = sojourn(
+    done = fork_server.run(
         "bench", "train", "--workload", "tiny", "--steps", "4", "--rows", f"fp32,{REFERENCE}",
-        "--folder", str(folder), "--json", "--out", str(out),
+        "--folder", str(folder), "--json", "--out", str(out), fork_children=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
@@ -293,7 +294,7 @@ def test_too_small_a_disk_is_an_error_before_the_work(tmp_path, monkeypatch):
 
 
 def test_a_result_that_cannot_be_written_is_an_error_before_the_work():
-    done = sojourn("bench", "train", "--out", "nowhere/a.json")
+    done = called("bench", "train", "--out", "nowhere/a.json")
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.strip().endswith("--out: nowhere: no such folder")
 

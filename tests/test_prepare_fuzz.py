@@ -30,7 +30,7 @@ from sojourn.data.tokenize.bpe import train_bpe
 from sojourn.data.tokenize.tokenizer import TokenizerBundle
 from sojourn.errors import UserError
 
-COUNT = int(os.environ.get("SOJOURN_FUZZ", "150"))
+COUNT = int(os.environ.get("SOJOURN_FUZZ", "50"))
 ONLY = os.environ.get("SOJOURN_FUZZ_ONLY")
 PORTION = 50
 SECONDS = 20
