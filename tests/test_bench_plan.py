@@ -41,7 +41,7 @@ def _planner(*args):
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -> tuple[Path, dict[str, dict]]:
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict]]:
     """The command on a CPU: of one case the base is damaged, and one has been measured before."""
     folder = tmp_path_factory.mktemp("plan")
     base = folder / "bases/tiny-qwen3/model.safetensors"
