@@ -16,6 +16,9 @@ memory:
   the weight over tokens. The transposed FP8 copy is saved for the backward instead of the bf16 operand.
 * The SwiGLU backward writes FP8 directly, with an upper bound instead of the amax, which is not known yet.
 
+Measured beside torchao's float8 (tensorwise) at 875M on an H200: 1.06 times as fast with the same matmuls in FP8, 1.12
+times with the LM head, at 6.7 GiB more memory (benchmarks/float8_torchao.py, 2026-11-17).
+
 Shapes: M tokens, K input features, N output features, F MLP width, P = width of q, k and v together.
 """
 
