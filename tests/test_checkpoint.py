@@ -8,7 +8,7 @@ import torch
 
 from sojourn.errors import RunFailed, UserError
 from sojourn.train.checkpoint import checkpoint as module
-from sojourn.train.checkpoint.checkpoint import Checkpoint, Retention, find_damage, load, load_path, save
+from sojourn.train.checkpoint.checkpoint import Checkpoint, Retention, find_damage, load_newest, load_path, save
 
 FILES = ("model.safetensors", "optimizer.safetensors", "random.safetensors", "state.json", "manifest.json")
 
@@ -22,7 +22,7 @@ def _checkpoint(step: int) -> Checkpoint:
 
 def test_what_is_saved_is_what_is_loaded(tmp_path):
     save(tmp_path, _checkpoint(5), keep=Retention(2))
-    found, path = load(tmp_path)
+    found, path = load_newest(tmp_path)
     assert path.name == "step-00000005" and found.step == 5 and found.state["tokens"] == 7
     assert torch.equal(found.model["a"], torch.full((4, 4), 5.0)) and torch.equal(
         found.random["cpu"], torch.get_rng_state()
@@ -50,10 +50,10 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_user_told(tmp_path, name, d
         middle = len(content) // 2
         file.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
     told = []
-    found, path = load(tmp_path, told.append)
+    found, path = load_newest(tmp_path, told.append)
     assert path.name == "step-00000001" and found.step == 1
     assert len(told) == 1 and "step-00000002 is damaged" in told[0]
-    with pytest.raises(UserError, match="not a whole checkpoint"):
+    with pytest.raises(UserError, match="not a complete checkpoint"):
         load_path(file.parent)
 
 
@@ -67,7 +67,7 @@ def test_a_write_that_fails_leaves_the_old_checkpoint_and_no_rubbish(tmp_path, m
             try:
                 save(tmp_path, _checkpoint(2), keep=Retention(1))
             except (RunFailed, OSError):
-                found, _ = load(tmp_path)
+                found, _ = load_newest(tmp_path)
                 assert found.step in (1, 2)
                 assert [p.name for p in tmp_path.glob(".*stage*")] == []
                 shutil.rmtree(tmp_path / "step-00000002", ignore_errors=True)
@@ -107,7 +107,7 @@ def _fail_on(patch, call: str, number: int):
 
 def test_a_disk_without_room_is_noticed_before_writing(tmp_path, monkeypatch):
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 99, 1))
-    with pytest.raises(RunFailed, match=r"make room or set save\.folder"):
+    with pytest.raises(RunFailed, match=r"free some space, or set save\.folder"):
         save(tmp_path, _checkpoint(1), keep=Retention(1))
     assert list(tmp_path.glob("step-*")) == []
 
@@ -115,4 +115,4 @@ def test_a_disk_without_room_is_noticed_before_writing(tmp_path, monkeypatch):
 def test_removing_unseals_first(tmp_path):
     path = save(tmp_path, _checkpoint(1), keep=Retention(1))
     (path / "manifest.json").unlink()
-    assert find_damage(path) == "no readable manifest" and load(tmp_path) is None
+    assert find_damage(path) == "no readable manifest" and load_newest(tmp_path) is None

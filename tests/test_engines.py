@@ -176,7 +176,7 @@ def test_a_killed_process_ends_the_others_and_the_next_start_goes_on_from_the_ch
     assert "rank 0 lost the connection to another rank" in done.said[0]
     again = fork_server.run_ranks(2, words, TORCHELASTIC_RESTART_COUNT="1")
     assert again.codes == [0, 0], again
-    assert "began again after a process had ended" in again.said[0] and "continuing from step 4" in again.said[0]
+    assert "began again after a process had ended" in again.said[0] and "resuming from step 4" in again.said[0]
     _same(run_of(words), whole)
 
 

@@ -306,9 +306,9 @@ def test_a_checkpoint_is_found_by_the_name_other_trainers_give_it(words: list[st
     assert sorted(p.name for p in Path("output/paper_r64/checkpoints").glob("s*")) == ["step-00000002", "step-00000004"]
     named = ["name=again", "train.steps=4", "--resume-from-checkpoint"]
     code, out, err = sojourn("train", *words, *named, "output/paper_r64/checkpoint-2")
-    assert code == 0 and "continuing from step 2 (step-00000002)" in out, err
+    assert code == 0 and "resuming from step 2 (step-00000002)" in out, err
     code, _, err = sojourn("train", *words, *named, "output/paper_r64/checkpoint-3", "name=other")
-    assert code == 2 and "checkpoint-3: not a whole checkpoint" in err
+    assert code == 2 and "checkpoint-3: not a complete checkpoint" in err
 
 
 def test_preprocessing_is_found_again_by_the_training_that_follows(words: list[str], home: Path) -> None:

@@ -255,7 +255,7 @@ def test_the_measured_save_is_what_the_guard_counts_with(tiny, monkeypatch):
 
     seen = []
     real = Guard.should_stop
-    monkeypatch.setattr(Saver, "seconds", property(lambda self: 1.25 if self._longest else 0.0))
+    monkeypatch.setattr(Saver, "seconds", property(lambda self: 1.25 if self._longest_save else 0.0))
     monkeypatch.setattr(Guard, "should_stop", lambda self: (seen.append(self.save_seconds), real(self))[1])
     run_train(words)
     assert seen[0] == 0.0 and seen[-1] == 1.25

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sojourn.errors import RunFailed, Stopped
 from sojourn.storage.files import read_json
-from sojourn.train.checkpoint.checkpoint import load
+from sojourn.train.checkpoint.checkpoint import load_newest
 from sojourn.train.distributed.engine import Engine
 from sojourn.train.fault_tolerant_step import FaultTolerantStep
 from sojourn.train.faults.loss_spikes import LOSS_WINDOW, check_loss, same
@@ -287,7 +287,7 @@ def test_weights_that_have_gone_bad_are_never_saved_and_no_batch_is_blamed(tiny,
         with contextlib.suppress(RunFailed):
             run_train(words)
     run = run_of(words)
-    found, _ = load(run.checkpoints)
+    found, _ = load_newest(run.checkpoints)
     assert found.step >= 4 and all(torch.isfinite(tensor).all() for tensor in found.model.values())
     if run.status().state != "done":
         run_train(words)

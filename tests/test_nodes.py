@@ -180,8 +180,8 @@ def test_a_machine_that_was_lost_comes_back_and_the_run_goes_on(tiny, nodes):
     _check(words, tiny, one, two)
     begun, continued = events(run, "start")
     assert begun["step"] == 0 and 2 <= continued["step"] < _STEPS
-    assert f"continuing from step {continued['step']}" in one.said()
-    assert f"the checkpoint of step {continued['step']} came from another machine" in two.logs()
+    assert f"resuming from step {continued['step']}" in one.said()
+    assert f"the checkpoint of step {continued['step']} was copied from another node" in two.logs()
 
 
 @pytest.mark.slow
@@ -199,7 +199,7 @@ def test_the_machine_that_wrote_is_lost_and_the_other_one_writes_on(tiny, nodes)
     _until_done(nodes, one.train(words, 1, two), two.train(words, 0, two))
     _check(words, tiny, two, one)
     assert [event["step"] for event in events(two.run(words), "start")] == [0, newest]
-    assert f"the checkpoint of step {newest} came from another machine" in two.said()
+    assert f"the checkpoint of step {newest} was copied from another node" in two.said()
 
 
 @pytest.mark.slow

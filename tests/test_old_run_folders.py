@@ -55,7 +55,7 @@ def test_an_old_run_folder_resumes_and_ends_as_if_undisturbed(home: Path) -> Non
         assert f"note: {note}\n" in done.stdout + done.stderr
     starts = [line["step"] for line in read_json_lines(run / "events.jsonl") if line["kind"] == "start"]
     assert starts == [0, 20]
-    assert not [line for line in read_json_lines(run / "events.jsonl") if line["kind"] == "changed"]
+    assert not [line for line in read_json_lines(run / "events.jsonl") if line["kind"] == "config_changed"]
     assert [path.name for path in (home / "prepared").glob("[!.]*")] == ["d0b46f7a91b524cb"]  # not prepared again
     found, wanted = losses_by_step(run / "metrics.jsonl"), losses_by_step(OLD / "undisturbed.jsonl")
     assert found == pytest.approx(wanted, rel=1e-3) and list(wanted) == list(range(1, 41))

@@ -81,7 +81,7 @@ def test_another_micro_batch_and_how_memory_is_saved_change_only_rounding(words)
     assert curves[0] == pytest.approx(curves[1], rel=1e-5)
     changed = [json.loads(line) for line in run.events.read_text().splitlines()]
     assert {"train.micro_batch", "train.activation_checkpointing", "advanced.chunked_loss"} <= {
-        line["key"] for line in changed if line["kind"] == "changed"
+        line["key"] for line in changed if line["kind"] == "config_changed"
     }
 
 

@@ -17,7 +17,7 @@ from sojourn.storage.files import read_json
 from sojourn.train.checkpoint import checkpoint as checkpoint_module
 from sojourn.train.checkpoint import safetensors_writer as tensors
 from sojourn.train.checkpoint import snapshot
-from sojourn.train.checkpoint.checkpoint import Checkpoint, Retention, find_damage, load, save
+from sojourn.train.checkpoint.checkpoint import Checkpoint, Retention, find_damage, load_newest, save
 from sojourn.train.checkpoint.saving import Saver
 from sojourn.train.faults import memory_pressure as pressure
 from sojourn.train.step import Stepper
@@ -106,7 +106,7 @@ def test_without_memory_for_a_copy_training_waits_and_saves_the_same(tiny, monke
     real = Saver._write
 
     def write(self, checkpoint, began):
-        live = self._live.checkpoint(self._progress).model
+        live = self._training_state.checkpoint(self._progress).model
         seen.append(all(checkpoint.model[key].data_ptr() == live[key].data_ptr() for key in live))
         return real(self, checkpoint, began)
 
@@ -181,7 +181,7 @@ def test_a_save_that_fails_is_told_and_the_next_one_succeeds(tiny, monkeypatch, 
     assert saved_steps(run) == [6, 9, 12] and run.status().state == "done"
     (event,) = events(run, "save_failed")
     assert os.strerror(number) in event["message"] and "step 3" in event["message"]
-    assert "training goes on and saving is tried again later" in capsys.readouterr().out
+    assert "training continues and saving is tried again later" in capsys.readouterr().out
     assert not list(run.checkpoints.glob(".*")) and same_weights(run, tiny.whole())
 
 
@@ -232,7 +232,7 @@ def test_a_run_that_cannot_save_for_too_long_stops_before_more_is_at_risk(tiny, 
     with pytest.raises(RunFailed, match=r"nothing could be saved for .*No space left.*\(save\.at_risk\)") as told:
         run_train(words)
     run = run_of(words)
-    assert "the same command continues from step 2" in str(told.value) and "\n" not in str(told.value)
+    assert "run the same command to resume from step 2" in str(told.value) and "\n" not in str(told.value)
     assert saved_steps(run) == [2] and run.status().resumable
 
 
@@ -296,7 +296,7 @@ def test_older_checkpoints_make_room_on_a_nearly_full_disk(tmp_path, monkeypatch
     _nearly_full(monkeypatch, tmp_path, room=3)
     for step in range(1, 7):
         save(tmp_path, _made(step), Retention(last=9))
-        found, _ = load(tmp_path)
+        found, _ = load_newest(tmp_path)
         assert found.step == step
     assert len(list(tmp_path.glob("step-*"))) == 3
 
@@ -306,18 +306,18 @@ def test_the_newest_good_checkpoint_never_makes_room(tmp_path, monkeypatch):
     save(tmp_path, _made(2), Retention(last=9))
     (tmp_path / "step-00000002" / "model.safetensors").write_bytes(b"spoiled")
     _nearly_full(monkeypatch, tmp_path, room=1)
-    with pytest.raises(RunFailed, match="make room or set save"):
+    with pytest.raises(RunFailed, match="free some space, or set save"):
         save(tmp_path, _made(3), Retention(last=9))
-    found, _ = load(tmp_path)
+    found, _ = load_newest(tmp_path)
     assert found.step == 1 and not list(tmp_path.glob(".*"))
 
 
 def test_neither_the_best_nor_a_milestone_nor_one_being_copied_makes_room(tmp_path, monkeypatch):
-    keep = Retention(last=1, best=1, milestones=2, busy=3)
+    keep = Retention(last=1, best=1, milestones=2, in_use=3)
     for step in (1, 2, 3, 5):
         save(tmp_path, _made(step), Retention(last=9))
     _nearly_full(monkeypatch, tmp_path, room=4)
-    with pytest.raises(RunFailed, match="make room or set save"):
+    with pytest.raises(RunFailed, match="free some space, or set save"):
         save(tmp_path, _made(7), keep)
     assert sorted(int(path.name[5:]) for path in tmp_path.glob("step-*")) == [1, 2, 3, 5]
 

@@ -288,14 +288,14 @@ def test_a_signal_while_training_waits_for_a_save_lets_it_end(tiny, monkeypatch,
     with monkeypatch.context() as patch:
         patch.setattr(Snapshots, "take", lambda self, checkpoint: None)
         phase = Phase(patch, Saver, "_write", signal.SIGUSR1, when=10**9)  # only counts
-        real = Saver._hear
+        real = Saver._finish_pending
 
         def hear(self, wait, **options):
-            if wait and self._under_way is not None:
+            if wait and self._pending is not None:
                 signal.raise_signal(number)
             real(self, wait, **options)
 
-        patch.setattr(Saver, "_hear", hear)
+        patch.setattr(Saver, "_finish_pending", hear)
         run = _stopped(words, _told(number))
     assert phase.calls == 1 and run.status().step == 4 and saved_steps(run) == [4]
     assert not list(run.checkpoints.glob(".*"))

@@ -77,7 +77,7 @@ def test_a_run_killed_between_checkpoints_ends_with_the_weights_of_an_undisturbe
     assert run.status().state == "failed" and run.status().resumable
     again = called("train", *killed)
     assert again.returncode == 0, again.stderr
-    assert "continuing from step" in again.stdout
+    assert "resuming from step" in again.stdout
     assert _weights(run) == _weights(whole)
     assert _losses(run) == _losses(whole)
 
@@ -156,7 +156,7 @@ def test_naming_a_checkpoint_again_does_not_throw_away_what_came_after(words, ca
         _train([*words, "name=f", *early, "save.every_steps=1", "limits.time=0.001s"])
     _train([*words, "name=f", *early])
     said = capsys.readouterr().out
-    assert "already further than step-00000005" in said and "continuing from step 6 " in said
+    assert "already further than step-00000005" in said and "resuming from step 6 " in said
     assert _weights(run_folder("f")) == _weights(run)
 
 
@@ -208,7 +208,7 @@ def test_eval_reports_the_held_out_loss(words):
         (["--train_file", "missing.jsonl"], "missing.jsonl: no such file or folder"),
         (["data.sources=[]"], "nothing to read"),
         (["train.device=cuda"], "doctor"),
-        (["save.resume=nowhere"], "not a whole checkpoint"),
+        (["save.resume=nowhere"], "not a complete checkpoint"),
         (["data.tokenizer=nowhere"], "no such file or folder"),
     ],
 )
@@ -265,7 +265,7 @@ def test_data_that_changed_since_is_refused(words, chats):
 
 
 def test_a_disk_too_small_for_a_checkpoint_is_told_before_training(words):
-    with pytest.raises(RunFailed, match="make room or set save"):
+    with pytest.raises(RunFailed, match="free some space, or set save"):
         _train([*words, "save.min_free=100000TiB"])
     assert not run_folder("t").metrics.exists()
 

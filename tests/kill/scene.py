@@ -149,7 +149,7 @@ class Journey:
         steps, good = self.steps(outcome.pid), self.newest_good()
         assert steps == list(range(before, before + len(steps))), f"did not go on from step {before}"
         if before and steps:
-            assert f"continuing from step {before} (step-{before:08d})" in outcome.said
+            assert f"resuming from step {before} (step-{before:08d})" in outcome.said
         saved = [line["step"] for line in self.events("saved")]
         assert good >= max(saved, default=0), "what was reported as saved is not there"
         # One save may be under way when the next is due; the next then waits for it.

@@ -25,7 +25,7 @@ from sojourn.model.network import Network
 from sojourn.run.folder import RunFolder
 from sojourn.train.batcher import Batcher
 from sojourn.train.checkpoint.final_model import write_final_model
-from sojourn.train.checkpoint.saving import Progress
+from sojourn.train.checkpoint.training_state import Progress
 from sojourn.train.distributed.engine import Engine
 from sojourn.train.metrics.meters import EvalScores, Meters
 from sojourn.train.objective.base import Objective
@@ -99,7 +99,7 @@ class Evaluator:
             if self._ranks.is_main:
                 is_written = self._write_best(weights, progress.step, loss, meters)
             self._ranks.barrier()
-        progress.note(loss, kept=not self._ranks.any(not is_written))
+        progress.record_evaluation(loss, model_written=not self._ranks.any(not is_written))
         self.seconds = time.monotonic() - began
         if train.patience is not None and progress.evaluations_without_improvement >= train.patience:
             return (

@@ -17,7 +17,7 @@ from sojourn.data.artefact import Batch
 from sojourn.errors import RunFailed
 from sojourn.launch.verdict import RestartNeeded
 from sojourn.train.batcher import Prefetcher
-from sojourn.train.checkpoint.checkpoint import load
+from sojourn.train.checkpoint.checkpoint import load_newest
 from sojourn.train.checkpoint.rng_state import get_rng_state, set_rng_state
 from sojourn.train.checkpoint.saving import Saver, Say
 from sojourn.train.checkpoint.sync import sync_checkpoint
@@ -294,7 +294,7 @@ class FaultTolerantStep:
     def sound(self) -> bool:
         """Whether the weights can be saved. Ones that are no numbers must not replace good ones: the run goes back."""
         session, progress = self.session, self.session.progress
-        if session.live.is_finite():
+        if session.training_state.is_finite():
             return True
         session.stepper.discard()
         step = progress.step
@@ -313,11 +313,11 @@ class FaultTolerantStep:
         self.saver.finish()
         session.stepper.ranks.barrier()
         sync_checkpoint(session.run, session.stepper.ranks, self.say)
-        newest = load(session.run.checkpoints)
+        newest = load_newest(session.run.checkpoints)
         if newest is None:
             return False
         progress, kept = session.progress, (session.progress.bad_steps, session.progress.skipped_steps)
-        before = session.live.restore(newest[0])
+        before = session.training_state.restore(newest[0])
         for name in vars(before):
             setattr(progress, name, getattr(before, name))
         progress.bad_steps, progress.skipped_steps = kept

@@ -24,7 +24,7 @@ from sojourn.run.ledger import Ledger
 from sojourn.storage.disk import remove_folder
 from sojourn.train.batcher import Prefetcher
 from sojourn.train.calibration import note_rehearsal, workload_of_session
-from sojourn.train.checkpoint.checkpoint import list_checkpoints, load
+from sojourn.train.checkpoint.checkpoint import list_checkpoints, load_newest
 from sojourn.train.checkpoint.mirroring import open_run_mirror
 from sojourn.train.checkpoint.saving import Saver
 from sojourn.train.fault_tolerant_step import FaultTolerantStep
@@ -91,7 +91,7 @@ def _tried(config: RunConfig, run: RunFolder, scratch: RunFolder, ranks: Ranks, 
     opening = time.monotonic() - began
     ledger = Ledger(None, config.limits.price_per_hour)
     guard = Guard(config.limits, ledger, session_end(config.limits))
-    saver = Saver(session.config, scratch, session.live, session.progress, session.total, 1 << 60, say)
+    saver = Saver(session.config, scratch, session.training_state, session.progress, session.total, 1 << 60, say)
     try:
         with Prefetcher(session.batches, session.total) as ahead:
             careful = FaultTolerantStep(session, guard, saver, ahead, say)
@@ -177,7 +177,7 @@ def _save(session: Session, scratch: RunFolder, saver: Saver, report: Report) ->
     places = list_checkpoints(scratch.checkpoints)
     size = sum(file.stat().st_size for file in places[-1].iterdir())
     began = time.monotonic()
-    if load(scratch.checkpoints) is None:
+    if load_newest(scratch.checkpoints) is None:
         report.add("fail", "checkpoint", "does not come back from the disk as written; use another: save.folder=FOLDER")
         return saver.seconds
     reading = time.monotonic() - began

@@ -25,8 +25,8 @@ from sojourn.train.batcher import Batcher
 from sojourn.train.checkpoint.checkpoint import check_free_space
 from sojourn.train.checkpoint.config_changes import base_fingerprint, refuse_harmful_changes
 from sojourn.train.checkpoint.mirroring import fetch_newest_checkpoint, open_run_mirror
-from sojourn.train.checkpoint.saving import Progress, TrainingState, resume
 from sojourn.train.checkpoint.sync import sync_checkpoint
+from sojourn.train.checkpoint.training_state import Progress, TrainingState, resume
 from sojourn.train.distributed.open import open_engine
 from sojourn.train.faults.oom_fallback import load_fallbacks, merge_fallbacks
 from sojourn.train.metrics.environment import describe_environment, device_name
@@ -44,7 +44,7 @@ class Session:
     run: RunFolder
     artefact: Artefact
     stepper: Stepper
-    live: TrainingState
+    training_state: TrainingState
     progress: Progress
     total: int
     last_row: int | None
@@ -127,10 +127,10 @@ def open_session(config: RunConfig, run: RunFolder, ranks: Ranks) -> Session:
     if config.train.cuda_graphs == "on":
         cuda_graphs = make_cuda_graphs(engine, batcher, objective, config.train.activation_checkpointing != "off")
     stepper = Stepper(engine, batcher, objective, config.train.clip, cuda_graphs)
-    live = TrainingState(engine)
-    progress = _resumed(config, run, live, ranks)
+    training_state = TrainingState(engine)
+    progress = _resumed(config, run, training_state, ranks)
     length, work = _length(config, artefact), _work(config, artefact, ranks)
-    return Session(config, run, artefact, stepper, live, progress, *length, work, named)
+    return Session(config, run, artefact, stepper, training_state, progress, *length, work, named)
 
 
 def _decided(config: RunConfig, run: RunFolder, ranks: Ranks, named: str) -> tuple[RunConfig, dict[str, str]]:
@@ -173,13 +173,13 @@ def _prepared(config: RunConfig, ranks: Ranks) -> Artefact:
     return artefact
 
 
-def _resumed(config: RunConfig, run: RunFolder, live: TrainingState, ranks: Ranks) -> Progress:
+def _resumed(config: RunConfig, run: RunFolder, training_state: TrainingState, ranks: Ranks) -> Progress:
     """From the newest good checkpoint here or in the mirror."""
     mirror = open_run_mirror(config, run)
     if mirror is not None and ranks.is_main:
         fetch_newest_checkpoint(mirror, run, say)
     ranks.barrier()
-    progress = resume(config.save, run, live)
+    progress = resume(config.save, run, training_state)
     ranks.seed_other_ranks(config.train.seed, progress.step)
     return progress
 

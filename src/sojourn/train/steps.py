@@ -22,7 +22,7 @@ from sojourn.train.session import Session
 
 def run_steps(session: Session, guard: Guard) -> None:
     """From where the run is to its end."""
-    config, run, total, live = session.config, session.run, session.total, session.live
+    config, run, total, training_state = session.config, session.run, session.total, session.training_state
     progress, stepper = session.progress, session.stepper
     parameters = list(stepper.network.model.parameters())
     run.event("start", step=progress.step, total_steps=total, device=stepper.batcher.device,
@@ -31,7 +31,7 @@ def run_steps(session: Session, guard: Guard) -> None:
               trained=sum(p.numel() for p in parameters if p.requires_grad))  # fmt: skip
     run.set_status("running", progress.step, total)
     with Meters(run, config, total, progress.step, session.mfu_inputs) as meters:
-        saver = Saver(config, run, live, progress, total, len(session.artefact.train), meters.say)
+        saver = Saver(config, run, training_state, progress, total, len(session.artefact.train), meters.say)
         try:
             with Prefetcher(session.batches, total) as ahead:
                 careful = FaultTolerantStep(session, guard, saver, ahead, meters.say)
@@ -127,7 +127,7 @@ def _steps(
 
 def _keep(session: Session, saver: Saver, clean: bool) -> None:
     """What was trained before things went wrong."""
-    if clean and session.progress.step and session.live.is_finite():
+    if clean and session.progress.step and session.training_state.is_finite():
         saver.save(must=True)
         saver.finish()
 

@@ -1,1 +1,1 @@
-"""What is kept of a run: checkpoints, when and how they are written and read back, copies, the finished model."""
+"""Checkpoints: writing, reading, mirroring and syncing them; the finished model."""

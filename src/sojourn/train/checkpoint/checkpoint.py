@@ -1,8 +1,8 @@
-"""Checkpoints that a kill at any instant cannot spoil.
+"""Checkpoints that a kill at any moment cannot damage.
 
-Written into a stage folder on the same filesystem (safetensors and JSON), made durable, sealed by a manifest of sizes
-and SHA-256, renamed into place; only then does `latest` move, and only after that are old ones removed. A checkpoint is
-loaded only if every file matches its manifest; otherwise the newest good one is taken, and the user is told.
+Order of a save: write safetensors and JSON into a stage folder on the same filesystem, fsync, write the manifest (size
+and SHA-256 of every file), rename into place, fsync the folder, move `latest`, and only then remove old checkpoints.
+Loading verifies every byte against the manifest and falls back to the newest undamaged checkpoint, with a warning.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sojourn.errors import RunFailed, UserError
 from sojourn.storage import disk
@@ -21,17 +22,20 @@ from sojourn.storage.files import read_json, read_text, remove_temporary_files, 
 from sojourn.storage.stage import staged
 from sojourn.train.checkpoint.safetensors_writer import write_tensors
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 MANIFEST = "manifest.json"
 PARTS = ("model", "optimizer", "random")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a run needs to go on: weights, optimizer, random states, and `state` (step, tokens, seconds…)."""
+    """What a run needs to resume: weights, optimizer states, RNG states, and `state` (step, tokens, seconds …)."""
 
-    model: dict[str, Any]
-    optimizer: dict[str, Any]
-    random: dict[str, Any]
+    model: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    random: dict[str, Tensor]
     state: dict[str, Any]
 
     @property
@@ -40,33 +44,33 @@ class Checkpoint:
 
     @property
     def size(self) -> int:
-        """Bytes, but for headers and JSON."""
+        """Bytes, without headers and JSON."""
         return sum(t.numel() * t.element_size() for part in PARTS for t in getattr(self, part).values())
 
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay: the last few, that of the best step, and one every `milestones` steps."""
+    """Which checkpoints stay: the `last` few, that of the best step, and one every `milestones` steps."""
 
     last: int = 2
     best: int | None = None
     milestones: int | None = None
-    busy: int | None = None  # being read by somebody
+    in_use: int | None = None  # being copied to the mirror
 
-    def always(self, step: int) -> bool:
-        return step in (self.best, self.busy) or (self.milestones is not None and step % self.milestones == 0)
+    def protects(self, step: int) -> bool:
+        return step in (self.best, self.in_use) or (self.milestones is not None and step % self.milestones == 0)
 
 
 def save(folder: Path, checkpoint: Checkpoint, keep: Retention, min_free: int = 0) -> Path:
-    """Writes `checkpoint` under `folder` and returns its place; on failure nothing has changed."""
+    """Writes `checkpoint` under `folder` and returns its path; a failure changes nothing."""
     target = folder / f"step-{checkpoint.step:08d}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _remove_stages(folder)
         if target.exists() and find_damage(target) is None:
-            tidy(folder, keep)
+            recover(folder, keep)
             return target
-        _make_room(folder, checkpoint.size, min_free, keep)
+        _free_space(folder, checkpoint.size, min_free, keep)
         with staged(target) as stage:
             manifest = {
                 f"{part}.safetensors": write_tensors(stage / f"{part}.safetensors", getattr(checkpoint, part))
@@ -77,48 +81,48 @@ def save(folder: Path, checkpoint: Checkpoint, keep: Retention, min_free: int = 
             write_json(stage / MANIFEST, manifest)
         write_text(folder / "latest", target.name + "\n")
     except OSError as error:
-        why = error.strerror or error
-        raise RunFailed(f"{folder}: the checkpoint of step {checkpoint.step} could not be written: {why}") from error
+        reason = error.strerror or error
+        raise RunFailed(f"{folder}: the checkpoint of step {checkpoint.step} could not be written: {reason}") from error
     _prune(folder, keep)
     return target
 
 
-def load(folder: Path, say: Any = None) -> tuple[Checkpoint, Path] | None:
-    """The newest good checkpoint under `folder`, or None. Damaged ones are passed over, and `say` hears of each."""
+def load_newest(folder: Path, warn: Callable[[str], None] | None = None) -> tuple[Checkpoint, Path] | None:
+    """The newest undamaged checkpoint under `folder`, or None; `warn` gets a line for each damaged one."""
     for path in reversed(list_checkpoints(folder)):
-        fault = find_damage(path)
-        if fault is None:
+        damage = find_damage(path)
+        if damage is None:
             return _read(path), path
-        if say is not None:
-            say(f"{path.name} is damaged ({fault}); going back to the one before")
+        if warn is not None:
+            warn(f"{path.name} is damaged ({damage}); trying the one before it")
     return None
 
 
 def load_path(path: Path) -> Checkpoint:
-    """One checkpoint, by its folder."""
-    fault = find_damage(path)
-    if fault is not None:
+    """The checkpoint in the folder `path`."""
+    damage = find_damage(path)
+    if damage is not None:
         raise UserError(
-            f"{path}: not a whole checkpoint ({fault}); leave save.resume at auto to continue from the newest good one"
+            f"{path}: not a complete checkpoint ({damage}); set save.resume=auto to resume from the newest good one"
         )
     return _read(path)
 
 
 def find_damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, or None if every byte is as it was written."""
+    """What is wrong with a checkpoint, or None if every byte matches its manifest."""
     manifest = read_json(path / MANIFEST)
     if not isinstance(manifest, dict) or not {f"{part}.safetensors" for part in PARTS} <= manifest.keys():
         return "no readable manifest"
-    with ThreadPoolExecutor() as threads:  # hashing leaves Python's lock alone
-        faults = threads.map(lambda item: _fault_of(path / item[0], item[1]), manifest.items())
-        return next((fault for fault in faults if fault is not None), None)
+    with ThreadPoolExecutor() as threads:  # hashing releases the GIL
+        damages = threads.map(lambda item: _file_damage(path / item[0], item[1]), manifest.items())
+        return next((damage for damage in damages if damage is not None), None)
 
 
-def _fault_of(file: Path, facts: Any) -> str | None:
+def _file_damage(file: Path, listed: Any) -> str | None:
     try:
-        if file.stat().st_size != facts["size"]:
+        if file.stat().st_size != listed["size"]:
             return f"{file.name} has the wrong size"
-        return None if sha256(file) == facts["sha256"] else f"{file.name} has changed"
+        return None if sha256(file) == listed["sha256"] else f"{file.name} has changed"
     except OSError:
         return f"{file.name} is missing or unreadable"
     except (KeyError, TypeError):
@@ -133,14 +137,14 @@ def _read(path: Path) -> Checkpoint:
 
 
 def cost_so_far(folder: Path) -> tuple[float, float]:
-    """Seconds and money, as the newest checkpoint has them."""
-    there = list_checkpoints(folder)
-    state = read_json(there[-1] / "state.json") if there else None
+    """Seconds and money, from the newest checkpoint."""
+    checkpoints = list_checkpoints(folder)
+    state = read_json(checkpoints[-1] / "state.json") if checkpoints else None
     return (float(state["seconds"]), float(state.get("money", 0.0))) if isinstance(state, dict) else (0.0, 0.0)
 
 
 def file_digest(file: Path) -> dict[str, Any]:
-    """What the manifest says of a file."""
+    """One file's entry in the manifest."""
     return {"size": file.stat().st_size, "sha256": sha256(file)}
 
 
@@ -149,32 +153,32 @@ def step_of(path: Path) -> int:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Oldest first, by step number (not by time: copies reorder times)."""
-    found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name) and path.is_dir()]
-    return sorted(found, key=step_of)
+    """Oldest first, by step (copies have other times)."""
+    paths = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name) and path.is_dir()]
+    return sorted(paths, key=step_of)
 
 
-def tidy(folder: Path, keep: Retention) -> None:
-    """Makes up for what a kill, or a full disk, left undone after a checkpoint was in place."""
+def recover(folder: Path, keep: Retention) -> None:
+    """Finishes what a kill or a full disk left undone: removals, `latest`."""
     _remove_stages(folder)
     for path in list_checkpoints(folder):
-        if not (path / MANIFEST).exists():  # its removal had begun
+        if not (path / MANIFEST).exists():  # half removed
             remove(path)
-    there = list_checkpoints(folder)
+    checkpoints = list_checkpoints(folder)
     with contextlib.suppress(OSError):
-        if there and read_text(folder / "latest") != f"{there[-1].name}\n":
-            write_text(folder / "latest", f"{there[-1].name}\n")
+        if checkpoints and read_text(folder / "latest") != f"{checkpoints[-1].name}\n":
+            write_text(folder / "latest", f"{checkpoints[-1].name}\n")
     _prune(folder, keep)
 
 
 def _prune(folder: Path, keep: Retention) -> None:
     for path in list_checkpoints(folder)[: -keep.last]:
-        if not keep.always(step_of(path)):
+        if not keep.protects(step_of(path)):
             remove(path)
 
 
 def remove(path: Path) -> None:
-    """Unseals first, so that a kill half-way leaves something that is plainly no checkpoint."""
+    """Removes the manifest first, so that a kill half-way leaves no checkpoint that looks complete."""
     with contextlib.suppress(OSError):
         disk.unlink(path / MANIFEST)
     disk.remove_folder(path)
@@ -186,24 +190,24 @@ def _remove_stages(folder: Path) -> None:
     remove_temporary_files(folder)
 
 
-def _make_room(folder: Path, needed: int, min_free: int, keep: Retention) -> None:
-    """On a disk that is nearly full older checkpoints go early, but never the newest good one."""
+def _free_space(folder: Path, needed: int, min_free: int, keep: Retention) -> None:
+    """On a nearly full disk older checkpoints are removed early, but never the newest undamaged one."""
     while shutil.disk_usage(folder).free < needed + min_free:
-        there = list_checkpoints(folder)
-        good = next((path for path in reversed(there) if find_damage(path) is None), None)
-        spare = [path for path in there if path != good and not keep.always(step_of(path))]
-        if good is None or not spare:
+        checkpoints = list_checkpoints(folder)
+        good = next((path for path in reversed(checkpoints) if find_damage(path) is None), None)
+        removable = [path for path in checkpoints if path != good and not keep.protects(step_of(path))]
+        if good is None or not removable:
             break
-        remove(spare[0])
+        remove(removable[0])
     check_free_space(folder, needed, min_free)
 
 
 def check_free_space(folder: Path, needed: int, min_free: int) -> None:
-    """Refuses before anything is written, or trained, what the disk cannot hold."""
+    """Raises before anything is written, or trained, where the disk is too small."""
     free = shutil.disk_usage(folder).free
     if free < needed + min_free:
         mib = 2**20
         raise RunFailed(
             f"{folder}: {free / mib:,.0f} MiB free, but a checkpoint takes {needed / mib:,.0f} MiB and save.min_free "
-            f"keeps {min_free / mib:,.0f} MiB; make room or set save.folder to another disk"
+            f"keeps {min_free / mib:,.0f} MiB free; free some space, or set save.folder to another disk"
         )

@@ -1,4 +1,4 @@
-"""A run continued with another configuration: harmless changes are noted, harmful ones refused."""
+"""Resuming a run with another configuration: changes that keep the result are logged, others are refused."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from sojourn.errors import UserError
 from sojourn.run.folder import RunFolder
 from sojourn.storage.files import read_json
 
-# What decides the numbers that come out. The rest (where and when to save, how to split a batch) may change freely.
-_DECISIVE = ("model", "method", "train")  # data is known by the hash of what was prepared, wherever it lies
+# Sections that decide the result. The rest (where and when to save, micro-batching) may change freely.
+_DECISIVE = ("model", "method", "train")  # data is identified by the hash of its prepared artefact
 _HARMLESS = {
     f"train.{key}"
     for key in (
@@ -40,8 +40,8 @@ _HARMLESS = {
 }
 
 
-def refuse_harmful_changes(begun: RunConfig, config: RunConfig, run: RunFolder) -> None:
-    before, now = flat(dump(begun)), flat(dump(config))
+def refuse_harmful_changes(started_with: RunConfig, config: RunConfig, run: RunFolder) -> None:
+    before, now = flatten(dump(started_with)), flatten(dump(config))
     changed = {
         key: (before.get(key), now.get(key))
         for key in sorted(before.keys() | now.keys())
@@ -50,23 +50,23 @@ def refuse_harmful_changes(begun: RunConfig, config: RunConfig, run: RunFolder) 
     moved = {"model.base"} if base_fingerprint(config) == (read_json(run.environment) or {}).get("base") else set()
     harmful = [key for key in changed if key.split(".")[0] in _DECISIVE and key not in _HARMLESS | moved]
     if harmful:
-        told = "; ".join(f"{key} was {changed[key][0]}, now {changed[key][1]}" for key in harmful[:3])
+        changes = "; ".join(f"{key} was {changed[key][0]}, now {changed[key][1]}" for key in harmful[:3])
         raise UserError(
-            f"{run.path} was begun with other settings ({told}); put them back to continue it, "
-            "or go on with the new ones in another run: --fork NEWNAME"
+            f"{run.path} was started with other settings ({changes}); restore them to resume it, "
+            "or continue with the new ones in another run: --fork NEWNAME"
         )
     for key, (old, new) in changed.items():
-        run.event("changed", key=key, before=old, now=new)
+        run.event("config_changed", key=key, before=old, now=new)
 
 
-def requests_no_change(begun: RunConfig, config: RunConfig) -> bool:
-    """Whether a configuration as typed asks for nothing else than the one that a run was begun with, resolved."""
-    before, now = flat(dump(begun)), flat(dump(config))
+def requests_no_change(started_with: RunConfig, config: RunConfig) -> bool:
+    """Whether a configuration as typed equals the resolved one that the run was started with."""
+    before, now = flatten(dump(started_with)), flatten(dump(config))
     return all(value in ("auto", before.get(key)) for key, value in now.items())
 
 
 def base_fingerprint(config: RunConfig) -> str | None:
-    """What tells one base model from another wherever it lies: its settings and its files' names and sizes."""
+    """Identifies a base model wherever it is stored: its config.json and its files' names and sizes."""
     base = config.model.base
     if base is None or not Path(base).exists():
         return base
@@ -79,11 +79,11 @@ def base_fingerprint(config: RunConfig) -> str | None:
     return digest.hexdigest()
 
 
-def flat(values: Any, at: str = "") -> dict[str, Any]:
+def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
     """Nested mappings as dotted keys."""
     if not isinstance(values, dict):
-        return {at: values}
-    found: dict[str, Any] = {}
+        return {prefix: values}
+    flat: dict[str, Any] = {}
     for key, value in values.items():
-        found.update(flat(value, f"{at}.{key}" if at else key))
-    return found
+        flat.update(flatten(value, f"{prefix}.{key}" if prefix else key))
+    return flat

@@ -1,11 +1,15 @@
-"""`final/` and `best/`: the model as plain transformers (or peft, an adapter) opens it, put in place in one move."""
+"""Writes `final/` and `best/`: a model that plain transformers opens, or an adapter that plain peft opens.
+
+The folder is complete or absent. A new chat model carries its ChatML template with generation marks and stops at
+`<|im_end|>`; `adapter_config.json` names the base and its revision.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
@@ -16,17 +20,25 @@ from sojourn.model.adapter import write_adapter
 from sojourn.storage.disk import sync_file
 from sojourn.storage.stage import staged
 
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
 
-def write_final_model(model: Any, weights: dict[str, Any], artefact: Artefact, folder: Path, config: RunConfig) -> None:
-    """`weights`: what was trained, whole. They go into the folder in the precision of the training (16-bit where it
-    was), with tokenizer, template and stop tokens."""
+
+def write_final_model(
+    model: Module, weights: dict[str, Tensor], artefact: Artefact, folder: Path, config: RunConfig
+) -> None:
+    """`weights`: all trained weights, unsharded. They are written in `train.precision`, with tokenizer, template and
+    stop tokens."""
     try:
         _write(model, weights, artefact, folder, config)
-    except SafetensorError as error:  # what the library makes of a full disk
-        raise RunFailed(f"{folder}: could not be written: {error}; make room, then run the same again") from error
+    except SafetensorError as error:  # safetensors' error for a full disk
+        raise RunFailed(
+            f"{folder}: could not be written: {error}; free some space, then run the same command to resume"
+        ) from error
 
 
-def _write(model: Any, weights: dict[str, Any], artefact: Artefact, folder: Path, config: RunConfig) -> None:
+def _write(model: Module, weights: dict[str, Tensor], artefact: Artefact, folder: Path, config: RunConfig) -> None:
     with staged(folder) as stage:
         if config.method.kind in ("lora", "qlora"):
             write_adapter(model, weights, stage, str(config.model.base), config.model.revision)
@@ -39,7 +51,7 @@ def _write(model: Any, weights: dict[str, Any], artefact: Artefact, folder: Path
             sync_file(file)
 
 
-def _write_model(model: Any, weights: dict[str, Any], artefact: Artefact, stage: Path, precision: str) -> None:
+def _write_model(model: Any, weights: dict[str, Tensor], artefact: Artefact, stage: Path, precision: str) -> None:
     import torch
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
@@ -48,7 +60,7 @@ def _write_model(model: Any, weights: dict[str, Any], artefact: Artefact, stage:
     known = settings.eos_token_id if isinstance(settings.eos_token_id, list) else [settings.eos_token_id]
     settings.eos_token_id = list(dict.fromkeys([*artefact.stop_ids, *(i for i in known if i is not None)]))
     if any(getattr(settings, name, None) is not None for name in ("temperature", "top_p", "top_k")):
-        settings.do_sample = True  # bases exist that say how to sample but not to; transformers will not save such
+        settings.do_sample = True  # some bases set these with do_sample=False, which transformers refuses to save
     model.config.use_cache = True
     model.save_pretrained(stage, state_dict=state)
     model.config.use_cache = False

@@ -1,4 +1,4 @@
-"""Finished checkpoints into the mirror, in a thread of their own; and back from there on a new machine."""
+"""Copies finished checkpoints to the mirror in a thread, and fetches them on a new machine."""
 
 from __future__ import annotations
 
@@ -15,40 +15,42 @@ from sojourn.storage.mirror import Mirror
 from sojourn.storage.open_mirror import open_mirror
 from sojourn.train.checkpoint.checkpoint import Retention, list_checkpoints, step_of
 
-_FIRST = ("run.yaml", "environment.json")  # without these a run cannot be continued
-_BESIDE = (*_FIRST, "ledger.json", "ladder.json", "metrics.jsonl", "events.jsonl", "trackers.json")
+_REQUIRED = ("run.yaml", "environment.json")  # without these a run cannot resume
+_RUN_FILES = (*_REQUIRED, "ledger.json", "ladder.json", "metrics.jsonl", "events.jsonl", "trackers.json")
 
 
 def open_run_mirror(config: RunConfig, run: RunFolder) -> Mirror | None:
-    """A drive that is not mounted must not be taken for an empty one, and filled up on the system's disk."""
+    """Refuses a folder whose parent does not exist: an unmounted drive would fill the system's disk."""
     text = config.save.mirror
     if text is None:
         return None
     mirror = open_mirror(text, config.name or run.path.name)
     if not text.startswith("hub:"):
-        above = Path(text).expanduser().absolute().parent
-        if not above.is_dir():
-            raise UserError(f"save.mirror: {text}: there is no {above}; mount the drive, or make that folder, first")
+        parent = Path(text).expanduser().absolute().parent
+        if not parent.is_dir():
+            raise UserError(
+                f"save.mirror: {text}: {parent} does not exist; mount the drive, or create that folder, first"
+            )
     return mirror
 
 
 def mirror_warning(config: RunConfig) -> str | None:
-    """What to tell before a run whose mirror would not outlive this session."""
+    """For a mirror that would not survive the end of this session."""
     text = config.save.mirror
     if text is None or text.startswith("hub:") or is_persistent(detect(), Path(text).expanduser()) is not False:
         return None
-    return f"save.mirror: {text} does not outlive a stop on {detect().facts.title}; choose another place"
+    return f"save.mirror: {text} is deleted when the session on {detect().facts.title} stops; choose another folder"
 
 
 class Mirroring:
-    """The newest checkpoint that waits is copied next; one that a newer overtakes is left out."""
+    """Copies one checkpoint at a time; of those that wait only the newest is copied."""
 
     def __init__(self, mirror: Mirror, run: RunFolder, say: Callable[[str], None]) -> None:
         self._mirror, self._run, self._say = mirror, run, say
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mirror")
-        self._under_way: Future[None] | None = None
+        self._pending: Future[None] | None = None
         self._waiting: tuple[Path, Retention] | None = None
-        self.busy: int | None = None
+        self.in_use: int | None = None
         self.seconds = 0.0
         self.failed: str | None = None
 
@@ -57,83 +59,83 @@ class Mirroring:
         self._next()
 
     def _next(self) -> None:
-        if self._waiting is not None and (self._under_way is None or self._under_way.done()):
+        if self._waiting is not None and (self._pending is None or self._pending.done()):
             (checkpoint, keep), self._waiting = self._waiting, None
-            self.busy = step_of(checkpoint)
-            self._under_way = self._thread.submit(self._copy, checkpoint, keep)
+            self.in_use = step_of(checkpoint)
+            self._pending = self._thread.submit(self._copy, checkpoint, keep)
 
     def _copy(self, checkpoint: Path, keep: Retention) -> None:
         began = time.monotonic()
         try:
             self._mirror.put(checkpoint, f"checkpoints/{checkpoint.name}")
-            self._put_beside()
-            there = self._mirror.names("checkpoints")
-            for name in there[: -keep.last]:
-                if not keep.always(step_of(Path(name))):
+            self._put_run_files()
+            names = self._mirror.names("checkpoints")
+            for name in names[: -keep.last]:
+                if not keep.protects(step_of(Path(name))):
                     self._mirror.remove(f"checkpoints/{name}")
         except RunFailed as error:
-            self._failed(checkpoint.name, error)
+            self._report_failure(checkpoint.name, error)
         else:
             self.failed, self.seconds = None, max(self.seconds, time.monotonic() - began)
-            took = round(time.monotonic() - began, 3)
-            self._run.event("mirrored", path=checkpoint.name, where=self._mirror.location, seconds=took)
+            seconds = round(time.monotonic() - began, 3)
+            self._run.event("mirrored", path=checkpoint.name, where=self._mirror.location, seconds=seconds)
         finally:
-            self.busy = None
+            self.in_use = None
 
-    def _failed(self, what: str, error: RunFailed) -> None:
+    def _report_failure(self, name: str, error: RunFailed) -> None:
         self.failed = str(error)
-        self._run.event("mirror_failed", path=what, message=str(error))
-        self._say(f"warning: {what} could not be mirrored: {error}; tried again with the next checkpoint")
+        self._run.event("mirror_failed", path=name, message=str(error))
+        self._say(f"warning: {name} could not be mirrored: {error}; it is tried again with the next checkpoint")
 
-    def _put_beside(self) -> None:
-        for name in _BESIDE:
+    def _put_run_files(self) -> None:
+        for name in _RUN_FILES:
             if (self._run.path / name).is_file():
                 self._mirror.put_file(self._run.path / name, name)
 
     def finish(self) -> None:
-        """Waits until everything that was saved is there too."""
-        while self._under_way is not None and (not self._under_way.done() or self._waiting is not None):
-            self._under_way.result()
+        """Waits until every saved checkpoint that is to be mirrored is in the mirror."""
+        while self._pending is not None and (not self._pending.done() or self._waiting is not None):
+            self._pending.result()
             self._next()
 
     def mirror_models(self, *folders: Path) -> None:
-        """The model itself, at the end; then what is to be read beside it."""
+        """At the end of a run: `final/` and `best/`, then the run's files."""
         self.finish()
         for folder in folders:
             if folder.is_dir():
                 try:
                     self._mirror.put(folder, folder.name)
-                    self._put_beside()
+                    self._put_run_files()
                 except RunFailed as error:
-                    self._failed(folder.name, error)
+                    self._report_failure(folder.name, error)
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
 
 
 def fetch_run_files(mirror: Mirror, run: RunFolder) -> None:
-    """On a new machine: the run's own files, if the mirror has any, before anything else looks at them."""
+    """On a new machine: fetches the run's files, before anything reads them."""
     if run.exists() or not mirror.names("checkpoints"):
         return
-    for name in _BESIDE:
+    for name in _RUN_FILES:
         try:
             mirror.fetch(name, run.path / name)
         except RunFailed:
-            if name in _FIRST:
+            if name in _REQUIRED:
                 raise
 
 
 def fetch_newest_checkpoint(mirror: Mirror, run: RunFolder, say: Callable[[str], None]) -> None:
-    """The mirror's newest good checkpoint, if it is further than any here."""
-    here = max(map(step_of, list_checkpoints(run.checkpoints)), default=-1)
+    """Fetches the mirror's newest undamaged checkpoint, if it is further than those here."""
+    newest_here = max(map(step_of, list_checkpoints(run.checkpoints)), default=-1)
     for name in reversed(mirror.names("checkpoints")):
-        if step_of(Path(name)) <= here:
+        if step_of(Path(name)) <= newest_here:
             return
         try:
             run.checkpoints.mkdir(parents=True, exist_ok=True)
             mirror.fetch(f"checkpoints/{name}", run.checkpoints / name)
         except RunFailed as error:
-            say(f"warning: {name} in {mirror.location} cannot be used: {error}; going back to the one before")
+            say(f"warning: {name} in {mirror.location} cannot be used: {error}; trying the one before it")
             continue
-        say(f"{name} comes from {mirror.location}")
+        say(f"{name} was fetched from {mirror.location}")
         return

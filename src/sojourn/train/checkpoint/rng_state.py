@@ -1,11 +1,14 @@
-"""The states of all random number generators, as tensors."""
+"""The states of torch's random number generators, as tensors."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-def get_rng_state() -> dict[str, Any]:
+def get_rng_state() -> dict[str, Tensor]:
     import torch
 
     states = {"cpu": torch.get_rng_state()}
@@ -16,8 +19,8 @@ def get_rng_state() -> dict[str, Any]:
     return states
 
 
-def set_rng_state(states: dict[str, Any]) -> None:
-    """What this machine has no generator for is left out: the run may have moved."""
+def set_rng_state(states: dict[str, Tensor]) -> None:
+    """States of devices that this machine lacks are ignored: the run may have moved."""
     import torch
 
     torch.set_rng_state(states["cpu"])

@@ -1,7 +1,7 @@
-"""Named tensors into a safetensors file: each is copied to the host by itself and hashed on its way to the disk.
+"""Writes a safetensors file tensor by tensor, hashing on the way.
 
-The library's own writer makes a second copy of everything in memory and holds Python's lock while it writes, which
-would stop the training beside it.
+The library's own writer copies all tensors in memory once more and holds the GIL while it writes, which would stall
+training in the other thread.
 """
 
 from __future__ import annotations
@@ -9,15 +9,18 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sojourn.storage import disk
 
-_BLOCK = 16 << 20
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_CHUNK_BYTES = 16 << 20
 
 
-def write_tensors(path: Path, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Durably; returns the file's size and SHA-256."""
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Writes and fsyncs; returns the file's size and SHA-256."""
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     digest, size = hashlib.sha256(), 0
     with path.open("wb", buffering=0) as file:
@@ -25,10 +28,10 @@ def write_tensors(path: Path, tensors: dict[str, Any]) -> dict[str, Any]:
         def put(data: Any) -> None:
             nonlocal size
             view = memoryview(data).cast("B")
-            for start in range(0, len(view), _BLOCK):
-                block = view[start : start + _BLOCK]
-                digest.update(block)
-                disk.write(file, block)
+            for start in range(0, len(view), _CHUNK_BYTES):
+                chunk = view[start : start + _CHUNK_BYTES]
+                digest.update(chunk)
+                disk.write(file, chunk)
             size += len(view)
 
         put(_header(ordered))
@@ -39,25 +42,29 @@ def write_tensors(path: Path, tensors: dict[str, Any]) -> dict[str, Any]:
     return {"size": size, "sha256": digest.hexdigest()}
 
 
-def _header(ordered: list[tuple[str, Any]]) -> bytes:
-    described, at = {}, 0
+def _header(ordered: list[tuple[str, Tensor]]) -> bytes:
+    entries, start = {}, 0
     for name, tensor in ordered:
-        end = at + tensor.numel() * tensor.element_size()
-        described[name] = {"dtype": _names()[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(described, separators=(",", ":")).encode()
+        end = start + tensor.numel() * tensor.element_size()
+        entries[name] = {
+            "dtype": _dtype_names()[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+        start = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
-def _bytes(tensor: Any) -> Any:
+def _bytes(tensor: Tensor) -> Any:
     import torch
 
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy()
 
 
-def _names() -> dict[Any, str]:
+def _dtype_names() -> dict[Any, str]:
     import torch
 
     return {

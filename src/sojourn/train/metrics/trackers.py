@@ -21,7 +21,7 @@ from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
 from sojourn.run.folder import RunFolder
 from sojourn.storage.files import read_json, write_json
-from sojourn.train.checkpoint.config_changes import flat
+from sojourn.train.checkpoint.config_changes import flatten
 from sojourn.train.metrics.tracker_backends import BACKENDS, PATIENCE, End, RunInfo, TrackerBackend
 
 _MOST_WAITING = 10_000
@@ -47,7 +47,7 @@ class Trackers:
             return
         log = self._config.log
         name = self._config.name or self._run.path.name
-        settings = {key: value for key, value in flat(dump(self._config)).items() if value is not None}
+        settings = {key: value for key, value in flatten(dump(self._config)).items() if value is not None}
         about = RunInfo(name, log.project, _identity(self._run), settings, self._run.logs)
         about.logs.mkdir(parents=True, exist_ok=True)
         if "trackio" in log.trackers:  # which reads this once, when it is imported
