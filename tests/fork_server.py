@@ -42,14 +42,16 @@ _AFTER_FAILURE = 30.0  # seconds for the other ranks when one has failed
 @dataclass(frozen=True)
 class Command:
     """`preamble`: Python that runs before the command; it knows `rank`, `os` and `signal`. `fork_children`: Pythons
-    that the command starts are forks of it, and run the preamble too."""
+    that the command starts are forks of it, and run the preamble too. `output`: a file that gets all it prints."""
 
     id: int
     args: list[str]
     env: dict[str, str]
     cwd: str
-    preamble: str
-    fork_children: bool
+    preamble: str = ""
+    fork_children: bool = False
+    code: str = _MAIN
+    output: str | None = None
 
 
 class Child:
@@ -92,6 +94,12 @@ class Child:
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wait()
+
 
 @dataclass(frozen=True)
 class RanksOutcome:
@@ -123,10 +131,19 @@ class ForkServer:
         fork_children: bool = False,
     ) -> Child:  # fmt: skip
         """Starts `sojourn` with `args` in the current folder. `env`: instead of this process's environment."""
+        return self._send(list(args), input, env, preamble=preamble, fork_children=fork_children)
+
+    def popen(self, command: list[str], stdout: Any, stderr: int, env: dict[str, str]) -> Child:
+        """In the place of `subprocess.Popen(command, stdout=FILE, stderr=STDOUT, env=env)`."""
+        assert command[0] == sys.executable and command[1] in ("-c", "-m") and stderr == subprocess.STDOUT
+        code = command[2] if command[1] == "-c" else _MAIN
+        return self._send(command[3:], "", env, code=code, output=stdout.name)
+
+    def _send(self, args: list[str], input: str, env: dict[str, str] | None, **options: Any) -> Child:
         id = next(self._ids)
         (self._folder / f"{id}.in").write_text(input, encoding="utf-8")
         environment = {**(os.environ if env is None else env), **THREADS}
-        command = Command(id, list(args), environment, str(Path.cwd()), preamble, fork_children)
+        command = Command(id, args, environment, str(Path.cwd()), **options)
         self._process.stdin.write(json.dumps(asdict(command)) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
@@ -227,7 +244,8 @@ def _fork(command: Command, folder: Path) -> int:
         return pid
     create = os.O_CREAT | os.O_WRONLY | os.O_APPEND
     for number, (suffix, flags) in enumerate((("in", os.O_RDONLY), ("out", create), ("err", create))):
-        os.dup2(os.open(folder / f"{command.id}.{suffix}", flags, 0o644), number)
+        path = command.output if command.output and number else folder / f"{command.id}.{suffix}"
+        os.dup2(os.open(path, flags, 0o644), number)
     if hasattr(signal, "SIGHUP"):
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup make test` ignores it, a command by itself does not
     os.environ.clear()
@@ -235,7 +253,7 @@ def _fork(command: Command, folder: Path) -> int:
     os.chdir(command.cwd)
     if command.fork_children:
         _fork_children(command.preamble)
-    return _run_and_exit(command.args, command.preamble, folder / f"{command.id}.modules")
+    return _run_and_exit(command.args, command.preamble, folder / f"{command.id}.modules", command.code)
 
 
 def _run_and_exit(args: list[str], preamble: str, modules: Path | None = None, code: str = _MAIN) -> NoReturn:

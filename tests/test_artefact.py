@@ -20,7 +20,9 @@ OLD = Path(__file__).parent / "fixtures/old_run"  # made by the version before s
 
 
 @pytest.fixture
-def data(words):
+def data(words, home):
+    """Nothing is prepared yet."""
+    shutil.rmtree(home / "prepared")
     return load_run(words).config.data
 
 

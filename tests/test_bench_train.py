@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from subprocess import STDOUT, TimeoutExpired
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +13,7 @@ from benchmarks.peers.harness import padded
 
 from conftest import called
 from fork_server import ForkServer
-from sojourn.bench import peers
+from sojourn.bench import peers, process_memory
 from sojourn.bench.train import measure as measuring
 from sojourn.bench.train.compare import best_against_peer, compare, format_row
 from sojourn.bench.train.measure import failure_reason, make_bench, measure
@@ -31,6 +32,13 @@ GIB = 2**30
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where weights and rows are kept from one test to the next."""
     return tmp_path_factory.mktemp("bench")
+
+
+@pytest.fixture(autouse=True)
+def forked_rows(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are forks of a process that has torch imported."""
+    names = SimpleNamespace(Popen=fork_server.popen, STDOUT=STDOUT, TimeoutExpired=TimeoutExpired)
+    monkeypatch.setattr(process_memory, "subprocess", names)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +72,10 @@ def test_the_same_steps_give_everyone_the_same_losses(rows):
     "workload, record",
     [
         ("tiny", {"text": "Rain fell on the hills all night, and the river rose by a hand. " * 40}),
-        ("tiny-lora", {"instruction": "Say how the river is.", "output": "It has risen by a hand. " * 20}),
+        pytest.param(
+            *("tiny-lora", {"instruction": "Say how the river is.", "output": "It has risen by a hand. " * 20}),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["texts", "chats"],
 )
