@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tiny import Tiny
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost connection is not worth a page of C++ frames
 os.environ["COLUMNS"] = "120"  # whatever terminal, or none, the tests run in
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
@@ -104,6 +105,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory, shared: Shared) -> Iterator[T
 
     with tiny_home(tmp_path_factory.mktemp("home"), shared) as made:
         yield made
+
+
+def clean_environment() -> dict[str, str]:
+    """Without what the tests themselves ask of torch: what a user sees must be silenced by the command."""
+    return {key: value for key, value in os.environ.items() if key != "TORCH_CPP_LOG_LEVEL"}
 
 
 def sojourn(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from conftest import called
+from conftest import called, clean_environment
 from fork_server import Child, ForkServer, needs_fork
 from sojourn.config.load import load_run
 from sojourn.launch import agent as launching
@@ -88,7 +88,7 @@ def test_a_process_that_fails_ends_all_with_its_own_traceback_and_nothing_is_sta
 def test_what_stops_the_command_stops_its_processes_saved(tiny, how):
     """Every process is a fresh Python here."""
     words = tiny.words(*RUN, "train.steps=5000", "save.every_steps=null")
-    pipe, env = subprocess.PIPE, {**os.environ, "OMP_NUM_THREADS": "1"}
+    pipe, env = subprocess.PIPE, {**clean_environment(), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "sojourn", "train", *words]
     process, run = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env), run_of(words)
     while len(run.read_metrics()) < 3:

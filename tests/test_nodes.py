@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from conftest import clean_environment
 from sojourn.run.folder import RunFolder
 from tiny import Tiny, events, losses, saved_steps
 
@@ -68,7 +69,7 @@ class Node:
             self.name,
         ]
         command = [*inside, sys.executable, "-m", "sojourn", "train", *words, *where]
-        env = {**os.environ, "SOJOURN_HOME": str(self.home), "OMP_NUM_THREADS": "1"}
+        env = {**clean_environment(), "SOJOURN_HOME": str(self.home), "OMP_NUM_THREADS": "1"}
         with self._console.open("ab") as log:
             made = subprocess.Popen(
                 command, cwd=self.home, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT

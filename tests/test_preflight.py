@@ -1,7 +1,6 @@
 """Before several GPUs or machines train together: differences are named with a fix, and an all-reduce is measured."""
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from conftest import sojourn
+from conftest import clean_environment, sojourn
 from sojourn.errors import UserError
 from sojourn.machine import probe_parallel
 from sojourn.machine.compare_ranks import AllReduceSpeed, RankFacts, compare, judge_all_reduce, missing_ranks
@@ -206,7 +205,7 @@ def test_the_help_tells_of_torchrun():
 
 
 # Processes of their own from here on, on CPUs: gloo sums as NCCL does.
-ALONE = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+ALONE = {name: value for name, value in clean_environment().items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
 ALONE |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
