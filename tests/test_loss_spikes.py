@@ -13,7 +13,7 @@ from sojourn.storage.files import read_json
 from sojourn.train.checkpoint.checkpoint import load_newest
 from sojourn.train.distributed.engine import Engine
 from sojourn.train.fault_tolerant_step import FaultTolerantStep
-from sojourn.train.faults.loss_spikes import LOSS_WINDOW, check_loss, same
+from sojourn.train.faults.loss_spikes import LOSS_WINDOW, check_loss, is_reproduced
 from sojourn.train.step import Stepper
 from tiny import LORA, events, losses, run_of, run_train, same_weights, saved_steps, stop_after, weights
 
@@ -24,12 +24,12 @@ _numbers = st.floats(min_value=1e-3, max_value=1e3)
     st.lists(_numbers, max_size=LOSS_WINDOW), st.sampled_from([math.nan, math.inf, -math.inf]), _numbers, st.booleans()
 )
 def test_a_loss_that_is_no_number_is_never_good(recent, loss, norm, scaled):
-    assert check_loss(loss, norm, recent, scaled) == "not a number"
+    assert check_loss(loss, norm, recent, scaled) == "not finite"
 
 
 @given(st.lists(_numbers, max_size=31), _numbers, st.sampled_from([math.nan, math.inf]))
 def test_an_infinite_gradient_is_everyday_only_where_the_loss_is_scaled(recent, loss, norm):
-    assert check_loss(loss, norm, recent, scaled=False) == "not a number"
+    assert check_loss(loss, norm, recent, scaled=False) == "not finite"
     assert check_loss(loss, norm, recent, scaled=True) == "good"
 
 
@@ -58,12 +58,14 @@ def test_however_noisy_the_run_a_loss_of_ten_times_the_usual_is_a_spike(recent):
 
 @given(_numbers, _numbers, st.sampled_from([0.0, 1e-2]))
 def test_a_step_done_twice_is_the_same_if_loss_and_norm_are(loss, norm, within):
-    assert same((loss, norm), (loss, norm), within)
-    assert same((math.nan, norm), (math.inf, norm), within)
-    assert not same((loss, norm), (math.nan, norm), within)
-    assert not same((loss, math.inf), (loss, norm), within)
-    assert not same((loss, norm), (loss * 1.02, norm), within)
-    assert same((loss, norm), (loss * 1.005, norm), 1e-2) and not same((loss, norm), (loss * 1.005, norm), 0.0)
+    assert is_reproduced((loss, norm), (loss, norm), within)
+    assert is_reproduced((math.nan, norm), (math.inf, norm), within)
+    assert not is_reproduced((loss, norm), (math.nan, norm), within)
+    assert not is_reproduced((loss, math.inf), (loss, norm), within)
+    assert not is_reproduced((loss, norm), (loss * 1.02, norm), within)
+    assert is_reproduced((loss, norm), (loss * 1.005, norm), 1e-2) and not is_reproduced(
+        (loss, norm), (loss * 1.005, norm), 0.0
+    )
 
 
 def _spoil(monkeypatch, wrong, into=math.nan):
@@ -113,7 +115,7 @@ def test_a_batch_that_is_always_bad_is_left_out_and_named(tiny, monkeypatch):
     _spoil(monkeypatch, lambda step, time: step == 5)
     run = run_train(words)
     (event,) = events(run, "bad_step")
-    assert (event["step"], event["why"], event["policy"], event["loss"]) == (6, "not a number", "skip", "nan")
+    assert (event["step"], event["why"], event["policy"], event["loss"]) == (6, "not finite", "skip", "nan")
     assert len(event["rows"]) == 8
     steps = [line["step"] for line in run.read_metrics() if line["kind"] == "train"]
     assert steps == [1, 2, 3, 4, 5, 7, 8, 9, 10, 11, 12] and run.status().state == "done"
@@ -247,7 +249,7 @@ def test_a_spike_that_turns_into_no_number_is_not_kept(tiny, monkeypatch):
     monkeypatch.setattr(Stepper, "_loss_sum", worse)
     run = run_train(words)
     assert [event["step"] for event in events(run, "suspect_hardware")] == [37]
-    assert [event["why"] for event in events(run, "bad_step")] == ["not a number"]
+    assert [event["why"] for event in events(run, "bad_step")] == ["not finite"]
     assert all(torch.isfinite(tensor).all() for tensor in weights(run).values())
 
 

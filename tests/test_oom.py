@@ -422,7 +422,7 @@ def test_an_allocator_that_fights_for_memory_gets_fewer_rows_in_time(tiny, monke
         return {"num_alloc_retries": min(tried[0], 36)}
 
     def on_gpu(self, device):
-        self._device, self._retries, self._told = "cuda", 0, False
+        self._device, self._retries, self._warned = "cuda", 0, False
 
     whole = tiny.whole()
     monkeypatch.setattr(MemoryPressure, "__init__", on_gpu)

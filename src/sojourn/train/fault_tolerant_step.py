@@ -22,7 +22,7 @@ from sojourn.train.checkpoint.rng_state import get_rng_state, set_rng_state
 from sojourn.train.checkpoint.saving import Saver, Say
 from sojourn.train.checkpoint.sync import sync_checkpoint
 from sojourn.train.faults.guard import Guard, Interrupted
-from sojourn.train.faults.loss_spikes import LOSS_WINDOW, LossVerdict, check_loss, same, spike_threshold
+from sojourn.train.faults.loss_spikes import LOSS_WINDOW, LossVerdict, check_loss, is_reproduced, spike_threshold
 from sojourn.train.faults.oom_fallback import (
     NoFallbackLeft,
     OomFallback,
@@ -77,7 +77,7 @@ class FaultTolerantStep:
                 verdict = self._judged(found)
                 if verdict == "spike" and self.session.config.train.on_spike == "keep":
                     self._spike(found)
-                elif verdict == "not a number" and not self.sound():
+                elif verdict == "not finite" and not self.sound():
                     return None
                 elif verdict != "good":
                     return self._without(step, verdict, found)
@@ -255,7 +255,7 @@ class FaultTolerantStep:
         stepper.discard()
         set_rng_state(random)
         again = self._gradients(session.batches(session.progress.step), random, stepper.gradients)
-        if not same(found, again, _EXACT.get(stepper.batcher.device, _GPU_NOISE)):
+        if not is_reproduced(found, again, _EXACT.get(stepper.batcher.device, _GPU_NOISE)):
             step = session.progress.step + 1
             session.run.event("suspect_hardware", step=step, loss=_text(found[0]), again=_text(again[0]))
             self.say(
@@ -274,7 +274,7 @@ class FaultTolerantStep:
         session = self.session
         progress, train, stepper = session.progress, session.config.train, session.stepper
         stepper.discard()
-        policy = train.on_nan if verdict == "not a number" else train.on_spike
+        policy = train.on_nan if verdict == "not finite" else train.on_spike
         what = f"the loss is {found[0]:.4g}, the gradient's norm {found[1]:.4g}"
         progress.bad_steps += 1
         if policy == "stop" or progress.bad_steps > train.max_bad_steps:

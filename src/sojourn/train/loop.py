@@ -68,7 +68,7 @@ def train(config: RunConfig, run: RunFolder) -> None:
         with (
             _apart(run, ranks) if not run.is_main_process else nullcontext(),
             Ledger.open(run.ledger, config.limits.price_per_hour, began, run.is_main_process) as ledger,
-            Guard(config.limits, ledger, session_end(config.limits), together=ranks.world_size > 1) as guard,
+            Guard(config.limits, ledger, session_end(config.limits), distributed=ranks.world_size > 1) as guard,
             _told(run, guard),
             _compiled_kept(config, run),
         ):
@@ -87,7 +87,7 @@ def _trained(config: RunConfig, run: RunFolder, ranks: Ranks, guard: Guard) -> b
         _already_done(run, was.step)
         return True
     try:
-        with guard.interruptible(alone=True):
+        with guard.interruptible(even_if_distributed=True):
             session = open_session(config, run, ranks)
     except (RuntimeError, MemoryError) as error:
         if ranks.world_size > 1 or not is_oom(error):
@@ -103,7 +103,7 @@ def _lower(config: RunConfig, run: RunFolder, ranks: Ranks, why: str) -> None:
     """Memory ran out while opening, where only moments in the host's memory would help."""
     named = device_name(ranks.device)
     resolved = resolve_here(config, oom_fallback=load_fallbacks(run, named)).config
-    rung, says = next_fallback(resolved, in_update=True), why.strip().split("\n")[0][:200]
+    rung, says = next_fallback(resolved, in_optimizer_step=True), why.strip().split("\n")[0][:200]
     if rung != {"train.offload": "optimizer"}:
         raise NoFallbackLeft(
             f"out of memory while opening ({says}); use a GPU with more memory, or method.kind=qlora", clean=False

@@ -1,1 +1,1 @@
-"""What ends a run or could: signals, limits, memory that runs out, losses that are no numbers."""
+"""What can end a run: signals, limits, out of memory, losses that are NaN or spike."""

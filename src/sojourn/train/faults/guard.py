@@ -1,8 +1,8 @@
-"""What ends a run early: signals and limits. Each leads to the same place: save, mirror, stop, resumable.
+"""What ends a run early: signals and limits. Each ends in the same way: save, mirror, mark as resumable, exit 3.
 
-A signal leaves `limits.grace` seconds until the platform kills us. The step in hand is finished if it can be in that
-time, saving included; otherwise it is abandoned where it stands, since nothing has changed before the update. Code that
-may be left like that runs inside `interruptible`.
+A signal leaves `limits.grace` seconds until the platform kills the process. The current step is finished if that and
+saving fit in this time; otherwise it is interrupted, since nothing changes before the optimizer step. Code that may be
+interrupted at any point runs inside `Guard.interruptible`.
 """
 
 from __future__ import annotations
@@ -20,99 +20,98 @@ from sojourn.config.schema import LimitsConfig
 from sojourn.run.ledger import Ledger
 
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-_MARGIN = 0.5  # seconds for leaving
-_SESSION_MARGIN = 60.0  # platforms' clocks are not ours
-_WARN_AT = 0.8
+_MARGIN = 0.5  # seconds to exit
+_SESSION_MARGIN = 60.0  # seconds: the platform's clock may differ from ours
+_WARN_AT = 0.8  # of the budget
 
 
 class Interrupted(BaseException):
-    """Leaves what is under way; whoever can save catches it."""
+    """Raised inside `interruptible` code; the training loop catches it, saves and stops."""
 
 
 @dataclass
 class Guard:
-    """Watches from `__enter__` to `__exit__`. `session_end`: when the platform ends everything, by `time.time`.
+    """`session_end`: when the platform ends the session, as `time.time`. `reason`: why the run must stop.
 
-    `save_seconds` is what saving and mirroring took at worst, `step_seconds` what a step usually takes; the loop keeps
-    both up to date.
+    `save_seconds`: the longest save so far, with mirroring; `step_seconds`: the time of a step. The loop updates both.
     """
 
     limits: LimitsConfig
     ledger: Ledger
     session_end: float | None = None
-    together: bool = False  # with other processes: a step that one leaves would hang the rest
+    distributed: bool = False  # several ranks: a step that one rank leaves would block the others
     reason: str | None = None
     save_seconds: float = 0.0
     step_seconds: float | None = None
-    _old: dict[int, Any] = field(default_factory=dict)
-    _open_since: float | None = None
+    _handlers: dict[int, Any] = field(default_factory=dict)
+    _entered_at: float | None = None
     _kill_at: float | None = None
-    _usual: float | None = None
+    _expected_seconds: float | None = None
     _warned: bool = False
 
     def __enter__(self) -> Guard:
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
-                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup has a hang-up ignored
-                    self._old[number] = signal.signal(number, self._hear)
+                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+                    self._handlers[number] = signal.signal(number, self._on_signal)
             if hasattr(signal, "SIGALRM"):
-                self._old[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._too_late)
+                self._handlers[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._on_alarm)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._alarm(0)
-        for number, handler in self._old.items():
+        for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
     @contextmanager
-    def interruptible(self, usual: float | None = None, alone: bool = False) -> Iterator[None]:
-        """Around what may be left at any point; `usual`: how long it takes, None where nobody knows. `alone`: even by
-        one of several processes."""
-        if self.together and not alone:
+    def interruptible(self, expected_seconds: float | None = None, even_if_distributed: bool = False) -> Iterator[None]:
+        """Around code that may be interrupted at any point. `expected_seconds`: how long it takes, if known.
+        `even_if_distributed`: also on one of several ranks."""
+        if self.distributed and not even_if_distributed:
             yield
             return
-        self._open_since, self._usual = time.monotonic(), usual
+        self._entered_at, self._expected_seconds = time.monotonic(), expected_seconds
         try:
             if self.reason is not None and self._kill_at is not None:
-                self._decide()
+                self._finish_or_interrupt()
             yield
         finally:
-            self._open_since = None
+            self._entered_at = None
             self._alarm(0)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.reason is not None:
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
             return
         self.reason = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         self._kill_at = time.monotonic() + float(self.limits.grace)
-        if self._open_since is not None:
-            self._decide()
+        if self._entered_at is not None:
+            self._finish_or_interrupt()
 
-    def _decide(self) -> None:
-        """Finish what is under way, or leave it now?"""
-        if self._kill_at is None or self._open_since is None:
+    def _finish_or_interrupt(self) -> None:
+        """Interrupts now, or sets an alarm for the latest moment."""
+        if self._kill_at is None or self._entered_at is None:
             return
-        until = self._kill_at - 1.5 * self.save_seconds - _MARGIN
-        ready = None if self._usual is None else self._open_since + self._usual
-        if ready is None or ready > until or time.monotonic() >= until:
+        latest = self._kill_at - 1.5 * self.save_seconds - _MARGIN
+        finished = None if self._expected_seconds is None else self._entered_at + self._expected_seconds
+        if finished is None or finished > latest or time.monotonic() >= latest:
             raise Interrupted
-        self._alarm(until - time.monotonic())
+        self._alarm(latest - time.monotonic())
 
-    def _too_late(self, number: int, frame: FrameType | None) -> None:
-        if self._open_since is not None:
+    def _on_alarm(self, number: int, frame: FrameType | None) -> None:
+        if self._entered_at is not None:
             raise Interrupted
 
     def _alarm(self, seconds: float) -> None:
-        if hasattr(signal, "SIGALRM") and signal.SIGALRM in self._old:
+        if hasattr(signal, "SIGALRM") and signal.SIGALRM in self._handlers:
             signal.setitimer(signal.ITIMER_REAL, seconds)
 
     @property
     def reserve(self) -> float:
-        """Seconds to keep for the end: the next step, and saving with half as much again."""
+        """Seconds to keep for the end: the next step, and one and a half times the longest save."""
         return 1.5 * self.save_seconds + (self.step_seconds or 0.0)
 
     def should_stop(self) -> str | None:
@@ -121,22 +120,22 @@ class Guard:
             limits, ledger = self.limits, self.ledger
             if limits.time is not None and ledger.elapsed + self.reserve >= limits.time:
                 self.reason = f"the time limit of {limits.time}"
-            elif limits.budget is not None and self._projected >= float(limits.budget.amount):
+            elif limits.budget is not None and self._projected_cost >= float(limits.budget.amount):
                 self.reason = f"the budget of {limits.budget}"
             elif self.session_end is not None and time.time() + self.reserve + _SESSION_MARGIN >= self.session_end:
                 self.reason = "the end of the platform's session"
         return self.reason
 
     @property
-    def _projected(self) -> float:
-        """Spent when everything is saved."""
+    def _projected_cost(self) -> float:
+        """Money spent by the time everything is saved."""
         price = self.limits.price_per_hour
         return (self.ledger.spent or 0.0) + (float(price.amount) * self.reserve / 3600 if price else 0.0)
 
     def warning(self) -> str | None:
-        """Once, when most of the budget is gone."""
+        """Once, when 80 % of the budget are spent."""
         budget, spent = self.limits.budget, self.ledger.spent
         if self._warned or budget is None or spent is None or spent < _WARN_AT * float(budget.amount):
             return None
         self._warned = True
-        return f"{spent:.2f} of the budget of {budget} are spent; at {budget} the run is saved and stops"
+        return f"{spent:.2f} of the budget of {budget} are spent; at {budget} the run saves and stops"

@@ -1,4 +1,4 @@
-"""The limits that come from where we are: the price of this GPU on this platform, and the end of its session."""
+"""Limits that depend on the platform: the price of its GPUs, and the end of its session."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sojourn.machine.platform import detect
 
 
 def with_catalogue_price(config: RunConfig) -> RunConfig:
-    """With the catalogue's price where the user has set a budget and no price."""
+    """Adds the catalogue's price where there is a budget and no price."""
     limits = config.limits
     if limits.budget is None or limits.price_per_hour is not None:
         return config
@@ -24,25 +24,25 @@ def with_catalogue_price(config: RunConfig) -> RunConfig:
             f"limits.budget: {limits.budget} given, but no price is known for this machine; add "
             "limits.price_per_hour, such as 2.19 CNY (or --price '2.19 CNY')"
         )
-    print(f"note: {price} an hour, from the catalogue; another price: limits.price_per_hour", flush=True)
+    print(f"note: {price} an hour, from the catalogue; set another price with limits.price_per_hour", flush=True)
     return config.model_copy(update={"limits": limits.model_copy(update={"price_per_hour": price})})
 
 
 def _catalogue_price() -> Money | None:
-    here, cards = detect().name, gpus()
-    if not cards:
+    platform, found = detect().name, gpus()
+    if not found:
         return None
     try:
-        card = find_gpu(cards[0].name, cards[0].memory_gib)
+        card = find_gpu(found[0].name, found[0].memory_gib)
     except UserError:
         return None
-    found = [row for row in prices_of(card) if row.platform == here and row.cny_per_hour > 0]
-    per_card = min((row.cny_per_hour / row.count for row in found), default=None)
-    return None if per_card is None else Money(Decimal(str(round(per_card * len(cards), 4))), "CNY")
+    prices = [row for row in prices_of(card) if row.platform == platform and row.cny_per_hour > 0]
+    per_card = min((row.cny_per_hour / row.count for row in prices), default=None)
+    return None if per_card is None else Money(Decimal(str(round(per_card * len(found), 4))), "CNY")
 
 
 def session_end(limits: LimitsConfig) -> float | None:
-    """By `time.time`; a session begins when the machine, or its container, starts."""
+    """When the platform ends the session, as `time.time`. A session starts with the machine or its container."""
     import psutil
 
     if limits.session == "off":
@@ -55,7 +55,7 @@ def session_end(limits: LimitsConfig) -> float | None:
     else:
         seconds = float(limits.session)
     try:
-        began = max(psutil.boot_time(), psutil.Process(1).create_time())
+        started = max(psutil.boot_time(), psutil.Process(1).create_time())
     except psutil.Error:
-        began = psutil.boot_time()
-    return float(began + seconds)
+        started = psutil.boot_time()
+    return float(started + seconds)

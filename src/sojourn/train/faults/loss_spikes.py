@@ -1,4 +1,4 @@
-"""Is a step's loss to be believed? Infinite and undefined ones never; one far above its neighbours is a spike."""
+"""Whether a step's loss is good, not finite, or a spike far above the recent losses."""
 
 from __future__ import annotations
 
@@ -6,36 +6,36 @@ import math
 from statistics import median
 from typing import Literal
 
-LossVerdict = Literal["good", "not a number", "spike"]
+LossVerdict = Literal["good", "not finite", "spike"]
 
-LOSS_WINDOW = 64
-_ENOUGH = 32  # losses, before one can be called unusual
+LOSS_WINDOW = 64  # recent losses
+_MIN_LOSSES = 32  # before a loss can be called a spike
 _SPIKE = 10.0  # robust standard deviations
-_LEAST = 0.02  # of the usual loss counts as ordinary noise, however calm the run
+_MIN_SPREAD = 0.02  # of the median loss, however small the deviations are
 
 
 def check_loss(loss: float, norm: float, recent: list[float], scaled: bool) -> LossVerdict:
-    """`recent`: the losses before. In fp16 an infinite gradient is everyday: the scaler passes over such a step."""
+    """`recent`: earlier losses. With fp16 loss scaling an infinite gradient is normal, as the scaler skips the step."""
     if not math.isfinite(loss) or not (scaled or math.isfinite(norm)):
-        return "not a number"
+        return "not finite"
     return "spike" if loss > spike_threshold(recent) else "good"
 
 
 def spike_threshold(recent: list[float]) -> float:
-    """The highest loss that is no spike."""
-    if len(recent) < _ENOUGH:
+    """The highest loss that is not a spike: median + 10 robust standard deviations (MAD)."""
+    if len(recent) < _MIN_LOSSES:
         return math.inf
     middle = median(recent)
     spread = 1.4826 * median(abs(value - middle) for value in recent)
-    return middle + _SPIKE * max(spread, _LEAST * abs(middle))
+    return middle + _SPIKE * max(spread, _MIN_SPREAD * abs(middle))
 
 
-def same(one: tuple[float, float], other: tuple[float, float], within: float) -> bool:
-    """Whether a step done twice came out the same: loss and gradient norm."""
-    return all(_close(a, b, within) for a, b in zip(one, other, strict=True))
+def is_reproduced(one: tuple[float, float], other: tuple[float, float], tolerance: float) -> bool:
+    """Whether a step computed twice gave the same loss and gradient norm."""
+    return all(_close(a, b, tolerance) for a, b in zip(one, other, strict=True))
 
 
-def _close(a: float, b: float, within: float) -> bool:
+def _close(a: float, b: float, tolerance: float) -> bool:
     if not (math.isfinite(a) and math.isfinite(b)):
         return math.isfinite(a) == math.isfinite(b)
-    return abs(a - b) <= within * max(abs(a), abs(b))
+    return abs(a - b) <= tolerance * max(abs(a), abs(b))

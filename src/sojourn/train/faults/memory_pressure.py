@@ -1,4 +1,4 @@
-"""Early warnings that memory is getting short, on the GPU and on the host."""
+"""Reacts before memory runs out, on the GPU and on the host."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ if TYPE_CHECKING:
     from sojourn.train.checkpoint.saving import Saver
     from sojourn.train.fault_tolerant_step import FaultTolerantStep
 
-_STORM = 10  # times between two logged steps that the allocator had to start over
-_HOST_SHARE = 0.05
+_MANY_RETRIES = 10  # of CUDA's allocator between two logged steps
+_LOW_HOST_SHARE = 0.05  # of host memory
 
 
 class MemoryPressure:
     def __init__(self, device: str) -> None:
-        self._device, self._retries, self._told = device, 0, False
+        self._device, self._retries, self._warned = device, 0, False
 
-    def check(self, careful: FaultTolerantStep, saver: Saver) -> None:
-        """Takes a rung early where the allocator fights for every block, which is slow and ends badly."""
+    def check(self, step: FaultTolerantStep, saver: Saver) -> None:
+        """Takes a fallback early where the allocator retries often, which is slow and ends in out of memory."""
         if self._device == "cuda":
             import torch
 
             retries = int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
-            storm, self._retries = retries - self._retries >= _STORM, retries
-            if careful.session.stepper.ranks.any(storm):
-                careful.ease(f"{retries} allocations had to be tried again")
-        seen = memory()
-        if seen.available < _HOST_SHARE * seen.limit and not self._told:
-            self._told = True
-            gib = seen.available / 2**30
-            careful.session.run.event("host_memory", available=seen.available, limit=seen.limit)
-            careful.say(f"warning: only {gib:.1f} GiB of the host's memory are free; checkpoints are no longer copied "
-                        "there first, so training waits for each save")  # fmt: skip
+            many, self._retries = retries - self._retries >= _MANY_RETRIES, retries
+            if step.session.stepper.ranks.any(many):
+                step.ease(f"the CUDA allocator retried {retries} allocations")
+        host = memory()
+        if host.available < _LOW_HOST_SHARE * host.limit and not self._warned:
+            self._warned = True
+            gib = host.available / 2**30
+            step.session.run.event("low_host_memory", available=host.available, limit=host.limit)
+            step.say(f"warning: only {gib:.1f} GiB of host memory are free; checkpoints are no longer copied first, "
+                     "so training waits for each save")  # fmt: skip
             saver.disable_snapshots()

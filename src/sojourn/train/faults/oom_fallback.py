@@ -1,7 +1,8 @@
-"""What a run gives up, one rung at a time, when memory runs out. Nothing of the result changes but rounding.
+"""What a run does when memory runs out: one fallback after another. The result changes by rounding only.
 
-Recordings → fewer rows at a time → selective, then full recomputation → the loss in chunks → the optimizer's moments in
-the host's memory. The rung is kept in the run's folder, so that the next call on the same kind of device starts on it.
+The ladder: no CUDA graphs → smaller micro batch → selective, then full activation checkpointing → chunked loss →
+optimizer states in host memory. Fallbacks are kept in the run's ladder.json, so that the next call on the same kind of
+device starts with them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from sojourn.resolve.oom_fallback import MEMORY_SAVING, saves_more_memory
 from sojourn.run.folder import RunFolder
 from sojourn.storage.files import read_json, write_json
 
-_WORDS = (
+_OOM_MESSAGES = (
     "out of memory",
     "not enough memory",
     "can't allocate memory",
@@ -28,7 +29,7 @@ _WORDS = (
 
 
 class OomFallback(Exception):
-    """The run must be built anew with these settings; `clean`: no weight had been touched when memory ran out."""
+    """The run must be rebuilt with these settings; `clean`: no weight had changed when memory ran out."""
 
     def __init__(self, fallback: dict[str, Any], clean: bool) -> None:
         super().__init__(format_fallback(fallback))
@@ -36,32 +37,34 @@ class OomFallback(Exception):
 
 
 class NoFallbackLeft(RunFailed):
-    """Nothing is left to give up."""
+    """Memory ran out and the ladder is at its end."""
 
-    def __init__(self, says: str, clean: bool) -> None:
-        super().__init__(says)
+    def __init__(self, message: str, clean: bool) -> None:
+        super().__init__(message)
         self.clean = clean
 
 
 def is_oom(error: BaseException) -> bool:
-    """Torch's own error, or one of those of the libraries below it."""
+    """torch's own error, or one of the libraries below it."""
     import torch
 
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(word.lower() in str(error).lower() for word in _WORDS)
+    return isinstance(error, RuntimeError) and any(word.lower() in str(error).lower() for word in _OOM_MESSAGES)
 
 
-def next_fallback(config: RunConfig, in_update: bool = False, recorded: bool = False) -> dict[str, Any] | None:
-    """What to give up next, by key; None where nothing is left. `recorded`: recordings hold memory.
+def next_fallback(
+    config: RunConfig, in_optimizer_step: bool = False, has_cuda_graphs: bool = False
+) -> dict[str, Any] | None:
+    """The next fallback, as settings by key; None where none is left. `has_cuda_graphs`: captured graphs hold memory.
 
-    In the update no activations are left to save: moments in the host's memory are what helps there.
+    In the optimizer step there are no activations to save: only optimizer states in host memory help there.
     """
     train = config.train
-    if recorded:
+    if has_cuda_graphs:
         return {"train.cuda_graphs": "off"}
     offload = {"train.offload": "optimizer"} if train.optimizer == "adamw" and train.offload == "off" else None
-    if in_update and offload is not None:
+    if in_optimizer_step and offload is not None:
         return offload
     micro = int(train.micro_batch)
     if micro > 1:
@@ -75,18 +78,18 @@ def next_fallback(config: RunConfig, in_update: bool = False, recorded: bool = F
     return offload
 
 
-def format_fallback(rung: dict[str, Any]) -> str:
-    return ", ".join(f"{key}={value}" for key, value in rung.items())
+def format_fallback(fallback: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in fallback.items())
 
 
-def save_fallback(run: RunFolder, rung: dict[str, Any], device: str) -> None:
-    """Adds a rung to those of earlier times."""
-    run.path.mkdir(parents=True, exist_ok=True)  # on a machine that does not write the run itself
-    write_json(run.ladder, {"device": device, **load_fallbacks(run, device), **rung})
+def save_fallback(run: RunFolder, fallback: dict[str, Any], device: str) -> None:
+    """Adds a fallback to those in the run folder."""
+    run.path.mkdir(parents=True, exist_ok=True)  # on a node without rank 0
+    write_json(run.ladder, {"device": device, **load_fallbacks(run, device), **fallback})
 
 
 def load_fallbacks(run: RunFolder, device: str) -> dict[str, Any]:
-    """The settings that memory forced on this run, on this kind of device."""
+    """The fallbacks that this run took before on this kind of device."""
     found = read_json(run.ladder)
     if not isinstance(found, dict) or found.pop("device", None) != device:
         return {}
@@ -98,12 +101,12 @@ def load_fallbacks(run: RunFolder, device: str) -> dict[str, Any]:
     return settings
 
 
-def merge_fallbacks(several: list[str]) -> dict[str, Any]:
-    """Of what the ranks remember (as JSON), whatever saves most."""
-    rung: dict[str, Any] = {}
-    for found in map(json.loads, several):
-        rung.update({k: v for k, v in found.items() if k not in rung or saves_more_memory(k, v, rung[k])})
-    return rung
+def merge_fallbacks(per_rank: list[str]) -> dict[str, Any]:
+    """Of the fallbacks of all ranks (as JSON), the settings that save most memory."""
+    merged: dict[str, Any] = {}
+    for fallbacks in map(json.loads, per_rank):
+        merged.update({k: v for k, v in fallbacks.items() if k not in merged or saves_more_memory(k, v, merged[k])})
+    return merged
 
 
 def free_memory() -> None:
