@@ -1,4 +1,4 @@
-"""The seven formats are recognised by themselves, and what is wrong with a record is told in one helpful line."""
+"""The seven formats are detected by their keys, and what is wrong with a record is reported in one line."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ CHATS = {
 @pytest.mark.parametrize(
     ("name", "record", "messages"), [(name, *one) for name, listed in CHATS.items() for one in listed]
 )
-def test_a_chat_is_recognised_by_its_keys(name, record, messages):
+def test_the_format_of_a_chat_is_detected_by_its_keys(name, record, messages):
     assert detect_format(record) == name
     document = read(record)
     assert document.messages == messages and not document.rejected and not document.text
@@ -154,7 +154,7 @@ def test_a_text_stays_as_it_is():
 
 
 @pytest.mark.parametrize("text", ["", " ", "\n\t\u3000"])
-def test_a_text_without_words_is_empty_and_not_damaged(text):
+def test_a_text_of_whitespace_is_empty_and_not_bad(text):
     with pytest.raises(EmptyRecord):
         read({"text": text})
 
@@ -289,11 +289,11 @@ DAMAGE = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("record", "told"), DAMAGE, ids=lambda value: ascii(value)[:60])
-def test_damage_is_told_in_one_line(record, told):
+@pytest.mark.parametrize(("record", "message"), DAMAGE, ids=lambda value: ascii(value)[:60])
+def test_a_bad_record_is_reported_in_one_line(record, message):
     with pytest.raises(BadRecord) as caught:
         read(record)
-    assert told in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_an_unknown_format_lists_the_known_ones_and_what_to_type():
@@ -338,12 +338,12 @@ def read_source(source, columns=None):
     return found, bad, formats
 
 
-def test_damage_in_a_file_is_told_with_its_line(source, tmp_path):
+def test_a_bad_record_in_a_file_is_reported_with_its_line(source, tmp_path):
     good = {"prompt": "Q", "completion": "A"}
     found, bad, _ = read_source(source(good, "", "{oops", {"prompt": "Q", "completion": 3}, "[1]", "7", good))
     assert [document.where for document in found] == [f"{tmp_path}/my.jsonl:{line}" for line in (1, 7)]
     assert [where.rpartition(":")[2] for where, _ in bad] == ["3", "4", "5", "6"]
-    assert [told.split(":")[0] for _, told in bad[:2]] == ["not valid JSON", "completion"]
+    assert [message.split(":")[0] for _, message in bad[:2]] == ["not valid JSON", "completion"]
     assert bad[2][1] == "expected a record with keys, found a list"
     assert bad[3][1] == "expected a record with keys, found a number"
 
@@ -398,7 +398,7 @@ def test_a_sources_own_columns_go_before_those_of_all(source):
     assert [document.text for document in read_source(own, Columns(text="a"))[0]] == ["y"]
 
 
-def test_a_missing_column_is_told_with_those_that_are_there(source):
+def test_a_missing_column_is_reported_with_the_existing_ones(source):
     with pytest.raises(UserError, match=r"my\.jsonl:1: no column body \(it has text, url\)"):
         make_preview(
             open_inputs(DataConfig(sources=[source({"text": "x", "url": "y"})], columns=Columns(text="body")), print)
@@ -437,7 +437,7 @@ def test_every_chat_format_gives_the_same_tokens(ready, record):
     assert text == "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n"
 
 
-def test_a_damaged_record_is_an_error_or_skipped_as_the_user_says(ready, tmp_path):
+def test_a_bad_record_is_an_error_or_skipped_as_configured(ready, tmp_path):
     lines = ({"prompt": "Q", "completion": "A"}, {"prompt": "Q", "completion": 3})
     with pytest.raises(UserError, match=r"my\.jsonl:2: completion: .*1 of 2 records \(50\.00%\).*data\.on_bad=skip"):
         ready(*lines)
@@ -492,7 +492,7 @@ def real_documents(name):
 
 @with_real_data
 @pytest.mark.parametrize(("name", "format"), REAL.items())
-def test_real_files_are_recognised(name, format):
+def test_formats_of_real_files_are_detected(name, format):
     found, formats = real_documents(name)
     assert formats == {format} and len(found) > 50
 
@@ -505,7 +505,7 @@ def test_real_chats_get_the_tokens_that_plain_transformers_gives_them():
     theirs = AutoTokenizer.from_pretrained(str(_TOKENIZER))
     words = open_tokenizer(str(_TOKENIZER))
     template = words.template("auto")
-    tokenise = SpanTokenizer(words.tokenizer, words.added_tokens, template)
+    tokenize = SpanTokenizer(words.tokenizer, words.added_tokens, template)
     sides = [
         (side, document.tools)
         for name, format in REAL.items()
@@ -516,7 +516,7 @@ def test_real_chats_get_the_tokens_that_plain_transformers_gives_them():
     ]
     assert len(sides) >= 2000
     for messages, tools in sides[:2000]:
-        ids, mask, _ = tokenise([SpannedText(*template.spans(messages, tools))])
+        ids, mask, _ = tokenize([SpannedText(*template.spans(messages, tools))])
         turns = [{"role": m.role, "content": m.content} for m in template.adapted(messages, tools)[0]]
         assert ids.tolist() == theirs.apply_chat_template(turns, tokenize=True, return_dict=False)
         assert 0 < mask.sum() < len(mask)

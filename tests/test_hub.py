@@ -344,7 +344,7 @@ def test_what_the_hub_does_not_have_is_one_line_that_says_what_it_has(journey):
         assert "\n" not in answer["error"] and answer["code"] == 2
 
 
-def test_offline_wrong_names_are_told_from_the_cache(journey):
+def test_offline_wrong_names_list_what_is_in_the_cache(journey):
     split, config, revision, choice, default = [answer["error"] for answer in journey.offline_wrong]
     assert split == "org/Little-Set has no split valid; did you mean validation?; there are: train, validation"
     assert "org/Little-Set, smal (cached: large, small) is not in the local cache" in config
@@ -435,7 +435,7 @@ def test_a_name_that_cannot_be_on_the_hub_is_refused_with_a_guess():
         open_table(Source(path="hub:wikitex2"))
 
 
-def test_an_endpoint_without_a_scheme_is_told(monkeypatch):
+def test_an_endpoint_without_a_scheme_is_reported(monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "hf-mirror.com")
     with pytest.raises(UserError, match="HF_ENDPOINT must begin with https://"):
         open_table(Source(path="org/name"))

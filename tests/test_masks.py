@@ -277,7 +277,7 @@ def test_ids_are_those_of_the_whole_text_if_answers_start_with_words(name, data)
 @each_kind()
 @quickly
 @given(st.lists(st.builds(Message, roles, contents), min_size=1, max_size=5), contents)
-def test_a_chat_that_a_template_refuses_is_damaged_and_nothing_worse(name, messages, answer):
+def test_a_chat_that_a_template_rejects_is_a_bad_record_and_nothing_worse(name, messages, answer):
     messages = (*messages, Message("assistant", answer))
     try:
         ids, mask = encoded(name, messages)
@@ -288,7 +288,7 @@ def test_a_chat_that_a_template_refuses_is_damaged_and_nothing_worse(name, messa
         assert len(ids) == len(mask) and any(mask)
 
 
-def test_a_refusal_says_what_the_template_said():
+def test_a_rejection_has_the_message_of_the_template():
     with pytest.raises(BadRecord, match="the chat template rejects it: roles must alternate"):
         encoded("turn", [Message("user", "a"), Message("user", "b"), Message("assistant", "c")])
     with pytest.raises(BadRecord, match="the chat template rejects it: no system role here"):

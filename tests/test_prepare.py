@@ -196,7 +196,7 @@ def test_a_cut_off_copy_is_noticed(fixed, home):
 # Damage
 
 
-def test_up_to_a_thousandth_of_damaged_lines_is_left_out_and_shown(fixed, home):
+def test_up_to_a_thousandth_of_bad_lines_is_left_out_and_shown(fixed, home):
     path = lines(home / "a.jsonl", pairs(2000))
     path.write_text(path.read_text() + "{oops\n")
     report = prepare(reading(fixed, path), home / "prepared").report

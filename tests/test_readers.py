@@ -55,9 +55,9 @@ def read(path: Path, size: int = 1 << 20) -> list[tuple[int, Any]]:
 def refusal(path: Path, size: int = 1 << 20) -> str:
     with pytest.raises(UserError) as caught:
         read(path, size)
-    told = str(caught.value)
-    assert "\n" not in told
-    return told.replace(str(path), path.name)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message.replace(str(path), path.name)
 
 
 # Finding
@@ -128,7 +128,7 @@ def test_links_that_lead_round_in_a_circle_are_followed_once(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("nothing.txt", "no such file or folder"),
         ("gone.txt", "broken link"),
@@ -145,7 +145,7 @@ def test_links_that_lead_round_in_a_circle_are_followed_once(tmp_path: Path) -> 
         ("x" * 5000, "cannot be read"),
     ],
 )
-def test_what_cannot_be_found_is_told_in_one_line(tmp_path: Path, name: str, told: str) -> None:
+def test_a_missing_file_is_reported_in_one_line(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nothing")
     (tmp_path / "self.txt").symlink_to(tmp_path / "self.txt")
     (tmp_path / "empty").mkdir()
@@ -154,10 +154,10 @@ def test_what_cannot_be_found_is_told_in_one_line(tmp_path: Path, name: str, tol
         write(tmp_path / file, "x")
     with pytest.raises(UserError, match=r"data\.sources") as caught:
         find_files(f"{tmp_path}/{name}")
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_what_may_not_be_read_is_told() -> None:
+def test_an_unreadable_file_is_reported() -> None:
     with ordinary_user() as place:
         folder, file = place / "closed", write(place / "closed.txt", "x")
         folder.mkdir()
@@ -202,15 +202,15 @@ def test_parts_packed_one_by_one_and_joined_are_read_as_one(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.txt.gz", "a.json.zst", "a.csv.gz"])
-def test_damaged_packing_is_told_with_about_the_line(tmp_path: Path, name: str) -> None:
+def test_damaged_compression_is_reported_with_the_approximate_line(tmp_path: Path, name: str) -> None:
     rows = "".join(f'"{os.urandom(60).hex()}"\n' for _ in range(5000))
     path = write(tmp_path / name, rows)
     data = path.read_bytes()
     for broken in (data[: len(data) * 2 // 3], b"\0" * 100, data[:-4], data + b"rubbish at the end"):
         path.write_bytes(broken)
-        told = refusal(path, 10_000)
-        assert told.startswith(f"{name}:")
-        assert "copy or download it again" in told
+        message = refusal(path, 10_000)
+        assert message.startswith(f"{name}:")
+        assert "copy or download it again" in message
     path.write_bytes(data[: len(data) * 2 // 3])
     if "jsonl" in name:
         assert 2000 < int(refusal(path, 10_000).split(":")[1]) < 3400
@@ -231,7 +231,7 @@ def test_lines_without_gaps_are_numbered_by_a_range_and_parcels_travel(tmp_path:
     assert pickle.loads(pickle.dumps(chunk)) == chunk  # noqa: S301
 
 
-def test_damaged_json_lines_are_left_to_the_consumer(tmp_path: Path) -> None:
+def test_bad_json_lines_are_left_to_the_consumer(tmp_path: Path) -> None:
     assert read(write(tmp_path / "a.jsonl", b'{"a"\n\xff\xfe\n')) == [(1, b'{"a"'), (2, b"\xff\xfe")]
 
 
@@ -324,7 +324,7 @@ def test_elements_larger_than_any_buffer_are_read_in_good_time(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (b'[\n1,\n{"a" 2}]', "a.json:3: not valid JSON: Expecting ':' delimiter"),
         (b"[1,\n2\n3]", "a.json:3: not valid JSON: expected “,” or “]”"),
@@ -345,9 +345,9 @@ def test_elements_larger_than_any_buffer_are_read_in_good_time(tmp_path: Path) -
         ("[1]".encode("utf-16"), "a.json:1: UTF-16 text; save it as UTF-8"),
     ],
 )
-def test_damaged_json_is_told_with_its_line(tmp_path: Path, content: bytes, told: str) -> None:
+def test_invalid_json_is_reported_with_its_line(tmp_path: Path, content: bytes, message: str) -> None:
     for size in (1, 64, 1 << 20) if len(content) < 1000 else (1 << 20,):
-        assert refusal(write(tmp_path / "a.json", content), size).startswith(told)
+        assert refusal(write(tmp_path / "a.json", content), size).startswith(message)
 
 
 @given(st.binary(max_size=60) | st.text('[]{}",:1 \n\\eE.-tru', max_size=40).map(str.encode), SIZES)
@@ -404,7 +404,7 @@ def test_a_table_comes_back_as_it_was_written(tmp_path: Path, rows: list[tuple[s
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (b"a,,c\n1,2,3", "a.csv:1: column 2 has no name"),
         (b"\na,b, a\n1,2,3", "a.csv:2: two columns are named “a”"),
@@ -415,12 +415,12 @@ def test_a_table_comes_back_as_it_was_written(tmp_path: Path, rows: list[tuple[s
         ("\ufeffa\n1".encode("utf-16-be"), "a.csv:1: UTF-16 text; save it as UTF-8"),
     ],
 )
-def test_a_damaged_table_is_told_with_its_line(tmp_path: Path, content: bytes, told: str) -> None:
+def test_an_invalid_table_is_reported_with_its_line(tmp_path: Path, content: bytes, message: str) -> None:
     for size in (1, 1 << 20):
-        assert refusal(write(tmp_path / "a.csv", content), size).startswith(told)
+        assert refusal(write(tmp_path / "a.csv", content), size).startswith(message)
 
 
-def test_a_cell_beyond_reason_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cell_that_is_too_long_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "_MAX_FIELD_CHARACTERS", 100)
     assert refusal(write(tmp_path / "a.csv", f"a\n1\n{'x' * 200}")).startswith("a.csv:3: not a valid row")
 
@@ -449,7 +449,7 @@ def test_parquet_text_repeated_by_a_dictionary_does_not_swell_a_parcel(tmp_path:
     assert max(len(chunk.records) for chunk in read_file(path, 100_000)) <= 20
 
 
-def test_damaged_parquet_is_told(tmp_path: Path) -> None:
+def test_damaged_parquet_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     dice = random.Random(0)
     parquet.write_table(pyarrow.table({"text": [dice.randbytes(50).hex() for _ in range(20_000)]}), path)

@@ -144,7 +144,7 @@ def test_a_signal_in_the_update_lets_it_end(tiny, monkeypatch):
     assert same_weights(run, whole) and losses(run) == losses(whole)
 
 
-OPENING = [(session, "prepare", False), (open_module, "build_network", False), (open_module, "Optimizer", True)]
+OPENING = [(session, "prepare_run", False), (open_module, "build_network", False), (open_module, "Optimizer", True)]
 
 
 @pytest.mark.parametrize("place", OPENING, ids=["data", "model", "optimizer"])
