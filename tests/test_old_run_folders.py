@@ -16,6 +16,7 @@ import pytest
 from sojourn.config.keys import all_keys
 from sojourn.config.load import load_run, read_config
 from sojourn.config.renamed import RENAMED, upgrade
+from sojourn.data.prepare import prepare_run
 from sojourn.errors import UserError
 from sojourn.run.home import run_folder
 from sojourn.storage.files import read_json_lines, write_json
@@ -66,6 +67,14 @@ def test_the_old_folder_given_as_the_run_resumes_without_notes(home: Path) -> No
     assert loaded.notes == ()
     assert loaded.config.train.activation_checkpointing == "full" and loaded.config.advanced.chunked_loss == "on"
     assert requests_no_change(read_config(home / "runs/old/run.yaml"), load_run(["old.yaml"]).config)
+
+
+def test_split_digits_still_decides_the_prepared_artefact(home: Path) -> None:
+    names = [
+        prepare_run(load_run(["old.yaml", *extra]).config, home / "prepared").path.name
+        for extra in ([], ["advanced.split_digits=true"], ["data.split_digits=false"])
+    ]
+    assert names[:2] == ["d0b46f7a91b524cb"] * 2 and names[2] != names[0]
 
 
 def test_an_old_ladder_file_is_honoured(home: Path) -> None:

@@ -1,19 +1,19 @@
-"""The errors a user can cause, told in one line that says what to type."""
+"""Errors that are shown as one line, without a traceback. Each class has its exit code."""
 
 
 class UserError(Exception):
-    """What was wrong, where, and what to type instead. Shown without a traceback; the command exits with `code`."""
+    """Wrong input: the message says what is wrong, where, and what to type instead."""
 
     code = 2
 
 
 class RunFailed(UserError):
-    """The input was right but the work could not be done (a full disk, a broken file): exit 1."""
+    """The input was right, but the run failed (a full disk, a broken file)."""
 
     code = 1
 
 
 class Stopped(UserError):
-    """The run stopped at a limit or a signal, saved, and can be continued: exit 3."""
+    """The run stopped at a limit or a signal, is saved, and can be resumed."""
 
     code = 3
