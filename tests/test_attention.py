@@ -1,12 +1,22 @@
-"""Every attention backend against a dense mask in 64 bits, written here without any of the code under test."""
+"""Every attention backend against a dense reference in fp64, written here without any of the code under test."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 
+from sojourn.catalog.attention_backends import ATTENTION_BACKENDS
+from sojourn.config.schema import Attention
+from sojourn.machine.probe_software import importable
 from sojourn.model import attention
-from sojourn.model.attention import AttentionParams, attend
-from sojourn.model.layout import compute_cu_seqlens, make_layout, pad_cu_seqlens
+from sojourn.model.attention import AttentionParams, attend, uses_flash_attention_4
+from sojourn.model.kernels.hopper import HopperKernels
+from sojourn.model.layout import Layout, compute_cu_seqlens, make_layout, pad_cu_seqlens
+from sojourn.resolve.attention import attention_unsupported_reason, choose_attention
+from sojourn.resolve.device_spec import PACKAGES, DeviceSpec
 
 GPU = torch.cuda.is_available()
 ROWS, WIDTH, HEADS, SIZE = 2, 96, 4, 32
@@ -48,20 +58,30 @@ def _dense(q, k, v, documents, scale, window=None, softcap=None):
 
 
 def _combinations():
-    """What can be tried here: each backend, on each device, in each kind of numbers, in each case."""
-    cuda = [("cuda", dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)] if GPU else []
-    for backend in ("math", "sdpa", "flex", "varlen", "flash_attention_2"):
-        for device, dtype in (("cpu", torch.float32), *cuda):
+    """Every backend on every device of this machine in every dtype that it supports."""
+    cuda = [("cuda", precision) for precision in ("fp32", "bf16", "fp16")] if GPU else []
+    for backend in ATTENTION_BACKENDS.values():
+        for device, precision in (("cpu", "fp32"), *cuda):
             for case, chosen in CASES.items():
-                half, softcap = dtype != torch.float32, "softcap" in chosen
-                wrong = attention.fault(backend, device, half, SIZE, softcap, dropout=False)
-                if wrong is None or (backend, device) == ("flex", "cpu"):  # which has a forward at least
-                    yield backend, device, dtype, case
+                reason = attention_unsupported_reason(backend, _model("softcap" in chosen), precision, _device(device))
+                if reason is None or (backend.name, device) == ("flex", "cpu"):  # has no backward there
+                    yield backend.name, device, attention.DTYPES[precision], case
+
+
+def _model(softcap=False):
+    return SimpleNamespace(head_dim=SIZE, softcap=softcap, attention_dropout=False)
+
+
+def _device(device_type, **changes):
+    facts = {"torch_version": tuple(int(n) for n in torch.__version__.split(".")[:2])}
+    facts["packages"] = frozenset(filter(importable, PACKAGES))
+    facts["compute_capability"] = torch.cuda.get_device_capability() if device_type == "cuda" else None
+    return DeviceSpec(device_type, device_type, "fp32", **{**facts, **changes})
 
 
 @pytest.fixture(scope="module")
 def references():
-    """Output and gradients of each case in 64 bits."""
+    """Output and gradients of each case in fp64."""
     found = {}
     for name, case in CASES.items():
         torch.manual_seed(0)
@@ -102,14 +122,36 @@ def _distance(one, other) -> float:
     return float((one - other).norm() / other.norm())
 
 
-def test_a_backend_that_fails_when_it_is_tried_is_passed_over(monkeypatch):
-    assert attention.works("sdpa", "cpu", False, 64) and attention.works("math", "cpu", False, 64)
-    assert not attention.works("varlen", "cpu", False, 64)  # it has no kernel here
-    assert not attention.works("flash_attention_2", "cpu", False, 64)
-    monkeypatch.setattr(attention, "works", lambda name, *given: name != "sdpa")
-    assert attention.choose("cpu", False, 64, False, False) == "math"
+def test_a_backend_that_fails_its_smoke_test_is_passed_over():
+    assert attention.smoke_test("sdpa", "cpu", "fp32", 64) and attention.smoke_test("math", "cpu", "fp32", 64)
+    assert not attention.smoke_test("varlen", "cpu", "fp32", 64)  # it has no kernel here
+    assert not attention.smoke_test("flash_attention_2", "cpu", "fp32", 64)
+    failed = _device("cpu", failed_attention=frozenset({"sdpa"}))
+    assert choose_attention(_model(), "fp32", failed) == "math"
 
 
 def test_a_machine_without_a_gpu_uses_torchs_own_attention():
-    assert attention.choose("cpu", False, 64, False, False) == "sdpa"
-    assert attention.choose("cpu", False, 64, True, False) == "math"
+    assert choose_attention(_model(), "fp32", _device("cpu")) == "sdpa"
+    assert choose_attention(_model(softcap=True), "fp32", _device("cpu")) == "math"
+
+
+def test_every_record_names_an_implementation_and_every_name_can_be_configured():
+    for backend in ATTENTION_BACKENDS.values():
+        assert callable(attention._load(backend.implementation))
+    selectable = {name for name, backend in ATTENTION_BACKENDS.items() if not backend.fused_qkv}
+    assert selectable == attention._IMPLEMENTATIONS.keys() == set(get_args(Attention)) - {"auto"}
+
+
+def test_flash_attention_4_is_used_only_where_its_record_allows(monkeypatch):
+    x, params = torch.zeros(1, dtype=torch.bfloat16), AttentionParams(1.0)
+    whole = Layout("varlen", None, None, 96, one_document_per_row=True)
+    assert not uses_flash_attention_4(x, whole, params)
+    monkeypatch.setattr(HopperKernels, "attention", True)
+    assert uses_flash_attention_4(x, whole, params) and uses_flash_attention_4(x, whole, replace(params, window=96))
+    for refused in ({"window": 7}, {"softcap": 2.0}, {"dropout": 0.1}):
+        assert not uses_flash_attention_4(x, whole, replace(params, **refused))
+    assert not uses_flash_attention_4(x.half(), whole, params)
+    assert not uses_flash_attention_4(x, replace(whole, one_document_per_row=False), params)
+    assert not uses_flash_attention_4(x, replace(whole, backend="math"), params)
+    reason = attention_unsupported_reason(ATTENTION_BACKENDS["flash_attention_4"], _model(), "bf16", _device("cpu"))
+    assert reason == "takes rows of one document only"

@@ -197,14 +197,14 @@ def varlen(monkeypatch):
 
     def attend(query, key, value, layout, how):
         if layout.one_document_per_row:
-            return attention._sdpa(query, key, value, layout, how)
+            return attention.sdpa(query, key, value, layout, how)
         assert int(layout.cu_seqlens.diff().max()) <= layout.max_seqlen
         places = torch.arange(query.shape[0] * query.shape[1])
         documents = torch.bucketize(places, layout.cu_seqlens, right=True).view(query.shape[:2])
         masked = replace(layout, masks={None: dense_mask(documents, None)})
-        return attention._math(query, key, value, masked, how)
+        return attention.math(query, key, value, masked, how)
 
-    monkeypatch.setitem(attention._BACKENDS, "varlen", attend)
+    monkeypatch.setitem(attention._IMPLEMENTATIONS, "varlen", attend)
     monkeypatch.setattr(kernels, "attention_unsupported_reason", lambda *given: None)
     return "train.attention=varlen"
 

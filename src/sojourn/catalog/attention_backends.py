@@ -1,9 +1,15 @@
-"""The attention backends and what each supports.
+"""The attention backends: what each supports, and the function that implements it.
 
-`resolve/attention.py` chooses among them, `model/attention.py` implements them, `estimate/` has their memory and time.
+`resolve/attention.py` decides `train.attention=auto` from these records, `model/layout.py` builds the masks that they
+name, `model/attention.py` calls their implementations, `estimate/` has their memory and time. No torch here.
+
+To add a backend: write a function `(query_BTHD, key_BTKD, value_BTKD, layout, params) -> out_BTHD` in any importable
+module (those of model/attention.py are examples; import its package inside the function), add its record here, and its
+name to `Attention` in config/schema.py. tests/test_attention.py then compares it with a dense reference in fp64.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 ALL_DEVICES = ("cuda", "mps", "cpu")
 HALF = ("bf16", "fp16")
@@ -12,10 +18,14 @@ ALL_DTYPES = (*HALF, "fp32")
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    """One implementation of attention over packed documents.
+    """One implementation of causal attention.
 
+    implementation   "module:function"
+    packed           supports rows of several documents
     varlen           takes documents end to end by their `cu_seqlens`; the others mask scores between documents
-    dense_mask       computes the scores that the mask then hides
+    mask             what it reads from `Layout.masks`: dense masks (it computes the scores that they then hide),
+                     FlexAttention's block masks, or nothing
+    causal           needs no mask for rows of one document
     native_gqa       takes fewer key/value heads than query heads as they are; the others repeat them
     softcap          logit soft-capping, as Gemma 2 has it
     dropout          dropout of attention weights
@@ -24,13 +34,18 @@ class AttentionBackend:
     min_capability   the oldest CUDA compute capability
     min_torch        the oldest torch
     package          the module that must be importable
+    fused_qkv        its implementation also computes q, k, v and RoPE: it is called by the fused forwards instead of
+                     `train.attention`'s backend, and has its own signature
     """
 
     name: str
+    implementation: str
     devices: tuple[str, ...] = ("cuda",)
     dtypes: tuple[str, ...] = ALL_DTYPES
+    packed: bool = True
     varlen: bool = False
-    dense_mask: bool = False
+    mask: Literal["dense", "block"] | None = None
+    causal: bool = False
     sliding_window: bool = True
     native_gqa: bool = False
     softcap: bool = False
@@ -40,20 +55,34 @@ class AttentionBackend:
     min_capability: tuple[int, int] | None = None
     min_torch: tuple[int, int] | None = None
     package: str | None = None
+    fused_qkv: bool = False
 
 
 # In order of preference: `auto` takes the first that model, precision and device allow. `math` always works.
 _BACKENDS = (
     AttentionBackend(
-        "varlen", dtypes=HALF, varlen=True, max_head_dim=256, head_dim_multiple=8, min_capability=(8, 0),
-        min_torch=(2, 11),
+        "varlen", "sojourn.model.attention:varlen", dtypes=HALF, varlen=True, causal=True, max_head_dim=256,
+        head_dim_multiple=8, min_capability=(8, 0), min_torch=(2, 11),
     ),
     AttentionBackend(
-        "flash_attention_2", dtypes=HALF, varlen=True, native_gqa=True, softcap=True, dropout=True, max_head_dim=256,
-        head_dim_multiple=8, min_capability=(8, 0), package="flash_attn",
+        "flash_attention_2", "sojourn.model.attention:flash_attention_2", dtypes=HALF, varlen=True, causal=True,
+        native_gqa=True, softcap=True, dropout=True, max_head_dim=256, head_dim_multiple=8, min_capability=(8, 0),
+        package="flash_attn",
     ),
-    AttentionBackend("sdpa", devices=ALL_DEVICES, dense_mask=True, dropout=True),
-    AttentionBackend("flex", softcap=True, min_capability=(7, 0), package="triton"),
-    AttentionBackend("math", devices=ALL_DEVICES, dense_mask=True, softcap=True, dropout=True),
+    AttentionBackend(
+        "sdpa", "sojourn.model.attention:sdpa", devices=ALL_DEVICES, mask="dense", causal=True, dropout=True
+    ),
+    AttentionBackend(
+        "flex", "sojourn.model.attention:flex", mask="block", softcap=True, min_capability=(7, 0), package="triton"
+    ),
+    AttentionBackend(
+        "math", "sojourn.model.attention:math", devices=ALL_DEVICES, mask="dense", softcap=True, dropout=True
+    ),
+    # Enabled by advanced.hopper_kernels, after its smoke test (model/kernels/hopper.py).
+    AttentionBackend(
+        "flash_attention_4", "sojourn.model.kernels.hopper:qkv_rope_attention", dtypes=("bf16",), packed=False,
+        causal=True, sliding_window=False, native_gqa=True, min_capability=(9, 0), package="flash_attn.cute",
+        fused_qkv=True,
+    ),
 )  # fmt: skip
 ATTENTION_BACKENDS = {backend.name: backend for backend in _BACKENDS}

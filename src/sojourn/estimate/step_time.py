@@ -187,7 +187,7 @@ def _attention(work: Workload, gpu: Gpu) -> float:
     """A document looks back at itself alone; a dense mask computes what it then hides."""
     shape, curve, m = work.model, constants()["attention"], work.tokens
     seen = float(work.document_length if work.is_packed and work.document_length else work.sequence_length)
-    masked = work.is_packed and work.attention_backend.dense_mask
+    masked = work.is_packed and work.attention_backend.mask == "dense"
     if masked:
         seen = 2.0 * work.sequence_length
     windows = shape.sliding_window

@@ -1,7 +1,11 @@
-"""Attention that stays inside documents, by whichever kernel the machine has; every one computes the same.
+"""Causal attention that never crosses packed documents, by several backends that compute the same.
 
-Shapes: B rows, T tokens a row, H heads of queries and K of keys and values, D numbers a head. Registered with
-transformers under `NAME`, so that any of its models uses it; the batch's `Layout` reaches it as the keyword `layout`.
+One name, `sojourn`, is registered with transformers, so that its models call `attend`; the batch's `Layout` arrives as
+the keyword `layout`, and no model builds a mask of its own. Sliding windows and logit soft-capping are supported. The
+records of the backends, with their capabilities and how to add one, are in catalog/attention_backends.py; here are the
+implementations. FlashAttention-4 (kernels/hopper.py) replaces the backend in fused forwards where its record allows.
+
+Shapes: B rows, T tokens per row, H query heads, K key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -10,36 +14,26 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
-from sojourn.machine.probe_software import importable
-from sojourn.model.kernels import hopper
-from sojourn.model.kernels.triton_support import compute_capability, supports_triton
+from sojourn.catalog.attention_backends import ATTENTION_BACKENDS
+from sojourn.model.kernels.hopper import HopperKernels
 from sojourn.model.layout import Layout, compute_cu_seqlens, make_layout, pad_cu_seqlens
 
 NAME = "sojourn"
-
-
-def _parameters_of_varlen() -> frozenset[str]:
-    """None where torch has no such thing (before 2.10); what it takes has grown since."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return frozenset()
-    return frozenset(inspect.signature(varlen_attn).parameters)
-
-
-_VARLEN_TAKES = _parameters_of_varlen()
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
 class AttentionParams:
-    """Beside the tensors: what the scores are multiplied by, and what some models do to them."""
+    """`scale` of the scores, size of the sliding window, logit soft-capping, dropout of attention weights."""
 
     scale: float
     window: int | None = None
@@ -47,190 +41,200 @@ class AttentionParams:
     dropout: float = 0.0
 
 
-def register() -> str:
-    """Makes `NAME` known to transformers. It has no mask function there, so models build no mask of their own."""
+Implementation = Callable[[Tensor, Tensor, Tensor, Layout, AttentionParams], Tensor]
+
+
+def register() -> None:
+    """Registers `NAME` with transformers. It has no mask function there, so models build no mask of their own."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, _from_transformers)
-    return NAME
+    AttentionInterface.register(NAME, _called_by_transformers)
 
 
-def _from_transformers(
-    module: Any, query_BHTD: Any, key_BKTD: Any, value_BKTD: Any, attention_mask: Any = None, **given: Any
-) -> tuple[Any, None]:
-    if given.get("layout") is None or given.get("s_aux") is not None or not getattr(module, "is_causal", True):
-        raise NotImplementedError(f"{type(module).__name__}: its attention cannot be told about packed documents")
-    how = AttentionParams(
-        given.get("scaling") or query_BHTD.shape[-1] ** -0.5,
-        given.get("sliding_window"),
-        given.get("softcap"),
-        given.get("dropout") or 0.0,
+def _called_by_transformers(
+    module: nn.Module,
+    query_BHTD: Tensor,
+    key_BKTD: Tensor,
+    value_BKTD: Tensor,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    if kwargs.get("layout") is None or kwargs.get("s_aux") is not None or not getattr(module, "is_causal", True):
+        raise NotImplementedError(f"{type(module).__name__} does not support packed documents")
+    params = AttentionParams(
+        kwargs.get("scaling") or query_BHTD.shape[-1] ** -0.5,
+        kwargs.get("sliding_window"),
+        kwargs.get("softcap"),
+        kwargs.get("dropout") or 0.0,
     )
     query_BTHD, key_BTKD, value_BTKD = (x.transpose(1, 2) for x in (query_BHTD, key_BKTD, value_BKTD))
-    return attend(query_BTHD, key_BTKD, value_BTKD, given["layout"], how), None
+    return attend(query_BTHD, key_BTKD, value_BTKD, kwargs["layout"], params), None
 
 
-def attend(query_BTHD: Any, key_BTKD: Any, value_BTKD: Any, layout: Layout, how: AttentionParams) -> Any:
-    # Rotation in 32 bits may have widened queries and keys; values are as the run computes.
+def attend(query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, layout: Layout, params: AttentionParams) -> Tensor:
+    """Calls the layout's backend."""
+    # RoPE in fp32 may have promoted queries and keys; values have the run's dtype.
     query_BTHD, key_BTKD = query_BTHD.to(value_BTKD.dtype), key_BTKD.to(value_BTKD.dtype)
-    return _BACKENDS[layout.backend](query_BTHD, key_BTKD, value_BTKD, layout, how)
+    return _IMPLEMENTATIONS[layout.backend](query_BTHD, key_BTKD, value_BTKD, layout, params)
 
 
-def takes_hopper(x: Any, layout: Layout, how: AttentionParams) -> bool:
-    """Whether the kernels of fast/hopper.py can attend: each row one document, and nothing out of the ordinary."""
-    if not hopper.HopperKernels.attention or layout.backend not in ("varlen", "sdpa"):
+def uses_flash_attention_4(x: Tensor, layout: Layout, params: AttentionParams) -> bool:
+    """Whether FlashAttention-4 is enabled and its record allows this call."""
+    if not HopperKernels.attention or layout.backend not in _REPLACED_BY_FLASH_ATTENTION_4:
         return False
-    ordinary = how.softcap is None and not how.dropout and layout.effective_window(how.window) is None
-    return x.dtype == torch.bfloat16 and layout.one_document_per_row and layout.length_buckets is None and ordinary
+    backend = ATTENTION_BACKENDS["flash_attention_4"]
+    whole_rows = layout.one_document_per_row and layout.length_buckets is None
+    return (
+        x.dtype in _FLASH_ATTENTION_4_DTYPES
+        and (backend.packed or whole_rows)
+        and (backend.sliding_window or layout.effective_window(params.window) is None)
+        and (backend.softcap or params.softcap is None)
+        and (backend.dropout or not params.dropout)
+    )
 
 
-def _math(query_BTHD: Any, key_BTKD: Any, value_BTKD: Any, layout: Layout, how: AttentionParams) -> Any:
-    """Whole scores, in 32 bits at least: slow, and what the others are compared with."""
-    wide = torch.promote_types(query_BTHD.dtype, torch.float32)
-    q, k, v = (x.transpose(1, 2).to(wide) for x in _as_many_heads(query_BTHD, key_BTKD, value_BTKD))
+_REPLACED_BY_FLASH_ATTENTION_4 = ("varlen", "sdpa")
+_FLASH_ATTENTION_4_DTYPES = tuple(DTYPES[name] for name in ATTENTION_BACKENDS["flash_attention_4"].dtypes)
+
+
+def smoke_test(backend: str, device: str, precision: str, head_dim: int) -> bool:
+    """Runs two short documents, forward and backward: a build may lack the kernels for this very GPU."""
+    documents = np.array([[0] * 40 + [1] * 24], np.int32)
+    cu_seqlens = torch.from_numpy(pad_cu_seqlens(compute_cu_seqlens(documents))).to(device)
+    layout = make_layout(backend, documents, torch.from_numpy(documents).to(device), cu_seqlens, ())
+    query, key, value = (
+        torch.ones(1, 64, 2, head_dim, dtype=DTYPES[precision], device=device, requires_grad=True) for _ in range(3)
+    )
+    try:
+        out = attend(query, key, value, layout, AttentionParams(1.0))
+        out.sum().backward()
+        return bool(torch.isfinite(out).all()) and query.grad is not None
+    except Exception:  # whatever a missing kernel raises
+        return False
+
+
+# -- Implementations --
+
+
+def math(query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, layout: Layout, params: AttentionParams) -> Tensor:
+    """Materializes all scores, in fp32 at least: slow, and the reference for the others."""
+    dtype = torch.promote_types(query_BTHD.dtype, torch.float32)
+    q, k, v = (x.transpose(1, 2).to(dtype) for x in _repeat_kv(query_BTHD, key_BTKD, value_BTKD))
     with torch.autocast(q.device.type, enabled=False):
-        scores = (q @ k.transpose(-1, -2)) * how.scale
-        if how.softcap is not None:
-            scores = how.softcap * torch.tanh(scores / how.softcap)
-        shares = scores.masked_fill(~layout.masks[layout.effective_window(how.window)], float("-inf")).softmax(-1)
-        return (F.dropout(shares, how.dropout) @ v).transpose(1, 2).to(query_BTHD.dtype)
+        scores = (q @ k.transpose(-1, -2)) * params.scale
+        if params.softcap is not None:
+            scores = params.softcap * torch.tanh(scores / params.softcap)
+        mask = layout.masks[layout.effective_window(params.window)]
+        weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+        return (F.dropout(weights, params.dropout) @ v).transpose(1, 2).to(query_BTHD.dtype)
 
 
-def _sdpa(query_BTHD: Any, key_BTKD: Any, value_BTKD: Any, layout: Layout, how: AttentionParams) -> Any:
-    """torch's own: flash or cuDNN where a row is one document, else its kernels that take a mask."""
-    window, buckets = layout.effective_window(how.window), layout.length_buckets
+def sdpa(query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, layout: Layout, params: AttentionParams) -> Tensor:
+    """torch's SDPA: its flash or cuDNN kernels where a row is one document, else those that take a mask."""
+    window, buckets = layout.effective_window(params.window), layout.length_buckets
     mask = None if layout.one_document_per_row and window is None else layout.masks[window]
     if buckets is None:
-        return _torchs(query_BTHD, key_BTKD, value_BTKD, mask, how)
-    parts = zip(buckets.split(query_BTHD), buckets.split(key_BTKD), buckets.split(value_BTKD), strict=True)
-    corner = (lambda size: None) if mask is None else (lambda size: mask[..., :size, :size])
-    return buckets.join([_torchs(q, k, v, corner(q.shape[1]), how) for q, k, v in parts])
+        return _sdpa(query_BTHD, key_BTKD, value_BTKD, mask, params)
+    outputs = []
+    for q, k, v in zip(buckets.split(query_BTHD), buckets.split(key_BTKD), buckets.split(value_BTKD), strict=True):
+        length = q.shape[1]
+        outputs.append(_sdpa(q, k, v, None if mask is None else mask[..., :length, :length], params))
+    return buckets.join(outputs)
 
 
-def _torchs(query_BTHD: Any, key_BTKD: Any, value_BTKD: Any, mask: Any, how: AttentionParams) -> Any:
-    q, k, v = (x.transpose(1, 2) for x in _as_many_heads(query_BTHD, key_BTKD, value_BTKD))
+def _sdpa(
+    query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, mask: Tensor | None, params: AttentionParams
+) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in _repeat_kv(query_BTHD, key_BTKD, value_BTKD))
     out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=how.dropout, is_causal=mask is None, scale=how.scale
+        q, k, v, attn_mask=mask, dropout_p=params.dropout, is_causal=mask is None, scale=params.scale
     )
     return out.transpose(1, 2)
 
 
-def _varlen(query_BTHD: Any, key_BTKD: Any, value_BTKD: Any, layout: Layout, how: AttentionParams) -> Any:
-    """torch's flash attention over documents of any length, end to end: no mask, no score outside a document."""
-    if layout.one_document_per_row and layout.effective_window(how.window) is None:  # there are faster kernels for that
-        return _sdpa(query_BTHD, key_BTKD, value_BTKD, layout, how)
+def varlen(query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, layout: Layout, params: AttentionParams) -> Tensor:
+    """torch's variable-length flash attention over documents end to end: no mask, no scores between documents."""
+    window = layout.effective_window(params.window)
+    if layout.one_document_per_row and window is None:  # SDPA has faster kernels for that
+        return sdpa(query_BTHD, key_BTKD, value_BTKD, layout, params)
     from torch.nn.attention.varlen import varlen_attn
 
     qkv = (query_BTHD, key_BTKD, value_BTKD)
-    grouped = key_BTKD.shape[2] != query_BTHD.shape[2] and "enable_gqa" in _VARLEN_TAKES
-    q, k, v = (x.flatten(0, 1) for x in (qkv if grouped else _as_many_heads(*qkv)))
-    window = layout.effective_window(how.window)
-    back = -1 if window is None else window - 1
-    extra: dict[str, Any] = {"enable_gqa": True} if grouped else {}
+    gqa = key_BTKD.shape[2] != query_BTHD.shape[2] and "enable_gqa" in _VARLEN_PARAMETERS
+    q, k, v = (x.flatten(0, 1) for x in (qkv if gqa else _repeat_kv(*qkv)))
     cu_seqlens, max_seqlen = layout.cu_seqlens, layout.max_seqlen
     out = varlen_attn(
-        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=how.scale, window_size=(back, 0), **extra
-    )
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=params.scale,
+        window_size=(-1 if window is None else window - 1, 0), **({"enable_gqa": True} if gqa else {}),
+    )  # fmt: skip
     return out.view_as(query_BTHD)
 
 
-def _flash(query_BTHD: Any, key_BTKD: Any, value_BTKD: Any, layout: Layout, how: AttentionParams) -> Any:
+def _varlen_parameters() -> frozenset[str]:
+    """Empty where torch has no varlen_attn (before 2.10); newer versions take more."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return frozenset()
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+_VARLEN_PARAMETERS = _varlen_parameters()
+
+
+def flash_attention_2(
+    query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, layout: Layout, params: AttentionParams
+) -> Tensor:
     """The flash-attn package."""
     from flash_attn import flash_attn_varlen_func
 
     q, k, v = (x.flatten(0, 1) for x in (query_BTHD, key_BTKD, value_BTKD))
-    window = layout.effective_window(how.window)
+    window = layout.effective_window(params.window)
     cu_seqlens, max_seqlen = layout.cu_seqlens, layout.max_seqlen
     out = flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
-        dropout_p=how.dropout, softmax_scale=how.scale, causal=True,
-        window_size=(-1 if window is None else window - 1, 0), softcap=how.softcap or 0.0,
+        dropout_p=params.dropout, softmax_scale=params.scale, causal=True,
+        window_size=(-1 if window is None else window - 1, 0), softcap=params.softcap or 0.0,
     )  # fmt: skip
     return out.view_as(query_BTHD)
 
 
-def _flex(query_BTHD: Any, key_BTKD: Any, value_BTKD: Any, layout: Layout, how: AttentionParams) -> Any:
-    """Scores as a small program that torch compiles: for what the flash kernels cannot do, such as soft caps."""
+def flex(query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, layout: Layout, params: AttentionParams) -> Tensor:
+    """FlexAttention: torch compiles a kernel for what flash kernels do not support, such as logit soft-capping."""
 
-    def capped(score: Any, *_: Any) -> Any:
-        return how.softcap * torch.tanh(score / how.softcap)
+    def softcap(score: Tensor, *_: Any) -> Tensor:
+        return params.softcap * torch.tanh(score / params.softcap)
 
-    q, k, v = (x.transpose(1, 2) for x in _as_many_heads(query_BTHD, key_BTKD, value_BTKD))
-    kernel = flex_attention if q.device.type != "cuda" or torch.compiler.is_compiling() else _flex_kernel()
+    q, k, v = (x.transpose(1, 2) for x in _repeat_kv(query_BTHD, key_BTKD, value_BTKD))
+    kernel = flex_attention if q.device.type != "cuda" or torch.compiler.is_compiling() else _compiled_flex_attention()
     out = kernel(
         q, k, v,
-        score_mod=capped if how.softcap is not None else None,
-        block_mask=layout.masks[layout.effective_window(how.window)],
-        scale=how.scale,
+        score_mod=softcap if params.softcap is not None else None,
+        block_mask=layout.masks[layout.effective_window(params.window)],
+        scale=params.scale,
     )  # fmt: skip
     return out.transpose(1, 2)
 
 
-_BACKENDS: dict[str, Callable[[Any, Any, Any, Layout, AttentionParams], Any]] = {
-    "math": _math,
-    "sdpa": _sdpa,
-    "varlen": _varlen,
-    "flash_attention_2": _flash,
-    "flex": _flex,
-}
-
-
 @cache
-def _flex_kernel() -> Any:
+def _compiled_flex_attention() -> Any:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def _as_many_heads(query_BTHD: Any, key_BTKD: Any, value_BTKD: Any) -> tuple[Any, Any, Any]:
-    """Keys and values repeated for the queries that share them."""
-    times = query_BTHD.shape[2] // key_BTKD.shape[2]
-    if times == 1:
+def _repeat_kv(query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values repeated for the query heads that share them (GQA)."""
+    group = query_BTHD.shape[2] // key_BTKD.shape[2]
+    if group == 1:
         return query_BTHD, key_BTKD, value_BTKD
-    return query_BTHD, key_BTKD.repeat_interleave(times, 2), value_BTKD.repeat_interleave(times, 2)
+    return query_BTHD, key_BTKD.repeat_interleave(group, 2), value_BTKD.repeat_interleave(group, 2)
 
 
-def fault(backend: str, device: str, half: bool, head_size: int, softcap: bool, dropout: bool) -> str | None:
-    """Why `backend` cannot be used here, or None."""
-    flash = backend in ("varlen", "flash_attention_2")
-    if flash and device != "cuda":
-        return f"needs a CUDA GPU, but this run is on {device}"
-    if backend == "flex" and device != "cuda":
-        return f"has no backward on a {device.upper()}"
-    if backend == "flex" and not supports_triton():
-        return "needs triton and a GPU of compute capability 7.0 or newer"
-    if flash and not half:
-        return "needs bf16 or fp16, but this run is in fp32"
-    if flash and (head_size > 256 or head_size % 8):
-        return f"takes heads of up to 256 in steps of 8, but this model's have {head_size}"
-    if flash and compute_capability() < (8, 0):
-        return "needs a GPU of compute capability 8.0 (RTX 30, A100) or newer"
-    if backend == "flash_attention_2" and not importable("flash_attn"):
-        return "needs the package flash-attn, which is not installed"
-    if backend == "varlen" and "window_size" not in _VARLEN_TAKES:
-        return "needs a newer torch (2.11)"
-    if softcap and backend in ("varlen", "sdpa"):
-        return "cannot cap scores, as this model does"
-    if dropout and backend in ("varlen", "flex"):
-        return "has no dropout, which this model's attention has"
-    return None
+def _load(implementation: str) -> Any:
+    module, _, function = implementation.partition(":")
+    return getattr(import_module(module), function)
 
 
-def choose(device: str, half: bool, head_size: int, softcap: bool, dropout: bool) -> str:
-    """The fastest that should work here, and does when it is tried; math always does."""
-    order = ("varlen", "flash_attention_2", "sdpa", "flex") if device == "cuda" else ("sdpa",)
-    able = [name for name in order if fault(name, device, half, head_size, softcap, dropout) is None]
-    return next((name for name in able if works(name, device, half, head_size)), "math")
-
-
-def works(backend: str, device: str, half: bool, head_size: int) -> bool:
-    """Tried on two short documents, forward and backward: a build may lack the kernel for just this card."""
-    dtype = torch.float32 if not half else torch.bfloat16 if compute_capability() >= (8, 0) else torch.float16
-    documents = np.array([[0] * 40 + [1] * 24], np.int32)
-    starts = torch.from_numpy(pad_cu_seqlens(compute_cu_seqlens(documents))).to(device)
-    layout = make_layout(backend, documents, torch.from_numpy(documents).to(device), starts, ())
-    made = [torch.ones(1, 64, 2, head_size, dtype=dtype, device=device, requires_grad=True) for _ in range(3)]
-    try:
-        out = attend(made[0], made[1], made[2], layout, AttentionParams(1.0))
-        out.sum().backward()
-        return bool(torch.isfinite(out).all()) and made[0].grad is not None
-    except Exception:  # whatever a missing kernel raises
-        return False
+# Loaded once, at the end of this module, whose own functions are among them: torch.compile must not trace an import.
+_IMPLEMENTATIONS: dict[str, Implementation] = {
+    name: _load(backend.implementation) for name, backend in ATTENTION_BACKENDS.items() if not backend.fused_qkv
+}

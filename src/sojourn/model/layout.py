@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sojourn.catalog.attention_backends import ATTENTION_BACKENDS
 from sojourn.model.length_buckets import LengthBuckets
 
 if TYPE_CHECKING:
@@ -72,10 +73,13 @@ def make_layout(
         one_document_per_row=length_buckets is not None or bool((documents.max(axis=1) <= 0).all()),
         length_buckets=length_buckets,
     )
+    mask, causal = ATTENTION_BACKENDS[backend].mask, ATTENTION_BACKENDS[backend].causal
     for window in {layout.effective_window(size) for size in (None, *sliding_windows)}:
-        if backend == "flex":
+        if causal and layout.one_document_per_row and window is None:
+            continue
+        if mask == "block":
             layout.masks[window] = _block_mask(documents_BT, rows, width, window)
-        elif backend in ("sdpa", "math") and not (backend == "sdpa" and layout.one_document_per_row and window is None):
+        elif mask == "dense":
             masked_BT = documents_BT if length_buckets is None else documents_BT.new_zeros(1, length_buckets.longest)
             layout.masks[window] = dense_mask(masked_BT, window)
     return layout

@@ -12,6 +12,8 @@ def attention_unsupported_reason(
 ) -> str | None:
     """Why this model cannot use the backend on this device, or None."""
     head_dim, capability = model.head_dim, device.compute_capability or (0, 0)
+    if not backend.packed:
+        return "takes rows of one document only"
     if device.device_type not in backend.devices:
         return f"needs a CUDA GPU, but this run is on {device.device_type}"
     if precision not in backend.dtypes:

@@ -26,6 +26,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from sojourn.catalog.attention_backends import ATTENTION_BACKENDS
 from sojourn.train.batcher import DeviceBatch
 from sojourn.train.faults.oom_fallback import free_memory, is_oom
 
@@ -34,7 +35,6 @@ _TARGET_STEPS = 8  # room for targets comes in eighths of all tokens
 _CU_SEQLENS_STEP = 16  # room for cu_seqlens; else each pass with one more document than any before is captured anew
 _PACKED_SHARE = 16  # rows count as packed if more than one pass of 16 has several documents in a row
 _IGNORE_INDEX = -100
-_VARLEN_BACKENDS = ("varlen", "flash_attention_2")  # read cu_seqlens on the device, so that it may change
 
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], Tensor]], tuple[Replay, Tensor]]
@@ -79,7 +79,7 @@ def graph_shape(batch: DeviceBatch, as_packed: bool = False) -> GraphShape | Non
     targets = min(tokens, -(-len(batch.target_indices_N) // step) * step)
     if layout.one_document_per_row and not as_packed:
         return GraphShape(ids, True, targets, 0, layout.max_seqlen)
-    if layout.backend not in _VARLEN_BACKENDS:
+    if not ATTENTION_BACKENDS[layout.backend].varlen:  # reads cu_seqlens on the device, so that it may change
         return None
     cu_seqlens = -(-len(layout.cu_seqlens) // _CU_SEQLENS_STEP) * _CU_SEQLENS_STEP
     return GraphShape(ids, False, targets, cu_seqlens, min(ids[-1], 1 << (layout.max_seqlen - 1).bit_length()))

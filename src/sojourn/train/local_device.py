@@ -70,7 +70,7 @@ def _smoke_tested(device: DeviceSpec, model: ModelSpec) -> DeviceSpec:
     """Tries attention backends, the fastest first, until one works: a build may lack the kernels for just this GPU."""
     failed = set[str]()
     for name in supported_attention(model, device.precision, device):
-        if attention.works(name, device.device_type, device.precision != "fp32", model.head_dim):
+        if attention.smoke_test(name, device.device_type, device.precision, model.head_dim):
             break
         failed.add(name)
     return replace(device, failed_attention=frozenset(failed))

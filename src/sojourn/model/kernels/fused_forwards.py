@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sojourn.catalog.fused_families import FUSED_FAMILIES
-from sojourn.model.attention import AttentionParams, attend, takes_hopper
+from sojourn.model.attention import AttentionParams, attend, uses_flash_attention_4
 from sojourn.model.kernels import fp8, hopper
 from sojourn.model.kernels.nf4 import nf4_linear
 from sojourn.model.kernels.triton_support import supports_triton
@@ -139,7 +139,7 @@ def _attend(self: Any, x: Tensor, position_embeddings: tuple[Tensor, Tensor], la
         self.attention_dropout if self.training else 0.0,
     )
     layers = (self.q_proj, self.k_proj, self.v_proj)
-    if takes_hopper(x, layout, params) and _can_concatenate(layers, F.linear) and not hasattr(self, "q_norm"):
+    if uses_flash_attention_4(x, layout, params) and _can_concatenate(layers, F.linear) and not hasattr(self, "q_norm"):
         qkv = _concatenate(layers, x)
         return hopper.qkv_rope_attention(x, *qkv, *position_embeddings, *_head_counts(self), self.scaling)[0]
     return attend(*_qkv_rope(self, x, position_embeddings), layout, params).flatten(2)
