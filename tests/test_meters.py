@@ -9,10 +9,16 @@ from sojourn.catalog.gpus import gpus, peak_flops
 from sojourn.config.load import load_run
 from sojourn.run.folder import RunFolder
 from sojourn.train.metrics.meters import EvalScores, Meters, MfuInputs
-from sojourn.train.metrics.progress_line import ProgressLine, Reading, fitted, format_plain_line, spoken
+from sojourn.train.metrics.progress_line import (
+    ProgressLine,
+    StepReport,
+    fit_to_width,
+    format_duration,
+    format_plain_line,
+)
 from sojourn.train.metrics.throughput import Throughput
 
-FULL = Reading(2.1234, 123456.0, 80 * 2**30, mfu=0.41, data_wait=0.12, spent=1.2, projected=3.4, left=43140.0)
+FULL = StepReport(2.1234, 123456.0, 80 * 2**30, mfu=0.41, data_wait=0.12, spent=1.2, projected=3.4, remaining=43140.0)
 
 
 @pytest.fixture
@@ -36,21 +42,21 @@ class Clock:
         return self.now
 
 
-def _train(pace: Throughput, clock: Clock, steps: int, seconds: float = 1.0) -> None:
+def _train(throughput: Throughput, clock: Clock, steps: int, seconds: float = 1.0) -> None:
     for _ in range(steps):
         clock.now += seconds
-        pace.step(100, waited=0.25 * seconds)
+        throughput.count_step(100, waited=0.25 * seconds)
 
 
-def _pause(pace: Throughput, clock: Clock, seconds: float) -> None:
-    with pace.paused():
+def _pause(throughput: Throughput, clock: Clock, seconds: float) -> None:
+    with throughput.paused():
         clock.now += seconds
 
 
 def test_a_logged_step_has_every_value_in_metrics_jsonl(run):
     with Meters(run, _config("limits.price_per_hour=2 CNY"), 100, 0, MfuInputs(6e6, 1e12)) as meters:
         for step in (1, 2, 3):
-            meters.count(1000, waited=0.0)
+            meters.count_step(1000, waited=0.0)
             meters.log(step, 2.5, 1e-3, 0.7, 0.25, spent=1.5)
     line = run.read_metrics()[-1]
     given = {"kind": "train", "step": 3, "loss": 2.5, "lr": 1e-3, "grad_norm": 0.7, "epoch": 0.25}
@@ -63,7 +69,7 @@ def test_a_logged_step_has_every_value_in_metrics_jsonl(run):
 
 def test_what_is_not_known_is_left_out_and_not_made_up(run, capsys):
     with Meters(run, _config(), 100, 0, MfuInputs(None, None)) as meters:
-        meters.count(10, 0.0)
+        meters.count_step(10, 0.0)
         meters.log(1, math.nan, 1e-3, 0.7, 0.25, spent=None)
     line = run.read_metrics()[-1]
     assert line["loss"] is None
@@ -92,7 +98,7 @@ def test_tensorboard_has_the_same_curves_and_a_continued_run_takes_back_the_step
     for first, losses in ((0, [9.0, 8.0, 7.0]), (1, [5.0, 4.0])):
         with Meters(run, config, 10, first, MfuInputs(1e6, 1e9)) as meters:
             for step, loss in enumerate(losses, first + 1):
-                meters.count(10, 0.0)
+                meters.count_step(10, 0.0)
                 meters.log(step, loss, 1e-3, 1.0, 0.1, spent=0.1)
             meters.log_eval(step, EvalScores(1.5, 4.48, 0.4, 0.9))
             meters.log_samples(step, [("Hello", "World")])
@@ -111,8 +117,8 @@ def test_a_plain_line_tells_everything(run):
 
 
 def test_waiting_for_data_is_told_only_when_it_matters():
-    assert "data wait" not in format_plain_line(1, 2, Reading(1.0, 1.0, 1, data_wait=0.05))
-    assert "data wait 6 %" in format_plain_line(1, 2, Reading(1.0, 1.0, 1, data_wait=0.06))
+    assert "data wait" not in format_plain_line(1, 2, StepReport(1.0, 1.0, 1, data_wait=0.05))
+    assert "data wait 6 %" in format_plain_line(1, 2, StepReport(1.0, 1.0, 1, data_wait=0.06))
 
 
 @pytest.mark.parametrize("width", [30, 60, 80, 100, 140, 250])
@@ -130,75 +136,75 @@ def test_the_live_line_fits_the_terminal_and_keeps_what_matters_most(width):
 
 
 def test_the_bar_takes_the_room_that_is_left_over():
-    head, bar, tail = fitted(5, 10, Reading(1.0, 10.0, 2**30, left=9.0).parts(), 99)
+    head, bar, tail = fit_to_width(5, 10, StepReport(1.0, 10.0, 2**30, remaining=9.0).parts(), 99)
     assert (head, bar, tail) == ("step 5/10", 20, "loss 1.0000 · 10 tok/s · 1.0 GiB · 9s left")
 
 
 def test_time_is_told_as_exactly_as_one_needs_it():
-    assert [spoken(s) for s in (0.4, 42.0, 750.0, 18_755.0)] == ["0s", "42s", "12m30s", "5h13m"]
+    assert [format_duration(s) for s in (0.4, 42.0, 750.0, 18_755.0)] == ["0s", "42s", "12m30s", "5h13m"]
 
 
 def test_a_lap_counts_tokens_and_waiting_without_the_pauses():
     clock = Clock()
-    pace = Throughput(clock)
-    _train(pace, clock, 10)
-    _pause(pace, clock, 50.0)
-    lap = pace.lap()
-    assert (lap.steps, lap.seconds, lap.tokens_per_second, lap.data_wait) == (10, 10.0, 100.0, 0.25)
+    throughput = Throughput(clock)
+    _train(throughput, clock, 10)
+    _pause(throughput, clock, 50.0)
+    interval = throughput.end_interval()
+    assert (interval.steps, interval.seconds, interval.tokens_per_second, interval.data_wait) == (10, 10.0, 100.0, 0.25)
 
 
 def test_a_slow_first_step_does_not_spoil_the_time_left():
     clock = Clock()
-    pace = Throughput(clock)
-    _train(pace, clock, 1, seconds=120.0)
-    pace.lap()
-    assert pace.left(100) is None  # better than a hundred times two minutes
-    _train(pace, clock, 9)
-    pace.lap()
-    assert pace.left(100) == pytest.approx(100.0)
+    throughput = Throughput(clock)
+    _train(throughput, clock, 1, seconds=120.0)
+    throughput.end_interval()
+    assert throughput.remaining_seconds(100) is None  # better than a hundred times two minutes
+    _train(throughput, clock, 9)
+    throughput.end_interval()
+    assert throughput.remaining_seconds(100) == pytest.approx(100.0)
 
 
 def test_a_slow_first_step_in_a_longer_lap_does_not_spoil_it_either():
     clock = Clock()
-    pace = Throughput(clock)
-    _train(pace, clock, 1, seconds=120.0)
-    _train(pace, clock, 9)
-    pace.lap()
-    assert pace.left(100) == pytest.approx(100.0)
+    throughput = Throughput(clock)
+    _train(throughput, clock, 1, seconds=120.0)
+    _train(throughput, clock, 9)
+    throughput.end_interval()
+    assert throughput.remaining_seconds(100) == pytest.approx(100.0)
 
 
 def test_the_time_left_follows_the_recent_speed():
     clock = Clock()
-    pace = Throughput(clock)
+    throughput = Throughput(clock)
     for seconds in (1.0, 4.0):
         for _ in range(15):
-            _train(pace, clock, 10, seconds)
-            pace.lap()
-    assert pace.left(10) == pytest.approx(40.0)
+            _train(throughput, clock, 10, seconds)
+            throughput.end_interval()
+    assert throughput.remaining_seconds(10) == pytest.approx(40.0)
 
 
 def test_the_time_left_has_its_share_of_pauses_and_does_not_jump_between_them():
     clock = Clock()
-    pace = Throughput(clock)
+    throughput = Throughput(clock)
     seen = []
     for step in range(1, 101):
-        _train(pace, clock, 1)
+        _train(throughput, clock, 1)
         if step % 5 == 0:
-            pace.lap()
-            seen.append(pace.left(100))
-        _pause(pace, clock, 5.0 if step % 20 == 0 else 0.0)
+            throughput.end_interval()
+            seen.append(throughput.remaining_seconds(100))
+        _pause(throughput, clock, 5.0 if step % 20 == 0 else 0.0)
     assert seen[:4] == pytest.approx([100.0] * 4)  # no pause has been seen yet
     assert seen[4:] == pytest.approx([125.0] * 16)
 
 
 def test_a_single_long_pause_at_the_start_is_forgotten_in_time():
     clock = Clock()
-    pace = Throughput(clock)
-    _train(pace, clock, 1)
-    _pause(pace, clock, 100.0)
-    _train(pace, clock, 999)
-    pace.lap()
-    assert pace.left(100) == pytest.approx(110.0, abs=0.2)
+    throughput = Throughput(clock)
+    _train(throughput, clock, 1)
+    _pause(throughput, clock, 100.0)
+    _train(throughput, clock, 999)
+    throughput.end_interval()
+    assert throughput.remaining_seconds(100) == pytest.approx(110.0, abs=0.2)
 
 
 def _as_torch_says(name: str) -> str:

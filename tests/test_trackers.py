@@ -45,7 +45,7 @@ def _config(*trackers: str):
 def _train(run: RunFolder, tracker: str, losses: list[float], first: int = 0) -> None:
     with Meters(run, _config(tracker), 10, first, MfuInputs()) as meters:
         for step, loss in enumerate(losses, first + 1):
-            meters.count(10, 0.0)
+            meters.count_step(10, 0.0)
             meters.log(step, loss, 0.125, 1.0, 0.1, spent=None)
         meters.log_eval(step, EvalScores(1.5, 4.5, 0.4))
         meters.log_samples(step, [("Hello", f"World {step}")])
@@ -152,7 +152,7 @@ def test_values_reach_the_service_and_a_continued_run_is_the_same_one_there(trac
     assert not strangers & {"wandb", "swanlog", "mlruns", "mlflow.db"}, "nothing is left in the working folder"
     said = capfd.readouterr().out
     if tracker in ("wandb", "swanlab"):
-        assert f"{tracker}: not logged in; to send the curves later: {tracker} login; {tracker} sync" in said
+        assert f"{tracker}: not logged in; to upload later: {tracker} login; {tracker} sync" in said
 
 
 def test_a_service_that_refuses_is_told_once_and_the_run_goes_on(run, monkeypatch, capsys):
@@ -179,7 +179,7 @@ from sojourn.train.metrics import tracker_backends
 from sojourn.train.metrics import trackers
 from test_trackers import _train
 
-tracker_backends.PATIENCE = trackers.PATIENCE = 0.5
+tracker_backends.CLOSE_TIMEOUT = trackers.CLOSE_TIMEOUT = 0.5
 _train(RunFolder(Path(sys.argv[2])), "wandb", [4.0, 3.0])
 """
 
@@ -190,7 +190,7 @@ def test_a_service_that_never_answers_holds_up_neither_the_run_nor_its_end(run):
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 0, ended.stderr
     assert [line["loss"] for line in run.read_metrics() if line["kind"] == "train"] == [4.0, 3.0]
-    assert "it did not take everything within 0.5 s; the run goes on" in ended.stdout
+    assert "it did not finish within 0.5 s; training continues" in ended.stdout
 
 
 @pytest.mark.parametrize(("error", "state"), [(Stopped, "ABORTED"), (RuntimeError, "CRASHED")])
@@ -217,6 +217,6 @@ def test_a_tracker_that_is_not_installed_is_told_before_training(run):
 
 def test_a_run_without_trackers_has_no_identity_elsewhere(run):
     with Meters(run, _config(), 10, 0, MfuInputs()) as meters:
-        meters.count(10, 0.0)
+        meters.count_step(10, 0.0)
         meters.log(1, 4.0, 0.1, 1.0, 0.1, spent=None)
     assert not (run.path / "trackers.json").exists()

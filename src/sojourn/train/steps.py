@@ -134,7 +134,7 @@ def _keep(session: Session, saver: Saver, clean: bool) -> None:
 
 def _count(session: Session, guard: Guard, meters: Meters, done: Done) -> None:
     progress = session.progress
-    meters.count(done.tokens, done.waited)
+    meters.count_step(done.tokens, done.waited)
     progress.step += 1
     progress.tokens += done.tokens
     progress.seconds, progress.money = guard.ledger.seconds, guard.ledger.spent or guard.ledger.paid

@@ -1,1 +1,1 @@
-"""What a run shows and notes of itself."""
+"""What a run logs: metrics, throughput, the progress line, trackers, its environment."""

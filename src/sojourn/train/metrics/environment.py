@@ -1,4 +1,4 @@
-"""What a run ran on: versions, machine, command. What looks like a secret in the command is hidden."""
+"""The environment of a run: versions, machine, command (with secrets redacted)."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ def describe_environment(device: str) -> dict[str, Any]:
 
     gpu = {}
     if device == "cuda":
-        facts = torch.cuda.get_device_properties(torch.cuda.current_device())
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         gpu = {
-            "gpu": facts.name,
-            "gpu_memory": facts.total_memory,
-            "capability": f"{facts.major}.{facts.minor}",
+            "gpu": properties.name,
+            "gpu_memory": properties.total_memory,
+            "capability": f"{properties.major}.{properties.minor}",
             "cuda": torch.version.cuda,
         }
     return {
-        "command": [redact_secret(word) for word in sys.argv],
+        "command": [redact_secret(arg) for arg in sys.argv],
         "python": platform.python_version(),
         "system": platform.platform(),
         "machine": platform.machine(),
@@ -36,7 +36,7 @@ def describe_environment(device: str) -> dict[str, Any]:
 
 
 def device_name(device: str) -> str:
-    """What must be the same for two machines to have as much memory."""
+    """Two machines with the same name have the same memory: fallbacks are kept by it."""
     import torch
 
     return str(torch.cuda.get_device_name()) if device == "cuda" else device
@@ -49,6 +49,6 @@ def version_of(name: str) -> str | None:
         return None
 
 
-def redact_secret(word: str) -> str:
-    word = re.sub(r"(?i)((?:token|key|secret|password)[^=]*=).+", r"\1…", word)
-    return re.sub(r"\b(hf_|sk-|ghp_)\w{8,}", r"\1…", word)
+def redact_secret(arg: str) -> str:
+    arg = re.sub(r"(?i)((?:token|key|secret|password)[^=]*=).+", r"\1…", arg)
+    return re.sub(r"\b(hf_|sk-|ghp_)\w{8,}", r"\1…", arg)

@@ -1,4 +1,4 @@
-"""The services that draw curves elsewhere, each behind the same four calls. None of them ever asks a question."""
+"""Experiment trackers (wandb, swanlab, mlflow, trackio) behind one interface. None of them ever prompts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any, Literal, Protocol
 from urllib.parse import urlparse
 
 End = Literal["done", "stopped", "failed"]
-PATIENCE = 30.0  # seconds; longer than this no service is waited for at the end of a run
+CLOSE_TIMEOUT = 30.0  # seconds for all trackers at the end of a run
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a service is told about a run. `id` stays the same when the run is continued."""
+    """`id` stays the same when the run resumes."""
 
     name: str
     project: str
@@ -27,34 +27,32 @@ class RunInfo:
 
 
 class TrackerBackend(Protocol):
-    """One service. `start` returns a line for the user, if there is something to say."""
+    """One tracker. `start` may return a line for the user."""
 
-    def start(self, about: RunInfo) -> str | None: ...
+    def start(self, run: RunInfo) -> str | None: ...
     def log(self, values: dict[str, float], step: int) -> None: ...
     def log_samples(self, samples: list[tuple[str, str]], step: int) -> None: ...
     def close(self, end: End) -> None: ...
 
 
 class Wandb:
-    def start(self, about: RunInfo) -> str | None:
+    def start(self, run: RunInfo) -> str | None:
         import wandb
 
         mode: Any = os.environ.get("WANDB_MODE") or "online"
-        kept = mode == "online" and not self._logged_in()  # it would ask for a key
+        offline = mode == "online" and not self._logged_in()  # it would prompt for a key
         settings = wandb.Settings(
-            console="off", silent=True, save_code=False, init_timeout=PATIENCE, finish_timeout=PATIENCE
+            console="off", silent=True, save_code=False, init_timeout=CLOSE_TIMEOUT, finish_timeout=CLOSE_TIMEOUT
         )
         self._run = wandb.init(
-            project=about.project, name=about.name, id=about.id, resume="allow", config=about.config,
-            dir=str(about.logs), mode="offline" if kept else mode, settings=settings,
+            project=run.project, name=run.name, id=run.id, resume="allow", config=run.config,
+            dir=str(run.logs), mode="offline" if offline else mode, settings=settings,
         )  # fmt: skip
-        # A step of our own: wandb's may only grow, and a run continued after a kill does some steps twice.
+        # Our own step: wandb's must increase, and a run resumed after a kill repeats some steps.
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
-        if kept:
-            return (
-                f"wandb: not logged in; to send the curves later: wandb login; wandb sync {about.logs}/wandb/offline-*"
-            )
+        if offline:
+            return f"wandb: not logged in; to upload later: wandb login; wandb sync {run.logs}/wandb/offline-*"
         return f"wandb: {self._run.url}" if self._run.url else None
 
     @staticmethod
@@ -85,19 +83,19 @@ class Wandb:
 
 
 class Swanlab:
-    def start(self, about: RunInfo) -> str | None:
+    def start(self, run: RunInfo) -> str | None:
         import swanlab
 
         settings = swanlab.Settings(interactive=False, terminal={"proxy_type": "none"})
-        kept = settings.mode == "online" and settings.api_key is None
-        folder = about.logs / "swanlab"
+        offline = settings.mode == "online" and settings.api_key is None
+        folder = run.logs / "swanlab"
         folder.mkdir(parents=True, exist_ok=True)
         self._run = swanlab.init(
-            project=about.project, name=about.name, id=about.id, resume="allow", config=about.config,
-            log_dir=str(folder), mode="offline" if kept else settings.mode, settings=settings,
+            project=run.project, name=run.name, id=run.id, resume="allow", config=run.config,
+            log_dir=str(folder), mode="offline" if offline else settings.mode, settings=settings,
         )  # fmt: skip
-        if kept:
-            return f"swanlab: not logged in; to send the curves later: swanlab login; swanlab sync {folder}/run-*"
+        if offline:
+            return f"swanlab: not logged in; to upload later: swanlab login; swanlab sync {folder}/run-*"
         return None
 
     def log(self, values: dict[str, float], step: int) -> None:
@@ -114,30 +112,32 @@ class Swanlab:
 
 
 class Mlflow:
-    def start(self, about: RunInfo) -> str | None:
+    def start(self, run: RunInfo) -> str | None:
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
-        place = os.environ.get("MLFLOW_TRACKING_URI")
-        self._client = MlflowClient(tracking_uri=place or self._own_place(about.logs / "mlflow"))
-        found = self._client.get_experiment_by_name(about.project)
-        artifacts = None if place else (about.logs / "mlflow" / "artifacts").resolve().as_uri()
-        where = found.experiment_id if found else self._client.create_experiment(about.project, artifacts)
-        ours = self._client.search_runs([where], filter_string=f"tags.`sojourn.id` = '{about.id}'")
-        if ours:
-            self._id = ours[0].info.run_id
+        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        self._client = MlflowClient(tracking_uri=uri or self._local_uri(run.logs / "mlflow"))
+        experiment = self._client.get_experiment_by_name(run.project)
+        artifacts = None if uri else (run.logs / "mlflow" / "artifacts").resolve().as_uri()
+        experiment_id = (
+            experiment.experiment_id if experiment else self._client.create_experiment(run.project, artifacts)
+        )
+        runs = self._client.search_runs([experiment_id], filter_string=f"tags.`sojourn.id` = '{run.id}'")
+        if runs:
+            self._id = runs[0].info.run_id
             self._client.set_terminated(self._id, status="RUNNING")
         else:
-            made = self._client.create_run(where, tags={"sojourn.id": about.id}, run_name=about.name)
+            made = self._client.create_run(experiment_id, tags={"sojourn.id": run.id}, run_name=run.name)
             self._id = made.info.run_id
-            params = [Param(key, str(value)[:500]) for key, value in about.config.items()]
-            for first in range(0, len(params), 100):  # as many as it takes in one go
+            params = [Param(key, str(value)[:500]) for key, value in run.config.items()]
+            for first in range(0, len(params), 100):  # the most it accepts at once
                 self._client.log_batch(self._id, params=params[first : first + 100])
         return None
 
     @staticmethod
-    def _own_place(folder: Path) -> str:
-        """A data base, which `mlflow ui` opens; the slim package has none and writes a folder of files."""
+    def _local_uri(folder: Path) -> str:
+        """An SQLite database for `mlflow ui`; the slim package has none and writes a folder of files."""
         folder.mkdir(parents=True, exist_ok=True)
         if importlib.util.find_spec("sqlalchemy") and importlib.util.find_spec("alembic"):
             return f"sqlite:///{(folder / 'mlflow.db').resolve().as_posix()}"
@@ -151,7 +151,7 @@ class Mlflow:
         self._client.log_batch(self._id, metrics=[Metric(name, value, now, step) for name, value in values.items()])
 
     def log_samples(self, samples: list[tuple[str, str]], step: int) -> None:
-        text = "\n\n".join(f"> {prompt}\n{said}" for prompt, said in samples)
+        text = "\n\n".join(f"> {prompt}\n{text}" for prompt, text in samples)
         self._client.log_text(self._id, text, f"samples/step-{step:08}.txt")
 
     def close(self, end: End) -> None:
@@ -159,16 +159,16 @@ class Mlflow:
 
 
 class Trackio:
-    def start(self, about: RunInfo) -> str | None:
+    def start(self, run: RunInfo) -> str | None:
         import trackio
 
-        # It knows runs by their names only, and a folder or space of the user's may hold others of this name.
-        name = f"{about.name}-{about.id[:6]}"
+        # trackio identifies runs by name only, and the user's folder or Space may hold others of this name.
+        name = f"{run.name}-{run.id[:6]}"
         self._run = trackio.init(
-            project=about.project,
+            project=run.project,
             name=name,
             resume="allow",
-            config=about.config,
+            config=run.config,
             embed=False,
             auto_log_gpu=False,
             auto_log_cpu=False,
@@ -181,7 +181,7 @@ class Trackio:
     def log_samples(self, samples: list[tuple[str, str]], step: int) -> None:
         import trackio
 
-        text = "\n\n".join(f"**{prompt}**\n\n{said}" for prompt, said in samples)
+        text = "\n\n".join(f"**{prompt}**\n\n{text}" for prompt, text in samples)
         self._run.log({"samples": trackio.Markdown(text)}, step=step)
 
     def close(self, end: End) -> None:

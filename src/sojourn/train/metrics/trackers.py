@@ -1,7 +1,7 @@
-"""Curves elsewhere (`log.trackers`): each service has a thread of its own, so that none ends or slows a run.
+"""Experiment trackers of a run (`log.trackers`), each in a thread of its own, so that none can end or slow the run.
 
-A service that is not installed is told before training. One that fails later is told once, noted in events.jsonl, and
-left alone; metrics.jsonl has everything anyway.
+A missing package is refused before training. A tracker that fails later is reported once, logged in events.jsonl and
+not used any more; metrics.jsonl has every value.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from sojourn.errors import UserError
 from sojourn.run.folder import RunFolder
 from sojourn.storage.files import read_json, write_json
 from sojourn.train.checkpoint.config_changes import flatten
-from sojourn.train.metrics.tracker_backends import BACKENDS, PATIENCE, End, RunInfo, TrackerBackend
+from sojourn.train.metrics.tracker_backends import BACKENDS, CLOSE_TIMEOUT, End, RunInfo, TrackerBackend
 
-_MOST_WAITING = 10_000
+_QUEUE_SIZE = 10_000
 
 
-def refuse_missing_trackers(wanted: Sequence[str]) -> None:
-    """Before anything costs time: every wanted service must be installed."""
-    missing = [name for name in wanted if importlib.util.find_spec(name) is None]
+def refuse_missing_trackers(trackers: Sequence[str]) -> None:
+    """Called before anything costs time."""
+    missing = [name for name in trackers if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"log.trackers: {missing[0]} is not installed; pip install {' '.join(missing)}")
 
 
 class Trackers:
-    """All services of one run. `say` prints a line for the user."""
+    """All trackers of one run. `say` prints a line for the user."""
 
     def __init__(self, run: RunFolder, config: RunConfig, say: Callable[[str], None]) -> None:
         refuse_missing_trackers(config.log.trackers)
         self._run, self._config, self._say = run, config, say
-        self._senders: list[_Sender] = []
+        self._threads: list[_TrackerThread] = []
 
     def start(self) -> None:
         if not self._config.log.trackers:
@@ -48,65 +48,65 @@ class Trackers:
         log = self._config.log
         name = self._config.name or self._run.path.name
         settings = {key: value for key, value in flatten(dump(self._config)).items() if value is not None}
-        about = RunInfo(name, log.project, _identity(self._run), settings, self._run.logs)
-        about.logs.mkdir(parents=True, exist_ok=True)
-        if "trackio" in log.trackers:  # which reads this once, when it is imported
-            os.environ.setdefault("TRACKIO_DIR", str((about.logs / "trackio").resolve()))
-        for service in dict.fromkeys(log.trackers):
-            sender = _Sender(service, BACKENDS[service](), about)
+        info = RunInfo(name, log.project, _run_id(self._run), settings, self._run.logs)
+        info.logs.mkdir(parents=True, exist_ok=True)
+        if "trackio" in log.trackers:  # which reads this at import
+            os.environ.setdefault("TRACKIO_DIR", str((info.logs / "trackio").resolve()))
+        for tracker in dict.fromkeys(log.trackers):
+            thread = _TrackerThread(tracker, BACKENDS[tracker](), info)
             try:
-                importlib.import_module(service)  # here, since imports in two threads at once may trip over each other
+                importlib.import_module(tracker)  # here, since concurrent imports can deadlock
             except Exception as error:
-                sender.fail(error)
+                thread.fail(error)
             else:
-                sender.start()
-            self._senders.append(sender)
+                thread.start()
+            self._threads.append(thread)
 
     def log(self, values: dict[str, float], step: int) -> None:
         known = {name: float(value) for name, value in values.items() if math.isfinite(value)}
-        for sender in self._senders:
-            sender.give(lambda sink: sink.log(known, step))
-        self._tell()
+        for thread in self._threads:
+            thread.submit(lambda backend: backend.log(known, step))
+        self._report()
 
     def log_samples(self, samples: list[tuple[str, str]], step: int) -> None:
-        for sender in self._senders:
-            sender.give(lambda sink: sink.log_samples(samples, step))
+        for thread in self._threads:
+            thread.submit(lambda backend: backend.log_samples(samples, step))
 
     def close(self, end: End) -> None:
-        """Waits for what is still on its way, but not for ever: rented time runs on."""
-        for sender in self._senders:
-            sender.give(lambda sink: sink.close(end))
-            sender.give(None)
-        until = time.monotonic() + PATIENCE
-        for sender in self._senders:
-            if sender.ident is not None:
-                sender.join(max(0.0, until - time.monotonic()))
-            if sender.is_alive():
-                sender.fail(TimeoutError(f"it did not take everything within {PATIENCE:g} s"))
-        self._tell()
+        """Waits for pending uploads, up to CLOSE_TIMEOUT: rented time costs money."""
+        for thread in self._threads:
+            thread.submit(lambda backend: backend.close(end))
+            thread.submit(None)
+        until = time.monotonic() + CLOSE_TIMEOUT
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(max(0.0, until - time.monotonic()))
+            if thread.is_alive():
+                thread.fail(TimeoutError(f"it did not finish within {CLOSE_TIMEOUT:g} s"))
+        self._report()
 
-    def _tell(self) -> None:
-        for sender in self._senders:
-            while not sender.notes.empty():
-                self._say(sender.notes.get())
-            if sender.failure and not sender.told:
-                sender.told = True
-                self._run.event("tracker_failed", tracker=sender.service, error=sender.failure)
-                has_all = f"the run goes on, and {self._run.metrics.name} has every value"
-                self._say(f"warning: {sender.service}: {sender.failure}; {has_all}")
+    def _report(self) -> None:
+        for thread in self._threads:
+            while not thread.notes.empty():
+                self._say(thread.notes.get())
+            if thread.failure and not thread.reported:
+                thread.reported = True
+                self._run.event("tracker_failed", tracker=thread.tracker, error=thread.failure)
+                rest = f"training continues, and {self._run.metrics.name} has every value"
+                self._say(f"warning: {thread.tracker}: {thread.failure}; {rest}")
 
 
-class _Sender(threading.Thread):
-    """Carries what it is given to one service, in order."""
+class _TrackerThread(threading.Thread):
+    """Sends metrics to one tracker, in order."""
 
-    def __init__(self, service: str, sink: TrackerBackend, about: RunInfo) -> None:
-        super().__init__(name=f"tracker-{service}", daemon=True)
-        self.service, self._sink, self._about = service, sink, about
+    def __init__(self, tracker: str, backend: TrackerBackend, info: RunInfo) -> None:
+        super().__init__(name=f"tracker-{tracker}", daemon=True)
+        self.tracker, self._backend, self._info = tracker, backend, info
         self.notes: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.failure, self.told = "", False
-        self._tasks: queue.Queue[Callable[[TrackerBackend], None] | None] = queue.Queue(_MOST_WAITING)
+        self.failure, self.reported = "", False
+        self._tasks: queue.Queue[Callable[[TrackerBackend], None] | None] = queue.Queue(_QUEUE_SIZE)
 
-    def give(self, task: Callable[[TrackerBackend], None] | None) -> None:
+    def submit(self, task: Callable[[TrackerBackend], None] | None) -> None:
         if self.failure:
             return
         try:
@@ -116,10 +116,10 @@ class _Sender(threading.Thread):
 
     def run(self) -> None:
         try:
-            if note := self._sink.start(self._about):
+            if note := self._backend.start(self._info):
                 self.notes.put(note)
             while (task := self._tasks.get()) is not None:
-                task(self._sink)
+                task(self._backend)
         except (Exception, SystemExit) as error:
             self.fail(error)
 
@@ -128,12 +128,12 @@ class _Sender(threading.Thread):
         self.failure = self.failure or f"{type(error).__name__}: {first[:200]}"
 
 
-def _identity(run: RunFolder) -> str:
-    """The run's name at the services: made once, kept in the run folder, so that it stays when the folder travels."""
+def _run_id(run: RunFolder) -> str:
+    """The run's id at the trackers, kept in the run folder, so that it stays when the folder is moved."""
     path = run.path / "trackers.json"
     found = read_json(path)
     if isinstance(found, dict) and isinstance(found.get("id"), str):
         return str(found["id"])
-    made = secrets.token_hex(8)
-    write_json(path, {"id": made})
-    return made
+    run_id = secrets.token_hex(8)
+    write_json(path, {"id": run_id})
+    return run_id

@@ -1,7 +1,7 @@
-"""AdamW whose moments live in the host's memory and visit the GPU one parameter at a time.
+"""AdamW with its optimizer states in pinned host memory (`train.offload=optimizer`).
 
-The arithmetic stays on the GPU, so the result is AdamW's to the last bit and a box with few CPU cores loses little. The
-next parameter's moments travel while the present one is updated.
+The states of one parameter at a time are copied to the GPU, updated and copied back; the copy of the next parameter's
+overlaps with the update. The arithmetic stays on the GPU, so the result is AdamW's to the last bit.
 """
 
 from __future__ import annotations
@@ -9,22 +9,23 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim.adamw import adamw
 
-_NAMES = ("exp_avg", "exp_avg_sq")
+_STATES = ("exp_avg", "exp_avg_sq")
 
 
 class OffloadedAdamW(torch.optim.Optimizer):
     def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self._cuda = any(p.is_cuda for group in self.param_groups for p in group["params"])
-        self._bus = torch.cuda.Stream() if self._cuda else None
+        self._copy_stream = torch.cuda.Stream() if self._cuda else None
 
-    def make_state(self, parameter: Any) -> None:
-        """In pinned memory, which the bus reads and writes at full speed."""
+    def make_state(self, parameter: Tensor) -> None:
+        """In pinned memory, which is copied at full bandwidth."""
         if not self.state[parameter]:
-            here = {"device": "cpu", "pin_memory": self._cuda, "dtype": torch.float32}
-            self.state[parameter].update({name: torch.zeros(parameter.shape, **here) for name in _NAMES})
+            host = {"device": "cpu", "pin_memory": self._cuda, "dtype": torch.float32}
+            self.state[parameter].update({name: torch.zeros(parameter.shape, **host) for name in _STATES})
             self.state[parameter]["step"] = torch.zeros((), dtype=torch.float32)
 
     @torch.no_grad()
@@ -32,41 +33,41 @@ class OffloadedAdamW(torch.optim.Optimizer):
         work = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         for parameter, _ in work:
             self.make_state(parameter)
-        coming = self._fetch(work[0][0]) if work else None
+        next_states = self._fetch(work[0][0]) if work else None
         for i, (parameter, group) in enumerate(work):
-            here, arrived = coming or self._fetch(parameter)
-            coming = self._fetch(work[i + 1][0]) if i + 1 < len(work) else None
-            if arrived is not None:
-                arrived.wait()
-            self._update(parameter, here, group)
-            self._send_back(parameter, here)
-        if self._bus is not None:
-            self._bus.synchronize()
+            states, copied = next_states or self._fetch(parameter)
+            next_states = self._fetch(work[i + 1][0]) if i + 1 < len(work) else None
+            if copied is not None:
+                copied.wait()
+            self._update(parameter, states, group)
+            self._send_back(parameter, states)
+        if self._copy_stream is not None:
+            self._copy_stream.synchronize()
 
-    def _fetch(self, parameter: Any) -> tuple[list[Any], Any]:
-        kept = [self.state[parameter][name] for name in _NAMES]
-        if self._bus is None:
-            return kept, None
-        with torch.cuda.stream(self._bus):
-            here = [tensor.to(parameter.device, non_blocking=True) for tensor in kept]
-            return here, self._bus.record_event()
+    def _fetch(self, parameter: Tensor) -> tuple[list[Tensor], Any]:
+        on_host = [self.state[parameter][name] for name in _STATES]
+        if self._copy_stream is None:
+            return on_host, None
+        with torch.cuda.stream(self._copy_stream):
+            on_device = [tensor.to(parameter.device, non_blocking=True) for tensor in on_host]
+            return on_device, self._copy_stream.record_event()
 
-    def _send_back(self, parameter: Any, here: list[Any]) -> None:
-        if self._bus is None:
+    def _send_back(self, parameter: Tensor, states: list[Tensor]) -> None:
+        if self._copy_stream is None:
             return
-        self._bus.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._bus):
-            for name, tensor in zip(_NAMES, here, strict=True):
+        self._copy_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._copy_stream):
+            for name, tensor in zip(_STATES, states, strict=True):
                 self.state[parameter][name].copy_(tensor, non_blocking=True)
 
-    def _update(self, parameter: Any, moments: list[Any], group: dict[str, Any]) -> None:
+    def _update(self, parameter: Tensor, states: list[Tensor], group: dict[str, Any]) -> None:
         step = self.state[parameter]["step"]
-        there = step.to(parameter.device, non_blocking=True)
+        count = step.to(parameter.device, non_blocking=True)
         adamw(
-            [parameter], [parameter.grad], [moments[0]], [moments[1]], [], [there],
+            [parameter], [parameter.grad], [states[0]], [states[1]], [], [count],
             fused=parameter.device.type in ("cpu", "cuda"), amsgrad=False, maximize=False,
             beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
             weight_decay=group["weight_decay"], eps=group["eps"],
         )  # fmt: skip
-        if there is not step:
+        if count is not step:
             step += 1

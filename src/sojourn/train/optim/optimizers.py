@@ -1,17 +1,25 @@
-"""The optimizer, its learning-rate schedule as a pure function of the step, and its state as named tensors."""
+"""Optimizers by name, the learning-rate schedule as a pure function of the step, and optimizer states as named tensors.
+
+AdamW of torch, 8-bit and paged AdamW of bitsandbytes, Muon. Weight decay applies to matrices; norms, biases, embeddings
+and the LM head are not decayed. States are saved as tensors under the names of the parameters.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sojourn.config.schema import TrainConfig
 from sojourn.errors import UserError
 
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+
 
 def learning_rate(step: int, total: int, train: TrainConfig) -> float:
-    """For step `step` (from 0) of `total`: warm up, then follow the schedule down to `min_lr` of the peak."""
+    """Of step `step` (from 0) of `total`: linear warm-up, then the schedule down to `min_lr` times the peak."""
     peak = float(train.lr)
     warmup = int(train.warmup) if train.warmup >= 1 else math.ceil(train.warmup * total)
     if step < warmup:
@@ -22,7 +30,7 @@ def learning_rate(step: int, total: int, train: TrainConfig) -> float:
     elif train.schedule == "linear":
         share = 1 - min(1.0, done)
     elif train.schedule == "wsd":
-        share = min(1.0, 5 * (1 - min(1.0, done)))  # steady, then down over the last fifth
+        share = min(1.0, 5 * (1 - min(1.0, done)))  # constant, then linear decay over the last fifth
     else:
         share = 1.0
     return peak * (train.min_lr + (1 - train.min_lr) * share)
@@ -39,21 +47,25 @@ _STATES = {
 
 
 class Optimizer:
-    """One of torch's, bitsandbytes' or ours, whose state is known by the names of the parameters."""
+    """An optimizer of torch, bitsandbytes or ours, with its state by the names of the parameters."""
 
     def __init__(
-        self, model: Any, train: TrainConfig, device: str, local: Callable[[Any], Any] = lambda parameter: parameter
+        self,
+        model: Module,
+        train: TrainConfig,
+        device: str,
+        local_shard: Callable[[Tensor], Tensor] = lambda parameter: parameter,
     ) -> None:
-        """`local`: this process's part of a parameter, where they are cut."""
+        """`local_shard`: this rank's shard of a parameter, where parameters are sharded."""
         groups = parameter_groups(model, train)
         for group in groups:
-            group["params"] = [local(parameter) for parameter in group["params"]]
+            group["params"] = [local_shard(parameter) for parameter in group["params"]]
         self.names = [name for group in groups for name in group.pop("names")]
         self.torch = _make(groups, train, device)
         self._kinds = _STATES[train.optimizer]
 
     @property
-    def parameters(self) -> list[Any]:
+    def parameters(self) -> list[Tensor]:
         return [parameter for group in self.torch.param_groups for parameter in group["params"]]
 
     def set_learning_rate(self, rate: float) -> None:
@@ -62,16 +74,16 @@ class Optimizer:
 
     @property
     def fuses_clipping(self) -> bool:
-        """Whether its kernel, on its way, divides gradients by `grad_scale`, which saves a pass over them, and leaves
-        everything as it is where `found_inf` is 1."""
+        """Whether its kernel divides gradients by `grad_scale` (no extra pass to clip them) and does nothing where
+        `found_inf` is 1."""
         return bool(self.torch.defaults.get("fused")) and self.parameters[0].device.type == "cuda"
 
     def zero_grad(self) -> None:
         self.torch.zero_grad(set_to_none=True)
         self.torch.grad_scale = self.torch.found_inf = None
 
-    def state_tensors(self) -> dict[str, Any]:
-        """Everything that must survive a restart, by parameter name; a plain number becomes a tensor."""
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The states as PARAMETER/KEY; numbers become tensors."""
         import torch
 
         state = self.torch.state
@@ -81,13 +93,13 @@ class Optimizer:
             for key, value in state.get(parameter, {}).items()
         }
 
-    def matches(self, tensors: dict[str, Any]) -> bool:
-        """Whether they are the state of an optimizer of this kind, for these parameters."""
+    def matches(self, tensors: dict[str, Tensor]) -> bool:
+        """Whether they are states of this kind of optimizer for these parameters."""
         names = {full.rsplit("/", 1)[0] for full in tensors}
         kinds = {full.rsplit("/", 1)[1] for full in tensors}
         return names <= set(self.names) and kinds <= self._kinds
 
-    def load_state_tensors(self, tensors: dict[str, Any]) -> None:
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
         state: dict[str, dict[str, Any]] = {name: {} for name in self.names}
         for full, value in tensors.items():
             name, key = full.rsplit("/", 1)
@@ -99,32 +111,32 @@ class Optimizer:
             self.torch.load_state_dict({**self.torch.state_dict(), "state": numbered})
 
     def _fill(self, state: dict[str, dict[str, Any]]) -> None:
-        """Into places that the optimizer makes itself, so that paged and offloaded memory stays what it is."""
+        """Copies into tensors that the optimizer allocates itself, so that they stay paged or offloaded."""
         import torch
 
         names = iter(self.names)
         for g, group in enumerate(self.torch.param_groups):
             for i, parameter in enumerate(group["params"]):
-                found = state[next(names)]
-                if not found:
+                loaded = state[next(names)]
+                if not loaded:
                     continue
                 if hasattr(self.torch, "make_state"):
                     self.torch.make_state(parameter)
                 else:  # bitsandbytes
                     self.torch.init_state(group, parameter, g, i)
-                kept = self.torch.state[parameter]
-                for key, value in found.items():
-                    if isinstance(kept[key], torch.Tensor):
-                        kept[key].copy_(value)
+                own = self.torch.state[parameter]
+                for key, value in loaded.items():
+                    if isinstance(own[key], torch.Tensor):
+                        own[key].copy_(value)
                     else:
-                        kept[key] = type(kept[key])(value.item())
+                        own[key] = type(own[key])(value.item())
 
 
-def parameter_groups(model: Any, train: TrainConfig) -> list[dict[str, Any]]:
-    """Matrices are decayed; norms, biases, embeddings and the head are not. Muon takes the decayed ones."""
+def parameter_groups(model: Module, train: TrainConfig) -> list[dict[str, Any]]:
+    """Decayed matrices, which Muon takes, and the rest: norms, biases, embeddings, LM head."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    words = ("embed", "lm_head", "wte", "wpe")
-    decayed = [n for n, p in named.items() if p.ndim >= 2 and not any(word in n for word in words)]
+    not_decayed = ("embed", "lm_head", "wte", "wpe")
+    decayed = [n for n, p in named.items() if p.ndim >= 2 and not any(part in n for part in not_decayed)]
     plain = [n for n in named if n not in set(decayed)]
     return [
         {"names": names, "params": [named[n] for n in names], "weight_decay": decay, "matrices": names is decayed}
