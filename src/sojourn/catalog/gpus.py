@@ -70,7 +70,7 @@ def _gpu(name: str, row: dict[str, Any], where: str) -> Gpu:
 
 
 def _parts(name: str) -> tuple[str, float | None, bool]:
-    """The model as one word, the memory if the name tells it, and whether it says PCIe."""
+    """The model as one word, the memory if the name has it, and whether it has PCIe."""
     model, memory, pcie = [], None, False
     for word in re.split(r"[\s\-_/()]+", name.lower().replace("rtx", "rtx ")):
         if found := _MEMORY.match(word):

@@ -144,7 +144,7 @@ def _key(name: str) -> str:
 def _shape(name: str, row: dict[str, Any], where: str) -> ModelSpec:
     filled = {"name": name, "hub": name, "family": "llama", **row}
     hidden, heads = filled.get("hidden"), filled.get("heads")
-    if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:  # else `to_row` says what is wrong
+    if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:  # else `to_row` reports what is wrong
         filled = {"kv_heads": heads, "head_dim": hidden // heads, **filled}
     shape = to_row(ModelSpec, filled, where, "model")
     if wrong := _wrong(shape):

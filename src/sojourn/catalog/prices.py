@@ -13,7 +13,7 @@ from sojourn.errors import UserError
 
 @dataclass(frozen=True)
 class Price:
-    """What `count` GPUs of one kind cost per hour on one platform, who said so, and in which month.
+    """What `count` GPUs of one kind cost per hour on one platform, with the source and the month.
 
     `per_hour` is in `currency`; `cny_per_hour` is the same by the catalogue's rate, to compare with others.
     """
@@ -40,7 +40,7 @@ class Currency:
 
 
 def currencies(user: Path | None = None) -> dict[str, Currency]:
-    """Every currency with a rate, by its three letters; CNY is what the others are told in."""
+    """Every currency with a rate, by its three letters; rates are in CNY."""
     found = {
         name.upper(): to_row(Currency, {"name": name.upper(), **row}, f"{where}: currency.{name}", "currency")
         for name, (row, where) in load_rows("currency", user).items()
@@ -63,8 +63,8 @@ def _with_our_names(row: dict[str, Any], where: str, user: Path | None) -> dict[
     """A user's price under the catalogue's names of its platform and GPU."""
     known = [place.name for place in platforms(user)]
     if row["platform"] not in known:
-        mend = did_you_mean(row["platform"], known) or f"; add [platform.{row['platform']}] to name it"
-        raise UserError(f"{where}: no platform called '{row['platform']}'{mend}")
+        hint = did_you_mean(row["platform"], known) or f"; add [platform.{row['platform']}] to name it"
+        raise UserError(f"{where}: no platform called '{row['platform']}'{hint}")
     try:
         return {**row, "gpu": find_gpu(row["gpu"], user=user).name}
     except UserError as error:

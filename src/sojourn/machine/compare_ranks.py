@@ -94,20 +94,20 @@ def judge_all_reduce(known: Sequence[RankFacts], speeds: Sequence[AllReduceSpeed
 
 
 def _versions(known: Sequence[RankFacts]) -> Finding:
-    said, fixes = [], []
+    differences, fixes = [], []
     differ = [name for name in known[0].versions if len(_by_version(known, name)) > 1]
     for name in differ:
         having = _by_version(known, name)
         # What most have, and rank 0 where that is undecided; never "missing".
-        wanted = max(having, key=lambda version: (version is not None, len(having[version])))
-        told = [f"{version or 'missing'} on {_format_ranks(those)}" for version, those in having.items()]
-        said.append(f"{name} {', but '.join(told)}")
+        target = max(having, key=lambda version: (version is not None, len(having[version])))
+        listed = [f"{version or 'missing'} on {_format_ranks(those)}" for version, those in having.items()]
+        differences.append(f"{name} {', but '.join(listed)}")
         if not (name in ("CUDA", "NCCL") and "torch" in differ):  # those come with torch
-            others = [one for one in known if one not in having[wanted]]
-            cuda = having[wanted][0].versions.get("CUDA")
-            fixes.append(f"on {', '.join(_hosts(others))}: {_install(name, str(wanted), cuda)}")
+            others = [one for one in known if one not in having[target]]
+            cuda = having[target][0].versions.get("CUDA")
+            fixes.append(f"on {', '.join(_hosts(others))}: {_install(name, str(target), cuda)}")
     if differ:
-        return Finding("versions", "fail", "; ".join(said), "; ".join(fixes), {"differ": differ})
+        return Finding("versions", "fail", "; ".join(differences), "; ".join(fixes), {"differ": differ})
     alike = ", ".join(f"{name} {version}" for name, version in known[0].versions.items() if version)
     return Finding("versions", "ok", f"the same everywhere: {alike}", data={"differ": []})
 
@@ -203,8 +203,8 @@ def _format_numbers(numbers: Sequence[int]) -> str:
             spans[-1][1] = number
         else:
             spans.append([number, number])
-    told = ", ".join(f"{low}-{high}" if high > low else str(low) for low, high in spans)
-    return f"rank{'s' if len(numbers) > 1 else ''} {told}"
+    listed = ", ".join(f"{low}-{high}" if high > low else str(low) for low, high in spans)
+    return f"rank{'s' if len(numbers) > 1 else ''} {listed}"
 
 
 def _count(number: int, thing: str) -> str:

@@ -76,13 +76,13 @@ def _ask(fields: str) -> list[list[str]] | None:
         return []
     except (OSError, subprocess.TimeoutExpired) as error:
         raise RuntimeError(f"nvidia-smi did not answer: {error}") from error
-    said = (done.stdout + done.stderr).strip()
-    if "is not a valid field" in said:
+    output = (done.stdout + done.stderr).strip()
+    if "is not a valid field" in output:
         return None
-    if "No devices were found" in said:
+    if "No devices were found" in output:
         return []
     if done.returncode != 0:
-        raise RuntimeError(f"nvidia-smi failed: {said.splitlines()[0] if said else done.returncode}")
+        raise RuntimeError(f"nvidia-smi failed: {output.splitlines()[0] if output else done.returncode}")
     return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
 
 

@@ -31,12 +31,12 @@ def hf_cache(env: Mapping[str, str]) -> Path:
 
 def disks(home: Path, env: Mapping[str, str]) -> list[Finding]:
     """One finding for each volume that a run writes to: the home folder, the download cache, the temporary folder."""
-    wanted = {"runs": home, "downloads": hf_cache(env), "temporary files": Path(tempfile.gettempdir())}
+    paths = {"runs": home, "downloads": hf_cache(env), "temporary files": Path(tempfile.gettempdir())}
     volumes: dict[tuple[int, bool], tuple[list[str], Path]] = {}
     found = []
-    for use, path in wanted.items():
+    for use, path in paths.items():
         there = existing(path)
-        # A folder that cannot be written is told apart from the rest of its volume.
+        # A folder that cannot be written counts as a volume of its own.
         key = (there.stat().st_dev, there.is_dir() and os.access(there, os.W_OK))
         volumes.setdefault(key, ([], path))[0].append(use)
     for uses, path in volumes.values():

@@ -84,9 +84,9 @@ def topology(text: str) -> Pairs:
 
 def visible(env: Mapping[str, str], count: int) -> list[int]:
     """The driver's numbers of the GPUs that torch sees, where CUDA_VISIBLE_DEVICES tells them as numbers."""
-    told = [word.strip() for word in env.get("CUDA_VISIBLE_DEVICES", "").split(",")]
-    numbers = [int(word) for word in told if word.isdigit()]
-    return numbers if len(numbers) == len(told) == count else list(range(count))
+    listed = [word.strip() for word in env.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    numbers = [int(word) for word in listed if word.isdigit()]
+    return numbers if len(numbers) == len(listed) == count else list(range(count))
 
 
 def among(pairs: Pairs, numbers: list[int]) -> Pairs:

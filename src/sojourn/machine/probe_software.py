@@ -10,7 +10,7 @@ from sojourn.machine.finding import Finding
 
 PYTHON = ((3, 10), (3, 13))
 
-# The floors of the [train] extra that a training run cannot do without. pyproject.toml says the same; a test compares.
+# The floors of the [train] extra that a training run cannot do without. pyproject.toml has the same; a test compares.
 REQUIRED = {
     "torch": ">=2.6",
     "transformers": ">=5.3,<6",
@@ -44,9 +44,9 @@ def installed(name: str) -> str | None:
         return None
 
 
-def satisfies(version: str, wanted: str) -> bool:
+def satisfies(version: str, bounds: str) -> bool:
     """Whether a version lies in a range like ">=5.3,<6"; local tags and pre-release letters are ignored."""
-    for bound in wanted.split(","):
+    for bound in bounds.split(","):
         sign, number = re.match(r"(>=|<)\s*(.+)", bound.strip()).groups()  # type: ignore[union-attr]
         if (_numbers(version) >= _numbers(number)) != (sign == ">="):
             return False
@@ -61,9 +61,9 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def libraries(torch_here: bool) -> Finding:
     """Versions of what training needs, torch apart. Installing the missing never touches the torch that is there."""
-    wanted = {name: bounds for name, bounds in REQUIRED.items() if name != "torch"}
-    versions = {name: installed(name) for name in wanted}
-    wrong = [n for n, v in versions.items() if v is None or not satisfies(v, wanted[n])]
+    required = {name: bounds for name, bounds in REQUIRED.items() if name != "torch"}
+    versions = {name: installed(name) for name in required}
+    wrong = [n for n, v in versions.items() if v is None or not satisfies(v, required[n])]
     seen = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
     data = {"versions": versions, "wrong": wrong}
     if not wrong:
@@ -72,7 +72,7 @@ def libraries(torch_here: bool) -> Finding:
         return Finding(
             "libraries", "warn", f"{seen}; enough to plan, not to train", "pip install 'sojourn[train]'", data
         )
-    needs = [f"'{name}{wanted[name]}'" for name in wrong]
+    needs = [f"'{name}{required[name]}'" for name in wrong]
     keep = f"'torch=={installed('torch')}' " if installed("torch") else ""
     return Finding("libraries", "fail", seen, f"pip install {keep}{' '.join(needs)}", data)
 
@@ -80,8 +80,8 @@ def libraries(torch_here: bool) -> Finding:
 def extras() -> Finding:
     """DeepSpeed and vLLM by presence: the one is optional, the other lives in an environment of its own."""
     versions = {name: installed(name) for name in ("deepspeed", "vllm")}
-    told = [f"{name} {version}" if version else f"no {name}" for name, version in versions.items()]
-    message = f"{', '.join(told)} (both optional"
+    listed = [f"{name} {version}" if version else f"no {name}" for name, version in versions.items()]
+    message = f"{', '.join(listed)} (both optional"
     message += "; vllm belongs in an environment of its own)" if versions["vllm"] else ")"
     return Finding("extras", "ok", message, data={"versions": versions})
 
