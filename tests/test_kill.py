@@ -7,40 +7,44 @@ from random import Random
 
 import pytest
 
-from kill.forge import Forge
-from kill.plans import harry, strike
-from kill.scene import Journey, Scene, needs_fork, set_scene
+from kill.fault_plans import kill_at_calls, kill_at_random_moments
+from kill.fork_server import ForkServer
+from kill.killed_run import KilledRun, Reference, make_reference, needs_fork
 
 pytestmark = needs_fork
 
 
 @pytest.fixture(scope="module")
-def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
-    opened = Forge(tmp_path_factory.mktemp("forge"))
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    opened = ForkServer(tmp_path_factory.mktemp("fork_server"))
     yield opened
     opened.close()
 
 
 @pytest.fixture(scope="module", params=["pretrain", "lora"])
-def scene(request: pytest.FixtureRequest, forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> Scene:
-    return set_scene(forge, tmp_path_factory.mktemp("kill") / request.param, request.param)
+def reference(
+    request: pytest.FixtureRequest, fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory
+) -> Reference:
+    return make_reference(fork_server, tmp_path_factory.mktemp("kill") / request.param, request.param)
 
 
-def test_random_kills_change_neither_the_weights_nor_what_was_read(scene):
-    chance, kills = Random(scene.method), 0
+def test_random_kills_change_neither_the_weights_nor_what_was_read(reference):
+    rng, kills = Random(reference.method), 0
     while kills < 4:
-        kills += harry(Journey(scene, f"random-{kills}"), chance, most=5)
+        kills += kill_at_random_moments(KilledRun(reference, f"random-{kills}"), rng, most=5)
 
 
-def test_a_kill_during_a_save_keeps_the_last_good_checkpoint(scene):
+def test_a_kill_during_a_save_keeps_the_last_good_checkpoint(reference):
     writing = "write checkpoints/.stage-PID-{0}/model.safetensors 2 of {0}"
     placing = "rename checkpoints/.stage-PID-{0} 1 of {0}"
     removing = "unlink checkpoints/step-OLD/model.safetensors 1 of {0}"
     chain = [(writing, "half"), (placing, "before"), (placing, "after"), (removing, "before")]
     saves = ("step-00000004", "step-00000006", "step-00000008", "step-00000012")
-    strike(Journey(scene, "save"), [(name.format(at), how) for at, (name, how) in zip(saves, chain, strict=True)])
+    kill_at_calls(
+        KilledRun(reference, "save"), [(name.format(at), how) for at, (name, how) in zip(saves, chain, strict=True)]
+    )
 
 
-def test_a_kill_while_a_model_is_put_in_place_leaves_none_or_all_of_it(scene):
+def test_a_kill_while_a_model_is_put_in_place_leaves_none_or_all_of_it(reference):
     chain = [("rename best 1 of best", "after"), ("rename .stage-PID-final 1 of final", "before")]
-    strike(Journey(scene, "final"), chain)
+    kill_at_calls(KilledRun(reference, "final"), chain)

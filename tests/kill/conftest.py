@@ -1,4 +1,4 @@
-"""One forge and one undisturbed run of each method for a worker's tests; at the end, a table of what was survived."""
+"""One fork server and one undisturbed run of each method per worker; at the end, a table of what was survived."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import Any
 
 import pytest
 
-from kill.forge import Forge
-from kill.scene import Scene, set_scene
+from kill.fork_server import ForkServer
+from kill.killed_run import Reference, make_reference
 
 
 @pytest.fixture(scope="session")
-def scenes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Scene]]:
-    """The scene of a method."""
+def references(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Reference]]:
+    """The reference of a method."""
     folder = tmp_path_factory.mktemp("kill")
-    forge, known = Forge(folder), {}
+    fork_server, known = ForkServer(folder), {}
 
-    def scene(method: str) -> Scene:
+    def reference(method: str) -> Reference:
         if method not in known:
-            known[method] = set_scene(forge, folder / method, method)
+            known[method] = make_reference(fork_server, folder / method, method)
         return known[method]
 
-    yield scene
-    forge.close()
+    yield reference
+    fork_server.close()
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-from kill.plans import harry
-from kill.scene import Journey, needs_fork
+from kill.fault_plans import kill_at_random_moments
+from kill.killed_run import KilledRun, needs_fork
 
 pytestmark = needs_fork
 
@@ -17,13 +17,13 @@ TESTS = {"pretrain": 4, "lora": 4, "qlora": 3}
 
 
 @pytest.mark.parametrize(("method", "seed"), [(method, n) for method, tests in TESTS.items() for n in range(tests)])
-def test_a_run_killed_at_random_moments_is_the_run_that_was_not(scenes, tell, method, seed):
-    scene, chance = scenes(method), Random(f"{method} {seed}")
+def test_a_run_killed_at_random_moments_is_the_run_that_was_not(references, tell, method, seed):
+    reference, rng = references(method), Random(f"{method} {seed}")
     kills, runs, where = 0, 0, Counter()
     while kills < KILLS:
-        journey = Journey(scene, f"random-{seed}-{runs}")
-        kills += harry(journey, chance, most=8)
+        killed = KilledRun(reference, f"random-{seed}-{runs}")
+        kills += kill_at_random_moments(killed, rng, most=8)
         runs += 1
-        where += journey.where
-        journey.clear()
+        where += killed.where
+        killed.clear()
     tell(method=method, trouble="random kills", times=kills, runs=runs, where=where)

@@ -1,7 +1,7 @@
-"""A trainer for every trial without waiting for imports: a process that has them all forks one whenever it is asked.
+"""Forks training processes from a server that has imported everything, and kills them on request.
 
-It is a fresh Python beside the tests, told what to do by lines of JSON, so that no thread of theirs is inherited; and
-it never computes anything itself, so that a fork of it is as good as a new process.
+The server is a fresh Python that reads JSON lines, so that its children inherit no thread of the tests. It computes
+nothing itself, so that a fork of it is as good as a new process.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ _PATIENCE = 120.0
 
 
 @dataclass(frozen=True)
-class Order:
-    """One call of `sojourn train`, and what is to befall it.
+class TrainCall:
+    """One call of `sojourn train`, with its faults.
 
-    `kill_after`: seconds from its start; with `kill_at_step`: from when the metrics tell of that step. `blows`: how
-    each named disk call ends, see `blows.py`. `fill`: a folder whose disk is full `from` one step `until` another, but
+    `kill_after`: seconds from its start; with `kill_at_step`: from when that step is in the metrics. `faults`: how each
+    named disk call ends, see `faults.py`. `fill`: a folder whose disk is full `from` one step `until` another, except
     for the bytes to `leave`.
     """
 
-    words: list[str]
+    args: list[str]
     home: str
     run: str
-    notes: str
+    log: str
     kill_after: float | None = None
     kill_at_step: int | None = None
-    blows: dict[str, str] = field(default_factory=dict)
-    note_calls: bool = False
+    faults: dict[str, str] = field(default_factory=dict)
+    log_calls: bool = False
     fill: dict[str, Any] | None = None
     base_from: str | None = None  # instead: make a tiny base of these chats in `home`
     learn: bool = False  # import what this child had to import, for those after it
@@ -53,15 +53,15 @@ class Outcome:
     code: int
     pid: int
     seconds: float
-    said: str
-    complained: str
+    stdout: str
+    stderr: str
 
     @property
     def killed(self) -> bool:
         return self.code == -signal.SIGKILL
 
 
-class Forge:
+class ForkServer:
     """The tests' end of it."""
 
     def __init__(self, folder: Path) -> None:
@@ -70,16 +70,16 @@ class Forge:
         alone = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         self._folder = folder
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "kill.forge", str(folder)], cwd=folder, env={**os.environ, **offline, **alone},
+            [sys.executable, "-m", "kill.fork_server", str(folder)], cwd=folder, env={**os.environ, **offline, **alone},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 
-    def run(self, order: Order) -> Outcome:
-        self._process.stdin.write(json.dumps(asdict(order)) + "\n")
+    def run(self, spec: TrainCall) -> Outcome:
+        self._process.stdin.write(json.dumps(asdict(spec)) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
-        assert answer, "the forge is gone"
-        texts = {name: (self._folder / name).read_text("utf-8", "replace") for name in ("said", "complained")}
+        assert answer, "the fork_server is gone"
+        texts = {name: (self._folder / name).read_text("utf-8", "replace") for name in ("stdout", "stderr")}
         return Outcome(**json.loads(answer), **texts)
 
     def close(self) -> None:
@@ -92,10 +92,10 @@ def _serve(folder: Path) -> None:
     os.dup2(2, 1)
     _import_all()
     for line in sys.stdin:
-        order = Order(**json.loads(line))
+        spec = TrainCall(**json.loads(line))
         assert threading.active_count() == 1, "a process with threads must not be forked"
-        print(json.dumps(_trial(order, folder)), file=answers, flush=True)
-        if order.learn:
+        print(json.dumps(_run_child(spec, folder)), file=answers, flush=True)
+        if spec.learn:
             for name in json.loads((folder / "modules").read_text()):
                 with contextlib.suppress(Exception):
                     importlib.import_module(name)
@@ -113,30 +113,30 @@ def _import_all() -> None:
     torch.set_num_threads(1)
 
 
-def _trial(order: Order, folder: Path) -> dict[str, Any]:
-    metrics = Path(order.run) / "metrics.jsonl"
+def _run_child(spec: TrainCall, folder: Path) -> dict[str, Any]:
+    metrics = Path(spec.run) / "metrics.jsonl"
     known = metrics.stat().st_size if metrics.exists() else 0
-    for name in ("said", "complained"):
+    for name in ("stdout", "stderr"):
         (folder / name).write_text("")
     began = time.monotonic()
     pid = os.fork()
     if pid == 0:
-        os._exit(_child(order, folder))
-    since = began if order.kill_at_step is None else None
+        os._exit(_child(spec, folder))
+    since = began if spec.kill_at_step is None else None
     while True:
         ended, status = os.waitpid(pid, os.WNOHANG)
         now = time.monotonic()
         if ended:
             return {"code": os.waitstatus_to_exitcode(status), "pid": pid, "seconds": now - began}
-        if since is None and _tells_of(metrics, known, order.kill_at_step):
+        if since is None and _has_step(metrics, known, spec.kill_at_step):
             since = now
-        due = order.kill_after is not None and since is not None and now - since >= order.kill_after
+        due = spec.kill_after is not None and since is not None and now - since >= spec.kill_after
         if due or now - began > _PATIENCE:
-            os.kill(pid, signal.SIGKILL if due else signal.SIGABRT)  # one that hangs is no survivor
+            os.kill(pid, signal.SIGKILL if due else signal.SIGABRT)  # a hang counts as a failure
         time.sleep(_TICK)
 
 
-def _tells_of(metrics: Path, known: int, step: int | None) -> bool:
+def _has_step(metrics: Path, known: int, step: int | None) -> bool:
     try:
         with metrics.open("rb") as file:
             file.seek(known)
@@ -145,38 +145,38 @@ def _tells_of(metrics: Path, known: int, step: int | None) -> bool:
         return False
 
 
-def _child(order: Order, folder: Path) -> int:
-    for name, number in (("said", 1), ("complained", 2)):
+def _child(spec: TrainCall, folder: Path) -> int:
+    for name, number in (("stdout", 1), ("stderr", 2)):
         handle = os.open(folder / name, os.O_WRONLY)
         os.dup2(handle, number)
         os.close(handle)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.environ["SOJOURN_HOME"] = order.home
-    os.chdir(order.home)
+    os.environ["SOJOURN_HOME"] = spec.home
+    os.chdir(spec.home)
     try:
-        if order.base_from is not None:
+        if spec.base_from is not None:
             from shared import make_base
 
-            make_base(Path(order.base_from), Path(order.home), "llama")
+            make_base(Path(spec.base_from), Path(spec.home), "llama")
             return 0
-        return _train(order)
+        return _train(spec)
     except BaseException:
         traceback.print_exc()
         return 70
     finally:
-        if order.learn:
+        if spec.learn:
             (folder / "modules").write_text(json.dumps(list(sys.modules)))
         sys.stdout.flush()
         sys.stderr.flush()
 
 
-def _train(order: Order) -> int:
+def _train(spec: TrainCall) -> int:
     """As `sojourn train` would, exit code and all."""
-    from kill.blows import hit
+    from kill.faults import install_faults
     from sojourn.cli.main import main
 
-    hit(order)
-    sys.argv = ["sojourn", "train", *order.words]
+    install_faults(spec)
+    sys.argv = ["sojourn", "train", *spec.args]
     try:
         main()
     except SystemExit as end:

@@ -1,8 +1,8 @@
-"""What befalls a trainer from inside: a kill before, after or in the middle of a disk call, a call that fails, a disk
-that fills up. Also its diary: which rows each step read, and which steps were really trained.
+"""Faults inside a training process: a kill before, after or in the middle of a disk call, a call that fails, a disk
+that fills up. Also a log of the rows that each step read and of the steps that were trained.
 
-A disk call is named by what it does to which file, the how many-th time, while what is being made: `write
-checkpoints/.latest.PID 1 of step-00000006`. So the name means the same in every run, continued ones too.
+A disk call is named by its kind, its file, its count, and the folder being written: `write checkpoints/.latest.PID 1 of
+step-00000006`. The name means the same in every run, resumed ones too.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kill.forge import Order
+    from kill.fork_server import TrainCall
 
 CALLS = ("write", "sync", "rename", "unlink", "make_folder", "remove_folder")
 
 
-def hit(order: Order) -> None:
-    """Makes this process the one that `order` is about."""
-    notes = Notes(Path(order.notes))
-    _keep_diary(notes, order.fill)
-    if order.blows or order.note_calls:
-        _lie_in_wait(notes, order)
+def install_faults(spec: TrainCall) -> None:
+    """Installs the faults of `spec` in this process."""
+    log = Log(Path(spec.log))
+    _record_steps(log, spec.fill)
+    if spec.faults or spec.log_calls:
+        _wrap_disk_calls(log, spec)
 
 
-class Notes:
-    """Lines that are whole even if the next instant is the last: each is one write to the end of the file."""
+class Log:
+    """Each line is one appending write, so that a kill never cuts one short."""
 
     def __init__(self, path: Path) -> None:
         self._handle = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o644)
@@ -43,7 +43,7 @@ class Notes:
         os.write(self._handle, (json.dumps({"what": what, "pid": os.getpid(), **facts}) + "\n").encode())
 
 
-def _keep_diary(notes: Notes, fill: dict[str, Any] | None) -> None:
+def _record_steps(log: Log, fill: dict[str, Any] | None) -> None:
     from sojourn.train import session
     from sojourn.train.batcher import Prefetcher
     from sojourn.train.fault_tolerant_step import FaultTolerantStep
@@ -52,7 +52,7 @@ def _keep_diary(notes: Notes, fill: dict[str, Any] | None) -> None:
 
     def noted_rows(number: int, *rest: Any) -> Any:
         rows = step_rows(number, *rest)
-        notes.add("read", step=number, rows=[int(row) for row in rows], of=rest[0])
+        log.add("read", step=number, rows=[int(row) for row in rows], of=rest[0])
         return rows
 
     def noted_take(self: Any, number: int) -> Any:
@@ -60,7 +60,7 @@ def _keep_diary(notes: Notes, fill: dict[str, Any] | None) -> None:
         digest = hashlib.sha256()
         for batch in batches:
             digest.update(batch.ids.tobytes() + batch.labels.tobytes())
-        notes.add("fed", step=number, digest=digest.hexdigest())
+        log.add("fed", step=number, digest=digest.hexdigest())
         return batches, waited
 
     def noted_step(self: Any) -> Any:
@@ -69,14 +69,14 @@ def _keep_diary(notes: Notes, fill: dict[str, Any] | None) -> None:
             _fill(fill, number)
         done = step(self)
         if done is not None and not done.skipped:
-            notes.add("trained", step=number)
+            log.add("trained", step=number)
         return done
 
     session.step_rows, Prefetcher.take, FaultTolerantStep.step = noted_rows, noted_take, noted_step
 
 
 def _fill(fill: dict[str, Any], step: int) -> None:
-    """Somebody else's file takes the room, and gives it back."""
+    """Another program's file fills the disk, and is removed again."""
     filler = Path(fill["folder"]) / "somebody-else"
     if step == fill["until"]:
         filler.unlink(missing_ok=True)
@@ -86,13 +86,13 @@ def _fill(fill: dict[str, Any], step: int) -> None:
                 file.write(bytes(min(left, 1 << 20)))
 
 
-def _lie_in_wait(notes: Notes, order: Order) -> None:
+def _wrap_disk_calls(log: Log, spec: TrainCall) -> None:
     from sojourn.storage import disk
 
     mine = threading.local()
 
     def name_of(kind: str, path: str) -> str:
-        about = re.sub(r"(?<=\.stage-)\d+(?=-)|(?<=\.)\d+$", "PID", os.path.relpath(path, order.run))
+        about = re.sub(r"(?<=\.stage-)\d+(?=-)|(?<=\.)\d+$", "PID", os.path.relpath(path, spec.run))
         if kind == "make_folder":
             mine.making, mine.seen = about.rpartition("-PID-")[2], Counter()
         making, seen = vars(mine).setdefault("making", "the start"), vars(mine).setdefault("seen", Counter())
@@ -105,13 +105,13 @@ def _lie_in_wait(notes: Notes, order: Order) -> None:
         def call(target: Any, *rest: Any) -> None:
             path = _path_of(kind, target)
             name = name_of(kind, path)
-            if order.note_calls:
-                notes.add("call", name=name)
-            how = order.blows.pop(name, None)
+            if spec.log_calls:
+                log.add("call", name=name)
+            how = spec.faults.pop(name, None)
             if how is None:
                 real(target, *rest)
                 return
-            notes.add("blow", name=name, how=how)
+            log.add("fault", name=name, how=how)
             if how == "before":
                 _die()
             if how in ("after", "half"):

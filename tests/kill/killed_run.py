@@ -1,4 +1,4 @@
-"""A tiny run of each method, what comes of it undisturbed, and what must be true of one that is not left in peace."""
+"""A tiny run of each method: its undisturbed result as a reference, and what must hold for one that is killed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kill.forge import Forge, Order, Outcome
+from kill.fork_server import ForkServer, Outcome, TrainCall
 from sojourn.run.folder import RunFolder
 from sojourn.storage.files import read_json, read_json_lines, sha256
 from sojourn.train.checkpoint.checkpoint import find_damage, list_checkpoints, step_of
@@ -35,14 +35,14 @@ METHODS = {
 
 
 @dataclass(frozen=True)
-class Scene:
+class Reference:
     """`calls`: the disk calls of an undisturbed run, in order; `seconds`: how long it took, `tail` of them after its
     last step."""
 
     method: str
     home: Path
-    words: list[str]
-    forge: Forge
+    args: list[str]
+    fork_server: ForkServer
     result: dict[str, str] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Scene:
     tail: float = 0.0
 
 
-def set_scene(forge: Forge, home: Path, method: str) -> Scene:
+def make_reference(fork_server: ForkServer, home: Path, method: str) -> Reference:
     """Prepares the data, and runs once undisturbed."""
     home.mkdir()
     chats = home / "chats.jsonl"
@@ -60,28 +60,28 @@ def set_scene(forge: Forge, home: Path, method: str) -> Scene:
         for i in range(24)
     ]
     chats.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
-    words = [*METHODS[method], f"data.sources={chats}", *_COMMON]
-    notes = home / "notes"
+    args = [*METHODS[method], f"data.sources={chats}", *_COMMON]
+    log = home / "log"
     if method != "pretrain":
-        made = forge.run(Order([], str(home), str(home), str(notes), base_from=str(chats), learn=True))
-        assert made.code == 0, made.complained
-        words.insert(0, f"model.base={home / 'llama'}")
-    bare = Scene(method, home, words, forge)
+        made = fork_server.run(TrainCall([], str(home), str(home), str(log), base_from=str(chats), learn=True))
+        assert made.code == 0, made.stderr
+        args.insert(0, f"model.base={home / 'llama'}")
+    bare = Reference(method, home, args, fork_server)
     for name in ("first", "whole"):  # the first also prepares, and finds out what to import
-        journey = Journey(bare, name)
-        last = journey.call(note_calls=name == "whole", learn=name == "first")
-        assert last.code == 0, last.complained
-    run = journey.run
+        killed = KilledRun(bare, name)
+        last = killed.call(log_calls=name == "whole", learn=name == "first")
+        assert last.code == 0, last.stderr
+    run = killed.run
     lines = [line for line in run.read_metrics() if line["kind"] == "train"]
-    calls = [line["name"] for line in journey.notes() if line["what"] == "call"]
+    calls = [line["name"] for line in killed.log() if line["what"] == "call"]
     events = {line["kind"]: line["time"] for line in read_json_lines(run.events)}
-    scene = Scene(
-        method, home, words, forge, weights_of(run), [line["loss"] for line in lines], calls, run.status().total_steps,
-        last.seconds, max(0.05, events["done"] - lines[-1]["time"]),
+    reference = Reference(
+        method, home, args, fork_server, weights_of(run), [line["loss"] for line in lines], calls,
+        run.status().total_steps, last.seconds, max(0.05, events["done"] - lines[-1]["time"]),
     )  # fmt: skip
-    journey.scene = scene
-    journey.check_end()
-    return scene
+    killed.reference = reference
+    killed.check_end()
+    return reference
 
 
 def weights_of(run: RunFolder) -> dict[str, str]:
@@ -92,64 +92,64 @@ def weights_of(run: RunFolder) -> dict[str, str]:
     return {str(file.relative_to(run.path)): sha256(file) for file in files}
 
 
-class Journey:
+class KilledRun:
     """One run from its first call to `final/`, with what must hold after each call."""
 
-    def __init__(self, scene: Scene, name: str, *words: str, folder: Path | None = None) -> None:
-        self.scene, self.run = scene, RunFolder(folder or scene.home / "runs" / name)
+    def __init__(self, reference: Reference, name: str, *args: str, folder: Path | None = None) -> None:
+        self.reference, self.run = reference, RunFolder(folder or reference.home / "runs" / name)
         place = [] if folder is None else [f"save.folder={folder}"]
-        self._words = [*scene.words, f"name={name}", *place, *words]
-        self._notes = scene.home / f"notes-{name}"
+        self._args = [*reference.args, f"name={name}", *place, *args]
+        self._log = reference.home / f"log-{name}"
         self._seconds = 0.0
         self.where: Counter[str] = Counter()
 
-    def call(self, **befalls: Any) -> Outcome:
+    def call(self, **faults_given: Any) -> Outcome:
         """`sojourn train`, once; returns when it has ended, however that was."""
         before = self.newest_good()
-        home, run = str(self.scene.home), str(self.run.path)
-        outcome = self.scene.forge.run(Order(self._words, home, run, str(self._notes), **befalls))
-        self._check_call(outcome, before, full="fill" in befalls)
+        home, run = str(self.reference.home), str(self.run.path)
+        outcome = self.reference.fork_server.run(TrainCall(self._args, home, run, str(self._log), **faults_given))
+        self._check_call(outcome, before, full="fill" in faults_given)
         if outcome.killed:
-            self.where[self._struck_in(outcome.pid)] += 1
+            self.where[self._killed_during(outcome.pid)] += 1
         return outcome
 
     def finish(self, curve: bool = True) -> Outcome:
         """Without further trouble, to the end."""
         outcome = self.call()
-        assert outcome.code == 0, outcome.complained
+        assert outcome.code == 0, outcome.stderr
         self.check_end(curve)
         return outcome
 
     def clear(self) -> None:
-        """Passed: its files are of no more use."""
+        """Removes its files after a passed test."""
         shutil.rmtree(self.run.path, ignore_errors=True)
-        self._notes.unlink(missing_ok=True)
+        self._log.unlink(missing_ok=True)
 
-    def notes(self, pid: int | None = None) -> list[dict[str, Any]]:
-        return [line for line in read_json_lines(self._notes) if pid in (None, line["pid"])]
+    def log(self, pid: int | None = None) -> list[dict[str, Any]]:
+        return [line for line in read_json_lines(self._log) if pid in (None, line["pid"])]
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         return [line for line in read_json_lines(self.run.events) if line["kind"] == kind]
 
     def newest_good(self) -> int:
-        """The step that a continued run has to begin with."""
+        """The step from which a resumed run must start."""
         good = [step_of(path) for path in list_checkpoints(self.run.checkpoints) if find_damage(path) is None]
         return max(good, default=0)
 
-    def rubbish(self) -> list[str]:
-        """The names of what nobody will ever look at."""
+    def leftovers(self) -> list[str]:
+        """Names of temporary files that stayed."""
         return [path.name for path in self.run.path.rglob(".*")]
 
     def steps(self, pid: int) -> list[int]:
-        return [line["step"] for line in self.notes(pid) if line["what"] == "trained"]
+        return [line["step"] for line in self.log(pid) if line["what"] == "trained"]
 
     def _check_call(self, outcome: Outcome, before: int, full: bool) -> None:
-        assert "Traceback" not in outcome.complained, outcome.complained
-        assert "damaged" not in outcome.said, outcome.said
+        assert "Traceback" not in outcome.stderr, outcome.stderr
+        assert "damaged" not in outcome.stdout, outcome.stdout
         steps, good = self.steps(outcome.pid), self.newest_good()
         assert steps == list(range(before, before + len(steps))), f"did not go on from step {before}"
         if before and steps:
-            assert f"resuming from step {before} (step-{before:08d})" in outcome.said
+            assert f"resuming from step {before} (step-{before:08d})" in outcome.stdout
         saved = [line["step"] for line in self.events("saved")]
         assert good >= max(saved, default=0), "what was reported as saved is not there"
         # One save may be under way when the next is due; the next then waits for it.
@@ -164,47 +164,47 @@ class Journey:
         if outcome.killed and status is not None:
             assert (status.state, status.resumable) in (("failed", True), ("stopped", True), ("done", False))
 
-    def _struck_in(self, pid: int) -> str:
+    def _killed_during(self, pid: int) -> str:
         """What a killed call was at, by what it left behind."""
-        blow = next((line for line in self.notes(pid) if line["what"] == "blow"), None)
-        if blow is not None:
-            return blow["name"].split()[0] + " " + blow["how"]
+        fault = next((line for line in self.log(pid) if line["what"] == "fault"), None)
+        if fault is not None:
+            return fault["name"].split()[0] + " " + fault["how"]
         for part, name in ((self.run.checkpoints, "a save"), (self.run.path, "writing a model")):
             if any(part.glob(f".stage-{pid}-*")):
                 return name
         steps = self.steps(pid)
-        if steps and steps[-1] + 1 == self.scene.total:
+        if steps and steps[-1] + 1 == self.reference.total:
             return "the end"
         return "steps" if steps else "the start"
 
     def check_end(self, curve: bool = True) -> None:
-        """Done, and nobody could tell it from a run that was left in peace. `curve`: no line of it is missing."""
-        run, scene = self.run, self.scene
+        """Done, and equal to the undisturbed run. `curve`: no line of the metrics is missing."""
+        run, reference = self.run, self.reference
         status = run.status()
-        assert (status.state, status.step, status.resumable) == ("done", scene.total, False)
+        assert (status.state, status.step, status.resumable) == ("done", reference.total, False)
         mine = weights_of(run)
-        differ = {name for name, digest in scene.result.items() if mine.get(name) != digest}
+        differ = {name for name, digest in reference.result.items() if mine.get(name) != digest}
         if not curve:  # a disk so full that it could not take a line could not take `best/` either, and that was told
             differ = {name for name in differ if not name.startswith("best/")}
         assert not differ, differ
         losses = [line["loss"] for line in run.read_metrics() if line["kind"] == "train"]
-        assert losses == scene.losses if curve else set(losses) <= set(scene.losses)
+        assert losses == reference.losses if curve else set(losses) <= set(reference.losses)
         assert self.rows_are_exact()
-        assert self.rubbish() == []
+        assert self.leftovers() == []
         kept = list_checkpoints(run.checkpoints)
-        assert step_of(kept[-1]) == scene.total and [find_damage(path) for path in kept] == [None] * len(kept)
+        assert step_of(kept[-1]) == reference.total and [find_damage(path) for path in kept] == [None] * len(kept)
         assert (run.checkpoints / "latest").read_text().strip() == kept[-1].name
         assert self._seconds >= read_json(kept[-1] / "state.json")["seconds"]
 
     def rows_are_exact(self) -> bool:
-        """The diary: a step reads the same rows and tokens each time; the steps that made the model are all of them
+        """By the log: a step reads the same rows and tokens each time; the steps that made the model are all of them
         once, in order; and in each epoch they hold every row once."""
         rows: dict[int, list[int]] = {}
         fed: dict[int, str] = {}
         made: list[int] = []
         of = 0
         pids = set()
-        for line in self.notes():
+        for line in self.log():
             step = line.get("step")
             if line["what"] == "read":
                 assert rows.setdefault(step, line["rows"]) == line["rows"], f"step {step} read other rows"
@@ -217,7 +217,7 @@ class Journey:
                     del made[step:]
                 assert step == len(made), f"step {step} came after {len(made)}"
                 made.append(step)
-        assert made == list(range(self.scene.total))
+        assert made == list(range(self.reference.total))
         read = [row for step in made for row in rows[step]]
         epochs = [sorted(read[start : start + of]) for start in range(0, len(read), of)]
         assert epochs == [list(range(of))] * EPOCHS
