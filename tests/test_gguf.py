@@ -63,7 +63,7 @@ def file(base, home, monkeypatch):
     return write_gguf(base, home / "tiny.gguf")
 
 
-def test_a_gguf_file_is_trained_and_asked(file, base, chats, fork_server):
+def test_a_gguf_file_is_trained_and_generates(file, base, chats, fork_server):
     words = [
         f"model.base={file}", f"data.sources={chats}", "method.kind=lora", "data.max_length=64", "train.steps=4",
         "train.global_batch=4", "train.device=cpu", "train.precision=fp32", "log.every_steps=1", "log.tensorboard=off",
@@ -90,7 +90,7 @@ def test_all_its_weights_are_trained_and_saved_as_a_plain_model(file, chats):
         train(load_run([*words, "method.kind=qlora", "name=q"]).config, run_folder("q"))
 
 
-def test_its_tokenizer_makes_the_same_tokens(file, base):
+def test_its_tokenizer_gives_the_same_tokens(file, base):
     from sojourn.data.tokenize.tokenizer import open_tokenizer
 
     plain = AutoTokenizer.from_pretrained(base)
@@ -100,7 +100,7 @@ def test_its_tokenizer_makes_the_same_tokens(file, base):
     )
 
 
-def test_a_file_that_is_no_gguf_is_told_in_one_line(home, chats):
+def test_a_file_that_is_not_gguf_is_refused_in_one_line(home, chats):
     (home / "bad.gguf").write_bytes(b"not a model")
     with pytest.raises(UserError, match=r"bad\.gguf") as told:
         train(load_run([f"model.base={home / 'bad.gguf'}", f"data.sources={chats}"]).config, run_folder("x"))

@@ -181,8 +181,8 @@ def test_how_it_is_computed_changes_nothing_but_rounding(words, baselines, kind,
      [*_LORA, "method.modules_to_save=[lm_head]"], ["method.kind=qlora", "method.rank=4"]],
     ids=["pretrain", "full", "lora", "dora", "modules_to_save", "qlora"],
 )  # fmt: skip
-def test_16_bits_learn_as_32_do(words, how):
-    """The blocks compute in 16 bits throughout; what is trained is kept in 32 and is so in the checkpoint."""
+def test_bf16_trains_as_fp32_does(words, how):
+    """Layers compute in bf16; master weights are fp32, also in the checkpoint."""
     short = [*words, *how, "train.steps=3", "train.global_batch=2", "train.micro_batch=1"]
     wide, narrow = _train([*short, "name=wide"]), _train([*short, "name=narrow", "train.precision=bf16"])
     assert _losses(narrow) == pytest.approx(_losses(wide), rel=0.02) and _losses(narrow) != _losses(wide)
@@ -193,8 +193,8 @@ def test_16_bits_learn_as_32_do(words, how):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for a CPU with g++, which is not installed")
-def test_compiled_blocks_share_one_graph_change_nothing_but_rounding_and_are_kept(words, chats, home, monkeypatch):
-    """However many blocks: one graph for the first, whose input needs no gradient, and one for all others. A run that
+def test_compiled_layers_share_one_graph_change_nothing_but_rounding_and_are_cached(words, chats, home, monkeypatch):
+    """However many layers: one graph for the first, whose input needs no gradient, and one for all others. A run that
     finds those of another compiles nothing."""
     import torch._dynamo
     from torch._dynamo.utils import counters
@@ -239,7 +239,7 @@ def test_packed_rows_give_the_losses_of_unpacked_ones(words):
     assert losses["packed"] == pytest.approx(losses["off"], rel=1e-5)
 
 
-def test_our_adapter_opens_in_plain_peft_and_says_the_same(words, base):
+def test_our_adapter_opens_in_plain_peft_with_the_same_logits(words, base):
     run = _train([*words, *_LORA])
     assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= {
         p.name for p in run.final.iterdir()
@@ -256,7 +256,7 @@ def test_our_adapter_opens_in_plain_peft_and_says_the_same(words, base):
     assert said.returncode == 0, said.stderr
 
 
-def test_an_adapter_of_pefts_is_taken_up_and_trained_further(words, base, home):
+def test_an_adapter_written_by_peft_is_loaded_and_trained_further(words, base, home):
     first = _train([*words, *_LORA, "train.steps=6", "name=first"])
     theirs = _with_peft(_plain(base))
     for p in theirs.parameters():
@@ -268,7 +268,7 @@ def test_an_adapter_of_pefts_is_taken_up_and_trained_further(words, base, home):
 
 
 @pytest.mark.parametrize("kind", [["lora"], ["qlora"], ["lora", "method.dropout=0.3"], ["full"]], ids=str)
-def test_a_stopped_run_continues_exactly(words, kind, monkeypatch):
+def test_a_stopped_run_resumes_exactly(words, kind, monkeypatch):
     chosen = [*words, f"method.kind={kind[0]}", *kind[1:], "save.every_steps=4", "train.steps=10"]
     whole = _train([*chosen, "name=whole"])
     from sojourn.train.faults.guard import Guard
@@ -350,20 +350,20 @@ def test_a_model_that_cannot_keep_documents_apart_is_refused_but_trains_unpacked
         ),
     ],
 )
-def test_what_does_not_fit_is_told_in_one_line(words, extra, message):
+def test_unsupported_settings_are_refused_in_one_line(words, extra, message):
     with pytest.raises(UserError, match=message) as told:
         _train([*words, *extra])
     assert "\n" not in str(told.value)
 
 
 @pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
-def test_no_adapter_goes_on_one_end_of_shared_weights(words, chats, home, target):
+def test_tied_layers_cannot_have_an_adapter(words, chats, home, target):
     tied = make_base(chats, home, "qwen2", tie_word_embeddings=True)
     with pytest.raises(UserError, match=rf"use method\.modules_to_save=\[{target}\]"):
         _train([*words, f"model.base={tied}", *_LORA, f"method.targets=[{target},q_proj]"])
 
 
-def test_a_base_that_lacks_weights_is_refused_rather_than_made_up(words, base):
+def test_a_base_with_missing_weights_is_refused(words, base):
     from safetensors.torch import save_file
 
     state = load_file(base / "model.safetensors")
@@ -392,7 +392,7 @@ def test_an_adapter_whose_targets_are_a_pattern_stays_one(words, base, home):
     assert PeftModel.from_pretrained(_plain(base), run.final)
 
 
-def test_a_quantised_base_cannot_have_all_its_weights_trained(words, base, home):
+def test_full_fine_tuning_of_a_quantized_base_is_refused(words, base, home):
     how = BitsAndBytesConfig(load_in_4bit=True)
     AutoModelForCausalLM.from_pretrained(base, quantization_config=how).save_pretrained(home / "quantised")
     for file in base.glob("tokenizer*"):

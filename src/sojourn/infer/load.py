@@ -10,7 +10,7 @@ from sojourn.config.load import read_config
 from sojourn.errors import RunFailed, UserError
 from sojourn.machine.precision import choose_device, cpu_bf16_feature
 from sojourn.model.adapter import ADAPTER_FILE, load_adapter
-from sojourn.model.base import Base, load_base_model
+from sojourn.model.base import BaseModelSource, load_base_model
 from sojourn.model.quiet import quiet_transformers
 from sojourn.run.folder import RunFolder
 from sojourn.run.home import find_run
@@ -63,11 +63,13 @@ def load_model(name: str, device: str = "auto") -> LoadedModel:
 
     adapter = read_json(path / ADAPTER_FILE) if path.is_dir() and (path / ADAPTER_FILE).is_file() else None
     trusted = _trusts_remote_code(path)
-    base = Base(str(path), trust_remote_code=trusted)
+    base = BaseModelSource(str(path), trust_remote_code=trusted)
     if adapter is not None:
-        base = Base(str(adapter.get("base_model_name_or_path")), adapter.get("revision"), trusted)
+        base = BaseModelSource(str(adapter.get("base_model_name_or_path")), adapter.get("revision"), trusted)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(**(base if path.suffix == ".gguf" else Base(str(path))).place)
+        tokenizer = AutoTokenizer.from_pretrained(
+            **(base if path.suffix == ".gguf" else BaseModelSource(str(path))).from_pretrained_args
+        )
         model = load_base_model(base, _load_dtype(base, device), device)
     except (UserError, OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0].removeprefix("model.base: ")
@@ -84,9 +86,9 @@ def _trusts_remote_code(path: Path) -> bool:
     return config.is_file() and read_config(config).model.trust_remote_code
 
 
-def _load_dtype(base: Base, device: str) -> Any:
+def _load_dtype(base: BaseModelSource, device: str) -> Any:
     """The checkpoint's own dtype; fp32 for GGUF files, and on CPUs without native bf16."""
     import torch
 
     slow = device == "cpu" and cpu_bf16_feature() is None
-    return torch.float32 if slow or base.word.endswith(".gguf") else "auto"
+    return torch.float32 if slow or base.name_or_path.endswith(".gguf") else "auto"

@@ -1,4 +1,4 @@
-"""Opens an existing causal language model: a folder, a GGUF file, or a name on the hub at a pinned revision."""
+"""Loads an existing causal language model: a folder, a GGUF file, or a name on the hub at a pinned revision."""
 
 from __future__ import annotations
 
@@ -7,72 +7,72 @@ from pathlib import Path
 from typing import Any
 
 from sojourn.errors import RunFailed, UserError
-from sojourn.model.quiet import no_bars, quiet_transformers
+from sojourn.model.quiet import quiet_transformers, suppress_stderr
 from sojourn.storage.hub_access import not_cached_error, offline_reason
 
 
 @dataclass(frozen=True)
-class Base:
-    """Which model, and how it is to be held: `bits` is 4 or 8 for a quantised one.
+class BaseModelSource:
+    """Which model, and how to load it. `quant_bits`: 4 (NF4) or 8 (int8) to quantize it with bitsandbytes.
 
-    `cut`: FSDP will cut its weights, which older torch only does to tensors of floating point numbers. The bits of a
-    quantised one are kept as such then.
+    `sharded`: FSDP will shard its weights, which older torch supports for floating-point tensors only; NF4 weights are
+    then stored in such tensors.
     """
 
-    word: str
+    name_or_path: str
     revision: str | None = None
     trust_remote_code: bool = False
-    bits: int | None = None
+    quant_bits: int | None = None
     double_quant: bool = True
-    cut: bool = False
+    sharded: bool = False
 
     @property
-    def place(self) -> dict[str, Any]:
-        """What transformers' `from_pretrained` is told of where it is."""
-        path = Path(self.word).expanduser()
+    def from_pretrained_args(self) -> dict[str, Any]:
+        """Arguments of transformers' `from_pretrained`."""
+        path = Path(self.name_or_path).expanduser()
         common = {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
         if path.suffix == ".gguf" and path.is_file():
             return {**common, "pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
         if path.is_dir():
             return {**common, "pretrained_model_name_or_path": str(path)}
-        return {**common, "pretrained_model_name_or_path": self.word}
+        return {**common, "pretrained_model_name_or_path": self.name_or_path}
 
 
-def load_base_model(base: Base, dtype: Any, device: str) -> Any:
-    """The model on its device, in `dtype` (its weights in 4 or 8 bits where asked)."""
+def load_base_model(base: BaseModelSource, dtype: Any, device: str) -> Any:
+    """The model on its device, in `dtype`, or quantized."""
     import transformers
     from safetensors import SafetensorError
 
     quiet_transformers()
-    _check_place(base)
+    _check_source(base)
     extra: dict[str, Any] = {}
-    packed = "gguf_file" in base.place
-    if base.bits is not None:
-        extra["quantization_config"] = _quantisation(base, dtype)
-    elif packed and hasattr(transformers, "GgufConfig"):  # newer ones might leave it packed
+    is_gguf = "gguf_file" in base.from_pretrained_args
+    if base.quant_bits is not None:
+        extra["quantization_config"] = _quantization_config(base, dtype)
+    elif is_gguf and hasattr(transformers, "GgufConfig"):  # newer versions might keep it quantized
         extra["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    if base.bits is not None or device == "cuda":
+    if base.quant_bits is not None or device == "cuda":
         extra["device_map"] = {"": device}
     try:
-        with no_bars(packed):
-            model, found = transformers.AutoModelForCausalLM.from_pretrained(
-                **base.place, dtype=dtype, output_loading_info=True, **extra
+        with suppress_stderr(is_gguf):
+            model, info = transformers.AutoModelForCausalLM.from_pretrained(
+                **base.from_pretrained_args, dtype=dtype, output_loading_info=True, **extra
             )
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
-        raise _told(base, error) from None
-    lacking = [*found["missing_keys"], *(str(one[0]) for one in found["mismatched_keys"])]
-    if lacking:  # transformers would make them up
+        raise _load_error(base, error) from None
+    missing = [*info["missing_keys"], *(str(one[0]) for one in info["mismatched_keys"])]
+    if missing:  # transformers would initialize them at random
         raise UserError(
-            f"model.base: {base.word} lacks {len(lacking)} of the weights of a {type(model).__name__}, such as "
-            f"{sorted(lacking)[0]}; is it whole, and a model that writes text?"
+            f"model.base: {base.name_or_path} lacks {len(missing)} of the weights of a {type(model).__name__}, such as "
+            f"{sorted(missing)[0]}; is it complete, and a causal language model?"
         )
-    if packed:
-        _forget_packing(model)
+    if is_gguf:
+        _forget_quantization(model)
     return model if "device_map" in extra else model.to(device)
 
 
-def empty_base_model(base: Base, dtype: Any) -> Any:
-    """The same model with room for its weights, which takes no memory until they come."""
+def empty_base_model(base: BaseModelSource, dtype: Any) -> Any:
+    """The same model with uninitialized weights, which take no memory until they are written."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -86,85 +86,89 @@ def empty_base_model(base: Base, dtype: Any) -> Any:
     return model
 
 
-def _forget_packing(model: Any) -> None:
-    """It is a model like any other now; transformers would still refuse to save it."""
+def _forget_quantization(model: Any) -> None:
+    """The weights are dequantized by now; transformers would still refuse to save the model."""
     model.hf_quantizer = model.quantization_method = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
 
 
-def load_model_config(base: Base) -> Any:
-    """The model's configuration alone."""
+def load_model_config(base: BaseModelSource) -> Any:
+    """The model's transformers config."""
     from transformers import AutoConfig
 
     quiet_transformers()
-    _check_place(base)
+    _check_source(base)
     try:
-        return AutoConfig.from_pretrained(**base.place)
+        return AutoConfig.from_pretrained(**base.from_pretrained_args)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise _told(base, error) from None
+        raise _load_error(base, error) from None
 
 
-def _check_place(base: Base) -> None:
-    path = Path(base.word).expanduser()
+def _check_source(base: BaseModelSource) -> None:
+    path = Path(base.name_or_path).expanduser()
     if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
         raise UserError(
-            f"model.base: {base.word} is an adapter; set model.base to the model that it was made for, and "
-            f"method.adapter={base.word} to train it further"
+            f"model.base: {base.name_or_path} is an adapter; set model.base to its base model, and "
+            f"method.adapter={base.name_or_path} to train it further"
         )
-    looks_local = base.word.startswith((".", "/", "~")) or base.word.count("/") > 1 or path.suffix == ".gguf"
+    looks_local = (
+        base.name_or_path.startswith((".", "/", "~")) or base.name_or_path.count("/") > 1 or path.suffix == ".gguf"
+    )
     if looks_local and not path.exists():
-        raise UserError(f"model.base: {base.word}: no such folder or file")
+        raise UserError(f"model.base: {base.name_or_path}: no such folder or file")
     if not path.exists():
-        offline_reason(None)  # where there is no way to the hub, it is asked once and not five times
+        offline_reason(None)  # fail at once, without transformers' five retries
     if path.is_dir() and not (path / "config.json").is_file():
         ggufs = sorted(path.glob("*.gguf"))
         hint = f"; name the file: model.base={ggufs[0]}" if ggufs else ""
-        raise UserError(f"model.base: {base.word}: no model there (no config.json){hint}")
+        raise UserError(f"model.base: {base.name_or_path}: no model there (no config.json){hint}")
     if path.suffix == ".gguf":
         from importlib.util import find_spec
 
         if find_spec("gguf") is None:
             raise UserError("model.base: a GGUF file needs the package gguf; run: pip install gguf")
-        if base.bits is not None:
-            raise UserError("method.kind: qlora quantises by itself, which a GGUF file has already had; use lora")
+        if base.quant_bits is not None:
+            raise UserError(
+                "method.kind: qlora quantizes the base itself, but a GGUF file is quantized already; use lora"
+            )
 
 
-def _quantisation(base: Base, dtype: Any) -> Any:
+def _quantization_config(base: BaseModelSource, dtype: Any) -> Any:
     from importlib.util import find_spec
 
     from transformers import BitsAndBytesConfig
 
     if find_spec("bitsandbytes") is None:
         raise UserError("method.kind: qlora needs the package bitsandbytes; run: pip install bitsandbytes")
-    if base.bits == 8:
+    if base.quant_bits == 8:
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=base.double_quant,
         bnb_4bit_compute_dtype=dtype,
-        bnb_4bit_quant_storage=dtype if base.cut else None,
+        bnb_4bit_quant_storage=dtype if base.sharded else None,
     )
 
 
-def _told(base: Base, error: Exception) -> UserError | RunFailed:
-    """Of transformers' long messages, the part that a person can act on."""
+def _load_error(base: BaseModelSource, error: Exception) -> UserError | RunFailed:
+    """A one-line error with what to do, from transformers' long one."""
     text = " ".join(str(error).split())
-    offline = "" if Path(base.word).expanduser().exists() else offline_reason(None)
+    offline = "" if Path(base.name_or_path).expanduser().exists() else offline_reason(None)
     if offline:
-        return not_cached_error(f"model.base: {base.word}", offline)
+        return not_cached_error(f"model.base: {base.name_or_path}", offline)
     if "trust_remote_code" in text:
         return UserError(
-            f"model.base: {base.word} runs its own Python code; read it first, then allow it with "
+            f"model.base: {base.name_or_path} runs its own Python code; read it first, then allow it with "
             "model.trust_remote_code=true"
         )
     if "gated repo" in text or "401" in text or "403" in text:
         return UserError(
-            f"model.base: {base.word} asks for permission on the hub; accept its terms there and set HF_TOKEN"
+            f"model.base: {base.name_or_path} is gated on the hub; accept its terms there and set HF_TOKEN"
         )
     if "connect" in text:
         return RunFailed(
-            f"model.base: {base.word}: the connection to the hub broke; try again, what has arrived is kept"
+            f"model.base: {base.name_or_path}: lost the connection to the hub; try again, finished files are kept"
         )
-    return UserError(f"model.base: {base.word}: {text[:300]}")
+    return UserError(f"model.base: {base.name_or_path}: {text[:300]}")

@@ -1,4 +1,4 @@
-"""transformers and bitsandbytes without their bars and advice; only downloads, which may take long, still show one."""
+"""Silences progress bars and warnings of transformers and bitsandbytes; downloads keep their progress bars."""
 
 import contextlib
 import io
@@ -22,7 +22,7 @@ def quiet_transformers() -> None:
 
 
 @contextlib.contextmanager
-def no_bars(wanted: bool) -> Iterator[None]:
-    """Where a library draws bars that it has no switch for."""
-    with contextlib.redirect_stderr(io.StringIO()) if wanted else contextlib.nullcontext():
+def suppress_stderr(suppress: bool) -> Iterator[None]:
+    """For libraries that draw progress bars without a switch to disable them."""
+    with contextlib.redirect_stderr(io.StringIO()) if suppress else contextlib.nullcontext():
         yield

@@ -1,4 +1,4 @@
-"""A new Llama-architecture model of transformers' own class, so that anything that opens Llama opens it."""
+"""A new model of the Llama architecture, of transformers' own class: whatever loads Llama loads it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from sojourn.resolve.new_model import new_model_spec
 def build_model(
     model: ModelConfig, vocab_size: int, max_length: int, pad_id: int, stop_ids: list[int], seed: int
 ) -> Any:
-    """Weights from `seed` alone, wider where the model is narrow (0.02 at width 768, the usual value there); matrices
-    that write into the residual stream start smaller the deeper the model is."""
+    """Initial weights depend on `seed` only. Their standard deviation is 0.02 · sqrt(768 / d_model); projections into
+    the residual stream are scaled by 1 / sqrt(2 · layers), as in GPT-2."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
