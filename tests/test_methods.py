@@ -342,7 +342,10 @@ def test_a_model_that_cannot_keep_documents_apart_is_refused_but_trains_unpacked
         (["method.kind=full", "data.max_length=4096"], "this model holds 128 tokens; use data.max_length=128"),
         (["method.kind=full", "model.base=./nowhere"], "model.base: ./nowhere: no such folder or file"),
         (["method.kind=full", "model.base=."], "no model there"),
-        (["method.kind=lora", "train.attention=flex"], "train.attention: flex has no backward on a CPU; use sdpa"),
+        (
+            ["method.kind=lora", "train.attention=flex"],
+            "train.attention: flex needs a CUDA GPU, but this run is on cpu; use sdpa",
+        ),
         (["method.kind=lora", "train.attention=varlen"], "train.attention: varlen needs a CUDA GPU"),
         (
             ["method.kind=lora", "train.attention=flash_attention_2"],
@@ -410,7 +413,7 @@ def test_a_name_on_a_hub_that_cannot_be_reached_says_what_to_do_at_once(chats, h
 
 def test_an_adapter_named_as_a_base_says_what_to_set(words):
     run = _train([*words, *_LORA, "train.steps=1"])
-    with pytest.raises(UserError, match=r"is an adapter; set model.base to the model.*method.adapter="):
+    with pytest.raises(UserError, match=r"is an adapter; set model.base to its base model, and method.adapter="):
         _train([*words, *_LORA, f"model.base={run.final}", "name=u"])
 
 
