@@ -10,11 +10,11 @@ PARALLEL := $(addprefix tests/test_,engines.py nodes.py guides_commands.py launc
 
 help:
 	@echo "make demo    set up, then the whole journey: plan, prepare, train, kill, resume, ask (under 4 minutes)"
-	@echo "make test    set up, lint, type check, room law, all tests"
+	@echo "make test    set up, lint, type check, room law, tests (8 minutes on two cores); prints what it skipped"
 	@echo "make test-budget  make test's tests, and record the CPU seconds of each: tests/budget.json"
 	@echo "make test-kill  hundreds of kills and disk failures at every moment of a run (about 15 minutes)"
-	@echo "make test-parallel  every engine on 1 to 4 processes, two machines, every way to fail (about 15 minutes)"
-	@echo "make test-long  further model families, number formats and repeats of what make test shows once (a few minutes)"
+	@echo "make test-parallel  every method on every engine, 1 to 4 ranks, two nodes, every failure, every command of the guides"
+	@echo "make test-long  what make test leaves out: repeats of bench, the planner's fit, 1,000 inputs through prepare"
 	@echo "make fuzz    10,000 random and damaged inputs through prepare (a few minutes)"
 	@echo "make real    formats and tokens of real data: SOJOURN_REAL_DATA and SOJOURN_REAL_TOKENIZER name the folders"
 	@echo "make real-model  fine-tune a real model on 200 questions (about 20 minutes): SOJOURN_REAL_MODEL names it"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -124,6 +126,7 @@ def called(*arguments: str) -> subprocess.CompletedProcess[str]:
     from sojourn.cli.main import main
 
     out, err, before, code = io.StringIO(), io.StringIO(), sys.argv, 0
+    on_term = signal.getsignal(signal.SIGTERM)
     sys.argv = ["sojourn", *arguments]
     try:
         with redirect_stdout(out), redirect_stderr(err):
@@ -132,4 +135,6 @@ def called(*arguments: str) -> subprocess.CompletedProcess[str]:
         code = int(leaving.code or 0)
     finally:
         sys.argv = before
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, on_term)
     return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())

@@ -134,6 +134,7 @@ def test_speed_is_within_a_quarter_of_what_others_published(name):
     assert step_time(work, card).tokens_per_second / work.world_size == pytest.approx(tokens, rel=0.25)
 
 
+@pytest.mark.slow
 def test_the_fit_is_what_one_command_makes_of_the_measurements(tmp_path):
     fit_command([str(path) for path in (KERNELS, PLANS, *DRAWN, *SMALL, tmp_path / "fit.toml")])
     assert (tmp_path / "fit.toml").read_text() == (ROOT / "src/sojourn/estimate/fit.toml").read_text()

@@ -4,13 +4,14 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from conftest import clean_environment, sojourn
+from fork_server import Child, ForkServer
 from sojourn.errors import UserError
 from sojourn.machine import probe_parallel
 from sojourn.machine.compare_ranks import AllReduceSpeed, RankFacts, compare, judge_all_reduce, missing_ranks
@@ -216,15 +217,28 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
-def member(
-    rank: int, port: int, *words: str, size: int = 2, command: Sequence[str] = ("-m", "sojourn", "doctor"), **env: str
-) -> subprocess.Popen[str]:
+def member(rank: int, port: int, *words: str, size: int = 2, **env: str) -> subprocess.Popen[str]:
     """`sojourn doctor` as one of several processes, without torchrun."""
     met = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     pipe = subprocess.PIPE
     return subprocess.Popen(
-        [sys.executable, *command, *words], stdout=pipe, stderr=pipe, text=True, env={**ALONE, **met, **env}
+        [sys.executable, "-m", "sojourn", "doctor", *words],
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        env={**ALONE, **met, **env},
     )
+
+
+@pytest.fixture
+def forked(fork_server: ForkServer) -> Callable[..., Child]:
+    """The same, forked from a process that has torch imported."""
+
+    def start(rank: int, port: int, *args: str, size: int = 2, preamble: str = "", **env: str) -> Child:
+        met = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        return fork_server.start("doctor", *args, preamble=preamble, env={**ALONE, **met, **env})
+
+    return start
 
 
 def test_under_torchrun_the_ranks_are_compared_and_rank_0_alone_reports(tmp_path):
@@ -255,11 +269,11 @@ def test_a_real_difference_in_version_and_clock_is_found_and_all_leave_with_the_
     assert (first.returncode, second.returncode) == (1, 1) and not trouble and silence == ("", "")
 
 
-def test_a_process_that_never_comes_is_named_in_bounded_time():
+def test_a_process_that_never_comes_is_named_in_bounded_time(forked):
     """Once it is the second that is missing, and the first waits; once the first, and there is nobody to meet."""
     one, two = free_port(), free_port()
-    first = member(0, one, size=3, SOJOURN_DOCTOR_WAIT="1")
-    lone = member(1, two, SOJOURN_DOCTOR_WAIT="1")
+    first = forked(0, one, size=3, SOJOURN_DOCTOR_WAIT="1")
+    lone = forked(1, two, SOJOURN_DOCTOR_WAIT="1")
     said, trouble = first.communicate(timeout=60)
     assert f"timed out after 1 s at 127.0.0.1:{one} waiting for ranks 1-2 of 3" in said and "firewall" in said
     assert first.returncode == 1 and not trouble
@@ -268,30 +282,24 @@ def test_a_process_that_never_comes_is_named_in_bounded_time():
     assert lone.returncode == 1 and not trouble
 
 
-def test_when_the_first_never_comes_the_next_one_says_so_and_the_others_are_silent():
+def test_when_the_first_never_comes_the_next_one_says_so_and_the_others_are_silent(forked):
     from torch.distributed import TCPStore
 
     kept = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun keeps it for its processes
     env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "SOJOURN_DOCTOR_WAIT": "3"}
-    second, third = (member(rank, kept.port, size=3, **env) for rank in (1, 2))
+    second, third = (forked(rank, kept.port, size=3, **env) for rank in (1, 2))
     assert "waiting for rank 0 of 3" in second.communicate(timeout=60)[0]
     assert third.communicate(timeout=60) == ("", "")
     assert (second.returncode, third.returncode) == (1, 1)
 
 
-def test_an_all_reduce_that_hangs_is_a_finding_and_the_ranks_exit(tmp_path):
-    script = tmp_path / "stuck.py"
-    lines = [
-        "import os, time",
-        "from sojourn.cli.main import main",
-        "from sojourn.machine import probe_ranks",
-        "probe_ranks._ALL_REDUCE_TIMEOUT = 2",
-        "if os.environ['RANK'] == '1': probe_ranks._measure = lambda *_: time.sleep(100)",
-        "main()",
-    ]
-    script.write_text("\n".join(lines))
+def test_an_all_reduce_that_hangs_is_a_finding_and_the_ranks_exit(forked):
+    stuck = (
+        "import time\nfrom sojourn.machine import probe_ranks\nprobe_ranks._ALL_REDUCE_TIMEOUT = 2\n"
+        "if rank == 1: probe_ranks._measure = lambda *_: time.sleep(100)"
+    )
     port = free_port()
-    first, second = (member(rank, port, "--json", command=[str(script), "doctor"]) for rank in (0, 1))
+    first, second = (forked(rank, port, "--json", preamble=stuck) for rank in (0, 1))
     findings = {finding["name"]: finding for finding in json.loads(first.communicate(timeout=60)[0])["findings"]}
     assert findings["all-reduce"]["level"] == "fail" and "timed out after 2 s" in findings["all-reduce"]["message"]
     assert findings["versions"]["level"] == "ok"
