@@ -216,8 +216,8 @@ def test_compiled_layers_share_one_graph_change_nothing_but_rounding_and_are_cac
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     plain = _train([*short, "name=plain"])
     run, missed, _ = compiled("name=first")
-    assert missed and any(run.compiled.rglob("*.so"))
-    shutil.copytree(run.compiled, home / "elsewhere")
+    assert missed and any(run.compile_cache.rglob("*.so"))
+    shutil.copytree(run.compile_cache, home / "elsewhere")
     again, missed, found = compiled("name=second", f"advanced.compile_cache={home / 'elsewhere'}")
     assert found and not missed and "TORCHINDUCTOR_CACHE_DIR" not in os.environ
     assert _losses(run) == _losses(again) == pytest.approx(_losses(plain), rel=1e-5)

@@ -118,7 +118,7 @@ def test_a_fork_does_not_pay_for_the_old_run(words):
 
 
 def test_what_cannot_be_forked_is_one_line(words):
-    with pytest.raises(UserError, match="nothing to go on from"):
+    with pytest.raises(UserError, match="no checkpoint to start from"):
         _train(words, fork="second")
     _train(words)
     with pytest.raises(UserError, match="is the run itself"):

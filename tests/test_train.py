@@ -92,7 +92,7 @@ def test_ctrl_c_saves_says_how_to_go_on_and_the_same_command_continues(words, fo
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 3
-    assert "stopped by Ctrl-C at step" in said and "the same command continues" in said and "Traceback" not in said
+    assert "stopped by Ctrl-C at step" in said and "run the same command to resume" in said and "Traceback" not in said
     status = run.status()
     assert status.state == "stopped" and status.resumable
     reached = status.step

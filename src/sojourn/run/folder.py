@@ -1,15 +1,18 @@
-"""The run folder: where everything about a run lives, and its streams.
+"""The run folder: the files of a run, its status, metrics and events.
 
 runs/NAME/
   run.yaml           the configuration, every `auto` resolved
   environment.json   versions, machine, command
   status.json        where the run stands (replaced atomically)
   metrics.jsonl      one line a logged step; events.jsonl: what happened
-  logs/              TensorBoard, and the trackers' files; trackers.json: their names for this run
-  ledger.json        time and money spent, also by calls that were killed; ladder.json: what memory made it give up
+  logs/              TensorBoard, the trackers' files, output of ranks above 0; trackers.json: the run's id at trackers
+  ledger.json        time and money spent, also by calls that were killed; ladder.json: the OOM fallbacks taken
   checkpoints/step-00000040/ …, latest
-  best/              the model with the lowest held-out loss so far, where there are evaluations
+  best/              the model with the lowest held-out loss so far, with train.eval_every
   final/             the model, for plain transformers; an adapter, for plain peft
+
+metrics.jsonl and events.jsonl are append-only: a line cut short by a kill damages only itself; readers keep the last
+line of each step.
 """
 
 from __future__ import annotations
@@ -26,13 +29,13 @@ from sojourn.errors import RunFailed, UserError
 from sojourn.machine.process import current_process, is_alive
 from sojourn.storage.files import append_json, read_json, read_json_lines, remove_temporary_files, write_json
 
-FULL = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EIO", "EROFS") if hasattr(errno, name)}
+_DISK_ERRORS = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EIO", "EROFS") if hasattr(errno, name)}
 State = Literal["starting", "running", "stopped", "done", "failed"]
 
 
 @dataclass(frozen=True)
 class Status:
-    """Where a run stands. `pid` and `started` together name the process, since pids come again."""
+    """`pid` and `started` together identify the process, since pids are reused."""
 
     state: State
     step: int = 0
@@ -80,7 +83,7 @@ class RunFolder:
         return self.path / "logs"
 
     @property
-    def compiled(self) -> Path:
+    def compile_cache(self) -> Path:
         return self.path / "compiled"
 
     @property
@@ -107,23 +110,23 @@ class RunFolder:
         return self.config.is_file()
 
     def has_final(self) -> bool:
-        """A whole model, or an adapter."""
+        """A complete model, or an adapter."""
         return any((self.final / name).is_file() for name in ("config.json", "adapter_config.json"))
 
     def status(self) -> Status | None:
-        """The written status; a run that claims to be at work while its process is gone has failed, resumably."""
-        found = read_json(self._status)
-        if not isinstance(found, dict):
+        """The written status; a run that is “running” while its process is gone has failed and is resumable."""
+        written = read_json(self._status)
+        if not isinstance(written, dict):
             return None
-        found.setdefault("message", found.get("says", ""))  # the name in older run folders
-        known = {name: found[name] for name in Status.__dataclass_fields__ if name in found}
+        written.setdefault("message", written.get("says", ""))  # the name in older run folders
+        known = {name: written[name] for name in Status.__dataclass_fields__ if name in written}
         status = Status(**known)
         if status.state in ("starting", "running") and not is_alive(status.pid, status.started):
             return replace(status, state="failed", message="its process was killed; run the same command to resume")
         return status
 
     def status_written_at(self) -> float:
-        """When the status was last written, by `time.time`."""
+        """When the status was last written, as `time.time`."""
         return self._status.stat().st_mtime
 
     def set_status(self, state: State, step: int, total_steps: int, message: str = "", resumable: bool = True) -> None:
@@ -145,28 +148,28 @@ class RunFolder:
             self._try(append_json, self.metrics, {"time": round(time.time(), 3), **values})
 
     def _try(self, write: Callable[[Path, Any], None], path: Path, value: Any) -> None:
-        """A disk that is full loses a line; it does not end a run."""
+        """A full or failing disk loses a line; it does not end the run."""
         try:
             write(path, value)
         except OSError as error:
-            if error.errno not in FULL:
+            if error.errno not in _DISK_ERRORS:
                 raise
             print(f"warning: {path}: {error.strerror}; not written", flush=True)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The curve: for each step the last line written, so that steps done twice after a kill appear once."""
+        """The last line of each step, so that steps repeated after a kill appear once."""
         lines = read_json_lines(self.metrics)
         return list({(line.get("kind"), line.get("step"), line.get("prompt")): line for line in lines}.values())
 
     def acquire(self) -> None:
-        """Makes this process the only one that trains here."""
+        """Locks the folder: only one process may train here."""
         if not self.is_main_process:
             return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunFailed(
-                f"{self.path}: cannot be made: {error.strerror}; choose another: save.folder=FOLDER"
+                f"{self.path}: cannot be created: {error.strerror}; choose another folder: save.folder=FOLDER"
             ) from None
         for _ in range(2):
             try:
@@ -175,7 +178,7 @@ class RunFolder:
                 holder = read_json(self._lock) or [0, 0.0]
                 if is_alive(*holder):
                     raise UserError(
-                        f"{self.path}: already being trained by process {holder[0]}; "
+                        f"{self.path}: already being trained by the process with pid {holder[0]}; "
                         "wait for it, or give this run another name: name=NEW"
                     ) from None
                 self._lock.unlink(missing_ok=True)
@@ -184,7 +187,7 @@ class RunFolder:
                 file.write(str(list(current_process())))
             remove_temporary_files(self.path)
             return
-        raise UserError(f"{self.path}: another process is starting here at this moment; try again")
+        raise UserError(f"{self.path}: another process is starting here right now; try again")
 
     def release(self) -> None:
         if self.is_main_process:

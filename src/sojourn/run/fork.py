@@ -1,4 +1,4 @@
-"""A new run that begins where another one stands, with other settings."""
+"""A new run that starts from another run's checkpoint, with other settings."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from sojourn.run.home import run_folder
 
 
 def fork_run(config: RunConfig, name: str) -> RunConfig:
-    """`config` under another name, begun from the newest checkpoint of the run that it names now."""
+    """`config` under another name, starting from the newest checkpoint of the run that it names now."""
     old = run_folder(config.name or "run", config.save.folder)
     if not old.exists():
-        raise UserError(f"--fork: {old.path} is no run yet, so there is nothing to go on from; leave out --fork")
+        raise UserError(
+            f"--fork: {old.path} is not a run yet, so there is no checkpoint to start from; leave out --fork"
+        )
     new = run_folder(name)
     if new.path.resolve() == old.path.resolve():
-        raise UserError(f"--fork: {name} is the run itself; give another name")
+        raise UserError(f"--fork: {name} is the same run; give another name")
     return with_settings(config, {"name": name, "save.folder": None, "save.resume": str(old.path.resolve())})

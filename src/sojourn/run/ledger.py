@@ -1,4 +1,4 @@
-"""What a run has cost so far, on disk every few seconds: a kill must not make a budget forget what was paid."""
+"""Time and money that a run has cost, written every ten seconds, so that a kill does not make a budget forget them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from sojourn.config.quantities import Money
 from sojourn.errors import UserError
 from sojourn.storage.files import read_json, write_json
 
-_EVERY = 10.0
+_INTERVAL = 10.0  # seconds
 
 
 @dataclass
 class Ledger:
-    """`before` and `paid`: seconds and money of the calls before this one, which began at `began`: opening the model
-    and reading data are paid for too. `path` is None where another process keeps the books."""
+    """`before` and `paid`: seconds and money of earlier calls of `train`; this one started at `began`, so that opening
+    the model and reading data count. `path` is None on ranks other than 0."""
 
     path: Path | None
     price: Money | None = None
@@ -27,7 +27,7 @@ class Ledger:
     paid: float = 0.0
     currency: str = ""
     began: float = field(default_factory=time.monotonic)
-    _over: threading.Event = field(default_factory=threading.Event)
+    _stopped: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
     @classmethod
@@ -44,40 +44,40 @@ class Ledger:
         return cls(path if is_main_process else None, price, float(found.get("seconds") or 0.0), paid, known, began)
 
     def __enter__(self) -> Ledger:
-        self._thread = threading.Thread(target=self._keep, name="ledger", daemon=True)
+        self._thread = threading.Thread(target=self._write_regularly, name="ledger", daemon=True)
         self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._over.set()
+        self._stopped.set()
         if self._thread is not None:
             self._thread.join()
         self.write()
 
     @property
     def elapsed(self) -> float:
-        """Of this call."""
+        """Seconds of this call."""
         return time.monotonic() - self.began
 
     @property
     def seconds(self) -> float:
-        """Of this run, all calls together."""
+        """Seconds of this run, all calls together."""
         return self.before + self.elapsed
 
     @property
     def spent(self) -> float | None:
-        """Money, all calls together; None where the price is not known."""
+        """Money, all calls together; None where the price is unknown."""
         return None if self.price is None else self.paid + float(self.price.amount) * self.elapsed / 3600
 
     def catch_up(self, seconds: float, money: float) -> None:
-        """A checkpoint from another machine may have cost more, all in all, than is written here."""
+        """Raises both to those of a checkpoint, which may come from another machine."""
         self.before = max(self.before, seconds - self.elapsed)
         self.paid = max(self.paid, money - ((self.spent or self.paid) - self.paid))
 
     def write(self) -> None:
-        """Where the disk is full it waits for the next time."""
+        """Skipped where the disk is full."""
         if self.path is None or not self.path.parent.is_dir():
             return
         money = self.spent if self.spent is not None else self.paid
@@ -85,6 +85,6 @@ class Ledger:
         with contextlib.suppress(OSError):
             write_json(self.path, facts)
 
-    def _keep(self) -> None:
-        while not self._over.wait(_EVERY):
+    def _write_regularly(self) -> None:
+        while not self._stopped.wait(_INTERVAL):
             self.write()

@@ -152,7 +152,7 @@ def _compiled_kept(config: RunConfig, run: RunFolder) -> Iterator[None]:
     if _TORCH_CACHE in os.environ and given is None:
         yield
         return
-    place = Path(given).expanduser().absolute() if given else run.compiled.absolute()
+    place = Path(given).expanduser().absolute() if given else run.compile_cache.absolute()
     wanted = {_TORCH_CACHE: place, **{name: place / folder for name, folder in _OTHER_CACHES.items()}}
     was = {name: os.environ.get(name) for name in (*wanted, _FLASH_KEEPS)}
     os.environ.update({name: str(path) for name, path in wanted.items()}, **{_FLASH_KEEPS: "1"})
@@ -190,7 +190,9 @@ def began_again(run: RunFolder, ranks: Ranks) -> None:
 
     was = run.status()
     if was and was.state == "stopped" and run.status_written_at() > psutil.Process(os.getppid()).create_time():
-        raise Stopped(f"stopped by {was.message} at step {was.step} of {was.total_steps}; the same command continues")
+        raise Stopped(
+            f"stopped by {was.message} at step {was.step} of {was.total_steps}; run the same command to resume"
+        )
     run.event("restarted", restart=count)
     if ranks.is_main:
         say(f"began again after a process had ended (restart {count})")

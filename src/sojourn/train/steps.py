@@ -156,9 +156,9 @@ def stop(run: RunFolder, why: str, step: int, total: int, not_mirrored: str | No
     run.set_status("stopped", step, total, why)
     run.event("stopped", step=step, why=why)
     if step == 0:
-        raise Stopped(f"stopped by {why} before the first step; the same command begins again")
+        raise Stopped(f"stopped by {why} before the first step; run the same command to start again")
     if not_mirrored is not None:
         raise RunFailed(
             f"stopped by {why} at step {step} of {total}, saved in {run.path}, but not mirrored: {not_mirrored}"
         )
-    raise Stopped(f"stopped by {why} at step {step} of {total}, saved in {run.path}; the same command continues")
+    raise Stopped(f"stopped by {why} at step {step} of {total}, saved in {run.path}; run the same command to resume")
