@@ -78,7 +78,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(home):
     (home / "file").write_text("x")
     said = called("train", "smoke", "--output_dir", "file/run")
     assert said.returncode == 1 and said.stderr.splitlines() == [
-        "sojourn: file/run: cannot be made: Not a directory; choose another: save.folder=FOLDER"
+        "sojourn: file/run: cannot be created: Not a directory; choose another folder: save.folder=FOLDER"
     ]
 
 

@@ -45,7 +45,7 @@ def test_rehearsing_changes_nothing_of_the_run(words):
 @pytest.mark.parametrize(
     ("extra", "name", "says"),
     [
-        ("save.min_free=100000TiB", "run", "make room or set save.folder"),
+        ("save.min_free=100000TiB", "run", "free some space, or set save.folder"),
         ("limits.time=0.001s", "time", "limits.time leaves"),
         ("save.mirror={chats}", "mirror", ""),
     ],

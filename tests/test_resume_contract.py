@@ -107,7 +107,7 @@ def test_a_fork_typed_again_continues_the_fork(words):
 def test_a_fork_with_another_optimizer_begins_its_state_anew(words, capsys):
     _train([*words, "train.steps=4"])
     new = _train([*words, "train.optimizer=muon"], fork="second")
-    assert new.status().state == "done" and "another optimizer" in capsys.readouterr().out
+    assert new.status().state == "done" and "the optimizer is another one" in capsys.readouterr().out
 
 
 def test_a_fork_does_not_pay_for_the_old_run(words):

@@ -168,8 +168,8 @@ def test_host_memory_that_gets_short_is_told_once_and_copies_are_given_up(tiny, 
     _after_update(monkeypatch, lambda steps: short.__setitem__(0, steps >= 5))
     run = run_train(words)
     assert taken == [2, 4] and saved_steps(run) == [2, 4, 6, 8, 10, 12]
-    assert len(events(run, "host_memory")) == 1
-    assert capsys.readouterr().out.count("of the host's memory are free") == 1
+    assert len(events(run, "low_host_memory")) == 1
+    assert capsys.readouterr().out.count("GiB of host memory are free") == 1
     assert same_weights(run, tiny.whole())
 
 

@@ -130,7 +130,7 @@ def test_a_changed_setting_that_matters_is_refused_and_nothing_is_lost(words):
 def test_two_trainers_in_one_folder_are_refused(words):
     run = run_folder("t")
     run.acquire()
-    with pytest.raises(UserError, match=f"already being trained by process {os.getpid()}"):
+    with pytest.raises(UserError, match=f"already being trained by the process with pid {os.getpid()}"):
         _train(words)
     run.release()
     _train(words)
