@@ -289,7 +289,7 @@ def test_a_step_that_is_no_number_is_left_out_by_every_engine(tiny, fork_server,
 @pytest.mark.parametrize(
     ("extra", "says"),
     [
-        (("parallel.engine=single",), "single is for one process, and 2 were started"),
+        (("parallel.engine=single",), "single is for one rank, but 2 were started"),
         (("parallel.engine=fsdp", "train.optimizer=muon"), "muon needs full tensors"),
         (("parallel.engine=ddp", "train.offload=all"), "all needs parallel.engine=fsdp or deepspeed"),
         (("parallel.gpus=0,1,2",), "3 GPUs are named, but torchrun started 2 processes here"),

@@ -1,4 +1,4 @@
-"""What Muon's update makes beside weights, gradients and moments: as much as a plan says."""
+"""What Muon's update makes beside weights, gradients and optimizer states: as much as a plan estimates."""
 
 import weakref
 from dataclasses import replace
@@ -54,7 +54,7 @@ def test_the_update_makes_what_is_planned(vocabulary, feed_forward, wider):
     matrices = [torch.nn.Parameter(torch.ones(size)) for size in sizes * 2]
     groups = [{"params": [table]}, {"params": matrices, "matrices": True}]
     optimizer = Muon(groups, 0.01, (0.9, 0.95), 1e-8)
-    for _ in range(2):  # moments are made in the first
+    for _ in range(2):  # optimizer states are made in the first
         for parameter in (table, *matrices):
             parameter.grad = torch.ones_like(parameter)
         with Made() as made:
@@ -62,15 +62,15 @@ def test_the_update_makes_what_is_planned(vocabulary, feed_forward, wider):
     work = Workload(
         shape, "pretrain", 1, 8, optimizer="muon", device_type="cpu", precision="fp32", with_evaluation=False
     )
-    update = next(moment for moment in memory(work).phases if moment.name == "optimizer's step")
-    planned = sum(term.bytes for term in update.terms if term.kind == "temporary")
-    plain = next(m for m in memory(replace(work, optimizer="adamw")).phases if m.name == "optimizer's step")
-    assert not sum(term.bytes for term in plain.terms if term.kind == "temporary")
+    update = next(phase for phase in memory(work).phases if phase.name == "optimizer step")
+    planned = sum(term.bytes for term in update.terms if term.kind == "temporary buffers")
+    plain = next(m for m in memory(replace(work, optimizer="adamw")).phases if m.name == "optimizer step")
+    assert not sum(term.bytes for term in plain.terms if term.kind == "temporary buffers")
     assert made.most == pytest.approx(wider * planned, rel=0.05)
 
 
-def _updated(together, monkeypatch):
-    monkeypatch.setattr("sojourn.train.optim.muon.TOGETHER", together)
+def _updated(muon_groups, monkeypatch):
+    monkeypatch.setattr("sojourn.train.optim.muon.TOGETHER", muon_groups)
     torch.manual_seed(0)
     sizes = [(64, 64), (64, 96), (96, 64), (64,)] * 12
     parameters = [torch.nn.Parameter(torch.randn(size)) for size in sizes]

@@ -5,7 +5,12 @@ import pytest
 import torch
 
 from sojourn.config.schema import MethodConfig
-from sojourn.estimate.activations import adapter_parameters, kept_between, kept_casts, outside_blocks
+from sojourn.estimate.activations import (
+    activations_outside_layers,
+    lora_parameters,
+    saved_activations,
+    saved_weight_casts,
+)
 from sojourn.estimate.workload import LINEAR, Workload
 from sojourn.model.activation_checkpointing import apply_activation_checkpointing
 from sojourn.model.adapter import add_adapter, disable_adapter_upcast
@@ -71,11 +76,11 @@ def _planned(work: Workload) -> float:
     """In the table's words. The ends of these models keep less than those of a whole step: no targets are chosen,
     and the tables of rotation are made once."""
     layers = work.model.layers
-    ends = [row for row in outside_blocks(work) if row.name.startswith(("final norm", "rotation"))]
+    ends = [row for row in activations_outside_layers(work) if row.name.startswith(("final norm", "RoPE"))]
     ends_bytes = sum(row.bytes for row in ends) if work.activation_checkpointing == "off" else sum(
         row.bytes for row in ends if row.name.startswith("final norm"))  # fmt: skip
-    each = sum(row.bytes for row in kept_between(work))
-    casts = layers * kept_casts(work) if work.activation_checkpointing == "off" else 0
+    each = sum(row.bytes for row in saved_activations(work))
+    casts = layers * saved_weight_casts(work) if work.activation_checkpointing == "off" else 0
     return work.tokens * (layers * each + ends_bytes) + casts
 
 
@@ -109,4 +114,4 @@ def test_as_many_weights_are_trained_as_are_planned(targets):
     wanted = LINEAR if targets == ["all-linear"] else tuple(targets)
     work = Workload(of_settings({**SIZES, "model_type": "qwen2"}, "test"), "lora", lora_rank=RANK, lora_targets=wanted)
     real = sum(parameter.numel() for parameter in network.model.parameters() if parameter.requires_grad)
-    assert adapter_parameters(work) == real
+    assert lora_parameters(work) == real

@@ -95,7 +95,7 @@ def written(text: str, changes: dict[tuple[str, str], float], count: int) -> str
         name = line.partition(" = ")[0]
         value = changes.get((section, name))
         lines.append(line if value is None else re.sub(r"= [^ ]+", f"= {value:.6g}", line, count=1))
-    lines.insert(2, f"# Then adjusted to {count} whole steps of `python -m benchmarks.planner`.")
+    lines.insert(2, f"# Then adjusted to {count} measured steps of `python -m benchmarks.planner`.")
     return "\n".join(lines) + "\n"
 
 

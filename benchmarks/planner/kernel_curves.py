@@ -1,6 +1,6 @@
 """The text of estimate/fit.toml as single kernels on one GPU give it, with first figures for what they cannot tell.
 
-Everything else in memory.py and speed.py is derived from the code that runs.
+Everything else in estimate/ is derived from the code that runs.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ _FP8 = ("tflops", "tflops", "tflops_weight")
 # What no kernel tells. [traffic], [launch] and [update] begin here and end where whole steps have them.
 _ASSUMED = """
 [memory]
-# assumed: share lost between the allocator's segments of what comes and goes (seen on an H200: mostly 0 to 12 %); MiB
-# of a CUDA context by compute capability (seen: 426 of a bare one on an RTX 6000 Ada, 747 to 849 with all that a run
-# loads on an H200), of NCCL's buffers, and of recordings (seen: 67 to 99)
-lost_of_changing = 0.04
+# assumed: share of transient tensors lost between the allocator's segments (measured on an H200: mostly 0 to 12 %);
+# MiB of a CUDA context by compute capability (measured: 426 of a bare one on an RTX 6000 Ada, 747 to 849 with the
+# kernels of a run on an H200), of NCCL's buffers, and of CUDA graphs (measured: 67 to 99)
+fragmentation = 0.04
 nccl_mib = 400
-recorded_mib = 80
+cuda_graph_mib = 80
 context_mib = { "6.0" = 500, "8.0" = 650, "9.0" = 768, "10.0" = 850 }
 
 [traffic]
-# share of the bandwidth that pointwise kernels reach; the card's copy on an H200 reaches 89 %
+# share of the bandwidth that elementwise kernels reach; a copy on an H200 reaches 89 %
 share = 0.80
-# passes over memory, against compiled blocks: fused forwards not compiled, and transformers' own not compiled
+# bytes moved, over those of compiled layers: by eager fused forwards, and by transformers' own eager forwards
 eager_fused = 1.7
 eager_plain = 3.0
 
 [small]
-# microseconds that a GPU takes at least: for a block's kernels of one adapter, and of its 4-bit weights (times as much
-# where blocks compute again); for the gradients of norms of queries and keys, not compiled
+# least microseconds of a layer's small kernels: of one adapter, of NF4 weights (times `again` with activation
+# checkpointing); of the gradients of query and key norms, eager
 adapter_compiled_us = 12
 adapter_eager_us = 23
 quantised_compiled_us = 21
@@ -42,18 +42,17 @@ again = 1.3
 norms_eager_us = 200
 
 [launch]
-# milliseconds that a CPU takes to launch a block's forward and backward: compiled, with weights that are trained (by
-# transformers' own forwards: `plain`) or frozen, for each of its adapters, and for 4-bit weights; not compiled, for
-# each adapter, for norms of queries and keys (all three times `plain`), for biases that are trained, and for 4-bit
-# weights; and what is outside the blocks, once a pass. All by a CPU that takes so many microseconds for a small
-# operation, forward and back
+# milliseconds of a CPU to launch a layer's forward and backward: compiled, with trained weights (`plain`: by
+# transformers' own forwards) or frozen ones, per adapter, and for NF4 weights; eager, per adapter, for query and key
+# norms (all three times `plain`), for trained biases, and for NF4 weights; outside of layers, once per micro batch. Of
+# a CPU that takes `usual_us` microseconds for a small operation, forward and backward
 usual_us = 30
 compiled_ms = 2.2
 compiled_plain_ms = 1.4
 compiled_frozen_ms = 1.3
 compiled_adapter_ms = 0.17
 compiled_quantised_ms = 3
-# what 8 bits add to each multiplication, solved from one run of 110M: 65.1 ms a step, in which the GPU is busy for 46.9
+# what FP8 adds per matmul, solved from one run of 110M: 65.1 ms a step, in which the GPU is busy for 46.9 ms
 fp8_ms = 0.5
 eager_ms = 2.3
 adapter_ms = 0.43
@@ -62,38 +61,38 @@ bias_ms = 0.3
 plain = 1.2
 quantised_ms = 4
 pass_ms = 3
-# times as much where blocks compute again: selectively, Python is asked about every operation unless it is compiled
+# factors of activation checkpointing; eager selective checkpointing calls Python for every operation
 selective_compiled = 1.2
 selective_eager = 3.3
 full_compiled = 1.4
 full_eager = 2.1
-# assumed, of one pass from a recording (seen: less than 2.8)
+# assumed, of one CUDA graph replay (measured: less than 2.8)
 replay_ms = 1
 
 [update]
-# milliseconds of clipping and updating, and microseconds more for each tensor: of AdamW; of bitsandbytes, which waits
-# for the GPU after each; of one operation of Muon
+# milliseconds of clipping and the optimizer step, and microseconds more per tensor: of AdamW; of bitsandbytes, which
+# waits for the GPU after each tensor; of one operation of Muon
 step_ms = 1.2
 tensor_us = 30
 synced_us = 130
 operation_us = 16
-# share that bitsandbytes' 8-bit update reaches of what other pointwise kernels do
+# bandwidth of bitsandbytes' 8-bit update, over that of other elementwise kernels
 share_8bit = 0.2
-# assumed, of what a run does between its steps (seen: 3.3 in one of 2.7M parameters)
+# assumed, of the training loop between steps (measured: 3.3 in a run of 2.7M parameters)
 loop_ms = 3
 
 [links]
-# assumed: shares of what a link could do that collectives reach, and of the backward that they hide behind; GB/s that
-# they reach between machines, which is four fifths of 25 Gbit/s
+# assumed: share of a link's bandwidth that collectives reach, and share of the backward that they overlap with; GB/s
+# between machines, four fifths of 25 Gbit/s
 nvlink = 0.70
 pcie = 0.55
 network_gbs = 2.5
 hidden = 0.6
-# seen: 18.5 GB of a checkpoint reached an H200's host in 0.347 s, 85 % of what the bus could do
+# measured: 18.5 GB of a checkpoint copied from an H200 to its host in 0.347 s, 85 % of the bus's bandwidth
 host = 0.85
 
 [seconds]
-# assumed: starting Python and CUDA, compiling the first block's graphs, MB/s of downloads and of a usual disk
+# assumed: starting Python and CUDA, compiling the first layer's graphs, MB/s of downloads and of a usual disk
 start = 30
 compile = 60
 download_mbs = 30
@@ -111,13 +110,13 @@ def fitted(points: dict[str, Any]) -> str:
         f"# Measurements: {points['device']}, {points['date']}, torch {points['versions']['torch']}.",
         "",
         "[matmul]",
-        "# time = slowness · operations / the card's dense rate + start; never faster than memory allows",
+        "# time = slowness · FLOPs / the GPU's dense rate + start; never faster than memory bandwidth allows",
         *(f"{key} = {value:.6g}" for key, value in matmul.items()),
-        f"fp8_slowness = {_fp8(points['matmul_fp8'], 1e12 * float(card.fp8_tflops or 0)):.6g}  # of 8-bit ones",
+        f"fp8_slowness = {_fp8(points['matmul_fp8'], 1e12 * float(card.fp8_tflops or 0)):.6g}  # of FP8 matmuls",
         "",
         "[attention]",
-        "# share of the dense rate = peak · context / (context + half), less for heads narrower than 128, and less for",
-        "# kernels of variable length; forward and backward together are 3.5 times the forward's operations",
+        "# share of the dense rate = peak · context / (context + half), less for head sizes below 128, and less for",
+        "# variable-length kernels; forward and backward together have 3.5 times the forward's FLOPs",
         *(f"{key} = {value:.6g}" for key, value in attention.items()),
     ]
     return "\n".join(lines) + "\n" + _ASSUMED

@@ -49,7 +49,7 @@ def planned(row: Row) -> Row:
     work = workload_of_row(row)
     found = memory(work)
     plan: Row = {
-        "allocated": found.allocated, "device": found.device, "enough": found.enough, "context": found.context,
+        "allocated": found.allocated, "device": found.device, "enough": found.enough, "context": found.cuda_context,
         "moment": found.peak.name,
         "moments": {moment.name: int(moment.bytes) for moment in found.phases},
         "kinds": {kind: int(size) for kind, size in found.peak.by_kind().items()},

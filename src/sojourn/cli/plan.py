@@ -67,9 +67,9 @@ def _plan(
         explain_lines,
         faster_line,
         folded,
-        head_lines,
         memory_lines,
         screen_width,
+        summary_lines,
         table_lines,
     )
 
@@ -85,7 +85,7 @@ def _plan(
     width, shown = screen_width(), found.shown
     card = shown.gpu if shown else cards[0] if cards else None
     where = f" on {'each ' if shown and shown.count > 1 else ''}{card.name}" if card else ""
-    lines = [*head_lines(config, found, cards is not None), *memory_lines(found.fit, where), ""]
+    lines = [*summary_lines(config, found, cards is not None), *memory_lines(found.fit, where), ""]
     asked = " and the ".join(word for word, given in (("deadline", seconds), ("budget", money)) if given is not None)
     lines += [*table_lines(found, cards is not None, width), "", *best_lines(found, asked, bool(advice))]
     if sooner is not None:

@@ -1,4 +1,4 @@
-"""The figures of the model that come from measurements, read from fit.toml, which benchmarks/planner/fit.py writes."""
+"""Measured figures of the estimate, from fit.toml, which `python -m benchmarks.planner.fit` writes."""
 
 from __future__ import annotations
 

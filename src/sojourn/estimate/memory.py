@@ -1,43 +1,49 @@
-"""How much memory a step needs: the peak is the largest of several moments, each a list of named terms.
+"""The memory of a step: the peak is the largest of several phases, each a list of named terms.
 
-Moments follow the code that runs: train/step.py, model/loss.py, model/layers.py, train/optim/optimizers.py. What a
-layer keeps is in activations.py, what stays through the step in model_states.py.
-T tokens of a pass, V vocabulary, D width.
+Phases follow the code that runs: train/step.py, model/loss.py, model/activation_checkpointing.py and
+train/optim/optimizers.py. activations.py has what layers save, model_states.py what lives through the step.
+T tokens of a micro batch, V vocabulary, D hidden size, F feed-forward size, e bytes of an element in matmuls, r bytes
+of an element of the residual stream.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sojourn.estimate.activations import block_keeps, block_parameters, inner, kept_between, kept_casts, outside_blocks
-from sojourn.estimate.allocator import context, lost, workspace
-from sojourn.estimate.kernel_launch import together
+from sojourn.estimate.activations import (
+    activations_outside_layers,
+    ffn_width,
+    layer_activations,
+    layer_parameters,
+    saved_activations,
+    saved_weight_casts,
+)
+from sojourn.estimate.allocator import cublas_workspace, cuda_context, fragmentation
+from sojourn.estimate.kernel_launch import muon_groups
 from sojourn.estimate.model_states import (
     Term,
-    always_gradients,
-    ends_parameters,
-    gathered,
+    embedding_and_head_parameters,
+    gathered_parameters,
     gradients,
-    head_is_trained,
+    keeps_gradients,
     largest_parameter,
-    optimizer,
-    tensors,
+    lm_head_is_trained,
+    optimizer_states,
+    persistent_tensors,
     weights,
 )
 from sojourn.estimate.workload import Workload, layer_groups
 
-LOGIT_CHUNK_BYTES = {
-    "triton": 2**30,
-    "cuda": 2**28,
-    "cpu": 2**24,
-}  # of a chunk of logits in fp32; model/loss.py uses it
-MIN_CHUNK_TOKENS = 256
-_UPDATE = "optimizer's step"
-_CHANGING = ("activations", "loss", "temporary")
-SAFE = 0.97  # of the usable memory: a plan that says "fits" must be right
-_TALKING = 2**29  # what GPUs may take to talk to each other; not measured
-_TUNED_WITH = 64 * 2**20  # kernels are tuned with a scratch as large as the cache of the GPU (seen: 60 MiB)
-_RECORDED_IN = 48 * 2**20  # recordings have segments of their own
+# Bytes of a chunk of fp32 logits; model/loss.py uses it, too. A CPU's should stay near its cache.
+LOGIT_CHUNK_BYTES = {"triton": 2**30, "cuda": 2**28, "cpu": 2**24}
+MIN_CHUNK_TOKENS = 256  # smaller matmuls leave the device idle
+_UPDATE = "optimizer step"
+_LOGITS, _TEMPORARY = "logits", "temporary buffers"  # kinds of terms
+_TRANSIENT = ("activations", _LOGITS, _TEMPORARY)
+SAFE_SHARE = 0.97  # of the usable memory: a plan that says "fits" must be right
+_NCCL_BYTES = 2**29  # for communication between GPUs; assumed, not measured
+_AUTOTUNE_BYTES = 64 * 2**20  # Triton autotunes with a buffer as large as the L2 cache (measured: 60 MiB)
+_GRAPH_SEGMENT_BYTES = 48 * 2**20  # CUDA graphs have allocator segments of their own
 
 
 @dataclass(frozen=True)
@@ -57,13 +63,13 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Memory:
-    """`allocated` is what torch counts at the peak; `device` what the card then lacks; a card that has `enough` is the
-    smallest that the run is said to fit on."""
+class MemoryEstimate:
+    """Bytes. `allocated`: torch.cuda.max_memory_allocated(); `device`: with allocator fragmentation and CUDA context;
+    `enough`: of the smallest GPU that the run is said to fit on."""
 
     phases: tuple[Phase, ...]
-    context: int
-    lost: float
+    cuda_context: int
+    fragmentation: float
     margin: int = 0
 
     @property
@@ -76,226 +82,259 @@ class Memory:
 
     @property
     def device(self) -> int:
-        return int(self.peak.bytes + self.lost) + self.context
+        return int(self.peak.bytes + self.fragmentation) + self.cuda_context
 
     @property
     def enough(self) -> int:
-        return max(int(self.device / SAFE), self.device + self.margin)
+        return max(int(self.device / SAFE_SHARE), self.device + self.margin)
 
 
-def room_in(free: float, count: int) -> float:
-    """What of a card's free bytes a run may be planned into, where `count` GPUs share it."""
-    return SAFE * free - (_TALKING if count > 1 else 0)
+def memory_budget(free: float, ranks: int) -> float:
+    """Bytes that a run may be planned into, of the free bytes of a GPU, where `ranks` share the run."""
+    return SAFE_SHARE * free - (_NCCL_BYTES if ranks > 1 else 0)
 
 
-def memory(work: Workload) -> Memory:
-    phases = [_loading(work), _loss(work), _last_block(work), _first_block(work), _end_of_backward(work), _step(work)]
-    if work.with_evaluation:
-        phases.append(_evaluation(work))
+def memory(workload: Workload) -> MemoryEstimate:
+    phases = [
+        _loading(workload),
+        _loss(workload),
+        _last_layer(workload),
+        _first_layer(workload),
+        _end_of_backward(workload),
+        _step(workload),
+    ]
+    if workload.with_evaluation:
+        phases.append(_evaluation(workload))
     peak = max(phases, key=lambda phase: phase.bytes)
-    changing = sum(term.bytes for term in peak.terms if term.kind in _CHANGING)
-    loses, margin = lost(tensors(work), changing), _TUNED_WITH
-    if work.graph_memory:
-        loses, margin = loses + _beside(work, phases), margin + _RECORDED_IN
-    return Memory(tuple(phases), context(work), loses, margin)
+    transient = sum(term.bytes for term in peak.terms if term.kind in _TRANSIENT)
+    fragmented, margin = fragmentation(persistent_tensors(workload), transient), _AUTOTUNE_BYTES
+    if workload.graph_memory:
+        fragmented, margin = fragmented + _graph_overhead(workload, phases), margin + _GRAPH_SEGMENT_BYTES
+    return MemoryEstimate(tuple(phases), cuda_context(workload), fragmented, margin)
 
 
-def _beside(work: Workload, phases: list[Phase]) -> float:
-    """A recording keeps its memory through the update, which has its own beside it. Visitors from the host leave late,
-    since they travel in another stream, so that there are twice as many."""
+def _graph_overhead(workload: Workload, phases: list[Phase]) -> float:
+    """A captured graph keeps its memory through the optimizer step, whose buffers come on top. Offloaded optimizer
+    states are freed late, since they are copied in another stream, so that twice as many are there."""
     passes = max(phase.bytes for phase in phases if phase.name != _UPDATE)
     most = max(phase.bytes for phase in phases)
-    return max(0.0, passes + 2 * sum(term.bytes for term in _visitors(work)) - most)
+    return max(0.0, passes + 2 * sum(term.bytes for term in _update_buffers(workload)) - most)
 
 
-def chunk_rows(work: Workload, trains: bool = True) -> int:
-    """Target tokens whose logits exist at a time, as model/loss.py cuts them; evaluation has no kernel for them."""
-    on_gpu = work.device_type == "cuda"
-    kind = "triton" if on_gpu and work.has_triton and trains else "cpu" if work.device_type == "cpu" else "cuda"
-    return int(max(MIN_CHUNK_TOKENS, LOGIT_CHUNK_BYTES[kind] // (4 * work.model.vocab)))
+def chunk_rows(workload: Workload, trains: bool = True) -> int:
+    """Target tokens whose logits exist at a time. Evaluation does not use the Triton kernel."""
+    uses_triton = workload.device_type == "cuda" and workload.has_triton and trains
+    kind = "triton" if uses_triton else "cpu" if workload.device_type == "cpu" else "cuda"
+    return max(MIN_CHUNK_TOKENS, LOGIT_CHUNK_BYTES[kind] // (4 * workload.model.vocab))
 
 
-def _held(work: Workload, with_gradients: bool, backward: bool = False, computing: bool = True) -> list[Term]:
-    """What stays through the step, and where it is cut, what of it is gathered just now."""
-    terms = [*weights(work), *optimizer(work), *(gathered(work, backward) if computing else ())]
-    terms.append(Term("temporary", "cuBLAS' workspace", workspace(work), "by architecture"))
-    return [*terms, gradients(work)] if with_gradients else terms
+def _model_states(
+    workload: Workload, with_gradients: bool, backward: bool = False, computing: bool = True
+) -> list[Term]:
+    """Weights, optimizer states, gradients; where they are sharded, what is gathered at a time."""
+    terms = [
+        *weights(workload),
+        *optimizer_states(workload),
+        *(gathered_parameters(workload, backward) if computing else ()),
+    ]
+    terms.append(Term(_TEMPORARY, "cuBLAS workspace", cublas_workspace(workload), "by architecture"))
+    return [*terms, gradients(workload)] if with_gradients else terms
 
 
-def _activations(work: Workload, layers: int) -> list[Term]:
-    """Of so many blocks, and of the ends."""
-    t = work.tokens
-    ends = sum(row.bytes for row in outside_blocks(work))
-    terms = [term for kind, count in layer_groups(work, layers) for term in _activations_of(kind, count)]
-    return [*terms, Term("activations", "the ends of the model", t * ends, f"T·{ends:g}")]
+def _activations(workload: Workload, layers: int) -> list[Term]:
+    """Of so many layers, and outside of layers."""
+    t = workload.tokens
+    ends = sum(row.bytes for row in activations_outside_layers(workload))
+    terms = [term for kind, count in layer_groups(workload, layers) for term in _activations_of(kind, count)]
+    return [*terms, Term("activations", "outside of layers", t * ends, f"T·{ends:g}")]
 
 
-def _activations_of(work: Workload, layers: int) -> list[Term]:
-    t = work.tokens
+def _activations_of(workload: Workload, layers: int) -> list[Term]:
+    t = workload.tokens
     terms = [
         Term(
             "activations", row.name, t * row.bytes * layers, f"T·{layers}·{row.formula} = {t:,}·{layers}·{row.bytes:g}"
         )
-        for row in kept_between(work)
+        for row in saved_activations(workload)
     ]
-    if work.activation_checkpointing == "off" and kept_casts(work):
-        width = 1 if work.fp8 != "off" and not work.uses_lora else 2
-        terms.append(Term("activations", "weights, cast", layers * kept_casts(work), f"{layers}·{width}·block"))
-    return terms
-
-
-def _loss(work: Workload) -> Phase:
-    """The forward is over, and the loss at its last chunks: everything is kept, and logits are there."""
-    held = _held(work, always_gradients(work))
-    layers = work.model.layers
-    terms = [*held, *_activations(work, layers), *_logits(work)]
-    by_autocast = work.compute_bytes == 2 and not (work.fused_forwards and work.precision == "bf16")
-    if work.activation_checkpointing != "off" and by_autocast and not work.compiled:
-        kept = layers * kept_casts(work)
-        terms.append(Term("activations", "weights, cast, until autocast ends", kept, f"{layers}·2·what is trained"))
-    return Phase("end of the forward, in the loss", tuple(terms))
-
-
-def _logits(work: Workload) -> list[Term]:
-    shape, e, t = work.model, work.compute_bytes, work.tokens
-    v, d = shape.vocab, shape.hidden
-    hidden = Term("loss", "hidden states of targets, and their gradient", 2 * t * d * e, "2·T·D·e")
-    if work.full_logits:
-        return [
-            hidden,
-            Term("loss", "logits of all tokens", 12 * t * v, "T·V·(4 + 4 + 4): their logarithms, two gradients"),
-        ]
-    rows = min(t, chunk_rows(work))
-    several = t > rows
-    # With a kernel the logits become their own gradient; a chunk's are still there while the next one's are made, and
-    # gone when its own 8-bit versions are.
-    after = min(rows, t - rows)
-    if work.device_type == "cuda" and work.has_triton:
-        narrow = rows if work.fp8 == "on" and head_is_trained(work) else 0
-        size, says = e * (rows + max(after, narrow)), "(chunk + the next, or 8 bits of it both ways)·V·e"
-    else:
-        size, says = (4 + 2 * e) * rows + e * after, "(chunk·(4 + 2e) + the next·e)·V"
-    terms = [hidden, Term("loss", "logits of a chunk", size * v, f"{says} = {size:,}·{v:,}")]
-    if head_is_trained(work):
-        terms.append(Term("loss", "the head's gradient, summed up", 4 * v * d, "4·V·D"))
-        # Of several chunks two parts are there with one chunk's logits, then one with two; both are counted, since
-        # that is what runs were proven to fit into.
-        terms.append(Term("loss", "a chunk's part of it", (2 if several else 1) * e * v * d, "2·V·D·e"))
-        if e < 4:
-            terms.append(Term("loss", "the head, cast", e * v * d, "V·D·e"))
-        if work.fp8 == "on":
-            terms.append(Term("loss", "the head in 8 bits, both ways", 2 * v * d, "2·V·D"))
-    return terms
-
-
-def _head_held(work: Workload) -> list[Term]:
-    """The loss keeps its gradients until the backward is over; what is handed on is a copy."""
-    t, shape = work.tokens, work.model
-    terms = [Term("loss", "gradient of hidden states", t * shape.hidden * work.compute_bytes, "T·D·e")]
-    if head_is_trained(work) and not work.full_logits:
-        held = 4 * shape.vocab * shape.hidden
-        terms.append(Term("loss", "the head's gradient, held by the loss", held, "4·V·D"))
-    return terms
-
-
-def _within(work: Workload) -> list[Term]:
-    """What a block's backward makes beside what was kept: at its largest in the feed-forward."""
-    shape, e, t, wide = work.model, work.compute_bytes, work.tokens, inner(work)
-    # Not compiled, gate and up turn into their gradients in place, and what is used up goes at once.
-    apart = work.compiled or not (work.fused_forwards and work.has_triton and work.device_type == "cuda")
-    wides = (2 if apart else 0) + (2 if work.has_adapter("down_proj") else 1)
-    streams, stream = (2 if apart else 1), t * shape.hidden * work.residual_bytes
-    terms = [
-        Term("temporary", "gradients in the feed-forward", t * wide * e * wides, f"T·F·e·{wides}"),
-        Term("temporary", "gradients of the residual stream", stream * streams, f"{streams}·T·D·r"),
-    ]
-    if work.activation_checkpointing != "off":
-        kept, again = kept_between(work), block_keeps(work)
-        made = max(0.0, sum(row.bytes for row in again) - sum(row.bytes for row in kept))
-        terms.append(Term("activations", "one block, made again", t * made, f"T·{made:g}"))
-        terms.append(Term("activations", "its weights, cast", kept_casts(work), "as wide as is multiplied"))
-        if work.compiled and work.uses_lora:
-            sides = _adapted_outputs(work) * e
-            terms.append(Term("temporary", "adapters' results, before they are added", t * sides, f"T·{sides:g}"))
-    if not work.uses_lora and not work.is_sharded:
-        times = 4 if work.compiled else 4 / 3  # compiled blocks hand over all gradients of their weights at once
-        own = times * block_parameters(work)
+    if workload.activation_checkpointing == "off" and saved_weight_casts(workload):
+        width = 1 if workload.fp8 != "off" and not workload.uses_lora else 2
         terms.append(
-            Term("temporary", "gradients of a block's weights", own, "4·block, of the largest alone if not compiled")
+            Term(
+                "activations",
+                "weights in the compute dtype",
+                layers * saved_weight_casts(workload),
+                f"{layers}·{width}·layer",
+            )
         )
     return terms
 
 
-def _adapted_outputs(work: Workload) -> int:
-    shape = work.model
-    q, k, wide = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, inner(work)
-    sizes = {"q_proj": q, "k_proj": k, "v_proj": k, "o_proj": shape.hidden, "gate_proj": wide, "up_proj": wide,
-             "down_proj": shape.hidden}  # fmt: skip
-    return sum(size for name, size in sizes.items() if work.has_adapter(name))
+def _loss(workload: Workload) -> Phase:
+    """The loss of the last chunks: all activations are saved, and logits exist."""
+    held = _model_states(workload, keeps_gradients(workload))
+    layers = workload.model.layers
+    terms = [*held, *_activations(workload, layers), *_logits(workload)]
+    by_autocast = workload.compute_bytes == 2 and not (workload.fused_forwards and workload.precision == "bf16")
+    if workload.activation_checkpointing != "off" and by_autocast and not workload.compiled:
+        kept = layers * saved_weight_casts(workload)
+        terms.append(
+            Term("activations", "weights in the compute dtype, until autocast ends", kept, f"{layers}·2·trained")
+        )
+    return Phase("loss, at the end of the forward", tuple(terms))
 
 
-def _last_block(work: Workload) -> Phase:
-    layers = work.model.layers
-    held = _held(work, always_gradients(work), backward=True)
-    terms = [*held, *_activations(work, layers), *_head_held(work), *_within(work)]
-    return Phase("backward of the last block", tuple(terms))
-
-
-def _first_block(work: Workload) -> Phase:
-    """All other gradients are there, the embedding's is not yet."""
-    held, whole = _held(work, False, backward=True), gradients(work)
-    missing = 0.0
-    if not always_gradients(work) and not work.uses_lora:
-        share = ends_parameters(work) if work.model.tied else work.model.embedding_parameters
-        missing = whole.bytes * (share + block_parameters(work)) / work.model.parameters
-    terms = [*held, Term(whole.kind, whole.name, whole.bytes - missing, whole.formula), *_activations(work, 1)]
-    return Phase("backward of the first block", (*terms, *_head_held(work), *_within(work)))
-
-
-def _end_of_backward(work: Workload) -> Phase:
-    """The embedding's gradient arrives; where it is tied to the head, beside the head's, and then their sum."""
-    terms = [*_held(work, True, backward=True), *_head_held(work)]
-    if not work.uses_lora:
-        size = 4 * work.model.embedding_parameters
-        again = size if work.model.tied or always_gradients(work) else 0
-        terms.append(Term("temporary", "the embedding's gradient, before it is added", again, "4·V·D"))
-    return Phase("end of the backward", tuple(terms))
-
-
-def _step(work: Workload) -> Phase:
-    terms = _held(work, True, computing=False)
-    return Phase(_UPDATE, (*terms, *_visitors(work)))
-
-
-def _visitors(work: Workload) -> list[Term]:
-    """What the update makes and lets go."""
-    matrix = largest_parameter(work) if work.uses_lora else work.model.hidden * work.model.ffn
-    terms = []
-    if work.offload == "optimizer" and work.engine != "deepspeed":
-        visiting = 2 * 4 * (largest_parameter(work) + matrix)
-        terms.append(Term("temporary", "moments of two parameters on their visit", visiting, "2·4·(largest + matrix)"))
-    if work.optimizer == "muon":
-        matrices = max(numbers for numbers, _ in together(work))
-        most = max(8 * matrices, 4 * largest_parameter(work))
-        terms.append(Term("temporary", "matrices made orthogonal, or the largest's step", most, "8·n·D·F or 4·V·D"))
+def _logits(workload: Workload) -> list[Term]:
+    model, e, t = workload.model, workload.compute_bytes, workload.tokens
+    v, d = model.vocab, model.hidden
+    hidden = Term(_LOGITS, "hidden states of targets and their gradient", 2 * t * d * e, "2·T·D·e")
+    if workload.full_logits:
+        return [
+            hidden,
+            Term(_LOGITS, "logits of all tokens", 12 * t * v, "T·V·(4 + 4 + 4): log-softmax and two gradients"),
+        ]
+    rows = min(t, chunk_rows(workload))
+    several = t > rows
+    # The Triton kernel writes the gradient over the logits. A chunk's logits still exist while the next chunk's are
+    # computed, but not while it is cast to FP8.
+    after = min(rows, t - rows)
+    if workload.device_type == "cuda" and workload.has_triton:
+        fp8 = rows if workload.fp8 == "on" and lm_head_is_trained(workload) else 0
+        size, formula = e * (rows + max(after, fp8)), "(chunk + the next, or its two FP8 casts)·V·e"
+    else:
+        size, formula = (4 + 2 * e) * rows + e * after, "(chunk·(4 + 2e) + the next·e)·V"
+    terms = [hidden, Term(_LOGITS, "logits of a chunk", size * v, f"{formula} = {size:,}·{v:,}")]
+    if lm_head_is_trained(workload):
+        terms.append(Term(_LOGITS, "gradient of the LM head, accumulated", 4 * v * d, "4·V·D"))
+        # Two chunks' gradients exist with one chunk's logits, then one with two; both are counted, since runs were
+        # proven to fit into that.
+        terms.append(Term(_LOGITS, "gradient of the LM head, of a chunk", (2 if several else 1) * e * v * d, "2·V·D·e"))
+        if e < 4:
+            terms.append(Term(_LOGITS, "LM head in the compute dtype", e * v * d, "V·D·e"))
+        if workload.fp8 == "on":
+            terms.append(Term(_LOGITS, "LM head in FP8, twice", 2 * v * d, "2·V·D"))
     return terms
 
 
-def _evaluation(work: Workload) -> Phase:
-    """Forward alone; `score` widens its chunks of logits."""
-    e, t, v = work.compute_bytes, work.tokens, work.model.vocab
-    rows = min(t, chunk_rows(work, trains=False))
-    each = 8 + e if t > rows else 8
-    block = work.tokens * (3 * inner(work) + 4 * work.model.hidden) * e
+def _loss_buffers(workload: Workload) -> list[Term]:
+    """The loss keeps its gradients until the backward ends, and hands on a copy."""
+    t, model = workload.tokens, workload.model
+    terms = [Term(_LOGITS, "gradient of hidden states", t * model.hidden * workload.compute_bytes, "T·D·e")]
+    if lm_head_is_trained(workload) and not workload.full_logits:
+        held = 4 * model.vocab * model.hidden
+        terms.append(Term(_LOGITS, "gradient of the LM head, held by the loss", held, "4·V·D"))
+    return terms
+
+
+def _backward_buffers(workload: Workload) -> list[Term]:
+    """Buffers of a layer's backward at their largest, in the feed-forward."""
+    model, e, t, wide = workload.model, workload.compute_bytes, workload.tokens, ffn_width(workload)
+    # The eager SwiGLU kernel writes gradients over gate and up, and frees what it has read.
+    separate = workload.compiled or not (
+        workload.fused_forwards and workload.has_triton and workload.device_type == "cuda"
+    )
+    wides = (2 if separate else 0) + (2 if workload.has_adapter("down_proj") else 1)
+    streams, stream = (2 if separate else 1), t * model.hidden * workload.residual_bytes
     terms = [
-        *_held(work, work.engine == "ddp"),
-        Term("activations", "a block's forward", block, "T·(3F + 4D)·e"),
-        Term("loss", "logits of a chunk, in 32 bits", rows * v * each, f"chunk·V·{each}"),
+        Term(_TEMPORARY, "gradients of the feed-forward", t * wide * e * wides, f"T·F·e·{wides}"),
+        Term(_TEMPORARY, "gradients of the residual stream", stream * streams, f"{streams}·T·D·r"),
+    ]
+    if workload.activation_checkpointing != "off":
+        saved, whole = saved_activations(workload), layer_activations(workload)
+        made = max(0.0, sum(row.bytes for row in whole) - sum(row.bytes for row in saved))
+        terms.append(Term("activations", "one recomputed layer", t * made, f"T·{made:g}"))
+        terms.append(Term("activations", "its weights in the compute dtype", saved_weight_casts(workload), "e·layer"))
+        if workload.compiled and workload.uses_lora:
+            sides = _lora_outputs(workload) * e
+            terms.append(Term(_TEMPORARY, "LoRA outputs, before they are added", t * sides, f"T·{sides:g}"))
+    if not workload.uses_lora and not workload.is_sharded:
+        times = 4 if workload.compiled else 4 / 3  # compiled layers return all gradients of their weights at once
+        own = times * layer_parameters(workload)
+        terms.append(
+            Term(_TEMPORARY, "gradients of a layer's weights", own, "4·layer; of its largest weight if not compiled")
+        )
+    return terms
+
+
+def _lora_outputs(workload: Workload) -> int:
+    model = workload.model
+    q, k, wide = model.heads * model.head_dim, model.kv_heads * model.head_dim, ffn_width(workload)
+    sizes = {"q_proj": q, "k_proj": k, "v_proj": k, "o_proj": model.hidden, "gate_proj": wide, "up_proj": wide,
+             "down_proj": model.hidden}  # fmt: skip
+    return sum(size for name, size in sizes.items() if workload.has_adapter(name))
+
+
+def _last_layer(workload: Workload) -> Phase:
+    layers = workload.model.layers
+    held = _model_states(workload, keeps_gradients(workload), backward=True)
+    terms = [*held, *_activations(workload, layers), *_loss_buffers(workload), *_backward_buffers(workload)]
+    return Phase("backward of the last layer", tuple(terms))
+
+
+def _first_layer(workload: Workload) -> Phase:
+    """All gradients exist but the embedding's and this layer's."""
+    held, whole = _model_states(workload, False, backward=True), gradients(workload)
+    missing = 0.0
+    if not keeps_gradients(workload) and not workload.uses_lora:
+        share = embedding_and_head_parameters(workload) if workload.model.tied else workload.model.embedding_parameters
+        missing = whole.bytes * (share + layer_parameters(workload)) / workload.model.parameters
+    terms = [*held, Term(whole.kind, whole.name, whole.bytes - missing, whole.formula), *_activations(workload, 1)]
+    return Phase("backward of the first layer", (*terms, *_loss_buffers(workload), *_backward_buffers(workload)))
+
+
+def _end_of_backward(workload: Workload) -> Phase:
+    """The embedding's gradient is added; where it is tied, to the LM head's."""
+    terms = [*_model_states(workload, True, backward=True), *_loss_buffers(workload)]
+    if not workload.uses_lora:
+        size = 4 * workload.model.embedding_parameters
+        again = size if workload.model.tied or keeps_gradients(workload) else 0
+        terms.append(Term(_TEMPORARY, "gradient of the embedding, before it is added", again, "4·V·D"))
+    return Phase("end of the backward", tuple(terms))
+
+
+def _step(workload: Workload) -> Phase:
+    terms = _model_states(workload, True, computing=False)
+    return Phase(_UPDATE, (*terms, *_update_buffers(workload)))
+
+
+def _update_buffers(workload: Workload) -> list[Term]:
+    """Buffers of the optimizer step."""
+    matrix = largest_parameter(workload) if workload.uses_lora else workload.model.hidden * workload.model.ffn
+    terms = []
+    if workload.offload == "optimizer" and workload.engine != "deepspeed":
+        fetched = 2 * 4 * (largest_parameter(workload) + matrix)
+        terms.append(
+            Term(
+                _TEMPORARY,
+                "optimizer states of two parameters, fetched from the host",
+                fetched,
+                "2·4·(largest + matrix)",
+            )
+        )
+    if workload.optimizer == "muon":
+        matrices = max(elements for elements, _ in muon_groups(workload))
+        most = max(8 * matrices, 4 * largest_parameter(workload))
+        terms.append(
+            Term(_TEMPORARY, "Newton-Schulz of a group, or the largest parameter's update", most, "8·n·D·F or 4·V·D")
+        )
+    return terms
+
+
+def _evaluation(workload: Workload) -> Phase:
+    """The forward alone; logits in fp32."""
+    e, t, v = workload.compute_bytes, workload.tokens, workload.model.vocab
+    rows = min(t, chunk_rows(workload, trains=False))
+    each = 8 + e if t > rows else 8
+    layer = workload.tokens * (3 * ffn_width(workload) + 4 * workload.model.hidden) * e
+    terms = [
+        *_model_states(workload, workload.engine == "ddp"),
+        Term("activations", "forward of a layer", layer, "T·(3F + 4D)·e"),
+        Term(_LOGITS, "logits of a chunk in fp32", rows * v * each, f"chunk·V·{each}"),
     ]
     return Phase("evaluation", tuple(terms))
 
 
-def _loading(work: Workload) -> Phase:
-    """Weights as they stay, and one tensor on its way."""
-    way = 2 * 4 * largest_parameter(work)
-    return Phase("loading", (*weights(work), Term("temporary", "a tensor on its way", way, "2·4·largest")))
+def _loading(workload: Workload) -> Phase:
+    """The weights, and one tensor as it is read and cast."""
+    loading = 2 * 4 * largest_parameter(workload)
+    return Phase("loading", (*weights(workload), Term(_TEMPORARY, "tensor being loaded", loading, "2·4·largest")))

@@ -1,22 +1,23 @@
-"""What a process holds through a whole step: weights, adapters, gradients, moments, by how they are spread.
+"""Model states of one rank: weights, adapters, gradients and optimizer states, and how engines shard them.
 
-P all parameters, N trained ones, w processes. All of this follows from how we keep things; nothing is fitted.
+P all parameters, N trainable parameters, e bytes of an element in matmuls. Derived from the code; nothing is fitted.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sojourn.estimate.activations import adapter_parameters
+from sojourn.estimate.activations import lora_parameters
 from sojourn.estimate.workload import Workload
 
-_NF4_BLOCK, _NF4_GROUP = 64, 256  # weights that share a scale, and scales that share one (double quantisation)
-_BNB_BLOCK = 256  # numbers of an 8-bit moment that share a scale
+_NF4_BLOCK, _NF4_GROUP = 64, 256  # weights per scale, and scales per second scale (double quantization)
+_OPTIMIZER, _TEMPORARY = "optimizer states", "temporary buffers"  # kinds of terms
+_BNB_BLOCK = 256  # elements of an 8-bit optimizer state per scale
 
 
 @dataclass(frozen=True)
 class Term:
-    """Bytes of one thing, of a kind that a bar can show, and how they come about."""
+    """Bytes of one thing, the kind that the screen's bar sums it under, and its formula."""
 
     kind: str
     name: str
@@ -24,172 +25,193 @@ class Term:
     formula: str
 
 
-def trained_parameters(work: Workload) -> int:
-    shape = work.model
-    if not work.uses_lora:
-        return shape.parameters
+def trainable_parameters(workload: Workload) -> int:
+    model = workload.model
+    if not workload.uses_lora:
+        return model.parameters
     whole = sum(
-        shape.embedding_parameters
+        model.embedding_parameters
         for name in ("embed_tokens", "lm_head")
-        if name in work.modules_to_save
-        and not (name == "lm_head" and shape.tied and "embed_tokens" in work.modules_to_save)
+        if name in workload.modules_to_save
+        and not (name == "lm_head" and model.tied and "embed_tokens" in workload.modules_to_save)
     )
-    return adapter_parameters(work) + whole
+    return lora_parameters(workload) + whole
 
 
-def ends_parameters(work: Workload) -> int:
-    """Of embedding and head; tied ones are one."""
-    return work.model.embedding_parameters + work.model.head_parameters
+def embedding_and_head_parameters(workload: Workload) -> int:
+    """Tied embedding and LM head count once."""
+    return workload.model.embedding_parameters + workload.model.head_parameters
 
 
-def head_is_trained(work: Workload) -> bool:
-    return not work.uses_lora or "lm_head" in work.modules_to_save
+def lm_head_is_trained(workload: Workload) -> bool:
+    return not workload.uses_lora or "lm_head" in workload.modules_to_save
 
 
-def quantised_bytes(work: Workload) -> float:
-    """Bytes of one weight of a block, scales included."""
-    if work.quant_bits == 8:
-        return 1.0 + 4 / work.model.hidden
-    scale = (1 + 4 / _NF4_GROUP) if work.double_quant else 4
+def quantized_bytes(workload: Workload) -> float:
+    """Bytes of one quantized weight, scales included."""
+    if workload.quant_bits == 8:
+        return 1.0 + 4 / workload.model.hidden
+    scale = (1 + 4 / _NF4_GROUP) if workload.double_quant else 4
     return 0.5 + scale / _NF4_BLOCK
 
 
-def weights(work: Workload) -> list[Term]:
-    shape, count, e = work.model, work.model.parameters, work.compute_bytes
-    w = work.world_size if _cut_weights(work) else 1
-    on_host = work.offload == "all"
+def weights(workload: Workload) -> list[Term]:
+    model, count, e = workload.model, workload.model.parameters, workload.compute_bytes
+    w = workload.world_size if _shards_weights(workload) else 1
+    offloaded = workload.offload == "all"
     terms: list[Term] = []
-    if not work.uses_lora:
-        each, says = (2, "2·P") if work.engine == "deepspeed" and e == 2 else (4, "4·P")
-        terms.append(Term("weights", "weights", 0 if on_host else each * count / w, f"{says} / {w} = {count:,}·{each}"))
-        if work.engine == "deepspeed" and e == 2:
-            share = work.world_size if work.zero_stage >= 1 else 1
-            held = 0 if work.offload != "off" else 4 * count / share
-            terms.append(Term("weights", "32-bit masters", held, f"4·P / {share}"))
-        return terms
-    if work.method == "lora":
-        terms.append(Term("weights", "base", 0 if on_host else e * count / w, f"e·P / {w} = {e}·{count:,}"))
-    else:
-        inside = shape.layers * (shape.layer_parameters() - shape.norms * shape.hidden)
-        if shape.experts is not None:  # bitsandbytes leaves experts as they are
-            inside = shape.layers * shape.attention_parameters
-        size = quantised_bytes(work)
+    if not workload.uses_lora:
+        each, formula = (2, "2·P") if workload.engine == "deepspeed" and e == 2 else (4, "4·P")
         terms.append(
-            Term("weights", f"base in {work.quant_bits} bits", size * inside / w, f"{size:.4f}·{inside:,} / {w}")
+            Term("weights", "weights", 0 if offloaded else each * count / w, f"{formula} / {w} = {count:,}·{each}")
+        )
+        if workload.engine == "deepspeed" and e == 2:
+            share = workload.world_size if workload.zero_stage >= 1 else 1
+            held = 0 if workload.offload != "off" else 4 * count / share
+            terms.append(Term("weights", "fp32 master weights", held, f"4·P / {share}"))
+        return terms
+    if workload.method == "lora":
+        terms.append(Term("weights", "base", 0 if offloaded else e * count / w, f"e·P / {w} = {e}·{count:,}"))
+    else:
+        inside = model.layers * (model.layer_parameters() - model.norms * model.hidden)
+        if model.experts is not None:  # bitsandbytes leaves experts as they are
+            inside = model.layers * model.attention_parameters
+        size = quantized_bytes(workload)
+        terms.append(
+            Term(
+                "weights",
+                "base in NF4" if workload.quant_bits == 4 else "base in int8",
+                size * inside / w,
+                f"{size:.4f}·{inside:,} / {w}",
+            )
         )
         rest = count - inside
         terms.append(
             Term(
                 "weights",
-                "embedding, head, norms" if shape.experts is None else "embedding, head, experts",
+                "embedding, LM head, norms" if model.experts is None else "embedding, LM head, experts",
                 e * rest / w,
                 f"e·{rest:,} / {w}",
             )
         )
-    own = trained_parameters(work)
-    terms.append(Term("adapters", "adapters", 4 * own / w, f"4·N / {w} = 4·{own:,}"))
+    own = trainable_parameters(workload)
+    terms.append(Term("adapters", "LoRA adapters", 4 * own / w, f"4·N / {w} = 4·{own:,}"))
     return terms
 
 
-def optimizer(work: Workload) -> list[Term]:
-    count = trained_parameters(work)
-    w = work.world_size if _cut_moments(work) else 1
-    if work.offload != "off":
-        return [Term("optimizer", "moments, in the host's memory", 0, "0")]
-    if work.optimizer in ("paged_adamw", "paged_adamw_8bit"):
-        return [Term("optimizer", "moments, paged out", 0, "0; in memory that moves to the host when it is needed")]
-    if work.optimizer == "adamw_8bit":
+def optimizer_states(workload: Workload) -> list[Term]:
+    count = trainable_parameters(workload)
+    w = workload.world_size if _shards_optimizer(workload) else 1
+    if workload.offload != "off":
+        return [Term(_OPTIMIZER, "optimizer states, in host memory", 0, "0")]
+    if workload.optimizer in ("paged_adamw", "paged_adamw_8bit"):
+        return [
+            Term(_OPTIMIZER, "optimizer states, paged", 0, "0; in unified memory that moves to the host when needed")
+        ]
+    if workload.optimizer == "adamw_8bit":
         each = 2 + 2 * 4 / _BNB_BLOCK
-        return [Term("optimizer", "8-bit moments", each * count / w, f"(2 + 8/{_BNB_BLOCK})·N / {w}")]
-    if work.optimizer == "muon":
-        plain = ends_parameters(work) if not work.uses_lora else 0
+        return [Term(_OPTIMIZER, "8-bit AdamW states", each * count / w, f"(2 + 8/{_BNB_BLOCK})·N / {w}")]
+    if workload.optimizer == "muon":
+        plain = embedding_and_head_parameters(workload) if not workload.uses_lora else 0
         terms = 4 * (count - plain) + 8 * plain
-        return [Term("optimizer", "momentum of matrices, moments of the rest", terms / w, "4·matrices + 8·rest")]
-    return [Term("optimizer", "two moments", 8 * count / w, f"8·N / {w} = 8·{count:,}")]
+        return [Term(_OPTIMIZER, "momentum of matrices, AdamW states of the rest", terms / w, "4·matrices + 8·rest")]
+    return [Term(_OPTIMIZER, "AdamW states", 8 * count / w, f"8·N / {w} = 8·{count:,}")]
 
 
-def on_host(work: Workload) -> float:
-    """Bytes of a machine's own memory that hold what its GPUs do not: moments, with DeepSpeed masters and gradients
-    too; where all is offloaded, weights and gradients."""
-    if work.offload == "off":
+def host_bytes(workload: Workload) -> float:
+    """Host memory of one machine for offloaded states: optimizer states, with DeepSpeed master weights and gradients
+    too; with `offload=all` weights and gradients."""
+    if workload.offload == "off":
         return 0.0
-    count, masters = trained_parameters(work), work.engine == "deepspeed"
+    count, masters = trainable_parameters(workload), workload.engine == "deepspeed"
     each = (8 + (8 if masters else 0)) * count
-    if work.offload == "all":
-        base = 0 if not work.uses_lora else work.compute_bytes * work.model.parameters
+    if workload.offload == "all":
+        base = 0 if not workload.uses_lora else workload.compute_bytes * workload.model.parameters
         each += base + (0 if masters else 8 * count)
-    cut = work.world_size if _cut_moments(work) else 1
-    return work.world_size / work.nodes * each / cut
+    shards = workload.world_size if _shards_optimizer(workload) else 1
+    return workload.world_size / workload.nodes * each / shards
 
 
-def gradients(work: Workload) -> Term:
-    """All of them, as they are after a backward."""
-    count = trained_parameters(work)
-    w = work.world_size if _cut_gradients(work) else 1
-    each = 2 if work.engine == "deepspeed" and work.compute_bytes == 2 and not work.uses_lora else 4
-    if work.offload == "all":
-        return Term("gradients", "gradients, in the host's memory", 0, "0")
+def gradients(workload: Workload) -> Term:
+    """All gradients after a backward."""
+    count = trainable_parameters(workload)
+    w = workload.world_size if _shards_gradients(workload) else 1
+    each = 2 if workload.engine == "deepspeed" and workload.compute_bytes == 2 and not workload.uses_lora else 4
+    if workload.offload == "all":
+        return Term("gradients", "gradients, in host memory", 0, "0")
     return Term("gradients", "gradients", each * count / w, f"{each}·N / {w} = {each}·{count:,}")
 
 
-def gathered(work: Workload, backward: bool) -> list[Term]:
-    """What is whole at a time although it is cut: two blocks (one computes, the next arrives) and the ends; in a
+def gathered_parameters(workload: Workload, backward: bool) -> list[Term]:
+    """Unsharded parameters at a time: two layers (one computes, the next is prefetched), embedding and LM head; in the
     backward their gradients too."""
-    if not _cut_weights(work) and work.offload != "all":
+    if not _shards_weights(workload) and workload.offload != "all":
         return []
-    shape, e = work.model, work.compute_bytes
-    block = shape.layer_parameters()
-    each = e if work.method != "qlora" else quantised_bytes(work)
-    blocks = shape.layers if not work.reshard_after_forward else min(2, shape.layers)
-    ends = (4 if not work.uses_lora else e) * ends_parameters(work)
+    model, e = workload.model, workload.compute_bytes
+    layer = model.layer_parameters()
+    each = e if workload.method != "qlora" else quantized_bytes(workload)
+    layers = model.layers if not workload.reshard_after_forward else min(2, model.layers)
+    ends = (4 if not workload.uses_lora else e) * embedding_and_head_parameters(workload)
     terms = [
-        Term("temporary", "gathered blocks", blocks * each * block, f"{blocks}·{each:g}·block"),
-        Term("temporary", "a block on its way", each * block, f"{each:g}·block"),
-        Term("temporary", "gathered embedding and head", ends, "as held·ends"),
+        Term(_TEMPORARY, "gathered layers", layers * each * layer, f"{layers}·{each:g}·layer"),
+        Term(_TEMPORARY, "prefetched layer", each * layer, f"{each:g}·layer"),
+        Term(_TEMPORARY, "gathered embedding and LM head", ends, "e·2·V·D, 4 bytes where trained"),
     ]
-    if backward and not work.uses_lora:
-        terms.append(Term("temporary", "a block's gradient, being shared out", (e + 4) * block, "(e + 4)·block"))
-        terms.append(Term("temporary", "gradient of embedding and head", 4 * ends_parameters(work), "4·ends"))
+    if backward and not workload.uses_lora:
+        terms.append(Term(_TEMPORARY, "gradient of a layer, in reduce-scatter", (e + 4) * layer, "(e + 4)·layer"))
+        terms.append(
+            Term(
+                _TEMPORARY, "gradient of embedding and LM head", 4 * embedding_and_head_parameters(workload), "4·2·V·D"
+            )
+        )
     return terms
 
 
-def tensors(work: Workload) -> list[tuple[float, int]]:
-    """Sizes in bytes of the tensors that stay, and how many there are of each: for the allocator's rounding."""
-    shape, layers = work.model, work.model.layers
-    d, q, k = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    matrices = [(d * q, layers), (d * k, 2 * layers), (q * d, layers), (d * shape.ffn, 3 * layers)]
-    ends = [(shape.embedding_parameters, 1 if shape.tied else 2)]
-    cut = work.world_size if _cut_weights(work) else 1
-    if work.uses_lora:
-        each = quantised_bytes(work) if work.method == "qlora" else work.compute_bytes
-        own = [(work.lora_rank * size, 7 * layers) for size in (d, d)]
-        base = [(each * size / cut, count) for size, count in matrices] + [
-            (work.compute_bytes * size, n) for size, n in ends
+def persistent_tensors(workload: Workload) -> list[tuple[float, int]]:
+    """Bytes of one tensor and how many there are, of all that live through a step: for the allocator's rounding."""
+    model, layers = workload.model, workload.model.layers
+    d, q, k = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
+    matrices = [(d * q, layers), (d * k, 2 * layers), (q * d, layers), (d * model.ffn, 3 * layers)]
+    ends = [(model.embedding_parameters, 1 if model.tied else 2)]
+    shards = workload.world_size if _shards_weights(workload) else 1
+    if workload.uses_lora:
+        each = quantized_bytes(workload) if workload.method == "qlora" else workload.compute_bytes
+        own = [(workload.lora_rank * size, 7 * layers) for size in (d, d)]
+        base = [(each * size / shards, count) for size, count in matrices] + [
+            (workload.compute_bytes * size, n) for size, n in ends
         ]
-        return base + [(4 * size, (2 + len(optimizer(work))) * count) for size, count in own]
-    copies = 4 if work.optimizer == "adamw" and work.offload == "off" else 2  # weight, gradient, two moments
-    return [(4 * size / cut, copies * count) for size, count in (*matrices, *ends)]
+        return base + [(4 * size, (2 + len(optimizer_states(workload))) * count) for size, count in own]
+    copies = (
+        4 if workload.optimizer == "adamw" and workload.offload == "off" else 2
+    )  # weight, gradient, two optimizer states
+    return [(4 * size / shards, copies * count) for size, count in (*matrices, *ends)]
 
 
-def always_gradients(work: Workload) -> bool:
-    """Whether gradients have their place before a backward: DDP's buckets do, and passes after the first find them."""
-    return work.engine == "ddp" or work.gradient_accumulation > 1
+def keeps_gradients(workload: Workload) -> bool:
+    """Whether gradients are allocated before a backward: DDP's buckets are, and accumulated gradients."""
+    return workload.engine == "ddp" or workload.gradient_accumulation > 1
 
 
-def largest_parameter(work: Workload) -> int:
-    shape = work.model
-    if work.uses_lora:
-        return work.lora_rank * max(shape.ffn, shape.hidden, shape.heads * shape.head_dim)
-    return max(shape.embedding_parameters, shape.hidden * shape.ffn)
+def largest_parameter(workload: Workload) -> int:
+    model = workload.model
+    if workload.uses_lora:
+        return workload.lora_rank * max(model.ffn, model.hidden, model.heads * model.head_dim)
+    return max(model.embedding_parameters, model.hidden * model.ffn)
 
 
-def _cut_weights(work: Workload) -> bool:
-    return work.world_size > 1 and (work.engine == "fsdp" or (work.engine == "deepspeed" and work.zero_stage >= 3))
+def _shards_weights(workload: Workload) -> bool:
+    return workload.world_size > 1 and (
+        workload.engine == "fsdp" or (workload.engine == "deepspeed" and workload.zero_stage >= 3)
+    )
 
 
-def _cut_gradients(work: Workload) -> bool:
-    return work.world_size > 1 and (work.engine == "fsdp" or (work.engine == "deepspeed" and work.zero_stage >= 2))
+def _shards_gradients(workload: Workload) -> bool:
+    return workload.world_size > 1 and (
+        workload.engine == "fsdp" or (workload.engine == "deepspeed" and workload.zero_stage >= 2)
+    )
 
 
-def _cut_moments(work: Workload) -> bool:
-    return work.world_size > 1 and (work.engine == "fsdp" or (work.engine == "deepspeed" and work.zero_stage >= 1))
+def _shards_optimizer(workload: Workload) -> bool:
+    return workload.world_size > 1 and (
+        workload.engine == "fsdp" or (workload.engine == "deepspeed" and workload.zero_stage >= 1)
+    )

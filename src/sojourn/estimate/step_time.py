@@ -1,8 +1,8 @@
-"""How long a step takes: operations and bytes against what the card can do, part by part.
+"""The time of a step: FLOPs and bytes of each part over what the GPU reaches.
 
-Multiplications by their shapes, attention by its context, pointwise work by its passes over memory, the optimizer, the
-exchange between GPUs, and launching. Curves and shares are in fit.toml; operations and bytes follow from the code.
-M tokens of a pass, K inputs, N outputs of a multiplication.
+Matmuls by their shapes, attention by its context length, elementwise kernels by the bytes they move, the optimizer
+step, communication between GPUs, and kernel launch overhead. fit.toml has the measured curves; FLOPs and bytes follow
+from the code. M tokens of a micro batch, K inputs, N outputs of a matmul.
 """
 
 from __future__ import annotations
@@ -10,19 +10,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sojourn.catalog.gpus import Gpu
-from sojourn.estimate.activations import block_parameters, inner
+from sojourn.estimate.activations import ffn_width, layer_parameters
 from sojourn.estimate.constants import constants
-from sojourn.estimate.kernel_launch import SLOW_CPU, launch_seconds, shortens, step_seconds
+from sojourn.estimate.kernel_launch import SLOW_CPU, fuses_clipping, launch_seconds, step_seconds
 from sojourn.estimate.memory import chunk_rows
-from sojourn.estimate.model_states import ends_parameters, head_is_trained, quantised_bytes, trained_parameters
+from sojourn.estimate.model_states import (
+    embedding_and_head_parameters,
+    lm_head_is_trained,
+    quantized_bytes,
+    trainable_parameters,
+)
 from sojourn.estimate.workload import LINEAR, Workload, layer_groups
 
-WAITING = "waiting for launches"
+LAUNCH_OVERHEAD = "kernel launch overhead"
 
 
 @dataclass(frozen=True)
 class Part:
-    """Seconds of a whole step (all its passes)."""
+    """Seconds of a whole step, with all its micro batches."""
 
     name: str
     seconds: float
@@ -33,266 +38,280 @@ class Part:
 class StepTime:
     parts: tuple[Part, ...]
     step_seconds: float
-    tokens: int  # of a step, over all GPUs
+    tokens: int  # of a step, of all ranks
 
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.step_seconds
 
     @property
-    def waiting(self) -> float:
-        """The share of a step in which the GPU waits for the CPU."""
+    def launch_share(self) -> float:
+        """The share of a step in which the GPU waits for kernel launches."""
         seconds = {part.name: part.seconds for part in self.parts}
-        return seconds[WAITING] / sum(seconds.values())
+        return seconds[LAUNCH_OVERHEAD] / sum(seconds.values())
 
 
-def step_time(work: Workload, gpu: Gpu) -> StepTime:
-    parts = _gpu_parts(work, gpu)
+def step_time(workload: Workload, gpu: Gpu) -> StepTime:
+    parts = _gpu_parts(workload, gpu)
     busy = sum(part.seconds for part in parts)
-    ends, update = parts[1].seconds, parts[-1].seconds
-    forward = ends + (busy - ends - update) / (3 - work.uses_lora + (work.activation_checkpointing == "full"))
-    waiting = step_seconds(work, forward / work.gradient_accumulation, busy - update, update) - busy
-    what = "updates, and CUDA graph replays" if work.cuda_graphs else "launches of layers and updates"
-    parts.append(Part(WAITING, waiting, f"{what}, where the GPU is faster"))
+    head, update = parts[1].seconds, parts[-1].seconds
+    forward = head + (busy - head - update) / (3 - workload.uses_lora + (workload.activation_checkpointing == "full"))
+    waiting = step_seconds(workload, forward / workload.gradient_accumulation, busy - update, update) - busy
+    launched = "CUDA graph replays and updates" if workload.cuda_graphs else "layers and updates"
+    parts.append(Part(LAUNCH_OVERHEAD, waiting, f"launching {launched}, where the GPU waits for the CPU"))
     parts.append(
-        Part("exchange between GPUs", _exchange(work, gpu, busy), "bytes / link, what the backward cannot hide")
+        Part(
+            "communication",
+            _communication(workload, gpu, busy),
+            "bytes / link, without what overlaps with the backward",
+        )
     )
     total = sum(part.seconds for part in parts)
-    return StepTime(tuple(parts), total, work.tokens * work.gradient_accumulation * work.world_size)
+    return StepTime(tuple(parts), total, workload.tokens * workload.gradient_accumulation * workload.world_size)
 
 
-def is_launch_bound(work: Workload, gpu: Gpu) -> bool:
+def is_launch_bound(workload: Workload, gpu: Gpu) -> bool:
     """Whether a slow CPU takes longer to launch forward and backward than the GPU to run them."""
-    *passes, _ = _gpu_parts(work, gpu)
-    return SLOW_CPU * launch_seconds(work) > sum(part.seconds for part in passes)
+    *passes, _ = _gpu_parts(workload, gpu)
+    return SLOW_CPU * launch_seconds(workload) > sum(part.seconds for part in passes)
 
 
-def _gpu_parts(work: Workload, gpu: Gpu) -> list[Part]:
-    """What the GPU computes in a step; the optimizer comes last."""
-    passes = work.gradient_accumulation
+def _gpu_parts(workload: Workload, gpu: Gpu) -> list[Part]:
+    """Kernels of a step; the optimizer step comes last."""
+    passes = workload.gradient_accumulation
     return [
-        Part("multiplications", passes * _multiplications(work, gpu), "sum over the layers' shapes"),
-        Part("head and loss", passes * _head(work, gpu), "V·D multiplications and passes over the logits"),
-        Part("attention", passes * _attention(work, gpu), "3.5·forward operations / share of the dense rate"),
-        Part("pointwise", passes * _pointwise(work, gpu), "passes over memory / (share·bandwidth)"),
-        Part("optimizer", _optimizer(work, gpu), "bytes of weights, gradients, moments / (share·bandwidth)"),
+        Part("matmuls", passes * _matmuls(workload, gpu), "sum over the linear layers"),
+        Part("LM head and loss", passes * _lm_head(workload, gpu), "matmuls of V·D, and passes over the logits"),
+        Part("attention", passes * _attention(workload, gpu), "3.5·FLOPs of the forward / (share·dense rate)"),
+        Part("elementwise kernels", passes * _elementwise(workload, gpu), "bytes / (share·bandwidth)"),
+        Part(
+            "optimizer step",
+            _optimizer(workload, gpu),
+            "bytes of weights, gradients, optimizer states / (share·bandwidth)",
+        ),
     ]
 
 
 def has_rate(gpu: Gpu) -> bool:
-    """Some vendors tell none; then nothing can be said of a run's time."""
+    """Some vendors publish no FLOP/s; then the time of a run cannot be estimated."""
     return any((gpu.bf16_tflops, gpu.fp16_tflops, gpu.fp32_tflops))
 
 
-def rate(work: Workload, gpu: Gpu) -> float:
-    """The card's dense rate in the numbers that are multiplied, operations a second."""
+def rate(workload: Workload, gpu: Gpu) -> float:
+    """The GPU's dense FLOP/s in the compute dtype."""
     known = {"bf16": gpu.bf16_tflops, "fp16": gpu.fp16_tflops, "fp32": gpu.tf32_tflops or gpu.fp32_tflops}
-    tflops = known[work.precision] or gpu.fp16_tflops or gpu.fp32_tflops or 5.0
+    tflops = known[workload.precision] or gpu.fp16_tflops or gpu.fp32_tflops or 5.0
     if gpu.capability is not None and gpu.capability < (7, 0):
         tflops = gpu.fp32_tflops or tflops
     return 1e12 * tflops
 
 
 def matmul(gpu: Gpu, peak: float, m: float, k: float, n: float, e: int, slowness: float | None = None) -> float:
-    """Seconds of one multiplication."""
+    """Seconds of one matmul."""
     curve = constants()["matmul"]
     least = e * (m * k + k * n + m * n) / (constants()["traffic"]["share"] * 1e9 * gpu.bandwidth_gbs)
     return float(max((slowness or curve["slowness"]) * 2 * m * k * n / peak, least) + curve["start"])
 
 
-def layer_shapes(work: Workload) -> dict[str, tuple[int, int]]:
-    """Inputs and outputs of a block's linear layers, as one token meets them."""
-    shape = work.model
-    d, q, k, wide = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, inner(work)
+def linear_shapes(workload: Workload) -> dict[str, tuple[int, int]]:
+    """Inputs and outputs of a layer's linear layers, of the experts that one token visits."""
+    model = workload.model
+    d, q, k, wide = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim, ffn_width(workload)
     return {"q_proj": (d, q), "k_proj": (d, k), "v_proj": (d, k), "o_proj": (q, d), "gate_proj": (d, wide),
             "up_proj": (d, wide), "down_proj": (wide, d)}  # fmt: skip
 
 
-def _multiplications(work: Workload, gpu: Gpu) -> float:
-    """Of all blocks: forward, gradient of inputs, gradient of weights where they are trained, and again what is
-    recomputed (all but the last layer, whose result nobody needs)."""
-    return sum(count * _multiplications_of(kind, gpu) for kind, count in layer_groups(work, work.model.layers))
+def _matmuls(workload: Workload, gpu: Gpu) -> float:
+    """Of all layers: the forward, gradients of inputs, gradients of trained weights, and the recomputed forward
+    (without `down_proj`, whose output the backward does not read)."""
+    return sum(count * _matmuls_of(kind, gpu) for kind, count in layer_groups(workload, workload.model.layers))
 
 
-def _multiplications_of(work: Workload, gpu: Gpu) -> float:
-    (peak, slowness), m, e = _rate_and_slowness(work, gpu), work.tokens, work.compute_bytes
-    ahead, slower = (rate(work, gpu), None) if work.fp8 == "backward" else (peak, slowness)
+def _matmuls_of(workload: Workload, gpu: Gpu) -> float:
+    (peak, slowness), m, e = _rate_and_slowness(workload, gpu), workload.tokens, workload.compute_bytes
+    forward_peak, forward_slowness = (rate(workload, gpu), None) if workload.fp8 == "backward" else (peak, slowness)
     total = 0.0
-    for name, (k, n) in _joined(work).items():
-        forward = matmul(gpu, ahead, m, k, n, e, slower)
-        again = forward if work.activation_checkpointing == "full" and name != "down_proj" else 0.0
-        own = 0.0 if work.uses_lora else matmul(gpu, peak, k, m, n, e, slowness)
-        total += forward + again + matmul(gpu, peak, m, n, k, e, slowness) + own
-    return total + _small(work)
+    for name, (k, n) in _fused_shapes(workload).items():
+        forward = matmul(gpu, forward_peak, m, k, n, e, forward_slowness)
+        again = forward if workload.activation_checkpointing == "full" and name != "down_proj" else 0.0
+        of_weights = 0.0 if workload.uses_lora else matmul(gpu, peak, k, m, n, e, slowness)
+        total += forward + again + matmul(gpu, peak, m, n, k, e, slowness) + of_weights
+    return total + _small_kernels(workload)
 
 
-def _small(work: Workload) -> float:
-    """Kernels of a block's adapters and 4-bit weights, and for the gradients of norms of queries and keys, which take
-    their time however little there is to do. What more tokens cost is counted as passes over memory."""
-    costs, how = constants()["small"], "compiled" if work.compiled else "eager"
-    if not work.uses_lora:
-        return float(1e-6 * costs["norms_eager_us"] * (work.model.qk_norm and not work.compiled))
-    adapted = sum(map(work.has_adapter, LINEAR))
-    each = costs[f"adapter_{how}_us"] * adapted + costs[f"quantised_{how}_us"] * (work.method == "qlora")
-    return float(1e-6 * each * (1.0 if work.activation_checkpointing == "off" else costs["again"]))
+def _small_kernels(workload: Workload) -> float:
+    """The least time of a layer's small kernels: of adapters, of NF4 weights, of the gradients of query and key norms.
+    What more tokens cost is counted as bytes."""
+    costs, mode = constants()["small"], "compiled" if workload.compiled else "eager"
+    if not workload.uses_lora:
+        return float(1e-6 * costs["norms_eager_us"] * (workload.model.qk_norm and not workload.compiled))
+    adapted = sum(map(workload.has_adapter, LINEAR))
+    each = costs[f"adapter_{mode}_us"] * adapted + costs[f"quantised_{mode}_us"] * (workload.method == "qlora")
+    return float(1e-6 * each * (1.0 if workload.activation_checkpointing == "off" else costs["again"]))
 
 
-def _joined(work: Workload) -> dict[str, tuple[int, int]]:
-    """Layers that read the same are one multiplication in fused blocks whose weights are trained."""
-    shapes = layer_shapes(work)
-    if not (work.fused_forwards and work.has_triton) or work.uses_lora:
+def _fused_shapes(workload: Workload) -> dict[str, tuple[int, int]]:
+    """Fused forwards with trained weights compute linear layers of one input as one matmul."""
+    shapes = linear_shapes(workload)
+    if not (workload.fused_forwards and workload.has_triton) or workload.uses_lora:
         return shapes
-    together = [("gate_proj", "up_proj")] + ([] if work.model.qk_norm else [("q_proj", "k_proj", "v_proj")])
-    for first, *others in together:
+    groups = [("gate_proj", "up_proj")] + ([] if workload.model.qk_norm else [("q_proj", "k_proj", "v_proj")])
+    for first, *others in groups:
         inputs, outputs = shapes[first]
         shapes[first] = inputs, outputs + sum(shapes.pop(name)[1] for name in others)
     return shapes
 
 
-def _rate_and_slowness(work: Workload, gpu: Gpu) -> tuple[float, float | None]:
-    """Of multiplications in the numbers that the run asks for, and how much slower they are; None: as is usual."""
-    if work.fp8 != "off" and gpu.fp8_tflops:
+def _rate_and_slowness(workload: Workload, gpu: Gpu) -> tuple[float, float | None]:
+    """Dense FLOP/s of the layers' matmuls, and their slowness; None: the usual one."""
+    if workload.fp8 != "off" and gpu.fp8_tflops:
         return 1e12 * gpu.fp8_tflops, constants()["matmul"]["fp8_slowness"]
-    return rate(work, gpu), None
+    return rate(workload, gpu), None
 
 
-def _head(work: Workload, gpu: Gpu) -> float:
-    m, e, shape, trained = work.tokens, work.compute_bytes, work.model, head_is_trained(work)
-    narrow = work.fp8 == "on" and trained
-    peak, slowness = _rate_and_slowness(work, gpu) if narrow else (rate(work, gpu), None)
-    each = matmul(gpu, peak, m, shape.hidden, shape.vocab, e, slowness)
+def _lm_head(workload: Workload, gpu: Gpu) -> float:
+    m, e, model, trained = workload.tokens, workload.compute_bytes, workload.model, lm_head_is_trained(workload)
+    in_fp8 = workload.fp8 == "on" and trained
+    peak, slowness = _rate_and_slowness(workload, gpu) if in_fp8 else (rate(workload, gpu), None)
+    each = matmul(gpu, peak, m, model.hidden, model.vocab, e, slowness)
     times = 3 if trained else 2
-    if work.full_logits:
-        passes = 2 + 6 + 12 + 12 + 8  # logits, widened, logarithms, their gradient, narrowed
-    elif work.has_triton:
+    if workload.full_logits:
+        passes = 2 + 6 + 12 + 12 + 8  # logits, in fp32, log-softmax, its gradient, cast back
+    elif workload.has_triton:
         passes = 2 * e + 2 * e + 2 * e
     else:
         passes = 10 * 4
-    if narrow:
+    if in_fp8:
         passes += 4
-    return times * each + _traffic(gpu, m * shape.vocab * passes + _ends_bytes(work))
+    return times * each + _traffic(gpu, m * model.vocab * passes + _embedding_and_head_bytes(workload))
 
 
-def _ends_bytes(work: Workload) -> float:
-    """Of embedding and head in one pass, where they are trained: casting, gradients and adding them up, of the head
-    once for each chunk of logits."""
-    if not head_is_trained(work):
+def _embedding_and_head_bytes(workload: Workload) -> float:
+    """Bytes of trained embedding and LM head in one micro batch: casts, gradients and their accumulation, of the LM
+    head once per chunk of logits."""
+    if not lm_head_is_trained(workload):
         return 0.0
-    chunks = 1 if work.full_logits else -(-work.tokens // chunk_rows(work))
-    each = 6 + 10 * chunks + 8 + 4 + (12 if work.model.tied else 0)
-    return float(each * work.model.vocab * work.model.hidden)
+    chunks = 1 if workload.full_logits else -(-workload.tokens // chunk_rows(workload))
+    each = 6 + 10 * chunks + 8 + 4 + (12 if workload.model.tied else 0)
+    return float(each * workload.model.vocab * workload.model.hidden)
 
 
-def _attention(work: Workload, gpu: Gpu) -> float:
-    """A document looks back at itself alone; a dense mask computes what it then hides."""
-    shape, curve, m = work.model, constants()["attention"], work.tokens
-    seen = float(work.document_length if work.is_packed and work.document_length else work.sequence_length)
-    masked = work.is_packed and work.attention_backend.mask == "dense"
+def _attention(workload: Workload, gpu: Gpu) -> float:
+    """A token attends to its own document; a dense mask computes the scores that it hides."""
+    model, curve, m = workload.model, constants()["attention"], workload.tokens
+    seen = float(
+        workload.document_length if workload.is_packed and workload.document_length else workload.sequence_length
+    )
+    masked = workload.is_packed and workload.attention_backend.mask == "dense"
     if masked:
-        seen = 2.0 * work.sequence_length
-    windows = shape.sliding_window
-    full = shape.full_layers if windows is not None and windows < seen else shape.layers
+        seen = 2.0 * workload.sequence_length
+    windows = model.sliding_window
+    full = model.full_layers if windows is not None and windows < seen else model.layers
     near = min(seen, 2.0 * (windows or seen))
-    share = curve["peak"] * seen / (seen + curve["half"]) * (min(128, shape.head_dim) / 128) ** curve["narrow"]
-    if work.is_packed and work.attention_backend.varlen:
+    share = curve["peak"] * seen / (seen + curve["half"]) * (min(128, model.head_dim) / 128) ** curve["narrow"]
+    if workload.is_packed and workload.attention_backend.varlen:
         share *= curve["varlen"]
-    context = (full * seen + (shape.layers - full) * near) / shape.layers
-    forward = 2.0 * m * context * shape.heads * shape.head_dim
-    times = 3.5 + (0.8 if work.activation_checkpointing == "full" else 0.0)  # the forward is the faster part
-    seconds = shape.layers * times * forward / (share * rate(work, gpu))
-    if work.attention == "math":
-        seconds += _traffic(gpu, shape.layers * m * work.sequence_length * shape.heads * 4 * 12)
+    context = (full * seen + (model.layers - full) * near) / model.layers
+    forward = 2.0 * m * context * model.heads * model.head_dim
+    times = 3.5 + (
+        0.8 if workload.activation_checkpointing == "full" else 0.0
+    )  # the forward is faster than the backward
+    seconds = model.layers * times * forward / (share * rate(workload, gpu))
+    if workload.attention == "math":
+        seconds += _traffic(gpu, model.layers * m * workload.sequence_length * model.heads * 4 * 12)
     return float(seconds)
 
 
-def _pointwise(work: Workload, gpu: Gpu) -> float:
-    """Passes over memory in the blocks of one forward and backward, and what weights cost beside multiplications."""
-    shape, e, r, m = work.model, work.compute_bytes, work.residual_bytes, work.tokens
-    d, q, wide = shape.hidden, shape.heads * shape.head_dim, inner(work)
-    heads = q + 2 * shape.kv_heads * shape.head_dim
-    repeated = 2 * (q - shape.kv_heads * shape.head_dim) if shape.kv_heads < shape.heads else 0
+def _elementwise(workload: Workload, gpu: Gpu) -> float:
+    """Elementwise kernels of one forward and backward, and what weights cost besides matmuls."""
+    model, e, r, m = workload.model, workload.compute_bytes, workload.residual_bytes, workload.tokens
+    d, q, wide = model.hidden, model.heads * model.head_dim, ffn_width(workload)
+    heads = q + 2 * model.kv_heads * model.head_dim
+    repeated = 2 * (q - model.kv_heads * model.head_dim) if model.kv_heads < model.heads else 0
     forward = 9 * d * r + (2 * heads + repeated + 3 * wide) * e
     backward = 14 * d * r + (2 * heads + 2 * repeated + 5 * wide) * e
-    if shape.qk_norm:
-        turned = q + shape.kv_heads * shape.head_dim
-        forward, backward = forward + 2 * turned * e, backward + 3 * turned * e
-    adapted = [size for name, size in layer_shapes(work).items() if work.has_adapter(name)]
+    if model.qk_norm:
+        normed = q + model.kv_heads * model.head_dim
+        forward, backward = forward + 2 * normed * e, backward + 3 * normed * e
+    adapted = [size for name, size in linear_shapes(workload).items() if workload.has_adapter(name)]
     forward += e * sum(k + 3 * n for k, n in adapted)
     backward += e * sum(2 * k + 3 * n for k, n in adapted)
-    if work.lora_dropout:
+    if workload.lora_dropout:
         forward += e * 2 * sum(k for k, _ in adapted)
         backward += e * 2 * sum(k for k, _ in adapted)
-    if work.fp8 != "off":
-        backward += 4 * 3 * (d + wide) + 6 * (q + heads + d)  # both ways; six where the largest is not known already
-    again = {"off": 0.0, "selective": 0.6, "full": 1.0}[work.activation_checkpointing]
-    tokens = shape.layers * m * (forward * (1 + again) + backward) * _passes(work)
-    return _traffic(gpu, tokens + shape.layers * _weight_bytes(work))
+    if workload.fp8 != "off":
+        backward += 4 * 3 * (d + wide) + 6 * (
+            q + heads + d
+        )  # row-major and transposed; six where amax must be computed
+    again = {"off": 0.0, "selective": 0.6, "full": 1.0}[workload.activation_checkpointing]
+    tokens = model.layers * m * (forward * (1 + again) + backward) * _eager_factor(workload)
+    return _traffic(gpu, tokens + model.layers * _weight_bytes(workload))
 
 
-def _passes(work: Workload) -> float:
-    """Against compiled blocks."""
-    if work.compiled:
+def _eager_factor(workload: Workload) -> float:
+    """Bytes moved, over those of compiled layers."""
+    if workload.compiled:
         return 1.0
-    return float(constants()["traffic"]["eager_fused" if work.fused_forwards else "eager_plain"])
+    return float(constants()["traffic"]["eager_fused" if workload.fused_forwards else "eager_plain"])
 
 
-def _weight_bytes(work: Workload) -> float:
-    """Of a block, in one pass: casting, widening 4-bit weights for each use, and summing up gradients."""
-    count = block_parameters(work)
-    if work.model.experts is not None:  # all experts are read, whoever visits them
-        reads = (3 if work.activation_checkpointing == "full" else 2) * work.compute_bytes * work.model.ffn_parameters()
-        return reads + (0 if work.uses_lora else 12 * count)
-    if work.method == "qlora":
-        uses = 2 + (1 if work.activation_checkpointing == "full" else 0)
-        return uses * count * (quantised_bytes(work) + 2)
-    if work.uses_lora:
+def _weight_bytes(workload: Workload) -> float:
+    """Bytes of one layer's weights in one micro batch: casts, NF4 dequantization per use, gradient accumulation."""
+    count = layer_parameters(workload)
+    if workload.model.experts is not None:  # all experts are read
+        times = 3 if workload.activation_checkpointing == "full" else 2
+        reads = times * workload.compute_bytes * workload.model.ffn_parameters()
+        return reads + (0 if workload.uses_lora else 12 * count)
+    if workload.method == "qlora":
+        uses = 2 + (1 if workload.activation_checkpointing == "full" else 0)
+        return uses * count * (quantized_bytes(workload) + 2)
+    if workload.uses_lora:
         return 0.0
-    cast = 6 if work.compute_bytes == 2 and work.engine not in ("fsdp", "deepspeed") else 0
-    cast *= 2 if work.activation_checkpointing != "off" else 1
-    summed = (6 if work.compute_bytes == 2 else 0) + (12 if work.gradient_accumulation > 1 else 0)
+    cast = 6 if workload.compute_bytes == 2 and workload.engine not in ("fsdp", "deepspeed") else 0
+    cast *= 2 if workload.activation_checkpointing != "off" else 1
+    summed = (6 if workload.compute_bytes == 2 else 0) + (12 if workload.gradient_accumulation > 1 else 0)
     return count * (cast + summed)
 
 
-def _optimizer(work: Workload, gpu: Gpu) -> float:
-    """Weights and gradients read and written, moments too; moments on the host travel over the bus both ways."""
-    count = trained_parameters(work) / (work.world_size if work.is_sharded else 1)
-    norm = 4 if shortens(work) else 12  # only AdamW of torch shortens gradients on its way
-    moments = {"adamw_8bit": 4, "paged_adamw_8bit": 4, "muon": 8}.get(work.optimizer, 16)
-    slow = 1 / float(constants()["update"]["share_8bit"]) if "8bit" in work.optimizer else 1.0
-    seconds = _traffic(gpu, count * (slow * (4 + 8 + moments) + norm))
-    if work.optimizer == "muon" and not work.uses_lora:
-        rounds = 5 * 6.0 * work.model.hidden * (count - ends_parameters(work))
-        seconds += rounds / (0.5 * rate(work, gpu))
+def _optimizer(workload: Workload, gpu: Gpu) -> float:
+    """Weights, gradients and optimizer states are read and written; offloaded states cross the PCIe bus both ways."""
+    count = trainable_parameters(workload) / (workload.world_size if workload.is_sharded else 1)
+    norm = 4 if fuses_clipping(workload) else 12  # without fused clipping gradients are read and written once more
+    states = {"adamw_8bit": 4, "paged_adamw_8bit": 4, "muon": 8}.get(workload.optimizer, 16)
+    slow = 1 / float(constants()["update"]["share_8bit"]) if "8bit" in workload.optimizer else 1.0
+    seconds = _traffic(gpu, count * (slow * (4 + 8 + states) + norm))
+    if workload.optimizer == "muon" and not workload.uses_lora:
+        newton_schulz = 5 * 6.0 * workload.model.hidden * (count - embedding_and_head_parameters(workload))
+        seconds += newton_schulz / (0.5 * rate(workload, gpu))
     bus = float(constants()["links"]["host"]) * 1e9 * (gpu.pcie_gbs or 16.0)
-    if work.offload != "off":
+    if workload.offload != "off":
         seconds += 16 * count / bus
-    if work.offload == "all":
-        seconds += work.gradient_accumulation * 2 * 2 * work.model.parameters / bus
+    if workload.offload == "all":
+        seconds += workload.gradient_accumulation * 2 * 2 * workload.model.parameters / bus
     return seconds
 
 
-def link_bytes(work: Workload, gpu: Gpu) -> float:
-    """Bytes a second of one card to the others, one direction, as collectives reach it. A ring is as fast as its
-    slowest link."""
+def link_bytes(workload: Workload, gpu: Gpu) -> float:
+    """Bytes per second that collectives reach between GPUs, in one direction; a ring is as fast as its slowest link."""
     links = constants()["links"]
-    if work.nodes > 1:
+    if workload.nodes > 1:
         return 1e9 * min(float(links["network_gbs"]), float(links["pcie"]) * (gpu.pcie_gbs or 8.0))
-    if gpu.nvlink_gbs is not None and (gpu.nvlink_peers or 0) >= work.world_size and (gpu.nvlink_peers or 0) > 2:
+    if gpu.nvlink_gbs is not None and (gpu.nvlink_peers or 0) >= workload.world_size and (gpu.nvlink_peers or 0) > 2:
         return float(links["nvlink"]) * 1e9 * gpu.nvlink_gbs / 2
     return float(links["pcie"]) * 1e9 * (gpu.pcie_gbs or 8.0)
 
 
-def _exchange(work: Workload, gpu: Gpu, busy: float) -> float:
-    """Gradients go around once a step; weights that are cut are gathered in every pass."""
-    if work.world_size == 1:
+def _communication(workload: Workload, gpu: Gpu, busy: float) -> float:
+    """Gradients are all-reduced once per step; sharded weights are gathered in every micro batch."""
+    if workload.world_size == 1:
         return 0.0
-    share = (work.world_size - 1) / work.world_size
-    sent = 2 * share * 4 * trained_parameters(work)
-    if work.is_sharded:
-        whole = work.compute_bytes if work.method != "qlora" else quantised_bytes(work)
-        gathers = (2 if work.reshard_after_forward else 1) * whole * work.model.parameters
-        sent = share * work.gradient_accumulation * (gathers + (4 * trained_parameters(work)))
-    seconds, hidden = sent / link_bytes(work, gpu), float(constants()["links"]["hidden"])
+    share = (workload.world_size - 1) / workload.world_size
+    sent = 2 * share * 4 * trainable_parameters(workload)
+    if workload.is_sharded:
+        whole = workload.compute_bytes if workload.method != "qlora" else quantized_bytes(workload)
+        gathers = (2 if workload.reshard_after_forward else 1) * whole * workload.model.parameters
+        sent = share * workload.gradient_accumulation * (gathers + (4 * trainable_parameters(workload)))
+    seconds, hidden = sent / link_bytes(workload, gpu), float(constants()["links"]["hidden"])
     return max(0.05 * seconds, seconds - hidden * busy)
 
 

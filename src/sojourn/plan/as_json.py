@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from sojourn.config.schema import RunConfig
-from sojourn.estimate.memory import Memory
+from sojourn.estimate.memory import MemoryEstimate
 from sojourn.plan.advice import Advice, Capacity
 from sojourn.plan.offers import Offer, Plan
 
@@ -35,7 +35,7 @@ def _advice_values(one: Advice) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _memory_values(found: Memory) -> dict[str, Any]:
+def _memory_values(found: MemoryEstimate) -> dict[str, Any]:
     return {
         "allocated": found.allocated, "device": found.device, "peak": found.peak.name,
         "by_kind": {kind: int(size) for kind, size in found.peak.by_kind().items()},

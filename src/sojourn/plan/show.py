@@ -8,7 +8,7 @@ from textwrap import wrap
 from unicodedata import east_asian_width
 
 from sojourn.config.schema import RunConfig
-from sojourn.estimate.model_states import on_host
+from sojourn.estimate.model_states import host_bytes
 from sojourn.plan.advice import Advice, Capacity
 from sojourn.plan.calibration import Correction
 from sojourn.plan.money import money_text
@@ -16,11 +16,12 @@ from sojourn.plan.offers import TOO_SMALL, Offer, Plan
 from sojourn.resolve.micro_batch import Fit
 
 _GIB = 2**30
-_UNSURE = 0.25  # of a step waiting for a CPU, of all time in steps: then a plan says that it cannot know better
+_UNSURE = 0.25  # share of a step in kernel launch overhead, and of the run in steps, from which on a plan warns
 _BAR = 56
+_OUTSIDE = "CUDA context and fragmentation"  # memory that torch does not count as allocated
 _COLUMNS = {"rows": 6, "most": 6, "GiB": 7, "tok/s": 11, "time": 7, "cost": 10}
-_MARKS = {"weights": "█", "adapters": "▪", "gradients": "▓", "optimizer": "▒", "activations": "▚", "loss": "▞",
-          "temporary": "░", "context and lost": "·"}  # fmt: skip
+_MARKS = {"weights": "█", "adapters": "▪", "gradients": "▓", "optimizer states": "▒", "activations": "▚",
+          "logits": "▞", "temporary buffers": "░", _OUTSIDE: "·"}  # fmt: skip
 
 
 def screen_width() -> int:
@@ -28,7 +29,7 @@ def screen_width() -> int:
 
 
 def folded(lines: list[str], width: int) -> Iterator[str]:
-    """Lines that are too long, continued further in. What must not be torn apart is held together by hard spaces."""
+    """Wraps long lines, with an indent. No-break spaces hold together what must stay on one line."""
     for line in lines:
         wide = _cells(line) - len(line)
         indent = " " * (2 + len(line) - len(line.lstrip()))
@@ -37,51 +38,50 @@ def folded(lines: list[str], width: int) -> Iterator[str]:
 
 
 def _cells(text: str) -> int:
-    """Columns of a terminal: Chinese letters take two."""
+    """Columns in a terminal: wide characters take two."""
     return len(text) + sum(east_asian_width(letter) in "WF" for letter in text)
 
 
-def _whole(text: str) -> str:
+def _unbroken(text: str) -> str:
     return text.replace(" ", "\u00a0")
 
 
-def head_lines(config: RunConfig, plan: Plan, named: bool) -> list[str]:
-    shape, method = plan.model, config.method
-    size = _count(shape.parameters)
-    active = f" ({_count(shape.active_parameters)} active)" if shape.experts else ""
+def summary_lines(config: RunConfig, plan: Plan, named: bool) -> list[str]:
+    model, method = plan.model, config.method
+    size = _count(model.parameters)
+    active = f" ({_count(model.active_parameters)} active)" if model.experts else ""
     how = {"pretrain": "from scratch", "full": "all weights"}.get(method.kind, f"{method.kind}, rank {method.rank}")
-    name = f"{config.name}: {shape.name}" if config.name else shape.name
+    name = f"{config.name}: {model.name}" if config.name else model.name
     steps, tokens = plan.length.steps, _count(plan.length.tokens)
     lines = [f"{name}, {size} parameters{active}, {how}; {steps:,} steps, about {tokens} tokens"]
-    if shape.note and not shape.hub:
-        lines.append(f"note: {shape.note}")
-    if 0 < shape.positions < config.data.max_length:
+    if model.note and not model.hub:
+        lines.append(f"note: {model.note}")
+    if 0 < model.positions < config.data.max_length:
         lines.append(
-            f"note: data.max_length is {config.data.max_length:,}, but this model holds {shape.positions:,} tokens"
+            f"note: data.max_length is {config.data.max_length:,}, but this model holds {model.positions:,} tokens"
         )
     if config.train.device == "cpu":
-        lines.append("note: train.device is cpu, of which no time can be told; what follows is for GPUs")
+        lines.append("note: train.device is cpu, whose speed is not estimated; what follows is for GPUs")
     if config.limits.price_per_hour is not None and not named:
-        lines.append("note: limits.price_per_hour is taken for every GPU below; name yours with --gpu")
+        lines.append("note: limits.price_per_hour is used for every GPU below; name yours with --gpu")
     return [*lines, *([f"note: {plan.length.assumed}"] if plan.length.assumed else [])]
 
 
 def memory_lines(fit: Fit, where: str = "") -> list[str]:
-    work, needed, held = fit.workload, fit.memory, on_host(fit.workload)
-    kinds = {**needed.peak.by_kind(), "context and lost": needed.device - needed.allocated}
+    workload, needed, offloaded = fit.workload, fit.memory, host_bytes(fit.workload)
+    kinds = {**needed.peak.by_kind(), _OUTSIDE: needed.device - needed.allocated}
     kinds = {kind: size for kind, size in kinds.items() if size >= 0.005 * _GIB or kind == "weights"}
     bar = "".join(_MARKS[kind] * max(1, round(_BAR * size / needed.device)) for kind, size in kinds.items())
-    legend = "  ".join(_whole(f"{_MARKS[kind]} {kind} {size / _GIB:.2f}") for kind, size in kinds.items())
-    plural = "row" if work.micro_batch == 1 else "rows"
-    recomputed = {"off": "nothing recomputed", "selective": "some recomputed", "full": "blocks recomputed"}
+    legend = "  ".join(_unbroken(f"{_MARKS[kind]} {kind} {size / _GIB:.2f}") for kind, size in kinds.items())
+    checkpointing = workload.activation_checkpointing
+    rows = f"{workload.micro_batch} × {workload.sequence_length:,} tokens"
     return [
-        f"memory{where}: {needed.device / _GIB:.1f} GiB of the card, {needed.allocated / _GIB:.1f} of it torch's, with "
-        f"{work.micro_batch} {plural} of {work.sequence_length:,} at a time, {work.precision}, "
-        f"{recomputed[work.activation_checkpointing]}",
+        f"memory{where}: {needed.device / _GIB:.1f} GiB of the GPU, {needed.allocated / _GIB:.1f} of it allocated by "
+        f"torch; micro batch {rows}, {workload.precision}, activation checkpointing {checkpointing}",
         f"  {bar}",
         f"  GiB: {legend}",
-        f"  the peak is at: {needed.peak.name}",
-        *([f"  and {held / _GIB:.1f} GiB of the machine's own memory, for what is offloaded"] if held else []),
+        f"  peak: {needed.peak.name}",
+        *([f"  and {offloaded / _GIB:.1f} GiB of host memory, for what is offloaded"] if offloaded else []),
     ]
 
 
@@ -100,22 +100,22 @@ def table_lines(plan: Plan, everything: bool, width: int) -> list[str]:
         else:
             lines.append(f"{row} ({notes})" if notes else row)
     seen = list(dict.fromkeys(o.bill.seen for o in listed if o.bill))
-    lines += [f"prices: {'; '.join(map(_whole, seen))}"] if seen else []
+    lines += [f"prices: {'; '.join(map(_unbroken, seen))}"] if seen else []
     if not everything:
         lines += _rest(plan, [o for o in plan.offers if o.bill is None])
     return lines
 
 
 def _rest(plan: Plan, offers: list[Offer]) -> list[str]:
-    """Without a price: who fits, and who does not, and why."""
+    """GPUs without a price: which fit, which do not, and why."""
     same_count = len({o.count for o in plan.offers}) == 1 < len(plan.offers)
     apples = [o for o in plan.offers if o.gpu.unified]
 
     def listed(title: str, some: list[Offer]) -> list[str]:
-        together = bool(apples) and all(o in some and not o.fits for o in apples)  # none needs a word of its own
-        single = [o for o in some if not (together and o.gpu.unified)]
-        names = [_whole((o.gpu.name if same_count else _card(o)) + _if_known(o)) for o in single]
-        names += [_whole("every Apple chip")] if together else []
+        muon_groups = bool(apples) and all(o in some and not o.fits for o in apples)  # none needs a word of its own
+        single = [o for o in some if not (muon_groups and o.gpu.unified)]
+        names = [_unbroken((o.gpu.name if same_count else _card(o)) + _if_known(o)) for o in single]
+        names += [_unbroken("every Apple chip")] if muon_groups else []
         return [f"{title}: {', '.join(dict.fromkeys(names))}"] if names else []
 
     lines = listed("fits, no price known", [o for o in offers if o.fits])
@@ -181,32 +181,32 @@ def best_lines(plan: Plan, limits: str, helped: bool) -> list[str]:
 
 
 def _unsure(offer: Offer) -> list[str]:
-    """Where what no plan knows decides."""
-    if offer.step is None or offer.run_time is None or offer.step.waiting < _UNSURE:
+    """A warning where the CPU of the machine, which no plan knows, decides."""
+    if offer.step is None or offer.run_time is None or offer.step.launch_share < _UNSURE:
         return []
     if offer.run_time.parts.get("steps", 0.0) < _UNSURE * offer.run_time.seconds:
         return []
-    share = f"{100 * offer.step.waiting:.0f} %"
-    return [f"the GPU waits for the CPU in {share} of a step, and CPUs differ: steps may take a third more or less"]
+    share = f"{100 * offer.step.launch_share:.0f} %"
+    return [f"kernel launch overhead is {share} of a step, and CPUs differ: steps may take a third more or less"]
 
 
 def _no_choice(plan: Plan, limits: str, helped: bool) -> str:
     fitting = [o for o in plan.offers if o.fits]
     billed = [(o.bill, o) for o in fitting if o.bill]
-    roomy = [(bill, o) for bill, o in billed if bill.disk_suffices]
-    if roomy and limits:
-        cheap = min(roomy, key=lambda one: (one[0].cny, one[0].elapsed))[1]
-        quick = min(roomy, key=lambda one: one[0].elapsed)[1]
+    enough_disk = [(bill, o) for bill, o in billed if bill.disk_suffices]
+    if enough_disk and limits:
+        cheap = min(enough_disk, key=lambda one: (one[0].cny, one[0].elapsed))[1]
+        quick = min(enough_disk, key=lambda one: one[0].elapsed)[1]
         least = "" if quick is cheap else f"; the fastest is {_named(quick)}: {_billed(quick)}"
         return f"nothing meets the {limits}; the cheapest is {_named(cheap)}: {_billed(cheap)}{least}"
     if billed:
-        return "where it fits, there is no room on the disk for two checkpoints; the table says how much they take"
+        return "where it fits, the disk is too small for two checkpoints; the table shows their size"
     if fitting and all(o.gpu.unified for o in fitting):
         return "nobody rents these out: on a machine of your own it costs nothing"
     if fitting:
         return "no price is known for the GPUs that fit; give limits.price_per_hour, or your own prices"
     if not any(o.reason_not == TOO_SMALL for o in plan.offers):
-        return "none of these GPUs can run it as it is set; why is said beside them"
+        return "none of these GPUs can run it as it is set; the reasons are above"
     return "it fits on none of these GPUs" + ("; what helps is below" if helped else "")
 
 
@@ -236,44 +236,46 @@ def advice_lines(advice: list[Advice], gpu: str) -> list[str]:
         return [f"nothing we know makes it fit on {gpu}; take a larger GPU or a smaller model"]
     lines = [f"to fit on {gpu}, fastest first:"]
     for one in advice:
-        says = ", ".join(change.description for change in one.changes)
-        lines.append(f"  {says}: {one.tokens_per_second:,.0f} tok/s, {one.memory / _GIB:.1f} GiB   ({one.arguments})")
+        changes = ", ".join(change.description for change in one.changes)
+        lines.append(
+            f"  {changes}: {one.tokens_per_second:,.0f} tok/s, {one.memory / _GIB:.1f} GiB   ({one.arguments})"
+        )
     return lines
 
 
 def faster_line(one: Advice) -> str:
     gained = f"{one.tokens_per_second:,.0f} tok/s, {one.memory / _GIB:.1f} GiB"
-    return f"the same result sooner on {one.gpu.name}, by the memory that is left: {gained}   ({one.arguments})"
+    return f"the same result sooner on {one.gpu.name}, in the memory that is left: {gained}   ({one.arguments})"
 
 
 def corrected_line(learned: Correction) -> str:
-    by_card = ", ".join(_whole(f"{time:.2f} on {card}") for card, time in learned.times.items())
+    by_card = ", ".join(_unbroken(f"{time:.2f} on {card}") for card, time in learned.times.items())
     return (
         f"corrected by {learned.records} runs measured here (sojourn plan --calibrate): steps take {learned.time:.2f} "
-        f"times as long{f' ({by_card})' if by_card else ''}, memory is {learned.memory:.2f} times as much, which what "
-        "fits accounts for and the GiB do not"
+        f"times as long{f' ({by_card})' if by_card else ''}, memory is {learned.memory:.2f} times as much; whether a "
+        "run fits allows for that, the GiB above do not"
     )
 
 
 def capacity_lines(found: Capacity) -> list[str]:
-    words = {"full": "all weights", "lora": "LoRA", "qlora": "QLoRA"}
+    titles = {"full": "all weights", "lora": "LoRA", "qlora": "QLoRA"}
     rows, most, batch = found.micro_batch or "none", found.micro_batch_checkpointed or "none", found.global_batch
     lines = [
         f"into {_size(found.size)} fit, of this run:",
-        f"  {rows} of the {batch:,} rows of a step at a time as it is set, {most} with "
+        f"  a micro batch of {rows} of the {batch:,} rows of a step as it is set, {most} with "
         "train.activation_checkpointing=full",
-        f"  a row of {f'up to {found.length:,}' if found.length else 'not even 256'} tokens, alone and with "
-        "train.activation_checkpointing=full",
-        f"and of the catalogue, with one row of {found.given_length:,} tokens at a time and "
+        f"  a sequence length of {f'up to {found.length:,}' if found.length else 'not even 256'} tokens, with a micro "
+        "batch of 1 and train.activation_checkpointing=full",
+        f"and of the catalogue, with a micro batch of 1 × {found.given_length:,} tokens and "
         "train.activation_checkpointing=full:",
     ]
     for method, largest in found.models.items():
         if largest is None:
-            lines.append(f"  {words[method]}: no model")
+            lines.append(f"  {titles[method]}: no model")
         else:
-            shape, size = largest
-            lines.append(f"  {words[method]}: up to {shape.name} ({_count(shape.parameters)}), {size / _GIB:.1f} GiB")
-    return [*lines, "as in every plan, 3 % of the memory are left free"]
+            model, size = largest
+            lines.append(f"  {titles[method]}: up to {model.name} ({_count(model.parameters)}), {size / _GIB:.1f} GiB")
+    return [*lines, "as in every plan, 3 % of the memory is left free"]
 
 
 def _size(count: int) -> str:
@@ -283,8 +285,8 @@ def _size(count: int) -> str:
 def explain_lines(plan: Plan) -> list[str]:
     """Every term of every phase, and every part of a step, with its formula."""
     lines = [
-        "P parameters, N trained ones, T tokens at a time, D width, F width of the feed-forward, V vocabulary, e bytes "
-        "of a number that is multiplied, r of one between blocks"
+        "P parameters, N trainable parameters, T tokens of a micro batch, D hidden size, F feed-forward size, "
+        "V vocabulary, e bytes of an element in matmuls, r bytes of an element of the residual stream"
     ]
     for phase in plan.fit.memory.phases:
         mark = " (the peak)" if phase is plan.fit.memory.peak else ""

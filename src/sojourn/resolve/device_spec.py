@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sojourn.catalog.attention_backends import ATTENTION_BACKENDS
 from sojourn.catalog.gpus import Gpu
 from sojourn.config.schema import RunConfig
-from sojourn.estimate.memory import room_in
+from sojourn.estimate.memory import memory_budget
 from sojourn.machine.precision import cuda_precision
 
 _TRITON_CAPABILITY = (7, 0)
@@ -55,7 +55,7 @@ class DeviceSpec:
     @property
     def memory_budget(self) -> float | None:
         """Bytes that a run may be planned into."""
-        return None if self.free_bytes is None else room_in(self.free_bytes, self.ranks) / self.memory_correction
+        return None if self.free_bytes is None else memory_budget(self.free_bytes, self.ranks) / self.memory_correction
 
 
 def catalog_device(config: RunConfig, gpu: Gpu, ranks: int = 1, memory_correction: float = 1.0) -> DeviceSpec:

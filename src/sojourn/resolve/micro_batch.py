@@ -8,7 +8,7 @@ from itertools import islice
 
 from sojourn.catalog.models import ModelSpec
 from sojourn.config.schema import RunConfig
-from sojourn.estimate.memory import SAFE, Memory, memory
+from sojourn.estimate.memory import SAFE_SHARE, MemoryEstimate, memory
 from sojourn.estimate.step_time import has_rate, step_time
 from sojourn.estimate.workload import Workload
 from sojourn.resolve.cuda_graphs import with_cuda_graphs
@@ -26,7 +26,7 @@ class Fit:
     """A workload, and the memory that it is estimated to need."""
 
     workload: Workload
-    memory: Memory
+    memory: MemoryEstimate
 
 
 def divisors(batch: int) -> list[int]:
@@ -73,7 +73,7 @@ def resolve_memory(resolved: Resolved, model: ModelSpec, device: DeviceSpec) -> 
 def _describe_budget(device: DeviceSpec) -> str:
     if device.free_bytes is None:
         return ""
-    return f"planned into {SAFE:.0%} of the {device.free_bytes / 2**30:.0f} GiB free"
+    return f"planned into {SAFE_SHARE:.0%} of the {device.free_bytes / 2**30:.0f} GiB free"
 
 
 def _smallest(config: RunConfig) -> int:

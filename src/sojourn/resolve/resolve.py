@@ -7,7 +7,7 @@ from typing import Any
 
 from sojourn.catalog.models import ModelSpec
 from sojourn.config.schema import RunConfig
-from sojourn.estimate.memory import Memory, memory
+from sojourn.estimate.memory import MemoryEstimate, memory
 from sojourn.estimate.step_time import has_rate, step_time
 from sojourn.estimate.workload import Workload
 from sojourn.resolve.compile import choose_compile
@@ -34,7 +34,7 @@ class Resolution:
     fits: bool
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> MemoryEstimate:
         return memory(self.workload)
 
 

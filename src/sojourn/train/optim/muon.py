@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sojourn.estimate.kernel_launch import TOGETHER
+from sojourn.estimate.kernel_launch import MUON_GROUP_ELEMENTS
 
 _MOMENTUM = 0.95
 _NEWTON_SCHULZ_STEPS = 5
@@ -75,7 +75,7 @@ def _by_shape(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
     for parameter in parameters:
         shapes.setdefault(parameter.shape, []).append(parameter)
     for shape, same in shapes.items():
-        most = max(1, TOGETHER // max(1, shape.numel()))
+        most = max(1, MUON_GROUP_ELEMENTS // max(1, shape.numel()))
         yield from (same[i : i + most] for i in range(0, len(same), most))
 
 
