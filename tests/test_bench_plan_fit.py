@@ -33,7 +33,7 @@ def test_whole_steps_correct_what_kernels_alone_cannot_tell_and_held_out_ones_ar
     finally:
         constants().update(kept)
     text = fit.written("# one\n# two\n[matmul]\nslowness = 1.39  # so\n[idle]\nlayer_ms = 1\n", changes, 7)
-    assert f"slowness = {changes['matmul', 'slowness']:.6g}  # so" in text and "adjusted to 7 whole steps" in text
+    assert f"slowness = {changes['matmul', 'slowness']:.6g}  # so" in text and "adjusted to 7 measured steps" in text
     row = {"name": "lora-7b", "held_out": True, "measured": {"step_seconds": 1.0}}
     assert fit.timed([row]) == []
 

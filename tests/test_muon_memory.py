@@ -70,7 +70,7 @@ def test_the_update_makes_what_is_planned(vocabulary, feed_forward, wider):
 
 
 def _updated(muon_groups, monkeypatch):
-    monkeypatch.setattr("sojourn.train.optim.muon.TOGETHER", muon_groups)
+    monkeypatch.setattr("sojourn.train.optim.muon.MUON_GROUP_ELEMENTS", muon_groups)
     torch.manual_seed(0)
     sizes = [(64, 64), (64, 96), (96, 64), (64,)] * 12
     parameters = [torch.nn.Parameter(torch.randn(size)) for size in sizes]
