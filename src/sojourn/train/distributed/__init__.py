@@ -1,1 +1,1 @@
-"""How the processes of one run share its work: one small file for each engine, and how they are started."""
+"""Engines: how the ranks of one run share its work, one file for each."""
