@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from sojourn.catalog.attention_backends import ATTENTION_BACKENDS
+from sojourn.config.attention_backends import ATTENTION_BACKENDS
 from sojourn.config.schema import Attention
 from sojourn.machine.probe_software import importable
 from sojourn.model import attention

@@ -52,7 +52,7 @@ FILES: dict[str, tuple[str | bytes, tuple[str, ...]]] = {
     "null for a number": (SMALL + "train:\n  global_batch:\n", ("run.yaml:3: train.global_batch: nothing (null) given", "whole")),
     "unknown choice": (SMALL + "train:\n  optimizer: adam\n", ("train.optimizer: “adam” given; allowed: adamw",)),
     "unknown precision": (SMALL + "train:\n  precision: int8\n", ("“int8” given; allowed: bf16 or fp16 or fp32, or auto",)),
-    "unknown attention": (SMALL + "train:\n  attention: flash3\n", ("auto or flash_attention_2 or varlen or flex or sdpa or math",)),
+    "unknown attention": (SMALL + "train:\n  attention: flash3\n", ("auto or varlen or flash_attention_2 or sdpa or flex or math",)),
     "unknown bits": ("extends: qlora-7b\nmethod:\n  bits: 3\n", ("run.yaml:3: method.bits: 3 given; allowed: 4 or 8",)),
     "GPU by name": (SMALL + "parallel:\n  gpus: rtx4090\n", ("parallel.gpus: “rtx4090” given", "such as 0 or 0,1, or all, or auto")),
     "GPU of -1": (SMALL + "parallel:\n  gpus: [-1]\n", ("run.yaml:3: parallel.gpus: -1 given", "GPU numbers")),

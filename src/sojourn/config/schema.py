@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from sojourn.config.attention_backends import ATTENTION_BACKENDS
 from sojourn.config.data import DataConfig
 from sojourn.config.fields import (
     ActivationCheckpointing,
@@ -33,7 +34,10 @@ from sojourn.config.fields import (
 from sojourn.config.quantities import Count, Duration, Money, Size
 
 OptimizerName = Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "muon"]
-Attention = Literal["auto", "flash_attention_2", "varlen", "flex", "sdpa", "math"]
+if TYPE_CHECKING:
+    Attention = str
+else:
+    Attention = Literal[("auto", *(name for name, backend in ATTENTION_BACKENDS.items() if not backend.fused_qkv))]
 Tracker = Literal["wandb", "swanlab", "mlflow", "trackio"]
 Precision = Literal["bf16", "fp16", "fp32"]
 MethodKind = Literal["pretrain", "full", "lora", "qlora"]

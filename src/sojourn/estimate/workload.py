@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from sojourn.catalog.attention_backends import ATTENTION_BACKENDS, AttentionBackend
 from sojourn.catalog.models import ModelSpec
+from sojourn.config.attention_backends import ATTENTION_BACKENDS, AttentionBackend
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 EXPERTS = ("gate_proj", "up_proj", "down_proj")

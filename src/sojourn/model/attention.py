@@ -2,7 +2,7 @@
 
 One name, `sojourn`, is registered with transformers, so that its models call `attend`; the batch's `Layout` arrives as
 the keyword `layout`, and no model builds a mask of its own. Sliding windows and logit soft-capping are supported. The
-records of the backends, with their capabilities and how to add one, are in catalog/attention_backends.py; here are the
+records of the backends, with their capabilities and how to add one, are in config/attention_backends.py; here are the
 implementations. FlashAttention-4 (kernels/hopper.py) replaces the backend in fused forwards where its record allows.
 
 Shapes: B rows, T tokens per row, H query heads, K key/value heads, D head size.
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
-from sojourn.catalog.attention_backends import ATTENTION_BACKENDS
+from sojourn.config.attention_backends import ATTENTION_BACKENDS
 from sojourn.model.kernels.hopper import HopperKernels
 from sojourn.model.layout import Layout, compute_cu_seqlens, make_layout, pad_cu_seqlens
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sojourn.catalog.attention_backends import ATTENTION_BACKENDS
+from sojourn.config.attention_backends import ATTENTION_BACKENDS
 from sojourn.model.length_buckets import LengthBuckets
 
 if TYPE_CHECKING:

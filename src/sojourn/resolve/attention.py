@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sojourn.catalog.attention_backends import ATTENTION_BACKENDS, AttentionBackend
 from sojourn.catalog.models import ModelSpec
+from sojourn.config.attention_backends import ATTENTION_BACKENDS, AttentionBackend
 from sojourn.resolve.device_spec import DeviceSpec
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sojourn.catalog.attention_backends import ATTENTION_BACKENDS
 from sojourn.catalog.gpus import Gpu
+from sojourn.config.attention_backends import ATTENTION_BACKENDS
 from sojourn.config.schema import RunConfig
 from sojourn.estimate.memory import memory_budget
 from sojourn.machine.precision import cuda_precision

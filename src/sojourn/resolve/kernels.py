@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from sojourn.catalog.attention_backends import ATTENTION_BACKENDS
 from sojourn.catalog.fused_families import FUSED_FAMILIES
 from sojourn.catalog.models import ModelSpec
+from sojourn.config.attention_backends import ATTENTION_BACKENDS
 from sojourn.config.schema import RunConfig
 from sojourn.resolve.attention import attention_unsupported_reason, choose_attention
 from sojourn.resolve.cuda_graphs import cuda_graphs_unsupported_reason

@@ -26,7 +26,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sojourn.catalog.attention_backends import ATTENTION_BACKENDS
+from sojourn.config.attention_backends import ATTENTION_BACKENDS
 from sojourn.train.batcher import DeviceBatch
 from sojourn.train.faults.oom_fallback import free_memory, is_oom
 

@@ -4,8 +4,9 @@
 name, `model/attention.py` calls their implementations, `estimate/` has their memory and time. No torch here.
 
 To add a backend: write a function `(query_BTHD, key_BTKD, value_BTKD, layout, params) -> out_BTHD` in any importable
-module (those of model/attention.py are examples; import its package inside the function), add its record here, and its
-name to `Attention` in config/schema.py. tests/test_attention.py then compares it with a dense reference in fp64.
+module (those of model/attention.py are examples; import torch and its package inside the function if you write it in
+this file) and add its record here. `train.attention` then takes its name; tests/test_attention.py compares it with a
+dense reference in fp64.
 """
 
 from dataclasses import dataclass
