@@ -37,7 +37,8 @@ OptimizerName = Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"
 if TYPE_CHECKING:
     Attention = str
 else:
-    Attention = Literal[("auto", *(name for name, backend in ATTENTION_BACKENDS.items() if not backend.fused_qkv))]
+    _VALUES = ("auto", *(name for name, backend in ATTENTION_BACKENDS.items() if not backend.fused_qkv))
+    Attention = Literal[_VALUES]
 Tracker = Literal["wandb", "swanlab", "mlflow", "trackio"]
 Precision = Literal["bf16", "fp16", "fp32"]
 MethodKind = Literal["pretrain", "full", "lora", "qlora"]
