@@ -43,7 +43,7 @@ def machine(monkeypatch, tmp_path):
         monkeypatch.setattr(local_device, "choose_device", lambda given: "cuda")
         monkeypatch.setattr(local_device, "importable", rented.packages.__contains__)
         monkeypatch.setattr(local_device, "_torch_version", lambda: rented.torch_version)
-        monkeypatch.setattr(attention, "works", lambda *given: True)
+        monkeypatch.setattr(attention, "smoke_test", lambda *given: True)
 
     return describe
 
