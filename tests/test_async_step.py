@@ -24,14 +24,14 @@ def ahead(tiny, monkeypatch):
         tiny.whole(*kind)  # steps one after another, to compare with
     monkeypatch.setattr(Optimizer, "fuses_clipping", property(lambda self: bool(self.torch.defaults.get("fused"))))
     monkeypatch.setattr(Prefetcher, "has", lambda self, step: self._next is not None and self._next[0] == step)
-    begun, real = [], FaultTolerantStep._begin_next
+    begun, real = [], FaultTolerantStep._launch_speculative_step
 
-    def begin(self):
-        real(self)
-        if self.begun is not None:
-            begun.append(self.begun.step)
+    def begin(self, step):
+        real(self, step)
+        if self.speculative is not None:
+            begun.append(self.speculative.step)
 
-    monkeypatch.setattr(FaultTolerantStep, "_begin_next", begin)
+    monkeypatch.setattr(FaultTolerantStep, "_launch_speculative_step", begin)
     return begun
 
 

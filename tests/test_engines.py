@@ -94,11 +94,11 @@ def test_the_losses_are_those_of_a_process_alone(tiny, fork_server, method, engi
 _STOP = """
 from sojourn.train import steps
 from sojourn.train.faults.guard import Guard
-count, made = steps._count, []
+count, made = steps._count_step, []
 def counted(*given):
     count(*given)
     made.append(1)
-steps._count = counted
+steps._count_step = counted
 Guard.should_stop = lambda self: "a test" if len(made) >= {} else None
 """
 
@@ -176,7 +176,7 @@ def test_a_killed_process_ends_the_others_and_the_next_start_goes_on_from_the_ch
     assert "rank 0 lost the connection to another rank" in done.said[0]
     again = fork_server.run_ranks(2, words, TORCHELASTIC_RESTART_COUNT="1")
     assert again.codes == [0, 0], again
-    assert "began again after a process had ended" in again.said[0] and "resuming from step 4" in again.said[0]
+    assert "restarted after a rank had ended" in again.said[0] and "resuming from step 4" in again.said[0]
     _same(run_of(words), whole)
 
 
@@ -292,7 +292,7 @@ def test_a_step_that_is_no_number_is_left_out_by_every_engine(tiny, fork_server,
         (("parallel.engine=single",), "single is for one rank, but 2 were started"),
         (("parallel.engine=fsdp", "train.optimizer=muon"), "muon needs full tensors"),
         (("parallel.engine=ddp", "train.offload=all"), "all needs parallel.engine=fsdp or deepspeed"),
-        (("parallel.gpus=0,1,2",), "3 GPUs are named, but torchrun started 2 processes here"),
+        (("parallel.gpus=0,1,2",), "3 GPUs are named, but torchrun started 2 ranks on this machine"),
         (("train.global_batch=1",), "1 rows are fewer than the 2 ranks; use at least 2"),
     ],
 )

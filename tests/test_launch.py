@@ -66,7 +66,7 @@ def test_processes_that_run_out_of_memory_or_are_killed_begin_again_and_end_the_
     assert [event["step"] for event in events(run, "start")] == starts
     assert losses(run) == pytest.approx(losses(tiny.whole("train.micro_batch=1", "train.steps=14")), rel=1e-5)
     assert "Traceback" not in err and "rank 1: step 6: out of memory (CUDA out of memory.)" in err
-    assert "began again after a process had ended (restart 1)" in out
+    assert "restarted after a rank had ended (restart 1)" in out
     assert (run.logs / "process-1.log").is_file() and "Traceback" in (run.logs / "process-1.log").read_text()
 
 

@@ -220,7 +220,7 @@ def test_a_spike_is_kept_unless_told_otherwise_and_named(tiny, monkeypatch, caps
     run = run_train(words)
     (event,) = events(run, "spike")
     assert event["step"] == 37 and len(event["rows"]) == 8 and event["loss"] > 100
-    assert "train.on_spike=skip leaves such batches out" in capsys.readouterr().out
+    assert "to skip such batches: train.on_spike=skip" in capsys.readouterr().out
     assert len(losses(run)) == 40 and max(losses(run)) == event["loss"]
 
 

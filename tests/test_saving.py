@@ -244,10 +244,10 @@ def test_the_best_the_milestones_and_the_last_few_stay(tiny, monkeypatch):
     words = tiny.words(
         "save.every_steps=1", "save.keep=2", "save.milestones=5", "data.eval_fraction=0.2", "train.eval_every=1"
     )
-    from sojourn.train import evaluation as assess
+    from sojourn.train import evaluation
 
     scores = iter([3.0, 2.0, 1.0] + [2.5] * 9)
-    monkeypatch.setattr(assess, "evaluate", lambda *arguments: (next(scores), 0.5))
+    monkeypatch.setattr(evaluation, "evaluate_rows", lambda *arguments: (next(scores), 0.5))
     run = run_train(words)
     assert saved_steps(run) == [3, 5, 10, 11, 12]
     assert [event["step"] for event in events(run, "best")] == [1, 2, 3] and (run.best / "config.json").is_file()

@@ -13,8 +13,7 @@ import pytest
 from sojourn.data.artefact import Batch
 from sojourn.errors import Stopped
 from sojourn.storage import disk
-from sojourn.train import evaluation as assess
-from sojourn.train import session
+from sojourn.train import evaluation, session
 from sojourn.train.batcher import DeviceBatch
 from sojourn.train.checkpoint.saving import Saver
 from sojourn.train.distributed import open as open_module
@@ -171,7 +170,7 @@ def test_a_signal_while_opening_a_run_that_is_under_way_forgets_no_step(tiny, mo
         with pytest.raises(Stopped) as told:
             run_train(words)
     run = run_of(words)
-    assert "before the first step" not in str(told.value) and "continues" in str(told.value)
+    assert "before the first step" not in str(told.value) and "run the same command to resume" in str(told.value)
     assert (run.status().state, run.status().step, run.status().total_steps) == ("stopped", 5, 12)
     run_train(words)
     assert same_weights(run, tiny.whole())
@@ -220,11 +219,11 @@ def test_a_signal_while_data_is_waited_for_does_not_wait_for_it(tiny, monkeypatc
     assert same_weights(run, tiny.whole())
 
 
-@pytest.mark.parametrize("name", ["evaluate", "write_final_model"], ids=["scores", "best model"])
+@pytest.mark.parametrize("name", ["evaluate_rows", "write_final_model"], ids=["scores", "best model"])
 def test_an_evaluation_that_was_cut_short_is_made_by_the_next_call(tiny, monkeypatch, name):
     whole, words = tiny.whole(*HELD_OUT), tiny.words(*HELD_OUT, "limits.grace=0.3s")
     with monkeypatch.context() as patch:
-        phase = Phase(patch, assess, name, when=2, lasts=60)
+        phase = Phase(patch, evaluation, name, when=2, lasts=60)
         run = _stopped(words, "SIGTERM")
     assert phase.left and run.status().step == 6
     state = json.loads((run.checkpoints / "step-00000006" / "state.json").read_text())
@@ -243,7 +242,7 @@ def test_an_evaluation_that_was_cut_short_is_made_by_the_next_call(tiny, monkeyp
 def test_an_evaluation_that_can_be_finished_in_the_grace_is(tiny, monkeypatch):
     words = tiny.words(*HELD_OUT, "limits.grace=30s")
     with monkeypatch.context() as patch:
-        phase = Phase(patch, assess, "evaluate", when=2)
+        phase = Phase(patch, evaluation, "evaluate_rows", when=2)
         run = _stopped(words, "SIGTERM")
     state = json.loads((run.checkpoints / "step-00000006" / "state.json").read_text())
     assert not phase.left and state["evaluated_step"] == 6

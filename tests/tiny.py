@@ -81,13 +81,13 @@ def run_train(words: list[str]) -> RunFolder:
 
 def stop_after(patch: pytest.MonkeyPatch, steps: int) -> None:
     """A limit is reached when this call has made so many steps."""
-    counts, made = steps_module._count, []
+    counts, made = steps_module._count_step, []
 
     def count(*arguments: Any) -> None:
         counts(*arguments)
         made.append(1)
 
-    patch.setattr(steps_module, "_count", count)
+    patch.setattr(steps_module, "_count_step", count)
     patch.setattr(Guard, "should_stop", lambda self: "a test" if len(made) >= steps else None)
 
 

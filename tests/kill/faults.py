@@ -68,7 +68,7 @@ def _record_steps(log: Log, fill: dict[str, Any] | None) -> None:
         if fill is not None:
             _fill(fill, number)
         done = step(self)
-        if done is not None and not done.skipped:
+        if done.outcome == "done":
             log.add("trained", step=number)
         return done
 

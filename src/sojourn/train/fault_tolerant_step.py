@@ -1,15 +1,22 @@
-"""One step that memory running out, wrong numbers and a stop in its midst cannot spoil.
+"""One global step that out-of-memory errors, wrong losses and signals cannot spoil.
 
-Until the update nothing has changed, so the gradients of a step can be thrown away and made again: with fewer rows at a
-time when memory ran out, and once more when the result looks wrong. A fault of the machine rarely strikes twice in the
-same place; a bad batch does.
+Nothing has changed before the update, so the gradients of a step can be discarded and computed again, with the random
+state put back:
+
+- out of memory: the same global batch in smaller micro batches. If that does not help, the run is built again with
+  settings that need less memory (`faults/oom_fallback.py`); an update that ran out of memory may have changed some
+  weights, so then the run also goes back to its last checkpoint;
+- a loss that is not finite, or a spike: the step is replayed once. Hardware faults rarely repeat; a bad batch does, and
+  is then skipped, kept, or ends the run, as `train.on_nan` and `train.on_spike` say;
+- a signal: `Interrupted` leaves the step where it stands, if there is no time to finish it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -33,23 +40,34 @@ from sojourn.train.faults.oom_fallback import (
     save_fallback,
 )
 from sojourn.train.session import Session
-from sojourn.train.step import SpeculativeStep
+from sojourn.train.step import SpeculativeStep, Stepper
 
-_EXACT = {"cpu": 0.0}
-_GPU_NOISE = 1e-2  # sums on a GPU come out in another order each time
+_REPLAY_TOLERANCE = {"cpu": 0.0}
+_GPU_REPLAY_TOLERANCE = 1e-2  # a GPU sums in another order each time
 
+RngState = dict[str, Any]
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Done:
-    """A step's loss and gradient norm, its real tokens, and the seconds that it waited for data."""
+class StepResult:
+    """`rolled_back`: the run went back to its last checkpoint. `tokens`: without padding. `data_wait`: in seconds."""
+
+    outcome: Literal["done", "skipped", "rolled_back"]
+    loss: float = float("nan")
+    grad_norm: float = float("nan")
+    tokens: int = 0
+    data_wait: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """A step's result, before it is judged. `updated`: the device has found it good and updated the weights."""
 
     loss: float
-    norm: float
-    tokens: int
-    waited: float
-    skipped: bool = False
+    grad_norm: float
+    data_wait: float
+    updated: bool
 
 
 @dataclass
@@ -57,276 +75,284 @@ class FaultTolerantStep:
     session: Session
     guard: Guard
     saver: Saver
-    ahead: Prefetcher
+    prefetcher: Prefetcher
     say: Say
-    begun: SpeculativeStep | None = None
+    speculative: SpeculativeStep | None = None
 
-    def step(self) -> Done | None:
-        """The next global step. None: the run went back to its last checkpoint instead."""
-        progress, stepper = self.session.progress, self.session.stepper
-        step, random = progress.step, get_rng_state()
+    @property
+    def stepper(self) -> Stepper:
+        return self.session.stepper
+
+    def step(self) -> StepResult:
+        progress, train = self.session.progress, self.session.config.train
+        step = progress.step
         if step in progress.skipped_steps:
-            return Done(float("nan"), float("nan"), 0, 0.0, skipped=True)
+            return StepResult("skipped")
+        rng_state = get_rng_state()
+        with self._undo_if_abandoned(rng_state):
+            attempt = self._attempt(step, rng_state)
+            if self._check(attempt) != "good":
+                attempt = self._replay(attempt, rng_state)
+        verdict = self._check(attempt)
+        if verdict == "spike" and train.on_spike == "keep":
+            self._note_spike(attempt)
+        elif verdict == "not finite" and not self.check_weights():
+            return StepResult("rolled_back")
+        elif verdict != "good":
+            return self._skip_batch(step, verdict, attempt)
+        if not attempt.updated:
+            self._run_update(self.stepper.update)
+        progress.recent_losses = [*progress.recent_losses, attempt.loss][-LOSS_WINDOW:]
+        return StepResult("done", attempt.loss, attempt.grad_norm, self.session.tokens(step), attempt.data_wait)
+
+    @contextmanager
+    def _undo_if_abandoned(self, rng_state: RngState) -> Iterator[None]:
+        """A step that is left before its update leaves nothing behind."""
         try:
-            with self.guard.interruptible(self.guard.step_seconds):
-                batches, waited = self._taken(step)
-            found, done = self._computed(batches, random)
-            if self._judged(found) != "good":
-                self._drop()
-                found = self._again(found, random)
-                verdict = self._judged(found)
-                if verdict == "spike" and self.session.config.train.on_spike == "keep":
-                    self._spike(found)
-                elif verdict == "not finite" and not self.sound():
-                    return None
-                elif verdict != "good":
-                    return self._without(step, verdict, found)
+            yield
         except (Interrupted, OomFallback, NoFallbackLeft):
-            self._drop()
-            set_rng_state(random)
+            self._discard()
+            set_rng_state(rng_state)
             raise
-        if not done:
-            self._changing(stepper.update)
-        progress.recent_losses = [*progress.recent_losses, found[0]][-LOSS_WINDOW:]
-        return Done(*found, self.session.tokens(step), waited)
 
-    def _taken(self, step: int) -> tuple[list[Batch], float]:
-        begun = self.begun
-        if begun is not None and (begun.step, begun.micro_batch) == (step, self.session.stepper.batcher.micro_batch):
-            return begun.batches, begun.data_wait
-        if begun is not None:
-            self._drop()
-        return self.ahead.take(step)
+    def _attempt(self, step: int, rng_state: RngState) -> _Attempt:
+        """Loss and gradient norm; with an async step the update too, and the next step's first forward.
 
-    def _computed(self, batches: list[Batch], random: dict[str, Any]) -> tuple[tuple[float, float], bool]:
-        """Loss and norm, and whether the weights have changed already.
-
-        Where the device itself can see if a step is good, it is told to go on at once, with the update and with the
-        next step, and the answer is read while it works. Until then signals wait: saving would have to wait as well.
+        Signals wait until an async step is read: saving would have to wait for the device as well.
         """
-        stepper = self.session.stepper
+        with self.guard.interruptible(self.guard.step_seconds):
+            batches, data_wait = self._take_batches(step)
+        stepper = self.stepper
         if self.session.config.advanced.async_step == "off" or not stepper.engine.supports_async_step:
-            return self._gradients(batches, random, stepper.gradients), False
-        found = self._gradients(batches, random, lambda given: stepper.launch_gradients(given, self.begun))
-        self.begun = None
-        most = spike_threshold(self.session.progress.recent_losses)
-        answer = self._changing(lambda: stepper.update_if_good(found, most))
-        self._begin_next()
-        loss, norm, changed = answer.read()
-        return (loss, norm), bool(changed)
+            loss, norm = self._gradients(stepper.gradients, rng_state, batches)
+            return _Attempt(loss, norm, data_wait, updated=False)
+        launched = self._gradients(lambda given: stepper.launch_gradients(given, self.speculative), rng_state, batches)
+        self.speculative = None
+        max_loss = spike_threshold(self.session.progress.recent_losses)
+        result = self._run_update(lambda: stepper.update_if_good(launched, max_loss))
+        self._launch_speculative_step(step + 1)
+        loss, norm, updated = result.read()
+        return _Attempt(loss, norm, data_wait, bool(updated))
 
-    def _begin_next(self) -> None:
-        """The next step's first forward pass. Not where chance plays a part: its numbers are drawn in the order of
-        steps that are known to be good."""
-        session, stepper = self.session, self.session.stepper
-        step = session.progress.step + 1
-        if stepper.network.has_dropout or step >= session.total or step in session.progress.skipped_steps:
+    def _take_batches(self, step: int) -> tuple[list[Batch], float]:
+        ahead = self.speculative
+        if ahead is not None:
+            if (ahead.step, ahead.micro_batch) == (step, self.stepper.batcher.micro_batch):
+                return ahead.batches, ahead.data_wait
+            self._discard()
+        return self.prefetcher.take(step)
+
+    def _launch_speculative_step(self, step: int) -> None:
+        """Its first forward. Not with dropout: random numbers are drawn in the order of good steps."""
+        session, stepper = self.session, self.stepper
+        if stepper.network.has_dropout or step >= session.total_steps or step in session.progress.skipped_steps:
             return
-        if not self.ahead.has(step):
+        if not self.prefetcher.has(step):
             return
-        batches, waited = self.ahead.take(step)
-        part = None
+        batches, data_wait = self.prefetcher.take(step)
+        loss_share = None
         try:
-            part = stepper.speculative_forward(batches)
+            loss_share = stepper.speculative_forward(batches)
         except RuntimeError as error:
             if not is_oom(error):
                 raise
-        self.begun = SpeculativeStep(step, batches, waited, stepper.batcher.micro_batch, part)
+        self.speculative = SpeculativeStep(step, batches, data_wait, stepper.batcher.micro_batch, loss_share)
 
-    def put_down(self) -> None:
-        """Frees the memory of what is begun, for work between steps."""
-        if self.begun is not None:
-            self.begun = replace(self.begun, loss_share=None)
-            self.session.stepper.discard()
+    def release_speculative_forward(self) -> None:
+        """Frees its memory, for work between steps; its micro batches stay."""
+        if self.speculative is not None:
+            self.speculative = replace(self.speculative, loss_share=None)
+            self.stepper.discard()
 
-    def make_room(self) -> None:
-        """For passes of another kind: recordings hold the memory of a pass, and are soon made again."""
-        if self.session.stepper.cuda_graphs is not None:
-            self.session.stepper.cuda_graphs.release()
+    def release_cuda_graphs(self) -> None:
+        """Frees their memory; they are captured again soon."""
+        if self.stepper.cuda_graphs is not None:
+            self.stepper.cuda_graphs.release()
 
-    def _drop(self) -> None:
-        """What is begun, with gradients that it may have made already."""
-        self.begun = None
-        self.session.stepper.discard()
+    def _discard(self) -> None:
+        """The gradients, and the speculative step, which may have made gradients already."""
+        self.speculative = None
+        self.stepper.discard()
 
-    def _changing(self, work: Callable[[], T]) -> T:
-        """Work that changes the weights, and may have changed some of them when memory runs out."""
-        try:
-            return work()
-        except (RuntimeError, MemoryError) as error:
-            if not is_oom(error):
-                raise
-            why = str(error)
-        raise self._down(True, why) or RuntimeError(why)  # outside, since the error holds on to memory
-
-    def rehearse(self) -> None:
-        """The longest rows there are, forward and back, before anything is paid for; then as if nothing had been."""
-        rows = self.session.artefact.train
-        random, batcher = get_rng_state(), self.session.stepper.batcher
+    def try_longest_rows(self) -> None:
+        """Forward and backward of the longest rows, so that memory runs out now if ever; changes nothing."""
+        rows, batcher, rng_state = self.session.artefact.train, self.stepper.batcher, get_rng_state()
         longest = np.argsort(-np.diff(rows.rows), kind="stable")
-        compute = self.session.stepper.gradients
-        self._gradients([], random, compute, lambda: list(batcher.batches(rows, longest[: batcher.micro_batch])))
-        self.session.stepper.discard()
-        set_rng_state(random)
+
+        def read() -> list[Batch]:
+            return list(batcher.batches(rows, longest[: batcher.micro_batch]))
+
+        self._gradients(self.stepper.gradients, rng_state, read=read)
+        self.stepper.discard()
+        set_rng_state(rng_state)
         if batcher.device == "cuda":
             free_memory()
 
-    def retried(self, work: Callable[[], T], usual: float | None = None) -> T:
-        """Work that changes nothing, with fewer rows at a time if memory runs out."""
+    def _gradients(
+        self,
+        compute: Callable[[list[Batch]], T],
+        rng_state: RngState,
+        batches: list[Batch] | None = None,
+        read: Callable[[], list[Batch]] | None = None,
+    ) -> T:
+        """`compute` on `batches`; on what `read` returns if there are none, or if the micro batch has become smaller.
+
+        `read`: this step's micro batches, if None.
+        """
+        session, stepper = self.session, self.stepper
+        read = read or (lambda: session.batches(session.progress.step))
+        micro_batch = stepper.batcher.micro_batch
+
+        def attempt() -> T:
+            nonlocal batches, micro_batch
+            if batches is None or micro_batch != stepper.batcher.micro_batch:
+                stepper.discard()
+                set_rng_state(rng_state)
+                batches, micro_batch = read(), stepper.batcher.micro_batch
+            return compute(batches)
+
+        return self.retry_on_oom(attempt, self.guard.step_seconds)
+
+    def retry_on_oom(self, work: Callable[[], T], usual_seconds: float | None = None) -> T:
+        """Work that changes nothing, again with a smaller micro batch if memory runs out."""
         while True:
             try:
-                with self.guard.interruptible(usual):
+                with self.guard.interruptible(usual_seconds):
                     return work()
             except (RuntimeError, MemoryError) as error:
                 if not is_oom(error):
                     raise
-                why = str(error)
-            down = self._down(False, why)  # outside, since the error holds on to the memory of where it happened
-            if down is not None:
-                raise down
+                message = str(error)
+            self._fall_back(message)  # outside `except`: the error's traceback holds memory
 
-    def ease(self, why: str) -> None:
-        """Gives up recordings, or takes fewer rows at a time, before memory really runs out."""
-        if self.session.stepper.engine.syncs_every_micro_batch:
+    def _run_update(self, update: Callable[[], T]) -> T:
+        """If memory runs out in it, some weights may have changed: the run goes back to its last checkpoint."""
+        try:
+            return update()
+        except (RuntimeError, MemoryError) as error:
+            if not is_oom(error):
+                raise
+            message = str(error)
+        self._fall_back(message, in_update=True)  # outside `except`, as above
+        raise RuntimeError(message)
+
+    def relieve_memory_pressure(self, message: str) -> None:
+        """Falls back before memory really runs out: releases CUDA graphs, or makes the micro batch smaller."""
+        if self.stepper.engine.syncs_every_micro_batch:
             return
-        if self.session.stepper.has_cuda_graphs or self.session.stepper.batcher.micro_batch > 1:
-            down = self._down(False, why)
-            if down is not None:
-                raise down
+        if self.stepper.has_cuda_graphs or self.stepper.batcher.micro_batch > 1:
+            self._fall_back(message)
 
-    def _gradients(
-        self,
-        batches: list[Batch],
-        random: dict[str, Any],
-        compute: Callable[[list[Batch]], T],
-        read: Callable[[], list[Batch]] | None = None,
-    ) -> T:
-        session, step = self.session, self.session.progress.step
-        read = read or (lambda: session.batches(step))
-        cut = session.stepper.batcher.micro_batch if batches else None
-
-        def make() -> T:
-            nonlocal batches, cut
-            if cut != session.stepper.batcher.micro_batch:  # a rung was taken: cut the same rows into smaller pieces
-                session.stepper.discard()
-                set_rng_state(random)
-                batches, cut = read(), session.stepper.batcher.micro_batch
-            return compute(batches)
-
-        return self.retried(make, self.guard.step_seconds)
-
-    def _down(self, in_update: bool, why: str) -> OomFallback | None:
-        """Takes the next rung. Fewer rows at a time need nothing more; anything else has the run built anew."""
-        session = self.session
-        batcher = session.stepper.batcher
+    def _fall_back(self, message: str, in_update: bool = False) -> None:
+        """Takes the next OOM fallback. Returns if it is a smaller micro batch; else raises: the run must be rebuilt."""
+        session, batcher = self.session, self.stepper.batcher
         train = session.config.train.model_copy(update={"micro_batch": batcher.micro_batch})
-        rung = next_fallback(
-            session.config.model_copy(update={"train": train}), in_update, session.stepper.has_cuda_graphs
-        )
-        step, says = session.progress.step + 1, why.strip().split("\n")[0][:200]
-        if rung is None:
+        config = session.config.model_copy(update={"train": train})
+        fallback = next_fallback(config, in_update, self.stepper.has_cuda_graphs)
+        step, message = session.progress.step + 1, message.strip().split("\n")[0][:200]
+        if fallback is None:
             raise NoFallbackLeft(
-                f"step {step}: out of memory with everything given up that can be ({says}); use a GPU with more "
-                "memory, a shorter data.max_length, or method.kind=qlora in a new run: name=NEW",
+                f"step {step}: out of memory ({message}), and no setting is left that would save memory; use a GPU "
+                "with more memory, a shorter data.max_length, or method.kind=qlora in a new run: name=NEW",
                 clean=not in_update,
             )
-        syncs_every_micro_batch = session.stepper.engine.syncs_every_micro_batch
-        if syncs_every_micro_batch or session.run.is_main_process:
-            save_fallback(session.run, rung, session.device_name)
-        session.run.event("out_of_memory", step=step, message=says, now=rung)
-        if syncs_every_micro_batch:  # the others wait for this process in the midst of a pass
-            raise RestartNeeded(f"step {step}: out of memory ({says}); restarting with {format_fallback(rung)}")
-        self.say(f"step {step}: memory is short ({says}); going on with {format_fallback(rung)}")
-        self._drop()
-        self.make_room()
-        if set(rung) != {"train.micro_batch"} or in_update:
-            return OomFallback(rung, clean=not in_update)
-        batcher.micro_batch = rung["train.micro_batch"]
-        self.ahead.discard()
+        must_restart = self.stepper.engine.syncs_every_micro_batch  # the other ranks wait inside a collective
+        if must_restart or session.run.is_main_process:
+            save_fallback(session.run, fallback, session.device_name)
+        session.run.event("out_of_memory", step=step, message=message, now=fallback)
+        if must_restart:
+            raise RestartNeeded(f"step {step}: out of memory ({message}); restarting with {format_fallback(fallback)}")
+        self.say(f"step {step}: out of memory ({message}); continuing with {format_fallback(fallback)}")
+        self._discard()
+        self.release_cuda_graphs()
+        if set(fallback) != {"train.micro_batch"} or in_update:
+            raise OomFallback(fallback, clean=not in_update)
+        batcher.micro_batch = fallback["train.micro_batch"]
+        self.prefetcher.discard()
         free_memory()
-        return None
 
-    def _judged(self, found: tuple[float, float]) -> LossVerdict:
-        return check_loss(*found, self.session.progress.recent_losses, self.session.stepper.engine.uses_loss_scaling)
+    def _check(self, attempt: _Attempt) -> LossVerdict:
+        recent, scaled = self.session.progress.recent_losses, self.stepper.engine.uses_loss_scaling
+        return check_loss(attempt.loss, attempt.grad_norm, recent, scaled)
 
-    def _again(self, found: tuple[float, float], random: dict[str, Any]) -> tuple[float, float]:
-        """Does a suspicious step once more, with the same random numbers; another result says much of the machine."""
-        session, stepper = self.session, self.session.stepper
-        stepper.discard()
-        set_rng_state(random)
-        again = self._gradients(session.batches(session.progress.step), random, stepper.gradients)
-        if not is_reproduced(found, again, _EXACT.get(stepper.batcher.device, _GPU_NOISE)):
-            step = session.progress.step + 1
-            session.run.event("suspect_hardware", step=step, loss=_text(found[0]), again=_text(again[0]))
+    def _replay(self, first: _Attempt, rng_state: RngState) -> _Attempt:
+        """The same step again, with the same random numbers. Another result points at the hardware."""
+        self._discard()
+        loss, norm = self._gradients(self.stepper.gradients, rng_state)
+        tolerance = _REPLAY_TOLERANCE.get(self.stepper.batcher.device, _GPU_REPLAY_TOLERANCE)
+        if not is_reproduced((first.loss, first.grad_norm), (loss, norm), tolerance):
+            step = self.session.progress.step + 1
+            self.session.run.event("suspect_hardware", step=step, loss=_to_json(first.loss), again=_to_json(loss))
             self.say(
-                f"warning: step {step} came out as {found[0]:.4g} and, done again, as {again[0]:.4g}: suspect the "
-                "hardware (memory errors, heat); if this comes again, use another machine"
+                f"warning: step {step} gave loss {first.loss:.4g}, and {loss:.4g} when replayed: suspect the hardware "
+                "(memory errors, heat); if this happens again, use another machine"
             )
-        return again
+        return _Attempt(loss, norm, first.data_wait, updated=False)
 
-    def _spike(self, found: tuple[float, float]) -> None:
+    def _note_spike(self, attempt: _Attempt) -> None:
         step = self.session.progress.step
-        self.session.run.event("spike", step=step + 1, loss=_text(found[0]), rows=self.session.rows(step))
-        self.say(f"note: step {step + 1}: a spike, loss {found[0]:.4f} (train.on_spike=skip leaves such batches out)")
+        self.session.run.event("spike", step=step + 1, loss=_to_json(attempt.loss), rows=self.session.rows(step))
+        self.say(f"note: step {step + 1}: loss spike, {attempt.loss:.4f} (to skip such batches: train.on_spike=skip)")
 
-    def _without(self, step: int, verdict: LossVerdict, found: tuple[float, float]) -> Done | None:
-        """Goes on without this batch, here or from the last checkpoint, as the policy says."""
+    def _skip_batch(self, step: int, verdict: LossVerdict, attempt: _Attempt) -> StepResult:
+        """Continues without this batch, from here or from the last checkpoint, or ends the run, as configured."""
         session = self.session
-        progress, train, stepper = session.progress, session.config.train, session.stepper
-        stepper.discard()
+        progress, train = session.progress, session.config.train
+        self.stepper.discard()
         policy = train.on_nan if verdict == "not finite" else train.on_spike
-        what = f"the loss is {found[0]:.4g}, the gradient's norm {found[1]:.4g}"
+        values = f"the loss is {attempt.loss:.4g}, the gradient norm {attempt.grad_norm:.4g}"
         progress.bad_steps += 1
         if policy == "stop" or progress.bad_steps > train.max_bad_steps:
-            scaled = stepper.engine.uses_loss_scaling
-            try_this = "train.precision=fp32" if scaled else f"a smaller rate: train.lr={float(train.lr) / 3:.1g}"
-            often = "" if policy == "stop" else f", after {train.max_bad_steps} bad steps (train.max_bad_steps)"
-            raise RunFailed(f"step {step + 1}: {what}{often}, so nothing more is saved; try {try_this} --fork NEWNAME")
-        session.run.event("bad_step", step=step + 1, why=verdict, policy=policy, loss=_text(found[0]),
-                          norm=_text(found[1]), rows=session.rows(step))  # fmt: skip
+            scaled = self.stepper.engine.uses_loss_scaling
+            remedy = "train.precision=fp32" if scaled else f"a smaller rate: train.lr={float(train.lr) / 3:.1g}"
+            limit = "" if policy == "stop" else f", after {train.max_bad_steps} bad steps (train.max_bad_steps)"
+            raise RunFailed(f"step {step + 1}: {values}{limit}, so nothing more is saved; try {remedy} --fork NEWNAME")
+        session.run.event("bad_step", step=step + 1, why=verdict, policy=policy, loss=_to_json(attempt.loss),
+                          norm=_to_json(attempt.grad_norm), rows=session.rows(step))  # fmt: skip
         progress.skipped_steps = [*progress.skipped_steps, step]
-        if policy == "rollback" and self._go_back():
-            self.say(f"step {step + 1}: {what}; back to step {progress.step}, and on without that batch")
-            return None
-        self.say(f"step {step + 1}: {what}; going on without that batch")
-        return Done(*found, 0, 0.0, skipped=True)
+        if policy == "rollback" and self._roll_back():
+            self.say(f"step {step + 1}: {values}; back to step {progress.step}, and on without that batch")
+            return StepResult("rolled_back")
+        self.say(f"step {step + 1}: {values}; skipping that batch")
+        return StepResult("skipped", attempt.loss, attempt.grad_norm)
 
-    def sound(self) -> bool:
-        """Whether the weights can be saved. Ones that are no numbers must not replace good ones: the run goes back."""
+    def check_weights(self) -> bool:
+        """Whether all weights are finite, and may be saved. If not, the run goes back to its last checkpoint."""
         session, progress = self.session, self.session.progress
         if session.training_state.is_finite():
             return True
-        session.stepper.discard()
+        self.stepper.discard()
         step = progress.step
         session.run.event("bad_weights", step=step)
         progress.bad_steps += 1
-        if progress.bad_steps > session.config.train.max_bad_steps or not self._go_back():
+        if progress.bad_steps > session.config.train.max_bad_steps or not self._roll_back():
             raise RunFailed(
-                f"step {step}: some weights are no longer numbers, so nothing more is saved; try a smaller rate, "
+                f"step {step}: some weights are NaN or infinite, so nothing more is saved; try a smaller rate, "
                 f"train.lr={float(session.config.train.lr) / 3:.1g}, from the last checkpoint: --fork NEWNAME"
             )
-        self.say(f"warning: step {step}: some weights are no longer numbers; back to step {progress.step}")
+        self.say(f"warning: step {step}: some weights are NaN or infinite; back to step {progress.step}")
         return False
 
-    def _go_back(self) -> bool:
-        session = self.session
+    def _roll_back(self) -> bool:
+        """To the last checkpoint, if there is one. Bad and skipped steps stay noted."""
+        session, progress = self.session, self.session.progress
         self.saver.finish()
         session.stepper.ranks.barrier()
         sync_checkpoint(session.run, session.stepper.ranks, self.say)
         newest = load_newest(session.run.checkpoints)
         if newest is None:
             return False
-        progress, kept = session.progress, (session.progress.bad_steps, session.progress.skipped_steps)
-        before = session.training_state.restore(newest[0])
-        for name in vars(before):
-            setattr(progress, name, getattr(before, name))
-        progress.bad_steps, progress.skipped_steps = kept
+        bad_steps, skipped_steps = progress.bad_steps, progress.skipped_steps
+        restored = session.training_state.restore(newest[0])
+        for name in vars(restored):
+            setattr(progress, name, getattr(restored, name))
+        progress.bad_steps, progress.skipped_steps = bad_steps, skipped_steps
         session.stepper.ranks.seed_other_ranks(session.config.train.seed, progress.step)
-        self.ahead.discard()
-        self._drop()
+        self.prefetcher.discard()
+        self._discard()
         return True
 
 
-def _text(value: float) -> float | str:
+def _to_json(value: float) -> float | str:
     """JSON has no NaN."""
     return value if abs(value) < float("inf") else str(value)

@@ -1,8 +1,8 @@
-"""Training, from a configuration to `final/`: one loop for every device. A second call on the same run continues it.
+"""Training, from a configuration to `final/`: one loop for every method and device. Run again, it resumes.
 
-The order of things: resolve what the machine decides → the prepared data → the model → the newest good checkpoint, if
-any → steps, with saves between them → the final model. A signal or a limit ends the loop; so does memory that runs out
-for good, and then everything is built again one rung down the ladder.
+`train` opens everything (`session.py`): resolves `auto` settings, prepares the data, builds the model, loads the newest
+good checkpoint. Then it runs the steps (`steps.py`), each protected by `fault_tolerant_step.py`. When memory runs out
+for good, everything is opened again with settings that need less (`faults/oom_fallback.py`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from sojourn.train.steps import run_steps, stop
 
 _TORCH_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _OTHER_CACHES = {"QUACK_CACHE_DIR": "quack", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash"}
-_FLASH_KEEPS = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+_FLASH_CACHE_SWITCH = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 
 
 def train(config: RunConfig, run: RunFolder) -> None:
@@ -57,7 +57,7 @@ def train(config: RunConfig, run: RunFolder) -> None:
     ranks = join_process_group(use_device(config), config)
     run = replace(run, is_main_process=ranks.is_main)
     run.acquire()
-    began_again(run, ranks)
+    note_restart(run, ranks)
     try:
         mirror = open_run_mirror(config, run)
         if mirror is not None and ranks.is_main:
@@ -66,25 +66,25 @@ def train(config: RunConfig, run: RunFolder) -> None:
                 say(f"warning: {warning}")
             fetch_run_files(mirror, run)
         with (
-            _apart(run, ranks) if not run.is_main_process else nullcontext(),
+            nullcontext() if ranks.is_main else _output_to_log_file(run, ranks),
             Ledger.open(run.ledger, config.limits.price_per_hour, began, run.is_main_process) as ledger,
             Guard(config.limits, ledger, session_end(config.limits), distributed=ranks.world_size > 1) as guard,
-            _told(run, guard),
-            _compiled_kept(config, run),
+            _status_on_failure(run, guard),
+            _compile_cache(config, run),
         ):
-            while not _trained(config, run, ranks, guard):
+            while not _open_and_train(config, run, ranks, guard):
                 free_memory()
     finally:
         run.release()
     leave_process_group()
 
 
-def _trained(config: RunConfig, run: RunFolder, ranks: Ranks, guard: Guard) -> bool:
-    """Opens everything and trains to the end; False when it must be done again, one rung down."""
-    was = run.status()
-    if was and was.state == "done" and run.has_final() and requests_no_change(read_config(run.config), config):
+def _open_and_train(config: RunConfig, run: RunFolder, ranks: Ranks, guard: Guard) -> bool:
+    """True when the run is done; False when memory ran out, and it must be opened again with the OOM fallback."""
+    status = run.status()
+    if status and status.state == "done" and run.has_final() and requests_no_change(read_config(run.config), config):
         guard.ledger.catch_up(*cost_so_far(run.checkpoints))
-        _already_done(run, was.step)
+        _note_already_done(run, status.step)
         return True
     try:
         with guard.interruptible(even_if_distributed=True):
@@ -92,49 +92,50 @@ def _trained(config: RunConfig, run: RunFolder, ranks: Ranks, guard: Guard) -> b
     except (RuntimeError, MemoryError) as error:
         if ranks.world_size > 1 or not is_oom(error):
             raise
-        why = str(error)
+        message = str(error)
     else:
-        return _run_to_its_end(session, guard)
-    _lower(config, run, ranks, why)
+        return _train(session, guard)
+    _fall_back_to_offload(config, run, ranks, message)
     return False
 
 
-def _lower(config: RunConfig, run: RunFolder, ranks: Ranks, why: str) -> None:
-    """Memory ran out while opening, where only moments in the host's memory would help."""
-    named = device_name(ranks.device)
-    resolved = resolve_here(config, oom_fallback=load_fallbacks(run, named)).config
-    rung, says = next_fallback(resolved, in_optimizer_step=True), why.strip().split("\n")[0][:200]
-    if rung != {"train.offload": "optimizer"}:
+def _fall_back_to_offload(config: RunConfig, run: RunFolder, ranks: Ranks, message: str) -> None:
+    """Memory ran out while opening: only optimizer states in host memory would help."""
+    device = device_name(ranks.device)
+    resolved = resolve_here(config, oom_fallback=load_fallbacks(run, device)).config
+    fallback, message = next_fallback(resolved, in_optimizer_step=True), message.strip().split("\n")[0][:200]
+    if fallback != {"train.offload": "optimizer"}:
         raise NoFallbackLeft(
-            f"out of memory while opening ({says}); use a GPU with more memory, or method.kind=qlora", clean=False
+            f"out of memory while loading ({message}); use a GPU with more memory, or method.kind=qlora", clean=False
         )
-    save_fallback(run, rung, named)
-    run.event("out_of_memory", step=0, message=says, now=rung)
-    say(f"memory is short ({says}); going on with {format_fallback(rung)}")
+    save_fallback(run, fallback, device)
+    run.event("out_of_memory", step=0, message=message, now=fallback)
+    say(f"out of memory ({message}); continuing with {format_fallback(fallback)}")
 
 
-def _run_to_its_end(session: Session, guard: Guard) -> bool:
-    run = session.run
-    guard.ledger.catch_up(session.progress.seconds, session.progress.money)
-    if session.ended and run.has_final():
-        _already_done(run, session.progress.step)
+def _train(session: Session, guard: Guard) -> bool:
+    """False: the run must be opened again with the OOM fallback."""
+    run, progress = session.run, session.progress
+    guard.ledger.catch_up(progress.seconds, progress.money)
+    if session.is_finished and run.has_final():
+        _note_already_done(run, progress.step)
     else:
         try:
             run_steps(session, guard)
         except OomFallback:
             return False
         note_run(session)
-    run.set_status("done", session.progress.step, session.progress.step, resumable=False)
+    run.set_status("done", progress.step, progress.step, resumable=False)
     return True
 
 
-def _already_done(run: RunFolder, steps: int) -> None:
-    say(f"{run.path}: already done ({steps} steps); to train longer, begin another run: --fork NEWNAME")
+def _note_already_done(run: RunFolder, steps: int) -> None:
+    say(f"{run.path}: already done ({steps} steps); to train longer, start another run: --fork NEWNAME")
 
 
 @contextmanager
-def _apart(run: RunFolder, ranks: Ranks) -> Iterator[None]:
-    """One process speaks for all; what the others say is kept in files."""
+def _output_to_log_file(run: RunFolder, ranks: Ranks) -> Iterator[None]:
+    """Only rank 0 prints."""
     run.logs.mkdir(parents=True, exist_ok=True)
     with (run.logs / f"process-{ranks.rank}.log").open("a", encoding="utf-8", buffering=1) as log, redirect_stdout(log):
         try:
@@ -145,57 +146,57 @@ def _apart(run: RunFolder, ranks: Ranks) -> Iterator[None]:
 
 
 @contextmanager
-def _compiled_kept(config: RunConfig, run: RunFolder) -> Iterator[None]:
-    """What is compiled lies in the run's folder, or where it was said, so that nothing is compiled again after a
-    restart or on another machine of the kind. torch finds it by what was compiled, for which device and version."""
+def _compile_cache(config: RunConfig, run: RunFolder) -> Iterator[None]:
+    """Compiled kernels are kept in the run folder, or in `advanced.compile_cache`: a restart, or another machine with
+    the same GPU, does not compile them again. torch's key has the code, the device and the versions."""
     given = config.advanced.compile_cache
     if _TORCH_CACHE in os.environ and given is None:
         yield
         return
-    place = Path(given).expanduser().absolute() if given else run.compile_cache.absolute()
-    wanted = {_TORCH_CACHE: place, **{name: place / folder for name, folder in _OTHER_CACHES.items()}}
-    was = {name: os.environ.get(name) for name in (*wanted, _FLASH_KEEPS)}
-    os.environ.update({name: str(path) for name, path in wanted.items()}, **{_FLASH_KEEPS: "1"})
+    cache = Path(given).expanduser().absolute() if given else run.compile_cache.absolute()
+    paths = {_TORCH_CACHE: cache, **{name: cache / folder for name, folder in _OTHER_CACHES.items()}}
+    before = {name: os.environ.get(name) for name in (*paths, _FLASH_CACHE_SWITCH)}
+    os.environ.update({name: str(path) for name, path in paths.items()}, **{_FLASH_CACHE_SWITCH: "1"})
     try:
         yield
     finally:
-        for name, before in was.items():
+        for name, value in before.items():
             os.environ.pop(name, None)
-            if before is not None:
-                os.environ[name] = before
+            if value is not None:
+                os.environ[name] = value
 
 
 @contextmanager
-def _told(run: RunFolder, guard: Guard) -> Iterator[None]:
-    """However a run ends, its status says so."""
+def _status_on_failure(run: RunFolder, guard: Guard) -> Iterator[None]:
+    """However a run ends, `status.json` has it."""
     try:
         yield
-    except Interrupted:  # while opening: nothing was begun that is not saved
+    except Interrupted:  # while opening: there is nothing to save
         stop(run, guard.reason or "a signal", 0, 0)
     except BaseException as error:
         status = run.status()
         if status and status.state in ("starting", "running"):
-            says = f"{type(error).__name__}: {error}"
-            run.set_status("failed", status.step, status.total_steps, says)
-            run.event("failed", error=says)
+            message = f"{type(error).__name__}: {error}"
+            run.set_status("failed", status.step, status.total_steps, message)
+            run.event("failed", error=message)
         raise
 
 
-def began_again(run: RunFolder, ranks: Ranks) -> None:
-    """torchrun starts ended processes again, also those that ended on purpose."""
+def note_restart(run: RunFolder, ranks: Ranks) -> None:
+    """torchrun restarts ranks that ended, also those that stopped on purpose: these stop again."""
     count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if count == 0 or ranks.world_size == 1:
         return
     import psutil
 
-    was = run.status()
-    if was and was.state == "stopped" and run.status_written_at() > psutil.Process(os.getppid()).create_time():
+    status = run.status()
+    if status and status.state == "stopped" and run.status_written_at() > psutil.Process(os.getppid()).create_time():
         raise Stopped(
-            f"stopped by {was.message} at step {was.step} of {was.total_steps}; run the same command to resume"
+            f"stopped by {status.message} at step {status.step} of {status.total_steps}; run the same command to resume"
         )
     run.event("restarted", restart=count)
     if ranks.is_main:
-        say(f"began again after a process had ended (restart {count})")
+        say(f"restarted after a rank had ended (restart {count})")
 
 
 def use_device(config: RunConfig) -> str:
@@ -203,19 +204,22 @@ def use_device(config: RunConfig) -> str:
     import torch
 
     device, gpus = choose_device(config.train.device), config.parallel.gpus
-    local, here = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if isinstance(gpus, list) and len(gpus) != here:
-        raise UserError(f"parallel.gpus: {len(gpus)} GPUs are named, but torchrun started {here} processes here")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if isinstance(gpus, list) and len(gpus) != local_world_size:
+        raise UserError(
+            f"parallel.gpus: {len(gpus)} GPUs are named, but torchrun started {local_world_size} ranks on this machine"
+        )
     if device == "cuda":
-        number, there = gpus[local] if isinstance(gpus, list) else local, torch.cuda.device_count()
-        if number >= there:
-            raise UserError(f"parallel.gpus: there is no GPU {number}; this machine has {there}, counted from 0")
-        torch.cuda.set_device(number)
-        torch.cuda.init()  # or others would choose the first one again
-        if gpus == "auto" and here == 1 and there > 1:
-            say(f"note: 1 of the {there} GPUs here is used; all of them: --gpus all")
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if device == "cuda" else "cpu")  # else it wonders aloud
+        index, count = gpus[local_rank] if isinstance(gpus, list) else local_rank, torch.cuda.device_count()
+        if index >= count:
+            raise UserError(f"parallel.gpus: there is no GPU {index}; this machine has {count}, counted from 0")
+        torch.cuda.set_device(index)
+        torch.cuda.init()  # else libraries would choose the first GPU again
+        if gpus == "auto" and local_world_size == 1 and count > 1:
+            say(f"note: using 1 of {count} GPUs; to use all: --gpus all")
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if device == "cuda" else "cpu")  # else it prints a warning
     if config.train.deterministic == "on":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by torch
         torch.use_deterministic_algorithms(True)
     return device

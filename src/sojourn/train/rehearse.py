@@ -91,13 +91,13 @@ def _tried(config: RunConfig, run: RunFolder, scratch: RunFolder, ranks: Ranks, 
     opening = time.monotonic() - began
     ledger = Ledger(None, config.limits.price_per_hour)
     guard = Guard(config.limits, ledger, session_end(config.limits))
-    saver = Saver(session.config, scratch, session.training_state, session.progress, session.total, 1 << 60, say)
+    saver = Saver(session.config, scratch, session.training_state, session.progress, session.total_steps, 1 << 60, say)
     try:
-        with Prefetcher(session.batches, session.total) as ahead:
-            careful = FaultTolerantStep(session, guard, saver, ahead, say)
-            careful.rehearse()
-            seconds = _steps(session, careful, report)
-            careful.rehearse()  # the longest rows again, now beside the optimizer's moments
+        with Prefetcher(session.batches, session.total_steps) as prefetcher:
+            step = FaultTolerantStep(session, guard, saver, prefetcher, say)
+            step.try_longest_rows()
+            seconds = _run_steps(session, step, report)
+            step.try_longest_rows()  # the longest rows again, now beside the optimizer's moments
         _memory(session, report)
         saving = _save(session, scratch, saver, report)
     except OomFallback as down:
@@ -119,22 +119,22 @@ def _tried(config: RunConfig, run: RunFolder, scratch: RunFolder, ranks: Ranks, 
     return True
 
 
-def _steps(session: Session, careful: FaultTolerantStep, report: Report) -> float:
+def _run_steps(session: Session, step: FaultTolerantStep, report: Report) -> float:
     """Real steps; the seconds of the last."""
     vocabulary, seconds, losses = session.artefact.vocab_size, 0.0, list[float]()
     settled = 0
-    while len(losses) < min(_RECORDED, session.total) and (len(losses) < _STEPS or settled < 2):
+    while len(losses) < min(_RECORDED, session.total_steps) and (len(losses) < _STEPS or settled < 2):
         began = time.monotonic()
         session.stepper.engine.set_learning_rate(
-            learning_rate(session.progress.step, session.total, session.config.train)
+            learning_rate(session.progress.step, session.total_steps, session.config.train)
         )
-        done = careful.step()
-        if done is None or done.skipped:
+        result = step.step()
+        if result.outcome != "done":
             report.add("fail", "loss", "is not a number; try a smaller train.lr, or train.precision=fp32")
             return seconds
-        losses.append(done.loss)
+        losses.append(result.loss)
         session.progress.step += 1
-        session.progress.tokens += done.tokens
+        session.progress.tokens += result.tokens
         seconds = time.monotonic() - began
         settled += session.stepper.is_settled
     level: Literal["ok", "warn"] = "warn" if losses[0] > 1.5 * math.log(vocabulary) else "ok"
@@ -192,7 +192,7 @@ def _save(session: Session, scratch: RunFolder, saver: Saver, report: Report) ->
 
 def _disk(session: Session, run: RunFolder, report: Report) -> None:
     how, size = session.config.save, int(report.facts["checkpoint_bytes"])
-    kept = how.keep + 1 + (session.total // how.milestones if how.milestones else 0)
+    kept = how.keep + 1 + (session.total_steps // how.milestones if how.milestones else 0)
     models = 2 if session.config.train.eval_every is not None else 1
     needed = (kept + models) * size + int(how.min_free)
     free = shutil.disk_usage(_existing(run.path)).free
@@ -208,11 +208,13 @@ def _time(session: Session, guard: Guard, step: float, saving: float, report: Re
     left = [(float(session.config.limits.time), "limits.time")] if session.config.limits.time is not None else []
     if guard.session_end is not None:
         left.append((guard.session_end - time.time(), "the platform's session"))
-    whole = session.total * step
+    whole = session.total_steps * step
     price = session.config.limits.price_per_hour
     cost = f", about {float(price.amount) * whole / 3600:.2f} {price.currency}".rstrip() if price is not None else ""
     report.facts["seconds"] = round(whole, 1)
-    report.add("ok", "time", f"{session.total:,} steps of {step:.3g} s: about {Duration(max(1, round(whole)))}{cost}")
+    report.add(
+        "ok", "time", f"{session.total_steps:,} steps of {step:.3g} s: about {Duration(max(1, round(whole)))}{cost}"
+    )
     for seconds, name in left:
         if seconds < 2 * step + 1.5 * saving:
             report.add("fail", "time", f"{name} leaves {max(0.0, seconds):.0f} s, less than two steps and a save "

@@ -1,4 +1,4 @@
-"""Everything that one call of `train` works with, opened and put back to where the run last was."""
+"""Everything that one call of `train` works with: settings, data, model, optimizer, and where the run is."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+
+import numpy as np
 
 from sojourn.catalog.gpus import peak_flops
 from sojourn.config.load import dump, read_config, to_yaml
@@ -27,11 +29,13 @@ from sojourn.train.checkpoint.config_changes import base_fingerprint, refuse_har
 from sojourn.train.checkpoint.mirroring import fetch_newest_checkpoint, open_run_mirror
 from sojourn.train.checkpoint.sync import sync_checkpoint
 from sojourn.train.checkpoint.training_state import Progress, TrainingState, resume
+from sojourn.train.distributed.engine import Engine
 from sojourn.train.distributed.open import open_engine
 from sojourn.train.faults.oom_fallback import load_fallbacks, merge_fallbacks
 from sojourn.train.metrics.environment import describe_environment, device_name
 from sojourn.train.metrics.meters import MfuInputs
 from sojourn.train.model_spec import local_model_spec
+from sojourn.train.objective.base import Objective
 from sojourn.train.objective.registry import make_objective
 from sojourn.train.ranks import Ranks
 from sojourn.train.resolve import resolve_here
@@ -46,37 +50,36 @@ class Session:
     stepper: Stepper
     training_state: TrainingState
     progress: Progress
-    total: int
-    last_row: int | None
+    total_steps: int
+    last_row: int | None  # counted over all epochs; None if the run ends by steps
     mfu_inputs: MfuInputs
     device_name: str
 
     @property
-    def ended(self) -> bool:
-        patience = self.config.train.patience
-        return self.progress.step >= self.total or (
-            patience is not None and self.progress.evaluations_without_improvement >= patience
-        )
+    def is_finished(self) -> bool:
+        patience, worse = self.config.train.patience, self.progress.evaluations_without_improvement
+        return self.progress.step >= self.total_steps or (patience is not None and worse >= patience)
 
     def rows(self, step: int) -> list[int]:
-        """Of a global step, for all processes together."""
+        """The global batch of a step."""
+        return [int(row) for row in self._rows(step)]
+
+    def _rows(self, step: int) -> np.ndarray:
         train = self.config.train
-        chosen = step_rows(step, len(self.artefact.train), train.global_batch, train.seed, self.last_row)
-        return [int(row) for row in chosen]
+        return step_rows(step, len(self.artefact.train), train.global_batch, train.seed, self.last_row)
 
     def tokens(self, step: int) -> int:
-        """Of a global step, padding not counted."""
+        """Of a step's global batch, without padding."""
         ends, rows = self.artefact.train.rows, self.rows(step)
         return int(sum(int(ends[row + 1]) - int(ends[row]) for row in rows))
 
     def batches(self, step: int) -> list[Batch]:
-        """This process's rows of a global step, in micro batches."""
-        train = self.config.train
-        chosen = step_rows(step, len(self.artefact.train), train.global_batch, train.seed, self.last_row)
-        batcher, mine = self.stepper.batcher, self.stepper.ranks.shard(chosen)
-        if len(mine) == 0 and self.stepper.engine.syncs_every_micro_batch:  # of a run's last, smaller batch
-            return [without_targets(batch) for batch in batcher.batches(self.artefact.train, chosen[:1])]
-        return list(batcher.batches(self.artefact.train, mine))
+        """This rank's rows of a step, in micro batches."""
+        rows, batcher = self._rows(step), self.stepper.batcher
+        shard = self.stepper.ranks.shard(rows)
+        if len(shard) == 0 and self.stepper.engine.syncs_every_micro_batch:  # in a run's last, smaller global batch
+            return [without_targets(batch) for batch in batcher.batches(self.artefact.train, rows[:1])]
+        return list(batcher.batches(self.artefact.train, shard))
 
 
 def say(line: str) -> None:
@@ -84,39 +87,85 @@ def say(line: str) -> None:
 
 
 def open_session(config: RunConfig, run: RunFolder, ranks: Ranks) -> Session:
-    """Resolves, prepares, builds, and goes on from the newest good checkpoint."""
-    ranks.barrier()  # for what the first one may just have written
+    """Resolves `auto` settings, prepares the data, builds the model, and loads the newest good checkpoint."""
+    ranks.barrier()  # rank 0 may just have written the run's files
     sync_checkpoint(run, ranks, say)
-    was, device = run.status(), ranks.device
-    named = device_name(device)
-    config, reasons = _decided(config, run, ranks, named)
-    artefact = _prepared(config, ranks)
+    device = device_name(ranks.device)
+    config, reasons = _resolve_on_main(config, run, ranks, device)
+    artefact = _prepare(config, ranks)
     _refuse_other_data(run, artefact)
     objective = make_objective(config, artefact)
-    run.set_status("starting", was.step if was else 0, was.total_steps if was else 0)
+    status = run.status()
+    run.set_status("starting", status.step if status else 0, status.total_steps if status else 0)
     if ranks.is_main:
         write_text(run.config, to_yaml(config))
-        facts = {
-            **describe_environment(device),
-            "auto": reasons,
-            "data": str(artefact.path.resolve()),
-            "base": base_fingerprint(config),
-        }
-        write_json(run.environment, facts)
-
+        facts = {"auto": reasons, "data": str(artefact.path.resolve()), "base": base_fingerprint(config)}
+        write_json(run.environment, {**describe_environment(ranks.device), **facts})
     engine = open_engine(config, artefact, ranks)
-    network = engine.network
-    trained = sum(p.numel() for p in network.model.parameters() if p.requires_grad)
     if ranks.is_main:
-        # Weights and two moments of 32 bits: told now rather than at the first save.
-        place = run.checkpoints if run.checkpoints.is_dir() else run.path  # perhaps another disk
-        check_free_space(place, 12 * trained, int(config.save.min_free))
+        _check_disk(config, run, engine)
+    stepper = _make_stepper(config, artefact, objective, engine)
+    training_state = TrainingState(engine)
+    progress = _resume(config, run, training_state, ranks)
+    total_steps, last_row = _run_length(config, artefact)
+    mfu_inputs = _mfu_inputs(config, artefact, ranks)
+    return Session(config, run, artefact, stepper, training_state, progress, total_steps, last_row, mfu_inputs, device)
+
+
+def _resolve_on_main(config: RunConfig, run: RunFolder, ranks: Ranks, device: str) -> tuple[RunConfig, dict[str, str]]:
+    """Every setting and its reason, decided by rank 0 for all."""
+    fallbacks = merge_fallbacks(ranks.all_gather(json.dumps(load_fallbacks(run, device))))
+
+    def decide() -> Resolution:
+        before = read_config(run.config) if run.exists() else None
+        resolved = resolve_here(config, before, fallbacks, ranks.world_size)
+        if before is not None:
+            refuse_harmful_changes(before, resolved.config, run)
+        return resolved
+
+    if ranks.world_size == 1:
+        resolved = decide()
+        return resolved.config, resolved.reasons
+
+    def decide_as_json() -> str:
+        resolved = decide()
+        return json.dumps({"config": dump(resolved.config), "reasons": resolved.reasons})
+
+    decided = json.loads(ranks.run_on_main(decide_as_json))
+    return RunConfig.model_validate(decided["config"]), decided["reasons"]
+
+
+def _prepare(config: RunConfig, ranks: Ranks) -> Artefact:
+    """By one rank of each machine; the others wait."""
+    if not ranks.is_local_main:
+        ranks.barrier()
+    show = partial(print_examples, say, sys.stdout.isatty())
+    artefact = prepare_run(config, prepared_folder(), say, show)
+    if ranks.is_local_main:
+        ranks.barrier()
+    if len(set(ranks.all_gather(artefact.path.name))) > 1:
+        raise UserError(
+            "data.sources: the machines of this run have different data, or different versions of sojourn; copy the "
+            "data of the first machine to the others"
+        )
+    return artefact
+
+
+def _check_disk(config: RunConfig, run: RunFolder, engine: Engine) -> None:
+    """Is there room for a checkpoint: fp32 weights and two optimizer states? Better now than at the first save."""
+    trained = sum(p.numel() for p in engine.network.model.parameters() if p.requires_grad)
+    folder = run.checkpoints if run.checkpoints.is_dir() else run.path  # checkpoints may be on another disk
+    check_free_space(folder, 12 * trained, int(config.save.min_free))
+
+
+def _make_stepper(config: RunConfig, artefact: Artefact, objective: Objective, engine: Engine) -> Stepper:
+    network, train = engine.network, config.train
     batcher = Batcher(
-        int(config.train.micro_batch),
+        int(train.micro_batch),
         artefact.row_length,
         artefact.pad_id,
-        device,
-        str(config.train.precision),
+        engine.ranks.device,
+        str(train.precision),
         pad_to_longest=artefact.facts["packing"] == "off",
         backend=network.attention_backend,
         windows=network.sliding_windows,
@@ -124,56 +173,12 @@ def open_session(config: RunConfig, run: RunFolder, ranks: Ranks) -> Session:
         needs_documents=objective.needs_documents,
     )
     cuda_graphs = None
-    if config.train.cuda_graphs == "on":
-        cuda_graphs = make_cuda_graphs(engine, batcher, objective, config.train.activation_checkpointing != "off")
-    stepper = Stepper(engine, batcher, objective, config.train.clip, cuda_graphs)
-    training_state = TrainingState(engine)
-    progress = _resumed(config, run, training_state, ranks)
-    length, work = _length(config, artefact), _work(config, artefact, ranks)
-    return Session(config, run, artefact, stepper, training_state, progress, *length, work, named)
+    if train.cuda_graphs == "on":
+        cuda_graphs = make_cuda_graphs(engine, batcher, objective, train.activation_checkpointing != "off")
+    return Stepper(engine, batcher, objective, train.clip, cuda_graphs)
 
 
-def _decided(config: RunConfig, run: RunFolder, ranks: Ranks, named: str) -> tuple[RunConfig, dict[str, str]]:
-    """Every setting, and why it is so, decided by the first process for all."""
-    rung = merge_fallbacks(ranks.all_gather(json.dumps(load_fallbacks(run, named))))
-
-    def decide() -> Resolution:
-        begun = read_config(run.config) if run.exists() else None
-        resolved = resolve_here(config, begun, rung, ranks.world_size)
-        if begun is not None:
-            refuse_harmful_changes(begun, resolved.config, run)
-        return resolved
-
-    if ranks.world_size == 1:
-        alone = decide()
-        return alone.config, alone.reasons
-
-    def written() -> str:
-        found = decide()
-        return json.dumps({"config": dump(found.config), "reasons": found.reasons})
-
-    told = json.loads(ranks.run_on_main(written))
-    return RunConfig.model_validate(told["config"]), told["reasons"]
-
-
-def _prepared(config: RunConfig, ranks: Ranks) -> Artefact:
-    """By one process of each machine."""
-    if not ranks.is_local_main:
-        ranks.barrier()
-    show = partial(print_examples, say, sys.stdout.isatty())
-    artefact = prepare_run(config, prepared_folder(), say, show)
-    if ranks.is_local_main:
-        ranks.barrier()
-    marks = ranks.all_gather(artefact.path.name)
-    if len(set(marks)) > 1:
-        raise UserError(
-            "data.sources: the machines of this run have different data there (or different versions of sojourn); "
-            "copy the first one's to the others"
-        )
-    return artefact
-
-
-def _resumed(config: RunConfig, run: RunFolder, training_state: TrainingState, ranks: Ranks) -> Progress:
+def _resume(config: RunConfig, run: RunFolder, training_state: TrainingState, ranks: Ranks) -> Progress:
     """From the newest good checkpoint here or in the mirror."""
     mirror = open_run_mirror(config, run)
     if mirror is not None and ranks.is_main:
@@ -185,18 +190,17 @@ def _resumed(config: RunConfig, run: RunFolder, training_state: TrainingState, r
 
 
 def _refuse_other_data(run: RunFolder, artefact: Artefact) -> None:
-    """The same file with other contents: steps already done would have read other rows, perhaps other tokens."""
+    """A file of data.sources has changed: the steps so far have read other rows, perhaps with another tokenizer."""
     before = Path(str((read_json(run.environment) or {}).get("data", ""))).name
     if before not in ("", artefact.path.name) and any(run.checkpoints.glob("step-*")):
         raise UserError(
-            f"{run.path} was begun with other data (the files in data.sources have changed since); put them back to "
-            "continue it, or go on with the new ones in another run: --fork NEWNAME"
+            f"{run.path} was begun with other data (the files in data.sources have changed since); restore them to "
+            "resume it, or train on the new ones in another run: --fork NEWNAME"
         )
 
 
-def _work(config: RunConfig, artefact: Artefact, ranks: Ranks) -> MfuInputs:
-    """For the meters: what a token costs, and what the cards could do. A token attends to its own document only."""
-    import numpy as np
+def _mfu_inputs(config: RunConfig, artefact: Artefact, ranks: Ranks) -> MfuInputs:
+    """FLOPs per token, and the peak FLOP/s of all ranks. A token attends to its own document only."""
     import torch
 
     lengths = np.diff(artefact.train.documents[:100_000].astype(np.float64))
@@ -208,8 +212,8 @@ def _work(config: RunConfig, artefact: Artefact, ranks: Ranks) -> MfuInputs:
     return MfuInputs(flops, None if peak is None else peak * ranks.world_size)
 
 
-def _length(config: RunConfig, artefact: Artefact) -> tuple[int, int | None]:
-    """How many steps, and the row (counted over all epochs) that ends the run."""
+def _run_length(config: RunConfig, artefact: Artefact) -> tuple[int, int | None]:
+    """The number of steps, and the row (counted over all epochs) that ends the run, if it ends by epochs."""
     train, rows = config.train, len(artefact.train)
     if train.steps is not None:
         return train.steps, None

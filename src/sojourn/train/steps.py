@@ -1,8 +1,13 @@
-"""The steps of a run, from where it is to its end, with evaluations and saves between them."""
+"""The steps of a run, from where it is to its end, with evaluations and saves between them.
+
+Signals (SIGINT, SIGTERM, SIGHUP) and limits (`limits.time`, `limits.session`, `limits.budget`) all end in `stop`: save,
+mirror, mark the run resumable, exit code 3. All ranks agree on a stop, and on a save, before every step.
+"""
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import NoReturn
 
 from sojourn.errors import RunFailed, Stopped
@@ -11,7 +16,7 @@ from sojourn.train.batcher import Prefetcher
 from sojourn.train.checkpoint.final_model import write_final_model
 from sojourn.train.checkpoint.saving import Saver
 from sojourn.train.evaluation import Evaluator
-from sojourn.train.fault_tolerant_step import Done, FaultTolerantStep
+from sojourn.train.fault_tolerant_step import FaultTolerantStep, StepResult
 from sojourn.train.faults.guard import Guard, Interrupted
 from sojourn.train.faults.memory_pressure import MemoryPressure
 from sojourn.train.faults.oom_fallback import NoFallbackLeft, OomFallback
@@ -21,144 +26,172 @@ from sojourn.train.session import Session
 
 
 def run_steps(session: Session, guard: Guard) -> None:
-    """From where the run is to its end."""
-    config, run, total, training_state = session.config, session.run, session.total, session.training_state
-    progress, stepper = session.progress, session.stepper
+    """Trains to the end and writes `final/`. Raises Stopped, or OomFallback if the run must be built again."""
+    config, run, progress, stepper = session.config, session.run, session.progress, session.stepper
     parameters = list(stepper.network.model.parameters())
-    run.event("start", step=progress.step, total_steps=total, device=stepper.batcher.device,
+    run.event("start", step=progress.step, total_steps=session.total_steps, device=stepper.batcher.device,
               precision=stepper.batcher.precision, attention=stepper.network.attention_backend or "its own",
               processes=stepper.ranks.world_size, parameters=sum(p.numel() for p in parameters),
               trained=sum(p.numel() for p in parameters if p.requires_grad))  # fmt: skip
-    run.set_status("running", progress.step, total)
-    with Meters(run, config, total, progress.step, session.mfu_inputs) as meters:
-        saver = Saver(config, run, training_state, progress, total, len(session.artefact.train), meters.say)
+    run.set_status("running", progress.step, session.total_steps)
+    with Meters(run, config, session.total_steps, progress.step, session.mfu_inputs) as meters:
+        epoch_rows = len(session.artefact.train)
+        saver = Saver(config, run, session.training_state, progress, session.total_steps, epoch_rows, meters.say)
         try:
-            with Prefetcher(session.batches, total) as ahead:
-                careful = FaultTolerantStep(session, guard, saver, ahead, meters.say)
+            with Prefetcher(session.batches, session.total_steps) as prefetcher:
+                step = FaultTolerantStep(session, guard, saver, prefetcher, meters.say)
                 evaluator = Evaluator(config, run, session.artefact, stepper)
-                _steps(session, guard, meters, saver, careful, evaluator)
+                _train_and_save(_StepLoop(session, guard, meters, saver, step, evaluator, progress.step))
             guard.save_seconds = saver.seconds
             with guard.interruptible():
-                weights = stepper.engine.full_weights()
-                if stepper.ranks.is_main:
-                    write_final_model(stepper.network.model, weights, session.artefact, run.final, config)
-                    if saver.mirroring is not None:
-                        saver.mirroring.mirror_models(run.final, run.best)
+                _write_final(session, saver)
         except Interrupted:
-            stop(run, guard.reason or "a signal", progress.step, total)
+            stop(run, guard.reason or "a signal", progress.step, session.total_steps)
         finally:
             saver.close()
     run.event("done", step=progress.step, tokens=progress.tokens, seconds=round(guard.ledger.seconds, 1))
 
 
-def _steps(
-    session: Session, guard: Guard, meters: Meters, saver: Saver, careful: FaultTolerantStep, evaluator: Evaluator
-) -> None:
-    config, run, progress, total = session.config, session.run, session.progress, session.total
-    train, ranks, pressure = config.train, session.stepper.ranks, MemoryPressure(session.stepper.batcher.device)
-    enough, first = None, progress.step
+@dataclass
+class _StepLoop:
+    session: Session
+    guard: Guard
+    meters: Meters
+    saver: Saver
+    step: FaultTolerantStep
+    evaluator: Evaluator
+    first_step: int  # of this call of `train`
+    early_stop: str | None = None  # why the run ended before its last step
 
-    def due_or_stopped() -> bool:
-        """Whether to save now, agreed by all processes; raises where one of them was told to stop."""
-        # A limit that leaves no time for a single step would never let the run get on: one is always made.
-        why = guard.reason if progress.step == first else guard.should_stop()
-        told, due = ranks.sum(why is not None, ranks.is_main and saver.due())
-        if told and not session.ended:
-            raise Interrupted
-        return due > 0
-
-    try:
-        if train.rehearse == "on" and not session.ended:
-            careful.rehearse()
+    def run(self) -> None:
+        """Until the run is finished. Raises Interrupted where a rank must stop."""
+        session, pressure = self.session, MemoryPressure(self.session.stepper.batcher.device)
+        if session.config.train.rehearse == "on" and not session.is_finished:
+            self.step.try_longest_rows()
         while True:
-            due, paused = due_or_stopped(), False
-            with meters.paused():
-                if due or evaluator.is_due(progress, total):
-                    careful.put_down()
-                if evaluator.is_due(progress, total):
-                    paused = True
-                    careful.make_room()
-                    enough = careful.retried(lambda: evaluator.evaluate(progress, meters), evaluator.seconds)
-                if (due or session.ended) and not careful.sound():
-                    continue
-                if due:
-                    paused = True
-                    saver.save()
-                saver.poll()
-            if session.ended:
-                break
-            if paused:
-                due_or_stopped()
-            guard.save_seconds, began = saver.seconds, time.monotonic()
-            rate = learning_rate(progress.step, total, train)
-            session.stepper.engine.set_learning_rate(rate)
-            done = careful.step()
-            if done is None:
-                continue
-            _count(session, guard, meters, done)
-            guard.step_seconds = time.monotonic() - began
-            last, every = progress.step == total, config.log.every_steps
-            if not done.skipped and (progress.step % every == 0 or progress.step == 1 or last):
-                epoch = progress.step * train.global_batch / len(session.artefact.train)
-                meters.log(progress.step, done.loss, rate, done.norm, epoch, guard.ledger.spent)
-                pressure.check(careful, saver)
-            warning = guard.warning()
-            if warning is not None:
-                run.event("budget", message=warning)
-                meters.say(f"warning: {warning}")
+            save_due = self._agree_on_stop_and_save()
+            evaluation_due = self.evaluator.is_due(session.progress, session.total_steps)
+            with self.meters.paused():
+                if save_due or evaluation_due:
+                    self.step.release_speculative_forward()
+                if evaluation_due:
+                    self._evaluate()
+                if (save_due or session.is_finished) and not self.step.check_weights():
+                    continue  # the run is back at its last checkpoint
+                if save_due:
+                    self.saver.save()
+                self.saver.poll()
+            if session.is_finished:
+                return
+            if save_due or evaluation_due:
+                self._agree_on_stop_and_save()  # it took time, in which a signal may have come
+            self._run_step(pressure)
+
+    def _agree_on_stop_and_save(self) -> bool:
+        """Whether a save is due. Raises Interrupted if any rank must stop. All ranks agree."""
+        session, ranks = self.session, self.session.stepper.ranks
+        # Each call makes one step at least: else a limit that leaves no time for one would stop every call.
+        is_first = session.progress.step == self.first_step
+        reason = self.guard.reason if is_first else self.guard.should_stop()
+        must_stop, save_due = ranks.sum(reason is not None, ranks.is_main and self.saver.due())
+        if must_stop and not session.is_finished:
+            raise Interrupted
+        return save_due > 0
+
+    def _evaluate(self) -> None:
+        self.step.release_cuda_graphs()
+        evaluator, progress = self.evaluator, self.session.progress
+        self.early_stop = self.step.retry_on_oom(lambda: evaluator.evaluate(progress, self.meters), evaluator.seconds)
+
+    def _run_step(self, pressure: MemoryPressure) -> None:
+        session, guard, progress = self.session, self.guard, self.session.progress
+        guard.save_seconds, began = self.saver.seconds, time.monotonic()
+        rate = learning_rate(progress.step, session.total_steps, session.config.train)
+        session.stepper.engine.set_learning_rate(rate)
+        result = self.step.step()
+        if result.outcome == "rolled_back":
+            return
+        _count_step(session, guard, self.meters, result)
+        guard.step_seconds = time.monotonic() - began
+        if result.outcome == "done" and self._is_logged(progress.step):
+            epoch = progress.step * session.config.train.global_batch / len(session.artefact.train)
+            self.meters.log(progress.step, result.loss, rate, result.grad_norm, epoch, guard.ledger.spent)
+            pressure.check(self.step, self.saver)
+        warning = guard.warning()
+        if warning is not None:
+            session.run.event("budget", message=warning)
+            self.meters.say(f"warning: {warning}")
+
+    def _is_logged(self, step: int) -> bool:
+        return step % self.session.config.log.every_steps == 0 or step in (1, self.session.total_steps)
+
+
+def _train_and_save(loop: _StepLoop) -> None:
+    """Runs the loop; however it ends, what was trained is saved if the weights are whole."""
+    session, saver = loop.session, loop.saver
+    try:
+        loop.run()
     except Interrupted:
-        _save_and_stop(session, guard, saver)
-    except OomFallback as down:
-        _keep(session, saver, down.clean)
-        raise OomFallback(down.fallback, down.clean) from None
+        _save_and_stop(session, loop.guard, saver)
+    except OomFallback as fallback:
+        _save_if_clean(session, saver, fallback.clean)
+        raise OomFallback(fallback.fallback, fallback.clean) from None  # a new one: its traceback would hold memory
     except NoFallbackLeft as end:
-        _keep(session, saver, end.clean)
+        _save_if_clean(session, saver, end.clean)
         raise
-    except OSError:  # the data can no longer be read; by this process, perhaps, and not by others
-        if ranks.world_size == 1:
-            _keep(session, saver, clean=True)
+    except OSError:  # the data can no longer be read, perhaps only by this rank
+        if session.stepper.ranks.world_size == 1:
+            _save_if_clean(session, saver, clean=True)
         raise
     saver.save(must=True)
     saver.finish()
-    if enough is not None:
-        meters.say(f"ended early by {enough}")
-        run.event("ended_early", step=progress.step, why=enough)
+    if loop.early_stop is not None:
+        loop.meters.say(f"ended early by {loop.early_stop}")
+        session.run.event("ended_early", step=session.progress.step, why=loop.early_stop)
 
 
-def _keep(session: Session, saver: Saver, clean: bool) -> None:
-    """What was trained before things went wrong."""
+def _save_if_clean(session: Session, saver: Saver, clean: bool) -> None:
+    """`clean`: no update was interrupted."""
     if clean and session.progress.step and session.training_state.is_finite():
         saver.save(must=True)
         saver.finish()
 
 
-def _count(session: Session, guard: Guard, meters: Meters, done: Done) -> None:
+def _count_step(session: Session, guard: Guard, meters: Meters, result: StepResult) -> None:
     progress = session.progress
-    meters.count_step(done.tokens, done.waited)
+    meters.count_step(result.tokens, result.data_wait)
     progress.step += 1
-    progress.tokens += done.tokens
+    progress.tokens += result.tokens
     progress.seconds, progress.money = guard.ledger.seconds, guard.ledger.spent or guard.ledger.paid
 
 
+def _write_final(session: Session, saver: Saver) -> None:
+    weights = session.stepper.engine.full_weights()
+    if session.stepper.ranks.is_main:
+        write_final_model(session.stepper.network.model, weights, session.artefact, session.run.final, session.config)
+        if saver.mirroring is not None:
+            saver.mirroring.mirror_models(session.run.final, session.run.best)
+
+
 def _save_and_stop(session: Session, guard: Guard, saver: Saver) -> NoReturn:
-    """Saved, in the mirror if there is one, and only then told."""
+    """Saved, and mirrored, before the run is marked as stopped."""
     step = session.progress.step
-    _keep(session, saver, clean=True)
+    _save_if_clean(session, saver, clean=True)
     saver.finish()
-    session.stepper.ranks.barrier()  # who leaves first has torchrun kill the others
-    failed = saver.mirroring.failed if saver.mirroring is not None else None
-    stop(session.run, guard.reason or "another process", step, session.total, failed)
+    session.stepper.ranks.barrier()  # torchrun kills the others when the first rank exits
+    not_mirrored = saver.mirroring.failed if saver.mirroring is not None else None
+    stop(session.run, guard.reason or "another rank", step, session.total_steps, not_mirrored)
 
 
-def stop(run: RunFolder, why: str, step: int, total: int, not_mirrored: str | None = None) -> NoReturn:
+def stop(run: RunFolder, reason: str, step: int, total_steps: int, not_mirrored: str | None = None) -> NoReturn:
     status = run.status()
-    step, total = (step, total) if total or status is None else (status.step, status.total_steps)
-    run.set_status("stopped", step, total, why)
-    run.event("stopped", step=step, why=why)
+    if not total_steps and status is not None:
+        step, total_steps = status.step, status.total_steps
+    run.set_status("stopped", step, total_steps, reason)
+    run.event("stopped", step=step, why=reason)
     if step == 0:
-        raise Stopped(f"stopped by {why} before the first step; run the same command to start again")
+        raise Stopped(f"stopped by {reason} before the first step; run the same command to start again")
+    saved = f"stopped by {reason} at step {step} of {total_steps}, saved in {run.path}"
     if not_mirrored is not None:
-        raise RunFailed(
-            f"stopped by {why} at step {step} of {total}, saved in {run.path}, but not mirrored: {not_mirrored}"
-        )
-    raise Stopped(f"stopped by {why} at step {step} of {total}, saved in {run.path}; run the same command to resume")
+        raise RunFailed(f"{saved}, but not mirrored: {not_mirrored}")
+    raise Stopped(f"{saved}; run the same command to resume")

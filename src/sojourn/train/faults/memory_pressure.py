@@ -26,7 +26,7 @@ class MemoryPressure:
             retries = int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
             many, self._retries = retries - self._retries >= _MANY_RETRIES, retries
             if step.session.stepper.ranks.any(many):
-                step.ease(f"the CUDA allocator retried {retries} allocations")
+                step.relieve_memory_pressure(f"the CUDA allocator retried {retries} allocations")
         host = memory()
         if host.available < _LOW_HOST_SHARE * host.limit and not self._warned:
             self._warned = True
