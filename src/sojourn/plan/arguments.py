@@ -36,7 +36,7 @@ def to_bytes(text: str) -> int:
 
 
 def known_platform(name: str | None) -> str | None:
-    names = [place.name for place in platforms()]
+    names = [platform.name for platform in platforms()]
     if name is None:
         return None
     meant = next((known for known in names if known.casefold() == name.strip().casefold()), None)

@@ -1,4 +1,4 @@
-"""Planned against measured: small records that rehearsals and finished runs leave, and the correction that they teach.
+"""Calibration: records of planned and measured memory and step time, and the correction that follows from them.
 
 `plan/records.jsonl` under SOJOURN_HOME has one line a run; `sojourn plan --calibrate` folds them into
 `plan/calibration.json`, which later plans use.
@@ -21,12 +21,12 @@ from sojourn.estimate.workload import Workload
 from sojourn.run.home import home
 from sojourn.storage.files import read_json, read_json_lines, write_json
 
-_LEAST, _MOST = 0.5, 2.0  # a correction beyond these is a mistake in a record, not a better plan
+_MIN_RATIO, _MAX_RATIO = 0.5, 2.0  # measured over planned; beyond these a record is wrong
 
 
 @dataclass(frozen=True)
 class Correction:
-    """What planned memory and planned step times are multiplied with; `records`: how many taught it.
+    """Factors of planned memory and planned step times; `records`: how many they come from.
 
     `times` are by GPU, for those that were measured; `time` is for the others.
     """
@@ -44,12 +44,12 @@ def folder() -> Path:
     return home() / "plan"
 
 
-def note(work: Workload, gpu: str, kind: str, measured: dict[str, float], planned_seconds: float | None) -> None:
+def note(workload: Workload, gpu: str, kind: str, measured: dict[str, float], planned_seconds: float | None) -> None:
     """One line; `measured` may have `memory` (bytes) and `step_seconds`. A disk that refuses it stops no run."""
-    settings = {key: value for key, value in asdict(work).items() if key != "model"}
+    settings = {key: value for key, value in asdict(workload).items() if key != "model"}
     line = {
-        "kind": kind, "gpu": gpu, "model": asdict(work.model), "settings": settings,
-        "planned": {"memory": memory(work).allocated, "step_seconds": planned_seconds}, "measured": measured,
+        "kind": kind, "gpu": gpu, "model": asdict(workload.model), "settings": settings,
+        "planned": {"memory": memory(workload).allocated, "step_seconds": planned_seconds}, "measured": measured,
     }  # fmt: skip
     try:
         folder().mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ def correction() -> Correction:
         return Correction()
     times = found.get("times", {})
     factors = [found.get("memory"), found.get("time"), *(times.values() if isinstance(times, dict) else [None])]
-    if not all(isinstance(one, (int, float)) and _LEAST <= one <= _MOST for one in factors):
+    if not all(isinstance(one, (int, float)) and _MIN_RATIO <= one <= _MAX_RATIO for one in factors):
         return Correction()
     count = found.get("records")
     of_all = float(factors[0] or 1), float(factors[1] or 1), count if isinstance(count, int) else 0
@@ -78,7 +78,7 @@ def correction() -> Correction:
 
 
 def calibrate() -> Correction:
-    """The middle of all ratios of measured to planned, kept for later plans; records beyond belief teach nothing."""
+    """The median ratio of measured to planned, saved for later plans; records out of range are ignored."""
     keys = ("memory", "step_seconds")
     lines = [line for line in records() if any(_ratio(line, key) is not None for key in keys)]
     cards: dict[str, list[dict[str, Any]]] = {}
@@ -86,8 +86,8 @@ def calibrate() -> Correction:
         if _ratio(line, keys[1]) is not None:
             with suppress(UserError):  # a card that the catalogue does not know
                 cards.setdefault(find_gpu(str(line.get("gpu"))).name, []).append(line)
-    times = {card: _middle(some, keys[1]) for card, some in sorted(cards.items())}
-    found = Correction(_middle(lines, keys[0]), _middle(lines, keys[1]), len(lines), times)
+    times = {card: _median_ratio(some, keys[1]) for card, some in sorted(cards.items())}
+    found = Correction(_median_ratio(lines, keys[0]), _median_ratio(lines, keys[1]), len(lines), times)
     if not lines:
         return found
     folder().mkdir(parents=True, exist_ok=True)
@@ -95,7 +95,7 @@ def calibrate() -> Correction:
     return found
 
 
-def _middle(lines: list[dict[str, Any]], key: str) -> float:
+def _median_ratio(lines: list[dict[str, Any]], key: str) -> float:
     ratios = [ratio for line in lines if (ratio := _ratio(line, key)) is not None]
     return statistics.median(ratios) if ratios else 1.0
 
@@ -105,4 +105,4 @@ def _ratio(line: dict[str, Any], key: str) -> float | None:
         ratio = float(line["measured"][key]) / float(line["planned"][key])
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
-    return ratio if math.isfinite(ratio) and _LEAST <= ratio <= _MOST else None
+    return ratio if math.isfinite(ratio) and _MIN_RATIO <= ratio <= _MAX_RATIO else None

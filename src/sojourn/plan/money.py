@@ -45,10 +45,10 @@ def money_text(amount: float, currency: str) -> str:
     return f"{sign}{amount:,.2f}" if sign else f"{amount:,.2f} {currency}".strip()
 
 
-def bill(price: Price, place: PlatformFacts | None, seconds: float, again: float, own: Money | None = None) -> Bill:
+def bill(price: Price, platform: PlatformFacts | None, seconds: float, again: float, own: Money | None = None) -> Bill:
     """`again`: seconds that every further session pays to start; `own`: the user's price for an hour."""
-    session = place.session_hours if place else None
-    quota = place.weekly_gpu_hours if place else None
+    session = platform.session_hours if platform else None
+    quota = platform.weekly_gpu_hours if platform else None
     hours, sessions = _sessions(seconds / 3600, again / 3600, session)
     weeks = max(1, math.ceil(hours / quota - 1e-9)) if quota else 1
     elapsed = hours if weeks == 1 else (weeks - 1) * _WEEK + (hours - (weeks - 1) * (quota or 0.0))
@@ -63,9 +63,9 @@ def bill(price: Price, place: PlatformFacts | None, seconds: float, again: float
     if weeks > 1:
         notes.append(f"{weeks} weeks at {quota:g} GPU-hours a week")
     return Bill(
-        price.platform, place.title if place else "", price.count, per_hour, currency, per_hour * hours,
+        price.platform, platform.title if platform else "", price.count, per_hour, currency, per_hour * hours,
         in_cny(per_hour * hours, currency), hours, elapsed, sessions, weeks, seen, tuple(notes),
-        place.no_gpu_per_hour if place else None,
+        platform.no_gpu_per_hour if platform else None,
     )  # fmt: skip
 
 
@@ -97,9 +97,9 @@ def within(one: Bill, budget: Money | None, deadline: float | None) -> bool:
     return deadline is None or 3600 * one.elapsed <= deadline
 
 
-def with_disk(one: Bill, place: PlatformFacts | None, least: float, usual: float) -> Bill:
-    """What the platform's lasting disk says to so many bytes: `least` must go there, `usual` is what is set."""
-    lasting = [disk for disk in place.disks if disk.survives in ("stop", "release")] if place else []
+def with_disk(one: Bill, platform: PlatformFacts | None, least: float, usual: float) -> Bill:
+    """Notes whether the platform's persistent disk holds so many bytes: `least` must fit, `usual` is what is set."""
+    lasting = [disk for disk in platform.disks if disk.survives in ("stop", "release")] if platform else []
     if not lasting or any(disk.free_gb is None and disk.size_gb is None for disk in lasting):
         return one
     limits = [disk.size_gb for disk in lasting if disk.size_gb is not None]

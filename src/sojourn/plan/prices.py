@@ -52,8 +52,8 @@ def describe_no_price(platform: str, only: list[Gpu] | None, asked: int | None) 
     names = f"{asked} × {names}" if asked and asked > 1 else names
     has = f"; it has {', '.join(sold)}" if sold else ""
     row = f'[prices.{platform}."{only[0].name if only else "RTX 4090"}"]'
-    mend = f"give limits.price_per_hour, or add {row} to {user_file()}"
-    return f"--platform: no price of {names} is known on {platform}{has}; {mend}"
+    fix = f"give limits.price_per_hour, or add {row} to {user_file()}"
+    return f"--platform: no price of {names} is known on {platform}{has}; {fix}"
 
 
 def _sold_on(platform: str) -> list[str]:

@@ -16,10 +16,10 @@ from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
 from sojourn.resolve.new_model import new_model_spec
 
-_LARGEST_FILE = 4 << 20  # of a config.json; real ones have a few kilobytes
-_MOST = {"layers": 1000, "hidden": 200_000, "heads": 4096, "head_dim": 4096, "ffn": 2_000_000, "expert_ffn": 2_000_000,
-         "vocab": 10_000_000, "experts": 10_000}  # fmt: skip
-_MEND = "take the publisher's config.json, or plan with a name such as model.base=qwen2.5-7b"
+_MAX_FILE_BYTES = 4 << 20  # of a config.json; real ones have a few kilobytes
+_LARGEST = {"layers": 1000, "hidden": 200_000, "heads": 4096, "head_dim": 4096, "ffn": 2_000_000,
+            "expert_ffn": 2_000_000, "vocab": 10_000_000, "experts": 10_000}  # fmt: skip
+_FIX = "take the publisher's config.json, or plan with a name such as model.base=qwen2.5-7b"
 # Older families have names of their own for the same things.
 _NAMES = {
     "hidden": ("hidden_size", "n_embd", "d_model"),
@@ -76,17 +76,17 @@ def of_base(word: str) -> ModelSpec:
 def of_file(path: Path) -> ModelSpec:
     """From a config.json, which may come from anywhere: every figure is checked before it is used."""
     try:
-        if path.stat().st_size > _LARGEST_FILE:
-            raise UserError(f"{path}: {path.stat().st_size:,} bytes, and no model's is so large; {_MEND}")
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            raise UserError(f"{path}: {path.stat().st_size:,} bytes, and no model's is so large; {_FIX}")
         settings = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({type(error).__name__}); {_MEND}") from None
+        raise UserError(f"{path}: cannot be read ({type(error).__name__}); {_FIX}") from None
     except json.JSONDecodeError as error:
-        raise UserError(f"{path}: not valid JSON: {error}; {_MEND}") from None
+        raise UserError(f"{path}: not valid JSON: {error}; {_FIX}") from None
     except (ValueError, RecursionError):  # numbers and nesting without end
-        raise UserError(f"{path}: no model's config.json has such numbers or nesting; {_MEND}") from None
+        raise UserError(f"{path}: no model's config.json has such numbers or nesting; {_FIX}") from None
     if not isinstance(settings, dict):
-        raise UserError(f"{path}: a model's config.json is a table, but this is a {type(settings).__name__}; {_MEND}")
+        raise UserError(f"{path}: a model's config.json is a table, but this is a {type(settings).__name__}; {_FIX}")
     inner = settings.get("text_config")
     if isinstance(inner, dict):  # of models that also see or hear
         settings = {**{key: settings[key] for key in ("tie_word_embeddings",) if key in settings}, **inner}
@@ -110,7 +110,7 @@ def of_settings(settings: dict[str, Any], where: str) -> ModelSpec:
     found = {key: _number(settings, key, where) for key in _NAMES}
     for key in ("hidden", "layers", "heads", "vocab"):
         if found[key] is None:
-            raise UserError(f"{where}: `{_NAMES[key][0]}` is missing, which a language model's has; {_MEND}")
+            raise UserError(f"{where}: `{_NAMES[key][0]}` is missing, which a language model's has; {_FIX}")
     hidden, heads = found["hidden"] or 0, found["heads"] or 0
     kv_heads = found["kv_heads"] or heads
     if heads % kv_heads:
@@ -146,7 +146,7 @@ def _with_experts(
     expert_ffn = found["expert_ffn"] or shape.ffn
     shared = settings.get("n_shared_experts")
     size = settings.get("shared_expert_intermediate_size")
-    if not isinstance(size, int) or isinstance(size, bool) or not 0 < size <= _MOST["ffn"]:
+    if not isinstance(size, int) or isinstance(size, bool) or not 0 < size <= _LARGEST["ffn"]:
         count = shared if isinstance(shared, int) and not isinstance(shared, bool) and 0 < shared < 1000 else 0
         size = count * expert_ffn or None
     return replace(shape, experts=experts, active_experts=active, expert_ffn=expert_ffn, shared_ffn=size)
@@ -158,7 +158,7 @@ def _number(settings: dict[str, Any], key: str, where: str) -> int | None:
         value = settings.get(name)
         if value is None:
             continue
-        most = _MOST.get(key, 10_000_000_000)
+        most = _LARGEST.get(key, 10_000_000_000)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
             if key in ("positions", "window"):  # little of a plan hangs on them
                 return None

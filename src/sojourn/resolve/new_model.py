@@ -9,8 +9,8 @@ from sojourn.config.quantities import Count
 from sojourn.config.schema import ModelConfig, default_head_size
 from sojourn.errors import UserError
 
-_ASPECT = 64  # width over layers, where one dial sets both
-_NEAR = 0.045  # how far from the parameters asked for a model may be, where any comes so near
+_ASPECT_RATIO = 64  # d_model over layers, where one dial sets both
+_TOLERANCE = 0.045  # relative distance from `model.params`, where any size comes so near
 
 
 def llama_spec(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int, tied: bool) -> ModelSpec:
@@ -42,7 +42,7 @@ def _filled(model: ModelConfig, d: int, layers: int, vocab_size: int) -> ModelSp
 
 
 def _of_depth(depth: int) -> tuple[int, int]:
-    width = _ASPECT * depth
+    width = _ASPECT_RATIO * depth
     head = default_head_size(width)
     return -(-width // head) * head, depth
 
@@ -55,23 +55,25 @@ def _of_params(model: ModelConfig, wanted: int, vocab_size: int) -> ModelSpec:
     while width <= 65536:
         bare, one = (_filled(model, width, layers, vocab_size).parameters for layers in (0, 1))
         layers = min(1024, max(1, round((wanted - bare) / (one - bare))))
-        if found and (one > wanted * (1 + _NEAR) or width > 16 * _ASPECT * layers):  # wider ones are worse still
+        if found and (
+            one > wanted * (1 + _TOLERANCE) or width > 16 * _ASPECT_RATIO * layers
+        ):  # wider ones are worse still
             break
         found.append(_filled(model, width, layers, vocab_size))
         width += default_head_size(width)
 
-    def miss(shape: ModelSpec) -> float:
+    def error(shape: ModelSpec) -> float:
         return abs(shape.parameters / wanted - 1)
 
-    def fault(shape: ModelSpec) -> float:
-        return abs(math.log(shape.hidden / shape.layers / _ASPECT)) + 20 * miss(shape)
+    def cost(shape: ModelSpec) -> float:
+        return abs(math.log(shape.hidden / shape.layers / _ASPECT_RATIO)) + 20 * error(shape)
 
     smallest = found[0].parameters
-    if smallest > wanted * (1 + _NEAR):
+    if smallest > wanted * (1 + _TOLERANCE):
         words = vocab_size * (1 if found[0].tied else 2) * found[0].hidden
         raise UserError(
             f"model.params: {Count(wanted)} given, but even the smallest model with data.vocab_size {vocab_size} has "
             f"{smallest:,} parameters, {words:,} of them embeddings; ask for more or set a smaller data.vocab_size"
         )
-    near = [shape for shape in found if miss(shape) <= _NEAR]
-    return min(near, key=fault) if near else min(found, key=miss)
+    near = [shape for shape in found if error(shape) <= _TOLERANCE]
+    return min(near, key=cost) if near else min(found, key=error)

@@ -1,4 +1,4 @@
-"""Planned against measured: what a rehearsal or a finished run on a GPU leaves for later plans."""
+"""Records planned and measured memory and step time of rehearsals and finished runs on a GPU, for later plans."""
 
 from __future__ import annotations
 
@@ -26,28 +26,30 @@ def workload_of_session(session: Session) -> Workload:
     config = with_value(session.config, "train", "micro_batch", stepper.batcher.micro_batch)
     model = local_model_spec(config)
     device = local_device(config, model, stepper.ranks.world_size)
-    work = with_cuda_graphs(config, workload_of(config, model, device), device)
+    workload = with_cuda_graphs(config, workload_of(config, model, device), device)
     facts: dict[str, Any] = session.artefact.report.get("train", {})
     packed = session.artefact.facts.get("packing") == "packed" and facts.get("documents")
     document = max(1, round(facts["tokens"] / facts["documents"])) if packed else None
-    return replace(work, document_length=None if document is None or document >= work.sequence_length else document)
+    return replace(
+        workload, document_length=None if document is None or document >= workload.sequence_length else document
+    )
 
 
 def note_rehearsal(session: Session, step_seconds: float, memory: int | None) -> None:
     if session.stepper.batcher.device == "cuda" and memory is not None:
-        with _harmless():
+        with _ignoring_errors():
             _note(session, "rehearsal", memory, step_seconds)
 
 
 def note_run(session: Session) -> None:
     if session.stepper.batcher.device == "cuda" and session.stepper.ranks.is_main:
-        with _harmless():
+        with _ignoring_errors():
             _note_run(session)
 
 
 @contextmanager
-def _harmless() -> Iterator[None]:
-    """No lesson is worth a run that has ended well."""
+def _ignoring_errors() -> Iterator[None]:
+    """A record that cannot be written must not fail a run."""
     try:
         yield
     except Exception as error:
@@ -68,7 +70,7 @@ def _note_run(session: Session) -> None:
 def _note(session: Session, kind: str, memory: int, step_seconds: float) -> None:
     import torch
 
-    work, card = workload_of_session(session), local_gpu()
+    workload, card = workload_of_session(session), local_gpu()
     name = torch.cuda.get_device_name() if card is None else card.name
-    planned = None if card is None else step_time(work, card).step_seconds
-    note(work, name, kind, {"memory": memory, "step_seconds": step_seconds}, planned)
+    planned = None if card is None else step_time(workload, card).step_seconds
+    note(workload, name, kind, {"memory": memory, "step_seconds": step_seconds}, planned)
