@@ -19,7 +19,7 @@ _GIB = 2**30
 _UNSURE = 0.25  # share of a step in kernel launch overhead, and of the run in steps, from which on a plan warns
 _BAR = 56
 _OUTSIDE = "CUDA context and fragmentation"  # memory that torch does not count as allocated
-_COLUMNS = {"rows": 6, "most": 6, "GiB": 7, "tok/s": 11, "time": 7, "cost": 10}
+_COLUMNS = {"mb": 6, "max mb": 8, "GiB": 7, "tok/s": 11, "time": 7, "cost": 10}
 _MARKS = {"weights": "█", "adapters": "▪", "gradients": "▓", "optimizer states": "▒", "activations": "▚",
           "logits": "▞", "temporary buffers": "░", _OUTSIDE: "·"}  # fmt: skip
 
@@ -93,6 +93,7 @@ def table_lines(plan: Plan, everything: bool, width: int) -> list[str]:
     first = 1 + max((len(_card(o)) for o in listed), default=0)
     title = f"{'GPU':<{first}}" + "".join(f"{name:>{size}}" for name, size in _COLUMNS.items()) + "  where"
     lines = [title] if listed else []
+    explained = "mb: micro batch of the plan; max mb: largest micro batch that fits"
     for offer in listed:
         row, notes = _row(offer, first), "; ".join(_notes(offer))
         if notes and _cells(row) + len(notes) + 3 > width:
@@ -100,6 +101,7 @@ def table_lines(plan: Plan, everything: bool, width: int) -> list[str]:
         else:
             lines.append(f"{row} ({notes})" if notes else row)
     seen = list(dict.fromkeys(o.bill.seen for o in listed if o.bill))
+    lines += [explained] if any(o.fits for o in listed) else []
     lines += [f"prices: {'; '.join(map(_unbroken, seen))}"] if seen else []
     if not everything:
         lines += _rest(plan, [o for o in plan.offers if o.bill is None])
@@ -140,7 +142,7 @@ def _row(offer: Offer, first: int) -> str:
     bill, fast, whole = offer.bill, offer.step, offer.run_time
     hours = bill.hours if bill else whole.seconds / 3600 if whole else None
     cells = {
-        "rows": f"{offer.fit.workload.micro_batch:,}", "most": f"{offer.largest_micro_batch:,}",
+        "mb": f"{offer.fit.workload.micro_batch:,}", "max mb": f"{offer.largest_micro_batch:,}",
         "GiB": f"{offer.fit.memory.device / _GIB:.1f}", "tok/s": f"{fast.tokens_per_second:,.0f}" if fast else "?",
         "time": _time(hours) if hours is not None else "?", "cost": bill.shown if bill else "",
     }  # fmt: skip
@@ -204,7 +206,8 @@ def _no_choice(plan: Plan, limits: str, helped: bool) -> str:
     if fitting and all(o.gpu.unified for o in fitting):
         return "nobody rents these out: on a machine of your own it costs nothing"
     if fitting:
-        return "no price is known for the GPUs that fit; give limits.price_per_hour, or your own prices"
+        own = "add yours to catalog.toml (see docs/catalogue.md)"
+        return f"no price is known for the GPUs that fit; set limits.price_per_hour, or {own}"
     if not any(o.reason_not == TOO_SMALL for o in plan.offers):
         return "none of these GPUs can run it as it is set; the reasons are above"
     return "it fits on none of these GPUs" + ("; what helps is below" if helped else "")
