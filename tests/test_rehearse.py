@@ -43,27 +43,27 @@ def test_rehearsing_changes_nothing_of_the_run(words):
 
 
 @pytest.mark.parametrize(
-    ("extra", "name", "says"),
+    ("extra", "name", "message"),
     [
         ("save.min_free=100000TiB", "run", "free some space, or set save.folder"),
         ("limits.time=0.001s", "time", "limits.time leaves"),
         ("save.mirror={chats}", "mirror", ""),
     ],
 )
-def test_what_would_stop_the_run_later_is_refused_now(words, chats, extra, name, says):
+def test_what_would_stop_the_run_later_is_refused_now(words, chats, extra, name, message):
     report = _rehearse([*words, extra.format(chats=chats)])
-    assert _levels(report)[name] == "fail" and says in report.refused
+    assert _levels(report)[name] == "fail" and message in report.refused
 
 
-def test_a_loss_that_is_no_number_is_refused(words, monkeypatch):
+def test_a_nan_loss_is_refused(words, monkeypatch):
     from sojourn.train.step import Stepper
 
     real = Stepper.gradients
     monkeypatch.setattr(Stepper, "gradients", lambda *given: (math.nan, real(*given)[1]))
-    assert "loss: is not a number" in _rehearse(words).refused
+    assert "loss: is NaN or infinite" in _rehearse(words).refused
 
 
-def test_memory_that_does_not_suffice_finds_the_rung_that_does(words, monkeypatch):
+def test_running_out_of_memory_finds_the_fallback_that_fits(words, monkeypatch):
     import torch
 
     from sojourn.train.step import Stepper

@@ -121,7 +121,7 @@ def test_what_cannot_be_forked_is_one_line(words):
     with pytest.raises(UserError, match="no checkpoint to start from"):
         _train(words, fork="second")
     _train(words)
-    with pytest.raises(UserError, match="is the run itself"):
+    with pytest.raises(UserError, match="is the same run"):
         _train(words, fork="t")
     with pytest.raises(UserError, match="belongs to another model"):
         _train([*words, "model.d_model=128"], fork="wider")
@@ -154,5 +154,5 @@ def test_a_run_that_does_not_come_back_the_same_is_told(words):
     for line in peace.metrics.read_text().splitlines()[:4]:
         other.metrics.write_text(line + "\n" + other.metrics.read_text())
     verdict = compare(peace, other, 12, killed=5)
-    assert not verdict.identical and not verdict.holds and "NOT the same" in verdict.says
+    assert not verdict.identical and not verdict.holds and "NOT the same" in verdict.message
     assert compare(peace, peace, 12, killed=5).holds

@@ -200,7 +200,7 @@ def _need(row: Row) -> Need:
     plan, few = row["planned"], row["planned"]["moments"]["loading"] + row["planned"]["context"]
     if row["case"]["compiled"]:
         kinds, blocks = plan["kinds"], min(1.0, _BLOCKS / row["shape"]["layers"])
-        few += sum(kinds.get(kind, 0) for kind in ("loss", "temporary"))
+        few += sum(kinds.get(kind, 0) for kind in ("logits", "temporary buffers"))
         few += blocks * kinds.get("activations", 0) + _ENDS * kinds.get("gradients", 0)
     most = int(_MORE * plan["device"]) + _GIB
     return Need(min(most, int(_MORE * few) + _GIB), most)

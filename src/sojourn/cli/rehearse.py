@@ -78,4 +78,4 @@ def _show(report: Report, json: bool, stdout: TextIO) -> None:
         return
     marks = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
     for one in report.findings:
-        print(f"{marks[one.level]} {one.name:<10} {one.says}", file=stdout)
+        print(f"{marks[one.level]} {one.name:<10} {one.message}", file=stdout)

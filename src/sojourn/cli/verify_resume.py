@@ -22,18 +22,18 @@ def verify_resume(
 
     from sojourn.config.load import load_run
     from sojourn.errors import RunFailed
-    from sojourn.train.verify_resume import prove
+    from sojourn.train.verify_resume import verify
 
     config = load_run(args).config
 
     def say(line: str) -> None:
         print(line, file=sys.stderr if json else sys.stdout, flush=True)
 
-    verdict = prove(config, steps, say)
+    verdict = verify(config, steps, say)
     if json:
         print(dumps(verdict.facts))
     else:
-        print(verdict.says)
+        print(verdict.message)
     if not verdict.holds:
         raise RunFailed(
             "the resumed run differs from the undisturbed one; please report this with the folder's run.yaml"

@@ -1,4 +1,4 @@
-"""The network to train: new or opened, with or without an adapter, in the right numbers, checked, ready for steps."""
+"""Builds the network to train: new or from a base model, with or without an adapter, and checks it."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def build_network(config: RunConfig, artefact: Artefact, device: str) -> Network:
-    """Weights that are trained are kept in 32 bits; frozen ones in the numbers that the run computes in."""
+    """Trained weights are fp32; frozen ones have the compute dtype (`train.precision`)."""
     network = bare_network(config, artefact, device)
     if config.model.base is not None:
-        network = _checked(network, config, device, packed=artefact.facts["packing"] != "off")
+        network = _check_attention(network, config, device, packed=artefact.facts["packing"] != "off")
     save_memory(network, config)
-    ready(network, config)
+    prepare_for_steps(network, config)
     return network
 
 
 def bare_network(config: RunConfig, artefact: Artefact, device: str, empty: bool = False) -> Network:
-    """Opened, but neither tried nor made ready for steps; `empty`: with room for an existing model's weights only."""
+    """Neither checked nor prepared for steps. `empty`: a base model's weights are allocated, but not loaded."""
     train = config.train
     if config.model.base is None:
         sizes = (artefact.vocab_size, artefact.max_length, artefact.pad_id, artefact.stop_ids)
         model = build_model(config.model, *sizes, train.seed).to(device)
     else:
-        model = _opened(config, artefact, device, empty)
+        model = _load_base(config, artefact, device, empty)
     model.config.use_cache = False
     if config.advanced.fused_forwards == "off":
         return wrap_model(model, train.attention)
     from sojourn.model.kernels.fused_forwards import apply_fused_forwards
 
-    # fp16 has too small a range for what blocks hand on, and DoRA is peft's own arithmetic: autocast knows both.
-    by_itself = train.precision == "bf16" and not config.method.dora
-    network = wrap_model(model, train.attention, torch.bfloat16 if by_itself else None)
+    # Autocast instead: the range of fp16 is too small for the residual stream, and DoRA computes inside peft.
+    casts_itself = train.precision == "bf16" and not config.method.dora
+    network = wrap_model(model, train.attention, torch.bfloat16 if casts_itself else None)
     apply_fused_forwards(network.base_model)
     if train.device == "cpu" and train.compile != "on":
         network = prune_last_layer(network)
@@ -63,8 +63,8 @@ def save_memory(network: Network, config: RunConfig) -> None:
         )
 
 
-def ready(network: Network, config: RunConfig) -> None:
-    """For steps."""
+def prepare_for_steps(network: Network, config: RunConfig) -> None:
+    """Applies kernels, FP8 and torch.compile; sets training mode and the seed."""
     disable_hopper_kernels()
     if config.advanced.hopper_kernels == "on":
         smoke_test_hopper_kernels(network.base_model)
@@ -78,8 +78,8 @@ def ready(network: Network, config: RunConfig) -> None:
     torch.manual_seed(config.train.seed)
 
 
-def _opened(config: RunConfig, artefact: Artefact, device: str, empty: bool) -> Any:
-    """An existing model, and on it what the method trains."""
+def _load_base(config: RunConfig, artefact: Artefact, device: str, empty: bool) -> Any:
+    """The base model; with an adapter for lora and qlora."""
     kind, frozen = config.method.kind, config.method.kind in ("lora", "qlora")
     dtype = DTYPES[str(config.train.precision)] if frozen else torch.float32
     model = empty_base_model(base_of(config), dtype) if empty else load_base_model(base_of(config), dtype, device)
@@ -101,7 +101,7 @@ def _opened(config: RunConfig, artefact: Artefact, device: str, empty: bool) -> 
     else:
         model = add_adapter(model, config.method, config.train.seed)
     for parameter in model.parameters():
-        if parameter.requires_grad:  # peft leaves modules_to_save as narrow as the base
+        if parameter.requires_grad:  # peft leaves modules_to_save in the dtype of the base
             parameter.data = parameter.data.float()
     if config.train.precision != "fp32":
         disable_adapter_upcast(model)
@@ -113,8 +113,8 @@ def check(network: Network, config: RunConfig, device: str, packed: bool) -> Non
     check_parity(network, device, batcher.autocast(), packed)
 
 
-def _checked(network: Network, config: RunConfig, device: str, packed: bool) -> Network:
-    """The same network, or one with the model's own attention where it cannot take ours and need not."""
+def _check_attention(network: Network, config: RunConfig, device: str, packed: bool) -> Network:
+    """The same network; one with transformers' attention if the model does not support ours and rows are not packed."""
     try:
         check(network, config, device, packed)
     except NotImplementedError:

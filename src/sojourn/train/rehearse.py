@@ -1,7 +1,7 @@
-"""One minute on the card before hours are paid for: the longest rows, real steps, a checkpoint written and read back.
+"""Rehearses a run in about a minute: the longest rows, a few real steps, a checkpoint written and read back.
 
-Everything happens in a scratch folder beside the run's, on the same disk, and with the run's own code. Each finding is
-either fine, a warning, or a reason not to start.
+It uses a scratch folder beside the run folder, on the same disk, and the code of training. Each finding is ok, a
+warning, or a failure: a reason not to start.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from sojourn.train.ranks import Ranks
 from sojourn.train.session import Session, open_session, say
 
 _GIB = 2**30
-_STEPS = 3  # the first starts everything up
-_RECORDED = 8  # steps within which passes are played from a recording, if they ever are
+_MIN_STEPS = 3  # the first one includes start-up costs
+_MAX_STEPS = 8  # CUDA graphs are captured within these, if ever
 
 
 @dataclass(frozen=True)
 class Finding:
     level: Literal["ok", "warn", "fail"]
     name: str
-    says: str
+    message: str
 
 
 @dataclass
@@ -52,25 +52,25 @@ class Report:
     findings: list[Finding] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
 
-    def add(self, level: Literal["ok", "warn", "fail"], name: str, says: str) -> None:
-        self.findings.append(Finding(level, name, says))
+    def add(self, level: Literal["ok", "warn", "fail"], name: str, message: str) -> None:
+        self.findings.append(Finding(level, name, message))
 
     @property
     def refused(self) -> str | None:
         """Why the run must not start, if so."""
-        reasons = [f"{one.name}: {one.says}" for one in self.findings if one.level == "fail"]
+        reasons = [f"{one.name}: {one.message}" for one in self.findings if one.level == "fail"]
         return "; ".join(reasons) if reasons else None
 
 
 def rehearse(config: RunConfig, run: RunFolder, ranks: Ranks) -> Report:
-    """Tries `config` for real, in a scratch folder beside `run`; what it leaves there is gone when this returns."""
+    """Trains a few steps of `config` in a scratch folder beside `run`, and removes the folder."""
     config = with_catalogue_price(config)
     named = ranks.run_on_main(lambda: f".rehearsal-{os.getpid()}-{run.path.name}")
     scratch = RunFolder(run.path.with_name(named), is_main_process=ranks.is_main)
     scratch.path.mkdir(parents=True, exist_ok=True)
     report = Report()
     try:
-        while not _tried(config, run, scratch, ranks, report):
+        while not _try_once(config, run, scratch, ranks, report):
             free_memory()
             remove_folder(scratch.checkpoints)
             report.findings.clear()
@@ -83,11 +83,11 @@ def rehearse(config: RunConfig, run: RunFolder, ranks: Ranks) -> Report:
     return report
 
 
-def _tried(config: RunConfig, run: RunFolder, scratch: RunFolder, ranks: Ranks, report: Report) -> bool:
-    """False when it must be built again, one rung down."""
-    alone = with_settings(config, {"save.mirror": None, "save.resume": "auto", "log.trackers": []})
+def _try_once(config: RunConfig, run: RunFolder, scratch: RunFolder, ranks: Ranks, report: Report) -> bool:
+    """False if memory ran out: to be opened again with the OOM fallback that was saved."""
+    isolated = with_settings(config, {"save.mirror": None, "save.resume": "auto", "log.trackers": []})
     began = time.monotonic()
-    session = open_session(alone, scratch, ranks)
+    session = open_session(isolated, scratch, ranks)
     opening = time.monotonic() - began
     ledger = Ledger(None, config.limits.price_per_hour)
     guard = Guard(config.limits, ledger, session_end(config.limits))
@@ -97,11 +97,11 @@ def _tried(config: RunConfig, run: RunFolder, scratch: RunFolder, ranks: Ranks, 
             step = FaultTolerantStep(session, guard, saver, prefetcher, say)
             step.try_longest_rows()
             seconds = _run_steps(session, step, report)
-            step.try_longest_rows()  # the longest rows again, now beside the optimizer's moments
+            step.try_longest_rows()  # again, now that the optimizer states are allocated
         _memory(session, report)
         saving = _save(session, scratch, saver, report)
-    except OomFallback as down:
-        report.facts["rung"] = format_fallback(down.fallback)
+    except OomFallback as error:
+        report.facts["fallback"] = format_fallback(error.fallback)
         return False
     finally:
         saver.close()
@@ -114,23 +114,23 @@ def _tried(config: RunConfig, run: RunFolder, scratch: RunFolder, ranks: Ranks, 
         _disk(session, run, report)
     _time(session, guard, seconds, saving, report)
     _mirror(config, run, scratch, report)
-    if "rung" in report.facts:
-        report.add("warn", "memory", f"did not suffice at first; fits with {report.facts['rung']} (set it to be safe)")
+    if "fallback" in report.facts:
+        report.add("warn", "memory", f"ran out at first; fits with {report.facts['fallback']} (set it to be safe)")
     return True
 
 
 def _run_steps(session: Session, step: FaultTolerantStep, report: Report) -> float:
-    """Real steps; the seconds of the last."""
+    """Runs real steps; returns the seconds of the last."""
     vocabulary, seconds, losses = session.artefact.vocab_size, 0.0, list[float]()
     settled = 0
-    while len(losses) < min(_RECORDED, session.total_steps) and (len(losses) < _STEPS or settled < 2):
+    while len(losses) < min(_MAX_STEPS, session.total_steps) and (len(losses) < _MIN_STEPS or settled < 2):
         began = time.monotonic()
         session.stepper.engine.set_learning_rate(
             learning_rate(session.progress.step, session.total_steps, session.config.train)
         )
         result = step.step()
         if result.outcome != "done":
-            report.add("fail", "loss", "is not a number; try a smaller train.lr, or train.precision=fp32")
+            report.add("fail", "loss", "is NaN or infinite; try a smaller train.lr, or train.precision=fp32")
             return seconds
         losses.append(result.loss)
         session.progress.step += 1
@@ -147,7 +147,7 @@ def _run_steps(session: Session, step: FaultTolerantStep, report: Report) -> flo
         report.add("fail", "data", "the first step has nothing to learn from; look at it: sojourn prepare RUN")
     else:
         level = "warn" if share < 0.02 else "ok"
-        report.add(level, "data", f"{targets:,} of {tokens:,} tokens of a step are learned ({share:.0%})")
+        report.add(level, "data", f"{targets:,} of {tokens:,} tokens of a step are targets ({share:.0%})")
     return seconds
 
 
@@ -174,11 +174,11 @@ def _save(session: Session, scratch: RunFolder, saver: Saver, report: Report) ->
     saver.save(must=True)
     if not session.stepper.ranks.is_main:
         return 0.0
-    places = list_checkpoints(scratch.checkpoints)
-    size = sum(file.stat().st_size for file in places[-1].iterdir())
+    newest = list_checkpoints(scratch.checkpoints)[-1]
+    size = sum(file.stat().st_size for file in newest.iterdir())
     began = time.monotonic()
     if load_newest(scratch.checkpoints) is None:
-        report.add("fail", "checkpoint", "does not come back from the disk as written; use another: save.folder=FOLDER")
+        report.add("fail", "checkpoint", "cannot be read back as written; use another disk: save.folder=FOLDER")
         return saver.seconds
     reading = time.monotonic() - began
     report.facts |= {"checkpoint_bytes": size, "save_seconds": round(saver.seconds, 2),
@@ -196,12 +196,12 @@ def _disk(session: Session, run: RunFolder, report: Report) -> None:
     models = 2 if session.config.train.eval_every is not None else 1
     needed = (kept + models) * size + int(how.min_free)
     free = shutil.disk_usage(_existing(run.path)).free
-    says = f"{needed / _GIB:.1f} GiB for {kept} checkpoints and the model, {free / _GIB:.1f} GiB are free"
+    summary = f"{needed / _GIB:.1f} GiB for {kept} checkpoints and the model, {free / _GIB:.1f} GiB are free"
     least = 2 * size + int(how.min_free)
     if free < least:
-        report.add("fail", "disk", f"{says}; make room or set save.folder to another disk")
+        report.add("fail", "disk", f"{summary}; make room or set save.folder to another disk")
     else:
-        report.add("warn" if free < needed else "ok", "disk", says)
+        report.add("warn" if free < needed else "ok", "disk", summary)
 
 
 def _time(session: Session, guard: Guard, step: float, saving: float, report: Report) -> None:
@@ -225,7 +225,7 @@ def _time(session: Session, guard: Guard, step: float, saving: float, report: Re
 
 
 def _mirror(config: RunConfig, run: RunFolder, scratch: RunFolder, report: Report) -> None:
-    """A small folder there and back."""
+    """Copies a small folder to the mirror and back."""
     mirror = open_run_mirror(config, replace(run, path=scratch.path))
     if mirror is None:
         return
@@ -240,7 +240,7 @@ def _mirror(config: RunConfig, run: RunFolder, scratch: RunFolder, report: Repor
     except RunFailed as error:
         report.add("fail", "mirror", str(error))
         return
-    report.add("ok", "mirror", f"{mirror.location}: there and back in {time.monotonic() - began:.1f} s")
+    report.add("ok", "mirror", f"{mirror.location}: write and read back in {time.monotonic() - began:.1f} s")
 
 
 def _existing(path: Path) -> Path:

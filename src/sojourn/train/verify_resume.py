@@ -1,4 +1,4 @@
-"""The contract of resuming, proved on a user's own run: train, kill, continue, and compare with a run left in peace."""
+"""Verifies resuming on a user's own run: train, kill, resume, and compare with a run that was not killed."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from sojourn.run.folder import RunFolder
 from sojourn.run.home import prepared_folder
 from sojourn.storage.files import read_json, read_json_lines
 
-_AGREE = 1e-3  # losses on a GPU, which sums in another order each time
-_KEPT = 1500
+_TOLERANCE = 1e-3  # relative, of losses on a GPU: its sums have no fixed order
+_LOG_TAIL = 1500  # characters
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`difference`: of the losses, relative, at worst."""
+    """`difference`: the largest relative difference of the losses."""
 
     steps: int
     killed_at: int
@@ -37,30 +37,30 @@ class Verdict:
 
     @property
     def holds(self) -> bool:
-        return self.identical or (self.device != "cpu" and self.difference <= _AGREE)
+        return self.identical or (self.device != "cpu" and self.difference <= _TOLERANCE)
 
     @property
     def facts(self) -> dict[str, Any]:
         return {**asdict(self), "holds": self.holds}
 
     @property
-    def says(self) -> str:
-        story = (
-            f"killed at step {self.killed_at}, continued from step {self.continued_from}, {self.steps} steps in all: "
+    def message(self) -> str:
+        summary = (
+            f"killed at step {self.killed_at}, resumed from step {self.continued_from}, {self.steps} steps in all: "
         )
         if self.identical:
-            return f"{story}the same weights, bit for bit, as without the kill"
+            return f"{summary}the same weights, bit for bit, as without the kill"
         if self.holds:
-            more = "train.deterministic=on asks for the same bits"
-            return f"{story}losses within {self.difference:.1e} of those without the kill ({more})"
-        return f"{story}NOT the same: losses differ by {self.difference:.1e}"
+            hint = "for the same bits: train.deterministic=on"
+            return f"{summary}losses within {self.difference:.1e} of those without the kill ({hint})"
+        return f"{summary}NOT the same: losses differ by {self.difference:.1e}"
 
 
-def prove(config: RunConfig, steps: int, say: Callable[[str], None]) -> Verdict:
+def verify(config: RunConfig, steps: int, say: Callable[[str], None]) -> Verdict:
     every = max(1, steps // 4)
     with tempfile.TemporaryDirectory(prefix="sojourn-verify-") as scratch:
         runs = {}
-        for name in ("peace", "kill"):
+        for name in ("undisturbed", "killed"):
             settings: dict[str, Any] = {
                 "name": name, "save.folder": str(Path(scratch) / name), "save.resume": "auto", "save.mirror": None,
                 "save.every_steps": every, "save.keep": 3, "log.every_steps": 1, "log.trackers": [],
@@ -72,12 +72,12 @@ def prove(config: RunConfig, steps: int, say: Callable[[str], None]) -> Verdict:
             file.write_text(to_yaml(with_settings(config, settings)), encoding="utf-8")
             runs[name] = RunFolder(Path(scratch) / name)
         say(f"training {steps} steps undisturbed")
-        _train(Path(scratch) / "peace.yaml")
+        _train(Path(scratch) / "undisturbed.yaml")
         say(f"training them again, to be killed after step {every}")
-        killed = _killed(Path(scratch) / "kill.yaml", runs["kill"], every)
-        say(f"killed at step {killed}; continuing")
-        _train(Path(scratch) / "kill.yaml")
-        return compare(runs["peace"], runs["kill"], steps, killed)
+        killed_at = _train_and_kill(Path(scratch) / "killed.yaml", runs["killed"], every)
+        say(f"killed at step {killed_at}; resuming")
+        _train(Path(scratch) / "killed.yaml")
+        return compare(runs["undisturbed"], runs["killed"], steps, killed_at)
 
 
 def _start(file: Path) -> subprocess.Popen[str]:
@@ -90,13 +90,13 @@ def _start(file: Path) -> subprocess.Popen[str]:
 
 def _train(file: Path) -> None:
     process = _start(file)
-    said, _ = process.communicate()
+    output, _ = process.communicate()
     if process.returncode != 0:
-        raise RunFailed(f"the trial run failed: {said.strip()[-_KEPT:]}")
+        raise RunFailed(f"training failed: {output.strip()[-_LOG_TAIL:]}")
 
 
-def _killed(file: Path, run: RunFolder, after: int) -> int:
-    """Kills the run once a step past its first checkpoint is done; returns how far it had come."""
+def _train_and_kill(file: Path, run: RunFolder, after: int) -> int:
+    """Kills the run one step or more after its first checkpoint; returns the step."""
     process = _start(file)
     try:
         while process.poll() is None:
@@ -106,10 +106,10 @@ def _killed(file: Path, run: RunFolder, after: int) -> int:
                 break
             time.sleep(0.002)
         if process.poll() == 0:
-            raise RunFailed("the run was over before it could be killed; give it more: --steps 100")
+            raise RunFailed("the run ended before it could be killed; train more steps: --steps 100")
         if process.poll() is not None:
             raise RunFailed(
-                f"the trial run failed: {(process.stdout.read() if process.stdout else '').strip()[-_KEPT:]}"
+                f"training failed: {(process.stdout.read() if process.stdout else '').strip()[-_LOG_TAIL:]}"
             )
     finally:
         _kill_all(process)
@@ -117,7 +117,7 @@ def _killed(file: Path, run: RunFolder, after: int) -> int:
 
 
 def _kill_all(process: subprocess.Popen[str]) -> None:
-    """With the processes that it has started, at one blow."""
+    """Kills the process and its children."""
     import psutil
 
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -132,19 +132,19 @@ def _step(run: RunFolder) -> int:
     return max((line["step"] for line in run.read_metrics() if line.get("kind") == "train"), default=0)
 
 
-def compare(peace: RunFolder, kill: RunFolder, steps: int, killed: int) -> Verdict:
-    """A run left in peace and one that was killed and continued, after the same number of steps."""
+def compare(undisturbed: RunFolder, killed: RunFolder, steps: int, killed_at: int) -> Verdict:
+    """Compares a run that was not killed with one that was killed and resumed, after the same number of steps."""
     curves = [
         {line["step"]: line["loss"] for line in run.read_metrics() if line.get("kind") == "train"}
-        for run in (peace, kill)
+        for run in (undisturbed, killed)
     ]
     differences = [_relative(curves[0].get(step), curves[1].get(step)) for step in range(1, steps + 1)]
-    starts = [event["step"] for event in read_json_lines(kill.events) if event["kind"] == "start"]
-    ends = [read_json(run.checkpoints / f"step-{steps:08d}" / "manifest.json") for run in (peace, kill)]
+    starts = [event["step"] for event in read_json_lines(killed.events) if event["kind"] == "start"]
+    manifests = [read_json(run.checkpoints / f"step-{steps:08d}" / "manifest.json") for run in (undisturbed, killed)]
     parts = ("model.safetensors", "optimizer.safetensors")
-    identical = all(ends) and all(ends[0][part]["sha256"] == ends[1][part]["sha256"] for part in parts)
-    device = str((read_json(kill.environment) or {}).get("device", "cpu"))
-    return Verdict(steps, killed, starts[-1], identical, max(differences), device)
+    identical = all(manifests) and all(manifests[0][part]["sha256"] == manifests[1][part]["sha256"] for part in parts)
+    device = str((read_json(killed.environment) or {}).get("device", "cpu"))
+    return Verdict(steps, killed_at, starts[-1], identical, max(differences), device)
 
 
 def _relative(one: float | None, other: float | None) -> float:

@@ -11,7 +11,7 @@ from sojourn.config.schema import RunConfig
 from sojourn.data.artefact import Artefact
 from sojourn.errors import RunFailed, UserError
 from sojourn.model.network import Network
-from sojourn.train.build import bare_network, build_network, check, ready, save_memory
+from sojourn.train.build import bare_network, build_network, check, prepare_for_steps, save_memory
 from sojourn.train.distributed.engine import Engine
 from sojourn.train.optim.optimizers import Optimizer
 from sojourn.train.ranks import Ranks
@@ -57,7 +57,7 @@ def _fsdp(config: RunConfig, artefact: Artefact, ranks: Ranks, scaler: Any) -> E
                 "parallel.engine: this model's attention does not work with parallel.engine=fsdp; use ddp"
             ) from None
         reshard(root)
-    ready(network, config)
+    prepare_for_steps(network, config)
     optimizer = Optimizer(network.model, config.train, ranks.device, local_shard)
     return Fsdp(root, network, optimizer, scaler, ranks)
 
