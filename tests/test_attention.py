@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from sojourn.config.attention_backends import ATTENTION_BACKENDS
+from sojourn.config.attention_backends import ATTENTION_BACKENDS, AttentionBackend
 from sojourn.config.schema import Attention
 from sojourn.machine.probe_software import importable
 from sojourn.model import attention
@@ -68,8 +68,8 @@ def _combinations():
                     yield backend.name, device, attention.DTYPES[precision], case
 
 
-def _model(softcap=False):
-    return SimpleNamespace(head_dim=SIZE, softcap=softcap, attention_dropout=False)
+def _model(softcap=False, window=None):
+    return SimpleNamespace(head_dim=SIZE, softcap=softcap, sliding_window=window, attention_dropout=False)
 
 
 def _device(device_type, **changes):
@@ -133,6 +133,21 @@ def test_a_backend_that_fails_its_smoke_test_is_passed_over():
 def test_a_machine_without_a_gpu_uses_torchs_own_attention():
     assert choose_attention(_model(), "fp32", _device("cpu")) == "sdpa"
     assert choose_attention(_model(softcap=True), "fp32", _device("cpu")) == "math"
+
+
+def test_a_backend_without_sliding_windows_is_refused_where_the_model_has_them():
+    backend = AttentionBackend("made_up", "", devices=("cpu",), sliding_window=False)
+    assert attention_unsupported_reason(backend, _model(), "fp32", _device("cpu")) is None
+    reason = attention_unsupported_reason(backend, _model(window=7), "fp32", _device("cpu"))
+    assert reason == "has no sliding windows, which this model's attention has"
+
+
+def test_a_backend_names_the_devices_that_it_needs():
+    cuda, apple = ATTENTION_BACKENDS["varlen"], AttentionBackend("made_up", "", devices=("mps", "cpu"))
+    reason = attention_unsupported_reason(cuda, _model(), "bf16", _device("cpu"))
+    assert reason == "needs a CUDA GPU, but this run is on cpu"
+    reason = attention_unsupported_reason(apple, _model(), "bf16", DeviceSpec("cuda", "L4", "bf16"))
+    assert reason == "needs an Apple GPU or a CPU, but this run is on cuda"
 
 
 def test_every_record_names_an_implementation_and_every_name_can_be_configured():

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from sojourn.config.attention_backends import ATTENTION_BACKENDS, AttentionBackend
 from sojourn.config.load import load_run
 from sojourn.errors import Stopped, UserError
 from sojourn.model import attention
@@ -256,6 +257,23 @@ def test_what_a_pass_is_filled_up_with_is_inside_it():
     filled = pad_to_shape(one, room)
     assert room.targets == len(filled.target_indices_N) == 33 and int(filled.target_indices_N.max()) < 33
     assert filled.labels_N.tolist() == [0] + [-100] * 32
+
+
+def test_no_graph_is_captured_that_would_replay_the_documents_of_its_first_batch(monkeypatch):
+    reads_documents = AttentionBackend("made_up", "")
+    monkeypatch.setitem(ATTENTION_BACKENDS, "made_up", reads_documents)
+    ids = torch.zeros(2, 16)
+
+    def shape(backend, **changes):
+        layout = Layout(backend, None, torch.tensor([0, 9, 16, 20, 32]), 16, one_document_per_row=True)
+        return graph_shape(DeviceBatch(ids, ids, torch.arange(4), torch.arange(4), replace(layout, **changes)))
+
+    assert shape("made_up") is None and shape("made_up", one_document_per_row=False) is None
+    assert shape("sdpa").is_unpacked and shape("varlen").is_unpacked and shape("sdpa", has_window=True) is None
+    for read in (shape("flash_attention_2"), shape("varlen", has_window=True)):  # cu_seqlens, even of whole rows
+        assert not read.is_unpacked and read.cu_seqlens == 16
+    monkeypatch.setitem(ATTENTION_BACKENDS, "made_up", replace(reads_documents, causal=True))
+    assert shape("made_up").is_unpacked and shape("made_up", one_document_per_row=False) is None
 
 
 def test_the_end_of_a_text_now_and_then_does_not_make_rows_packed():

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from sojourn.catalog.fused_families import FUSED_FAMILIES
 from sojourn.config.load import load_run
 from sojourn.data.artefact import Batch
 from sojourn.errors import UserError
@@ -134,7 +135,7 @@ def _batch():
     return Batch(ids, np.roll(ids, -1, 1), np.tile(np.arange(32), (2, 1)), np.zeros((2, 32), np.int32))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("family", FUSED_FAMILIES)
 def test_decoder_layers_compute_the_same_with_hopper_kernels(family, by_torch, monkeypatch):
     network = _network(family)
     found, by = _loss_and_gradients(network, _batch())

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from budget import shared_cost
 from conftest import called, sojourn
 from shared import make_base
+from sojourn.catalog.fused_families import FUSED_FAMILIES
 from sojourn.config.load import load_run
 from sojourn.data.artefact import Artefact, read_batch
 from sojourn.data.order import step_rows
@@ -287,13 +288,17 @@ def test_a_stopped_run_resumes_exactly(words, kind, monkeypatch):
     assert all("lora" in key for key in checkpoint) == (kind[0] != "full")
 
 
+FUSED_CHANGES = {
+    "llama": {"tie_word_embeddings": True, "attention_bias": True},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    "mistral": {"sliding_window": 7},
+}
+
+
 @pytest.mark.parametrize(
     ("family", "changed"),
     [
-        ("llama", {"tie_word_embeddings": True, "attention_bias": True}),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
-        ("qwen3", {}),
-        ("mistral", {"sliding_window": 7}),
+        *((family, FUSED_CHANGES.get(family, {})) for family in FUSED_FAMILIES),
         ("glm4", {}),
         ("gemma2", {"sliding_window": 7, "final_logit_softcapping": 5.0, "attn_logit_softcapping": 3.0}),
         ("phi3", {"sliding_window": 7}),

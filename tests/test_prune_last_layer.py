@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +11,15 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from sojourn.catalog.fused_families import FUSED_FAMILIES
 from sojourn.config.load import load_run
 from sojourn.data.artefact import Batch
+from sojourn.errors import UserError
 from sojourn.model.activation_checkpointing import apply_activation_checkpointing
 from sojourn.model.kernels.fused_forwards import apply_fused_forwards
 from sojourn.model.length_buckets import make_length_buckets
 from sojourn.model.network import wrap_model
+from sojourn.model.parity_check import check_parity
 from sojourn.model.prune_last_layer import prune_last_layer
 from sojourn.train.batcher import Batcher
 from sojourn.train.objective.supervised import Supervised
@@ -26,12 +30,14 @@ PACKED = ([9, 14, 3, 16], [25, 1, 6], [11])
 UNEVEN = ([2, 3, 1, 5, 2, 9, 4], [46], [11])
 UNPACKED = ([48], [20], [31])
 FAMILIES = {
-    "llama": {},
-    "qwen2": {},
-    "qwen3": {},
+    **{family: {} for family in FUSED_FAMILIES},
     "mistral": {"sliding_window": 5},
     "mistral, its window beyond every document": {"sliding_window": 40},
 }
+SIZES = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+}  # fmt: skip
 
 
 def _batch(lengths, trained: float) -> Batch:
@@ -52,12 +58,8 @@ def _batch(lengths, trained: float) -> Batch:
 
 
 def _model(family: str):
-    sizes = {
-        "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
-    }  # fmt: skip
     torch.manual_seed(0)
-    kind = AutoConfig.for_model(family.split(",", maxsplit=1)[0], **sizes, **FAMILIES[family])
+    kind = AutoConfig.for_model(family.split(",", maxsplit=1)[0], **SIZES, **FAMILIES[family])
     return AutoModelForCausalLM.from_config(kind).train()
 
 
@@ -98,6 +100,23 @@ def test_loss_and_gradients_are_those_of_the_whole_computation(family, lengths, 
 @pytest.mark.parametrize("checkpointing", ["selective", "full"])
 def test_activation_checkpointing_changes_nothing(checkpointing):
     _compare(_both("llama", checkpointing), _batch(PACKED, 0.3))
+
+
+def test_the_parity_check_refuses_a_family_whose_last_layer_is_not_pruned_rightly(monkeypatch):
+    def check(fused_forwards, **changes):
+        torch.manual_seed(0)
+        config = AutoConfig.for_model("granite", **SIZES, **changes)
+        network = wrap_model(AutoModelForCausalLM.from_config(config), "sdpa")
+        if fused_forwards:
+            apply_fused_forwards(network.base_model)
+            network = prune_last_layer(network)
+        check_parity(network, "cpu", nullcontext(), True, fused_forwards)
+
+    monkeypatch.setitem(FUSED_FAMILIES, "granite", "Granite")
+    check(True)
+    check(False, residual_multiplier=0.3)
+    with pytest.raises(UserError, match=r"of target tokens differ .*; try advanced.fused_forwards=off"):
+        check(True, residual_multiplier=0.3)
 
 
 def test_a_batch_without_targets_has_zero_gradients():

@@ -5,8 +5,8 @@ name, `model/attention.py` calls their implementations, `estimate/` has their me
 
 To add a backend: write a function `(query_BTHD, key_BTKD, value_BTKD, layout, params) -> out_BTHD` in any importable
 module (those of model/attention.py are examples; import torch and its package inside the function if you write it in
-this file) and add its record here. `train.attention` then takes its name; tests/test_attention.py compares it with a
-dense reference in fp64.
+this file) and add its record here, above the backends that are slower: the order is `auto`'s preference.
+`train.attention` then takes its name; tests/test_attention.py compares it with a dense reference in fp64.
 """
 
 from dataclasses import dataclass
@@ -25,8 +25,12 @@ class AttentionBackend:
     packed           supports rows of several documents
     varlen           takes documents end to end by their `cu_seqlens`; the others mask scores between documents
     mask             what it reads from `Layout.masks`: dense masks (it computes the scores that they then hide),
-                     FlexAttention's block masks, or nothing
-    causal           needs no mask for rows of one document
+                     FlexAttention's block masks, or nothing: then it reads `layout.cu_seqlens` (varlen) or
+                     `layout.documents_BT`
+    causal           for rows of one document and no sliding window it reads neither masks nor `documents_BT` nor
+                     `cu_seqlens`, so that a CUDA graph can be replayed for other documents
+    sliding_window   attends to the last `params.window` tokens only
+    saves_scores     computes all scores in fp32 and saves them for the backward; `estimate/` counts them
     native_gqa       takes fewer key/value heads than query heads as they are; the others repeat them
     softcap          logit soft-capping, as Gemma 2 has it
     dropout          dropout of attention weights
@@ -47,6 +51,7 @@ class AttentionBackend:
     varlen: bool = False
     mask: Literal["dense", "block"] | None = None
     causal: bool = False
+    saves_scores: bool = False
     sliding_window: bool = True
     native_gqa: bool = False
     softcap: bool = False
@@ -59,14 +64,15 @@ class AttentionBackend:
     fused_qkv: bool = False
 
 
-# In order of preference: `auto` takes the first that model, precision and device allow. `math` always works.
+# In order of preference: `auto` takes the first that model, precision and device allow. `math` always works, and
+# resolve/attention.py falls back to it by name.
 _BACKENDS = (
     AttentionBackend(
         "varlen", "sojourn.model.attention:varlen", dtypes=HALF, varlen=True, causal=True, max_head_dim=256,
         head_dim_multiple=8, min_capability=(8, 0), min_torch=(2, 11),
     ),
     AttentionBackend(
-        "flash_attention_2", "sojourn.model.attention:flash_attention_2", dtypes=HALF, varlen=True, causal=True,
+        "flash_attention_2", "sojourn.model.attention:flash_attention_2", dtypes=HALF, varlen=True,
         native_gqa=True, softcap=True, dropout=True, max_head_dim=256, head_dim_multiple=8, min_capability=(8, 0),
         package="flash_attn",
     ),
@@ -77,7 +83,8 @@ _BACKENDS = (
         "flex", "sojourn.model.attention:flex", mask="block", softcap=True, min_capability=(7, 0), package="triton"
     ),
     AttentionBackend(
-        "math", "sojourn.model.attention:math", devices=ALL_DEVICES, mask="dense", softcap=True, dropout=True
+        "math", "sojourn.model.attention:math", devices=ALL_DEVICES, mask="dense", saves_scores=True, softcap=True,
+        dropout=True,
     ),
     # Enabled by advanced.hopper_kernels, after its smoke test (model/kernels/hopper.py).
     AttentionBackend(

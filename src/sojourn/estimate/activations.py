@@ -151,14 +151,14 @@ def _attention_saved(workload: Workload) -> Iterator[SavedTensor]:
     model, e = workload.model, workload.compute_bytes
     q, k = model.heads * model.head_dim, model.kv_heads * model.head_dim
     seen = k if workload.attention_backend.native_gqa else q
-    if workload.attention == "math":
+    if workload.attention_backend.saves_scores:
         yield SavedTensor("queries, keys, values in fp32", 3 * q * 4, "3·Q·4")
         yield SavedTensor("scores", model.heads * workload.sequence_length * (4 + 1), "heads·T·(4 + mask)")
     else:
         yield SavedTensor("queries", q * e, "Q·e")
         yield SavedTensor("keys and values", 2 * seen * e, "2·K·e; K = Q where heads are repeated")
         yield SavedTensor("log-sum-exp", 4 * model.heads, "4·heads")
-        if workload.attention == "sdpa" and workload.is_packed and workload.device_type == "cuda":
+        if workload.attention_backend.mask == "dense" and workload.is_packed and workload.device_type == "cuda":
             yield SavedTensor("mask in the compute dtype", workload.sequence_length * e, "T·e")
     yield SavedTensor("attention output", q * e, "Q·e")
 

@@ -217,7 +217,7 @@ def _attention(workload: Workload, gpu: Gpu) -> float:
         0.8 if workload.activation_checkpointing == "full" else 0.0
     )  # the forward is faster than the backward
     seconds = model.layers * times * forward / (share * rate(workload, gpu))
-    if workload.attention == "math":
+    if workload.attention_backend.saves_scores:
         seconds += _traffic(gpu, model.layers * m * workload.sequence_length * model.heads * 4 * 12)
     return float(seconds)
 

@@ -9,7 +9,7 @@ Shapes: B rows, T tokens per row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,6 +35,7 @@ class Layout:
     max_seqlen: int
     one_document_per_row: bool  # then plain causal attention is exact
     masks: dict[int | None, Any] = field(default_factory=dict)  # by sliding window; for sdpa, math and flex
+    has_window: bool = False  # some layer's sliding window is shorter than the longest document
     length_buckets: LengthBuckets | None = None  # then `masks` are for one row as long as the longest document
 
     def effective_window(self, window: int | None) -> int | None:
@@ -73,8 +74,10 @@ def make_layout(
         one_document_per_row=length_buckets is not None or bool((documents.max(axis=1) <= 0).all()),
         length_buckets=length_buckets,
     )
+    windows = {layout.effective_window(size) for size in (None, *sliding_windows)}
+    layout = replace(layout, has_window=windows != {None})
     mask, causal = ATTENTION_BACKENDS[backend].mask, ATTENTION_BACKENDS[backend].causal
-    for window in {layout.effective_window(size) for size in (None, *sliding_windows)}:
+    for window in windows:
         if causal and layout.one_document_per_row and window is None:
             continue
         if mask == "block":

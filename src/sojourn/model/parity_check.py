@@ -1,6 +1,7 @@
 """Checks an opened model on two tiny documents before training: does our computation agree with transformers'?
 
-The logits must equal the model's own, and a packed document must not be affected by the document before it.
+The logits must equal the model's own, a pruned last layer must compute the same as the whole one, and a packed document
+must not be affected by the document before it.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from sojourn.model.network import Network
 _FIRST_LENGTH, _SECOND_LENGTH, _MAX_LENGTH = 9, 16, 2048  # tokens
 _TOLERANCE_FP32 = 1e-3
 _TOLERANCE_HALF = 0.2  # in bf16 and fp16, rounding alone makes several percent in a deep model with random weights
-_TOLERANCE_PACKED = 0.02  # same kernels on the same shapes: no rounding differences
+_TOLERANCE_SAME_KERNELS = 0.02  # for packed documents and the pruned last layer: hardly any rounding differences
 
 
-def check_parity(network: Network, device: str, autocast: AbstractContextManager[object], packed: bool) -> None:
+def check_parity(
+    network: Network, device: str, autocast: AbstractContextManager[object], packed: bool, fused_forwards: bool
+) -> None:
     """Raises a UserError where logits differ from transformers' own, or packed documents affect each other."""
     model = network.base_model
     beyond_windows = [window + 8 for window in network.sliding_windows]
@@ -35,23 +38,29 @@ def check_parity(network: Network, device: str, autocast: AbstractContextManager
     try:
         with torch.no_grad(), autocast:
             alone = _hidden_states(network, device, [second])
-            logits = network.lm_head(alone).float()
             tolerance = _TOLERANCE_FP32 if isinstance(autocast, contextlib.nullcontext) else _TOLERANCE_HALF
             with network.transformers_attention():
                 ids = torch.tensor(second[None], device=device)
                 expected = network.model(input_ids=ids, use_cache=False).logits.float()
-            error = _relative_error(logits, expected)
-            if not error <= tolerance:
-                raise UserError(
-                    f"model.base: {type(model).__name__} is not supported yet: our logits differ from transformers' "
-                    f"by {error:.1%}"
-                )
+            errors = [
+                ("our logits differ from transformers'", _relative_error(network.lm_head(alone), expected), tolerance)
+            ]
+            if network.last_layer_pruned:
+                pruned = _hidden_states(network, device, [second], as_targets=True)
+                what = "our last layer's hidden states of target tokens differ from transformers'"
+                errors.append((what, _relative_error(pruned, alone[0]), min(tolerance, _TOLERANCE_SAME_KERNELS)))
+            for what, error, largest in errors:
+                if not error <= largest:
+                    raise UserError(
+                        f"model.base: {type(model).__name__} is not supported yet: {what} by {error:.1%}"
+                        + ("; try advanced.fused_forwards=off" if fused_forwards else "")
+                    )
             if not packed:
                 return
             after_first, after_other = (
                 _hidden_states(network, device, [before, second])[:, _FIRST_LENGTH:] for before in (first, other)
             )
-            isolated = _relative_error(after_first, after_other) <= min(tolerance, _TOLERANCE_PACKED)
+            isolated = _relative_error(after_first, after_other) <= min(tolerance, _TOLERANCE_SAME_KERNELS)
             if not (isolated and _relative_error(after_first, alone) <= tolerance):
                 raise UserError(
                     f"data.packing: {type(model).__name__} cannot keep packed documents apart; set data.packing=off"
@@ -60,7 +69,8 @@ def check_parity(network: Network, device: str, autocast: AbstractContextManager
         network.model.train(was_training)
 
 
-def _hidden_states(network: Network, device: str, documents: list[np.ndarray]) -> Tensor:
+def _hidden_states(network: Network, device: str, documents: list[np.ndarray], as_targets: bool = False) -> Tensor:
+    """`as_targets`: of all tokens as targets, which a pruned last layer computes in its own way."""
     ids = np.concatenate(documents)[None]
     positions = np.concatenate([np.arange(len(d)) for d in documents])[None]
     document_ids = np.concatenate([np.full(len(d), i, np.int32) for i, d in enumerate(documents)])[None]
@@ -69,7 +79,9 @@ def _hidden_states(network: Network, device: str, documents: list[np.ndarray]) -
         cu_seqlens = torch.from_numpy(pad_cu_seqlens(compute_cu_seqlens(document_ids))).to(device)
         documents_BT = torch.from_numpy(document_ids).to(device)
         layout = make_layout(network.attention_backend, document_ids, documents_BT, cu_seqlens, network.sliding_windows)
-    return network.hidden_states(torch.from_numpy(ids).to(device), torch.from_numpy(positions).to(device), layout)
+    targets = torch.arange(ids.size, device=device) if as_targets else None
+    ids_BT, positions_BT = torch.from_numpy(ids).to(device), torch.from_numpy(positions).to(device)
+    return network.hidden_states(ids_BT, positions_BT, layout, targets)
 
 
 def _relative_error(value: Tensor, expected: Tensor) -> float:

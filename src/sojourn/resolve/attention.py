@@ -6,6 +6,8 @@ from sojourn.catalog.models import ModelSpec
 from sojourn.config.attention_backends import ATTENTION_BACKENDS, AttentionBackend
 from sojourn.resolve.device_spec import DeviceSpec
 
+_DEVICE_NAMES = {"cuda": "a CUDA GPU", "mps": "an Apple GPU", "cpu": "a CPU"}
+
 
 def attention_unsupported_reason(
     backend: AttentionBackend, model: ModelSpec, precision: str, device: DeviceSpec
@@ -15,7 +17,8 @@ def attention_unsupported_reason(
     if not backend.packed:
         return "takes rows of one document only"
     if device.device_type not in backend.devices:
-        return f"needs a CUDA GPU, but this run is on {device.device_type}"
+        devices = " or ".join(_DEVICE_NAMES.get(name, name) for name in backend.devices)
+        return f"needs {devices}, but this run is on {device.device_type}"
     if precision not in backend.dtypes:
         return f"needs {' or '.join(backend.dtypes)}, but this run is in {precision}"
     if head_dim > (backend.max_head_dim or head_dim) or head_dim % backend.head_dim_multiple:
@@ -29,6 +32,8 @@ def attention_unsupported_reason(
         return f"needs the package {backend.package}, which is not installed"
     if model.softcap and not backend.softcap:
         return "has no logit soft-capping, which this model's attention has"
+    if model.sliding_window and not backend.sliding_window:
+        return "has no sliding windows, which this model's attention has"
     if model.attention_dropout and not backend.dropout:
         return "has no dropout, which this model's attention has"
     return None

@@ -16,7 +16,8 @@ _TRITON_CAPABILITY = (7, 0)
 _RENTED_TORCH = (2, 11)
 _RENTED_PACKAGES = frozenset({"triton", "tensorboard"})
 HOPPER_PACKAGES = frozenset({"quack", "flash_attn.cute"})
-PACKAGES = _RENTED_PACKAGES | HOPPER_PACKAGES | {"flash_attn"}  # that decisions ask for
+_ATTENTION_PACKAGES = frozenset(backend.package for backend in ATTENTION_BACKENDS.values() if backend.package)
+PACKAGES = _RENTED_PACKAGES | HOPPER_PACKAGES | _ATTENTION_PACKAGES  # that decisions ask for
 
 
 @dataclass(frozen=True)

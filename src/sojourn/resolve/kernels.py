@@ -12,7 +12,7 @@ from sojourn.resolve.device_spec import HOPPER_PACKAGES, DeviceSpec
 from sojourn.resolve.resolved import Resolved, Unsupported
 
 _FP8_CAPABILITY = (8, 9)
-_FAMILIES = "Llama, Qwen2, Qwen3 and Mistral"
+_FAMILIES = " and ".join(", ".join(FUSED_FAMILIES.values()).rsplit(", ", 1))
 
 
 def resolve_precision(resolved: Resolved, device: DeviceSpec, started: RunConfig | None) -> None:

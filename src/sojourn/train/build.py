@@ -110,7 +110,8 @@ def _load_base(config: RunConfig, artefact: Artefact, device: str, empty: bool) 
 
 def check(network: Network, config: RunConfig, device: str, packed: bool) -> None:
     batcher = Batcher(1, 1, 0, device, str(config.train.precision))
-    check_parity(network, device, batcher.autocast(), packed)
+    fused_forwards = config.advanced.fused_forwards == "on"
+    check_parity(network, device, batcher.autocast(), packed, fused_forwards)
 
 
 def _check_attention(network: Network, config: RunConfig, device: str, packed: bool) -> Network:

@@ -77,9 +77,10 @@ def graph_shape(batch: DeviceBatch, as_packed: bool = False) -> GraphShape | Non
     ids, tokens = batch.ids_BT.shape, batch.ids_BT.numel()
     step = -(-tokens // _TARGET_STEPS)
     targets = min(tokens, -(-len(batch.target_indices_N) // step) * step)
-    if layout.one_document_per_row and not as_packed:
+    backend = ATTENTION_BACKENDS[layout.backend]
+    if layout.one_document_per_row and backend.causal and not layout.has_window and not as_packed:
         return GraphShape(ids, True, targets, 0, layout.max_seqlen)
-    if not ATTENTION_BACKENDS[layout.backend].varlen:  # reads cu_seqlens on the device, so that it may change
+    if not backend.varlen:  # would read the first batch's documents; cu_seqlens are copied before each replay
         return None
     cu_seqlens = -(-len(layout.cu_seqlens) // _CU_SEQLENS_STEP) * _CU_SEQLENS_STEP
     return GraphShape(ids, False, targets, cu_seqlens, min(ids[-1], 1 << (layout.max_seqlen - 1).bit_length()))
@@ -221,7 +222,7 @@ class CudaGraphs:
         is_packed = self._shape is not None and not self._shape.is_unpacked
         shape = graph_shape(batch, as_packed=is_packed)
         if shape is None:
-            self._note_once("rows with several documents need train.attention=varlen")
+            self._note_once("rows with several documents, and sliding windows, need train.attention=varlen")
             self._release_for_eager(batch)
             return False
         self._shape = self._shape or shape
