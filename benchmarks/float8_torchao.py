@@ -77,7 +77,7 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
 
 
 def _bench_rows(device: str) -> list[Any]:
-    from sojourn.bench.train.rows import OURS, BenchRow
+    from sojourn.bench.train.bench_row import OURS, BenchRow
 
     settings = _COMMON | (
         {"train.precision": "bf16", "train.attention": "varlen", "advanced.async_step": "on"}

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.peers.datasets_map import best_fit
 
 from conftest import called
-from sojourn.bench.prepare_rows import ROW_LENGTH
+from sojourn.bench.prepare_settings import ROW_LENGTH
 from sojourn.bench.synthetic_chats import write_synthetic_chats
 
 TEMPLATE = (

@@ -15,9 +15,10 @@ from conftest import called
 from fork_server import ForkServer
 from sojourn.bench import peers, process_memory
 from sojourn.bench.train import measure as measuring
+from sojourn.bench.train.bench_row import OURS, REFERENCE, BenchRow
 from sojourn.bench.train.compare import best_against_peer, compare, format_row
 from sojourn.bench.train.measure import failure_reason, make_bench, measure
-from sojourn.bench.train.rows import OURS, REFERENCE, BenchRow, bench_rows
+from sojourn.bench.train.rows import bench_rows
 from sojourn.bench.train.workload_files import WorkloadFiles, files_folder, run_settings
 from sojourn.bench.train.workloads import WORKLOADS, default_workloads
 from sojourn.config.load import load_run

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from sojourn.bench.train.rows import REFERENCE, BenchRow
+from sojourn.bench.train.bench_row import REFERENCE, BenchRow
 from sojourn.bench.train.workloads import Workload
 
 

@@ -6,7 +6,7 @@ import re
 import time
 from typing import Any
 
-from sojourn.bench.prepare_rows import BATCH, ROW_LENGTH, Row
+from sojourn.bench.prepare_settings import BATCH, ROW_LENGTH, Row
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\b")
 

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from sojourn.bench.peers import load_peers, require_peers
-from sojourn.bench.prepare_rows import ROW_LENGTH, prepare_args, read_chats
+from sojourn.bench.prepare_rows import prepare_args, read_chats
+from sojourn.bench.prepare_settings import ROW_LENGTH
 from sojourn.bench.process_memory import run_sampled
 from sojourn.config.quantities import Size
 from sojourn.errors import RunFailed, UserError

@@ -14,10 +14,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-Row = dict[str, Any]
+from sojourn.bench.prepare_settings import BATCH, ROW_LENGTH, Row
 
-ROW_LENGTH = 2048
-BATCH = 1000
 _TOKENIZER_BYTES = 300_000_000  # its speed does not change after this
 
 

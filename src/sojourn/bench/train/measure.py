@@ -20,8 +20,9 @@ from typing import Any
 
 from sojourn.bench.peers import load_peers, require_peers
 from sojourn.bench.process_memory import run_sampled
+from sojourn.bench.train.bench_row import OURS, REFERENCE, BenchRow
 from sojourn.bench.train.compare import Row, best_against_peer, compare, format_header, format_row
-from sojourn.bench.train.rows import OURS, REFERENCE, BenchRow, bench_rows, check_rows, select_rows
+from sojourn.bench.train.rows import bench_rows, check_rows, select_rows
 from sojourn.bench.train.workload_files import (
     ALPHA_PER_RANK,
     WorkloadFiles,

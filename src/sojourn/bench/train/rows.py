@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
-
 from sojourn.bench.peers import load_peers
+from sojourn.bench.train.bench_row import OURS, BenchRow
 from sojourn.bench.train.workloads import Workload
 from sojourn.config.messages import did_you_mean, printable
 from sojourn.errors import UserError
-
-OURS = "sojourn"
-REFERENCE = "transformers"  # the row whose losses all others must reproduce
 
 _MAX_FP32_PARAMETERS = 1_000_000_000
 
@@ -22,18 +17,6 @@ _BASELINE = {
     "advanced.hopper_kernels": "off",
 }  # fmt: skip
 _SECTION = {key.split(".")[1]: key.split(".")[0] for key in _BASELINE}
-
-
-@dataclass(frozen=True)
-class BenchRow:
-    """`settings`: keys of our configuration, or fields of a peer's task. `runner`: the program."""
-
-    name: str
-    title: str
-    runner: str
-    settings: dict[str, Any] = field(default_factory=dict)
-    needs: tuple[str, ...] = ()
-    different_model: bool = False  # of the same size: its losses are not compared
 
 
 def bench_rows(workload: Workload, device: str) -> list[BenchRow]:

@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from sojourn.bench.train.bench_row import OURS, BenchRow
 from sojourn.bench.train.compare import Row, compare
 from sojourn.bench.train.measure import TrainBench, describe_environment, make_bench, run_row, store
-from sojourn.bench.train.rows import OURS, BenchRow, bench_rows, check_rows
+from sojourn.bench.train.rows import bench_rows, check_rows
 from sojourn.bench.train.workload_files import make_files, prepare_rows, run_settings
 from sojourn.bench.train.workloads import Workload
 from sojourn.config.fields import parse_gpus
