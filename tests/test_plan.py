@@ -410,6 +410,28 @@ def test_gemma_3_files_that_leave_out_what_transformers_fills_in_are_planned(tmp
     assert (found.sliding_window, found.full_layers) == (known.sliding_window, known.full_layers)
 
 
+@pytest.mark.parametrize(
+    ("family", "changed", "window", "full_layers"),
+    [
+        ("mistral", {}, 64, 0),
+        ("a_new_family", {}, 64, 0),
+        ("a_new_family", {"sliding_window_pattern": 4}, 64, 2),
+        ("a_new_family", {"layer_types": ["sliding_attention", "full_attention"] * 4}, 64, 4),
+        ("a_new_family", {"layer_types": ["full_attention"] * 8}, None, 8),
+        ("gemma2", {}, 64, 4),
+        ("llama", {}, None, 8),
+        ("qwen2", {}, None, 8),
+        ("qwen2", {"use_sliding_window": False, "max_window_layers": 4}, None, 8),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 4}, 64, 4),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 8}, None, 8),
+    ],
+)
+def test_sliding_windows_are_read_as_transformers_reads_them(family, changed, window, full_layers):
+    sizes = {"hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4, "vocab_size": 96}
+    found = of_settings({**sizes, "model_type": family, "sliding_window": 64, **changed}, "x")
+    assert (found.sliding_window, found.full_layers) == (window, full_layers)
+
+
 def test_a_family_that_is_not_known_is_planned_with_a_warning(tmp_path, home):
     for family, warned in (("gpt2", True), ("qwen3", False)):
         (tmp_path / "config.json").write_text(f'{{{GOOD}, "model_type": "{family}"}}')

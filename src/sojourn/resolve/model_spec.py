@@ -42,8 +42,9 @@ _FOUR_NORMS = ("gemma2", "gemma3_text", "gemma3", "glm4")
 _SILENT = {
     "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208},
 }
-# Families whose files mean their `sliding_window`, and which layers then still see everything: every how many-th.
-_WINDOWED: dict[str, int | None] = {"mistral": None, "phi3": None, "gemma2": 2, "gemma3_text": 6}
+# Families that ignore a `sliding_window` in their file unless `use_sliding_window` or `layer_types` is there too.
+_IGNORES_WINDOW = ("llama", "gemma", "glm", "glm4", "chatglm", "olmo2", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+_FULL_EVERY = {"gemma2": 2, "gemma3_text": 6}  # where the file does not list its layers; other families: no full layer
 _TIED = ("gemma", "gemma2", "gemma3", "gemma3_text", "gpt2")  # where the file is silent; others then are not
 
 
@@ -120,19 +121,41 @@ def of_settings(settings: dict[str, Any], where: str) -> ModelSpec:
     experts = found["experts"] if (found["experts"] or 0) > 1 else None
     tied = settings.get("tie_word_embeddings")
     ffn = found["ffn"] or 4 * hidden
-    window = found["window"] if family in _WINDOWED else None
+    window, full_every = _sliding_window(settings, family, found["window"], found["layers"] or 0)
     shape = ModelSpec(
         name=Path(where).parent.name or where, hub="", family=family, hidden=hidden, layers=found["layers"] or 0,
         heads=heads, kv_heads=kv_heads, head_dim=found["head_dim"] or hidden // heads, ffn=ffn,
         vocab=found["vocab"] or 0, positions=found["positions"] or 0, source=where, date="",
         tied=bool(tied) if isinstance(tied, bool) else family in _TIED,
         qkv_bias=bool(settings.get("attention_bias")) or family in _BIASED, qk_norm=family in _QK_NORM,
-        norms=4 if family in _FOUR_NORMS else 2, sliding_window=window,
-        full_every=_WINDOWED.get(family) if window else None,
+        norms=4 if family in _FOUR_NORMS else 2, sliding_window=window, full_every=full_every,
         softcap=settings.get("attn_logit_softcapping") is not None,
         attention_dropout=bool(settings.get("attention_dropout") or settings.get("attn_pdrop")),
     )  # fmt: skip
     return shape if experts is None else _with_experts(shape, experts, found, settings, where)
+
+
+def _sliding_window(
+    settings: dict[str, Any], family: str, window: int | None, layers: int
+) -> tuple[int | None, int | None]:
+    """Its size, and every how many-th layer attends to the whole document (None: no layer), as transformers reads
+    `use_sliding_window`, `layer_types`, `max_window_layers` and `sliding_window_pattern`."""
+    used, types = settings.get("use_sliding_window"), settings.get("layer_types")
+    first, pattern = settings.get("max_window_layers"), settings.get("sliding_window_pattern")
+    if window is None or used is False:
+        return None, None
+    if isinstance(types, list) and types:
+        windowed = types.count("sliding_attention")
+        full = layers - min(layers, windowed)
+    elif used is True and isinstance(first, int):  # the first layers attend to everything
+        full = max(0, min(layers, first))
+        windowed = layers - full
+    elif used is None and family in _IGNORES_WINDOW:
+        return None, None
+    else:
+        every = pattern if isinstance(pattern, int) and 0 < pattern <= layers else _FULL_EVERY.get(family)
+        return window, every
+    return (window, layers // full if full else None) if windowed else (None, None)
 
 
 def _with_experts(

@@ -8,9 +8,15 @@ Everything is computed in the dtype of the hidden states: fp32 master weights ar
 is off. fp16 and DoRA are left to autocast. On a GPU, q, k and v of trained weights come from one matmul and are split
 and rotated (RoPE) by one kernel; gate and up come from one matmul followed by one SwiGLU kernel.
 
-To add a model family: (1) add its `model_type` and class prefix to catalog/fused_families.py; (2) here, only if its
-layers differ from Llama's (RMSNorm, q/k/v/o projections with RoPE, SwiGLU MLP). tests/test_prune_last_layer.py and
-tests/test_methods.py compare losses and gradients with transformers: add the family to their lists.
+To add a model family: add its `model_type` and class prefix to catalog/fused_families.py. That is all where
+- its classes are called prefix + RMSNorm, Attention, MLP, DecoderLayer, with Llama's attribute names;
+- its layers are `x + attention(norm(x))`, then `x + mlp(norm(x))`, without multipliers, further norms or dropout on the
+  residual stream (prune_last_layer.py and the Hopper kernels compute this themselves);
+- RMSNorm multiplies by `weight`, not by `1 + weight`; the MLP is SwiGLU;
+- every layer has RoPE over whole heads, in halves as Llama's; `q_norm` and `k_norm`, if any, are per head.
+What differs needs code here. Tests compare every family of the list with transformers (test_methods.py,
+test_prune_last_layer.py, test_hopper.py), and parity_check.py every opened model. Plans have tables of families in
+resolve/model_spec.py (biases, norms, sliding windows).
 
 Shapes as in attention.py.
 """
