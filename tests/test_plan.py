@@ -626,7 +626,7 @@ def test_records_teach_a_correction_that_plans_use(tmp_path, monkeypatch):
 def test_a_finished_run_on_a_gpu_leaves_a_record(tmp_path, monkeypatch):
     import torch
 
-    from sojourn.train import calibration as lessons
+    from sojourn.train import calibration
 
     monkeypatch.setenv("SOJOURN_HOME", str(tmp_path))
     two = {"Tesla T4": 15, "NVIDIA H200": 140}
@@ -634,7 +634,7 @@ def test_a_finished_run_on_a_gpu_leaves_a_record(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", cards.__getitem__)
     h200 = DeviceSpec("cuda", "NVIDIA H200", "bf16", compute_capability=(9, 0))
-    monkeypatch.setattr(lessons, "local_device", lambda *given: h200)
+    monkeypatch.setattr(calibration, "local_device", lambda *given: h200)
     lines = [{"step": 1}, *({"tokens_per_second": speed_, "memory": 7 * GIB} for speed_ in (1e5, 2e5, 4e5))]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     config = load_run(["medium"]).config
@@ -645,7 +645,7 @@ def test_a_finished_run_on_a_gpu_leaves_a_record(tmp_path, monkeypatch):
         stepper=SimpleNamespace(batcher=batcher, ranks=ranks),
         artefact=SimpleNamespace(report={"train": {"tokens": 1000, "documents": 10}}, facts={"packing": "packed"}),
     )  # fmt: skip
-    lessons.note_run(session)
+    calibration.record_run(session)
     (found,) = [json.loads(line) for line in (tmp_path / "plan/records.jsonl").read_text().splitlines()]
     assert found["measured"] == {"memory": 7 * GIB, "step_seconds": 16 * 512 / 2e5}
     assert (

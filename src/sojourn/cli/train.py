@@ -36,7 +36,7 @@ def train(
     if config.model.base is not None and os.environ.get("LOCAL_RANK", "0") == "0":
         from sojourn.machine.read_ahead import read_ahead
 
-        read_ahead(config.model.base)
+        read_ahead(config.model.base)  # into the page cache, while Python imports torch
     from sojourn.launch.agent import launch, local_world_size
     from sojourn.launch.worker import exit_if_run_over, is_worker, worker_process
 
@@ -44,7 +44,7 @@ def train(
         ranks_here = local_world_size(config)
         if ranks_here > 1 or config.parallel.nodes > 1:
             raise typer.Exit(launch(config, sys.argv[1:], ranks_here))
-    exit_if_run_over()
+    exit_if_run_over()  # restarted by the launcher after the run had stopped or failed
     is_main = os.environ.get("RANK", "0") == "0"
     warning = home_warning() if config.save.folder is None else None
     if is_main:

@@ -1,4 +1,4 @@
-"""The training process that the demo starts, watches through the run folder, and kills."""
+"""The training process of the demo: started, watched through its run folder, and killed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from sojourn.storage.files import read_json_lines
 
 
 class Child:
-    def __init__(self, words: list[str], run: RunFolder) -> None:
+    def __init__(self, args: list[str], run: RunFolder) -> None:
         self._run = run
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 (lives as long as the child)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "sojourn", "train", *words],
+            [sys.executable, "-m", "sojourn", "train", *args],
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
@@ -27,9 +27,9 @@ class Child:
         )
 
     def kill_half_way(self, show: Show) -> int:
-        """Waits for the middle of the run and a checkpoint, then kills without warning; returns the step."""
+        """Waits for half of the steps and a checkpoint, then sends SIGKILL; returns the step."""
         while True:
-            step, total = self._look(show)
+            step, total = self._show_progress(show)
             saved = any(event["kind"] == "saved" for event in read_json_lines(self._run.events))
             if total and saved and step >= total / 2:
                 self._process.kill()
@@ -39,19 +39,19 @@ class Child:
                 self._fail()
 
     def wait(self, show: Show) -> int:
-        """Watches to the end; returns the number of steps."""
+        """Shows progress until the process ends; returns the number of steps."""
         while self._process.poll() is None:
-            self._look(show)
+            self._show_progress(show)
         if self._process.returncode != 0:
             self._fail()
-        step, _ = self._look(show)
+        step, _ = self._show_progress(show)
         return step
 
-    def continued_from(self) -> int:
+    def resumed_from(self) -> int:
         starts = [event["step"] for event in read_json_lines(self._run.events) if event["kind"] == "start"]
         return int(starts[-1])
 
-    def _look(self, show: Show) -> tuple[int, int]:
+    def _show_progress(self, show: Show) -> tuple[int, int]:
         try:
             time.sleep(0.2)
         except KeyboardInterrupt:
@@ -70,4 +70,4 @@ class Child:
     def _fail(self) -> None:
         self._log.seek(0)
         tail = self._log.read().strip().splitlines()[-5:]
-        raise RunFailed("the training process ended by itself: " + " / ".join(tail))
+        raise RunFailed("the training process failed: " + " / ".join(tail))

@@ -1,4 +1,4 @@
-"""The demo: doctor, plan, prepare, train, a real kill half-way, resume, and five questions the model never saw."""
+"""The demo: doctor, plan, prepare, train, SIGKILL half-way, resume, and five held-out questions."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from sojourn.evals.held_out import Answer
     from sojourn.infer.load import LoadedModel
 
-SIMPLEST = "echo_number"  # the simplest family that still asks the model to read its prompt
+SIMPLEST = "echo_number"  # the simplest task family whose answer depends on the prompt
 QUESTIONS = 100
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the demo showed: exact match on held-out questions of the simplest family before and after training."""
+    """Exact match on held-out questions of the simplest family before and after training."""
 
     before: float
     after: float
@@ -41,37 +41,37 @@ class Outcome:
 
 def run_demo(fast: bool, screen: Screen) -> Outcome:
     began = time.monotonic()
-    words = ["demo-fast", "name=demo"] if fast else ["demo"]
-    config = load_run(words).config
+    args = ["demo-fast", "name=demo"] if fast else ["demo"]
+    config = load_run(args).config
     run = run_folder("demo")
-    _make_room(run)
+    _remove_earlier_run(run)
 
     screen.stage("1 doctor", "what is this machine?")
     _doctor(screen)
-    screen.stage("2 plan", "what will it take?")
+    screen.stage("2 plan", "how much memory and how many steps?")
     _plan(config, screen)
-    screen.stage("3 prepare", "built-in questions and answers become tokens")
+    screen.stage("3 prepare", "tokenize the built-in questions and answers")
     artefact = _prepare(config, screen)
     before = _exact(_untrained(config, artefact))
-    screen.say(f"before training: {before:.0%} of {QUESTIONS} held-out questions ({SIMPLEST}) answered exactly")
-    screen.stage("4 train", "and, half-way, a real SIGKILL of the training process")
-    killed_at, continued_from, steps = _train(words, run, screen)
-    screen.stage("5 ask", "questions that are in no training row")
+    screen.print(f"before training: {before:.0%} of {QUESTIONS} held-out questions ({SIMPLEST}) answered exactly")
+    screen.stage("4 train", "with a SIGKILL of the training process half-way")
+    killed_at, continued_from, steps = _train(args, run, screen)
+    screen.stage("5 ask", "questions that are not in the training data")
     after = _ask(config, run, screen)
     outcome = Outcome(before, after, killed_at, continued_from, steps, time.monotonic() - began)
     screen.result(f"held-out exact match, {SIMPLEST}: {before:.0%} before, {after:.0%} after training",
-                  f"{QUESTIONS} questions; the whole journey took {outcome.seconds:.0f} s")  # fmt: skip
-    called = _called()
+                  f"{QUESTIONS} questions; the demo took {outcome.seconds:.0f} s")  # fmt: skip
+    command = _command_name()
     screen.commands(
-        (f"{called} chat demo", "talk to what you just trained"),
-        (f"{called} train small --train_file FILE", "train on your own texts, chats or tables"),
-        (f"{called} plan medium", "what a bigger model takes and costs on a rented GPU"),
-        (f"{called} presets list", "where else to start from"),
+        (f"{command} chat demo", "chat with the model you just trained"),
+        (f"{command} train small --train_file FILE", "train on your own texts, chats or tables"),
+        (f"{command} plan medium", "memory, time and cost of a larger model on a rented GPU"),
+        (f"{command} presets list", "presets to start from"),
     )
     return outcome
 
 
-def _called() -> str:
+def _command_name() -> str:
     """How to type this command in the user's shell: its name, or its path while that is not on PATH."""
     beside = Path(sys.executable).with_name("sojourn")
     found = shutil.which("sojourn")
@@ -80,8 +80,8 @@ def _called() -> str:
     return os.path.relpath(beside) if beside.is_relative_to(Path.cwd()) else str(beside)
 
 
-def _make_room(run: RunFolder) -> None:
-    """The demo begins anew each time; only its own earlier run is removed."""
+def _remove_earlier_run(run: RunFolder) -> None:
+    """The demo starts from scratch each time; it removes only its own earlier run."""
     if not run.path.exists():
         return
     status = run.status()
@@ -102,7 +102,7 @@ def _doctor(screen: Screen) -> None:
         ):
             screen.finding(finding.level, f"{finding.name}: {finding.message}")
     good = sum(finding.level == "ok" for finding in findings)
-    screen.say(f"{good} of {len(findings)} checks ok (all of them: sojourn doctor)")
+    screen.print(f"{good} of {len(findings)} checks ok (all of them: sojourn doctor)")
     for finding in findings:
         if finding.level == "fail" and finding.name in ("torch", "libraries", "disk"):
             raise UserError(f"{finding.name}: {finding.message}" + (f"; {finding.fix}" if finding.fix else ""))
@@ -119,8 +119,10 @@ def _plan(config: RunConfig, screen: Screen) -> None:
     model, length, mib = model_spec_of(config), run_length(config), 2**20
     workload = resolve(config, model, DeviceSpec("cpu", "cpu", "fp32")).workload
     size, needed = model.parameters / 1e6, memory(workload).allocated / mib
-    screen.say(f"a new model of {size:.2f}M parameters, {length.steps} steps, up to {length.tokens / 1e6:.2f}M tokens")
-    screen.say(f"about {needed:.0f} MiB of memory; {checkpoint_bytes(workload) / mib:.0f} MiB a checkpoint")
+    screen.print(
+        f"a new model of {size:.2f}M parameters, {length.steps} steps, up to {length.tokens / 1e6:.2f}M tokens"
+    )
+    screen.print(f"about {needed:.0f} MiB of memory; {checkpoint_bytes(workload) / mib:.0f} MiB a checkpoint")
 
 
 def _prepare(config: RunConfig, screen: Screen) -> Artefact:
@@ -128,13 +130,13 @@ def _prepare(config: RunConfig, screen: Screen) -> Artefact:
 
     artefact = prepare_run(config, prepared_folder())
     facts = artefact.report["train"]
-    screen.say(f"{facts['documents']:,} documents, {facts['tokens']:,} tokens of {artefact.vocab_size:,} kinds, "
+    screen.print(f"{facts['documents']:,} documents, {facts['tokens']:,} tokens, vocabulary {artefact.vocab_size:,}, "
                f"in {facts['rows']:,} rows ({facts['fill']:.1%} full)")  # fmt: skip
     return artefact
 
 
 def _untrained(config: RunConfig, artefact: Artefact) -> LoadedModel:
-    """The very model that training will start from."""
+    """The model that training starts from."""
     from transformers import AutoTokenizer
 
     from sojourn.infer.load import LoadedModel
@@ -151,15 +153,16 @@ def _exact(model: LoadedModel) -> float:
     return exact_match(answer_held_out_questions(model, QUESTIONS, (SIMPLEST,))[SIMPLEST])
 
 
-def _train(words: list[str], run: RunFolder, screen: Screen) -> tuple[int, int, int]:
-    """Trains in a child process, kills it half-way, runs the same command again. Returns where each happened."""
+def _train(args: list[str], run: RunFolder, screen: Screen) -> tuple[int, int, int]:
+    """Trains in a child process, kills it half-way, runs the same command again. Returns the steps: killed at, resumed
+    from, and in all."""
     with screen.progress() as show:
-        killed_at = Child(words, run).kill_half_way(show)
-        child = Child(words, run)
+        killed_at = Child(args, run).kill_half_way(show)
+        child = Child(args, run)
         steps = child.wait(show)
-    continued_from = child.continued_from()
-    screen.say(f"killed at step {killed_at}; the same command continued from the checkpoint of step {continued_from} "
-               f"and finished all {steps}")  # fmt: skip
+    continued_from = child.resumed_from()
+    screen.print(f"killed at step {killed_at}; the same command resumed from the checkpoint of step {continued_from} "
+               f"and finished all {steps} steps")  # fmt: skip
     return killed_at, continued_from, steps
 
 
@@ -171,12 +174,14 @@ def _ask(config: RunConfig, run: RunFolder, screen: Screen) -> float:
     simplest = answer_held_out_questions(model, QUESTIONS, (SIMPLEST,))[SIMPLEST]
     families = tuple(source.path.partition("/")[2] for source in config.data.sources)
     answers = {**answer_held_out_questions(model, 50, families), SIMPLEST: simplest}
-    for one in _five(answers):
-        screen.answer(one.task.prompt, one.reply, one.task.answer, one.is_correct)
-    screen.say("by family: " + ", ".join(f"{family} {exact_match(found):.0%}" for family, found in answers.items()))
+    for answer in _choose_five(answers):
+        screen.answer(answer.task.prompt, answer.reply, answer.task.answer, answer.is_correct)
+    screen.print(
+        "by family: " + ", ".join(f"{family} {exact_match(replies):.0%}" for family, replies in answers.items())
+    )
     return exact_match(simplest)
 
 
-def _five(answers: dict[str, list[Answer]]) -> list[Answer]:
-    """Of every family the first, then of every family the second…: chosen by position, not by success."""
-    return [found[number] for number in range(5) for found in answers.values()][:5]
+def _choose_five(answers: dict[str, list[Answer]]) -> list[Answer]:
+    """The first answer of every family, then the second of every family…: chosen by position, not by success."""
+    return [replies[index] for index in range(5) for replies in answers.values()][:5]

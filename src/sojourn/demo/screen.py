@@ -1,4 +1,4 @@
-"""How the demo looks: stages on the left, what they say beside them, one moving line while training."""
+"""The demo's output: a column of stages, their messages beside them, a progress bar while training."""
 
 from __future__ import annotations
 
@@ -19,26 +19,33 @@ class Screen:
     def __init__(self, console: Console) -> None:
         self._console = console
 
-    def stage(self, name: str, says: str) -> None:
+    def stage(self, name: str, message: str) -> None:
         from rich.text import Text
 
-        self._console.print(Text.assemble((f"{name:<{_INDENT}}", "bold cyan"), (says, "bold")))
+        self._console.print(Text.assemble((f"{name:<{_INDENT}}", "bold cyan"), (message, "bold")))
 
-    def say(self, says: str) -> None:
-        self._line([(says, "")])
+    def print(self, message: str) -> None:
+        self._line([(message, "")])
 
-    def finding(self, level: str, says: str) -> None:
-        self._line([(f"{level} ", _COLOURS[level]), (says, "")])
+    def finding(self, level: str, message: str) -> None:
+        self._line([(f"{level} ", _COLOURS[level]), (message, "")])
 
-    def answer(self, asked: str, said: str, right: str, is_right: bool) -> None:
-        asked, said = " ".join(asked.split()), " ".join(said.split()) or "(nothing)"
-        mark = ("✓ ", "green") if is_right else ("✗ ", "red")
-        self._line([mark, (f"{asked}  →  ", ""), (said, "cyan"), ("" if is_right else f"  (right: {right})", "dim")])
+    def answer(self, question: str, reply: str, expected: str, is_correct: bool) -> None:
+        question, reply = " ".join(question.split()), " ".join(reply.split()) or "(nothing)"
+        mark = ("✓ ", "green") if is_correct else ("✗ ", "red")
+        self._line(
+            [
+                mark,
+                (f"{question}  →  ", ""),
+                (reply, "cyan"),
+                ("" if is_correct else f"  (expected: {expected})", "dim"),
+            ]
+        )
 
-    def result(self, says: str, how: str) -> None:
+    def result(self, message: str, details: str) -> None:
         from rich.text import Text
 
-        self._console.print(Text.assemble("\n", (says, "bold green"), f"\n{how}"))
+        self._console.print(Text.assemble("\n", (message, "bold green"), f"\n{details}"))
 
     def commands(self, *lines: tuple[str, str]) -> None:
         from rich.text import Text
@@ -50,25 +57,30 @@ class Screen:
 
     @contextmanager
     def progress(self) -> Iterator[Show]:
-        """Yields what to call with step, total and words; elsewhere than on a terminal it says a line now and then."""
+        """Yields a function of step, total and message. Without a terminal it prints a line every eighth of the run."""
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
         if not self._console.is_terminal:
-            said = -1
+            last_eighth = -1
 
-            def say(step: int, total: int, words: str) -> None:
-                nonlocal said
-                if total and step * 8 // total > said:
-                    said = step * 8 // total
-                    self.say(f"step {step}/{total} · {words}")
+            def print_line(step: int, total: int, message: str) -> None:
+                nonlocal last_eighth
+                if total and step * 8 // total > last_eighth:
+                    last_eighth = step * 8 // total
+                    self.print(f"step {step}/{total} · {message}")
 
-            yield say
+            yield print_line
             return
         count = TextColumn("{task.completed:.0f}/{task.total:.0f}")
-        columns = (TextColumn(" " * (_INDENT - 1)), BarColumn(bar_width=24), count, TextColumn("{task.fields[says]}"))
+        columns = (
+            TextColumn(" " * (_INDENT - 1)),
+            BarColumn(bar_width=24),
+            count,
+            TextColumn("{task.fields[message]}"),
+        )
         with Progress(*columns, TimeElapsedColumn(), console=self._console, transient=True) as progress:
-            task = progress.add_task("train", total=1, says="starting")
-            yield lambda step, total, words: progress.update(task, completed=step, total=total or 1, says=words)
+            task = progress.add_task("train", total=1, message="starting")
+            yield lambda step, total, message: progress.update(task, completed=step, total=total or 1, message=message)
 
     def _line(self, parts: list[tuple[str, str]]) -> None:
         from rich.padding import Padding

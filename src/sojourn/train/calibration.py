@@ -17,7 +17,7 @@ from sojourn.resolve.workload import workload_of
 from sojourn.storage.files import read_json_lines
 from sojourn.train.local_device import local_device, local_gpu
 from sojourn.train.model_spec import local_model_spec
-from sojourn.train.session import Session, say
+from sojourn.train.session import Session, print_line
 
 
 def workload_of_session(session: Session) -> Workload:
@@ -35,28 +35,28 @@ def workload_of_session(session: Session) -> Workload:
     )
 
 
-def note_rehearsal(session: Session, step_seconds: float, memory: int | None) -> None:
+def record_rehearsal(session: Session, step_seconds: float, memory: int | None) -> None:
     if session.stepper.batcher.device == "cuda" and memory is not None:
         with _ignoring_errors():
-            _note(session, "rehearsal", memory, step_seconds)
+            _record(session, "rehearsal", memory, step_seconds)
 
 
-def note_run(session: Session) -> None:
+def record_run(session: Session) -> None:
     if session.stepper.batcher.device == "cuda" and session.stepper.ranks.is_main:
         with _ignoring_errors():
-            _note_run(session)
+            _record_run(session)
 
 
 @contextmanager
 def _ignoring_errors() -> Iterator[None]:
-    """A record that cannot be written must not fail a run."""
+    """Calibration that cannot be written must not fail a run."""
     try:
         yield
     except Exception as error:
-        say(f"note: nothing was noted for later plans: {type(error).__name__}: {error}")
+        print_line(f"note: no calibration was recorded for later plans: {type(error).__name__}: {error}")
 
 
-def _note_run(session: Session) -> None:
+def _record_run(session: Session) -> None:
     """The median of all logged speeds and the highest memory."""
     lines = read_json_lines(session.run.metrics)
     speeds = [line["tokens_per_second"] for line in lines if line.get("tokens_per_second")]
@@ -64,10 +64,10 @@ def _note_run(session: Session) -> None:
     if speeds and peaks:
         config = session.config
         tokens = config.train.global_batch * config.data.max_length
-        _note(session, "run", max(peaks), tokens / statistics.median(speeds))
+        _record(session, "run", max(peaks), tokens / statistics.median(speeds))
 
 
-def _note(session: Session, kind: str, memory: int, step_seconds: float) -> None:
+def _record(session: Session, kind: str, memory: int, step_seconds: float) -> None:
     import torch
 
     workload, card = workload_of_session(session), local_gpu()

@@ -117,10 +117,10 @@ def pad_to_shape(batch: DeviceBatch, shape: GraphShape) -> DeviceBatch:
 
 @dataclass(frozen=True)
 class _StaticInputs:
-    """The tensors that graphs read. `weight`: of the global batch."""
+    """The tensors that graphs read. `loss_weight`: of the global batch."""
 
     batch: DeviceBatch
-    weight: Tensor
+    loss_weight: Tensor
 
     @staticmethod
     def like(batch: DeviceBatch) -> _StaticInputs:
@@ -134,8 +134,8 @@ class _StaticInputs:
         )  # fmt: skip
         return _StaticInputs(static, torch.ones((), device=batch.ids_BT.device))
 
-    def copy(self, batch: DeviceBatch, weight: float) -> None:
-        self.weight.fill_(weight)
+    def copy(self, batch: DeviceBatch, loss_weight: float) -> None:
+        self.loss_weight.fill_(loss_weight)
         self.batch.ids_BT.copy_(batch.ids_BT)
         self.batch.positions_BT.copy_(batch.positions_BT)
         self.batch.target_indices_N.copy_(batch.target_indices_N)
@@ -186,18 +186,18 @@ class CudaGraphs:
         if had_graphs:
             _free_cached_memory()
 
-    def run(self, batch: DeviceBatch, weight: float, is_only: bool) -> tuple[Tensor | None, DeviceBatch]:
+    def run(self, batch: DeviceBatch, loss_weight: float, is_only: bool) -> tuple[Tensor | None, DeviceBatch]:
         """A micro batch's share of the loss, with its gradients added already. None: run the returned batch eagerly.
 
-        `weight`: of the global batch. `is_only`: the step has no other micro batch.
+        `loss_weight`: of the global batch. `is_only`: the step has no other micro batch.
         """
         if self._unsupported or self._out_of_memory or not self._fit_shape(batch) or self._shape is None:
             return None, batch
         batch = pad_to_shape(batch, self._shape)
         self._warmup += 1
-        return (self._replay(batch, weight, is_only) if self._warmup > _WARMUP_PASSES else None), batch
+        return (self._replay(batch, loss_weight, is_only) if self._warmup > _WARMUP_PASSES else None), batch
 
-    def _replay(self, batch: DeviceBatch, weight: float, is_only: bool) -> Tensor | None:
+    def _replay(self, batch: DeviceBatch, loss_weight: float, is_only: bool) -> Tensor | None:
         is_first = all(parameter.grad is None for parameter in self._parameters)
         if not is_first and any(p.grad is not g for p, g in zip(self._parameters, self._grads, strict=False)):
             return None  # the first micro batch of this step ran eagerly
@@ -210,7 +210,7 @@ class CudaGraphs:
             self._capture_missing(self._inputs, is_only)
         if self._inputs is None or is_first not in self._graphs:
             return None
-        self._inputs.copy(batch, weight)
+        self._inputs.copy(batch, loss_weight)
         replay, loss_share = self._graphs[is_first]
         replay()
         for parameter, grad in zip(self._parameters, self._grads, strict=True):
@@ -279,7 +279,7 @@ class CudaGraphs:
         self._noted = True
 
     def _forward_backward(self, inputs: _StaticInputs) -> Tensor:
-        loss_share = self._loss_sum(inputs.batch) / inputs.weight
+        loss_share = self._loss_sum(inputs.batch) / inputs.loss_weight
         loss_share.backward()
         return loss_share.detach()
 

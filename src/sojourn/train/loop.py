@@ -21,7 +21,7 @@ from sojourn.errors import Stopped, UserError
 from sojourn.machine.precision import choose_device
 from sojourn.run.folder import RunFolder
 from sojourn.run.ledger import Ledger
-from sojourn.train.calibration import note_run
+from sojourn.train.calibration import record_run
 from sojourn.train.checkpoint.checkpoint import cost_so_far
 from sojourn.train.checkpoint.config_changes import requests_no_change
 from sojourn.train.checkpoint.mirroring import fetch_run_files, mirror_warning, open_run_mirror
@@ -41,7 +41,7 @@ from sojourn.train.metrics.environment import device_name
 from sojourn.train.metrics.trackers import refuse_missing_trackers
 from sojourn.train.ranks import Ranks, join_process_group, leave_process_group
 from sojourn.train.resolve import resolve_here
-from sojourn.train.session import Session, open_session, say
+from sojourn.train.session import Session, open_session, print_line
 from sojourn.train.steps import run_steps, stop
 
 _TORCH_CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -63,7 +63,7 @@ def train(config: RunConfig, run: RunFolder) -> None:
         if mirror is not None and ranks.is_main:
             warning = mirror_warning(config)
             if warning is not None:
-                say(f"warning: {warning}")
+                print_line(f"warning: {warning}")
             fetch_run_files(mirror, run)
         with (
             nullcontext() if ranks.is_main else _output_to_log_file(run, ranks),
@@ -84,7 +84,7 @@ def _open_and_train(config: RunConfig, run: RunFolder, ranks: Ranks, guard: Guar
     status = run.status()
     if status and status.state == "done" and run.has_final() and requests_no_change(read_config(run.config), config):
         guard.ledger.catch_up(*cost_so_far(run.checkpoints))
-        _note_already_done(run, status.step)
+        _print_already_done(run, status.step)
         return True
     try:
         with guard.interruptible(even_if_distributed=True):
@@ -110,7 +110,7 @@ def _fall_back_to_offload(config: RunConfig, run: RunFolder, ranks: Ranks, messa
         )
     save_fallback(run, fallback, device)
     run.event("out_of_memory", step=0, message=message, now=fallback)
-    say(f"out of memory ({message}); continuing with {format_fallback(fallback)}")
+    print_line(f"out of memory ({message}); continuing with {format_fallback(fallback)}")
 
 
 def _train(session: Session, guard: Guard) -> bool:
@@ -118,19 +118,19 @@ def _train(session: Session, guard: Guard) -> bool:
     run, progress = session.run, session.progress
     guard.ledger.catch_up(progress.seconds, progress.money)
     if session.is_finished and run.has_final():
-        _note_already_done(run, progress.step)
+        _print_already_done(run, progress.step)
     else:
         try:
             run_steps(session, guard)
         except OomFallback:
             return False
-        note_run(session)
+        record_run(session)
     run.set_status("done", progress.step, progress.step, resumable=False)
     return True
 
 
-def _note_already_done(run: RunFolder, steps: int) -> None:
-    say(f"{run.path}: already done ({steps} steps); to train longer, start another run: --fork NEWNAME")
+def _print_already_done(run: RunFolder, steps: int) -> None:
+    print_line(f"{run.path}: already done ({steps} steps); to train longer, start another run: --fork NEWNAME")
 
 
 @contextmanager
@@ -196,7 +196,7 @@ def note_restart(run: RunFolder, ranks: Ranks) -> None:
         )
     run.event("restarted", restart=count)
     if ranks.is_main:
-        say(f"restarted after a rank had ended (restart {count})")
+        print_line(f"restarted after a rank had ended (restart {count})")
 
 
 def use_device(config: RunConfig) -> str:
@@ -217,7 +217,7 @@ def use_device(config: RunConfig) -> str:
         torch.cuda.set_device(index)
         torch.cuda.init()  # else libraries would choose the first GPU again
         if gpus == "auto" and local_world_size == 1 and count > 1:
-            say(f"note: using 1 of {count} GPUs; to use all: --gpus all")
+            print_line(f"note: using 1 of {count} GPUs; to use all: --gpus all")
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if device == "cuda" else "cpu")  # else it prints a warning
     if config.train.deterministic == "on":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by torch

@@ -23,7 +23,7 @@ from sojourn.run.folder import RunFolder
 from sojourn.run.ledger import Ledger
 from sojourn.storage.disk import remove_folder
 from sojourn.train.batcher import Prefetcher
-from sojourn.train.calibration import note_rehearsal, workload_of_session
+from sojourn.train.calibration import record_rehearsal, workload_of_session
 from sojourn.train.checkpoint.checkpoint import list_checkpoints, load_newest
 from sojourn.train.checkpoint.mirroring import open_run_mirror
 from sojourn.train.checkpoint.saving import Saver
@@ -33,7 +33,7 @@ from sojourn.train.faults.limits import session_end, with_catalogue_price
 from sojourn.train.faults.oom_fallback import OomFallback, format_fallback, free_memory
 from sojourn.train.optim.optimizers import learning_rate
 from sojourn.train.ranks import Ranks
-from sojourn.train.session import Session, open_session, say
+from sojourn.train.session import Session, open_session, print_line
 
 _GIB = 2**30
 _MIN_STEPS = 3  # the first one includes start-up costs
@@ -91,10 +91,12 @@ def _try_once(config: RunConfig, run: RunFolder, scratch: RunFolder, ranks: Rank
     opening = time.monotonic() - began
     ledger = Ledger(None, config.limits.price_per_hour)
     guard = Guard(config.limits, ledger, session_end(config.limits))
-    saver = Saver(session.config, scratch, session.training_state, session.progress, session.total_steps, 1 << 60, say)
+    saver = Saver(
+        session.config, scratch, session.training_state, session.progress, session.total_steps, 1 << 60, print_line
+    )
     try:
         with Prefetcher(session.batches, session.total_steps) as prefetcher:
-            step = FaultTolerantStep(session, guard, saver, prefetcher, say)
+            step = FaultTolerantStep(session, guard, saver, prefetcher, print_line)
             step.try_longest_rows()
             seconds = _run_steps(session, step, report)
             step.try_longest_rows()  # again, now that the optimizer states are allocated
@@ -109,7 +111,7 @@ def _try_once(config: RunConfig, run: RunFolder, scratch: RunFolder, ranks: Rank
                      "micro_batch": session.stepper.batcher.micro_batch}  # fmt: skip
     if not ranks.is_main:
         return True
-    note_rehearsal(session, seconds, report.facts.get("memory"))
+    record_rehearsal(session, seconds, report.facts.get("memory"))
     if "checkpoint_bytes" in report.facts:
         _disk(session, run, report)
     _time(session, guard, seconds, saving, report)

@@ -69,9 +69,9 @@ class Session:
         return step_rows(step, len(self.artefact.train), train.global_batch, train.seed, self.last_row)
 
     def tokens(self, step: int) -> int:
-        """Of a step's global batch, without padding."""
-        ends, rows = self.artefact.train.rows, self.rows(step)
-        return int(sum(int(ends[row + 1]) - int(ends[row]) for row in rows))
+        """Tokens of a step's global batch, without padding."""
+        offsets = self.artefact.train.rows
+        return int(sum(int(offsets[row + 1]) - int(offsets[row]) for row in self.rows(step)))
 
     def batches(self, step: int) -> list[Batch]:
         """This rank's rows of a step, in micro batches."""
@@ -82,14 +82,14 @@ class Session:
         return list(batcher.batches(self.artefact.train, shard))
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     print(line, flush=True)
 
 
 def open_session(config: RunConfig, run: RunFolder, ranks: Ranks) -> Session:
     """Resolves `auto` settings, prepares the data, builds the model, and loads the newest good checkpoint."""
     ranks.barrier()  # rank 0 may just have written the run's files
-    sync_checkpoint(run, ranks, say)
+    sync_checkpoint(run, ranks, print_line)
     device = device_name(ranks.device)
     config, reasons = _resolve_on_main(config, run, ranks, device)
     artefact = _prepare(config, ranks)
@@ -139,8 +139,8 @@ def _prepare(config: RunConfig, ranks: Ranks) -> Artefact:
     """By one rank of each machine; the others wait."""
     if not ranks.is_local_main:
         ranks.barrier()
-    show = partial(print_examples, say, sys.stdout.isatty())
-    artefact = prepare_run(config, prepared_folder(), say, show)
+    show = partial(print_examples, print_line, sys.stdout.isatty())
+    artefact = prepare_run(config, prepared_folder(), print_line, show)
     if ranks.is_local_main:
         ranks.barrier()
     if len(set(ranks.all_gather(artefact.path.name))) > 1:
@@ -182,7 +182,7 @@ def _resume(config: RunConfig, run: RunFolder, training_state: TrainingState, ra
     """From the newest good checkpoint here or in the mirror."""
     mirror = open_run_mirror(config, run)
     if mirror is not None and ranks.is_main:
-        fetch_newest_checkpoint(mirror, run, say)
+        fetch_newest_checkpoint(mirror, run, print_line)
     ranks.barrier()
     progress = resume(config.save, run, training_state)
     ranks.seed_other_ranks(config.train.seed, progress.step)
@@ -194,7 +194,7 @@ def _refuse_other_data(run: RunFolder, artefact: Artefact) -> None:
     before = Path(str((read_json(run.environment) or {}).get("data", ""))).name
     if before not in ("", artefact.path.name) and any(run.checkpoints.glob("step-*")):
         raise UserError(
-            f"{run.path} was begun with other data (the files in data.sources have changed since); restore them to "
+            f"{run.path} was started with other data (the files in data.sources have changed since); restore them to "
             "resume it, or train on the new ones in another run: --fork NEWNAME"
         )
 

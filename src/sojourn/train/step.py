@@ -46,21 +46,21 @@ class SpeculativeStep:
 
 
 class AsyncRead:
-    """A copy of numbers from the device. `read` waits for the copy, but not for work launched after it."""
+    """A copy of values from the device. `read` waits for the copy, but not for work launched after it."""
 
-    def __init__(self, numbers: Tensor) -> None:
-        self._numbers = numbers
+    def __init__(self, values: Tensor) -> None:
+        self._values = values
         self._copied: torch.cuda.Event | None = None
-        if numbers.is_cuda:
-            self._numbers = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
+        if values.is_cuda:
+            self._values = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record()
 
     def read(self) -> list[float]:
         if self._copied is not None:
             self._copied.synchronize()
-        values: list[float] = self._numbers.tolist()
-        return values
+        read: list[float] = self._values.tolist()
+        return read
 
 
 @dataclass(frozen=True)
@@ -104,43 +104,43 @@ class Stepper:
         `speculative`: its forward is used instead of computing it again, if it is of these batches.
         """
         engine, ranks, objective = self.engine, self.ranks, self.objective
-        weight = ranks.sum(sum(objective.weight(batch) for batch in batches))[0]
+        loss_weight = ranks.sum(sum(objective.weight(batch) for batch in batches))[0]
         loss = torch.zeros((), device=self.batcher.device)
-        if weight == 0:  # nothing to learn from
+        if loss_weight == 0:  # nothing to learn from
             return torch.stack([loss, loss])
-        is_ahead = speculative is not None and speculative.batches is batches
-        ahead = speculative.loss_share if speculative is not None and is_ahead else None
+        is_same_step = speculative is not None and speculative.batches is batches
+        first_share = speculative.loss_share if speculative is not None and is_same_step else None
         if engine.syncs_every_micro_batch:
             batches = pad_with_empty_batches(batches, ranks)
         else:
             batches = [batch for batch in batches if objective.weight(batch)]
         with engine.accumulate():
             for number, batch in enumerate(batches, 1):
-                share = self._loss_share(batch, weight) if ahead is None else ahead
+                share = self._loss_share(batch, loss_weight) if first_share is None else first_share
                 if share.requires_grad:  # else a CUDA graph has run the backward too
                     engine.backward(share, last=number == len(batches))
                 loss += share.detach_()  # in place, so that whoever holds it holds no autograd graph
-                ahead = None
+                first_share = None
         ranks.all_reduce(loss)
         return torch.stack([loss, engine.clip_grad_norm(self.max_grad_norm).to(loss)])
 
     def speculative_forward(self, batches: list[Batch]) -> Tensor | None:
         """The first forward of a step: its loss share; None if there is nothing to learn from."""
-        weight = sum(self.objective.weight(batch) for batch in batches)
-        return next((self._loss_share(batch, weight) for batch in batches if self.objective.weight(batch)), None)
+        loss_weight = sum(self.objective.weight(batch) for batch in batches)
+        return next((self._loss_share(batch, loss_weight) for batch in batches if self.objective.weight(batch)), None)
 
-    def _loss_share(self, batch: Batch, weight: float) -> Tensor:
-        """A micro batch's share of the loss; `weight`: of the global batch. A CUDA graph runs the backward too."""
+    def _loss_share(self, batch: Batch, loss_weight: float) -> Tensor:
+        """A micro batch's share of the loss; `loss_weight`: of the global batch. A CUDA graph runs the backward too."""
         if self.cuda_graphs is None:
             loss_sum = partial(self._loss_sum, batch)
         else:
-            is_only = weight <= self.objective.weight(batch)
-            share, device_batch = self.cuda_graphs.run(self.batcher.to_device(batch), weight, is_only)
+            is_only = loss_weight <= self.objective.weight(batch)
+            share, device_batch = self.cuda_graphs.run(self.batcher.to_device(batch), loss_weight, is_only)
             if share is not None:
                 return share
             loss_sum = partial(self.objective.loss_sum, self.network, device_batch)
         with self.batcher.autocast():
-            return self.engine.run(loss_sum) / weight
+            return self.engine.run(loss_sum) / loss_weight
 
     def _loss_sum(self, batch: Batch) -> Tensor:
         return self.objective.loss_sum(self.network, self.batcher.to_device(batch))

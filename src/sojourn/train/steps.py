@@ -30,7 +30,7 @@ def run_steps(session: Session, guard: Guard) -> None:
     config, run, progress, stepper = session.config, session.run, session.progress, session.stepper
     parameters = list(stepper.network.model.parameters())
     run.event("start", step=progress.step, total_steps=session.total_steps, device=stepper.batcher.device,
-              precision=stepper.batcher.precision, attention=stepper.network.attention_backend or "its own",
+              precision=stepper.batcher.precision, attention=stepper.network.attention_backend or "transformers",
               processes=stepper.ranks.world_size, parameters=sum(p.numel() for p in parameters),
               trained=sum(p.numel() for p in parameters if p.requires_grad))  # fmt: skip
     run.set_status("running", progress.step, session.total_steps)
