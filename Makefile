@@ -10,7 +10,7 @@ PARALLEL := $(addprefix tests/test_,engines.py nodes.py guides_commands.py launc
 
 help:
 	@echo "make demo    set up, then the whole journey: plan, prepare, train, kill, resume, ask (under 4 minutes)"
-	@echo "make test    set up, lint, type check, room law, tests, each within its recorded CPU budget; prints what it skipped"
+	@echo "make test    set up, lint, type check, import rules, tests, each within its recorded CPU budget; prints what it skipped"
 	@echo "make test-budget  make test's tests, and record the CPU seconds of each: tests/budget.json"
 	@echo "make test-kill  hundreds of kills and disk failures at every moment of a run (about 15 minutes)"
 	@echo "make test-parallel  every method on every engine, 1 to 4 ranks, two nodes, every failure, every command of the guides"

@@ -125,6 +125,19 @@ def test_the_picture_of_a_plan_is_what_the_command_prints():
     )
 
 
+def test_the_pages_list_every_attention_backend_in_order_of_preference():
+    from sojourn.config.attention_backends import ATTENTION_BACKENDS
+
+    selectable = [name for name, backend in ATTENTION_BACKENDS.items() if not backend.fused_qkv]
+    commands_page, training_page = (
+        (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("commands.md", "training.md")
+    )
+    (row,) = re.findall(r"^\| `train\.attention` \|.*$", commands_page, re.MULTILINE)
+    assert re.findall(r"`(\w+)`", row) == selectable
+    section = training_page.split("\n## Attention\n")[1].split("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == selectable
+
+
 def structure(page: Path) -> list[tuple[str, object]]:
     """What a translation must keep: headings, code without comments, rows of tables, list items, links and figures."""
     found: list[tuple[str, object]] = []

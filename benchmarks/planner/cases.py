@@ -152,8 +152,8 @@ CASES = (
     Case("qlora-8b-passes", _Q, "qwen3-8b", 2048, 2, True, passes=2, document=480, checkpointing="selective"),
 )  # fmt: skip
 
-# So thin that a GPU has nothing to do: what launching costs, by itself, and what is left of it where passes are played
-# from a recording. Asked for by name; all may be fitted to.
+# So thin that a step is all kernel launch overhead: measures that overhead, and what is left of it with CUDA graphs.
+# Run only by name; all may be used for fitting.
 _THIN = {
     "thin": llama_spec(128, 24, 2, 2, 256, 4096, True),
     "thin-8": llama_spec(128, 8, 2, 2, 256, 4096, True),

@@ -25,7 +25,7 @@ from sojourn.errors import UserError
 _WARM, _WARM_SECONDS = 2, 0.3  # steps that start everything up, and the clocks of a GPU
 _MOST, _LEAST, _SECONDS = 30, 5, 2.5  # steps that are timed, and about how long
 _FEW, _LONG = 2, 10.0  # enough of steps that take so long together
-_RECORDED = 8  # steps within which a recording is made, if it can be
+_CAPTURED = 8  # steps within which CUDA graphs are captured, if they can be
 _OPERATIONS, _TIMES = 200, 5  # by which the CPU's speed is measured
 _LINE = 300
 
@@ -152,11 +152,11 @@ def _capped(session: Any, batches: list[Any], cap: int) -> Found:
 
 
 def _first(session: Any, batches: list[Any]) -> Found:
-    """Two steps, or as many as it takes until passes are played from a recording."""
+    """Two steps, or as many as it takes until CUDA graphs are replayed."""
     import torch
 
     loss, settled = math.nan, False
-    for number in range(_RECORDED):
+    for number in range(_CAPTURED):
         loss = session.stepper.step(batches[number % 2])[0]
         if settled:
             break
@@ -197,7 +197,7 @@ def _timed(session: Any, batches: list[Any]) -> tuple[list[float], float]:
     while True:
         loss = _step(session, batches[count % 2], batches[(count + 1) % 2], speculative)
         now, count = time.perf_counter(), count + 1
-        enough = _WARM if session.stepper.is_settled else _RECORDED
+        enough = _WARM if session.stepper.is_settled else _CAPTURED
         if warm:
             times.append(now - last)
         last, warm = now, warm or (count >= enough and now - began >= _WARM_SECONDS)

@@ -1,7 +1,7 @@
 """What only this bench does to a session: weights are made on the device, and what is not measured is left out.
 
 The ordinary path reads them from a file of holes, which for 15 GB takes ten seconds. All else of it stays as it is:
-weights are widened, narrowed or quantised one by one, by the same code.
+weights are cast or quantised one by one, by the same code.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def filled(model: Any) -> Any:
 
 
 def _fill_scales(packed: Any) -> None:
-    """Of 4-bit weights; these may be in 8 bits themselves, with scales and a middle of their own."""
+    """Scales of NF4 weights; these may be quantised to int8 themselves, with scales and an offset of their own."""
     if packed.nested:
         packed.absmax.random_()
         packed.offset.fill_(0.05)

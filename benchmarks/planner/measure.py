@@ -44,7 +44,7 @@ _BLOCKS, _ENDS = 3, 0.3  # two blocks while compiling, and some more; their grad
 
 @dataclass(frozen=True)
 class Plan:
-    """`limit`: seconds that a run may take; `within`: those after which none is begun; `before`: rows of an earlier
+    """`limit`: seconds that a run may take; `within`: those after which none is started; `before`: rows of an earlier
     call."""
 
     cases: tuple[Case, ...]

@@ -15,14 +15,14 @@ from sojourn.train.metrics.environment import version_of
 
 # What each counts; which figure that comes nearest to is in COLUMN.
 COUNTS = {
-    "accelerate, float32": "weights, gradients and Adam's moments in 32 bits (estimate-memory: training using Adam); "
+    "accelerate, float32": "weights, gradients and Adam's states in fp32 (estimate-memory: training using Adam); "
     "no activations, and only where all weights are trained with AdamW",
-    "accelerate, float16": "the largest of weights, gradients and moments, not their sum, in mixed precision",
+    "accelerate, float16": "the largest of weights, gradients and optimizer states, not their sum, in mixed precision",
     "deepspeed, ZeRO-2": "model states of its own engine on one GPU without offloading; no activations, and only where "
     "all weights are trained with AdamW",
     "deepspeed, ZeRO-3": "the same for ZeRO-3, with the largest layer",
-    "fitcheck": "everything, context included, for plain transformers; no packing, selective recomputing, chunked "
-    "losses or compiling",
+    "fitcheck": "everything, context included, for plain transformers; no packing, selective activation "
+    "checkpointing, chunked loss or torch.compile",
 }
 COLUMN = {peer: "device" if peer == "fitcheck" else "allocated" for peer in COUNTS}
 
@@ -32,7 +32,7 @@ Answers = dict[str, int]
 def ask_peers(rows: list[Row], before: dict[str, Any]) -> dict[str, Any]:
     """Puts answers into the rows, and returns who answered, in which version. Earlier answers stay where a peer is no
     longer here."""
-    told = dict(before)
+    versions = dict(before)
     for package, distribution, ask in _PEERS:
         if find_spec(package) is None:
             continue
@@ -41,8 +41,8 @@ def ask_peers(rows: list[Row], before: dict[str, Any]) -> dict[str, Any]:
             with suppress(ValueError):  # what it does not know
                 answers = ask(workload_of_row(row))
             row.setdefault("peers", {}).update(answers)
-            told |= dict.fromkeys(answers, version_of(distribution))
-    return told
+            versions |= dict.fromkeys(answers, version_of(distribution))
+    return versions
 
 
 def _plain(work: Workload) -> bool:

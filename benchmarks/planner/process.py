@@ -103,7 +103,7 @@ class Running:
         return self.status is not None
 
     def signal(self, number: int) -> None:
-        """To it and all that it started, which is a group of its own; one that has just begun is no group yet."""
+        """Signals its process group; a process that has just started may not have one yet."""
         for send in (os.killpg, os.kill):
             with suppress(ProcessLookupError):
                 send(self.pid, number)

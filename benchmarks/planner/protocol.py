@@ -1,4 +1,4 @@
-"""What a case says to its parent, a letter at a time, and how it waits for the device to be quiet."""
+"""Messages of one byte between a case and its parent, and how a case waits for an idle device."""
 
 from __future__ import annotations
 

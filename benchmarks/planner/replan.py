@@ -51,7 +51,7 @@ def planned(row: Row) -> Row:
     plan: Row = {
         "allocated": found.allocated, "device": found.device, "enough": found.enough, "context": found.cuda_context,
         "moment": found.peak.name,
-        "moments": {moment.name: int(moment.bytes) for moment in found.phases},
+        "moments": {phase.name: int(phase.bytes) for phase in found.phases},
         "kinds": {kind: int(size) for kind, size in found.peak.by_kind().items()},
         "step_seconds": None, "known_seconds": None,
     }  # fmt: skip

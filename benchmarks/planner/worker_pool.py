@@ -42,7 +42,7 @@ def make_pool(device: str, capability: tuple[int, int] | None, compiled: Path, a
     gc.freeze()  # no case need look through what was imported when it frees memory
     if device != "cuda" or (spoilt is None and _fork_reaches_gpu()):
         return WorkerPool(forks=True)
-    return WorkerPool(forks=False, why=f"{spoilt} has begun to use it" if spoilt else "as it says above")
+    return WorkerPool(forks=False, why=f"{spoilt} uses it already" if spoilt else "as it says above")
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class WorkerPool:
         until: float = math.inf,
     ) -> None:  # fmt: skip
         """All tasks: as many at once as there is room for, the next in line that fits first. `tell` hears of each as it
-        ends, or is ended after `limit` seconds of its own. After `until`, on the monotonic clock, none is begun."""
+        ends, or is ended after `limit` seconds of its own. After `until`, on the monotonic clock, none is started."""
         waiting, running = list(tasks), list[Running]()
         try:
             while waiting or running:
@@ -182,7 +182,7 @@ def _load(capability: tuple[int, int] | None, names: list[str]) -> str | None:
 
 
 def _fork_reaches_gpu() -> bool:
-    """Whether a forked process can use the GPU: an import that has begun to use it here would spoil that."""
+    """Whether a forked process can use the GPU: not if an import uses it already in this process."""
     import torch
 
     pid = os.fork()

@@ -20,6 +20,8 @@ from sojourn.config.fields import (
 )
 from sojourn.config.quantities import Count, Size
 
+COMPRESSION_RATIO = 4  # size of text over the size of its compressed file, roughly
+
 
 class Columns(Section):
     """Which columns of a file to use, where their names are not recognised."""

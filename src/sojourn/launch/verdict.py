@@ -49,5 +49,5 @@ def printed_marker(verdict: Path) -> Path:
 
 
 def stop_marker(verdict: Path) -> Path:
-    """Exists where the launcher was told to stop by a signal."""
+    """Exists if the launcher received a signal to stop."""
     return verdict.with_suffix(".stop")

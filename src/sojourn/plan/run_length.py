@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sojourn.catalog.datasets import datasets
-from sojourn.config.data import DataConfig
+from sojourn.config.data import COMPRESSION_RATIO, DataConfig
 from sojourn.config.messages import printable
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
@@ -16,7 +16,6 @@ _BYTES_PER_TOKEN = 4.0
 _TOKENS_PER_TASK = 30
 _ASSUMED_STEPS = 1000
 _FIX = "give data.sources, train.tokens or train.steps"
-_COMPRESSION = 4  # how much larger text is than its compressed file
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".parquet")
 _NAMED = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?::[^/\\:]+)?", re.ASCII)  # ORG/NAME
 _FILES = (*_COMPRESSED, ".json", ".jsonl", ".ndjson", ".txt", ".text", ".md", ".csv", ".tsv", ".zip", ".tar")
@@ -43,7 +42,7 @@ def _bytes_at(path: Path) -> int:
         raise UserError(
             f"data.sources: {path}: no such file or data set; correct it, or give train.tokens or train.steps"
         )
-    return sum(file.stat().st_size * (_COMPRESSION if file.suffix.lower() in _COMPRESSED else 1) for file in files)
+    return sum(file.stat().st_size * (COMPRESSION_RATIO if file.suffix.lower() in _COMPRESSED else 1) for file in files)
 
 
 def _remote_source(data: DataConfig) -> str | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sojourn.catalog.datasets import datasets
-from sojourn.config.data import Columns, Source
+from sojourn.config.data import COMPRESSION_RATIO, Columns, Source
 from sojourn.config.messages import did_you_mean
 from sojourn.data import builtin
 from sojourn.data.sources.chunks import Chunk, parse_record
@@ -32,7 +32,6 @@ _DEFAULT_TEXT_BYTES = 10_000_000
 _DEFAULT_QUESTIONS = 20_000
 _QUESTION_BYTES = 100
 _ROW_BYTES = 1000
-_COMPRESSION_RATIO = 4  # size of text over the size of its compressed file, roughly
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ def open_source(source: Source, columns: Columns, evaluation: bool, say: Callabl
         hint = did_you_mean(path, [row.name for row in datasets()])
         raise UserError(f"data.sources: {path}: no such file or folder, and no data set of that name{hint}")
     files = find_files(path)
-    size = sum(file.stat().st_size * (_COMPRESSION_RATIO if _is_compressed(file) else 1) for file in files)
+    size = sum(file.stat().st_size * (COMPRESSION_RATIO if _is_compressed(file) else 1) for file in files)
     read = [SourcePart(str(file), partial(read_file, file)) for file in files]
     return OpenedSource(source, read, size, given, lambda digests: _digest_of_files(files, digests))
 
