@@ -1,4 +1,4 @@
-"""Steps that are asked for before the one before is known to be good, as on a GPU: the same numbers, and as safe."""
+"""Async steps: launched before the loss of the step before is read; the same losses, and as safe."""
 
 import math
 
@@ -19,30 +19,30 @@ DROPOUT = (*LORA, "method.dropout=0.3")
 
 @pytest.fixture
 def ahead(tiny, monkeypatch):
-    """The CPU's AdamW has the same kernel as the GPU's. Returns the steps that were begun early."""
+    """The CPU's AdamW has the same kernel as the GPU's. Returns the speculative steps."""
     for kind in ((), LORA, DROPOUT):
         tiny.whole(*kind)  # steps one after another, to compare with
     monkeypatch.setattr(Optimizer, "fuses_clipping", property(lambda self: bool(self.torch.defaults.get("fused"))))
     monkeypatch.setattr(Prefetcher, "has", lambda self, step: self._next is not None and self._next[0] == step)
-    begun, real = [], FaultTolerantStep._launch_speculative_step
+    launched, real = [], FaultTolerantStep._launch_speculative_step
 
-    def begin(self, step):
+    def launch(self, step):
         real(self, step)
         if self.speculative is not None:
-            begun.append(self.speculative.step)
+            launched.append(self.speculative.step)
 
-    monkeypatch.setattr(FaultTolerantStep, "_launch_speculative_step", begin)
-    return begun
+    monkeypatch.setattr(FaultTolerantStep, "_launch_speculative_step", launch)
+    return launched
 
 
 @pytest.mark.parametrize("kind", [(), LORA], ids=["pretrain", "lora"])
-def test_the_numbers_are_those_of_steps_one_after_another(tiny, ahead, kind):
+def test_async_steps_have_the_losses_of_synchronous_steps(tiny, ahead, kind):
     run = run_train(tiny.words(*kind, AHEAD))
     assert losses(run) == pytest.approx(losses(tiny.whole(*kind)), rel=1e-6)
-    assert ahead == list(range(2, 12))  # the first has no moments yet to leave as they are
+    assert ahead == list(range(2, 12))  # before the first there are no optimizer states yet
 
 
-def test_chance_is_drawn_in_the_order_of_steps(tiny, ahead):
+def test_dropout_disables_speculative_steps(tiny, ahead):
     run = run_train(tiny.words(*DROPOUT, AHEAD))
     assert losses(run) == pytest.approx(losses(tiny.whole(*DROPOUT)), rel=1e-6) and not ahead
 
@@ -60,11 +60,11 @@ def _spoil(monkeypatch, tiny, times, into):
     """The loss of the sixth step's rows comes out wrong so many times."""
     rows, real, calls = [], step_module.Stepper._loss_sum, []
 
-    def recorded(self, batch):
+    def spoiled(self, batch):
         rows.append(batch.ids.tobytes())
         return real(self, batch)
 
-    monkeypatch.setattr(step_module.Stepper, "_loss_sum", recorded)
+    monkeypatch.setattr(step_module.Stepper, "_loss_sum", spoiled)
     run_train(tiny.words(AHEAD, "train.rehearse=off"))
     wrong = rows[len(rows) // 12 * 5]
 
@@ -79,7 +79,7 @@ def _spoil(monkeypatch, tiny, times, into):
 
 
 @pytest.mark.parametrize("into", [math.nan, math.inf], ids=str)
-def test_a_wrong_loss_changes_no_weight_and_is_done_again(tiny, ahead, monkeypatch, into):
+def test_a_wrong_loss_changes_no_weight_and_the_step_is_replayed(tiny, ahead, monkeypatch, into):
     whole = tiny.whole()
     _spoil(monkeypatch, tiny, 1, into)
     run = run_train(tiny.words(AHEAD, "train.rehearse=off"))
@@ -88,7 +88,7 @@ def test_a_wrong_loss_changes_no_weight_and_is_done_again(tiny, ahead, monkeypat
     assert all(torch.isfinite(tensor).all() for tensor in weights(run).values())
 
 
-def test_a_batch_that_is_always_bad_is_left_out(tiny, ahead, monkeypatch):
+def test_a_batch_that_is_always_bad_is_skipped(tiny, ahead, monkeypatch):
     _spoil(monkeypatch, tiny, 99, math.nan)
     run = run_train(tiny.words(AHEAD, "train.rehearse=off"))
     (event,) = events(run, "bad_step")
@@ -96,7 +96,7 @@ def test_a_batch_that_is_always_bad_is_left_out(tiny, ahead, monkeypatch):
     assert all(torch.isfinite(tensor).all() for tensor in weights(run).values())
 
 
-def test_memory_that_runs_out_in_a_step_begun_early_costs_a_rung_and_nothing_else(tiny, ahead, monkeypatch):
+def test_running_out_of_memory_in_a_speculative_step_costs_a_fallback_and_nothing_else(tiny, ahead, monkeypatch):
     whole = tiny.whole()
     real, calls = step_module.Stepper._loss_sum, []
 
@@ -112,32 +112,32 @@ def test_memory_that_runs_out_in_a_step_begun_early_costs_a_rung_and_nothing_els
     assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
 
 
-class _Asked(TorchDispatchMode):
-    """Notes whether a number was asked of the device."""
+class _Synchronizations(TorchDispatchMode):
+    """Counts reads of a value from the device."""
 
-    asked = 0
+    count = 0
 
     def __torch_dispatch__(self, operation, kinds, given=(), named=None):
-        type(self).asked += "_local_scalar_dense" in str(operation)
+        type(self).count += "_local_scalar_dense" in str(operation)
         return operation(*given, **(named or {}))
 
 
-def test_no_number_is_asked_of_the_device_while_it_is_given_work(tiny, ahead, monkeypatch):
-    monkeypatch.setattr(_Asked, "asked", 0)
+def test_launching_work_never_synchronizes_with_the_device(tiny, ahead, monkeypatch):
+    monkeypatch.setattr(_Synchronizations, "count", 0)
     for name in ("launch_gradients", "update_if_good", "speculative_forward"):
         real = getattr(step_module.Stepper, name)
 
         def watched(self, *given, real=real):
-            with _Asked():
+            with _Synchronizations():
                 return real(self, *given)
 
         monkeypatch.setattr(step_module.Stepper, name, watched)
     run_train(tiny.words(AHEAD, "train.rehearse=off"))
-    assert ahead and not _Asked.asked
+    assert ahead and not _Synchronizations.count
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU answers while it works")
-def test_an_answer_is_read_while_the_device_does_what_it_was_given_since():
+def test_an_async_read_does_not_wait_for_work_launched_after_it():
     answer = step_module.AsyncRead(torch.tensor([1.5, 2.0], device="cuda") * 2)
     torch.cuda._sleep(2_000_000_000)  # cycles: about a second
     assert answer.read() == [3.0, 4.0] and not torch.cuda.current_stream().query()
@@ -145,6 +145,6 @@ def test_an_answer_is_read_while_the_device_does_what_it_was_given_since():
 
 
 @pytest.mark.parametrize("how", ["selective", "full"])
-def test_what_is_dropped_by_chance_is_dropped_again_where_blocks_are_recomputed(tiny, how):
+def test_activation_checkpointing_recomputes_with_the_same_dropout_masks(tiny, how):
     run = run_train(tiny.words(*DROPOUT, f"train.activation_checkpointing={how}"))
     assert losses(run) == pytest.approx(losses(tiny.whole(*DROPOUT)), rel=1e-5)

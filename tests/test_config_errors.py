@@ -290,7 +290,7 @@ def write(content: str | bytes, name: str = "run.yaml") -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_malformed_file_is_told_in_one_line(name: str) -> None:
+def test_a_malformed_file_is_reported_in_one_line(name: str) -> None:
     content, parts = FILES[name]
     write(content)
     line = told(["run.yaml"])
@@ -300,7 +300,7 @@ def test_a_malformed_file_is_told_in_one_line(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_a_malformed_command_line_is_told_in_one_line(name: str) -> None:
+def test_a_malformed_command_line_is_reported_in_one_line(name: str) -> None:
     words, parts = LINES[name]
     line = told(words)
     for part in parts:
@@ -312,7 +312,7 @@ def test_there_are_many_cases() -> None:
 
 
 @pytest.mark.parametrize("length", [2, 3])
-def test_files_that_extend_each_other_in_a_circle_are_told(length: int) -> None:
+def test_files_that_extend_each_other_in_a_circle_are_reported(length: int) -> None:
     for number in range(length):
         write(f"train: {{seed: 1}}\nextends: {(number + 1) % length}.yaml\n", f"{number}.yaml")
     line = told(["0.yaml"])
@@ -344,7 +344,7 @@ def test_a_link_that_goes_in_a_circle_is_no_file() -> None:
     assert "loop.yaml: no such file" in told(["loop.yaml"])
 
 
-def test_a_file_that_may_not_be_read_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_may_not_be_read_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told(["nosuchpreset"])
     with ordinary_user() as folder:
         monkeypatch.chdir(folder)

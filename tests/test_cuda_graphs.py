@@ -1,4 +1,4 @@
-"""Passes from a recording: the same numbers as passes made one by one, whatever happens between them."""
+"""CUDA graphs: the same losses and gradients as eager passes, whatever happens between replays."""
 
 import math
 import random
@@ -28,29 +28,29 @@ GRAPHS = "train.cuda_graphs=on"
 
 
 def curve(run):
-    """Norms tell of gradients that were added twice; losses would not, as AdamW does not care how long they are."""
+    """Gradient norms show gradients that were added twice; losses do not, since AdamW ignores their scale."""
     lines = [line for line in run.read_metrics() if line["kind"] == "train"]
     return [line[name] for line in lines for name in ("loss", "grad_norm")]
 
 
 class FakeGraphs:
-    """Does again what was recorded, into the same tensors, as a CUDA graph does. A recording computes nothing."""
+    """Replays what was captured, into the same tensors, as a CUDA graph does. A capture computes nothing."""
 
     def __init__(self, parameters):
-        self.parameters, self.made, self.played, self.spoiled = parameters, [], [], False
+        self.parameters, self.captures, self.replays, self.spoiled = parameters, [], [], False
 
     def machine(self):
-        """As a GPU's: where all its recordings have been given back, it makes no other."""
+        """As on a GPU: when all graphs of a memory pool are freed, no other can be captured into it."""
         mine = []
 
-        def record(work):
-            if mine and not any(recording() for recording in mine):
+        def capture(work):
+            if mine and not any(graph() for graph in mine):
                 raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")
             again, part = self(work)
             mine.append(weakref.ref(again))
             return again, part
 
-        return record
+        return capture
 
     def __call__(self, work):
         before = [None if p.grad is None else p.grad.clone() for p in self.parameters]
@@ -59,17 +59,17 @@ class FakeGraphs:
         for grad, kept in zip(grads, before, strict=True):
             grad.fill_(math.nan) if kept is None else grad.copy_(kept)
         part.fill_(math.nan)
-        self.made.append(first)
+        self.captures.append(first)
 
-        def again():
-            self.played.append(first)
+        def replay():
+            self.replays.append(first)
             for parameter, grad in zip(self.parameters, grads, strict=True):
                 parameter.grad = None if first else grad
             part.copy_(work())
             for parameter, grad in zip(self.parameters, grads, strict=True):
                 grad.copy_(parameter.grad)
 
-        return again, part
+        return replay, part
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def rows(tiny):
 
 @pytest.fixture
 def fake_graphs(tiny, rows, monkeypatch):
-    """Recordings of the run to come, which has a device that goes on without waiting."""
+    """The fake graphs of the run to come, on a device that pretends to be asynchronous."""
     tiny.whole(*rows)
     kept = []
 
@@ -100,17 +100,17 @@ def fake_graphs(tiny, rows, monkeypatch):
 @pytest.mark.parametrize(
     "extra", [(), ("train.micro_batch=2",), ("advanced.async_step=off",)], ids=["one", "four", "waiting"]
 )
-def test_the_numbers_are_those_of_passes_made_one_by_one(tiny, rows, fake_graphs, extra):
+def test_cuda_graphs_have_the_losses_and_gradient_norms_of_eager_steps(tiny, rows, fake_graphs, extra):
     run = run_train(tiny.words(*rows, GRAPHS, *extra))
     assert curve(run) == pytest.approx(curve(tiny.whole(*rows, *extra)), rel=1e-5)
     several = "train.micro_batch=2" in extra
-    assert fake_graphs[0].made == ([True, False] if several else [True])
-    assert len(fake_graphs[0].played) == (44 if several else 9)
+    assert fake_graphs[0].captures == ([True, False] if several else [True])
+    assert len(fake_graphs[0].replays) == (44 if several else 9)
 
 
 def test_evaluations_and_saves_between_steps_change_nothing(tiny, rows, fake_graphs):
     run = run_train(tiny.words(*rows, GRAPHS, "train.eval_every=3", "save.every_steps=4"))
-    assert curve(run) == pytest.approx(curve(tiny.whole(*rows)), rel=1e-5) and len(fake_graphs[0].played) > 9
+    assert curve(run) == pytest.approx(curve(tiny.whole(*rows)), rel=1e-5) and len(fake_graphs[0].replays) > 9
 
 
 def test_a_run_that_was_stopped_ends_with_the_same_weights(tiny, rows, fake_graphs, monkeypatch):
@@ -122,12 +122,12 @@ def test_a_run_that_was_stopped_ends_with_the_same_weights(tiny, rows, fake_grap
     assert curve(run) == pytest.approx(curve(whole), rel=1e-5) and same_weights(run, whole)
 
 
-def test_a_wrong_loss_changes_no_weight_and_is_done_again(tiny, rows, fake_graphs, monkeypatch):
+def test_a_wrong_loss_changes_no_weight_and_the_step_is_replayed(tiny, rows, fake_graphs, monkeypatch):
     real = CudaGraphs._replay
 
     def spoiled(self, *given):
         part = real(self, *given)
-        if len(fake_graphs[0].played) == 5 and not fake_graphs[0].spoiled:
+        if len(fake_graphs[0].replays) == 5 and not fake_graphs[0].spoiled:
             fake_graphs[0].spoiled = True
             part.fill_(math.nan)
         return part
@@ -138,7 +138,7 @@ def test_a_wrong_loss_changes_no_weight_and_is_done_again(tiny, rows, fake_graph
     assert curve(run) == pytest.approx(curve(tiny.whole(*rows)), rel=1e-5)
 
 
-def test_memory_that_runs_out_while_recording_costs_the_recording_alone(tiny, rows, fake_graphs, monkeypatch, capfd):
+def test_running_out_of_memory_in_a_capture_costs_only_the_graph(tiny, rows, fake_graphs, monkeypatch, capfd):
     def full(self, work):
         work()
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -149,11 +149,11 @@ def test_memory_that_runs_out_while_recording_costs_the_recording_alone(tiny, ro
     assert capfd.readouterr().out.count("note: train.cuda_graphs: cannot capture a CUDA graph (CUDA out of memory") == 1
 
 
-def test_memory_that_runs_out_later_gives_the_recording_back(tiny, rows, fake_graphs, monkeypatch):
+def test_running_out_of_memory_later_releases_the_graphs(tiny, rows, fake_graphs, monkeypatch):
     real = CudaGraphs.run
 
     def tight(self, batch, *given):
-        if len(fake_graphs[0].played) >= 3 and len(batch.ids_BT) > 4:
+        if len(fake_graphs[0].replays) >= 3 and len(batch.ids_BT) > 4:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return real(self, batch, *given)
 
@@ -163,11 +163,11 @@ def test_memory_that_runs_out_later_gives_the_recording_back(tiny, rows, fake_gr
     assert curve(run) == pytest.approx(curve(tiny.whole(*rows)), rel=1e-4) and len(fake_graphs) == 1
 
 
-def test_an_allocator_that_fights_for_memory_costs_the_recording_first(tiny, rows, fake_graphs, monkeypatch):
+def test_memory_pressure_releases_the_graphs_first(tiny, rows, fake_graphs, monkeypatch):
     eased = []
 
     def look(self, careful, saver):
-        if len(fake_graphs[0].played) >= 3 and not eased:
+        if len(fake_graphs[0].replays) >= 3 and not eased:
             eased.append(careful)
             careful.relieve_memory_pressure("12 allocations had to be tried again")
 
@@ -179,22 +179,22 @@ def test_an_allocator_that_fights_for_memory_costs_the_recording_first(tiny, row
     assert curve(run) == pytest.approx(curve(tiny.whole(*rows, "log.every_steps=1")), rel=1e-4)
 
 
-def test_a_rehearsal_goes_on_until_passes_are_played(tiny, rows, fake_graphs):
-    """Its last step tells how long the run's will take, and what is noted for later plans."""
+def test_a_rehearsal_runs_until_graphs_are_replayed(tiny, rows, fake_graphs):
+    """The time of its last step is the estimate of the run, and is recorded as calibration."""
     config = load_run(tiny.words(*rows, GRAPHS)).config
     assert rehearse(config, run_folder(config.name), Ranks()).refused is None
-    assert fake_graphs[0].made == [True] and len(fake_graphs[0].played) >= 2
+    assert fake_graphs[0].captures == [True] and len(fake_graphs[0].replays) >= 2
 
 
-def test_rows_of_several_documents_are_not_recorded_and_that_is_said(tiny, fake_graphs, capfd):
+def test_rows_of_several_documents_are_not_captured_and_a_note_says_so(tiny, fake_graphs, capfd):
     run = run_train(tiny.words(GRAPHS))
-    assert not fake_graphs[0].made and curve(run) == curve(tiny.whole())
+    assert not fake_graphs[0].captures and curve(run) == curve(tiny.whole())
     assert capfd.readouterr().out.count("note: train.cuda_graphs: rows with several documents") == 1
 
 
 @pytest.fixture
 def varlen(monkeypatch):
-    """Attention to which the ends of documents are numbers on the device, on a CPU."""
+    """Varlen attention, which reads cu_seqlens as a tensor, on a CPU."""
 
     def attend(query, key, value, layout, how):
         if layout.one_document_per_row:
@@ -211,17 +211,17 @@ def varlen(monkeypatch):
 
 
 @pytest.mark.parametrize("extra", [(), ("train.micro_batch=2",), LORA], ids=["one", "four", "lora"])
-def test_packed_rows_are_recorded_with_room_for_their_documents_and_targets(tiny, fake_graphs, varlen, extra, capfd):
+def test_packed_rows_are_captured_with_padded_documents_and_targets(tiny, fake_graphs, varlen, extra, capfd):
     plain = run_train(tiny.words(varlen, *extra))
     run = run_train(tiny.words(varlen, *extra, GRAPHS))
     assert curve(run) == pytest.approx(curve(plain), rel=1e-5)
     several = "train.micro_batch=2" in extra
-    assert fake_graphs[0].made[-1] is (not several) and len(fake_graphs[0].played) >= (40 if several else 6)
+    assert fake_graphs[0].captures[-1] is (not several) and len(fake_graphs[0].replays) >= (40 if several else 6)
     assert "note: train.cuda_graphs" not in capfd.readouterr().out
 
 
-def test_a_form_grows_for_what_has_no_room_and_holds_what_has():
-    """Targets by eighths, starts by sixteen, the longest document by powers of two."""
+def test_a_graph_shape_grows_for_larger_batches_and_pads_smaller_ones():
+    """Targets by eighths, cu_seqlens by 16, max_seqlen by powers of two."""
     seen, parts = [], []
     weight = torch.nn.Parameter(torch.ones(()))
 
@@ -233,7 +233,7 @@ def test_a_form_grows_for_what_has_no_room_and_holds_what_has():
     hand = FakeGraphs([weight])
     cuda_graphs = CudaGraphs(loss, [weight], hand.machine)
 
-    def play(targets, starts, longest, plain=False):
+    def run_batch(targets, starts, longest, plain=False):
         weight.grad = None
         layout = Layout("varlen", None, torch.tensor([0] * (starts - 1) + [128]), longest, one_document_per_row=plain)
         places = torch.arange(targets)
@@ -242,15 +242,17 @@ def test_a_form_grows_for_what_has_no_room_and_holds_what_has():
         parts.append((float((loss(ready) if part is None else part).detach()), sum(range(targets))))
         return part is not None
 
-    assert [play(33, 3, 20) for _ in range(5)] == [False] * 3 + [True] * 2 and seen[-1] == (48, 16, 32)
-    assert play(48, 2, 32) and play(1, 3, 5) and play(40, 3, 64, plain=True) is False  # which has a longer document
-    assert [play(33, 3, 20) for _ in range(4)] == [False, False, True, True] and seen[-1] == (48, 16, 64)
-    assert play(33, 16, 20) and [play(128, 17, 64) for _ in range(4)] == [False] * 3 + [True]
+    assert [run_batch(33, 3, 20) for _ in range(5)] == [False] * 3 + [True] * 2 and seen[-1] == (48, 16, 32)
+    assert (
+        run_batch(48, 2, 32) and run_batch(1, 3, 5) and run_batch(40, 3, 64, plain=True) is False
+    )  # which has a longer document
+    assert [run_batch(33, 3, 20) for _ in range(4)] == [False, False, True, True] and seen[-1] == (48, 16, 64)
+    assert run_batch(33, 16, 20) and [run_batch(128, 17, 64) for _ in range(4)] == [False] * 3 + [True]
     assert seen[-1] == (128, 32, 64)
-    assert play(3, 2, 5) and all(mine == wanted for mine, wanted in parts) and hand.made == [True] * 3
+    assert run_batch(3, 2, 5) and all(mine == wanted for mine, wanted in parts) and hand.captures == [True] * 3
 
 
-def test_what_a_pass_is_filled_up_with_is_inside_it():
+def test_padded_targets_are_valid_indices_without_labels():
     layout, ids = Layout("varlen", None, torch.tensor([0, 20, 33]), 33, one_document_per_row=False), torch.zeros(3, 11)
     all_of_it, one = (DeviceBatch(ids, ids, *(torch.arange(count),) * 2, layout) for count in (33, 1))
     room = graph_shape(one).grow(graph_shape(all_of_it))
@@ -282,7 +284,7 @@ def test_the_end_of_a_text_now_and_then_does_not_make_rows_packed():
         lambda ready: weight * ready.labels_N.clamp(min=0).sum(), [weight], FakeGraphs([weight]).machine
     )
 
-    def play(plain):
+    def run_batch(plain):
         weight.grad = None
         layout, some = (
             Layout("varlen", None, torch.tensor([0, 40, 64]), 64, one_document_per_row=plain),
@@ -290,49 +292,49 @@ def test_the_end_of_a_text_now_and_then_does_not_make_rows_packed():
         )
         return cuda_graphs.run(DeviceBatch(some.view(1, 64), some, some, some, layout), 1, is_only=True)[0] is not None
 
-    assert [play(True) for _ in range(4)] == [False] * 3 + [True]
-    assert not play(False) and cuda_graphs._shape.is_unpacked and not cuda_graphs._graphs
-    assert [play(True) for _ in range(40)] == [False] * 3 + [True] * 37
-    assert not play(False) and cuda_graphs._shape.is_unpacked  # two of 46
-    assert not play(False) and not cuda_graphs._shape.is_unpacked  # three of 47
-    assert [play(bool(i % 2)) for i in range(4)] == [False, False, True, True]
+    assert [run_batch(True) for _ in range(4)] == [False] * 3 + [True]
+    assert not run_batch(False) and cuda_graphs._shape.is_unpacked and not cuda_graphs._graphs
+    assert [run_batch(True) for _ in range(40)] == [False] * 3 + [True] * 37
+    assert not run_batch(False) and cuda_graphs._shape.is_unpacked  # two of 46
+    assert not run_batch(False) and not cuda_graphs._shape.is_unpacked  # three of 47
+    assert [run_batch(bool(i % 2)) for i in range(4)] == [False, False, True, True]
 
 
 @pytest.fixture
 def small():
-    """A weight, its recordings, the cuda_graphs, and a way to play it."""
+    """A weight, its fake graphs, the CudaGraphs, and a function that runs a batch."""
     weight = torch.nn.Parameter(torch.ones(3))
     fake_graphs = FakeGraphs([weight])
     cuda_graphs = CudaGraphs(lambda ready: (weight * ready.ids_BT.float()).sum(), [weight], fake_graphs.machine)
 
-    def play(*numbers, rows=1, plain=True):
+    def run_batch(*numbers, rows=1, plain=True):
         weight.grad = None
         layout = Layout("sdpa", None, None, 3, one_document_per_row=plain)
         return cuda_graphs.run(
             DeviceBatch(torch.tensor([numbers] * rows), *(torch.arange(3),) * 3, layout), 2, is_only=True
         )[0]
 
-    return weight, fake_graphs, cuda_graphs, play
+    return weight, fake_graphs, cuda_graphs, run_batch
 
 
-def test_a_pass_that_is_not_recorded_does_not_keep_memory_twice(small):
+def test_an_eager_pass_releases_graphs_that_hold_as_much_memory(small):
     """Rows of several documents, such as the end of a text, come now and then; smaller ones may in every step."""
-    _, fake_graphs, cuda_graphs, play = small
-    assert [play(1, 2, 3, rows=2) is None for _ in range(4)] == [True, True, True, False]
+    _, fake_graphs, cuda_graphs, run_batch = small
+    assert [run_batch(1, 2, 3, rows=2) is None for _ in range(4)] == [True, True, True, False]
     held = weakref.ref(cuda_graphs._graphs[True][0])
-    assert play(1, 2, 3) is None and play(1, 2, 3, plain=False) is None and held() is not None
-    assert play(1, 2, 3, rows=2, plain=False) is None and held() is None
-    assert [play(1, 2, 3, rows=2) is None for _ in range(4)] == [True, True, True, False]
-    assert play(1, 2, 3, rows=3) is None and not cuda_graphs._graphs
-    assert fake_graphs.made == [True, True]
+    assert run_batch(1, 2, 3) is None and run_batch(1, 2, 3, plain=False) is None and held() is not None
+    assert run_batch(1, 2, 3, rows=2, plain=False) is None and held() is None
+    assert [run_batch(1, 2, 3, rows=2) is None for _ in range(4)] == [True, True, True, False]
+    assert run_batch(1, 2, 3, rows=3) is None and not cuda_graphs._graphs
+    assert fake_graphs.captures == [True, True]
 
 
-def test_weights_that_were_moved_are_recorded_anew(small):
-    weight, fake_graphs, _, play = small
-    assert [play(1, 2, 3) for _ in range(3)] == [None] * 3
-    assert float(play(1, 2, 3)) == 3.0 and weight.grad.tolist() == [0.5, 1.0, 1.5]
+def test_weights_that_moved_are_captured_again(small):
+    weight, fake_graphs, _, run_batch = small
+    assert [run_batch(1, 2, 3) for _ in range(3)] == [None] * 3
+    assert float(run_batch(1, 2, 3)) == 3.0 and weight.grad.tolist() == [0.5, 1.0, 1.5]
     weight.data = torch.full((3,), 2.0)
-    assert float(play(3, 3, 3)) == 9.0 and fake_graphs.made == [True, True]
+    assert float(run_batch(3, 3, 3)) == 9.0 and fake_graphs.captures == [True, True]
 
 
 def test_a_cpu_has_no_graphs(tiny):
@@ -342,7 +344,7 @@ def test_a_cpu_has_no_graphs(tiny):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 @pytest.mark.parametrize("passes", [1, 3])
-def test_a_gpu_plays_what_it_recorded(passes):
+def test_a_gpu_replays_what_it_captured(passes):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1)).cuda()
     layout = Layout("sdpa", None, None, 16, one_document_per_row=True)
@@ -350,12 +352,12 @@ def test_a_gpu_plays_what_it_recorded(passes):
     def loss(ready):
         return model(ready.ids_BT).pow(2).sum()
 
-    def step(play):
+    def step(run_batch):
         model.zero_grad(set_to_none=True)
         torch.manual_seed(1)
         for _ in range(passes):
             ready = DeviceBatch(torch.randn(8, 16, device="cuda"), *(torch.arange(3, device="cuda"),) * 3, layout)
-            part = play(ready)
+            part = run_batch(ready)
             if part is None or part.requires_grad:
                 (loss(ready) / targets if part is None else part).backward()
         return [weight.grad.clone() for weight in model.parameters()]
@@ -381,20 +383,20 @@ def test_a_gpu_plays_what_it_recorded(passes):
      ("train.compile=on",)],
     ids=str,
 )  # fmt: skip
-def test_a_gpu_plays_packed_rows(tiny, monkeypatch, extra, capfd):
-    """Only a GPU can say whether real kernels can be captured; the rest is tested by hand above, on any machine."""
+def test_a_gpu_replays_packed_rows(tiny, monkeypatch, extra, capfd):
+    """Only a GPU shows whether real kernels can be captured; the rest is tested with fake graphs, on any machine."""
     words = ("train.device=cuda", "train.precision=bf16", "train.attention=varlen", "train.steps=24", *extra)
     made, real = [], GpuCapture.__call__
     monkeypatch.setattr(GpuCapture, "__call__", lambda self, work: (made.append(work), real(self, work))[1])
     plain = curve(run_train(tiny.words(*words, "train.cuda_graphs=off")))
     assert not made
-    played = curve(run_train(tiny.words(*words, GRAPHS)))
-    assert played == pytest.approx(plain, rel=0.02)
+    replayed = curve(run_train(tiny.words(*words, GRAPHS)))
+    assert replayed == pytest.approx(plain, rel=0.02)
     assert made and "note: train.cuda_graphs" not in capfd.readouterr().out
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
-def test_a_gpu_draws_the_same_numbers_as_without_a_recording():
+def test_a_gpu_draws_the_same_dropout_masks_as_without_graphs():
     """Only where there is a GPU: no CPU has its generator, nor graphs that carry it on."""
     weight = torch.nn.Parameter(torch.linspace(1, 2, 1000, device="cuda"))
     ready = DeviceBatch(torch.zeros(1, 8, device="cuda"), *(torch.arange(3, device="cuda"),) * 3,
@@ -403,12 +405,12 @@ def test_a_gpu_draws_the_same_numbers_as_without_a_recording():
     def loss(ready):
         return torch.nn.functional.dropout(weight * weight).sum()
 
-    def drawn(play):
+    def drawn(run_batch):
         torch.manual_seed(1)
         found = []
         for _ in range(8):
             weight.grad = None
-            part = play(ready)
+            part = run_batch(ready)
             found.append(float(part if part is not None else loss(ready) / 3))
         return found
 

@@ -90,7 +90,7 @@ def test_the_nearer_way_to_say_a_size_holds(home: Path) -> None:
         ("small model.d_model=null", "model.d_model: not set, but a new model needs it; set it, or model.depth"),
     ],
 )
-def test_sizes_that_contradict_a_dial_are_told_in_one_line(words: str, message: str) -> None:
+def test_sizes_that_contradict_a_dial_are_reported_in_one_line(words: str, message: str) -> None:
     with pytest.raises(UserError) as told:
         load_run(words.split())
     assert message in str(told.value)

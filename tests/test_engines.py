@@ -1,5 +1,5 @@
-"""One run, whatever spreads it: the same losses and weights, checkpoints that every engine can go on from, and the same
-ways to go wrong."""
+"""One run with every engine: the same losses and weights, checkpoints that every engine resumes from, and the same
+handling of faults."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SHORT = (*RUN, "train.steps=12", "train.eval_every=6")
 
 
 def _engine(name: str, home) -> str:
-    """`zero1` … are DeepSpeed's, each from a file; a star has it all in the host's memory."""
+    """`zero1` … are DeepSpeed's, each from a file; a star: offloaded to host memory."""
     if not name.startswith("zero"):
         return f"parallel.engine={name}"
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
@@ -81,7 +81,7 @@ def _slow(*cases):
                ("lora", "zero3", 2), ("pretrain", "zero2*", 2), ("full", "zero3*", 2)),
     ],
 )  # fmt: skip
-def test_the_losses_are_those_of_a_process_alone(tiny, fork_server, method, engine, size):
+def test_every_engine_has_the_losses_of_a_single_rank(tiny, fork_server, method, engine, size):
     whole = tiny.whole(*METHODS[method], *RUN)
     words = tiny.words(*METHODS[method], *RUN, _engine(engine, tiny.home))
     done = fork_server.run_ranks(size, words)
@@ -115,7 +115,7 @@ Guard.should_stop = lambda self: "a test" if len(made) >= {} else None
         ),
     ],
 )
-def test_a_checkpoint_of_any_engine_is_gone_on_from_by_any_other(tiny, fork_server, method, legs):
+def test_every_engine_resumes_from_the_checkpoint_of_any_other(tiny, fork_server, method, legs):
     whole = tiny.whole(*METHODS[method], *RUN)
     words = tiny.words(*METHODS[method], *RUN)
     run, each = run_of(words), -(-20 // len(legs))
@@ -145,7 +145,7 @@ Stepper.update = struck
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero2"])
-def test_a_signal_to_one_process_stops_all_after_the_same_step_and_nothing_is_lost(tiny, fork_server, engine):
+def test_a_signal_to_one_rank_stops_all_after_the_same_step_and_nothing_is_lost(tiny, fork_server, engine):
     whole = tiny.whole(*SHORT)
     words = tiny.words(*SHORT, _engine(engine, tiny.home))
     done = fork_server.run_ranks(2, words, _SIGNAL)
@@ -168,7 +168,7 @@ Stepper.update = struck
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero2"])
-def test_a_killed_process_ends_the_others_and_the_next_start_goes_on_from_the_checkpoint(tiny, fork_server, engine):
+def test_a_killed_rank_ends_the_others_and_the_next_start_resumes_from_the_checkpoint(tiny, fork_server, engine):
     whole = tiny.whole(*SHORT)
     words = tiny.words(*SHORT, _engine(engine, tiny.home), "save.every_steps=4")
     done = fork_server.run_ranks(2, words, _KILL)
@@ -180,7 +180,7 @@ def test_a_killed_process_ends_the_others_and_the_next_start_goes_on_from_the_ch
     _same(run_of(words), whole)
 
 
-# In one process of two, once; `backward` is in the midst of the step's last pass, when gradients travel.
+# On one rank of two, once; `backward`: during the last backward of the step, while gradients are reduced.
 _TIGHT = """
 import torch
 from sojourn.train.batcher import DeviceBatch
@@ -235,9 +235,9 @@ def test_memory_that_runs_out_on_one_rank_costs_no_step_or_restarts_one_fallback
     words = tiny.words(*SHORT, _engine(engine, tiny.home), "save.every_steps=4")
     run, wrong = run_of(words), _TIGHT.replace("PLACE", place)
     done = fork_server.run_ranks(2, words, wrong)
-    if engine == "ddp":  # all agree, and do the same step again
+    if engine == "ddp":  # all ranks agree, and replay the step
         assert done.codes == [0, 0], done
-    else:  # the others wait in the midst of a pass
+    else:  # the others wait in a collective
         assert done.codes[1] == 1 and done.codes[0] != 0, done
         assert run.status().state == "failed"
         again = fork_server.run_ranks(2, words)
@@ -268,15 +268,15 @@ def _nan_in_rows(*numbers):
 
 @pytest.fixture(scope="module")
 def nan_alone(tiny, fork_server):
-    """One process alone, in which the rows of step 4 make no number."""
+    """One rank; the rows of step 4 give a NaN loss."""
     words = tiny.words(*NAN_RUN)
     assert fork_server.run_ranks(1, words, _nan_in_rows(24, 25)).codes == [0]
     return run_of(words)
 
 
 @pytest.mark.parametrize("engine", ["fsdp", "zero2", *_slow(("ddp",), ("zero3",), ("zero2*",))])
-def test_a_step_that_is_no_number_is_left_out_by_every_engine(tiny, fork_server, nan_alone, engine):
-    """The rows of step 3 make no number wherever they are read; alone or together, the run goes on without them."""
+def test_a_nan_step_is_skipped_by_every_engine(tiny, fork_server, nan_alone, engine):
+    """The rows of step 3 give a NaN loss on whichever rank reads them; the run skips them."""
     words = tiny.words(*NAN_RUN, _engine(engine, tiny.home))
     # Of two ranks the first has read 12 rows before those of step 4.
     done = fork_server.run_ranks(2, words, _nan_in_rows(12, 13))
@@ -296,23 +296,23 @@ def test_a_step_that_is_no_number_is_left_out_by_every_engine(tiny, fork_server,
         (("train.global_batch=1",), "1 rows are fewer than the 2 ranks; use at least 2"),
     ],
 )
-def test_what_an_engine_cannot_do_is_refused_in_one_line_by_all_processes(tiny, fork_server, extra, says):
+def test_unsupported_settings_of_an_engine_are_refused_in_one_line_by_all_ranks(tiny, fork_server, extra, says):
     done = fork_server.run_ranks(2, tiny.words(*extra))
     assert done.codes == [2, 2], done
-    told = [line for line in done.said[0].splitlines() if line.startswith("sojourn: ")]
-    assert len(told) == 1 and says in told[0]
+    errors = [line for line in done.said[0].splitlines() if line.startswith("sojourn: ")]
+    assert len(errors) == 1 and says in errors[0]
 
 
 @pytest.mark.parametrize("size", [2, *_slow((1,))])
-def test_weights_that_stay_gathered_are_cut_again_where_no_backward_does_it(tiny, fork_server, size):
-    """After the trial of a base, and after evaluations: or what is trained and saved would be a copy."""
+def test_gathered_weights_are_resharded_where_no_backward_does_it(tiny, fork_server, size):
+    """After the parity check of a base model, and after evaluations: else a copy would be trained and saved."""
     words = tiny.words(*METHODS["full"], *SHORT, "parallel.engine=fsdp", "advanced.reshard_after_forward=false")
     done = fork_server.run_ranks(size, words)
     assert done.codes == [0] * size, done
     _same(run_of(words), tiny.whole(*METHODS["full"], *SHORT))
 
 
-def test_weights_in_the_hosts_memory_give_the_same_losses(tiny, fork_server):
+def test_offloaded_weights_give_the_same_losses(tiny, fork_server):
     words = tiny.words(*SHORT, "train.offload=all")
     done = fork_server.run_ranks(2, words)
     assert done.codes == [0, 0], done
@@ -327,7 +327,7 @@ def test_deepspeed_compiles_nothing_for_a_cpu(tiny, fork_server, tmp_path):
     assert done.codes == [0] and not any(tmp_path.iterdir()), done
 
 
-def test_an_engine_with_one_process_is_the_process_alone(tiny):
+def test_an_engine_with_one_rank_equals_a_run_without_one(tiny):
     """Without any launcher."""
     whole = tiny.whole(*SHORT)
     for engine in ("ddp", "fsdp"):

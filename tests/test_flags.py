@@ -328,7 +328,7 @@ def test_every_translated_value_is_a_valid_setting_or_a_note(flag: str) -> None:
         ("--push_to_hub", "--push_to_hub: not supported; upload"),
     ],
 )
-def test_what_other_trainers_can_and_this_one_cannot_is_told(words: str, message: str) -> None:
+def test_what_other_trainers_can_and_this_one_cannot_is_reported(words: str, message: str) -> None:
     with pytest.raises(UserError) as told:
         run(f"lora-20k {words}")
     assert message in str(told.value)

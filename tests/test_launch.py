@@ -1,4 +1,4 @@
-"""`--gpus 0,1` as a person types it: processes that start themselves, are lost, fail, and are stopped."""
+"""`--gpus 0,1` as a user types it: ranks are started, killed, fail, and are stopped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tiny import Tiny, events, losses, run_of, saved_steps
 
 RUN = ("train.micro_batch=1", "train.steps=14", "save.every_steps=4", "parallel.gpus=0,1")
 
-# What goes wrong, in every process before it trains: Python that knows its rank and which start of it this is.
+# Faults, run on every rank before it trains: Python code that knows the rank and the restart count.
 _WRONG = """
 import os, signal
 if "RANK" in os.environ:
@@ -55,8 +55,8 @@ _KILLED = "if start == 1 and step == 5: os.kill(os.getpid(), signal.SIGKILL)"
         pytest.param(f"{_FULL}\n            {_KILLED}", [0, 4, 8], id="memory, then a kill", marks=pytest.mark.slow),
     ],
 )
-def test_processes_that_run_out_of_memory_or_are_killed_begin_again_and_end_the_same(tiny, fork_server, wrong, starts):
-    """In the second of two, under an engine whose processes cannot agree any more when one fails."""
+def test_ranks_that_run_out_of_memory_or_are_killed_restart_and_end_the_same(tiny, fork_server, wrong, starts):
+    """On the second of two ranks, with an engine whose ranks cannot agree any more when one fails."""
     words = tiny.words(*RUN, "parallel.engine=fsdp")
     out, err = (process := _start(fork_server, words, wrong)).communicate(timeout=300)
     run = run_of(words)
@@ -71,7 +71,7 @@ def test_processes_that_run_out_of_memory_or_are_killed_begin_again_and_end_the_
 
 
 @needs_fork
-def test_a_process_that_fails_ends_all_with_its_own_traceback_and_nothing_is_started_again(tiny, fork_server):
+def test_a_rank_that_fails_ends_all_with_its_own_traceback_and_nothing_restarts(tiny, fork_server):
     words = tiny.words(*RUN)
     out, err = (process := _start(fork_server, words, "if step == 3: nonsense = {}['missing']")).communicate(
         timeout=300
@@ -85,8 +85,8 @@ def test_a_process_that_fails_ends_all_with_its_own_traceback_and_nothing_is_sta
 @pytest.mark.parametrize(
     "how", ["Ctrl-C", pytest.param("kill -9 of the one that started them", marks=pytest.mark.slow)]
 )
-def test_what_stops_the_command_stops_its_processes_saved(tiny, how):
-    """Every process is a fresh Python here."""
+def test_what_stops_the_command_stops_and_saves_its_ranks(tiny, how):
+    """Every rank is a new Python process here."""
     words = tiny.words(*RUN, "train.steps=5000", "save.every_steps=null")
     pipe, env = subprocess.PIPE, {**clean_environment(), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "sojourn", "train", *words]
@@ -113,12 +113,12 @@ def test_what_cannot_be_launched_is_refused_before_anything_starts(tiny: Tiny, t
         (("parallel.nodes=2", "parallel.master=nowhere.invalid"), "nowhere.invalid cannot be reached from here"),
         (("parallel.nodes=2", "parallel.master=x", "parallel.node=2"), "2 machines are counted from 0"),
     ):
-        told = called("train", *tiny.words(*RUN, *extra))
-        assert told.returncode == 2 and told.stderr.count("\n") == 1 and says in told.stderr, told
+        result = called("train", *tiny.words(*RUN, *extra))
+        assert result.returncode == 2 and result.stderr.count("\n") == 1 and says in result.stderr, result
 
 
 @pytest.mark.slow
-def test_a_run_of_several_processes_is_rehearsed_and_proved_by_them(tiny):
+def test_a_run_of_several_ranks_is_rehearsed_and_verified_by_them(tiny):
     words = tiny.words("train.micro_batch=1", "parallel.gpus=0,1", "parallel.engine=fsdp")
     command = [sys.executable, "-m", "sojourn"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -134,7 +134,7 @@ def test_a_run_of_several_processes_is_rehearsed_and_proved_by_them(tiny):
     assert not list((tiny.home / "runs").glob(".rehearsal*"))
 
 
-def test_nothing_of_a_launch_is_left_to_what_this_process_does_next(tiny, monkeypatch):
+def test_a_launch_leaves_nothing_in_the_environment_of_this_process(tiny, monkeypatch):
     seen = []
     monkeypatch.setattr(launching, "_run_agent", lambda config, args: seen.append(os.environ[launching.VERDICT]))
     for _ in range(2):

@@ -179,7 +179,7 @@ def directives(script: str) -> dict[str, str]:
     return {line.partition("=")[0]: line.partition("=")[2] for line in lines}
 
 
-def test_the_sbatch_script_asks_for_the_machines_and_is_told_before_the_end() -> None:
+def test_the_sbatch_script_asks_for_the_machines_and_gets_a_signal_before_the_end() -> None:
     script = slurm_script(TWO)
     asked = directives(script)
     assert script.startswith("#!/bin/bash\n")
@@ -364,7 +364,7 @@ def test_a_driver_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPat
         launch_line._count_gpus("auto")
 
 
-def test_a_grace_that_torchrun_does_not_keep_is_told() -> None:
+def test_a_grace_that_torchrun_does_not_keep_is_reported() -> None:
     config = load_run(["small", "limits.grace=2m"]).config
     (kept,) = check_launch(Launch("a", WORDS, 2, 4, grace=120.0), config)
     assert "30 s" in kept and check_launch(Launch("a", WORDS, 2, 4), config) == []

@@ -1,4 +1,4 @@
-"""Losses and gradients that cannot be right: done again, left out, gone back from, or the end, as the user wishes."""
+"""NaN losses and loss spikes: replayed, skipped, rolled back, or the end of the run, as set."""
 
 import contextlib
 import math
@@ -23,29 +23,29 @@ _numbers = st.floats(min_value=1e-3, max_value=1e3)
 @given(
     st.lists(_numbers, max_size=LOSS_WINDOW), st.sampled_from([math.nan, math.inf, -math.inf]), _numbers, st.booleans()
 )
-def test_a_loss_that_is_no_number_is_never_good(recent, loss, norm, scaled):
+def test_a_nan_or_infinite_loss_is_never_good(recent, loss, norm, scaled):
     assert check_loss(loss, norm, recent, scaled) == "not finite"
 
 
 @given(st.lists(_numbers, max_size=31), _numbers, st.sampled_from([math.nan, math.inf]))
-def test_an_infinite_gradient_is_everyday_only_where_the_loss_is_scaled(recent, loss, norm):
+def test_an_infinite_gradient_is_normal_only_with_loss_scaling(recent, loss, norm):
     assert check_loss(loss, norm, recent, scaled=False) == "not finite"
     assert check_loss(loss, norm, recent, scaled=True) == "good"
 
 
 @given(st.lists(_numbers, max_size=31), _numbers, _numbers)
-def test_no_loss_is_unusual_before_the_run_knows_what_is_usual(recent, loss, norm):
+def test_no_loss_is_a_spike_before_there_are_enough_recent_losses(recent, loss, norm):
     assert check_loss(loss, norm, recent, scaled=False) == "good"
 
 
 @given(st.lists(_numbers, min_size=32, max_size=LOSS_WINDOW), _numbers, _numbers)
-def test_a_loss_no_higher_than_one_before_it_that_was_usual_is_good(recent, loss, norm):
+def test_a_loss_no_higher_than_a_recent_one_is_good(recent, loss, norm):
     middle = sorted(recent)[len(recent) // 2]
     assert check_loss(min(loss, middle), norm, recent, scaled=False) == "good"
 
 
 @given(_numbers, st.integers(32, LOSS_WINDOW))
-def test_a_calm_run_allows_for_some_noise_and_calls_the_rest_a_spike(usual, count):
+def test_a_steady_run_allows_for_some_noise_and_calls_the_rest_a_spike(usual, count):
     recent = [usual] * count
     assert check_loss(usual * 1.19, 1.0, recent, scaled=False) == "good"
     assert check_loss(usual * 1.21, 1.0, recent, scaled=False) == "spike"
@@ -57,7 +57,7 @@ def test_however_noisy_the_run_a_loss_of_ten_times_the_usual_is_a_spike(recent):
 
 
 @given(_numbers, _numbers, st.sampled_from([0.0, 1e-2]))
-def test_a_step_done_twice_is_the_same_if_loss_and_norm_are(loss, norm, within):
+def test_a_replayed_step_is_the_same_if_loss_and_norm_are(loss, norm, within):
     assert is_reproduced((loss, norm), (loss, norm), within)
     assert is_reproduced((math.nan, norm), (math.inf, norm), within)
     assert not is_reproduced((loss, norm), (math.nan, norm), within)
@@ -98,7 +98,7 @@ def _spoil(monkeypatch, wrong, into=math.nan):
 
 @pytest.mark.parametrize("kind", [(), (*LORA, "method.dropout=0.3")], ids=["pretrain", "lora with dropout"])
 @pytest.mark.parametrize("into", [math.nan, math.inf], ids=str)
-def test_a_wrong_loss_that_is_right_when_done_again_changes_nothing_and_blames_the_machine(
+def test_a_wrong_loss_that_is_right_when_replayed_changes_nothing_and_blames_the_hardware(
     tiny, monkeypatch, capsys, kind, into
 ):
     whole, words = tiny.whole(*kind), tiny.words(*kind)
@@ -110,7 +110,7 @@ def test_a_wrong_loss_that_is_right_when_done_again_changes_nothing_and_blames_t
     assert not events(run, "bad_step")
 
 
-def test_a_batch_that_is_always_bad_is_left_out_and_named(tiny, monkeypatch):
+def test_a_batch_that_is_always_bad_is_skipped_and_named(tiny, monkeypatch):
     words = tiny.words()
     _spoil(monkeypatch, lambda step, time: step == 5)
     run = run_train(words)
@@ -124,7 +124,7 @@ def test_a_batch_that_is_always_bad_is_left_out_and_named(tiny, monkeypatch):
     assert not events(run, "suspect_hardware")
 
 
-def test_a_gradient_that_is_infinite_every_time_is_left_out_too(tiny, monkeypatch):
+def test_a_gradient_that_is_always_infinite_is_skipped_too(tiny, monkeypatch):
     words = tiny.words()
     real, calls = Engine.clip_grad_norm, []
 
@@ -141,7 +141,7 @@ def test_a_gradient_that_is_infinite_every_time_is_left_out_too(tiny, monkeypatc
     assert all(torch.isfinite(tensor).all() for tensor in weights(run).values())
 
 
-def test_rollback_goes_to_the_last_checkpoint_and_on_without_the_batch_the_same_way_every_time(tiny, monkeypatch):
+def test_rollback_returns_to_the_last_checkpoint_and_skips_the_batch_deterministically(tiny, monkeypatch):
     runs = []
     for _ in range(2):
         words = tiny.words("train.on_nan=rollback", "save.every_steps=4", "save.keep=9")
@@ -157,7 +157,7 @@ def test_rollback_goes_to_the_last_checkpoint_and_on_without_the_batch_the_same_
     assert read_json(run.checkpoints / "step-00000008" / "state.json")["skipped_steps"] == [6]
 
 
-def test_rollback_before_any_checkpoint_leaves_the_batch_out_where_it_stands(tiny, monkeypatch):
+def test_rollback_before_any_checkpoint_skips_the_batch(tiny, monkeypatch):
     words = tiny.words("train.on_nan=rollback")
     tried = _spoil(monkeypatch, lambda step, time: step == 2)
     run = run_train(words)
@@ -168,10 +168,10 @@ def test_rollback_before_any_checkpoint_leaves_the_batch_out_where_it_stands(tin
 def test_stop_ends_the_run_and_saves_nothing_wrong(tiny, monkeypatch):
     words = tiny.words("train.on_nan=stop", "save.every_steps=4")
     _spoil(monkeypatch, lambda step, time: step == 6)
-    with pytest.raises(RunFailed, match=r"step 7: the loss is nan.*try a smaller rate.*--fork NEWNAME") as told:
+    with pytest.raises(RunFailed, match=r"step 7: the loss is nan.*try a smaller rate.*--fork NEWNAME") as error:
         run_train(words)
     run = run_of(words)
-    assert "\n" not in str(told.value) and saved_steps(run) == [4]
+    assert "\n" not in str(error.value) and saved_steps(run) == [4]
     assert run.status().state == "failed" and run.status().resumable
 
 
@@ -214,7 +214,7 @@ def _spike(monkeypatch, at=36):
     return _spoil(monkeypatch, lambda step, time: step == at, into=100.0)
 
 
-def test_a_spike_is_kept_unless_told_otherwise_and_named(tiny, monkeypatch, capsys):
+def test_a_spike_is_kept_by_default_and_named(tiny, monkeypatch, capsys):
     words = tiny.words(*LONG)
     _spike(monkeypatch)
     run = run_train(words)
@@ -224,7 +224,7 @@ def test_a_spike_is_kept_unless_told_otherwise_and_named(tiny, monkeypatch, caps
     assert len(losses(run)) == 40 and max(losses(run)) == event["loss"]
 
 
-def test_a_spike_is_left_out_or_gone_back_from_if_wished(tiny, monkeypatch):
+def test_a_spike_is_skipped_or_rolled_back_if_set(tiny, monkeypatch):
     results = {}
     for policy in ("skip", "rollback"):
         words = tiny.words(*LONG, f"train.on_spike={policy}", "save.every_steps=34", "save.keep=9")
@@ -235,10 +235,10 @@ def test_a_spike_is_left_out_or_gone_back_from_if_wished(tiny, monkeypatch):
         assert (event["step"], event["why"], event["policy"]) == (37, "spike", policy)
         assert (tried[34], tried[36]) == ((1, 2) if policy == "skip" else (2, 2))
         assert len(losses(run)) == 39 and max(losses(run)[1:]) < 10
-    assert same_weights(*results.values())  # no dropout: replayed steps come out as they did
+    assert same_weights(*results.values())  # no dropout: replayed steps are identical
 
 
-def test_a_spike_that_turns_into_no_number_is_not_kept(tiny, monkeypatch):
+def test_a_spike_that_becomes_nan_when_replayed_is_not_kept(tiny, monkeypatch):
     words = tiny.words(*LONG)
     inner, calls = Stepper._loss_sum, []
 
@@ -253,7 +253,7 @@ def test_a_spike_that_turns_into_no_number_is_not_kept(tiny, monkeypatch):
     assert all(torch.isfinite(tensor).all() for tensor in weights(run).values())
 
 
-def test_memory_that_runs_out_while_a_bad_step_is_done_again_is_no_bad_step(tiny, monkeypatch):
+def test_running_out_of_memory_while_a_bad_step_is_replayed_is_no_bad_step(tiny, monkeypatch):
     whole, words = tiny.whole(), tiny.words()
     _spoil(monkeypatch, lambda step, time: step == 5 and time == 1)
     inner, calls = Stepper._loss_sum, []
@@ -272,8 +272,8 @@ def test_memory_that_runs_out_while_a_bad_step_is_done_again_is_no_bad_step(tiny
 
 @pytest.mark.parametrize("policy", ["skip", "rollback", "stop"])
 @pytest.mark.parametrize("bad", [5, 6], ids=["between two saves", "just before one"])
-def test_weights_that_have_gone_bad_are_never_saved_and_no_batch_is_blamed(tiny, monkeypatch, policy, bad):
-    """A bit flips in the update itself: its loss was good, and every one after it is none."""
+def test_corrupt_weights_are_never_saved_and_no_batch_is_blamed(tiny, monkeypatch, policy, bad):
+    """A bit flips in the optimizer step: its loss was good, and every later one is NaN."""
     words = tiny.words("save.every_steps=2", "save.keep=1", "train.max_bad_steps=2", f"train.on_nan={policy}")
     real, made = Stepper.update, []
 

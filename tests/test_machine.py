@@ -215,7 +215,7 @@ def test_an_old_driver_that_does_not_know_compute_cap_is_still_read(smi):
     assert only.name == "Tesla T4" and only.capability is None
 
 
-def test_a_broken_driver_is_told_in_one_line(smi):
+def test_a_broken_driver_is_reported_in_one_line(smi):
     smi("#!/bin/sh\necho 'NVIDIA-SMI has failed because it could not communicate'\nexit 9\n")
     with pytest.raises(RuntimeError, match="could not communicate"):
         machine_gpus.driver_gpus()

@@ -116,7 +116,7 @@ def test_a_plain_line_tells_everything(run):
     assert format_plain_line(10, 100, FULL) == said + "spent 1.20 of about 3.40 · 11h59m left"
 
 
-def test_waiting_for_data_is_told_only_when_it_matters():
+def test_waiting_for_data_is_reported_only_when_it_matters():
     assert "data wait" not in format_plain_line(1, 2, StepReport(1.0, 1.0, 1, data_wait=0.05))
     assert "data wait 6 %" in format_plain_line(1, 2, StepReport(1.0, 1.0, 1, data_wait=0.06))
 

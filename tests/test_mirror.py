@@ -377,7 +377,7 @@ def test_a_disk_that_fills_up_keeps_what_was_whole(small_disk, tmp_path, monkeyp
     assert content(tmp_path / "back") == content(source)
 
 
-def test_a_folder_that_cannot_be_written_is_told():
+def test_a_folder_that_cannot_be_written_is_reported():
     with ordinary_user() as folder:
         source = checkpoint(folder / "source")
         (folder / "drive").mkdir()

@@ -167,7 +167,7 @@ def test_a_step_done_again_draws_the_same_random_numbers(tiny, monkeypatch, kind
     _same_result(run, whole)
 
 
-def test_the_loss_in_chunks_is_the_rung_after_full_recomputation(tiny, monkeypatch):
+def test_the_chunked_loss_is_the_fallback_after_full_activation_checkpointing(tiny, monkeypatch):
     whole, words = (
         tiny.whole(),
         tiny.words("train.micro_batch=1", "train.activation_checkpointing=full", "advanced.chunked_loss=off"),
@@ -286,7 +286,7 @@ def _stopped_after(words, monkeypatch, steps):
         run_train(words)
 
 
-def test_the_next_call_starts_on_the_rung(tiny, monkeypatch):
+def test_the_next_call_starts_with_the_fallback(tiny, monkeypatch):
     whole, words = tiny.whole(), tiny.words()
     with monkeypatch.context() as patch:
         _forward(patch, lambda rows, call: rows > 2)
@@ -299,7 +299,7 @@ def test_the_next_call_starts_on_the_rung(tiny, monkeypatch):
     _same_result(run, whole)
 
 
-def test_another_kind_of_device_ignores_the_rung(tiny, monkeypatch):
+def test_another_kind_of_device_ignores_the_fallback(tiny, monkeypatch):
     words = tiny.words()
     _stopped_after(words, monkeypatch, 4)
     run = run_of(words)

@@ -144,7 +144,7 @@ def test_links_are_read_from_the_drivers_matrix():
     assert probe_parallel.topology("") == probe_parallel.topology("No devices were found\n") == {}
 
 
-def test_links_are_told_for_the_gpus_that_torch_sees():
+def test_links_are_reported_for_the_gpus_that_torch_sees():
     pairs = probe_parallel.topology(PCIE)
     assert probe_parallel.visible({"CUDA_VISIBLE_DEVICES": "3, 2"}, 2) == [3, 2]
     assert probe_parallel.visible({"CUDA_VISIBLE_DEVICES": "GPU-5895e020"}, 1) == probe_parallel.visible({}, 1) == [0]
@@ -152,7 +152,7 @@ def test_links_are_told_for_the_gpus_that_torch_sees():
     assert probe_parallel.among(pairs, [0, 2, 1])[1, 2] == "SYS"
 
 
-def test_the_kind_of_link_is_told_and_a_mixture_is_a_warning():
+def test_the_kind_of_link_is_reported_and_a_mixture_is_a_warning():
     assert "NVLink between all (NV18)" in probe_parallel.describe({(0, 1): "NV18"}).message
     across = probe_parallel.describe(probe_parallel.topology(PCIE))
     assert across.level == "ok" and across.data["link"] == "PCIe" and "across the CPUs" in across.message

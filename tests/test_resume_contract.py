@@ -147,7 +147,7 @@ def test_the_contract_is_proved_on_the_users_own_run(words, fork_server):
     assert verdict["killed_at"] >= verdict["continued_from"]
 
 
-def test_a_run_that_does_not_come_back_the_same_is_told(words):
+def test_a_run_that_does_not_come_back_the_same_is_reported(words):
     """Another rate from the middle on, as if a restore had forgotten something."""
     peace = _train([*words, "name=peace", "save.every_steps=4", "save.keep=9"])
     other = _train([*words, "name=other", "train.lr=1e-4", "save.resume=" + str(peace.checkpoints / "step-00000004")])

@@ -126,7 +126,7 @@ def test_a_host_that_has_no_memory_for_the_copy_after_all_saves_without_one(tiny
     assert saved_steps(run) == [4, 8, 12] and same_weights(run, tiny.whole())
 
 
-def test_memory_that_runs_out_while_a_checkpoint_is_written_is_told_and_the_next_one_succeeds(tiny, monkeypatch):
+def test_memory_that_runs_out_while_a_checkpoint_is_written_is_reported_and_the_next_one_succeeds(tiny, monkeypatch):
     words = tiny.words("save.every_steps=4", "save.keep=9")
     real, calls = tensors._bytes, []
 
@@ -156,7 +156,7 @@ def test_curves_that_cannot_be_drawn_on_a_full_disk_end_no_run(tiny, monkeypatch
     assert "No space left on device" in capsys.readouterr().out
 
 
-def test_host_memory_that_gets_short_is_told_once_and_copies_are_given_up(tiny, monkeypatch, capsys):
+def test_host_memory_that_gets_short_is_reported_once_and_copies_are_given_up(tiny, monkeypatch, capsys):
     words = tiny.words("save.every_steps=2", "save.keep=9")
     short = [False]
     plenty, scarce = Memory(100 << 30, 90 << 30, 100 << 30), Memory(100 << 30, 4 << 30, 100 << 30)
@@ -174,7 +174,7 @@ def test_host_memory_that_gets_short_is_told_once_and_copies_are_given_up(tiny, 
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT], ids=errno.errorcode.get)
-def test_a_save_that_fails_is_told_and_the_next_one_succeeds(tiny, monkeypatch, capsys, number):
+def test_a_save_that_fails_is_reported_and_the_next_one_succeeds(tiny, monkeypatch, capsys, number):
     words = tiny.words("save.every_steps=3", "save.keep=9")
     _troubled(monkeypatch, number, lambda step: step == 3)
     run = run_train(words)

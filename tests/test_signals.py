@@ -1,4 +1,4 @@
-"""Signals in every phase of a run: saved within the grace, at most the step in hand lost, resumable, nothing hangs."""
+"""Signals in every phase of a run: saved within the grace, at most the current step lost, resumable, nothing hangs."""
 
 import json
 import os
@@ -68,9 +68,9 @@ class Phase:
 
 def _stopped(words, why):
     before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGALRM)}
-    with pytest.raises(Stopped, match=f"stopped by {why}") as told:
+    with pytest.raises(Stopped, match=f"stopped by {why}") as error:
         run_train(words)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
     run = run_of(words)
     status = run.status()
     assert status.state == "stopped" and status.resumable and status.message == why
@@ -79,26 +79,24 @@ def _stopped(words, why):
     return run
 
 
-def _told(number):
+def _reason_of(number):
     return "Ctrl-C" if number == signal.SIGINT else number.name
 
 
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda n: n.name)
-def test_a_signal_in_the_midst_of_a_step_saves_and_the_same_command_ends_as_if_nothing_had_been(
-    tiny, monkeypatch, number
-):
+def test_a_signal_during_a_step_saves_and_the_resumed_run_ends_the_same(tiny, monkeypatch, number):
     parts = (*DROPOUT, "train.micro_batch=4")
     whole, words = tiny.whole(*parts), tiny.words(*parts, "limits.grace=30s")
     with monkeypatch.context() as patch:
         Phase(patch, Stepper, "_loss_sum", number, when=2 * 5)  # the 2nd part of step 5
-        run = _stopped(words, _told(number))
+        run = _stopped(words, _reason_of(number))
     assert run.status().step == 5 and saved_steps(run) == [5]  # 30 s are enough to finish the step
     run_train(words)
     assert same_weights(run, whole) and losses(run) == losses(whole)
 
 
 @pytest.mark.parametrize("kind", [(), DROPOUT], ids=["pretrain", "lora with dropout"])
-def test_a_step_longer_than_the_grace_is_left_where_it_stands(tiny, monkeypatch, kind):
+def test_a_step_longer_than_the_grace_is_abandoned(tiny, monkeypatch, kind):
     parts = (*kind, "train.micro_batch=4")
     whole, words = tiny.whole(*parts), tiny.words(*parts, "limits.grace=1s")
     with monkeypatch.context() as patch:
@@ -109,7 +107,7 @@ def test_a_step_longer_than_the_grace_is_left_where_it_stands(tiny, monkeypatch,
     assert same_weights(run, whole) and losses(run) == losses(whole)
 
 
-def test_a_step_that_is_left_in_its_backward_leaves_no_gradient_behind(tiny, monkeypatch):
+def test_a_step_abandoned_in_its_backward_leaves_no_gradients(tiny, monkeypatch):
     words = tiny.words("train.micro_batch=4", "limits.grace=1s")
     whole = tiny.whole("train.micro_batch=4")
     real, calls = DeviceBatch.target_hidden, []
@@ -133,7 +131,7 @@ def test_a_step_that_is_left_in_its_backward_leaves_no_gradient_behind(tiny, mon
     assert same_weights(run, whole) and losses(run) == losses(whole)
 
 
-def test_a_signal_in_the_update_lets_it_end(tiny, monkeypatch):
+def test_a_signal_during_the_optimizer_step_waits_for_its_end(tiny, monkeypatch):
     whole, words = tiny.whole(), tiny.words("limits.grace=0.3s")
     with monkeypatch.context() as patch:
         phase = Phase(patch, Stepper, "update", when=5, lasts=0.5)
@@ -147,7 +145,7 @@ OPENING = [(session, "prepare_run", False), (open_module, "build_network", False
 
 
 @pytest.mark.parametrize("place", OPENING, ids=["data", "model", "optimizer"])
-def test_a_signal_while_opening_a_new_run_leaves_at_once(tiny, monkeypatch, place):
+def test_a_signal_while_opening_a_new_run_stops_at_once(tiny, monkeypatch, place):
     owner, name, after = place
     words = tiny.words("limits.grace=30s")
     with monkeypatch.context() as patch:
@@ -159,7 +157,7 @@ def test_a_signal_while_opening_a_new_run_leaves_at_once(tiny, monkeypatch, plac
 
 
 @pytest.mark.parametrize("place", OPENING[:2], ids=["data", "model"])
-def test_a_signal_while_opening_a_run_that_is_under_way_forgets_no_step(tiny, monkeypatch, place):
+def test_a_signal_while_resuming_a_run_loses_no_step(tiny, monkeypatch, place):
     owner, name, _ = place
     words = tiny.words()
     with monkeypatch.context() as patch:
@@ -167,17 +165,17 @@ def test_a_signal_while_opening_a_run_that_is_under_way_forgets_no_step(tiny, mo
         _stopped(words, "SIGTERM")
     with monkeypatch.context() as patch:
         Phase(patch, owner, name, signal.SIGINT, lasts=60)
-        with pytest.raises(Stopped) as told:
+        with pytest.raises(Stopped) as error:
             run_train(words)
     run = run_of(words)
-    assert "before the first step" not in str(told.value) and "run the same command to resume" in str(told.value)
+    assert "before the first step" not in str(error.value) and "run the same command to resume" in str(error.value)
     assert (run.status().state, run.status().step, run.status().total_steps) == ("stopped", 5, 12)
     run_train(words)
     assert same_weights(run, tiny.whole())
 
 
-def test_a_signal_in_the_rehearsal_or_while_compiling_leaves_at_once(tiny, monkeypatch):
-    """The first pass through the network is where it is compiled, for minutes."""
+def test_a_signal_during_the_rehearsal_or_compilation_stops_at_once(tiny, monkeypatch):
+    """The first forward compiles the network, for minutes."""
     words = tiny.words("limits.grace=30s")
     with monkeypatch.context() as patch:
         phase = Phase(patch, Stepper, "_loss_sum", when=1, lasts=60)
@@ -192,7 +190,7 @@ def test_a_signal_in_the_rehearsal_or_while_compiling_leaves_at_once(tiny, monke
 
 
 @pytest.mark.parametrize("grace", ["0.3s", "1s"])
-def test_a_signal_while_data_is_waited_for_does_not_wait_for_it(tiny, monkeypatch, grace):
+def test_a_signal_while_waiting_for_data_does_not_wait_for_it(tiny, monkeypatch, grace):
     words = tiny.words(f"limits.grace={grace}")
     hangs, enough = threading.Event(), threading.Event()
     real, number = session.Session.batches, signal.SIGTERM
@@ -220,7 +218,7 @@ def test_a_signal_while_data_is_waited_for_does_not_wait_for_it(tiny, monkeypatc
 
 
 @pytest.mark.parametrize("name", ["evaluate_rows", "write_final_model"], ids=["scores", "best model"])
-def test_an_evaluation_that_was_cut_short_is_made_by_the_next_call(tiny, monkeypatch, name):
+def test_an_interrupted_evaluation_is_repeated_by_the_next_call(tiny, monkeypatch, name):
     whole, words = tiny.whole(*HELD_OUT), tiny.words(*HELD_OUT, "limits.grace=0.3s")
     with monkeypatch.context() as patch:
         phase = Phase(patch, evaluation, name, when=2, lasts=60)
@@ -248,7 +246,7 @@ def test_an_evaluation_that_can_be_finished_in_the_grace_is(tiny, monkeypatch):
     assert not phase.left and state["evaluated_step"] == 6
 
 
-def test_a_signal_in_a_save_under_way_ends_with_the_newest_step_saved(tiny, monkeypatch):
+def test_a_signal_during_a_save_ends_with_the_newest_step_saved(tiny, monkeypatch):
     """The first save is being written, in its thread, when the signal comes."""
     whole, words = tiny.whole(), tiny.words("save.every=0.001s", "limits.grace=2s")
     writing, go_on = threading.Event(), threading.Event()
@@ -295,7 +293,7 @@ def test_a_signal_while_training_waits_for_a_save_lets_it_end(tiny, monkeypatch,
             real(self, wait, **options)
 
         patch.setattr(Saver, "_finish_pending", hear)
-        run = _stopped(words, _told(number))
+        run = _stopped(words, _reason_of(number))
     assert phase.calls == 1 and run.status().step == 4 and saved_steps(run) == [4]
     assert not list(run.checkpoints.glob(".*"))
     run_train(words)
@@ -439,6 +437,6 @@ def test_steps_of_every_length_and_every_grace(tiny, monkeypatch, grace, seconds
     words = tiny.words("train.steps=3", f"limits.grace={grace}s")
     with monkeypatch.context() as patch:
         phase = Phase(patch, Stepper, "_loss_sum", number, when=2, lasts=seconds)
-        run = _stopped(words, _told(number))
+        run = _stopped(words, _reason_of(number))
     assert time.monotonic() - phase.struck < grace
     assert run.status().step in (1, 2) and max(saved_steps(run)) == run.status().step

@@ -155,7 +155,7 @@ def test_values_reach_the_service_and_a_continued_run_is_the_same_one_there(trac
         assert f"{tracker}: not logged in; to upload later: {tracker} login; {tracker} sync" in said
 
 
-def test_a_service_that_refuses_is_told_once_and_the_run_goes_on(run, monkeypatch, capsys):
+def test_a_service_that_refuses_is_reported_once_and_the_run_goes_on(run, monkeypatch, capsys):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_API_KEY", "no such key")
     _train(run, "wandb", [4.0, 3.0, 2.0])
@@ -206,7 +206,7 @@ def test_the_service_learns_how_the_run_ended(error, state, run):
     assert [RunState.Name(end) for end in ends] == [f"RUN_STATE_{state}"]
 
 
-def test_a_tracker_that_is_not_installed_is_told_before_training(run):
+def test_a_tracker_that_is_not_installed_is_reported_before_training(run):
     missing = next((name for name in SERVICES if importlib.util.find_spec(name) is None), None)
     if missing is None:
         pytest.skip("every tracker is installed here")

@@ -264,7 +264,7 @@ def test_data_that_changed_since_is_refused(words, chats):
         _train([*words, "train.steps=100000", "limits.time=0.5s"])
 
 
-def test_a_disk_too_small_for_a_checkpoint_is_told_before_training(words):
+def test_a_disk_too_small_for_a_checkpoint_is_reported_before_training(words):
     with pytest.raises(RunFailed, match="free some space, or set save"):
         _train([*words, "save.min_free=100000TiB"])
     assert not run_folder("t").metrics.exists()

@@ -20,7 +20,7 @@ pytestmark = needs_fork
 
 @pytest.mark.parametrize("part", range(2))
 @pytest.mark.parametrize("method", ["pretrain", "lora"])
-def test_a_save_that_fails_is_told_and_the_run_goes_on_to_the_same_end(references, tell, method, part):
+def test_a_save_that_fails_is_reported_and_the_run_goes_on_to_the_same_end(references, tell, method, part):
     reference = references(method)
     runs, where = failing_saves(reference)[part::2], Counter()
     for number, faults in enumerate(runs):
