@@ -107,14 +107,14 @@ def test_what_stops_the_command_stops_and_saves_its_ranks(tiny, how):
 
 
 def test_what_cannot_be_launched_is_refused_before_anything_starts(tiny: Tiny, tmp_path: Path) -> None:
-    for extra, says in (
+    for extra, message in (
         (("train.global_batch=1",), "1 rows cannot be shared by 2 ranks"),
-        (("parallel.nodes=2",), "2 machines must meet"),
+        (("parallel.nodes=2",), "2 machines need parallel.master=HOST"),
         (("parallel.nodes=2", "parallel.master=nowhere.invalid"), "nowhere.invalid cannot be reached from here"),
         (("parallel.nodes=2", "parallel.master=x", "parallel.node=2"), "2 machines are counted from 0"),
     ):
         result = called("train", *tiny.words(*RUN, *extra))
-        assert result.returncode == 2 and result.stderr.count("\n") == 1 and says in result.stderr, result
+        assert result.returncode == 2 and result.stderr.count("\n") == 1 and message in result.stderr, result
 
 
 @pytest.mark.slow

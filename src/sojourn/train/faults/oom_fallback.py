@@ -37,7 +37,7 @@ class OomFallback(Exception):
 
 
 class NoFallbackLeft(RunFailed):
-    """Memory ran out and the ladder is at its end."""
+    """Memory ran out and no fallback is left."""
 
     def __init__(self, message: str, clean: bool) -> None:
         super().__init__(message)
