@@ -121,7 +121,7 @@ def test_a_host_that_has_no_memory_for_the_copy_after_all_saves_without_one(tiny
     def full(self, key, tensor):
         raise RuntimeError("CUDA error: out of memory")  # what pinned memory says
 
-    monkeypatch.setattr(snapshot.Snapshots, "_place", full)
+    monkeypatch.setattr(snapshot.Snapshots, "_buffer", full)
     run = run_train(words)
     assert saved_steps(run) == [4, 8, 12] and same_weights(run, tiny.whole())
 
