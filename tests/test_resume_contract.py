@@ -153,6 +153,6 @@ def test_a_run_that_does_not_come_back_the_same_is_reported(words):
     other = _train([*words, "name=other", "train.lr=1e-4", "save.resume=" + str(peace.checkpoints / "step-00000004")])
     for line in peace.metrics.read_text().splitlines()[:4]:
         other.metrics.write_text(line + "\n" + other.metrics.read_text())
-    verdict = compare(peace, other, 12, killed=5)
+    verdict = compare(peace, other, 12, killed_at=5)
     assert not verdict.identical and not verdict.holds and "NOT the same" in verdict.message
-    assert compare(peace, peace, 12, killed=5).holds
+    assert compare(peace, peace, 12, killed_at=5).holds
