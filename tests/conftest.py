@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import io
 import os
 import signal
@@ -29,6 +31,9 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost connection is no
 os.environ["COLUMNS"] = "120"  # whatever terminal, or none, the tests run in
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+signal.signal(signal.SIGINT, signal.default_int_handler)  # `make test &` ignores it
+if hasattr(signal, "SIGHUP"):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup make test` ignores it
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,6 +44,15 @@ def pytest_configure(config: pytest.Config) -> None:
     mode = config.getoption("--budget")
     if mode:
         config.pluginmanager.register(budget.Budget(mode))
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """A worker imports everything at once; the garbage collector then never walks through it again."""
+    if hasattr(session.config, "workerinput"):
+        for module in ("torch", "transformers", "peft", "sojourn.train.loop", "sojourn.cli.main"):
+            importlib.import_module(module)
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture

@@ -246,8 +246,6 @@ def _fork(command: Command, folder: Path) -> int:
     for number, (suffix, flags) in enumerate((("in", os.O_RDONLY), ("out", create), ("err", create))):
         path = command.output if command.output and number else folder / f"{command.id}.{suffix}"
         os.dup2(os.open(path, flags, 0o644), number)
-    if hasattr(signal, "SIGHUP"):
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup make test` ignores it, a command by itself does not
     os.environ.clear()
     os.environ.update(command.env)
     os.chdir(command.cwd)

@@ -26,14 +26,6 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 HELD_OUT = ("data.eval_fraction=0.2", "train.eval_every=3", "train.patience=9", "train.lr=1e-2")
 
 
-@pytest.fixture(autouse=True)
-def hang_up_is_not_ignored():
-    """As in a shell, also under `nohup make test`."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
-
-
 class Phase:
     """Sends a signal the `when`th time a function is called; the phase then lasts as long as the test lets it."""
 
