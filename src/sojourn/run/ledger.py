@@ -1,19 +1,39 @@
-"""Time and money that a run has cost, written every ten seconds, so that a kill does not make a budget forget them."""
+"""Time and money that a run has cost, so that neither a kill nor a damaged file makes a budget forget them.
+
+ledger.json is rewritten in place twice a second: the kernel keeps what was written when the process is killed, so a
+kill forgets less than a second and bills nothing that was not used. Every ten seconds it is also synced, which a power
+cut needs. The record has a fixed width, so that a write needs no space on the disk and replaces the old one whole.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import math
+import os
+import re
 import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import Any, TypeGuard
 
 from sojourn.config.quantities import Money
 from sojourn.errors import UserError
-from sojourn.storage.files import read_json, write_json
+from sojourn.storage.files import CannotRead, NotValid, load_json, open_regular, write_text
 
-_INTERVAL = 10.0  # seconds
+_INTERVAL = 0.5  # seconds
+_WRITES_PER_SYNC = 20
+_WIDTH = 160  # bytes of a record
+_MOST = 1e11  # seconds or money: more is no figure of a run
+
+Cost = tuple[float, float]  # seconds, money
+
+
+def is_amount(value: Any) -> TypeGuard[float]:
+    """Whether it can be a run's seconds or money."""
+    return type(value) in (int, float) and 0 <= value < _MOST and math.isfinite(value)
 
 
 @dataclass
@@ -31,19 +51,21 @@ class Ledger:
     _thread: threading.Thread | None = None
 
     @classmethod
-    def open(cls, path: Path, price: Money | None, began: float, is_main_process: bool) -> Ledger:
-        found = read_json(path)
-        found = found if isinstance(found, dict) else {}
-        paid, currency = float(found.get("money") or 0.0), str(found.get("currency") or "")
+    def open(
+        cls, path: Path, price: Money | None, began: float, is_main_process: bool, at_least: Cost = (0.0, 0.0)
+    ) -> Ledger:
+        """`at_least`: seconds and money that the run's checkpoints know of."""
+        before, paid, currency = _read(path, at_least)
         if price is not None and paid and currency and price.currency and currency != price.currency:
             raise UserError(
                 f"limits.price_per_hour: in {price.currency}, but this run has already cost {paid:.2f} {currency}; "
                 f"give the price in {currency}"
             )
         known = currency or (price.currency if price is not None else "")
-        return cls(path if is_main_process else None, price, float(found.get("seconds") or 0.0), paid, known, began)
+        return cls(path if is_main_process else None, price, before, paid, known, began)
 
     def __enter__(self) -> Ledger:
+        self.write()
         self._thread = threading.Thread(target=self._write_regularly, name="ledger", daemon=True)
         self._thread.start()
         return self
@@ -76,15 +98,65 @@ class Ledger:
         self.before = max(self.before, seconds - self.elapsed)
         self.paid = max(self.paid, money - ((self.spent or self.paid) - self.paid))
 
-    def write(self) -> None:
-        """Skipped where the disk is full."""
+    def write(self, sync: bool = True) -> None:
+        """Skipped where the disk fails."""
         if self.path is None or not self.path.parent.is_dir():
             return
+        with contextlib.suppress(OSError, NotValid, CannotRead):
+            _write_in_place(self.path, self._record(), sync)
+
+    def _record(self) -> str:
         money = self.spent if self.spent is not None else self.paid
         facts = {"seconds": round(self.seconds, 3), "money": round(money, 6), "currency": self.currency}
-        with contextlib.suppress(OSError):
-            write_json(self.path, facts)
+        return json.dumps(facts)
 
     def _write_regularly(self) -> None:
+        writes = 0
         while not self._stopped.wait(_INTERVAL):
-            self.write()
+            writes += 1
+            self.write(sync=writes % _WRITES_PER_SYNC == 0)
+
+
+def _read(path: Path, at_least: Cost) -> tuple[float, float, str]:
+    """Seconds, money and currency. A figure that cannot be one of a run is replaced by the checkpoints'."""
+    found: Any = {}
+    try:
+        found = load_json(path)
+        wrong = [] if isinstance(found, dict) else ["not a ledger"]
+    except FileNotFoundError:
+        wrong = []
+    except NotValid as error:
+        wrong = [str(error)]
+    facts = {key: value for key, value in found.items() if value is not None} if isinstance(found, dict) else {}
+    seconds, money, currency = facts.get("seconds", 0.0), facts.get("money", 0.0), facts.get("currency", "")
+    if not is_amount(seconds):
+        wrong, seconds = [*wrong, f"seconds is {_shorten(seconds)}"], 0.0
+    if not is_amount(money):
+        wrong, money = [*wrong, f"money is {_shorten(money)}"], 0.0
+    if not isinstance(currency, str) or not re.fullmatch(r"\w{0,8}", currency):
+        wrong, currency = [*wrong, f"currency is {_shorten(currency)}"], ""
+    seconds, money = max(seconds, at_least[0]), max(money, at_least[1])
+    if wrong:
+        print(
+            f"warning: {path}: {', '.join(wrong)}; with what the checkpoints know, this run has taken {seconds:.0f} s "
+            f"and cost {money:.2f} {currency}".rstrip(),
+            flush=True,
+        )
+    return float(seconds), float(money), currency
+
+
+def _shorten(value: Any) -> str:
+    return json.dumps(value)[:40]
+
+
+def _write_in_place(path: Path, record: str, sync: bool) -> None:
+    """One write of one block, or a new file where there is none of this width."""
+    data = f"{record:<{_WIDTH - 1}}\n".encode()
+    with contextlib.suppress(FileNotFoundError, NotValid), open_regular(path, write=True) as file:
+        if os.fstat(file.fileno()).st_size == len(data):
+            os.lseek(file.fileno(), 0, os.SEEK_SET)
+            os.write(file.fileno(), data)
+            if sync:
+                os.fsync(file.fileno())
+            return
+    write_text(path, data.decode())

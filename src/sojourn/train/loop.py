@@ -67,7 +67,9 @@ def train(config: RunConfig, run: RunFolder) -> None:
             fetch_run_files(mirror, run)
         with (
             nullcontext() if ranks.is_main else _output_to_log_file(run, ranks),
-            Ledger.open(run.ledger, config.limits.price_per_hour, began, run.is_main_process) as ledger,
+            Ledger.open(
+                run.ledger, config.limits.price_per_hour, began, ranks.is_main, cost_so_far(run.checkpoints)
+            ) as ledger,
             Guard(config.limits, ledger, session_end(config.limits), distributed=ranks.world_size > 1) as guard,
             _status_on_failure(run, guard),
             _compile_cache(config, run),
@@ -77,6 +79,11 @@ def train(config: RunConfig, run: RunFolder) -> None:
     finally:
         run.release()
     leave_process_group()
+
+
+def _open_ledger(config: RunConfig, run: RunFolder, began: float) -> Ledger:
+    at_least = cost_so_far(run.checkpoints)
+    return Ledger.open(run.ledger, config.limits.price_per_hour, began, run.is_main_process, at_least)
 
 
 def _open_and_train(config: RunConfig, run: RunFolder, ranks: Ranks, guard: Guard) -> bool:

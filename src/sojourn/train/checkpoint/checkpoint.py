@@ -17,8 +17,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sojourn.errors import RunFailed, UserError
+from sojourn.run.ledger import is_amount
 from sojourn.storage import disk
-from sojourn.storage.files import read_json, read_text, remove_temporary_files, sha256, write_json, write_text
+from sojourn.storage.files import (
+    CannotRead,
+    NotValid,
+    file_size,
+    is_plain_name,
+    load_json,
+    read_json,
+    read_json_object,
+    read_text,
+    remove_temporary_files,
+    sha256,
+    write_json,
+    write_text,
+)
 from sojourn.storage.stage import staged
 from sojourn.train.checkpoint.safetensors_writer import write_tensors
 
@@ -27,6 +41,7 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 PARTS = ("model", "optimizer", "random")
+_FILES = {"state.json", *(f"{part}.safetensors" for part in PARTS)}
 
 
 @dataclass(frozen=True)
@@ -109,38 +124,62 @@ def load_path(path: Path) -> Checkpoint:
 
 
 def find_damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, or None if every byte matches its manifest."""
+    """What is wrong with a checkpoint, or None if every byte matches its manifest. Raises `CannotRead`, which is no
+    damage, where the machine fails."""
     manifest = read_json(path / MANIFEST)
-    if not isinstance(manifest, dict) or not {f"{part}.safetensors" for part in PARTS} <= manifest.keys():
+    if not isinstance(manifest, dict) or not manifest.keys() >= _FILES:
         return "no readable manifest"
+    if not all(is_plain_name(name) for name in manifest):
+        return "the manifest lists files outside this folder"
     with ThreadPoolExecutor() as threads:  # hashing releases the GIL
         damages = threads.map(lambda item: _file_damage(path / item[0], item[1]), manifest.items())
-        return next((damage for damage in damages if damage is not None), None)
+        damage = next((damage for damage in damages if damage is not None), None)
+    return damage or (None if _is_state(read_json(path / "state.json")) else "state.json is not a state")
+
+
+def _is_state(state: Any) -> bool:
+    """Whether state.json has what resuming needs."""
+    if not isinstance(state, dict) or not isinstance(state.get("scaler") or {}, dict):
+        return False
+    step, costs = state.get("step"), (state.get("seconds", 0.0), state.get("money", 0.0))
+    return type(step) is int and step >= 0 and all(map(is_amount, costs))
 
 
 def _file_damage(file: Path, listed: Any) -> str | None:
+    if not isinstance(listed, dict) or not {"size", "sha256"} <= listed.keys():
+        return "no readable manifest"
     try:
-        if file.stat().st_size != listed["size"]:
+        if file_size(file) != listed["size"]:
             return f"{file.name} has the wrong size"
         return None if sha256(file) == listed["sha256"] else f"{file.name} has changed"
-    except OSError:
-        return f"{file.name} is missing or unreadable"
-    except (KeyError, TypeError):
-        return "no readable manifest"
+    except FileNotFoundError:
+        return f"{file.name} is missing"
+    except NotValid as error:
+        return f"{file.name} is {error}"
 
 
 def _read(path: Path) -> Checkpoint:
     from safetensors.torch import load_file
 
-    parts = {name: load_file(path / f"{name}.safetensors") for name in PARTS}
-    return Checkpoint(**parts, state=read_json(path / "state.json"))
+    file = path / "state.json"
+    try:
+        state = load_json(file)
+        parts = {}
+        for name in PARTS:
+            file = path / f"{name}.safetensors"
+            parts[name] = load_file(file)
+    except OSError as error:  # every byte was right a moment ago
+        raise CannotRead(file, error) from error
+    return Checkpoint(**parts, state=state)
 
 
 def cost_so_far(folder: Path) -> tuple[float, float]:
-    """Seconds and money, from the newest checkpoint."""
-    checkpoints = list_checkpoints(folder)
-    state = read_json(checkpoints[-1] / "state.json") if checkpoints else None
-    return (float(state["seconds"]), float(state.get("money", 0.0))) if isinstance(state, dict) else (0.0, 0.0)
+    """Seconds and money, as the newest checkpoint with an undamaged state.json has them."""
+    for path in reversed(list_checkpoints(folder)):
+        listed, state = read_json_object(path / MANIFEST).get("state.json"), read_json(path / "state.json")
+        if _is_state(state) and _file_damage(path / "state.json", listed) is None:
+            return float(state.get("seconds", 0.0)), float(state.get("money", 0.0))
+    return 0.0, 0.0
 
 
 def file_digest(file: Path) -> dict[str, Any]:
