@@ -2,13 +2,15 @@
 
 Importing torch and transformers takes seconds of CPU time in every process. The server is a fresh Python beside the
 tests that has imported them; it forks for every command. It computes nothing itself and has no threads, so that a fork
-of it is as good as a new process.
+of it is as good as a new process. Garbage collections of a fork leave out what the server has imported: to look
+through all of that would take longer than many a command.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import importlib
 import itertools
 import json
@@ -185,7 +187,9 @@ class ForkServer:
 def _serve(folder: Path) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    gc.disable()
     _preload()
+    gc.freeze()
     print("ready", file=answers, flush=True)
     running: dict[int, int] = {}
     requests = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115 - select must see every line that is there
@@ -218,6 +222,7 @@ def _reap(running: dict[int, int], folder: Path) -> None:
                 if name not in sys.modules:
                     with contextlib.suppress(Exception):
                         importlib.import_module(name)
+            gc.freeze()
 
 
 def _preload() -> None:
@@ -242,6 +247,7 @@ def _preload() -> None:
 def _fork(command: Command, folder: Path) -> int:
     if pid := os.fork():
         return pid
+    gc.enable()
     create = os.O_CREAT | os.O_WRONLY | os.O_APPEND
     for number, (suffix, flags) in enumerate((("in", os.O_RDONLY), ("out", create), ("err", create))):
         path = command.output if command.output and number else folder / f"{command.id}.{suffix}"
