@@ -130,22 +130,22 @@ class ForkServer:
 
     def start(
         self, *args: str, preamble: str = "", input: str = "", env: dict[str, str] | None = None,
-        fork_children: bool = False,
+        cwd: str | None = None, fork_children: bool = False,
     ) -> Child:  # fmt: skip
-        """Starts `sojourn` with `args` in the current folder. `env`: instead of this process's environment."""
-        return self._send(list(args), input, env, preamble=preamble, fork_children=fork_children)
+        """Starts `sojourn` with `args`. `env`, `cwd`: instead of this process's environment and current folder."""
+        return self._send(list(args), input, env, cwd, preamble=preamble, fork_children=fork_children)
 
     def popen(self, command: list[str], stdout: Any, stderr: int, env: dict[str, str]) -> Child:
         """In the place of `subprocess.Popen(command, stdout=FILE, stderr=STDOUT, env=env)`."""
         assert command[0] == sys.executable and command[1] in ("-c", "-m") and stderr == subprocess.STDOUT
         code = command[2] if command[1] == "-c" else _MAIN
-        return self._send(command[3:], "", env, code=code, output=stdout.name)
+        return self._send(command[3:], "", env, None, code=code, output=stdout.name)
 
-    def _send(self, args: list[str], input: str, env: dict[str, str] | None, **options: Any) -> Child:
+    def _send(self, args: list[str], input: str, env: dict[str, str] | None, cwd: str | None, **options: Any) -> Child:
         id = next(self._ids)
         (self._folder / f"{id}.in").write_text(input, encoding="utf-8")
         environment = {**(os.environ if env is None else env), **THREADS}
-        command = Command(id, args, environment, str(Path.cwd()), **options)
+        command = Command(id, args, environment, cwd or str(Path.cwd()), **options)
         self._process.stdin.write(json.dumps(asdict(command)) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from random import Random
 
 import pytest
 
+from fork_server import ForkServer, needs_fork
 from kill.fault_plans import kill_at_calls, kill_at_random_moments
-from kill.fork_server import ForkServer
-from kill.killed_run import KilledRun, Reference, make_reference, needs_fork
+from kill.killed_run import KilledRun, Reference, make_reference
 
 pytestmark = needs_fork
-
-
-@pytest.fixture(scope="module")
-def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    opened = ForkServer(tmp_path_factory.mktemp("fork_server"))
-    yield opened
-    opened.close()
 
 
 @pytest.fixture(scope="module", params=["pretrain", "lora"])

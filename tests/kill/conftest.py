@@ -1,4 +1,4 @@
-"""One fork server and one undisturbed run of each method per worker; at the end, a table of what was survived."""
+"""One undisturbed run of each method per worker; at the end, a table of what was survived."""
 
 from __future__ import annotations
 
@@ -6,29 +6,28 @@ import datetime
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kill.fork_server import ForkServer
+from fork_server import ForkServer
 from kill.killed_run import Reference, make_reference
 
 
 @pytest.fixture(scope="session")
-def references(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Reference]]:
+def references(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -> Callable[[str], Reference]:
     """The reference of a method."""
     folder = tmp_path_factory.mktemp("kill")
-    fork_server, known = ForkServer(folder), {}
+    known: dict[str, Reference] = {}
 
     def reference(method: str) -> Reference:
         if method not in known:
             known[method] = make_reference(fork_server, folder / method, method)
         return known[method]
 
-    yield reference
-    fork_server.close()
+    return reference
 
 
 @pytest.fixture

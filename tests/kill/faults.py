@@ -17,20 +17,19 @@ import signal
 import threading
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from kill.fork_server import TrainCall
+from typing import Any
 
 CALLS = ("write", "sync", "rename", "unlink", "make_folder", "remove_folder")
 
 
-def install_faults(spec: TrainCall) -> None:
-    """Installs the faults of `spec` in this process."""
-    log = Log(Path(spec.log))
-    _record_steps(log, spec.fill)
-    if spec.faults or spec.log_calls:
-        _wrap_disk_calls(log, spec)
+def install_faults(
+    run: str, log: str, faults: dict[str, str], log_calls: bool, fill: dict[str, Any] | None, **_: Any
+) -> None:
+    """Installs the faults of a `TrainCall`, given its fields, in this process."""
+    kept = Log(Path(log))
+    _record_steps(kept, fill)
+    if faults or log_calls:
+        _wrap_disk_calls(kept, run, faults, log_calls)
 
 
 class Log:
@@ -86,13 +85,13 @@ def _fill(fill: dict[str, Any], step: int) -> None:
                 file.write(bytes(min(left, 1 << 20)))
 
 
-def _wrap_disk_calls(log: Log, spec: TrainCall) -> None:
+def _wrap_disk_calls(log: Log, run: str, faults: dict[str, str], log_calls: bool) -> None:
     from sojourn.storage import disk
 
     mine = threading.local()
 
     def name_of(kind: str, path: str) -> str:
-        about = re.sub(r"(?<=\.stage-)\d+(?=-)|(?<=\.)\d+$", "PID", os.path.relpath(path, spec.run))
+        about = re.sub(r"(?<=\.stage-)\d+(?=-)|(?<=\.)\d+$", "PID", os.path.relpath(path, run))
         if kind == "make_folder":
             mine.making, mine.seen = about.rpartition("-PID-")[2], Counter()
         making, seen = vars(mine).setdefault("making", "the start"), vars(mine).setdefault("seen", Counter())
@@ -105,9 +104,9 @@ def _wrap_disk_calls(log: Log, spec: TrainCall) -> None:
         def call(target: Any, *rest: Any) -> None:
             path = _path_of(kind, target)
             name = name_of(kind, path)
-            if spec.log_calls:
+            if log_calls:
                 log.add("call", name=name)
-            how = spec.faults.pop(name, None)
+            how = faults.pop(name, None)
             if how is None:
                 real(target, *rest)
                 return

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from kill.fork_server import ForkServer, Outcome, TrainCall
+from fork_server import ForkServer
+from kill.train_call import Outcome, TrainCall
+from shared import make_base
 from sojourn.run.folder import RunFolder
 from sojourn.storage.files import read_json, read_json_lines, sha256
 from sojourn.train.checkpoint.checkpoint import find_damage, list_checkpoints, step_of
@@ -61,15 +63,12 @@ def make_reference(fork_server: ForkServer, home: Path, method: str) -> Referenc
     ]
     chats.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     args = [*METHODS[method], f"data.sources={chats}", *_COMMON]
-    log = home / "log"
     if method != "pretrain":
-        made = fork_server.run(TrainCall([], str(home), str(home), str(log), base_from=str(chats), learn=True))
-        assert made.code == 0, made.stderr
-        args.insert(0, f"model.base={home / 'llama'}")
+        args.insert(0, f"model.base={make_base(chats, home, 'llama')}")
     bare = Reference(method, home, args, fork_server)
-    for name in ("first", "whole"):  # the first also prepares, and finds out what to import
-        killed = KilledRun(bare, name)
-        last = killed.call(log_calls=name == "whole", learn=name == "first")
+    for name, *shorter in (("first", "train.epochs=1"), ("whole",)):  # the first prepares data for all later ones
+        killed = KilledRun(bare, name, *shorter)
+        last = killed.call(log_calls=name == "whole")
         assert last.code == 0, last.stderr
     run = killed.run
     lines = [line for line in run.read_metrics() if line["kind"] == "train"]
@@ -107,7 +106,7 @@ class KilledRun:
         """`sojourn train`, once; returns when it has ended, however that was."""
         before = self.newest_good()
         home, run = str(self.reference.home), str(self.run.path)
-        outcome = self.reference.fork_server.run(TrainCall(self._args, home, run, str(self._log), **faults_given))
+        outcome = TrainCall(self._args, home, run, str(self._log), **faults_given).run_with(self.reference.fork_server)
         self._check_call(outcome, before, full="fill" in faults_given)
         if outcome.killed:
             self.where[self._killed_during(outcome.pid)] += 1

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from kill.fault_plans import DISK_ERRORS, calls_of, calls_of_save, failing_saves
-from kill.fork_server import Outcome
 from kill.killed_run import KilledRun, Reference, needs_fork
+from kill.train_call import Outcome
 
 pytestmark = needs_fork
 
