@@ -130,10 +130,11 @@ class ForkServer:
 
     def start(
         self, *args: str, preamble: str = "", input: str = "", env: dict[str, str] | None = None,
-        cwd: str | None = None, fork_children: bool = False,
+        cwd: str | None = None, **options: Any,
     ) -> Child:  # fmt: skip
-        """Starts `sojourn` with `args`. `env`, `cwd`: instead of this process's environment and current folder."""
-        return self._send(list(args), input, env, cwd, preamble=preamble, fork_children=fork_children)
+        """Starts `sojourn` with `args`. `env`, `cwd`: instead of this process's environment and current folder;
+        `options`: see `Command`."""
+        return self._send(list(args), input, env, cwd, preamble=preamble, **options)
 
     def popen(self, command: list[str], stdout: Any, stderr: int, env: dict[str, str]) -> Child:
         """In the place of `subprocess.Popen(command, stdout=FILE, stderr=STDOUT, env=env)`."""

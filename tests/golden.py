@@ -9,7 +9,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 STEPS = 20
 FILE = Path(__file__).with_name("golden.json")
@@ -23,20 +25,15 @@ def machine_type() -> str:
     return f"{platform.machine()} · {cpu().model} · torch {torch.__version__} · {torch.get_num_threads()} threads"
 
 
-def demo_losses(home: Path) -> list[float]:
+def new_process(args: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-m", "sojourn", *args], env=env, stdout=subprocess.DEVNULL)
+
+
+def demo_losses(home: Path, start: Callable[[list[str], dict[str, str]], Any] = new_process) -> list[float]:
     """Starts the demo's own training and kills it once the steps are there."""
-    command = [
-        sys.executable,
-        "-m",
-        "sojourn",
-        "train",
-        "demo",
-        "log.every_steps=1",
-        "log.tensorboard=off",
-        "train.device=cpu",
-    ]
+    args = ["train", "demo", "log.every_steps=1", "log.tensorboard=off", "train.device=cpu"]
     env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-    process = subprocess.Popen(command, env={**env, "SOJOURN_HOME": str(home)}, stdout=subprocess.DEVNULL)
+    process = start(args, {**env, "SOJOURN_HOME": str(home)})
     from sojourn.run.folder import RunFolder
 
     run = RunFolder(home / "runs" / "demo")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fork_server import needs_fork
 from sojourn.machine import probe_disk, probe_platform, probe_software, probe_torch
 from sojourn.machine.doctor import examine, exit_code, next_step
 from sojourn.machine.finding import Finding, guarded
@@ -47,8 +48,9 @@ def test_a_folder_that_others_put_things_into_is_no_package(tmp_path, monkeypatc
     assert probe_software.importable("made_up_package")
 
 
-def test_json_is_one_object_with_platform_findings_and_summary(tmp_path):
-    done = cli("--json", "--home", str(tmp_path))
+@needs_fork
+def test_json_is_one_object_with_platform_findings_and_summary(tmp_path, fork_server):
+    done = fork_server.run("doctor", "--json", "--home", str(tmp_path))
     told = json.loads(done.stdout)
     assert told["platform"]["name"] and told["home"] == str(tmp_path)
     names = [finding["name"] for finding in told["findings"]]
@@ -59,15 +61,16 @@ def test_json_is_one_object_with_platform_findings_and_summary(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def piped(tmp_path_factory):
+def piped(tmp_path_factory, fork_server):
     """What a pipe gets over SSH, where the user's catalogue is broken."""
     folder = tmp_path_factory.mktemp("home")
     (folder / "sojourn").mkdir()
     (folder / "sojourn/catalog.toml").write_text("[gpux.a]\n")
     env = {"COLUMNS": "80", "SSH_TTY": "/dev/pts/0", "TMUX": "", "STY": "", "SOJOURN_HOME": ""}
-    return cli("--home", str(folder), env={**env, "XDG_CONFIG_HOME": str(folder)})
+    return fork_server.run("doctor", "--home", str(folder), env={**os.environ, **env, "XDG_CONFIG_HOME": str(folder)})
 
 
+@needs_fork
 def test_a_pipe_gets_one_whole_line_a_finding_and_no_colours(piped):
     assert "\x1b" not in piped.stdout and not piped.stderr
     *lines, blank, summary = piped.stdout.splitlines()
@@ -257,6 +260,7 @@ def test_a_probe_that_raises_or_hangs_becomes_one_finding():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the user's file is elsewhere there")
+@needs_fork
 def test_a_broken_catalogue_of_the_users_is_a_finding_not_a_traceback(piped):
     assert piped.returncode == 1 and "unknown table [gpux]" in piped.stdout and "Traceback" not in piped.stderr
 

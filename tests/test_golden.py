@@ -2,16 +2,23 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 import golden
+from fork_server import ForkServer, needs_fork
+
+pytestmark = needs_fork
 
 
-def _machine_type() -> str:
+@pytest.fixture(scope="module")
+def machine_type() -> str:
     """As the demo sees it: with all of this machine's threads."""
     env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
     code = "import golden; print(golden.machine_type())"
@@ -27,20 +34,27 @@ def home(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def losses(home):
-    return golden.demo_losses(home)
+def demo_losses(machine_type: str, fork_server: ForkServer) -> Callable[[Path], list[float]]:
+    """Of a forked process with as many threads as a new one has."""
+    threads = re.search(r"(\d+) threads$", machine_type)[1]
+    preamble = f"import torch; torch.set_num_threads({threads})"
+    return lambda home: golden.demo_losses(home, lambda args, env: fork_server.start(*args, env=env, preamble=preamble))
 
 
-def test_the_first_losses_are_identical_on_every_run(losses, home, tmp_path):
+@pytest.fixture(scope="module")
+def losses(home, demo_losses):
+    return demo_losses(home)
+
+
+def test_the_first_losses_are_identical_on_every_run(losses, demo_losses, home, tmp_path):
     shutil.copytree(home / "prepared", tmp_path / "prepared")
-    assert golden.demo_losses(tmp_path) == losses
+    assert demo_losses(tmp_path) == losses
 
 
-def test_the_first_losses_are_the_recorded_ones(losses):
+def test_the_first_losses_are_the_recorded_ones(losses, machine_type):
     known = json.loads(golden.FILE.read_text(encoding="utf-8"))
-    here = _machine_type()
-    if here in known:
-        assert losses == known[here]
+    if machine_type in known:
+        assert losses == known[machine_type]
     for recorded in known.values():
         assert losses == pytest.approx(recorded, rel=1e-3)
 

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from conftest import called
 from sojourn.config.keys import all_keys
 from sojourn.config.load import load_run, read_config
 from sojourn.config.renamed import RENAMED, upgrade
@@ -48,9 +47,7 @@ def losses_by_step(metrics: Path) -> dict[int, float]:
 
 def test_an_old_run_folder_resumes_and_ends_as_if_undisturbed(home: Path) -> None:
     run = home / "runs/old"
-    done = subprocess.run(
-        [sys.executable, "-m", "sojourn", "train", "old.yaml"], check=False, capture_output=True, text=True, cwd=home
-    )
+    done = called("train", "old.yaml")
     assert done.returncode == 0, done.stderr
     for note in NOTES:
         assert f"note: {note}\n" in done.stdout + done.stderr

@@ -208,7 +208,7 @@ def test_the_help_tells_of_torchrun():
 # Processes of their own from here on, on CPUs: gloo sums as NCCL does.
 ALONE = {name: value for name, value in clean_environment().items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
 ALONE |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+TORCHRUN = "from torch.distributed.run import main; main()"
 
 
 def free_port() -> int:
@@ -217,22 +217,9 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
-def member(rank: int, port: int, *words: str, size: int = 2, **env: str) -> subprocess.Popen[str]:
-    """`sojourn doctor` as one of several processes, without torchrun."""
-    met = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        [sys.executable, "-m", "sojourn", "doctor", *words],
-        stdout=pipe,
-        stderr=pipe,
-        text=True,
-        env={**ALONE, **met, **env},
-    )
-
-
 @pytest.fixture
 def forked(fork_server: ForkServer) -> Callable[..., Child]:
-    """The same, forked from a process that has torch imported."""
+    """`sojourn doctor` as one of several processes, without torchrun."""
 
     def start(rank: int, port: int, *args: str, size: int = 2, preamble: str = "", **env: str) -> Child:
         met = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -241,9 +228,9 @@ def forked(fork_server: ForkServer) -> Callable[..., Child]:
     return start
 
 
-def test_under_torchrun_the_ranks_are_compared_and_rank_0_alone_reports(tmp_path):
-    command = [*TORCHRUN, "-m", "sojourn", "doctor", "--json", "--home", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, env=ALONE, timeout=120, check=False)
+def test_under_torchrun_the_ranks_are_compared_and_rank_0_alone_reports(fork_server, tmp_path):
+    ranks = ["--standalone", "--nproc_per_node=2", "-m", "sojourn", "doctor", "--json", "--home", str(tmp_path)]
+    done = fork_server.run(*ranks, env=ALONE, code=TORCHRUN, fork_children=True)
     told = json.loads(done.stdout)  # one object, so one process spoke
     assert done.returncode == 0 == told["summary"]["fail"], done.stderr
     findings = {finding["name"]: finding for finding in told["findings"]}
@@ -254,13 +241,13 @@ def test_under_torchrun_the_ranks_are_compared_and_rank_0_alone_reports(tmp_path
     assert findings["all-reduce"]["data"]["gb_per_s"] > 0.001 and findings["all-reduce"]["data"]["latency_us"] > 1
 
 
-def test_a_real_difference_in_version_and_clock_is_found_and_all_leave_with_the_same_code(tmp_path):
+def test_a_real_difference_in_version_and_clock_is_found_and_all_leave_with_the_same_code(forked, tmp_path):
     """The second process has another peft before its own in the path, and a clock that is ten seconds ahead."""
     (tmp_path / "peft-0.0.1.dist-info").mkdir()
     (tmp_path / "peft-0.0.1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: peft\nVersion: 0.0.1\n")
-    (tmp_path / "sitecustomize.py").write_text("import time; now = time.time; time.time = lambda: now() + 10\n")
+    other = f"import sys, time; sys.path.insert(0, {str(tmp_path)!r}); now = time.time; time.time = lambda: now() + 10"
     port = free_port()
-    first, second = member(0, port, "--json"), member(1, port, "--json", PYTHONPATH=str(tmp_path))
+    first, second = (forked(rank, port, "--json", preamble=other if rank else "") for rank in (0, 1))
     said, trouble = first.communicate(timeout=120)
     silence = second.communicate(timeout=120)
     findings = {finding["name"]: finding for finding in json.loads(said)["findings"]}

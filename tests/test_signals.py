@@ -3,13 +3,12 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
 
+from fork_server import needs_fork
 from sojourn.data.artefact import Batch
 from sojourn.errors import Stopped
 from sojourn.storage import disk
@@ -392,14 +391,12 @@ def test_what_is_reserved_for_saving_shortens_the_time_left_for_a_step(tiny):
             assert finished is not left and guard.reason == "SIGTERM"
 
 
-def test_the_real_command_stops_with_code_3_in_each_way_and_continues(tiny):
+@needs_fork
+def test_the_command_stops_with_code_3_in_each_way_and_continues(tiny, fork_server):
     """A hang-up under nohup changes nothing, SIGTERM stops it, and the next call goes on from there."""
     words = [*tiny.words("train.steps=5000"), "limits.grace=10s"]
     run = run_of(words)
-    nohup = subprocess.Popen(
-        ["nohup", sys.executable, "-m", "sojourn", "train", *words],
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    nohup = fork_server.start("train", *words, preamble="signal.signal(signal.SIGHUP, signal.SIG_IGN)")
     _until_step(run, nohup, 3)
     nohup.send_signal(signal.SIGHUP)
     _until_step(run, nohup, run.read_metrics()[-1]["step"] + 5)
