@@ -36,6 +36,7 @@ needs_fork = pytest.mark.skipif(sys.platform != "linux", reason="processes are f
 
 PRELOADED = ("torch", "transformers", "peft", "sojourn", "deepspeed", "safetensors", "tokenizers", "bitsandbytes")
 THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+THREADS["OMP_WAIT_POLICY"] = "PASSIVE"  # a command that sets more threads: none of them spins while it waits
 _MAIN = "from sojourn.cli.main import main; main()"
 _TIMEOUT = 240.0  # seconds for any command
 _AFTER_FAILURE = 30.0  # seconds for the other ranks when one has failed

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from conftest import clean_environment
+from fork_server import Child, ForkServer
 from sojourn.run.folder import RunFolder
 from tiny import Tiny, events, losses, saved_steps
 
@@ -27,7 +28,17 @@ _STEPS = 32
 _RUN = (f"train.steps={_STEPS}", "save.every_steps=2")
 _NUMBERS = itertools.count()
 
-Process = subprocess.Popen[bytes]
+Process = subprocess.Popen[bytes] | Child
+
+# As `ip netns exec NAME unshare --uts` and `hostname NAME`.
+_ENTER = """
+import ctypes, socket
+libc = ctypes.CDLL(None)
+with open("/run/netns/{name}") as namespace:
+    assert libc.setns(namespace.fileno(), 0x40000000) == 0
+assert libc.unshare(0x04000000) == 0
+socket.sethostname("{name}")
+"""
 
 
 @dataclass
@@ -53,8 +64,8 @@ class Node:
     def _console(self) -> Path:
         return self.home / "console.log"
 
-    def train(self, words: list[str], number: int, master: Node) -> Process:
-        """What a user types on machine `number` of two."""
+    def train(self, words: list[str], number: int, master: Node, fork_server: ForkServer | None = None) -> Process:
+        """What a user types on machine `number` of two. With `fork_server`, processes are forked, not new Pythons."""
         where = ["--nnodes", "2", "--node_rank", str(number), "--master_addr", f"{master.address}:29500"]
         inside = [
             "ip",
@@ -70,6 +81,13 @@ class Node:
         ]
         command = [*inside, sys.executable, "-m", "sojourn", "train", *words, *where]
         env = {**clean_environment(), "SOJOURN_HOME": str(self.home), "OMP_NUM_THREADS": "1"}
+        if fork_server is not None:
+            forked = fork_server.start(
+                "train", *words, *where, preamble=_ENTER.format(name=self.name), env=env, cwd=str(self.home),
+                fork_children=True, output=str(self._console),
+            )  # fmt: skip
+            self.started.append(forked)
+            return forked
         with self._console.open("ab") as log:
             made = subprocess.Popen(
                 command, cwd=self.home, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
@@ -171,13 +189,13 @@ def test_two_machines_train_what_one_would(tiny, nodes):
     assert [(event["step"], event["processes"]) for event in events(one.run(words), "start")] == [(0, 2)]
 
 
-def test_a_machine_that_was_lost_comes_back_and_the_run_goes_on(tiny, nodes):
+def test_a_machine_that_was_lost_comes_back_and_the_run_goes_on(tiny, nodes, fork_server):
     words, (one, two) = tiny.words(*_RUN), nodes
-    first, second = one.train(words, 0, one), two.train(words, 1, one)
+    first, second = one.train(words, 0, one, fork_server), two.train(words, 1, one, fork_server)
     run = one.run(words)
     _until(lambda: bool(saved_steps(run)), "a checkpoint", nodes, first, second)
     two.lose()
-    _until_done(nodes, first, two.train(words, 1, one))
+    _until_done(nodes, first, two.train(words, 1, one, fork_server))
     _check(words, tiny, one, two)
     begun, continued = events(run, "start")
     assert begun["step"] == 0 and 2 <= continued["step"] < _STEPS
