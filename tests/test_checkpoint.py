@@ -7,8 +7,18 @@ import pytest
 import torch
 
 from sojourn.errors import RunFailed, UserError
+from sojourn.storage.files import CannotRead, read_json, write_json
 from sojourn.train.checkpoint import checkpoint as module
-from sojourn.train.checkpoint.checkpoint import Checkpoint, Retention, find_damage, load_newest, load_path, save
+from sojourn.train.checkpoint.checkpoint import (
+    Checkpoint,
+    Retention,
+    file_digest,
+    find_damage,
+    load_newest,
+    load_path,
+    save,
+)
+from test_files import no_more_files
 
 FILES = ("model.safetensors", "optimizer.safetensors", "random.safetensors", "state.json", "manifest.json")
 
@@ -116,3 +126,52 @@ def test_removing_unseals_first(tmp_path):
     path = save(tmp_path, _checkpoint(1), keep=Retention(1))
     (path / "manifest.json").unlink()
     assert find_damage(path) == "no readable manifest" and load_newest(tmp_path) is None
+
+
+def _rewrite_manifest(path, **entries):
+    write_json(path / "manifest.json", {**read_json(path / "manifest.json"), **entries})
+
+
+@pytest.mark.parametrize("name", ["../../../../etc/passwd", "/etc/passwd", "/dev/zero", "..", "a/../b", "a\0b"])
+def test_a_manifest_that_leads_outside_is_damage_and_nothing_outside_is_read(tmp_path, name):
+    path = save(tmp_path, _checkpoint(5), keep=Retention(2))
+    _rewrite_manifest(path, **{name: {"size": 1, "sha256": "0" * 64}})
+    assert find_damage(path) == "the manifest lists files outside this folder"
+
+
+@pytest.mark.parametrize("entry", [None, 3, [], {}, {"size": -1, "sha256": "x"}, {"size": 10**30, "sha256": []},
+                                   {"size": "big", "sha256": None}, {"size": {}, "sha256": {}}])  # fmt: skip
+def test_an_absurd_entry_in_a_manifest_is_damage(tmp_path, entry):
+    path = save(tmp_path, _checkpoint(5), keep=Retention(2))
+    _rewrite_manifest(path, **{"model.safetensors": entry})
+    assert find_damage(path) in ("no readable manifest", "model.safetensors has the wrong size")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="fifos and devices are POSIX")
+@pytest.mark.parametrize("file", ["model.safetensors", "state.json", "manifest.json"])
+def test_a_fifo_a_folder_or_a_device_in_a_checkpoint_is_damage_and_is_not_waited_for(tmp_path, file):
+    for step, make in enumerate((os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero"))):
+        path = save(tmp_path / str(step), _checkpoint(step), keep=Retention(2))
+        (path / file).unlink()
+        make(path / file)
+        assert find_damage(path) in (
+            *(f"{file} is {kind}, not a file" for kind in ("a fifo", "a folder", "a device")),
+            "no readable manifest",
+        )
+
+
+@pytest.mark.parametrize("state", [[], 3, None, {}, {"step": "5"}, {"step": -1}, {"step": True},
+                                   {"step": 5, "seconds": float("nan")}, {"step": 5, "scaler": 3}])  # fmt: skip
+def test_a_state_of_another_type_is_damage(tmp_path, state):
+    path = save(tmp_path, _checkpoint(5), keep=Retention(2))
+    write_json(path / "state.json", state)
+    _rewrite_manifest(path, **{"state.json": file_digest(path / "state.json")})
+    assert find_damage(path) == "state.json is not a state"
+
+
+def test_too_many_open_files_is_not_damage(tmp_path):
+    """Nothing may be removed or set aside for it."""
+    path = save(tmp_path, _checkpoint(5), keep=Retention(2))
+    with no_more_files(), pytest.raises(CannotRead, match="Too many open files; allow more open files"):
+        find_damage(path)
+    assert find_damage(path) is None

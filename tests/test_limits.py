@@ -16,12 +16,16 @@ from sojourn.errors import Stopped, UserError
 from sojourn.machine.gpus import DetectedGpu
 from sojourn.machine.platform import Platform
 from sojourn.run import ledger as ledger_module
+from sojourn.run import startup
 from sojourn.run.ledger import Ledger
-from sojourn.storage.files import read_json, write_json
-from sojourn.train import loop, steps
+from sojourn.run.startup import Startup
+from sojourn.storage.files import CannotRead, read_json, write_json
+from sojourn.train import steps
+from sojourn.train.checkpoint.checkpoint import cost_so_far
 from sojourn.train.faults import limits
 from sojourn.train.faults.guard import Guard
 from sojourn.train.step import Stepper
+from test_files import no_more_files
 from tiny import events, run_of, run_train, same_weights, saved_steps, stop_after
 
 LONG = ("train.steps=100000", "log.every_steps=1000")
@@ -45,7 +49,7 @@ def clock(monkeypatch):
         clock.now += 1.0
 
     monkeypatch.setattr(ledger_module, "time", clock)
-    monkeypatch.setattr(loop, "time", clock)
+    monkeypatch.setattr(startup, "time", clock)
     monkeypatch.setattr(steps, "time", clock)
     monkeypatch.setattr(Stepper, "update", update)
     return clock
@@ -65,14 +69,15 @@ def test_a_budget_is_kept_over_all_calls_and_each_gets_on_by_a_step_at_least(tin
 def test_what_was_paid_after_the_last_checkpoint_is_not_forgotten_by_a_kill(tiny, fork_server):
     """The books are written while the run goes on, not with its checkpoints."""
     words = [*tiny.words(*LONG, PRICE), "save.every=1h"]
-    process = fork_server.start("train", *words, preamble="import sojourn.run.ledger as l; l._EVERY = 0.05")
-    run = run_of(words)
+    run, began = run_of(words), time.monotonic()
+    process = fork_server.start("train", *words)
     while not ((read_json(run.ledger) or {}).get("seconds", 0) > 1 and run.metrics.exists()):
         assert process.poll() is None
         time.sleep(0.01)
     process.kill()
     process.wait()
-    books = read_json(run.ledger)
+    used, books = time.monotonic() - began, read_json(run.ledger)
+    assert used - 1 < books["seconds"] <= used  # to the second, and nothing that was not used
     assert saved_steps(run) == [] and books["money"] == pytest.approx(books["seconds"], abs=0.1)
     with pytest.raises(Stopped, match="the budget"):
         run_train([*words, f"limits.budget={books['money']:.3f} CNY"])
@@ -143,6 +148,73 @@ def test_spoiled_books_are_no_obstacle(tiny, spoiled):
     run.path.mkdir(parents=True)
     run.ledger.write_text(spoiled)
     assert run_train([*words, "train.steps=1"]).status().state == "done"
+
+
+@pytest.mark.parametrize("figure", ["NaN", "Infinity", "-5", "1e300", '"many"', "[1]", "true", "{}"])
+def test_a_figure_that_cannot_be_one_does_not_disable_the_budget(tiny, clock, capsys, figure):
+    """The checkpoint's counts instead, never less, and one line says so."""
+    words = tiny.words(PRICE)
+    with pytest.raises(Stopped):
+        run_train([*words, "limits.budget=5.5 CNY"])
+    run = run_of(words)
+    run.ledger.write_text(f'{{"seconds": {figure}, "money": {figure}, "currency": "CNY"}}')
+    with pytest.raises(Stopped, match=r"the budget of ¥6\.5"):
+        run_train([*words, "limits.budget=6.5 CNY"])
+    assert run.status().step == 6
+    assert read_json(run.ledger) == {"seconds": 6.0, "money": 6.0, "currency": "CNY"}
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "ledger.json" in line]
+    assert line.endswith("with what the checkpoints know, this run has taken 5 s and cost 5.00 CNY")
+
+
+def test_a_damaged_state_of_a_checkpoint_is_not_billed(tiny, clock):
+    words = tiny.words(PRICE, "save.every_steps=2")
+    with pytest.raises(Stopped):
+        run_train([*words, "limits.budget=4.5 CNY"])
+    run = run_of(words)
+    run.ledger.unlink()
+    state = run.checkpoints / "step-00000004" / "state.json"
+    state.write_text(state.read_text().replace('"seconds": 4.0', '"seconds": 9.0'))
+    assert cost_so_far(run.checkpoints) == (2.0, 2.0)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="fifos are POSIX")
+def test_a_ledger_that_is_a_fifo_is_replaced_and_one_that_is_a_folder_is_named(tiny, capsys):
+    words = tiny.words()
+    run = run_of(words)
+    run.path.mkdir(parents=True)
+    os.mkfifo(run.ledger)
+    run_train([*words, "train.steps=1"])
+    assert read_json(run.ledger)["seconds"] > 0 and "a fifo, not a file" in capsys.readouterr().out
+    words = tiny.words()
+    run_of(words).ledger.mkdir(parents=True)
+    assert run_train([*words, "train.steps=1"]).status().state == "done"
+    assert "ledger.json: a folder, not a file; with what" in capsys.readouterr().out
+
+
+def test_a_ledger_that_cannot_be_read_stops_the_run_rather_than_forget_its_cost(tiny):
+    words = tiny.words()
+    run = run_of(words)
+    run.path.mkdir(parents=True)
+    write_json(run.ledger, {"seconds": 50.0, "money": 50.0, "currency": "CNY"})
+    with no_more_files(), pytest.raises(CannotRead, match=r"ledger\.json: cannot be read: Too many open files"):
+        Ledger.open(run.ledger, None, 0.0, True)
+
+
+def test_time_used_by_processes_that_were_killed_while_starting_is_billed(tiny, clock):
+    """Importing torch takes seconds, in which the run folder is not locked yet."""
+    words = tiny.words(PRICE)
+    run = run_of(words)
+    with Startup(run.path):
+        (record,) = run.path.glob(".startup-*.json")
+        other = record.with_name(".startup-4194999-aa.json")  # pids end at 2**22
+        write_json(other, {"seconds": 3.0})
+        write_json(run.path / ".startup-x-bb.json", {"seconds": "many"})
+        (run.path / f".startup-{os.getppid()}-cc.json").write_text('{"seconds": 7.0}')  # it runs: not ours to bill
+    assert not record.exists() and other.exists()
+    with pytest.raises(Stopped):
+        run_train([*words, "limits.budget=5.5 CNY"])
+    assert read_json(run.ledger) == {"seconds": 5.0, "money": 5.0, "currency": "CNY"} and run.status().step == 2
+    assert [path.name for path in run.path.glob(".startup-*")] == [f".startup-{os.getppid()}-cc.json"]
 
 
 def _on(monkeypatch, platform, *cards):

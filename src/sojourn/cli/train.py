@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import typer
 
 from sojourn.cli.run_args import RunArgs
+
+if TYPE_CHECKING:
+    from sojourn.config.schema import RunConfig
+    from sojourn.run.folder import RunFolder
+    from sojourn.run.startup import Startup
 
 
 def train(
@@ -28,11 +35,29 @@ def train(
     """
     from sojourn.config.load import load_run
     from sojourn.run.fork import fork_run
-    from sojourn.run.home import home_warning, run_folder
-    from sojourn.storage.files import read_json
+    from sojourn.run.home import run_folder
+    from sojourn.run.startup import Startup
+    from sojourn.storage.files import read_json_object
 
     loaded = load_run(args)
     config = loaded.config if fork is None else fork_run(loaded.config, fork)
+    is_main = os.environ.get("RANK", "0") == "0"
+    name = config.name or "run"
+    run = run_folder(name, config.save.folder)
+    with Startup(run.path if is_main and config.parallel.node in ("auto", 0) else None) as startup:
+        _train(config, replace(run, is_main_process=is_main), startup, loaded.notes)
+    if not is_main:
+        return
+    print(f"done: the model is in {run.final}")
+    chats = "chat_template" in read_json_object(run.final / "tokenizer_config.json")
+    model = name if config.save.folder is None else run.path
+    print(f"next: sojourn chat {model}" if chats else f'next: sojourn generate {model} --prompt "Once"')
+
+
+def _train(config: RunConfig, run: RunFolder, startup: Startup, notes: tuple[str, ...]) -> None:
+    """In this process, or in those of the launcher."""
+    from sojourn.run.home import home_warning
+
     if config.model.base is not None and os.environ.get("LOCAL_RANK", "0") == "0":
         from sojourn.machine.read_ahead import read_ahead
 
@@ -43,22 +68,14 @@ def train(
     if not is_worker():
         ranks_here = local_world_size(config)
         if ranks_here > 1 or config.parallel.nodes > 1:
+            startup.hand_over()
             raise typer.Exit(launch(config, sys.argv[1:], ranks_here))
     exit_if_run_over()  # restarted by the launcher after the run had stopped or failed
-    is_main = os.environ.get("RANK", "0") == "0"
     warning = home_warning() if config.save.folder is None else None
-    if is_main:
-        for line in (*(f"note: {note}" for note in loaded.notes), *([f"warning: {warning}"] if warning else ())):
+    if run.is_main_process:
+        for line in (*(f"note: {note}" for note in notes), *([f"warning: {warning}"] if warning else ())):
             print(line)
-    name = config.name or "run"
-    run = run_folder(name, config.save.folder)
     from sojourn.train.loop import train as train_run
 
     with worker_process():
-        train_run(config, run)
-    if not is_main:
-        return
-    print(f"done: the model is in {run.final}")
-    chats = "chat_template" in (read_json(run.final / "tokenizer_config.json") or {})
-    model = name if config.save.folder is None else run.path
-    print(f"next: sojourn chat {model}" if chats else f'next: sojourn generate {model} --prompt "Once"')
+        train_run(config, run, startup)

@@ -8,7 +8,6 @@ for good, everything is opened again with settings that need less (`faults/oom_f
 from __future__ import annotations
 
 import os
-import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
@@ -21,6 +20,7 @@ from sojourn.errors import Stopped, UserError
 from sojourn.machine.precision import choose_device
 from sojourn.run.folder import RunFolder
 from sojourn.run.ledger import Ledger
+from sojourn.run.startup import Startup, add_killed_startups
 from sojourn.train.calibration import record_run
 from sojourn.train.checkpoint.checkpoint import cost_so_far
 from sojourn.train.checkpoint.config_changes import requests_no_change
@@ -49,9 +49,10 @@ _OTHER_CACHES = {"QUACK_CACHE_DIR": "quack", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR
 _FLASH_CACHE_SWITCH = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 
 
-def train(config: RunConfig, run: RunFolder) -> None:
-    """Trains `config` in `run` until it is done (returns) or stopped early but resumable (raises Stopped)."""
-    began = time.monotonic()
+def train(config: RunConfig, run: RunFolder, startup: Startup | None = None) -> None:
+    """Trains `config` in `run` until it is done (returns) or stopped early but resumable (raises Stopped). `startup`:
+    the time that this process has used already."""
+    startup = startup or Startup()
     refuse_missing_trackers(config.log.trackers)
     config = with_catalogue_price(config)
     ranks = join_process_group(use_device(config), config)
@@ -67,9 +68,7 @@ def train(config: RunConfig, run: RunFolder) -> None:
             fetch_run_files(mirror, run)
         with (
             nullcontext() if ranks.is_main else _output_to_log_file(run, ranks),
-            Ledger.open(
-                run.ledger, config.limits.price_per_hour, began, ranks.is_main, cost_so_far(run.checkpoints)
-            ) as ledger,
+            _open_ledger(config, run, startup) as ledger,
             Guard(config.limits, ledger, session_end(config.limits), distributed=ranks.world_size > 1) as guard,
             _status_on_failure(run, guard),
             _compile_cache(config, run),
@@ -81,9 +80,15 @@ def train(config: RunConfig, run: RunFolder) -> None:
     leave_process_group()
 
 
-def _open_ledger(config: RunConfig, run: RunFolder, began: float) -> Ledger:
+@contextmanager
+def _open_ledger(config: RunConfig, run: RunFolder, startup: Startup) -> Iterator[Ledger]:
+    """It counts from where the process started, and knows of processes killed while starting."""
     at_least = cost_so_far(run.checkpoints)
-    return Ledger.open(run.ledger, config.limits.price_per_hour, began, run.is_main_process, at_least)
+    with Ledger.open(run.ledger, config.limits.price_per_hour, startup.began, run.is_main_process, at_least) as ledger:
+        startup.end()
+        if run.is_main_process:
+            add_killed_startups(run.path, ledger)
+        yield ledger
 
 
 def _open_and_train(config: RunConfig, run: RunFolder, ranks: Ranks, guard: Guard) -> bool:
