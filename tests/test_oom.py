@@ -158,23 +158,22 @@ def test_when_a_single_row_does_not_fit_activations_are_recomputed(tiny, monkeyp
 
 @pytest.mark.parametrize("kind", [DROPOUT], ids=["lora with dropout"])
 def test_a_step_done_again_draws_the_same_random_numbers(tiny, monkeypatch, kind):
-    one = (*kind, "train.micro_batch=1")
+    one = (*kind, "train.global_batch=2", "train.micro_batch=1")
     whole, words = tiny.whole(*one), tiny.words(*one)
     run = run_of(words)
-    _backward(monkeypatch, lambda rows, call: call > 30 and not run.ladder.exists())  # the 7th row of step 4
+    _backward(monkeypatch, lambda rows, call: call > 7 and not run.ladder.exists())  # the 2nd row of step 4
     run_train(words)
     assert read_json(run.ladder) == {"device": "cpu", "train.activation_checkpointing": "selective"}
     _same_result(run, whole)
 
 
 def test_the_chunked_loss_is_the_fallback_after_full_activation_checkpointing(tiny, monkeypatch):
-    whole, words = (
-        tiny.whole(),
-        tiny.words("train.micro_batch=1", "train.activation_checkpointing=full", "advanced.chunked_loss=off"),
-    )
+    two = ("train.global_batch=2", "train.micro_batch=1")
+    whole = tiny.whole(*two)
+    words = tiny.words(*two, "train.activation_checkpointing=full", "advanced.chunked_loss=off")
     run = run_of(words)
     _forward(
-        monkeypatch, lambda rows, call: call > 20 and (read_json(run.ladder) or {}).get("train.offload") != "optimizer"
+        monkeypatch, lambda rows, call: call > 5 and (read_json(run.ladder) or {}).get("train.offload") != "optimizer"
     )
     run_train(words)
     assert [event["now"] for event in events(run, "out_of_memory")] == [
@@ -234,7 +233,7 @@ def test_an_evaluation_that_does_not_fit_is_made_with_fewer_rows(tiny, monkeypat
 
 
 def test_an_evaluation_for_which_the_run_is_built_anew_is_made_once(tiny, monkeypatch):
-    held_out = ("data.eval_fraction=0.2", "train.eval_every=4", "train.micro_batch=1")
+    held_out = ("data.eval_fraction=0.2", "train.eval_every=4", "train.global_batch=2", "train.micro_batch=1")
     whole, words = tiny.whole(*held_out), tiny.words(*held_out)
     run = run_of(words)
     _evaluation(monkeypatch, lambda rows, call: not run.ladder.exists())
@@ -351,12 +350,13 @@ def test_when_nothing_is_left_to_give_up_one_line_says_so_and_nothing_is_lost(ti
 
 def test_a_run_that_has_given_up_everything_before_still_saves_its_steps(tiny, monkeypatch):
     words = tiny.words(
+        "train.global_batch=2",
         "train.micro_batch=1",
         "train.activation_checkpointing=full",
         "advanced.chunked_loss=on",
         "train.offload=optimizer",
     )
-    _forward(monkeypatch, lambda rows, call: call > 35)
+    _forward(monkeypatch, lambda rows, call: call > 9)
     with pytest.raises(RunFailed, match="out of memory"):
         run_train(words)
     assert saved_steps(run_of(words)) == [4]
@@ -365,14 +365,14 @@ def test_a_run_that_has_given_up_everything_before_still_saves_its_steps(tiny, m
 def test_time_and_money_are_counted_once_however_often_the_run_is_built_anew(tiny, monkeypatch):
     import time
 
-    words = tiny.words("train.micro_batch=1", "limits.price_per_hour=3600 CNY")
+    words = tiny.words("train.global_batch=2", "train.micro_batch=1", "limits.price_per_hour=3600 CNY")
     run = run_of(words)
     want = [
         {"train.activation_checkpointing": "selective"},
         {"train.activation_checkpointing": "full"},
         {"train.offload": "optimizer"},
     ]
-    _forward(monkeypatch, lambda rows, call: call > 20 and len(events(run, "out_of_memory")) < len(want))
+    _forward(monkeypatch, lambda rows, call: call > 5 and len(events(run, "out_of_memory")) < len(want))
     began = time.monotonic()
     run_train(words)
     took = time.monotonic() - began

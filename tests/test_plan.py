@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -140,9 +141,15 @@ def test_the_fit_is_what_one_command_makes_of_the_measurements(tmp_path):
     assert (tmp_path / "fit.toml").read_text() == (ROOT / "src/sojourn/estimate/fit.toml").read_text()
 
 
+@cache
+def _planned_again(path):
+    """Measured runs, planned by the present planner, and the report on them."""
+    return read_again(path, peers=False, say=lambda text: None)
+
+
 def _bars(path, who="sojourn, held out"):
     """The report on measured runs by the present planner, whose errors are within what is asked."""
-    found = read_again(path, peers=False, say=lambda text: None)["report"][who]
+    found = _planned_again(path)["report"][who]
     peak, device, step = (found[name] for name in ("allocated", "device", "step_seconds"))
     former = sum("former_step_seconds" in row.get("measured", {}) for row in json.loads(path.read_text())["rows"])
     assert peak["cases"] == found["capped"] >= step["cases"] >= peak["cases"] - former and not found["above_need"]
@@ -176,7 +183,7 @@ def test_runs_measured_after_the_last_fit_are_planned_within_the_bars():
 @pytest.mark.parametrize("path", [SMALL[-1], MUON], ids=lambda path: path.stem)
 def test_updates_of_muon_are_planned_within_the_bars(path):
     """The first was fitted to, and measured where torch kept more than a run does: so peaks and times alone."""
-    report = read_again(path, peers=False, say=lambda text: None)["report"]
+    report = _planned_again(path)["report"]
     found = report["sojourn, held out"]
     peak, step = found["allocated"], found["step_seconds"]
     assert peak["cases"] == step["cases"] == 8
@@ -187,7 +194,7 @@ def test_updates_of_muon_are_planned_within_the_bars(path):
 
 
 def test_no_other_planner_is_nearer():
-    report = read_again(UNSEEN[0], peers=False, say=lambda text: None)["report"]
+    report = _planned_again(UNSEEN[0])["report"]
     peers = [who for who in report if not who.startswith("sojourn")]
     assert len(peers) == 10  # five answers, in both halves
     for who in peers:
@@ -199,12 +206,14 @@ def test_no_other_planner_is_nearer():
 @pytest.mark.parametrize("path", [PLANS, *DRAWN, *UNSEEN, MUON], ids=lambda path: path.stem)
 def test_no_plan_asks_for_less_than_what_runs_were_proven_to_fit_into(path):
     """Into a cap, or into what torch took when it could have all. 4 MiB are what recordings may add to a margin."""
-    for row in json.loads(path.read_text())["rows"]:
+    for row in _planned_again(path)["rows"]:
         if "capped" in row:
+            plan, ran_out = row["planned"], "failed" in row["capped"]
             # Whether to record was open when these caps were planned; rows have what was decided.
             if path in (*UNSEEN, MUON):
-                row["config"]["train"]["cuda_graphs"] = row["case"]["graphs"]
-            plan, ran_out = planned(row), "failed" in row["capped"]
+                open_ = {**row["config"]["train"], "cuda_graphs": row["case"]["graphs"]}
+                if open_ != row["config"]["train"]:
+                    plan = planned({**row, "config": {**row["config"], "train": open_}})
             taken = row["measured"]["reserved"]
             proven = taken if ran_out else min(taken, row["capped"]["cap"])
             assert plan["enough"] - plan["context"] >= proven - 4 * 2**20, row["name"]
@@ -674,6 +683,8 @@ def test_the_command_answers_within_two_seconds_and_without_torch(home):
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         took.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert done.returncode == 0, done.stderr
+        if took[-1] < 2.0:
+            break
     assert min(took) < 2.0
 
 
