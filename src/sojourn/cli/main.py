@@ -25,6 +25,8 @@ from sojourn.cli.rehearse import rehearse
 from sojourn.cli.train import train
 from sojourn.cli.verify_resume import verify_resume
 from sojourn.errors import UserError
+from sojourn.launch.stop_signals import STOP_SIGNALS
+from sojourn.run.output import lossy, open_missing_streams
 
 _RUN_ARGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
 
@@ -69,29 +71,37 @@ def _exit_on_signal(number: int, _: object) -> None:
 
 def main() -> None:
     """The console script. Exit codes: 0 done, 1 failed, 2 wrong input, 3 stopped and resumable."""
-    for name in ("SIGTERM", "SIGHUP"):  # clean up as after Ctrl-C; Windows has no SIGHUP
-        if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN:
-            signal.signal(getattr(signal, name), _exit_on_signal)
+    open_missing_streams()
+    for number in STOP_SIGNALS:
+        if number != signal.SIGINT and signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, _exit_on_signal)  # clean up as after Ctrl-C
     _use_expandable_segments()
+    with lossy("stderr"):
+        sys.exit(_run())
+
+
+def _run() -> int:
+    """Runs the command; returns its exit code. An error is one line on standard error."""
     try:
         code = app(prog_name="sojourn", standalone_mode=False)
+        sys.stdout.flush()
     except UserError as error:
         print(f"sojourn: {error}", file=sys.stderr)
-        sys.exit(error.code)
+        return error.code
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # another one leaves at once, without a traceback
         print("sojourn: interrupted", file=sys.stderr)
-        sys.exit(130)
+        return 130
     except BrokenPipeError:  # the reader (`| head`) went away
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+        _discard_stdout()
+        return 0
     except OSError as error:
         if error.errno not in _DISK_ERRORS:  # ours: keep the traceback
             raise
-        print(
-            f"sojourn: {error.filename or 'a file'}: {error.strerror}; free some space or use another disk",
-            file=sys.stderr,
-        )
-        sys.exit(1)
+        _discard_stdout()
+        where = error.filename or "a file"
+        print(f"sojourn: {where}: {error.strerror}; free some space or use another disk", file=sys.stderr)
+        return 1
     except Exception as error:
         if not hasattr(error, "format_message"):  # ours: keep the traceback
             raise
@@ -99,8 +109,16 @@ def main() -> None:
         verb = context.command_path if context else "sojourn"
         message = error.format_message()
         print(message if "\n" in message else f"sojourn: {message} (see: {verb} --help)", file=sys.stderr)
-        sys.exit(2)
-    sys.exit(code if isinstance(code, int) else 0)
+        return 2
+    return code if isinstance(code, int) else 0
+
+
+def _discard_stdout() -> None:
+    """Where it cannot be written: else Python tries again at its end, and changes the exit code."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 app.command()(demo)

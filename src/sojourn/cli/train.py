@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from sojourn.cli.run_args import RunArgs
+from sojourn.run.output import lossy
 
 if TYPE_CHECKING:
     from sojourn.config.schema import RunConfig
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from sojourn.run.startup import Startup
 
 
+@lossy("stdout")
 def train(
     args: RunArgs,
     fork: str | None = typer.Option(

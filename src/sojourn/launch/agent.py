@@ -21,12 +21,12 @@ from typing import Any
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
 from sojourn.launch.address import node_address, rendezvous_endpoint
+from sojourn.launch.stop_signals import STOP_SIGNALS
 from sojourn.launch.verdict import VERDICT, printed_marker, stop_marker
 from sojourn.machine.precision import choose_device
 from sojourn.storage.files import read_json
 
 _JOIN_TIMEOUT = 3600  # seconds for a node to join, or to rejoin
-_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 def local_world_size(config: RunConfig) -> int:
@@ -136,12 +136,13 @@ def _forward_signals(stopped: Path) -> Iterator[None]:
     import psutil
 
     def forward(number: int, _: Any) -> None:
-        stopped.touch()
+        with suppress(OSError):  # a full disk
+            stopped.touch()
         for child in psutil.Process().children():
             with suppress(psutil.Error):
                 child.send_signal(number)
 
-    handlers = {n: signal.signal(n, forward) for n in _SIGNALS if signal.getsignal(n) is not signal.SIG_IGN}
+    handlers = {n: signal.signal(n, forward) for n in STOP_SIGNALS if signal.getsignal(n) is not signal.SIG_IGN}
     try:
         yield
     finally:

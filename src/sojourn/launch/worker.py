@@ -60,8 +60,7 @@ def worker_process() -> Iterator[None]:
 
 def _exit(error: BaseException) -> None:
     rank, launched = int(os.environ["RANK"]), VERDICT in os.environ
-    code = error.code if isinstance(error, UserError) else 1
-    message = str(error) if isinstance(error, UserError) else "".join(traceback.format_exception(error)).rstrip()
+    code, message = _code_and_message(error)
     lost_rank = _is_lost_rank(error)
     if lost_rank:
         message = f"rank {rank} lost the connection to another rank, which has ended or cannot be reached"
@@ -81,6 +80,14 @@ def _exit(error: BaseException) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0 if launched and isinstance(error, Stopped) else code)
+
+
+def _code_and_message(error: BaseException) -> tuple[int, str]:
+    if isinstance(error, UserError):
+        return error.code, str(error)
+    if isinstance(error, KeyboardInterrupt):  # a second Ctrl-C
+        return 130, "interrupted"
+    return 1, "".join(traceback.format_exception(error)).rstrip()
 
 
 def _was_stopped_by_agent(error: BaseException) -> bool:

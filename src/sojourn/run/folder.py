@@ -17,19 +17,24 @@ line of each step.
 
 from __future__ import annotations
 
-import errno
 import os
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from sojourn.errors import RunFailed, UserError
 from sojourn.machine.process import current_process, is_alive
-from sojourn.storage.files import append_json, read_json, read_json_lines, remove_temporary_files, write_json
+from sojourn.run import unwritten
+from sojourn.storage.files import (
+    append_json,
+    overwrite_json,
+    read_json,
+    read_json_lines,
+    remove_temporary_files,
+    write_json,
+)
 
-_DISK_ERRORS = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EIO", "EROFS") if hasattr(errno, name)}
 State = Literal["starting", "running", "stopped", "done", "failed"]
 
 
@@ -133,28 +138,26 @@ class RunFolder:
         if not self.is_main_process:
             return
         pid, started = current_process()
-        self._try(
-            write_json,
-            self._status,
-            asdict(Status(state, step, total_steps, message, resumable, pid, started, time.time())),
-        )
+        status = asdict(Status(state, step, total_steps, message, resumable, pid, started, time.time()))
+        try:
+            write_json(self._status, status)
+        except OSError as error:
+            if not overwrite_json(self._status, status):
+                unwritten.count(str(self._status), error)
 
     def event(self, kind: str, **facts: Any) -> None:
         if self.is_main_process:
-            self._try(append_json, self.events, {"time": round(time.time(), 3), "kind": kind, **facts})
+            self._append(self.events, {"kind": kind, **facts})
 
     def metric(self, **values: Any) -> None:
         if self.is_main_process:
-            self._try(append_json, self.metrics, {"time": round(time.time(), 3), **values})
+            self._append(self.metrics, values)
 
-    def _try(self, write: Callable[[Path, Any], None], path: Path, value: Any) -> None:
-        """A full or failing disk loses a line; it does not end the run."""
+    def _append(self, path: Path, values: dict[str, Any]) -> None:
         try:
-            write(path, value)
+            append_json(path, {"time": round(time.time(), 3), **values})
         except OSError as error:
-            if error.errno not in _DISK_ERRORS:
-                raise
-            print(f"warning: {path}: {error.strerror}; not written", flush=True)
+            unwritten.count(str(path), error)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The last line of each step, so that steps repeated after a kill appear once."""

@@ -164,6 +164,17 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, ensure_ascii=False, indent=2) + "\n")
 
 
+def overwrite_json(path: Path, value: Any) -> bool:
+    """Writes over a file that is there, for a full disk: one call, no new blocks. False where that fails too."""
+    content = (json.dumps(value, ensure_ascii=False, indent=2) + "\n").encode()
+    try:
+        with path.open("rb+", buffering=0) as file:
+            content = content.ljust(path.stat().st_size)
+            return file.write(content) == len(content)
+    except OSError:
+        return False
+
+
 def load_json(path: Path) -> Any:
     """The content. Raises `FileNotFoundError`, `NotValid` or `CannotRead`."""
     return parse_json(read_bytes(path))

@@ -20,7 +20,9 @@ from sojourn.errors import Stopped, UserError
 from sojourn.machine.precision import choose_device
 from sojourn.run.folder import RunFolder
 from sojourn.run.ledger import Ledger
+from sojourn.run.output import log_file
 from sojourn.run.startup import Startup, add_killed_startups
+from sojourn.run.unwritten import reported
 from sojourn.train.calibration import record_run
 from sojourn.train.checkpoint.checkpoint import cost_so_far
 from sojourn.train.checkpoint.config_changes import requests_no_change
@@ -68,6 +70,7 @@ def train(config: RunConfig, run: RunFolder, startup: Startup | None = None) -> 
             fetch_run_files(mirror, run)
         with (
             nullcontext() if ranks.is_main else _output_to_log_file(run, ranks),
+            reported(lambda counts: run.event("not_written", times=counts)),
             _open_ledger(config, run, startup) as ledger,
             Guard(config.limits, ledger, session_end(config.limits), distributed=ranks.world_size > 1) as guard,
             _status_on_failure(run, guard),
@@ -148,8 +151,7 @@ def _print_already_done(run: RunFolder, steps: int) -> None:
 @contextmanager
 def _output_to_log_file(run: RunFolder, ranks: Ranks) -> Iterator[None]:
     """Only rank 0 prints."""
-    run.logs.mkdir(parents=True, exist_ok=True)
-    with (run.logs / f"process-{ranks.rank}.log").open("a", encoding="utf-8", buffering=1) as log, redirect_stdout(log):
+    with log_file(run.logs / f"process-{ranks.rank}.log") as log, redirect_stdout(log):
         try:
             yield
         except BaseException:

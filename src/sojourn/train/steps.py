@@ -1,7 +1,7 @@
 """The steps of a run, from where it is to its end, with evaluations and saves between them.
 
-Signals (SIGINT, SIGTERM, SIGHUP) and limits (`limits.time`, `limits.session`, `limits.budget`) all end in `stop`: save,
-mirror, mark the run resumable, exit code 3. All ranks agree on a stop, and on a save, before every step.
+Signals (`STOP_SIGNALS`) and limits (`limits.time`, `limits.session`, `limits.budget`) all end in `stop`: save, mirror,
+mark the run resumable, exit code 3. All ranks agree on a stop, and on a save, before every step.
 """
 
 from __future__ import annotations

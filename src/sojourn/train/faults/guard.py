@@ -2,7 +2,7 @@
 
 A signal leaves `limits.grace` seconds until the platform kills the process. The current step is finished if that and
 saving fit in this time; otherwise it is interrupted, since nothing changes before the optimizer step. Code that may be
-interrupted at any point runs inside `Guard.interruptible`.
+interrupted at any point runs inside `Guard.interruptible`. A second Ctrl-C leaves at once.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from sojourn.config.schema import LimitsConfig
+from sojourn.launch.stop_signals import STOP_SIGNALS
 from sojourn.run.ledger import Ledger
 
-_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 _MARGIN = 0.5  # seconds to exit
 _SESSION_MARGIN = 60.0  # seconds: the platform's clock may differ from ours
+_SAME_CTRL_C = 0.1  # seconds: terminals and wrappers send two
 _WARN_AT = 0.8  # of the budget
 
 
@@ -45,13 +46,14 @@ class Guard:
     step_seconds: float | None = None
     _handlers: dict[int, Any] = field(default_factory=dict)
     _entered_at: float | None = None
+    _signalled_at: float | None = None
     _kill_at: float | None = None
     _expected_seconds: float | None = None
     _warned: bool = False
 
     def __enter__(self) -> Guard:
         if threading.current_thread() is threading.main_thread():
-            for number in _SIGNALS:
+            for number in STOP_SIGNALS:
                 if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
                     self._handlers[number] = signal.signal(number, self._on_signal)
             if hasattr(signal, "SIGALRM"):
@@ -62,6 +64,8 @@ class Guard:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._alarm(0)
+        if self._signalled_at is not None:  # the second of two signals must not hit what comes after
+            time.sleep(max(0.0, self._signalled_at + _SAME_CTRL_C - time.monotonic()))
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
@@ -82,12 +86,14 @@ class Guard:
             self._alarm(0)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        self._signalled_at = self._signalled_at or now
         if self.reason is not None:
-            if number == signal.SIGINT:
+            if number == signal.SIGINT and now - self._signalled_at >= _SAME_CTRL_C:
                 raise KeyboardInterrupt
             return
         self.reason = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        self._kill_at = time.monotonic() + float(self.limits.grace)
+        self._kill_at = now + float(self.limits.grace)
         if self._entered_at is not None:
             self._finish_or_interrupt()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
@@ -15,6 +14,7 @@ from sojourn.config.schema import RunConfig
 from sojourn.errors import Stopped
 from sojourn.run.folder import RunFolder
 from sojourn.train.metrics.progress_line import ProgressLine, StepReport, format_plain_line
+from sojourn.train.metrics.tensorboard_file import TensorBoardFile
 from sojourn.train.metrics.throughput import Interval, Throughput
 from sojourn.train.metrics.trackers import Trackers
 
@@ -48,7 +48,7 @@ class Meters:
         price = config.limits.price_per_hour
         self._price = None if price is None else float(price.amount)
         self._trackers = Trackers(run, config, self.say)
-        self._writer = _tensorboard(run, config.log.tensorboard, first_step)
+        self._tensorboard = _open_tensorboard(run, config.log.tensorboard, first_step)
         self._line = ProgressLine(total_steps, first_step) if sys.stdout.isatty() else None
         self._throughput = Throughput()
 
@@ -64,7 +64,6 @@ class Meters:
     ) -> None:
         if self._line:
             self._line.stop()
-        self._on_tensorboard(lambda board: board.close())
         self._line = None
         self._trackers.close("done" if kind is None else "stopped" if issubclass(kind, Stopped) else "failed")
 
@@ -119,7 +118,8 @@ class Meters:
         for number, (prompt, text) in enumerate(samples, 1):
             self._run.metric(kind="sample", step=step, prompt=prompt, text=text)
             shown = "\n".join(f"    {line}" for line in f"{prompt}\n→ {text}".split("\n"))  # Markdown code block
-            self._on_tensorboard(lambda board, n=number, s=shown: board.add_text(f"sample/{n}", s, step))
+            if self._tensorboard is not None:
+                self._tensorboard.add_text(f"sample/{number}", shown, step)
             self.say(_shorten(f"step {step}: {prompt} → {text}"))
         if samples:
             self._trackers.log_samples(list(samples), step)
@@ -139,19 +139,11 @@ class Meters:
             return None
         return interval.tokens_per_second * self._mfu_inputs.flops_per_token / self._mfu_inputs.peak_flops
 
-    def _on_tensorboard(self, write: Callable[..., Any]) -> None:
-        """Until the disk is full, which must not end a run."""
-        try:
-            if self._writer is not None:
-                write(self._writer)
-        except OSError as error:
-            self._writer = None
-            self.say(f"warning: TensorBoard logging stops: {error.strerror or error}")
-
     def _write(self, kind: str, step: int, values: dict[str, float], **facts: Any) -> None:
         self._run.metric(kind=kind, step=step, **{name: _finite(value) for name, value in values.items()}, **facts)
         named = {f"{kind}/{name}": value for name, value in values.items()}
-        self._on_tensorboard(lambda board: [board.add_scalar(name, value, step) for name, value in named.items()])
+        if self._tensorboard is not None:
+            self._tensorboard.add_scalars(named, step)
         self._trackers.log(named, step)
 
 
@@ -186,13 +178,15 @@ def _shorten(text: str, most: int = 200) -> str:
     return line if len(line) <= most else line[: most - 1] + "…"
 
 
-def _tensorboard(run: RunFolder, setting: str, first_step: int) -> Any:
-    if setting == "off":
+def _open_tensorboard(run: RunFolder, setting: str, first_step: int) -> TensorBoardFile | None:
+    if setting == "off" or not run.is_main_process:
         return None
     try:
-        from torch.utils.tensorboard.writer import SummaryWriter
-    except ImportError:
+        import torch.utils.tensorboard  # noqa: F401
+    except Exception as error:  # not installed, or its protobuf does not fit
         if setting == "on":
-            print("note: tensorboard is not installed; metrics are in metrics.jsonl (pip install tensorboard)")
+            missing = isinstance(error, ModuleNotFoundError)
+            reason = "is not installed (pip install tensorboard)" if missing else f"cannot be imported: {error}"
+            print(f"note: tensorboard {reason}; metrics are in metrics.jsonl", flush=True)
         return None
-    return SummaryWriter(str(run.logs), purge_step=first_step + 1 if first_step else None)
+    return TensorBoardFile(run.logs, first_step)

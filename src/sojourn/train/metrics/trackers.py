@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from sojourn.config.load import dump
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
+from sojourn.run import unwritten
 from sojourn.run.folder import RunFolder
 from sojourn.storage.files import read_json, write_json
 from sojourn.train.checkpoint.config_changes import flatten
@@ -43,13 +44,16 @@ class Trackers:
         self._threads: list[_TrackerThread] = []
 
     def start(self) -> None:
-        if not self._config.log.trackers:
+        if not self._config.log.trackers or not self._run.is_main_process:
             return
         log = self._config.log
         name = self._config.name or self._run.path.name
         settings = {key: value for key, value in flatten(dump(self._config)).items() if value is not None}
         info = RunInfo(name, log.project, _run_id(self._run), settings, self._run.logs)
-        info.logs.mkdir(parents=True, exist_ok=True)
+        try:
+            info.logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:  # each tracker then says that it cannot write
+            unwritten.count(str(info.logs), error)
         if "trackio" in log.trackers:  # which reads this at import
             os.environ.setdefault("TRACKIO_DIR", str((info.logs / "trackio").resolve()))
         for tracker in dict.fromkeys(log.trackers):
@@ -135,5 +139,8 @@ def _run_id(run: RunFolder) -> str:
     if isinstance(found, dict) and isinstance(found.get("id"), str):
         return str(found["id"])
     run_id = secrets.token_hex(8)
-    write_json(path, {"id": run_id})
+    try:
+        write_json(path, {"id": run_id})
+    except OSError as error:
+        unwritten.count(str(path), error)
     return run_id

@@ -1,0 +1,111 @@
+"""Standard output and standard error that never raise.
+
+The reader of a pipe goes away, a terminal is closed, the disk of a log file is full: what cannot be printed is dropped
+and counted (`unwritten.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from sojourn.run import unwritten
+
+
+class LossyStream:
+    """Wraps a text stream. Every line goes to its file at once, without a buffer in which it could get stuck."""
+
+    def __init__(self, stream: Any, what: str) -> None:
+        self._stream, self._what = stream, what
+        self._raw = getattr(stream.buffer, "raw", stream.buffer)
+        self._pending, self._torn = "", False
+        self._lock = threading.RLock()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._lock:
+            self._pending += text
+            if "\n" in text:
+                self.flush()
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        with self._lock:
+            text, self._pending = self._pending, ""
+            if not text:
+                return
+            rest = self._encode("\n" + text if self._torn else text)
+            try:
+                while rest:
+                    written = self._raw.write(rest)
+                    if written is None:
+                        raise BlockingIOError("its reader is too slow")
+                    self._torn, rest = True, rest[written:]
+                self._torn = False
+            except (OSError, ValueError) as error:  # ValueError: the stream is closed
+                unwritten.count(self._what, error, max(1, text.count("\n")))
+
+    def _encode(self, text: str) -> bytes:
+        text, encoding = text.replace("\n", os.linesep), self._stream.encoding or "utf-8"
+        try:
+            return text.encode(encoding, self._stream.errors or "strict")
+        except UnicodeEncodeError:
+            return text.encode(encoding, "backslashreplace")
+
+
+@contextmanager
+def lossy(name: Literal["stdout", "stderr"]) -> Iterator[None]:
+    """In the block, what is printed to this stream is dropped where it cannot be written."""
+    stream, what = getattr(sys, name), {"stdout": unwritten.STDOUT, "stderr": unwritten.STDERR}[name]
+    if not hasattr(stream, "buffer"):  # in memory
+        yield
+        return
+    try:
+        stream.flush()
+    except (OSError, ValueError) as error:
+        unwritten.count(what, error)
+    wrapped = LossyStream(stream, what)
+    setattr(sys, name, wrapped)
+    try:
+        yield
+    finally:
+        wrapped.flush()
+        setattr(sys, name, stream)
+
+
+@contextmanager
+def log_file(path: Path) -> Iterator[Any]:
+    """A log file to print to; where it cannot be opened or written, lines are dropped."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a", encoding="utf-8")
+    except OSError as error:
+        unwritten.count(str(path), error)
+        file = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+    with file:
+        yield LossyStream(file, str(path))
+
+
+def open_missing_streams() -> None:
+    """`>&-` leaves a standard file closed. The next file opened would take its number, and get what C code prints."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            handle = os.open(os.devnull, os.O_RDWR)
+            os.dup2(handle, number)  # which a child process inherits
+            if handle != number:
+                os.close(handle)
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115
