@@ -106,6 +106,38 @@ def test_what_stops_the_command_stops_and_saves_its_ranks(tiny, how):
     assert run.status().state == "stopped" and run.status().resumable and saved_steps(run) == [step] and step >= 3
 
 
+@needs_fork
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2], ids=lambda number: number.name)
+def test_a_warning_of_slurm_to_the_launcher_saves_and_stops_its_ranks(tiny, fork_server, number):
+    words = tiny.words(*RUN, "train.steps=5000", "save.every_steps=null")
+    process, run = _start(fork_server, words), run_of(words)
+    while len(run.read_metrics()) < 3:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    process.send_signal(number)
+    _, err = process.communicate()
+    assert process.returncode == 3 and err.count("\n") == 1 and f"stopped by {number.name} at step" in err, err
+    assert run.status().state == "stopped" and saved_steps(run) == [run.status().step]
+
+
+@needs_fork
+def test_a_second_ctrl_c_to_the_launcher_leaves_without_a_traceback(tiny, fork_server):
+    words = tiny.words(*RUN, "train.steps=5000")
+    slow = (
+        "import time\nfrom sojourn.train.checkpoint.saving import Saver\nSaver.save = lambda *_, **__: time.sleep(600)"
+    )
+    process = fork_server.start("train", *words, preamble=slow, fork_children=True)
+    run = run_of(words)
+    while not any(line["step"] >= 3 for line in run.read_metrics()):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate()
+    assert process.returncode == 130 and "Traceback" not in err and "interrupted" in err, err
+
+
 def test_what_cannot_be_launched_is_refused_before_anything_starts(tiny: Tiny, tmp_path: Path) -> None:
     for extra, message in (
         (("train.global_batch=1",), "1 rows cannot be shared by 2 ranks"),

@@ -9,19 +9,22 @@ import time
 import pytest
 
 from fork_server import needs_fork
+from sojourn.config.quantities import Duration
+from sojourn.config.schema import LimitsConfig
 from sojourn.data.artefact import Batch
 from sojourn.errors import Stopped
+from sojourn.run.ledger import Ledger
 from sojourn.storage import disk
 from sojourn.train import evaluation, session
 from sojourn.train.batcher import DeviceBatch
 from sojourn.train.checkpoint.saving import Saver
 from sojourn.train.distributed import open as open_module
-from sojourn.train.faults.guard import Guard
+from sojourn.train.faults.guard import Guard, Interrupted
 from sojourn.train.step import Stepper
 from tiny import LORA, events, losses, run_of, run_train, same_weights, saved_steps
 
 DROPOUT = (*LORA, "method.dropout=0.3")
-SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
 HELD_OUT = ("data.eval_fraction=0.2", "train.eval_every=3", "train.patience=9", "train.lr=1e-2")
 
 
@@ -275,7 +278,7 @@ def test_a_signal_while_training_waits_for_a_save_lets_it_end(tiny, monkeypatch,
 
     with monkeypatch.context() as patch:
         patch.setattr(Snapshots, "take", lambda self, checkpoint: None)
-        phase = Phase(patch, Saver, "_write", signal.SIGUSR1, when=10**9)  # only counts
+        phase = Phase(patch, Saver, "_write", signal.SIGTERM, when=10**9)  # only counts
         real = Saver._finish_pending
 
         def hear(self, wait, **options):
@@ -323,6 +326,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_save(tiny, monkeypatch):
 
         def again(self, must=False):
             if must:
+                time.sleep(0.2)  # two within a tenth of a second are one
                 signal.raise_signal(signal.SIGINT)
             real(self, must)
 
@@ -333,6 +337,67 @@ def test_a_second_ctrl_c_does_not_wait_for_the_save(tiny, monkeypatch):
     assert run.status().state == "failed" and run.status().resumable and saved_steps(run) == [4]
     run_train(words)
     assert same_weights(run, tiny.whole())
+
+
+def test_two_ctrl_c_at_once_are_one(tiny, monkeypatch):
+    """Terminals and wrappers send two."""
+    words = tiny.words("save.every_steps=4")
+    with monkeypatch.context() as patch:
+        Phase(patch, Guard, "_on_signal", signal.SIGINT, after=True)
+        Phase(patch, Stepper, "update", signal.SIGINT, when=6)
+        run = _stopped(words, "Ctrl-C")
+    assert run.status().step == 6 and max(saved_steps(run)) == 6
+    run_train(words)
+    assert same_weights(run, tiny.whole())
+
+
+def test_the_second_ctrl_c_of_two_does_not_hit_what_comes_after_the_run(monkeypatch):
+    monkeypatch.setattr(time, "sleep", lambda seconds: signal.raise_signal(signal.SIGINT))
+    with Guard(LimitsConfig(), Ledger(None)) as guard:
+        signal.raise_signal(signal.SIGINT)
+    assert guard.reason == "Ctrl-C"
+
+
+def test_a_first_ctrl_c_while_a_limit_stops_the_run_does_not_leave_at_once():
+    with Guard(LimitsConfig(), Ledger(None), reason="the budget") as guard:
+        signal.raise_signal(signal.SIGINT)
+    assert guard.reason == "the budget"
+
+
+_CLOSED_TERMINAL = """
+import fcntl, sys, termios
+os.setsid()
+screen, terminal = os.openpty()
+fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+for number in range(3):
+    os.dup2(terminal, number)
+os.close(terminal)
+os.set_blocking(screen, False)
+from sojourn.train.step import Stepper
+update, steps = Stepper.update, []
+def closed(self):
+    update(self)
+    steps.append(1)
+    if len(steps) == 5:
+        os.close(screen)  # hangs up
+    elif len(steps) < 5:
+        try:
+            os.read(screen, 1 << 20)
+        except BlockingIOError:
+            pass
+Stepper.update = closed
+"""
+
+
+@needs_fork
+def test_a_closed_terminal_stops_with_code_3_and_everything_saved(tiny, fork_server):
+    """Nothing can be printed to it any more."""
+    words = tiny.words("train.steps=5000")
+    ended = fork_server.run("train", *words, preamble=_CLOSED_TERMINAL)
+    run = run_of(words)
+    assert ended.returncode == 3
+    status = run.status()
+    assert status.state == "stopped" and status.message == "SIGHUP" and saved_steps(run) == [status.step]
 
 
 def test_further_signals_do_not_disturb_the_stop(tiny, monkeypatch):
@@ -374,11 +439,6 @@ def test_a_run_in_another_thread_can_be_trained_though_it_hears_no_signal(tiny):
 
 def test_what_is_reserved_for_saving_shortens_the_time_left_for_a_step(tiny):
     """A step of 3 s fits into a grace of 10 s, but not when saving takes 5 of them."""
-    from sojourn.config.quantities import Duration
-    from sojourn.config.schema import LimitsConfig
-    from sojourn.run.ledger import Ledger
-    from sojourn.train.faults.guard import Interrupted
-
     for save_seconds, left in ((1.0, False), (5.0, True)):
         with Guard(LimitsConfig(grace=Duration(10)), Ledger(None)) as guard:
             guard.save_seconds, guard.step_seconds, finished = save_seconds, 3.0, False
