@@ -8,19 +8,23 @@ import io
 import json
 import os
 import resource
+import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from fork_server import needs_fork
+from sojourn.errors import Stopped
 from sojourn.run import unwritten
 from sojourn.run.folder import RunFolder
 from sojourn.run.output import LossyStream
 from sojourn.train.metrics.tensorboard_file import TensorBoardFile
-from tiny import events, losses, run_of, run_train, same_weights
+from sojourn.train.step import Stepper
+from tiny import events, losses, run_of, run_train, same_weights, saved_steps
 
 # How standard output and standard error fail: Python that runs in the new process before the command.
 _FULL = "os.dup2(os.open('/dev/full', os.O_WRONLY), {0})"
@@ -251,3 +255,69 @@ def test_failing_streams_do_not_call_each_other_for_ever(monkeypatch):
     print("two")
     assert unwritten._counts == {unwritten.STDOUT: 2, unwritten.STDERR: 1}
     assert isinstance(sys.__stdout__, io.TextIOBase)
+
+
+def _after_step(monkeypatch: pytest.MonkeyPatch, step: int, act: Callable[[], object]) -> None:
+    update, made = Stepper.update, []
+
+    def acting(self: Stepper) -> None:
+        update(self)
+        made.append(1)
+        if len(made) == step:
+            act()
+
+    monkeypatch.setattr(Stepper, "update", acting)
+
+
+@pytest.mark.parametrize("how", ["moved", "deleted"])
+@pytest.mark.parametrize("saves", ["save.every_steps=4", "save.every_steps=null"])
+def test_a_run_whose_folder_is_gone_goes_on_in_a_new_one(tiny, monkeypatch, capsys, how, saves):
+    words = tiny.words(saves, "log.tensorboard=on")
+    run = run_of(words)
+    away = run.path.with_name(f"{run.path.name}-away")
+    _after_step(monkeypatch, 6, lambda: run.path.rename(away) if how == "moved" else shutil.rmtree(run.path))
+    run_train(words)
+    said = capsys.readouterr().out
+    assert run.status().state == "done" and same_weights(run, tiny.whole())
+    assert said.count("was moved or deleted") == 1
+    assert set(saved_steps(run)) >= {12} and len(losses(run)) >= 6
+    assert run.exists() and run.environment.is_file()
+    assert away.exists() == (how == "moved")
+
+
+@pytest.mark.parametrize("how", ["moved", "deleted"])
+def test_a_signal_after_the_folder_is_gone_saves_everything(tiny, monkeypatch, how):
+    words = tiny.words("log.tensorboard=on")
+    run = run_of(words)
+
+    def strike() -> None:
+        run.path.rename(run.path.with_name("away")) if how == "moved" else shutil.rmtree(run.path)
+        signal.raise_signal(signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        _after_step(patch, 6, strike)
+        with pytest.raises(Stopped):
+            run_train(words)
+    assert run.status().state == "stopped" and saved_steps(run) == [6]
+    run_train(words)
+    assert same_weights(run, tiny.whole())
+
+
+def test_a_run_whose_folder_another_run_takes_saves_beside_it_and_stops(tiny, monkeypatch, capsys):
+    words, others = tiny.words("save.every_steps=4"), tiny.whole("train.seed=3")
+    run = run_of(words)
+    beside = RunFolder(run.path.with_name(f"{run.path.name}-rescued-1"))
+
+    def take_over() -> None:
+        run.path.rename(run.path.with_name(f"{run.path.name}-away"))
+        shutil.copytree(others.path, run.path)
+
+    with monkeypatch.context() as patch:
+        _after_step(patch, 6, take_over)
+        with pytest.raises(Stopped, match=f"stopped by another run in its folder at step 6 .* saved in {beside.path}"):
+            run_train(words)
+    assert "was replaced by another run" in capsys.readouterr().out
+    assert saved_steps(run) == saved_steps(others) and run.status().state == "done"
+    assert saved_steps(beside) == [6] and beside.status().state == "stopped"
+    run_train([*words, f"name={beside.path.name}"])
+    assert same_weights(beside, tiny.whole())

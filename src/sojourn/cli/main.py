@@ -30,7 +30,9 @@ from sojourn.run.output import lossy, open_missing_streams
 
 _RUN_ARGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
 
-_DISK_ERRORS = {getattr(errno, name, None) for name in ("ENOSPC", "EDQUOT", "EROFS", "EIO")}
+_DISK_ERRORS = {
+    getattr(errno, name, None) for name in ("ENOSPC", "EDQUOT", "EROFS", "EIO", "ESTALE", "ENOTCONN", "ENODEV")
+}
 
 app = typer.Typer(
     name="sojourn",

@@ -111,6 +111,10 @@ class RunFolder:
     def _lock(self) -> Path:
         return self.path / ".lock"
 
+    def relocate(self, path: Path) -> None:
+        """For a run whose folder was taken by another run: everything is written to `path` from now on."""
+        object.__setattr__(self, "path", path)
+
     def exists(self) -> bool:
         return self.config.is_file()
 

@@ -17,6 +17,7 @@ from sojourn.train.checkpoint.final_model import write_final_model
 from sojourn.train.checkpoint.saving import Saver
 from sojourn.train.evaluation import Evaluator
 from sojourn.train.fault_tolerant_step import FaultTolerantStep, StepResult
+from sojourn.train.faults.folder_watch import FolderWatch
 from sojourn.train.faults.guard import Guard, Interrupted
 from sojourn.train.faults.memory_pressure import MemoryPressure
 from sojourn.train.faults.oom_fallback import NoFallbackLeft, OomFallback
@@ -41,8 +42,11 @@ def run_steps(session: Session, guard: Guard) -> None:
             with Prefetcher(session.batches, session.total_steps) as prefetcher:
                 step = FaultTolerantStep(session, guard, saver, prefetcher, meters.say)
                 evaluator = Evaluator(config, run, session.artefact, stepper)
-                _train_and_save(_StepLoop(session, guard, meters, saver, step, evaluator, progress.step))
+                watch = FolderWatch(run)
+                loop = _StepLoop(session, guard, meters, saver, step, evaluator, watch, progress.step)
+                _train_and_save(loop)
             guard.save_seconds = saver.seconds
+            loop.keep_folder()
             with guard.interruptible():
                 _write_final(session, saver)
         except Interrupted:
@@ -60,6 +64,7 @@ class _StepLoop:
     saver: Saver
     step: FaultTolerantStep
     evaluator: Evaluator
+    watch: FolderWatch
     first_step: int  # of this call of `train`
     early_stop: str | None = None  # why the run ended before its last step
 
@@ -90,6 +95,7 @@ class _StepLoop:
     def _agree_on_stop_and_save(self) -> bool:
         """Whether a save is due. Raises Interrupted if any rank must stop. All ranks agree."""
         session, ranks = self.session, self.session.stepper.ranks
+        self.keep_folder()
         # Each call makes one step at least: else a limit that leaves no time for one would stop every call.
         is_first = session.progress.step == self.first_step
         reason = self.guard.reason if is_first else self.guard.should_stop()
@@ -97,6 +103,18 @@ class _StepLoop:
         if must_stop and not session.is_finished:
             raise Interrupted
         return save_due > 0
+
+    def keep_folder(self) -> None:
+        """Goes on in a new folder where the run's own is gone."""
+        restored = self.watch.restore()
+        if restored is None:
+            return
+        self.saver.forget_saves()
+        self.meters.say(f"warning: {restored.message}")
+        self.session.run.event("folder_gone", step=self.session.progress.step, message=restored.message)
+        self.session.run.set_status("running", self.session.progress.step, self.session.total_steps)
+        if restored.displaced and self.guard.reason is None:
+            self.guard.reason = "another run in its folder"
 
     def _evaluate(self) -> None:
         self.step.release_cuda_graphs()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -150,6 +151,10 @@ class Saver:
         self._run.set_status("running", saved.step, self._total)
         if self.mirroring is not None:
             self.mirroring.add(saved.path, saved.keep)
+
+    def forget_saves(self) -> None:
+        """The checkpoints are gone: a save is due at once."""
+        self._last_step, self._last_attempt = -1, -math.inf
 
     def disable_snapshots(self) -> None:
         """From now on training waits for each save: host memory is too short for a copy."""
