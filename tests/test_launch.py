@@ -138,6 +138,39 @@ def test_a_second_ctrl_c_to_the_launcher_leaves_without_a_traceback(tiny, fork_s
     assert process.returncode == 130 and "Traceback" not in err and "interrupted" in err, err
 
 
+# A worker whose launcher, torchrun, dies of a signal that it does not know.
+_ORPHANED = """
+import os, signal, sys, time
+from sojourn.launch.worker import worker_process
+started, ready = os.pipe()
+if os.fork():
+    os.read(started, 1)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    time.sleep(60)
+def stopped(*_):
+    open(sys.argv[1], "w").close()
+    os._exit(0)
+signal.signal(signal.SIGTERM, stopped)
+os.environ.update(RANK="0", WORLD_SIZE="2")
+with worker_process():
+    os.write(ready, b"x")
+    time.sleep(60)
+"""
+
+
+@needs_fork
+def test_ranks_stop_when_torchrun_is_gone(fork_server, tmp_path):
+    told = tmp_path / "told"
+    with (tmp_path / "said").open("w") as said:
+        command = [sys.executable, "-c", _ORPHANED, str(told)]
+        launcher = fork_server.popen(command, said, subprocess.STDOUT, dict(os.environ))
+    assert launcher.wait() == -signal.SIGUSR1
+    until = time.monotonic() + 60
+    while not told.exists():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
 def test_what_cannot_be_launched_is_refused_before_anything_starts(tiny: Tiny, tmp_path: Path) -> None:
     for extra, message in (
         (("train.global_batch=1",), "1 rows cannot be shared by 2 ranks"),

@@ -18,10 +18,12 @@ from pathlib import Path
 import pytest
 
 from fork_server import needs_fork
+from sojourn.config.load import load_run
 from sojourn.errors import Stopped
 from sojourn.run import unwritten
 from sojourn.run.folder import RunFolder
 from sojourn.run.output import LossyStream
+from sojourn.train.metrics.meters import Meters, MfuInputs
 from sojourn.train.metrics.tensorboard_file import TensorBoardFile
 from sojourn.train.step import Stepper
 from tiny import events, losses, run_of, run_train, same_weights, saved_steps
@@ -321,3 +323,26 @@ def test_a_run_whose_folder_another_run_takes_saves_beside_it_and_stops(tiny, mo
     assert saved_steps(beside) == [6] and beside.status().state == "stopped"
     run_train([*words, f"name={beside.path.name}"])
     assert same_weights(beside, tiny.whole())
+
+
+def test_a_file_name_that_is_not_utf8_can_be_logged(tmp_path):
+    run, name = RunFolder(tmp_path), os.fsdecode(b"data-\xff.jsonl")
+    run.event("failed", message=name)
+    run.set_status("failed", 0, 0, message=name)
+    assert events(run, "failed")[0]["message"] == name and run.status().message == name
+
+
+def test_a_number_that_json_lacks_costs_its_line_only(tmp_path, capsys):
+    run = RunFolder(tmp_path)
+    run.event("loss", value=float("nan"))
+    run.event("loss", value=1.0)
+    assert [event["value"] for event in events(run, "loss")] == [1.0]
+    assert "events.jsonl: Out of range float values" in capsys.readouterr().out
+
+
+def test_ranks_above_0_write_no_curves_and_start_no_trackers(tmp_path):
+    run = RunFolder(tmp_path, is_main_process=False)
+    config = load_run(["smoke", "log.tensorboard=on", "log.trackers=[wandb]"]).config
+    with Meters(run, config, 10, 0, MfuInputs()) as meters:
+        meters.log(1, 2.0, 1e-3, 1.0, 0.1, spent=None)
+    assert list(tmp_path.iterdir()) == []

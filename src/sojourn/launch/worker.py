@@ -48,8 +48,7 @@ def worker_process() -> Iterator[None]:
     if not is_worker() or os.environ["WORLD_SIZE"] == "1":
         yield
         return
-    if VERDICT in os.environ:
-        threading.Thread(target=_stop_when_orphaned, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_stop_when_orphaned, args=(os.getppid(),), daemon=True).start()
     try:
         yield
     except SystemExit:
@@ -74,9 +73,13 @@ def _exit(error: BaseException) -> None:
     elif rank == 0 or not (launched or isinstance(error, UserError)):
         print(f"sojourn: {message}", file=sys.stderr)
     if launched and not lost_rank and not isinstance(error, (RestartNeeded, RelayedError)):
-        write_verdict(json.dumps({"rank": rank, "code": code, "message": message}))
-        if rank == 0:
-            printed_marker(Path(os.environ[VERDICT])).touch()
+        try:
+            write_verdict(json.dumps({"rank": rank, "code": code, "message": message}))
+            if rank == 0:
+                printed_marker(Path(os.environ[VERDICT])).touch()
+        except OSError as failure:  # the launcher then knows no more than the exit code
+            launched = False
+            print(f"sojourn: {failure.filename}: {failure.strerror}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0 if launched and isinstance(error, Stopped) else code)
@@ -107,7 +110,7 @@ def _is_lost_rank(error: BaseException) -> bool:
 
 
 def _stop_when_orphaned(parent: int) -> None:
-    """Without the launcher nobody could stop this worker."""
+    """Without the launcher nobody could stop this worker. torchrun itself dies of SIGUSR1, Slurm's warning."""
     while os.getppid() == parent:
         time.sleep(1)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -145,7 +145,7 @@ class RunFolder:
         status = asdict(Status(state, step, total_steps, message, resumable, pid, started, time.time()))
         try:
             write_json(self._status, status)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             if not overwrite_json(self._status, status):
                 unwritten.count(str(self._status), error)
 
@@ -160,7 +160,7 @@ class RunFolder:
     def _append(self, path: Path, values: dict[str, Any]) -> None:
         try:
             append_json(path, {"time": round(time.time(), 3), **values})
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a number that JSON does not have
             unwritten.count(str(path), error)
 
     def read_metrics(self) -> list[dict[str, Any]]:

@@ -161,17 +161,23 @@ def read_text(path: Path) -> str | None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    write_text(path, json.dumps(value, ensure_ascii=False, indent=2) + "\n")
+    write_text(path, _json_text(value))
+
+
+def _json_text(value: Any, **options: Any) -> str:
+    """Half a surrogate pair (in a file name that is not UTF-8, for example) becomes JSON's own escape of it."""
+    text = json.dumps(value, ensure_ascii=False, **{"indent": 2, **options}) + "\n"
+    return text.encode(errors="backslashreplace").decode()
 
 
 def overwrite_json(path: Path, value: Any) -> bool:
     """Writes over a file that is there, for a full disk: one call, no new blocks. False where that fails too."""
-    content = (json.dumps(value, ensure_ascii=False, indent=2) + "\n").encode()
     try:
+        content = _json_text(value).encode()
         with path.open("rb+", buffering=0) as file:
             content = content.ljust(path.stat().st_size)
             return file.write(content) == len(content)
-    except OSError:
+    except (OSError, ValueError):
         return False
 
 
@@ -196,7 +202,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 def append_json(path: Path, value: dict[str, Any]) -> None:
     """Appends one line. A line that a kill cut short is ended first, so that it damages only itself."""
-    line = json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n"
+    line = _json_text(value, indent=None, allow_nan=False)
     with _open_to_append(path) as file:
         size = file.seek(0, os.SEEK_END)
         if size > 0:
