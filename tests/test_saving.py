@@ -5,11 +5,12 @@ import os
 import re
 import shutil
 import threading
+import time
 from collections import namedtuple
 
 import pytest
 
-from sojourn.errors import RunFailed, Stopped
+from sojourn.errors import RunFailed, Stopped, UserError
 from sojourn.machine.hardware import Memory
 from sojourn.run.folder import RunFolder
 from sojourn.storage import disk
@@ -179,7 +180,9 @@ def test_a_failed_save_leaves_the_checkpoint_before_it_whole(tiny, monkeypatch):
     run = run_of(words)
     assert saved_steps(run) == [3] and find_damage(run.checkpoints / "step-00000003") is None
     assert (run.checkpoints / "latest").read_text() == "step-00000003\n"
-    assert run.status().state == "failed" and run.status().resumable and not run.has_final()
+    assert run.status().state == "failed" and run.status().resumable
+    assert "no other place could be written either" in run.status().message
+    assert f"the finished model is in {run.final}" in run.status().message and same_weights(run, tiny.whole())
     monkeypatch.undo()
     run_train(words)
     assert same_weights(run, tiny.whole()) and losses(run) == losses(tiny.whole())
@@ -345,37 +348,66 @@ def test_another_machine_continues_from_the_mirror_alone(tiny, monkeypatch, tmp_
     assert same_weights(run, whole) and losses(run) == losses(whole)
 
 
-def test_a_mirror_that_fails_for_a_while_ends_no_run(tiny, monkeypatch, tmp_path, capsys):
-    words = tiny.words(f"save.mirror={tmp_path / 'mirror'}", "save.every_steps=4")
-    from sojourn.storage.mirror import MirrorFailed
-    from sojourn.storage.path_mirror import PathMirror
+def test_a_mirror_that_fails_for_a_while_ends_no_run_and_is_caught_up(tiny, monkeypatch, tmp_path, capsys):
+    """Its drive is unmounted at step 3 and mounted again at step 7: nothing is written to the folder below."""
+    mirror, away = tmp_path / "drive" / "mirror", tmp_path / "away"
+    mirror.mkdir(parents=True)
+    words = tiny.words(f"save.mirror={mirror}", "save.every_steps=4", "save.keep=9")
 
-    real, calls = PathMirror.put, []
+    def mount(steps):
+        if steps == 3:
+            mirror.rename(away)
+            mirror.mkdir()
+        if steps == 7:
+            assert _wait_for(lambda: events(run_of(words), "mirror_failed"))
+            assert list(mirror.iterdir()) == []
+            mirror.rmdir()
+            away.rename(mirror)
 
-    def put(self, folder, name):
-        calls.append(name)
-        if len(calls) == 1:
-            raise MirrorFailed("the drive is gone; check that the disk is there")
-        real(self, folder, name)
-
-    monkeypatch.setattr(PathMirror, "put", put)
+    _after_update(monkeypatch, mount)
     run = run_train(words)
     assert [event["path"] for event in events(run, "mirror_failed")] == ["step-00000004"]
-    assert "could not be mirrored: the drive is gone" in capsys.readouterr().out
-    assert {"final", "checkpoints/step-00000012"} <= set(calls) and run.status().state == "done"
+    assert "could not be mirrored" in (out := capsys.readouterr().out) and "check that the drive is mounted" in out
+    there = mirror / run.path.name
+    assert {path.name for path in (there / "checkpoints").glob("step-*")} == {f"step-{n:08d}" for n in (4, 8, 12)}
+    assert (there / "final" / "config.json").is_file() and run.status().state == "done"
+
+
+def _wait_for(condition):
+    until = time.monotonic() + 60
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.01)
+    return condition()
 
 
 def test_a_stop_whose_mirror_failed_says_so_and_is_no_success(tiny, monkeypatch, tmp_path):
-    words = tiny.words(f"save.mirror={tmp_path / 'mirror'}")
-    from sojourn.storage.mirror import MirrorFailed
-    from sojourn.storage.path_mirror import PathMirror
-
-    def put(self, folder, name):
-        raise MirrorFailed("the drive is gone")
-
-    monkeypatch.setattr(PathMirror, "put", put)
+    mirror = tmp_path / "drive" / "mirror"
+    mirror.mkdir(parents=True)
+    words = tiny.words(f"save.mirror={mirror}")
+    _after_update(monkeypatch, lambda steps: mirror.rename(tmp_path / "away") if steps == 4 else None)
     stop_after(monkeypatch, 5)
-    with pytest.raises(RunFailed, match="but not mirrored: the drive is gone"):
+    with pytest.raises(RunFailed, match=r"but not mirrored: .* check that the drive is mounted"):
         run_train(words)
     run = run_of(words)
-    assert run.status().state == "stopped" and saved_steps(run) == [5]
+    assert run.status().state == "stopped" and saved_steps(run) == [5] and not mirror.exists()
+
+
+def test_a_finished_model_that_did_not_reach_the_mirror_is_no_success_and_is_mirrored_by_the_next_call(
+    tiny, monkeypatch, tmp_path
+):
+    mirror, away = tmp_path / "drive" / "mirror", tmp_path / "away"
+    mirror.mkdir(parents=True)
+    words = tiny.words(f"save.mirror={mirror}")
+    with monkeypatch.context() as patch:
+        _after_update(patch, lambda steps: mirror.rename(away) if steps == 12 else None)
+        with pytest.raises(RunFailed, match=r"the finished model is in .*final, but not in the mirror"):
+            run_train(words)
+    run = run_of(words)
+    assert run.has_final() and run.status().state == "failed" and run.status().resumable
+    with pytest.raises(UserError, match="was the mirror of this run and is empty now; mount the drive"):
+        mirror.mkdir()
+        run_train(words)
+    mirror.rmdir()
+    away.rename(mirror)
+    run_train(words)
+    assert run.status().state == "done" and (mirror / run.path.name / "final" / "config.json").is_file()

@@ -14,6 +14,7 @@ from sojourn.config.load import load_run
 from sojourn.errors import RunFailed, Stopped, UserError
 from sojourn.run.folder import RunFolder
 from sojourn.run.home import run_folder
+from sojourn.run.lock import RunLock
 from sojourn.train.checkpoint.checkpoint import list_checkpoints
 from sojourn.train.distributed.engine import Engine
 from sojourn.train.loop import train
@@ -128,11 +129,10 @@ def test_a_changed_setting_that_matters_is_refused_and_nothing_is_lost(words):
 
 
 def test_two_trainers_in_one_folder_are_refused(words):
-    run = run_folder("t")
-    run.acquire()
+    lock = RunLock(run_folder("t").path)
     with pytest.raises(UserError, match=f"already being trained by the process with pid {os.getpid()}"):
         _train(words)
-    run.release()
+    lock.release()
     _train(words)
 
 

@@ -2,14 +2,16 @@
 
 runs/NAME/
   run.yaml           the configuration, every `auto` resolved
+  identity.json      the run's id, and a hash of the settings that decide its numbers
   environment.json   versions, machine, command
   status.json        where the run stands (replaced atomically)
   metrics.jsonl      one line a logged step; events.jsonl: what happened
   logs/              TensorBoard, the trackers' files, output of ranks above 0; trackers.json: the run's id at trackers
   ledger.json        time and money spent, also by calls that were killed; ladder.json: the OOM fallbacks taken
-  checkpoints/step-00000040/ …, latest
+  checkpoints/step-00000040/ …, latest; damaged-step-00000030/: set aside, never read or counted
   best/              the model with the lowest held-out loss so far, with train.eval_every
   final/             the model, for plain transformers; an adapter, for plain peft
+  .lock, .owner-N.json  which process trains the run: see lock.py
 
 metrics.jsonl and events.jsonl are append-only: a line cut short by a kill damages only itself; readers keep the last
 line of each step.
@@ -17,23 +19,15 @@ line of each step.
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from sojourn.errors import RunFailed, UserError
 from sojourn.machine.process import current_process, is_alive
 from sojourn.run import unwritten
-from sojourn.storage.files import (
-    append_json,
-    overwrite_json,
-    read_json,
-    read_json_lines,
-    remove_temporary_files,
-    write_json,
-)
+from sojourn.run.lock import RunLock
+from sojourn.storage.files import append_json, overwrite_json, read_json, read_json_lines, write_json
 
 State = Literal["starting", "running", "stopped", "done", "failed"]
 
@@ -58,6 +52,7 @@ class RunFolder:
 
     path: Path
     is_main_process: bool = True
+    lock: RunLock | None = None  # while this process trains the run
 
     @property
     def config(self) -> Path:
@@ -108,8 +103,18 @@ class RunFolder:
         return self.path / "status.json"
 
     @property
-    def _lock(self) -> Path:
-        return self.path / ".lock"
+    def identity(self) -> Path:
+        return self.path / "identity.json"
+
+    @property
+    def _writable(self) -> bool:
+        """By this process: rank 0, as long as no other process has taken over the run."""
+        return self.is_main_process and (self.lock is None or self.lock.lost is None)
+
+    def check_ownership(self) -> None:
+        """Before every write that another trainer of this run could collide with."""
+        if self.lock is not None:
+            self.lock.check()
 
     def relocate(self, path: Path) -> None:
         """For a run whose folder was taken by another run: everything is written to `path` from now on."""
@@ -139,7 +144,7 @@ class RunFolder:
         return self._status.stat().st_mtime
 
     def set_status(self, state: State, step: int, total_steps: int, message: str = "", resumable: bool = True) -> None:
-        if not self.is_main_process:
+        if not self._writable:
             return
         pid, started = current_process()
         status = asdict(Status(state, step, total_steps, message, resumable, pid, started, time.time()))
@@ -150,11 +155,11 @@ class RunFolder:
                 unwritten.count(str(self._status), error)
 
     def event(self, kind: str, **facts: Any) -> None:
-        if self.is_main_process:
+        if self._writable:
             self._append(self.events, {"kind": kind, **facts})
 
     def metric(self, **values: Any) -> None:
-        if self.is_main_process:
+        if self._writable:
             self._append(self.metrics, values)
 
     def _append(self, path: Path, values: dict[str, Any]) -> None:
@@ -167,35 +172,3 @@ class RunFolder:
         """The last line of each step, so that steps repeated after a kill appear once."""
         lines = read_json_lines(self.metrics)
         return list({(line.get("kind"), line.get("step"), line.get("prompt")): line for line in lines}.values())
-
-    def acquire(self) -> None:
-        """Locks the folder: only one process may train here."""
-        if not self.is_main_process:
-            return
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RunFailed(
-                f"{self.path}: cannot be created: {error.strerror}; choose another folder: save.folder=FOLDER"
-            ) from None
-        for _ in range(2):
-            try:
-                handle = os.open(self._lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
-            except FileExistsError:
-                holder = read_json(self._lock) or [0, 0.0]
-                if is_alive(*holder):
-                    raise UserError(
-                        f"{self.path}: already being trained by the process with pid {holder[0]}; "
-                        "wait for it, or give this run another name: name=NEW"
-                    ) from None
-                self._lock.unlink(missing_ok=True)
-                continue
-            with os.fdopen(handle, "w") as file:
-                file.write(str(list(current_process())))
-            remove_temporary_files(self.path)
-            return
-        raise UserError(f"{self.path}: another process is starting here right now; try again")
-
-    def release(self) -> None:
-        if self.is_main_process:
-            self._lock.unlink(missing_ok=True)

@@ -36,7 +36,11 @@ def make_folder(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Recursively, file by file. What cannot be removed stays."""
+    """Recursively, file by file. Of a symlink only the link is removed. What cannot be removed stays."""
+    if path.is_symlink():
+        with contextlib.suppress(OSError):
+            unlink(path)
+        return
     with contextlib.suppress(OSError):
         for entry in list(os.scandir(path)):
             if entry.is_dir(follow_symlinks=False):

@@ -20,6 +20,7 @@ from sojourn.storage.hub_access import transport_errors
 from sojourn.storage.mirror import (
     SEAL,
     FileDigest,
+    MirrorDamaged,
     MirrorFailed,
     check_manifest,
     check_unchanged,
@@ -87,14 +88,9 @@ class HubMirror:
     def names(self, under: str) -> list[str]:
         base = self._at(under)
         with self._hub_errors_as_mirror_failed("read"), tempfile.TemporaryDirectory() as temporary:
-            from huggingface_hub.errors import RepositoryNotFoundError
-
-            try:
-                head = self._head()
-            except RepositoryNotFoundError as error:
-                if error.response.status_code == 404:  # not created yet; 401 would mean that nobody is logged in
-                    return []
-                raise
+            head = self._head_if_made()
+            if head is None:
+                return []
             files = self._files(base, head)
             sealed = [file.split("/")[0] for file in files if file.split("/")[1:] == [SEAL]]
             return sorted(name for name in sealed if self._is_complete(base, name, files, head, Path(temporary)))
@@ -115,6 +111,25 @@ class HubMirror:
                     replace_file(into, file.read_bytes())
                 else:
                     raise missing_entry_error(self, name)
+
+    def read(self, name: str) -> bytes | None:
+        path = self._at(name)
+        with self._hub_errors_as_mirror_failed("read"), tempfile.TemporaryDirectory() as temporary:
+            head = self._head_if_made()
+            info = self._info(path, head) if head is not None else {}
+            if not info:
+                return None
+            file = self._download(path, str(head), Path(temporary))
+            if (difference := _find_difference(info, {path: file})) is not None:
+                raise MirrorDamaged(f"hub:{self.repo}: {difference} after the download")
+            return file.read_bytes()
+
+    def set_aside(self, name: str) -> None:
+        """Its seal goes; the files stay."""
+        seal = f"{self._at(name)}/{SEAL}"
+        with self._hub_errors_as_mirror_failed("write"):
+            if self._info(seal):
+                self._commit({}, [seal], f"{name} is damaged")
 
     def remove(self, name: str) -> None:
         base = self._at(name)
@@ -139,6 +154,16 @@ class HubMirror:
     def _head(self) -> str:
         """The newest commit, so that all following requests see one state."""
         return str(self._api().repo_info(self.repo).sha)
+
+    def _head_if_made(self) -> str | None:
+        from huggingface_hub.errors import RepositoryNotFoundError
+
+        try:
+            return self._head()
+        except RepositoryNotFoundError as error:
+            if error.response.status_code == 404:  # not created yet; 401 would mean that nobody is logged in
+                return None
+            raise
 
     def _commit(self, adds: dict[str, Path | bytes], deletes: list[str], what: str) -> str:
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
@@ -190,9 +215,7 @@ class HubMirror:
 
     def _fetch_folder(self, name: str, digests: dict[str, FileDigest] | None, into: Path, head: str) -> None:
         if digests is None:
-            raise MirrorFailed(
-                f"hub:{self.repo}: the seal of {name} cannot be read; use an older checkpoint, or remove this one"
-            )
+            raise MirrorDamaged(f"hub:{self.repo}: the seal of {name} cannot be read")
         check_free_space(into, sum(digest.size for digest in digests.values()), name)
         with staged(into) as stage:
             downloads, found = stage / ".downloads", {}

@@ -22,6 +22,10 @@ class MirrorFailed(RunFailed):
     """The mirror could not be written or read. The run folder is unchanged."""
 
 
+class MirrorDamaged(MirrorFailed):
+    """An entry of the mirror is not what was mirrored. Others may be good."""
+
+
 class Mirror(Protocol):
     @property
     def location(self) -> str:
@@ -39,8 +43,14 @@ class Mirror(Protocol):
     def fetch(self, name: str, into: Path) -> None:
         """Copies a folder or a file back; `into` is replaced only after the copy is verified."""
 
+    def read(self, name: str) -> bytes | None:
+        """One small file; None where there is none."""
+
     def remove(self, name: str) -> None:
         """No error where there is none."""
+
+    def set_aside(self, name: str) -> None:
+        """A damaged folder: `names` does not list it any more."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +100,7 @@ def check_manifest(folder: Path, digests: dict[str, FileDigest]) -> None:
 def check_unchanged(what: str, sealed: dict[str, FileDigest], found: dict[str, FileDigest]) -> None:
     for file, digest in sealed.items():
         if found.get(file) != digest:
-            advice = "use an older checkpoint, or remove this one"
-            raise MirrorFailed(f"{what}: {file} has changed since it was mirrored; {advice}")
+            raise MirrorDamaged(f"{what}: {file} has changed since it was mirrored")
 
 
 def missing_entry_error(mirror: Mirror, name: str) -> MirrorFailed:

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from sojourn.storage import disk
-from sojourn.storage.files import read_json, sha256
+from sojourn.storage.files import NotValid, read_bytes, read_json, sha256
 from sojourn.storage.mirror import (
     SEAL,
+    MirrorDamaged,
     MirrorFailed,
     check_manifest,
     check_unchanged,
@@ -107,12 +109,16 @@ class PathMirror:
                 with staged(into) as stage:
                     check_unchanged(f"{self.location}: {name}", digests, copy_files(entry, stage, digests))
             elif target.is_file():
-                data = target.read_bytes()
-                if hashlib.sha256(data).hexdigest() not in _sealed_hashes(target):
-                    raise MirrorFailed(f"{target}: has changed since it was mirrored; remove it")
-                replace_file(into, data)
+                replace_file(into, _read_sealed(target))
             else:
                 raise missing_entry_error(self, name)
+
+    def read(self, name: str) -> bytes | None:
+        target = self.root / name
+        with self._os_errors_as_mirror_failed(f"{name} cannot be read", ""):
+            if not os.path.lexists(target):
+                return None
+            return _read_sealed(target)
 
     def remove(self, name: str) -> None:
         target = self.root / name
@@ -124,7 +130,15 @@ class PathMirror:
                 _unseal(folder)
                 discard(folder)
                 if folder.exists():
-                    raise MirrorFailed(f"{folder}: could not be removed completely; remove it by hand")
+                    raise MirrorFailed(f"{folder}: could not be removed completely")
+
+    def set_aside(self, name: str) -> None:
+        target = self.root / name
+        with self._os_errors_as_mirror_failed(f"{name} could not be set aside"):
+            for folder in (target, _old_path(target)):
+                _unseal(folder)  # a drive may not be able to rename
+            with contextlib.suppress(OSError):
+                disk.rename(target, target.with_name(f"damaged-{target.name}"))
 
     @contextmanager
     def _os_errors_as_mirror_failed(
@@ -139,6 +153,16 @@ class PathMirror:
             elif error.errno in _NOT_PERMITTED:
                 advice = "make it writable"
             raise MirrorFailed(f"{self.location}: {what}: {error.strerror or error}; {advice}{otherwise}") from error
+
+
+def _read_sealed(file: Path) -> bytes:
+    try:
+        data = read_bytes(file)
+    except NotValid as error:
+        raise MirrorDamaged(f"{file}: {error}") from None
+    if hashlib.sha256(data).hexdigest() not in _sealed_hashes(file):
+        raise MirrorDamaged(f"{file}: has changed since it was mirrored")
+    return data
 
 
 def _find_complete(target: Path) -> Path | None:

@@ -14,19 +14,22 @@ from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
-from sojourn.config.load import read_config
 from sojourn.config.schema import RunConfig
 from sojourn.errors import Stopped, UserError
 from sojourn.machine.precision import choose_device
 from sojourn.run.folder import RunFolder
 from sojourn.run.ledger import Ledger
+from sojourn.run.lock import RunLock
 from sojourn.run.output import log_file
 from sojourn.run.startup import Startup, add_killed_startups
 from sojourn.run.unwritten import reported
+from sojourn.storage.files import remove_temporary_files
+from sojourn.storage.mirror_process import MirrorProcess
 from sojourn.train.calibration import record_run
 from sojourn.train.checkpoint.checkpoint import cost_so_far
 from sojourn.train.checkpoint.config_changes import requests_no_change
-from sojourn.train.checkpoint.mirroring import fetch_run_files, mirror_warning, open_run_mirror
+from sojourn.train.checkpoint.mirroring import mirror_warning, open_run_mirror
+from sojourn.train.checkpoint.recovery import join_mirror
 from sojourn.train.faults.guard import Guard, Interrupted
 from sojourn.train.faults.limits import session_end, with_catalogue_price
 from sojourn.train.faults.oom_fallback import (
@@ -43,8 +46,8 @@ from sojourn.train.metrics.environment import device_name
 from sojourn.train.metrics.trackers import refuse_missing_trackers
 from sojourn.train.ranks import Ranks, join_process_group, leave_process_group
 from sojourn.train.resolve import resolve_here
-from sojourn.train.session import Session, open_session, print_line
-from sojourn.train.steps import run_steps, stop
+from sojourn.train.session import Session, open_session, previous_config, print_line
+from sojourn.train.steps import mirror_finished_models, run_steps, stop
 
 _TORCH_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _OTHER_CACHES = {"QUACK_CACHE_DIR": "quack", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash"}
@@ -58,16 +61,12 @@ def train(config: RunConfig, run: RunFolder, startup: Startup | None = None) -> 
     refuse_missing_trackers(config.log.trackers)
     config = with_catalogue_price(config)
     ranks = join_process_group(use_device(config), config)
-    run = replace(run, is_main_process=ranks.is_main)
-    run.acquire()
-    note_restart(run, ranks)
+    lock = RunLock(run.path) if ranks.is_main else None
+    run = replace(run, is_main_process=ranks.is_main, lock=lock)
+    mirror = None
     try:
-        mirror = open_run_mirror(config, run)
-        if mirror is not None and ranks.is_main:
-            warning = mirror_warning(config)
-            if warning is not None:
-                print_line(f"warning: {warning}")
-            fetch_run_files(mirror, run)
+        note_restart(run, ranks)
+        mirror = _open_mirror(config, run) if ranks.is_main else None
         with (
             nullcontext() if ranks.is_main else _output_to_log_file(run, ranks),
             reported(lambda counts: run.event("not_written", times=counts)),
@@ -76,10 +75,13 @@ def train(config: RunConfig, run: RunFolder, startup: Startup | None = None) -> 
             _status_on_failure(run, guard),
             _compile_cache(config, run),
         ):
-            while not _open_and_train(config, run, ranks, guard):
+            while not _open_and_train(config, run, ranks, guard, mirror):
                 free_memory()
     finally:
-        run.release()
+        if mirror is not None:
+            mirror.close()
+        if lock is not None:
+            lock.release()
     leave_process_group()
 
 
@@ -94,16 +96,30 @@ def _open_ledger(config: RunConfig, run: RunFolder, startup: Startup) -> Iterato
         yield ledger
 
 
-def _open_and_train(config: RunConfig, run: RunFolder, ranks: Ranks, guard: Guard) -> bool:
+def _open_mirror(config: RunConfig, run: RunFolder) -> MirrorProcess | None:
+    """By rank 0, after it has locked the run."""
+    remove_temporary_files(run.path)
+    mirror = open_run_mirror(config, run)
+    if mirror is not None:
+        warning = mirror_warning(config)
+        if warning is not None:
+            print_line(f"warning: {warning}")
+        join_mirror(mirror, run, print_line)
+    return mirror
+
+
+def _open_and_train(
+    config: RunConfig, run: RunFolder, ranks: Ranks, guard: Guard, mirror: MirrorProcess | None
+) -> bool:
     """True when the run is done; False when memory ran out, and it must be opened again with the OOM fallback."""
-    status = run.status()
-    if status and status.state == "done" and run.has_final() and requests_no_change(read_config(run.config), config):
+    status, before = run.status(), previous_config(run)
+    if status and status.state == "done" and run.has_final() and before and requests_no_change(before, config):
         guard.ledger.catch_up(*cost_so_far(run.checkpoints))
         _print_already_done(run, status.step)
         return True
     try:
         with guard.interruptible(even_if_distributed=True):
-            session = open_session(config, run, ranks)
+            session = open_session(config, run, ranks, mirror)
     except (RuntimeError, MemoryError) as error:
         if ranks.world_size > 1 or not is_oom(error):
             raise
@@ -133,6 +149,7 @@ def _train(session: Session, guard: Guard) -> bool:
     run, progress = session.run, session.progress
     guard.ledger.catch_up(progress.seconds, progress.money)
     if session.is_finished and run.has_final():
+        mirror_finished_models(session)
         _print_already_done(run, progress.step)
     else:
         try:

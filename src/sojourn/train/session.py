@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -22,11 +22,14 @@ from sojourn.errors import UserError
 from sojourn.resolve.resolve import Resolution
 from sojourn.run.folder import RunFolder
 from sojourn.run.home import prepared_folder
-from sojourn.storage.files import read_json, write_json, write_text
+from sojourn.run.identity import Identity, read_identity
+from sojourn.storage.files import CannotRead, read_json, write_json, write_text
+from sojourn.storage.mirror_process import MirrorProcess
 from sojourn.train.batcher import Batcher
-from sojourn.train.checkpoint.checkpoint import check_free_space
+from sojourn.train.checkpoint.checkpoint import check_free_space, find_newest
 from sojourn.train.checkpoint.config_changes import base_fingerprint, refuse_harmful_changes
-from sojourn.train.checkpoint.mirroring import fetch_newest_checkpoint, open_run_mirror
+from sojourn.train.checkpoint.final_model import refuse_foreign_model
+from sojourn.train.checkpoint.recovery import establish_identity, find_newest_anywhere
 from sojourn.train.checkpoint.sync import sync_checkpoint
 from sojourn.train.checkpoint.training_state import Progress, TrainingState, resume
 from sojourn.train.distributed.engine import Engine
@@ -54,6 +57,8 @@ class Session:
     last_row: int | None  # counted over all epochs; None if the run ends by steps
     mfu_inputs: MfuInputs
     device_name: str
+    identity: Identity
+    mirror: MirrorProcess | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -86,14 +91,16 @@ def print_line(line: str) -> None:
     print(line, flush=True)
 
 
-def open_session(config: RunConfig, run: RunFolder, ranks: Ranks) -> Session:
+def open_session(config: RunConfig, run: RunFolder, ranks: Ranks, mirror: MirrorProcess | None = None) -> Session:
     """Resolves `auto` settings, prepares the data, builds the model, and loads the newest good checkpoint."""
     ranks.barrier()  # rank 0 may just have written the run's files
     sync_checkpoint(run, ranks, print_line)
     device = device_name(ranks.device)
+    is_known = previous_config(run) is not None
     config, reasons = _resolve_on_main(config, run, ranks, device)
     artefact = _prepare(config, ranks)
     _refuse_other_data(run, artefact)
+    identity = _identity(config, run, ranks, artefact, is_known)
     objective = make_objective(config, artefact)
     status = run.status()
     run.set_status("starting", status.step if status else 0, status.total_steps if status else 0)
@@ -106,10 +113,42 @@ def open_session(config: RunConfig, run: RunFolder, ranks: Ranks) -> Session:
         _check_disk(config, run, engine)
     stepper = _make_stepper(config, artefact, objective, engine)
     training_state = TrainingState(engine)
-    progress = _resume(config, run, training_state, ranks)
+    progress = _resume(config, run, training_state, ranks, mirror)
+    if ranks.is_main:
+        identity = read_identity(run.identity) or identity  # the mirror's checkpoint may have told it
     total_steps, last_row = _run_length(config, artefact)
     mfu_inputs = _mfu_inputs(config, artefact, ranks)
-    return Session(config, run, artefact, stepper, training_state, progress, total_steps, last_row, mfu_inputs, device)
+    return Session(
+        config, run, artefact, stepper, training_state, progress, total_steps, last_row, mfu_inputs, device, identity,
+        mirror,
+    )  # fmt: skip
+
+
+def previous_config(run: RunFolder) -> RunConfig | None:
+    """The configuration that the run was started with. None for a new run, and where its run.yaml is damaged while
+    identity.json can tell instead whether the settings are the same."""
+    if not run.exists():
+        return None
+    try:
+        return read_config(run.config)
+    except CannotRead:
+        raise
+    except UserError as error:
+        if read_identity(run.identity) is None:
+            raise
+        print_line(f"warning: {error}; it is written again")
+        return None
+
+
+def _identity(config: RunConfig, run: RunFolder, ranks: Ranks, artefact: Artefact, is_known: bool) -> Identity:
+    def establish() -> str:
+        identity = establish_identity(config, run, artefact.path.name, is_known)
+        refuse_foreign_model(run.final, identity)
+        return json.dumps(asdict(identity))
+
+    if ranks.world_size == 1:
+        return Identity(**json.loads(establish()))
+    return Identity(**json.loads(ranks.run_on_main(establish)))
 
 
 def _resolve_on_main(config: RunConfig, run: RunFolder, ranks: Ranks, device: str) -> tuple[RunConfig, dict[str, str]]:
@@ -117,7 +156,7 @@ def _resolve_on_main(config: RunConfig, run: RunFolder, ranks: Ranks, device: st
     fallbacks = merge_fallbacks(ranks.all_gather(json.dumps(load_fallbacks(run, device))))
 
     def decide() -> Resolution:
-        before = read_config(run.config) if run.exists() else None
+        before = previous_config(run)
         resolved = resolve_here(config, before, fallbacks, ranks.world_size)
         if before is not None:
             refuse_harmful_changes(before, resolved.config, run)
@@ -178,13 +217,17 @@ def _make_stepper(config: RunConfig, artefact: Artefact, objective: Objective, e
     return Stepper(engine, batcher, objective, train.clip, cuda_graphs)
 
 
-def _resume(config: RunConfig, run: RunFolder, training_state: TrainingState, ranks: Ranks) -> Progress:
+def _resume(
+    config: RunConfig, run: RunFolder, training_state: TrainingState, ranks: Ranks, mirror: MirrorProcess | None
+) -> Progress:
     """From the newest good checkpoint here or in the mirror."""
-    mirror = open_run_mirror(config, run)
-    if mirror is not None and ranks.is_main:
-        fetch_newest_checkpoint(mirror, run, print_line)
+    newest = find_newest_anywhere(run, mirror, print_line) if ranks.is_main else None
     ranks.barrier()
-    progress = resume(config.save, run, training_state)
+    if config.save.mirror is not None:
+        sync_checkpoint(run, ranks, print_line)  # other nodes may lack what was fetched
+    if not ranks.is_main:
+        newest = find_newest(run.checkpoints)
+    progress = resume(config.save, run, training_state, newest)
     ranks.seed_other_ranks(config.train.seed, progress.step)
     return progress
 

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 from sojourn.errors import RunFailed, Stopped
 from sojourn.run.folder import RunFolder
+from sojourn.run.lock import OwnershipLost
 from sojourn.train.batcher import Prefetcher
 from sojourn.train.checkpoint.final_model import write_final_model
+from sojourn.train.checkpoint.mirroring import Mirroring
+from sojourn.train.checkpoint.rescue import write_elsewhere
 from sojourn.train.checkpoint.saving import Saver
 from sojourn.train.evaluation import Evaluator
 from sojourn.train.fault_tolerant_step import FaultTolerantStep, StepResult
@@ -23,7 +27,7 @@ from sojourn.train.faults.memory_pressure import MemoryPressure
 from sojourn.train.faults.oom_fallback import NoFallbackLeft, OomFallback
 from sojourn.train.metrics.meters import Meters
 from sojourn.train.optim.optimizers import learning_rate
-from sojourn.train.session import Session
+from sojourn.train.session import Session, print_line
 
 
 def run_steps(session: Session, guard: Guard) -> None:
@@ -37,18 +41,23 @@ def run_steps(session: Session, guard: Guard) -> None:
     run.set_status("running", progress.step, session.total_steps)
     with Meters(run, config, session.total_steps, progress.step, session.mfu_inputs) as meters:
         epoch_rows = len(session.artefact.train)
-        saver = Saver(config, run, session.training_state, progress, session.total_steps, epoch_rows, meters.say)
+        saver = Saver(
+            config, run, session.training_state, progress, session.total_steps, epoch_rows, meters.say, session.mirror,
+            session.identity,
+        )  # fmt: skip
         try:
             with Prefetcher(session.batches, session.total_steps) as prefetcher:
                 step = FaultTolerantStep(session, guard, saver, prefetcher, meters.say)
                 evaluator = Evaluator(config, run, session.artefact, stepper)
                 watch = FolderWatch(run)
                 loop = _StepLoop(session, guard, meters, saver, step, evaluator, watch, progress.step)
-                _train_and_save(loop)
+                unsaved = _train_and_save(loop)
             guard.save_seconds = saver.seconds
             loop.keep_folder()
             with guard.interruptible():
                 _write_final(session, saver)
+            if unsaved is not None:
+                raise RunFailed(f"{unsaved}; the finished model is in {run.final}")
         except Interrupted:
             stop(run, guard.reason or "a signal", progress.step, session.total_steps)
         finally:
@@ -144,8 +153,9 @@ class _StepLoop:
         return step % self.session.config.log.every_steps == 0 or step in (1, self.session.total_steps)
 
 
-def _train_and_save(loop: _StepLoop) -> None:
-    """Runs the loop; however it ends, what was trained is saved if the weights are whole."""
+def _train_and_save(loop: _StepLoop) -> RunFailed | None:
+    """Runs the loop; however it ends, what was trained is saved if the weights are whole. At the end of the run, the
+    reason why the last checkpoint is not in the run folder is returned: the model can still be written."""
     session, saver = loop.session, loop.saver
     try:
         loop.run()
@@ -161,18 +171,25 @@ def _train_and_save(loop: _StepLoop) -> None:
         if session.stepper.ranks.world_size == 1:
             _save_if_clean(session, saver, clean=True)
         raise
-    saver.save(must=True)
+    unsaved = None
+    try:
+        saver.save(must=True)
+    except OwnershipLost:
+        raise
+    except RunFailed as error:
+        unsaved = error
     saver.finish()
     if loop.early_stop is not None:
         loop.meters.say(f"ended early by {loop.early_stop}")
         session.run.event("ended_early", step=session.progress.step, why=loop.early_stop)
+    return unsaved
 
 
-def _save_if_clean(session: Session, saver: Saver, clean: bool) -> None:
-    """`clean`: no update was interrupted."""
+def _save_if_clean(session: Session, saver: Saver, clean: bool, timeout: float | None = None) -> None:
+    """`clean`: no update was interrupted. `timeout`: seconds to wait for the mirror."""
     if clean and session.progress.step and session.training_state.is_finite():
         saver.save(must=True)
-        saver.finish()
+    saver.finish(timeout)
 
 
 def _count_step(session: Session, guard: Guard, meters: Meters, result: StepResult) -> None:
@@ -186,16 +203,52 @@ def _count_step(session: Session, guard: Guard, meters: Meters, result: StepResu
 def _write_final(session: Session, saver: Saver) -> None:
     weights = session.stepper.engine.full_weights()
     if session.stepper.ranks.is_main:
-        write_final_model(session.stepper.network.model, weights, session.artefact, session.run.final, session.config)
+        session.run.check_ownership()
+        mark = {**session.identity.mark, "step": session.progress.step}
+
+        def write(folder: Path) -> Path:
+            model = session.stepper.network.model
+            write_final_model(model, weights, session.artefact, folder, session.config, mark)
+            return folder
+
+        try:
+            write(session.run.final)
+        except (OSError, RunFailed) as error:
+            path = write_elsewhere(session.config.save, session.run, lambda folder: write(folder / "final"))
+            reason = getattr(error, "strerror", None) or error
+            raise RunFailed(
+                f"{session.run.final}: could not be written ({reason}); the finished model is in {path} instead"
+            ) from error
         if saver.mirroring is not None:
-            saver.mirroring.mirror_models(session.run.final, session.run.best)
+            _mirror_models(saver.mirroring, session.run)
+
+
+def _mirror_models(mirroring: Mirroring, run: RunFolder) -> None:
+    try:
+        mirroring.mirror_models(run.final, run.best)
+    except OwnershipLost:
+        raise
+    except RunFailed as error:
+        run.event("mirror_failed", path="final", message=str(error))
+        raise RunFailed(
+            f"the finished model is in {run.final}, but not in the mirror: {error}; run the same command to mirror it"
+        ) from error
+
+
+def mirror_finished_models(session: Session) -> None:
+    """Of a run that was finished before, but perhaps not mirrored."""
+    if session.mirror is not None and session.stepper.ranks.is_main:
+        mirroring = Mirroring(session.mirror, session.run, print_line)
+        try:
+            _mirror_models(mirroring, session.run)
+        finally:
+            mirroring.close()
 
 
 def _save_and_stop(session: Session, guard: Guard, saver: Saver) -> NoReturn:
     """Saved, and mirrored, before the run is marked as stopped."""
     step = session.progress.step
-    _save_if_clean(session, saver, clean=True)
-    saver.finish()
+    _save_if_clean(session, saver, clean=True, timeout=guard.grace_left)
     session.stepper.ranks.barrier()  # torchrun kills the others when the first rank exits
     not_mirrored = saver.mirroring.failed if saver.mirroring is not None else None
     stop(session.run, guard.reason or "another rank", step, session.total_steps, not_mirrored)

@@ -2,7 +2,9 @@
 
 Order of a save: write safetensors and JSON into a stage folder on the same filesystem, fsync, write the manifest (size
 and SHA-256 of every file), rename into place, fsync the folder, move `latest`, and only then remove old checkpoints.
-Loading verifies every byte against the manifest and falls back to the newest undamaged checkpoint, with a warning.
+Loading verifies every byte against the manifest. A damaged checkpoint is set aside as `damaged-step-N`: it is never
+read, counted or removed again. Retention counts only checkpoints that this process has written or verified, so that
+the newest good one is never removed. Nothing is removed through a symlink.
 """
 
 from __future__ import annotations
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 PARTS = ("model", "optimizer", "random")
 _FILES = {"state.json", *(f"{part}.safetensors" for part in PARTS)}
+_REMOVING = ".removing-"
+_verified: set[tuple[str, int]] = set()  # path and mtime of the manifest: written or read whole by this process
 
 
 @dataclass(frozen=True)
@@ -76,15 +80,26 @@ class Retention:
         return step in (self.best, self.in_use) or (self.milestones is not None and step % self.milestones == 0)
 
 
-def save(folder: Path, checkpoint: Checkpoint, keep: Retention, min_free: int = 0) -> Path:
-    """Writes `checkpoint` under `folder` and returns its path; a failure changes nothing."""
+def save(
+    folder: Path,
+    checkpoint: Checkpoint,
+    keep: Retention,
+    min_free: int = 0,
+    check_ownership: Callable[[], None] = lambda: None,
+) -> Path:
+    """Writes `checkpoint` under `folder` and returns its path; a failure changes nothing. `check_ownership` raises
+    where another process has taken over the run."""
     target = folder / f"step-{checkpoint.step:08d}"
     try:
+        check_ownership()
         folder.mkdir(parents=True, exist_ok=True)
         _remove_stages(folder)
-        if target.exists() and find_damage(target) is None:
-            recover(folder, keep)
-            return target
+        if target.exists():
+            if find_damage(target) is None:
+                _remember(target)
+                recover(folder, keep)
+                return target
+            set_aside(target)
         _free_space(folder, checkpoint.size, min_free, keep)
         with staged(target) as stage:
             manifest = {
@@ -94,6 +109,8 @@ def save(folder: Path, checkpoint: Checkpoint, keep: Retention, min_free: int = 
             write_json(stage / "state.json", checkpoint.state)
             manifest["state.json"] = file_digest(stage / "state.json")
             write_json(stage / MANIFEST, manifest)
+            check_ownership()
+        _remember(target)
         write_text(folder / "latest", target.name + "\n")
     except OSError as error:
         reason = error.strerror or error
@@ -104,23 +121,64 @@ def save(folder: Path, checkpoint: Checkpoint, keep: Retention, min_free: int = 
 
 def load_newest(folder: Path, warn: Callable[[str], None] | None = None) -> tuple[Checkpoint, Path] | None:
     """The newest undamaged checkpoint under `folder`, or None; `warn` gets a line for each damaged one."""
+    path = find_newest(folder, warn)
+    return None if path is None else (read_verified(path), path)
+
+
+def find_newest(folder: Path, warn: Callable[[str], None] | None = None) -> Path | None:
     for path in reversed(list_checkpoints(folder)):
-        damage = find_damage(path)
+        damage = verify(path)
         if damage is None:
-            return _read(path), path
+            return path
         if warn is not None:
             warn(f"{path.name} is damaged ({damage}); trying the one before it")
     return None
 
 
+def verify(path: Path) -> str | None:
+    """`find_damage`; a good one counts as verified from now on."""
+    damage = find_damage(path)
+    if damage is None:
+        _remember(path)
+    return damage
+
+
+def set_aside(path: Path) -> Path | None:
+    """Renames a damaged checkpoint, so that nothing reads or counts it again. None where that is impossible."""
+    for number in range(1, 100):
+        aside = path.with_name(f"damaged-{path.name}" + (f"-{number}" if number > 1 else ""))
+        if not aside.exists():
+            with contextlib.suppress(OSError):
+                disk.rename(path, aside)
+                return aside
+            break
+    return None
+
+
+def _remember(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        _verified.add((str(path), (path / MANIFEST).stat().st_mtime_ns))
+
+
+def _is_verified(path: Path) -> bool:
+    try:
+        return (str(path), (path / MANIFEST).stat().st_mtime_ns) in _verified
+    except OSError:
+        return False
+
+
 def load_path(path: Path) -> Checkpoint:
     """The checkpoint in the folder `path`."""
+    refuse_damaged(path)
+    return read_verified(path)
+
+
+def refuse_damaged(path: Path) -> None:
     damage = find_damage(path)
     if damage is not None:
         raise UserError(
             f"{path}: not a complete checkpoint ({damage}); set save.resume=auto to resume from the newest good one"
         )
-    return _read(path)
 
 
 def find_damage(path: Path) -> str | None:
@@ -158,7 +216,8 @@ def _file_damage(file: Path, listed: Any) -> str | None:
         return f"{file.name} is {error}"
 
 
-def _read(path: Path) -> Checkpoint:
+def read_verified(path: Path) -> Checkpoint:
+    """Of a checkpoint that was found undamaged."""
     from safetensors.torch import load_file
 
     file = path / "state.json"
@@ -200,32 +259,41 @@ def list_checkpoints(folder: Path) -> list[Path]:
 def recover(folder: Path, keep: Retention) -> None:
     """Finishes what a kill or a full disk left undone: removals, `latest`."""
     _remove_stages(folder)
-    for path in list_checkpoints(folder):
-        if not (path / MANIFEST).exists():  # half removed
-            remove(path)
-    checkpoints = list_checkpoints(folder)
+    good = [path for path in list_checkpoints(folder) if _is_verified(path)]
     with contextlib.suppress(OSError):
-        if checkpoints and read_text(folder / "latest") != f"{checkpoints[-1].name}\n":
-            write_text(folder / "latest", f"{checkpoints[-1].name}\n")
+        if good and read_text(folder / "latest") != f"{good[-1].name}\n":
+            write_text(folder / "latest", f"{good[-1].name}\n")
     _prune(folder, keep)
 
 
 def _prune(folder: Path, keep: Retention) -> None:
-    for path in list_checkpoints(folder)[: -keep.last]:
+    """Removes what is older than the last few verified checkpoints."""
+    checkpoints = list_checkpoints(folder)
+    verified = [path for path in checkpoints if _is_verified(path)]
+    if len(verified) < keep.last:
+        return
+    for path in checkpoints[: checkpoints.index(verified[-keep.last])]:
         if not keep.protects(step_of(path)):
             remove(path)
 
 
 def remove(path: Path) -> None:
-    """Removes the manifest first, so that a kill half-way leaves no checkpoint that looks complete."""
+    """Renames first, so that a kill half-way leaves nothing that looks like a checkpoint. Of a symlink only the link is
+    removed."""
     with contextlib.suppress(OSError):
-        disk.unlink(path / MANIFEST)
-    disk.remove_folder(path)
+        if path.is_symlink():
+            disk.unlink(path)
+            return
+        removing = path.with_name(f"{_REMOVING}{path.name}")
+        disk.remove_folder(removing)
+        disk.rename(path, removing)
+        disk.remove_folder(removing)
 
 
 def _remove_stages(folder: Path) -> None:
-    for stage in [*folder.glob(".stage-*"), *folder.glob(".old-*")]:
-        disk.remove_folder(stage)
+    for pattern in (".stage-*", ".old-*", f"{_REMOVING}*"):
+        for stage in folder.glob(pattern):
+            disk.remove_folder(stage)
     remove_temporary_files(folder)
 
 
@@ -233,7 +301,7 @@ def _free_space(folder: Path, needed: int, min_free: int, keep: Retention) -> No
     """On a nearly full disk older checkpoints are removed early, but never the newest undamaged one."""
     while shutil.disk_usage(folder).free < needed + min_free:
         checkpoints = list_checkpoints(folder)
-        good = next((path for path in reversed(checkpoints) if find_damage(path) is None), None)
+        good = next((path for path in reversed(checkpoints) if verify(path) is None), None)
         removable = [path for path in checkpoints if path != good and not keep.protects(step_of(path))]
         if good is None or not removable:
             break

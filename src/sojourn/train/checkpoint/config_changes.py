@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -41,22 +42,40 @@ _HARMLESS = {
 
 
 def refuse_harmful_changes(started_with: RunConfig, config: RunConfig, run: RunFolder) -> None:
+    harmful = harmful_changes(started_with, config, run)
+    if harmful:
+        raise UserError(
+            f"{run.path} was started with other settings ({harmful}); restore them to resume it, "
+            "or continue with the new ones in another run: --fork NEWNAME"
+        )
+    for key, (old, new) in _changes(started_with, config).items():
+        run.event("config_changed", key=key, before=old, now=new)
+
+
+def harmful_changes(started_with: RunConfig, config: RunConfig, run: RunFolder) -> str:
+    """The first changes that would change the numbers, as text; empty where there are none."""
+    changed = _changes(started_with, config)
+    moved = {"model.base"} if base_fingerprint(config) == (read_json(run.environment) or {}).get("base") else set()
+    harmful = [key for key in changed if key.split(".")[0] in _DECISIVE and key not in _HARMLESS | moved]
+    return "; ".join(f"{key} was {changed[key][0]}, now {changed[key][1]}" for key in harmful[:3])
+
+
+def _changes(started_with: RunConfig, config: RunConfig) -> dict[str, tuple[Any, Any]]:
     before, now = flatten(dump(started_with)), flatten(dump(config))
-    changed = {
+    return {
         key: (before.get(key), now.get(key))
         for key in sorted(before.keys() | now.keys())
         if before.get(key) not in (now.get(key), "auto")
     }
-    moved = {"model.base"} if base_fingerprint(config) == (read_json(run.environment) or {}).get("base") else set()
-    harmful = [key for key in changed if key.split(".")[0] in _DECISIVE and key not in _HARMLESS | moved]
-    if harmful:
-        changes = "; ".join(f"{key} was {changed[key][0]}, now {changed[key][1]}" for key in harmful[:3])
-        raise UserError(
-            f"{run.path} was started with other settings ({changes}); restore them to resume it, "
-            "or continue with the new ones in another run: --fork NEWNAME"
-        )
-    for key, (old, new) in changed.items():
-        run.event("config_changed", key=key, before=old, now=new)
+
+
+def settings_hash(config: RunConfig, artefact_hash: str) -> str:
+    """Of everything that decides the numbers: equal for the same run on any machine. Defaults are left out, so that a
+    new key does not change it."""
+    sections = config.model_dump(mode="json", include=set(_DECISIVE), exclude_defaults=True)
+    decisive = {key: value for key, value in flatten(sections).items() if key not in _HARMLESS | {"model.base"}}
+    facts = [sorted(decisive.items()), base_fingerprint(config), artefact_hash]
+    return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:16]
 
 
 def requests_no_change(started_with: RunConfig, config: RunConfig) -> bool:

@@ -15,30 +15,52 @@ from safetensors import SafetensorError
 
 from sojourn.config.schema import RunConfig
 from sojourn.data.artefact import Artefact
-from sojourn.errors import RunFailed
+from sojourn.errors import RunFailed, UserError
 from sojourn.model.adapter import write_adapter
+from sojourn.run.identity import Identity, is_foreign
 from sojourn.storage.disk import sync_file
+from sojourn.storage.files import read_json, write_json
 from sojourn.storage.stage import staged
+
+IDENTITY = "sojourn.json"  # which run, and which of its steps, a model is of
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
 
+def refuse_foreign_model(folder: Path, identity: Identity) -> None:
+    """Writing `final/` would replace another run's model."""
+    if is_foreign(read_json(folder / IDENTITY), identity):
+        raise UserError(f"{folder}: the model of another run; move it away, or give this run another name: name=NEW")
+
+
 def write_final_model(
-    model: Module, weights: dict[str, Tensor], artefact: Artefact, folder: Path, config: RunConfig
+    model: Module,
+    weights: dict[str, Tensor],
+    artefact: Artefact,
+    folder: Path,
+    config: RunConfig,
+    mark: dict[str, Any] | None = None,
 ) -> None:
     """`weights`: all trained weights, unsharded. They are written in `train.precision`, with tokenizer, template and
-    stop tokens."""
+    stop tokens. `mark`: the run's identity and the step."""
     try:
-        _write(model, weights, artefact, folder, config)
+        _write(model, weights, artefact, folder, config, mark)
     except SafetensorError as error:  # safetensors' error for a full disk
         raise RunFailed(
             f"{folder}: could not be written: {error}; free some space, then run the same command to resume"
         ) from error
 
 
-def _write(model: Module, weights: dict[str, Tensor], artefact: Artefact, folder: Path, config: RunConfig) -> None:
+def _write(
+    model: Module,
+    weights: dict[str, Tensor],
+    artefact: Artefact,
+    folder: Path,
+    config: RunConfig,
+    mark: dict[str, Any] | None,
+) -> None:
     with staged(folder) as stage:
         if config.method.kind in ("lora", "qlora"):
             write_adapter(model, weights, stage, str(config.model.base), config.model.revision)
@@ -47,6 +69,8 @@ def _write(model: Module, weights: dict[str, Tensor], artefact: Artefact, folder
         for file in artefact.tokenizer.iterdir():
             shutil.copy(file, stage / file.name)
         shutil.copy(artefact.path / "probes.json", stage / "probes.json")
+        if mark is not None:
+            write_json(stage / IDENTITY, mark)
         for file in stage.iterdir():
             sync_file(file)
 

@@ -1,30 +1,35 @@
-"""Copies finished checkpoints to the mirror in a thread, and fetches them on a new machine."""
+"""Copies finished checkpoints to the mirror in a thread."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from pathlib import Path
 
 from sojourn.config.schema import RunConfig
 from sojourn.errors import RunFailed, UserError
 from sojourn.machine.platform import detect, is_persistent
 from sojourn.run.folder import RunFolder
-from sojourn.storage.mirror import Mirror
-from sojourn.storage.open_mirror import open_mirror
+from sojourn.run.lock import OwnershipLost
+from sojourn.run.mirror_claim import MirrorClaim
+from sojourn.storage.mirror import MirrorFailed
+from sojourn.storage.mirror_process import MirrorProcess
 from sojourn.train.checkpoint.checkpoint import Retention, list_checkpoints, step_of
 
-_REQUIRED = ("run.yaml", "environment.json")  # without these a run cannot resume
-_RUN_FILES = (*_REQUIRED, "ledger.json", "ladder.json", "metrics.jsonl", "events.jsonl", "trackers.json")
+RUN_FILES = (
+    "identity.json", "run.yaml", "environment.json", "ledger.json", "ladder.json", "metrics.jsonl", "events.jsonl",
+    "trackers.json",
+)  # fmt: skip
 
 
-def open_run_mirror(config: RunConfig, run: RunFolder) -> Mirror | None:
+def open_run_mirror(config: RunConfig, run: RunFolder) -> MirrorProcess | None:
     """Refuses a folder whose parent does not exist: an unmounted drive would fill the system's disk."""
     text = config.save.mirror
     if text is None:
         return None
-    mirror = open_mirror(text, config.name or run.path.name)
+    mirror = MirrorProcess(text, config.name or run.path.name)
     if not text.startswith("hub:"):
         parent = Path(text).expanduser().absolute().parent
         if not parent.is_dir():
@@ -45,17 +50,25 @@ def mirror_warning(config: RunConfig) -> str | None:
 class Mirroring:
     """Copies one checkpoint at a time; of those that wait only the newest is copied."""
 
-    def __init__(self, mirror: Mirror, run: RunFolder, say: Callable[[str], None]) -> None:
+    def __init__(self, mirror: MirrorProcess, run: RunFolder, say: Callable[[str], None]) -> None:
         self._mirror, self._run, self._say = mirror, run, say
+        self._claim = MirrorClaim(mirror, run)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mirror")
         self._pending: Future[None] | None = None
         self._waiting: tuple[Path, Retention] | None = None
+        self._last: tuple[Path, Retention] | None = None
+        self._copied: set[str] = set()  # names that this process has copied and verified
         self.in_use: int | None = None
         self.seconds = 0.0
         self.failed: str | None = None
+        self.lost: OwnershipLost | None = None
+        try:
+            self._claim.take()
+        except MirrorFailed as error:
+            say(f"warning: {error}; mirroring is tried again with each checkpoint")
 
     def add(self, checkpoint: Path, keep: Retention) -> None:
-        self._waiting = checkpoint, keep
+        self._waiting = self._last = checkpoint, keep
         self._next()
 
     def _next(self) -> None:
@@ -67,12 +80,10 @@ class Mirroring:
     def _copy(self, checkpoint: Path, keep: Retention) -> None:
         began = time.monotonic()
         try:
-            self._mirror.put(checkpoint, f"checkpoints/{checkpoint.name}")
-            self._put_run_files()
-            names = self._mirror.names("checkpoints")
-            for name in names[: -keep.last]:
-                if not keep.protects(step_of(Path(name))):
-                    self._mirror.remove(f"checkpoints/{name}")
+            self._put(checkpoint, f"checkpoints/{checkpoint.name}")
+            self._copied.add(checkpoint.name)
+            self._catch_up(keep)
+            self._prune(keep)
         except RunFailed as error:
             self._report_failure(checkpoint.name, error)
         else:
@@ -82,60 +93,70 @@ class Mirroring:
         finally:
             self.in_use = None
 
+    def _put(self, folder: Path, name: str) -> None:
+        """A folder and the run's files. The mirror must be the same before and after: a drive may disappear."""
+        self._run.check_ownership()
+        self._claim.take()
+        self._claim.check()
+        self._mirror.put(folder, name)
+        for file in RUN_FILES:
+            if (self._run.path / file).is_file():
+                self._mirror.put_file(self._run.path / file, file)
+        self._claim.check()
+
+    def _catch_up(self, keep: Retention) -> None:
+        """Checkpoints that retention keeps and the mirror lacks, because it was away when they were saved."""
+        there = set(self._mirror.names("checkpoints"))
+        here = list_checkpoints(self._run.checkpoints)
+        for path in here:
+            wanted = path in here[-keep.last :] or keep.protects(step_of(path))
+            if wanted and path.name not in there and self._waiting is None:
+                self._put(path, f"checkpoints/{path.name}")
+                self._copied.add(path.name)
+
+    def _prune(self, keep: Retention) -> None:
+        """Removes what is older than the last few that this process has copied: those are verified."""
+        verified = sorted(self._copied)[-keep.last :]
+        if len(verified) < keep.last:
+            return
+        for name in self._mirror.names("checkpoints"):
+            if name < verified[0] and not keep.protects(step_of(Path(name))):
+                self._mirror.remove(f"checkpoints/{name}")
+
     def _report_failure(self, name: str, error: RunFailed) -> None:
         self.failed = str(error)
+        if isinstance(error, OwnershipLost):
+            self.lost = error
         self._run.event("mirror_failed", path=name, message=str(error))
         self._say(f"warning: {name} could not be mirrored: {error}; it is tried again with the next checkpoint")
 
-    def _put_run_files(self) -> None:
-        for name in _RUN_FILES:
-            if (self._run.path / name).is_file():
-                self._mirror.put_file(self._run.path / name, name)
-
-    def finish(self) -> None:
-        """Waits until every saved checkpoint that is to be mirrored is in the mirror."""
-        while self._pending is not None and (not self._pending.done() or self._waiting is not None):
-            self._pending.result()
+    def finish(self, timeout: float | None = None) -> None:
+        """Waits until every saved checkpoint that is to be mirrored is in the mirror. After `timeout` seconds, the
+        mirror is abandoned."""
+        until = None if timeout is None else time.monotonic() + timeout
+        retried = False
+        while self._pending is not None:
+            wait_for([self._pending], None if until is None else max(0.0, until - time.monotonic()))
+            if not self._pending.done():
+                self._mirror.abandon()
+                wait_for([self._pending])
+                return
+            if self.failed is not None and self._waiting is None and not retried and self.lost is None:
+                self._waiting, retried = self._last, True  # the mirror may be back
+            if self._waiting is None:
+                return
             self._next()
 
     def mirror_models(self, *folders: Path) -> None:
-        """At the end of a run: `final/` and `best/`, then the run's files."""
+        """At the end of a run: `final/` and `best/`. Raises where they did not reach the mirror."""
         self.finish()
+        if self.failed is not None:
+            raise self.lost or MirrorFailed(self.failed)
         for folder in folders:
             if folder.is_dir():
-                try:
-                    self._mirror.put(folder, folder.name)
-                    self._put_run_files()
-                except RunFailed as error:
-                    self._report_failure(folder.name, error)
+                self._put(folder, folder.name)
 
     def close(self) -> None:
+        self._mirror.abandon()
         self._thread.shutdown(wait=True)
-
-
-def fetch_run_files(mirror: Mirror, run: RunFolder) -> None:
-    """On a new machine: fetches the run's files, before anything reads them."""
-    if run.exists() or not mirror.names("checkpoints"):
-        return
-    for name in _RUN_FILES:
-        try:
-            mirror.fetch(name, run.path / name)
-        except RunFailed:
-            if name in _REQUIRED:
-                raise
-
-
-def fetch_newest_checkpoint(mirror: Mirror, run: RunFolder, say: Callable[[str], None]) -> None:
-    """Fetches the mirror's newest undamaged checkpoint, if it is further than those here."""
-    newest_here = max(map(step_of, list_checkpoints(run.checkpoints)), default=-1)
-    for name in reversed(mirror.names("checkpoints")):
-        if step_of(Path(name)) <= newest_here:
-            return
-        try:
-            run.checkpoints.mkdir(parents=True, exist_ok=True)
-            mirror.fetch(f"checkpoints/{name}", run.checkpoints / name)
-        except RunFailed as error:
-            say(f"warning: {name} in {mirror.location} cannot be used: {error}; trying the one before it")
-            continue
-        say(f"{name} was fetched from {mirror.location}")
-        return
+        self._mirror.close()

@@ -13,13 +13,18 @@ from sojourn.config.quantities import Duration
 from sojourn.config.schema import RunConfig
 from sojourn.errors import RunFailed
 from sojourn.run.folder import RunFolder
+from sojourn.run.identity import Identity
+from sojourn.run.lock import OwnershipLost
+from sojourn.storage.mirror_process import MirrorProcess
 from sojourn.train.checkpoint.checkpoint import Checkpoint, Retention, recover, save
-from sojourn.train.checkpoint.mirroring import Mirroring, open_run_mirror
+from sojourn.train.checkpoint.mirroring import Mirroring
+from sojourn.train.checkpoint.rescue import write_elsewhere
 from sojourn.train.checkpoint.snapshot import Snapshots
 from sojourn.train.checkpoint.training_state import Progress, TrainingState
 from sojourn.train.faults.oom_fallback import is_oom
 
 Say = Callable[[str], None]
+_RETRY_PAUSES = (0.5, 2.0)  # seconds between attempts of the last save
 
 
 @dataclass(frozen=True)
@@ -49,13 +54,15 @@ class Saver:
         total: int,
         epoch_rows: int,
         say: Say,
+        mirror: MirrorProcess | None = None,
+        identity: Identity | None = None,
     ) -> None:
         self._config, self._run, self._training_state, self._progress = config, run, training_state, progress
         self._total, self._epoch_rows, self._say = total, epoch_rows, say
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
         self._snapshots: Snapshots | None = Snapshots()
         self._pending: Future[Saved] | None = None
-        mirror = open_run_mirror(config, run)
+        self._mark = {} if identity is None else identity.mark
         self.mirroring = None if mirror is None else Mirroring(mirror, run, say)
         self._last_attempt = self._last_success = time.monotonic()
         self._last_step = progress.step
@@ -94,14 +101,46 @@ class Saver:
             return
         self._last_attempt = time.monotonic()
         checkpoint = self._training_state.checkpoint(self._progress)  # sharded weights: gathered by all ranks
+        checkpoint.state.update(self._mark)
         if not self._run.is_main_process:
             return
         copy = checkpoint if engine.gathers_copies else None
         if copy is None and self._snapshots is not None:
             copy = self._snapshots.take(checkpoint)
         self._pending = self._thread.submit(self._write, copy or checkpoint, self._last_attempt)
-        if copy is None or must:
-            self._finish_pending(wait=True, must=must)
+        if must:
+            self._finish_last(copy or checkpoint)
+        elif copy is None:
+            self._finish_pending(wait=True)
+
+    def _finish_last(self, checkpoint: Checkpoint) -> None:
+        """The last save before the process ends: tried again, then written elsewhere. Raises where it is not in the run
+        folder in the end."""
+        for pause in _RETRY_PAUSES:
+            try:
+                self._finish_pending(wait=True, must=True)
+            except OwnershipLost:
+                raise
+            except RunFailed as error:
+                self._say(f"warning: {error}; trying again")
+                time.sleep(pause)
+                self._pending = self._thread.submit(self._write, checkpoint, self._last_attempt)
+            else:
+                return
+        try:
+            self._finish_pending(wait=True, must=True)
+        except OwnershipLost:
+            raise
+        except RunFailed as error:
+            try:
+                path = write_elsewhere(
+                    self._config.save, self._run, lambda folder: save(folder, checkpoint, Retention(1))
+                )
+            except RunFailed as nowhere:
+                raise RunFailed(f"{error}; {nowhere}") from error
+            raise RunFailed(
+                f"{error}; it was written to {path} instead; when the disk works again, resume with: save.resume={path}"
+            ) from error
 
     def _retention(self, best_step: int) -> Retention:
         save, in_use = self._config.save, self.mirroring.in_use if self.mirroring is not None else None
@@ -111,7 +150,7 @@ class Saver:
         min_free, keep = int(self._config.save.min_free), self._retention(checkpoint.state["best_step"])
         stalled = time.monotonic() - began
         try:
-            path = save(self._run.checkpoints, checkpoint, keep, min_free)
+            path = save(self._run.checkpoints, checkpoint, keep, min_free, self._run.check_ownership)
         except (RuntimeError, MemoryError) as error:
             if not is_oom(error):
                 raise
@@ -121,8 +160,13 @@ class Saver:
         return Saved(checkpoint.step, path, keep, stalled, time.monotonic() - began)
 
     def poll(self) -> None:
-        """Handles a save that has finished, and stops the run where nothing could be saved for `save.at_risk`."""
+        """Handles a save that has finished, and stops the run where nothing could be saved for `save.at_risk`, or where
+        another process has taken over the run."""
         self._finish_pending(wait=False)
+        if self._run.lock is not None and self._run.lock.lost is not None:
+            raise OwnershipLost(self._run.lock.lost)
+        if self.mirroring is not None and self.mirroring.lost is not None:
+            raise self.mirroring.lost
         unsaved = time.monotonic() - self._last_success
         if self._failure is not None and unsaved >= self._config.save.at_risk:
             raise RunFailed(
@@ -137,6 +181,8 @@ class Saver:
         pending, self._pending = self._pending, None
         try:
             saved = pending.result()
+        except OwnershipLost:
+            raise
         except RunFailed as error:
             self._failure = str(error)
             self._run.event("save_failed", step=self._progress.step, message=str(error))
@@ -161,11 +207,11 @@ class Saver:
         self._finish_pending(wait=True)
         self._snapshots = None
 
-    def finish(self) -> None:
-        """Returns when everything is on disk and in the mirror."""
+    def finish(self, timeout: float | None = None) -> None:
+        """Returns when everything is on disk and in the mirror; `timeout`: seconds to wait for the mirror."""
         self._finish_pending(wait=True)
         if self.mirroring is not None:
-            self.mirroring.finish()
+            self.mirroring.finish(timeout)
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
@@ -12,7 +11,9 @@ from sojourn.config.schema import SaveConfig
 from sojourn.errors import UserError
 from sojourn.model.weights import all_finite
 from sojourn.run.folder import RunFolder
-from sojourn.train.checkpoint.checkpoint import Checkpoint, load_newest, load_path
+from sojourn.run.identity import is_foreign, read_identity
+from sojourn.storage.files import read_json
+from sojourn.train.checkpoint.checkpoint import Checkpoint, find_newest, read_verified, refuse_damaged
 from sojourn.train.checkpoint.rng_state import get_rng_state, set_rng_state
 from sojourn.train.distributed.engine import Engine
 
@@ -96,39 +97,36 @@ class TrainingState:
         return Progress(**{key: value for key, value in state.items() if key in known})
 
 
-def resume(save: SaveConfig, run: RunFolder, training_state: TrainingState) -> Progress:
-    """Restores the checkpoint to resume from; a new run starts at step 0."""
-
-    def warn(line: str) -> None:
-        print(f"warning: {line}", flush=True)
-        run.event("damaged_checkpoint", message=line)
-
-    newest = load_newest(run.checkpoints, warn)
+def resume(save: SaveConfig, run: RunFolder, training_state: TrainingState, newest: Path | None) -> Progress:
+    """Restores the checkpoint to resume from; a new run starts at step 0. `newest`: the run's newest, which is good."""
     if save.resume != "auto":
-        start, path = _load_start(Path(save.resume).expanduser(), warn)
+        start = _find_start(Path(save.resume).expanduser())
         if newest is None:
-            print(f"resuming from step {start.step} ({path.name})", flush=True)
-            return training_state.restore(start, from_other_run=True)
-        if newest[0].step < start.step:
-            newest = start, path
-        else:  # the same command typed again: going back would lose work
-            print(f"{run.path} is already further than {path.name}; to go back to it, start another run: name=NEW")
-    if newest is None:
-        return Progress()
-    checkpoint, path = newest
+            return _restore(training_state, start, from_other_run=True)
+        state = read_json(start / "state.json")
+        if read_json(newest / "state.json")["step"] < state["step"]:
+            return _restore(training_state, start, is_foreign(state, read_identity(run.identity)))
+        # The same command typed again: going back would lose work.
+        print(f"{run.path} is already further than {start.name}; to go back to it, start another run: name=NEW")
+    return Progress() if newest is None else _restore(training_state, newest)
+
+
+def _restore(training_state: TrainingState, path: Path, from_other_run: bool = False) -> Progress:
+    checkpoint = read_verified(path)
     print(f"resuming from step {checkpoint.step} ({path.name})", flush=True)
-    return training_state.restore(checkpoint)
+    return training_state.restore(checkpoint, from_other_run)
 
 
-def _load_start(path: Path, warn: Callable[[str], None]) -> tuple[Checkpoint, Path]:
+def _find_start(path: Path) -> Path:
     """`path`: the folder of a checkpoint, or of a run, of which the newest undamaged checkpoint is taken."""
     if (path / "run.yaml").is_file():
-        newest = load_newest(path / "checkpoints", warn)
+        newest = find_newest(path / "checkpoints", lambda line: print(f"warning: {line}", flush=True))
         if newest is None:
             raise UserError(f"{path}: this run has no checkpoint to start from; leave out --fork or save.resume")
         return newest
     path = _own_spelling(path)
-    return load_path(path), path
+    refuse_damaged(path)
+    return path
 
 
 def _own_spelling(path: Path) -> Path:

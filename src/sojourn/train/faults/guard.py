@@ -120,6 +120,11 @@ class Guard:
         """Seconds to keep for the end: the next step, and one and a half times the longest save."""
         return 1.5 * self.save_seconds + (self.step_seconds or 0.0)
 
+    @property
+    def grace_left(self) -> float | None:
+        """After a signal: seconds until the platform kills the process."""
+        return None if self._kill_at is None else max(0.0, self._kill_at - _MARGIN - time.monotonic())
+
     def should_stop(self) -> str | None:
         """Why to stop now, or None."""
         if self.reason is None:

@@ -1,0 +1,234 @@
+"""At most one process trains a run: stale locks, clocks that jump, other pid namespaces, other machines."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from fork_server import needs_fork
+from sojourn.errors import UserError
+from sojourn.machine import process
+from sojourn.run import lock as lock_module
+from sojourn.run.folder import RunFolder
+from sojourn.run.lock import Owner, OwnershipLost, RunLock
+from sojourn.storage.files import read_json
+from sojourn.train.checkpoint.checkpoint import Checkpoint, Retention, save
+
+TRY = "import sys; from pathlib import Path; from sojourn.run.lock import RunLock; RunLock(Path(sys.argv[1]))"
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Heartbeats in tenths of a second."""
+    monkeypatch.setattr(lock_module, "HEARTBEAT_INTERVAL", 0.02)
+    monkeypatch.setattr(lock_module, "HEARTBEAT_TIMEOUT", 0.5)
+
+
+def _claims(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob(".owner-*"))
+
+
+def _leave_claim(folder: Path, owner: Owner, token: int = 1) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f".owner-{token}.json").write_text(json.dumps(asdict(owner)))
+
+
+def _starters(folder: Path, count: int) -> list[int]:
+    """Processes that try to lock the folder at the same moment and hold it; those that own it write their pid."""
+    ready, start = os.pipe()
+    pids = []
+    for _ in range(count):
+        pid = os.fork()
+        if pid == 0:
+            os.close(start)
+            os.read(ready, 1)  # until the parent closes its end
+            try:
+                RunLock(folder)
+                (folder / f"won-{os.getpid()}").touch()
+                time.sleep(60)
+            except UserError:
+                pass
+            finally:
+                os._exit(0)
+        pids.append(pid)
+    os.close(ready)
+    os.close(start)
+    return pids
+
+
+def _wait(condition) -> None:
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.002)
+
+
+@needs_fork
+@pytest.mark.parametrize("flock", [True, False], ids=["flock", "no flock"])
+def test_of_several_starts_after_a_crash_exactly_one_owns_the_run(tmp_path, monkeypatch, flock):
+    """Each round begins with the lock of a process that was killed."""
+    if not flock:
+        monkeypatch.setattr(lock_module, "_flock", lambda handle, folder: False)
+    for number in range(25):
+        pids = _starters(tmp_path, 4)
+        losers = []
+
+        def losers_ended(pids=pids, losers=losers):
+            for pid in set(pids) - set(losers):
+                if os.waitpid(pid, os.WNOHANG)[0]:
+                    losers.append(pid)
+            return len(losers) == 3
+
+        _wait(losers_ended)
+        (winner,) = set(pids) - set(losers)
+        _wait(lambda: any(tmp_path.glob("won-*")))
+        assert [path.name for path in tmp_path.glob("won-*")] == [f"won-{winner}"]
+        assert _claims(tmp_path) == [f".owner-{number + 1}.json"]
+        os.kill(winner, signal.SIGKILL)
+        os.waitpid(winner, 0)
+        (tmp_path / f"won-{winner}").unlink()
+
+
+def test_a_clock_that_is_set_does_not_free_the_lock(tmp_path, monkeypatch):
+    lock = RunLock(tmp_path)
+    pid, started = process.current_process()
+    import psutil
+
+    monkeypatch.setattr(psutil, "boot_time", lambda real=psutil.boot_time: real() + 2)
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 7200)
+    assert process.is_alive(pid, started) and not process.is_alive(pid, started - 2)
+    monkeypatch.setattr(lock_module, "_flock", lambda handle, folder: False)
+    with pytest.raises(UserError, match=f"already being trained by the process with pid {pid}"):
+        RunLock(tmp_path)
+    lock.release()
+    RunLock(tmp_path).release()
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root")
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_process_in_another_pid_namespace_is_seen(tmp_path, killed):
+    """There, our pid is nobody's, or somebody else's."""
+    holder = subprocess.Popen([sys.executable, "-c", TRY + "; print(1, flush=True); input()", str(tmp_path)],
+                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+    assert holder.stdout.readline() == b"1\n"
+    if killed:
+        holder.kill()
+        holder.wait()
+    command = ["unshare", "--pid", "--fork", sys.executable, "-c", TRY, str(tmp_path)]
+    other = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (other.returncode == 0) == killed
+    if not killed:
+        assert f"already being trained by the process with pid {holder.pid}" in other.stderr
+        holder.kill()
+        holder.wait()
+
+
+@pytest.mark.usefixtures("quick")
+def test_an_owner_on_another_machine_is_alive_while_its_heartbeat_changes(tmp_path, monkeypatch, capsys):
+    other = RunLock(tmp_path)  # its heartbeat goes on in a thread
+    monkeypatch.setattr(lock_module, "boot_id", lambda: "this machine")
+    monkeypatch.setattr(lock_module, "_flock", lambda handle, folder: False)  # shared storage that ignores it
+    with pytest.raises(UserError, match=f"pid {os.getpid()} on "):
+        RunLock(tmp_path)
+    other._stopped.set()  # that machine is gone, and has released nothing
+    other._thread.join()
+    ours = RunLock(tmp_path)
+    assert "not released; watching it" in capsys.readouterr().out and ours.token == 2
+    with pytest.raises(OwnershipLost, match="has taken over this run; this one stops and writes nothing more"):
+        other.check()
+    ours.check()
+    ours.release()
+
+
+@pytest.mark.usefixtures("quick")
+def test_an_owner_that_hung_notices_by_itself_that_it_has_lost_the_run(tmp_path):
+    lock = RunLock(tmp_path)
+    _leave_claim(tmp_path, replace(Owner.here(), boot="another", host="colab"), token=2)
+    _wait(lambda: lock.lost is not None)
+    assert "on colab has taken over this run" in lock.lost
+    run = RunFolder(tmp_path, lock=lock)
+    run.set_status("failed", 1, 2)
+    run.event("failed")
+    assert not (tmp_path / "status.json").exists() and not (tmp_path / "events.jsonl").exists()
+    lock.release()
+    assert read_json(tmp_path / ".owner-2.json")["released"] is False
+
+
+def test_a_loser_writes_no_checkpoint_and_removes_none(tmp_path):
+    import torch
+
+    def checkpoint(step):
+        return Checkpoint({"a": torch.ones(4)}, {}, {}, {"step": step, "seconds": 0.0, "money": 0.0})
+
+    lock = RunLock(tmp_path)
+    for step in (1, 2):
+        save(tmp_path / "checkpoints", checkpoint(step), Retention(1), check_ownership=lock.check)
+    before = sorted(path.name for path in (tmp_path / "checkpoints").rglob("*"))
+    _leave_claim(tmp_path, replace(Owner.here(), pid=1), token=2)
+    with pytest.raises(OwnershipLost):
+        save(tmp_path / "checkpoints", checkpoint(3), Retention(1), check_ownership=lock.check)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").rglob("*")) == before
+    lock.release()
+
+
+@needs_fork
+def test_a_child_of_a_killed_trainer_does_not_hold_its_lock(tmp_path):
+    ready, made = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        RunLock(tmp_path)
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        os.write(made, str(child).encode())
+        time.sleep(60)
+    child = int(os.read(ready, 100))
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    RunLock(tmp_path).release()
+    os.kill(child, signal.SIGKILL)
+    os.close(ready)
+    os.close(made)
+
+
+def test_a_trainer_of_an_older_version_is_seen(tmp_path):
+    import psutil
+
+    (tmp_path / ".lock").write_text(str([os.getpid(), psutil.Process().create_time()]))
+    with pytest.raises(UserError, match=f"already being trained by the process with pid {os.getpid()}"):
+        RunLock(tmp_path)
+    (tmp_path / ".lock").write_text("[999999, 1700000000.5]")
+    RunLock(tmp_path).release()
+
+
+@pytest.mark.parametrize("kind", ["folder", "fifo", "link"])
+def test_a_lock_that_is_no_file_is_one_line(tmp_path, kind):
+    make = {
+        "folder": lambda path: path.mkdir(),
+        "fifo": os.mkfifo,
+        "link": lambda path: path.symlink_to("/dev/zero"),
+    }
+    make[kind](tmp_path / ".lock")
+    with pytest.raises(UserError, match=r"\.lock: not a regular file; remove it"):
+        RunLock(tmp_path)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"host": 7}', '{"pid": "x", "boot": []}'])
+def test_a_claim_that_cannot_be_read_is_watched_and_then_taken_over(tmp_path, content):
+    (tmp_path / ".owner-7.json").write_text(content)
+    lock = RunLock(tmp_path)
+    assert lock.token == 8 and _claims(tmp_path) == [".owner-8.json"]
+    lock.release()
