@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from dataclasses import replace
 from pathlib import Path
 
 from sojourn.config.schema import RunConfig
@@ -78,7 +79,7 @@ class Mirroring:
             self._pending = self._thread.submit(self._copy, checkpoint, keep)
 
     def _copy(self, checkpoint: Path, keep: Retention) -> None:
-        began = time.monotonic()
+        began, keep = time.monotonic(), replace(keep, in_use=None)  # that is about the run folder
         try:
             self._put(checkpoint, f"checkpoints/{checkpoint.name}")
             self._copied.add(checkpoint.name)
