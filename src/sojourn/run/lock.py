@@ -68,34 +68,46 @@ class RunLock:
 
     def __init__(self, folder: Path) -> None:
         """Raises UserError where another process owns the run."""
-        self._folder = folder
         self.lost: str | None = None  # why this process no longer owns the run
-        self._handle = _open_lock_file(folder / ".lock")
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._acquire(folder)
+        self._thread.start()
+
+    def _acquire(self, folder: Path) -> None:
+        handle = _open_lock_file(folder / ".lock")
         try:
-            flocked = _flock(self._handle, folder)
+            flocked = _flock(handle, folder)
             _refuse_older_version(folder / ".lock")
             token, owner = _newest_claim(folder)
             if owner is not None and _is_owner_alive(folder, token, owner, flocked):
                 raise _owned_error(folder, owner)
-            self.token, self._owner = token + 1, Owner.here()
-            if not _create_claim(self._claim, self._owner):
+            us = Owner.here()
+            if not _create_claim(_claim_path(folder, token + 1), us):
                 raise UserError(f"{folder}: another process is starting here right now; try again")
         except BaseException:
-            _close(self._handle)
+            _close(handle)
             raise
+        self._folder, self._folder_id, self._handle = folder, _id(folder), handle
+        self.token, self._owner = token + 1, us
         with contextlib.suppress(OSError):
-            os.ftruncate(self._handle, 0)  # what an older version wrote
+            os.ftruncate(handle, 0)  # what an older version wrote
         _remove_older_claims(folder, self.token)
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
-        self._thread.start()
+
+    def move(self, folder: Path) -> None:
+        """To another folder, or to one that was made anew at the same path."""
+        old = self._handle
+        self._acquire(folder)
+        _close(old)
 
     @property
     def _claim(self) -> Path:
         return _claim_path(self._folder, self.token)
 
     def check(self) -> None:
-        """Raises OwnershipLost where another process has taken over."""
+        """Raises OwnershipLost where another process has taken over, RunFailed where the folder is another one."""
+        if _id(self._folder) != self._folder_id:
+            raise RunFailed(f"{self._folder}: was moved, deleted or replaced")
         token, owner = _newest_claim(self._folder)
         if token > self.token and self.lost is None:
             other = owner.description if owner is not None and owner.pid else "another process"
@@ -115,7 +127,7 @@ class RunLock:
         count = 0
         while not self._stopped.wait(HEARTBEAT_INTERVAL):
             count += 1
-            with contextlib.suppress(OSError, OwnershipLost):
+            with contextlib.suppress(OSError, RunFailed):
                 self.check()
                 self._write(beat=count)
 
@@ -125,6 +137,14 @@ class RunLock:
         with self._claim.open("r+b") as file:
             file.write(text.encode())
             file.truncate()
+
+
+def _id(folder: Path) -> tuple[int, int] | None:
+    try:
+        found = folder.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _claim_path(folder: Path, token: int) -> Path:

@@ -32,7 +32,7 @@ class FolderWatch:
     def __init__(self, run: RunFolder) -> None:
         self._run, self._id = run, _folder_id(run.path)
         self._files: dict[str, bytes] = {}
-        for file in (run.config, run.environment) if run.is_main_process else ():
+        for file in (run.config, run.environment, run.identity) if run.is_main_process else ():
             with suppress(OSError):
                 self._files[file.name] = file.read_bytes()
 
@@ -49,7 +49,8 @@ class FolderWatch:
             if displaced:
                 numbered = (old.with_name(f"{old.name}-rescued-{number}") for number in itertools.count(1))
                 run.relocate(next(path for path in numbered if not path.exists()))
-            run.acquire()
+            if run.lock is not None:
+                run.lock.move(run.path)
             for name, content in self._files.items():
                 (run.path / name).write_bytes(content)
         except (OSError, UserError) as error:  # UserError: a process that is starting another run there
