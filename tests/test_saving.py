@@ -349,7 +349,7 @@ def test_another_machine_continues_from_the_mirror_alone(tiny, monkeypatch, tmp_
 
 
 def test_a_mirror_that_fails_for_a_while_ends_no_run_and_is_caught_up(tiny, monkeypatch, tmp_path, capsys):
-    """Its drive is unmounted at step 3 and mounted again at step 7: nothing is written to the folder below."""
+    """Its drive is unmounted at step 3 and mounted again at step 9: nothing is written to the folder below."""
     mirror, away = tmp_path / "drive" / "mirror", tmp_path / "away"
     mirror.mkdir(parents=True)
     words = tiny.words(f"save.mirror={mirror}", "save.every_steps=4", "save.keep=9")
@@ -358,7 +358,7 @@ def test_a_mirror_that_fails_for_a_while_ends_no_run_and_is_caught_up(tiny, monk
         if steps == 3:
             mirror.rename(away)
             mirror.mkdir()
-        if steps == 7:
+        if steps == 9:  # the save of step 8 has waited for that of step 4
             assert _wait_for(lambda: events(run_of(words), "mirror_failed"))
             assert list(mirror.iterdir()) == []
             mirror.rmdir()
@@ -366,7 +366,7 @@ def test_a_mirror_that_fails_for_a_while_ends_no_run_and_is_caught_up(tiny, monk
 
     _after_update(monkeypatch, mount)
     run = run_train(words)
-    assert [event["path"] for event in events(run, "mirror_failed")] == ["step-00000004"]
+    assert events(run, "mirror_failed")[0]["path"] == "step-00000004"
     assert "could not be mirrored" in (out := capsys.readouterr().out) and "check that the drive is mounted" in out
     there = mirror / run.path.name
     assert {path.name for path in (there / "checkpoints").glob("step-*")} == {f"step-{n:08d}" for n in (4, 8, 12)}
