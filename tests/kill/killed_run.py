@@ -137,7 +137,8 @@ class KilledRun:
 
     def leftovers(self) -> list[str]:
         """Names of temporary files that stayed."""
-        return [path.name for path in self.run.path.rglob(".*")]
+        names = [path.name for path in self.run.path.rglob(".*")]
+        return [name for name in names if name != ".lock" and not name.startswith(".owner-")]
 
     def steps(self, pid: int) -> list[int]:
         return [line["step"] for line in self.log(pid) if line["what"] == "trained"]

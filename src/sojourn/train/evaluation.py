@@ -23,6 +23,7 @@ from sojourn.data.artefact import Artefact, Batch, Split
 from sojourn.errors import RunFailed
 from sojourn.model.network import Network
 from sojourn.run.folder import RunFolder
+from sojourn.run.identity import read_identity
 from sojourn.train.batcher import Batcher
 from sojourn.train.checkpoint.final_model import write_final_model
 from sojourn.train.checkpoint.training_state import Progress
@@ -122,7 +123,9 @@ class Evaluator:
     def _write_best(self, weights: dict[str, Tensor], step: int, loss: float, meters: Meters) -> bool:
         """Whether it could be written: a disk that is too full for it does not end the run."""
         try:
-            write_final_model(self._network.model, weights, self._artefact, self._run.best, self._config)
+            identity = read_identity(self._run.identity)
+            mark = None if identity is None else {**identity.mark, "step": step}
+            write_final_model(self._network.model, weights, self._artefact, self._run.best, self._config, mark)
             self._run.event("best", step=step, loss=loss)
         except (OSError, RunFailed) as error:
             self._run.event("best_failed", step=step, message=str(error))
