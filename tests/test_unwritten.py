@@ -20,7 +20,7 @@ import pytest
 from fork_server import needs_fork
 from sojourn.config.load import load_run
 from sojourn.errors import Stopped
-from sojourn.run import unwritten
+from sojourn.run import output, unwritten
 from sojourn.run.folder import RunFolder
 from sojourn.run.output import LossyStream
 from sojourn.train.metrics.meters import Meters, MfuInputs
@@ -241,6 +241,22 @@ def test_a_line_that_was_cut_short_does_not_spoil_the_next(takes, content, capsy
     print("one", file=(stream := LossyStream(pipe, "a test")))
     print("two", file=stream, flush=True)
     assert pipe.content == content
+
+
+@needs_fork
+def test_a_reader_that_does_not_read_loses_lines_and_holds_up_nothing(monkeypatch, capsys):
+    """A paused terminal, `| less`, a container's log that nobody takes."""
+    monkeypatch.setattr(output, "_PATIENCE", 0.01)
+    reader, writer = os.pipe()
+    with os.fdopen(reader, "rb", buffering=0) as end, os.fdopen(writer, "w") as pipe:
+        stream = LossyStream(pipe, "a pipe")
+        for _ in range(2000):
+            print("x" * 99, file=stream)
+        taken = end.read(1 << 20)
+        print("read again", file=stream)
+        assert end.read(1 << 20).endswith(b"read again\n")
+    assert 0 < len(taken) < 2000 * 100
+    assert "a pipe: its reader does not read; not written" in capsys.readouterr().out
 
 
 def test_what_the_encoding_of_a_stream_lacks_is_escaped():

@@ -1,12 +1,13 @@
 """Standard output and standard error that never raise.
 
-The reader of a pipe goes away, a terminal is closed, the disk of a log file is full: what cannot be printed is dropped
-and counted (`unwritten.py`).
+The reader of a pipe goes away or stops reading, a terminal is closed or paused, the disk of a log file is full: what
+cannot be printed is dropped and counted (`unwritten.py`).
 """
 
 from __future__ import annotations
 
 import os
+import select
 import sys
 import threading
 from collections.abc import Iterator
@@ -16,6 +17,9 @@ from typing import Any, Literal
 
 from sojourn.run import unwritten
 
+_PATIENCE = 10.0  # seconds for a reader that does not read, such as a paused terminal or `| less`
+_CHUNK_BYTES = 512  # what a pipe or terminal that is ready takes without blocking
+
 
 class LossyStream:
     """Wraps a text stream. Every line goes to its file at once, without a buffer in which it could get stuck."""
@@ -23,7 +27,7 @@ class LossyStream:
     def __init__(self, stream: Any, what: str) -> None:
         self._stream, self._what = stream, what
         self._raw = getattr(stream.buffer, "raw", stream.buffer)
-        self._pending, self._torn = "", False
+        self._pending, self._torn, self._patience = "", False, _PATIENCE
         self._lock = threading.RLock()
 
     def __getattr__(self, name: str) -> Any:
@@ -48,13 +52,25 @@ class LossyStream:
             rest = self._encode("\n" + text if self._torn else text)
             try:
                 while rest:
-                    written = self._raw.write(rest)
+                    self._wait_for_reader()
+                    written = self._raw.write(rest[:_CHUNK_BYTES])
                     if written is None:
-                        raise BlockingIOError("its reader is too slow")
+                        raise BlockingIOError("its reader does not read")
                     self._torn, rest = True, rest[written:]
                 self._torn = False
             except (OSError, ValueError) as error:  # ValueError: the stream is closed
                 unwritten.count(self._what, error, max(1, text.count("\n")))
+
+    def _wait_for_reader(self) -> None:
+        """Once it has been waited for in vain, it is not waited for again until it reads."""
+        if not hasattr(select, "poll") or not hasattr(self._raw, "fileno"):
+            return
+        poll = select.poll()
+        poll.register(self._raw.fileno(), select.POLLOUT)
+        if not poll.poll(1000 * self._patience):
+            self._patience = 0.0
+            raise BlockingIOError("its reader does not read")
+        self._patience = _PATIENCE
 
     def _encode(self, text: str) -> bytes:
         text, encoding = text.replace("\n", os.linesep), self._stream.encoding or "utf-8"
