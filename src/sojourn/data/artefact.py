@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from sojourn.errors import RunFailed
-from sojourn.storage.files import read_json, sha256
+from sojourn.storage.files import read_json, read_json_object, sha256
 
 FORMAT = 2
 
@@ -62,7 +62,7 @@ class Artefact:
 
     @property
     def report(self) -> dict[str, Any]:
-        return dict(read_json(self.path / "report.json") or {})
+        return read_json_object(self.path / "report.json")
 
     @property
     def tokenizer(self) -> Path:

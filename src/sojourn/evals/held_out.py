@@ -13,7 +13,7 @@ from sojourn.infer.generate import SamplingParams, format_prompt, generate
 from sojourn.infer.load import LoadedModel
 from sojourn.model.network import restore_attention, wrap_model
 from sojourn.run.folder import RunFolder
-from sojourn.storage.files import read_json
+from sojourn.storage.files import read_json_object
 from sojourn.train.batcher import Batcher
 from sojourn.train.evaluation import evaluate_rows
 from sojourn.train.objective.supervised import Supervised
@@ -47,7 +47,7 @@ def exact_match(answers: list[Answer]) -> float:
 
 def held_out_loss(loaded: LoadedModel, run: RunFolder, rows: int) -> float:
     """Mean loss per target token on the first `rows` rows of the run's held-out split."""
-    path = (read_json(run.environment) or {}).get("data")
+    path = read_json_object(run.environment).get("data")
     if not path or not (Path(path) / "artefact.json").is_file():
         raise UserError(f"{run.path}: its prepared data is not on this machine; run: sojourn prepare {run.config}")
     artefact = Artefact(Path(path))

@@ -20,14 +20,14 @@ line of each step.
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from sojourn.machine.process import current_process, is_alive
 from sojourn.run import unwritten
 from sojourn.run.lock import RunLock
-from sojourn.storage.files import append_json, overwrite_json, read_json, read_json_lines, write_json
+from sojourn.storage.files import append_json, overwrite_json, read_json_lines, read_json_object, write_json
 
 State = Literal["starting", "running", "stopped", "done", "failed"]
 
@@ -44,6 +44,23 @@ class Status:
     pid: int = 0
     started: float = 0.0
     updated: float = 0.0
+
+
+def _parse_status(written: dict[str, Any]) -> Status | None:
+    """None where a field has another type: such a status says nothing reliable."""
+    written.setdefault("message", written.get("says", ""))  # the name in older run folders
+    known = {field.name: written[field.name] for field in fields(Status) if field.name in written}
+    numbers = [known.get(name, 0) for name in ("step", "total_steps", "pid")]
+    times = [known.get(name, 0.0) for name in ("started", "updated")]
+    if (
+        known.get("state") not in get_args(State)
+        or not all(type(number) is int and 0 <= number < 2**53 for number in numbers)
+        or not all(type(time) in (int, float) for time in times)
+        or type(known.get("resumable", True)) is not bool
+        or not isinstance(known["message"], str)
+    ):
+        return None
+    return Status(**{**known, "message": known["message"].encode(errors="replace").decode()})
 
 
 @dataclass(frozen=True)
@@ -129,12 +146,9 @@ class RunFolder:
 
     def status(self) -> Status | None:
         """The written status; a run that is “running” while its process is gone has failed and is resumable."""
-        written = read_json(self._status)
-        if not isinstance(written, dict):
+        status = _parse_status(read_json_object(self._status))
+        if status is None:
             return None
-        written.setdefault("message", written.get("says", ""))  # the name in older run folders
-        known = {name: written[name] for name in Status.__dataclass_fields__ if name in written}
-        status = Status(**known)
         if status.state in ("starting", "running") and not is_alive(status.pid, status.started):
             return replace(status, state="failed", message="its process was killed; run the same command to resume")
         return status

@@ -23,7 +23,7 @@ from sojourn.resolve.resolve import Resolution
 from sojourn.run.folder import RunFolder
 from sojourn.run.home import prepared_folder
 from sojourn.run.identity import Identity, read_identity
-from sojourn.storage.files import CannotRead, read_json, write_json, write_text
+from sojourn.storage.files import CannotRead, read_json, read_json_object, write_json, write_text
 from sojourn.storage.mirror_process import MirrorProcess
 from sojourn.train.batcher import Batcher
 from sojourn.train.checkpoint.checkpoint import check_free_space, find_newest
@@ -234,7 +234,7 @@ def _resume(
 
 def _refuse_other_data(run: RunFolder, artefact: Artefact) -> None:
     """A file of data.sources has changed: the steps so far have read other rows, perhaps with another tokenizer."""
-    before = Path(str((read_json(run.environment) or {}).get("data", ""))).name
+    before = Path(str(read_json_object(run.environment).get("data", ""))).name
     if before not in ("", artefact.path.name) and any(run.checkpoints.glob("step-*")):
         raise UserError(
             f"{run.path} was started with other data (the files in data.sources have changed since); restore them to "

@@ -18,7 +18,7 @@ from sojourn.config.schema import RunConfig
 from sojourn.errors import RunFailed
 from sojourn.run.folder import RunFolder
 from sojourn.run.home import prepared_folder
-from sojourn.storage.files import read_json, read_json_lines
+from sojourn.storage.files import read_json, read_json_lines, read_json_object
 
 _TOLERANCE = 1e-3  # relative, of losses on a GPU: its sums have no fixed order
 _LOG_TAIL = 1500  # characters
@@ -143,7 +143,7 @@ def compare(undisturbed: RunFolder, killed: RunFolder, steps: int, killed_at: in
     manifests = [read_json(run.checkpoints / f"step-{steps:08d}" / "manifest.json") for run in (undisturbed, killed)]
     parts = ("model.safetensors", "optimizer.safetensors")
     identical = all(manifests) and all(manifests[0][part]["sha256"] == manifests[1][part]["sha256"] for part in parts)
-    device = str((read_json(killed.environment) or {}).get("device", "cpu"))
+    device = str(read_json_object(killed.environment).get("device", "cpu"))
     return Verdict(steps, killed_at, starts[-1], identical, max(differences), device)
 
 

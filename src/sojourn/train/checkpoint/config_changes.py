@@ -11,7 +11,7 @@ from sojourn.config.load import dump
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
 from sojourn.run.folder import RunFolder
-from sojourn.storage.files import read_json
+from sojourn.storage.files import read_json_object
 
 # Sections that decide the result. The rest (where and when to save, micro-batching) may change freely.
 _DECISIVE = ("model", "method", "train")  # data is identified by the hash of its prepared artefact
