@@ -30,9 +30,11 @@ from sojourn.run.output import lossy, open_missing_streams
 
 _RUN_ARGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
 
-_DISK_ERRORS = {
-    getattr(errno, name, None) for name in ("ENOSPC", "EDQUOT", "EROFS", "EIO", "ESTALE", "ENOTCONN", "ENODEV")
-}
+_MACHINE_ERRORS = {
+    getattr(errno, name, None)
+    for name in ("ENOSPC", "EDQUOT", "EROFS", "EIO", "ESTALE", "ENOTCONN", "ENODEV", "EMFILE", "ENFILE", "ENOMEM",
+                 "EACCES", "EPERM", "EISDIR")
+}  # fmt: skip
 
 app = typer.Typer(
     name="sojourn",
@@ -98,11 +100,13 @@ def _run() -> int:
         _discard_stdout()
         return 0
     except OSError as error:
-        if error.errno not in _DISK_ERRORS:  # ours: keep the traceback
+        if error.errno not in _MACHINE_ERRORS:  # ours: keep the traceback
             raise
+        from sojourn.storage.files import advice
+
         _discard_stdout()
-        where = error.filename or "a file"
-        print(f"sojourn: {where}: {error.strerror}; free some space or use another disk", file=sys.stderr)
+        where = error.filename2 or error.filename or "a file"
+        print(f"sojourn: {where}: {error.strerror}; {advice(error)}", file=sys.stderr)
         return 1
     except Exception as error:
         if not hasattr(error, "format_message"):  # ours: keep the traceback

@@ -7,6 +7,7 @@ tags and anchors that expand without end are errors.
 from __future__ import annotations
 
 import re
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,10 @@ def _read_text(path: Path) -> str:
     try:
         if path.is_dir():
             raise UserError(f"{name}: a folder; give a YAML file")
-        if path.stat().st_size > _MOST_BYTES:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):  # opening a fifo or a device may never end
+            raise UserError(f"{name}: not a regular file; give a YAML file")
+        if found.st_size > _MOST_BYTES:
             raise UserError(f"{name}: larger than 200 kB; this does not look like a run's YAML file")
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:

@@ -48,7 +48,7 @@ def exact_match(answers: list[Answer]) -> float:
 def held_out_loss(loaded: LoadedModel, run: RunFolder, rows: int) -> float:
     """Mean loss per target token on the first `rows` rows of the run's held-out split."""
     path = read_json_object(run.environment).get("data")
-    if not path or not (Path(path) / "artefact.json").is_file():
+    if not isinstance(path, str) or not (Path(path) / "artefact.json").is_file():
         raise UserError(f"{run.path}: its prepared data is not on this machine; run: sojourn prepare {run.config}")
     artefact = Artefact(Path(path))
     if not len(artefact.eval):

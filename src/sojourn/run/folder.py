@@ -138,7 +138,7 @@ class RunFolder:
         object.__setattr__(self, "path", path)
 
     def exists(self) -> bool:
-        return self.config.is_file()
+        return os.path.lexists(self.config)
 
     def has_final(self) -> bool:
         """A complete model, or an adapter."""

@@ -27,13 +27,24 @@ _MOST_LINES_BYTES = 1 << 30
 _WRONG_KIND = {errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV, errno.ENAMETOOLONG}
 _OPEN_FLAGS = sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY", "O_NOCTTY"))
 _IN_PLACE = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0)
+_SPACE = "free some space or use another disk"
+_RIGHTS = "check its owner and permissions"
 _ADVICE = {
     errno.EMFILE: "allow more open files: ulimit -n 65536",
     errno.ENFILE: "the machine has too many open files; end other programs",
     errno.ENOMEM: "end other programs, or use a machine with more memory",
-    errno.EACCES: "check its owner and permissions",
-    errno.EPERM: "check its owner and permissions",
+    errno.EACCES: _RIGHTS,
+    errno.EPERM: _RIGHTS,
+    errno.ENOSPC: _SPACE,
+    getattr(errno, "EDQUOT", errno.ENOSPC): _SPACE,
+    errno.EROFS: "the disk is read-only; use another one",
+    errno.EISDIR: "a folder is where a file belongs; rename that folder",
 }
+
+
+def advice(error: OSError) -> str:
+    """What to do about an error of the machine; never to remove data."""
+    return _ADVICE.get(error.errno or 0, "check the disk, then run the same command again")
 
 
 class NotValid(ValueError):
@@ -45,8 +56,7 @@ class CannotRead(RunFailed):
 
     def __init__(self, path: Path, error: OSError) -> None:
         reason = error.strerror or str(error)
-        advice = _ADVICE.get(error.errno or 0, "check the disk, then run the same command again")
-        super().__init__(f"{path}: cannot be read: {reason}; {advice}")
+        super().__init__(f"{path}: cannot be read: {reason}; {advice(error)}")
         self.errno = error.errno
 
 

@@ -234,7 +234,8 @@ def _resume(
 
 def _refuse_other_data(run: RunFolder, artefact: Artefact) -> None:
     """A file of data.sources has changed: the steps so far have read other rows, perhaps with another tokenizer."""
-    before = Path(str(read_json_object(run.environment).get("data", ""))).name
+    path = read_json_object(run.environment).get("data")
+    before = Path(path).name if isinstance(path, str) else ""
     if before not in ("", artefact.path.name) and any(run.checkpoints.glob("step-*")):
         raise UserError(
             f"{run.path} was started with other data (the files in data.sources have changed since); restore them to "

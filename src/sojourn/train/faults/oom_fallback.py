@@ -14,7 +14,7 @@ from typing import Any
 from sojourn.config.renamed import current
 from sojourn.config.schema import RunConfig
 from sojourn.errors import RunFailed
-from sojourn.resolve.oom_fallback import MEMORY_SAVING, saves_more_memory
+from sojourn.resolve.oom_fallback import is_fallback, saves_more_memory
 from sojourn.run.folder import RunFolder
 from sojourn.storage.files import read_json, write_json
 
@@ -96,7 +96,7 @@ def load_fallbacks(run: RunFolder, device: str) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for key, value in found.items():
         path, setting = current(tuple(key.split(".")) if "." in key else ("train", key), value)  # once without `train.`
-        if (name := ".".join(path)) in MEMORY_SAVING:
+        if is_fallback(name := ".".join(path), setting):
             settings[name] = setting
     return settings
 
