@@ -19,6 +19,7 @@ line of each step.
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path

@@ -23,7 +23,7 @@ from sojourn.resolve.resolve import Resolution
 from sojourn.run.folder import RunFolder
 from sojourn.run.home import prepared_folder
 from sojourn.run.identity import Identity, read_identity
-from sojourn.storage.files import CannotRead, read_json, read_json_object, write_json, write_text
+from sojourn.storage.files import CannotRead, read_json_object, write_json, write_text
 from sojourn.storage.mirror_process import MirrorProcess
 from sojourn.train.batcher import Batcher
 from sojourn.train.checkpoint.checkpoint import check_free_space, find_newest

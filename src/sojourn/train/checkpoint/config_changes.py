@@ -55,7 +55,7 @@ def refuse_harmful_changes(started_with: RunConfig, config: RunConfig, run: RunF
 def harmful_changes(started_with: RunConfig, config: RunConfig, run: RunFolder) -> str:
     """The first changes that would change the numbers, as text; empty where there are none."""
     changed = _changes(started_with, config)
-    moved = {"model.base"} if base_fingerprint(config) == (read_json(run.environment) or {}).get("base") else set()
+    moved = {"model.base"} if base_fingerprint(config) == read_json_object(run.environment).get("base") else set()
     harmful = [key for key in changed if key.split(".")[0] in _DECISIVE and key not in _HARMLESS | moved]
     return "; ".join(f"{key} was {changed[key][0]}, now {changed[key][1]}" for key in harmful[:3])
 
