@@ -29,7 +29,7 @@ def test_random_kills_change_neither_the_weights_nor_what_was_read(reference):
 def test_a_kill_during_a_save_keeps_the_last_good_checkpoint(reference):
     writing = "write checkpoints/.stage-PID-{0}/model.safetensors 2 of {0}"
     placing = "rename checkpoints/.stage-PID-{0} 1 of {0}"
-    removing = "unlink checkpoints/step-OLD/model.safetensors 1 of {0}"
+    removing = "unlink checkpoints/.removing-step-OLD/model.safetensors 1 of {0}"
     chain = [(writing, "half"), (placing, "before"), (placing, "after"), (removing, "before")]
     saves = ("step-00000004", "step-00000006", "step-00000008", "step-00000012")
     kill_at_calls(

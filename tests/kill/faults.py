@@ -96,7 +96,7 @@ def _wrap_disk_calls(log: Log, run: str, faults: dict[str, str], log_calls: bool
             mine.making, mine.seen = about.rpartition("-PID-")[2], Counter()
         making, seen = vars(mine).setdefault("making", "the start"), vars(mine).setdefault("seen", Counter())
         if making.startswith("step-"):
-            about = re.sub(rf"/step-(?!{making[5:]})\d+", "/step-OLD", about)
+            about = re.sub(rf"/(\.removing-)?step-(?!{making[5:]})\d+", r"/\1step-OLD", about)
         seen[kind, about] += 1
         return f"{kind} {about} {seen[kind, about]} of {making}"
 
