@@ -287,20 +287,26 @@ def _after_step(monkeypatch: pytest.MonkeyPatch, step: int, act: Callable[[], ob
     monkeypatch.setattr(Stepper, "update", acting)
 
 
+def _take_away(folder: Path, how: str) -> None:
+    if how == "moved":
+        folder.rename(folder.with_name(f"{folder.name}-away"))
+    while folder.exists():  # a save that is being written may put a file there meanwhile
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 @pytest.mark.parametrize("how", ["moved", "deleted"])
 @pytest.mark.parametrize("saves", ["save.every_steps=4", "save.every_steps=null"])
 def test_a_run_whose_folder_is_gone_goes_on_in_a_new_one(tiny, monkeypatch, capsys, how, saves):
     words = tiny.words(saves, "log.tensorboard=on")
     run = run_of(words)
-    away = run.path.with_name(f"{run.path.name}-away")
-    _after_step(monkeypatch, 6, lambda: run.path.rename(away) if how == "moved" else shutil.rmtree(run.path))
+    _after_step(monkeypatch, 6, lambda: _take_away(run.path, how))
     run_train(words)
     said = capsys.readouterr().out
     assert run.status().state == "done" and same_weights(run, tiny.whole())
     assert said.count("was moved or deleted") == 1
     assert set(saved_steps(run)) >= {12} and len(losses(run)) >= 6
     assert run.exists() and run.environment.is_file()
-    assert away.exists() == (how == "moved")
+    assert run.path.with_name(f"{run.path.name}-away").exists() == (how == "moved")
 
 
 @pytest.mark.parametrize("how", ["moved", "deleted"])
@@ -309,7 +315,7 @@ def test_a_signal_after_the_folder_is_gone_saves_everything(tiny, monkeypatch, h
     run = run_of(words)
 
     def strike() -> None:
-        run.path.rename(run.path.with_name("away")) if how == "moved" else shutil.rmtree(run.path)
+        _take_away(run.path, how)
         signal.raise_signal(signal.SIGTERM)
 
     with monkeypatch.context() as patch:
@@ -327,7 +333,7 @@ def test_a_run_whose_folder_another_run_takes_saves_beside_it_and_stops(tiny, mo
     beside = RunFolder(run.path.with_name(f"{run.path.name}-rescued-1"))
 
     def take_over() -> None:
-        run.path.rename(run.path.with_name(f"{run.path.name}-away"))
+        _take_away(run.path, "moved")
         shutil.copytree(others.path, run.path)
 
     with monkeypatch.context() as patch:
