@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import pickle
+import struct
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sojourn.errors import RunFailed, UserError
 from sojourn.model.quiet import quiet_transformers, suppress_stderr
+from sojourn.storage.files import NotValid, load_json
 from sojourn.storage.hub_access import not_cached_error, offline_reason
+
+# What transformers, torch and gguf raise for files that are not what they should be
+_BAD_MODEL = (
+    OSError, ValueError, LookupError, ImportError, TypeError, AttributeError, AssertionError, ArithmeticError, EOFError,
+    RecursionError, pickle.UnpicklingError, struct.error, zipfile.BadZipFile,
+)  # fmt: skip
+_MOST = {"num_hidden_layers": 10_000, "n_layer": 10_000, "vocab_size": 10**8, "hidden_size": 10**6,
+         "num_attention_heads": 10**5, "intermediate_size": 10**7, "num_local_experts": 10**5}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -58,7 +71,11 @@ def load_base_model(base: BaseModelSource, dtype: Any, device: str) -> Any:
             model, info = transformers.AutoModelForCausalLM.from_pretrained(
                 **base.from_pretrained_args, dtype=dtype, output_loading_info=True, **extra
             )
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+    except (*_BAD_MODEL, SafetensorError) as error:
+        raise _load_error(base, error) from None
+    except RuntimeError as error:
+        if "memory" in str(error).lower():
+            raise
         raise _load_error(base, error) from None
     missing = [*info["missing_keys"], *(str(one[0]) for one in info["mismatched_keys"])]
     if missing:  # transformers would initialize them at random
@@ -101,8 +118,24 @@ def load_model_config(base: BaseModelSource) -> Any:
     _check_source(base)
     try:
         return AutoConfig.from_pretrained(**base.from_pretrained_args)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except _BAD_MODEL as error:
         raise _load_error(base, error) from None
+
+
+def _check_config(path: Path) -> None:
+    """Sizes that no model has would be built before they fail."""
+    try:
+        settings = load_json(path)
+    except NotValid as error:
+        raise UserError(f"model.base: {path}: {error}; download it again") from None
+    if not isinstance(settings, dict):
+        raise UserError(f"model.base: {path}: not a mapping; download it again")
+    inner = settings.get("text_config")
+    for found in (settings, inner if isinstance(inner, dict) else {}):
+        for key, most in _MOST.items():
+            value = found.get(key)
+            if value is not None and not (type(value) is int and 0 < value <= most):
+                raise UserError(f"model.base: {path}: {key} is {json.dumps(value)[:40]}, which no model has")
 
 
 def _check_source(base: BaseModelSource) -> None:
@@ -123,6 +156,8 @@ def _check_source(base: BaseModelSource) -> None:
         ggufs = sorted(path.glob("*.gguf"))
         hint = f"; name the file: model.base={ggufs[0]}" if ggufs else ""
         raise UserError(f"model.base: {base.name_or_path}: no model there (no config.json){hint}")
+    if path.is_dir():
+        _check_config(path / "config.json")
     if path.suffix == ".gguf":
         from importlib.util import find_spec
 
@@ -171,4 +206,4 @@ def _load_error(base: BaseModelSource, error: Exception) -> UserError | RunFaile
         return RunFailed(
             f"model.base: {base.name_or_path}: lost the connection to the hub; try again, finished files are kept"
         )
-    return UserError(f"model.base: {base.name_or_path}: {text[:300]}")
+    return UserError(f"model.base: {base.name_or_path}: {text[:300] or type(error).__name__}")

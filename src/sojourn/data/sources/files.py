@@ -29,6 +29,11 @@ class Suffix(NamedTuple):
     compression: str
 
 
+_LARGE = 1 << 30
+_MOST_RATIO = 1000
+BOMB = "unpacks to more than a thousand times its size; is this a file of texts? Unpack it first if it is"
+
+
 def suffix_of(path: Path) -> Suffix | None:
     """None for a file type that cannot be read."""
     name = path.name.lower()
@@ -128,10 +133,18 @@ def read_bytes(path: Path, size: int) -> Iterator[bytes]:
         block = stream.read(max(size, 4))
         if block.startswith((b"\xff\xfe", b"\xfe\xff")):
             raise UserError(f"{path}:1: UTF-16 text; save it as UTF-8")
-        block = block.removeprefix(b"\xef\xbb\xbf") or stream.read(size)
+        block, most, total = block.removeprefix(b"\xef\xbb\xbf") or stream.read(size), most_unpacked(path), 0
         while block:
+            total += len(block)
+            if total > most:
+                raise UserError(f"{path}: {BOMB}")
             yield block
             block = stream.read(size)
+
+
+def most_unpacked(path: Path) -> int:
+    """Bytes that a compressed file may unpack to: text shrinks to a hundredth, hardly ever to a thousandth."""
+    return max(_LARGE, _MOST_RATIO * path.stat().st_size)
 
 
 def _open(path: Path) -> BinaryIO:

@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from sojourn.data.sources.files import BOMB, most_unpacked
 from sojourn.data.sources.texts import LocatedRecord, normalize_newlines, whole_lines
 from sojourn.errors import UserError
 
@@ -51,11 +52,16 @@ def parquet_rows(path: Path, size: int) -> Iterator[tuple[Sequence[int], list[An
         from pyarrow import parquet
     except ImportError:
         raise UserError(f"{path}: reading .parquet needs pyarrow: pip install 'sojourn[train]'") from None
-    row = 1
+    row, most, total = 1, most_unpacked(path), 0
     try:
         with parquet.ParquetFile(path, buffer_size=1 << 18, pre_buffer=False) as table:
             _check_unique(str(path), table.schema_arrow.names)
+            if _declared_bytes(table.metadata) > most:
+                raise UserError(f"{path}: {BOMB}")
             for batch in table.iter_batches(_rows_per_batch(table.metadata, size), use_threads=False):
+                total += batch.nbytes
+                if total > most:
+                    raise UserError(f"{path}: {BOMB}")
                 pieces = max(1, batch.nbytes // max(size, 1))
                 step = max(1, batch.num_rows // pieces)
                 for at in range(0, batch.num_rows, step):
@@ -108,6 +114,10 @@ def _check_unique(where: str, names: list[str]) -> None:
     duplicate = next((name for at, name in enumerate(names) if name in names[:at]), None)
     if duplicate is not None:
         raise UserError(f"{where}: two columns are named “{duplicate}”; give each its own name")
+
+
+def _declared_bytes(metadata: Any) -> int:
+    return sum(int(metadata.row_group(at).total_byte_size) for at in range(metadata.num_row_groups))
 
 
 def _rows_per_batch(metadata: Any, size: int) -> int:

@@ -29,6 +29,7 @@ _TOOLS_MESSAGE = (
     "# Tools\n\nYou may call these functions, given as JSON within <tools></tools> tags:\n<tools>\n{listed}\n</tools>\n"
     "\nTo call one, write its name and arguments as JSON within <tool_call></tool_call> tags."
 )
+_MOST_CHARACTERS = 1 << 24  # that an operator of a template may make
 _PROBE = (Message("user", "Hello"), Message("assistant", "Hello"))
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -264,6 +265,18 @@ def _compiled(source: str) -> Callable[..., str]:
         def _with_markers(self, caller: Callable[[], str]) -> str:
             return f"{_SPAN_START}{caller()}{_SPAN_END}"
 
+    class Limited(ImmutableSandboxedEnvironment):
+        """A template comes with a model: `{{ 'x' * 10**10 }}` must not fill the memory."""
+
+        intercepted_binops = frozenset({"*", "**"})
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            sizes = [len(one) if isinstance(one, (str, list, tuple)) else abs(one) for one in (left, right)]
+            too_large = {"*": sizes[0] * sizes[1] > _MOST_CHARACTERS, "**": max(sizes) > 1000}
+            if too_large[operator]:
+                raise jinja2.TemplateError(f"its {operator} would make more than {_MOST_CHARACTERS:,} characters")
+            return super().call_binop(context, operator, left, right)
+
     def tojson(
         value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
     ) -> str:
@@ -272,9 +285,7 @@ def _compiled(source: str) -> Callable[..., str]:
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
+    environment = Limited(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = datetime.date(2024, 7, 26).strftime
