@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from sojourn import imported_at
+from sojourn import imported_at, imported_by
 from sojourn.run.ledger import Ledger, is_amount
 from sojourn.storage.files import read_json_object
 
@@ -28,7 +28,8 @@ class Startup:
         """`folder`: of the run; None: nothing is recorded."""
         name = f".startup-{os.getpid()}-{secrets.token_hex(4)}.json"
         now = time.monotonic()
-        began = imported_at if 0 <= now - imported_at < _JUST_STARTED else now
+        just_started = imported_by == os.getpid() and 0 <= now - imported_at < _JUST_STARTED
+        began = imported_at if just_started else now
         self._record = Ledger(None if folder is None else folder / name, began=began)
 
     @property
