@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from fork_server import needs_fork
-from sojourn.errors import UserError
+from sojourn.errors import RunFailed, UserError
 from sojourn.machine import process
 from sojourn.run import lock as lock_module
 from sojourn.run.folder import RunFolder
@@ -96,6 +97,37 @@ def test_of_several_starts_after_a_crash_exactly_one_owns_the_run(tmp_path, monk
         os.kill(winner, signal.SIGKILL)
         os.waitpid(winner, 0)
         (tmp_path / f"won-{winner}").unlink()
+
+
+def test_a_starter_that_was_slow_does_not_own_a_run_that_others_have_taken_since(tmp_path, monkeypatch):
+    """Without flock: the claim that it is about to make has been made and removed by others."""
+    monkeypatch.setattr(lock_module, "_flock", lambda handle, folder: False)
+    create, owners = lock_module._create_claim, []
+
+    def slow(path, owner):
+        monkeypatch.setattr(lock_module, "_create_claim", create)
+        RunLock(tmp_path).release()
+        owners.append(RunLock(tmp_path))
+        return create(path, owner)
+
+    monkeypatch.setattr(lock_module, "_create_claim", slow)
+    with pytest.raises(UserError, match="another process has just started here"):
+        RunLock(tmp_path)
+    owners[0].check()
+    owners[0].release()
+
+
+def test_an_owner_that_cannot_list_the_claims_does_not_write(tmp_path, monkeypatch):
+    lock = RunLock(tmp_path)
+
+    def fail(self):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch, pytest.raises(RunFailed, match="Too many open files"):
+        patch.setattr(Path, "iterdir", fail)
+        lock.check()
+    lock.check()
+    lock.release()
 
 
 def test_a_clock_that_is_set_does_not_free_the_lock(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import platform
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,15 +37,42 @@ def tell(record_property: Callable[[str, object], None]) -> Callable[..., None]:
     return lambda **row: record_property("survived", json.dumps(row))
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    told = [
+@pytest.fixture
+def explored(record_property: Callable[[str, object], None]) -> Callable[..., None]:
+    """Adds the states of a protocol to the table of results."""
+
+    def add(protocol: str, states: int, transitions: int, counts: dict[str, int]) -> None:
+        row = {"protocol": protocol, "states": states, "transitions": transitions, "counts": dict(counts)}
+        record_property("explored", json.dumps(row))
+
+    return add
+
+
+def _reported(terminalreporter: Any, wanted: str) -> list[tuple[bool, Any]]:
+    """What tests have reported as `wanted`, and whether they passed."""
+    return [
         (report.outcome == "passed", json.loads(value))
         for reports in terminalreporter.stats.values()
         for report in reports
         if getattr(report, "when", None) == "call"
         for name, value in report.user_properties
-        if name == "survived"
+        if name == wanted
     ]
+
+
+def _write_explored(terminalreporter: Any) -> None:
+    totals: dict[str, Counter[str]] = {}
+    for _, row in _reported(terminalreporter, "explored"):
+        total = totals.setdefault(row["protocol"], Counter())
+        total.update({"states": row["states"], "transitions": row["transitions"], **row["counts"]})
+    for protocol, total in sorted(totals.items()):
+        facts = ", ".join(f"{count:,} {name}" for name, count in total.items())
+        terminalreporter.write_line(f"{protocol}: {facts}")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    _write_explored(terminalreporter)
+    told = _reported(terminalreporter, "survived")
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for passed, row in told:
         key = row["method"], row["trouble"]

@@ -85,6 +85,8 @@ class RunLock:
             us = Owner.here()
             if not _create_claim(_claim_path(folder, token + 1), us):
                 raise UserError(f"{folder}: another process is starting here right now; try again")
+            if _newest_claim(folder)[0] > token + 1:  # others came and went since we looked, and removed theirs
+                raise UserError(f"{folder}: another process has just started here; try again")
         except BaseException:
             _close(handle)
             raise
@@ -155,8 +157,10 @@ def _newest_claim(folder: Path) -> tuple[int, Owner | None]:
     """Its token, and its owner; 0 and None where nobody has ever claimed the run."""
     try:
         tokens = [int(match[1]) for path in folder.iterdir() if (match := _CLAIM.fullmatch(path.name))]
-    except OSError:  # the folder was moved away
+    except (FileNotFoundError, NotADirectoryError):  # the folder was moved away
         return 0, None
+    except OSError as error:  # who knows whether there is a newer one
+        raise CannotRead(folder, error) from error
     return max(tokens, default=0), _read_owner(_claim_path(folder, max(tokens))) if tokens else None
 
 

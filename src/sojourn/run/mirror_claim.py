@@ -13,7 +13,7 @@ import socket
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from sojourn.errors import UserError
+from sojourn.errors import RunFailed, UserError
 from sojourn.run.folder import RunFolder
 from sojourn.run.identity import FILE, Identity, parse_identity, read_identity
 from sojourn.run.lock import OwnershipLost
@@ -65,6 +65,7 @@ class MirrorClaim:
         """Makes this process the mirror's owner; whoever was it before stops at its next copy."""
         if self._taken:
             return
+        self._refuse_another_run()
         with TemporaryDirectory() as temporary:
             owner = Path(temporary, _OWNER)
             write_json(owner, {"token": self._token, "host": socket.gethostname()})
@@ -73,6 +74,15 @@ class MirrorClaim:
         self._taken = True
         if self._mirror.location not in _recorded(self._run):
             write_json(self._run.path / _RECORD, [*_recorded(self._run), self._mirror.location])
+
+    def _refuse_another_run(self) -> None:
+        """A drive that was away at the start may come back with something else."""
+        try:
+            refuse_foreign_mirror(self._mirror, self._run, mirror_identity(self._mirror))
+        except RunFailed:
+            raise
+        except UserError as error:
+            raise MirrorFailed(str(error)) from None
 
     def check(self) -> None:
         try:

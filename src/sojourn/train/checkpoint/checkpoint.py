@@ -261,8 +261,11 @@ def recover(folder: Path, keep: Retention) -> None:
     _remove_stages(folder)
     good = [path for path in list_checkpoints(folder) if _is_verified(path)]
     with contextlib.suppress(OSError):
-        if good and read_text(folder / "latest") != f"{good[-1].name}\n":
+        named = read_text(folder / "latest")
+        if good and named != f"{good[-1].name}\n":
             write_text(folder / "latest", f"{good[-1].name}\n")
+        elif not good and named is not None and not (folder / named.strip()).is_dir():
+            disk.unlink(folder / "latest")  # what it names was set aside
     _prune(folder, keep)
 
 

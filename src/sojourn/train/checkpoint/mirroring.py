@@ -13,11 +13,13 @@ from sojourn.config.schema import RunConfig
 from sojourn.errors import RunFailed, UserError
 from sojourn.machine.platform import detect, is_persistent
 from sojourn.run.folder import RunFolder
+from sojourn.run.identity import is_foreign, read_identity
 from sojourn.run.lock import OwnershipLost
 from sojourn.run.mirror_claim import MirrorClaim
+from sojourn.storage.files import CannotRead, read_json
 from sojourn.storage.mirror import MirrorFailed
 from sojourn.storage.mirror_process import MirrorProcess
-from sojourn.train.checkpoint.checkpoint import Retention, list_checkpoints, step_of
+from sojourn.train.checkpoint.checkpoint import Retention, find_damage, list_checkpoints, step_of
 
 RUN_FILES = (
     "identity.json", "run.yaml", "environment.json", "ledger.json", "ladder.json", "metrics.jsonl", "events.jsonl",
@@ -111,9 +113,18 @@ class Mirroring:
         here = list_checkpoints(self._run.checkpoints)
         for path in here:
             wanted = path in here[-keep.last :] or keep.protects(step_of(path))
-            if wanted and path.name not in there and self._waiting is None:
+            if wanted and path.name not in there and self._waiting is None and self._is_good(path):
                 self._put(path, f"checkpoints/{path.name}")
                 self._copied.add(path.name)
+
+    def _is_good(self, path: Path) -> bool:
+        """One that is damaged here, or another run's, is no failure of the mirror."""
+        try:
+            return find_damage(path) is None and not is_foreign(
+                read_json(path / "state.json"), read_identity(self._run.identity)
+            )
+        except CannotRead:
+            return False
 
     def _prune(self, keep: Retention) -> None:
         """Removes what is older than the last few that this process has copied: those are verified."""

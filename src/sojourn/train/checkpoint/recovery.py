@@ -48,7 +48,7 @@ def join_mirror(mirror: Mirror, run: RunFolder, say: Say) -> None:
         return
     if names and run.exists() and found is None:
         _refuse_other_settings(mirror, run)
-    if names and not run.exists():
+    if (names or found is not None) and not run.exists():
         _fetch_run_files(mirror, run, say)
 
 
