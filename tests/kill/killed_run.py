@@ -102,11 +102,14 @@ class KilledRun:
         self._seconds = 0.0
         self.where: Counter[str] = Counter()
 
+    def train_call(self, **faults_given: Any) -> TrainCall:
+        home, run = str(self.reference.home), str(self.run.path)
+        return TrainCall(self._args, home, run, str(self._log), **faults_given)
+
     def call(self, **faults_given: Any) -> Outcome:
         """`sojourn train`, once; returns when it has ended, however that was."""
         before = self.newest_good()
-        home, run = str(self.reference.home), str(self.run.path)
-        outcome = TrainCall(self._args, home, run, str(self._log), **faults_given).run_with(self.reference.fork_server)
+        outcome = self.train_call(**faults_given).run_with(self.reference.fork_server)
         self._check_call(outcome, before, full="fill" in faults_given)
         if outcome.killed:
             self.where[self._killed_during(outcome.pid)] += 1
@@ -199,6 +202,22 @@ class KilledRun:
     def rows_are_exact(self) -> bool:
         """By the log: a step reads the same rows and tokens each time; the steps that made the model are all of them
         once, in order; and in each epoch they hold every row once."""
+        rows, made, of = self._made()
+        assert made == list(range(self.reference.total))
+        read = [row for step in made for row in rows[step]]
+        epochs = [sorted(read[start : start + of]) for start in range(0, len(read), of)]
+        assert epochs == [list(range(of))] * EPOCHS
+        return True
+
+    def made_in_order(self) -> bool:
+        """By the log: no two processes trained the run at the same time."""
+        trained = [line["pid"] for line in self.log() if line["what"] == "trained"]
+        turns = [pid for index, pid in enumerate(trained) if index == 0 or trained[index - 1] != pid]
+        assert len(turns) == len(set(turns)), "two processes trained in turns"
+        return bool(self._made())
+
+    def _made(self) -> tuple[dict[int, list[int]], list[int], int]:
+        """The rows of each step, the steps that made the model, and the number of rows."""
         rows: dict[int, list[int]] = {}
         fed: dict[int, str] = {}
         made: list[int] = []
@@ -217,8 +236,4 @@ class KilledRun:
                     del made[step:]
                 assert step == len(made), f"step {step} came after {len(made)}"
                 made.append(step)
-        assert made == list(range(self.reference.total))
-        read = [row for step in made for row in rows[step]]
-        epochs = [sorted(read[start : start + of]) for start in range(0, len(read), of)]
-        assert epochs == [list(range(of))] * EPOCHS
-        return True
+        return rows, made, of

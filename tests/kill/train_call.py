@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fork_server import ForkServer
+from fork_server import Child, ForkServer
 
 _TICK = 0.001
 _TIMEOUT = 120.0
@@ -35,14 +35,18 @@ class TrainCall:
     log_calls: bool = False
     fill: dict[str, Any] | None = None
 
+    def start(self, server: ForkServer, **env: str) -> Child:
+        """Without waiting for it."""
+        preamble = f"from kill.faults import install_faults\ninstall_faults(**{asdict(self)})"
+        given = {**os.environ, "SOJOURN_HOME": self.home, "TOKENIZERS_PARALLELISM": "false", **env}
+        return server.start("train", *self.args, preamble=preamble, env=given, cwd=self.home)
+
     def run_with(self, server: ForkServer) -> Outcome:
         """Runs it to its end, however that is."""
         metrics = Path(self.run) / "metrics.jsonl"
         known = metrics.stat().st_size if metrics.exists() else 0
-        preamble = f"from kill.faults import install_faults\ninstall_faults(**{asdict(self)})"
-        env = {**os.environ, "SOJOURN_HOME": self.home, "TOKENIZERS_PARALLELISM": "false"}
         began = time.monotonic()
-        child = server.start("train", *self.args, preamble=preamble, env=env, cwd=self.home)
+        child = self.start(server)
         since = began if self.kill_at_step is None else None
         while child.poll() is None:
             now = time.monotonic()
