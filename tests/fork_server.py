@@ -84,11 +84,11 @@ class Child:
 
     @property
     def stdout(self) -> str:
-        return (self._folder / f"{self._id}.out").read_text("utf-8", "replace")
+        return self._read("out")
 
     @property
     def stderr(self) -> str:
-        return (self._folder / f"{self._id}.err").read_text("utf-8", "replace")
+        return self._read("err")
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -96,6 +96,11 @@ class Child:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+    def _read(self, suffix: str) -> str:
+        """Nothing where it was killed before it opened the file."""
+        path = self._folder / f"{self._id}.{suffix}"
+        return path.read_text("utf-8", "replace") if path.exists() else ""
 
     def __enter__(self) -> Child:
         return self

@@ -106,11 +106,11 @@ class KilledRun:
         home, run = str(self.reference.home), str(self.run.path)
         return TrainCall(self._args, home, run, str(self._log), **faults_given)
 
-    def call(self, **faults_given: Any) -> Outcome:
-        """`sojourn train`, once; returns when it has ended, however that was."""
+    def call(self, crowded: bool = False, **faults_given: Any) -> Outcome:
+        """`sojourn train`, once; returns when it has ended, however that was. `crowded`: others use its disk."""
         before = self.newest_good()
         outcome = self.train_call(**faults_given).run_with(self.reference.fork_server)
-        self._check_call(outcome, before, full="fill" in faults_given)
+        self._check_call(outcome, before, full=crowded or "fill" in faults_given)
         if outcome.killed:
             self.where[self._killed_during(outcome.pid)] += 1
         return outcome

@@ -111,12 +111,13 @@ def _engines(config: RunConfig, device: DeviceSpec) -> list[tuple[str, str]]:
 def _fastest(config: RunConfig, workload: Workload, device: DeviceSpec) -> Fit | None:
     """The fastest micro batch and activation checkpointing that fit, by the estimate for the GPU. Where its speed is
     not known, activations are kept if a fair micro batch then fits. None where not even one row fits."""
-    length, batch = workload.sequence_length, -(-config.train.global_batch // device.ranks)
+    length, total = workload.sequence_length, config.train.global_batch
+    sizes_of_share = [n for n in divisors(-(-total // device.ranks)) if total % n == 0]  # as the config demands
     given = config.train.micro_batch if isinstance(config.train.micro_batch, int) else None
     budget = math.inf if device.memory_budget is None else device.memory_budget
     on_gpu = device.device_type == "cuda"
     most = _MAX_TOKENS if on_gpu else _FAIR_TOKENS
-    rows = [given] if given else [n for n in divisors(batch) if n * length <= most] or [1]
+    rows = [given] if given else [n for n in sizes_of_share if n * length <= most] or [1]
     gpu = device.gpu if on_gpu and device.gpu is not None and has_rate(device.gpu) else None
     fair = rows[-1] if gpu else given or max([n for n in rows if n * length <= _FAIR_TOKENS], default=1)
     found = list[Fit]()

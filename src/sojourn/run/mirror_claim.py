@@ -72,6 +72,9 @@ class MirrorClaim:
             self._mirror.put_file(self._run.identity, FILE)
             self._mirror.put_file(owner, _OWNER)
         self._taken = True
+
+    def record(self) -> None:
+        """After a copy: from now on, a mirror that is empty there is one that is not mounted."""
         if self._mirror.location not in _recorded(self._run):
             write_json(self._run.path / _RECORD, [*_recorded(self._run), self._mirror.location])
 

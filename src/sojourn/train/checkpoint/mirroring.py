@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -106,6 +107,8 @@ class Mirroring:
             if (self._run.path / file).is_file():
                 self._mirror.put_file(self._run.path / file, file)
         self._claim.check()
+        with contextlib.suppress(OSError):
+            self._claim.record()
 
     def _catch_up(self, keep: Retention) -> None:
         """Checkpoints that retention keeps and the mirror lacks, because it was away when they were saved."""

@@ -1,0 +1,113 @@
+"""A mirror on a real FUSE mount that drops and returns, under a run that is killed at random moments."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from kill.fault_plans import random_moment
+from kill.killed_run import KilledRun, needs_fork
+from sojourn.train.checkpoint.checkpoint import find_damage
+
+pytestmark = needs_fork
+
+KILLS = 15  # a test
+
+
+class Drive(threading.Thread):
+    """A FUSE mount whose server is killed, or which is unmounted, and mounted again, at random moments."""
+
+    def __init__(self, folder: Path, rng: Random) -> None:
+        super().__init__(daemon=True)
+        self._outer, self._stored, self._rng = folder / "outer", folder / "stored", rng
+        self.mounted_at = self._outer / "drive"
+        self._stopped, self.drops = threading.Event(), 0
+        self._outer.mkdir()
+        self._stored.mkdir()
+        # Below the drive nothing can be written: what a first process writes there nobody could tell from a mirror.
+        if subprocess.run(["mount", "-t", "tmpfs", "none", str(self._outer)], check=False).returncode:
+            pytest.skip("a filesystem cannot be mounted here")
+        self.mounted_at.mkdir()
+        subprocess.run(["mount", "-o", "remount,ro", str(self._outer)], check=True)
+        self.mount()
+
+    def mount(self) -> None:
+        command = ["bindfs", "-f", str(self._stored), str(self.mounted_at)]
+        self._server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        until = time.monotonic() + 30
+        while not self.mounted_at.is_mount():
+            if self._server.poll() is not None or time.monotonic() > until:
+                pytest.skip("a FUSE filesystem cannot be mounted here")
+            time.sleep(0.005)
+
+    def run(self) -> None:
+        while not self._stopped.wait(self._rng.uniform(0.1, 1.0)):
+            self.drop()
+            self._stopped.wait(self._rng.uniform(0.1, 0.6))
+            self.mount()
+
+    def drop(self) -> None:
+        if self._rng.random() < 0.5:
+            self._server.kill()  # the mount stays, and every access fails
+            self._server.wait()
+            time.sleep(self._rng.uniform(0, 0.3))
+        subprocess.run(["umount", "--lazy", str(self.mounted_at)], check=True)
+        self._server.wait(30)
+        self.drops += 1
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self.join()
+
+    def close(self) -> None:
+        for folder in (self.mounted_at, self._outer):
+            subprocess.run(["umount", "--lazy", str(folder)], check=False)
+        self._server.kill()
+        self._server.wait()
+
+
+@pytest.mark.skipif(shutil.which("bindfs") is None, reason="bindfs is not installed: apt-get install bindfs")
+@pytest.mark.parametrize("method", ["pretrain", "lora"])
+def test_a_mirror_that_drops_and_returns_ends_complete(references, tell, tmp_path, method):
+    reference, rng = references(method), Random(f"dropping {method}")
+    drive, kills, runs, where = Drive(tmp_path, rng), 0, 0, Counter()
+    try:
+        while kills < KILLS:
+            if runs:
+                drive = _again(drive, tmp_path / str(runs), rng)
+            killed = KilledRun(reference, f"dropping-{runs}", f"save.mirror={drive.mounted_at}")
+            drive.start()
+            for _ in range(5):
+                outcome = killed.call(**random_moment(killed, rng))
+                if not outcome.killed:
+                    # A mirror that is away: refused at the start, or not complete at the end.
+                    assert outcome.code == 0 or outcome.stderr.count("\n") == 1, outcome.stderr
+                    where[f"exit {outcome.code}"] += 1
+                    continue
+                kills += 1
+            drive.stop()
+            killed.finish()
+            there, here = drive.mounted_at / f"dropping-{runs}" / "checkpoints", killed.run.checkpoints
+            names = {path.name for path in here.glob("step-*")}
+            assert names <= {path.name for path in there.glob("step-*")}
+            assert all(find_damage(path) is None for path in there.glob("step-*"))
+            where += killed.where
+            where["drops"] += drive.drops
+            runs += 1
+            killed.clear()
+    finally:
+        drive.close()
+    tell(method=method, trouble="kills with a mirror that drops", times=kills, runs=runs, where=where)
+
+
+def _again(drive: Drive, folder: Path, rng: Random) -> Drive:
+    drive.close()
+    folder.mkdir()
+    return Drive(folder, rng)
