@@ -411,3 +411,4 @@ def test_a_finished_model_that_did_not_reach_the_mirror_is_no_success_and_is_mir
     away.rename(mirror)
     run_train(words)
     assert run.status().state == "done" and (mirror / run.path.name / "final" / "config.json").is_file()
+    assert (mirror / run.path.name / "checkpoints" / "step-00000012" / "manifest.json").is_file()

@@ -1,5 +1,5 @@
-"""Two to four trainers start on one run at nearly the same moment, and one of them is killed: one trains, the others are
-refused in one line, and no step is made by two."""
+"""Two to four trainers start on one run at nearly the same moment, and one of them is killed: one trains, the others
+are refused in one line, and no step is made by two."""
 
 from __future__ import annotations
 
