@@ -4,6 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
+RANDOM_INPUTS := $(addprefix tests/test_,prepare_fuzz.py config.py masks.py bpe.py token_cache.py readers.py)
 PARALLEL := $(addprefix tests/test_,engines.py nodes.py guides_commands.py launch.py launch_line.py bench_scaling.py)
 
 .PHONY: help setup packages demo test test-budget test-kill test-parallel test-long fuzz real real-model lint format bench golden clean
@@ -72,7 +73,7 @@ test-parallel: setup packages
 
 test-long: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(addprefix --ignore=,$(PARALLEL) tests/test_signals.py) -m slow -n 2 --dist worksteal -rs
-	SOJOURN_FUZZ=500 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_prepare_fuzz.py -n 2 --dist worksteal
+	SOJOURN_FUZZ=500 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(RANDOM_INPUTS) -n 2 --dist worksteal
 
 fuzz: setup
 	SOJOURN_FUZZ=10000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_prepare_fuzz.py -n 2 --dist worksteal

@@ -17,23 +17,24 @@ TEMPLATE = (
 )
 
 
-def test_synthetic_chats_depend_on_the_seed_alone_and_have_the_requested_size(tmp_path):
-    one, again, other = (tmp_path / name for name in ("one.jsonl", "again.jsonl", "other.jsonl"))
-    counts = [
-        write_synthetic_chats(one, 2_000_000),
-        write_synthetic_chats(again, 2_000_000),
-        write_synthetic_chats(other, 1_000_000, seed=1),
-    ]
+@pytest.fixture(scope="module")
+def two_megabytes(tmp_path_factory) -> tuple[Path, int]:
+    """A file of synthetic chats, and how many they are."""
+    path = tmp_path_factory.mktemp("chats") / "one.jsonl"
+    return path, write_synthetic_chats(path, 2_000_000)
+
+
+def test_synthetic_chats_depend_on_the_seed_alone_and_have_the_requested_size(two_megabytes, tmp_path):
+    (one, count), again, other = two_megabytes, tmp_path / "again.jsonl", tmp_path / "other.jsonl"
+    assert write_synthetic_chats(again, 2_000_000) == count and write_synthetic_chats(other, 1_000_000, seed=1)
     assert one.read_bytes() == again.read_bytes()
     assert one.read_bytes()[:1000] != other.read_bytes()[:1000]
     assert 0.98 * 2_000_000 <= one.stat().st_size <= 2_000_000
-    assert counts[0] == counts[1] == len(one.read_text(encoding="utf-8").splitlines())
+    assert count == len(one.read_text(encoding="utf-8").splitlines())
 
 
-def test_the_chats_are_whole_and_varied(tmp_path):
-    path = tmp_path / "chats.jsonl"
-    write_synthetic_chats(path, 2_000_000)
-    chats = [json.loads(line)["messages"] for line in path.read_text(encoding="utf-8").splitlines()]
+def test_the_chats_are_whole_and_varied(two_megabytes):
+    chats = [json.loads(line)["messages"] for line in two_megabytes[0].read_text(encoding="utf-8").splitlines()]
     for chat in chats:
         turns = chat[1:] if chat[0]["role"] == "system" else chat
         assert [turn["role"] for turn in turns] == ["user", "assistant"] * (len(turns) // 2) and turns
@@ -49,7 +50,7 @@ def test_the_chats_are_whole_and_varied(tmp_path):
 def test_all_rows_do_the_same_work(bench, tmp_path):
     out, folder = tmp_path / "result.json", tmp_path / "work"
     folder.mkdir()
-    done = bench("--size", "1MB", "--flat", "500kB", "--folder", str(folder), "--json", "--out", str(out))
+    done = bench("--size", "600kB", "--flat", "500kB", "--folder", str(folder), "--json", "--out", str(out))
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result == json.loads(out.read_text(encoding="utf-8"))

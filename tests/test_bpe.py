@@ -15,6 +15,7 @@ import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared import MORE
 from sojourn.data import builtin
 from sojourn.data.tokenize import bpe, sentencepiece_model
 from sojourn.errors import UserError
@@ -144,7 +145,7 @@ def test_sentencepiece_says_nothing(tmp_path: Path, models: Path, capfd: pytest.
     assert capfd.readouterr() == ("", "")
 
 
-@settings(max_examples=300)
+@settings(max_examples=100 * MORE)
 @given(text=TEXTS)
 def test_every_text_survives_our_sentencepiece(models: Path, text: str) -> None:
     tokenizer, processor = both(models / "ours.model")
@@ -153,7 +154,7 @@ def test_every_text_survives_our_sentencepiece(models: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["prefixed", "marked", "phrases", "no_bytes"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50 * MORE, deadline=None)
 @given(text=TEXTS)
 def test_a_converted_bpe_gives_the_same_ids(models: Path, name: str, text: str) -> None:
     tokenizer, processor = both(models / f"{name}.model")
@@ -161,7 +162,7 @@ def test_a_converted_bpe_gives_the_same_ids(models: Path, name: str, text: str) 
 
 
 @pytest.mark.parametrize("name", ["unigram", "unigram_bare"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50 * MORE, deadline=None)
 @given(text=TEXTS)
 def test_a_converted_unigram_gives_the_same_ids_or_equally_good_ones(models: Path, name: str, text: str) -> None:
     tokenizer, processor = both(models / f"{name}.model")

@@ -188,6 +188,7 @@ class Place:
     home: Path
     endpoint: str
     more: dict[str, str] = field(default_factory=dict)
+    before: str = ""  # Python that runs first
 
     def ask(self, *calls: tuple[str, dict[str, Any]]) -> list[dict[str, Any]]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "TRANSFORMERS_"))}
@@ -195,7 +196,7 @@ class Place:
         settings = {"HF_HOME": str(self.home), "HF_ENDPOINT": self.endpoint, "HF_HUB_DISABLE_XET": "1"}
         (self.home / "org" / "default").mkdir(parents=True, exist_ok=True)
         env = {**kept, "XDG_CONFIG_HOME": str(self.home), **settings, **self.more}
-        command = [sys.executable, "-c", CHILD, json.dumps(calls)]
+        command = [sys.executable, "-c", self.before + CHILD, json.dumps(calls)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=env, cwd=self.home)
         assert done.returncode == 0, done.stderr
         assert not done.stderr, "the libraries' noise reached the screen"
@@ -375,9 +376,21 @@ def test_the_offline_switch_is_named_and_nothing_is_asked(tmp_path):
             never_accepts.accept()
 
 
+# One second where the call gives a timeout; without one, it fails.
+_LESS_PATIENT = """
+from huggingface_hub import HfApi
+
+def less_patient(*given, timeout, real=HfApi.dataset_info, **more):
+    return real(*given, timeout=min(timeout, 1), **more)
+
+HfApi.dataset_info = less_patient
+"""
+
+
 def test_a_hub_that_takes_the_call_and_never_answers_is_given_up(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        (answer,) = Place(tmp_path, f"http://127.0.0.1:{silent.getsockname()[1]}").ask(SMALL)
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        (answer,) = Place(tmp_path, endpoint, before=_LESS_PATIENT).ask(SMALL)
     assert "cannot be reached (timed out)" in answer["error"]
 
 

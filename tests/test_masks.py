@@ -15,6 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
+from shared import MORE
 from sojourn.config.data import DataConfig
 from sojourn.data.encode import Encoder, EncoderConfig
 from sojourn.data.prepare import prepare
@@ -78,7 +79,7 @@ KINDS = {
 }  # fmt: skip
 _ROOM = TemporaryDirectory(prefix="words-")  # gone with the process
 OURS = [name for name, kind in KINDS.items() if kind.own is None]
-quickly = settings(max_examples=40)
+quickly = settings(max_examples=16 * MORE)
 
 
 @cache

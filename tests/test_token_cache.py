@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from shared import MORE
 from sojourn.data import builtin
 from sojourn.data.tokenize import sentencepiece_model, token_cache
 from sojourn.data.tokenize.bpe import train_bpe
@@ -56,7 +57,7 @@ def test_pieces_from_the_cache_are_the_tokens_of_the_whole(tokenizers, kind):
     assert supports_token_cache(tokenizer)
     cache = TokenCache(tokenizer)
 
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=100 * MORE, deadline=None)
     @given(st.lists(texts, max_size=4))
     def check(some):
         whole = tokenizer.encode_batch(some, add_special_tokens=False)

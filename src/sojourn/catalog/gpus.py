@@ -3,6 +3,7 @@
 import difflib
 import re
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ def _gpu(name: str, row: dict[str, Any], where: str) -> Gpu:
     return found
 
 
+@lru_cache(1000)
 def _parts(name: str) -> tuple[str, float | None, bool]:
     """The model as one word, the memory if the name has it, and whether it has PCIe."""
     model, memory, pcie = [], None, False

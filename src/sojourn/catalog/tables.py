@@ -133,8 +133,7 @@ def to_row(cls: type[RowType], row: Table, where: str, kind: str) -> RowType:
 
     By hand, since pydantic is no shorter here and its import makes finding the run folder take 220 ms instead of 95.
     """
-    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    hints = typing.get_type_hints(cls)
+    fields, hints = _schema(cls)  # type: ignore[arg-type]
     values: Table = {}
     for key, value in row.items():
         if key not in fields:
@@ -144,6 +143,12 @@ def to_row(cls: type[RowType], row: Table, where: str, kind: str) -> RowType:
         if name not in values and field.default is field.default_factory is dataclasses.MISSING:
             raise UserError(f"{where}: `{name}` is missing; every {kind} needs it")
     return cls(**values)
+
+
+@cache
+def _schema(cls: type) -> tuple[dict[str, dataclasses.Field[Any]], dict[str, Any]]:
+    """Fields and types by name. A catalogue has hundreds of rows; to evaluate the types of a class takes a while."""
+    return {field.name: field for field in dataclasses.fields(cls)}, typing.get_type_hints(cls)
 
 
 def _checked(value: Any, hint: Any, where: str) -> Any:

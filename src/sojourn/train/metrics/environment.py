@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import re
 import sys
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -42,6 +43,7 @@ def device_name(device: str) -> str:
     return str(torch.cuda.get_device_name()) if device == "cuda" else device
 
 
+@cache
 def version_of(name: str) -> str | None:
     try:
         return version(name)
