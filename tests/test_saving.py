@@ -397,9 +397,15 @@ def test_a_finished_model_that_did_not_reach_the_mirror_is_no_success_and_is_mir
 ):
     mirror, away = tmp_path / "drive" / "mirror", tmp_path / "away"
     mirror.mkdir(parents=True)
-    words = tiny.words(f"save.mirror={mirror}")
+    words = tiny.words(f"save.mirror={mirror}", "save.every_steps=4")
+
+    def unmount(steps):
+        if steps == 12:
+            assert _wait_for(lambda: events(run_of(words), "mirrored"))
+            mirror.rename(away)
+
     with monkeypatch.context() as patch:
-        _after_update(patch, lambda steps: mirror.rename(away) if steps == 12 else None)
+        _after_update(patch, unmount)
         with pytest.raises(RunFailed, match=r"the finished model is in .*final, but not in the mirror"):
             run_train(words)
     run = run_of(words)

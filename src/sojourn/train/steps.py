@@ -15,7 +15,7 @@ from sojourn.errors import RunFailed, Stopped
 from sojourn.run.folder import RunFolder
 from sojourn.run.lock import OwnershipLost
 from sojourn.train.batcher import Prefetcher
-from sojourn.train.checkpoint.checkpoint import Retention, list_checkpoints
+from sojourn.train.checkpoint.checkpoint import Retention
 from sojourn.train.checkpoint.final_model import write_final_model
 from sojourn.train.checkpoint.mirroring import Mirroring
 from sojourn.train.checkpoint.rescue import write_elsewhere
@@ -240,10 +240,8 @@ def mirror_finished_models(session: Session) -> None:
     """Of a run that was finished before, but perhaps not mirrored: its checkpoints and its models."""
     if session.mirror is not None and session.stepper.ranks.is_main:
         mirroring, save = Mirroring(session.mirror, session.run, print_line), session.config.save
-        newest = list_checkpoints(session.run.checkpoints)[-1:]
         try:
-            for path in newest:
-                mirroring.add(path, Retention(save.keep, session.progress.best_step or None, save.milestones))
+            mirroring.catch_up(Retention(save.keep, session.progress.best_step or None, save.milestones))
             _mirror_models(mirroring, session.run)
         finally:
             mirroring.close()

@@ -71,6 +71,19 @@ class Mirroring:
         except MirrorFailed as error:
             say(f"warning: {error}; mirroring is tried again with each checkpoint")
 
+    def catch_up(self, keep: Retention) -> None:
+        """Copies what an earlier process has saved and not mirrored."""
+        here = list_checkpoints(self._run.checkpoints)
+        if here:
+            self._last = here[-1], keep
+            self._pending = self._thread.submit(self._copy_missing, replace(keep, in_use=None))
+
+    def _copy_missing(self, keep: Retention) -> None:
+        try:
+            self._catch_up(keep)
+        except RunFailed as error:
+            self._report_failure("an earlier checkpoint", error)
+
     def add(self, checkpoint: Path, keep: Retention) -> None:
         self._waiting = self._last = checkpoint, keep
         self._next()

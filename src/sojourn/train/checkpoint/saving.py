@@ -69,7 +69,10 @@ class Saver:
         self._failure: str | None = None
         self._longest_save = 0.0
         if run.is_main_process and run.checkpoints.is_dir():
-            recover(run.checkpoints, self._retention(progress.best_step))
+            keep = self._retention(progress.best_step)
+            recover(run.checkpoints, keep)
+            if self.mirroring is not None:
+                self.mirroring.catch_up(keep)
 
     def due(self) -> bool:
         every, step = self._config.save.every_steps, self._progress.step
