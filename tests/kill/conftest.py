@@ -48,6 +48,26 @@ def explored(record_property: Callable[[str, object], None]) -> Callable[..., No
     return add
 
 
+@pytest.fixture
+def aimed(record_property: Callable[[str, object], None]) -> Callable[[str, str, str, str], None]:
+    """Adds a combination of conditions, and how it ended, to the table of results."""
+    return lambda here, there, kill, ending: record_property("aimed", json.dumps([here, there, kill, ending]))
+
+
+def _write_aimed(terminalreporter: Any) -> None:
+    """A line for each condition of the run folder, a column for each of the mirror."""
+    endings: dict[str, dict[str, set[str]]] = {}
+    rows = [row for _, row in _reported(terminalreporter, "aimed")]
+    for here, there, _, ending in rows:
+        endings.setdefault(here, {}).setdefault(there, set()).add(ending)
+    for here, columns in endings.items():
+        cells = "  ".join(f"{there}: {' or '.join(sorted(found))}" for there, found in columns.items())
+        terminalreporter.write_line(f"run folder {here:8} mirror {cells}")
+    if rows:
+        refused = sum(row[3] == "refused" for row in rows)
+        terminalreporter.write_line(f"{len(rows)} combinations: {len(rows) - refused} resumed, {refused} refused")
+
+
 def _reported(terminalreporter: Any, wanted: str) -> list[tuple[bool, Any]]:
     """What tests have reported as `wanted`, and whether they passed."""
     return [
@@ -72,6 +92,7 @@ def _write_explored(terminalreporter: Any) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     _write_explored(terminalreporter)
+    _write_aimed(terminalreporter)
     told = _reported(terminalreporter, "survived")
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for passed, row in told:

@@ -16,11 +16,11 @@ DAMAGED_HERE = (*TWO_MIRRORED, "damage the newest good copy in run", "kill")
     ("keep", "kills", "depth", "first", "least"),
     [
         (Retention(1), 9, 4, (), 15_000),
-        (Retention(2), 0, 11, (), 8_000),
-        (Retention(1), 1, 5, TWO_MIRRORED, 8_000),
-        (Retention(2), 1, 5, TWO_MIRRORED, 8_000),
-        (Retention(2, milestones=3), 1, 5, TWO_MIRRORED, 8_000),
-        (Retention(2), 2, 3, DAMAGED_HERE, 2_000),
+        (Retention(2), 0, 9, (), 2_000),
+        (Retention(1), 1, 4, TWO_MIRRORED, 2_000),
+        (Retention(2), 1, 4, TWO_MIRRORED, 2_000),
+        (Retention(2, milestones=2), 1, 4, TWO_MIRRORED, 2_000),
+        (Retention(2), 2, 3, DAMAGED_HERE, 1_000),
     ],
     ids=["any kills", "no kills", "keep 1", "keep 2", "milestones", "damaged"],
 )
