@@ -224,12 +224,19 @@ def _reap(running: dict[int, int], folder: Path) -> None:
             part = folder / f"{id}.part"
             part.write_text(str(os.waitstatus_to_exitcode(status)))
             part.rename(folder / f"{id}.exit")
-            modules = folder / f"{id}.modules"  # those after it need not import them
-            for name in json.loads(modules.read_text()) if modules.exists() else []:
+            for name in _modules_of(folder / f"{id}.modules"):  # those after it need not import them
                 if name not in sys.modules:
                     with contextlib.suppress(Exception):
                         importlib.import_module(name)
             gc.freeze()
+
+
+def _modules_of(file: Path) -> list[str]:
+    """None where the process was killed before or while it wrote them."""
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError):
+        return []
 
 
 def _preload() -> None:
