@@ -351,7 +351,7 @@ def test_a_file_name_that_is_not_utf8_can_be_logged(tmp_path):
     run, name = RunFolder(tmp_path), os.fsdecode(b"data-\xff.jsonl")
     run.event("failed", message=name)
     run.set_status("failed", 0, 0, message=name)
-    assert events(run, "failed")[0]["message"] == name and run.status().message == name
+    assert events(run, "failed")[0]["message"] == name and run.status().message == "data-?.jsonl"  # which prints
 
 
 def test_a_number_that_json_lacks_costs_its_line_only(tmp_path, capsys):

@@ -88,6 +88,8 @@ class FaultTolerantStep:
         step = progress.step
         if step in progress.skipped_steps:
             return StepResult("skipped")
+        if self.stepper.network.has_dropout:  # checkpoints have the random state of rank 0 only
+            self.stepper.ranks.seed_other_ranks(train.seed, step)
         rng_state = get_rng_state()
         with self._undo_if_abandoned(rng_state):
             attempt = self._attempt(step, rng_state)

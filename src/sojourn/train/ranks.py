@@ -106,7 +106,8 @@ class Ranks:
             raise out_of_memory or MemoryError("out of memory on another rank")
 
     def seed_other_ranks(self, seed: int, step: int) -> None:
-        """Ranks other than 0 get random numbers of their own; rank 0's state comes from the checkpoint."""
+        """Ranks other than 0 get random numbers of their own for each step, so that a resumed run draws the same ones;
+        rank 0's state comes from the checkpoint."""
         if not self.is_main:
             import torch
 

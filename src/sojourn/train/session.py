@@ -227,9 +227,7 @@ def _resume(
         sync_checkpoint(run, ranks, print_line)  # other nodes may lack what was fetched
     if not ranks.is_main:
         newest = find_newest(run.checkpoints)
-    progress = resume(config.save, run, training_state, newest)
-    ranks.seed_other_ranks(config.train.seed, progress.step)
-    return progress
+    return resume(config.save, run, training_state, newest)
 
 
 def _refuse_other_data(run: RunFolder, artefact: Artefact) -> None:
