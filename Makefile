@@ -13,7 +13,7 @@ help:
 	@echo "make demo    set up, then the whole journey: plan, prepare, train, kill, resume, ask (under 4 minutes)"
 	@echo "make test    set up, lint, type check, import rules, tests, each within its recorded CPU budget; prints what it skipped"
 	@echo "make test-budget  make test's tests, and record the CPU seconds of each: tests/budget.json"
-	@echo "make test-kill  hundreds of kills and disk failures at every moment of a run (about 15 minutes)"
+	@echo "make test-kill  a thousand kills and disk failures at every moment of a run, races, damaged and foreign copies (about an hour)"
 	@echo "make test-parallel  every method on every engine, 1 to 4 ranks, two nodes, every failure, every command of the guides"
 	@echo "make test-long  what make test leaves out: repeats of bench, the planner's fit, 1,000 inputs through prepare"
 	@echo "make fuzz    10,000 random and damaged inputs through prepare (a few minutes)"
@@ -65,6 +65,9 @@ test-budget: setup packages
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -rs --budget record
 
 test-kill: setup
+	@command -v bindfs >/dev/null || \
+	  { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -q && apt-get install -qy bindfs; } || \
+	  echo "bindfs is missing, so tests of a mirror that drops are skipped; on Debian or Ubuntu: sudo apt-get install bindfs"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/kill -n 2 --dist worksteal -rs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_signals.py -m slow -n 6
 

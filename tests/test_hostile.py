@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import pickle
+import signal
 import struct
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from sojourn.data.sources import files
 from sojourn.data.sources.document import Message
 from sojourn.data.sources.formats import BadRecord
 from sojourn.data.sources.tables import parquet_rows
+from sojourn.data.tokenize import template_sandbox
 from sojourn.data.tokenize.chat_template import Template
 from sojourn.errors import UserError
 from sojourn.model.base import BaseModelSource, load_base_model, load_model_config
@@ -86,10 +88,37 @@ def test_a_truncated_gguf_is_refused_in_one_line(tmp_path, size):
     _refused(tmp_path / "m.gguf")
 
 
-@pytest.mark.parametrize("source", ["{{ 'x' * 10**10 }}", "{{ 10**10 * 'x' }}", "{{ 9**9**9 }}", "{{ [1] * 10**10 }}"])
+_DOUBLING = "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x OP n.x %}{% endfor %}{{ n.x }}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 'x' * 10**10 }}", "{{ 10**10 * 'x' }}", "{{ 9**9**9 }}", "{{ [1] * 10**10 }}",
+        "{{ 'x'.center(10000000000) }}", "{{ 'x'|center(10000000000) }}", "{{ 'x'|indent(width=10000000000) }}",
+        "{{ '%10000000000d' % 1 }}",
+        "{{ '{:>10000000000}'.format('x') }}", "{{ 'x'.ljust(10 * 1000000000) }}", _DOUBLING.replace("OP", "+"),
+        _DOUBLING.replace("OP", "~"),
+    ],
+)  # fmt: skip
 def test_a_template_that_would_fill_the_memory_is_refused(source):
-    with pytest.raises((BadRecord, UserError), match="would make more than"):
+    with pytest.raises((BadRecord, UserError), match=r"more than|number over"):
         Template(source, {}, []).text([Message("user", "a")])
+
+
+def test_a_template_that_takes_years_is_interrupted(monkeypatch):
+    monkeypatch.setattr(template_sandbox, "MOST_SECONDS", 0.2)
+    loops = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}"
+    with pytest.raises((BadRecord, UserError), match=r"more than 0\.2 s of CPU time"):
+        Template(loops, {}, []).text([Message("user", "a")])
+    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
+
+
+def test_concatenation_in_a_template_is_what_jinja_makes_of_it():
+    source = "{{ 1 ~ none ~ missing ~ 'a' ~ [2] ~ true }}{{ 'b' ~ ('c' ~ 3) }}{{ '%s-%03d' % ('x', 7) }}{{ 1 + 2 }}"
+    import jinja2
+
+    assert Template(source, {}, []).text([Message("user", "a")]) == jinja2.Template(source).render()
 
 
 def test_a_parquet_file_that_unpacks_to_gigabytes_is_refused(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Time, money and sessions: counted through every kill and move, told in time, and never a step too late."""
 
+import json
 import os
 import signal
 import time
@@ -63,7 +64,7 @@ def test_a_budget_is_kept_over_all_calls_and_each_gets_on_by_a_step_at_least(tin
             run_train(words)
         reached.append(run_of(words).status().step)
     assert reached == [6, 7, 8]  # a seventh step would have cost more than there was
-    assert read_json(run_of(words).ledger) == {"seconds": 8.0, "money": 8.0, "currency": "CNY"}
+    assert _cost(run_of(words)) == {"seconds": 8.0, "money": 8.0, "currency": "CNY"}
 
 
 def test_what_was_paid_after_the_last_checkpoint_is_not_forgotten_by_a_kill(tiny, fork_server):
@@ -113,7 +114,7 @@ def test_a_price_that_changes_counts_from_then_on_and_a_call_without_one_forgets
             stop_after(patch, 2)
             run_train([*words, *price])
         assert read_json(run_of(words).ledger)["money"] == paid
-    assert read_json(run_of(words).ledger) == {"seconds": 6.0, "money": 6.0, "currency": "CNY"}
+    assert _cost(run_of(words)) == {"seconds": 6.0, "money": 6.0, "currency": "CNY"}
 
 
 def test_a_warning_comes_once_when_most_of_the_budget_is_spent(tiny, clock, capsys):
@@ -161,9 +162,27 @@ def test_a_figure_that_cannot_be_one_does_not_disable_the_budget(tiny, clock, ca
     with pytest.raises(Stopped, match=r"the budget of ¥6\.5"):
         run_train([*words, "limits.budget=6.5 CNY"])
     assert run.status().step == 6
-    assert read_json(run.ledger) == {"seconds": 6.0, "money": 6.0, "currency": "CNY"}
+    assert _cost(run) == {"seconds": 6.0, "money": 6.0, "currency": "CNY"}
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "ledger.json" in line]
     assert line.endswith("with what the checkpoints know, this run has taken 5 s and cost 5.00 CNY")
+
+
+def _cost(run):
+    return {key: value for key, value in read_json(run.ledger).items() if key not in ("run_id", "settings")}
+
+
+def test_a_ledger_of_another_run_is_not_billed(tiny, clock, capsys):
+    words, other = tiny.words(PRICE), tiny.words(PRICE, "train.seed=7")
+    for args in (words, other):
+        with pytest.raises(Stopped):
+            run_train([*args, "limits.budget=5.5 CNY"])
+    run = run_of(words)
+    foreign = read_json(run_of(other).ledger)
+    assert foreign["run_id"] != read_json(run.ledger)["run_id"]
+    run.ledger.write_text(json.dumps({**foreign, "seconds": 99.0, "money": 99.0}))
+    with pytest.raises(Stopped):
+        run_train([*words, "limits.budget=6.5 CNY"])
+    assert _cost(run)["money"] == 6.0 and "of another run; with what the checkpoints know" in capsys.readouterr().out
 
 
 def test_a_damaged_state_of_a_checkpoint_is_not_billed(tiny, clock):
@@ -213,7 +232,7 @@ def test_time_used_by_processes_that_were_killed_while_starting_is_billed(tiny, 
     assert not record.exists() and other.exists()
     with pytest.raises(Stopped):
         run_train([*words, "limits.budget=5.5 CNY"])
-    assert read_json(run.ledger) == {"seconds": 5.0, "money": 5.0, "currency": "CNY"} and run.status().step == 2
+    assert _cost(run) == {"seconds": 5.0, "money": 5.0, "currency": "CNY"} and run.status().step == 2
     assert [path.name for path in run.path.glob(".startup-*")] == [f".startup-{os.getppid()}-cc.json"]
 
 

@@ -125,7 +125,7 @@ class RunFolder:
         return self.path / "identity.json"
 
     @property
-    def _writable(self) -> bool:
+    def writable(self) -> bool:
         """By this process: rank 0, as long as no other process has taken over the run."""
         return self.is_main_process and (self.lock is None or self.lock.lost is None)
 
@@ -159,7 +159,7 @@ class RunFolder:
         return self._status.stat().st_mtime
 
     def set_status(self, state: State, step: int, total_steps: int, message: str = "", resumable: bool = True) -> None:
-        if not self._writable:
+        if not self.writable:
             return
         pid, started = current_process()
         status = asdict(Status(state, step, total_steps, message, resumable, pid, started, time.time()))
@@ -170,11 +170,11 @@ class RunFolder:
                 unwritten.count(str(self._status), error)
 
     def event(self, kind: str, **facts: Any) -> None:
-        if self._writable:
+        if self.writable:
             self._append(self.events, {"kind": kind, **facts})
 
     def metric(self, **values: Any) -> None:
-        if self._writable:
+        if self.writable:
             self._append(self.metrics, values)
 
     def _append(self, path: Path, values: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ import os
 import re
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -21,11 +22,12 @@ from typing import Any, TypeGuard
 
 from sojourn.config.quantities import Money
 from sojourn.errors import UserError
+from sojourn.run.identity import Identity, is_foreign
 from sojourn.storage.files import CannotRead, NotValid, load_json, open_regular, write_text
 
 _INTERVAL = 0.25  # seconds
 _WRITES_PER_SYNC = 40
-_WIDTH = 160  # bytes of a record
+_WIDTH = 200  # bytes of a record
 _MOST = 1e11  # seconds or money: more is no figure of a run
 
 Cost = tuple[float, float]  # seconds, money
@@ -39,7 +41,8 @@ def is_amount(value: Any) -> TypeGuard[float]:
 @dataclass
 class Ledger:
     """`before` and `paid`: seconds and money of earlier calls of `train`; this one started at `began`, so that opening
-    the model and reading data count. `path` is None on ranks other than 0."""
+    the model and reading data count. `path` is None on ranks other than 0. `mark`: the run's identity. `may_write`:
+    whether this process still owns the run."""
 
     path: Path | None
     price: Money | None = None
@@ -47,22 +50,31 @@ class Ledger:
     paid: float = 0.0
     currency: str = ""
     began: float = field(default_factory=time.monotonic)
+    mark: dict[str, str] = field(default_factory=dict)
+    may_write: Callable[[], bool] = lambda: True
     _stopped: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
     @classmethod
     def open(
-        cls, path: Path, price: Money | None, began: float, is_main_process: bool, at_least: Cost = (0.0, 0.0)
+        cls,
+        path: Path,
+        price: Money | None,
+        began: float,
+        is_main_process: bool,
+        at_least: Cost = (0.0, 0.0),
+        identity: Identity | None = None,
     ) -> Ledger:
         """`at_least`: seconds and money that the run's checkpoints know of."""
-        before, paid, currency = _read(path, at_least)
+        before, paid, currency = _read(path, at_least, identity)
         if price is not None and paid and currency and price.currency and currency != price.currency:
             raise UserError(
                 f"limits.price_per_hour: in {price.currency}, but this run has already cost {paid:.2f} {currency}; "
                 f"give the price in {currency}"
             )
         known = currency or (price.currency if price is not None else "")
-        return cls(path if is_main_process else None, price, before, paid, known, began)
+        mark = {} if identity is None else identity.mark
+        return cls(path if is_main_process else None, price, before, paid, known, began, mark)
 
     def __enter__(self) -> Ledger:
         self.write()
@@ -107,7 +119,7 @@ class Ledger:
 
     def write(self, sync: bool = True) -> None:
         """Skipped where the disk fails."""
-        if self.path is None or not self.path.parent.is_dir():
+        if self.path is None or not self.path.parent.is_dir() or not self.may_write():
             return
         with contextlib.suppress(OSError, NotValid, CannotRead):
             _write_in_place(self.path, self._record(), sync)
@@ -115,7 +127,7 @@ class Ledger:
     def _record(self) -> str:
         money = self.spent if self.spent is not None else self.paid
         facts = {"seconds": round(self.seconds, 3), "money": round(money, 6), "currency": self.currency}
-        return json.dumps(facts)
+        return json.dumps(facts | self.mark)
 
     def _write_regularly(self) -> None:
         writes = 0
@@ -124,8 +136,8 @@ class Ledger:
             self.write(sync=writes % _WRITES_PER_SYNC == 0)
 
 
-def _read(path: Path, at_least: Cost) -> tuple[float, float, str]:
-    """Seconds, money and currency. A figure that cannot be one of a run is replaced by the checkpoints'."""
+def _read(path: Path, at_least: Cost, identity: Identity | None) -> tuple[float, float, str]:
+    """Seconds, money and currency. What is another run's, or cannot be a run's, is replaced by the checkpoints'."""
     found: Any = {}
     try:
         found = load_json(path)
@@ -134,6 +146,8 @@ def _read(path: Path, at_least: Cost) -> tuple[float, float, str]:
         wrong = []
     except NotValid as error:
         wrong = [str(error)]
+    if is_foreign(found, identity):
+        wrong, found = ["of another run"], {}
     facts = {key: value for key, value in found.items() if value is not None} if isinstance(found, dict) else {}
     seconds, money, currency = facts.get("seconds", 0.0), facts.get("money", 0.0), facts.get("currency", "")
     if not is_amount(seconds):

@@ -18,6 +18,7 @@ from sojourn.config.schema import RunConfig
 from sojourn.errors import Stopped, UserError
 from sojourn.machine.precision import choose_device
 from sojourn.run.folder import RunFolder
+from sojourn.run.identity import read_identity
 from sojourn.run.ledger import Ledger
 from sojourn.run.lock import RunLock
 from sojourn.run.output import log_file
@@ -89,7 +90,10 @@ def train(config: RunConfig, run: RunFolder, startup: Startup | None = None) -> 
 def _open_ledger(config: RunConfig, run: RunFolder, startup: Startup) -> Iterator[Ledger]:
     """It counts from where the process started, and knows of processes killed while starting."""
     at_least = cost_so_far(run.checkpoints)
-    with Ledger.open(run.ledger, config.limits.price_per_hour, startup.began, run.is_main_process, at_least) as ledger:
+    price, identity = config.limits.price_per_hour, read_identity(run.identity)
+    ledger = Ledger.open(run.ledger, price, startup.began, run.is_main_process, at_least, identity)
+    ledger.may_write = lambda: run.writable
+    with ledger:
         startup.end()
         if run.is_main_process:
             add_killed_startups(run.path, ledger)
@@ -148,6 +152,7 @@ def _train(session: Session, guard: Guard) -> bool:
     """False: the run must be opened again with the OOM fallback."""
     run, progress = session.run, session.progress
     guard.ledger.catch_up(progress.seconds, progress.money)
+    guard.ledger.mark = session.identity.mark
     if session.is_finished and run.has_final():
         mirror_finished_models(session)
         _print_already_done(run, progress.step)

@@ -7,15 +7,15 @@ so must reproduce the template's own rendering exactly.
 
 from __future__ import annotations
 
-import datetime
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
 from sojourn.data.sources.document import Message
 from sojourn.data.sources.formats import BadRecord
+from sojourn.data.tokenize.template_sandbox import SPAN_END, SPAN_START, compile_template
 from sojourn.data.tokenize.templates import END_OF_TEXT, NAMED, named_template
 from sojourn.errors import UserError
 
@@ -23,13 +23,11 @@ Span = tuple[int, int]
 Tools = Sequence[dict[str, Any]]
 Turns = Sequence[Message]
 
-# Unicode noncharacters as markers in a rendering: formats.py rejects documents that have them.
-_SPAN_START, _SPAN_END, _PLACEHOLDER = "\ufdd0", "\ufdd1", "\ufdd2"
+_PLACEHOLDER = "\ufdd2"  # a noncharacter, as SPAN_START
 _TOOLS_MESSAGE = (
     "# Tools\n\nYou may call these functions, given as JSON within <tools></tools> tags:\n<tools>\n{listed}\n</tools>\n"
     "\nTo call one, write its name and arguments as JSON within <tool_call></tool_call> tags."
 )
-_MOST_CHARACTERS = 1 << 24  # that an operator of a template may make
 _PROBE = (Message("user", "Hello"), Message("assistant", "Hello"))
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -41,7 +39,7 @@ class Template:
         self.source = source
         self._has_generation_blocks = bool(_GENERATION_BLOCK.search(source))
         self._special_names = special_names
-        self._render = _compiled(source)
+        self._render = compile_template(source)
         ends = "|".join(re.escape(token) for token in sorted(added_tokens, key=len, reverse=True)) or r"(?!)"
         self._end_of_turn_pattern = re.compile(rf"\s*(?:{ends})")
         self._ends_with_token = re.compile(rf"(?:{ends})\s*\Z")
@@ -172,8 +170,8 @@ class Template:
     def _find_unmarked_literals(self, roles: tuple[Any, ...]) -> tuple[list[str], list[int]]:
         """The literals without markers, and for each turn how many characters after its content are trained on."""
         marked = self._literals(roles) or []
-        ends = [max(0, piece.find(_SPAN_END)) for piece in marked[1:]]
-        return [piece.replace(_SPAN_START, "").replace(_SPAN_END, "") for piece in marked], ends
+        ends = [max(0, piece.find(SPAN_END)) for piece in marked[1:]]
+        return [piece.replace(SPAN_START, "").replace(SPAN_END, "") for piece in marked], ends
 
     def _find_literals(self, roles: tuple[Any, ...]) -> list[str] | None:
         """What the template writes before, between and after the contents of turns with these roles."""
@@ -228,7 +226,7 @@ def _contains(text: str, m: Message) -> bool:
 
 def _remove_markers(rendered: str) -> tuple[str, list[Span]]:
     """The text without markers, and the spans that were between them."""
-    pieces = re.split(f"[{_SPAN_START}{_SPAN_END}]", rendered)
+    pieces = re.split(f"[{SPAN_START}{SPAN_END}]", rendered)
     spans, start = [], 0
     for index, piece in enumerate(pieces):
         if index % 2:
@@ -244,52 +242,3 @@ def _as_dict(m: Message) -> dict[str, Any]:
     if m.reasoning:
         turn["reasoning_content"] = turn["thinking"] = m.reasoning
     return turn
-
-
-@lru_cache(maxsize=16)
-def _compiled(source: str) -> Callable[..., str]:
-    """The template as transformers compiles it, with two changes: generation blocks write markers around their text and
-    `strftime_now` is a fixed date, so that the same data always gives the same tokens."""
-    import jinja2
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        tags = {"generation"}  # noqa: RUF012  (Jinja's own attribute)
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-            return jinja2.nodes.CallBlock(self.call_method("_with_markers"), [], [], body).set_lineno(line)
-
-        def _with_markers(self, caller: Callable[[], str]) -> str:
-            return f"{_SPAN_START}{caller()}{_SPAN_END}"
-
-    class Limited(ImmutableSandboxedEnvironment):
-        """A template comes with a model: `{{ 'x' * 10**10 }}` must not fill the memory."""
-
-        intercepted_binops = frozenset({"*", "**"})
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            sizes = [len(one) if isinstance(one, (str, list, tuple)) else abs(one) for one in (left, right)]
-            too_large = {"*": sizes[0] * sizes[1] > _MOST_CHARACTERS, "**": max(sizes) > 1000}
-            if too_large[operator]:
-                raise jinja2.TemplateError(f"its {operator} would make more than {_MOST_CHARACTERS:,} characters")
-            return super().call_binop(context, operator, left, right)
-
-    def tojson(
-        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-    ) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    environment = Limited(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = datetime.date(2024, 7, 26).strftime
-    try:
-        return environment.from_string(source).render
-    except jinja2.TemplateError as error:
-        raise UserError(f"data.template: not a valid Jinja template: {error}") from None
