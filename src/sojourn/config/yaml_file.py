@@ -21,6 +21,7 @@ from sojourn.errors import UserError
 _MOST_BYTES = 200_000
 _MOST_NODES = 5_000
 _DEEPEST = 10
+_MANY_BRACKETS = re.compile(r"(?:[\[{]\s{0,9}){100}")
 _TAG = "tag:yaml.org,2002:"
 _FLOAT = r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9]+|[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan"
 
@@ -83,6 +84,8 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     """The mapping in `path`, and the line of every key in it."""
     name, text = printable(path, 200), _read_text(path)
     try:
+        if _MANY_BRACKETS.search(text):
+            raise RecursionError  # which the parser would take seconds to find
         node = yaml.compose(text, Loader=_Loader)
         if node is None:
             return {}, {}
