@@ -183,6 +183,17 @@ def test_an_owner_on_another_machine_is_alive_while_its_heartbeat_changes(tmp_pa
     ours.release()
 
 
+def test_a_run_on_another_machine_is_shown_as_running_while_its_heart_beats(tmp_path):
+    RunFolder(tmp_path).set_status("running", 3, 9)
+    status = read_json(tmp_path / "status.json")
+    (tmp_path / "status.json").write_text(json.dumps({**status, "pid": 4_194_999}))
+    assert RunFolder(tmp_path).status().state == "failed"
+    _leave_claim(tmp_path, replace(Owner.here(), boot="another", host="colab"))
+    assert RunFolder(tmp_path).status().state == "running"
+    os.utime(tmp_path / ".owner-1.json", (1, 1))
+    assert RunFolder(tmp_path).status().state == "failed"
+
+
 @pytest.mark.usefixtures("quick")
 def test_an_owner_that_hung_notices_by_itself_that_it_has_lost_the_run(tmp_path):
     lock = RunLock(tmp_path)

@@ -27,7 +27,7 @@ from typing import Any, Literal, get_args
 
 from sojourn.machine.process import current_process, is_alive
 from sojourn.run import unwritten
-from sojourn.run.lock import RunLock
+from sojourn.run.lock import RunLock, is_owned_elsewhere
 from sojourn.storage.files import append_json, overwrite_json, read_json_lines, read_json_object, write_json
 
 State = Literal["starting", "running", "stopped", "done", "failed"]
@@ -150,7 +150,8 @@ class RunFolder:
         status = _parse_status(read_json_object(self._status))
         if status is None:
             return None
-        if status.state in ("starting", "running") and not is_alive(status.pid, status.started):
+        is_over = not is_alive(status.pid, status.started) and not is_owned_elsewhere(self.path)
+        if status.state in ("starting", "running") and is_over:
             return replace(status, state="failed", message="its process was killed; run the same command to resume")
         return status
 

@@ -63,6 +63,18 @@ class Owner:
         return f"the process with pid {self.pid}{where}"
 
 
+def is_owned_elsewhere(folder: Path) -> bool:
+    """Whether a process that cannot be seen from here, of another machine or pid namespace, seems to train the run. For
+    display only: this compares the clock with the time of the last heartbeat."""
+    token, owner = _newest_claim(folder)
+    if owner is None or owner.released or (owner.boot, owner.pid_namespace) == (boot_id(), pid_namespace()):
+        return False
+    try:
+        return abs(time.time() - _claim_path(folder, token).stat().st_mtime) < 3 * HEARTBEAT_TIMEOUT
+    except OSError:
+        return False
+
+
 class RunLock:
     """Held from construction until `release`."""
 
