@@ -164,14 +164,18 @@ def test_a_damaged_file_of_the_mirror_beside_sound_checkpoints_is_no_obstacle(ti
     assert run.path.is_relative_to(tmp_path) and _first_steps(run)[-1] == 9 and same_weights(run, tiny.whole())
 
 
-def test_a_damaged_run_yaml_beside_sound_checkpoints_is_no_obstacle_unless_the_settings_differ(tiny, monkeypatch):
+def test_a_damaged_run_yaml_beside_sound_checkpoints_is_no_obstacle_unless_the_settings_differ(
+    tiny, monkeypatch, capsys
+):
     words = tiny.words(*OFTEN)
     run = _train_until(words, 6, monkeypatch)
     run.config.write_text("name: [")
     with pytest.raises(UserError, match=r"started with other settings or other data, and its run.yaml cannot be read"):
         run_train([*words, "train.lr=0.7"])
     run.config.write_text("name: [")
+    capsys.readouterr()
     run_train(words)
+    assert capsys.readouterr().out.count("it is written again") == 1
     assert _first_steps(run) == [0, 6] and same_weights(run, tiny.whole())
 
 

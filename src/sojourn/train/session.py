@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -124,9 +125,9 @@ def open_session(config: RunConfig, run: RunFolder, ranks: Ranks, mirror: Mirror
     )  # fmt: skip
 
 
-def previous_config(run: RunFolder) -> RunConfig | None:
+def previous_config(run: RunFolder, say: Callable[[str], None] = lambda line: None) -> RunConfig | None:
     """The configuration that the run was started with. None for a new run, and where its run.yaml is damaged while
-    identity.json can tell instead whether the settings are the same."""
+    identity.json can tell instead whether the settings are the same, which `say` gets a line about."""
     if not run.exists():
         return None
     try:
@@ -136,7 +137,7 @@ def previous_config(run: RunFolder) -> RunConfig | None:
     except UserError as error:
         if read_identity(run.identity) is None:
             raise
-        print_line(f"warning: {error}; it is written again")
+        say(f"warning: {error}; it is written again")
         return None
 
 
@@ -156,7 +157,7 @@ def _resolve_on_main(config: RunConfig, run: RunFolder, ranks: Ranks, device: st
     fallbacks = merge_fallbacks(ranks.all_gather(json.dumps(load_fallbacks(run, device))))
 
     def decide() -> Resolution:
-        before = previous_config(run)
+        before = previous_config(run, print_line)
         resolved = resolve_here(config, before, fallbacks, ranks.world_size)
         if before is not None:
             refuse_harmful_changes(before, resolved.config, run)
