@@ -79,9 +79,9 @@ ODD = {
 def test_an_odd_file_is_not_valid_and_is_never_waited_for(tmp_path, make):
     path = tmp_path / "ledger.json"
     make(path)
-    with pytest.raises(NotValid) as told:
+    with pytest.raises(NotValid) as refused:
         load_json(path)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(refused.value)
     assert read_json(path) is None and read_json_object(path) == {} and read_json_lines(path) == []
 
 

@@ -37,10 +37,10 @@ def base(tmp_path, shared):
 
 
 def _refused(base: Path) -> str:
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as error:
         load_base_model(BaseModelSource(str(base)), torch.float32, "cpu")
-    assert "\n" not in str(told.value) and str(told.value).startswith("model.base: ")
-    return str(told.value)
+    assert "\n" not in str(error.value) and str(error.value).startswith("model.base: ")
+    return str(error.value)
 
 
 def test_a_pickle_of_weights_executes_nothing(base, tmp_path):
@@ -69,9 +69,9 @@ def test_truncated_safetensors_are_refused_in_one_line(base):
 def test_an_odd_config_is_refused_before_anything_is_built(base, changes):
     config = base / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as error:
         load_model_config(BaseModelSource(str(base)))
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "3", "[" * 100_000, '{"a": '])

@@ -160,13 +160,13 @@ with worker_process():
 
 @needs_fork
 def test_ranks_stop_when_torchrun_is_gone(fork_server, tmp_path):
-    told = tmp_path / "told"
+    signalled = tmp_path / "signalled"
     with (tmp_path / "said").open("w") as said:
-        command = [sys.executable, "-c", _ORPHANED, str(told)]
+        command = [sys.executable, "-c", _ORPHANED, str(signalled)]
         launcher = fork_server.popen(command, said, subprocess.STDOUT, dict(os.environ))
     assert launcher.wait() == -signal.SIGUSR1
     until = time.monotonic() + 60
-    while not told.exists():
+    while not signalled.exists():
         assert time.monotonic() < until
         time.sleep(0.05)
 

@@ -18,6 +18,7 @@ import pytest
 
 from conftest import ordinary_user
 from hub_server import TOKEN, Hub, serve
+from mounts import mounted_tmpfs
 from sojourn.errors import UserError
 from sojourn.machine.process import current_process
 from sojourn.storage import disk
@@ -351,17 +352,8 @@ def test_a_place_without_room_is_refused_before_anything_is_written(mirror, tmp_
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    place = tmp_path / "small"
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(place)]
-    if (
-        sys.platform != "linux"
-        or os.geteuid() != 0
-        or subprocess.run(command, capture_output=True, check=False).returncode
-    ):
-        pytest.skip("a small disk can be mounted only by root on Linux")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
+    with mounted_tmpfs(tmp_path / "disk", "size=1m") as folder:
+        yield folder
 
 
 def test_a_disk_that_fills_up_keeps_what_was_whole(small_disk, tmp_path, monkeypatch):

@@ -11,45 +11,29 @@ from pathlib import Path
 
 import pytest
 
+from mounts import mounted
 from sojourn.errors import RunFailed
 from sojourn.storage.mirror import MirrorFailed
 from sojourn.storage.mirror_process import MirrorProcess
-from sojourn.train.step import Stepper
-from tiny import events, run_of, run_train, same_weights, saved_steps
+from tiny import after_step, events, run_of, run_train, same_weights, saved_steps
 
 
 @pytest.fixture
 def drive(tmp_path):
     """A real filesystem that can be frozen: then whoever writes to it waits, and cannot be killed."""
-    tools = [shutil.which(name) for name in ("mkfs.ext4", "fsfreeze", "mount")]
-    if not hasattr(os, "geteuid") or os.geteuid() != 0 or None in tools:
-        pytest.skip("only root on Linux can freeze a filesystem")
-    image, folder = tmp_path / "image", tmp_path / "drive"
-    folder.mkdir()
+    if not all(map(shutil.which, ("mkfs.ext4", "fsfreeze"))):
+        pytest.skip("mkfs.ext4 or fsfreeze is missing: only a real frozen filesystem hangs whoever writes to it")
+    image = tmp_path / "image"
     with image.open("wb") as file:
         file.truncate(48 << 20)
-    made = subprocess.run(["mkfs.ext4", "-q", str(image)], capture_output=True, check=False).returncode == 0
-    if not made or subprocess.run(["mount", "-o", "loop", str(image), str(folder)], check=False).returncode:
-        pytest.skip("a filesystem in a file cannot be mounted here")
-    yield folder
-    subprocess.run(["fsfreeze", "-u", str(folder)], capture_output=True, check=False)
-    subprocess.run(["umount", "-l", str(folder)], check=False)
+    subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
+    with mounted(tmp_path / "drive", "-o", "loop", str(image)) as folder:
+        yield folder
+        subprocess.run(["fsfreeze", "-u", str(folder)], capture_output=True, check=False)
 
 
 def _freeze(drive: Path) -> None:
     subprocess.run(["fsfreeze", "-f", str(drive)], check=True)
-
-
-def _after_step(monkeypatch, actions):
-    real, made = Stepper.update, []
-
-    def update(self):
-        real(self)
-        made.append(1)
-        if len(made) in actions:
-            actions[len(made)]()
-
-    monkeypatch.setattr(Stepper, "update", update)
 
 
 def test_a_copy_to_a_hung_drive_can_be_abandoned_and_the_next_one_works(drive, tmp_path):
@@ -74,7 +58,7 @@ def test_a_signal_ends_a_run_whose_mirror_hangs(tiny, monkeypatch, drive):
     words = tiny.words(f"save.mirror={drive}", "save.every_steps=3", "save.keep=9", "limits.grace=2s")
     stop = {4: lambda: _freeze(drive), 8: lambda: os.kill(os.getpid(), signal.SIGTERM)}
     with monkeypatch.context() as patch, pytest.raises(RunFailed, match=r"saved in .*, but not mirrored"):
-        _after_step(patch, stop)
+        after_step(patch, stop)
         run_train(words)
     run = run_of(words)
     assert run.status().state == "stopped" and saved_steps(run)[-1] == 8

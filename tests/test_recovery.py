@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import subprocess
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from mounts import mounted_tmpfs
 from sojourn.errors import RunFailed, Stopped, UserError
 from sojourn.storage.files import read_json
 from sojourn.train.checkpoint.checkpoint import find_damage
-from sojourn.train.step import Stepper
-from tiny import events, losses, run_of, run_train, same_weights, saved_steps, stop_after
+from tiny import after_step, events, losses, run_of, run_train, same_weights, saved_steps, stop_after
 
 OFTEN = ("save.every_steps=3", "save.keep=2")
-can_mount = pytest.mark.skipif(
-    not hasattr(os, "geteuid") or os.geteuid() != 0 or shutil.which("mount") is None, reason="needs root to mount"
-)
 
 
 def _train_until(words, step, monkeypatch):
@@ -204,48 +199,23 @@ def test_nothing_is_removed_through_a_symlink(tiny, monkeypatch, tmp_path):
     assert all(find_damage(path) is None for path in precious.glob("step-*")) and (precious / "latest").is_file()
 
 
-@contextmanager
-def _mounted(folder: Path, options: str):
-    folder.mkdir(parents=True, exist_ok=True)
-    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("mount does not work here")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=False)
-
-
 def _use_all_inodes(folder: Path) -> None:
     with contextlib.suppress(OSError):
         for number in range(300):
             (folder / f"other-{number}").touch()
 
 
-def _at_step(monkeypatch, step, do):
-    real, made = Stepper.update, []
-
-    def update(self):
-        real(self)
-        made.append(1)
-        if len(made) == step:
-            do()
-
-    monkeypatch.setattr(Stepper, "update", update)
-
-
-@can_mount
 @pytest.mark.parametrize("fault", ["read-only", "no inodes"])
 def test_a_last_save_that_fails_is_written_elsewhere_and_resumed_from_there(tiny, monkeypatch, fault):
     words = tiny.words("save.every_steps=3", "save.keep=9", "save.min_free=0")
     run = run_of(words)
-    with _mounted(run.checkpoints, "size=50m,nr_inodes=200"):
+    with mounted_tmpfs(run.checkpoints, "size=50m,nr_inodes=200"):
         read_only = ["mount", "-o", "remount,ro", str(run.checkpoints)]
         fail = {
             "read-only": lambda: subprocess.run(read_only, check=True),
             "no inodes": lambda: _use_all_inodes(run.checkpoints),
         }
-        _at_step(monkeypatch, 8, fail[fault])
+        after_step(monkeypatch, {8: fail[fault]})
         with monkeypatch.context() as patch, pytest.raises(RunFailed, match=r"it was written to .* instead") as error:
             stop_after(patch, 11)
             run_train(words)
@@ -259,12 +229,11 @@ def test_a_last_save_that_fails_is_written_elsewhere_and_resumed_from_there(tiny
     shutil.rmtree(path.parent)
 
 
-@can_mount
 def test_a_finished_model_that_cannot_be_written_is_written_elsewhere(tiny, monkeypatch):
     words = tiny.words("save.min_free=0")
     run = run_of(words)
-    with _mounted(run.path, "size=50m,nr_inodes=200"):
-        _at_step(monkeypatch, 12, lambda: _use_all_inodes(run.path))
+    with mounted_tmpfs(run.path, "size=50m,nr_inodes=200"):
+        after_step(monkeypatch, {12: lambda: _use_all_inodes(run.path)})
         with pytest.raises(RunFailed, match=r"the finished model is in .*instead") as error:
             run_train(words)
     path = Path(str(error.value).rpartition("the finished model is in ")[2].partition(" instead")[0])

@@ -21,26 +21,13 @@ from sojourn.train.checkpoint import snapshot
 from sojourn.train.checkpoint.checkpoint import Checkpoint, Retention, find_damage, load_newest, save
 from sojourn.train.checkpoint.saving import Saver
 from sojourn.train.faults import memory_pressure as pressure
-from sojourn.train.step import Stepper
-from tiny import LORA, events, losses, run_of, run_train, same_weights, saved_steps, stop_after
+from tiny import LORA, after_step, events, losses, run_of, run_train, same_weights, saved_steps, stop_after
 
 OFTEN = ("save.every=0.001s",)
 
 
 def _saving():
     return threading.current_thread().name.startswith("save")
-
-
-def _after_update(monkeypatch, do):
-    """`do(steps)` after each step, in the training's own thread."""
-    real, made = Stepper.update, []
-
-    def update(self):
-        real(self)
-        made.append(1)
-        do(len(made))
-
-    monkeypatch.setattr(Stepper, "update", update)
 
 
 def _troubled(monkeypatch, number, wrong):
@@ -68,7 +55,7 @@ def test_a_slow_disk_stops_no_step(tiny, monkeypatch):
         real(file, data)
 
     monkeypatch.setattr(disk, "write", slow)
-    _after_update(monkeypatch, lambda steps: enough.set() if steps == 5 else None)
+    after_step(monkeypatch, {5: enough.set})
     run = run_train(words)
     assert saved_steps(run)[0] == 1 and not {2, 3, 4} & set(saved_steps(run)) and saved_steps(run)[-1] == 12
     assert same_weights(run, tiny.whole())
@@ -152,7 +139,7 @@ def test_host_memory_that_gets_short_is_reported_once_and_copies_are_given_up(ti
     taken = []
     real = snapshot.Snapshots.take
     monkeypatch.setattr(snapshot.Snapshots, "take", lambda self, c: (taken.append(c.step), real(self, c))[1])
-    _after_update(monkeypatch, lambda steps: short.__setitem__(0, steps >= 5))
+    after_step(monkeypatch, {5: lambda: short.__setitem__(0, True)})
     run = run_train(words)
     assert taken == [2, 4] and saved_steps(run) == [2, 4, 6, 8, 10, 12]
     assert len(events(run, "low_host_memory")) == 1
@@ -209,7 +196,7 @@ def test_a_full_disk_ends_no_run_though_no_line_can_be_written_either(tiny, monk
     monkeypatch.setattr(disk, "write", refuse(write))
     monkeypatch.setattr(disk, "sync", refuse(sync))
     monkeypatch.setattr(folder, "append_json", refuse(opened))
-    _after_update(monkeypatch, lambda steps: full.__setitem__(0, 4 <= steps <= 7))
+    after_step(monkeypatch, {4: lambda: full.__setitem__(0, True), 8: lambda: full.__setitem__(0, False)})
     run = run_train(words)
     assert run.status().state == "done" and set(saved_steps(run)) - {3} == {9, 12}  # the 3rd may have been under way
     assert same_weights(run, tiny.whole())
@@ -354,17 +341,17 @@ def test_a_mirror_that_fails_for_a_while_ends_no_run_and_is_caught_up(tiny, monk
     mirror.mkdir(parents=True)
     words = tiny.words(f"save.mirror={mirror}", "save.every_steps=4", "save.keep=9")
 
-    def mount(steps):
-        if steps == 3:
-            mirror.rename(away)
-            mirror.mkdir()
-        if steps == 9:  # the save of step 8 has waited for that of step 4
-            assert _wait_for(lambda: events(run_of(words), "mirror_failed"))
-            assert list(mirror.iterdir()) == []
-            mirror.rmdir()
-            away.rename(mirror)
+    def unmount():
+        mirror.rename(away)
+        mirror.mkdir()
 
-    _after_update(monkeypatch, mount)
+    def mount():
+        assert _wait_for(lambda: events(run_of(words), "mirror_failed"))
+        assert list(mirror.iterdir()) == []
+        mirror.rmdir()
+        away.rename(mirror)
+
+    after_step(monkeypatch, {3: unmount, 9: mount})  # the save of step 8 has waited for that of step 4
     run = run_train(words)
     assert events(run, "mirror_failed")[0]["path"] == "step-00000004"
     assert "could not be mirrored" in (out := capsys.readouterr().out) and "check that the drive is mounted" in out
@@ -384,7 +371,7 @@ def test_a_stop_whose_mirror_failed_says_so_and_is_no_success(tiny, monkeypatch,
     mirror = tmp_path / "drive" / "mirror"
     mirror.mkdir(parents=True)
     words = tiny.words(f"save.mirror={mirror}")
-    _after_update(monkeypatch, lambda steps: mirror.rename(tmp_path / "away") if steps == 4 else None)
+    after_step(monkeypatch, {4: lambda: mirror.rename(tmp_path / "away")})
     stop_after(monkeypatch, 5)
     with pytest.raises(RunFailed, match=r"but not mirrored: .* check that the drive is mounted"):
         run_train(words)
@@ -399,13 +386,12 @@ def test_a_finished_model_that_did_not_reach_the_mirror_is_no_success_and_is_mir
     mirror.mkdir(parents=True)
     words = tiny.words(f"save.mirror={mirror}", "save.every_steps=4")
 
-    def unmount(steps):
-        if steps == 12:
-            assert _wait_for(lambda: events(run_of(words), "mirrored"))
-            mirror.rename(away)
+    def unmount():
+        assert _wait_for(lambda: events(run_of(words), "mirrored"))
+        mirror.rename(away)
 
     with monkeypatch.context() as patch:
-        _after_update(patch, unmount)
+        after_step(patch, {12: unmount})
         with pytest.raises(RunFailed, match=r"the finished model is in .*final, but not in the mirror"):
             run_train(words)
     run = run_of(words)

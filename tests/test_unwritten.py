@@ -10,7 +10,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from fork_server import needs_fork
+from mounts import mounted_tmpfs
 from sojourn.config.load import load_run
 from sojourn.errors import Stopped
 from sojourn.run import output, unwritten
@@ -92,14 +92,8 @@ Stepper.update = filled
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(folder)]
-    made = subprocess.run(command, check=False, capture_output=True)
-    if made.returncode:
-        pytest.skip(f"a small disk cannot be mounted here: {made.stderr.decode().strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    with mounted_tmpfs(tmp_path / "disk", "size=8m") as folder:
+        yield folder
 
 
 def _on_full_disk(fork_server, disk, words, until):

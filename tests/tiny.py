@@ -3,7 +3,7 @@ and each undisturbed run, to compare with, is made once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,6 +21,7 @@ from sojourn.storage.files import read_json_lines
 from sojourn.train import steps as steps_module
 from sojourn.train.faults.guard import Guard
 from sojourn.train.loop import train
+from sojourn.train.step import Stepper
 
 LORA = ("method.kind=lora", "method.rank=4", "train.lr=1e-3")
 
@@ -89,6 +90,18 @@ def stop_after(patch: pytest.MonkeyPatch, steps: int) -> None:
 
     patch.setattr(steps_module, "_count_step", count)
     patch.setattr(Guard, "should_stop", lambda self: "a test" if len(made) >= steps else None)
+
+
+def after_step(patch: pytest.MonkeyPatch, actions: dict[int, Callable[[], Any]]) -> None:
+    """After so many steps of this call, in the training's own thread."""
+    real, made = Stepper.update, []
+
+    def update(self: Stepper) -> None:
+        real(self)
+        made.append(1)
+        actions.get(len(made), lambda: None)()
+
+    patch.setattr(Stepper, "update", update)
 
 
 def losses(run: RunFolder) -> list[float]:

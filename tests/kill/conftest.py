@@ -93,9 +93,9 @@ def _write_explored(terminalreporter: Any) -> None:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     _write_explored(terminalreporter)
     _write_aimed(terminalreporter)
-    told = _reported(terminalreporter, "survived")
+    rows_of_tests = _reported(terminalreporter, "survived")
     rows: dict[tuple[str, str], dict[str, Any]] = {}
-    for passed, row in told:
+    for passed, row in rows_of_tests:
         key = row["method"], row["trouble"]
         total = rows.setdefault(key, {"method": key[0], "trouble": key[1], "times": 0, "runs": 0, "where": {}})
         total["times"] += row["times"]

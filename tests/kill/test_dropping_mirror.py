@@ -7,6 +7,7 @@ import subprocess
 import threading
 import time
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 from random import Random
 
@@ -14,6 +15,7 @@ import pytest
 
 from kill.fault_plans import random_moment
 from kill.killed_run import KEEP, KilledRun, needs_fork
+from mounts import mounted_tmpfs
 from sojourn.train.checkpoint.checkpoint import find_damage
 
 pytestmark = needs_fork
@@ -26,16 +28,15 @@ class Drive(threading.Thread):
 
     def __init__(self, folder: Path, rng: Random) -> None:
         super().__init__(daemon=True)
-        self._outer, self._stored, self._rng = folder / "outer", folder / "stored", rng
-        self.mounted_at = self._outer / "drive"
-        self._stopped, self.drops = threading.Event(), 0
-        self._outer.mkdir()
-        self._stored.mkdir()
+        self._stored, self._rng = folder / "stored", rng
+        self._stopped, self.drops, self._error = threading.Event(), 0, None
+        self._stored.mkdir(parents=True)
+        self._opened = ExitStack()
         # Below the drive nothing can be written: what a first process writes there nobody could tell from a mirror.
-        if subprocess.run(["mount", "-t", "tmpfs", "none", str(self._outer)], check=False).returncode:
-            pytest.skip("a filesystem cannot be mounted here")
+        outer = self._opened.enter_context(mounted_tmpfs(folder / "outer"))
+        self.mounted_at = outer / "drive"
         self.mounted_at.mkdir()
-        subprocess.run(["mount", "-o", "remount,ro", str(self._outer)], check=True)
+        subprocess.run(["mount", "-o", "remount,ro", str(outer)], check=True)
         self.mount()
 
     def mount(self) -> None:
@@ -43,15 +44,17 @@ class Drive(threading.Thread):
         self._server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         until = time.monotonic() + 30
         while not self.mounted_at.is_mount():
-            if self._server.poll() is not None or time.monotonic() > until:
-                pytest.skip("a FUSE filesystem cannot be mounted here")
+            assert self._server.poll() is None and time.monotonic() < until, "bindfs does not mount"
             time.sleep(0.005)
 
     def run(self) -> None:
-        while not self._stopped.wait(self._rng.uniform(0.1, 1.0)):
-            self.drop()
-            self._stopped.wait(self._rng.uniform(0.1, 0.6))
-            self.mount()
+        try:
+            while not self._stopped.wait(self._rng.uniform(0.1, 1.0)):
+                self.drop()
+                self._stopped.wait(self._rng.uniform(0.1, 0.6))
+                self.mount()
+        except BaseException as error:
+            self._error = error
 
     def drop(self) -> None:
         if self._rng.random() < 0.5:
@@ -65,15 +68,20 @@ class Drive(threading.Thread):
     def stop(self) -> None:
         self._stopped.set()
         self.join()
+        if self._error is not None:
+            raise self._error
 
     def close(self) -> None:
-        for folder in (self.mounted_at, self._outer):
-            subprocess.run(["umount", "--lazy", str(folder)], check=False)
+        subprocess.run(["umount", "--lazy", str(self.mounted_at)], check=False)
+        self._opened.close()
         self._server.kill()
         self._server.wait()
 
 
-@pytest.mark.skipif(shutil.which("bindfs") is None, reason="bindfs is not installed: apt-get install bindfs")
+@pytest.mark.skipif(
+    shutil.which("bindfs") is None or not Path("/dev/fuse").exists(),
+    reason="a drive that drops is a real FUSE mount: it needs /dev/fuse and bindfs (apt-get install bindfs)",
+)
 @pytest.mark.parametrize("method", ["pretrain", "lora"])
 def test_a_mirror_that_drops_and_returns_ends_complete(references, tell, tmp_path, method):
     reference, rng = references(method), Random(f"dropping {method}")
@@ -109,5 +117,4 @@ def test_a_mirror_that_drops_and_returns_ends_complete(references, tell, tmp_pat
 
 def _again(drive: Drive, folder: Path, rng: Random) -> Drive:
     drive.close()
-    folder.mkdir()
     return Drive(folder, rng)

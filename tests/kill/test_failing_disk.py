@@ -4,7 +4,6 @@ command completes it."""
 from __future__ import annotations
 
 import re
-import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 from kill.fault_plans import DISK_ERRORS, calls_of, calls_of_save, failing_saves
 from kill.killed_run import KilledRun, Reference, needs_fork
 from kill.train_call import Outcome
+from mounts import mounted_tmpfs
 
 pytestmark = needs_fork
 
@@ -70,15 +70,8 @@ def _is_told_in_a_line(outcome: Outcome) -> bool:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 4 MiB, where we may make one."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(folder)]
-    made = subprocess.run(command, check=False, capture_output=True)
-    if made.returncode:
-        pytest.skip(f"a small disk cannot be mounted here: {made.stderr.decode().strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    with mounted_tmpfs(tmp_path / "disk", "size=4m") as folder:
+        yield folder
 
 
 def _on(disk: Path, reference: Reference, name: str) -> KilledRun:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
@@ -13,6 +13,7 @@ import pytest
 
 from kill.fault_plans import random_moment
 from kill.killed_run import KilledRun, needs_fork
+from mounts import mounted_tmpfs
 
 pytestmark = needs_fork
 
@@ -20,14 +21,9 @@ KILLS = 25  # a test
 
 
 @pytest.fixture
-def small_disk(tmp_path):
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(folder)], check=False)
-    if made.returncode:
-        pytest.skip("a small disk cannot be mounted here")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    with mounted_tmpfs(tmp_path / "disk", "size=4m") as folder:
+        yield folder
 
 
 class Filler(threading.Thread):

@@ -116,7 +116,7 @@ def open_session(config: RunConfig, run: RunFolder, ranks: Ranks, mirror: Mirror
     training_state = TrainingState(engine)
     progress = _resume(config, run, training_state, ranks, mirror)
     if ranks.is_main:
-        identity = read_identity(run.identity) or identity  # the mirror's checkpoint may have told it
+        identity = read_identity(run.identity) or identity  # it may come from the mirror's checkpoint
     total_steps, last_row = _run_length(config, artefact)
     mfu_inputs = _mfu_inputs(config, artefact, ranks)
     return Session(
