@@ -181,7 +181,7 @@ configs = st.builds(
         take=st.integers(1, 10**12),
         tokenizer=text,
         max_length=st.integers(8, 10**7),
-        vocab_size=st.integers(300, 10**6),
+        vocab_size=st.integers(256, 10**6),
     ),
     parallel=some(gpus=st.sampled_from(["auto", "all", [0], [3, 1], "0,1"]), engine=st.sampled_from(["ddp", "fsdp"])),
     save=some(

@@ -76,7 +76,7 @@ FILES: dict[str, tuple[str | bytes, tuple[str, ...]]] = {
     "10^400 for a GPU": (SMALL + f"parallel:\n  gpus: {BIG}\n", ("parallel.gpus: a number of more than 60 digits",)),
     "5000 digits": (SMALL + f"train:\n  seed: {'7' * 5000}\n", ("run.yaml:3: train.seed: a number of 5000 digits given",)),
     "too wide": (SMALL + "model:\n  d_model: 100000\n", ("model.d_model: 100000 given", "from 32 up to 65,536")),
-    "vocabulary too small": (SMALL + "data:\n  vocab_size: 10\n", ("data.vocab_size: 10 given", "from 300 up to 1,000,000")),
+    "vocabulary too small": (SMALL + "data:\n  vocab_size: 10\n", ("data.vocab_size: 10 given", "from 256 up to 1,000,000")),
     "nothing to take": (SMALL + "data:\n  sources:\n    - {path: x, take: 0}\n", ("run.yaml:4: data.sources.0.take: 0", "from 1")),
     "dropout of one": ("extends: lora\nmethod:\n  dropout: 1\n", ("run.yaml:3: method.dropout: 1 given", "from 0 below 1")),
     # quantities that are none

@@ -391,7 +391,7 @@ def test_formats_and_three_marked_examples_come_before_anything_else(words):
     told = result.stdout.splitlines()
     assert told[0].endswith("chats.jsonl: prompt/completion")
     assert told[1].startswith("examples as the model sees them") and "‹It is red.<|im_end|>›⏎" in told[2]
-    assert told[5].startswith("training a tokenizer of 400 tokens")
+    assert told[5:7] == ["training a tokenizer: bpe", "tokenizer: 351 tokens, 3 of them special"]
     assert any(line.startswith("one epoch: ") for line in told) and any(
         line.startswith("languages: en") for line in told
     )

@@ -20,6 +20,7 @@ from sojourn.config.fields import (
 )
 from sojourn.config.quantities import Count, Size
 
+_BYTES = 256
 COMPRESSION_RATIO = 4  # size of text over the size of its compressed file, roughly
 
 
@@ -105,8 +106,10 @@ class DataConfig(Section):
     on_bad: Literal["fail", "skip"] = "fail"
     max_bad: Fraction = 0.001
     clean: CleanConfig = CleanConfig()
-    tokenizer: Annotated[Text, Description("auto, bpe, sentencepiece, or the folder or file of a tokenizer")] = "auto"
-    vocab_size: Annotated[Count, Field(ge=300, le=1_000_000)] = Count(8192)
+    tokenizer: Annotated[Text, Description("auto, bpe, sentencepiece, char, or the folder or file of a tokenizer")] = (
+        "auto"
+    )
+    vocab_size: Annotated[Count, Field(ge=1, le=1_000_000)] = Count(8192)
     special_tokens: Annotated[TextList, Description("a list of tokens, such as [<think>, </think>]")] = Field(
         default=[]
     )
@@ -117,3 +120,10 @@ class DataConfig(Section):
     long_texts: Literal["split", "truncate", "drop"] = "split"
     long_chats: Literal["truncate", "drop"] = "truncate"
     workers: Annotated[int, WholeNumber, Field(ge=1, le=256)] | Auto = "auto"
+
+    @model_validator(mode="after")
+    def _check_consistency(self) -> DataConfig:
+        if self.vocab_size < _BYTES and self.tokenizer != "char":
+            tail = "256 is a byte-level tokenizer; a token for each character: data.tokenizer=char"
+            raise conflict("vocab_size", f"{self.vocab_size} given; allowed: from {_BYTES} up to 1,000,000 ({tail})")
+        return self

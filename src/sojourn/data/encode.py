@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from sojourn.data.tokenize.chat_template import Template
 from sojourn.data.tokenize.span_tokenizer import SpannedText, SpanTokenizer
 from sojourn.data.truncate import LengthPolicy, truncate
 from sojourn.errors import UserError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 TEXT, CHAT, PAIR = range(3)
 
@@ -59,6 +62,7 @@ class EncodedChunk:
     bad: list[tuple[str, str]]
     left_out: dict[str, int]
     escaped: int
+    unknown: int  # tokens for characters that the tokenizer does not have
     samples: list[str]
     signatures: list[Any] | None
 
@@ -71,7 +75,9 @@ class Encoder:
         self._template = (
             Template(config.template, config.special_names, config.added_tokens) if config.template else None
         )
-        self._tokenizer = SpanTokenizer(Tokenizer.from_file(config.tokenizer), config.added_tokens, self._template)
+        tokenizer = Tokenizer.from_file(config.tokenizer)
+        self._tokenizer = SpanTokenizer(tokenizer, config.added_tokens, self._template)
+        self._unknown = _unknown_id(tokenizer, config.policy.end_of_text)
 
     def __call__(self, chunk: Chunk) -> EncodedChunk:
         documents, records, bad = parse_chunk(chunk)
@@ -103,7 +109,8 @@ class Encoder:
         near = self._config.clean.duplicates == "near"
         return EncodedChunk(
             *pieces, lengths, fingerprints, sizes, kinds, records, bad, left_out, escaped,
-            self._language_samples(accepted, fingerprints), [_signature(d) for d in accepted] if near else None,
+            int((ids == self._unknown).sum()), self._language_samples(accepted, fingerprints),
+            [_signature(d) for d in accepted] if near else None,
         )  # fmt: skip
 
     def _language_samples(self, documents: list[Document], fingerprints: np.ndarray) -> list[str]:
@@ -170,6 +177,13 @@ class Encoder:
                 )
             raise BadRecord("nothing in this example is trained on")
         return SpannedText(text, spans)
+
+
+def _unknown_id(tokenizer: Tokenizer, end_of_text: int) -> int:
+    """-1 for a tokenizer that has every character; GPT-2 names its end-of-text token as the unknown one."""
+    name = getattr(tokenizer.model, "unk_token", None)
+    id = tokenizer.token_to_id(name) if name else None
+    return -1 if id in (None, end_of_text) else id
 
 
 def _map_strings(value: Any, change: Callable[[str], str]) -> Any:

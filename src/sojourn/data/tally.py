@@ -79,6 +79,7 @@ class Tally:
     duplicates: int = 0
     near_duplicates: int = 0
     escaped: int = 0
+    unknown: int = 0
     languages: dict[str, int] = field(default_factory=dict)
 
     def add(self, encoded: EncodedChunk) -> None:
@@ -86,6 +87,7 @@ class Tally:
         self.bad += len(encoded.bad)
         self.bad_examples += encoded.bad[: _MAX_EXAMPLES - len(self.bad_examples)]
         self.escaped += encoded.escaped
+        self.unknown += encoded.unknown
         for key, count in encoded.left_out.items():
             self.left_out[key] = self.left_out.get(key, 0) + count
         for text in encoded.samples:
@@ -119,5 +121,6 @@ class Tally:
             "duplicates": self.duplicates,
             "near_duplicates": self.near_duplicates,
             "special_token_texts": self.escaped,
+            "unknown_tokens": self.unknown,
             "languages": {code: round(size / whole, 4) for code, size in shares} if whole else {},
         }

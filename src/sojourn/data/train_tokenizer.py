@@ -45,8 +45,10 @@ def train_on_sample(inputs: Inputs, preview: Preview, folder: Path) -> tuple[Tok
 
 
 def _sample(inputs: Inputs) -> Iterator[Document]:
+    every_character = inputs.data.tokenizer == "char"
     share = min(1.0, _SAMPLE_BYTES / max(1.0, sum(map(_training_cost, inputs.sources)))) * 2.0**64
-    for opened in inputs.sources:
+    share = 2.0**64 if every_character else share
+    for opened in (*inputs.sources, *(inputs.eval_sources if every_character else ())):
         left = None if opened.source.take is None else int(opened.source.take)
         for chunk in opened.chunks():
             documents = parse_chunk(chunk)[0]

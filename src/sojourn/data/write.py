@@ -60,8 +60,10 @@ def write_artefact(inputs: Inputs, preview: Preview, stage: Path, say: Say) -> N
     folder.mkdir()
     tokenizer, compression = inputs.tokenizer, None
     if tokenizer is None:
-        say(f"training a tokenizer of {int(data.vocab_size):,} tokens")
+        say(f"training a tokenizer: {data.tokenizer.replace('auto', 'bpe')}")
         tokenizer, compression = train_on_sample(inputs, preview, folder)
+        special = len(tokenizer.added_tokens)
+        say(f"tokenizer: {tokenizer.tokenizer.get_vocab_size():,} tokens, {special} of them special")
     tokenizer.tokenizer.save(str(folder / "tokenizer.json"))
     dtype = np.dtype("<u2" if tokenizer.tokenizer.get_vocab_size() <= 2**16 else "<u4")
     unit = 2 if preview.pairs else 1

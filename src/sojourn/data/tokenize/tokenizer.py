@@ -17,6 +17,7 @@ from sojourn.config.messages import did_you_mean
 from sojourn.data.sources.document import Message
 from sojourn.data.sources.files import user_path
 from sojourn.data.sources.formats import BadRecord
+from sojourn.data.tokenize.char_level import UNKNOWN_CHARACTER, train_char
 from sojourn.data.tokenize.chat_template import Template
 from sojourn.data.tokenize.templates import END_OF_TEXT, NAMED, named_template
 from sojourn.errors import UserError
@@ -24,7 +25,7 @@ from sojourn.errors import UserError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-TRAINED = ("auto", "bpe", "sentencepiece")
+TRAINED = ("auto", "bpe", "sentencepiece", "char")
 _END_OF_TEXT_TOKENS = (END_OF_TEXT, "<|end_of_text|>")
 _EOS_TOKENS = ("</s>", "<eos>")  # tried after the eos_token that the tokenizer names
 _SPECIAL_TOKEN = re.compile(r"<\|[^|<>\s]+\|>")
@@ -243,6 +244,8 @@ def train_tokenizer(data: DataConfig, texts: Iterable[str], folder: Path, split_
 
         tokenizer = sentencepiece_model.train(iter(texts), int(data.vocab_size), tokens, split_digits, folder)
         model = folder / "tokenizer.model"
+    elif data.tokenizer == "char":
+        tokenizer = train_char(iter(texts), int(data.vocab_size), tokens)
     else:
         from sojourn.data.tokenize.bpe import train_bpe
 
@@ -254,4 +257,6 @@ def train_tokenizer(data: DataConfig, texts: Iterable[str], folder: Path, split_
         "additional_special_tokens": tokens,
         "clean_up_tokenization_spaces": False,
     }
+    if data.tokenizer == "char":
+        settings["unk_token"] = UNKNOWN_CHARACTER
     return TokenizerBundle(settings, model_file=model, trained=tokenizer)
