@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from fork_server import needs_fork
+from mounts import mounted_tmpfs
 from sojourn.errors import RunFailed, UserError
 from sojourn.machine import process
 from sojourn.run import lock as lock_module
@@ -275,3 +276,16 @@ def test_a_claim_that_cannot_be_read_is_watched_and_then_taken_over(tmp_path, co
     lock = RunLock(tmp_path)
     assert lock.token == 8 and _claims(tmp_path) == [".owner-8.json"]
     lock.release()
+
+
+def test_a_full_disk_leaves_no_half_written_claim(tmp_path, capfd):
+    with mounted_tmpfs(tmp_path / "disk", "size=64k") as folder:
+        with (folder / "somebody-else").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+            while True:
+                file.write(bytes(4096))
+        with pytest.raises(RunFailed, match="No space left"):
+            RunLock(folder)
+        assert _claims(folder) == []
+        (folder / "somebody-else").unlink()
+        RunLock(folder).release()
+    assert "watching" not in capfd.readouterr().out

@@ -74,6 +74,7 @@ def kill_at_calls(killed: KilledRun, chain: list[Fault]) -> None:
             assert outcome.code == 0 and re.match(r"\w+ (\.status\.json\.PID|\.) ", name), f"{name} never came"
             break
     killed.finish()
+    assert killed.ledger_is_exact()
 
 
 def random_moment(killed: KilledRun, rng: Random) -> dict[str, Any]:
@@ -99,4 +100,5 @@ def kill_at_random_moments(killed: KilledRun, rng: Random, most: int) -> int:
             break
         kills += 1
     killed.finish()
+    assert killed.ledger_is_exact()
     return kills

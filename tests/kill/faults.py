@@ -91,7 +91,7 @@ def _wrap_disk_calls(log: Log, run: str, faults: dict[str, str], log_calls: bool
     mine = threading.local()
 
     def name_of(kind: str, path: str) -> str:
-        about = re.sub(r"(?<=\.stage-)\d+(?=-)|(?<=\.)\d+$", "PID", os.path.relpath(path, run))
+        about = re.sub(r"(?<=\.stage-)\d+(?=-)|(?<=\.startup-)\d+-\w+|(?<=\.)\d+$", "PID", os.path.relpath(path, run))
         if kind == "make_folder":
             mine.making, mine.seen = about.rpartition("-PID-")[2], Counter()
         making, seen = vars(mine).setdefault("making", "the start"), vars(mine).setdefault("seen", Counter())

@@ -100,6 +100,7 @@ class KilledRun:
         self._args = [*reference.args, f"name={name}", *place, *args]
         self._log = reference.home / f"log-{name}"
         self._seconds = 0.0
+        self._used, self._calls = 0.0, 0  # wall-clock seconds
         self.where: Counter[str] = Counter()
 
     def train_call(self, **faults_given: Any) -> TrainCall:
@@ -110,6 +111,8 @@ class KilledRun:
         """`sojourn train`, once; returns when it has ended, however that was. `crowded`: others use its disk."""
         before = self.newest_good()
         outcome = self.train_call(**faults_given).run_with(self.reference.fork_server)
+        self._used += outcome.seconds
+        self._calls += 1
         self._check_call(outcome, before, full=crowded or "fill" in faults_given)
         if outcome.killed:
             self.where[self._killed_during(outcome.pid)] += 1
@@ -165,7 +168,7 @@ class KilledRun:
         self._seconds = seconds
         status = self.run.status()
         if outcome.killed and status is not None:
-            assert (status.state, status.resumable) in (("failed", True), ("stopped", True), ("done", False))
+            assert (status.state, status.resumable) in (("failed", True), ("stopped", True), ("done", False)), status
 
     def _killed_during(self, pid: int) -> str:
         """What a killed call was at, by what it left behind."""
@@ -198,6 +201,12 @@ class KilledRun:
         assert step_of(kept[-1]) == reference.total and [find_damage(path) for path in kept] == [None] * len(kept)
         assert (run.checkpoints / "latest").read_text().strip() == kept[-1].name
         assert self._seconds >= read_json(kept[-1] / "state.json")["seconds"]
+
+    def ledger_is_exact(self) -> bool:
+        """To a second of each call, killed or not."""
+        missing = self._used - read_json(self.run.ledger)["seconds"]
+        assert -1 <= missing <= self._calls, f"{missing:.2f} s of {self._used:.2f} in {self._calls} calls"
+        return True
 
     def rows_are_exact(self) -> bool:
         """By the log: a step reads the same rows and tokens each time; the steps that made the model are all of them

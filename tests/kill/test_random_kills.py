@@ -13,7 +13,7 @@ from kill.killed_run import KilledRun, needs_fork
 pytestmark = needs_fork
 
 KILLS = 20  # a test
-TESTS = {"pretrain": 4, "lora": 4, "qlora": 3}
+TESTS = {"pretrain": 6, "lora": 6, "qlora": 3}
 
 
 @pytest.mark.parametrize(("method", "seed"), [(method, n) for method, tests in TESTS.items() for n in range(tests)])

@@ -67,7 +67,12 @@ def is_owned_elsewhere(folder: Path) -> bool:
     """Whether a process that cannot be seen from here, of another machine or pid namespace, seems to train the run. For
     display only: this compares the clock with the time of the last heartbeat."""
     token, owner = _newest_claim(folder)
-    if owner is None or owner.released or (owner.boot, owner.pid_namespace) == (boot_id(), pid_namespace()):
+    if (
+        owner is None
+        or not owner.pid
+        or owner.released
+        or (owner.boot, owner.pid_namespace) == (boot_id(), pid_namespace())
+    ):
         return False
     try:
         return abs(time.time() - _claim_path(folder, token).stat().st_mtime) < 3 * HEARTBEAT_TIMEOUT
@@ -221,10 +226,15 @@ def _create_claim(path: Path, owner: Owner) -> bool:
             return False
         except OSError:
             try:
-                with path.open("xb") as file:
-                    file.write(data)
+                file = path.open("xb")
             except FileExistsError:
                 return False
+            try:
+                with file:
+                    file.write(data)
+            except OSError:
+                path.unlink()  # a full disk: half a claim would be that of an unknown owner
+                raise
         disk.sync_folder(path.parent)
     except OSError as error:
         raise RunFailed(

@@ -259,6 +259,11 @@ def list_checkpoints(folder: Path) -> list[Path]:
 def recover(folder: Path, keep: Retention) -> None:
     """Finishes what a kill or a full disk left undone: removals, `latest`."""
     _remove_stages(folder)
+    checkpoints = list_checkpoints(folder)
+    if any(not keep.protects(step_of(path)) for path in checkpoints[: -keep.last]):
+        for path in checkpoints[-keep.last :]:
+            if not _is_verified(path):
+                verify(path)  # only then may the older ones go
     good = [path for path in list_checkpoints(folder) if _is_verified(path)]
     with contextlib.suppress(OSError):
         named = read_text(folder / "latest")
