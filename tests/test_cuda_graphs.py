@@ -98,7 +98,9 @@ def fake_graphs(tiny, rows, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "extra", [(), ("train.micro_batch=2",), ("advanced.async_step=off",)], ids=["one", "four", "waiting"]
+    "extra",
+    [(), ("train.micro_batch=2",), ("advanced.async_step=off",), ("train.neftune_noise_alpha=20",)],
+    ids=["one", "four", "waiting", "neftune"],
 )
 def test_cuda_graphs_have_the_losses_and_gradient_norms_of_eager_steps(tiny, rows, fake_graphs, extra):
     run = run_train(tiny.words(*rows, GRAPHS, *extra))

@@ -103,7 +103,7 @@ class ModelConfig(Section):
             raise conflict("num_kv_heads", message, "num_heads", "d_model")
 
 
-ADAPTER = ("rank", "alpha", "dropout", "targets", "rslora", "dora", "modules_to_save", "adapter")
+ADAPTER = ("rank", "alpha", "dropout", "targets", "rslora", "dora", "loraplus_lr_ratio", "modules_to_save", "adapter")
 QUANTISED = ("bits", "double_quant")
 
 
@@ -117,6 +117,7 @@ class MethodConfig(Section):
     targets: Annotated[TextList, Field(min_length=1)] = Field(default=["all-linear"])
     rslora: Bool = False
     dora: Bool = False
+    loraplus_lr_ratio: Annotated[float, Field(gt=0, le=1000)] = 1.0
     modules_to_save: TextList = Field(default=[])
     adapter: Text | None = None
     bits: Literal[4, 8] = 4
@@ -151,6 +152,7 @@ class TrainConfig(Section):
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
     clip: Annotated[float, Field(ge=0, le=1_000_000)] = 1.0
+    neftune_noise_alpha: Annotated[float, Field(ge=0, le=1000)] = 0.0
     seed: Annotated[int, WholeNumber, Field(ge=0, le=2**63 - 1)] = 0
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     precision: Precision | Auto = "auto"

@@ -133,6 +133,7 @@ class Batch:
     labels: np.ndarray
     positions: np.ndarray
     documents: np.ndarray
+    noise_keys: np.ndarray | None = None  # for NEFTune: see model/neftune.py
 
     @property
     def targets(self) -> int:

@@ -6,15 +6,17 @@ Shapes: B rows, T tokens per row, N target tokens, D hidden size, V vocabulary s
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sojourn.model import attention
 from sojourn.model.layout import Layout
+from sojourn.model.neftune import EmbeddingNoise
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,12 @@ class Network:
         return any(dropouts) or bool(getattr(self.base_model.config.get_text_config(), "attention_dropout", 0.0))
 
     def hidden_states(
-        self, ids_BT: Tensor, positions_BT: Tensor, layout: Layout | None, target_indices_N: Tensor | None = None
+        self,
+        ids_BT: Tensor,
+        positions_BT: Tensor,
+        layout: Layout | None,
+        target_indices_N: Tensor | None = None,
+        noise: EmbeddingNoise | None = None,
     ) -> Tensor:
         """Of all tokens (BTD), or of those at `target_indices_N` (ascending) in the flattened batch (ND)."""
         kwargs = {"position_ids": positions_BT, "use_cache": False}
@@ -61,19 +68,24 @@ class Network:
             kwargs["layout"] = layout
         if self.last_layer_pruned:
             kwargs["target_indices_N"] = target_indices_N
-        decoder = self.decoder
-        if self.compute_dtype is None:
-            hidden = decoder(input_ids=ids_BT, **kwargs).last_hidden_state
+        if self.compute_dtype is None and noise is None:
+            hidden = self.decoder(input_ids=ids_BT, **kwargs).last_hidden_state
         else:
-            with torch.autocast(ids_BT.device.type, enabled=False):
-                embeddings_BTD = decoder.get_input_embeddings()(ids_BT).to(self.compute_dtype)
-                hidden = decoder(inputs_embeds=embeddings_BTD, **kwargs).last_hidden_state
+            hidden = self._decode_embeddings(ids_BT, noise, kwargs)
         if target_indices_N is None:
             return hidden
         if self.last_layer_pruned:
             return hidden[0]
         flat_D = hidden.flatten(0, 1)
         return flat_D if len(target_indices_N) == len(flat_D) else flat_D.index_select(0, target_indices_N)
+
+    def _decode_embeddings(self, ids_BT: Tensor, noise: EmbeddingNoise | None, kwargs: dict[str, Any]) -> Tensor:
+        decoder, casts_itself = self.decoder, self.compute_dtype is not None
+        with torch.autocast(ids_BT.device.type, enabled=False) if casts_itself else nullcontext():
+            embeddings_BTD = decoder.get_input_embeddings()(ids_BT)
+            if noise is not None:
+                embeddings_BTD = noise.add_to(embeddings_BTD)
+            return decoder(inputs_embeds=embeddings_BTD.to(self.compute_dtype), **kwargs).last_hidden_state
 
     @contextmanager
     def transformers_attention(self) -> Iterator[nn.Module]:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ import numpy as np
 from sojourn.data.artefact import Batch, Split, read_batch
 from sojourn.model.layout import Layout, compute_cu_seqlens, make_layout, pad_cu_seqlens
 from sojourn.model.length_buckets import make_length_buckets
+from sojourn.model.neftune import EmbeddingNoise, token_keys
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,10 +42,13 @@ class DeviceBatch:
     labels_N: Tensor
     layout: Layout | None
     target_documents_N: Tensor | None = None
+    noise: EmbeddingNoise | None = None
 
     def target_hidden(self, network: Network) -> Tensor:
         """Hidden states of the target tokens, shape (N, D)."""
-        hidden: Tensor = network.hidden_states(self.ids_BT, self.positions_BT, self.layout, self.target_indices_N)
+        hidden: Tensor = network.hidden_states(
+            self.ids_BT, self.positions_BT, self.layout, self.target_indices_N, self.noise
+        )
         return hidden
 
 
@@ -60,15 +64,20 @@ class Batcher:
     windows: tuple[int, ...] = ()
     unpad: bool = False  # all real tokens in one row, where that saves computing: see length_buckets.py
     needs_documents: bool = False  # of target tokens: see Objective
+    neftune_alpha: float = 0.0  # 0: no noise
+    seed: int = 0  # of the noise
 
-    def batches(self, split: Split, rows: np.ndarray) -> Iterator[Batch]:
-        """The rows in micro batches."""
+    def batches(self, split: Split, rows: np.ndarray, step: int | None = None) -> Iterator[Batch]:
+        """The rows in micro batches. `step`: that trains on them; without one NEFTune adds no noise."""
         for start in range(0, len(rows), self.micro_batch):
             chosen = rows[start : start + self.micro_batch]
             longest = (
                 int((split.rows[chosen + 1] - split.rows[chosen]).max()) if self.pad_to_longest else self.row_length
             )
-            yield read_batch(split, chosen, min(self.row_length, -(-longest // 8) * 8), self.pad_id)
+            batch = read_batch(split, chosen, min(self.row_length, -(-longest // 8) * 8), self.pad_id)
+            if self.neftune_alpha and step is not None:
+                batch = replace(batch, noise_keys=token_keys(chosen, batch.ids.shape[1], self.seed, step))
+            yield batch
 
     def to_device(self, batch: Batch) -> DeviceBatch:
         buckets = None
@@ -88,7 +97,14 @@ class Batcher:
             self._copy(batch.labels.reshape(-1)[target_indices]),
             layout,
             self._copy(number_documents(batch)[target_indices]) if self.needs_documents else None,
+            None if batch.noise_keys is None else self._noise(batch, batch.noise_keys),
         )
+
+    def _noise(self, batch: Batch, keys: np.ndarray) -> EmbeddingNoise:
+        numbers, scales = number_documents(batch), np.zeros(batch.ids.size, np.float32)
+        is_real = numbers >= 0
+        scales[is_real] = self.neftune_alpha / np.sqrt(np.bincount(numbers[is_real])[numbers[is_real]])
+        return EmbeddingNoise(self._copy(keys), self._copy(scales.reshape(keys.shape)))
 
     def _copy(self, array: np.ndarray) -> Tensor:
         import torch
@@ -126,7 +142,9 @@ def unpad_rows(batch: Batch) -> Batch:
     """All real tokens in a single row, their documents numbered throughout."""
     is_real = batch.documents >= 0
     documents = number_documents(batch)[is_real.reshape(-1)]
-    return Batch(batch.ids[is_real][None], batch.labels[is_real][None], batch.positions[is_real][None], documents[None])
+    keys = None if batch.noise_keys is None else batch.noise_keys[is_real][None]
+    ids, labels, positions = (array[is_real][None] for array in (batch.ids, batch.labels, batch.positions))
+    return Batch(ids, labels, positions, documents[None], keys)
 
 
 class Prefetcher:

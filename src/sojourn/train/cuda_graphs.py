@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from sojourn.config.attention_backends import ATTENTION_BACKENDS
+from sojourn.model.neftune import EmbeddingNoise
 from sojourn.train.batcher import DeviceBatch
 from sojourn.train.faults.oom_fallback import free_memory, is_oom
 
@@ -124,13 +125,14 @@ class _StaticInputs:
 
     @staticmethod
     def like(batch: DeviceBatch) -> _StaticInputs:
-        layout, documents = batch.layout, batch.target_documents_N
+        layout, documents, noise = batch.layout, batch.target_documents_N, batch.noise
         if layout is not None and not layout.one_document_per_row:
             layout = replace(layout, cu_seqlens=layout.cu_seqlens.clone())
         static = replace(
             batch, ids_BT=batch.ids_BT.clone(), positions_BT=batch.positions_BT.clone(),
             target_indices_N=batch.target_indices_N.clone(), labels_N=batch.labels_N.clone(), layout=layout,
             target_documents_N=None if documents is None else documents.clone(),
+            noise=noise and EmbeddingNoise(noise.keys_BT.clone(), noise.scales_BT.clone()),
         )  # fmt: skip
         return _StaticInputs(static, torch.ones((), device=batch.ids_BT.device))
 
@@ -142,6 +144,9 @@ class _StaticInputs:
         self.batch.labels_N.copy_(batch.labels_N)
         if self.batch.target_documents_N is not None and batch.target_documents_N is not None:
             self.batch.target_documents_N.copy_(batch.target_documents_N)
+        if self.batch.noise is not None and batch.noise is not None:
+            self.batch.noise.keys_BT.copy_(batch.noise.keys_BT)
+            self.batch.noise.scales_BT.copy_(batch.noise.scales_BT)
         if self.batch.layout is not None and batch.layout is not None and not batch.layout.one_document_per_row:
             self.batch.layout.cu_seqlens.copy_(batch.layout.cu_seqlens)
 

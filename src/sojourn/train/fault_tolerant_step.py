@@ -182,7 +182,7 @@ class FaultTolerantStep:
         longest = np.argsort(-np.diff(rows.rows), kind="stable")
 
         def read() -> list[Batch]:
-            return list(batcher.batches(rows, longest[: batcher.micro_batch]))
+            return list(batcher.batches(rows, longest[: batcher.micro_batch], self.session.progress.step))
 
         self._gradients(self.stepper.gradients, rng_state, read=read)
         self.stepper.discard()

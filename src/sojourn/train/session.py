@@ -84,8 +84,8 @@ class Session:
         rows, batcher = self._rows(step), self.stepper.batcher
         shard = self.stepper.ranks.shard(rows)
         if len(shard) == 0 and self.stepper.engine.syncs_every_micro_batch:  # in a run's last, smaller global batch
-            return [without_targets(batch) for batch in batcher.batches(self.artefact.train, rows[:1])]
-        return list(batcher.batches(self.artefact.train, shard))
+            return [without_targets(batch) for batch in batcher.batches(self.artefact.train, rows[:1], step)]
+        return list(batcher.batches(self.artefact.train, shard, step))
 
 
 def print_line(line: str) -> None:
@@ -211,6 +211,8 @@ def _make_stepper(config: RunConfig, artefact: Artefact, objective: Objective, e
         windows=network.sliding_windows,
         unpad=network.last_layer_pruned,
         needs_documents=objective.needs_documents,
+        neftune_alpha=train.neftune_noise_alpha,
+        seed=train.seed,
     )
     cuda_graphs = None
     if train.cuda_graphs == "on":

@@ -23,7 +23,7 @@ from sojourn.model.weights import check_state_dict, trainable_state_dict
 from sojourn.train.distributed.ds_config import config_from_file, default_config
 from sojourn.train.distributed.engine import Engine
 from sojourn.train.distributed.root_module import RootModule
-from sojourn.train.optim.optimizers import Optimizer
+from sojourn.train.optim.optimizers import Optimizer, set_learning_rate
 from sojourn.train.ranks import Ranks
 
 T = TypeVar("T")
@@ -49,7 +49,8 @@ def open_deepspeed(config: RunConfig, network: Network, scaler: Any, ranks: Rank
     stage = settings["zero_optimization"]["stage"]
     _refuse_unsupported(config, stage)
     train = config.train.model_copy(update={"offload": "off"})  # DeepSpeed offloads by itself
-    optimizer, root = Optimizer(network.model, train, ranks.device), RootModule(network)
+    optimizer = Optimizer(network.model, train, ranks.device, lora_b_ratio=config.method.loraplus_lr_ratio)
+    root = RootModule(network)
     if stage == 3:  # its weight is used outside its forward
         deepspeed.zero.register_external_parameter(root, network.base_model.get_output_embeddings().weight)
     os.environ.setdefault("LOCAL_RANK", str(ranks.local_rank))  # DeepSpeed requires it
@@ -140,8 +141,7 @@ class DeepSpeed(Engine):
         zero.micro_step_id = -1 if hasattr(zero, "scaled_global_norm") else 0
 
     def set_learning_rate(self, rate: float) -> None:
-        for group in self._zero.param_groups:
-            group["lr"] = rate
+        set_learning_rate(self._zero.param_groups, rate)
 
     def local_states(self) -> Iterable[Tensor]:
         partitions = getattr(self._zero, "single_partition_of_fp32_groups", None)

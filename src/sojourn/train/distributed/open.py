@@ -27,7 +27,7 @@ def open_engine(config: RunConfig, artefact: Artefact, ranks: Ranks) -> Engine:
         from sojourn.train.distributed.deepspeed import open_deepspeed
 
         return open_deepspeed(config, network, scaler, ranks)
-    optimizer = Optimizer(network.model, config.train, device)
+    optimizer = Optimizer(network.model, config.train, device, lora_b_ratio=config.method.loraplus_lr_ratio)
     if kind == "ddp":
         from sojourn.train.distributed.ddp import Ddp
 
@@ -58,7 +58,8 @@ def _fsdp(config: RunConfig, artefact: Artefact, ranks: Ranks, scaler: Any) -> E
             ) from None
         reshard(root)
     prepare_for_steps(network, config)
-    optimizer = Optimizer(network.model, config.train, ranks.device, local_shard)
+    ratio = config.method.loraplus_lr_ratio
+    optimizer = Optimizer(network.model, config.train, ranks.device, local_shard, ratio)
     return Fsdp(root, network, optimizer, scaler, ranks)
 
 

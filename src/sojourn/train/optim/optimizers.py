@@ -55,9 +55,10 @@ class Optimizer:
         train: TrainConfig,
         device: str,
         local_shard: Callable[[Tensor], Tensor] = lambda parameter: parameter,
+        lora_b_ratio: float = 1.0,
     ) -> None:
-        """`local_shard`: this rank's shard of a parameter, where parameters are sharded."""
-        groups = parameter_groups(model, train)
+        """`local_shard`: this rank's shard of a parameter, where parameters are sharded. `lora_b_ratio`: of LoRA+."""
+        groups = parameter_groups(model, train, lora_b_ratio)
         for group in groups:
             group["params"] = [local_shard(parameter) for parameter in group["params"]]
         self.names = [name for group in groups for name in group.pop("names")]
@@ -69,8 +70,7 @@ class Optimizer:
         return [parameter for group in self.torch.param_groups for parameter in group["params"]]
 
     def set_learning_rate(self, rate: float) -> None:
-        for group in self.torch.param_groups:
-            group["lr"] = rate
+        set_learning_rate(self.torch.param_groups, rate)
 
     @property
     def fuses_clipping(self) -> bool:
@@ -132,17 +132,30 @@ class Optimizer:
                         own[key] = type(own[key])(value.item())
 
 
-def parameter_groups(model: Module, train: TrainConfig) -> list[dict[str, Any]]:
-    """Decayed matrices, which Muon takes, and the rest: norms, biases, embeddings, LM head."""
+def parameter_groups(model: Module, train: TrainConfig, lora_b_ratio: float = 1.0) -> list[dict[str, Any]]:
+    """Decayed matrices, which Muon takes, and the rest: norms, biases, embeddings, LM head. `lora_b_ratio`: LoRA+
+    (arXiv 2402.12354) trains the B matrices of adapters with so many times the learning rate."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     not_decayed = ("embed", "lm_head", "wte", "wpe")
-    decayed = [n for n, p in named.items() if p.ndim >= 2 and not any(part in n for part in not_decayed)]
-    plain = [n for n in named if n not in set(decayed)]
+    groups: dict[tuple[bool, float], list[str]] = {}
+    for name, parameter in named.items():
+        is_matrix = parameter.ndim >= 2 and not any(part in name for part in not_decayed)
+        groups.setdefault((is_matrix, lora_b_ratio if ".lora_B." in name else 1.0), []).append(name)
     return [
-        {"names": names, "params": [named[n] for n in names], "weight_decay": decay, "matrices": names is decayed}
-        for names, decay in ((decayed, train.weight_decay), (plain, 0.0))
-        if names
+        {
+            "names": names,
+            "params": [named[name] for name in names],
+            "weight_decay": train.weight_decay if is_matrix else 0.0,
+            "matrices": is_matrix,
+            "lr_ratio": ratio,
+        }
+        for (is_matrix, ratio), names in sorted(groups.items(), reverse=True)
     ]
+
+
+def set_learning_rate(groups: list[dict[str, Any]], rate: float) -> None:
+    for group in groups:
+        group["lr"] = rate * group["lr_ratio"]
 
 
 def _make(groups: list[dict[str, Any]], train: TrainConfig, device: str) -> Any:
