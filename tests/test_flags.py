@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -276,8 +277,9 @@ def test_later_words_win_over_earlier_ones_and_over_the_file() -> None:
 
 
 def test_what_other_trainers_need_is_noted_and_left_out() -> None:
-    notes = run("small --num_workers 4 --dataloader_pin_memory --device_map auto").notes
-    assert [note.split()[0] for note in notes] == ["--num_workers", "--dataloader_pin_memory", "--device_map"]
+    notes = run("small --dataloader_num_workers 4 --dataloader_pin_memory --use_unsloth --device_map auto").notes
+    flags = ["--dataloader_num_workers", "--dataloader_pin_memory", "--use_unsloth", "--device_map"]
+    assert [note.split()[0] for note in notes] == flags
 
 
 @pytest.mark.parametrize(
@@ -297,6 +299,25 @@ def test_what_other_trainers_need_is_noted_and_left_out() -> None:
         ("--packing padded", {"data.packing": "padded"}),
         ("--packing=False", {"data.packing": "off"}),
         ("--save_strategy EPOCH", {"save.every_steps": "epoch"}),
+        ("--val_size 0.1", {"data.eval_fraction": 0.1}),
+        ("--quantization_bit 4", {"method.kind": "qlora", "method.bits": 4}),
+        ("--quantization_bit 8", {"method.kind": "qlora", "method.bits": 8}),
+        ("--neftune_noise_alpha 5", {"train.neftune_noise_alpha": 5.0}),
+        ("--loraplus_lr_ratio 16", {"method.loraplus_lr_ratio": 16.0}),
+        ("--ddp_timeout 180000000", {"parallel.timeout": 180_000_000}),
+        ("--assistant_only_loss", {"data.train_on": "assistant"}),
+        ("--assistant_only_loss false", {"data.train_on": "all"}),
+        ("--train_on_prompt", {"data.train_on": "all"}),
+        ("--mask_history true", {"data.train_on": "last"}),
+        ("--lora_target all", {"method.targets": ["all-linear"]}),
+        ("--truncation", {"data.long_texts": "truncate", "data.long_chats": "truncate"}),
+        ("--truncation false", {"data.long_texts": "split"}),
+        ("--num_workers 4", {"data.workers": 4}),
+        ("--num_workers 0", {"data.workers": 1}),
+        ("--nproc_per_node 2", {"parallel.gpus": [0, 1]}),
+        ("--nproc_per_node=gpu", {"parallel.gpus": "all"}),
+        ("--nproc_per_node 2 --batch_size 3", {"train.global_batch": 6}),
+        ("--push_to_hub false", {"save.mirror": None}),
     ],
 )
 def test_values_of_other_trainers_are_translated(words: str, expected: dict[str, Any]) -> None:
@@ -325,7 +346,11 @@ def test_every_translated_value_is_a_valid_setting_or_a_note(flag: str) -> None:
         ("--save_strategy best", "--save_strategy: “best” given; allowed: epoch or steps or no"),
         ("--bias all", "--bias: “all” given; allowed: none"),
         ("--logging_dir", "--logging_dir: needs a value"),
-        ("--push_to_hub", "--push_to_hub: not supported; upload"),
+        ("--push_to_hub", "--push_to_hub: no model is uploaded by itself; when the run is done: hf upload"),
+        ("--hub_model_id me/mine", "--hub_model_id: no model is uploaded by itself"),
+        ("--quantization_bit 3", "--quantization_bit: “3” given; allowed: 4 or 8"),
+        ("--stage dpo", "--stage: “dpo” given; allowed: sft or pt"),
+        ("--nproc_per_node none", "--nproc_per_node: parallel.gpus: “none” given; allowed: GPU numbers such as 0"),
     ],
 )
 def test_what_other_trainers_can_and_this_one_cannot_is_reported(words: str, message: str) -> None:
@@ -339,3 +364,33 @@ def test_a_flag_with_a_letter_too_many_is_suggested(flag: str) -> None:
     typo = f"{flag}x" if flag != "r" else "lora_rr"
     with pytest.raises(UserError, match=rf"--{typo}: no such flag; did you mean --\w+\?"):
         run(f"small --{typo} 1")
+
+
+@pytest.mark.parametrize(
+    ("flag", "answer"),
+    [
+        ("--save_only_model", "final/ has the model alone"),
+        ("--plot_loss", "losses"),
+        ("--use_unsloth", "fused kernels of its own"),
+    ],
+)
+def test_a_flag_that_is_not_needed_says_why_and_changes_nothing(flag: str, answer: str) -> None:
+    for words in (flag, f"{flag} true", f"{flag}=false"):
+        loaded = run(f"lora-20k {words}")
+        (note,) = loaded.notes
+        assert note.startswith(f"{flag} is not needed: ") and answer in note
+        assert loaded.config == run("lora-20k").config
+
+
+def test_no_setting_of_other_trainers_is_taken_for_another() -> None:
+    """What is not a slip of the fingers is not suggested: `--tf32` is not `--fp32`."""
+    from peft import LoraConfig
+    from transformers import TrainingArguments
+
+    names = {field.name for kind in (TrainingArguments, LoraConfig) for field in fields(kind)}
+    names |= {"freeze_layers", "use_badam", "pref_beta", "rope_scaling", "dataset_dir"}
+    assert len(names) > 100
+    for name in names - set(ALL_FLAGS):
+        with pytest.raises(UserError) as told:
+            run(f"small --{name} 1")
+        assert "did you mean" not in str(told.value), name

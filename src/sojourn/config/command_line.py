@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sojourn.config.keys import all_keys
-from sojourn.config.messages import did_you_mean, printable
+from sojourn.config.messages import ask_if_meant, closest_typo, printable
 from sojourn.config.other_trainers import (
     ACCUMULATION_FLAGS,
     ALL_FLAGS,
@@ -101,6 +101,8 @@ def _flag(parsed: ParsedArgs, arg: str, left: list[str]) -> None:
     if name not in ALL_FLAGS and dotted not in all_keys() and dotted not in RENAMED:
         raise UserError(f"{origin}: no such flag{_suggest(spelled, name)}")
     if name in UNSUPPORTED_FLAGS:
+        if (value if equals else left.pop() if left and left[-1].lower() == "false" else "").lower() == "false":
+            return
         raise UserError(f"{origin}: {UNSUPPORTED_FLAGS[name]}")
     optional = _optional_values(name)
     if not equals and optional:
@@ -109,6 +111,9 @@ def _flag(parsed: ParsedArgs, arg: str, left: list[str]) -> None:
         if not left or left[-1].startswith("--"):
             raise UserError(f"{origin}: needs a value, such as {printable(spelled)} {_example(name)}")
         value = left.pop()
+
+    if name == "nproc_per_node" and re.fullmatch(r"[1-9][0-9]{0,2}", value):
+        value = ",".join(map(str, range(int(value))))
 
     if name in SWITCH_FLAGS:
         key, on, off = SWITCH_FLAGS[name]
@@ -177,9 +182,9 @@ def _suggest(spelled: str, name: str) -> str:
     same = [key for key in all_keys() if key[-1] == name and len(key) > 1]
     if same:
         return f"; did you mean {'.'.join(same[0])}=VALUE?"
-    near = did_you_mean(name, ALL_FLAGS).replace("mean ", "mean --")
-    if near:
-        return near.replace("_", "-") if "-" in spelled.lstrip("-") else near
+    mistyped = closest_typo(name, ALL_FLAGS)
+    if mistyped:
+        return ask_if_meant(f"--{mistyped.replace('_', '-') if '-' in spelled.lstrip('-') else mistyped}")
     return "; any setting can be given as key=value, such as train.lr=1e-4 (see: sojourn presets show small)"
 
 

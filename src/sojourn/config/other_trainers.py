@@ -36,6 +36,8 @@ VALUE_FLAGS = {
     "target_modules": "method.targets",
     "lora_target": "method.targets",
     "modules_to_save": "method.modules_to_save",
+    "additional_target": "method.modules_to_save",
+    "loraplus_lr_ratio": "method.loraplus_lr_ratio",
     "adapter": "method.adapter",
     "adapter_name_or_path": "method.adapter",
     "dataset": "data.sources",
@@ -46,6 +48,7 @@ VALUE_FLAGS = {
     "val_file": "data.eval_sources",
     "validation_file": "data.eval_sources",
     "eval_dataset": "data.eval_sources",
+    "val_size": "data.eval_fraction",
     "dataset_text_field": "data.columns.text",
     "tokenizer": "data.tokenizer",
     "tokenizer_name": "data.tokenizer",
@@ -55,6 +58,9 @@ VALUE_FLAGS = {
     "packing": "data.packing",
     "max_samples": "data.take",
     "max_train_samples": "data.take",
+    "num_workers": "data.workers",
+    "preprocessing_num_workers": "data.workers",
+    "dataset_num_proc": "data.workers",
     "max_seq_len": "data.max_length",
     "max_seq_length": "data.max_length",
     "max_length": "data.max_length",
@@ -74,6 +80,7 @@ VALUE_FLAGS = {
     "adam_beta1": "train.beta1",
     "adam_beta2": "train.beta2",
     "max_grad_norm": "train.clip",
+    "neftune_noise_alpha": "train.neftune_noise_alpha",
     "optim": "train.optimizer",
     "seed": "train.seed",
     "device": "train.device",
@@ -86,12 +93,14 @@ VALUE_FLAGS = {
     "eval_steps": "train.eval_every",
     "early_stopping_patience": "train.patience",
     "gpus": "parallel.gpus",
+    "nproc_per_node": "parallel.gpus",
     "deepspeed": "parallel.deepspeed",
     "nnodes": "parallel.nodes",
     "node_rank": "parallel.node",
     "master_addr": "parallel.master",
     "master_port": "parallel.port",
     "max_restarts": "parallel.restarts",
+    "ddp_timeout": "parallel.timeout",
     "output_dir": "save.folder",
     "save_dir": "save.folder",
     "save_steps": "save.every_steps",
@@ -119,10 +128,20 @@ SWITCH_FLAGS: dict[str, tuple[str, Any, Any]] = {
     "fsdp": ("parallel.engine", "fsdp", None),
     "ddp": ("parallel.engine", "ddp", None),
     "bnb_4bit_use_double_quant": ("method.double_quant", True, False),
+    "double_quantization": ("method.double_quant", True, False),
     "use_rslora": ("method.rslora", True, False),
     "use_dora": ("method.dora", True, False),
     "use_flash_attention_2": ("train.attention", "flash_attention_2", None),
     "use_liger_kernel": ("advanced.fused_forwards", "on", "off"),
+    "enable_liger_kernel": ("advanced.fused_forwards", "on", "off"),
+    "assistant_only_loss": ("data.train_on", "assistant", "all"),
+    "completion_only_loss": ("data.train_on", "assistant", "all"),
+    "train_on_prompt": ("data.train_on", "all", "assistant"),
+    "mask_history": ("data.train_on", "last", None),
+    "neat_packing": ("data.packing", "packed", None),
+    "use_cpu": ("train.device", "cpu", None),
+    "no_cuda": ("train.device", "cpu", None),
+    "full_determinism": ("train.deterministic", "on", "off"),
     "trust_remote_code": ("model.trust_remote_code", True, False),
 }
 
@@ -139,6 +158,15 @@ _BEST = "final/ is the last step's model; with train.eval_every=STEPS the best o
 VALUE_MEANINGS: dict[str, dict[str, str]] = {
     "load_in_4bit": {"true": "method.kind=qlora method.bits=4", "false": ""},
     "load_in_8bit": {"true": "method.kind=qlora method.bits=8", "false": ""},
+    "quantization_bit": {bits: f"method.kind=qlora method.bits={bits}" for bits in ("4", "8")},
+    "lora_target": {"all": "method.targets=all-linear"},
+    "stage": {"sft": "chats train their answers, texts every token", "pt": "texts train every token"},
+    "num_workers": {"0": "data.workers=1"},
+    "nproc_per_node": {"gpu": "parallel.gpus=all", "auto": "parallel.gpus=all"},
+    "truncation": {
+        **dict.fromkeys(("true", "longest_first", "only_first"), "data.long_texts=truncate data.long_chats=truncate"),
+        "false": "",
+    },
     "bnb_4bit_quant_type": {"nf4": "4-bit bases are always NF4"},
     "bnb_4bit_compute_dtype": _DTYPES,
     "torch_dtype": _DTYPES,
@@ -169,12 +197,15 @@ VALUE_MEANINGS: dict[str, dict[str, str]] = {
     "load_best_model_at_end": {"true": _BEST, "false": ""},
 }
 
+_UPLOAD = (
+    "no model is uploaded by itself; when the run is done: hf upload USER/REPO runs/NAME/final; to keep checkpoints "
+    "and models on the hub while training: save.mirror=hub:USER/REPO"
+)
 BATCH_SIZE_FLAGS = ("batch_size", "per_device_train_batch_size")
 ACCUMULATION_FLAGS = ("gradient_accumulation_steps", "gradient_accumulation")
 
 # Flags that are not needed here, and why.
 IGNORED_FLAGS = {
-    "num_workers": "prepared data is memory-mapped, so no loader processes are needed",
     "dataloader_num_workers": "prepared data is memory-mapped, so no loader processes are needed",
     "dataloader_pin_memory": "pinned memory is used where it helps",
     "device_map": "parallel.gpus and parallel.engine place the model",
@@ -187,6 +218,16 @@ IGNORED_FLAGS = {
     "do_eval": "the held-out loss is measured at the end of every run",
     "ddp_find_unused_parameters": "every parameter is used",
     "use_fast": "only fast tokenizers are used",
+    "use_fast_tokenizer": "only fast tokenizers are used",
+    "overwrite_cache": "prepared data is found by its content, so it is never out of date",
+    "save_only_model": "checkpoints always have the optimizer states, so that the run can be resumed; final/ has the "
+    "model alone",
+    "plot_loss": "every run has its losses in metrics.jsonl, and in TensorBoard where it is installed",
+    "use_unsloth": "Sojourn has fused kernels of its own, used wherever the model supports them",
+    "include_num_input_tokens_seen": "metrics.jsonl counts the tokens of every step",
+    "disable_tqdm": "without a terminal the progress is plain lines",
+    "low_cpu_mem_usage": "weights are always loaded without a second copy",
+    "local_rank": "the launcher's environment variables have the rank",
     "logging_dir": "logs are in the run's folder, under logs",
     "metric_for_best_model": _BEST,
     "greater_is_better": _BEST,
@@ -195,8 +236,7 @@ IGNORED_WITH_VALUE = ("logging_dir", "metric_for_best_model")  # these always ha
 
 # Flags of features that do not exist here, and what to do instead.
 UNSUPPORTED_FLAGS = {
-    "nproc_per_node": "not needed; name the GPUs instead: --gpus 0,1,2,3",
-    "push_to_hub": "not supported; upload the run's folder final/ yourself: hf upload NAME final",
+    **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo"), _UPLOAD),
 }
 
 ALL_FLAGS = tuple(
