@@ -7,7 +7,6 @@ import torch
 from sojourn.config.schema import MethodConfig
 from sojourn.estimate.activations import (
     activations_outside_layers,
-    lora_parameters,
     saved_activations,
     saved_weight_casts,
 )
@@ -114,4 +113,4 @@ def test_as_many_weights_are_trained_as_are_planned(targets):
     wanted = LINEAR if targets == ["all-linear"] else tuple(targets)
     work = Workload(of_settings({**SIZES, "model_type": "qwen2"}, "test"), "lora", lora_rank=RANK, lora_targets=wanted)
     real = sum(parameter.numel() for parameter in network.model.parameters() if parameter.requires_grad)
-    assert lora_parameters(work) == real
+    assert work.lora_parameters == real

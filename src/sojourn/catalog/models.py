@@ -109,6 +109,13 @@ class ModelSpec:
         return (4 if frozen else 6) * (self.active_parameters - lookup) + attention
 
     @property
+    def active_ffn(self) -> int:
+        """The feed-forward size that one token is computed with."""
+        if self.experts is None:
+            return self.ffn
+        return (self.active_experts or 1) * (self.expert_ffn or self.ffn) + (self.shared_ffn or 0)
+
+    @property
     def full_layers(self) -> int:
         """Layers whose attention looks back to the start."""
         if self.sliding_window is None:

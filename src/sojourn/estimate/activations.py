@@ -36,8 +36,8 @@ def saved_activations(workload: Workload) -> list[SavedTensor]:
     rows = [SavedTensor("layer input", model.hidden * r, "D·r")]
     if workload.activation_checkpointing == "selective":
         q, k = model.heads * model.head_dim, model.kv_heads * model.head_dim
-        names = {"q_proj": q, "k_proj": k, "v_proj": k, "o_proj": model.hidden, "gate_proj": ffn_width(workload),
-                 "up_proj": ffn_width(workload), "down_proj": model.hidden}  # fmt: skip
+        names = {"q_proj": q, "k_proj": k, "v_proj": k, "o_proj": model.hidden, "gate_proj": workload.model.active_ffn,
+                 "up_proj": workload.model.active_ffn, "down_proj": model.hidden}  # fmt: skip
         if workload.compiled:  # the backward does not read it
             del names["down_proj"]
         made = sum(size * (2 if workload.has_adapter(name) else 1) for name, size in names.items())
@@ -45,14 +45,6 @@ def saved_activations(workload: Workload) -> list[SavedTensor]:
         rows.append(SavedTensor("LoRA intermediates", _lora_intermediate(workload, *names), "rank·e each"))
         rows += [row for row in _attention_saved(workload) if row.name in ("attention output", "log-sum-exp", "scores")]
     return [row for row in rows if row.bytes]
-
-
-def ffn_width(workload: Workload) -> int:
-    """Feed-forward size that one token is computed with."""
-    model = workload.model
-    if model.experts is None:
-        return model.ffn
-    return (model.active_experts or 1) * (model.expert_ffn or model.ffn) + (model.shared_ffn or 0)
 
 
 def activations_outside_layers(workload: Workload) -> list[SavedTensor]:
@@ -76,22 +68,11 @@ def saved_weight_casts(workload: Workload) -> int:
         return layer_parameters(workload)
     if workload.compute_bytes == 4 or (workload.engine in ("fsdp", "deepspeed") and not workload.uses_lora):
         return 0
-    return 2 * (
-        lora_parameters(workload) // workload.model.layers if workload.uses_lora else layer_parameters(workload)
-    )
+    return 2 * (workload.lora_parameters // workload.model.layers if workload.uses_lora else layer_parameters(workload))
 
 
 def layer_parameters(workload: Workload) -> int:
     return workload.model.layer_parameters()
-
-
-def lora_parameters(workload: Workload) -> int:
-    """Parameters of the LoRA adapters of all layers."""
-    model = workload.model
-    q, k, d = model.heads * model.head_dim, model.kv_heads * model.head_dim, model.hidden
-    sizes = {"q_proj": d + q, "k_proj": d + k, "v_proj": d + k, "o_proj": q + d}
-    sizes |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), d + model.ffn)
-    return model.layers * workload.lora_rank * sum(size for name, size in sizes.items() if workload.has_adapter(name))
 
 
 def _norm(workload: Workload, name: str, size: int, trained: bool, groups: int = 1) -> Iterator[SavedTensor]:
@@ -164,7 +145,7 @@ def _attention_saved(workload: Workload) -> Iterator[SavedTensor]:
 
 
 def _feed_forward(workload: Workload) -> Iterator[SavedTensor]:
-    model, e, wide = workload.model, workload.compute_bytes, ffn_width(workload)
+    model, e, wide = workload.model, workload.compute_bytes, workload.model.active_ffn
     yield from _norm(workload, "second norm", model.hidden, not workload.uses_lora)
     yield from _linear_input(workload, "feed-forward input", model.hidden, "gate_proj", "up_proj")
     if model.experts is not None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from sojourn.estimate.activations import (
     activations_outside_layers,
-    ffn_width,
     layer_activations,
     layer_parameters,
     saved_activations,
@@ -26,7 +25,6 @@ from sojourn.estimate.model_states import (
     gathered_parameters,
     gradients,
     keeps_gradients,
-    largest_parameter,
     lm_head_is_trained,
     optimizer_states,
     persistent_tensors,
@@ -228,7 +226,7 @@ def _loss_buffers(workload: Workload) -> list[Term]:
 
 def _backward_buffers(workload: Workload) -> list[Term]:
     """Buffers of a layer's backward at their largest, in the feed-forward."""
-    model, e, t, wide = workload.model, workload.compute_bytes, workload.tokens, ffn_width(workload)
+    model, e, t, wide = workload.model, workload.compute_bytes, workload.tokens, workload.model.active_ffn
     # The eager SwiGLU kernel writes gradients over gate and up, and frees what it has read.
     separate = workload.compiled or not (
         workload.fused_forwards and workload.has_triton and workload.device_type == "cuda"
@@ -258,7 +256,7 @@ def _backward_buffers(workload: Workload) -> list[Term]:
 
 def _lora_outputs(workload: Workload) -> int:
     model = workload.model
-    q, k, wide = model.heads * model.head_dim, model.kv_heads * model.head_dim, ffn_width(workload)
+    q, k, wide = model.heads * model.head_dim, model.kv_heads * model.head_dim, workload.model.active_ffn
     sizes = {"q_proj": q, "k_proj": k, "v_proj": k, "o_proj": model.hidden, "gate_proj": wide, "up_proj": wide,
              "down_proj": model.hidden}  # fmt: skip
     return sum(size for name, size in sizes.items() if workload.has_adapter(name))
@@ -299,10 +297,10 @@ def _step(workload: Workload) -> Phase:
 
 def _update_buffers(workload: Workload) -> list[Term]:
     """Buffers of the optimizer step."""
-    matrix = largest_parameter(workload) if workload.uses_lora else workload.model.hidden * workload.model.ffn
+    matrix = workload.largest_parameter if workload.uses_lora else workload.model.hidden * workload.model.ffn
     terms = []
     if workload.offload == "optimizer" and workload.engine != "deepspeed":
-        fetched = 2 * 4 * (largest_parameter(workload) + matrix)
+        fetched = 2 * 4 * (workload.largest_parameter + matrix)
         terms.append(
             Term(
                 _TEMPORARY,
@@ -313,7 +311,7 @@ def _update_buffers(workload: Workload) -> list[Term]:
         )
     if workload.optimizer == "muon":
         matrices = max(elements for elements, _ in muon_groups(workload))
-        most = max(8 * matrices, 4 * largest_parameter(workload))
+        most = max(8 * matrices, 4 * workload.largest_parameter)
         terms.append(
             Term(_TEMPORARY, "Newton-Schulz of a group, or the largest parameter's update", most, "8·n·D·F or 4·V·D")
         )
@@ -325,7 +323,7 @@ def _evaluation(workload: Workload) -> Phase:
     e, t, v = workload.compute_bytes, workload.tokens, workload.model.vocab
     rows = min(t, chunk_rows(workload, trains=False))
     each = 8 + e if t > rows else 8
-    layer = workload.tokens * (3 * ffn_width(workload) + 4 * workload.model.hidden) * e
+    layer = workload.tokens * (3 * workload.model.active_ffn + 4 * workload.model.hidden) * e
     terms = [
         *_model_states(workload, workload.engine == "ddp"),
         Term("activations", "forward of a layer", layer, "T·(3F + 4D)·e"),
@@ -336,5 +334,5 @@ def _evaluation(workload: Workload) -> Phase:
 
 def _loading(workload: Workload) -> Phase:
     """The weights, and one tensor as it is read and cast."""
-    loading = 2 * 4 * largest_parameter(workload)
+    loading = 2 * 4 * workload.largest_parameter
     return Phase("loading", (*weights(workload), Term(_TEMPORARY, "tensor being loaded", loading, "2·4·largest")))

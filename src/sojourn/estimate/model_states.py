@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sojourn.estimate.activations import lora_parameters
 from sojourn.estimate.workload import Workload
 
-_NF4_BLOCK, _NF4_GROUP = 64, 256  # weights per scale, and scales per second scale (double quantization)
 _OPTIMIZER, _TEMPORARY = "optimizer states", "temporary buffers"  # kinds of terms
 _BNB_BLOCK = 256  # elements of an 8-bit optimizer state per scale
 
@@ -25,19 +23,6 @@ class Term:
     formula: str
 
 
-def trainable_parameters(workload: Workload) -> int:
-    model = workload.model
-    if not workload.uses_lora:
-        return model.parameters
-    whole = sum(
-        model.embedding_parameters
-        for name in ("embed_tokens", "lm_head")
-        if name in workload.modules_to_save
-        and not (name == "lm_head" and model.tied and "embed_tokens" in workload.modules_to_save)
-    )
-    return lora_parameters(workload) + whole
-
-
 def embedding_and_head_parameters(workload: Workload) -> int:
     """Tied embedding and LM head count once."""
     return workload.model.embedding_parameters + workload.model.head_parameters
@@ -45,14 +30,6 @@ def embedding_and_head_parameters(workload: Workload) -> int:
 
 def lm_head_is_trained(workload: Workload) -> bool:
     return not workload.uses_lora or "lm_head" in workload.modules_to_save
-
-
-def quantized_bytes(workload: Workload) -> float:
-    """Bytes of one quantized weight, scales included."""
-    if workload.quant_bits == 8:
-        return 1.0 + 4 / workload.model.hidden
-    scale = (1 + 4 / _NF4_GROUP) if workload.double_quant else 4
-    return 0.5 + scale / _NF4_BLOCK
 
 
 def weights(workload: Workload) -> list[Term]:
@@ -76,7 +53,7 @@ def weights(workload: Workload) -> list[Term]:
         inside = model.layers * (model.layer_parameters() - model.norms * model.hidden)
         if model.experts is not None:  # bitsandbytes leaves experts as they are
             inside = model.layers * model.attention_parameters
-        size = quantized_bytes(workload)
+        size = workload.quantized_bytes
         terms.append(
             Term(
                 "weights",
@@ -94,13 +71,13 @@ def weights(workload: Workload) -> list[Term]:
                 f"e·{rest:,} / {w}",
             )
         )
-    own = trainable_parameters(workload)
+    own = workload.trainable_parameters
     terms.append(Term("adapters", "LoRA adapters", 4 * own / w, f"4·N / {w} = 4·{own:,}"))
     return terms
 
 
 def optimizer_states(workload: Workload) -> list[Term]:
-    count = trainable_parameters(workload)
+    count = workload.trainable_parameters
     w = workload.world_size if _shards_optimizer(workload) else 1
     if workload.offload != "off":
         return [Term(_OPTIMIZER, "optimizer states, in host memory", 0, "0")]
@@ -123,7 +100,7 @@ def host_bytes(workload: Workload) -> float:
     too; with `offload=all` weights and gradients."""
     if workload.offload == "off":
         return 0.0
-    count, masters = trainable_parameters(workload), workload.engine == "deepspeed"
+    count, masters = workload.trainable_parameters, workload.engine == "deepspeed"
     each = (8 + (8 if masters else 0)) * count
     if workload.offload == "all":
         base = 0 if not workload.uses_lora else workload.compute_bytes * workload.model.parameters
@@ -134,7 +111,7 @@ def host_bytes(workload: Workload) -> float:
 
 def gradients(workload: Workload) -> Term:
     """All gradients after a backward."""
-    count = trainable_parameters(workload)
+    count = workload.trainable_parameters
     w = workload.world_size if _shards_gradients(workload) else 1
     each = 2 if workload.engine == "deepspeed" and workload.compute_bytes == 2 and not workload.uses_lora else 4
     if workload.offload == "all":
@@ -149,7 +126,7 @@ def gathered_parameters(workload: Workload, backward: bool) -> list[Term]:
         return []
     model, e = workload.model, workload.compute_bytes
     layer = model.layer_parameters()
-    each = e if workload.method != "qlora" else quantized_bytes(workload)
+    each = e if workload.method != "qlora" else workload.quantized_bytes
     layers = model.layers if not workload.reshard_after_forward else min(2, model.layers)
     ends = (4 if not workload.uses_lora else e) * embedding_and_head_parameters(workload)
     terms = [
@@ -175,7 +152,7 @@ def persistent_tensors(workload: Workload) -> list[tuple[float, int]]:
     ends = [(model.embedding_parameters, 1 if model.tied else 2)]
     shards = workload.world_size if _shards_weights(workload) else 1
     if workload.uses_lora:
-        each = quantized_bytes(workload) if workload.method == "qlora" else workload.compute_bytes
+        each = workload.quantized_bytes if workload.method == "qlora" else workload.compute_bytes
         own = [(workload.lora_rank * size, 7 * layers) for size in (d, d)]
         base = [(each * size / shards, count) for size, count in matrices] + [
             (workload.compute_bytes * size, n) for size, n in ends
@@ -190,13 +167,6 @@ def persistent_tensors(workload: Workload) -> list[tuple[float, int]]:
 def keeps_gradients(workload: Workload) -> bool:
     """Whether gradients are allocated before a backward: DDP's buckets are, and accumulated gradients."""
     return workload.engine == "ddp" or workload.gradient_accumulation > 1
-
-
-def largest_parameter(workload: Workload) -> int:
-    model = workload.model
-    if workload.uses_lora:
-        return workload.lora_rank * max(model.ffn, model.hidden, model.heads * model.head_dim)
-    return max(model.embedding_parameters, model.hidden * model.ffn)
 
 
 def _shards_weights(workload: Workload) -> bool:

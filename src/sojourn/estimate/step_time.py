@@ -10,15 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sojourn.catalog.gpus import Gpu
-from sojourn.estimate.activations import ffn_width, layer_parameters
+from sojourn.estimate.activations import layer_parameters
 from sojourn.estimate.constants import constants
 from sojourn.estimate.kernel_launch import SLOW_CPU, fuses_clipping, launch_seconds, step_seconds
 from sojourn.estimate.memory import chunk_rows
 from sojourn.estimate.model_states import (
     embedding_and_head_parameters,
     lm_head_is_trained,
-    quantized_bytes,
-    trainable_parameters,
 )
 from sojourn.estimate.workload import LINEAR, Workload, layer_groups
 
@@ -116,7 +114,8 @@ def matmul(gpu: Gpu, peak: float, m: float, k: float, n: float, e: int, slowness
 def linear_shapes(workload: Workload) -> dict[str, tuple[int, int]]:
     """Inputs and outputs of a layer's linear layers, of the experts that one token visits."""
     model = workload.model
-    d, q, k, wide = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim, ffn_width(workload)
+    d, q, k = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
+    wide = model.active_ffn
     return {"q_proj": (d, q), "k_proj": (d, k), "v_proj": (d, k), "o_proj": (q, d), "gate_proj": (d, wide),
             "up_proj": (d, wide), "down_proj": (wide, d)}  # fmt: skip
 
@@ -225,7 +224,7 @@ def _attention(workload: Workload, gpu: Gpu) -> float:
 def _elementwise(workload: Workload, gpu: Gpu) -> float:
     """Elementwise kernels of one forward and backward, and what weights cost besides matmuls."""
     model, e, r, m = workload.model, workload.compute_bytes, workload.residual_bytes, workload.tokens
-    d, q, wide = model.hidden, model.heads * model.head_dim, ffn_width(workload)
+    d, q, wide = model.hidden, model.heads * model.head_dim, workload.model.active_ffn
     heads = q + 2 * model.kv_heads * model.head_dim
     repeated = 2 * (q - model.kv_heads * model.head_dim) if model.kv_heads < model.heads else 0
     forward = 9 * d * r + (2 * heads + repeated + 3 * wide) * e
@@ -264,7 +263,7 @@ def _weight_bytes(workload: Workload) -> float:
         return reads + (0 if workload.uses_lora else 12 * count)
     if workload.method == "qlora":
         uses = 2 + (1 if workload.activation_checkpointing == "full" else 0)
-        return uses * count * (quantized_bytes(workload) + 2)
+        return uses * count * (workload.quantized_bytes + 2)
     if workload.uses_lora:
         return 0.0
     cast = 6 if workload.compute_bytes == 2 and workload.engine not in ("fsdp", "deepspeed") else 0
@@ -275,7 +274,7 @@ def _weight_bytes(workload: Workload) -> float:
 
 def _optimizer(workload: Workload, gpu: Gpu) -> float:
     """Weights, gradients and optimizer states are read and written; offloaded states cross the PCIe bus both ways."""
-    count = trainable_parameters(workload) / (workload.world_size if workload.is_sharded else 1)
+    count = workload.trainable_parameters / (workload.world_size if workload.is_sharded else 1)
     norm = 4 if fuses_clipping(workload) else 12  # without fused clipping gradients are read and written once more
     states = {"adamw_8bit": 4, "paged_adamw_8bit": 4, "muon": 8}.get(workload.optimizer, 16)
     slow = 1 / float(constants()["update"]["share_8bit"]) if "8bit" in workload.optimizer else 1.0
@@ -306,11 +305,11 @@ def _communication(workload: Workload, gpu: Gpu, busy: float) -> float:
     if workload.world_size == 1:
         return 0.0
     share = (workload.world_size - 1) / workload.world_size
-    sent = 2 * share * 4 * trainable_parameters(workload)
+    sent = 2 * share * 4 * workload.trainable_parameters
     if workload.is_sharded:
-        whole = workload.compute_bytes if workload.method != "qlora" else quantized_bytes(workload)
+        whole = workload.compute_bytes if workload.method != "qlora" else workload.quantized_bytes
         gathers = (2 if workload.reshard_after_forward else 1) * whole * workload.model.parameters
-        sent = share * workload.gradient_accumulation * (gathers + (4 * trainable_parameters(workload)))
+        sent = share * workload.gradient_accumulation * (gathers + (4 * workload.trainable_parameters))
     seconds, hidden = sent / link_bytes(workload, gpu), float(constants()["links"]["hidden"])
     return max(0.05 * seconds, seconds - hidden * busy)
 

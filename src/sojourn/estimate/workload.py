@@ -9,6 +9,7 @@ from sojourn.config.attention_backends import ATTENTION_BACKENDS, AttentionBacke
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 EXPERTS = ("gate_proj", "up_proj", "down_proj")
+_NF4_BLOCK, _NF4_GROUP = 64, 256  # weights per scale, and scales per second scale (double quantization)
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,40 @@ class Workload:
     @property
     def attention_backend(self) -> AttentionBackend:
         return ATTENTION_BACKENDS[self.attention]
+
+    @property
+    def trainable_parameters(self) -> int:
+        model, whole = self.model, self.modules_to_save
+        if not self.uses_lora:
+            return model.parameters
+        embedding, head = "embed_tokens" in whole, "lm_head" in whole
+        copies = (embedding or head) if model.tied else embedding + head
+        return self.lora_parameters + copies * model.embedding_parameters
+
+    @property
+    def lora_parameters(self) -> int:
+        """Parameters of the LoRA adapters of all layers."""
+        model = self.model
+        q, k, d = model.heads * model.head_dim, model.kv_heads * model.head_dim, model.hidden
+        sizes = {"q_proj": d + q, "k_proj": d + k, "v_proj": d + k, "o_proj": q + d}
+        sizes |= dict.fromkeys(EXPERTS, d + model.ffn)
+        return model.layers * self.lora_rank * sum(size for name, size in sizes.items() if self.has_adapter(name))
+
+    @property
+    def largest_parameter(self) -> int:
+        """Elements of the largest trained tensor."""
+        model = self.model
+        if self.uses_lora:
+            return self.lora_rank * max(model.ffn, model.hidden, model.heads * model.head_dim)
+        return max(model.embedding_parameters, model.hidden * model.ffn)
+
+    @property
+    def quantized_bytes(self) -> float:
+        """Bytes of one quantized weight of the base, scales included."""
+        if self.quant_bits == 8:
+            return 1.0 + 4 / self.model.hidden
+        scale = (1 + 4 / _NF4_GROUP) if self.double_quant else 4
+        return 0.5 + scale / _NF4_BLOCK
 
     def has_adapter(self, name: str) -> bool:
         """Whether this linear layer has a LoRA adapter. Experts have none: transformers stores them as one tensor."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from sojourn.catalog.gpus import Gpu
 from sojourn.config.schema import RunConfig
 from sojourn.estimate.constants import constants
-from sojourn.estimate.model_states import optimizer_states, trainable_parameters
+from sojourn.estimate.model_states import optimizer_states
 from sojourn.estimate.step_time import StepTime
 from sojourn.estimate.workload import Workload
 
@@ -50,7 +50,7 @@ def run_time(config: RunConfig, workload: Workload, gpu: Gpu, step: StepTime, st
 def checkpoint_bytes(workload: Workload) -> int:
     """Trained weights in fp32 and their optimizer states, wherever these are while training."""
     whole = replace(workload, offload="off", engine="single", optimizer=workload.optimizer.removeprefix("paged_"))
-    return int(4 * trainable_parameters(workload) + sum(term.bytes for term in optimizer_states(whole)))
+    return int(4 * workload.trainable_parameters + sum(term.bytes for term in optimizer_states(whole)))
 
 
 def preparing_seconds(tokens: int) -> float:
