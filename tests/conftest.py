@@ -47,12 +47,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """A worker imports everything at once; the garbage collector then never walks through it again."""
+    """A worker imports everything at once, then all tests; the garbage collector never walks through them."""
     if hasattr(session.config, "workerinput"):
+        gc.disable()
         for module in ("torch", "transformers", "peft", "sojourn.train.loop", "sojourn.cli.main"):
             importlib.import_module(module)
-        gc.collect()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workerinput"):
         gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture

@@ -82,15 +82,24 @@ def test_a_rank_that_fails_ends_all_with_its_own_traceback_and_nothing_restarts(
     assert "began again" not in out and run_of(words).status().resumable
 
 
+@needs_fork
 @pytest.mark.parametrize(
-    "how", ["Ctrl-C", pytest.param("kill -9 of the one that started them", marks=pytest.mark.slow)]
+    ("how", "new_pythons"),
+    [
+        pytest.param("Ctrl-C", False, id="Ctrl-C"),
+        pytest.param("Ctrl-C", True, id="Ctrl-C, every rank a new Python", marks=pytest.mark.slow),
+        pytest.param("kill -9 of the one that started them", True, id="kill -9", marks=pytest.mark.slow),
+    ],
 )
-def test_what_stops_the_command_stops_and_saves_its_ranks(tiny, how):
-    """Every rank is a new Python process here."""
+def test_what_stops_the_command_stops_and_saves_its_ranks(tiny, fork_server, how, new_pythons):
     words = tiny.words(*RUN, "train.steps=5000", "save.every_steps=null")
     pipe, env = subprocess.PIPE, {**clean_environment(), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "sojourn", "train", *words]
-    process, run = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env), run_of(words)
+    if new_pythons:
+        process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env)
+    else:
+        process = fork_server.start("train", *words, env=env, fork_children=True)
+    run = run_of(words)
     while len(run.read_metrics()) < 3:
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from budget import shared_cost
-from conftest import called, sojourn
+from conftest import called
+from fork_server import needs_fork
 from shared import make_base
 from sojourn.catalog.fused_families import FUSED_FAMILIES
 from sojourn.config.load import load_run
@@ -420,9 +421,14 @@ def test_full_fine_tuning_of_a_quantized_base_is_refused(words, base, home):
         _train([*words, f"model.base={home / 'quantised'}", "method.kind=full"])
 
 
-def test_a_name_on_a_hub_that_cannot_be_reached_says_what_to_do_at_once(chats, home):
+@needs_fork
+def test_a_name_on_a_hub_that_cannot_be_reached_says_what_to_do_at_once(chats, home, fork_server):
     env = {**{k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"}, "HF_ENDPOINT": "http://127.0.0.1:9"}
-    said = sojourn("train", "lora-20k", "--train_file", str(chats), env={**env, "HF_HOME": str(home / "hf")})
+    as_if_new = (  # what the library reads of the environment when it is imported
+        "import huggingface_hub.constants as read\nread.HF_HUB_OFFLINE, read.ENDPOINT = False, 'http://127.0.0.1:9'\n"
+        f"read.HF_HUB_CACHE = {str(home / 'hf')!r}"
+    )
+    said = fork_server.run("train", "lora-20k", "--train_file", str(chats), env=env, preamble=as_if_new)
     assert said.returncode == 2 and len(said.stderr.splitlines()) == 1, said.stderr
     assert "model.base: Qwen/Qwen2.5-1.5B-Instruct is not in the local cache" in said.stderr
 

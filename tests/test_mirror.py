@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import hashlib
 import json
 import os
@@ -167,16 +166,29 @@ def test_a_disk_call_that_fails_leaves_only_whole_entries(tmp_path, monkeypatch,
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.usefixtures("hasty_disk")
 @pytest.mark.parametrize("over", [False, True], ids=["new", "over-an-older-one"])
 @pytest.mark.parametrize("renames", [True, False], ids=["renames", "cannot-rename"])
-def test_a_kill_at_any_disk_call_leaves_only_whole_entries(tmp_path, monkeypatch, over, renames):
-    other, old, new = (checkpoint(tmp_path / salt, salt, 5_000) for salt in "cab")
-    number, code = 0, 9
-    gc.freeze()  # else each child would look through all that this process has imported
+def test_a_kill_at_any_disk_call_leaves_only_whole_entries(tmp_path, over, renames):
+    """In a Python that has imported little: it is forked for every call."""
+    code = f"import test_mirror as tests; tests.kill_at_every_call(tests.Path({str(tmp_path)!r}), {over}, {renames})"
+    path = os.pathsep.join((str(Path(__file__).parent), *sys.path))
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+def kill_at_every_call(folder: Path, over: bool, renames: bool) -> None:
+    other, old, new = (checkpoint(folder / salt, salt, 5_000) for salt in "cab")
+    patch, number, code = pytest.MonkeyPatch(), 0, 9
+    patch.setattr(os, "fsync", lambda _: None)
     while code:
         number += 1
-        mirror = PathMirror(tmp_path / f"drive-{number}")
+        mirror = PathMirror(folder / f"drive-{number}")
         mirror.put(other, FIRST)
         if over:
             mirror.put(old, SECOND)
@@ -184,20 +196,19 @@ def test_a_kill_at_any_disk_call_leaves_only_whole_entries(tmp_path, monkeypatch
         if not child:
             try:
                 if not renames:
-                    monkeypatch.setattr(disk, "rename", cannot_rename)
-                fail_at(monkeypatch, number, lambda _: os._exit(9))
+                    patch.setattr(disk, "rename", cannot_rename)
+                fail_at(patch, number, lambda _: os._exit(9))
                 mirror.put(new, SECOND)
                 os._exit(0)
             finally:
                 os._exit(1)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        assert code in (0, 9)
-        check_whole(mirror, tmp_path / f"back-{number}", other, [old, new], must=over or not code)
+        assert code in (0, 9), code
+        check_whole(mirror, folder / f"back-{number}", other, [old, new], must=over or not code)
         mirror.put(new, SECOND)
-        check_whole(mirror, tmp_path / f"again-{number}", other, [new])
-        assert not left_behind(mirror.root)
-    gc.unfreeze()
-    assert number > 20
+        check_whole(mirror, folder / f"again-{number}", other, [new])
+        assert not left_behind(mirror.root), left_behind(mirror.root)
+    assert number > 20, number
 
 
 def check_whole(mirror: PathMirror, back: Path, other: Path, either: list[Path], must: bool = True) -> None:

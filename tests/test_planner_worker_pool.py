@@ -15,6 +15,8 @@ from benchmarks.planner.process import Need
 from benchmarks.planner.protocol import ASK, DONE, GO, LEAVE, READY, Line
 from benchmarks.planner.worker_pool import WorkerPool
 
+from fork_server import needs_fork
+
 _NONE = Need()
 
 
@@ -224,8 +226,9 @@ assert row["step_seconds"] > 0 and row["quiet"] > 0, row
 """
 
 
-def test_without_fork_each_case_starts_its_own_python(tmp_path):
-    said = subprocess.run(
-        [sys.executable, "-c", _SPAWNED, str(tmp_path)], capture_output=True, text=True, check=False, env=ENVIRONMENT
-    )
-    assert said.returncode == 0 and "each case starts a Python of its own" in said.stdout, said.stderr
+@needs_fork
+def test_without_fork_each_case_starts_its_own_python(tmp_path, fork_server):
+    command = [sys.executable, "-c", _SPAWNED, str(tmp_path)]
+    with (tmp_path / "said").open("w+") as said:
+        code = fork_server.popen(command, said, subprocess.STDOUT, ENVIRONMENT).wait()
+        assert code == 0 and "each case starts a Python of its own" in (text := said.read()), text

@@ -14,9 +14,10 @@ import pytest
 from conftest import called
 from sojourn.config.data import CleanConfig, Columns, DataConfig, Source
 from sojourn.config.load import load_run
-from sojourn.data import row_writer
+from sojourn.data import row_writer, worker_pool
 from sojourn.data.artefact import Artefact
 from sojourn.data.prepare import prepare
+from sojourn.data.sources import readers
 from sojourn.data.tokenize.tokenizer import open_tokenizer
 from sojourn.errors import RunFailed, UserError
 
@@ -101,10 +102,15 @@ def test_every_setting_that_changes_the_rows_changes_the_hash(fixed, home, chats
     assert len(set(names)) == len(changes)
 
 
-def test_how_many_processes_work_changes_nothing(fixed, home):
-    path = lines(home / "many.jsonl", pairs(30_000))
+def test_how_many_processes_work_changes_nothing(fixed, home, monkeypatch):
+    """Nor into how many chunks the file is cut for them."""
+    path = lines(home / "many.jsonl", pairs(4_000))
     one = prepare(reading(fixed, path, workers=1), home / "one")
+    monkeypatch.setattr(readers.read_file, "__defaults__", (1 << 15,))
+    sent, submit = [], worker_pool._WorkerPool.submit
+    monkeypatch.setattr(worker_pool._WorkerPool, "submit", lambda pool, task: sent.append(task) or submit(pool, task))
     two = prepare(reading(fixed, path, workers=2), home / "two")
+    assert len(sent) > 6
     assert one.path.name == two.path.name and arrays(one) == arrays(two)
     assert {**one.report, "sources": 0} == {**two.report, "sources": 0}
 
@@ -176,7 +182,7 @@ def test_a_kill_in_the_middle_leaves_no_artefact_and_no_process(fixed, home, how
     assert not alive
     left = [p.name for p in (home / "prepared").iterdir()] if (home / "prepared").exists() else []
     assert all(name.startswith(".stage-") for name in left) and (left == [] or how == signal.SIGKILL)
-    artefact = prepare(reading(fixed, path, max_length=64), home / "prepared")
+    artefact = prepare(reading(fixed, lines(path, pairs(500)), max_length=64), home / "prepared")
     assert not [p.name for p in (home / "prepared").iterdir() if p.name.startswith(".stage-")]
     assert artefact.damaged_files() == []
 

@@ -3,10 +3,12 @@ output is not a terminal)."""
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache
 from types import TracebackType
 from typing import Any
 
@@ -157,9 +159,15 @@ def used_memory(device: str) -> int:
         import torch
 
         return int(torch.mps.current_allocated_memory())
+    return int(_process(os.getpid()).memory_info().rss)
+
+
+@cache
+def _process(pid: int) -> Any:
+    """Made once: its making takes longer than its question."""
     import psutil
 
-    return int(psutil.Process().memory_info().rss)
+    return psutil.Process(pid)
 
 
 def _reserved_memory() -> int:
