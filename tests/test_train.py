@@ -66,8 +66,8 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_others(words):
 
 
 def test_a_run_killed_between_checkpoints_ends_with_the_weights_of_an_undisturbed_one(words, fork_server):
-    whole = _train([*words, "train.steps=100"])
-    killed = [*words, "name=k", "train.steps=100", "save.every_steps=3"]
+    whole = _train([*words, "train.steps=50"])
+    killed = [*words, "name=k", "train.steps=50", "save.every_steps=3"]
     process = fork_server.start("train", *killed)
     run = run_folder("k")
     while not list_checkpoints(run.checkpoints):
