@@ -68,8 +68,8 @@ def _slow(*cases):
 @pytest.mark.parametrize(
     ("method", "engine", "size"),
     [
-        # every method with every engine, and four ranks once; make test-parallel adds the rest. Those of the test below,
-        # whose runs go through every engine, are not repeated here.
+        # Every method with every engine, and four ranks once; make test-parallel adds the rest. What the runs of the
+        # test below go through is not repeated here.
         ("pretrain", "ddp", 4),
         ("qlora", "ddp", 2), ("qlora", "fsdp", 2), ("qlora", "zero2", 2),
         ("full", "fsdp", 2),

@@ -17,6 +17,7 @@ import pytest
 
 from fork_server import needs_fork
 from mounts import mounted_tmpfs
+from small_python import run_in_small_python
 from sojourn.errors import RunFailed, UserError
 from sojourn.machine import process
 from sojourn.run import lock as lock_module
@@ -76,12 +77,17 @@ def _wait(condition) -> None:
 
 @needs_fork
 @pytest.mark.parametrize("flock", [True, False], ids=["flock", "no flock"])
-def test_of_several_starts_after_a_crash_exactly_one_owns_the_run(tmp_path, monkeypatch, flock):
+def test_of_several_starts_after_a_crash_exactly_one_owns_the_run(tmp_path, flock):
+    run_in_small_python("test_lock", "start_several_times", tmp_path, flock)
+
+
+def start_several_times(home: str, flock: bool) -> None:
     """Each round begins with the lock of a process that was killed."""
+    folder = Path(home)
     if not flock:
-        monkeypatch.setattr(lock_module, "_flock", lambda handle, folder: False)
+        pytest.MonkeyPatch().setattr(lock_module, "_flock", lambda handle, folder: False)
     for number in range(25):
-        pids = _starters(tmp_path, 4)
+        pids = _starters(folder, 4)
         losers = []
 
         def losers_ended(pids=pids, losers=losers):
@@ -92,12 +98,12 @@ def test_of_several_starts_after_a_crash_exactly_one_owns_the_run(tmp_path, monk
 
         _wait(losers_ended)
         (winner,) = set(pids) - set(losers)
-        _wait(lambda: any(tmp_path.glob("won-*")))
-        assert [path.name for path in tmp_path.glob("won-*")] == [f"won-{winner}"]
-        assert _claims(tmp_path) == [f".owner-{number + 1}.json"]
+        _wait(lambda: any(folder.glob("won-*")))
+        assert [path.name for path in folder.glob("won-*")] == [f"won-{winner}"]
+        assert _claims(folder) == [f".owner-{number + 1}.json"]
         os.kill(winner, signal.SIGKILL)
         os.waitpid(winner, 0)
-        (tmp_path / f"won-{winner}").unlink()
+        (folder / f"won-{winner}").unlink()
 
 
 def test_a_starter_that_was_slow_does_not_own_a_run_that_others_have_taken_since(tmp_path, monkeypatch):

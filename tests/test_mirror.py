@@ -18,6 +18,7 @@ import pytest
 from conftest import ordinary_user
 from hub_server import TOKEN, Hub, serve
 from mounts import mounted_tmpfs
+from small_python import run_in_small_python
 from sojourn.errors import UserError
 from sojourn.machine.process import current_process
 from sojourn.storage import disk
@@ -169,20 +170,11 @@ def test_a_disk_call_that_fails_leaves_only_whole_entries(tmp_path, monkeypatch,
 @pytest.mark.parametrize("over", [False, True], ids=["new", "over-an-older-one"])
 @pytest.mark.parametrize("renames", [True, False], ids=["renames", "cannot-rename"])
 def test_a_kill_at_any_disk_call_leaves_only_whole_entries(tmp_path, over, renames):
-    """In a Python that has imported little: it is forked for every call."""
-    code = f"import test_mirror as tests; tests.kill_at_every_call(tests.Path({str(tmp_path)!r}), {over}, {renames})"
-    path = os.pathsep.join((str(Path(__file__).parent), *sys.path))
-    ended = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-    assert ended.returncode == 0, ended.stderr
+    run_in_small_python("test_mirror", "kill_at_every_call", tmp_path, over, renames)
 
 
-def kill_at_every_call(folder: Path, over: bool, renames: bool) -> None:
+def kill_at_every_call(home: str, over: bool, renames: bool) -> None:
+    folder = Path(home)
     other, old, new = (checkpoint(folder / salt, salt, 5_000) for salt in "cab")
     patch, number, code = pytest.MonkeyPatch(), 0, 9
     patch.setattr(os, "fsync", lambda _: None)
