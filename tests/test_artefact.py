@@ -11,9 +11,9 @@ from sojourn.config.load import load_run, read_config
 from sojourn.data.artefact import read_batch
 from sojourn.data.inputs import data_settings, open_inputs
 from sojourn.data.prepare import prepare, prepare_run
-from sojourn.data.sources.file_digests import FileDigests
 from sojourn.data.tokenize.tokenizer import open_tokenizer
 from sojourn.errors import UserError
+from sojourn.storage.file_digests import FileDigests
 from sojourn.train.batcher import Batcher
 
 OLD = Path(__file__).parent / "fixtures/old_run"  # made by the version before settings were renamed

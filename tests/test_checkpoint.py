@@ -7,17 +7,10 @@ import pytest
 import torch
 
 from sojourn.errors import RunFailed, UserError
+from sojourn.run.checkpoints import find_damage
 from sojourn.storage.files import CannotRead, read_json, write_json
 from sojourn.train.checkpoint import checkpoint as module
-from sojourn.train.checkpoint.checkpoint import (
-    Checkpoint,
-    Retention,
-    file_digest,
-    find_damage,
-    load_newest,
-    load_path,
-    save,
-)
+from sojourn.train.checkpoint.checkpoint import Checkpoint, Retention, file_digest, load_newest, load_path, save
 from test_files import no_more_files
 
 FILES = ("model.safetensors", "optimizer.safetensors", "random.safetensors", "state.json", "manifest.json")

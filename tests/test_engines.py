@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from fork_server import needs_fork
+from sojourn.run.checkpoints import list_checkpoints
 from sojourn.storage.files import read_json
-from sojourn.train.checkpoint.checkpoint import list_checkpoints
 from tiny import LORA, events, losses, run_of, run_train, saved_steps, weights
 
 pytestmark = needs_fork

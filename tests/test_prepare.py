@@ -119,7 +119,7 @@ def test_unchanged_files_are_not_read_again(fixed, home, chats, monkeypatch):
     old = time.time() - 60
     os.utime(chats, (old, old))
     first = prepare(fixed, home / "prepared")
-    monkeypatch.setattr("sojourn.data.sources.file_digests.sha256", lambda file: pytest.fail("read again"))
+    monkeypatch.setattr("sojourn.storage.file_digests.sha256", lambda file: pytest.fail("read again"))
     assert prepare(fixed, home / "prepared").path == first.path
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from mounts import mounted_tmpfs
 from sojourn.errors import RunFailed, Stopped, UserError
+from sojourn.run.checkpoints import find_damage
 from sojourn.storage.files import read_json
-from sojourn.train.checkpoint.checkpoint import find_damage
 from tiny import after_step, events, losses, run_of, run_train, same_weights, saved_steps, stop_after
 
 OFTEN = ("save.every_steps=3", "save.keep=2")

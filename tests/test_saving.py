@@ -12,13 +12,14 @@ import pytest
 
 from sojourn.errors import RunFailed, Stopped, UserError
 from sojourn.machine.hardware import Memory
+from sojourn.run.checkpoints import find_damage
 from sojourn.run.folder import RunFolder
 from sojourn.storage import disk
 from sojourn.storage.files import read_json
 from sojourn.train.checkpoint import checkpoint as checkpoint_module
 from sojourn.train.checkpoint import safetensors_writer as tensors
 from sojourn.train.checkpoint import snapshot
-from sojourn.train.checkpoint.checkpoint import Checkpoint, Retention, find_damage, load_newest, save
+from sojourn.train.checkpoint.checkpoint import Checkpoint, Retention, load_newest, save
 from sojourn.train.checkpoint.saving import Saver
 from sojourn.train.faults import memory_pressure as pressure
 from tiny import LORA, after_step, events, losses, run_of, run_train, same_weights, saved_steps, stop_after

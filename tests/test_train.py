@@ -12,10 +12,10 @@ import pytest
 from conftest import called
 from sojourn.config.load import load_run
 from sojourn.errors import RunFailed, Stopped, UserError
+from sojourn.run.checkpoints import list_checkpoints
 from sojourn.run.folder import RunFolder
 from sojourn.run.home import run_folder
 from sojourn.run.lock import RunLock
-from sojourn.train.checkpoint.checkpoint import list_checkpoints
 from sojourn.train.distributed.engine import Engine
 from sojourn.train.loop import train
 

@@ -116,7 +116,7 @@ def _write_rows(case: Case, config: RunConfig, folder: Path) -> None:
 
     from sojourn.data.artefact import FORMAT
     from sojourn.data.inputs import data_settings, open_inputs
-    from sojourn.data.sources.file_digests import FileDigests
+    from sojourn.storage.file_digests import FileDigests
 
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / open_inputs(data_settings(config), lambda line: None, config.advanced.split_digits).artefact_hash(

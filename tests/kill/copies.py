@@ -9,9 +9,9 @@ from pathlib import Path
 
 from kill.killed_run import Reference, weights_of
 from kill.train_call import Outcome, TrainCall
+from sojourn.run.checkpoints import find_damage, list_checkpoints, step_of
 from sojourn.run.folder import RunFolder
 from sojourn.storage.files import read_json
-from sojourn.train.checkpoint.checkpoint import find_damage, list_checkpoints, step_of
 
 NAME, NEWEST, EVERY = "aimed", 8, 2
 HERE = ("good", "damaged", "foreign", "absent", "older", "newer")

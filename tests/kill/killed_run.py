@@ -15,9 +15,9 @@ import pytest
 from fork_server import ForkServer
 from kill.train_call import Outcome, TrainCall
 from shared import make_base
+from sojourn.run.checkpoints import find_damage, list_checkpoints, step_of
 from sojourn.run.folder import RunFolder
 from sojourn.storage.files import read_json, read_json_lines, sha256
-from sojourn.train.checkpoint.checkpoint import find_damage, list_checkpoints, step_of
 
 needs_fork = pytest.mark.skipif(sys.platform != "linux", reason="a trainer is forked, and its files seen in /proc")
 

@@ -8,7 +8,7 @@ import pytest
 
 from kill.fault_plans import Fault, aimed_at_saves, aimed_elsewhere, kill_at_calls
 from kill.killed_run import KEEP, KilledRun, Reference, needs_fork
-from sojourn.train.checkpoint.checkpoint import list_checkpoints
+from sojourn.run.checkpoints import list_checkpoints
 
 pytestmark = needs_fork
 

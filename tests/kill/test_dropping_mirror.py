@@ -16,7 +16,7 @@ import pytest
 from kill.fault_plans import random_moment
 from kill.killed_run import KEEP, KilledRun, needs_fork
 from mounts import mounted_tmpfs
-from sojourn.train.checkpoint.checkpoint import find_damage
+from sojourn.run.checkpoints import find_damage
 
 pytestmark = needs_fork
 

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import typer
 
+from sojourn.cli.model_args import CheckpointOption, DeviceOption, ModelArg
+
 
 def chat(
-    model: str = typer.Argument(help="Name of a run, or folder of a model."),
+    model: ModelArg,
     system: str = typer.Option(None, help="System message."),
     max_tokens: int = typer.Option(256, "--max-tokens", min=1, help="Maximum tokens per reply."),
     temperature: float = typer.Option(0.0, min=0.0, help="0 means greedy decoding."),
     top_p: float = typer.Option(1.0, min=0.01, max=1.0, help="Nucleus sampling: the probability mass to sample from."),
-    device: str = typer.Option("auto", help="auto, cpu, cuda or mps."),
+    checkpoint: CheckpointOption = None,
+    device: DeviceOption = "auto",
 ) -> None:
     """Chat with a model. /reset clears the conversation, /exit (or Ctrl-D) quits."""
     from sojourn.errors import UserError
-    from sojourn.infer.generate import SamplingParams, reply
+    from sojourn.infer.generate import SamplingParams, describe_cut, reply
     from sojourn.infer.load import load_model
 
-    opened = load_model(model, device)
+    opened = load_model(model, device, checkpoint)
     if not opened.is_chat:
         raise UserError(
             f"{opened.path}: trained on plain text, without chats; use: sojourn generate {model} --prompt TEXT"
         )
     start = [{"role": "system", "content": system}] if system else []
-    turns = list(start)
+    turns, params = list(start), SamplingParams(max_tokens, temperature, top_p)
     print(f"{opened.path} · /reset clears the conversation, /exit quits")
     while True:
         try:
@@ -39,6 +42,10 @@ def chat(
         elif line:
             turns.append({"role": "user", "content": line})
             print("model: ", end="", flush=True)
-            turns.append(
-                {"role": "assistant", "content": reply(opened, turns, SamplingParams(max_tokens, temperature, top_p))}
-            )
+            completion, forgotten = reply(opened, turns, params)
+            turns.append({"role": "assistant", "content": completion.text})
+            if forgotten:
+                print(f"({forgotten} oldest turns no longer fit the model's context and were left out)")
+            cut = describe_cut(opened, completion, params)
+            if cut is not None:
+                print(f"({cut})")

@@ -4,40 +4,42 @@ from __future__ import annotations
 
 import typer
 
+from sojourn.cli.model_args import CheckpointOption, DeviceOption, ModelArg
+
 
 def evaluate(
-    model: str = typer.Argument(help="Name of a run, or folder of a model."),
-    tasks: int = typer.Option(50, min=0, help="Held-out questions per family; 0 skips them."),
-    rows: int = typer.Option(64, min=1, help="Held-out rows for the loss (runs only)."),
-    device: str = typer.Option("auto", help="auto, cpu, cuda or mps."),
+    model: ModelArg,
+    data: str | None = typer.Option(
+        None, "--data", metavar="FILE", help="Score this file, folder or data set instead of the run's held-out rows."
+    ),
+    rows: int | None = typer.Option(None, min=1, help="Rows for the loss; default: train.eval_rows, or all of --data."),
+    tasks: int | None = typer.Option(
+        None, min=0, help="Built-in questions per family; default: 50, or none with --data. 0 skips them."
+    ),
+    checkpoint: CheckpointOption = None,
+    device: DeviceOption = "auto",
     json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
-    """Evaluate loss and perplexity on the run's held-out rows, and exact match on built-in questions."""
-    import math
+    """Evaluate loss and perplexity on held-out rows or a file, and exact match on built-in questions."""
+    from dataclasses import asdict
 
-    from sojourn.evals.held_out import answer_held_out_questions, exact_match, held_out_loss
-    from sojourn.infer.load import find_model_path, load_model
-    from sojourn.run.folder import RunFolder
+    from sojourn.evals.held_out import answer_held_out_questions, exact_match, score_file, score_held_out
+    from sojourn.infer.load import load_model
 
-    opened = load_model(model, device)
-    run = RunFolder(find_model_path(model).parent)
-    loss = held_out_loss(opened, run, rows) if run.exists() else math.nan
-    answers = answer_held_out_questions(opened, tasks) if tasks and opened.is_chat else {}
+    opened = load_model(model, device, checkpoint)
+    if tasks is None:
+        tasks = 0 if data is not None else 50
+    asks = tasks > 0 and opened.is_chat
+    scores = score_held_out(opened, rows, required=not asks) if data is None else score_file(opened, data, rows)
+    answers = answer_held_out_questions(opened, tasks) if asks else {}
     if json:
         from json import dumps
 
-        known = {} if math.isnan(loss) else {"loss": loss, "perplexity": math.exp(min(loss, 700))}
-        print(
-            dumps(
-                {
-                    **known,
-                    "exact_match": {family: exact_match(found) for family, found in answers.items()},
-                    "tasks": tasks,
-                }
-            )
-        )
+        found = {family: exact_match(of_family) for family, of_family in answers.items()}
+        print(dumps({**(asdict(scores) if scores is not None else {}), "exact_match": found, "tasks": tasks}))
         return
-    if not math.isnan(loss):
-        print(f"held-out loss {loss:.4f}, perplexity {math.exp(min(loss, 700)):.2f}")
-    for family, found in answers.items():
-        print(f"{family:<12} {exact_match(found):>6.1%} exact of {len(found)} held-out questions")
+    if scores is not None:
+        what = "held-out loss" if data is None else f"{data}: loss"
+        print(f"{what} {scores.loss:.4f}, perplexity {scores.perplexity:.2f} ({scores.rows:,} rows)")
+    for family, of_family in answers.items():
+        print(f"{family:<12} {exact_match(of_family):>6.1%} exact of {len(of_family)} held-out questions")

@@ -21,7 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from sojourn.errors import RunFailed
+from sojourn.errors import RunFailed, UserError
+from sojourn.run.folder import RunFolder
+from sojourn.run.home import prepared_folder
 from sojourn.storage.files import read_json, read_json_object, sha256
 
 FORMAT = 2
@@ -123,6 +125,16 @@ class Artefact:
         files = {name: self.path / name for name in self.facts["files"]}
         written = {name: facts["sha256"] for name, facts in self.facts["files"].items()}
         return [name for name, file in files.items() if not file.is_file() or sha256(file) != written[name]]
+
+
+def artefact_of(run: RunFolder) -> Artefact:
+    """What a run was trained on: where the run says, or in this machine's home."""
+    written = read_json_object(run.environment).get("data")
+    places = (Path(written), prepared_folder() / Path(written).name) if isinstance(written, str) else ()
+    for path in places:
+        if (path / "artefact.json").is_file():
+            return Artefact(path)
+    raise UserError(f"{run.path}: its prepared data is not on this machine; run: sojourn prepare {run.config}")
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from sojourn.config.data import DataConfig
 from sojourn.config.schema import RunConfig
 from sojourn.data.artefact import FORMAT
-from sojourn.data.sources.file_digests import FileDigests
 from sojourn.data.sources.source import OpenedSource, open_source
 from sojourn.data.tokenize.templates import NAMED
 from sojourn.data.tokenize.tokenizer import TRAINED, TokenizerBundle, open_tokenizer, read_template_file
 from sojourn.errors import UserError
+from sojourn.storage.file_digests import FileDigests
 
 # Settings that the artefact hash covers, by the names it has always used for them: other names would give other hashes.
 _HASHED = (

@@ -15,10 +15,11 @@ from sojourn.config.schema import RunConfig
 from sojourn.data.artefact import Artefact
 from sojourn.data.inputs import data_settings, open_inputs
 from sojourn.data.preview import make_preview
-from sojourn.data.sources.file_digests import FileDigests
 from sojourn.data.write import write_artefact
 from sojourn.errors import RunFailed
 from sojourn.storage.disk import sync_file, sync_folder
+from sojourn.storage.file_digests import FileDigests
+from sojourn.storage.stage import live_stages
 
 Show = Callable[[list[tuple[str, str]], list[dict[str, Any]]], None]
 
@@ -53,7 +54,7 @@ def prepare(
     stage = folder / f".stage-{os.getpid()}-{target.name}"
     try:
         stage.mkdir(parents=True)
-        _remove_abandoned_stages(folder)
+        live_stages(folder)  # removes abandoned ones
         write_artefact(inputs, preview, stage, say)
         digests.check_unchanged()
         _sync_all(stage)
@@ -71,16 +72,6 @@ def prepare(
         with contextlib.suppress(OSError):
             folder.rmdir()  # if it is empty
     return Artefact(target)
-
-
-def _remove_abandoned_stages(folder: Path) -> None:
-    """Stage folders of processes that no longer run."""
-    import psutil
-
-    for stage in folder.glob(".stage-*-*"):
-        pid = stage.name.split("-")[1]
-        if not (pid.isdigit() and psutil.pid_exists(int(pid))):
-            shutil.rmtree(stage, ignore_errors=True)
 
 
 def _sync_all(stage: Path) -> None:

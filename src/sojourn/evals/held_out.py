@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
-from pathlib import Path
 
+from sojourn.config.data import CleanConfig, DataConfig, Source
+from sojourn.config.load import read_config
 from sojourn.data import builtin
-from sojourn.data.artefact import Artefact
+from sojourn.data.artefact import Artefact, Split, artefact_of
+from sojourn.data.prepare import prepare
 from sojourn.errors import UserError
 from sojourn.infer.generate import SamplingParams, format_prompt, generate
-from sojourn.infer.load import LoadedModel
+from sojourn.infer.load import LoadedModel, context_length
 from sojourn.model.network import restore_attention, wrap_model
-from sojourn.run.folder import RunFolder
-from sojourn.storage.files import read_json_object
+from sojourn.run.home import prepared_folder
 from sojourn.train.batcher import Batcher
 from sojourn.train.evaluation import evaluate_rows
 from sojourn.train.objective.supervised import Supervised
+
+_MAX_LENGTH = 1024  # tokens in a row, for a model that no run here has trained
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,8 @@ def answer_held_out_questions(
     tasks = [task for family in drawn for task in family]
     by_length = sorted(range(len(tasks)), key=lambda i: len(tasks[i].prompt))  # like lengths in a batch: less padding
     prompts = [format_prompt(loaded, tasks[i].prompt) for i in by_length]
-    replies = dict(zip(by_length, generate(loaded, prompts, SamplingParams(max_tokens=32)), strict=True))
+    completions = generate(loaded, prompts, SamplingParams(max_tokens=32))
+    replies = {index: completion.text for index, completion in zip(by_length, completions, strict=True)}
     answers = [Answer(task, replies[i], builtin.is_correct(task, replies[i])) for i, task in enumerate(tasks)]
     return {name: [answer for answer in answers if answer.task.family == name] for name in names}
 
@@ -45,23 +50,61 @@ def exact_match(answers: list[Answer]) -> float:
     return sum(answer.is_correct for answer in answers) / len(answers) if answers else math.nan
 
 
-def held_out_loss(loaded: LoadedModel, run: RunFolder, rows: int) -> float:
-    """Mean loss per target token on the first `rows` rows of the run's held-out split."""
-    path = read_json_object(run.environment).get("data")
-    if not isinstance(path, str) or not (Path(path) / "artefact.json").is_file():
-        raise UserError(f"{run.path}: its prepared data is not on this machine; run: sojourn prepare {run.config}")
-    artefact = Artefact(Path(path))
-    if not len(artefact.eval):
-        return math.nan
+@dataclass(frozen=True)
+class Scores:
+    """Means over the target tokens of `rows` rows."""
+
+    loss: float
+    perplexity: float
+    accuracy: float
+    rows: int
+
+
+def score_held_out(loaded: LoadedModel, rows: int | None, required: bool) -> Scores | None:
+    """On the first held-out rows of the model's run. Where there are none: None and a line; an error if `required`."""
+    run = loaded.run
+    if run is None:
+        reason = f"{loaded.path} is of no run here, so it has no held-out rows"
+    else:
+        artefact = artefact_of(run)
+        if len(artefact.eval):
+            return _score(loaded, artefact, artefact.eval, rows or read_config(run.config).train.eval_rows)
+        reason = f"{run.path}: no rows were held out (data.eval_fraction, data.eval_sources)"
+    advice = "to score a file: --data FILE"
+    if required:
+        raise UserError(f"nothing to evaluate: {reason}; {advice}")
+    print(f"note: {reason}; {advice}", file=sys.stderr, flush=True)
+    return None
+
+
+def score_file(loaded: LoadedModel, path: str, rows: int | None) -> Scores:
+    """On a file, prepared with the model's own tokenizer and template and the settings of its run."""
+    given = read_config(loaded.run.config).data if loaded.run is not None else DataConfig()
+    length = given.max_length if loaded.run is not None else min(context_length(loaded.model), _MAX_LENGTH)
+    changes = {
+        "sources": [Source(path=path)], "eval_sources": [], "eval_fraction": 0.0, "take": None, "clean": CleanConfig(),
+        "tokenizer": str(loaded.tokenizer_folder), "template": "auto" if loaded.is_chat else "plain",
+        "max_length": length,
+    }  # fmt: skip
+    artefact = prepare(given.model_copy(update=changes), prepared_folder())
+    if artefact.is_pairs:
+        raise UserError(f"--data: {path} holds preference pairs, which have no loss of one answer")
+    return _score(loaded, artefact, artefact.train, rows or len(artefact.train))
+
+
+def _score(loaded: LoadedModel, artefact: Artefact, split: Split, rows: int) -> Scores:
     has_softcap = getattr(loaded.model.config.get_text_config(), "attn_logit_softcapping", None) is not None
     for backend in ("math" if has_softcap else "sdpa", None):  # None: the model's own attention, if ours does not fit
         network = wrap_model(loaded.model, backend)
         length, windows = artefact.row_length, network.sliding_windows
         batcher = Batcher(8, length, artefact.pad_id, loaded.device, backend=backend, windows=windows)
         try:
-            return evaluate_rows(network, artefact.eval, rows, batcher, Supervised())[0]
+            loss, accuracy = evaluate_rows(network, split, rows, batcher, Supervised())
         except NotImplementedError:
             continue
         finally:
             restore_attention(network)
-    return math.nan
+        if math.isnan(loss):
+            raise UserError(f"{loaded.path}: these rows hold no tokens to score, or the model's loss is not a number")
+        return Scores(loss, math.exp(min(loss, 700)), accuracy, min(rows, len(split)))
+    raise UserError(f"{loaded.path}: packed rows cannot be scored with this model's attention; set data.packing=off")

@@ -1,33 +1,42 @@
-"""Loads a model for inference: a run by name, a folder that transformers or peft can load, or a GGUF file."""
+"""Loads a model for inference: a run at its end or at a checkpoint, a folder that transformers or peft can load, or a
+GGUF file. Whatever opens a model for use opens it here."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sojourn.config.load import read_config
+from sojourn.data.artefact import Artefact, artefact_of
+from sojourn.data.tokenize.gguf_tokenizer import extract_tokenizer
 from sojourn.errors import RunFailed, UserError
+from sojourn.infer.find import FoundModel, find_model
 from sojourn.machine.precision import choose_device, cpu_bf16_feature
-from sojourn.model.adapter import ADAPTER_FILE, load_adapter
-from sojourn.model.base import BaseModelSource, load_base_model
+from sojourn.model.adapter import ADAPTER_FILE, load_adapter, with_adapter
+from sojourn.model.base import BaseModelSource, base_of, load_base_model
 from sojourn.model.quiet import quiet_transformers
+from sojourn.model.scratch import build_model
+from sojourn.model.weights import add_stop_tokens, load_trainable_state_dict, torch_dtype
 from sojourn.run.folder import RunFolder
-from sojourn.run.home import find_run
-from sojourn.storage.files import read_json
+from sojourn.storage.files import CannotRead, read_json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from sojourn.config.schema import RunConfig
+
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in eval mode on its device, with its tokenizer."""
+    """A model in eval mode on its device, with its tokenizer and the folder of that. `run`: the one that trained it."""
 
     path: Path
     model: PreTrainedModel
     tokenizer: Any
     device: str
+    run: RunFolder | None = None
+    tokenizer_folder: Path | None = None
 
     @property
     def is_chat(self) -> bool:
@@ -39,56 +48,87 @@ def context_length(model: PreTrainedModel) -> int:
     return int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**20)
 
 
-def find_model_path(name: str) -> Path:
-    """`name` as a path, if there is a model there; else the `final/` of the run of that name."""
-    path = Path(name).expanduser()
-    if path.suffix == ".gguf" and path.is_file():
-        return path
-    if any((path / file).is_file() for file in ("config.json", ADAPTER_FILE)):
-        return path
-    run = find_run(name)
-    if run.has_final():
-        return run.final
-    status = run.status()
-    progress = f" (step {status.step} of {status.total_steps})" if status else ""
-    raise UserError(f"{run.path}: not finished yet{progress}; resume it with: sojourn train {run.config}")
-
-
-def load_model(name: str, device: str = "auto") -> LoadedModel:
-    """An adapter is loaded onto its base model and merged into it."""
-    path = find_model_path(name)
+def load_model(name: str, device: str = "auto", checkpoint: str | None = None) -> LoadedModel:
+    """`name` and `checkpoint`: as in `find_model`. An adapter is merged into its base model."""
+    found = find_model(name, checkpoint)
     device = choose_device(device)
     quiet_transformers()
     from transformers import AutoTokenizer
 
-    adapter = read_json(path / ADAPTER_FILE) if path.is_dir() and (path / ADAPTER_FILE).is_file() else None
-    trusted = _trusts_remote_code(path)
-    base = BaseModelSource(str(path), trust_remote_code=trusted)
-    if adapter is not None:
-        base = BaseModelSource(str(adapter.get("base_model_name_or_path")), adapter.get("revision"), trusted)
+    artefact = artefact_of(found.run) if found.is_checkpoint and found.run is not None else None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            **(base if path.suffix == ".gguf" else BaseModelSource(str(path))).from_pretrained_args
-        )
-        model = load_base_model(base, _load_dtype(base, device), device)
+        if artefact is not None and found.run is not None:
+            model, folder = _load_checkpoint(found.path, read_config(found.run.config), artefact, device)
+        else:
+            model, folder = _load_folder(found, device)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except CannotRead:
+        raise
     except (UserError, OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0].removeprefix("model.base: ")
-        needs = "config.json, tokenizer.json and model.safetensors"
-        raise RunFailed(f"{path}: cannot be opened as a model (it needs {needs}): {reason}") from None
-    if adapter is not None:
-        model = load_adapter(model, path, trainable=False).merge_and_unload()
-    return LoadedModel(path, model.eval(), tokenizer, device)
+        needs = "" if found.is_checkpoint else " (it needs config.json, tokenizer.json and model.safetensors)"
+        raise RunFailed(f"{found.path}: cannot be opened as a model{needs}: {reason}") from None
+    return LoadedModel(found.path, model.eval(), tokenizer, device, found.run, folder)
 
 
-def _trusts_remote_code(path: Path) -> bool:
+def _load_folder(found: FoundModel, device: str) -> tuple[Any, Path]:
+    """The model, and the folder of its tokenizer."""
+    path, trusted = found.path, _trusts_remote_code(found.run)
+    if path.suffix == ".gguf":
+        base = BaseModelSource(str(path))
+        return load_base_model(base, _load_dtype(base, device), device), extract_tokenizer(path)
+    if not (path / ADAPTER_FILE).is_file():
+        base = BaseModelSource(str(path), trust_remote_code=trusted)
+        return load_base_model(base, _load_dtype(base, device), device), path
+    adapter = read_json_object(path / ADAPTER_FILE)
+    base = BaseModelSource(str(adapter.get("base_model_name_or_path")), adapter.get("revision"), trusted)
+    model = load_base_model(base, _load_dtype(base, device), device)
+    return load_adapter(model, path, trainable=False).merge_and_unload(), path
+
+
+def _load_checkpoint(path: Path, config: RunConfig, artefact: Artefact, device: str) -> tuple[Any, Path]:
+    """The model that `final/` would hold if training had ended there."""
+    from safetensors.torch import load_file
+
+    weights = load_file(path / "model.safetensors")
+    if config.method.kind in ("lora", "qlora"):
+        base = replace(base_of(config), quant_bits=None)  # as for final/: merged into unquantized weights
+        model = load_base_model(base, _load_dtype(base, device), device)
+        model = with_adapter(model, config.method, config.train.seed, empty=True)
+        load_trainable_state_dict(model, weights)
+        return model.merge_and_unload(), artefact.tokenizer
+    model = _empty_model(config, artefact)
+    load_trainable_state_dict(model, weights)
+    dtype = torch_dtype(str(config.train.precision))
+    for parameter in model.parameters():  # not model.to(dtype), which would cast RoPE's buffers too
+        written = parameter.data.to(dtype)
+        parameter.data = written.float() if _is_slow_in_bf16(device) else written
+    add_stop_tokens(model, artefact.stop_ids)
+    return model.to(device), artefact.tokenizer
+
+
+def _empty_model(config: RunConfig, artefact: Artefact) -> Any:
+    """The model that a run with all weights trains, before the checkpoint's weights are loaded."""
+    if config.model.base is None:
+        sizes = (artefact.vocab_size, artefact.max_length, artefact.pad_id, artefact.stop_ids)
+        return build_model(config.model, *sizes, config.train.seed)
+    model = load_base_model(base_of(config), torch_dtype("fp32"), "cpu")
+    if artefact.vocab_size > model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(artefact.vocab_size, mean_resizing=False)
+    return model
+
+
+def _trusts_remote_code(run: RunFolder | None) -> bool:
     """Whether the run that made the model has `model.trust_remote_code`."""
-    config = RunFolder(path.parent).config
-    return config.is_file() and read_config(config).model.trust_remote_code
+    return run is not None and run.config.is_file() and read_config(run.config).model.trust_remote_code
+
+
+def _is_slow_in_bf16(device: str) -> bool:
+    return device == "cpu" and cpu_bf16_feature() is None
 
 
 def _load_dtype(base: BaseModelSource, device: str) -> Any:
     """The checkpoint's own dtype; fp32 for GGUF files, and on CPUs without native bf16."""
     import torch
 
-    slow = device == "cpu" and cpu_bf16_feature() is None
-    return torch.float32 if slow or base.name_or_path.endswith(".gguf") else "auto"
+    return torch.float32 if _is_slow_in_bf16(device) or base.name_or_path.endswith(".gguf") else "auto"

@@ -16,26 +16,34 @@ from sojourn.resolve.training import lora_alpha
 ADAPTER_FILE = "adapter_config.json"
 
 
+def with_adapter(model: nn.Module, method: MethodConfig, seed: int, empty: bool = False) -> nn.Module:
+    """The frozen model with the adapter that a run trains: `method.adapter`, or a new one, in fp32. `empty`: without
+    its weights."""
+    model.requires_grad_(False)
+    if method.adapter is not None:
+        model = (empty_adapter if empty else load_adapter)(model, method.adapter, trainable=True)
+    else:
+        model = add_adapter(model, method, seed)
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # peft leaves modules_to_save in the dtype of the base
+            parameter.data = parameter.data.float()
+    return model
+
+
 def add_adapter(model: nn.Module, method: MethodConfig, seed: int) -> nn.Module:
     """The model with a new adapter; only the adapter is trained. Its initial weights depend on `seed` only."""
     import torch
     from peft import LoraConfig, get_peft_model
 
-    linear, alpha = _target_names(model.get_decoder(), linear=True), lora_alpha(method)
-    everywhere = method.targets == ["all-linear"]
-    if not linear:
-        raise UserError("method.kind: this model has no linear layers for an adapter")
-    _check_tied(model, method.targets)
+    alpha, targets = lora_alpha(method), check_adapter_names(model, method)
     config = LoraConfig(
         r=method.rank,
         lora_alpha=int(alpha) if alpha == int(alpha) else alpha,  # some loaders require an integer
         lora_dropout=method.dropout,
-        target_modules=linear
-        if everywhere
-        else _check_names(method.targets, _target_names(model, linear=False), "targets"),
+        target_modules=targets,
         use_rslora=method.rslora,
         use_dora=method.dora,
-        modules_to_save=_check_names(method.modules_to_save, _module_names(model), "modules_to_save") or None,
+        modules_to_save=list(method.modules_to_save) or None,
         task_type="CAUSAL_LM",
     )
     torch.manual_seed(seed)
@@ -45,13 +53,31 @@ def add_adapter(model: nn.Module, method: MethodConfig, seed: int) -> nn.Module:
         raise UserError(f"method: no adapter fits this model: {' '.join(str(error).split())[:200]}") from None
 
 
+def check_adapter_names(model: nn.Module, method: MethodConfig) -> list[str]:
+    """The layers that get an adapter. peft ignores names that the model does not have; here they are errors."""
+    linear = _target_names(model.get_decoder(), linear=True)
+    if not linear:
+        raise UserError("method.kind: this model has no linear layers for an adapter")
+    _check_tied(model, method.targets)
+    _check_names(method.modules_to_save, _module_names(model), "modules_to_save")
+    if method.targets == ["all-linear"]:
+        return linear
+    _check_names(method.targets, _target_names(model, linear=False), "targets")
+    return list(method.targets)
+
+
+def refuse_missing_adapter(folder: str | Path) -> Path:
+    path = Path(folder).expanduser()
+    if not (path / ADAPTER_FILE).is_file():
+        raise UserError(f"method.adapter: {folder}: no adapter there (no {ADAPTER_FILE})")
+    return path
+
+
 def load_adapter(model: nn.Module, folder: str | Path, trainable: bool) -> nn.Module:
     """The model with the adapter in `folder`, as peft writes it."""
     from peft import PeftModel
 
-    path = Path(folder).expanduser()
-    if not (path / ADAPTER_FILE).is_file():
-        raise UserError(f"method.adapter: {folder}: no adapter there (no {ADAPTER_FILE})")
+    path = refuse_missing_adapter(folder)
     try:
         return PeftModel.from_pretrained(model, str(path), is_trainable=trainable)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
@@ -88,8 +114,7 @@ def write_adapter(model: nn.Module, weights: dict[str, Tensor], folder: Path, ba
     (folder / "README.md").unlink(missing_ok=True)
 
 
-def _check_names(names: list[str], allowed: list[str], key: str) -> list[str]:
-    """peft ignores names that the model does not have; here they are errors."""
+def _check_names(names: list[str], allowed: list[str], key: str) -> None:
     for name in names:
         if name not in allowed:
             some = ", ".join(name for name in allowed if "proj" in name or "embed" in name or "head" in name)
@@ -97,7 +122,6 @@ def _check_names(names: list[str], allowed: list[str], key: str) -> list[str]:
                 f"method.{key}: this model has no “{printable(name)}”{did_you_mean(name, allowed)}; allowed: {some}"
                 + (", or all-linear" if key == "targets" else "")
             )
-    return list(names)
 
 
 def _check_tied(model: nn.Module, targets: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
 import struct
@@ -10,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sojourn.config.schema import RunConfig
 from sojourn.errors import RunFailed, UserError
 from sojourn.model.quiet import quiet_transformers, suppress_stderr
 from sojourn.storage.files import NotValid, load_json
+from sojourn.storage.gguf_cache import GgufCache
 from sojourn.storage.hub_access import not_cached_error, offline_reason
 
 # What transformers, torch and gguf raise for files that are not what they should be
@@ -40,37 +43,69 @@ class BaseModelSource:
     sharded: bool = False
 
     @property
+    def gguf_file(self) -> Path | None:
+        path = Path(self.name_or_path).expanduser()
+        return path if path.suffix == ".gguf" and path.is_file() else None
+
+    @property
     def from_pretrained_args(self) -> dict[str, Any]:
         """Arguments of transformers' `from_pretrained`."""
         path = Path(self.name_or_path).expanduser()
         common = {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
-        if path.suffix == ".gguf" and path.is_file():
+        if self.gguf_file is not None:
             return {**common, "pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
         if path.is_dir():
             return {**common, "pretrained_model_name_or_path": str(path)}
         return {**common, "pretrained_model_name_or_path": self.name_or_path}
 
 
+def base_of(config: RunConfig) -> BaseModelSource:
+    model, method = config.model, config.method
+    bits = method.bits if method.kind == "qlora" else None
+    sharded = config.parallel.engine == "fsdp"
+    return BaseModelSource(str(model.base), model.revision, model.trust_remote_code, bits, method.double_quant, sharded)
+
+
 def load_base_model(base: BaseModelSource, dtype: Any, device: str) -> Any:
     """The model on its device, in `dtype`, or quantized."""
-    import transformers
-    from safetensors import SafetensorError
-
     quiet_transformers()
     _check_source(base)
-    extra: dict[str, Any] = {}
-    is_gguf = "gguf_file" in base.from_pretrained_args
-    if base.quant_bits is not None:
-        extra["quantization_config"] = _quantization_config(base, dtype)
-    elif is_gguf and hasattr(transformers, "GgufConfig"):  # newer versions might keep it quantized
+    if base.gguf_file is not None:
+        return _load_gguf(base, base.gguf_file, dtype, device)
+    extra = {"quantization_config": _quantization_config(base, dtype)} if base.quant_bits is not None else {}
+    return _from_pretrained(base, {**base.from_pretrained_args, **extra}, dtype, device)
+
+
+def _load_gguf(base: BaseModelSource, file: Path, dtype: Any, device: str) -> Any:
+    """Dequantized once and kept: that takes far longer than reading the result."""
+    import transformers
+
+    cache, name = GgufCache(file, "model.base"), str(dtype).removeprefix("torch.")
+    found = cache.find(name, "float32")
+    if found is not None:
+        with contextlib.suppress(UserError):
+            return _from_pretrained(base, {"pretrained_model_name_or_path": str(found)}, dtype, device)
+        cache.drop(found)
+    extra = {}
+    if hasattr(transformers, "GgufConfig"):  # newer versions might keep it quantized
         extra["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    with suppress_stderr(True):
+        model = _from_pretrained(base, {**base.from_pretrained_args, **extra}, dtype, device)
+    _forget_quantization(model)
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    cache.keep(name, size, model.save_pretrained)
+    return model
+
+
+def _from_pretrained(base: BaseModelSource, given: dict[str, Any], dtype: Any, device: str) -> Any:
+    """transformers' model, complete, on its device; one-line errors."""
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
     if base.quant_bits is not None or device == "cuda":
-        extra["device_map"] = {"": device}
+        given = {**given, "device_map": {"": device}}
     try:
-        with suppress_stderr(is_gguf):
-            model, info = transformers.AutoModelForCausalLM.from_pretrained(
-                **base.from_pretrained_args, dtype=dtype, output_loading_info=True, **extra
-            )
+        model, info = AutoModelForCausalLM.from_pretrained(**given, dtype=dtype, output_loading_info=True)
     except (*_BAD_MODEL, SafetensorError) as error:
         raise _load_error(base, error) from None
     except RuntimeError as error:
@@ -83,24 +118,26 @@ def load_base_model(base: BaseModelSource, dtype: Any, device: str) -> Any:
             f"model.base: {base.name_or_path} lacks {len(missing)} of the weights of a {type(model).__name__}, such as "
             f"{sorted(missing)[0]}; is it complete, and a causal language model?"
         )
-    if is_gguf:
-        _forget_quantization(model)
-    return model if "device_map" in extra else model.to(device)
+    return model if "device_map" in given else model.to(device)
 
 
 def empty_base_model(base: BaseModelSource, dtype: Any) -> Any:
     """The same model with uninitialized weights, which take no memory until they are written."""
+    model = meta_model(base, dtype).to_empty(device="cpu")
+    model.tie_weights()
+    return model
+
+
+def meta_model(base: BaseModelSource, dtype: Any = None) -> Any:
+    """The same model without memory for its weights."""
     import torch
     from transformers import AutoModelForCausalLM
 
     quiet_transformers()
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
+        return AutoModelForCausalLM.from_config(
             load_model_config(base), dtype=dtype, trust_remote_code=base.trust_remote_code
         )
-    model = model.to_empty(device="cpu")
-    model.tie_weights()
-    return model
 
 
 def _forget_quantization(model: Any) -> None:
@@ -112,12 +149,26 @@ def _forget_quantization(model: Any) -> None:
 
 def load_model_config(base: BaseModelSource) -> Any:
     """The model's transformers config."""
-    from transformers import AutoConfig
-
     quiet_transformers()
     _check_source(base)
+    if base.gguf_file is None:
+        return _read_config(base, base.from_pretrained_args)
+    cache = GgufCache(base.gguf_file, "model.base")
+    found = cache.find("config")
+    if found is not None:
+        with contextlib.suppress(UserError):
+            return _read_config(base, {"pretrained_model_name_or_path": str(found)})
+        cache.drop(found)
+    config = _read_config(base, base.from_pretrained_args)
+    cache.keep("config", 0, config.save_pretrained)
+    return config
+
+
+def _read_config(base: BaseModelSource, given: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
     try:
-        return AutoConfig.from_pretrained(**base.from_pretrained_args)
+        return AutoConfig.from_pretrained(**given)
     except _BAD_MODEL as error:
         raise _load_error(base, error) from None
 
@@ -169,13 +220,17 @@ def _check_source(base: BaseModelSource) -> None:
             )
 
 
-def _quantization_config(base: BaseModelSource, dtype: Any) -> Any:
+def require_bitsandbytes(setting: str) -> None:
     from importlib.util import find_spec
 
+    if find_spec("bitsandbytes") is None:
+        raise UserError(f"{setting} needs the package bitsandbytes; run: pip install bitsandbytes")
+
+
+def _quantization_config(base: BaseModelSource, dtype: Any) -> Any:
     from transformers import BitsAndBytesConfig
 
-    if find_spec("bitsandbytes") is None:
-        raise UserError("method.kind: qlora needs the package bitsandbytes; run: pip install bitsandbytes")
+    require_bitsandbytes("method.kind: qlora")
     if base.quant_bits == 8:
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(

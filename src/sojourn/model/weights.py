@@ -1,14 +1,15 @@
-"""The tensors of a model that training changes, by name, each once (a tied LM head is its embedding)."""
+"""The tensors of a model that training changes, by name, each once (a tied LM head is its embedding); their dtype and
+the stop tokens where they leave training."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sojourn.errors import UserError
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor, dtype, nn
 
 
 def trainable_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -49,3 +50,17 @@ def check_state_dict(current: dict[str, Tensor], loaded: dict[str, Tensor]) -> N
         raise UserError(
             f"the checkpoint belongs to another model ({wrong[0]} differs); give this run another name: name=NEW"
         )
+
+
+def torch_dtype(precision: str) -> dtype:
+    import torch
+
+    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
+
+
+def add_stop_tokens(model: Any, stop_ids: list[int]) -> Any:
+    """The model's generation settings, which stop at these tokens too."""
+    settings = model.generation_config
+    known = settings.eos_token_id if isinstance(settings.eos_token_id, list) else [settings.eos_token_id]
+    settings.eos_token_id = list(dict.fromkeys([*stop_ids, *(i for i in known if i is not None)]))
+    return settings

@@ -15,6 +15,7 @@ from typing import Any
 from sojourn.storage.files import read_json, write_json
 
 FILE = "identity.json"
+MODEL_MARK = "sojourn.json"  # in final/ and best/: which run, and which of its steps, the model is of
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,3 +46,17 @@ def recover(target: Path) -> None:
 
 def _old_path(target: Path) -> Path:
     return target.with_name(f".old-{target.name}")
+
+
+def live_stages(folder: Path, name: str = "*") -> list[Path]:
+    """Stages for `name` that other processes write at this moment; those of processes that are gone are removed."""
+    import psutil
+
+    live = []
+    for stage in folder.glob(f".stage-*-{name}"):
+        pid = stage.name.split("-")[1]
+        if not (pid.isdigit() and psutil.pid_exists(int(pid))):
+            shutil.rmtree(stage, ignore_errors=True)
+        elif int(pid) != os.getpid():
+            live.append(stage)
+    return live

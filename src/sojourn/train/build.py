@@ -10,18 +10,16 @@ from sojourn.config.schema import RunConfig
 from sojourn.data.artefact import Artefact
 from sojourn.errors import UserError
 from sojourn.model.activation_checkpointing import apply_activation_checkpointing
-from sojourn.model.adapter import add_adapter, disable_adapter_upcast, empty_adapter, load_adapter
-from sojourn.model.base import empty_base_model, load_base_model
+from sojourn.model.adapter import disable_adapter_upcast, with_adapter
+from sojourn.model.base import base_of, empty_base_model, load_base_model
 from sojourn.model.kernels.smoke_test import disable_hopper_kernels, smoke_test_hopper_kernels
 from sojourn.model.layers import compile_layers
 from sojourn.model.network import Network, restore_attention, wrap_model
 from sojourn.model.parity_check import check_parity
 from sojourn.model.prune_last_layer import prune_last_layer
 from sojourn.model.scratch import build_model
+from sojourn.model.weights import torch_dtype
 from sojourn.train.batcher import Batcher
-from sojourn.train.model_spec import base_of
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def build_network(config: RunConfig, artefact: Artefact, device: str) -> Network:
@@ -81,7 +79,7 @@ def prepare_for_steps(network: Network, config: RunConfig) -> None:
 def _load_base(config: RunConfig, artefact: Artefact, device: str, empty: bool) -> Any:
     """The base model; with an adapter for lora and qlora."""
     kind, frozen = config.method.kind, config.method.kind in ("lora", "qlora")
-    dtype = DTYPES[str(config.train.precision)] if frozen else torch.float32
+    dtype = torch_dtype(str(config.train.precision)) if frozen else torch.float32
     model = empty_base_model(base_of(config), dtype) if empty else load_base_model(base_of(config), dtype, device)
     rows = model.get_input_embeddings().weight.shape[0]
     if artefact.vocab_size > rows:
@@ -95,14 +93,7 @@ def _load_base(config: RunConfig, artefact: Artefact, device: str, empty: bool) 
         if getattr(model, "quantization_method", None) is not None:
             raise UserError(f"method.kind: {kind} trains all weights, but those of model.base are quantised; use qlora")
         return model.requires_grad_(True)
-    model.requires_grad_(False)
-    if config.method.adapter is not None:
-        model = (empty_adapter if empty else load_adapter)(model, config.method.adapter, trainable=True)
-    else:
-        model = add_adapter(model, config.method, config.train.seed)
-    for parameter in model.parameters():
-        if parameter.requires_grad:  # peft leaves modules_to_save in the dtype of the base
-            parameter.data = parameter.data.float()
+    model = with_adapter(model, config.method, config.train.seed, empty)
     if config.train.precision != "fp32":
         disable_adapter_upcast(model)
     return model

@@ -8,20 +8,13 @@ from typing import Any
 from sojourn.catalog.models import ModelSpec
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
-from sojourn.model.base import BaseModelSource, load_model_config
+from sojourn.model.base import base_of, load_model_config
 from sojourn.resolve.model_spec import of_settings
 from sojourn.resolve.new_model import llama_spec, new_model_spec
 
 # Older families have other names for these in their files; transformers' objects answer to both.
 _NAMES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "tie_word_embeddings",
           "attention_dropout", "attn_pdrop", "attn_logit_softcapping")  # fmt: skip
-
-
-def base_of(config: RunConfig) -> BaseModelSource:
-    model, method = config.model, config.method
-    bits = method.bits if method.kind == "qlora" else None
-    sharded = config.parallel.engine == "fsdp"
-    return BaseModelSource(str(model.base), model.revision, model.trust_remote_code, bits, method.double_quant, sharded)
 
 
 def local_model_spec(config: RunConfig) -> ModelSpec:

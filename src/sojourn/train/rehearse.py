@@ -19,12 +19,13 @@ from sojourn.config.quantities import Duration
 from sojourn.config.schema import RunConfig
 from sojourn.errors import RunFailed
 from sojourn.estimate.memory import memory as planned_memory
+from sojourn.run.checkpoints import list_checkpoints
 from sojourn.run.folder import RunFolder
 from sojourn.run.ledger import Ledger
 from sojourn.storage.disk import remove_folder
 from sojourn.train.batcher import Prefetcher
 from sojourn.train.calibration import record_rehearsal, workload_of_session
-from sojourn.train.checkpoint.checkpoint import list_checkpoints, load_newest
+from sojourn.train.checkpoint.checkpoint import load_newest
 from sojourn.train.checkpoint.mirroring import open_run_mirror
 from sojourn.train.checkpoint.saving import Saver
 from sojourn.train.fault_tolerant_step import FaultTolerantStep

@@ -39,6 +39,7 @@ from sojourn.train.faults.oom_fallback import load_fallbacks, merge_fallbacks
 from sojourn.train.metrics.environment import describe_environment, device_name
 from sojourn.train.metrics.meters import MfuInputs
 from sojourn.train.model_spec import local_model_spec
+from sojourn.train.named_files import check_named_files
 from sojourn.train.objective.base import Objective
 from sojourn.train.objective.registry import make_objective
 from sojourn.train.ranks import Ranks
@@ -99,7 +100,10 @@ def open_session(config: RunConfig, run: RunFolder, ranks: Ranks, mirror: Mirror
     device = device_name(ranks.device)
     is_known = previous_config(run) is not None
     config, reasons = _resolve_on_main(config, run, ranks, device)
+    check_named_files(config)
     artefact = _prepare(config, ranks)
+    if ranks.is_main:
+        _warn_without_held_out_rows(config, artefact)
     _refuse_other_data(run, artefact)
     identity = _identity(config, run, ranks, artefact, is_known)
     objective = make_objective(config, artefact)
@@ -189,6 +193,15 @@ def _prepare(config: RunConfig, ranks: Ranks) -> Artefact:
             "data of the first machine to the others"
         )
     return artefact
+
+
+def _warn_without_held_out_rows(config: RunConfig, artefact: Artefact) -> None:
+    if config.train.eval_every is not None and not len(artefact.eval):
+        print_line(
+            "warning: train.eval_every asks for evaluations, but no rows are held out: data.eval_fraction is "
+            f"{config.data.eval_fraction:g} of {len(artefact.train):,} rows; set data.eval_fraction=0.1, or "
+            "data.eval_sources=FILE"
+        )
 
 
 def _check_disk(config: RunConfig, run: RunFolder, engine: Engine) -> None:

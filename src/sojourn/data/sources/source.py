@@ -17,12 +17,12 @@ from sojourn.config.messages import did_you_mean
 from sojourn.data import builtin
 from sojourn.data.sources.chunks import Chunk, parse_record
 from sojourn.data.sources.document import Document, Message
-from sojourn.data.sources.file_digests import FileDigests
 from sojourn.data.sources.files import find_files, suffix_of, user_path
 from sojourn.data.sources.formats import BadRecord, detect_format, rename_columns
 from sojourn.data.sources.readers import group_records, read_file
 from sojourn.data.sources.texts import split_documents
 from sojourn.errors import UserError
+from sojourn.storage.file_digests import FileDigests
 
 if TYPE_CHECKING:
     from sojourn.data.sources.hub import HubTable

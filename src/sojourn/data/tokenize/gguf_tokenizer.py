@@ -2,39 +2,42 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
+import atexit
 import shutil
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
 from sojourn.errors import UserError
+from sojourn.storage.gguf_cache import GgufCache
+
+_BYTES = 1 << 19  # small files: no line about them
 
 
 def extract_tokenizer(file: Path) -> Path:
     """The folder with the tokenizer that transformers rebuilds from the file's vocabulary, merges and template."""
     if find_spec("gguf") is None or find_spec("torch") is None:
         raise UserError("data.tokenizer: a GGUF file needs the packages gguf and torch; run: pip install gguf torch")
-    from platformdirs import user_cache_path
-
-    stat = file.stat()
-    name = hashlib.sha256(f"{file.resolve()}\n{stat.st_size}\n{stat.st_mtime_ns}".encode()).hexdigest()[:16]
-    folder = user_cache_path("sojourn") / "tokenizers" / name
-    if (folder / "tokenizer.json").is_file():
-        return folder
+    cache = GgufCache(file, "data.tokenizer")
+    found = cache.find("tokenizer")
+    if found is not None:
+        if (found / "tokenizer.json").is_file():
+            return found
+        cache.drop(found)
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    stage = folder.with_name(f".{name}-{os.getpid()}")
     try:
-        AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(stage)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     except (OSError, ValueError, KeyError, NotImplementedError) as error:
-        shutil.rmtree(stage, ignore_errors=True)
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"data.tokenizer: {file}: its tokenizer cannot be read: {reason}") from None
-    if not (folder / "tokenizer.json").is_file():
-        shutil.rmtree(folder, ignore_errors=True)
-        stage.rename(folder)
+    kept = cache.keep("tokenizer", _BYTES, tokenizer.save_pretrained)
+    if kept is not None:
+        return kept
+    folder = Path(tempfile.mkdtemp(prefix="sojourn-"))  # for this process
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    tokenizer.save_pretrained(folder)
     return folder

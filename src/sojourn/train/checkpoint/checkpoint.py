@@ -10,22 +10,17 @@ the newest good one is never removed. Nothing is removed through a symlink.
 from __future__ import annotations
 
 import contextlib
-import re
 import shutil
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sojourn.errors import RunFailed, UserError
-from sojourn.run.ledger import is_amount
+from sojourn.run.checkpoints import MANIFEST, PARTS, file_damage, find_damage, is_state, list_checkpoints, step_of
 from sojourn.storage import disk
 from sojourn.storage.files import (
     CannotRead,
-    NotValid,
-    file_size,
-    is_plain_name,
     load_json,
     read_json,
     read_json_object,
@@ -41,9 +36,6 @@ from sojourn.train.checkpoint.safetensors_writer import write_tensors
 if TYPE_CHECKING:
     from torch import Tensor
 
-MANIFEST = "manifest.json"
-PARTS = ("model", "optimizer", "random")
-_FILES = {"state.json", *(f"{part}.safetensors" for part in PARTS)}
 _REMOVING = ".removing-"
 _verified: set[tuple[str, int]] = set()  # path and mtime of the manifest: written or read whole by this process
 
@@ -181,41 +173,6 @@ def refuse_damaged(path: Path) -> None:
         )
 
 
-def find_damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, or None if every byte matches its manifest. Raises `CannotRead`, which is no
-    damage, where the machine fails."""
-    manifest = read_json(path / MANIFEST)
-    if not isinstance(manifest, dict) or not manifest.keys() >= _FILES:
-        return "no readable manifest"
-    if not all(is_plain_name(name) for name in manifest):
-        return "the manifest lists files outside this folder"
-    with ThreadPoolExecutor() as threads:  # hashing releases the GIL
-        damages = threads.map(lambda item: _file_damage(path / item[0], item[1]), manifest.items())
-        damage = next((damage for damage in damages if damage is not None), None)
-    return damage or (None if _is_state(read_json(path / "state.json")) else "state.json is not a state")
-
-
-def _is_state(state: Any) -> bool:
-    """Whether state.json has what resuming needs."""
-    if not isinstance(state, dict) or not isinstance(state.get("scaler") or {}, dict):
-        return False
-    step, costs = state.get("step"), (state.get("seconds", 0.0), state.get("money", 0.0))
-    return type(step) is int and step >= 0 and all(map(is_amount, costs))
-
-
-def _file_damage(file: Path, listed: Any) -> str | None:
-    if not isinstance(listed, dict) or not {"size", "sha256"} <= listed.keys():
-        return "no readable manifest"
-    try:
-        if file_size(file) != listed["size"]:
-            return f"{file.name} has the wrong size"
-        return None if sha256(file) == listed["sha256"] else f"{file.name} has changed"
-    except FileNotFoundError:
-        return f"{file.name} is missing"
-    except NotValid as error:
-        return f"{file.name} is {error}"
-
-
 def read_verified(path: Path) -> Checkpoint:
     """Of a checkpoint that was found undamaged."""
     from safetensors.torch import load_file
@@ -236,7 +193,7 @@ def cost_so_far(folder: Path) -> tuple[float, float]:
     """Seconds and money, as the newest checkpoint with an undamaged state.json has them."""
     for path in reversed(list_checkpoints(folder)):
         listed, state = read_json_object(path / MANIFEST).get("state.json"), read_json(path / "state.json")
-        if _is_state(state) and _file_damage(path / "state.json", listed) is None:
+        if is_state(state) and file_damage(path / "state.json", listed) is None:
             return float(state.get("seconds", 0.0)), float(state.get("money", 0.0))
     return 0.0, 0.0
 
@@ -244,16 +201,6 @@ def cost_so_far(folder: Path) -> tuple[float, float]:
 def file_digest(file: Path) -> dict[str, Any]:
     """One file's entry in the manifest."""
     return {"size": file.stat().st_size, "sha256": sha256(file)}
-
-
-def step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Oldest first, by step (copies have other times)."""
-    paths = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name) and path.is_dir()]
-    return sorted(paths, key=step_of)
 
 
 def recover(folder: Path, keep: Retention) -> None:

@@ -17,12 +17,11 @@ from sojourn.config.schema import RunConfig
 from sojourn.data.artefact import Artefact
 from sojourn.errors import RunFailed, UserError
 from sojourn.model.adapter import write_adapter
-from sojourn.run.identity import Identity, is_foreign
+from sojourn.model.weights import add_stop_tokens, torch_dtype
+from sojourn.run.identity import MODEL_MARK, Identity, is_foreign
 from sojourn.storage.disk import sync_file
 from sojourn.storage.files import read_json, write_json
 from sojourn.storage.stage import staged
-
-IDENTITY = "sojourn.json"  # which run, and which of its steps, a model is of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 def refuse_foreign_model(folder: Path, identity: Identity) -> None:
     """Writing `final/` would replace another run's model."""
-    if is_foreign(read_json(folder / IDENTITY), identity):
+    if is_foreign(read_json(folder / MODEL_MARK), identity):
         raise UserError(f"{folder}: the model of another run; move it away, or give this run another name: name=NEW")
 
 
@@ -70,19 +69,15 @@ def _write(
             shutil.copy(file, stage / file.name)
         shutil.copy(artefact.path / "probes.json", stage / "probes.json")
         if mark is not None:
-            write_json(stage / IDENTITY, mark)
+            write_json(stage / MODEL_MARK, mark)
         for file in stage.iterdir():
             sync_file(file)
 
 
 def _write_model(model: Any, weights: dict[str, Tensor], artefact: Artefact, stage: Path, precision: str) -> None:
-    import torch
-
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
+    dtype = torch_dtype(precision)
     state = {name: value.detach().to("cpu", dtype) for name, value in weights.items()}
-    settings = model.generation_config
-    known = settings.eos_token_id if isinstance(settings.eos_token_id, list) else [settings.eos_token_id]
-    settings.eos_token_id = list(dict.fromkeys([*artefact.stop_ids, *(i for i in known if i is not None)]))
+    settings = add_stop_tokens(model, artefact.stop_ids)
     if any(getattr(settings, name, None) is not None for name in ("temperature", "top_p", "top_k")):
         settings.do_sample = True  # some bases set these with do_sample=False, which transformers refuses to save
     model.config.use_cache = True

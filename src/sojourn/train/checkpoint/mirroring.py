@@ -13,6 +13,7 @@ from pathlib import Path
 from sojourn.config.schema import RunConfig
 from sojourn.errors import RunFailed, UserError
 from sojourn.machine.platform import detect, is_persistent
+from sojourn.run.checkpoints import find_damage, list_checkpoints, step_of
 from sojourn.run.folder import RunFolder
 from sojourn.run.identity import is_foreign, read_identity
 from sojourn.run.lock import OwnershipLost
@@ -20,7 +21,7 @@ from sojourn.run.mirror_claim import MirrorClaim
 from sojourn.storage.files import CannotRead, read_json
 from sojourn.storage.mirror import MirrorFailed
 from sojourn.storage.mirror_process import MirrorProcess
-from sojourn.train.checkpoint.checkpoint import Retention, find_damage, list_checkpoints, step_of
+from sojourn.train.checkpoint.checkpoint import Retention
 
 RUN_FILES = (
     "identity.json", "run.yaml", "environment.json", "ledger.json", "ladder.json", "metrics.jsonl", "events.jsonl",

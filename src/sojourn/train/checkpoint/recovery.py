@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from sojourn.config.load import read_config
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
+from sojourn.run.checkpoints import list_checkpoints, step_of
 from sojourn.run.folder import RunFolder
 from sojourn.run.identity import (
     Identity,
@@ -27,7 +28,7 @@ from sojourn.run.identity import (
 from sojourn.run.mirror_claim import mirror_identity, refuse_foreign_mirror
 from sojourn.storage.files import CannotRead, read_json
 from sojourn.storage.mirror import Mirror, MirrorDamaged, MirrorFailed
-from sojourn.train.checkpoint.checkpoint import list_checkpoints, remove, set_aside, step_of, verify
+from sojourn.train.checkpoint.checkpoint import remove, set_aside, verify
 from sojourn.train.checkpoint.config_changes import harmful_changes, settings_hash
 from sojourn.train.checkpoint.mirroring import RUN_FILES
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sojourn.machine.hardware import memory
-from sojourn.train.checkpoint.checkpoint import PARTS, Checkpoint
+from sojourn.run.checkpoints import PARTS
+from sojourn.train.checkpoint.checkpoint import Checkpoint
 from sojourn.train.faults.oom_fallback import is_oom
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from sojourn.errors import RunFailed
+from sojourn.run.checkpoints import find_damage, list_checkpoints, step_of
 from sojourn.run.folder import RunFolder
 from sojourn.storage.stage import staged
-from sojourn.train.checkpoint.checkpoint import find_damage, list_checkpoints, step_of
 from sojourn.train.ranks import Ranks
 
 _CHUNK_BYTES = 64 << 20

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from sojourn.config.schema import SaveConfig
 from sojourn.errors import UserError
 from sojourn.model.weights import all_finite
+from sojourn.run.checkpoints import checkpoint_path
 from sojourn.run.folder import RunFolder
 from sojourn.run.identity import is_foreign, read_identity
 from sojourn.storage.files import read_json
@@ -124,15 +124,6 @@ def _find_start(path: Path) -> Path:
         if newest is None:
             raise UserError(f"{path}: this run has no checkpoint to start from; leave out --fork or save.resume")
         return newest
-    path = _own_spelling(path)
+    path = checkpoint_path(path)
     refuse_damaged(path)
     return path
-
-
-def _own_spelling(path: Path) -> Path:
-    """`RUN/checkpoint-80`, as other trainers name it, is our `RUN/checkpoints/step-00000080`."""
-    match = re.fullmatch(r"checkpoint-(\d{1,8})", path.name)
-    if match is None or path.exists():
-        return path
-    ours = path.parent / "checkpoints" / f"step-{int(match[1]):08d}"
-    return ours if ours.exists() else path

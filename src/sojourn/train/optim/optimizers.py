@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sojourn.config.schema import TrainConfig
-from sojourn.errors import UserError
+from sojourn.model.base import require_bitsandbytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -178,11 +178,8 @@ def _make(groups: list[dict[str, Any]], train: TrainConfig, device: str) -> Any:
         return AdamW(groups, **settings, fused=True)
     if train.optimizer == "adamw":
         return torch.optim.AdamW(groups, **settings, fused=device in ("cpu", "cuda"))
-    try:
-        import bitsandbytes
-    except ImportError:
-        raise UserError(
-            f"train.optimizer: {train.optimizer} needs the package bitsandbytes; run: pip install bitsandbytes"
-        ) from None
+    require_bitsandbytes(f"train.optimizer: {train.optimizer}")
+    import bitsandbytes
+
     kinds = {"adamw_8bit": "AdamW8bit", "paged_adamw": "PagedAdamW", "paged_adamw_8bit": "PagedAdamW8bit"}
     return getattr(bitsandbytes.optim, kinds[train.optimizer])(groups, **settings)

@@ -1,7 +1,8 @@
-"""SHA-256 of source files, cached by path, size and modification time, so that unchanged files are not read again."""
+"""SHA-256 of files, cached by path, size and times, so that unchanged files are not read again."""
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ _MTIME_GRAIN_NS = 2_000_000_000  # a file changed more recently may change again
 
 
 class FileDigests:
-    def __init__(self, cache_file: Path) -> None:
-        self._cache_file = cache_file
+    """`setting`: the one that names the files, for messages."""
+
+    def __init__(self, cache_file: Path, setting: str = "data.sources") -> None:
+        self._cache_file, self._setting = cache_file, setting
         cached = read_json(cache_file)
         self._cached: dict[str, Any] = cached if isinstance(cached, dict) else {}
         self._changed = False
@@ -24,26 +27,31 @@ class FileDigests:
         path = file.resolve()
         try:
             stat = path.stat()
-            self._used[path] = stamp = [stat.st_size, stat.st_mtime_ns, stat.st_ino]
+            self._used[path] = _content_stamp(stat)
+            # Nobody can set the change time back, as `cp -p`, rsync and archives do with the modification time.
+            stamp = [*_content_stamp(stat), stat.st_ctime_ns]
             cached = self._cached.get(str(path))
-            if isinstance(cached, list) and cached[:3] == stamp:
-                return str(cached[3])
+            if isinstance(cached, list) and cached[:-1] == stamp:
+                return str(cached[-1])
             began = time.time_ns()
             digest = sha256(path)
         except OSError as error:
-            raise UserError(f"data.sources: {file}: cannot be read: {error.strerror or error}") from None
+            raise UserError(f"{self._setting}: {file}: cannot be read: {error.strerror or error}") from None
         if stat.st_mtime_ns < began - _MTIME_GRAIN_NS:
             self._cached[str(path)] = [*stamp, digest]
             self._changed = True
         return digest
 
     def check_unchanged(self) -> None:
-        """No file may change while it is read: the artefact's hash would belong to other bytes."""
+        """No file may change while it is read: what is made of it would have the hash of other bytes."""
         for path, stamp in self._used.items():
-            stat = path.stat()
-            if [stat.st_size, stat.st_mtime_ns, stat.st_ino] != stamp:
-                raise UserError(f"data.sources: {path}: the file changed while it was read; run the command again")
+            if _content_stamp(path.stat()) != stamp:
+                raise UserError(f"{self._setting}: {path}: the file changed while it was read; run the command again")
 
     def save(self) -> None:
         if self._changed:
             write_json(self._cache_file, self._cached)
+
+
+def _content_stamp(stat: os.stat_result) -> list[int]:
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ino]
