@@ -15,6 +15,7 @@ import re
 import shutil
 import signal
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ def install_faults(
 ) -> None:
     """Installs the faults of a `TrainCall`, given its fields, in this process."""
     kept = Log(Path(log))
+    kept.add("start")
     _record_steps(kept, fill)
     if faults or log_calls:
         _wrap_disk_calls(kept, run, faults, log_calls)
@@ -39,7 +41,9 @@ class Log:
         self._handle = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o644)
 
     def add(self, what: str, **facts: Any) -> None:
-        os.write(self._handle, (json.dumps({"what": what, "pid": os.getpid(), **facts}) + "\n").encode())
+        os.write(
+            self._handle, (json.dumps({"what": what, "pid": os.getpid(), "time": time.time(), **facts}) + "\n").encode()
+        )
 
 
 def _record_steps(log: Log, fill: dict[str, Any] | None) -> None:
