@@ -15,9 +15,11 @@ from sojourn.data.inputs import open_inputs
 from sojourn.data.prepare import prepare
 from sojourn.data.preview import make_preview
 from sojourn.data.sources.chunks import parse_chunk
+from sojourn.data.sources.columns import rename_columns
 from sojourn.data.sources.document import Message
-from sojourn.data.sources.formats import NAMES, BadRecord, EmptyRecord, detect_format, rename_columns, to_document
+from sojourn.data.sources.formats import NAMES, detect_format, to_document
 from sojourn.data.sources.source import open_source
+from sojourn.data.sources.values import BadRecord, EmptyRecord
 from sojourn.data.tokenize.bpe import train_bpe
 from sojourn.data.tokenize.span_tokenizer import SpannedText, SpanTokenizer
 from sojourn.data.tokenize.tokenizer import TokenizerBundle, open_tokenizer
@@ -331,7 +333,8 @@ def source(tmp_path):
 def read_source(source, columns=None):
     found, bad, formats = [], [], set()
     for chunk in open_source(source, columns or Columns(), False, print).chunks():
-        documents, _, damaged = parse_chunk(chunk)
+        parsed = parse_chunk(chunk)
+        documents, damaged = parsed.documents, parsed.bad
         formats.add(chunk.format)
         found += documents
         bad += damaged

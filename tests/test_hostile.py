@@ -15,8 +15,8 @@ import torch
 from conftest import called
 from sojourn.data.sources import files
 from sojourn.data.sources.document import Message
-from sojourn.data.sources.formats import BadRecord
 from sojourn.data.sources.tables import parquet_rows
+from sojourn.data.sources.values import BadRecord
 from sojourn.data.tokenize import template_sandbox
 from sojourn.data.tokenize.chat_template import Template
 from sojourn.errors import UserError

@@ -21,7 +21,7 @@ from sojourn.data.encode import Encoder, EncoderConfig
 from sojourn.data.prepare import prepare
 from sojourn.data.sources.chunks import Chunk
 from sojourn.data.sources.document import Document, Message
-from sojourn.data.sources.formats import BadRecord
+from sojourn.data.sources.values import BadRecord
 from sojourn.data.tokenize import sentencepiece_model
 from sojourn.data.tokenize.bpe import train_bpe
 from sojourn.data.tokenize.chat_template import Template

@@ -24,6 +24,18 @@ _BYTES = 256
 COMPRESSION_RATIO = 4  # size of text over the size of its compressed file, roughly
 
 
+class Tags(Section):
+    """What messages call their keys and roles, where these names are not recognised."""
+
+    role: Text | None = None
+    content: Text | None = None
+    user: Text | None = None
+    assistant: Text | None = None
+    observation: Text | None = None
+    function_call: Text | None = None
+    system: Text | None = None
+
+
 class Columns(Section):
     """Which columns of a file to use, where their names are not recognised."""
 
@@ -37,11 +49,14 @@ class Columns(Section):
     tools: Text | None = None
     chosen: Text | None = None
     rejected: Text | None = None
+    label: Text | None = None
+    reasoning: Text | None = None
+    tags: Tags | None = None
 
     @model_validator(mode="after")
     def _check_consistency(self) -> Columns:
         given = [key for key in type(self).model_fields if getattr(self, key) is not None]
-        beside = {"input", "system", "history", "tools"}
+        beside = {"input", "system", "history", "tools", "label", "reasoning", "tags"}
         whole = (
             {"text"},
             {"messages"},
@@ -50,11 +65,10 @@ class Columns(Section):
             {"chosen", "rejected"},
         )
         main = set(given) - beside
-        if given and main not in whole:
+        if given not in ([], ["tags"]) and main not in whole:
             ways = "; ".join(" and ".join(sorted(keys)) for keys in whole)
-            raise conflict(
-                given[0], f"{', '.join(given)} given; allowed together: {ways} (and system, input, history, tools)"
-            )
+            also = "system, input, history, tools, label, reasoning, tags"
+            raise conflict(given[0], f"{', '.join(given)} given; allowed together: {ways} (and {also})")
         return self
 
 

@@ -7,6 +7,7 @@ text: a user who writes <|im_end|> does not end a turn.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from sojourn.config.data import CleanConfig
 from sojourn.data.clean.language import MAX_CHARACTERS, UNKNOWN, detect_language
 from sojourn.data.sources.chunks import Chunk, parse_chunk
 from sojourn.data.sources.document import Document, Message
-from sojourn.data.sources.formats import BadRecord
+from sojourn.data.sources.values import BadRecord
 from sojourn.data.tokenize.chat_template import Template
 from sojourn.data.tokenize.span_tokenizer import SpannedText, SpanTokenizer
 from sojourn.data.truncate import LengthPolicy, truncate
@@ -60,7 +61,8 @@ class EncodedChunk:
     kinds: np.ndarray
     records: int
     bad: list[tuple[str, str]]
-    left_out: dict[str, int]
+    left_out: Counter[str]  # records that a mark or `data.clean` leaves out
+    unused: Counter[str]  # records by column that is not read
     escaped: int
     unknown: int  # tokens for characters that the tokenizer does not have
     samples: list[str]
@@ -80,15 +82,15 @@ class Encoder:
         self._unknown = _unknown_id(tokenizer, config.policy.end_of_text)
 
     def __call__(self, chunk: Chunk) -> EncodedChunk:
-        documents, records, bad = parse_chunk(chunk)
-        left_out: dict[str, int] = {}
+        parsed = parse_chunk(chunk)
+        bad, left_out = parsed.bad, parsed.left_out
         escaped = 0
         accepted: list[Document] = []
         texts: list[list[SpannedText]] = []  # of each document: two for a pair
-        for document in documents:
+        for document in parsed.documents:
             reason = self._filter_reason(document)
             if reason:
-                left_out[reason] = left_out.get(reason, 0) + 1
+                left_out[reason] += 1
                 continue
             safe = self._escape_special_tokens(document)
             try:
@@ -108,7 +110,7 @@ class Encoder:
         np.maximum.at(lengths, owners, lengths[owners] + counts)
         near = self._config.clean.duplicates == "near"
         return EncodedChunk(
-            *pieces, lengths, fingerprints, sizes, kinds, records, bad, left_out, escaped,
+            *pieces, lengths, fingerprints, sizes, kinds, parsed.records, bad, left_out, parsed.unused, escaped,
             int((ids == self._unknown).sum()), self._language_samples(accepted, fingerprints),
             [_signature(d) for d in accepted] if near else None,
         )  # fmt: skip

@@ -9,10 +9,11 @@ from itertools import islice
 
 from sojourn.config.data import DataConfig
 from sojourn.data.inputs import Inputs
+from sojourn.data.report import format_unused
 from sojourn.data.sources.chunks import parse_chunk
 from sojourn.data.sources.document import Document
-from sojourn.data.sources.formats import BadRecord
 from sojourn.data.sources.source import SourcePart, read_chunks
+from sojourn.data.sources.values import BadRecord
 from sojourn.data.tokenize.chat_template import Span, Template
 from sojourn.data.tokenize.templates import END_OF_TEXT, NAMED, named_template
 from sojourn.data.tokenize.tokenizer import TokenizerBundle, check_template, read_template_file, special_tokens
@@ -74,11 +75,12 @@ def _read_beginning(part: SourcePart, columns: dict[str, str], fail: bool) -> tu
     name = "empty"
     for chunk in islice(read_chunks(part, columns), 4):
         name = chunk.format or {"documents": "built in", "text": "text"}.get(chunk.kind, "no readable record")
-        documents, _, bad = parse_chunk(chunk)
-        if documents:
-            return name, documents[:EXAMPLES]
-        if bad and fail:
-            raise UserError(f"{bad[0][0]}: {bad[0][1]}")
+        parsed = parse_chunk(chunk)
+        name += f" (columns not used: {format_unused(parsed.unused)})" if parsed.unused else ""
+        if parsed.documents:
+            return name, parsed.documents[:EXAMPLES]
+        if parsed.bad and fail:
+            raise UserError(f"{parsed.bad[0][0]}: {parsed.bad[0][1]}")
     return name, []
 
 

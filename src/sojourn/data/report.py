@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from sojourn.config.messages import printable
 from sojourn.data.plots import histogram_text
 from sojourn.data.tokenize.chat_template import Span
 
 _GREEN, _DIM, _RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 _MAX_CHARACTERS = 700
+_MAX_COLUMNS = 20
 
 
 def print_examples(
@@ -54,10 +56,9 @@ def format_report(report: Mapping[str, Any], global_batch: int | None = None) ->
     if report["damaged"]:
         yield f"bad records left out: {report['damaged']:,} of {report['records']:,}"
         yield from (f"  {where}: {reason}" for where, reason in report["damaged_examples"][:5])
-    left_out = {**report["left_out"], "near duplicates": report["near_duplicates"]}
-    counts = ", ".join(f"{count:,} {key.replace('_', ' ')}" for key, count in left_out.items() if count)
-    if counts:
-        yield f"left out by data.clean: {counts}"
+    yield from _format_left_out({**report["left_out"], "near_duplicates": report["near_duplicates"]})
+    for source in report.get("unused_columns", []):
+        yield f"columns of {source['path']} that are not used: {format_unused(source['columns'])}"
     if report["duplicates"]:
         yield f"exact duplicates: {report['duplicates']:,} documents (leave them out with data.clean.duplicates=exact)"
     if report["special_token_texts"]:
@@ -69,6 +70,22 @@ def format_report(report: Mapping[str, Any], global_batch: int | None = None) ->
     yield from _format_compression(report.get("compression") or [])
     yield "documents by length in tokens:"
     yield from (f"  {line}" for line in histogram_text(train["lengths"]))
+
+
+def _format_left_out(left_out: Mapping[str, int]) -> Iterator[str]:
+    marks = {"label_false": "label false (a bad answer)", "train_false": "train false", "weight_false": "weight 0"}
+    for key, reason in marks.items():
+        if left_out.get(key):
+            yield f"left out: {left_out[key]:,} records with {reason}"
+    counts = [f"{n:,} {key.replace('_', ' ')}" for key, n in left_out.items() if n and key not in marks]
+    if counts:
+        yield f"left out by data.clean: {', '.join(counts)}"
+
+
+def format_unused(columns: Mapping[str, int]) -> str:
+    names = [printable(name) for name in columns]
+    more = f" and {len(names) - _MAX_COLUMNS} more" if len(names) > _MAX_COLUMNS else ""
+    return ", ".join(names[:_MAX_COLUMNS]) + more
 
 
 def _format_split(name: str, facts: Mapping[str, Any], max_length: int) -> str:

@@ -46,7 +46,7 @@ class Router:
         )
 
     def add(self, opened: OpenedSource, for_eval: bool, encoded: EncodedChunk) -> None:
-        self.tally.add(encoded)
+        self.tally.add(opened.source.path, encoded)
         if ((encoded.kinds == PAIR) != (self.unit == 2)).any():
             raise UserError(
                 f"{opened.source.path}: preference pairs mixed with other documents; prepare each kind in its own run"

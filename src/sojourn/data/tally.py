@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,21 +76,22 @@ class Tally:
     records: int = 0
     bad: int = 0
     bad_examples: list[tuple[str, str]] = field(default_factory=list)
-    left_out: dict[str, int] = field(default_factory=dict)
+    left_out: Counter[str] = field(default_factory=Counter)
+    unused: dict[str, Counter[str]] = field(default_factory=dict)  # of each source: records by column
     duplicates: int = 0
     near_duplicates: int = 0
     escaped: int = 0
     unknown: int = 0
     languages: dict[str, int] = field(default_factory=dict)
 
-    def add(self, encoded: EncodedChunk) -> None:
+    def add(self, path: str, encoded: EncodedChunk) -> None:
         self.records += encoded.records
         self.bad += len(encoded.bad)
         self.bad_examples += encoded.bad[: _MAX_EXAMPLES - len(self.bad_examples)]
         self.escaped += encoded.escaped
         self.unknown += encoded.unknown
-        for key, count in encoded.left_out.items():
-            self.left_out[key] = self.left_out.get(key, 0) + count
+        self.left_out.update(encoded.left_out)
+        self.unused.setdefault(path, Counter()).update(encoded.unused)
         for text in encoded.samples:
             code = detect_language_or_unknown(text)
             self.languages[code] = self.languages.get(code, 0) + len(text.encode())
@@ -118,6 +120,7 @@ class Tally:
             "damaged": self.bad,
             "damaged_examples": [list(one) for one in self.bad_examples],
             "left_out": {key: count for key, count in self.left_out.items() if count},
+            "unused_columns": [{"path": path, "columns": dict(names)} for path, names in self.unused.items() if names],
             "duplicates": self.duplicates,
             "near_duplicates": self.near_duplicates,
             "special_token_texts": self.escaped,

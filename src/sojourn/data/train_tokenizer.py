@@ -11,8 +11,8 @@ from sojourn.data.inputs import Inputs
 from sojourn.data.preview import Preview
 from sojourn.data.sources.chunks import parse_chunk
 from sojourn.data.sources.document import Document
-from sojourn.data.sources.formats import BadRecord
 from sojourn.data.sources.source import OpenedSource
+from sojourn.data.sources.values import BadRecord
 from sojourn.data.tokenize.bpe import compression
 from sojourn.data.tokenize.tokenizer import TokenizerBundle, train_tokenizer
 
@@ -51,7 +51,7 @@ def _sample(inputs: Inputs) -> Iterator[Document]:
     for opened in (*inputs.sources, *(inputs.eval_sources if every_character else ())):
         left = None if opened.source.take is None else int(opened.source.take)
         for chunk in opened.chunks():
-            documents = parse_chunk(chunk)[0]
+            documents = parse_chunk(chunk).documents
             if left is not None:
                 documents, left = documents[:left], left - len(documents)
             yield from (d for d in documents if share >= 2.0**64 or d.fingerprint() < share)
@@ -63,5 +63,9 @@ def _training_cost(opened: OpenedSource) -> float:
     """Bytes, with non-ASCII text counted five times: a run of Chinese is one word to the trainer, and hardly any occurs
     twice, which takes about five times the memory and time."""
     chunk = next(opened.chunks(), None)
-    text = "".join(part for document in parse_chunk(chunk)[0][:500] for part in document.contents()) if chunk else ""
+    text = (
+        "".join(part for document in parse_chunk(chunk).documents[:500] for part in document.contents())
+        if chunk
+        else ""
+    )
     return opened.size * (1 + 4 * sum(not c.isascii() for c in text) / max(1, len(text)))

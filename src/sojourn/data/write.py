@@ -25,8 +25,8 @@ from sojourn.data.route import Router
 from sojourn.data.row_writer import RowWriter
 from sojourn.data.sources.chunks import Chunk
 from sojourn.data.sources.document import Message
-from sojourn.data.sources.formats import BadRecord
 from sojourn.data.sources.source import OpenedSource
+from sojourn.data.sources.values import BadRecord
 from sojourn.data.tokenize.chat_template import Template
 from sojourn.data.tokenize.tokenizer import TokenizerBundle
 from sojourn.data.train_tokenizer import train_on_sample

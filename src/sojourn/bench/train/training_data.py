@@ -52,7 +52,7 @@ def _documents(own: str | None, size: int) -> Iterator[Document]:
     from sojourn.data.sources.source import open_source
 
     for chunk in open_source(Source(path=own), Columns(), evaluation=False, say=lambda _: None).chunks():
-        yield from parse_chunk(chunk)[0]
+        yield from parse_chunk(chunk).documents
 
 
 def _texts(documents: Iterator[Document]) -> Iterator[dict[str, object]]:

@@ -7,12 +7,15 @@ runs in a worker process. The result does not depend on where a file is split in
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from sojourn.data.sources.columns import ReadRecord, check_media, rename_columns, row_marks, unread_turn_keys
 from sojourn.data.sources.document import Document
-from sojourn.data.sources.formats import BadRecord, EmptyRecord, detect_format, rename_columns, to_document
+from sojourn.data.sources.formats import detect_format, to_document
+from sojourn.data.sources.values import BadRecord, EmptyRecord, Record
 from sojourn.errors import UserError
 
 Kind = Literal["json", "table", "text", "documents"]
@@ -31,38 +34,89 @@ class Chunk:
     kind: Kind
     lines: Sequence[int]
     records: list[Any]
-    columns: dict[str, str] = field(default_factory=dict)
+    columns: dict[str, Any] = field(default_factory=dict)
     format: str | None = None
     first: str = ""
 
 
-def parse_chunk(chunk: Chunk) -> tuple[list[Document], int, list[tuple[str, str]]]:
-    """The documents, the number of records, and (location, reason) of each bad record."""
+@dataclass
+class ParsedChunk:
+    """`bad` are (location, reason); `unused` counts records by column, `left_out` records by the mark that says so."""
+
+    documents: list[Document]
+    records: int
+    bad: list[tuple[str, str]] = field(default_factory=list)
+    unused: Counter[str] = field(default_factory=Counter)
+    left_out: Counter[str] = field(default_factory=Counter)
+
+
+def parse_chunk(chunk: Chunk) -> ParsedChunk:
     if chunk.kind == "documents":
-        return chunk.records, len(chunk.records), []
-    documents: list[Document] = []
-    bad: list[tuple[str, str]] = []
-    format, first = chunk.format, chunk.first
-    formats: dict[tuple[Any, ...], str] = {}
+        return ParsedChunk(chunk.records, len(chunk.records))
+    parsed = ParsedChunk([], len(chunk.records))
+    converter = _Converter(chunk, parsed)
     for line, raw in zip(chunk.lines, chunk.records, strict=True):
         where = f"{chunk.file}:{line}"
         try:
-            if chunk.kind == "text":
-                documents.append(to_document({"text": _decode(raw)}, "text", where))
-                continue
-            record = rename_columns(parse_record(raw), chunk.columns)
-            keys = tuple(record)
-            name = formats.get(keys) or formats.setdefault(keys, detect_format(record))
-            if format is None:
-                format, first = name, where
-            elif name != format:
-                raise UserError(f"{where}: format {name}, but {first} is {format}; a file must have one format")
-            documents.append(to_document(record, name, where))
+            document = (
+                to_document({"text": _decode(raw)}, "text", where)
+                if chunk.kind == "text"
+                else converter(parse_record(raw), where)
+            )
+            if document is not None:
+                parsed.documents.append(document)
         except EmptyRecord:
             continue
         except BadRecord as error:
-            bad.append((where, str(error)))
-    return documents, len(chunk.records), bad
+            parsed.bad.append((where, str(error)))
+    converter.count_unused()
+    return parsed
+
+
+class _Converter:
+    """Records of one file to documents. Which columns are read is noted once for each combination of columns."""
+
+    def __init__(self, chunk: Chunk, parsed: ParsedChunk) -> None:
+        self._columns, self._parsed = chunk.columns, parsed
+        self._format, self._first = chunk.format, chunk.first
+        self._formats: dict[tuple[str, ...], str] = {}
+        self._unread: dict[tuple[str, ...], tuple[str, ...]] = {}
+        self._counts: Counter[tuple[str, ...]] = Counter()
+
+    def __call__(self, original: Record, where: str) -> Document | None:
+        """None for a record whose marks leave it out."""
+        record = rename_columns(original, self._columns)
+        keys = tuple(record)
+        name = self._formats.get(keys) or self._formats.setdefault(keys, detect_format(record))
+        if self._format is None:
+            self._format, self._first = name, where
+        elif name != self._format:
+            message = f"{where}: format {name}, but {self._first} is {self._format}; a file must have one format"
+            raise UserError(message)
+        check_media(record)
+        marks = row_marks(record, name)
+        filled = tuple(key for key, value in original.items() if value is not None)
+        if filled in self._unread:
+            document = to_document(record, name, where)
+        else:
+            watched = ReadRecord(record)
+            document = to_document(watched, name, where)
+            read = {*watched.read, *marks}
+            used = {self._columns.get(ours, ours) for ours in read} if self._named() else read
+            self._unread[filled] = tuple(key for key in filled if key not in used)
+        self._counts[filled] += 1
+        self._parsed.unused.update(unread_turn_keys(record))
+        left_out = next((f"{mark}_false" for mark, flag in marks.items() if not flag), None)
+        if left_out:
+            self._parsed.left_out[left_out] += 1
+        return None if left_out else document
+
+    def _named(self) -> bool:
+        return any(ours != "tags" for ours in self._columns)
+
+    def count_unused(self) -> None:
+        for filled, count in self._counts.items():
+            self._parsed.unused.update(dict.fromkeys(self._unread[filled], count))
 
 
 def parse_record(raw: Any) -> dict[str, Any]:

@@ -16,11 +16,13 @@ from sojourn.config.data import COMPRESSION_RATIO, Columns, Source
 from sojourn.config.messages import did_you_mean
 from sojourn.data import builtin
 from sojourn.data.sources.chunks import Chunk, parse_record
+from sojourn.data.sources.columns import rename_columns
 from sojourn.data.sources.document import Document, Message
 from sojourn.data.sources.files import find_files, suffix_of, user_path
-from sojourn.data.sources.formats import BadRecord, detect_format, rename_columns
+from sojourn.data.sources.formats import detect_format
 from sojourn.data.sources.readers import group_records, read_file
 from sojourn.data.sources.texts import split_documents
+from sojourn.data.sources.values import BadRecord
 from sojourn.errors import UserError
 from sojourn.storage.file_digests import FileDigests
 
@@ -49,7 +51,7 @@ class OpenedSource:
     source: Source
     parts: list[SourcePart]
     size: int
-    columns: dict[str, str]
+    columns: dict[str, Any]
     digest: Callable[[FileDigests], str]
 
     def identity(self, digests: FileDigests) -> dict[str, Any]:
@@ -64,7 +66,7 @@ class OpenedSource:
 def open_source(source: Source, columns: Columns, evaluation: bool, say: Callable[[str], None]) -> OpenedSource:
     """A path that exists takes precedence over a data set of the same name."""
     path = source.path
-    given: dict[str, str] = (source.columns or columns).model_dump(exclude_none=True)
+    given: dict[str, Any] = (source.columns or columns).model_dump(exclude_none=True)
     if path.startswith("builtin:"):
         kind, parts = _builtin_parts(source)
         count = int(source.take or _DEFAULT_QUESTIONS)
@@ -85,7 +87,7 @@ def open_source(source: Source, columns: Columns, evaluation: bool, say: Callabl
     return OpenedSource(source, read, size, given, lambda digests: _digest_of_files(files, digests))
 
 
-def read_chunks(part: SourcePart, columns: dict[str, str]) -> Iterator[Chunk]:
+def read_chunks(part: SourcePart, columns: dict[str, Any]) -> Iterator[Chunk]:
     """Chunks with the format of their file, which its first valid record decides."""
     format, first = None, ""
     for chunk in part.read():
@@ -94,7 +96,7 @@ def read_chunks(part: SourcePart, columns: dict[str, str]) -> Iterator[Chunk]:
         yield replace(chunk, columns=columns, format=format, first=first)
 
 
-def _detect_chunk_format(chunk: Chunk, columns: dict[str, str]) -> tuple[str | None, str]:
+def _detect_chunk_format(chunk: Chunk, columns: dict[str, Any]) -> tuple[str | None, str]:
     """The format of the first record that has one, and where that record is."""
     for line, raw in zip(chunk.lines, chunk.records, strict=True):
         where = f"{chunk.file}:{line}"

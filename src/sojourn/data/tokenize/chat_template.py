@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from sojourn.data.sources.document import Message
-from sojourn.data.sources.formats import BadRecord
+from sojourn.data.sources.values import BadRecord
 from sojourn.data.tokenize.template_sandbox import SPAN_END, SPAN_START, compile_template
 from sojourn.data.tokenize.templates import END_OF_TEXT, NAMED, named_template
 from sojourn.errors import UserError

@@ -16,7 +16,7 @@ from sojourn.config.data import DataConfig
 from sojourn.config.messages import did_you_mean
 from sojourn.data.sources.document import Message
 from sojourn.data.sources.files import user_path
-from sojourn.data.sources.formats import BadRecord
+from sojourn.data.sources.values import BadRecord
 from sojourn.data.tokenize.char_level import UNKNOWN_CHARACTER, train_char
 from sojourn.data.tokenize.chat_template import Template
 from sojourn.data.tokenize.templates import END_OF_TEXT, NAMED, named_template
