@@ -370,7 +370,7 @@ def test_a_file_of_no_known_format_is_refused_with_its_line(source):
     strange = source({"colour": 1}, {"colour": 2})
     with pytest.raises(UserError, match=r"my\.jsonl:1: not a known format \(found colour\)"):
         make_preview(open_inputs(DataConfig(sources=[strange]), print))
-    assert make_preview(open_inputs(DataConfig(sources=[strange], on_bad="skip"), print)).examples == []
+    assert make_preview(open_inputs(DataConfig(sources=[strange], on_bad="skip"), print)).documents == []
 
 
 # Columns

@@ -392,7 +392,7 @@ def test_near_duplicates_lengths_and_languages_are_filtered_and_counted(fixed, h
 # Told
 
 
-def test_formats_and_three_marked_examples_come_before_anything_else(words):
+def test_formats_and_three_marked_examples_come_before_all_is_read(words):
     result = called("prepare", *words)
     told = result.stdout.splitlines()
     assert told[0].endswith("chats.jsonl: prompt/completion")

@@ -19,7 +19,7 @@ from sojourn.data.clean.language import MAX_CHARACTERS, UNKNOWN, detect_language
 from sojourn.data.sources.chunks import Chunk, parse_chunk
 from sojourn.data.sources.document import Document, Message
 from sojourn.data.sources.values import BadRecord
-from sojourn.data.tokenize.chat_template import Template
+from sojourn.data.tokenize.chat_template import Span, Template
 from sojourn.data.tokenize.span_tokenizer import SpannedText, SpanTokenizer
 from sojourn.data.truncate import LengthPolicy, truncate
 from sojourn.errors import UserError
@@ -161,16 +161,20 @@ class Encoder:
     def _render_chat(self, document: Document, messages: tuple[Message, ...]) -> SpannedText:
         assert self._template is not None  # noqa: S101
         config = self._config
-        if config.train_on == "all" and not document.rejected:
+        everything = config.train_on == "all" and not document.rejected
+        if everything and all(m.trained for m in messages):
             text = self._template.text(messages, document.tools)
             return SpannedText(text, [(0, len(text))])
+        if everything and any(not m.trained and m.role != "assistant" for m in messages):
+            raise BadRecord("with data.train_on=all only assistant turns can be left untrained")
         only_last = config.train_on == "last" or bool(document.rejected)
         text, spans = self._template.spans(messages, document.tools, only_last)
         trained = [m.trained for m in messages if m.role == "assistant"][-len(spans) if only_last else 0 :]
         if not all(trained):
             if len(trained) != len(spans):
                 raise BadRecord("the template merges assistant turns, so single turns cannot be left untrained")
-            spans = [span for span, is_trained in zip(spans, trained, strict=True) if is_trained]
+            left = [span for span, is_trained in zip(spans, trained, strict=True) if is_trained != everything]
+            spans = _between(left, len(text)) if everything else left
         if not any(start < end for start, end in spans):
             if config.fail:
                 raise UserError(
@@ -179,6 +183,12 @@ class Encoder:
                 )
             raise BadRecord("nothing in this example is trained on")
         return SpannedText(text, spans)
+
+
+def _between(spans: list[Span], length: int) -> list[Span]:
+    """What lies between the spans, of a text of this length."""
+    edges = [0, *(edge for span in spans for edge in span), length]
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def _unknown_id(tokenizer: Tokenizer, end_of_text: int) -> int:

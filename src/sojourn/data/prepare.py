@@ -5,29 +5,24 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from sojourn.config.data import DataConfig
 from sojourn.config.schema import RunConfig
 from sojourn.data.artefact import Artefact
 from sojourn.data.inputs import data_settings, open_inputs
 from sojourn.data.preview import make_preview
-from sojourn.data.write import write_artefact
+from sojourn.data.write import Say, Show, write_artefact
 from sojourn.errors import RunFailed
 from sojourn.storage.disk import sync_file, sync_folder
 from sojourn.storage.file_digests import FileDigests
 from sojourn.storage.stage import live_stages
 
-Show = Callable[[list[tuple[str, str]], list[dict[str, Any]]], None]
-
 
 def prepare_run(
     config: RunConfig,
     folder: Path,
-    say: Callable[[str], None] = lambda line: None,
+    say: Say = lambda line: None,
     show: Show = lambda formats, examples: None,
 ) -> Artefact:
     """The artefact of a run's data under `folder`; see `prepare`."""
@@ -37,25 +32,29 @@ def prepare_run(
 def prepare(
     data: DataConfig,
     folder: Path,
-    say: Callable[[str], None] = lambda line: None,
+    say: Say = lambda line: None,
     show: Show = lambda formats, examples: None,
     split_digits: bool = True,
 ) -> Artefact:
-    """The artefact of `data` under `folder`. Before it is made, `show` gets each source's format and the examples."""
+    """The artefact of `data` under `folder`. `show` gets each source's format, then, before all is read, examples."""
     inputs = open_inputs(data, say, split_digits)
     digests = FileDigests(folder / ".digests.json")
     target = folder / inputs.artefact_hash(digests)
     if (target / "artefact.json").is_file():
         say(f"already prepared: {target}")
         digests.save()
-        return Artefact(target)
+        artefact = Artefact(target)
+        if "unused_columns" not in artefact.report:
+            say("note: prepared by an earlier version, which ignored label, train and media columns; "
+                f"to prepare it anew, remove {target}")  # fmt: skip
+        return artefact
     preview = make_preview(inputs)
-    show(preview.formats, [asdict(example.shortened()) for example in preview.examples])
+    show(preview.formats, [])
     stage = folder / f".stage-{os.getpid()}-{target.name}"
     try:
         stage.mkdir(parents=True)
         live_stages(folder)  # removes abandoned ones
-        write_artefact(inputs, preview, stage, say)
+        write_artefact(inputs, preview, stage, say, show)
         digests.check_unchanged()
         _sync_all(stage)
         try:

@@ -1,9 +1,7 @@
-"""Reads the beginning of each source: its format, and three examples as the model will see them."""
+"""Reads the beginning of each source: its format, its first documents, and the chat template for them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 
@@ -13,36 +11,21 @@ from sojourn.data.report import format_unused
 from sojourn.data.sources.chunks import parse_chunk
 from sojourn.data.sources.document import Document
 from sojourn.data.sources.source import SourcePart, read_chunks
-from sojourn.data.sources.values import BadRecord
-from sojourn.data.tokenize.chat_template import Span, Template
+from sojourn.data.tokenize.chat_template import Template
 from sojourn.data.tokenize.templates import END_OF_TEXT, NAMED, named_template
 from sojourn.data.tokenize.tokenizer import TokenizerBundle, check_template, read_template_file, special_tokens
 from sojourn.errors import UserError
 
-EXAMPLES = 3
-_MAX_CHARACTERS = 20_000  # of an example in a report: some texts are as long as a book
+_MAX_DOCUMENTS = 3  # of each part
 _MAX_PARTS = 50
 
 
 @dataclass(frozen=True)
-class Example:
-    """A document as text; `spans` are what the model is trained to predict."""
-
-    where: str
-    text: str
-    spans: list[Span]
-
-    def shortened(self) -> Example:
-        inside = [(start, min(end, _MAX_CHARACTERS)) for start, end in self.spans if start < _MAX_CHARACTERS]
-        return Example(self.where, self.text[:_MAX_CHARACTERS], inside)
-
-
-@dataclass(frozen=True)
 class Preview:
-    """`formats` are (name, format) of each source part; `template_error` is why there is no template, if so."""
+    """`formats` are (name, format) of each source part, `documents` the first of each; `template_error` is why there is no template, if so."""
 
     formats: list[tuple[str, str]]
-    examples: list[Example]
+    documents: list[Document]
     pairs: bool
     template: Template | None
     template_error: str
@@ -66,8 +49,7 @@ def make_preview(inputs: Inputs) -> Preview:
     pairs = {bool(d.rejected) for d in documents}
     if len(pairs) == 2:
         raise UserError("data.sources: preference pairs mixed with other documents; prepare each kind in its own run")
-    examples = [example for document in documents for example in _examples(document, template, data.train_on)]
-    return Preview(formats, examples[:EXAMPLES], pairs == {True}, template, template_error)
+    return Preview(formats, documents, pairs == {True}, template, template_error)
 
 
 def _read_beginning(part: SourcePart, columns: dict[str, str], fail: bool) -> tuple[str, list[Document]]:
@@ -78,7 +60,7 @@ def _read_beginning(part: SourcePart, columns: dict[str, str], fail: bool) -> tu
         parsed = parse_chunk(chunk)
         name += f" (columns not used: {format_unused(parsed.unused)})" if parsed.unused else ""
         if parsed.documents:
-            return name, parsed.documents[:EXAMPLES]
+            return name, parsed.documents[:_MAX_DOCUMENTS]
         if parsed.bad and fail:
             raise UserError(f"{parsed.bad[0][0]}: {parsed.bad[0][1]}")
     return name, []
@@ -100,18 +82,3 @@ def _template_for_new_tokenizer(data: DataConfig) -> Template:
         return Template(named_template(name, END_OF_TEXT), {"eos_token": END_OF_TEXT}, tokens)
     template = Template(read_template_file(name), {"eos_token": END_OF_TEXT}, tokens)
     return check_template(template, tokens.__contains__, name)
-
-
-def _examples(document: Document, template: Template | None, train_on: str) -> Iterator[Example]:
-    if not document.is_chat or template is None:
-        yield Example(document.where, document.text, [(0, len(document.text))])
-        return
-    sides = (document.messages, document.rejected) if document.rejected else (document.messages,)
-    for side, name in zip(sides, (" chosen", " rejected") if document.rejected else ("",), strict=True):
-        with suppress(BadRecord):  # counted and reported when everything is read
-            if train_on == "all" and not document.rejected:
-                text = template.text(side, document.tools)
-                yield Example(document.where, text, [(0, len(text))])
-            else:
-                last = train_on == "last" or bool(document.rejected)
-                yield Example(document.where + name, *template.spans(side, document.tools, last))

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 
 from sojourn.data.artefact import FORMAT
 from sojourn.data.encode import EncodedChunk, Encoder, EncoderConfig
+from sojourn.data.examples import make_examples
 from sojourn.data.inputs import Inputs
 from sojourn.data.plots import report_svg
 from sojourn.data.preview import Preview
@@ -37,11 +39,13 @@ from sojourn.machine.hardware import cpu
 from sojourn.storage.files import write_json, write_text
 
 Say = Callable[[str], None]
+Show = Callable[[list[tuple[str, str]], list[dict[str, Any]]], None]
 
 _LANGUAGE_SAMPLE_BYTES = 500_000  # enough to know the mix of languages
 _ONE_PROCESS_BYTES = 8_000_000  # less is done before workers have started
 _MAX_WORKERS = 6  # more would take over a gigabyte together
 _PROGRESS_SECONDS = 10
+_EXAMPLES = 3
 
 _PROBES = (
     (Message("user", "What is 2 + 3?"),),
@@ -55,7 +59,7 @@ _PROBES = (
 )
 
 
-def write_artefact(inputs: Inputs, preview: Preview, stage: Path, say: Say) -> None:
+def write_artefact(inputs: Inputs, preview: Preview, stage: Path, say: Say, show: Show) -> None:
     data, folder = inputs.data, stage / "tokenizer"
     folder.mkdir()
     tokenizer, compression = inputs.tokenizer, None
@@ -72,6 +76,9 @@ def write_artefact(inputs: Inputs, preview: Preview, stage: Path, say: Say) -> N
     }
     router = Router(data, writers, unit)
     config = _encoder_config(inputs, tokenizer, preview, folder / "tokenizer.json")
+    shown = islice(make_examples(Encoder(config), tokenizer.tokenizer, preview.documents), _EXAMPLES)
+    examples = [asdict(example) for example in shown]
+    show([], examples)
     try:
         for opened, for_eval, encoded in _encode_all(inputs, config, router, say):
             router.add(opened, for_eval, encoded)
@@ -81,7 +88,7 @@ def write_artefact(inputs: Inputs, preview: Preview, stage: Path, say: Say) -> N
             writer.close()
     if not writers["train"].pieces:
         raise UserError("data.sources: no document to train on")
-    _write_facts(inputs, tokenizer, preview, router, compression, stage)
+    _write_facts(inputs, tokenizer, preview, router, {"compression": compression, "examples": examples}, stage)
 
 
 def _encoder_config(inputs: Inputs, tokenizer: TokenizerBundle, preview: Preview, file: Path) -> EncoderConfig:
@@ -126,7 +133,7 @@ def _workers(inputs: Inputs) -> int:
 
 
 def _write_facts(
-    inputs: Inputs, tokenizer: TokenizerBundle, preview: Preview, router: Router, compression: Any, stage: Path
+    inputs: Inputs, tokenizer: TokenizerBundle, preview: Preview, router: Router, more: dict[str, Any], stage: Path
 ) -> None:
     """The tokenizer's settings, probes and report; last artefact.json, which makes the folder an artefact."""
     data, tally, writers = inputs.data, router.tally, router.writers
@@ -135,9 +142,8 @@ def _write_facts(
     write_json(stage / "probes.json", list(_probes(tokenizer, template)))
     splits = {name: {**getattr(tally, name).facts(), **writers[name].facts()} for name in writers}
     report = {
-        **splits, **tally.facts(), "compression": compression, "max_length": data.max_length,
+        **splits, **tally.facts(), **more, "max_length": data.max_length,
         "sources": [{"name": name, "format": kind} for name, kind in preview.formats],
-        "examples": [asdict(example.shortened()) for example in preview.examples],
     }  # fmt: skip
     write_json(stage / "report.json", report)
     write_text(stage / "report.svg", report_svg(_plotted(report)))
