@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from sojourn.config.fields import (
     Auto,
@@ -72,12 +72,15 @@ class Columns(Section):
         return self
 
 
+Take = Annotated[PositiveCount | None, BeforeValidator(lambda value: None if value == "all" else value)]
+
+
 class Source(Section):
     """One source: files, a folder, a data set's name, or `builtin:NAME`."""
 
     path: Text
     weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
-    take: PositiveCount | None = None
+    take: Take = None
     size: Annotated[Size, Field(ge=1)] | None = None
     config: Text | None = None
     split: Text | None = None
@@ -115,7 +118,8 @@ class DataConfig(Section):
     sources: Annotated[list[Source], Sources, _SOURCES] = Field(default=[])
     eval_sources: Annotated[list[Source], Sources, _SOURCES] = Field(default=[])
     eval_fraction: Annotated[float, Field(ge=0, le=0.5)] = 0.01
-    take: PositiveCount | None = None
+    take: Take = None
+    seed: Annotated[int, WholeNumber, Field(ge=0, le=2**63 - 1)] = 0
     columns: Columns = Columns()
     on_bad: Literal["fail", "skip"] = "fail"
     max_bad: Fraction = 0.001

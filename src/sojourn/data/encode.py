@@ -88,7 +88,7 @@ class Encoder:
         accepted: list[Document] = []
         texts: list[list[SpannedText]] = []  # of each document: two for a pair
         for document in parsed.documents:
-            reason = self._filter_reason(document)
+            reason = filter_reason(document, self._config.clean)
             if reason:
                 left_out[reason] += 1
                 continue
@@ -119,19 +119,6 @@ class Encoder:
         """The beginnings of some documents, chosen by fingerprint, so that chunk boundaries do not matter."""
         chosen = np.flatnonzero(fingerprints < self._config.language_sample * (2.0**64 - 2**12))
         return [_joined_text(documents[index])[:MAX_CHARACTERS] for index in chosen]
-
-    def _filter_reason(self, document: Document) -> str | None:
-        """Why `data.clean` leaves the document out, if it does."""
-        clean = self._config.clean
-        if clean.min_characters is not None or clean.max_characters is not None:
-            length = sum(map(len, document.contents()))
-            if clean.min_characters is not None and length < clean.min_characters:
-                return "too_short"
-            if clean.max_characters is not None and length > clean.max_characters:
-                return "too_long"
-        if clean.languages and detect_language(_joined_text(document)) not in (*clean.languages, UNKNOWN):
-            return "other_languages"
-        return None
 
     def _escape_special_tokens(self, document: Document) -> Document:
         """The document with the text of special tokens escaped; the same object if, as nearly always, it has none."""
@@ -183,6 +170,19 @@ class Encoder:
                 )
             raise BadRecord("nothing in this example is trained on")
         return SpannedText(text, spans)
+
+
+def filter_reason(document: Document, clean: CleanConfig) -> str | None:
+    """Why `data.clean` leaves the document out, if it does."""
+    if clean.min_characters is not None or clean.max_characters is not None:
+        length = sum(map(len, document.contents()))
+        if clean.min_characters is not None and length < clean.min_characters:
+            return "too_short"
+        if clean.max_characters is not None and length > clean.max_characters:
+            return "too_long"
+    if clean.languages and detect_language(_joined_text(document)) not in (*clean.languages, UNKNOWN):
+        return "other_languages"
+    return None
 
 
 def _between(spans: list[Span], length: int) -> list[Span]:

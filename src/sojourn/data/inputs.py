@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from sojourn.config.data import DataConfig
 from sojourn.config.schema import RunConfig
@@ -14,12 +15,15 @@ from sojourn.data.sources.source import OpenedSource, open_source
 from sojourn.data.tokenize.templates import NAMED
 from sojourn.data.tokenize.tokenizer import TRAINED, TokenizerBundle, open_tokenizer, read_template_file
 from sojourn.errors import UserError
+from sojourn.machine.hardware import cpu
 from sojourn.storage.file_digests import FileDigests
 
 # Settings that the artefact hash covers, by the names it has always used for them: other names would give other hashes.
 _HASHED = (
     "eval_fraction", "take", "train_on", "max_length", "packing", "long_texts", "long_chats", "on_bad", "max_bad",
 )  # fmt: skip
+_ONE_PROCESS_BYTES = 8_000_000  # less is done before workers have started
+_MAX_WORKERS = 6  # more would take over a gigabyte together
 _HASHED_FOR_NEW_TOKENIZER = ("vocab_size", "special_tokens")
 
 
@@ -46,6 +50,21 @@ class Inputs:
         """Approximate bytes to read."""
         return sum(opened.size for opened in (*self.sources, *self.eval_sources))
 
+    @property
+    def workers(self) -> int:
+        if self.data.workers != "auto":
+            return self.data.workers
+        return 1 if self.size < _ONE_PROCESS_BYTES else max(1, min(int(cpu().usable), _MAX_WORKERS))
+
+    def samples(self) -> list[dict[str, Any]]:
+        """Each source of which not all documents are taken: how many, and the setting that would take all."""
+        return [
+            {"path": opened.source.path, "documents": opened.sample.kept, "of": opened.sample.total,
+             "setting": "take: all of this source" if opened.is_limited else "data.take=all"}
+            for opened in (*self.sources, *self.eval_sources)
+            if opened.sample and opened.sample.kept < opened.sample.total
+        ]  # fmt: skip
+
     def artefact_hash(self, digests: FileDigests) -> str:
         """Equal for equal bytes and settings on every machine: it covers no path and no number of workers."""
         data = self.data
@@ -62,6 +81,8 @@ class Inputs:
             "clean": data.clean.model_dump(mode="json"),
             **{key: getattr(data, key) for key in _HASHED},
         }
+        if data.take is not None or any(opened.is_limited for opened in (*self.sources, *self.eval_sources)):
+            hashed["sample"] = data.seed
         return hashlib.sha256(json.dumps(hashed, sort_keys=True, default=int).encode()).hexdigest()[:16]
 
 

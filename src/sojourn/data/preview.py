@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
 from sojourn.config.data import DataConfig
 from sojourn.data.inputs import Inputs
-from sojourn.data.report import format_unused
-from sojourn.data.sources.chunks import parse_chunk
+from sojourn.data.report import format_sample, format_unused
+from sojourn.data.sources.chunks import Chunk, parse_chunk
 from sojourn.data.sources.document import Document
-from sojourn.data.sources.source import SourcePart, read_chunks
 from sojourn.data.tokenize.chat_template import Template
 from sojourn.data.tokenize.templates import END_OF_TEXT, NAMED, named_template
 from sojourn.data.tokenize.tokenizer import TokenizerBundle, check_template, read_template_file, special_tokens
@@ -22,7 +22,8 @@ _MAX_PARTS = 50
 
 @dataclass(frozen=True)
 class Preview:
-    """`formats` are (name, format) of each source part, `documents` the first of each; `template_error` is why there is no template, if so."""
+    """`formats` are (name, format) of each source part, `documents` the first of each; `template_error` is why there is
+    no template, if so."""
 
     formats: list[tuple[str, str]]
     documents: list[Document]
@@ -38,7 +39,7 @@ def make_preview(inputs: Inputs) -> Preview:
     documents: list[Document] = []
     for opened in inputs.sources:
         for part in opened.parts[:_MAX_PARTS]:
-            name, first = _read_beginning(part, opened.columns, data.on_bad == "fail")
+            name, first = _read_beginning(opened.part_chunks(part), data.on_bad == "fail")
             formats.append((part.name, name))
             documents += first
         if len(opened.parts) > _MAX_PARTS:
@@ -49,13 +50,14 @@ def make_preview(inputs: Inputs) -> Preview:
     pairs = {bool(d.rejected) for d in documents}
     if len(pairs) == 2:
         raise UserError("data.sources: preference pairs mixed with other documents; prepare each kind in its own run")
+    formats += [(sample["path"], format_sample(sample)) for sample in inputs.samples()]
     return Preview(formats, documents, pairs == {True}, template, template_error)
 
 
-def _read_beginning(part: SourcePart, columns: dict[str, str], fail: bool) -> tuple[str, list[Document]]:
+def _read_beginning(chunks: Iterator[Chunk], fail: bool) -> tuple[str, list[Document]]:
     """The format of a part and its first documents; gives up after four chunks of bad records."""
     name = "empty"
-    for chunk in islice(read_chunks(part, columns), 4):
+    for chunk in islice(chunks, 4):
         name = chunk.format or {"documents": "built in", "text": "text"}.get(chunk.kind, "no readable record")
         parsed = parse_chunk(chunk)
         name += f" (columns not used: {format_unused(parsed.unused)})" if parsed.unused else ""

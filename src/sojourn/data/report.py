@@ -49,6 +49,7 @@ def format_report(report: Mapping[str, Any], global_batch: int | None = None) ->
         facts = report[split]
         if facts["documents"]:
             yield _format_split(split, facts, report["max_length"])
+    yield from (f"{sample['path']}: {format_sample(sample)}" for sample in report.get("samples", []))
     train = report["train"]
     if global_batch and train["rows"]:
         yield f"one epoch: {-(-train['rows'] // global_batch):,} steps of {global_batch:,} rows"
@@ -70,6 +71,11 @@ def format_report(report: Mapping[str, Any], global_batch: int | None = None) ->
     yield from _format_compression(report.get("compression") or [])
     yield "documents by length in tokens:"
     yield from (f"  {line}" for line in histogram_text(train["lengths"]))
+
+
+def format_sample(sample: Mapping[str, Any]) -> str:
+    documents, of, setting = sample["documents"], sample["of"], sample["setting"]
+    return f"{documents:,} of {of:,} documents, seeded sample; {setting} takes them all"
 
 
 def _format_left_out(left_out: Mapping[str, int]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sojourn.config.data import DataConfig, Source
+from sojourn.config.data import DataConfig
 from sojourn.data.clean.duplicates import ExactDuplicates, NearDuplicates
 from sojourn.data.encode import PAIR, EncodedChunk
 from sojourn.data.row_writer import RowWriter, token_indices
@@ -38,10 +38,10 @@ class Router:
 
     def has_enough(self, opened: OpenedSource, for_eval: bool) -> bool:
         documents, size = self.taken.get(id(opened), (0, 0))
-        source, take = opened.source, self.data.take
+        limits, take = opened.limits, self.data.take
         return (
-            (source.take is not None and documents >= source.take)
-            or (source.size is not None and size >= source.size and not _is_builtin(source))
+            (limits.take is not None and documents >= limits.take)
+            or (limits.size is not None and size >= limits.size)
             or (take is not None and self.total >= take and not for_eval)
         )
 
@@ -62,16 +62,16 @@ class Router:
 
     def _copies(self, opened: OpenedSource, for_eval: bool, encoded: EncodedChunk) -> np.ndarray:
         """How often each document is taken. A weight of 2.3 takes every document twice and 30 % of them once more."""
-        source, fingerprints = opened.source, encoded.fingerprints
+        limits, fingerprints = opened.limits, encoded.fingerprints
         documents, size = self.taken.get(id(opened), (0, 0))
         stays = np.ones(len(fingerprints), bool)
-        if source.take is not None:
-            stays &= documents + np.arange(len(stays)) < source.take
-        if source.size is not None and not _is_builtin(source):
-            stays &= size + np.cumsum(encoded.sizes) <= source.size
+        if limits.take is not None:
+            stays &= documents + np.arange(len(stays)) < limits.take
+        if limits.size is not None:
+            stays &= size + np.cumsum(encoded.sizes) <= limits.size
         self.taken[id(opened)] = (documents + len(stays), size + int(encoded.sizes.sum()))
         stays &= self._not_duplicate(encoded, stays)
-        whole, fraction = divmod(source.weight, 1.0)
+        whole, fraction = divmod(limits.weight, 1.0)
         copies = np.where(stays, int(whole) + (fingerprints < fraction * 2.0**64), 0)
         if self.data.take is not None and not for_eval:
             left = max(0, int(self.data.take) - self.total)
@@ -104,7 +104,3 @@ class Router:
     def format_progress(self, seconds: float) -> str:
         tokens = sum(writer.added for writer in self.writers.values())
         return f"{self.tally.records:,} records, {tokens:,} tokens, {tokens / seconds:,.0f} tokens/s"
-
-
-def _is_builtin(source: Source) -> bool:
-    return source.path.startswith("builtin:")

@@ -49,14 +49,8 @@ def _sample(inputs: Inputs) -> Iterator[Document]:
     share = min(1.0, _SAMPLE_BYTES / max(1.0, sum(map(_training_cost, inputs.sources)))) * 2.0**64
     share = 2.0**64 if every_character else share
     for opened in (*inputs.sources, *(inputs.eval_sources if every_character else ())):
-        left = None if opened.source.take is None else int(opened.source.take)
         for chunk in opened.chunks():
-            documents = parse_chunk(chunk).documents
-            if left is not None:
-                documents, left = documents[:left], left - len(documents)
-            yield from (d for d in documents if share >= 2.0**64 or d.fingerprint() < share)
-            if left is not None and left <= 0:
-                break
+            yield from (d for d in parse_chunk(chunk).documents if share >= 2.0**64 or d.fingerprint() < share)
 
 
 def _training_cost(opened: OpenedSource) -> float:

@@ -35,15 +35,12 @@ from sojourn.data.train_tokenizer import train_on_sample
 from sojourn.data.truncate import LengthPolicy
 from sojourn.data.worker_pool import map_in_workers
 from sojourn.errors import UserError
-from sojourn.machine.hardware import cpu
 from sojourn.storage.files import write_json, write_text
 
 Say = Callable[[str], None]
 Show = Callable[[list[tuple[str, str]], list[dict[str, Any]]], None]
 
 _LANGUAGE_SAMPLE_BYTES = 500_000  # enough to know the mix of languages
-_ONE_PROCESS_BYTES = 8_000_000  # less is done before workers have started
-_MAX_WORKERS = 6  # more would take over a gigabyte together
 _PROGRESS_SECONDS = 10
 _EXAMPLES = 3
 
@@ -116,7 +113,7 @@ def _encode_all(
                     origins.append((opened, for_eval))
                     yield chunk
 
-    workers = _workers(inputs)
+    workers = inputs.workers
     say("reading and tokenizing" + (f" with {workers} processes" if workers > 1 else ""))
     began = last_message = time.monotonic()
     for encoded in map_in_workers(Encoder, config, chunks(), workers):
@@ -124,12 +121,6 @@ def _encode_all(
         if time.monotonic() - last_message > _PROGRESS_SECONDS:
             last_message = time.monotonic()
             say(router.format_progress(last_message - began))
-
-
-def _workers(inputs: Inputs) -> int:
-    if inputs.data.workers != "auto":
-        return inputs.data.workers
-    return 1 if inputs.size < _ONE_PROCESS_BYTES else max(1, min(int(cpu().usable), _MAX_WORKERS))
 
 
 def _write_facts(
@@ -143,6 +134,7 @@ def _write_facts(
     splits = {name: {**getattr(tally, name).facts(), **writers[name].facts()} for name in writers}
     report = {
         **splits, **tally.facts(), **more, "max_length": data.max_length,
+        "samples": inputs.samples(),
         "sources": [{"name": name, "format": kind} for name, kind in preview.formats],
     }  # fmt: skip
     write_json(stage / "report.json", report)

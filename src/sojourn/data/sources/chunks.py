@@ -12,13 +12,35 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
+from sojourn.data.order import splitmix64
 from sojourn.data.sources.columns import ReadRecord, check_media, rename_columns, row_marks, unread_turn_keys
 from sojourn.data.sources.document import Document
 from sojourn.data.sources.formats import detect_format, to_document
 from sojourn.data.sources.values import BadRecord, EmptyRecord, Record
 from sojourn.errors import UserError
 
+_EMPTY: tuple[Any, ...] = (None, "", [], {})
 Kind = Literal["json", "table", "text", "documents"]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The documents whose priority is at most `last`: `kept` of `total`."""
+
+    seed: int
+    last: int
+    kept: int
+    total: int
+
+    def __call__(self, documents: list[Document]) -> list[Document]:
+        found = priorities(np.array([d.fingerprint() for d in documents], np.uint64), self.seed)
+        return [document for document, one in zip(documents, found.tolist(), strict=True) if one <= self.last]
+
+
+def priorities(fingerprints: np.ndarray, seed: int) -> np.ndarray:
+    return splitmix64(fingerprints, seed)
 
 
 @dataclass(frozen=True)
@@ -37,6 +59,7 @@ class Chunk:
     columns: dict[str, Any] = field(default_factory=dict)
     format: str | None = None
     first: str = ""
+    sample: Sample | None = None
 
 
 @dataclass
@@ -51,8 +74,14 @@ class ParsedChunk:
 
 
 def parse_chunk(chunk: Chunk) -> ParsedChunk:
-    if chunk.kind == "documents":
-        return ParsedChunk(chunk.records, len(chunk.records))
+    """Everything that is read of a chunk; of its documents, those in the sample."""
+    parsed = ParsedChunk(chunk.records, len(chunk.records)) if chunk.kind == "documents" else _parse_records(chunk)
+    if chunk.sample:
+        parsed.documents = chunk.sample(parsed.documents)
+    return parsed
+
+
+def _parse_records(chunk: Chunk) -> ParsedChunk:
     parsed = ParsedChunk([], len(chunk.records))
     converter = _Converter(chunk, parsed)
     for line, raw in zip(chunk.lines, chunk.records, strict=True):
@@ -95,7 +124,7 @@ class _Converter:
             raise UserError(message)
         check_media(record)
         marks = row_marks(record, name)
-        filled = tuple(key for key, value in original.items() if value is not None)
+        filled = tuple(key for key, value in original.items() if value not in _EMPTY)
         if filled in self._unread:
             document = to_document(record, name, where)
         else:

@@ -15,7 +15,7 @@ from sojourn.catalog.datasets import datasets
 from sojourn.config.data import COMPRESSION_RATIO, Columns, Source
 from sojourn.config.messages import did_you_mean
 from sojourn.data import builtin
-from sojourn.data.sources.chunks import Chunk, parse_record
+from sojourn.data.sources.chunks import Chunk, Sample, parse_record
 from sojourn.data.sources.columns import rename_columns
 from sojourn.data.sources.document import Document, Message
 from sojourn.data.sources.files import find_files, suffix_of, user_path
@@ -53,6 +53,7 @@ class OpenedSource:
     size: int
     columns: dict[str, Any]
     digest: Callable[[FileDigests], str]
+    sample: Sample | None = None
 
     def identity(self, digests: FileDigests) -> dict[str, Any]:
         """What the artefact's hash covers of this source: content and settings, not the path."""
@@ -60,7 +61,20 @@ class OpenedSource:
         return {"content": self.digest(digests), "columns": self.columns, **keys}
 
     def chunks(self) -> Iterator[Chunk]:
-        return (chunk for part in self.parts for chunk in read_chunks(part, self.columns))
+        return (chunk for part in self.parts for chunk in self.part_chunks(part))
+
+    def part_chunks(self, part: SourcePart) -> Iterator[Chunk]:
+        return (replace(chunk, sample=self.sample) for chunk in _read_chunks(part, self.columns))
+
+    @property
+    def limits(self) -> Source:
+        """The source's `weight`, `take` and `size`; built-in data is made as long as they say."""
+        is_builtin = self.source.path.startswith("builtin:")
+        return self.source.model_copy(update={"take": None, "size": None}) if is_builtin else self.source
+
+    @property
+    def is_limited(self) -> bool:
+        return self.limits.take is not None or self.limits.size is not None
 
 
 def open_source(source: Source, columns: Columns, evaluation: bool, say: Callable[[str], None]) -> OpenedSource:
@@ -87,7 +101,7 @@ def open_source(source: Source, columns: Columns, evaluation: bool, say: Callabl
     return OpenedSource(source, read, size, given, lambda digests: _digest_of_files(files, digests))
 
 
-def read_chunks(part: SourcePart, columns: dict[str, Any]) -> Iterator[Chunk]:
+def _read_chunks(part: SourcePart, columns: dict[str, Any]) -> Iterator[Chunk]:
     """Chunks with the format of their file, which its first valid record decides."""
     format, first = None, ""
     for chunk in part.read():
