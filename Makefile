@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
-unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes; each would compile every module anew
+unexport PYTHONDONTWRITEBYTECODE  # else every new Python that a test starts compiles all modules anew
 
 RANDOM_INPUTS := $(addprefix tests/test_,prepare_fuzz.py config.py masks.py bpe.py token_cache.py readers.py)
 PARALLEL := $(addprefix tests/test_,engines.py nodes.py guides_commands.py launch.py launch_line.py bench_scaling.py)

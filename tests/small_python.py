@@ -1,5 +1,5 @@
-"""Runs a function of a test module in a Python that has imported little, for tests that fork hundreds of times: a fork
-of a process that has imported torch takes 20 times as long."""
+"""Runs a function of a test module in a Python that has imported little, for tests that fork many times: to fork a
+process that has imported torch costs more."""
 
 from __future__ import annotations
 
