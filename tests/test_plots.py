@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sojourn.data.plots import histogram_text, report_svg
+from sojourn.plot.data_report import histogram_text, report_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 FACTS: dict[str, Any] = {

@@ -22,6 +22,7 @@ from sojourn.cli.plan import plan
 from sojourn.cli.prepare import prepare
 from sojourn.cli.presets import presets_app
 from sojourn.cli.rehearse import rehearse
+from sojourn.cli.runs import runs_app
 from sojourn.cli.train import train
 from sojourn.cli.verify_resume import verify_resume
 from sojourn.errors import UserError
@@ -138,6 +139,7 @@ app.command(context_settings=_RUN_ARGS)(train)
 app.command(name="launch-line", context_settings=_RUN_ARGS)(launch_line)
 app.command(name="verify-resume", context_settings=_RUN_ARGS)(verify_resume)
 app.add_typer(bench_app, name="bench")
+app.add_typer(runs_app, name="runs")
 app.command(name="eval")(evaluate)
 app.command()(generate)
 app.command()(chat)

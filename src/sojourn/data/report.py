@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from sojourn.config.messages import printable
-from sojourn.data.plots import histogram_text
 from sojourn.data.tokenize.chat_template import Span
+from sojourn.plot.data_report import histogram_text
 
 _GREEN, _DIM, _RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 _MAX_CHARACTERS = 700

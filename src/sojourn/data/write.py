@@ -21,7 +21,6 @@ from sojourn.data.artefact import FORMAT
 from sojourn.data.encode import EncodedChunk, Encoder, EncoderConfig
 from sojourn.data.examples import make_examples
 from sojourn.data.inputs import Inputs
-from sojourn.data.plots import report_svg
 from sojourn.data.preview import Preview
 from sojourn.data.route import Router
 from sojourn.data.row_writer import RowWriter
@@ -35,6 +34,7 @@ from sojourn.data.train_tokenizer import train_on_sample
 from sojourn.data.truncate import LengthPolicy
 from sojourn.data.worker_pool import map_in_workers
 from sojourn.errors import UserError
+from sojourn.plot.data_report import report_svg
 from sojourn.storage.files import write_json, write_text
 
 Say = Callable[[str], None]

@@ -6,6 +6,7 @@ runs/NAME/
   environment.json   versions, machine, command
   status.json        where the run stands (replaced atomically)
   metrics.jsonl      one line a logged step; events.jsonl: what happened
+  loss.svg           the losses as a plot, written when training ends or stops
   logs/              TensorBoard, the trackers' files, output of ranks above 0; trackers.json: the run's id at trackers
   ledger.json        time and money spent, also by calls that were killed; ladder.json: the OOM fallbacks taken
   checkpoints/step-00000040/ …, latest; damaged-step-00000030/: set aside, never read or counted
@@ -87,6 +88,10 @@ class RunFolder:
     @property
     def events(self) -> Path:
         return self.path / "events.jsonl"
+
+    @property
+    def loss_plot(self) -> Path:
+        return self.path / "loss.svg"
 
     @property
     def ledger(self) -> Path:

@@ -233,6 +233,19 @@ def _open_to_append(path: Path) -> BinaryIO:
         raise
 
 
+def read_last_json_lines(path: Path, most: int = 1 << 16) -> list[dict[str, Any]]:
+    """The complete lines within the last `most` bytes, for a quick look at a long file. Raises `CannotRead`."""
+    lines: list[dict[str, Any]] = []
+    with contextlib.suppress(FileNotFoundError, NotValid), open_regular(path) as file, _read_errors(path):
+        file.seek(max(0, os.fstat(file.fileno()).st_size - most))
+        for line in file.read(most).splitlines():
+            with contextlib.suppress(NotValid):
+                value = parse_json(line)
+                if isinstance(value, dict):
+                    lines.append(value)
+    return lines
+
+
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Every complete line; lines cut short by a kill, and what is not a file of lines, are ignored. Raises
     `CannotRead`."""

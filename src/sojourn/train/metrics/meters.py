@@ -13,8 +13,11 @@ from types import TracebackType
 from typing import Any
 
 from sojourn.config.schema import RunConfig
-from sojourn.errors import Stopped
+from sojourn.errors import RunFailed, Stopped
+from sojourn.plot.loss import loss_points, loss_svg
+from sojourn.run import unwritten
 from sojourn.run.folder import RunFolder
+from sojourn.storage.files import write_text
 from sojourn.train.metrics.progress_line import ProgressLine, StepReport, format_plain_line
 from sojourn.train.metrics.tensorboard_file import TensorBoardFile
 from sojourn.train.metrics.throughput import Interval, Throughput
@@ -67,6 +70,7 @@ class Meters:
         if self._line:
             self._line.stop()
         self._line = None
+        _write_loss_plot(self._run)
         self._trackers.close("done" if kind is None else "stopped" if issubclass(kind, Stopped) else "failed")
 
     def count_step(self, tokens: int, waited: float) -> None:
@@ -198,3 +202,15 @@ def _open_tensorboard(run: RunFolder, setting: str, first_step: int) -> TensorBo
             print(f"note: tensorboard {reason}; metrics are in metrics.jsonl", flush=True)
         return None
     return TensorBoardFile(run.logs, first_step)
+
+
+def _write_loss_plot(run: RunFolder) -> None:
+    """However training ends: `loss.svg`."""
+    if not run.writable:
+        return
+    try:
+        metrics = run.read_metrics()
+        svg = loss_svg(run.path.name, loss_points(metrics, "train"), loss_points(metrics, "eval"))
+        write_text(run.loss_plot, svg)
+    except (OSError, RunFailed) as error:
+        unwritten.count(str(run.loss_plot), error)

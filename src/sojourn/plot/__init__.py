@@ -1,0 +1,1 @@
+"""Plots, as SVG files and in the terminal."""
