@@ -106,7 +106,7 @@ def test_how_many_processes_work_changes_nothing(fixed, home, monkeypatch):
     """Nor into how many chunks the file is cut for them."""
     path = lines(home / "many.jsonl", pairs(4_000))
     one = prepare(reading(fixed, path, workers=1), home / "one")
-    monkeypatch.setattr(readers.read_file, "__defaults__", (1 << 15,))
+    monkeypatch.setattr(readers.read_file, "__defaults__", (1 << 15, "utf-8"))
     sent, submit = [], worker_pool._WorkerPool.submit
     monkeypatch.setattr(worker_pool._WorkerPool, "submit", lambda pool, task: sent.append(task) or submit(pool, task))
     two = prepare(reading(fixed, path, workers=2), home / "two")

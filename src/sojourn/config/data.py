@@ -24,6 +24,9 @@ _BYTES = 256
 COMPRESSION_RATIO = 4  # size of text over the size of its compressed file, roughly
 
 
+Encoding = Literal["utf-8", "gbk", "gb18030", "big5", "utf-16"]
+
+
 class Tags(Section):
     """What messages call their keys and roles, where these names are not recognised."""
 
@@ -121,6 +124,8 @@ class DataConfig(Section):
     take: Take = None
     seed: Annotated[int, WholeNumber, Field(ge=0, le=2**63 - 1)] = 0
     columns: Columns = Columns()
+    dataset_dir: Annotated[Text, Description("a folder with LLaMA-Factory's dataset_info.json")] | None = None
+    encoding: Encoding = "utf-8"
     on_bad: Literal["fail", "skip"] = "fail"
     max_bad: Fraction = 0.001
     clean: CleanConfig = CleanConfig()

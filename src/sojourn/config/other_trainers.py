@@ -42,6 +42,7 @@ VALUE_FLAGS = {
     "adapter_name_or_path": "method.adapter",
     "dataset": "data.sources",
     "dataset_name": "data.sources",
+    "dataset_dir": "data.dataset_dir",
     "data_files": "data.sources",
     "train_file": "data.sources",
     "input_dir": "data.sources",

@@ -11,6 +11,7 @@ from typing import Any
 from sojourn.config.data import DataConfig
 from sojourn.config.schema import RunConfig
 from sojourn.data.artefact import FORMAT
+from sojourn.data.sources.dataset_info import named_sources
 from sojourn.data.sources.source import OpenedSource, open_source
 from sojourn.data.tokenize.templates import NAMED
 from sojourn.data.tokenize.tokenizer import TRAINED, TokenizerBundle, open_tokenizer, read_template_file
@@ -96,8 +97,13 @@ def open_inputs(data: DataConfig, say: Callable[[str], None], split_digits: bool
         from sojourn.data.clean.language import check_language_codes
 
         check_language_codes(data.clean.languages)
-    sources = [open_source(source, data.columns, False, say) for source in data.sources]
-    eval_sources = [open_source(source, data.columns, True, say) for source in data.eval_sources]
+    sources, eval_sources = (
+        [
+            open_source(source, data.columns, evaluation, say, data.encoding)
+            for source in named_sources(given, data.dataset_dir)
+        ]
+        for evaluation, given in ((False, data.sources), (True, data.eval_sources))
+    )
     tokenizer = None if data.tokenizer in TRAINED else open_tokenizer(data.tokenizer)
     return Inputs(data, sources, eval_sources, tokenizer, split_digits)
 

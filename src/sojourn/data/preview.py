@@ -11,6 +11,7 @@ from sojourn.data.inputs import Inputs
 from sojourn.data.report import format_sample, format_unused
 from sojourn.data.sources.chunks import Chunk, parse_chunk
 from sojourn.data.sources.document import Document
+from sojourn.data.sources.texts import SPLIT_TEXT
 from sojourn.data.tokenize.chat_template import Template
 from sojourn.data.tokenize.templates import END_OF_TEXT, NAMED, named_template
 from sojourn.data.tokenize.tokenizer import TokenizerBundle, check_template, read_template_file, special_tokens
@@ -18,6 +19,7 @@ from sojourn.errors import UserError
 
 _MAX_DOCUMENTS = 3  # of each part
 _MAX_PARTS = 50
+_KINDS = {"documents": "built in", "text": f"text (documents end at {SPLIT_TEXT})"}
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def _read_beginning(chunks: Iterator[Chunk], fail: bool) -> tuple[str, list[Docu
     """The format of a part and its first documents; gives up after four chunks of bad records."""
     name = "empty"
     for chunk in islice(chunks, 4):
-        name = chunk.format or {"documents": "built in", "text": "text"}.get(chunk.kind, "no readable record")
+        name = chunk.format or _KINDS.get(chunk.kind, "no readable record")
         parsed = parse_chunk(chunk)
         name += f" (columns not used: {format_unused(parsed.unused)})" if parsed.unused else ""
         if parsed.documents:

@@ -50,6 +50,7 @@ def format_report(report: Mapping[str, Any], global_batch: int | None = None) ->
         if facts["documents"]:
             yield _format_split(split, facts, report["max_length"])
     yield from (f"{sample['path']}: {format_sample(sample)}" for sample in report.get("samples", []))
+    yield from (f"{path}: {count:,} documents of text" for path, count in report.get("texts", {}).items())
     train = report["train"]
     if global_batch and train["rows"]:
         yield f"one epoch: {-(-train['rows'] // global_batch):,} steps of {global_batch:,} rows"

@@ -82,6 +82,7 @@ class Tally:
     near_duplicates: int = 0
     escaped: int = 0
     unknown: int = 0
+    texts: Counter[str] = field(default_factory=Counter)  # of each source: documents that are texts
     languages: dict[str, int] = field(default_factory=dict)
 
     def add(self, path: str, encoded: EncodedChunk) -> None:
@@ -91,6 +92,7 @@ class Tally:
         self.escaped += encoded.escaped
         self.unknown += encoded.unknown
         self.left_out.update(encoded.left_out)
+        self.texts[path] += int((encoded.kinds == TEXT).sum())
         self.unused.setdefault(path, Counter()).update(encoded.unused)
         for text in encoded.samples:
             code = detect_language_or_unknown(text)
@@ -121,6 +123,7 @@ class Tally:
             "damaged_examples": [list(one) for one in self.bad_examples],
             "left_out": {key: count for key, count in self.left_out.items() if count},
             "unused_columns": [{"path": path, "columns": dict(names)} for path, names in self.unused.items() if names],
+            "texts": {path: count for path, count in self.texts.items() if count},
             "duplicates": self.duplicates,
             "near_duplicates": self.near_duplicates,
             "special_token_texts": self.escaped,

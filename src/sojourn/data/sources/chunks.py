@@ -17,6 +17,7 @@ import numpy as np
 from sojourn.data.order import splitmix64
 from sojourn.data.sources.columns import ReadRecord, check_media, rename_columns, row_marks, unread_turn_keys
 from sojourn.data.sources.document import Document
+from sojourn.data.sources.files import not_utf8
 from sojourn.data.sources.formats import detect_format, to_document
 from sojourn.data.sources.values import BadRecord, EmptyRecord, Record
 from sojourn.errors import UserError
@@ -166,4 +167,4 @@ def _decode(raw: bytes) -> str:
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
-        raise BadRecord(f"not UTF-8 text ({error.reason}); save it as UTF-8") from None
+        raise BadRecord(not_utf8(error)) from None

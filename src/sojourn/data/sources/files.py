@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import unicodedata
+from codecs import getincrementaldecoder
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
@@ -127,12 +129,52 @@ def _visible(folder: Path, hidden: bool = False) -> list[Path]:
     return sorted((entry for entry in folder.iterdir() if hidden or entry.name[0] != "."), key=_order)
 
 
-def read_bytes(path: Path, size: int) -> Iterator[bytes]:
-    """A file's bytes, decompressed, in blocks of about `size`, without a byte order mark."""
+def read_bytes(path: Path, size: int, encoding: str = "utf-8") -> Iterator[bytes]:
+    """A file's text in UTF-8, decompressed, in blocks of about `size`; converted from `encoding` if it is not UTF-8."""
+    if encoding == "utf-8" or _is_utf8(path, size):
+        return _blocks(path, size, utf16=False)
+    return _converted(path, size, "gb18030" if encoding == "gbk" else encoding)  # of which GBK is a part
+
+
+def _is_utf8(path: Path, size: int) -> bool:
+    decoder = getincrementaldecoder("utf-8")()
+    try:
+        for block in _blocks(path, size, utf16=True):
+            decoder.decode(block)
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _converted(path: Path, size: int, encoding: str) -> Iterator[bytes]:
+    decoder, line = getincrementaldecoder(encoding)(), 1
+    try:
+        for block in chain(_blocks(path, size, utf16=True), [b""]):
+            text = decoder.decode(block, final=not block)
+            line += text.count("\n")
+            yield text.encode()
+    except UnicodeDecodeError:
+        raise UserError(f"{path}:{line}: after this line neither UTF-8 nor {encoding}; save it as UTF-8") from None
+
+
+def not_utf8(error: UnicodeDecodeError) -> str:
+    """What is wrong with a text that is not UTF-8, and what to do."""
+    try:
+        text = getincrementaldecoder("gb18030")().decode(error.object)
+    except UnicodeDecodeError:
+        text = ""
+    chinese = sum("\u4e00" <= character <= "\u9fff" for character in text)
+    advice = ", or, as it looks like GBK, convert it with data.encoding=gbk" if chinese > 1 else ""
+    return f"not UTF-8 text ({error.reason}); save it as UTF-8{advice}"
+
+
+def _blocks(path: Path, size: int, utf16: bool) -> Iterator[bytes]:
+    """A file's bytes, decompressed, without a UTF-8 byte order mark; `utf16` allows text with the mark of UTF-16."""
     with _open(path) as stream:
         block = stream.read(max(size, 4))
-        if block.startswith((b"\xff\xfe", b"\xfe\xff")):
-            raise UserError(f"{path}:1: UTF-16 text; save it as UTF-8")
+        if block.startswith((b"\xff\xfe", b"\xfe\xff")) and not utf16:
+            raise UserError(f"{path}:1: UTF-16 text; save it as UTF-8, or convert it with data.encoding=utf-16")
         block, most, total = block.removeprefix(b"\xef\xbb\xbf") or stream.read(size), most_unpacked(path), 0
         while block:
             total += len(block)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Literal
 
+from sojourn.data.sources.files import not_utf8
 from sojourn.data.sources.texts import MAX_VALUE_BYTES, LocatedRecord, whole_lines
 from sojourn.errors import UserError
 
@@ -121,7 +122,7 @@ class _Buffer:
             more = self._decoder.decode(block, final=self.ended)
         except UnicodeDecodeError as error:
             line = self.line + self.text.count("\n", self.at) + error.object[: error.start].count(b"\n")
-            raise UserError(f"{self.file}:{line}: not UTF-8 text ({error.reason}); save it as UTF-8") from None
+            raise UserError(f"{self.file}:{line}: {not_utf8(error)}") from None
         self.text = self.text[self.at :] + more
         self.at = 0
 

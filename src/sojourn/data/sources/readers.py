@@ -16,11 +16,11 @@ from sojourn.data.sources.texts import LocatedRecord, split_documents
 from sojourn.errors import UserError
 
 
-def read_file(path: Path, size: int = 1 << 20) -> Iterator[Chunk]:
-    """All records of a file in chunks of about `size` bytes."""
+def read_file(path: Path, size: int = 1 << 20, encoding: str = "utf-8") -> Iterator[Chunk]:
+    """All records of a file in chunks of about `size` bytes; a file that is not UTF-8 is converted from `encoding`."""
     line = 0
     try:
-        for chunk in _read(path, size):
+        for chunk in _read(path, size, encoding):
             yield chunk
             line = chunk.lines[-1]
     except (EOFError, zlib.error, OSError) as error:
@@ -30,12 +30,12 @@ def read_file(path: Path, size: int = 1 << 20) -> Iterator[Chunk]:
         raise UserError(f"{path}: cannot be read: {os.strerror(error.errno)}") from None
 
 
-def _read(path: Path, size: int) -> Iterator[Chunk]:
+def _read(path: Path, size: int, encoding: str) -> Iterator[Chunk]:
     file, suffix = str(path), suffix_of(path)
     inner = suffix.inner if suffix else ""
     if inner == ".parquet":
         return _as_chunks(file, "table", parquet_rows(path, size))
-    blocks = read_bytes(path, size)
+    blocks = read_bytes(path, size, encoding)
     if inner in (".json", ".jsonl", ".ndjson"):
         return _read_json(file, blocks, size, lines=inner != ".json")
     if inner in (".csv", ".tsv"):

@@ -77,7 +77,9 @@ class OpenedSource:
         return self.limits.take is not None or self.limits.size is not None
 
 
-def open_source(source: Source, columns: Columns, evaluation: bool, say: Callable[[str], None]) -> OpenedSource:
+def open_source(
+    source: Source, columns: Columns, evaluation: bool, say: Callable[[str], None], encoding: str = "utf-8"
+) -> OpenedSource:
     """A path that exists takes precedence over a data set of the same name."""
     path = source.path
     given: dict[str, Any] = (source.columns or columns).model_dump(exclude_none=True)
@@ -97,8 +99,9 @@ def open_source(source: Source, columns: Columns, evaluation: bool, say: Callabl
         raise UserError(f"data.sources: {path}: no such file or folder, and no data set of that name{hint}")
     files = find_files(path)
     size = sum(file.stat().st_size * (COMPRESSION_RATIO if _is_compressed(file) else 1) for file in files)
-    read = [SourcePart(str(file), partial(read_file, file)) for file in files]
-    return OpenedSource(source, read, size, given, lambda digests: _digest_of_files(files, digests))
+    read = [SourcePart(str(file), partial(read_file, file, encoding=encoding)) for file in files]
+    converted = "" if encoding == "utf-8" else f" {encoding}"
+    return OpenedSource(source, read, size, given, lambda digests: _digest_of_files(files, digests) + converted)
 
 
 def _read_chunks(part: SourcePart, columns: dict[str, Any]) -> Iterator[Chunk]:

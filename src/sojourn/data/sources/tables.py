@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from sojourn.data.sources.files import BOMB, most_unpacked
+from sojourn.data.sources.files import BOMB, most_unpacked, not_utf8
 from sojourn.data.sources.texts import LocatedRecord, normalize_newlines, whole_lines
 from sojourn.errors import UserError
 
@@ -81,7 +81,7 @@ def _text_lines(file: str, blocks: Iterable[bytes]) -> Iterator[str]:
             text = block.decode()
         except UnicodeDecodeError as error:
             line = first + block.count(b"\n", 0, error.start)
-            raise UserError(f"{file}:{line}: not UTF-8 text ({error.reason}); save it as UTF-8") from None
+            raise UserError(f"{file}:{line}: {not_utf8(error)}") from None
         if "\0" in text:
             line = first + text.count("\n", 0, text.index("\0"))
             raise UserError(f"{file}:{line}: a NUL character: not a text file; save it as UTF-8 text")

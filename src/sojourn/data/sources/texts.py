@@ -14,6 +14,7 @@ MAX_VALUE_BYTES = 1 << 28  # of one line or one JSON value
 _END_OF_TEXT = b"<|endoftext|>"
 _MIN_DOCUMENT_BYTES = 4000  # before a blank line may end a document
 _MAX_DOCUMENT_BYTES = 1 << 20
+SPLIT_TEXT = "<|endoftext|>, at a heading (= Title =), or at a blank line after 4,000 bytes"
 _SPACE = re.compile(rb"\s*")
 _BLANK_LINE = re.compile(rb"\n[ \t\v\f]*(?=\n)")
 _HEADING = re.compile(rb"\n(?= ?= [^=\n][^\n]*[^=\n] = ?\n)")
