@@ -192,8 +192,8 @@ def test_a_command_that_names_no_run_starts_from_small_and_says_so() -> None:
     loaded = run("--fp16")
     assert (
         loaded.config.model.d_model == 256
-        and loaded.config.name is None
-        and loaded.notes == ("no run named; starting from the preset small",)
+        and loaded.config.name == "256x2"
+        and loaded.notes == ("no run named; starting 256x2 from the preset small",)
     )
 
 

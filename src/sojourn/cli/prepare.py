@@ -28,8 +28,8 @@ def prepare(
     from sojourn.errors import RunFailed
     from sojourn.run.home import prepared_folder
 
-    config = load_run(args).config
-    shown = False
+    loaded = load_run(args)
+    config, shown = loaded.config, False
 
     def say(line: str) -> None:
         if not json:
@@ -40,6 +40,8 @@ def prepare(
         shown = True
         print_examples(say, sys.stdout.isatty(), formats, examples)
 
+    for note in loaded.notes:
+        say(f"note: {note}")
     artefact = prepare_run(config, prepared_folder(), say, show)
     if verify and (damaged := artefact.damaged_files()):
         raise RunFailed(f"{artefact.path}: damaged: {', '.join(damaged)}; remove that folder and run this again")

@@ -30,18 +30,19 @@ def rehearse(
     from sojourn.config.load import load_run, with_settings
     from sojourn.errors import RunFailed
     from sojourn.run.home import run_folder
+    from sojourn.train.run_name import choose_name
 
-    loaded, stdout = load_run(args), sys.stdout
-    run = run_folder(loaded.config.name or "run", loaded.config.save.folder)
+    stdout, (config, note) = sys.stdout, choose_name(load_run(args))
+    run = run_folder(config.name or "run", config.save.folder)
     with redirect_stdout(sys.stderr) if json else nullcontext():
         from sojourn.launch.agent import launch, local_world_size
         from sojourn.launch.worker import exit_if_run_over, is_worker, worker_process
 
         if not is_worker():
-            ranks_here = local_world_size(loaded.config)
-            if ranks_here > 1 or loaded.config.parallel.nodes > 1:
-                once = with_settings(loaded.config, {"parallel.restarts": 0})
-                raise typer.Exit(launch(once, sys.argv[1:], ranks_here))
+            ranks_here = local_world_size(config)
+            if ranks_here > 1 or config.parallel.nodes > 1:
+                once = with_settings(config, {"parallel.restarts": 0})
+                raise typer.Exit(launch(once, [*sys.argv[1:], *([f"name={config.name}"] if note else [])], ranks_here))
         exit_if_run_over()
         from sojourn.train.loop import use_device
         from sojourn.train.ranks import join_process_group, leave_process_group
@@ -49,8 +50,8 @@ def rehearse(
 
         silent = os.environ.get("RANK", "0") != "0"
         with worker_process(), _discard_stdout() if silent else nullcontext():
-            ranks = join_process_group(use_device(loaded.config), loaded.config)
-            report = rehearse_run(loaded.config, run, ranks)
+            ranks = join_process_group(use_device(config), config)
+            report = rehearse_run(config, run, ranks)
             if ranks.is_main:
                 _show(report, json, stdout)
             if report.refused is not None:

@@ -40,14 +40,15 @@ def train(
     from sojourn.run.home import run_folder
     from sojourn.run.startup import Startup
     from sojourn.storage.files import read_json_object
+    from sojourn.train.run_name import choose_name
 
     loaded = load_run(args)
-    config = loaded.config if fork is None else fork_run(loaded.config, fork)
+    config, note = choose_name(loaded) if fork is None else (fork_run(loaded.config, fork), None)
     is_main = os.environ.get("RANK", "0") == "0"
     name = config.name or "run"
     run = run_folder(name, config.save.folder)
     with Startup(run.path if is_main and config.parallel.node in ("auto", 0) else None) as startup:
-        _train(config, replace(run, is_main_process=is_main), startup, loaded.notes)
+        _train(config, replace(run, is_main_process=is_main), startup, loaded.notes, note)
     if not is_main:
         return
     print(f"done: the model is in {run.final}")
@@ -56,8 +57,8 @@ def train(
     print(f"next: sojourn chat {model}" if chats else f'next: sojourn generate {model} --prompt "Once"')
 
 
-def _train(config: RunConfig, run: RunFolder, startup: Startup, notes: tuple[str, ...]) -> None:
-    """In this process, or in those of the launcher."""
+def _train(config: RunConfig, run: RunFolder, startup: Startup, notes: tuple[str, ...], renamed: str | None) -> None:
+    """In this process, or in those of the launcher. `renamed`: why the run has another name than its command says."""
     from sojourn.run.home import home_warning
 
     if config.model.base is not None and os.environ.get("LOCAL_RANK", "0") == "0":
@@ -71,11 +72,17 @@ def _train(config: RunConfig, run: RunFolder, startup: Startup, notes: tuple[str
         ranks_here = local_world_size(config)
         if ranks_here > 1 or config.parallel.nodes > 1:
             startup.hand_over()
-            raise typer.Exit(launch(config, sys.argv[1:], ranks_here))
+            if renamed:
+                print(f"note: {renamed}", flush=True)
+            name = [f"name={config.name}"] if renamed else []
+            raise typer.Exit(launch(config, [*sys.argv[1:], *name], ranks_here))
     exit_if_run_over()  # restarted by the launcher after the run had stopped or failed
     warning = home_warning() if config.save.folder is None else None
     if run.is_main_process:
-        for line in (*(f"note: {note}" for note in notes), *([f"warning: {warning}"] if warning else ())):
+        for line in (
+            *(f"note: {note}" for note in (*notes, renamed) if note),
+            *([f"warning: {warning}"] if warning else ()),
+        ):
             print(line)
     from sojourn.train.loop import train as train_run
 

@@ -29,6 +29,7 @@ class Loaded:
     config: RunConfig
     source: str
     notes: tuple[str, ...] = ()
+    name_given: bool = False  # by the user: typed, or the name of a file of theirs
 
 
 def load_run(args: list[str]) -> Loaded:
@@ -43,13 +44,12 @@ def load_run(args: list[str]) -> Loaded:
         path = None
     else:
         path = get_preset("small")
-        notes.append("no run named; starting from the preset small")
     source = "command line"
     if path is not None:
         source = path.stem if path.parent == FOLDER else printable(path, 200)
         _add_file(layers, path, ())
     if path is not None and parsed.run is not None:
-        layers.values.setdefault("name", re.sub(r"[^\w.-]+", "-", path.stem).strip("-.")[:100] or "run")
+        layers.values.setdefault("name", _as_name(path.stem))
         if _path_kind(Path(parsed.run)) == "folder" and path.name == "run.yaml":  # a run folder: resume there
             layers.set(("save", "folder"), str(Path(parsed.run)), Origin("command line", "preset"))
             layers.notes.clear()  # run.yaml was written by Sojourn, perhaps by an older version
@@ -58,7 +58,14 @@ def load_run(args: list[str]) -> Loaded:
     if layers.get(("model", "base")) is not None and layers.get(("method", "kind")) is None:
         layers.set(("method", "kind"), "lora", Origin("model.base", "preset"))
         notes.append("method.kind not given: using lora, which trains adapters; method.kind=full trains all weights")
-    return Loaded(_validate(layers), source, tuple(notes))
+    config = _validate(layers)
+    name_given = ("name",) in (setting.key for setting in parsed.settings)
+    if parsed.run is None and not name_given:
+        config = config.model_copy(update={"name": size_name(config)})
+        start = "" if path is None else f" from the preset {path.stem}"
+        notes.insert(0, f"no run named; starting {config.name}{start}")
+    name_given = name_given or (parsed.run is not None and path is not None and path.parent != FOLDER)
+    return Loaded(config, source, tuple(notes), name_given)
 
 
 def read_config(path: Path) -> RunConfig:
@@ -90,6 +97,20 @@ def dump(config: RunConfig) -> dict[str, Any]:
 
 def to_yaml(config: RunConfig) -> str:
     return write_yaml(dump(config))
+
+
+def size_name(config: RunConfig) -> str:
+    """A name for a run from what it is: 512x6, 20M, depth-4, Qwen2.5-7B-qlora."""
+    model = config.model
+    if model.base is None:
+        dial = f"depth-{model.depth}" if model.depth else str(model.params) if model.params else None
+        return dial or f"{model.d_model}x{model.num_layers}"
+    base = model.base.rstrip("/\\").replace("\\", "/").rpartition("/")[2].removesuffix(".gguf")
+    return _as_name(f"{base}-{config.method.kind}")
+
+
+def _as_name(text: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", text).strip("-.")[:100] or "run"
 
 
 def summary(config: RunConfig) -> str:

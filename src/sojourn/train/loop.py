@@ -167,7 +167,8 @@ def _train(session: Session, guard: Guard) -> bool:
 
 
 def _print_already_done(run: RunFolder, steps: int) -> None:
-    print_line(f"{run.path}: already done ({steps} steps); to train longer, start another run: --fork NEWNAME")
+    longer = f"train.steps={2 * steps} --fork NEWNAME"
+    print_line(f"{run.path}: already done ({steps} steps); to train on from there in another run: {longer}")
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from sojourn.data.artefact import Artefact, Batch
 from sojourn.data.order import step_rows
 from sojourn.data.prepare import prepare_run
 from sojourn.data.report import print_examples
+from sojourn.data.tokenize.tokenizer import TRAINED
 from sojourn.errors import UserError
 from sojourn.resolve.resolve import Resolution
 from sojourn.run.folder import RunFolder
@@ -28,7 +29,7 @@ from sojourn.storage.files import CannotRead, read_json_object, write_json, writ
 from sojourn.storage.mirror_process import MirrorProcess
 from sojourn.train.batcher import Batcher
 from sojourn.train.checkpoint.checkpoint import check_free_space, find_newest
-from sojourn.train.checkpoint.config_changes import base_fingerprint, refuse_harmful_changes
+from sojourn.train.checkpoint.config_changes import another_run, base_fingerprint, refuse_harmful_changes
 from sojourn.train.checkpoint.final_model import refuse_foreign_model
 from sojourn.train.checkpoint.recovery import establish_identity, find_newest_anywhere
 from sojourn.train.checkpoint.sync import sync_checkpoint
@@ -104,7 +105,7 @@ def open_session(config: RunConfig, run: RunFolder, ranks: Ranks, mirror: Mirror
     artefact = _prepare(config, ranks)
     if ranks.is_main:
         _warn_without_held_out_rows(config, artefact)
-    _refuse_other_data(run, artefact)
+    _refuse_other_data(config, run, artefact)
     identity = _identity(config, run, ranks, artefact, is_known)
     objective = make_objective(config, artefact)
     status = run.status()
@@ -246,14 +247,15 @@ def _resume(
     return resume(config.save, run, training_state, newest)
 
 
-def _refuse_other_data(run: RunFolder, artefact: Artefact) -> None:
+def _refuse_other_data(config: RunConfig, run: RunFolder, artefact: Artefact) -> None:
     """A file of data.sources has changed: the steps so far have read other rows, perhaps with another tokenizer."""
     path = read_json_object(run.environment).get("data")
     before = Path(path).name if isinstance(path, str) else ""
     if before not in ("", artefact.path.name) and any(run.checkpoints.glob("step-*")):
+        fits_weights = config.model.base is not None or config.data.tokenizer not in TRAINED  # the same tokenizer
         raise UserError(
             f"{run.path} was started with other data (the files in data.sources have changed since); restore them to "
-            "resume it, or train on the new ones in another run: --fork NEWNAME"
+            f"resume it, or {another_run(config, fits_weights)}"
         )
 
 

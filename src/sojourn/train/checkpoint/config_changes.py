@@ -45,16 +45,39 @@ def refuse_harmful_changes(started_with: RunConfig, config: RunConfig, run: RunF
     harmful = harmful_changes(started_with, config, run)
     if harmful:
         raise UserError(
-            f"{run.path} was started with other settings ({harmful}); restore them to resume it, "
-            "or continue with the new ones in another run: --fork NEWNAME"
+            f"{run.path} was started with other settings ({harmful}); restore them to resume it, or "
+            + another_run(config, fits_weights=not any(f"{section}." in harmful for section in ("model", "method")))
         )
     for key, (old, new) in _changes(started_with, config).items():
         run.event("config_changed", key=key, before=old, now=new)
 
 
+def another_run(config: RunConfig, fits_weights: bool) -> str:
+    """What to type for a run with the new settings. `fits_weights`: it can start from the old one's checkpoint."""
+    if fits_weights:
+        return "continue with the new ones from its last checkpoint: --fork NEWNAME"
+    new = "name=NEWNAME" if config.save.folder is None else "save.folder=NEWFOLDER"
+    return f"start another run with the new ones: {new}"
+
+
 def harmful_changes(started_with: RunConfig, config: RunConfig, run: RunFolder) -> str:
     """The first changes that would change the numbers, as text; empty where there are none."""
-    changed = _changes(started_with, config)
+    return _describe_harmful(_changes(started_with, config), config, run)
+
+
+def decisive_differences(started_with: RunConfig, config: RunConfig, run: RunFolder) -> str:
+    """The same for a configuration as typed, of which `auto` may become anything."""
+    now = flatten(dump(config))
+    changed = {key: change for key, change in _changes(started_with, config).items() if now.get(key) != "auto"}
+    return _describe_harmful(changed, config, run)
+
+
+def data_section(config: RunConfig) -> dict[str, Any]:
+    """Without what does not change the data."""
+    return {key: value for key, value in dump(config)["data"].items() if key != "workers"}
+
+
+def _describe_harmful(changed: dict[str, tuple[Any, Any]], config: RunConfig, run: RunFolder) -> str:
     moved = {"model.base"} if base_fingerprint(config) == read_json_object(run.environment).get("base") else set()
     harmful = [key for key in changed if key.split(".")[0] in _DECISIVE and key not in _HARMLESS | moved]
     return "; ".join(f"{key} was {changed[key][0]}, now {changed[key][1]}" for key in harmful[:3])
