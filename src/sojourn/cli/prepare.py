@@ -21,8 +21,13 @@ def prepare(
     .zst), folders, globs, Hugging Face data sets (wikitext2, ORG/NAME), builtin:text and builtin:instructions.
     Formats are detected: text, Alpaca, ShareGPT, messages, prompt/completion, question/answer, preference pairs.
     For other columns: data.columns.text=NAME, or data.columns.prompt=NAME data.columns.completion=NAME.
+    With --output_dir FOLDER, train.jsonl, validation.jsonl and tokenizer.model are left there too.
     """
+    from pathlib import Path
+
+    from sojourn.config.command_line import is_typed
     from sojourn.config.load import load_run
+    from sojourn.data.output_folder import check_output_folder, write_output_folder
     from sojourn.data.prepare import prepare_run
     from sojourn.data.report import format_report, print_examples
     from sojourn.errors import RunFailed
@@ -30,6 +35,9 @@ def prepare(
 
     loaded = load_run(args)
     config, shown = loaded.config, False
+    output = Path(str(config.save.folder)) if is_typed(args, ("save", "folder")) else None
+    if output is not None:
+        check_output_folder(config, output)
 
     def say(line: str) -> None:
         if not json:
@@ -45,6 +53,8 @@ def prepare(
     artefact = prepare_run(config, prepared_folder(), say, show)
     if verify and (damaged := artefact.damaged_files()):
         raise RunFailed(f"{artefact.path}: damaged: {', '.join(damaged)}; remove that folder and run this again")
+    if output is not None:
+        write_output_folder(config, artefact, output, say)
     report = artefact.report
     if json:
         from json import dumps

@@ -84,6 +84,11 @@ def parse_args(args: list[str]) -> ParsedArgs:
     return parsed
 
 
+def is_typed(args: list[str], key: KeyPath) -> bool:
+    """Whether the command line itself sets the key."""
+    return any(setting.key == key for setting in parse_args(args).settings)
+
+
 def _override(parsed: ParsedArgs, arg: str) -> None:
     name, _, value = arg.partition("=")
     key = tuple(part.strip().replace("-", "_") for part in name.split("."))

@@ -72,7 +72,7 @@ def write_artefact(inputs: Inputs, preview: Preview, stage: Path, say: Say, show
         name: RowWriter(stage / name, dtype, data.max_length * unit, data.packing, unit) for name in ("train", "eval")
     }
     router = Router(data, writers, unit)
-    config = _encoder_config(inputs, tokenizer, preview, folder / "tokenizer.json")
+    config = encoder_config(inputs, tokenizer, preview, folder / "tokenizer.json")
     shown = islice(make_examples(Encoder(config), tokenizer.tokenizer, preview.documents), _EXAMPLES)
     examples = [asdict(example) for example in shown]
     show([], examples)
@@ -88,7 +88,7 @@ def write_artefact(inputs: Inputs, preview: Preview, stage: Path, say: Say, show
     _write_facts(inputs, tokenizer, preview, router, {"compression": compression, "examples": examples}, stage)
 
 
-def _encoder_config(inputs: Inputs, tokenizer: TokenizerBundle, preview: Preview, file: Path) -> EncoderConfig:
+def encoder_config(inputs: Inputs, tokenizer: TokenizerBundle, preview: Preview, file: Path) -> EncoderConfig:
     data, template = inputs.data, preview.template
     policy = LengthPolicy(data.max_length, data.long_texts, data.long_chats, tokenizer.id_of(tokenizer.end_of_text))
     return EncoderConfig(
