@@ -269,3 +269,20 @@ def test_any_failure_makes_the_exit_code_1_and_the_summary_says_what_to_do():
     fine, bad = Finding("a", "ok", ""), Finding("b", "fail", "")
     assert exit_code([fine]) == 0 and next_step([fine]) == "sojourn demo"
     assert exit_code([fine, bad]) == 1 and "fix" in next_step([fine, bad])
+
+
+@pytest.mark.parametrize("width", [30, 48, 60, 80, 120])
+def test_no_line_is_wider_than_the_terminal(width: int) -> None:
+    import io
+
+    from rich.console import Console
+
+    from sojourn.cli.doctor import _show
+    from sojourn.machine.finding import Finding
+
+    words = "some words that are long enough for several lines of a terminal " * 3
+    findings = [Finding("persistent storage", "warn", words, words), Finding("gpu", "ok", words)]
+    shown = io.StringIO()
+    _show(findings, Console(file=shown, width=width, force_terminal=True, color_system=None), words)
+    lines = shown.getvalue().splitlines()
+    assert max(map(len, lines)) < width and "".join(shown.getvalue().split()).count(words.replace(" ", "")) == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -180,3 +181,23 @@ def test_copy_into_a_folder_and_to_a_place_that_does_not_exist() -> None:
     assert sojourn("presets", "copy", "tiny", "runs")[0] == 0 and Path("runs/small.yaml").is_file()
     code, _, err = sojourn("presets", "copy", "small", "none/mine.yaml")
     assert code == 2 and err == "sojourn: none/mine.yaml cannot be written: No such file or directory\n"
+
+
+_GPUS = r"RTX \d+|A100 \d+ ?GB|H\d00\b|T4"
+
+
+@pytest.mark.parametrize("name", [name for name in ORDER if not name.startswith(("demo", "smoke"))])
+def test_a_presets_words_agree_with_its_plan(name: str) -> None:
+    """It fits on each GPU that its summary names, and takes as long as it says there, within a fifth."""
+    (summary,) = [preset.summary for preset in presets() if preset.name == name]
+    gpus = [gpu.replace(" GB", "GB") for gpu in re.findall(_GPUS, summary)]
+    times = re.findall(r"(\d+) (minute|hour)s?", summary)
+    assert not re.search(r"evening|night|\bday", summary) and (gpus or not times)
+    for gpu in gpus:
+        code, out, err = sojourn("plan", name, "--gpu", gpu, "--json")
+        assert code == 0, err
+        offers = [offer for offer in json.loads(out)["offers"] if offer["count"] == 1]
+        assert offers and all(offer["fits"] for offer in offers), (summary, gpu)
+        for number, unit in times:
+            said = int(number) * {"minute": 1 / 60, "hour": 1}[unit]
+            assert said == pytest.approx(min(offer["hours"] for offer in offers), rel=0.2), summary

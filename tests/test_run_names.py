@@ -120,7 +120,7 @@ def test_the_advice_of_a_finished_run_trains_on(home: Path, data: str) -> None:
 
 
 def test_the_advice_for_other_data_works(home: Path, data: str) -> None:
-    words = ["smoke", *TINY, data, "model.d_model=64"]
+    words = ["smoke", *TINY, data, "model.d_model=64", "name=mine"]
     train(*words)
     with Path("chats.jsonl").open("a", encoding="utf-8") as file:
         file.write('\n{"prompt": "new", "completion": "words"}' * 3)

@@ -16,6 +16,7 @@ from sojourn.run.checkpoints import find_damage
 from sojourn.run.folder import RunFolder
 from sojourn.storage import disk
 from sojourn.storage.files import read_json
+from sojourn.train import steps as steps_module
 from sojourn.train.checkpoint import checkpoint as checkpoint_module
 from sojourn.train.checkpoint import safetensors_writer as tensors
 from sojourn.train.checkpoint import snapshot
@@ -405,3 +406,13 @@ def test_a_finished_model_that_did_not_reach_the_mirror_is_no_success_and_is_mir
     run_train(words)
     assert run.status().state == "done" and (mirror / run.path.name / "final" / "config.json").is_file()
     assert (mirror / run.path.name / "checkpoints" / "step-00000012" / "manifest.json").is_file()
+
+
+def test_the_status_follows_the_run_between_saves(tiny, monkeypatch):
+    """However rarely it saves; how often is a matter of seconds, not of steps."""
+    words, seen = tiny.words("train.steps=4"), []
+    run = run_of(words)
+    monkeypatch.setattr(steps_module, "_STATUS_SECONDS", 0.0)
+    after_step(monkeypatch, {n: lambda: seen.append(run.status().step) for n in range(1, 5)})
+    run_train(words)
+    assert seen == [0, 1, 2, 3]

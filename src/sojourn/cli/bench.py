@@ -139,9 +139,8 @@ def bench_save(
 
 def print_measurement(measure: Callable[[Callable[[str], None]], dict[str, Any]], json: bool, out: Path | None) -> None:
     """Checks --out first, then measures, prints and writes the result."""
-    from json import dumps
-
     from sojourn.errors import UserError
+    from sojourn.run.output import print_json
     from sojourn.storage.files import write_json
 
     if out is not None and not out.absolute().parent.is_dir():
@@ -149,7 +148,7 @@ def print_measurement(measure: Callable[[Callable[[str], None]], dict[str, Any]]
     lines = sys.stderr if json else sys.stdout
     result = measure(lambda line: print(line, file=lines, flush=True))
     if json:
-        print(dumps(result, ensure_ascii=False))
+        print_json(result)
     if out is not None:
         write_json(out, result)
         print(f"written: {out}", file=lines)

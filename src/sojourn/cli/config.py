@@ -22,9 +22,9 @@ def check(
 
     loaded = load_run(args)
     if json:
-        from json import dumps
+        from sojourn.run.output import print_json
 
-        print(dumps({"ok": True, "notes": list(loaded.notes), "config": dump(loaded.config)}, ensure_ascii=False))
+        print_json({"ok": True, "notes": list(loaded.notes), "config": dump(loaded.config)})
         return
     for note in loaded.notes:
         print(f"note: {note}")

@@ -55,17 +55,20 @@ def _show(findings: list[Finding], console: Console, next_step: str) -> None:
     from rich.text import Text
 
     name_width = max(len(finding.name) for finding in findings)
+    width = max(console.width - 1, 20) if console.is_terminal else None
     indent = 4 + 2 + name_width + 2
-    width = max(console.width - 1, indent + 30) if console.is_terminal else None
+    if width is not None and width < indent + 30:  # the text stands below its name
+        indent = 4
     for finding in findings:
         mark = Text(f"{finding.level:<4}", style=_COLOURS[finding.level])
+        name = f"  {finding.name:<{name_width}}  " if indent > 4 else f"  {finding.name}\n    "
         lines = _wrapped(finding.message, width, indent)
-        console.print(Text.assemble(mark, f"  {finding.name:<{name_width}}  ", lines), soft_wrap=True)
+        console.print(Text.assemble(mark, name, lines), soft_wrap=True)
         if finding.fix:
             fix = _wrapped(f"fix: {finding.fix}", width, indent)
             console.print(Text.assemble(" " * indent, (fix, "cyan")), soft_wrap=True)
     counts = ", ".join(f"{sum(f.level == level for f in findings)} {level}" for level in _COLOURS)
-    console.print(Text.assemble(f"\n{counts}. Next: ", (next_step, "bold")), soft_wrap=True)
+    console.print("\n" + _wrapped(f"{counts}. Next: {next_step}", width, 0), soft_wrap=True, markup=False)
 
 
 def _wrapped(text: str, width: int | None, indent: int) -> str:

@@ -51,10 +51,10 @@ def launch_line(
     notes = [*loaded.notes, *check_launch(launch, config)]
     made = {each: _make(each, launch, json) for each in (_KINDS if kind == "all" else (kind,))}
     if json:
-        from json import dumps
+        from sojourn.run.output import print_json
 
         facts = {"run": launch.name, "nodes": nodes, "gpus_per_node": launch.gpus, "notes": notes}
-        print(dumps({**facts, **made}, indent=2, ensure_ascii=False))
+        print_json({**facts, **made}, indent=2)
         return
     for note in notes:
         print(f"note: {note}", file=sys.stderr)

@@ -27,7 +27,7 @@ from sojourn.cli.train import train
 from sojourn.cli.verify_resume import verify_resume
 from sojourn.errors import UserError
 from sojourn.launch.stop_signals import STOP_SIGNALS
-from sojourn.run.output import lossy, open_missing_streams
+from sojourn.run.output import accept_any_encoding, lossy, open_missing_streams
 
 _RUN_ARGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
 
@@ -77,6 +77,7 @@ def _exit_on_signal(number: int, _: object) -> None:
 def main() -> None:
     """The console script. Exit codes: 0 done, 1 failed, 2 wrong input, 3 stopped and resumable."""
     open_missing_streams()
+    accept_any_encoding()
     for number in STOP_SIGNALS:
         if number != signal.SIGINT and signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, _exit_on_signal)  # clean up as after Ctrl-C
@@ -112,6 +113,8 @@ def _run() -> int:
     except Exception as error:
         if not hasattr(error, "format_message"):  # ours: keep the traceback
             raise
+        if type(error).__name__ == "NoArgsIsHelpError":  # its help is printed already
+            return 0
         context = getattr(error, "ctx", None)
         verb = context.command_path if context else "sojourn"
         message = error.format_message()

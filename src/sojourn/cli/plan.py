@@ -131,6 +131,6 @@ def _calibrate(json: bool, silent: bool) -> None:
 
 
 def _print_json(value: object) -> None:
-    from json import dumps
+    from sojourn.run.output import print_json
 
-    print(dumps(value, ensure_ascii=False, default=str))
+    print_json(value, default=str)

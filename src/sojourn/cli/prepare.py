@@ -57,11 +57,11 @@ def prepare(
         write_output_folder(config, artefact, output, say)
     report = artefact.report
     if json:
-        from json import dumps
+        from sojourn.run.output import print_json
 
         steps = -(-report["train"]["rows"] // config.train.global_batch)
         facts = {"path": str(artefact.path), **artefact.facts, **report, "steps_per_epoch": steps}
-        print(dumps(facts, ensure_ascii=False))
+        print_json(facts)
         return
     if not shown:
         show([(one["name"], one["format"]) for one in report["sources"]], report["examples"])

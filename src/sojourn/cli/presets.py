@@ -19,10 +19,10 @@ def list_presets(json: Annotated[bool, typer.Option("--json", help="Print JSON."
 
     found = presets()
     if json:
-        from json import dumps
+        from sojourn.run.output import print_json
 
         rows = [{"name": p.name, "summary": p.summary, "aliases": list(p.aliases)} for p in found]
-        print(dumps(rows, ensure_ascii=False))
+        print_json(rows)
         return
     for item in found:
         print(f"{item.name:<10} {item.summary}" + (f"  (also: {', '.join(item.aliases)})" if item.aliases else ""))

@@ -71,11 +71,12 @@ def _discard_stdout() -> Iterator[None]:
 def _show(report: Report, json: bool, stdout: TextIO) -> None:
     if json:
         from dataclasses import asdict
-        from json import dumps
+
+        from sojourn.run.output import print_json
 
         found = [asdict(one) for one in report.findings]
         result = {"starts": report.refused is None, "findings": found, **report.facts}
-        print(dumps(result, ensure_ascii=False), file=stdout)
+        print_json(result, stdout)
         return
     marks = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
     for one in report.findings:

@@ -1,4 +1,4 @@
-"""Standard output and standard error that never raise.
+"""Standard output and standard error that never raise, in any encoding.
 
 The reader of a pipe goes away or stops reading, a terminal is closed or paused, the disk of a log file is full: what
 cannot be printed is dropped and counted (`unwritten.py`).
@@ -6,12 +6,14 @@ cannot be printed is dropped and counted (`unwritten.py`).
 
 from __future__ import annotations
 
+import codecs
+import json
 import os
 import select
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +21,38 @@ from sojourn.run import unwritten
 
 _PATIENCE = 10.0  # seconds for a reader that does not read, such as a paused terminal or `| less`
 _CHUNK_BYTES = 512  # what a pipe or terminal that is ready takes without blocking
+
+
+# What a terminal of another encoding gets instead; what is not here as \\u2014.
+_PLAIN = {
+    "×": "x", "→": "->", "…": "...", "“": '"', "”": '"', "‘": "'", "’": "'", "–": "-", "—": "-", "·": "-", "√": "sqrt ",
+    "≤": "<=", "≥": ">=", "≈": "~", "█": "#", "▒": "-", "¥": "CNY ", "²": "^2", "¹": "(1)",
+} | dict.fromkeys("▏▎▍▌▋▊▉", "|")  # fmt: skip
+
+
+def _plain_text(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    text = error.object[error.start : error.end]
+    return "".join(_PLAIN.get(c) or c.encode("ascii", "backslashreplace").decode() for c in text), error.end
+
+
+codecs.register_error("sojourn", _plain_text)
+
+
+def accept_any_encoding() -> None:
+    """A character that the terminal's encoding (GBK, cp1252, cp437, ASCII) has not is replaced, never an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            with suppress(OSError, ValueError):  # it flushes what it has, perhaps into a closed pipe
+                stream.reconfigure(errors="sojourn")
+
+
+def print_json(value: Any, stream: Any = None, **options: Any) -> None:
+    """Readable in UTF-8; in other encodings as ASCII, which is JSON too."""
+    stream = stream or sys.stdout
+    is_utf8 = (getattr(stream, "encoding", None) or "utf-8").lower().replace("-", "") == "utf8"
+    print(json.dumps(value, ensure_ascii=not is_utf8, **options), file=stream, flush=True)
 
 
 class LossyStream:
@@ -74,10 +108,7 @@ class LossyStream:
 
     def _encode(self, text: str) -> bytes:
         text, encoding = text.replace("\n", os.linesep), self._stream.encoding or "utf-8"
-        try:
-            return text.encode(encoding, self._stream.errors or "strict")
-        except UnicodeEncodeError:
-            return text.encode(encoding, "backslashreplace")
+        return text.encode(encoding, "sojourn")
 
 
 @contextmanager

@@ -30,6 +30,8 @@ from sojourn.train.metrics.meters import Meters
 from sojourn.train.optim.optimizers import learning_rate
 from sojourn.train.session import Session, print_line
 
+_STATUS_SECONDS = 2.0
+
 
 def run_steps(session: Session, guard: Guard) -> None:
     """Trains to the end and writes `final/`. Raises Stopped, or OomFallback if the run must be built again."""
@@ -77,6 +79,7 @@ class _StepLoop:
     watch: FolderWatch
     first_step: int  # of this call of `train`
     early_stop: str | None = None  # why the run ended before its last step
+    status_written: float = 0.0  # as time.monotonic
 
     def run(self) -> None:
         """Until the run is finished. Raises Interrupted where a rank must stop."""
@@ -141,6 +144,7 @@ class _StepLoop:
             return
         _count_step(session, guard, self.meters, result)
         guard.step_seconds = time.monotonic() - began
+        self._keep_status()
         if result.outcome == "done" and self._is_logged(progress.step):
             epoch = progress.step * session.config.train.global_batch / len(session.artefact.train)
             self.meters.log(progress.step, result.loss, rate, result.grad_norm, epoch, guard.ledger.spent)
@@ -149,6 +153,13 @@ class _StepLoop:
         if warning is not None:
             session.run.event("budget", message=warning)
             self.meters.say(f"warning: {warning}")
+
+    def _keep_status(self) -> None:
+        """status.json follows the run within seconds, however rarely it saves."""
+        now, progress = time.monotonic(), self.session.progress
+        if now - self.status_written >= _STATUS_SECONDS:
+            self.status_written = now
+            self.session.run.set_status("running", progress.step, self.session.total_steps)
 
     def _is_logged(self, step: int) -> bool:
         return step % self.session.config.log.every_steps == 0 or step in (1, self.session.total_steps)
