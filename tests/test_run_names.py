@@ -124,6 +124,7 @@ def test_the_advice_for_other_data_works(home: Path, data: str) -> None:
     train(*words)
     with Path("chats.jsonl").open("a", encoding="utf-8") as file:
         file.write('\n{"prompt": "new", "completion": "words"}' * 3)
+    words += ["save.keep=3"]  # else it is done already
     said = called("train", *words)
     assert said.returncode == 2 and "was started with other data" in said.stderr
     assert "done: the model is in" in followed(words, said.stderr)
