@@ -22,6 +22,7 @@ from sojourn.data.encode import EncodedChunk, Encoder
 from sojourn.data.inputs import Inputs, data_settings, open_inputs
 from sojourn.data.preview import Preview, make_preview
 from sojourn.data.route import Router
+from sojourn.data.sample import take_sample
 from sojourn.data.sources.chunks import parse_chunk
 from sojourn.data.sources.document import Document, Message
 from sojourn.data.tokenize.tokenizer import open_tokenizer
@@ -55,6 +56,7 @@ def write_output_folder(config: RunConfig, artefact: Artefact, folder: Path, say
     stage.mkdir(parents=True)
     try:
         inputs = open_inputs(data_settings(config), lambda line: None, config.advanced.split_digits)
+        inputs = take_sample(inputs, lambda line: None)
         preview = make_preview(inputs)
         counts = _write_documents(inputs, preview, artefact, stage)
         _write_tokenizer(inputs, preview, artefact, stage)

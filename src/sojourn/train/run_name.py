@@ -13,13 +13,13 @@ from pathlib import Path
 from sojourn.config.load import Loaded, read_config, with_settings
 from sojourn.config.schema import RunConfig
 from sojourn.data.inputs import data_settings, open_inputs
-from sojourn.data.sources.file_digests import FileDigests
 from sojourn.errors import UserError
 from sojourn.resolve.new_model import new_model_spec
 from sojourn.resolve.resolved import Resolved
 from sojourn.resolve.training import resolve_new_model
 from sojourn.run.folder import RunFolder
 from sojourn.run.home import prepared_folder, run_folder
+from sojourn.storage.file_digests import FileDigests
 from sojourn.storage.files import read_json_object
 from sojourn.train.checkpoint.config_changes import data_section, decisive_differences
 
