@@ -23,9 +23,11 @@ def evaluate(
     """Evaluate loss and perplexity on held-out rows or a file, and exact match on built-in questions."""
     from dataclasses import asdict
 
-    from sojourn.evals.held_out import answer_held_out_questions, exact_match, score_file, score_held_out
+    from sojourn.evals.held_out import answer_held_out_questions, check_source, exact_match, score_file, score_held_out
     from sojourn.infer.load import load_model
 
+    if data is not None:
+        check_source(data)
     opened = load_model(model, device, checkpoint)
     if tasks is None:
         tasks = 0 if data is not None else 50

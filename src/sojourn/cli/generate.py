@@ -43,4 +43,4 @@ def generate(
         print(one.text, flush=True)
         cut = describe_cut(opened, one, params)
         if cut is not None:
-            print(f"note: {cut}", file=sys.stderr, flush=True)
+            print(f"note: {f'[{number}] ' if len(prompt) > 1 else ''}{cut}", file=sys.stderr, flush=True)

@@ -6,11 +6,12 @@ import math
 import sys
 from dataclasses import dataclass
 
-from sojourn.config.data import CleanConfig, DataConfig, Source
+from sojourn.config.data import CleanConfig, Columns, DataConfig, Source
 from sojourn.config.load import read_config
 from sojourn.data import builtin
 from sojourn.data.artefact import Artefact, Split, artefact_of
 from sojourn.data.prepare import prepare
+from sojourn.data.sources.source import open_source
 from sojourn.errors import UserError
 from sojourn.infer.generate import SamplingParams, format_prompt, generate
 from sojourn.infer.load import LoadedModel, context_length
@@ -75,6 +76,11 @@ def score_held_out(loaded: LoadedModel, rows: int | None, required: bool) -> Sco
         raise UserError(f"nothing to evaluate: {reason}; {advice}")
     print(f"note: {reason}; {advice}", file=sys.stderr, flush=True)
     return None
+
+
+def check_source(path: str) -> None:
+    """Before a model is loaded for it."""
+    open_source(Source(path=path), Columns(), True, lambda line: None)
 
 
 def score_file(loaded: LoadedModel, path: str, rows: int | None) -> Scores:
