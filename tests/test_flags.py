@@ -370,7 +370,7 @@ def test_a_flag_with_a_letter_too_many_is_suggested(flag: str) -> None:
     ("flag", "answer"),
     [
         ("--save_only_model", "final/ has the model alone"),
-        ("--plot_loss", "losses"),
+        ("--plot_loss", "loss.svg"),
         ("--use_unsloth", "fused kernels of its own"),
     ],
 )

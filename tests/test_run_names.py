@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -128,3 +130,22 @@ def test_the_advice_for_other_data_works(home: Path, data: str) -> None:
     said = called("train", *words)
     assert said.returncode == 2 and "was started with other data" in said.stderr
     assert "done: the model is in" in followed(words, said.stderr)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"instruction": "a {n}", "chosen": "b {n}", "rejected": "c {n}"},
+        {"prompt": "a {n}", "chosen": "b {n}", "rejected": "c {n}"},
+        {"chosen": [{"role": "user", "content": "a {n}"}, {"role": "assistant", "content": "b {n}"}],
+         "rejected": [{"role": "user", "content": "a {n}"}, {"role": "assistant", "content": "c {n}"}]},
+    ],
+    ids=["instruction", "prompt", "conversations"],
+)  # fmt: skip
+def test_the_hint_for_preference_pairs_names_columns_that_are_there(home: Path, record: dict[str, Any]) -> None:
+    lines = [json.dumps(record).replace("{n}", str(n)) for n in range(40)]
+    Path("pairs.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    words = ["smoke", *TINY, "model.d_model=64", "data.sources=pairs.jsonl"]
+    said = called("train", *words)
+    assert said.returncode == 2 and "preference pairs is not supported yet" in said.stderr
+    train(*words, *re.findall(r"data\.columns\.\w+=\w+", said.stderr))

@@ -223,7 +223,7 @@ IGNORED_FLAGS = {
     "overwrite_cache": "prepared data is found by its content, so it is never out of date",
     "save_only_model": "checkpoints always have the optimizer states, so that the run can be resumed; final/ has the "
     "model alone",
-    "plot_loss": "every run has its losses in metrics.jsonl, and in TensorBoard where it is installed",
+    "plot_loss": "every run draws its losses in loss.svg, in its folder",
     "use_unsloth": "Sojourn has fused kernels of its own, used wherever the model supports them",
     "include_num_input_tokens_seen": "metrics.jsonl counts the tokens of every step",
     "disable_tqdm": "without a terminal the progress is plain lines",

@@ -106,8 +106,8 @@ def open_session(config: RunConfig, run: RunFolder, ranks: Ranks, mirror: Mirror
     if ranks.is_main:
         _warn_without_held_out_rows(config, artefact)
     _refuse_other_data(config, run, artefact)
+    objective = make_objective(config, artefact)  # refused before the run has an identity
     identity = _identity(config, run, ranks, artefact, is_known)
-    objective = make_objective(config, artefact)
     status = run.status()
     run.set_status("starting", status.step if status else 0, status.total_steps if status else 0)
     if ranks.is_main:
