@@ -70,6 +70,13 @@ def test_duplicates_that_are_left_out_and_repeated_documents_do_not_change_the_n
     assert len(numbers(prepare(weighted, home / "a"))) == 100
 
 
+def test_the_placeholder_of_a_picture_that_is_not_there_is_said(home):
+    lines = [json.dumps({"prompt": f"<image>{i}?", "completion": "A cat."}) for i in range(9)]
+    (home / "a.jsonl").write_text("\n".join(lines))
+    said = called("prepare", "smoke", "data.sources=a.jsonl", "data.tokenizer=char").stdout
+    assert "chats with <image>, <audio> or <video>, read as plain text: 9\n" in said
+
+
 def test_more_than_there_is_takes_all_and_says_nothing(data, home):
     report = prepare(data.model_copy(update={"take": 10**9}), home / "a").report
     assert (report["samples"], report["train"]["documents"]) == ([], 3000)

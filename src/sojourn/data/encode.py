@@ -64,6 +64,7 @@ class EncodedChunk:
     left_out: Counter[str]  # records that a mark or `data.clean` leaves out
     unused: Counter[str]  # records by column that is not read
     escaped: int
+    placeholders: int  # chats with the text of media that is not there
     unknown: int  # tokens for characters that the tokenizer does not have
     samples: list[str]
     signatures: list[Any] | None
@@ -111,6 +112,7 @@ class Encoder:
         near = self._config.clean.duplicates == "near"
         return EncodedChunk(
             *pieces, lengths, fingerprints, sizes, kinds, parsed.records, bad, left_out, parsed.unused, escaped,
+            parsed.placeholders,
             int((ids == self._unknown).sum()), self._language_samples(accepted, fingerprints),
             [_signature(d) for d in accepted] if near else None,
         )  # fmt: skip

@@ -65,6 +65,8 @@ def format_report(report: Mapping[str, Any], global_batch: int | None = None) ->
         yield f"exact duplicates: {report['duplicates']:,} documents (leave them out with data.clean.duplicates=exact)"
     if report["special_token_texts"]:
         yield f"documents with the text of a special token, read as plain text: {report['special_token_texts']:,}"
+    if report.get("media_placeholders"):
+        yield f"chats with <image>, <audio> or <video>, read as plain text: {report['media_placeholders']:,}"
     if report.get("unknown_tokens"):
         yield f"characters that the tokenizer does not have, read as unknown: {report['unknown_tokens']:,}"
     if report["languages"]:

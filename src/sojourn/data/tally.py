@@ -81,6 +81,7 @@ class Tally:
     duplicates: int = 0
     near_duplicates: int = 0
     escaped: int = 0
+    placeholders: int = 0
     unknown: int = 0
     texts: Counter[str] = field(default_factory=Counter)  # of each source: documents that are texts
     languages: dict[str, int] = field(default_factory=dict)
@@ -90,6 +91,7 @@ class Tally:
         self.bad += len(encoded.bad)
         self.bad_examples += encoded.bad[: _MAX_EXAMPLES - len(self.bad_examples)]
         self.escaped += encoded.escaped
+        self.placeholders += encoded.placeholders
         self.unknown += encoded.unknown
         self.left_out.update(encoded.left_out)
         self.texts[path] += int((encoded.kinds == TEXT).sum())
@@ -127,6 +129,7 @@ class Tally:
             "duplicates": self.duplicates,
             "near_duplicates": self.near_duplicates,
             "special_token_texts": self.escaped,
+            "media_placeholders": self.placeholders,
             "unknown_tokens": self.unknown,
             "languages": {code: round(size / whole, 4) for code, size in shares} if whole else {},
         }

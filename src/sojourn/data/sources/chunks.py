@@ -15,7 +15,14 @@ from typing import Any, Literal
 import numpy as np
 
 from sojourn.data.order import splitmix64
-from sojourn.data.sources.columns import ReadRecord, check_media, rename_columns, row_marks, unread_turn_keys
+from sojourn.data.sources.columns import (
+    ReadRecord,
+    check_media,
+    has_placeholder,
+    rename_columns,
+    row_marks,
+    unread_turn_keys,
+)
 from sojourn.data.sources.document import Document
 from sojourn.data.sources.files import not_utf8
 from sojourn.data.sources.formats import detect_format, to_document
@@ -72,6 +79,7 @@ class ParsedChunk:
     bad: list[tuple[str, str]] = field(default_factory=list)
     unused: Counter[str] = field(default_factory=Counter)
     left_out: Counter[str] = field(default_factory=Counter)
+    placeholders: int = 0  # chats with the text of a picture, sound or video that is not there
 
 
 def parse_chunk(chunk: Chunk) -> ParsedChunk:
@@ -136,6 +144,7 @@ class _Converter:
             self._unread[filled] = tuple(key for key in filled if key not in used)
         self._counts[filled] += 1
         self._parsed.unused.update(unread_turn_keys(record))
+        self._parsed.placeholders += document.is_chat and has_placeholder(document)
         left_out = next((f"{mark}_false" for mark, flag in marks.items() if not flag), None)
         if left_out:
             self._parsed.left_out[left_out] += 1

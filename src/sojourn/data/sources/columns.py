@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from sojourn.data.sources.document import Document
 from sojourn.data.sources.turns import TURN_KEYS, as_flag
 from sojourn.data.sources.values import BadRecord, Record, column_names
 
 OPTIONAL = ("input", "system", "history", "tools", "label", "reasoning")
-MEDIA_PLACEHOLDERS = ("<image>", "<audio>", "<video>")
+_PLACEHOLDERS = ("<image>", "<audio>", "<video>")
 _MEDIA = ("image", "images", "audio", "audios", "video", "videos")
 _TURNS = ("messages", "conversations", "conversation", "prompt", "completion", "chosen", "rejected",
           "chosen_messages", "rejected_messages")  # fmt: skip
@@ -59,6 +60,10 @@ def check_media(record: Record) -> None:
         if value and not (isinstance(value, list) and not any(value)):
             tail = "to train on the text alone, name its columns (data.columns.…)"
             raise BadRecord(f"{name}: media cannot be trained on, only text; {tail}")
+
+
+def has_placeholder(document: Document) -> bool:
+    return any(placeholder in text for text in document.contents() for placeholder in _PLACEHOLDERS)
 
 
 class ReadRecord(dict[str, Any]):
