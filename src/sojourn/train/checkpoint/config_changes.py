@@ -41,12 +41,20 @@ _HARMLESS = {
 }
 
 
+# With another value the checkpoint's weights do not fit.
+_SHAPES = (
+    *(f"model.{key}" for key in ("params", "depth", "d_model", "num_layers", "num_heads", "num_kv_heads", "ffn_size",
+                                 "tie_embeddings")),
+    *(f"method.{key}" for key in ("kind", "rank", "targets", "dora", "modules_to_save")),
+)  # fmt: skip
+
+
 def refuse_harmful_changes(started_with: RunConfig, config: RunConfig, run: RunFolder) -> None:
     harmful = harmful_changes(started_with, config, run)
     if harmful:
         raise UserError(
             f"{run.path} was started with other settings ({harmful}); restore them to resume it, or "
-            + another_run(config, fits_weights=not any(f"{section}." in harmful for section in ("model", "method")))
+            + another_run(config, fits_weights=not any(f"{key} was" in harmful for key in _SHAPES))
         )
     for key, (old, new) in _changes(started_with, config).items():
         run.event("config_changed", key=key, before=old, now=new)
