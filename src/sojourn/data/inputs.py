@@ -52,6 +52,10 @@ class Inputs:
         return sum(opened.size for opened in (*self.sources, *self.eval_sources))
 
     @property
+    def is_builtin(self) -> bool:
+        return all(opened.is_builtin for opened in (*self.sources, *self.eval_sources))
+
+    @property
     def workers(self) -> int:
         if self.data.workers != "auto":
             return self.data.workers

@@ -45,7 +45,7 @@ def prepare(
         say(f"already prepared: {target}")
         digests.save()
         artefact = Artefact(target)
-        if "unused_columns" not in artefact.report:
+        if "unused_columns" not in artefact.report and not inputs.is_builtin:
             say("note: prepared by an earlier version, which ignored label, train and media columns; "
                 f"to prepare it anew, remove {target}")  # fmt: skip
         return artefact

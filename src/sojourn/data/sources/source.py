@@ -67,10 +67,13 @@ class OpenedSource:
         return (replace(chunk, sample=self.sample) for chunk in _read_chunks(part, self.columns))
 
     @property
+    def is_builtin(self) -> bool:
+        return self.source.path.startswith("builtin:")
+
+    @property
     def limits(self) -> Source:
         """The source's `weight`, `take` and `size`; built-in data is made as long as they say."""
-        is_builtin = self.source.path.startswith("builtin:")
-        return self.source.model_copy(update={"take": None, "size": None}) if is_builtin else self.source
+        return self.source.model_copy(update={"take": None, "size": None}) if self.is_builtin else self.source
 
     @property
     def is_limited(self) -> bool:
