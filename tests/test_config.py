@@ -346,9 +346,9 @@ def test_check_shows_a_whole_config_that_can_be_used_again() -> None:
 
 def test_check_as_json() -> None:
     code, out, _ = sojourn("config", "check", "--json", "--fp16")
-    told = json.loads(out)
-    assert code == 0 and told["ok"] and told["notes"] == ["no run named; starting from the preset small"]
-    assert told["config"]["train"]["precision"] == "fp16"
+    found = json.loads(out)
+    assert code == 0 and found["ok"] and found["notes"] == ["no run named; starting 256x2 from the preset small"]
+    assert found["config"]["train"]["precision"] == "fp16"
 
 
 # --- nothing heavy is imported for it ---

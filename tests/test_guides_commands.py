@@ -236,10 +236,11 @@ def test_a_command_that_works_trains_and_leaves_a_model(row: Row, chats: Path, b
 
     config = load_run(row.words).config
     gpus = ["parallel.gpus=auto"] if config.parallel.gpus != "auto" else []
-    code, _, err = sojourn("train", *small(row, chats, base), *gpus)
+    words = [*small(row, chats, base), *gpus]
+    code, _, err = sojourn("train", *words)
     assert code == 0, err
     folder = {"./out": "out", "outputs/my_model": "outputs/my_model"}.get(config.save.folder or "")
-    final = run_folder(config.name or "run", folder or ("elsewhere" if config.save.folder else None)).final
+    final = run_folder(load_run(words).config.name, folder or ("elsewhere" if config.save.folder else None)).final
     assert AutoTokenizer.from_pretrained(final) and AutoModelForCausalLM.from_pretrained(final)
 
 

@@ -257,7 +257,7 @@ def test_data_that_changed_since_is_refused(words, chats):
         _train([*words, "train.steps=100000", "limits.time=0.5s"])
     before = chats.read_text()
     chats.write_text(before.replace("colour", "shape"))
-    with pytest.raises(UserError, match=r"was started with other data .*--fork NEWNAME"):
+    with pytest.raises(UserError, match=r"was started with other data .*name=NEWNAME"):
         _train([*words, "train.steps=100000", "limits.time=0.5s"])
     chats.write_text(before)
     with pytest.raises(Stopped):
