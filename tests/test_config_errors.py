@@ -265,7 +265,11 @@ LINES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "4 bit of a new model": (["small", "--load_in_4bit"], ("command line --load_in_4bit: model.base: not set, but method.kind qlora",)),
     "model for a new model's preset": (["small", "--model", "gpt2"], ("command line --model: model.d_model: sizes a new model",)),
     "size for an existing model": (["lora", "--d_model", "512"], ("command line --d_model: model.d_model: sizes a new model",)),
-    "epochs and steps by flag": (["small", "--epochs", "1", "--max_steps", "5"], ("command line --max_steps: train.steps: train.epochs already sets",)),
+    "tokens and steps by flag": (["small", "--tokens", "1M", "--max_steps", "5"], ("command line --tokens: train.tokens: train.steps already sets",)),
+    "more than half held out": (["small", "--val_size", "0.7"], ("command line --val_size: data.eval_fraction: 0.7 given; allowed: a share of the documents from 0 up to 0.5, or a whole number",)),
+    "one and a half documents": (["small", "--val_size", "1.5"], ("command line --val_size: data.eval_fraction: 1.5 given; allowed: a share",)),
+    "fewer than no documents": (["small", "--val_size", "-3"], ("command line --val_size: data.eval_fraction: -3 given; allowed: a share",)),
+    "held out twice": (["small", "--val_size", "100", "--val_file", "v.jsonl"], ("command line --val_size: data.eval_fraction: 100 documents given, but data.eval_sources",)),
 }  # fmt: skip
 
 

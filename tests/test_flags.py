@@ -214,6 +214,17 @@ def test_a_length_typed_replaces_the_presets_length() -> None:
     assert run("medium train.tokens=2M").config.train.epochs is None
 
 
+@pytest.mark.parametrize("epochs", ["--num_train_epochs 3", "--num_epochs 3", "--epochs 3", "train.epochs=3"])
+def test_of_steps_and_epochs_typed_together_the_steps_count_and_a_note_says_so(epochs: str) -> None:
+    for words in (f"{epochs} --max_steps 50", f"--max_steps 50 {epochs}"):
+        loaded = run(f"medium {words}")
+        assert (loaded.config.train.steps, loaded.config.train.epochs) == (50, None)
+        typed = epochs if "=" in epochs else epochs.partition(" ")[0]
+        assert loaded.notes == (f"train.steps=50 sets the length; {typed} is not used",)
+    loaded = run(f"medium {epochs} --max_steps -1")
+    assert (loaded.config.train.steps, loaded.config.train.epochs, loaded.notes) == (None, 3, ())
+
+
 def test_a_width_typed_drops_the_presets_heads_but_not_ones_own() -> None:
     assert run("medium --d_model 384").config.model.num_heads == "auto"
     assert run("medium --num_heads 6 --d_model 384").config.model.num_heads == 6
@@ -300,6 +311,7 @@ def test_what_other_trainers_need_is_noted_and_left_out() -> None:
         ("--packing=False", {"data.packing": "off"}),
         ("--save_strategy EPOCH", {"save.every_steps": "epoch"}),
         ("--val_size 0.1", {"data.eval_fraction": 0.1}),
+        ("--val_size 100", {"data.eval_fraction": 100}),
         ("--quantization_bit 4", {"method.kind": "qlora", "method.bits": 4}),
         ("--quantization_bit 8", {"method.kind": "qlora", "method.bits": 8}),
         ("--neftune_noise_alpha 5", {"train.neftune_noise_alpha": 5.0}),

@@ -18,9 +18,9 @@ def data(home):
     return DataConfig(sources=[Source(path="big.jsonl")], tokenizer="char", eval_fraction=0.0, packing="off")
 
 
-def numbers(artefact) -> list[int]:
-    tokenizer = open_tokenizer(artefact.tokenizer).tokenizer
-    texts = (tokenizer.decode(artefact.train.row(row)[0].tolist()) for row in range(len(artefact.train)))
+def numbers(artefact, split="train") -> list[int]:
+    tokenizer, rows = open_tokenizer(artefact.tokenizer).tokenizer, getattr(artefact, split)
+    texts = (tokenizer.decode(rows.row(row)[0].tolist()) for row in range(len(rows)))
     return sorted(int(text.split("It is ")[1].rstrip(".\n")) for text in texts)
 
 
@@ -33,6 +33,37 @@ def test_take_is_a_sample_of_the_whole_file_the_same_again_and_another_with_anot
     assert 5 < sum(number < 300 for number in chosen) < 20 and max(chosen) > 2800
     assert numbers(again) == chosen != numbers(other)
     assert again.path.name == first.path.name != other.path.name
+
+
+def test_a_whole_number_of_documents_is_held_out_a_seeded_sample_of_all_that_is_taken(data, home):
+    (home / "few.jsonl").write_text("\n".join((home / "big.jsonl").read_text().splitlines()[:400]))
+
+    def held_out(weight=1.0, **settings):
+        settings |= {"eval_fraction": 40.0, "sources": [Source(path="few.jsonl", weight=weight)]}
+        artefact = prepare(data.model_copy(update=settings), home / "a")
+        chosen, others = numbers(artefact, "eval"), numbers(artefact)
+        assert len(chosen) == 40 and not {*chosen} & {*others}
+        return artefact.report["held_out"], chosen, len(others)
+
+    said, chosen, trained = held_out()
+    assert (trained, said) == (360, {"documents": 40, "of": 400})
+    assert 8 < sum(number < 200 for number in chosen) < 32
+    assert held_out(seed=1)[1] != chosen
+    assert held_out(take=100)[1:] == (chosen, 60)
+    assert held_out(weight=2.0)[1:] == (chosen, 720)
+
+
+def test_a_number_of_held_out_documents_by_flag_is_reported_and_too_many_are_an_error(home):
+    lines = [json.dumps({"prompt": f"What is {i}?", "completion": f"It is {i}."}) for i in range(300)]
+    (home / "few.jsonl").write_text("\n".join(lines))
+    words = ("prepare", "smoke", "--train_file", "few.jsonl", "data.tokenizer=char", "--val_size")
+    said = called(*words, "100", "--output_dir", "out").stdout
+    assert "\nheld out: 100 of 300 documents, seeded sample\n" in said and "\neval: 100 documents, " in said
+    assert len((home / "out" / "validation.jsonl").read_text().splitlines()) == 100
+    for wanted in ("300", "5000"):
+        failed = called(*words, wanted)
+        line = f"data.eval_fraction: {int(wanted):,} documents to hold out, but there are 300; give fewer"
+        assert failed.returncode == 2 and line in failed.stderr.splitlines()[-1]
 
 
 def test_the_preview_and_the_report_say_how_many_of_how_many_and_what_takes_all(data):

@@ -115,12 +115,15 @@ class CleanConfig(Section):
         return self
 
 
+_HELD_OUT = Description("a share of the documents from 0 up to 0.5, or a whole number of documents")
+
+
 class DataConfig(Section):
     """Training and evaluation data."""
 
     sources: Annotated[list[Source], Sources, _SOURCES] = Field(default=[])
     eval_sources: Annotated[list[Source], Sources, _SOURCES] = Field(default=[])
-    eval_fraction: Annotated[float, Field(ge=0, le=0.5)] = 0.01
+    eval_fraction: Annotated[float, _HELD_OUT] = 0.01
     take: Take = None
     seed: Annotated[int, WholeNumber, Field(ge=0, le=2**63 - 1)] = 0
     columns: Columns = Columns()
@@ -144,8 +147,19 @@ class DataConfig(Section):
     long_chats: Literal["truncate", "drop"] = "truncate"
     workers: Annotated[int, WholeNumber, Field(ge=1, le=256)] | Auto = "auto"
 
+    @property
+    def eval_documents(self) -> int | None:
+        """How many documents are held out, where `eval_fraction` is a number of them and not a share."""
+        return int(self.eval_fraction) if self.eval_fraction >= 1 else None
+
     @model_validator(mode="after")
     def _check_consistency(self) -> DataConfig:
+        share = self.eval_fraction
+        if not (0 <= share <= 0.5 or (share >= 1 and share.is_integer())):
+            raise conflict("eval_fraction", f"{share:g} given; allowed: {_HELD_OUT.text}")
+        if self.eval_sources and self.eval_documents:
+            message = f"{share:g} documents given, but data.eval_sources is the evaluation data; remove one of them"
+            raise conflict("eval_fraction", message, "eval_sources")
         if self.vocab_size < _BYTES and self.tokenizer != "char":
             tail = "256 is a byte-level tokenizer; a token for each character: data.tokenizer=char"
             raise conflict("vocab_size", f"{self.vocab_size} given; allowed: from {_BYTES} up to 1,000,000 ({tail})")

@@ -208,6 +208,7 @@ def _extended(path: Path, parent: Any, at: str, chain: tuple[Path, ...]) -> Path
 def _add_command_line(layers: Layers, parsed: ParsedArgs) -> None:
     layers.count += 1
     _add_settings(layers, parsed)
+    _let_steps_win(layers)
     _set_batch(layers, parsed)
 
 
@@ -230,6 +231,18 @@ def _add_settings(layers: Layers, parsed: ParsedArgs) -> None:
             if isinstance(value, (bool, int, float)) and takes_text_only(annotation):
                 value = setting.value
         layers.set(setting.key, value, Origin(setting.origin, "typed", layers.count))
+
+
+def _let_steps_win(layers: Layers) -> None:
+    """As in Hugging Face: of --max_steps and --num_train_epochs on one command line, the steps count."""
+    steps, epochs = ("train", "steps"), ("train", "epochs")
+    if layers.get(steps) is None or layers.get(epochs) is None:
+        return
+    origin = layers.origins[epochs]
+    if origin.kind == "typed":
+        typed = origin.text.removeprefix("command line ")
+        layers.notes.append(f"train.steps={layers.get(steps)} sets the length; {typed} is not used")
+        layers.drop(epochs)
 
 
 def _set_batch(layers: Layers, parsed: ParsedArgs) -> None:

@@ -163,6 +163,7 @@ VALUE_MEANINGS: dict[str, dict[str, str]] = {
     "lora_target": {"all": "method.targets=all-linear"},
     "stage": {"sft": "chats train their answers, texts every token", "pt": "texts train every token"},
     "num_workers": {"0": "data.workers=1"},
+    "max_steps": {"-1": ""},
     "nproc_per_node": {"gpu": "parallel.gpus=all", "auto": "parallel.gpus=all"},
     "truncation": {
         **dict.fromkeys(("true", "longest_first", "only_first"), "data.long_texts=truncate data.long_chats=truncate"),

@@ -11,6 +11,7 @@ from typing import Any
 from sojourn.config.data import DataConfig
 from sojourn.config.schema import RunConfig
 from sojourn.data.artefact import FORMAT
+from sojourn.data.sources.chunks import Sample
 from sojourn.data.sources.dataset_info import named_sources
 from sojourn.data.sources.source import OpenedSource, open_source
 from sojourn.data.tokenize.templates import NAMED
@@ -45,6 +46,7 @@ class Inputs:
     eval_sources: list[OpenedSource]
     tokenizer: TokenizerBundle | None
     split_digits: bool = True
+    held_out: Sample | None = None  # where `data.eval_fraction` is a number of documents
 
     @property
     def size(self) -> int:
@@ -86,7 +88,8 @@ class Inputs:
             "clean": data.clean.model_dump(mode="json"),
             **{key: getattr(data, key) for key in _HASHED},
         }
-        if data.take is not None or any(opened.is_limited for opened in (*self.sources, *self.eval_sources)):
+        sampled = data.take is not None or data.eval_documents is not None
+        if sampled or any(opened.is_limited for opened in (*self.sources, *self.eval_sources)):
             hashed["sample"] = data.seed
         return hashlib.sha256(json.dumps(hashed, sort_keys=True, default=int).encode()).hexdigest()[:16]
 

@@ -22,7 +22,7 @@ from sojourn.data.encode import EncodedChunk, Encoder
 from sojourn.data.inputs import Inputs, data_settings, open_inputs
 from sojourn.data.preview import Preview, make_preview
 from sojourn.data.route import Router
-from sojourn.data.sample import take_sample
+from sojourn.data.sample import hold_out, take_sample
 from sojourn.data.sources.chunks import parse_chunk
 from sojourn.data.sources.document import Document, Message
 from sojourn.data.tokenize.tokenizer import open_tokenizer
@@ -56,7 +56,7 @@ def write_output_folder(config: RunConfig, artefact: Artefact, folder: Path, say
     stage.mkdir(parents=True)
     try:
         inputs = open_inputs(data_settings(config), lambda line: None, config.advanced.split_digits)
-        inputs = take_sample(inputs, lambda line: None)
+        inputs = hold_out(take_sample(inputs, lambda line: None), lambda line: None)
         preview = make_preview(inputs)
         counts = _write_documents(inputs, preview, artefact, stage)
         _write_tokenizer(inputs, preview, artefact, stage)
@@ -92,7 +92,7 @@ def _write_documents(inputs: Inputs, preview: Preview, artefact: Artefact, stage
             split: files.enter_context((stage / name).open("w", encoding="utf-8", newline="\n"))
             for split, name in (("train", _TRAIN), ("eval", _VALIDATION))
         }
-        router = _DocumentRouter(inputs.data, writers, 2 if preview.pairs else 1)
+        router = _DocumentRouter(inputs.data, inputs.held_out, writers, 2 if preview.pairs else 1)
         for for_eval, group in ((False, inputs.sources), (True, inputs.eval_sources)):
             for opened in group:
                 for chunk in opened.chunks():

@@ -12,7 +12,7 @@ from sojourn.config.schema import RunConfig
 from sojourn.data.artefact import Artefact
 from sojourn.data.inputs import data_settings, open_inputs
 from sojourn.data.preview import make_preview
-from sojourn.data.sample import take_sample
+from sojourn.data.sample import hold_out, take_sample
 from sojourn.data.write import Say, Show, write_artefact
 from sojourn.errors import RunFailed
 from sojourn.storage.disk import sync_file, sync_folder
@@ -49,7 +49,7 @@ def prepare(
             say("note: prepared by an earlier version, which ignored label, train and media columns; "
                 f"to prepare it anew, remove {target}")  # fmt: skip
         return artefact
-    inputs = take_sample(inputs, say)
+    inputs = hold_out(take_sample(inputs, say), say)
     preview = make_preview(inputs)
     show(preview.formats, [])
     stage = folder / f".stage-{os.getpid()}-{target.name}"

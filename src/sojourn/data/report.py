@@ -49,6 +49,8 @@ def format_report(report: Mapping[str, Any], global_batch: int | None = None) ->
         facts = report[split]
         if facts["documents"]:
             yield _format_split(split, facts, report["max_length"])
+    if held_out := report.get("held_out"):
+        yield f"held out: {held_out['documents']:,} of {held_out['of']:,} documents, seeded sample"
     yield from (f"{sample['path']}: {format_sample(sample)}" for sample in report.get("samples", []))
     yield from (f"{path}: {count:,} documents of text" for path, count in report.get("texts", {}).items())
     train = report["train"]

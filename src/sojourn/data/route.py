@@ -14,6 +14,7 @@ from sojourn.config.data import DataConfig
 from sojourn.data.clean.duplicates import ExactDuplicates, NearDuplicates
 from sojourn.data.encode import PAIR, EncodedChunk
 from sojourn.data.row_writer import RowWriter, token_indices
+from sojourn.data.sources.chunks import Sample, copies_by_weight
 from sojourn.data.sources.source import OpenedSource
 from sojourn.data.tally import Tally
 from sojourn.errors import UserError
@@ -24,6 +25,7 @@ _EVAL_BUCKETS = 1_000_003
 @dataclass
 class Router:
     data: DataConfig
+    held_out: Sample | None
     writers: dict[str, RowWriter]
     unit: int
     near: NearDuplicates | None = None
@@ -52,16 +54,22 @@ class Router:
                 f"{opened.source.path}: preference pairs mixed with other documents; prepare each kind in its own run"
             )
         copies = self._copies(opened, for_eval, encoded)
-        held_out = np.full(len(copies), for_eval)
-        if not self.data.eval_sources:
-            held_out = encoded.fingerprints % np.uint64(_EVAL_BUCKETS) < self.data.eval_fraction * _EVAL_BUCKETS
+        held_out = self._held_out(encoded.fingerprints, for_eval)
         train, evaluation = np.where(held_out, 0, copies), np.where(held_out, copies.clip(max=1), 0)
         for name, times in (("train", train), ("eval", evaluation)):
             getattr(self.tally, name).add(encoded, times)
             self._write(self.writers[name], encoded, times)
 
+    def _held_out(self, fingerprints: np.ndarray, for_eval: bool) -> np.ndarray:
+        if self.data.eval_sources:
+            return np.full(len(fingerprints), for_eval)
+        if self.held_out:
+            return self.held_out.contains(fingerprints)
+        buckets: np.ndarray = fingerprints % np.uint64(_EVAL_BUCKETS)
+        return buckets < self.data.eval_fraction * _EVAL_BUCKETS
+
     def _copies(self, opened: OpenedSource, for_eval: bool, encoded: EncodedChunk) -> np.ndarray:
-        """How often each document is taken. A weight of 2.3 takes every document twice and 30 % of them once more."""
+        """How often each document is taken."""
         limits, fingerprints = opened.limits, encoded.fingerprints
         documents, size = self.taken.get(id(opened), (0, 0))
         stays = np.ones(len(fingerprints), bool)
@@ -71,8 +79,7 @@ class Router:
             stays &= size + np.cumsum(encoded.sizes) <= limits.size
         self.taken[id(opened)] = (documents + len(stays), size + int(encoded.sizes.sum()))
         stays &= self._not_duplicate(encoded, stays)
-        whole, fraction = divmod(limits.weight, 1.0)
-        copies = np.where(stays, int(whole) + (fingerprints < fraction * 2.0**64), 0)
+        copies = np.where(stays, copies_by_weight(fingerprints, limits.weight), 0)
         if self.data.take is not None and not for_eval:
             left = max(0, int(self.data.take) - self.total)
             copies = np.diff(np.minimum(np.cumsum(copies), left), prepend=0)

@@ -16,9 +16,10 @@ from sojourn.config.data import CleanConfig, Source
 from sojourn.data.clean.duplicates import ExactDuplicates
 from sojourn.data.encode import filter_reason
 from sojourn.data.inputs import Inputs
-from sojourn.data.sources.chunks import Chunk, Sample, parse_chunk, priorities
+from sojourn.data.sources.chunks import Chunk, Sample, copies_by_weight, parse_chunk, priorities
 from sojourn.data.sources.source import OpenedSource
 from sojourn.data.worker_pool import map_in_workers
+from sojourn.errors import UserError
 
 _PRUNE_ABOVE = 1 << 16
 
@@ -36,11 +37,9 @@ class _Kept:
 
     def add(self, fingerprints: np.ndarray, sizes: np.ndarray, seed: int) -> None:
         self.total += len(fingerprints)
-        whole, fraction = divmod(self.source.weight, 1.0)
-        copies = int(whole) + (fingerprints < fraction * 2.0**64).astype(np.int64)
         self.priorities = np.concatenate([self.priorities, priorities(fingerprints, seed)])
         self.sizes = np.concatenate([self.sizes, sizes])
-        self.copies = np.concatenate([self.copies, copies])
+        self.copies = np.concatenate([self.copies, copies_by_weight(fingerprints, self.source.weight)])
         if len(self.priorities) > _PRUNE_ABOVE:
             self.prune()
 
@@ -93,12 +92,40 @@ def take_sample(inputs: Inputs, say: Callable[[str], None]) -> Inputs:
     return replace(inputs, sources=limited[0], eval_sources=limited[1])
 
 
+def hold_out(inputs: Inputs, say: Callable[[str], None]) -> Inputs:
+    """The inputs with the documents that are held out, where `data.eval_fraction` is a number of them."""
+    wanted, seed = inputs.data.eval_documents, inputs.data.seed
+    if wanted is None:
+        return inputs
+    say(f"counting documents to hold out {wanted:,} of them")
+    smallest, total = np.zeros(0, np.uint64), 0
+    for index, fingerprints, _ in _documents(inputs, inputs.sources):
+        taken = fingerprints[copies_by_weight(fingerprints, inputs.sources[index].limits.weight) > 0]
+        total += len(taken)
+        smallest = np.sort(np.concatenate([smallest, priorities(taken, seed)]))[:wanted]
+    if wanted >= total:
+        raise UserError(
+            f"data.eval_fraction: {wanted:,} documents to hold out, but there are {total:,}; give fewer, or a share "
+            "such as 0.1"
+        )
+    return replace(inputs, held_out=Sample(seed, int(smallest[-1]), wanted, total))
+
+
 def _scan(inputs: Inputs, groups: list[tuple[OpenedSource, int | None]]) -> list[_Kept]:
-    origins: deque[int] = deque()
     kept = [_Kept(opened.limits, most) for opened, most in groups]
+    for index, fingerprints, sizes in _documents(inputs, [opened for opened, _ in groups]):
+        kept[index].add(fingerprints, sizes, inputs.data.seed)
+    for one in kept:
+        one.prune()
+    return kept
+
+
+def _documents(inputs: Inputs, sources: list[OpenedSource]) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """Of each chunk: the index of its source; fingerprints and sizes of the documents that `data.clean` keeps."""
+    origins: deque[int] = deque()
 
     def chunks() -> Iterator[Chunk]:
-        for index, (opened, _) in enumerate(groups):
+        for index, opened in enumerate(sources):
             for chunk in opened.chunks():
                 origins.append(index)
                 yield chunk
@@ -106,10 +133,7 @@ def _scan(inputs: Inputs, groups: list[tuple[OpenedSource, int | None]]) -> list
     clean, exact = inputs.data.clean, ExactDuplicates()
     for fingerprints, sizes in map_in_workers(_Scanner, clean, chunks(), inputs.workers):
         new = np.ones(len(sizes), bool) if clean.duplicates == "keep" else exact.add(fingerprints)
-        kept[origins.popleft()].add(fingerprints[new], sizes[new], inputs.data.seed)
-    for one in kept:
-        one.prune()
-    return kept
+        yield origins.popleft(), fingerprints[new], sizes[new]
 
 
 def _threshold(kept: list[_Kept], most: int) -> int | None:

@@ -71,7 +71,7 @@ def write_artefact(inputs: Inputs, preview: Preview, stage: Path, say: Say, show
     writers = {
         name: RowWriter(stage / name, dtype, data.max_length * unit, data.packing, unit) for name in ("train", "eval")
     }
-    router = Router(data, writers, unit)
+    router = Router(data, inputs.held_out, writers, unit)
     config = encoder_config(inputs, tokenizer, preview, folder / "tokenizer.json")
     shown = islice(make_examples(Encoder(config), tokenizer.tokenizer, preview.documents), _EXAMPLES)
     examples = [asdict(example) for example in shown]
@@ -135,6 +135,7 @@ def _write_facts(
     report = {
         **splits, **tally.facts(), **more, "max_length": data.max_length,
         "samples": inputs.samples(),
+        "held_out": inputs.held_out and {"documents": tally.eval.documents, "of": inputs.held_out.total},
         "sources": [{"name": name, "format": kind} for name, kind in preview.formats],
     }  # fmt: skip
     write_json(stage / "report.json", report)

@@ -43,12 +43,22 @@ class Sample:
     total: int
 
     def __call__(self, documents: list[Document]) -> list[Document]:
-        found = priorities(np.array([d.fingerprint() for d in documents], np.uint64), self.seed)
-        return [document for document, one in zip(documents, found.tolist(), strict=True) if one <= self.last]
+        inside = self.contains(np.array([d.fingerprint() for d in documents], np.uint64)).tolist()
+        return [document for document, is_inside in zip(documents, inside, strict=True) if is_inside]
+
+    def contains(self, fingerprints: np.ndarray) -> np.ndarray:
+        found = priorities(fingerprints, self.seed)
+        return found <= np.uint64(self.last) if self.last >= 0 else np.zeros(len(found), bool)
 
 
 def priorities(fingerprints: np.ndarray, seed: int) -> np.ndarray:
     return splitmix64(fingerprints, seed)
+
+
+def copies_by_weight(fingerprints: np.ndarray, weight: float) -> np.ndarray:
+    """How often each document is taken. A weight of 2.3 takes every document twice and 30 % of them once more."""
+    whole, fraction = divmod(weight, 1.0)
+    return int(whole) + (fingerprints < fraction * 2.0**64).astype(np.int64)
 
 
 @dataclass(frozen=True)
