@@ -26,6 +26,26 @@ def plan_of(*words, **asked):
     return make_plan(load_run(list(words)).config, **asked)
 
 
+# --- what is assumed
+
+
+def test_a_vocabulary_that_only_the_data_decides_is_said_to_be_assumed(home):
+    (home / "little.txt").write_text("To be, or not to be.\n" * 1000)
+    (home / "much.txt").write_text("To be, or not to be.\n" * 10_000)
+    reasons = {
+        ("data.sources=much.txt", "data.tokenizer=char"): "data.tokenizer=char has one for each character of the text",
+        ("data.sources=much.txt", "data.tokenizer=out"): "out may have another number",
+        ("data.sources=little.txt",): "so little text may give fewer",
+        ("data.sources=much.txt",): None,
+        ("data.sources=not-here.txt", "train.steps=5"): None,
+    }
+    for words, reason in reasons.items():
+        args = ("plan", "small", "data.vocab_size=8192", *words, "--gpu", "A100 80GB")
+        line = f"a vocabulary of 8,192 tokens (data.vocab_size) is assumed; {reason}"
+        assert json.loads(called(*args, "--json").stdout)["assumed_vocabulary"] == (reason and line)
+        assert (f"note: {line}" in " ".join(called(*args).stdout.split())) == (reason is not None)
+
+
 # --- how many GPUs
 
 

@@ -9,6 +9,7 @@ from sojourn.config.schema import RunConfig
 from sojourn.estimate.memory import MemoryEstimate
 from sojourn.plan.advice import Advice, Capacity
 from sojourn.plan.offers import Offer, Plan
+from sojourn.plan.vocabulary import assumed_vocabulary
 
 
 def plan_values(config: RunConfig, plan: Plan, advice: list[Advice], sooner: Advice | None) -> dict[str, Any]:
@@ -16,7 +17,7 @@ def plan_values(config: RunConfig, plan: Plan, advice: list[Advice], sooner: Adv
     return {
         "name": config.name, "model": asdict(plan.model), "parameters": plan.model.parameters,
         "active_parameters": plan.model.active_parameters, "steps": plan.length.steps, "tokens": plan.length.tokens,
-        "assumed": plan.length.assumed, "memory": _memory_values(plan.fit.memory),
+        "assumed": plan.length.assumed, "assumed_vocabulary": assumed_vocabulary(config), "memory": _memory_values(plan.fit.memory),
         "workload": {key: value for key, value in asdict(plan.fit.workload).items() if key != "model"},
         "checkpoint_bytes": plan.checkpoint_bytes, "preparing_seconds": round(plan.preparing_seconds, 1),
         "offers": [_offer_values(offer) for offer in plan.offers],

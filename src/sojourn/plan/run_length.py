@@ -12,7 +12,7 @@ from sojourn.config.messages import printable
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
 
-_BYTES_PER_TOKEN = 4.0
+BYTES_PER_TOKEN = 4.0
 _TOKENS_PER_TASK = 30
 _ASSUMED_STEPS = 1000
 _FIX = "give data.sources, train.tokens or train.steps"
@@ -28,9 +28,9 @@ def estimate_tokens(data: DataConfig) -> int:
         if source.path.startswith("builtin:instructions"):
             total += source.weight * int(source.take or 20_000) * _TOKENS_PER_TASK
         elif source.path.startswith("builtin:text"):
-            total += source.weight * int(source.size or 10_000_000) / _BYTES_PER_TOKEN
+            total += source.weight * int(source.size or 10_000_000) / BYTES_PER_TOKEN
         else:
-            total += source.weight * _bytes_at(Path(source.path).expanduser()) / _BYTES_PER_TOKEN
+            total += source.weight * _bytes_at(Path(source.path).expanduser()) / BYTES_PER_TOKEN
     return int(total)
 
 

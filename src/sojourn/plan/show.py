@@ -13,6 +13,7 @@ from sojourn.plan.advice import Advice, Capacity
 from sojourn.plan.calibration import Correction
 from sojourn.plan.money import money_text
 from sojourn.plan.offers import TOO_SMALL, Offer, Plan
+from sojourn.plan.vocabulary import assumed_vocabulary
 from sojourn.resolve.micro_batch import Fit
 
 _GIB = 2**30
@@ -64,7 +65,8 @@ def summary_lines(config: RunConfig, plan: Plan, named: bool) -> list[str]:
         lines.append("note: train.device is cpu, whose speed is not estimated; what follows is for GPUs")
     if config.limits.price_per_hour is not None and not named:
         lines.append("note: limits.price_per_hour is used for every GPU below; name yours with --gpu")
-    return [*lines, *([f"note: {plan.length.assumed}"] if plan.length.assumed else [])]
+    assumed = (assumed_vocabulary(config), plan.length.assumed)
+    return [*lines, *(f"note: {text}" for text in assumed if text)]
 
 
 def memory_lines(fit: Fit, where: str = "") -> list[str]:
