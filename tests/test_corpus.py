@@ -149,6 +149,10 @@ CASES = {
     "dataset_info, misspelt": Case("data/f.json", QA, source="mein", settings={"dataset_dir": "data"}, more=info(), error="mein: not in data/dataset_info.json"),
     "dataset_info, its folder": Case("data/f.json", QA, source="data", more=info(), error="name its data sets: data.sources=mine data.dataset_dir=data"),
     "two names": Case("data/f.json", QA, ROW * 2, source="mine,data/f.json", more=info()),
+    "marks of turns that are no targets": Case("a.jsonl", [{"messages": [{"role": "system", "content": "s", "weight": 1},
+                                               {"role": "user", "content": "Q", "train": True}, a("yes", train=True)]}],
+                                               ["S:s;U:Q;A:‹yes;›"], ("messages.weight of system turns", "messages.train of user turns")),
+    "a question marked as no target": Case("a.jsonl", [{"messages": [{"role": "user", "content": "Q", "train": False}, a("yes")]}], ROW),
     # Encodings
     "GBK": Case("a.txt", GBK.encode("gbk"), error="looks like GBK, convert it with data.encoding=gbk"),
     "GBK in JSON lines": Case("a.jsonl", json.dumps({"text": GBK}, ensure_ascii=False).encode("gbk"), error="convert it with data.encoding=gbk"),

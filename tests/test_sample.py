@@ -108,6 +108,19 @@ def test_the_placeholder_of_a_picture_that_is_not_there_is_said(home):
     assert "chats with <image>, <audio> or <video>, read as plain text: 9\n" in said
 
 
+def test_files_that_are_converted_are_named_in_preview_and_report(home):
+    (home / "d").mkdir()
+    for name, encoding in (("a.txt", "gbk"), ("b.txt", "utf-8"), ("c.txt", "gbk")):
+        (home / "d" / name).write_bytes("今天天气很好，我们去公园散步。".encode(encoding))
+    words = ("prepare", "smoke", "data.sources=d", "data.tokenizer=char", "data.encoding=gbk", "data.eval_fraction=0")
+    said, again = (called(*words).stdout for _ in range(2))
+    line = "\nconverted from gbk: d/a.txt, d/c.txt\n"
+    assert said.count(line) == 2 and said.index(line) < said.index("reading and tokenizing") < said.rindex(line)
+    assert line in again
+    (home / "e.txt").write_text("UTF-8")
+    assert "converted from" not in called(*words, "data.sources=e.txt").stdout
+
+
 def test_more_than_there_is_takes_all_and_says_nothing(data, home):
     report = prepare(data.model_copy(update={"take": 10**9}), home / "a").report
     assert (report["samples"], report["train"]["documents"]) == ([], 3000)

@@ -8,7 +8,7 @@ from itertools import islice
 
 from sojourn.config.data import DataConfig
 from sojourn.data.inputs import Inputs
-from sojourn.data.report import format_sample, format_unused
+from sojourn.data.report import format_names, format_sample
 from sojourn.data.sources.chunks import Chunk, parse_chunk
 from sojourn.data.sources.document import Document
 from sojourn.data.sources.texts import SPLIT_TEXT
@@ -25,13 +25,14 @@ _KINDS = {"documents": "built in", "text": f"text (documents end at {SPLIT_TEXT}
 @dataclass(frozen=True)
 class Preview:
     """`formats` are (name, format) of each source part, `documents` the first of each; `template_error` is why there is
-    no template, if so."""
+    no template, if so; `converted` are the files that are not UTF-8."""
 
     formats: list[tuple[str, str]]
     documents: list[Document]
     pairs: bool
     template: Template | None
     template_error: str
+    converted: list[str]
 
 
 def make_preview(inputs: Inputs) -> Preview:
@@ -53,7 +54,11 @@ def make_preview(inputs: Inputs) -> Preview:
     if len(pairs) == 2:
         raise UserError("data.sources: preference pairs mixed with other documents; prepare each kind in its own run")
     formats += [(sample["path"], format_sample(sample)) for sample in inputs.samples()]
-    return Preview(formats, documents, pairs == {True}, template, template_error)
+    parts = [part for opened in (*inputs.sources, *inputs.eval_sources) for part in opened.parts]
+    converted = [part.name for part in parts if part.needs_conversion()]
+    if converted:
+        formats.append((f"converted from {data.encoding}", format_names(converted)))
+    return Preview(formats, documents, pairs == {True}, template, template_error, converted)
 
 
 def _read_beginning(chunks: Iterator[Chunk], fail: bool) -> tuple[str, list[Document]]:
@@ -62,7 +67,7 @@ def _read_beginning(chunks: Iterator[Chunk], fail: bool) -> tuple[str, list[Docu
     for chunk in islice(chunks, 4):
         name = chunk.format or _KINDS.get(chunk.kind, "no readable record")
         parsed = parse_chunk(chunk)
-        name += f" (columns not used: {format_unused(parsed.unused)})" if parsed.unused else ""
+        name += f" (columns not used: {format_names(parsed.unused)})" if parsed.unused else ""
         if parsed.documents:
             return name, parsed.documents[:_MAX_DOCUMENTS]
         if parsed.bad and fail:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from sojourn.config.messages import printable
@@ -11,7 +11,7 @@ from sojourn.plot.data_report import histogram_text
 
 _GREEN, _DIM, _RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 _MAX_CHARACTERS = 700
-_MAX_COLUMNS = 20
+_MAX_NAMES = 20
 
 
 def print_examples(
@@ -53,6 +53,8 @@ def format_report(report: Mapping[str, Any], global_batch: int | None = None) ->
         yield f"held out: {held_out['documents']:,} of {held_out['of']:,} documents, seeded sample"
     yield from (f"{sample['path']}: {format_sample(sample)}" for sample in report.get("samples", []))
     yield from (f"{path}: {count:,} documents of text" for path, count in report.get("texts", {}).items())
+    if converted := report.get("converted"):
+        yield f"converted from {converted['encoding']}: {format_names(converted['files'])}"
     train = report["train"]
     if global_batch and train["rows"]:
         yield f"one epoch: {-(-train['rows'] // global_batch):,} steps of {global_batch:,} rows"
@@ -62,7 +64,7 @@ def format_report(report: Mapping[str, Any], global_batch: int | None = None) ->
         yield from (f"  {where}: {reason}" for where, reason in report["damaged_examples"][:5])
     yield from _format_left_out({**report["left_out"], "near_duplicates": report["near_duplicates"]})
     for source in report.get("unused_columns", []):
-        yield f"columns of {source['path']} that are not used: {format_unused(source['columns'])}"
+        yield f"columns of {source['path']} that are not used: {format_names(source['columns'])}"
     if report["duplicates"]:
         yield f"exact duplicates: {report['duplicates']:,} documents (leave them out with data.clean.duplicates=exact)"
     if report["special_token_texts"]:
@@ -93,10 +95,11 @@ def _format_left_out(left_out: Mapping[str, int]) -> Iterator[str]:
         yield f"left out by data.clean: {', '.join(counts)}"
 
 
-def format_unused(columns: Mapping[str, int]) -> str:
-    names = [printable(name) for name in columns]
-    more = f" and {len(names) - _MAX_COLUMNS} more" if len(names) > _MAX_COLUMNS else ""
-    return ", ".join(names[:_MAX_COLUMNS]) + more
+def format_names(given: Iterable[str]) -> str:
+    """Columns or files."""
+    names = [printable(name) for name in given]
+    more = f" and {len(names) - _MAX_NAMES:,} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + more
 
 
 def _format_split(name: str, facts: Mapping[str, Any], max_length: int) -> str:

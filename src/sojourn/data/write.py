@@ -136,6 +136,7 @@ def _write_facts(
         **splits, **tally.facts(), **more, "max_length": data.max_length,
         "samples": inputs.samples(),
         "held_out": inputs.held_out and {"documents": tally.eval.documents, "of": inputs.held_out.total},
+        "converted": {"encoding": data.encoding, "files": preview.converted} if preview.converted else None,
         "sources": [{"name": name, "format": kind} for name, kind in preview.formats],
     }  # fmt: skip
     write_json(stage / "report.json", report)

@@ -17,7 +17,8 @@ def plan_values(config: RunConfig, plan: Plan, advice: list[Advice], sooner: Adv
     return {
         "name": config.name, "model": asdict(plan.model), "parameters": plan.model.parameters,
         "active_parameters": plan.model.active_parameters, "steps": plan.length.steps, "tokens": plan.length.tokens,
-        "assumed": plan.length.assumed, "assumed_vocabulary": assumed_vocabulary(config), "memory": _memory_values(plan.fit.memory),
+        "assumed": plan.length.assumed, "assumed_vocabulary": assumed_vocabulary(config),
+        "memory": _memory_values(plan.fit.memory),
         "workload": {key: value for key, value in asdict(plan.fit.workload).items() if key != "model"},
         "checkpoint_bytes": plan.checkpoint_bytes, "preparing_seconds": round(plan.preparing_seconds, 1),
         "offers": [_offer_values(offer) for offer in plan.offers],

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from sojourn.data.sources.document import Document
-from sojourn.data.sources.turns import TURN_KEYS, as_flag
+from sojourn.data.sources.turns import TURN_KEYS, as_flag, marks_without_effect
 from sojourn.data.sources.values import BadRecord, Record, column_names
 
 OPTIONAL = ("input", "system", "history", "tools", "label", "reasoning")
@@ -89,3 +89,4 @@ def unread_turn_keys(record: Record) -> Iterator[str]:
         for turn in turns if isinstance(turns, list) else ():
             if isinstance(turn, dict) and len(turn) > 2:
                 yield from (f"{name}.{key}" for key in turn if key not in TURN_KEYS and turn[key] is not None)
+                yield from (f"{name}.{mark}" for mark in marks_without_effect(turn))

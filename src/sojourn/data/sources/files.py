@@ -131,9 +131,15 @@ def _visible(folder: Path, hidden: bool = False) -> list[Path]:
 
 def read_bytes(path: Path, size: int, encoding: str = "utf-8") -> Iterator[bytes]:
     """A file's text in UTF-8, decompressed, in blocks of about `size`; converted from `encoding` if it is not UTF-8."""
-    if encoding == "utf-8" or _is_utf8(path, size):
+    if not needs_conversion(path, encoding):
         return _blocks(path, size, utf16=False)
     return _converted(path, size, "gb18030" if encoding == "gbk" else encoding)  # of which GBK is a part
+
+
+def needs_conversion(path: Path, encoding: str) -> bool:
+    suffix = suffix_of(path)
+    is_text = suffix is not None and suffix.inner != ".parquet"
+    return is_text and encoding != "utf-8" and not _is_utf8(path, 1 << 20)
 
 
 def _is_utf8(path: Path, size: int) -> bool:

@@ -18,7 +18,7 @@ from sojourn.data import builtin
 from sojourn.data.sources.chunks import Chunk, Sample, parse_record
 from sojourn.data.sources.columns import rename_columns
 from sojourn.data.sources.document import Document, Message
-from sojourn.data.sources.files import find_files, suffix_of, user_path
+from sojourn.data.sources.files import find_files, needs_conversion, suffix_of, user_path
 from sojourn.data.sources.formats import detect_format
 from sojourn.data.sources.readers import group_records, read_file
 from sojourn.data.sources.texts import split_documents
@@ -42,6 +42,7 @@ class SourcePart:
 
     name: str
     read: Callable[[], Iterator[Chunk]]
+    needs_conversion: Callable[[], bool] = lambda: False
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,10 @@ def open_source(
         raise UserError(f"data.sources: {path}: no such file or folder, and no data set of that name{hint}")
     files = find_files(path)
     size = sum(file.stat().st_size * (COMPRESSION_RATIO if _is_compressed(file) else 1) for file in files)
-    read = [SourcePart(str(file), partial(read_file, file, encoding=encoding)) for file in files]
+    read = [
+        SourcePart(str(file), partial(read_file, file, encoding=encoding), partial(needs_conversion, file, encoding))
+        for file in files
+    ]
     converted = "" if encoding == "utf-8" else f" {encoding}"
     return OpenedSource(source, read, size, given, lambda digests: _digest_of_files(files, digests) + converted)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from sojourn.data.sources.document import Message, Role
@@ -29,6 +30,14 @@ def as_flag(value: Any) -> bool | None:
     if isinstance(value, str):
         return {"true": True, "1": True, "false": False, "0": False}.get(value.strip().lower())
     return bool(value) if isinstance(value, (bool, int, float)) and value in (0, 1) else None
+
+
+def marks_without_effect(turn: Record) -> Iterator[str]:
+    """`train: true` and the like, of a turn that is not the assistant's: it is no target all the same."""
+    named = turn.get("role", turn.get("from"))
+    role = _ROLES.get(named) if isinstance(named, str) else None
+    if role not in (None, "assistant"):
+        yield from (f"{name} of {role} turns" for name in _MARKS if as_flag(turn.get(name)))
 
 
 def read_turns(turns: Any, key: str) -> list[Message]:
