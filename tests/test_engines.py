@@ -3,12 +3,16 @@ handling of faults."""
 
 from __future__ import annotations
 
+import io
 import json
 
 import numpy as np
 import pytest
+import torch
 
+from conftest import called
 from fork_server import needs_fork
+from sojourn.infer.load import load_model
 from sojourn.run.checkpoints import list_checkpoints
 from sojourn.storage.files import read_json
 from tiny import LORA, events, losses, run_of, run_train, saved_steps, weights
@@ -135,6 +139,25 @@ def test_every_engine_resumes_from_the_checkpoint_of_any_other(tiny, fork_server
     starts = [(event["step"], event["processes"]) for event in events(run, "start")]
     assert starts == [(each * number, size) for number, (_, size) in enumerate(legs)]
     assert _samples(run) == _samples(whole) and len(_curve(run, "eval")) == each * len(legs) <= len(_samples(run))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["pretrain", "lora"])
+def test_generate_and_chat_open_the_checkpoint_of_a_run_stopped_under_fsdp(tiny, fork_server, monkeypatch, method):
+    words = tiny.words(*METHODS[method], *RUN)
+    done = fork_server.run_ranks(2, [*words, "parallel.engine=fsdp"], _STOP.format(4))
+    assert done.codes == [3, 3], done
+    run, prompt = run_of(words), "What colour is the cat of house 3?"
+    said = called("generate", run.path.name, "--prompt", prompt, "--max-tokens", "5", "--json")
+    assert said.returncode == 0 and "opened at step 4" in said.stderr, said.stderr
+    answer = json.loads(said.stdout)[0]["text"]
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{prompt}\n"))
+    chat = called("chat", run.path.name, "--max-tokens", "5")
+    assert chat.returncode == 0 and answer.strip() and answer.strip() in chat.stdout, (answer, chat)
+    alone = tiny.whole(*METHODS[method], *RUN, "save.every_steps=4", "save.keep=9").path.name
+    ours, theirs = (load_model(name, "cpu", "4").model.state_dict() for name in (run.path.name, alone))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.allclose(ours[name], theirs[name], rtol=1e-3, atol=1e-5) for name in theirs)
 
 
 _SIGNAL = """
