@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -455,3 +456,18 @@ def test_remote_code_runs_only_when_it_is_allowed(words, base, home):
     assert not (home / "ran").exists()
     run = _train([*words, "method.kind=full", "model.trust_remote_code=true", "train.steps=2"])
     assert (home / "ran").exists() and len(_losses(run)) == 2
+
+
+def test_peft_imports_no_bitsandbytes_for_a_base_without_quantized_layers(monkeypatch):
+    from importlib.util import find_spec
+
+    from peft.import_utils import is_bnb_available
+
+    from sojourn.model import adapter
+
+    installed = find_spec("bitsandbytes") is not None
+    monkeypatch.delitem(sys.modules, "bitsandbytes", raising=False)
+    is_bnb_available.cache_clear()
+    with adapter._without_bitsandbytes():
+        assert not is_bnb_available()
+    assert is_bnb_available() == installed and "bitsandbytes" not in sys.modules

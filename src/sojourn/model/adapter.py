@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sojourn.config.messages import did_you_mean, printable
 from sojourn.config.schema import MethodConfig
 from sojourn.errors import UserError
+from sojourn.resolve.training import lora_alpha
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-from sojourn.resolve.training import lora_alpha
 
 ADAPTER_FILE = "adapter_config.json"
+
+
+@contextmanager
+def _without_bitsandbytes() -> Iterator[None]:
+    """peft imports bitsandbytes where it is installed, which takes seconds; a base without quantized layers needs none.
+    One with them has it imported already."""
+    if "bitsandbytes" in sys.modules:
+        yield
+        return
+    sys.modules["bitsandbytes"] = None  # type: ignore[assignment]  # as if it were not installed
+    try:
+        yield
+    finally:
+        from peft import import_utils
+
+        del sys.modules["bitsandbytes"]
+        import_utils.is_bnb_available.cache_clear()
+        import_utils.is_bnb_4bit_available.cache_clear()
 
 
 def with_adapter(model: nn.Module, method: MethodConfig, seed: int, empty: bool = False) -> nn.Module:
@@ -30,6 +51,7 @@ def with_adapter(model: nn.Module, method: MethodConfig, seed: int, empty: bool 
     return model
 
 
+@_without_bitsandbytes()
 def add_adapter(model: nn.Module, method: MethodConfig, seed: int) -> nn.Module:
     """The model with a new adapter; only the adapter is trained. Its initial weights depend on `seed` only."""
     import torch
@@ -73,6 +95,7 @@ def refuse_missing_adapter(folder: str | Path) -> Path:
     return path
 
 
+@_without_bitsandbytes()
 def load_adapter(model: nn.Module, folder: str | Path, trainable: bool) -> nn.Module:
     """The model with the adapter in `folder`, as peft writes it."""
     from peft import PeftModel
@@ -85,6 +108,7 @@ def load_adapter(model: nn.Module, folder: str | Path, trainable: bool) -> nn.Mo
         raise UserError(f"method.adapter: {folder} does not fit model.base: {why}") from None
 
 
+@_without_bitsandbytes()
 def empty_adapter(model: nn.Module, folder: str | Path, trainable: bool) -> nn.Module:
     """The same without loading the adapter's weights."""
     from peft import PeftConfig, get_peft_model
