@@ -20,7 +20,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import budget
-from fork_server import ForkServer
+from fork_server import ForkServer, do_not_wait_for_the_disk
 from shared import Shared, write_chats
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost connection is no
 os.environ["COLUMNS"] = "120"  # whatever terminal, or none, the tests run in
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+do_not_wait_for_the_disk()
 signal.signal(signal.SIGINT, signal.default_int_handler)  # `make test &` ignores it
 if hasattr(signal, "SIGHUP"):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup make test` ignores it

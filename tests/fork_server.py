@@ -143,11 +143,11 @@ class ForkServer:
         `options`: see `Command`."""
         return self._send(list(args), input, env, cwd, preamble=preamble, **options)
 
-    def popen(self, command: list[str], stdout: Any, stderr: int, env: dict[str, str]) -> Child:
-        """In the place of `subprocess.Popen(command, stdout=FILE, stderr=STDOUT, env=env)`."""
+    def popen(self, command: list[str], stdout: Any, stderr: int, env: dict[str, str], **options: Any) -> Child:
+        """In the place of `subprocess.Popen(command, stdout=FILE, stderr=STDOUT, env=env)`; `options` as `start`'s."""
         assert command[0] == sys.executable and command[1] in ("-c", "-m") and stderr == subprocess.STDOUT
         code = command[2] if command[1] == "-c" else _MAIN
-        return self._send(command[3:], "", env, None, code=code, output=stdout.name)
+        return self._send(command[3:], "", env, None, code=code, output=stdout.name, **options)
 
     def _send(self, args: list[str], input: str, env: dict[str, str] | None, cwd: str | None, **options: Any) -> Child:
         id = next(self._ids)
@@ -192,7 +192,18 @@ class ForkServer:
         self._process.wait(timeout=60)
 
 
+def do_not_wait_for_the_disk() -> None:
+    """From now on, `os.fsync` returns at once. It waits milliseconds, thousands of times in all, for what would matter
+    after a power cut alone; a process that is killed loses nothing of what it has written."""
+
+    def fsync(file: Any) -> None:
+        os.fstat(file if isinstance(file, int) else file.fileno())  # an error where the file is closed
+
+    os.fsync = fsync
+
+
 def _serve(folder: Path) -> None:
+    do_not_wait_for_the_disk()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     gc.disable()
@@ -299,8 +310,15 @@ def _run_and_exit(args: list[str], preamble: str, modules: Path | None = None, c
         os._exit(status)
 
 
+def _code_of(option: str, given: str) -> str:
+    """What Python runs when it is started with `-c CODE` or `-m MODULE`."""
+    if option == "-c" or given == "sojourn":
+        return given if option == "-c" else _MAIN
+    return f"import runpy; runpy.run_module({given!r}, run_name='__main__', alter_sys=True)"
+
+
 def _fork_children(preamble: str) -> None:
-    """From now on, `subprocess.Popen` of this Python with `-m sojourn` or `-c CODE` forks this process instead."""
+    """From now on, `subprocess.Popen` of this Python with `-m MODULE` or `-c CODE` forks this process instead."""
     real = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
     def execute(self: Any, args: Any, executable: Any, preexec: Any, close: Any, keep: Any, cwd: Any, env: Any,
@@ -323,8 +341,7 @@ def _fork_children(preamble: str) -> None:
             os.environ.update(env)
         if cwd is not None:
             os.chdir(cwd)
-        code = words[at + 1] if words[at] == "-c" else _MAIN
-        return _run_and_exit(words[at + 2 :], preamble, code=code)
+        return _run_and_exit(words[at + 2 :], preamble, code=_code_of(words[at], words[at + 1]))
 
     subprocess.Popen._execute_child = execute  # type: ignore[attr-defined]
 

@@ -196,9 +196,13 @@ def test_bf16_trains_as_fp32_does(words, how):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for a CPU with g++, which is not installed")
-def test_compiled_layers_share_one_graph_change_nothing_but_rounding_and_are_cached(words, chats, home, monkeypatch):
+@pytest.mark.parametrize("kernels", ["one operation", pytest.param("all", marks=pytest.mark.slow)])
+def test_compiled_layers_share_one_graph_change_nothing_but_rounding_and_are_cached(
+    words, chats, home, monkeypatch, kernels
+):
     """However many layers: one graph for the first, whose input needs no gradient, and one for all others. A run that
-    finds those of another compiles nothing."""
+    finds those of another compiles nothing. g++ needs seconds for each kernel: of the graphs' operations, only
+    `rsqrt` becomes one, the others call torch's own."""
     import torch._dynamo
     from torch._dynamo.utils import counters
 
@@ -219,6 +223,10 @@ def test_compiled_layers_share_one_graph_change_nothing_but_rounding_and_are_cac
     # Vector instructions are found by compiling and loading a library for each kind, in a Python of its own.
     monkeypatch.setattr("torch._inductor.cpu_vec_isa.valid_vec_isa_list", list)
     monkeypatch.setattr("torch._inductor.config.compile_threads", 1)
+    if kernels != "all":
+        only = torch.ops.aten.rsqrt.default
+        monkeypatch.setattr("torch._inductor.graph.should_fallback_by_default", lambda node: node.target is not only)
+        monkeypatch.setattr("torch._inductor.config.cpp_cache_precompile_headers", False)
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     plain = _train([*short, "name=plain"])
     run, missed, _ = compiled("name=first")

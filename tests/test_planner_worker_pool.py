@@ -227,8 +227,10 @@ assert row["step_seconds"] > 0 and row["quiet"] > 0, row
 
 
 @needs_fork
-def test_without_fork_each_case_starts_its_own_python(tmp_path, fork_server):
+@pytest.mark.parametrize("really", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forked", "new"])
+def test_without_fork_each_case_starts_its_own_python(tmp_path, fork_server, really):
+    """Forked: the Python that is started is a fork of the fork server, as if it were new."""
     command = [sys.executable, "-c", _SPAWNED, str(tmp_path)]
     with (tmp_path / "said").open("w+") as said:
-        code = fork_server.popen(command, said, subprocess.STDOUT, ENVIRONMENT).wait()
+        code = fork_server.popen(command, said, subprocess.STDOUT, ENVIRONMENT, fork_children=not really).wait()
         assert code == 0 and "each case starts a Python of its own" in (text := said.read()), text

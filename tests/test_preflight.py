@@ -293,8 +293,24 @@ def test_an_all_reduce_that_hangs_is_a_finding_and_the_ranks_exit(forked):
     assert (first.returncode, second.wait(timeout=20)) == (1, 1)
 
 
-def test_a_machine_with_two_gpus_has_its_links_told_and_its_sum_really_measured():
+# As `subprocess` of the module that starts torchrun: a fork of the fork server, whose ranks are forks of it.
+class ForkedTorchrun:
+    def __init__(self, fork_server: ForkServer, command: list[str], env: dict[str, str]) -> None:
+        assert command[:3] == [sys.executable, "-m", "torch.distributed.run"]
+        self._child = fork_server.start(*command[3:], env=env, code=TORCHRUN, fork_children=True)
+        self.kill = self._child.kill
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        return self._child.communicate(timeout)
+
+
+@pytest.mark.parametrize("really", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forked", "new Pythons"])
+def test_a_machine_with_two_gpus_has_its_links_told_and_its_sum_really_measured(fork_server, monkeypatch, really):
     """Two cards that are not here: torch's word on peer access is given, and the processes sum on CPUs."""
+    if not really:
+        names = {name: getattr(subprocess, name) for name in ("run", "PIPE", "DEVNULL", "TimeoutExpired")}
+        forked = lambda command, env, **_: ForkedTorchrun(fork_server, command, env)  # noqa: E731
+        monkeypatch.setattr(probe_parallel, "subprocess", SimpleNamespace(Popen=forked, **names))
     card = DetectedGpu(0, "NVIDIA L4", 24 * GIB, 0, (8, 9), None, None, "torch")
     torch = SimpleNamespace(cuda=SimpleNamespace(can_device_access_peer=lambda a, b: a < b))
     told = {found.name: found for found in probe_parallel.parallel(torch, [card, replace(card, index=1)], ALONE)}

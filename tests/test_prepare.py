@@ -4,14 +4,13 @@ import gzip
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import numpy as np
 import pytest
 
 from conftest import called
+from fork_server import needs_fork
 from sojourn.config.data import CleanConfig, Columns, DataConfig, Source
 from sojourn.config.load import load_run
 from sojourn.data import row_writer, worker_pool
@@ -157,8 +156,9 @@ def test_a_full_disk_leaves_nothing(fixed, home, monkeypatch):
     assert not (home / "prepared").exists()
 
 
+@needs_fork
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_a_kill_in_the_middle_leaves_no_artefact_and_no_process(fixed, home, how):
+def test_a_kill_in_the_middle_leaves_no_artefact_and_no_process(fixed, home, how, fork_server):
     path = lines(home / "many.jsonl", pairs(30_000))
     words = [
         "smoke",
@@ -167,15 +167,16 @@ def test_a_kill_in_the_middle_leaves_no_artefact_and_no_process(fixed, home, how
         "data.workers=2",
         "data.max_length=64",
     ]
-    child = subprocess.Popen([sys.executable, "-m", "sojourn", "prepare", *words], stdout=subprocess.PIPE, text=True)
-    for line in child.stdout:
-        if line.startswith("reading"):
-            break
+    child = fork_server.start("prepare", *words, fork_children=True)
+    while "\nreading" not in f"\n{child.stdout}":
+        assert child.poll() is None, child.stderr
+        time.sleep(0.01)
     import psutil
 
     workers = []
     while len(workers) < 2:
         workers = psutil.Process(child.pid).children()
+    assert child.poll() is None
     child.send_signal(how)
     child.wait()
     _, alive = psutil.wait_procs(workers, timeout=60)

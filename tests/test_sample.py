@@ -12,8 +12,8 @@ from sojourn.data.tokenize.tokenizer import open_tokenizer
 
 @pytest.fixture
 def data(home):
-    """3,000 numbered questions in one file, and a tokenizer of its characters."""
-    lines = [json.dumps({"prompt": f"What is {i}?", "completion": f"It is {i}."}) for i in range(3000)]
+    """1,000 numbered questions in one file, and a tokenizer of its characters."""
+    lines = [json.dumps({"prompt": f"What is {i}?", "completion": f"It is {i}."}) for i in range(1000)]
     (home / "big.jsonl").write_text("\n".join(lines))
     return DataConfig(sources=[Source(path="big.jsonl")], tokenizer="char", eval_fraction=0.0, packing="off")
 
@@ -30,7 +30,7 @@ def test_take_is_a_sample_of_the_whole_file_the_same_again_and_another_with_anot
     other = prepare(data.model_copy(update={"take": 100, "seed": 1}), home / "a")
     chosen = numbers(first)
     assert len(set(chosen)) == 100
-    assert 5 < sum(number < 300 for number in chosen) < 20 and max(chosen) > 2800
+    assert 5 < sum(number < 100 for number in chosen) < 20 and max(chosen) > 930
     assert numbers(again) == chosen != numbers(other)
     assert again.path.name == first.path.name != other.path.name
 
@@ -69,13 +69,13 @@ def test_a_number_of_held_out_documents_by_flag_is_reported_and_too_many_are_an_
 def test_the_preview_and_the_report_say_how_many_of_how_many_and_what_takes_all(data):
     args = ("prepare", "smoke", "data.sources=big.jsonl", "data.tokenizer=char", "data.take=100")
     said, again = (called(*args).stdout for _ in range(2))
-    line = "big.jsonl: 100 of 3,000 documents, seeded sample; data.take=all takes them all\n"
+    line = "big.jsonl: 100 of 1,000 documents, seeded sample; data.take=all takes them all\n"
     assert said.count(line) == 2
     assert said.index(line) < said.index("reading and tokenizing") < said.rindex(line)
     assert line in again
     everything = called(*args, "data.take=all", "--json")
     report = json.loads(everything.stdout)
-    assert (report["samples"], report["train"]["documents"] + report["eval"]["documents"]) == ([], 3000)
+    assert (report["samples"], report["train"]["documents"] + report["eval"]["documents"]) == ([], 1000)
 
 
 def test_sources_with_their_own_take_or_size_are_samples_too_and_data_take_is_of_all_of_them(data, home):
@@ -84,7 +84,7 @@ def test_sources_with_their_own_take_or_size_are_samples_too_and_data_take_is_of
     )
     sources = [Source(path="big.jsonl", take=400), Source(path="more.jsonl", size=700)]
     report = prepare(data.model_copy(update={"sources": sources}), home / "a").report
-    assert [(one["documents"], one["of"]) for one in report["samples"]] == [(400, 3000), (58, 500)]  # 12 bytes each
+    assert [(one["documents"], one["of"]) for one in report["samples"]] == [(400, 1000), (58, 500)]  # 12 bytes each
     artefact = prepare(data.model_copy(update={"sources": sources, "take": 200}), home / "a")
     chosen = numbers(artefact)
     assert len(chosen) == 200 == sum(one["documents"] for one in artefact.report["samples"])
@@ -96,7 +96,7 @@ def test_duplicates_that_are_left_out_and_repeated_documents_do_not_change_the_n
     (home / "big.jsonl").write_text(f"{whole}\n{whole}")
     clean = CleanConfig(duplicates="exact")
     artefact = prepare(data.model_copy(update={"take": 100, "clean": clean}), home / "a")
-    assert artefact.report["samples"][0]["of"] == 3000 and len(set(numbers(artefact))) == 100
+    assert artefact.report["samples"][0]["of"] == 1000 and len(set(numbers(artefact))) == 100
     weighted = data.model_copy(update={"take": 100, "sources": [Source(path="big.jsonl", weight=2.5)]})
     assert len(numbers(prepare(weighted, home / "a"))) == 100
 
@@ -123,4 +123,4 @@ def test_files_that_are_converted_are_named_in_preview_and_report(home):
 
 def test_more_than_there_is_takes_all_and_says_nothing(data, home):
     report = prepare(data.model_copy(update={"take": 10**9}), home / "a").report
-    assert (report["samples"], report["train"]["documents"]) == ([], 3000)
+    assert (report["samples"], report["train"]["documents"]) == ([], 1000)
