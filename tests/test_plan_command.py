@@ -29,6 +29,13 @@ def plan_of(*words, **asked):
 # --- what is assumed
 
 
+def test_a_plan_has_the_notes_of_its_command_line(home):
+    args = ("plan", "medium", "--num_epochs", "3", "--max_steps", "50", "--gpu", "A100 80GB")
+    note = "train.steps=50 sets the length; --num_epochs is not used"
+    assert f"\nnote: {note}\n" in called(*args).stdout
+    assert json.loads(called(*args, "--json").stdout)["notes"] == [note]
+
+
 def test_a_vocabulary_that_only_the_data_decides_is_said_to_be_assumed(home):
     (home / "little.txt").write_text("To be, or not to be.\n" * 1000)
     (home / "much.txt").write_text("To be, or not to be.\n" * 10_000)

@@ -10,7 +10,7 @@ from sojourn.cli.model_args import CheckpointOption, DeviceOption, ModelArg
 def chat(
     model: ModelArg,
     system: str = typer.Option(None, help="System message."),
-    max_tokens: int = typer.Option(256, "--max-tokens", min=1, help="Maximum tokens per reply."),
+    max_tokens: int = typer.Option(256, "--max-tokens", "--max-new-tokens", min=1, help="Maximum tokens per reply."),
     temperature: float = typer.Option(0.0, min=0.0, help="0 means greedy decoding."),
     top_p: float = typer.Option(1.0, min=0.01, max=1.0, help="Nucleus sampling: the probability mass to sample from."),
     checkpoint: CheckpointOption = None,

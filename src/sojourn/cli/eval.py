@@ -20,7 +20,10 @@ def evaluate(
     device: DeviceOption = "auto",
     json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
-    """Evaluate loss and perplexity on held-out rows or a file, and exact match on built-in questions."""
+    """Evaluate loss and perplexity on held-out rows or a file, and exact match on built-in questions.
+
+    Examples: sojourn eval small; sojourn eval small --data test.jsonl
+    """
     from dataclasses import asdict
 
     from sojourn.evals.held_out import answer_held_out_questions, check_source, exact_match, score_file, score_held_out

@@ -9,19 +9,22 @@ from sojourn.cli.model_args import CheckpointOption, DeviceOption, ModelArg
 
 def generate(
     model: ModelArg,
-    prompt: list[str] = typer.Option(..., "--prompt", "-p", help="Prompt. Repeatable."),
+    prompt: list[str] = typer.Option(..., "--prompt", "-p", help="Text to continue or to answer. Repeatable."),
     max_tokens: int = typer.Option(128, "--max-tokens", "--max-new-tokens", min=1, help="Maximum new tokens."),
     temperature: float = typer.Option(0.0, min=0.0, help="0 means greedy decoding."),
     top_p: float = typer.Option(1.0, min=0.01, max=1.0, help="Nucleus sampling: the probability mass to sample from."),
     seed: int = typer.Option(None, help="Random seed for sampling."),
-    raw: bool = typer.Option(False, "--raw", help="Do not apply the chat template."),
+    raw: bool = typer.Option(False, "--raw", help="Continue the text as it is, without the chat template."),
     checkpoint: CheckpointOption = None,
     device: DeviceOption = "auto",
     json: bool = typer.Option(
         False, "--json", help="Print JSON: prompt, text, finish_reason (stop or length), prompt_tokens, tokens."
     ),
 ) -> None:
-    """Generate a completion for each prompt."""
+    """Generate a completion for each prompt. A model that was trained on chats gets it as a user's message.
+
+    An example: sojourn generate small --prompt "Once upon a time" --max-tokens 50
+    """
     import sys
     from dataclasses import asdict
 

@@ -9,12 +9,17 @@ import typer
 ModelArg = Annotated[
     str,
     typer.Argument(
-        help="Name or folder of a run, of a model, of a checkpoint, or a GGUF file. A run without a final model is "
-        "opened at its newest checkpoint."
+        help="Name or folder of a run; folder of a model, an adapter or a checkpoint; or a GGUF file. A run "
+        "without a final model is opened at its newest checkpoint."
     ),
 ]
 CheckpointOption = Annotated[
     str | None,
-    typer.Option("--checkpoint", metavar="final|best|latest|STEP", help="Which model of a run.", show_default=False),
+    typer.Option(
+        "--checkpoint",
+        metavar="final|best|latest|STEP",
+        help="Which model of a run; default: final, else latest.",
+        show_default=False,
+    ),
 ]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]

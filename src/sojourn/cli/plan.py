@@ -10,6 +10,7 @@ from sojourn.cli.run_args import RunArgs
 
 if TYPE_CHECKING:
     from sojourn.catalog.gpus import Gpu
+    from sojourn.config.load import Loaded
     from sojourn.config.schema import RunConfig
 
 
@@ -44,16 +45,17 @@ def plan(
         )
     others = {"--gpu": gpu, "--platform": platform, "--budget": budget, "--deadline": deadline, "--explain": explain}
     alone(fit, others)
-    config = load_run(args).config
+    loaded = load_run(args)
+    config = loaded.config
     cards = list(dict.fromkeys(find_gpu(name) for name in gpu)) if gpu else None
     if fit is not None:
         _inverse(config, fit, json)
         return
-    _plan(config, cards, platform, budget, deadline, explain, json)
+    _plan(loaded, cards, platform, budget, deadline, explain, json)
 
 
 def _plan(
-    config: RunConfig, cards: list[Gpu] | None, platform: str | None, budget: str | None, deadline: str | None,
+    loaded: Loaded, cards: list[Gpu] | None, platform: str | None, budget: str | None, deadline: str | None,
     explain: bool, json: bool,
 ) -> None:  # fmt: skip
     from sojourn.plan.advice import advise_for, faster
@@ -73,6 +75,7 @@ def _plan(
         table_lines,
     )
 
+    config, notes = loaded.config, loaded.notes
     money = to_budget(budget) if budget is not None else config.limits.budget
     seconds = to_seconds(deadline) if deadline is not None else config.limits.time
     place = known_platform(platform)
@@ -80,12 +83,13 @@ def _plan(
     target, advice = advise_for(config, found, cards, place)
     sooner = faster(config, found)
     if json:
-        _print_json(plan_values(config, found, advice, sooner))
+        _print_json({**plan_values(config, found, advice, sooner), "notes": notes})
         return
     width, shown = screen_width(), found.shown
     card = shown.gpu if shown else cards[0] if cards else None
     where = f" on {'each ' if shown and shown.count > 1 else ''}{card.name}" if card else ""
-    lines = [*summary_lines(config, found, cards is not None), *memory_lines(found.fit, where), ""]
+    lines = [*summary_lines(config, found, cards is not None), *(f"note: {note}" for note in notes)]
+    lines += [*memory_lines(found.fit, where), ""]
     asked = " and the ".join(word for word, given in (("deadline", seconds), ("budget", money)) if given is not None)
     lines += [*table_lines(found, cards is not None, width), "", *best_lines(found, asked, bool(advice))]
     if sooner is not None:

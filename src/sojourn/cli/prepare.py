@@ -17,11 +17,20 @@ def prepare(
 ) -> None:
     """Read, tokenize, mask and pack a run's data. Trains a tokenizer if the run has none.
 
-    Sources (data.sources, --train_file, --dataset) are files (.txt .md .json .jsonl .csv .tsv .parquet, also .gz and
-    .zst), folders, globs, Hugging Face data sets (wikitext2, ORG/NAME), builtin:text and builtin:instructions.
-    Formats are detected: text, Alpaca, ShareGPT, messages, prompt/completion, question/answer, preference pairs.
-    For other columns: data.columns.text=NAME, or data.columns.prompt=NAME data.columns.completion=NAME.
-    With --output_dir FOLDER, train.jsonl, validation.jsonl and tokenizer.model are left there too.
+    An example: sojourn prepare small --train_file my.jsonl
+
+    Sources (--train_file, --dataset, data.sources): files, folders, globs,
+    Hugging Face data sets (wikitext2, ORG/NAME), builtin:text, builtin:instructions.
+    File types: .txt .md .json .jsonl .csv .tsv .parquet, also .gz and .zst.
+    Formats are detected: text, Alpaca, ShareGPT, messages, prompt/completion,
+    question/answer, preference pairs. For other columns: data.columns.text=NAME,
+    or data.columns.prompt=NAME data.columns.completion=NAME.
+
+    Held out for evaluation: 1 % of the documents; --val_size 0.1 (a share) or 100
+    (documents); or a file of your own: --val_file FILE.
+
+    The result is kept in prepared/, where train finds it. --output_dir FOLDER leaves
+    train.jsonl, validation.jsonl and tokenizer.model there, too.
     """
     from pathlib import Path
 

@@ -10,7 +10,12 @@ if TYPE_CHECKING:
     from sojourn.run.folder import RunFolder
     from sojourn.run.listing import RunSummary
 
-runs_app = typer.Typer(help="List the runs, or show one with a plot of its loss.", invoke_without_command=True)
+_HELP = (
+    "List the runs (in SOJOURN_HOME, else the platform's persistent folder, else this one): state, step, loss, time, "
+    "cost, path. Or show one with a plot of its loss: sojourn runs show NAME."
+)
+
+runs_app = typer.Typer(help=_HELP, invoke_without_command=True)
 
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
