@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 import weakref
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -203,6 +204,8 @@ def do_not_wait_for_the_disk() -> None:
 
 
 def _serve(folder: Path) -> None:
+    # Python 3.12 warns in every child of a process with threads, on its standard error.
+    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     do_not_wait_for_the_disk()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
