@@ -121,7 +121,7 @@ def test_time_while_stopped_does_not_count_against_the_limit(run, tmp_path):
             time.sleep(0.01)
         _turn(line, task)
 
-    results = run({"long": lambda line, task: _turn(line, task, lambda: time.sleep(3.5) or {}), "slow": slow}, 4.0)
+    results = run({"long": lambda line, task: _turn(line, task, lambda: time.sleep(2.0) or {}), "slow": slow}, 2.5)
     assert "failed" not in results["slow"] and results["slow"]["seconds"] > 0.9
 
 

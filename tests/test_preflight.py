@@ -273,7 +273,7 @@ def test_when_the_first_never_comes_the_next_one_says_so_and_the_others_are_sile
     from torch.distributed import TCPStore
 
     kept = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun keeps it for its processes
-    env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "SOJOURN_DOCTOR_WAIT": "3"}
+    env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "SOJOURN_DOCTOR_WAIT": "2"}
     second, third = (forked(rank, kept.port, size=3, **env) for rank in (1, 2))
     assert "waiting for rank 0 of 3" in second.communicate(timeout=60)[0]
     assert third.communicate(timeout=60) == ("", "")
