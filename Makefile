@@ -4,6 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 unexport PYTHONDONTWRITEBYTECODE  # else every new Python that a test starts compiles all modules anew
+export PATH := $(PATH):/usr/sbin:/sbin  # mkfs.ext4, fsfreeze, ip: not on every PATH of root
 
 RANDOM_INPUTS := $(addprefix tests/test_,prepare_fuzz.py config.py masks.py bpe.py token_cache.py readers.py)
 PARALLEL := $(addprefix tests/test_,engines.py nodes.py guides_commands.py launch.py launch_line.py bench_scaling.py)
@@ -42,9 +43,10 @@ $(READY): pyproject.toml constraints.txt
 
 # What tests need of Debian: two machines are two network namespaces.
 packages:
-	@command -v ip >/dev/null || \
-	  { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -q && apt-get install -qy iproute2; } || \
-	  echo "ip is missing, so tests of two machines are skipped; on Debian or Ubuntu: sudo apt-get install iproute2"
+	@command -v ip >/dev/null && command -v mkfs.ext4 >/dev/null && command -v fsfreeze >/dev/null || \
+	  { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -q && \
+	    apt-get install -qy iproute2 e2fsprogs util-linux; } || \
+	  echo "ip, mkfs.ext4 or fsfreeze is missing, so tests of two machines or of a frozen disk are skipped; on Debian or Ubuntu: sudo apt-get install iproute2 e2fsprogs util-linux"
 
 demo: setup
 	@$(BIN)/sojourn demo
