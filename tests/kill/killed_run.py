@@ -100,7 +100,7 @@ class KilledRun:
         self._args = [*reference.args, f"name={name}", *place, *args]
         self._log = reference.home / f"log-{name}"
         self._seconds = 0.0
-        self._used = 0.0  # wall-clock seconds
+        self.used = 0.0  # wall-clock seconds of all processes
         self.where: Counter[str] = Counter()
 
     def train_call(self, **faults_given: Any) -> TrainCall:
@@ -111,7 +111,7 @@ class KilledRun:
         """`sojourn train`, once; returns when it has ended, however that was. `crowded`: others use its disk."""
         before = self.newest_good()
         outcome = self.train_call(**faults_given).run_with(self.reference.fork_server)
-        self._used += outcome.seconds
+        self.used += outcome.seconds
         self._check_call(outcome, before, full=crowded or "fill" in faults_given)
         if outcome.killed:
             self.where[self._killed_during(outcome.pid)] += 1
@@ -206,9 +206,9 @@ class KilledRun:
         lived: dict[int, list[float]] = {}
         for line in self.log():
             lived.setdefault(line["pid"], []).append(line["time"])
-        least = sum(times[-1] - times[0] - 1 for times in lived.values())
+        least = sum(max(0.0, times[-1] - times[0] - 1) for times in lived.values())
         seconds = read_json(self.run.ledger)["seconds"]
-        assert least <= seconds <= self._used + 1, f"{seconds:.2f} s, not {least:.2f} to {self._used:.2f}"
+        assert least <= seconds <= self.used + 1, f"{seconds:.2f} s, not {least:.2f} to {self.used:.2f}"
         return True
 
     def rows_are_exact(self) -> bool:

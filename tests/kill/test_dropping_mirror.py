@@ -102,6 +102,7 @@ def test_a_mirror_that_drops_and_returns_ends_complete(references, tell, tmp_pat
                 kills += 1
             drive.stop()
             killed.finish()
+            assert killed.ledger_is_exact()
             there, here = drive.mounted_at / f"dropping-{runs}" / "checkpoints", killed.run.checkpoints
             names = {path.name for path in sorted(here.glob("step-*"))[-KEEP:]}
             assert names <= {path.name for path in there.glob("step-*")}

@@ -70,6 +70,7 @@ def test_a_disk_that_fills_and_empties_loses_no_reported_save(references, tell, 
         finally:
             filler.stop()
         killed.finish(curve=False)
+        assert killed.ledger_is_exact()
         where += killed.where
         fills += filler.times
         runs += 1

@@ -30,6 +30,7 @@ def test_of_trainers_that_race_for_a_run_one_trains(references, tell, seed):
                 break
             kills += 1
         killed.finish()
+        assert killed.ledger_is_exact()
         runs += 1
         killed.clear()
     tell(method=reference.method, trouble="kills while trainers race", times=kills, runs=runs, where=where)
@@ -37,7 +38,7 @@ def test_of_trainers_that_race_for_a_run_one_trains(references, tell, seed):
 
 def _race(killed: KilledRun, rng: Random, where: Counter[str]) -> bool:
     """Whether the run was done before the kill came. The kill hits any of them, the owner more often than not."""
-    server, children = killed.reference.fork_server, []
+    server, children, began = killed.reference.fork_server, [], time.monotonic()
     for _ in range(rng.randint(2, 4)):
         children.append(killed.train_call().start(server))
         time.sleep(rng.choice((0.0, 0.0, rng.uniform(0, 0.2))))
@@ -45,6 +46,7 @@ def _race(killed: KilledRun, rng: Random, where: Counter[str]) -> bool:
     victim = rng.choice([child for child in children if child.poll() is None] or children)
     victim.send_signal(signal.SIGKILL)
     codes = [child.wait() for child in children]
+    killed.used += len(children) * (time.monotonic() - began)
     for child, code in zip(children, codes, strict=True):
         assert code in (0, -9) or (code == 2 and _REFUSED.fullmatch(child.stderr)), child.stderr
         if code == 2:
