@@ -83,6 +83,14 @@ def make_reference(fork_server: ForkServer, home: Path, method: str) -> Referenc
     return reference
 
 
+def least_seconds(log: list[dict[str, Any]]) -> float:
+    """What the ledger must know: from the first to the last line that each process logged, less a second."""
+    lived: dict[int, list[float]] = {}
+    for line in log:
+        lived.setdefault(line["pid"], []).append(line["time"])
+    return sum(max(0.0, times[-1] - times[0] - 1) for times in lived.values())
+
+
 def weights_of(run: RunFolder) -> dict[str, str]:
     """SHA-256 of everything that a run leaves of its training."""
     final = [*run.final.glob("*.safetensors"), *run.best.glob("*.safetensors")]
@@ -203,10 +211,7 @@ class KilledRun:
 
     def ledger_is_exact(self) -> bool:
         """No more than the calls took, and, to a second of each, no less than they lived by their log."""
-        lived: dict[int, list[float]] = {}
-        for line in self.log():
-            lived.setdefault(line["pid"], []).append(line["time"])
-        least = sum(max(0.0, times[-1] - times[0] - 1) for times in lived.values())
+        least = least_seconds(self.log())
         seconds = read_json(self.run.ledger)["seconds"]
         assert least <= seconds <= self.used + 1, f"{seconds:.2f} s, not {least:.2f} to {self.used:.2f}"
         return True
