@@ -1,0 +1,1 @@
+"""The rented box: hosts, SSH transport, sync, bootstrap, supervisor, platforms (no torch)."""
