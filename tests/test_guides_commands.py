@@ -239,8 +239,8 @@ def test_a_command_that_works_trains_and_leaves_a_model(row: Row, chats: Path, b
     words = [*small(row, chats, base), *gpus]
     code, _, err = sojourn("train", *words)
     assert code == 0, err
-    folder = {"./out": "out", "outputs/my_model": "outputs/my_model"}.get(config.save.folder or "")
-    final = run_folder(load_run(words).config.name, folder or ("elsewhere" if config.save.folder else None)).final
+    made = load_run(words).config
+    final = run_folder(str(made.name), made.save.folder).final
     assert AutoTokenizer.from_pretrained(final) and AutoModelForCausalLM.from_pretrained(final)
 
 
