@@ -41,12 +41,13 @@ $(READY): pyproject.toml constraints.txt
 	  echo "DeepSpeed could not be installed; its tests are skipped"
 	@touch $(READY)
 
-# What tests need of Debian: two machines are two network namespaces.
+# What tests need of Debian: two machines are two network namespaces; a rented box has a real sshd.
+PROGRAMS := ip mkfs.ext4 fsfreeze sshd ssh
 packages:
-	@command -v ip >/dev/null && command -v mkfs.ext4 >/dev/null && command -v fsfreeze >/dev/null || \
-	  { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -q && \
-	    apt-get install -qy iproute2 e2fsprogs util-linux; } || \
-	  echo "ip, mkfs.ext4 or fsfreeze is missing, so tests of two machines or of a frozen disk are skipped; on Debian or Ubuntu: sudo apt-get install iproute2 e2fsprogs util-linux"
+	@for program in $(PROGRAMS); do command -v $$program >/dev/null || missing="$$missing $$program"; done; \
+	  [ -z "$$missing" ] || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -q && \
+	    apt-get install -qy iproute2 e2fsprogs util-linux openssh-server openssh-client; } || \
+	  echo "missing:$$missing; tests of two machines, of a frozen disk or of a rented box are skipped; on Debian or Ubuntu: sudo apt-get install iproute2 e2fsprogs util-linux openssh-server"
 
 demo: setup
 	@$(BIN)/sojourn demo
