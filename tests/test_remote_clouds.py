@@ -1,0 +1,267 @@
+"""The APIs of AutoDL, RunPod, Vast and Lambda, against local servers written from their documentation."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from cloud_servers import AutoDLServer, CloudServer, Fault, serve
+from sojourn.errors import UserError
+from sojourn.remote.platforms.autodl import AutoDL
+from sojourn.remote.platforms.base import AccountBlocked, NotFound, Offer, OutOfStock, WrongToken
+from sojourn.remote.platforms.http_api import ApiError, HttpApi, Unreachable
+from sojourn.remote.platforms.renting import rent, unique_name
+
+CANARY = "canary-3f9a1c77e2d84b60"
+
+
+@pytest.fixture(autouse=True)
+def no_canary_anywhere(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str], monkeypatch: Any
+) -> Iterator[None]:
+    """Whatever a test provokes, the token is in no message and no log."""
+    monkeypatch.setenv("NO_PROXY", "*")
+    caplog.set_level(logging.DEBUG)
+    yield
+    out, err = capfd.readouterr()
+    assert CANARY not in out + err + caplog.text
+
+
+class Slept(list[float]):
+    def __call__(self, seconds: float) -> None:
+        self.append(seconds)
+
+
+@pytest.fixture
+def slept() -> Slept:
+    return Slept()
+
+
+def refusal(kind: type[UserError], call: Any, *arguments: Any) -> str:
+    with pytest.raises(kind) as caught:
+        call(*arguments)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert CANARY not in text
+    assert CANARY not in repr(caught.value.__context__)
+    return text
+
+
+@pytest.fixture
+def autodl(slept: Slept) -> Iterator[tuple[AutoDLServer, AutoDL]]:
+    server = AutoDLServer(CANARY)
+    with serve(server) as url:
+        yield server, AutoDL(CANARY, url, sleep=slept, timeout=0.3)
+
+
+OFFER = Offer("autodl", "5090-p", "RTX 5090", 1, 3.24, "CNY")
+
+
+class Plain(CloudServer):
+    """Answers {"n": number of requests}."""
+
+    def unauthorized(self) -> tuple[int, Any]:
+        return 401, {"message": f"no such key {self.seen[-1].headers.get('Authorization')}"}
+
+    def handle(self, request: Any) -> tuple[int, Any]:
+        return 200, {"n": len(self.seen)}
+
+
+@pytest.fixture
+def plain(slept: Slept) -> Iterator[tuple[Plain, HttpApi]]:
+    server = Plain(CANARY)
+    with serve(server) as url:
+        yield server, HttpApi("Plain", url, {"Authorization": f"Bearer {CANARY}"}, CANARY, sleep=slept, timeout=0.3)
+
+
+def test_server_errors_and_timeouts_are_tried_again_with_back_off(plain: Any, slept: Slept) -> None:
+    server, api = plain
+    server.fail("/x", Fault(500), Fault(503, "<html>down</html>"), Fault(hang=True), Fault(cut=True))
+    assert api.get("/x") == {"n": 5}
+    assert [round(0.25 * 2**n, 2) <= seconds <= 0.75 * 2**n for n, seconds in enumerate(slept)] == [True] * 4
+
+
+def test_an_order_is_not_repeated_after_a_server_error(plain: Any, slept: Slept) -> None:
+    server, api = plain
+    server.fail("/x", Fault(500, {"message": "upstream"}))
+    assert "upstream" in refusal(ApiError, api.order, "POST", "/x", {})
+    assert len(server.seen) == 1
+
+
+def test_an_order_is_repeated_when_the_platform_was_too_busy_to_take_it(plain: Any, slept: Slept) -> None:
+    server, api = plain
+    server.fail("/x", Fault(429, headers={"Retry-After": "7"}), Fault(429))
+    assert api.order("POST", "/x", {}) == {"n": 3}
+    assert 7 <= slept[0] <= 9
+    assert slept[1] <= 2
+
+
+def test_a_retry_after_date_is_honoured_and_a_long_one_is_shown(plain: Any, slept: Slept) -> None:
+    server, api = plain
+    server.fail("/x", Fault(429, headers={"Retry-After": "Wed, 21 Oct 2015 07:28:00 GMT"}))
+    assert api.get("/x") == {"n": 2}
+    server.fail("/x", Fault(429, headers={"Retry-After": "3600"}))
+    assert "wait 3600 s" in refusal(ApiError, api.get, "/x")
+    server.fail("/x", *[Fault(429)] * 5)
+    assert "too many requests" in refusal(ApiError, api.get, "/x")
+
+
+@pytest.mark.parametrize("body", ['{"half": ', "<html><title>Sign in to WiFi</title></html>", b"\xff\xfe\x00"])
+def test_an_answer_that_is_no_json_is_one_line(plain: Any, body: Any) -> None:
+    server, api = plain
+    server.fail("/x", *[Fault(200, body)] * 5)
+    text = refusal(ApiError, api.get, "/x")
+    assert "a web page (Sign in to WiFi)" in text or "not JSON" in text
+
+
+def test_a_refused_connection_is_tried_again_and_then_one_line(slept: Slept) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        api = HttpApi("Plain", f"http://127.0.0.1:{unused.getsockname()[1]}", {}, CANARY, sleep=slept, timeout=0.3)
+        assert "cannot be reached" in refusal(Unreachable, api.order, "POST", "/x", {})
+    assert len(slept) == 4
+
+
+def test_the_token_does_not_follow_a_redirect(plain: Any) -> None:
+    server, api = plain
+    other = Plain(CANARY)
+    with serve(other) as elsewhere:
+        server.fail("/x", Fault(302, headers={"Location": f"{elsewhere}/x"}))
+        assert "redirects" in refusal(ApiError, api.get, "/x")
+    assert other.seen == []
+
+
+def test_the_token_is_sent_over_nothing_but_https() -> None:
+    assert "https" in refusal(UserError, HttpApi, "Plain", "http://api.example.com", {}, CANARY)
+
+
+def test_a_token_that_the_server_repeats_is_not_shown(plain: Any) -> None:
+    server, api = plain
+    server.fail("/x", Fault(400, {"message": f"bad key {CANARY}\nsecond line"}))
+    assert "bad key *** second line" in refusal(ApiError, api.get, "/x")
+
+
+def test_autodl_lists_offers_with_stock_and_the_catalogues_price(autodl: Any) -> None:
+    _, cloud = autodl
+    found = {offer.id: offer for offer in cloud.offers()}
+    assert (found["5090-p"].available, found["5090-p"].price_per_hour) == (True, 3.24)
+    assert "6 idle" in found["5090-p"].note
+    assert (found["h800"].available, found["h800"].price_per_hour) == (False, None)
+    assert [offer.id for offer in cloud.offers("5090")] == ["5090-p"]
+
+
+def test_autodl_creates_waits_and_gives_the_ssh_line(autodl: Any, slept: Slept) -> None:
+    server, cloud = autodl
+    said: list[str] = []
+    tries = iter([False, True])
+    ready = rent(cloud, OFFER, "my box", 50, None, None, say=said.append, sleep=slept, answers=lambda *_: next(tries))
+    assert ready.ssh_line == "ssh -p 34222 root@connect.xxx.autodl.com"
+    assert (ready.password, ready.price_per_hour, ready.currency) == ("box-password", 1.97, "CNY")
+    assert "box-password" not in repr(ready) + "".join(said)
+    assert "sojourn cloud release autodl pro-" in said[0]
+    assert "costs money" in said[0]
+    [made] = server.instances.values()
+    assert made["name"].startswith("sojourn-my-box-")
+    assert (made["expand_system_disk_by_gb"], made["gpu_spec_uuid"]) == (50, "5090-p")
+
+
+@pytest.mark.parametrize("fault", [Fault(hang=True, after=True), Fault(500, after=True), Fault(200, "{", after=True),
+                                   Fault(cut=True, after=True)])  # fmt: skip
+def test_a_create_whose_answer_is_lost_makes_one_instance(autodl: Any, fault: Fault) -> None:
+    server, cloud = autodl
+    server.fail("/create", fault)
+    made = cloud.create(OFFER, unique_name("a"), 0)
+    assert list(server.instances) == [made.id]
+    assert len(server.calls("/create")) == 1
+
+
+def test_a_create_that_never_happened_is_ordered_once_more(autodl: Any, slept: Slept) -> None:
+    server, cloud = autodl
+    server.fail("/create", Fault(502))
+    made = cloud.create(OFFER, unique_name("a"), 0)
+    assert list(server.instances) == [made.id]
+    assert sum(slept) > 30  # it looked for the first one long enough
+    server.fail("/create", Fault(502), Fault(502))
+    assert "no instance called" in refusal(UserError, cloud.create, OFFER, unique_name("b"), 0)
+
+
+def test_without_a_list_of_instances_nothing_is_ordered_twice(autodl: Any) -> None:
+    server, cloud = autodl
+    server.fail("/create", Fault(hang=True))
+    server.fail("/list", *[Fault(500)] * 25)
+    assert "may have been created" in refusal(UserError, cloud.create, OFFER, unique_name("a"), 0)
+    assert len(server.calls("/create")) == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "kind", "shown"),
+    [
+        ("InternalError", "机器暂无库存", OutOfStock, "out of stock"),
+        ("BalanceNotEnough", "余额不足", AccountBlocked, "not enough money"),
+        ("InstanceNumLimit", "实例数量已达上限", AccountBlocked, "quota"),
+        ("RequestParameterIsWrong", "参数错误", ApiError, "参数错误"),
+    ],
+)
+def test_autodl_refusals_say_what_to_do(autodl: Any, code: str, said: str, kind: Any, shown: str) -> None:
+    server, cloud = autodl
+    server.refuse_create = (code, said)
+    assert shown in refusal(kind, cloud.create, OFFER, unique_name("a"), 0)
+    assert len(server.calls("/create")) == 1
+    server.fail("/create", Fault(500, {"code": code, "msg": said}))
+    if kind is not ApiError:
+        refusal(kind, cloud.create, OFFER, unique_name("a"), 0)
+
+
+def test_autodl_wants_a_verified_identity(autodl: Any) -> None:
+    server, cloud = autodl
+    server.verified = False
+    assert "实名认证" in refusal(AccountBlocked, cloud.create, OFFER, unique_name("a"), 0)
+
+
+def test_autodl_does_not_accept_a_wrong_token(autodl: Any) -> None:
+    server, cloud = autodl
+    server.token = "another"
+    for call in (cloud.balance, cloud.offers, cloud.list_instances):
+        assert "SOJOURN_AUTODL_TOKEN" in refusal(WrongToken, call)
+    for status in (401, 403):
+        server.fail("/balance", Fault(status, "<html>"))
+        refusal(WrongToken, cloud.balance)
+
+
+def test_autodl_releases_only_after_power_off(autodl: Any) -> None:
+    server, cloud = autodl
+    made = cloud.create(OFFER, unique_name("a"), 0)
+    cloud.release(made.id)
+    assert server.instances == {}
+    verbs = [request.path.rsplit("/", 1)[1] for request in server.seen]
+    assert verbs.index("power_off") < verbs.index("release")
+    cloud.release(made.id)  # gone already
+    refusal(NotFound, cloud.status, made.id)
+
+
+def test_autodl_stops_starts_lists_and_tells_the_balance(autodl: Any) -> None:
+    server, cloud = autodl
+    made = [cloud.create(OFFER, f"n{index}", 0) for index in range(60)]
+    cloud.stop(made[0].id)
+    states = [cloud.status(made[0].id).state for _ in range(3)]
+    assert states == ["stopping", "stopping", "stopped"]
+    cloud.start(made[0].id)
+    assert cloud.status(made[0].id).state == "creating"
+    assert [one.name for one in cloud.list_instances()] == [f"n{index}" for index in range(60)]
+    assert (cloud.balance().amount, cloud.balance().note) == (12.34, "and ¥5.00 in vouchers")
+    assert server.seen[0].headers["Authorization"] == CANARY
+
+
+def test_waiting_ends_when_an_instance_will_not_start(autodl: Any, slept: Slept) -> None:
+    server, cloud = autodl
+    server.stages = ("creating", "error", "error")
+    said: list[str] = []
+    with pytest.raises(UserError, match="error and will not start by itself; it still exists: sojourn cloud release"):
+        rent(cloud, OFFER, "a", 0, None, None, say=said.append, sleep=slept)
+    server.stages = ("creating",) * 3
+    with pytest.raises(UserError, match="not ready after 1 minutes"):
+        rent(cloud, OFFER, "a", 0, None, None, say=said.append, sleep=slept, patience=60)
