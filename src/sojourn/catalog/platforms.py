@@ -35,6 +35,7 @@ class PlatformFacts:
     reach: str = "ssh"
     env: tuple[str, ...] = ()
     folders: tuple[str, ...] = ()
+    addresses: tuple[str, ...] = ()
     home: tuple[str, ...] = ()
     fallback: tuple[str, ...] = ()
     persistent: tuple[str, ...] = ()
