@@ -1,7 +1,7 @@
 """Which platform this is, what survives on it, and where runs should live; with no more than the standard library."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,9 +35,12 @@ class Home:
     fix: str | None = None
 
 
-def detect(env: Mapping[str, str] = os.environ, root: Path = ROOT) -> Platform:
-    """The platform by its environment variables, else by its folders, else generic."""
+def detect(
+    env: Mapping[str, str] = os.environ, root: Path = ROOT, has_folder: Callable[[str], bool] | None = None
+) -> Platform:
+    """The platform by its variables, else by its folders, else generic; `has_folder` asks another machine."""
     rows = platforms()
+    has_folder = has_folder or (lambda folder: _under(root, folder).is_dir())
     for facts in rows:
         for variable in facts.env:
             name, _, value = variable.partition("=")
@@ -45,28 +48,28 @@ def detect(env: Mapping[str, str] = os.environ, root: Path = ROOT) -> Platform:
                 return Platform(facts, f"the variable {name}")
     for facts in rows:
         for folder in facts.folders:
-            if _under(root, folder).is_dir():
+            if has_folder(folder):
                 return Platform(facts, f"the folder {folder}")
     generic = next(facts for facts in rows if facts.name == "generic")
     return Platform(generic, "no platform's variables or folders were found")
 
 
-def find_home(platform: Platform, root: Path = ROOT) -> Home:
+def find_home(platform: Platform, root: Path = ROOT, is_writable: Callable[[str], bool] | None = None) -> Home:
     """The best folder for runs on this platform, and a warning when what is there does not survive."""
     facts = platform.facts
+    is_writable = is_writable or (lambda place: (at := _under(root, place)).is_dir() and os.access(at, os.W_OK))
     for place in facts.home:
         mount, _, sub = place.partition("!")
         folder = _under(root, mount)
-        if folder.is_dir() and os.access(folder, os.W_OK):
+        if is_writable(mount):
             return Home(folder / sub if sub else folder)
     if not platform.is_known:
         return Home(None)
     lasting = " or ".join(place.replace("!", "/") for place in facts.home)
     fix = facts.mount_hint or f"make {lasting} available, or copy finished runs off this machine before it stops"
     for place in facts.fallback:
-        folder = _under(root, place)
-        if folder.is_dir() and os.access(folder, os.W_OK):
-            return Home(folder, f"{place} does not survive on {facts.title}: {lasting} is not there", fix)
+        if is_writable(place):
+            return Home(_under(root, place), f"{place} does not survive on {facts.title}: {lasting} is not there", fix)
     return Home(None, f"no folder that survives was found on {facts.title}: {lasting} is not there", fix)
 
 
