@@ -1,0 +1,401 @@
+"""SSH by asyncssh: its event loop runs in one background thread, callers wait in short polls so that Ctrl-C answers."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from sojourn.errors import UserError
+from sojourn.remote.connection import (
+    KEEPALIVE_COUNT,
+    KEEPALIVE_SECONDS,
+    Channel,
+    CommandTimeout,
+    Completed,
+    ConnectionLost,
+    HostUnreachable,
+    OutputMark,
+    auth_failed,
+    command_line,
+    connection_lost,
+    no_pinned_key,
+    unreachable,
+)
+from sojourn.remote.hosts import Host
+
+if TYPE_CHECKING:
+    import asyncssh
+
+T = TypeVar("T")
+_POLL_SECONDS = 0.1  # on Windows a wait without a timeout cannot be interrupted
+_WINDOW_BYTES = 16 << 20  # a download at 100 ms then reaches 160 MB/s
+_PACKET_BYTES = 1 << 17
+_WRITE_BUFFER_BYTES = 4 << 20
+_STDERR_BYTES = 1 << 16
+_CIPHERS = ["aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "chacha20-poly1305@openssh.com", "aes128-ctr"]
+
+
+class _Loop:
+    """The event loop of all connections of this process."""
+
+    _lock = threading.Lock()
+    _loop: asyncio.AbstractEventLoop | None = None
+
+    @classmethod
+    def get(cls) -> asyncio.AbstractEventLoop:
+        with cls._lock:
+            if cls._loop is None:
+                cls._loop = asyncio.SelectorEventLoop()
+                threading.Thread(target=cls._loop.run_forever, name="ssh", daemon=True).start()
+            return cls._loop
+
+
+def _wait(coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+    """Raises TimeoutError of concurrent.futures."""
+    future = asyncio.run_coroutine_threadsafe(coroutine, _Loop.get())
+    deadline = None if timeout is None else time.monotonic() + timeout
+    try:
+        while True:
+            try:
+                return future.result(_POLL_SECONDS)
+            except concurrent.futures.TimeoutError:
+                if future.done():
+                    raise
+                if deadline is not None and time.monotonic() > deadline:
+                    raise
+    finally:
+        future.cancel()
+
+
+def connect_asyncssh(host: Host, password: str | None, timeout: float) -> AsyncsshConnection:
+    import asyncssh
+
+    try:
+        opened = _wait(_connect(host, password, timeout), timeout + 1)
+    except asyncssh.PermissionDenied as error:
+        raise auth_failed(host, "" if "Permission denied" in str(error) else str(error)) from None
+    except asyncssh.KeyImportError as error:
+        raise UserError(f"{host.name}: the key cannot be used: {error}; load it into ssh-agent: ssh-add FILE") from None
+    except (concurrent.futures.TimeoutError, asyncio.TimeoutError):
+        raise unreachable(host, f"no answer within {timeout:g} seconds") from None
+    except asyncssh.Error as error:
+        raise unreachable(host, f"SSH failed: {error.reason or error}") from None
+    except OSError as error:
+        raise unreachable(host, error.strerror or str(error)) from None
+    return AsyncsshConnection(host, opened)
+
+
+async def _connect(host: Host, password: str | None, timeout: float) -> asyncssh.SSHClientConnection:
+    from sojourn.remote.ssh_line import parse_address
+
+    async def through_all() -> asyncssh.SSHClientConnection:
+        tunnel: asyncssh.SSHClientConnection | None = None
+        try:
+            for line in host.jump:
+                user, address, port = parse_address(line)
+                tunnel = await _hop(host, user or host.user, address, port or 22, None, tunnel)
+            return await _hop(host, host.user, host.address, host.port, password, tunnel)
+        except BaseException:
+            if tunnel is not None:
+                tunnel.abort()
+            raise
+
+    return await asyncio.wait_for(through_all(), timeout)
+
+
+async def _hop(
+    host: Host, user: str, address: str, port: int, password: str | None, tunnel: asyncssh.SSHClientConnection | None
+) -> asyncssh.SSHClientConnection:
+    """Our key first and alone, since servers close the connection after a few keys; then the agent and the user's."""
+    import asyncssh
+
+    from sojourn.remote.keys import host_key_changed, key_path, pinned_keys
+
+    pinned = [asyncssh.import_public_key(key) for key in pinned_keys(address, port)]
+    if not pinned:
+        raise no_pinned_key(host, address, port)
+    shown: list[asyncssh.SSHKey] = []
+
+    class Client(asyncssh.SSHClient):
+        def validate_host_public_key(self, host: str, addr: str, port: int, key: asyncssh.SSHKey) -> bool:
+            shown.append(key)
+            return False
+
+    options: dict[str, Any] = {
+        "username": user,
+        "password": password,
+        "tunnel": tunnel or (),
+        "config": None,
+        "known_hosts": (pinned, [], []),
+        "server_host_key_algs": [*dict.fromkeys(alg for key in pinned for alg in _algorithms(key)), *_host_key_algs()],
+        "encryption_algs": _CIPHERS,
+        "compression_algs": None,
+        "keepalive_interval": KEEPALIVE_SECONDS,
+        "keepalive_count_max": KEEPALIVE_COUNT,
+        "client_factory": Client,
+        "gss_auth": False,
+        "gss_kex": False,
+    }
+    own = Path(host.key).expanduser() if host.key else key_path()
+    attempts: list[dict[str, Any]] = [{"client_keys": [str(own)], "agent_path": None}] if own.is_file() else []
+    if host.key and not attempts:
+        raise UserError(f"{host.name}: the key {host.key} does not exist; add the host again with another one")
+    attempts.append({})
+    for index, attempt in enumerate(attempts):
+        try:
+            return await asyncssh.connect(address, port, **options, **attempt)
+        except asyncssh.HostKeyNotVerifiable:
+            raise host_key_changed(host, address, port, _public_line(shown[-1])) if shown else no_pinned_key(
+                host, address, port
+            ) from None
+        except (asyncssh.PermissionDenied, asyncssh.KeyImportError):
+            if index + 1 == len(attempts):
+                raise
+    raise AssertionError("unreachable")
+
+
+def _algorithms(key: asyncssh.SSHKey) -> list[str]:
+    return [name.decode() for name in key.sig_algorithms if name != b"ssh-rsa"]
+
+
+def _host_key_algs() -> list[str]:
+    return ["ssh-ed25519", "ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp521", "rsa-sha2-512", "rsa-sha2-256"]
+
+
+def _public_line(key: asyncssh.SSHKey) -> str:
+    return key.export_public_key().decode().strip()
+
+
+class AsyncsshConnection:
+    def __init__(self, host: Host, connection: asyncssh.SSHClientConnection) -> None:
+        self._host, self._connection = host, connection
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        input: bytes = b"",
+        timeout: float | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> Completed:
+        channel = self._open(command_line(argv, env), keep_stderr=None)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        try:
+            channel.write(input)
+            channel.write_eof()
+            parts: list[bytes] = []
+            while part := channel.read(1 << 20, deadline):
+                parts.append(part)
+            return Completed(channel.exit_code(deadline), b"".join(parts), channel.stderr)
+        except TimeoutError:
+            raise CommandTimeout(f"{self._host.name}: {argv[0]} did not end within {timeout:g} seconds") from None
+        finally:
+            channel.close()
+
+    def open(self, argv: Sequence[str]) -> Channel:
+        return self._open(command_line(argv), keep_stderr=_STDERR_BYTES)
+
+    def _open(self, command: str, keep_stderr: int | None) -> AsyncsshChannel:
+        import asyncssh
+
+        mark = OutputMark()
+        session = _session(keep_stderr)
+
+        async def start() -> Any:
+            return await self._connection.create_session(
+                lambda: session, mark.mark(command), encoding=None, window=_WINDOW_BYTES, max_pktsize=_PACKET_BYTES
+            )
+
+        try:
+            channel, _ = _wait(start())
+        except asyncssh.ChannelOpenError as error:
+            if self._connection.is_closed():
+                raise connection_lost(self._host, error.reason) from None
+            raise HostUnreachable(f"{self._host.name}: the box refuses another channel: {error.reason}") from None
+        except (asyncssh.Error, OSError, asyncio.CancelledError) as error:
+            raise connection_lost(self._host, str(error)) from None
+        return AsyncsshChannel(self._host, channel, session, mark)
+
+    def forward(self, local_port: int, remote_port: int, remote_host: str = "127.0.0.1") -> int:
+        import asyncssh
+
+        try:
+            listener = _wait(self._connection.forward_local_port("127.0.0.1", local_port, remote_host, remote_port))
+        except OSError as error:
+            raise UserError(f"port {local_port} of this machine cannot be used: {error.strerror or error}") from None
+        except asyncssh.Error as error:
+            raise connection_lost(self._host, str(error)) from None
+        return listener.get_port()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._connection.is_closed()
+
+    def close(self) -> None:
+        with contextlib.suppress(Exception):
+            _Loop.get().call_soon_threadsafe(self._connection.abort)
+
+
+class _Shared:
+    """What the event loop and the caller's thread share of one channel."""
+
+    def __init__(self, keep_stderr: int | None) -> None:
+        self.changed = threading.Condition()
+        self.received: deque[bytes] = deque()
+        self.received_bytes = 0
+        self.stderr = bytearray()
+        self.keep_stderr = keep_stderr
+        self.paused_reading = False
+        self.ended = False
+        self.closed = False
+        self.error: BaseException | None = None
+        self.exit_code: int | None = None
+        self.unsent = 0
+        self.writable = True
+
+
+def _session(keep_stderr: int | None) -> Any:
+    import asyncssh
+
+    class Session(asyncssh.SSHClientSession[bytes]):
+        def __init__(self) -> None:
+            self.shared = _Shared(keep_stderr)
+            self.channel: Any = None
+
+        def connection_made(self, chan: Any) -> None:
+            self.channel = chan
+            chan.set_write_buffer_limits(_WRITE_BUFFER_BYTES)
+
+        def data_received(self, data: bytes, datatype: int | None) -> None:
+            shared = self.shared
+            with shared.changed:
+                if datatype is not None:
+                    shared.stderr += data
+                    if shared.keep_stderr is not None:
+                        del shared.stderr[: -shared.keep_stderr]
+                    return
+                shared.received.append(data)
+                shared.received_bytes += len(data)
+                shared.changed.notify_all()
+                if shared.received_bytes > _WINDOW_BYTES and not shared.paused_reading:
+                    shared.paused_reading = True
+                    self.channel.pause_reading()
+
+        def eof_received(self) -> bool:
+            with self.shared.changed:
+                self.shared.ended = True
+                self.shared.changed.notify_all()
+            return True
+
+        def exit_status_received(self, status: int) -> None:
+            self.shared.exit_code = status
+
+        def exit_signal_received(self, signal: str, core_dumped: bool, msg: str, lang: str) -> None:
+            self.shared.exit_code = -1
+            self.shared.stderr += f"ended by signal {signal}".encode()
+
+        def connection_lost(self, exc: BaseException | None) -> None:
+            with self.shared.changed:
+                self.shared.ended = self.shared.closed = True
+                self.shared.error = exc
+                self.shared.changed.notify_all()
+
+        def pause_writing(self) -> None:
+            self.shared.writable = False
+
+        def resume_writing(self) -> None:
+            with self.shared.changed:
+                self.shared.writable = True
+                self.shared.changed.notify_all()
+
+    return Session()
+
+
+class AsyncsshChannel:
+    def __init__(self, host: Host, channel: Any, session: Any, mark: OutputMark) -> None:
+        self._host, self._channel, self._mark = host, channel, mark
+        self._shared: _Shared = session.shared
+        self._rest = b""
+
+    def read(self, most: int, deadline: float | None = None) -> bytes:
+        while not self._rest:
+            data = self._take(deadline)
+            if not data:
+                self._rest = self._mark.at_end()
+                break
+            self._rest = self._mark.strip(data)
+        part, self._rest = self._rest[:most], self._rest[most:]
+        return part
+
+    def _take(self, deadline: float | None) -> bytes:
+        shared = self._shared
+        with shared.changed:
+            while not shared.received and not shared.ended:
+                self._poll(deadline)
+            data = b"".join(shared.received)
+            shared.received.clear()
+            shared.received_bytes = 0
+            if shared.paused_reading:
+                shared.paused_reading = False
+                _Loop.get().call_soon_threadsafe(self._channel.resume_reading)
+        if not data and shared.closed and shared.exit_code is None:
+            raise self._lost()
+        return data
+
+    def _poll(self, deadline: float | None) -> None:
+        if deadline is not None and time.monotonic() > deadline:
+            raise TimeoutError
+        self._shared.changed.wait(_POLL_SECONDS)
+
+    def write(self, data: bytes) -> None:
+        """Returns when at most a few MiB are not sent yet."""
+        shared = self._shared
+        with shared.changed:
+            while (not shared.writable or shared.unsent > _WRITE_BUFFER_BYTES) and not shared.closed:
+                self._poll(None)
+            if shared.closed:
+                raise self._lost()
+            shared.unsent += len(data)
+        _Loop.get().call_soon_threadsafe(self._send, data)
+
+    def _send(self, data: bytes) -> None:
+        shared = self._shared
+        with contextlib.suppress(OSError):  # the channel is closed: readers and the next write say so
+            self._channel.write(data)
+        with shared.changed:
+            shared.unsent -= len(data)
+            if shared.writable:
+                shared.changed.notify_all()
+
+    def write_eof(self) -> None:
+        def send() -> None:
+            with contextlib.suppress(OSError):
+                self._channel.write_eof()
+
+        _Loop.get().call_soon_threadsafe(send)
+
+    def exit_code(self, deadline: float | None = None) -> int:
+        with self._shared.changed:
+            while not self._shared.closed:
+                self._poll(deadline)
+        if self._shared.exit_code is None:
+            raise self._lost()
+        return self._shared.exit_code
+
+    @property
+    def stderr(self) -> bytes:
+        return bytes(self._shared.stderr)
+
+    def _lost(self) -> ConnectionLost:
+        return connection_lost(self._host, str(self._shared.error or self.stderr.decode(errors="replace").strip()))
+
+    def close(self) -> None:
+        with contextlib.suppress(Exception):
+            _Loop.get().call_soon_threadsafe(self._channel.abort)
