@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import os
 import threading
 import time
 from collections import deque
@@ -88,7 +89,7 @@ def connect_asyncssh(host: Host, password: str | None, timeout: float) -> Asyncs
     except asyncssh.Error as error:
         raise unreachable(host, f"SSH failed: {error.reason or error}") from None
     except OSError as error:
-        raise unreachable(host, error.strerror or str(error)) from None
+        raise unreachable(host, os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)) from None
     return AsyncsshConnection(host, opened)
 
 
@@ -152,8 +153,10 @@ async def _hop(
         try:
             return await asyncssh.connect(address, port, **options, **attempt)
         except asyncssh.HostKeyNotVerifiable:
-            raise host_key_changed(host, address, port, _public_line(shown[-1])) if shown else no_pinned_key(
-                host, address, port
+            raise (
+                host_key_changed(host, address, port, _public_line(shown[-1]))
+                if shown
+                else no_pinned_key(host, address, port)
             ) from None
         except (asyncssh.PermissionDenied, asyncssh.KeyImportError):
             if index + 1 == len(attempts):
@@ -166,7 +169,14 @@ def _algorithms(key: asyncssh.SSHKey) -> list[str]:
 
 
 def _host_key_algs() -> list[str]:
-    return ["ssh-ed25519", "ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp521", "rsa-sha2-512", "rsa-sha2-256"]
+    return [
+        "ssh-ed25519",
+        "ecdsa-sha2-nistp256",
+        "ecdsa-sha2-nistp384",
+        "ecdsa-sha2-nistp521",
+        "rsa-sha2-512",
+        "rsa-sha2-256",
+    ]
 
 
 def _public_line(key: asyncssh.SSHKey) -> str:
@@ -226,8 +236,11 @@ class AsyncsshConnection:
     def forward(self, local_port: int, remote_port: int, remote_host: str = "127.0.0.1") -> int:
         import asyncssh
 
+        async def listen() -> asyncssh.SSHListener:
+            return await self._connection.forward_local_port("127.0.0.1", local_port, remote_host, remote_port)
+
         try:
-            listener = _wait(self._connection.forward_local_port("127.0.0.1", local_port, remote_host, remote_port))
+            listener = _wait(listen())
         except OSError as error:
             raise UserError(f"port {local_port} of this machine cannot be used: {error.strerror or error}") from None
         except asyncssh.Error as error:

@@ -131,7 +131,7 @@ def command_line(argv: Sequence[str], env: Mapping[str, str] | None = None) -> s
     if not any(_UNLIKE_IN_SHELLS & set(word) for word in words):
         return shlex.join(words)
     octal = "".join(f"\\0{byte:03o}" for byte in shlex.join(words).encode("utf-8", "surrogateescape"))
-    return f"exec sh -c 'eval \"$(printf %b \"{octal}\")\"'"
+    return f'exec sh -c \'eval "$(printf %b "{octal}")"\''
 
 
 class OutputMark:
@@ -156,7 +156,9 @@ class OutputMark:
             self._before = None
             return rest
         if len(self._before) > MOST_BANNER_BYTES:
-            raise UserError(f"the login shell on the box prints more than {MOST_BANNER_BYTES:,} bytes before any command")
+            raise UserError(
+                f"the login shell on the box prints more than {MOST_BANNER_BYTES:,} bytes before any command"
+            )
         return b""
 
     def at_end(self) -> bytes:

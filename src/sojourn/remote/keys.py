@@ -52,6 +52,8 @@ def our_public_key() -> str:
 
 def fingerprint(public_key: str) -> str:
     """As `ssh` shows it: SHA256:… of `ssh-ed25519 AAAA…`, with the kind of key."""
+    if public_key.startswith("SHA256:"):
+        return public_key  # where ssh itself reported it
     kind, _, data = public_key.strip().partition(" ")
     try:
         digest = hashlib.sha256(base64.b64decode(data.split()[0], validate=True)).digest()

@@ -1,0 +1,139 @@
+"""Talks to the file server on the box (box/agent.py) over a channel; several requests may be under way."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import zlib
+from collections import deque
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from sojourn.errors import RunFailed, UserError
+from sojourn.remote.box.agent import HEAD, MAGIC, MOST_BYTES
+from sojourn.remote.connection import Channel, Connection, ConnectionLost
+from sojourn.remote.hosts import Host
+
+PYTHONS = ("python3", "python", "/root/miniconda3/bin/python", "/opt/conda/bin/python", "/usr/bin/python3")
+_MODULES = ("transfer", "tree", "hashes", "agent")
+_NO_PYTHON = 127
+
+
+class AgentFailed(RunFailed):
+    """An operation failed on the box; `errno` as there, `kind` is refused, os or bug."""
+
+    def __init__(self, message: str, kind: str, errno: int) -> None:
+        super().__init__(message)
+        self.kind, self.errno = kind, errno
+
+
+@cache
+def _source() -> bytes:
+    """The agent and its modules as one program, compressed."""
+    folder = Path(__file__).parent / "box"
+    sources = {name: (folder / f"{name}.py").read_text(encoding="utf-8") for name in _MODULES}
+    program = (
+        "import sys, types\n"
+        "def _module(name, source=''):\n"
+        "    module = sys.modules[name] = types.ModuleType(name)\n"
+        "    module.__path__ = []\n"
+        "    exec(compile(source, name, 'exec'), module.__dict__)\n"
+        "for _name in ('sojourn', 'sojourn.remote', 'sojourn.remote.box'): _module(_name)\n"
+        f"for _name, _text in {sources!r}.items(): _module('sojourn.remote.box.' + _name, _text)\n"
+        "sys.modules['sojourn.remote.box.agent'].main()\n"
+    )
+    return zlib.compress(program.encode(), 9)
+
+
+def agent_argv(host: Host) -> list[str]:
+    """The first Python on the box that is new enough; it reads its program from stdin."""
+    size = len(_source())
+    loader = f"import sys,zlib; exec(zlib.decompress(sys.stdin.buffer.read({size})))"
+    check = "import sys,zlib; sys.exit(sys.version_info < (3, 8))"
+    pythons = " ".join(shlex.quote(name) for name in ([host.python] if host.python else []) + list(PYTHONS))
+    script = (
+        f'for p in {pythons}; do if "$p" -ISc "{check}" </dev/null >/dev/null 2>&1; then '
+        f'exec "$p" -ISc "{loader}"; fi; done; '
+        f"echo no Python 3.8 or newer >&2; exit {_NO_PYTHON}"
+    )
+    return ["sh", "-c", script]
+
+
+class Agent:
+    """Answers come in the order of the requests. Not for several threads at once."""
+
+    def __init__(self, host: Host, connection: Connection) -> None:
+        self._host = host
+        self._channel: Channel = connection.open(agent_argv(host))
+        self._received = bytearray()
+        self._pending: deque[str] = deque()
+        self._greeted = False
+        self._channel.write(_source())
+
+    @property
+    def pending(self) -> int:
+        return len(self._pending)
+
+    def ask(self, do: str, blob: bytes = b"", **fields: Any) -> tuple[dict[str, Any], bytes]:
+        """One request and its answer; only where none is under way."""
+        self.send(do, blob, **fields)
+        return self.receive()
+
+    def send(self, do: str, blob: bytes = b"", **fields: Any) -> None:
+        text = json.dumps({"do": do, **fields}).encode()
+        if len(blob) < 1 << 16:
+            self._channel.write(HEAD.pack(len(text), len(blob)) + text + blob)
+        else:
+            self._channel.write(HEAD.pack(len(text), len(blob)) + text)
+            self._channel.write(blob)
+        self._pending.append(do)
+
+    def receive(self) -> tuple[dict[str, Any], bytes]:
+        """The answer to the oldest request. Raises AgentFailed, ConnectionLost."""
+        self._greet()
+        head, size = HEAD.unpack(self._take(HEAD.size))
+        if max(head, size) > MOST_BYTES:
+            raise ConnectionLost(f"{self._host.name}: what the box answers cannot be read")
+        answer = json.loads(self._take(head))
+        blob = self._take(size)
+        do = self._pending.popleft()
+        if not answer.get("ok"):
+            message = f"{self._host.name}: {answer.get('error') or do}"
+            raise AgentFailed(message, str(answer.get("kind")), int(answer.get("errno") or 0))
+        if answer.get("packed"):
+            blob = zlib.decompress(blob)
+        return answer, blob
+
+    def _greet(self) -> None:
+        """Some Pythons on boxes print something at their start, so the agent's first line is searched for."""
+        while not self._greeted:
+            found = self._received.find(MAGIC)
+            if found >= 0:
+                del self._received[: found + len(MAGIC)]
+                self._greeted = True
+            else:
+                self._more(1 << 16)
+
+    def _take(self, size: int) -> bytes:
+        while len(self._received) < size:
+            self._more(max(1 << 18, size - len(self._received)))
+        data = bytes(memoryview(self._received)[:size])
+        del self._received[:size]
+        return data
+
+    def _more(self, most: int) -> None:
+        data = self._channel.read(most)
+        if not data:
+            text = self._channel.stderr.decode(errors="replace").strip()
+            last = text.splitlines()[-1] if text else "it ended"
+            if "no Python 3.8" in text:
+                raise UserError(
+                    f"{self._host.name}: the box has no Python 3.8 or newer; install one, or give its path: "
+                    f"sojourn host add {self._host.name} … --python PATH"
+                )
+            raise ConnectionLost(f"{self._host.name}: the file server on the box is gone: {last}")
+        self._received += data
+
+    def close(self) -> None:
+        self._channel.close()

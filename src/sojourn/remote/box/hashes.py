@@ -1,0 +1,93 @@
+"""SHA-256 of files, remembered by size, times and inode, so that unchanged files are not read again. Stdlib only."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+
+_RECENT_NS = 2_000_000_000  # a file changed so recently may change again with the same times
+
+
+def sha256(path: str) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        block = file.read(1 << 20)
+        while block:
+            digest.update(block)
+            block = file.read(1 << 20)
+    return digest.hexdigest()
+
+
+def stamp(stat: os.stat_result) -> list[int]:
+    """Changes whenever the content does; nobody can set the change time back."""
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+
+
+class HashCache:
+    """A file of lines, only appended to, so that several processes may use it at once; a path's last line counts."""
+
+    def __init__(self, file: str) -> None:
+        self._file = file
+        self._known: dict[str, list[object]] = {}
+        self._new: list[str] = []
+        self._lines = 0
+        try:
+            with open(file, "rb") as lines:
+                for line in lines:
+                    self._lines += 1
+                    try:
+                        path, *rest = json.loads(line)
+                    except (ValueError, TypeError):
+                        continue  # cut short by a kill
+                    self._known[path] = rest
+        except OSError:
+            pass
+
+    def cached(self, path: str, stat: os.stat_result) -> str | None:
+        found = self._known.get(path)
+        if found and len(found) == 5 and found[:4] == stamp(stat):
+            return str(found[4])
+        return None
+
+    def of(self, path: str, stat: os.stat_result) -> str:
+        digest = self.cached(path, stat)
+        if digest is None:
+            began = time.time_ns()
+            digest = sha256(path)
+            if stat.st_ctime_ns < began - _RECENT_NS:
+                self.remember(path, stat, digest)
+        return digest
+
+    def remember(self, path: str, stat: os.stat_result, digest: str) -> None:
+        """`stat` of a file whose content is known, because it was just written for example."""
+        self._known[path] = [*stamp(stat), digest]
+        self._new.append(path)
+
+    def save(self) -> None:
+        """Failing here costs only time at the next call."""
+        if not self._new:
+            return
+        try:
+            os.makedirs(os.path.dirname(self._file), exist_ok=True)
+            if self._lines + len(self._new) > 2 * len(self._known) + 1000:
+                self._rewrite()
+            else:
+                with open(self._file, "ab", buffering=0) as file:
+                    file.write(b"".join(self._line(path) for path in self._new))
+                self._lines += len(self._new)
+            self._new = []
+        except OSError:
+            pass
+
+    def _rewrite(self) -> None:
+        new = "%s.%d" % (self._file, os.getpid())
+        with open(new, "wb") as file:
+            for path in self._known:
+                file.write(self._line(path))
+        os.replace(new, self._file)
+        self._lines = len(self._known)
+
+    def _line(self, path: str) -> bytes:
+        return json.dumps([path, *self._known[path]]).encode() + b"\n"

@@ -1,0 +1,223 @@
+"""A box as the verbs use it: commands, files, trees, logs, forwards. A lost connection is made again by itself.
+
+Every operation may be repeated without harm, and is: after a loss, with growing pauses, until `patience` is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeVar
+
+from sojourn.remote.agent_client import Agent, AgentFailed
+from sojourn.remote.connection import CONNECT_SECONDS, Completed, Connection, ConnectionLost, HostUnreachable, connect
+from sojourn.remote.hosts import Host
+
+T = TypeVar("T")
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 15.0
+_FIRST_PATIENCE = 20.0  # before the first success, the box is more likely off than its link broken
+_MOST_READ = 64 << 20
+
+
+@dataclass(frozen=True)
+class Found:
+    """An entry of a folder on the box."""
+
+    path: str
+    kind: str
+    size: int
+    modified: float
+    content: bytes = b""
+
+
+class Box:
+    """Connects at the first use. `say` gets a line when the link is lost and one when it is back."""
+
+    def __init__(
+        self,
+        host: Host,
+        say: Callable[[str], None] = lambda line: None,
+        patience: float = 300.0,
+        password: str | None = None,
+        timeout: float = CONNECT_SECONDS,
+    ) -> None:
+        self.host, self.say, self.patience, self.timeout = host, say, patience, timeout
+        self._password = password
+        self._connection: Connection | None = None
+        self._agents: dict[str, Agent] = {}
+        self._forwards: dict[tuple[int, int, str], int] = {}
+        self._lock = threading.RLock()
+        self._was_connected = False
+
+    def __enter__(self) -> Box:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._drop()
+
+    # the connection
+
+    def connection(self) -> Connection:
+        with self._lock:
+            if self._connection is None:
+                self._connection = connect(self.host, self._password, self.timeout)
+                self._was_connected = True
+                for (local, remote, remote_host), _ in self._forwards.items():
+                    self._connection.forward(local, remote, remote_host)
+            return self._connection
+
+    def _drop(self) -> None:
+        with self._lock:
+            agents, self._agents = self._agents, {}
+            connection, self._connection = self._connection, None
+        for agent in agents.values():
+            with contextlib.suppress(Exception):
+                agent.close()
+        if connection is not None:
+            with contextlib.suppress(Exception):
+                connection.close()
+
+    def again(self, operation: Callable[[], T], progressed: Callable[[], object] = lambda: None) -> T:
+        """Repeats `operation` after each lost connection. What `progressed` returns changes whenever something was
+        achieved: the patience then counts anew."""
+        began, pause, lost, last = time.monotonic(), _FIRST_PAUSE, False, progressed()
+        while True:
+            try:
+                result = operation()
+                if lost:
+                    self.say(f"{self.host.name}: connected again")
+                return result
+            except (ConnectionLost, HostUnreachable) as error:
+                self._drop()
+                if progressed() != last:
+                    began, pause, last = time.monotonic(), _FIRST_PAUSE, progressed()
+                patience = self.patience if self._was_connected else min(self.patience, _FIRST_PATIENCE)
+                if time.monotonic() - began + pause > patience:
+                    raise
+                if not lost:
+                    self.say(f"{error}; connecting again …")
+                    lost = True
+                time.sleep(pause * random.uniform(0.8, 1.2))  # noqa: S311 -- a pause
+                pause = min(2 * pause, _LONGEST_PAUSE)
+
+    @contextlib.contextmanager
+    def agent(self, name: str = "main") -> Iterator[Agent]:
+        """The agent of this name, kept for the next call. One that was interrupted is not used again."""
+        connection = self.connection()
+        with self._lock:
+            agent = self._agents.pop(name, None)
+        if agent is None:
+            agent = Agent(self.host, connection)
+        try:
+            yield agent
+        except AgentFailed:
+            if agent.pending:
+                agent.close()
+            else:
+                self._keep(name, agent, connection)
+            raise
+        except BaseException:
+            agent.close()
+            raise
+        self._keep(name, agent, connection)
+
+    def _keep(self, name: str, agent: Agent, connection: Connection) -> None:
+        with self._lock:
+            if connection is self._connection and name not in self._agents and not agent.pending:
+                self._agents[name] = agent
+                return
+        agent.close()
+
+    def _ask(self, do: str, blob: bytes = b"", agent: str = "main", **fields: Any) -> tuple[dict[str, Any], bytes]:
+        def ask() -> tuple[dict[str, Any], bytes]:
+            with self.agent(agent) as channel:
+                return channel.ask(do, blob, **fields)
+
+        return self.again(ask)
+
+    # commands
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        input: bytes = b"",
+        timeout: float | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> Completed:
+        """The command must be one that may run twice. No secret may be in `argv` or `env`: use `input`."""
+        return self.again(lambda: self.connection().run(argv, input=input, timeout=timeout, env=env))
+
+    def forward(self, local_port: int, remote_port: int, remote_host: str = "127.0.0.1") -> int:
+        """Kept when the connection is made again."""
+        port = self.again(lambda: self.connection().forward(local_port, remote_port, remote_host))
+        self._forwards[(port, remote_port, remote_host)] = port
+        return port
+
+    # files
+
+    def read_bytes(self, path: str, most: int = _MOST_READ) -> bytes | None:
+        """None where there is no such file."""
+        answer, data = self._ask("read", path=path, most=most)
+        return data if answer["found"] else None
+
+    def write_bytes(self, path: str, data: bytes, mode: int = 0o644) -> None:
+        """Atomic and durable; makes the folders on the way."""
+        self._ask("write", data, path=path, mode=mode)
+
+    def tail(self, path: str, offset: int, wait: float = 0.0, most: int = 1 << 20) -> bytes:
+        """What comes after `offset` bytes; waits up to `wait` seconds for something to come."""
+        return self._ask("tail", agent="tail", path=path, offset=offset, wait=min(wait, 60.0), most=most)[1]
+
+    def list_files(self, pattern: str) -> list[Found]:
+        """By a glob pattern; `**` for all folders below."""
+        return self._list(pattern, content=False)
+
+    def list_json(self, pattern: str) -> dict[str, Any]:
+        """The JSON files that match, by path; a file that is not JSON is None."""
+        import json
+
+        result = {}
+        for found in self._list(pattern, content=True):
+            if found.kind == "file":
+                try:
+                    result[found.path] = json.loads(found.content)
+                except ValueError:
+                    result[found.path] = None
+        return result
+
+    def list_folder(self, path: str) -> list[str]:
+        """The names in a folder; none where there is no such folder."""
+        from glob import escape
+
+        names = [found.path.rstrip("/").rpartition("/")[2] for found in self._list(f"{escape(path)}/*", content=False)]
+        return sorted(names)
+
+    def _list(self, pattern: str, content: bool) -> list[Found]:
+        answer, data = self._ask("list", pattern=pattern, content=content, most=_MOST_READ)
+        result, at = [], 0
+        for path, kind, size, modified, length in answer["found"]:
+            result.append(Found(path, kind, size, modified, data[at : at + length]))
+            at += length
+        return result
+
+    def make_folder(self, path: str, mode: int = 0o755) -> None:
+        self._ask("mkdir", path=path, mode=mode)
+
+    def remove(self, path: str) -> None:
+        """A file, or a folder with everything in it; nothing where there is none."""
+        self._ask("remove", path=path)
+
+    def rename(self, old: str, new: str) -> None:
+        self._ask("rename", old=old, new=new)
+
+    def free_bytes(self, path: str) -> int:
+        return int(self._ask("disk", path=path)[0]["free"])
