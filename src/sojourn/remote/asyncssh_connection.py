@@ -114,7 +114,8 @@ async def _connect(host: Host, password: str | None, timeout: float) -> asyncssh
 async def _hop(
     host: Host, user: str, address: str, port: int, password: str | None, tunnel: asyncssh.SSHClientConnection | None
 ) -> asyncssh.SSHClientConnection:
-    """Our key first and alone, since servers close the connection after a few keys; then the agent and the user's."""
+    """The host's key or ours first and alone, since servers close the connection after a few keys; then the agent and
+    the user's. A password is sent once, and no key with it: each failure counts towards a lockout."""
     import asyncssh
 
     from sojourn.remote.keys import host_key_changed, key_path, pinned_keys
@@ -144,11 +145,13 @@ async def _hop(
         "gss_auth": False,
         "gss_kex": False,
     }
-    own = Path(host.key).expanduser() if host.key else key_path()
-    attempts: list[dict[str, Any]] = [{"client_keys": [str(own)], "agent_path": None}] if own.is_file() else []
-    if host.key and not attempts:
+    if host.key and not Path(host.key).expanduser().is_file():
         raise UserError(f"{host.name}: the key {host.key} does not exist; add the host again with another one")
+    own = [Path(path).expanduser() for path in (host.key, key_path()) if path]
+    attempts: list[dict[str, Any]] = [{"client_keys": [str(key)], "agent_path": None} for key in own if key.is_file()]
     attempts.append({})
+    if password is not None:
+        attempts = [{"client_keys": None, "agent_path": None}]
     for index, attempt in enumerate(attempts):
         try:
             return await asyncssh.connect(address, port, **options, **attempt)

@@ -99,7 +99,7 @@ def connect(host: Host, password: str | None = None, timeout: float = CONNECT_SE
 def no_pinned_key(host: Host, address: str, port: int) -> UserError:
     return UserError(
         f"{host.name}: no host key is pinned for {address} port {port}; add the host first: "
-        f'sojourn host add {host.name} "ssh -p {host.port} {host.user}@{host.address}"'
+        f'sojourn host add {host.name} "{host.ssh_line}"'
     )
 
 
@@ -118,7 +118,7 @@ def auth_failed(host: Host, reason: str = "") -> AuthFailed:
     return AuthFailed(
         f"{host.name}: {host.user}@{host.address} port {host.port} accepts neither our key nor the password"
         f"{f' ({reason})' if reason else ''}; give its password once: sojourn host add {host.name} "
-        f'"ssh -p {host.port} {host.user}@{host.address}" --replace'
+        f'"{host.ssh_line}" --replace'
     )
 
 

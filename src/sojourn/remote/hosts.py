@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import typing
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -41,6 +42,16 @@ class Host:
     gpus: int = 0
     python: str | None = None
     instance: str | None = None
+
+    @property
+    def ssh_line(self) -> str:
+        """What `sojourn host add` takes."""
+        if self.config_name:
+            return f"ssh {self.config_name}"
+        jump = f" -J {','.join(self.jump)}" if self.jump else ""
+        key = f" -i {shlex.quote(self.key)}" if self.key else ""
+        options = "".join(f" -o {shlex.quote(option)}" for option in self.options)
+        return f"ssh{options}{jump}{key} -p {self.port} {self.user}@{self.address}"
 
 
 def config_folder() -> Path:

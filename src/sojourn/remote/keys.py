@@ -97,12 +97,11 @@ def unpin(address: str, port: int) -> None:
 def host_key_changed(host: Host, address: str, port: int, shown: str) -> HostKeyChanged:
     """`shown`: the public key that the machine at this address has now; it may be a machine on the way to the host."""
     old = " or ".join(fingerprint(key) for key in pinned_keys(address, port)) or "another one"
-    line = f"ssh -p {host.port} {join_address(host.user, host.address, None)}"
     return HostKeyChanged(
         f"{host.name}: the host key of {join_address(None, address, port)} is not the one that was pinned: "
         f"pinned {old}, now {fingerprint(shown)}. Either the box was reinstalled or its address now belongs to another "
         "box, or somebody sits between you and it. Nothing was sent. Compare with the platform's page; if the new key "
-        f'is right: sojourn host add {host.name} "{line}" --replace --accept-new-key'
+        f'is right: sojourn host add {host.name} "{host.ssh_line}" --replace --accept-new-key'
     )
 
 
