@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 
-from cloud_servers import AutoDLServer, CloudServer, Fault, serve
+from cloud_servers import AutoDLServer, CloudServer, Fault, LambdaServer, RunPodServer, VastServer, serve
 from sojourn.errors import UserError
 from sojourn.remote.platforms.autodl import AutoDL
 from sojourn.remote.platforms.base import AccountBlocked, NotFound, Offer, OutOfStock, WrongToken
 from sojourn.remote.platforms.http_api import ApiError, HttpApi, Unreachable
+from sojourn.remote.platforms.lambda_cloud import LambdaCloud
 from sojourn.remote.platforms.renting import rent, unique_name
+from sojourn.remote.platforms.runpod import RunPod
+from sojourn.remote.platforms.vast import Vast
 
 CANARY = "canary-3f9a1c77e2d84b60"
 
@@ -265,3 +268,220 @@ def test_waiting_ends_when_an_instance_will_not_start(autodl: Any, slept: Slept)
     server.stages = ("creating",) * 3
     with pytest.raises(UserError, match="not ready after 1 minutes"):
         rent(cloud, OFFER, "a", 0, None, None, say=said.append, sleep=slept, patience=60)
+
+
+KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAILXGDN sojourn"
+OTHERS = {"runpod": (RunPodServer, RunPod), "vast": (VastServer, Vast), "lambda": (LambdaServer, LambdaCloud)}
+EVERY = {"autodl": (AutoDLServer, AutoDL), **OTHERS}
+
+
+@pytest.fixture
+def market(request: pytest.FixtureRequest, slept: Slept) -> Iterator[tuple[Any, Any]]:
+    make_server, make_cloud = EVERY[request.param]
+    server = make_server(CANARY)
+    with serve(server) as url:
+        yield server, make_cloud(CANARY, url, sleep=slept, timeout=0.3)
+
+
+def each(*names: str) -> Any:
+    return pytest.mark.parametrize("market", names or tuple(EVERY), indirect=True)
+
+
+def _rented(server: Any) -> Any:
+    return server.pods if isinstance(server, RunPodServer) else server.instances
+
+
+def _first(cloud: Any) -> Offer:
+    return next(offer for offer in cloud.offers() if offer.available)
+
+
+CREATE = {"autodl": "/create", "runpod": "/v2/pods", "vast": "/asks/", "lambda": "/launch"}
+
+
+@each("runpod")
+def test_runpod_lists_secure_and_community_prices(market: Any) -> None:
+    server, cloud = market
+    found = {(offer.region, offer.gpu): offer for offer in cloud.offers(count=2)}
+    assert found["secure cloud", "RTX 4090"].price_per_hour == 1.38
+    assert found["community cloud", "RTX 4090"].price_per_hour == 0.68
+    assert found["secure cloud", "H200"].available is False
+    assert ("community cloud", "H200") not in found
+    assert {offer.region for offer in cloud.offers("4090", count=4)} == {"secure cloud"}
+    assert cloud.offers(spot=True) == []
+    assert cloud.balance().amount == 21.5
+    server.fail("/graphql", Fault(400, {"errors": [{"message": "no"}]}))
+    assert cloud.balance().amount is None
+
+
+@each("vast")
+def test_vast_lists_the_cheapest_machines_of_a_card(market: Any) -> None:
+    server, cloud = market
+    assert [offer.price_per_hour for offer in cloud.offers("4090")] == [0.28, 0.31, 0.45]
+    assert cloud.offers("A100 80GB")[0].gpu == "A100 80GB"
+    assert "10 days" in cloud.offers("4090")[0].note
+    bids = cloud.offers("4090", spot=True)
+    assert bids[0].spot
+    assert server.seen[-1].body["type"] == "bid"
+    made = cloud.create(bids[0], "label", 1)
+    assert server.instances[int(made.id)]["body"]["price"] == 0.28
+    assert cloud.balance().amount == 9.75
+
+
+@each("lambda")
+def test_lambda_lists_regions_and_types_without_capacity(market: Any) -> None:
+    _, cloud = market
+    found = {offer.id: offer for offer in cloud.offers()}
+    assert set(found) == {"gpu_1x_a10@us-west-1", "gpu_1x_a10@us-east-1", "gpu_1x_h100_pcie"}
+    assert (found["gpu_1x_h100_pcie"].available, found["gpu_1x_h100_pcie"].gpu) == (False, "H100 PCIe")
+    assert [(offer.gpu, offer.price_per_hour) for offer in cloud.offers(count=8)] == [("A100 40GB", 10.32)]
+    assert "no region" in refusal(OutOfStock, cloud.create, found["gpu_1x_h100_pcie"], "n", 0, None, KEY)
+    assert "does not tell" in cloud.balance().note
+
+
+@each(*OTHERS)
+def test_a_machine_is_created_waited_for_stopped_and_released(market: Any, slept: Slept) -> None:
+    server, cloud = market
+    said: list[str] = []
+    ready = rent(cloud, _first(cloud), "box", 60, None, KEY, say=said.append, sleep=slept, answers=lambda *_: True)
+    lines = {"runpod": "ssh -p 43210 root@45.23.12.1", "vast": "ssh -p 20022 root@203.0.113.7",
+             "lambda": "ssh -p 22 ubuntu@198.51.100.2"}  # fmt: skip
+    assert ready.ssh_line == lines[cloud.name]
+    assert ready.name.startswith("sojourn-box-")
+    assert ready.price_per_hour
+    assert [one.id for one in cloud.list_instances()] == [ready.id]
+    if cloud.can_stop:
+        cloud.stop(ready.id)
+        assert cloud.status(ready.id).state == "stopped"
+        cloud.start(ready.id)
+        assert cloud.status(ready.id).state in ("creating", "running")
+    else:
+        assert "only release" in refusal(UserError, cloud.stop, ready.id)
+    cloud.release(ready.id)
+    cloud.release(ready.id)
+    assert not _rented(server)
+    refusal(NotFound, cloud.status, ready.id)
+    assert server.seen[0].headers["Authorization"] == f"Bearer {CANARY}"
+
+
+def test_our_key_reaches_every_machine(slept: Slept) -> None:
+    for make_server, make_cloud in OTHERS.values():
+        server = make_server(CANARY)
+        with serve(server) as url:
+            cloud = make_cloud(CANARY, url, sleep=slept)
+            made = [cloud.create(_first(cloud), f"n{index}", 40, None, KEY) for index in range(2)]
+        if isinstance(server, RunPodServer):
+            assert server.pods[made[0].id]["env"] == {"PUBLIC_KEY": KEY}
+            assert server.pods[made[0].id]["mounts"]["persistent"] == {"size": 40, "path": "/workspace"}
+        elif isinstance(server, VastServer):
+            assert server.keys == [KEY, KEY]
+        else:
+            assert [key["public_key"] for key in server.keys] == [KEY]  # added once
+
+
+@each(*OTHERS)
+@pytest.mark.parametrize("fault", [Fault(hang=True, after=True), Fault(502, "<html>", after=True),
+                                   Fault(200, "[]", after=True)])  # fmt: skip
+def test_a_lost_answer_rents_one_machine_everywhere(market: Any, fault: Fault) -> None:
+    server, cloud = market
+    offer = _first(cloud)
+    server.fail(CREATE[cloud.name], fault)
+    made = cloud.create(offer, unique_name("a"), 20, None, KEY)
+    assert [str(number) for number in _rented(server)] == [made.id]
+
+
+@each()
+def test_busy_and_broken_servers_are_tried_again_everywhere(market: Any, slept: Slept) -> None:
+    server, cloud = market
+    server.fail(
+        "/",
+        Fault(429, "API requests too frequent"),
+        Fault(429, headers={"Retry-After": "3"}),
+        Fault(500),
+        Fault(200, "{"),
+    )
+    assert cloud.list_instances() == []
+    assert len(server.seen) == 5
+    assert slept[1] >= 3
+
+
+@each()
+def test_a_wrong_token_is_named_with_its_variable(market: Any) -> None:
+    server, cloud = market
+    server.token = "another"
+    variable = {
+        "autodl": "SOJOURN_AUTODL_TOKEN",
+        "runpod": "RUNPOD_API_KEY",
+        "vast": "VAST_API_KEY",
+        "lambda": "LAMBDA_API_KEY",
+    }
+    for call in (cloud.list_instances, cloud.offers):
+        assert variable[cloud.name] in refusal(WrongToken, call)
+    assert len(server.seen) == 2  # not tried again
+
+
+def problem(status: int, detail: str) -> Any:
+    return status, {"title": "refused", "status": status, "detail": detail}
+
+
+def vast_error(status: int, error: str, msg: str) -> Any:
+    return status, {"success": False, "error": error, "msg": msg}
+
+
+def lambda_error(status: int, code: str) -> Any:
+    return status, {"error": {"code": code, "message": "No.", "suggestion": "Contact Support."}}
+
+
+REFUSALS = [
+    ("runpod", problem(400, "There are no longer any instances available with these specifications."), OutOfStock),
+    ("runpod", problem(402, "insufficient balance"), AccountBlocked),
+    ("runpod", problem(403, "verify your account"), AccountBlocked),
+    ("runpod", problem(400, "quota exceeded for this GPU"), AccountBlocked),
+    ("runpod", problem(422, "$.disk: below 1"), ApiError),
+    ("vast", vast_error(410, "no_such_ask", "no longer available"), OutOfStock),
+    ("vast", vast_error(400, "insufficient_credit", "Your account lacks credit"), AccountBlocked),
+    ("vast", vast_error(403, "forbidden", "verify your email first"), AccountBlocked),
+    ("vast", vast_error(200, "invalid_args", "bad image"), ApiError),
+    ("lambda", lambda_error(400, "instance-operations/launch/insufficient-capacity"), OutOfStock),
+    ("lambda", lambda_error(400, "global/quota-exceeded"), AccountBlocked),
+    ("lambda", lambda_error(403, "global/account-inactive"), AccountBlocked),
+]
+
+
+@pytest.mark.parametrize(("market", "answer", "kind"), REFUSALS, indirect=["market"])
+def test_a_refusal_is_one_line_of_its_kind_and_ordered_once(market: Any, answer: Any, kind: Any) -> None:
+    server, cloud = market
+    offer = _first(cloud)
+    server.refuse_create = answer
+    refusal(kind, cloud.create, offer, unique_name("a"), 20, None, KEY)
+    orders = server.calls(CREATE[cloud.name], "PUT" if cloud.name == "vast" else "POST")
+    assert len(orders) == 1
+
+
+JUNK = [
+    "null", "[]", "7", '"x"', '{"data": 3}', '{"code": "Success", "data": [1, null]}',
+    '{"gpus": {"a": 1}, "pods": "x", "instances": [3, null, {"id": {}, "ports": [1]}]}',
+]  # fmt: skip
+
+
+@each()
+@pytest.mark.parametrize("junk", JUNK)
+def test_answers_of_a_wrong_shape_are_no_tracebacks(market: Any, junk: str) -> None:
+    server, cloud = market
+    for call in (
+        cloud.offers,
+        cloud.list_instances,
+        cloud.balance,
+        lambda: cloud.status("1"),
+        lambda: cloud.release("1"),
+    ):
+        server.faults = [("/", Fault(200, junk))] * 400
+        try:
+            call()
+        except UserError as error:
+            assert "\n" not in str(error)
+
+
+def test_a_name_from_the_user_becomes_one_that_nobody_has() -> None:
+    assert unique_name("Mein Kasten/é") != unique_name("Mein Kasten/é")
+    assert unique_name("Mein Kasten/é").startswith("sojourn-mein-kasten-")
+    assert len(unique_name("x" * 500)) < 64

@@ -19,8 +19,14 @@ from sojourn.remote.platforms.base import (
     OutOfStock,
     State,
     WrongToken,
+    as_dict,
+    as_dicts,
+    as_number,
+    as_port,
+    as_text,
     catalogue_name,
     is_named,
+    wrong_token,
 )
 from sojourn.remote.platforms.http_api import ApiError, HttpApi, OutcomeUnknown
 from sojourn.remote.platforms.renting import create_once
@@ -79,8 +85,8 @@ class AutoDL:
             self.title, base_url or self.base_url, {"Authorization": token}, token, sleep=sleep, timeout=timeout
         )
 
-    def offers(self, gpu: str | None = None, count: int = 1) -> list[Offer]:
-        if count > _MOST_GPUS:
+    def offers(self, gpu: str | None = None, count: int = 1, spot: bool = False) -> list[Offer]:
+        if spot or count > _MOST_GPUS:
             return []
         idle = self._idle()
         return [_offer(spec, count, idle) for spec in _SPECS if is_named(_card(spec), gpu)]
@@ -135,38 +141,36 @@ class AutoDL:
         word = self._state(instance_id)
         state = _STATES.get(word, "unknown")
         facts = self._details(instance_id) if state == "running" else {}
-        price = facts.get("payg_price")
+        price = as_number(facts.get("payg_price"))
         return Instance(
-            self.name, instance_id, "", state, address=facts.get("proxy_host") or None,
-            port=_port(facts.get("ssh_port")), password=facts.get("root_password") or None,
-            price_per_hour=price / 1000 if isinstance(price, (int, float)) else None, currency=self.currency,
-            gpu=facts.get("snapshot_gpu_alias_name") or None, message=self._api.clean(word),
+            self.name, instance_id, "", state, address=as_text(facts.get("proxy_host")) or None,
+            port=as_port(facts.get("ssh_port")), password=as_text(facts.get("root_password")) or None,
+            price_per_hour=price / 1000 if price else None, currency=self.currency,
+            gpu=as_text(facts.get("snapshot_gpu_alias_name")) or None, message=self._api.clean(word),
         )  # fmt: skip
 
     def balance(self) -> Balance:
-        found = self._unwrap(self._api.query, "/api/v1/dev/wallet/balance", {})
-        found = found if isinstance(found, dict) else {}
-        voucher = _number(found.get("voucher_balance")) / 1000
+        found = as_dict(self._unwrap(self._api.query, "/api/v1/dev/wallet/balance", {}))
+        voucher = as_number(found.get("voucher_balance")) / 1000
         note = f"and ¥{voucher:.2f} in vouchers" if voucher else ""
-        return Balance(_number(found.get("assets")) / 1000, self.currency, note)
+        return Balance(as_number(found.get("assets")) / 1000, self.currency, note)
 
     def list_instances(self) -> list[Instance]:
         found: list[Instance] = []
         for page in range(1, 101):
             answer = self._unwrap(self._api.query, f"{_PRO}/list", {"page_index": page, "page_size": 50})
-            answer = answer if isinstance(answer, dict) else {}
-            rows = [row for row in answer.get("list") or [] if isinstance(row, dict)]
+            rows = as_dicts(as_dict(answer).get("list"))
             found += [self._listed(row) for row in rows]
-            if not rows or page >= _number(answer.get("max_page")):
+            if not rows or page >= as_number(as_dict(answer).get("max_page")):
                 break
         return found
 
     def _listed(self, row: dict[str, Any]) -> Instance:
-        word = str(row.get("status", ""))
+        word = as_text(row.get("status"))
         spec = next((spec for spec in _SPECS if spec.id == row.get("gpu_spec_uuid")), None)
         return Instance(
-            self.name, str(row.get("uuid", "")), str(row.get("name", "")), _STATES.get(word, "unknown"),
-            currency=self.currency, gpu=_card(spec) if spec else None, count=int(_number(row.get("req_gpu_amount"))),
+            self.name, as_text(row.get("uuid")), as_text(row.get("name")), _STATES.get(word, "unknown"),
+            currency=self.currency, gpu=_card(spec) if spec else None, count=int(as_number(row.get("req_gpu_amount"))),
             message=self._api.clean(word),
         )  # fmt: skip
 
@@ -174,8 +178,7 @@ class AutoDL:
         return str(self._unwrap(self._api.get, f"{_PRO}/status", {"instance_uuid": instance_id}))
 
     def _details(self, instance_id: str) -> dict[str, Any]:
-        found = self._unwrap(self._api.get, f"{_PRO}/snapshot", {"instance_uuid": instance_id})
-        return found if isinstance(found, dict) else {}
+        return as_dict(self._unwrap(self._api.get, f"{_PRO}/snapshot", {"instance_uuid": instance_id}))
 
     def _change(self, verb: str, body: dict[str, Any]) -> None:
         self._unwrap(self._api.change, "POST", f"{_PRO}/{verb}", body)
@@ -191,10 +194,9 @@ class AutoDL:
                 raise
             except (AccountBlocked, ApiError):
                 return None
-            for row in rows if isinstance(rows, list) else []:
-                for name, numbers in row.items() if isinstance(row, dict) else ():
-                    free = numbers.get("idle_gpu_num") if isinstance(numbers, dict) else 0
-                    idle[name] = idle.get(name, 0) + int(_number(free))
+            for row in as_dicts(rows):
+                for name, numbers in row.items():
+                    idle[name] = idle.get(name, 0) + int(as_number(as_dict(numbers).get("idle_gpu_num")))
         return idle
 
     def _unwrap(self, call: Callable[..., Any], *arguments: Any) -> Any:
@@ -213,10 +215,7 @@ class AutoDL:
         raise self._refusal(answer)
 
     def _wrong_token(self) -> UserError:
-        return WrongToken(
-            f"{self.title} does not accept the token; make one in its console (设置 → 开发者Token), then give it as "
-            "SOJOURN_AUTODL_TOKEN"
-        )
+        return wrong_token(self.title, "https://www.autodl.com/console (设置 → 开发者Token)", "SOJOURN_AUTODL_TOKEN")
 
     def _refusal(self, answer: dict[str, Any]) -> UserError:
         """The documentation has no list of codes: each case goes by code and message."""
@@ -266,11 +265,3 @@ def _offer(spec: _Spec, count: int, idle: dict[str, int] | None) -> Offer:
     price = known.cny_per_hour * count if known else None
     return Offer("autodl", spec.id, card, count, price, "CNY", available=None if free is None else free >= count,
                  note="; ".join(notes))  # fmt: skip
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else 0.0
-
-
-def _port(value: Any) -> int:
-    return int(value) if str(value).isdigit() else 22

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from sojourn.catalog.gpus import find_gpu
 from sojourn.errors import UserError
@@ -90,7 +91,8 @@ class Cloud(Protocol):
     deletes: str
     can_stop: bool
 
-    def offers(self, gpu: str | None = None, count: int = 1) -> list[Offer]: ...
+    def offers(self, gpu: str | None = None, count: int = 1, spot: bool = False) -> list[Offer]:
+        """`spot`: only those that the platform may take back at any time."""
 
     def create(
         self, offer: Offer, name: str, disk_gb: int, image: str | None = None, public_key: str | None = None
@@ -114,6 +116,7 @@ class Cloud(Protocol):
 
 def catalogue_name(name: str, memory_gib: float | None = None) -> str:
     """The catalogue's name of a GPU, so that offers and plans mean the same card; the platform's where it has none."""
+    name = re.sub(r"\b(\d+) (GB|GiB)\b", r"\1\2", name)
     with suppress(UserError):
         return find_gpu(name, memory_gib).name
     with suppress(UserError):
@@ -128,3 +131,31 @@ def is_named(gpu: str, wanted: str | None) -> bool:
     with suppress(UserError):
         return find_gpu(wanted).name == gpu
     return wanted.casefold().replace(" ", "") in gpu.casefold().replace(" ", "").replace("-", "")
+
+
+def wrong_token(title: str, console: str, variable: str) -> WrongToken:
+    return WrongToken(f"{title} does not accept the token; make one at {console} and give it as {variable}")
+
+
+def as_number(value: Any) -> float:
+    """0 for whatever is no number. A platform's answer may have anything anywhere."""
+    found = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e15
+    return float(value) if found else 0.0
+
+
+def as_dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def as_dicts(value: Any) -> list[dict[str, Any]]:
+    """The objects of a list."""
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+
+
+def as_text(value: Any) -> str:
+    return str(value) if isinstance(value, (str, int)) and not isinstance(value, bool) else ""
+
+
+def as_port(value: Any) -> int:
+    text = as_text(value)
+    return int(text) if text.isascii() and text.isdigit() and 0 < int(text) < 65536 else 22

@@ -49,11 +49,14 @@ def open_cloud(
 
 
 def token_of(name: str) -> str | None:
+    """From the environment, the keyring or the file of secrets."""
+    from sojourn.remote import secrets
+
     entry = _entry(name)
-    found = (os.environ.get(entry.variable) or "").strip() or None
-    if found is not None and not (found.isascii() and found.isprintable()):
-        raise UserError(f"{entry.variable}: not a token: it has characters that no token has")
-    return found
+    found = (secrets.get(entry.secret) or "").strip()
+    if not (found.isascii() and found.isprintable()):
+        raise UserError(f"{secrets.where(entry.secret)}: not a token: it has characters that no token has")
+    return found or None
 
 
 def with_token() -> list[str]:
