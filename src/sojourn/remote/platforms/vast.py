@@ -154,8 +154,8 @@ class Vast:
         return Instance(
             self.name, as_text(row.get("id")), as_text(row.get("label")), state,
             address=as_text(address).strip() or None, port=as_port(port), currency=self.currency,
-            price_per_hour=as_number(row.get("dph_total")) or None, gpu=_card(row), count=int(as_number(row.get("num_gpus"))),
-            message=self._api.clean(f"{word or 'being set up'}{f': {said}' if said else ''}"),
+            price_per_hour=as_number(row.get("dph_total")) or None, gpu=_card(row),
+            count=int(as_number(row.get("num_gpus"))), message=self._api.clean(f"{word or 'being set up'}{f': {said}' if said else ''}"),
         )  # fmt: skip
 
     def _call(self, call: Callable[..., Any], *arguments: Any) -> Any:
