@@ -150,12 +150,12 @@ class Vast:
         ports = as_dicts(as_dict(row.get("ports")).get("22/tcp"))
         own = as_text(ports[0].get("HostPort")) if ports else ""
         address, port = (row.get("public_ipaddr"), own) if own else (row.get("ssh_host"), row.get("ssh_port"))
-        said = as_text(row.get("status_msg")) if state == "failed" else ""
+        said = f": {as_text(row.get('status_msg'))}" if state == "failed" else ""
         return Instance(
             self.name, as_text(row.get("id")), as_text(row.get("label")), state,
             address=as_text(address).strip() or None, port=as_port(port), currency=self.currency,
             price_per_hour=as_number(row.get("dph_total")) or None, gpu=_card(row),
-            count=int(as_number(row.get("num_gpus"))), message=self._api.clean(f"{word or 'being set up'}{f': {said}' if said else ''}"),
+            count=int(as_number(row.get("num_gpus"))), message=self._api.clean((word or "being set up") + said),
         )  # fmt: skip
 
     def _call(self, call: Callable[..., Any], *arguments: Any) -> Any:
