@@ -92,9 +92,9 @@ def make_bundle(
         wheel = build_wheel(Path(scratch))
         entries = _entries(config, run, shipment, wheel, platform)
         _write(out, entries)
-    parts: dict[str, int] = {}
-    for entry in entries:
-        parts[entry.kind] = parts.get(entry.kind, 0) + entry.size
+        parts = dict[str, int]()
+        for entry in entries:
+            parts[entry.kind] = parts.get(entry.kind, 0) + entry.size
     size = out.stat().st_size
     line = f"python {out.name}"
     if size > _MOST_TO_RUN:
@@ -111,7 +111,7 @@ def run_name(loaded: Loaded, shipment: Shipment) -> str:
     return f"{name[:80]}-{hashlib.sha256(facts.encode()).hexdigest()[:6]}"
 
 
-def make_spec(run: str, config: RunConfig, platform: str) -> dict[str, Any]:
+def make_spec(run: str, config: RunConfig, platform: str, prepared: bool) -> dict[str, Any]:
     """The job of `box/supervisor.py`, with marks for the folder and the Python that the start script finds there."""
     job = f"{start.HOME_MARK}/.sojourn/jobs/{run}"
     sojourn = [start.PYTHON_MARK, "-m", "sojourn"]
@@ -124,7 +124,7 @@ def make_spec(run: str, config: RunConfig, platform: str) -> dict[str, Any]:
         "env": {"SOJOURN_HOME": start.HOME_MARK, "PYTHONUNBUFFERED": "1"},
         "secret_env_files": {},
         "phases": [
-            {"name": "prepare", "argv": [*sojourn, "prepare", f"{job}/run.yaml"]},
+            *([] if prepared else [{"name": "prepare", "argv": [*sojourn, "prepare", f"{job}/run.yaml"]}]),
             {"name": "train", "argv": [*sojourn, "train", f"{job}/run.yaml"], "restart": True},
         ],
         "stall_minutes": 30,
@@ -177,7 +177,7 @@ def _entries(config: RunConfig, run: str, shipment: Shipment, wheel: Path, platf
         _Entry("start.py", "programs", program),
         _Entry("bundle.json", "settings", _json(facts)),
         _Entry("run.json", "settings", _json(dump(config))),
-        _Entry("spec.json", "settings", _json(make_spec(run, config, platform))),
+        _Entry("spec.json", "settings", _json(make_spec(run, config, platform, shipment.artefact is not None))),
         *payload,
     ]
 
