@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from pathlib import Path
 
+from sojourn.config.quantities import Money
 from sojourn.errors import UserError
 from sojourn.remote.box_facts import BoxFacts, probe
 from sojourn.remote.connection import Connection
@@ -55,32 +57,23 @@ def add_host(
         host, connection = log_in(host, passwords, say)
         with contextlib.closing(connection):
             facts = probe(connection, given.home or "")
-            described = describe(host, facts, given if old is None else _with_old(given, old, host))
-            _keep_old_price(described, old, given)
+            described = _described(host, facts, given, old)
             _make_home(connection, described.host)
         save_host(described.host, replace=replace_old)
     return Added(described, facts)
 
 
-def _is_same_box(host: Host, old: Host) -> bool:
-    return (host.user, host.address, host.port) == (old.user, old.address, old.port)
-
-
-def _with_old(given: Given, old: Host, host: Host) -> Given:
-    """Runs stay where they are when the same box is added anew."""
-    return replace(given, home=given.home or old.home) if _is_same_box(host, old) and old.home else given
-
-
-def _keep_old_price(described: Described, old: Host | None, given: Given) -> None:
-    """A price that the user gave earlier still holds for the same box with the same GPUs."""
-    host = described.host
-    if old is None or not _is_same_box(host, old):
-        return
-    described.host = replace(host, instance=old.instance)
-    same = (host.platform, host.gpu, host.gpus) == (old.platform, old.gpu, old.gpus)
-    if given.price is None and same and old.price_per_hour not in (None, host.price_per_hour):
-        described.host = replace(described.host, price_per_hour=old.price_per_hour, currency=old.currency)
-        described.price = None
+def _described(host: Host, facts: BoxFacts, given: Given, old: Host | None) -> Described:
+    """The same box added anew keeps its folder, since runs are there, and its price while it has the same GPUs."""
+    if old is None or (host.user, host.address, host.port) != (old.user, old.address, old.port):
+        return describe(host, facts, given)
+    host = replace(host, instance=old.instance)
+    given = replace(given, home=given.home or old.home or None)
+    found = describe(host, facts, given)
+    same = (found.host.platform, found.host.gpu, found.host.gpus) == (old.platform, old.gpu, old.gpus)
+    if given.price is None and same and old.price_per_hour not in (None, found.host.price_per_hour):
+        found = describe(host, facts, replace(given, price=Money(Decimal(f"{old.price_per_hour:g}"), old.currency)))
+    return found
 
 
 def forget_host(host: Host) -> None:
