@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pty
 import re
 import select
 import subprocess
@@ -167,6 +166,8 @@ def test_a_wrong_password_is_tried_once_and_leaves_nothing(box: RemoteBox):
 
 def test_a_prompt_asks_again_after_a_wrong_password_and_sends_each_answer_once(box: RemoteBox):
     before = failed_logins(box)
+    import pty  # not on Windows
+
     pid, terminal = pty.fork()
     if pid == 0:
         os.execv(sys.executable, [sys.executable, "-c", _PROGRAM, "add", "my4090", box.ssh_line])  # noqa: S606
@@ -260,7 +261,7 @@ def test_an_unknown_box_has_no_price_and_a_folder_that_is_said(tmp_path: Path):
         assert (found.price_per_hour, found.currency) == (0.4, "USD")
         for words, message in (
             (["--price", "0.4"], "say in which currency"),
-            (["--home", "data"], "from its root"),
+            (["--home", "data"], "give a folder on the box"),
             (["--home", "/proc/x"], "cannot be written"),
             (["--platform", "autodlx"], "did you mean autodl"),
         ):

@@ -99,6 +99,7 @@ def check(name: _Name, json: _Json = False) -> None:
     import contextlib
     import time
 
+    from sojourn.config.messages import printable
     from sojourn.remote.add_host import refreshed
     from sojourn.remote.box_facts import probe
     from sojourn.remote.connection import connect
@@ -119,7 +120,7 @@ def check(name: _Name, json: _Json = False) -> None:
         return
     print(f"{name}: {_where(now)} answers, after {answered:.1f} s")
     for text in _check_lines(now, facts, ahead):
-        print(f"  {text}")
+        print(f"  {printable(text, 300)}")
     print("\n".join(f"  changed: {change}" for change in changes) or "  nothing has changed since it was added")
 
 

@@ -46,6 +46,7 @@ def add_host(
 ) -> Added:
     """Nothing is kept where any step fails."""
     check_name(name)
+    given.check()
     old = load_hosts().get(name)
     if old is not None and not replace_old:
         raise taken(name)

@@ -87,6 +87,8 @@ def connect_asyncssh(host: Host, password: str | None, timeout: float) -> Asyncs
     except (concurrent.futures.TimeoutError, asyncio.TimeoutError):
         raise unreachable(host, f"no answer within {timeout:g} seconds") from None
     except asyncssh.Error as error:
+        if "authentication failures" in error.reason:  # an agent with many keys
+            raise auth_failed(host, error.reason) from None
         raise unreachable(host, f"SSH failed: {error.reason or error}") from None
     except OSError as error:
         raise unreachable(host, os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)) from None

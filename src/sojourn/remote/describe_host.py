@@ -28,6 +28,15 @@ class Given:
     home: str | None = None
     price: Money | None = None
 
+    def check(self) -> None:
+        """Before the box is asked anything."""
+        names = [row.name for row in platforms()]
+        if self.platform is not None and self.platform not in names:
+            known = did_you_mean(self.platform, names) or f"; there are: {', '.join(names)}"
+            raise UserError(f"no platform called '{printable(self.platform)}'{known}")
+        if self.home is not None and not (self.home.startswith(("/", "~/")) and self.home.isprintable()):
+            raise UserError(f"--home {printable(self.home)}: give a folder on the box, like /root/data or ~/data")
+
 
 @dataclass
 class Described:
@@ -47,7 +56,8 @@ def describe(host: Host, facts: BoxFacts, given: Given) -> Described:
     found = Described(host)
     row = _platform(found, facts, given)
     gpu, count = _gpus(found, facts)
-    best = next((row for row in facts.pythons if tuple(row["version"]) >= _OLDEST_PYTHON), None)
+    usable = (row["path"] for row in facts.pythons if tuple(row["version"]) >= _OLDEST_PYTHON)
+    python = next((str(path) for path in usable if str(path).isprintable()), None)
     home = expand_home(given.home, facts) if given.home else _home(found, facts, row)
     amount, currency = _price(found, row, gpu, count, given)
     found.host = replace(
@@ -58,7 +68,7 @@ def describe(host: Host, facts: BoxFacts, given: Given) -> Described:
         currency=currency,
         gpu=gpu,
         gpus=count,
-        python=best["path"] if best else None,
+        python=python,
     )
     return found
 
@@ -67,9 +77,6 @@ def _platform(found: Described, facts: BoxFacts, given: Given) -> PlatformFacts:
     """As given; else as the box itself shows it; else by its address."""
     rows = {row.name: row for row in platforms()}
     if given.platform:
-        if given.platform not in rows:
-            known = did_you_mean(given.platform, rows) or f"; there are: {', '.join(rows)}"
-            raise UserError(f"no platform called '{printable(given.platform)}'{known}")
         return rows[given.platform]
     by_address, by_probe = platform_of_address(found.host.address), facts.platform
     if not by_probe.is_known:
@@ -94,7 +101,7 @@ def _gpus(found: Described, facts: BoxFacts) -> tuple[str | None, int]:
         return None, 0
     names = {str(row["name"]) for row in facts.gpus}
     if len(names) > 1:
-        found.notes.append(f"different GPUs there: {', '.join(sorted(names))}; the first one counts")
+        found.notes.append(f"different GPUs there: {printable(', '.join(sorted(names)), 200)}; the first one counts")
     first = facts.gpus[0]
     memory = first.get("memory_mib")
     try:
@@ -102,15 +109,13 @@ def _gpus(found: Described, facts: BoxFacts) -> tuple[str | None, int]:
             facts.gpus
         )
     except UserError:
-        return str(first["name"]), len(facts.gpus)
+        return printable(first["name"]), len(facts.gpus)
 
 
 def expand_home(path: str, facts: BoxFacts) -> str:
-    """An absolute path on the box."""
-    if path == "~" or path.startswith("~/"):
+    """From the root of the box."""
+    if path.startswith("~/"):
         path = facts.found["user_home"].rstrip("/") + path[1:]
-    if not path.startswith("/") or "\0" in path or "\n" in path:
-        raise UserError(f"--home {printable(path)}: give a folder on the box from its root, like /root/data or ~/data")
     return str(PurePosixPath(path))
 
 

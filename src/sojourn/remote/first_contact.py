@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from sojourn.config.messages import printable
 from sojourn.errors import UserError
-from sojourn.remote.connection import AuthFailed, Connection, connect, unreachable
+from sojourn.remote.connection import AuthFailed, Connection, HostUnreachable, connect
 from sojourn.remote.hosts import Host
 from sojourn.remote.keys import fingerprint, host_key_changed, our_public_key, pin, pinned_keys, unpin
 from sojourn.remote.secrets import remember
@@ -126,7 +127,9 @@ def _install_by_password(host: Host, passwords: PasswordSource, say: Say) -> Hos
             done = connection.run(["sh", "-c", _INSTALL_KEY], input=f"{key}\n".encode(), timeout=SECONDS)
         if done.code != 0:
             why = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {done.code}"]
-            raise UserError(f"{host.name}: our key cannot be added to ~/.ssh/authorized_keys there: {why[-1][:200]}")
+            raise UserError(
+                f"{host.name}: our key cannot be added to ~/.ssh/authorized_keys there: {printable(why[-1], 200)}"
+            )
         break
     if host.key:
         say(f"the key {host.key} is not accepted there; our own is used")
@@ -180,6 +183,14 @@ def _through(jump: Host) -> Connection:
         ) from None
 
 
+def unreachable(host: Host, reason: str) -> HostUnreachable:
+    """Of a host that is not added yet."""
+    return HostUnreachable(
+        f"{join_address(None, host.address, host.port)} cannot be reached: {reason}; is the box running, and is "
+        "this its line?"
+    )
+
+
 def _host_key(host: Host, step: int) -> str:
     """The public key that the machine at this step shows."""
     if host.transport == "openssh":
@@ -231,5 +242,5 @@ def _host_key_by_openssh(host: Host) -> str:
     keys = [" ".join(line.split()[1:3]) for line in lines if len(line.split()) >= 3]
     if not keys:
         why = done.stderr.decode(errors="replace").strip().splitlines() or ["it showed no host key"]
-        raise unreachable(host, why[-1][:200])
+        raise unreachable(host, printable(why[-1], 200))
     return keys[0]

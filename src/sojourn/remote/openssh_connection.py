@@ -75,8 +75,7 @@ def ssh_options(host: Host, timeout: float) -> list[str]:
         options += ["-i", host.key]
     elif key_path().is_file():
         options += ["-i", str(key_path())]
-    if host.config_name is None:
-        options += ["-p", str(host.port)]
+    options += ["-p", str(host.port), "-l", host.user]
     if host.jump:
         options += ["-J", ",".join(host.jump)]
     return options

@@ -59,6 +59,7 @@ def apply_config(line: SshLine, path: Path | None = None) -> SshLine:
     if needed:
         notes.append(f"OpenSSH will make the connections, because of {', '.join(dict.fromkeys(needed))} in {path}")
     address = entry.address if entry.address and line.config_name is None else line.address
+    own_address = (f"HostName={address}",) if line.config_name and entry.says_something else ()  # of -o HostName
     return replace(
         line,
         address=check_address(address),
@@ -67,6 +68,7 @@ def apply_config(line: SshLine, path: Path | None = None) -> SshLine:
         jump=jump,
         key=key,
         config_name=name if entry.says_something else None,
+        options=(*line.options, *own_address),
         transport="openssh" if needed else line.transport,
         notes=notes,
     )
