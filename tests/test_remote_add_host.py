@@ -264,6 +264,7 @@ def test_an_unknown_box_has_no_price_and_a_folder_that_is_said(tmp_path: Path):
             (["--home", "data"], "give a folder on the box"),
             (["--home", "/proc/x"], "cannot be written"),
             (["--platform", "autodlx"], "did you mean autodl"),
+            (["--pric", "3"], "did you mean --price"),
         ):
             refused = host("add", "other", plain.ssh_line, *words)
             assert message in str(refused.exception), refused.exception

@@ -53,13 +53,18 @@ def add(
     """Add a host: its key is pinned, the password is asked for once, our key is installed, the box is looked at."""
     import shlex
 
+    from sojourn.config.messages import did_you_mean, printable
+    from sojourn.errors import UserError
     from sojourn.remote.add_host import add_host
     from sojourn.remote.describe_host import Given
 
     def say(text: str) -> None:
         print(text, file=sys.stderr if json else sys.stdout, flush=True)
 
-    typed = line[0] if len(line) == 1 else shlex.join(line)
+    typed = line[0] if len(line) == 1 else shlex.join(line)  # people forget the quotes
+    if len(line) > 1 and " " in line[0].strip():
+        known = ["--price", "--home", "--platform", "--password-stdin", "--replace", "--accept-new-key", "--json"]
+        raise UserError(f"unexpected after the ssh line: {printable(line[1])}{did_you_mean(line[1], known)}")
     given = Given(platform, home, _money(price))
     passwords = _passwords(password_stdin)
     added = add_host(name, typed, passwords, given, replace_old=replace, accept_new_key=accept_new_key, say=say)

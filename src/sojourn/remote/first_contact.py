@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -215,7 +216,7 @@ async def _fetch_host_key(host: Host, address: str, port: int) -> str:
     except asyncssh.Error as error:
         raise unreachable(host, f"SSH failed: {error.reason or error}") from None
     except OSError as error:
-        raise unreachable(host, error.strerror or str(error)) from None
+        raise unreachable(host, os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)) from None
     if key is None:
         raise unreachable(host, "it showed no host key")
     return " ".join(key.export_public_key().decode().split()[:2])
