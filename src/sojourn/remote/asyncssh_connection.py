@@ -18,10 +18,10 @@ from sojourn.remote.connection import (
     KEEPALIVE_COUNT,
     KEEPALIVE_SECONDS,
     Channel,
+    ChannelRefused,
     CommandTimeout,
     Completed,
     ConnectionLost,
-    HostUnreachable,
     OutputMark,
     auth_failed,
     command_line,
@@ -233,7 +233,7 @@ class AsyncsshConnection:
         except asyncssh.ChannelOpenError as error:
             if self._connection.is_closed():
                 raise connection_lost(self._host, error.reason) from None
-            raise HostUnreachable(f"{self._host.name}: the box refuses another channel: {error.reason}") from None
+            raise ChannelRefused(f"{self._host.name}: the box refuses another channel: {error.reason}") from None
         except (asyncssh.Error, OSError, asyncio.CancelledError) as error:
             raise connection_lost(self._host, str(error)) from None
         return AsyncsshChannel(self._host, channel, session, mark)

@@ -11,12 +11,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sojourn.remote.agent_client import Agent, AgentFailed
 from sojourn.remote.connection import CONNECT_SECONDS, Completed, Connection, ConnectionLost, HostUnreachable, connect
 from sojourn.remote.hosts import Host
+
+if TYPE_CHECKING:
+    from sojourn.remote.ignore import Ignore
+    from sojourn.remote.progress import ProgressBar, ProgressCallback
+    from sojourn.remote.sync import Synced
 
 T = TypeVar("T")
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 15.0
@@ -53,6 +59,7 @@ class Box:
         self._forwards: dict[tuple[int, int, str], int] = {}
         self._lock = threading.RLock()
         self._was_connected = False
+        self.round_trip = 0.0  # seconds, about
 
     def __enter__(self) -> Box:
         return self
@@ -115,7 +122,9 @@ class Box:
         with self._lock:
             agent = self._agents.pop(name, None)
         if agent is None:
+            began = time.monotonic()
             agent = Agent(self.host, connection)
+            self.round_trip = (time.monotonic() - began) / 2  # a channel takes two: one to open, one to start
         try:
             yield agent
         except AgentFailed:
@@ -221,3 +230,29 @@ class Box:
 
     def free_bytes(self, path: str) -> int:
         return int(self._ask("disk", path=path)[0]["free"])
+
+    # trees
+
+    def push(
+        self,
+        items: Sequence[tuple[Path, str]],
+        progress: ProgressCallback | None = None,
+        ignore: Ignore | None = None,
+        *,
+        delete: bool = False,
+        durable: bool = False,
+    ) -> Synced:
+        """Files and folders to their paths on the box; only what changed travels. `delete`: what is in the folders on
+        the box but not here. `durable`: the box's disks have it before this returns. Raises SyncFailed."""
+        from sojourn.remote.upload import Upload
+
+        return Upload(self, list(items), progress, ignore, delete, durable).run()
+
+    def push_folder(self, local: Path, remote: str, progress: ProgressCallback | None = None) -> Synced:
+        return self.push([(local, remote)], progress)
+
+    def progress(self, label: str) -> ProgressBar:
+        """For `push` and `pull`."""
+        from sojourn.remote.progress import ProgressBar
+
+        return ProgressBar(label, self.say)

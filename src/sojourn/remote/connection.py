@@ -45,6 +45,12 @@ class CommandTimeout(UserError):
     code = 1
 
 
+class ChannelRefused(UserError):
+    """The SSH server allows no more channels on this connection (MaxSessions)."""
+
+    code = 1
+
+
 @dataclass(frozen=True)
 class Completed:
     code: int

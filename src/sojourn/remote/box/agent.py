@@ -242,6 +242,18 @@ class Agent:
         self._cache(cache).remember(partial.target, partial.finish(found, digest, mode, mtime_ns, sync), found)
         return {"digest": found}
 
+    def do_abandon(self, blob: bytes, key: str) -> None:
+        """The file changed at the other end."""
+        hashing, partial = self._hashes.pop(key, None), self._partials.pop(key, None)
+        if hashing is not None:
+            hashing.stop()
+        if partial is not None:
+            partial.close()
+            partial.discard()
+
+    def do_sync(self, blob: bytes) -> None:
+        os.sync()
+
     def do_get_many(self, blob: bytes, root: str, files: list[str]) -> Any:
         """Small files whole, with their hashes."""
         paths, sizes, parts = self._root(root), [], []

@@ -1,0 +1,72 @@
+"""What a folder of this machine contains, for a sync: files with the hashes that are known, links, folders."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sojourn.remote.box.hashes import HashCache, stamp
+from sojourn.remote.box.tree import Entry, scan
+from sojourn.remote.hosts import config_folder
+from sojourn.remote.ignore import Ignore
+
+
+@dataclass
+class Tree:
+    """Entries that belong below one folder on the box, `root`. `digests` are those that need no reading now."""
+
+    root: str
+    entries: list[Entry] = field(default_factory=list)
+    digests: dict[str, str] = field(default_factory=dict)
+
+    def packed(self) -> bytes:
+        """As the agent compares it."""
+        lines = [[entry.rel, entry.kind, entry.size, self.digests.get(entry.rel), entry.mode] for entry in self.entries]
+        return zlib.compress(json.dumps(lines).encode(), 1)
+
+
+def local_cache() -> HashCache:
+    """Hashes of this machine's files."""
+    return HashCache(str(config_folder() / "cache" / "hashes"))
+
+
+def remote_cache(home: str, root: str) -> str:
+    """The file on the box that keeps the hashes of `root`."""
+    name = hashlib.sha256(os.fsencode(root)).hexdigest()[:16]
+    return f"{home or '~'}/.sojourn/cache/{name}.hashes"
+
+
+def list_trees(
+    items: list[tuple[Path, str]], cache: HashCache, ignore: Ignore | None, skipped: Callable[[str], None]
+) -> list[Tree]:
+    """A folder becomes a tree of its own; files that go to the same folder become one."""
+    trees: dict[tuple[str, bool], Tree] = {}
+    for local, given in items:
+        remote = given.rstrip("/")
+        if local.is_dir():
+            keep = (ignore or Ignore()).keeps
+            tree = trees.setdefault((remote, True), Tree(remote))
+            tree.entries += scan(str(local), skipped, keep)
+        else:
+            folder, _, name = remote.rpartition("/")
+            tree = trees.setdefault((folder or "/", False), Tree(folder or "/"))
+            tree.entries.append(Entry(name, str(local), "file", local.stat()))
+    for tree in trees.values():
+        for entry in tree.entries:
+            if entry.kind == "file" and (known := cache.cached(entry.path, entry.status)):
+                tree.digests[entry.rel] = known
+    return list(trees.values())
+
+
+def content_key(*parts: object) -> str:
+    """Names a partial file after what it will contain."""
+    return hashlib.sha256("\0".join(str(part) for part in parts).encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def upload_key(entry: Entry, digest: str | None) -> str:
+    return content_key(digest) if digest else content_key(Path(entry.path).absolute(), stamp(entry.status))

@@ -1,0 +1,90 @@
+"""What both directions of a sync share: the result, sizes, how many streams, when compression pays."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from sojourn.errors import RunFailed
+from sojourn.remote.progress import Meter
+
+if TYPE_CHECKING:
+    from sojourn.remote.box_client import Box
+    from sojourn.remote.streams import Streams
+
+SMALL_BYTES = 1 << 20  # files up to here travel together
+BATCH_BYTES, BATCH_FILES = 2 << 20, 400
+CHUNK_BYTES = 1 << 20  # of a large file
+OPEN_FILES = 4  # large files that travel at once
+_ONE_STREAM_BYTES = 1 << 20
+_FAR_SECONDS = 0.01
+_NEAR_STREAMS, _FAR_STREAMS = 2, 6
+_SAMPLE_BYTES = 1 << 14
+_SLOW_SPEED, _PAYS = 8 << 20, 0.8
+
+
+class SyncFailed(RunFailed):
+    """Some files could not travel; the message names the first ones."""
+
+
+@dataclass
+class Synced:
+    """`bytes` and `files` that travelled; `skipped`: what was left out, with the reason."""
+
+    files: int = 0
+    bytes: int = 0
+    unchanged: int = 0
+    skipped: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def fail_if_any(failed: list[str], verb: str) -> None:
+    if failed:
+        more = f" and {len(failed) - 3} more" if len(failed) > 3 else ""
+        raise SyncFailed(f"{len(failed)} of the files could not be {verb}: {'; '.join(failed[:3])}{more}")
+
+
+def stream_count(total: int, round_trip: float) -> int:
+    """A server lets a channel send about 2 MiB before it hears back, so a distant box needs several."""
+    if total <= _ONE_STREAM_BYTES:
+        return 1
+    return _FAR_STREAMS if round_trip > _FAR_SECONDS else _NEAR_STREAMS
+
+
+def compressed(data: bytes, meter: Meter) -> tuple[bytes, bool]:
+    """Compressed where the link is slower than zlib and a sample says that it pays."""
+    if len(data) < 512 or not is_slow(meter):
+        return data, False
+    middle = len(data) // 2
+    sample = data[middle : middle + _SAMPLE_BYTES]
+    if len(zlib.compress(sample, 1)) > _PAYS * len(sample):
+        return data, False
+    return zlib.compress(data, 1), True
+
+
+def is_slow(meter: Meter) -> bool:
+    return meter.seconds > 1 and meter.speed() < _SLOW_SPEED
+
+
+@contextmanager
+def streams_of(box: Box, total: int) -> Iterator[Streams]:
+    from sojourn.remote.streams import Streams
+
+    streams = Streams(lambda index: box.agent(f"stream-{index}"), stream_count(total, box.round_trip))
+    try:
+        yield streams
+    except BaseException:
+        streams.stop()
+        raise
+    streams.finish()
+
+
+def wait_until(condition: Callable[[], bool], streams: Streams, meter: Meter) -> None:
+    while not condition():
+        streams.check()
+        meter.report()
+        time.sleep(0.005)

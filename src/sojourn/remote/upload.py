@@ -1,0 +1,357 @@
+"""Files and folders to the box: only what changed travels, in several streams; a cut transfer goes on where it was."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+import zlib
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sojourn.errors import UserError
+from sojourn.remote.agent_client import Agent, AgentFailed
+from sojourn.remote.box.hashes import HashCache, sha256, stamp
+from sojourn.remote.box.tree import Entry
+from sojourn.remote.ignore import Ignore
+from sojourn.remote.manifest import Tree, list_trees, local_cache, remote_cache, upload_key
+from sojourn.remote.progress import Meter, ProgressCallback
+from sojourn.remote.streams import Streams
+from sojourn.remote.sync import (
+    BATCH_BYTES,
+    BATCH_FILES,
+    CHUNK_BYTES,
+    OPEN_FILES,
+    SMALL_BYTES,
+    Synced,
+    compressed,
+    fail_if_any,
+    streams_of,
+)
+
+if TYPE_CHECKING:
+    from sojourn.remote.box_client import Box
+
+_CHANGES_ALLOWED = 3
+
+
+class Upload:
+    """One call of `push`; survives lost connections by being run again."""
+
+    def __init__(
+        self,
+        box: Box,
+        items: list[tuple[Path, str]],
+        progress: ProgressCallback | None,
+        ignore: Ignore | None,
+        delete: bool,
+        durable: bool,
+    ) -> None:
+        for local, _ in items:
+            if not os.path.lexists(local):
+                raise UserError(f"{local}: there is no such file or folder")
+        self.box, self.items, self.ignore, self.delete, self.durable = box, items, ignore, delete, durable
+        self.meter = Meter(progress)
+        self.cache: HashCache = local_cache()
+        self.result = Synced()
+        self.failed: list[str] = []
+        self.changes: dict[str, int] = {}
+        self.arrived = 0  # requests that the box has confirmed
+        self.lock = threading.Lock()
+
+    def run(self) -> Synced:
+        began = time.monotonic()
+        try:
+            while not self.box.again(self._once, lambda: self.arrived):
+                continue
+        finally:
+            self.cache.save()
+        self.meter.report(last=True)
+        fail_if_any(self.failed, "sent")
+        self.result.seconds = time.monotonic() - began
+        return self.result
+
+    def _once(self) -> bool:
+        """False where files changed while they travelled, so that another look is needed."""
+        self.failed, self.result.skipped = [], []
+        trees = list_trees(self.items, self.cache, self.ignore, self.result.skipped.append)
+        with self.box.agent() as agent:
+            needed = self._compare(agent, trees)
+            self.meter.total = self.meter.done + sum(entry.size for _, entry in needed)
+            again = self._send(agent, needed)
+            for tree in trees:
+                self._folders(agent, tree)
+                if self.delete:
+                    self._delete(agent, tree)
+            agent.ask("save_cache")
+            if self.durable:
+                agent.ask("sync")
+        return not again
+
+    def _compare(self, agent: Agent, trees: list[Tree]) -> list[tuple[Tree, Entry]]:
+        for tree in trees:
+            agent.send("compare", tree.packed(), root=tree.root, cache=self._cache_of(tree))
+        needed = []
+        answers = [agent.receive()[0] for _ in trees]
+        for tree, answer in zip(trees, answers, strict=True):
+            numbers = set(answer["need"])
+            for number, digest in answer["hashes"].items():
+                entry = tree.entries[int(number)]
+                tree.digests[entry.rel] = self.cache.of(entry.path, entry.status)
+                if tree.digests[entry.rel] != digest:
+                    numbers.add(int(number))
+            needed += [(tree, tree.entries[number]) for number in sorted(numbers)]
+            files = sum(entry.kind == "file" for entry in tree.entries)
+            self.result.unchanged = files - len(numbers) if len(trees) == 1 else 0
+        return needed
+
+    def _cache_of(self, tree: Tree) -> str:
+        return remote_cache(self.box.host.home, tree.root)
+
+    def _send(self, agent: Agent, needed: list[tuple[Tree, Entry]]) -> bool:
+        if not needed:
+            return False
+        with streams_of(self.box, sum(entry.size + 512 for _, entry in needed)) as streams:
+            for batch in _batches(self, [(tree, entry) for tree, entry in needed if entry.size <= SMALL_BYTES]):
+                while not streams.put(batch):
+                    self.meter.report()
+            large = [LargeFile(self, tree, entry) for tree, entry in needed if entry.size > SMALL_BYTES]
+            return _send_large(self, agent, streams, large)
+
+    def _folders(self, agent: Agent, tree: Tree) -> None:
+        entries = [[entry.rel, entry.kind, entry.target] for entry in tree.entries if entry.kind != "file"]
+        if entries or not tree.entries:
+            self.failed += agent.ask("folders", root=tree.root, entries=entries)[0]["failed"]
+
+    def _delete(self, agent: Agent, tree: Tree) -> None:
+        import json
+
+        _, blob = agent.ask("manifest", root=tree.root, cache=self._cache_of(tree), small=1 << 62)
+        here = {entry.rel for entry in tree.entries}
+        keeps = (self.ignore or Ignore()).keeps
+        gone = [line[0] for line in json.loads(zlib.decompress(blob)) if line[0] not in here]
+        gone = [rel for rel in gone if keeps(rel, False)]
+        agent.ask("delete", root=tree.root, files=sorted(gone, key=lambda rel: -rel.count("/")))
+
+    def stored(self, entry: Entry, digest: str) -> None:
+        self.result.files += 1
+        self.result.bytes += entry.size
+        if stamp(entry.status)[2] < time.time_ns() - 2_000_000_000:
+            self.cache.remember(entry.path, entry.status, digest)
+
+
+class Batch:
+    """Small files in one request."""
+
+    def __init__(self, upload: Upload, tree: Tree, entries: list[Entry]) -> None:
+        self._upload, self._tree, self._entries = upload, tree, entries
+        self.cost = sum(entry.size for entry in entries) + 200 * len(entries)
+        self._sent: list[tuple[Entry, str, int]] = []
+
+    def send(self, agent: Agent) -> None:
+        files, parts = [], []
+        for entry in self._entries:
+            try:
+                with Path(entry.path).open("rb") as file:
+                    data, status = file.read(), os.fstat(file.fileno())
+            except OSError as error:
+                self._upload.failed.append(f"{entry.path}: {error.strerror}")
+                continue
+            digest = hashlib.sha256(data).hexdigest()
+            if len(data) == status.st_size and stamp(status) == stamp(entry.status):
+                self._sent.append((entry, digest, len(data)))
+            else:
+                self._sent.append((Entry(entry.rel, entry.path, "file", status), digest, len(data)))
+            files.append([entry.rel, len(data), entry.mode, status.st_mtime_ns, digest])
+            parts.append(data)
+        blob, packed = compressed(b"".join(parts), self._upload.meter)
+        where = {"root": self._tree.root, "cache": self._upload._cache_of(self._tree)}
+        agent.send("put_many", blob, files=files, sync=False, packed=packed, **where)
+
+    def done(self, answer: dict[str, Any], blob: bytes) -> None:
+        failed = {index: message for index, message, _ in answer["failed"]}
+        upload = self._upload
+        with upload.lock:
+            for index, (entry, digest, size) in enumerate(self._sent):
+                upload.meter.moved(size)
+                if index in failed:
+                    upload.failed.append(f"{entry.rel}: {failed[index]}")
+                else:
+                    upload.arrived += 1
+                    upload.stored(entry, digest)
+
+    def failed(self, error: AgentFailed) -> None:
+        with self._upload.lock:
+            self._upload.failed.append(str(error))
+
+
+def _batches(upload: Upload, needed: list[tuple[Tree, Entry]]) -> list[Batch]:
+    result: list[Batch] = []
+    group: list[Entry] = []
+    at, size = None, 0
+    for tree, entry in needed:
+        if group and (tree is not at or size + entry.size > BATCH_BYTES or len(group) >= BATCH_FILES):
+            result.append(Batch(upload, at or tree, group))
+            group, size = [], 0
+        at, size = tree, size + entry.size
+        group.append(entry)
+    if group and at is not None:
+        result.append(Batch(upload, at, group))
+    return result
+
+
+class LargeFile:
+    """A file that travels in chunks, which may arrive in any order."""
+
+    def __init__(self, upload: Upload, tree: Tree, entry: Entry) -> None:
+        self.upload, self.tree, self.entry = upload, tree, entry
+        self.digest = tree.digests.get(entry.rel)
+        self.key = upload_key(entry, self.digest)
+        self.where: dict[str, Any] = {"root": tree.root, "rel": entry.rel, "key": self.key, "size": entry.size}
+        self.missing: list[tuple[int, int]] = []
+        self.there: set[int] = set()  # chunks that arrived, after the prefix
+        self.prefix = self.hashed = 0
+        self.unsent = 0
+        self.local: Future[str] | None = None
+        self.error: str | None = None
+
+    def begin(self, ranges: list[list[int]]) -> None:
+        size, there = self.entry.size, []
+        for start in range(0, size, CHUNK_BYTES):
+            end = min(start + CHUNK_BYTES, size)
+            if any(first <= start and end <= last for first, last in ranges):
+                there.append(start)
+            else:
+                self.missing.append((start, end))
+        self.missing.reverse()
+        self.unsent = len(self.missing)
+        with self.upload.lock:
+            self.upload.meter.done += size - sum(end - start for start, end in self.missing)
+        for start in there:
+            self.arrived(start)
+
+    def arrived(self, start: int) -> None:
+        self.there.add(start)
+        while self.prefix in self.there:
+            self.there.remove(self.prefix)
+            self.prefix = min(self.prefix + CHUNK_BYTES, self.entry.size)
+
+    @property
+    def complete(self) -> bool:
+        return self.prefix == self.entry.size
+
+    def changed(self) -> bool:
+        try:
+            return stamp(Path(self.entry.path).stat()) != stamp(self.entry.status)
+        except OSError:
+            return True
+
+
+class Chunk:
+    def __init__(self, file: LargeFile, start: int, end: int) -> None:
+        self._file, self._start, self._end = file, start, end
+        self.cost = end - start
+
+    def send(self, agent: Agent) -> None:
+        with Path(self._file.entry.path).open("rb", buffering=0) as file:
+            file.seek(self._start)
+            data = file.read(self.cost)
+        if len(data) != self.cost:
+            self._file.error = "changed"
+            data = data.ljust(self.cost, b"\0")
+        blob, packed = compressed(data, self._file.upload.meter)
+        agent.send("put", blob, offset=self._start, crc=zlib.crc32(data), packed=packed, **self._file.where)
+
+    def done(self, answer: dict[str, Any], blob: bytes) -> None:
+        upload = self._file.upload
+        with upload.lock:
+            upload.meter.moved(self.cost)
+            upload.arrived += 1
+            self._file.arrived(self._start)
+
+    def failed(self, error: AgentFailed) -> None:
+        self._file.error = self._file.error or str(error)
+
+
+def _send_large(upload: Upload, agent: Agent, streams: Streams, files: list[LargeFile]) -> bool:
+    """True where one of them changed while it travelled."""
+    waiting, changed = list(reversed(files)), False
+    active: list[LargeFile] = []
+    with ThreadPoolExecutor(1) as hasher:
+        while waiting or active:
+            new = [waiting.pop() for _ in range(min(len(waiting), OPEN_FILES - len(active)))]
+            active += _begin(upload, agent, new, hasher)
+            busy = _feed(streams, active)
+            upload.meter.report()
+            ended = [file for file in active if file.complete or file.error]
+            for file in active:
+                if file.prefix - file.hashed >= 8 * CHUNK_BYTES and not file.error:
+                    agent.ask("hash_to", key=file.key, upto=file.prefix)
+                    file.hashed = file.prefix
+            for file in ended:
+                active.remove(file)
+                changed |= _commit(upload, agent, file)
+            if not busy and not ended:
+                time.sleep(0.005)
+    return changed
+
+
+def _feed(streams: Streams, active: list[LargeFile]) -> bool:
+    """Chunks of the oldest file first. Whether any could be queued."""
+    for file in active:
+        if file.missing and not file.error:
+            start, end = file.missing[-1]
+            if streams.put(Chunk(file, start, end), wait=0.01):
+                file.missing.pop()
+                return True
+            return False
+    streams.check()
+    return False
+
+
+def _begin(upload: Upload, agent: Agent, files: list[LargeFile], hasher: ThreadPoolExecutor) -> list[LargeFile]:
+    for file in files:
+        agent.send("begin", **file.where)
+    begun = []
+    for file in files:
+        try:
+            file.begin(agent.receive()[0]["ranges"])
+        except AgentFailed as error:
+            upload.failed.append(f"{file.entry.rel}: {error}")
+            continue
+        if file.prefix and file.digest is None:
+            # What an earlier connection sent is checked too, so this end's hash is needed.
+            file.local = hasher.submit(sha256, file.entry.path)
+        begun.append(file)
+    return begun
+
+
+def _commit(upload: Upload, agent: Agent, file: LargeFile) -> bool:
+    """True where the file changed while it travelled."""
+    entry = file.entry
+    if file.changed() or file.error == "changed":
+        agent.ask("abandon", key=file.key)
+        count = upload.changes[entry.path] = upload.changes.get(entry.path, 0) + 1
+        if count >= _CHANGES_ALLOWED:
+            upload.failed.append(f"{entry.path}: it changes while it travels")
+        return count < _CHANGES_ALLOWED
+    if file.error:
+        upload.failed.append(f"{entry.rel}: {file.error}")
+        return False
+    digest = file.digest or (file.local.result() if file.local else None)
+    fields: dict[str, Any] = {
+        "digest": digest,
+        "mode": entry.mode,
+        "mtime_ns": entry.status.st_mtime_ns,
+        "sync": upload.durable,
+    }
+    try:
+        answer, _ = agent.ask("commit", key=file.key, cache=upload._cache_of(file.tree), **fields)
+    except AgentFailed as error:
+        upload.failed.append(f"{entry.rel}: {error}")
+        return False
+    with upload.lock:
+        upload.stored(entry, answer["digest"])
+    return False
