@@ -17,7 +17,7 @@ from sojourn.remote.hosts import Host
 
 PYTHONS = ("python3", "python", "/root/miniconda3/bin/python", "/opt/conda/bin/python", "/usr/bin/python3")
 _MODULES = ("transfer", "tree", "hashes", "agent")
-_NO_PYTHON = 127
+_TOO_OLD = 97
 
 
 class AgentFailed(RunFailed):
@@ -48,14 +48,15 @@ def _source() -> bytes:
 
 def agent_argv(host: Host) -> list[str]:
     """The first Python on the box that is new enough; it reads its program from stdin."""
-    size = len(_source())
-    loader = f"import sys,zlib; exec(zlib.decompress(sys.stdin.buffer.read({size})))"
-    check = "import sys,zlib; sys.exit(sys.version_info < (3, 8))"
+    loader = (
+        f"import sys; sys.version_info < (3, 8) and sys.exit({_TOO_OLD}); import zlib; "
+        f"exec(zlib.decompress(sys.stdin.buffer.read({len(_source())})))"
+    )
     pythons = " ".join(shlex.quote(name) for name in ([host.python] if host.python else []) + list(PYTHONS))
+    # 2: Python 2 does not know -I. 126 and 127: no such program, or a pyenv without a version.
     script = (
-        f'for p in {pythons}; do if "$p" -ISc "{check}" </dev/null >/dev/null 2>&1; then '
-        f'exec "$p" -ISc "{loader}"; fi; done; '
-        f"echo no Python 3.8 or newer >&2; exit {_NO_PYTHON}"
+        f'for p in {pythons}; do command -v "$p" >/dev/null 2>&1 || continue; "$p" -ISc "{loader}"; r=$?; '
+        f"case $r in 2|126|127|{_TOO_OLD}) ;; *) exit $r ;; esac; done; echo no Python 3.8 or newer >&2; exit 127"
     )
     return ["sh", "-c", script]
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from sojourn.errors import UserError
 from sojourn.remote.agent_client import Agent, AgentFailed
 from sojourn.remote.connection import CONNECT_SECONDS, Completed, Connection, ConnectionLost, HostUnreachable, connect
 from sojourn.remote.hosts import Host
@@ -138,6 +139,23 @@ class Box:
             raise
         self._keep(name, agent, connection)
 
+    def bulk_agent(self) -> Agent | None:
+        """Over an `ssh` child, which encrypts several times faster than Python can; None where there is none."""
+        from sojourn.remote.openssh_connection import OpensshConnection, ssh_program
+
+        if self.host.transport == "openssh" or self.host.jump or self._password or ssh_program() is None:
+            return None
+        connection = OpensshConnection(self.host, self.timeout, share=False)
+        agent: Agent | None = None
+        try:
+            agent = Agent(self.host, connection)
+            agent.ask("hello")
+        except UserError:
+            if agent is not None:
+                agent.close()
+            return None
+        return agent
+
     def _keep(self, name: str, agent: Agent, connection: Connection) -> None:
         with self._lock:
             if connection is self._connection and name not in self._agents and not agent.pending:
@@ -250,6 +268,27 @@ class Box:
 
     def push_folder(self, local: Path, remote: str, progress: ProgressCallback | None = None) -> Synced:
         return self.push([(local, remote)], progress)
+
+    def pull(
+        self, remote: str, local: Path, progress: ProgressCallback | None = None, ignore: Ignore | None = None
+    ) -> Synced:
+        """A file or folder of the box to `local`, each file verified. A folder with a manifest.json appears only when
+        it is whole. Raises SyncFailed; MissingOnBox where there is no such path."""
+        from sojourn.remote.download import Download
+
+        return Download(self, remote, local, progress, ignore).run()
+
+    def pull_file(self, remote: str, local: Path, missing_ok: bool = False) -> bool:
+        """False where there is no such file, which is an error unless `missing_ok`."""
+        from sojourn.remote.download import MissingOnBox
+
+        try:
+            self.pull(remote, local)
+        except MissingOnBox:
+            if not missing_ok:
+                raise
+            return False
+        return True
 
     def progress(self, label: str) -> ProgressBar:
         """For `push` and `pull`."""

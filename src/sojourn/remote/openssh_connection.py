@@ -69,7 +69,9 @@ def ssh_options(host: Host, timeout: float) -> list[str]:
         "EscapeChar": "none",
         "LogLevel": "ERROR",
     }
-    options = [part for name, value in given.items() for part in ("-o", f"{name}={value}")]
+    # A host that the user did not name by ~/.ssh/config is reached without it.
+    options = ["-F", "none"] if host.transport == "asyncssh" else []
+    options += [part for name, value in given.items() for part in ("-o", f"{name}={value}")]
     options += [part for option in host.options for part in ("-o", option)]
     if host.key:
         options += ["-i", host.key]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ from sojourn.errors import RunFailed
 from sojourn.remote.progress import Meter
 
 if TYPE_CHECKING:
+    from sojourn.remote.agent_client import Agent
     from sojourn.remote.box_client import Box
     from sojourn.remote.streams import Streams
 
@@ -21,8 +21,9 @@ BATCH_BYTES, BATCH_FILES = 2 << 20, 400
 CHUNK_BYTES = 1 << 20  # of a large file
 OPEN_FILES = 4  # large files that travel at once
 _ONE_STREAM_BYTES = 1 << 20
-_FAR_SECONDS = 0.01
-_NEAR_STREAMS, _FAR_STREAMS = 2, 6
+_FAR_SECONDS = 0.03
+_FAR_STREAMS = 6
+_BULK_BYTES = 64 << 20
 _SAMPLE_BYTES = 1 << 14
 _SLOW_SPEED, _PAYS = 8 << 20, 0.8
 
@@ -50,9 +51,7 @@ def fail_if_any(failed: list[str], verb: str) -> None:
 
 def stream_count(total: int, round_trip: float) -> int:
     """A server lets a channel send about 2 MiB before it hears back, so a distant box needs several."""
-    if total <= _ONE_STREAM_BYTES:
-        return 1
-    return _FAR_STREAMS if round_trip > _FAR_SECONDS else _NEAR_STREAMS
+    return _FAR_STREAMS if total > _ONE_STREAM_BYTES and round_trip > _FAR_SECONDS else 1
 
 
 def compressed(data: bytes, meter: Meter) -> tuple[bytes, bool]:
@@ -71,20 +70,23 @@ def is_slow(meter: Meter) -> bool:
 
 
 @contextmanager
-def streams_of(box: Box, total: int) -> Iterator[Streams]:
+def streams_of(box: Box, total: int, idle: Agent | None) -> Iterator[Streams]:
+    """`idle`: an agent that has nothing else to do, and is the first stream."""
     from sojourn.remote.streams import Streams
 
-    streams = Streams(lambda index: box.agent(f"stream-{index}"), stream_count(total, box.round_trip))
+    near = box.round_trip < _FAR_SECONDS
+
+    def open_agent(index: int) -> AbstractContextManager[Agent]:
+        if index == 0 and idle is not None:
+            return nullcontext(idle)
+        if near and total > _BULK_BYTES and (agent := box.bulk_agent()) is not None:
+            return closing(agent)
+        return box.agent(f"stream-{index}")
+
+    streams = Streams(open_agent, stream_count(total, box.round_trip))
     try:
         yield streams
     except BaseException:
         streams.stop()
         raise
     streams.finish()
-
-
-def wait_until(condition: Callable[[], bool], streams: Streams, meter: Meter) -> None:
-    while not condition():
-        streams.check()
-        meter.report()
-        time.sleep(0.005)

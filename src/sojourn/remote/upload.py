@@ -113,12 +113,14 @@ class Upload:
     def _send(self, agent: Agent, needed: list[tuple[Tree, Entry]]) -> bool:
         if not needed:
             return False
-        with streams_of(self.box, sum(entry.size + 512 for _, entry in needed)) as streams:
-            for batch in _batches(self, [(tree, entry) for tree, entry in needed if entry.size <= SMALL_BYTES]):
+        large = [LargeFile(self, tree, entry) for tree, entry in needed if entry.size > SMALL_BYTES]
+        batches = _batches(self, [(tree, entry) for tree, entry in needed if entry.size <= SMALL_BYTES])
+        total = sum(entry.size + 512 for _, entry in needed)
+        with streams_of(self.box, total, None if large else agent) as streams:
+            for batch in batches:
                 while not streams.put(batch):
                     self.meter.report()
-            large = [LargeFile(self, tree, entry) for tree, entry in needed if entry.size > SMALL_BYTES]
-            return _send_large(self, agent, streams, large)
+            return _send_large(self, agent, streams, large) if large else False
 
     def _folders(self, agent: Agent, tree: Tree) -> None:
         entries = [[entry.rel, entry.kind, entry.target] for entry in tree.entries if entry.kind != "file"]

@@ -254,7 +254,7 @@ class Agent:
     def do_sync(self, blob: bytes) -> None:
         os.sync()
 
-    def do_get_many(self, blob: bytes, root: str, files: list[str]) -> Any:
+    def do_get_many(self, blob: bytes, root: str, files: list[str], pack: bool) -> Any:
         """Small files whole, with their hashes."""
         paths, sizes, parts = self._root(root), [], []
         for rel in files:
@@ -266,7 +266,8 @@ class Agent:
                 continue
             sizes.append([len(data), hashlib.sha256(data).hexdigest()])
             parts.append(data)
-        return {"sizes": sizes}, b"".join(parts)
+        data = b"".join(parts)
+        return {"sizes": sizes, "packed": pack}, zlib.compress(data, 1) if pack else data
 
     def do_get(self, blob: bytes, root: str, rel: str, offset: int, length: int, stamp: list[int], pack: bool) -> Any:
         with open(self._root(root).of(rel), "rb", buffering=0) as file:
@@ -299,13 +300,6 @@ class Agent:
             except OSError:
                 continue
         return {}
-
-    def do_sample(self, blob: bytes, root: str, rel: str, most: int) -> Any:
-        """How well the middle of a file compresses."""
-        with open(self._root(root).of(rel), "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size // 2 - most // 2))
-            data = file.read(most)
-        return {"ratio": len(zlib.compress(data, 1)) / max(1, len(data))}
 
     def do_hello(self, blob: bytes) -> Any:
         user = base64.b64encode(os.fsencode(os.path.expanduser("~"))).decode()

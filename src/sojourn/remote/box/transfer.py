@@ -30,7 +30,7 @@ class Paths:
     def __init__(self, root: str) -> None:
         self.root = root
         self._real: str | None = None
-        self._checked: set[str] = set()
+        self._checked: set[tuple[str, bool]] = set()
 
     def of(self, rel: str, make: bool = False) -> str:
         parts = rel.split("/")
@@ -41,11 +41,11 @@ class Paths:
         if any(part.startswith(PREFIX) for part in parts):
             raise Refused("%r is reserved for temporary files" % rel)
         parent = os.path.join(self.root, *parts[:-1])
-        if parent not in self._checked:
+        if (parent, make) not in self._checked:
             if make:
                 self._make(parts[:-1])
             self._check(parent)
-            self._checked.add(parent)
+            self._checked.add((parent, make))
         return os.path.join(parent, parts[-1])
 
     def _make(self, parts: list[str]) -> None:
