@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shared import write_chats
+from shared import Shared, write_chats
 from sojourn.config.load import load_run
 from sojourn.errors import UserError
 from sojourn.remote.box import start
@@ -33,6 +33,11 @@ needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="the start scri
 def _bundle(home: Path, *words: str, out: str | None = None) -> Bundle:
     write_chats(home / "my chats.jsonl")
     return make_bundle(load_run([*RUN, *words]), Path(out) if out else None)
+
+
+@pytest.fixture(autouse=True)
+def _prepared(home: Path, shared: Shared) -> None:
+    shared.copy_prepared(home)
 
 
 @pytest.fixture
@@ -114,6 +119,7 @@ def test_a_bundle_that_is_killed_and_started_again_ends_with_the_weights_of_an_u
 def test_the_same_run_gives_the_same_bytes_and_another_run_another_name(home: Path) -> None:
     one, two = _bundle(home), _bundle(home, out="again.zip")
     assert one.path.read_bytes() == two.path.read_bytes() and one.run == two.run
+    assert _bundle(home, "limits.session=3h", "save.every=5m").run == one.run  # these do not make it another run
     other = _bundle(home, "train.lr=2e-3")
     assert other.run != one.run and other.run.startswith("smoke-")
     assert _bundle(home, "name=mine").path == Path("mine.zip")

@@ -29,6 +29,7 @@ _DATE = (1980, 1, 1, 0, 0, 0)
 _PACKED = (".safetensors", ".gguf", ".gz", ".zst", ".parquet", ".whl", ".pt", ".pth")  # compressing them saves nothing
 _MOST_TO_RUN = 2**31  # Python before 3.13 does not run larger archives
 _MIN_FREE_BYTES = 256 << 20
+_DECISIVE = ("model", "method", "data", "train")
 _BOX = Path(start.__file__).parent
 
 
@@ -103,11 +104,12 @@ def make_bundle(
 
 
 def run_name(loaded: Loaded, shipment: Shipment) -> str:
-    """The user's name; else the preset's with a hash of the settings, so that two different runs do not meet there."""
+    """The user's name; else the preset's with a hash of what decides the result, so that two runs do not meet there."""
     name = str(loaded.config.name or "run")
     if loaded.name_given:
         return name
-    facts = json.dumps([dump(shipment.config), shipment.artefact], sort_keys=True, default=str)
+    decisive = {key: value for key, value in dump(shipment.config).items() if key in _DECISIVE}
+    facts = json.dumps([decisive, shipment.artefact], sort_keys=True, default=str)
     return f"{name[:80]}-{hashlib.sha256(facts.encode()).hexdigest()[:6]}"
 
 

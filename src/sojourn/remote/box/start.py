@@ -3,7 +3,7 @@
 Standard library only, Python 3.8 to 3.13. It unpacks into HOME, finds the Python that has torch, installs Sojourn
 beside it without touching torch, and starts the supervisor, which lives on when the notebook's page is closed.
 
-    python NAME.zip [--home FOLDER] [--python PROGRAM] [--foreground] [--status] [--stop] [--pack]
+    python NAME.zip [--home FOLDER] [--python PROGRAM] [--minutes N] [--foreground] [--status] [--stop] [--pack]
 
 --foreground  show the log and end with the run, for platforms that end a session when its script ends
 --status      one line: where the run stands;  --stop: save and stop;  --pack: the model as one file to download
@@ -207,12 +207,14 @@ def _call(argv: List[str], problem: str) -> str:
     return answer.stdout.decode(errors="replace")
 
 
-def write_job(source: Source, bundle: Facts, home: Path, python: str) -> Path:
+def write_job(source: Source, bundle: Facts, home: Path, python: str, deadline: Optional[float]) -> Path:
     """run.yaml (JSON is YAML) and spec.json with this machine's folders in them."""
     job = home / ".sojourn" / "jobs" / str(bundle["run"])
     job.mkdir(parents=True, exist_ok=True)
     for name, target in (("run.json", "run.yaml"), ("spec.json", "spec.json")):
         values = _filled(source.read_json(name), {HOME_MARK: str(home), PYTHON_MARK: python})
+        if name == "spec.json" and deadline is not None:
+            values["deadline"] = deadline
         text = json.dumps(values, indent=2, ensure_ascii=False, sort_keys=True) + "\n"
         stage = job / (".%s.%d" % (target, os.getpid()))
         stage.write_text(text, encoding="utf-8")
@@ -285,6 +287,7 @@ def run(arguments: List[str]) -> int:
     parser = argparse.ArgumentParser(prog="python " + os.path.basename(sys.argv[0]))
     parser.add_argument("--home", help="where the run lives; it must survive the session")
     parser.add_argument("--python", help="the Python that has torch")
+    parser.add_argument("--minutes", type=float, help="save and stop after so many minutes from now")
     for flag in ("--foreground", "--status", "--stop", "--pack"):
         parser.add_argument(flag, action="store_true")
     given = parser.parse_args(arguments)
@@ -302,14 +305,17 @@ def run(arguments: List[str]) -> int:
             print(supervise(sys.executable, home, "stop", str(job)).strip())
         print(describe_status(bundle, home, status_of(sys.executable, home, job)))
         return 0
-    return start(source, bundle, home, given.python, given.foreground)
+    deadline = None if given.minutes is None else time.time() + 60 * given.minutes
+    return start(source, bundle, home, given.python, given.foreground, deadline)
 
 
-def start(source: Source, bundle: Facts, home: Path, python: Optional[str], foreground: bool) -> int:
+def start(
+    source: Source, bundle: Facts, home: Path, python: Optional[str], foreground: bool, deadline: Optional[float]
+) -> int:
     home.mkdir(parents=True, exist_ok=True)
     unpack(source, bundle["files"], home)
     own = install(find_python(python), home / bundle["wheel"], bundle["extras"], home)
-    job = write_job(source, bundle, home, own)
+    job = write_job(source, bundle, home, own, deadline)
     before = status_of(own, home, job).get("state")
     if before == "done":
         print(describe_status(bundle, home, status_of(own, home, job)))
