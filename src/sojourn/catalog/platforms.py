@@ -52,6 +52,8 @@ class PlatformFacts:
     mount_hint: str | None = None
     turbo: str | None = None
     region: str | None = None
+    package_indexes: tuple[str, ...] = ()
+    hf_mirrors: tuple[str, ...] = ()
     note: str = ""
 
 

@@ -13,7 +13,6 @@ latter. A layer without its complete.json is the rest of a killed installation, 
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -56,7 +55,8 @@ def check(asked: dict[str, Any]) -> dict[str, Any]:
     if not stamp:
         return {"why": "there is none yet"}
     if stamp.get("digest") != asked["digest"]:
-        return {"why": "another version of Sojourn is installed"}
+        complete = os.path.exists(os.path.join(stamp.get("packages", ""), "complete.json"))
+        return {"why": "another version of Sojourn is installed", "old": stamp if complete else {}}
     if not os.access(stamp["base"], os.X_OK) or not os.path.exists(os.path.join(folder, "bin", "python")):
         return {"why": "the image's Python is no longer there"}
     info = (stamp.get("torch") or {}).get("info")
@@ -139,6 +139,8 @@ def use_proxies(envs: tuple[dict[str, str], ...]) -> None:
 
 def lock(home: str) -> int | None:
     """A descriptor that holds the lock, or None: an installation is running. pip inherits it, so that it counts too."""
+    import fcntl  # the laptop imports this file too, and Windows has no fcntl
+
     folder = ours(home, "install")
     os.makedirs(folder, exist_ok=True)
     for path in (os.path.join(folder, "lock"), f"/tmp/sojourn-install-{os.getuid()}.lock"):  # noqa: S108

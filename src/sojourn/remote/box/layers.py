@@ -41,8 +41,8 @@ def build(spec: dict[str, Any], handle: int, scratch: str) -> dict[str, Any]:
     python = os.path.join(code, "bin", "python")
     torch, warning = check_torch(spec, base, python, new)
     stamp = {
-        "digest": spec["digest"], "base": base, "packages": packages, "env": code, "python": python,
-        "torch": torch, "installed": done["installed"], "warning": warning, "time": time.time(),
+        "key": spec["key"], "digest": spec["digest"], "base": base, "packages": packages, "python": python,
+        "env": spec["env"], "torch": torch, "installed": done["installed"], "warning": warning, "time": time.time(),
     }  # fmt: skip
     write_json(os.path.join(code, "complete.json"), stamp)
     point_to(ours(spec["home"], "env"), code)

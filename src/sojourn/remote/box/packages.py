@@ -22,8 +22,10 @@ _PIP_DROPPED = (
     "PIP_BREAK_SYSTEM_PACKAGES",
 )
 _PIP_INDEX = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_NO_INDEX")
-_NETWORK = ("ConnectionError", "ConnectTimeout", "ReadTimeout", "timed out", "Connection broken", "Could not fetch URL",
-            "Temporary failure in name resolution", "Network is unreachable", "HTTPError", "IncompleteRead")  # fmt: skip
+_NETWORK = (
+    "ConnectionError", "ConnectTimeout", "ReadTimeout", "timed out", "Connection broken", "Could not fetch URL",
+    "Temporary failure in name resolution", "Network is unreachable", "HTTPError", "IncompleteRead",
+)  # fmt: skip
 
 
 class Failed(Exception):
@@ -76,7 +78,7 @@ def distributions(folder: str) -> set[str]:
 
 def find_pip(spec: dict[str, Any], python: str, scratch: str) -> list[str]:
     """A command line of pip for this venv, from the first place that has one."""
-    if run([python, "-m", "pip", "--version"], 30.0)[0] == 0:  # the image's
+    if run([python, "-c", "import pip"], 30.0)[0] == 0:  # the image's
         return [python, "-m", "pip"]
     for wheel in sorted(glob.glob("/usr/share/python-wheels/pip-*.whl"), reverse=True):
         if run([python, os.path.join(wheel, "pip"), "--version"], 30.0)[0] == 0:

@@ -6,7 +6,7 @@ Its argument is a JSON object; every key is optional:
   folders       folders to look for; paths: folders whose disks are described too
   hosts         ["pypi.org:443"]: which of them accept a TCP connection within 2 s
   import_torch  import torch in the best Python, to see whether CUDA works (seconds on a cold disk)
-  packages      list every installed distribution of the best Python
+  packages      list every installed distribution of the best Python, and of those with a torch
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import pwd
 import re
 import shutil
 import signal
@@ -322,6 +321,8 @@ def sojourn_versions(home: str) -> list[str]:
 
 
 def user_name() -> str:
+    import pwd  # the laptop imports this file too, and Windows has no pwd
+
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:  # a container may run under a number without a name
@@ -336,7 +337,7 @@ def collect(asked: Facts) -> Facts:
     programs = os.pathsep.join([path, *(str(Path(folder).expanduser()) for folder in _PROGRAMS)])
     pythons = describe_pythons(find_pythons(envs, home))
     for index, row in enumerate(pythons):
-        if index or not asked.get("packages"):
+        if not asked.get("packages") or (index and not row.get("torch")):
             row.pop("packages", None)
     best = pythons[0] if pythons else {}
     if asked.get("import_torch") and best.get("torch"):
