@@ -21,12 +21,12 @@ from sojourn.remote import box_network
 from sojourn.remote.box.install import MARKER
 from sojourn.remote.box_facts import Runner, box_script, probe
 from sojourn.remote.hosts import Host
-from sojourn.remote.image_python import ImagePython, choose_python
+from sojourn.remote.image_python import ImagePython, choose_python, is_complete
 from sojourn.remote.offline_wheels import download_wheels
 from sojourn.remote.wheel import build_wheel, requirements, wheel_digest, wheel_metadata
 
 Say = Callable[[str], None]
-_TOOLS = ("probe.py", "install.py", "layers.py", "packages.py")
+_TOOLS = ("probe.py", "install.py", "layers.py", "packages.py", "stand_ins.py")
 _POLL = 10.0
 _BUSY_PAUSE, _BUSY_MINUTES = 2.0, 60
 _INSTALL_MINUTES = 3  # about 200 MB of packages
@@ -76,21 +76,24 @@ def _set_up(
         need for need in requirements(wheel_metadata(wheel), "train") if image.torch is None or not _is_torch(need)
     ]
     key = _key(image, needs)
+    complete = image.torch is not None and is_complete(needs, image.row)
     runner, ours = facts.found["python"], f"{host.home}/.sojourn"
     for name in _TOOLS:
         _write(box, host, f"{ours}/box/{name}", box_script(name))
     _write(box, host, f"{ours}/wheels/{wheel.name}", wheel.read_bytes())
     spec: dict[str, Any] = {
-        "id": f"{key}-{digest[:12]}", "key": key, "home": host.home, "python": image.python, "digest": digest,
-        "make_python": image.make_python, "parents": image.parents, "torch": image.torch, "gpus": len(facts.gpus),
-        "wheel": f"{ours}/wheels/{wheel.name}", "requirements": needs, "constraints": image.constraints,
+        "id": f"{key}-{digest[:12]}", "key": key, "home": host.home, "digest": digest,
+        "python": image.python, "make_python": image.make_python, "parents": image.parents, "system": image.system,
+        "torch": image.torch, "gpus": len(facts.gpus), "wheel": f"{ours}/wheels/{wheel.name}",
+        "requirements": [] if complete else needs, "constraints": image.constraints, "packages": image.row["packages"],
         "uv": facts.found["uv"], "pips": [row["path"] for row in facts.pythons if row["pip"]],
         "indexes": [], "find_links": [], "env": old.get("env", {}),
     }  # fmt: skip
     installer = Installer(box, host, say, runner)
     warnings = []
     if old.get("key") != key:  # else only our own code is new, which needs no network
-        if (advice := no_gpu_advice(facts.platform.facts, host, len(facts.gpus), _INSTALL_MINUTES)) is not None:
+        advice = no_gpu_advice(facts.platform.facts, host, len(facts.gpus), _INSTALL_MINUTES)
+        if advice is not None and not complete:
             say(f"{host.name}: {advice}")
         network = box_network.choose(installer.ask("network", json.dumps(box_network.to_measure(facts.platform.facts))))
         say(f"{host.name}: {network.message}")

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 
 from sojourn.errors import RunFailed
+from sojourn.remote.bootstrap import BoxPython
 from sojourn.remote.box_facts import Runner
 from sojourn.remote.hosts import Host
 
@@ -25,8 +26,11 @@ class BoxDoctor:
         return ", ".join(f"{self.counts.get(level, 0)} {level}" for level in ("ok", "warn", "fail"))
 
 
-def examine(box: Runner, host: Host, python: str, timeout: float = 300) -> BoxDoctor:
-    done = box.run([python, "-m", "sojourn", "doctor", "--json", "--home", host.home], timeout=timeout)
+def examine(box: Runner, host: Host, python: BoxPython, timeout: float = 300) -> BoxDoctor:
+    """Under the conditions of a job: with its variables, and not bound to an SSH session."""
+    env = {**python.env, "SOJOURN_HOME": host.home, "SSH_CONNECTION": "", "SSH_TTY": ""}
+    argv = [python.python, "-m", "sojourn", "doctor", "--json", "--home", host.home]
+    done = box.run(argv, timeout=timeout, env=env)
     text = done.stdout.decode("utf-8", "replace")
     try:
         findings = json.loads(text[text.index("{") :])["findings"]

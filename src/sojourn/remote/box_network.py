@@ -40,10 +40,10 @@ def choose(measured: Mapping[str, Any]) -> Network:
     message = "packages from " + ", ".join(shown) if shown else "no package index answers"
     message += f" (no answer: {', '.join(closed)})" if shown and closed else ""
     env, hub, warning = _choose_hub(measured)
-    return Network(tuple(ranked), env, f"{message}; models from {hub}", warning)
+    return Network(tuple(ranked), env, f"{message}; {f'models from {hub}' if hub else 'no model hub answers'}", warning)
 
 
-def _choose_hub(measured: Mapping[str, Any]) -> tuple[dict[str, str], str, str | None]:
+def _choose_hub(measured: Mapping[str, Any]) -> tuple[dict[str, str], str | None, str | None]:
     """The variables that huggingface_hub reads when it is imported, the hub's name, and a warning."""
     given, seconds = measured["hf_endpoint"], measured["hubs"]
     if given:
@@ -55,7 +55,7 @@ def _choose_hub(measured: Mapping[str, Any]) -> tuple[dict[str, str], str, str |
         return {}, "huggingface.co", None
     if best is not None:
         return _endpoint(best), best.rpartition("//")[2], None
-    return {}, "nowhere", "no model hub answers from the box: models have to travel from here"
+    return {}, None, "no model hub answers from the box: models have to travel from here"
 
 
 def _endpoint(url: str) -> dict[str, str]:

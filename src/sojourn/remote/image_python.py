@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,13 +28,15 @@ _LAST_CUDA_12_TORCH = "torch<2.11"
 @dataclass(frozen=True)
 class ImagePython:
     """`python`: None where one has to be made by `make_python`. `row`: the probe's. `torch`: None where it is missing.
-    `parents`: site-packages of a venv that ours cannot see by itself."""
+    `parents`: site-packages of a venv that ours cannot see by itself; `system`: whether that venv sees those of the
+    Python that it was made with."""
 
     python: str | None
     row: Mapping[str, Any]
     torch: Mapping[str, Any] | None
     make_python: dict[str, str] | None = None
     parents: tuple[str, ...] = ()
+    system: bool = True
     constraints: tuple[str, ...] = field(default=())
 
     def describe(self) -> str:
@@ -49,11 +53,12 @@ def choose_python(facts: BoxFacts, host: Host, install_torch: bool = False) -> I
     with_torch = [row for row in supported if row["torch"] and satisfies(row["torch"]["version"], REQUIRED["torch"])]
     if with_torch:
         row = next((row for row in with_torch if row["path"] == host.python), with_torch[0])
-        return ImagePython(row["path"], row, row["torch"], parents=_parents(row), constraints=_pins(row["packages"]))
+        pins = _pins(row["packages"])
+        return ImagePython(row["path"], row, row["torch"], None, *_parents(row), pins)
     limits = tuple(_limits(facts))
     if supported and install_torch:
         row = supported[0]
-        return ImagePython(row["path"], row, None, parents=_parents(row), constraints=limits)
+        return ImagePython(row["path"], row, None, None, *_parents(row), limits)
     tool = next(
         ({"name": n, "path": facts.found[n], "version": _NEW_PYTHON} for n in ("uv", "conda") if facts.found[n]), None
     )
@@ -65,6 +70,42 @@ def choose_python(facts: BoxFacts, host: Host, install_torch: bool = False) -> I
         }
         return ImagePython(None, row, None, make_python=tool, constraints=limits)
     raise UserError(f"{host.name}: {_what_is_missing(facts, supported, install_torch, tool)}")
+
+
+def is_complete(needs: Sequence[str], row: Mapping[str, Any]) -> bool:
+    """Whether the image has all of them already; in doubt not, and pip decides."""
+    for need in needs:
+        try:
+            here = for_box(need, row)
+        except ImportError:
+            return False
+        if here is None:
+            continue
+        name, bounds = re.fullmatch(r"([\w.-]+)\s*(.*)", here).groups()  # type: ignore[union-attr]
+        version = row["packages"].get(re.sub(r"[-_.]+", "-", name).lower())
+        if (
+            version is None
+            or not re.fullmatch(r"((>=|<)[\d.]+,?)*", bounds)
+            or (bounds and not satisfies(version, bounds))
+        ):
+            return False
+    return True
+
+
+def for_box(requirement: str, row: Mapping[str, Any]) -> str | None:
+    """Without its marker if that holds on the box, which is not where this runs; None if it does not."""
+    need, _, marker = requirement.partition(";")
+    if not marker.strip():
+        return requirement
+    try:
+        markers: Any = importlib.import_module("packaging.markers")
+    except ImportError:
+        markers = importlib.import_module("pip._vendor.packaging.markers")
+    version = ".".join(map(str, row["version"]))
+    machine = str(row["platform"]).partition("-")[2]
+    there = {"sys_platform": "linux", "platform_system": "Linux", "os_name": "posix", "platform_machine": machine}
+    there.update(python_version=".".join(version.split(".")[:2]), python_full_version=version, extra="")
+    return need.strip() if markers.Marker(marker.strip()).evaluate(there) else None
 
 
 def _what_is_missing(facts: BoxFacts, supported: list[dict[str, Any]], install_torch: bool, tool: Any) -> str:
@@ -85,9 +126,11 @@ def _what_is_missing(facts: BoxFacts, supported: list[dict[str, Any]], install_t
     return f"{why}, or add --install-torch: {tool['name']} makes Python {_NEW_PYTHON} and torch ({_TORCH_SIZE})"
 
 
-def _parents(row: Mapping[str, Any]) -> tuple[str, ...]:
-    is_venv = row["prefix"] != row["base_prefix"]
-    return tuple(site for site in row["site"] if site.startswith(row["prefix"])) if is_venv else ()
+def _parents(row: Mapping[str, Any]) -> tuple[tuple[str, ...], bool]:
+    if row["prefix"] == row["base_prefix"]:
+        return (), True
+    own = tuple(site for site in row["site"] if site.startswith(row["prefix"]))
+    return own, len(own) < len(row["site"])
 
 
 def _pins(packages: Mapping[str, str]) -> tuple[str, ...]:

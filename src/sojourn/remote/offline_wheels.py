@@ -5,20 +5,19 @@ pip resolves against empty stand-ins for what the box has: nothing that is there
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import re
 import subprocess
 import sys
 import tempfile
-import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sojourn.errors import RunFailed
+from sojourn.remote.box.stand_ins import write_stand_ins
+from sojourn.remote.image_python import for_box
 
-_VERSION = re.compile(r"\d+(\.\d+)*((a|b|rc)\d+)?(\.post\d+)?(\.dev\d+)?(\+[a-z0-9.]+)?")
 _OLDEST_GLIBC = 17
 _MINUTES = 30
 
@@ -29,13 +28,12 @@ def download_wheels(
     """Into the folder; `python` is the row of the probe, with its packages. `constraints` pin torch and its kin."""
     if importlib.util.find_spec("pip") is None:
         raise RunFailed("the box has no internet, and there is no pip here to download for it: python -m ensurepip")
-    wanted = [need for each in requirements if (need := _for_box(each, python)) is not None]
+    wanted = [need for each in requirements if (need := for_box(each, python)) is not None]
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
-        stand_ins = _stand_ins(Path(scratch) / "installed", python["packages"])
-        everything = [f"{name}=={version}" for name, version in sorted(stand_ins.items())]
+        everything = write_stand_ins(str(Path(scratch) / "installed"), python["packages"])
         # What is installed stays as it is where that works; else only torch and its kin do.
-        for pins in (everything, list(constraints)):
+        for pins in (everything, constraints):
             error = _pip_download(wanted, pins, python, Path(scratch), folder)
             if error is None:
                 break
@@ -84,33 +82,3 @@ def platform_tags(python: Mapping[str, Any]) -> list[str]:
         f"manylinux2010_{machine}",
         f"linux_{machine}",
     ]
-
-
-def _for_box(requirement: str, python: Mapping[str, Any]) -> str | None:
-    """Without its marker if that holds on the box. pip would evaluate it for the laptop."""
-    need, _, marker = requirement.partition(";")
-    if not marker.strip():
-        return requirement
-    try:
-        markers: Any = importlib.import_module("packaging.markers")
-    except ImportError:
-        markers = importlib.import_module("pip._vendor.packaging.markers")
-    version = ".".join(map(str, python["version"]))
-    machine = str(python["platform"]).partition("-")[2]
-    there = {"sys_platform": "linux", "platform_system": "Linux", "os_name": "posix", "platform_machine": machine}
-    there.update(python_version=".".join(version.split(".")[:2]), python_full_version=version, extra="")
-    return need.strip() if markers.Marker(marker.strip()).evaluate(there) else None
-
-
-def _stand_ins(folder: Path, packages: Mapping[str, str]) -> dict[str, str]:
-    """Wheels with a name and a version and nothing else; those whose version pip would not read are left out."""
-    folder.mkdir()
-    kept = {name: version for name, version in packages.items() if _VERSION.fullmatch(version)}
-    for name, version in kept.items():
-        stem = f"{name.replace('-', '_')}-{version}"
-        with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as archive:
-            info = f"{stem}.dist-info"
-            archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-            archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-            archive.writestr(f"{info}/RECORD", "")
-    return kept

@@ -33,9 +33,9 @@ def build(spec: dict[str, Any], handle: int, scratch: str) -> dict[str, Any]:
     new = [code] if done else [packages, code]
     if not done:
         say("making an environment that sees the packages of " + base)
-        write_parents(new_environment(base, packages), spec["parents"])
+        write_parents(new_environment(base, packages, spec["system"]), spec["parents"])
         done = add_packages(spec, packages, handle, scratch)
-    folder = new_environment(base, code)
+    folder = new_environment(base, code, spec["system"])
     write_parents(folder, [site_folder(packages), *spec["parents"]])
     add_wheel(spec["wheel"], folder, code)
     python = os.path.join(code, "bin", "python")
@@ -69,11 +69,11 @@ def make_python(tool: dict[str, str], folder: str) -> str:
     return python
 
 
-def new_environment(base: str, folder: str) -> str:
-    """An empty venv that sees the packages of `base`; its site-packages."""
+def new_environment(base: str, folder: str, system: bool) -> str:
+    """An empty venv; with `system` it sees the packages of the Python that `base` comes from. Its site-packages."""
     shutil.rmtree(folder, ignore_errors=True)
     os.makedirs(os.path.dirname(folder), exist_ok=True)
-    argv = [base, "-m", "venv", "--without-pip", "--system-site-packages", folder]
+    argv = [base, "-m", "venv", "--without-pip", *(["--system-site-packages"] if system else []), folder]
     code, out, err = run(argv, 120.0)
     if code:
         raise Failed(f"{base} -m venv failed: {last_line(err or out, str(code))}")

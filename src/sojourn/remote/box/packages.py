@@ -8,8 +8,9 @@ import re
 import subprocess
 from typing import Any
 
-from install import read_json, use_proxies, write_json  # type: ignore[import-not-found]
+from install import own_index, use_proxies, write_json  # type: ignore[import-not-found]
 from probe import environments, last_line, run  # type: ignore[import-not-found]
+from stand_ins import write_stand_ins  # type: ignore[import-not-found]
 
 _PIP_OPTIONS = ("--disable-pip-version-check", "--no-input", "--progress-bar", "off")
 # Settings of a user's pip that would send packages elsewhere or refuse a venv
@@ -53,22 +54,25 @@ def add_packages(spec: dict[str, Any], folder: str, handle: int, scratch: str) -
     for name in ("requirements", "constraints"):
         with open(os.path.join(scratch, name), "w", encoding="utf-8") as file:
             file.writelines(line + "\n" for line in spec[name])
-    pip = find_pip(spec, os.path.join(folder, "bin", "python"), scratch)
-    before = distributions(folder)
-    indexes = spec["indexes"] or [None]
-    for number, index in enumerate(indexes):
-        try:
-            install_missing(spec, pip, index, folder, handle, scratch)
-            break
-        except Failed as error:
-            if error.kind != "network" or number + 1 == len(indexes):
-                raise
-            say(f"{error}; trying the next package index")
-    added = sorted(distributions(folder) - before)
+    if spec["requirements"]:
+        install_from_any(spec, folder, handle, scratch)
+    added = sorted(distributions(folder))
     say("nothing was missing" if not added else f"installed: {', '.join(added)}")
     done = {"installed": added}
     write_json(os.path.join(folder, "complete.json"), done)
     return done
+
+
+def install_from_any(spec: dict[str, Any], folder: str, handle: int, scratch: str) -> None:
+    indexes = spec["indexes"] or [None]
+    for number, index in enumerate(indexes):
+        try:
+            install_from(spec, index, folder, handle, scratch)
+            return
+        except Failed as error:
+            if error.kind != "network" or number + 1 == len(indexes):
+                raise
+            say(f"{error}; trying the next package index")
 
 
 def distributions(folder: str) -> set[str]:
@@ -76,7 +80,7 @@ def distributions(folder: str) -> set[str]:
     return {os.path.basename(name)[: -len(".dist-info")].replace("-", " ") for name in names}
 
 
-def find_pip(spec: dict[str, Any], python: str, scratch: str) -> list[str]:
+def find_pip(spec: dict[str, Any], python: str) -> list[str]:
     """A command line of pip for this venv, from the first place that has one."""
     if run([python, "-c", "import pip"], 30.0)[0] == 0:  # the image's
         return [python, "-m", "pip"]
@@ -88,66 +92,76 @@ def find_pip(spec: dict[str, Any], python: str, scratch: str) -> list[str]:
             return [other, "-m", "pip", "--python", python]
     if run([python, "-m", "ensurepip"], 60.0)[0] == 0:
         return [python, "-m", "pip"]
-    if spec.get("uv"):
-        target = os.path.join(scratch, "pip")
-        index = next((index for index in spec["indexes"] if index and index != "own"), None)
-        argv = [spec["uv"], "pip", "install", "--quiet", "--target", target, "--python", python, "pip"]
-        argv += ["--index-url", index] if index else []
-        if run(argv, 120.0)[0] == 0:
-            return [python, os.path.join(target, "pip")]
-    raise Failed("there is no pip for the image's Python, no ensurepip and no uv: apt-get install python3-pip", "pip")
+    raise Failed("there is no pip for the image's Python, and no ensurepip: apt-get install python3-pip", "pip")
 
 
 def pip_environment(index: str | None, scratch: str) -> dict[str, str]:
     """With the box's own pip configuration only where its index was chosen; caches on the disk of HOME."""
-    use_proxies(environments())
+    envs = environments()
+    use_proxies(envs)
     dropped = (*_PIP_DROPPED, "PYTHONHOME", *(() if index == "own" else _PIP_INDEX))
     env = {name: value for name, value in os.environ.items() if name not in dropped}
     env.update(
         PIP_USER="0", PIP_CACHE_DIR=os.path.join(scratch, "cache"), TMPDIR=scratch, PIP_NO_WARN_SCRIPT_LOCATION="1"
     )
     env["UV_CACHE_DIR"] = os.path.join(scratch, "uv")
+    if index == "own":
+        env["UV_INDEX_URL"] = (
+            own_index(envs) or ""
+        )  # uv does not read pip's files; not as an argument: it may be secret
     if index != "own":
         env["PIP_CONFIG_FILE"] = os.devnull
     return env
 
 
-def install_missing(
-    spec: dict[str, Any], pip: list[str], index: str | None, folder: str, handle: int, scratch: str
-) -> None:
+def install_from(spec: dict[str, Any], index: str | None, folder: str, handle: int, scratch: str) -> None:
+    """With uv where it is there and succeeds, else with pip, which also has the better words for what fails."""
     env = pip_environment(index, scratch)
-    sources = ["--index-url", index] if index not in (None, "own") else []
+    sources = ["--index-url", index] if index is not None and index != "own" else []
     sources += ["--no-index"] if index is None else []
-    for links in spec.get("find_links", ()):
+    for links in spec["find_links"]:
         sources += ["--find-links", links]
-    argv = [*pip, "install", *_PIP_OPTIONS, "--prefer-binary", *sources]
-    argv += ["-r", os.path.join(scratch, "requirements"), "-c", os.path.join(scratch, "constraints")]
-    say("looking for what is missing" + (f" at {index.split('//')[-1].split('/')[0]}" if sources and index else ""))
-    if spec.get("uv") and install_by_uv(spec["uv"], argv, env, folder, handle, scratch):
+    say(
+        "looking for what is missing"
+        + (f" at {index.split('//')[-1].split('/')[0]}" if index not in (None, "own") else "")
+    )
+    python = os.path.join(folder, "bin", "python")
+    if spec["uv"] and install_by_uv(spec, python, sources, env, handle, scratch):
         return
+    argv = [*find_pip(spec, python), "install", *_PIP_OPTIONS, "--prefer-binary", *sources]
+    argv += ["-r", os.path.join(scratch, "requirements"), "-c", os.path.join(scratch, "constraints")]
     code, text = logged(argv, env, handle)
     if code:
         raise pip_failed(text, code)
 
 
-def install_by_uv(uv: str, pip: list[str], env: dict[str, str], folder: str, handle: int, scratch: str) -> bool:
-    """pip decides, uv downloads: from a venv, uv does not see the image's packages and would install another torch."""
-    report = os.path.join(scratch, "report.json")
-    code, text = logged([*pip, "--dry-run", "--quiet", "--report", report], env, handle)
-    if code:
-        if "no such option" in text:  # pip before 22.2
-            return False
-        raise pip_failed(text, code)
-    wanted = [(item["metadata"], item["download_info"]["url"]) for item in read_json(report).get("install", [])]
-    if not wanted:
-        return True
-    chosen = os.path.join(scratch, "chosen")
+def install_by_uv(
+    spec: dict[str, Any], python: str, sources: list[str], env: dict[str, str], handle: int, scratch: str
+) -> bool:
+    """uv does not see an image's packages from a venv, and would install another torch: it resolves against stand-ins
+    for them, and installs the rest without looking at dependencies again."""
+    chosen, pins = os.path.join(scratch, "chosen"), os.path.join(scratch, "installed-versions")
+    stand_ins = os.path.join(scratch, "installed")
+    with open(pins, "w", encoding="utf-8") as file:
+        file.writelines(pin + "\n" for pin in write_stand_ins(stand_ins, spec["packages"]))
+    uv = [spec["uv"], "pip"]
+    resolve = [*uv, "compile", "--no-config", "--quiet", "--no-header", "--no-annotate", "--python", python, *sources]
+    resolve += ["--find-links", stand_ins, "--output-file", chosen, os.path.join(scratch, "requirements")]
+    for kept in (pins, os.path.join(scratch, "constraints")):  # everything as it is if possible, else torch at least
+        code, _ = logged([*resolve, "--constraint", kept], env, handle)
+        if code == 0:
+            break
+    else:
+        return False
+    with open(chosen, encoding="utf-8") as file:
+        lines = [line.strip() for line in file if "==" in line]
+    there = {f"{name}=={version}" for name, version in spec["packages"].items()}
+    missing = [line for line in lines if line.split(" ")[0] not in there]
     with open(chosen, "w", encoding="utf-8") as file:
-        file.writelines(f"{metadata['name']} @ {url}\n" for metadata, url in wanted)
-    say(f"installing {len(wanted)} packages with uv")
-    python = os.path.join(folder, "bin", "python")
-    code, _ = logged([uv, "pip", "install", "--no-deps", "--no-config", "--python", python, "-r", chosen], env, handle)
-    return code == 0
+        file.writelines(line + "\n" for line in missing)
+    say(f"installing {len(missing)} packages with uv")
+    install = [*uv, "install", "--no-config", "--no-deps", "--python", python, *sources, "-r", chosen]
+    return not missing or logged(install, env, handle)[0] == 0
 
 
 def logged(argv: list[str], env: dict[str, str], handle: int) -> tuple[int, str]:
