@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.local_box import LocalBox, make_image, make_index, make_wheel, serve
 
+from local_box import LocalBox, make_image, make_index, make_wheel, serve
 from sojourn.catalog.platforms import platforms
 from sojourn.errors import RunFailed, UserError
 from sojourn.remote import bootstrap as module
@@ -21,7 +21,7 @@ from sojourn.remote import box_network
 from sojourn.remote.bootstrap import bootstrap, no_gpu_advice
 from sojourn.remote.box_facts import BoxFacts, probe
 from sojourn.remote.hosts import Host
-from sojourn.remote.image_python import choose_python
+from sojourn.remote.image_python import choose_python, is_complete
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="a box runs Linux")
 
@@ -143,26 +143,42 @@ def test_without_internet_the_laptop_downloads_what_is_missing_for_the_box(
     assert "models have to travel" in made.warnings[0]
 
 
-def test_a_killed_installation_is_recognised_and_made_again(
-    box: LocalBox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not installed")
+def test_uv_installs_the_same_as_pip_and_leaves_torch_alone(
+    box: LocalBox, image: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The installer dies after pip has written something, and before it says that the layer is complete."""
-    real, killed = module._ask, []
+    """From a venv, uv by itself does not see the image's torch and would install another."""
+    with_uv = only(image)
+
+    def look(box: LocalBox, home: str = "", **options: bool) -> BoxFacts:
+        return BoxFacts({**with_uv(box, home, **options).found, "uv": shutil.which("uv")})
+
+    monkeypatch.setattr(module, "probe", look)
+    monkeypatch.setattr(box, "env", {"UV_FIND_LINKS": "", "UV_INDEX_STRATEGY": "first-index"})
+    lines: list[str] = []
+    made = bootstrap(box, box.host, lines.append)
+    assert made.installed == ("needs_torch 1.0", "plain 1.0") and made.torch == "2.6.0+cu124"
+    assert any("installing 2 packages with uv" in line for line in lines)
+
+
+def test_a_second_start_joins_and_a_killed_installation_is_recognised_and_made_again(
+    box: LocalBox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection is cut after `start`, which is repeated; then the installer dies before its layer is complete."""
+    real, started, killed = module._ask, [], []
 
     def ask(box, arguments, python, script=b""):  # type: ignore[no-untyped-def]
+        if "start" in arguments and not started:
+            started.append(real(box, arguments, python, script))
         if "wait" in arguments and not killed:
-            name = arguments[arguments.index("wait") + 2]
-            victim = find_process(f"{name}.spec")
-            os.kill(victim, signal.SIGKILL)
-            killed.append(victim)
-            layer = next(Path(box.host.home, ".sojourn").glob("envs/packages-*"), None)
-            if layer is not None:
-                (layer / "complete.json").unlink(missing_ok=True)
+            killed.append(find_process(arguments[arguments.index("wait") + 2] + ".spec"))
+            os.kill(killed[0], signal.SIGKILL)
         return real(box, arguments, python, script)
 
     monkeypatch.setattr(module, "_ask", ask)
     made = bootstrap(box, box.host, lambda line: None)
-    assert killed and made.installed == ("needs_torch 1.0", "plain 1.0")
+    assert started[0]["state"] == "started" and killed
+    assert made.installed == ("needs_torch 1.0", "plain 1.0")
 
 
 def find_process(word: str) -> int:
@@ -175,19 +191,6 @@ def find_process(word: str) -> int:
             except OSError:
                 continue
     raise AssertionError("no installer is running")
-
-
-def test_a_cut_connection_joins_the_installation_that_goes_on(box: LocalBox, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, starts = module._ask, []
-
-    def ask(box, arguments, python, script=b""):  # type: ignore[no-untyped-def]
-        if "start" in arguments:
-            starts.append(real(box, arguments, python, script))  # the answer is lost with the connection
-        return real(box, arguments, python, script)
-
-    monkeypatch.setattr(module, "_ask", ask)
-    made = bootstrap(box, box.host, lambda line: None)
-    assert starts[0]["state"] == "started" and made.installed == ("needs_torch 1.0", "plain 1.0")
 
 
 def test_images_that_cannot_be_used_are_one_line_that_says_what_to_do(tmp_path: Path, image: Path) -> None:
@@ -213,6 +216,13 @@ def test_images_that_cannot_be_used_are_one_line_that_says_what_to_do(tmp_path: 
     assert made.make_python == {"name": "conda", "path": "/root/miniconda3/bin/conda", "version": "3.12"}
     nightly = choose_python(changed(torch={"version": "2.6.0a0+df5bbc09d1.nv24.11", "cuda": "12.6"}), box.host)
     assert nightly.torch is not None, "NVIDIA's own builds count as the release that they lead to"
+
+
+def test_an_image_that_has_everything_needs_no_pip(tmp_path: Path) -> None:
+    row = {"version": [3, 10, 12], "platform": "linux-x86_64", "packages": {"pyyaml": "6.0.2", "transformers": "5.4.0"}}
+    assert is_complete(["PyYAML>=6.0", "transformers>=5.3,<6", "pywin32; sys_platform == 'win32'"], row)
+    assert not is_complete(["tomli>=2.0; python_version < '3.11'"], row)
+    assert not is_complete(["transformers>=5.5"], row) and not is_complete(["PyYAML~=6.0"], row)
 
 
 def test_the_fastest_index_and_a_hub_that_answers_are_chosen() -> None:
@@ -256,9 +266,10 @@ def test_the_no_gpu_mode_is_explained_where_it_would_save_money() -> None:
 
 @pytest.mark.parametrize("version", ["3.8", "3.13"])
 def test_the_files_for_the_box_run_on_the_oldest_and_the_newest_python(version: str, tmp_path: Path) -> None:
-    python = shutil.which(f"python{version}")
-    if python is None or subprocess.run([python, "-c", ""], check=False, capture_output=True).returncode:
+    found = [*Path.home().glob(f".pyenv/versions/{version}.*/bin/python"), shutil.which(f"python{version}")]
+    if found[0] is None:
         pytest.skip(f"no Python {version} here")
+    python = found[0]
     folder = Path(module.__file__).parent / "box"
     code = "import sys; sys.path.insert(0, sys.argv[1]); import layers, packages, install, probe"
     subprocess.run([python, "-W", "error", "-c", code, str(folder)], check=True)

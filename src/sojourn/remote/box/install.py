@@ -179,7 +179,12 @@ def start(spec_file: str) -> dict[str, Any]:
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (out, 1), (out, 2)):
         os.dup2(source, target)
-    write_json(result, install(spec, handle))
+    try:
+        outcome = install(spec, handle)
+    except BaseException as error:
+        traceback.print_exc()
+        outcome = {"ok": False, "error": f"{type(error).__name__}: {error}", "kind": "bug"}
+    write_json(result, outcome)
     os._exit(0)
 
 
@@ -217,9 +222,6 @@ def install(spec: dict[str, Any], handle: int) -> dict[str, Any]:
         return {"ok": False, "error": str(error), "kind": error.kind}
     except OSError as error:
         return {"ok": False, "error": describe(error), "kind": "disk"}
-    except Exception as error:
-        traceback.print_exc()
-        return {"ok": False, "error": f"{type(error).__name__}: {error}", "kind": "bug"}
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

@@ -25,12 +25,23 @@ if TYPE_CHECKING:
 def build(spec: dict[str, Any], handle: int, scratch: str) -> dict[str, Any]:
     """Both layers, where they are not complete yet; torch checked; the link `env` moved; unused layers removed."""
     base = spec["python"]
-    if spec.get("make_python"):
+    if spec["make_python"]:
         base = make_python(spec["make_python"], ours(spec["home"], "python"))
     packages = ours(spec["home"], "envs", "packages-" + spec["key"])
     code = ours(spec["home"], "envs", "sojourn-" + spec["id"])
+    new = [code] if read_json(os.path.join(packages, "complete.json")) else [packages, code]
+    try:
+        stamp = fill(spec, base, packages, code, handle, scratch)
+    except BaseException:  # also gives back the disk when that is full
+        remove(new)
+        raise
+    point_to(ours(spec["home"], "env"), code)
+    remove_unused(spec["home"], code)
+    return stamp
+
+
+def fill(spec: dict[str, Any], base: str, packages: str, code: str, handle: int, scratch: str) -> dict[str, Any]:
     done = read_json(os.path.join(packages, "complete.json"))
-    new = [code] if done else [packages, code]
     if not done:
         say("making an environment that sees the packages of " + base)
         write_parents(new_environment(base, packages, spec["system"]), spec["parents"])
@@ -39,14 +50,12 @@ def build(spec: dict[str, Any], handle: int, scratch: str) -> dict[str, Any]:
     write_parents(folder, [site_folder(packages), *spec["parents"]])
     add_wheel(spec["wheel"], folder, code)
     python = os.path.join(code, "bin", "python")
-    torch, warning = check_torch(spec, base, python, new)
+    torch, warning = check_torch(spec, base, python)
     stamp = {
         "key": spec["key"], "digest": spec["digest"], "base": base, "packages": packages, "python": python,
         "env": spec["env"], "torch": torch, "installed": done["installed"], "warning": warning, "time": time.time(),
     }  # fmt: skip
     write_json(os.path.join(code, "complete.json"), stamp)
-    point_to(ours(spec["home"], "env"), code)
-    remove_unused(spec["home"], code)
     return stamp
 
 
@@ -106,7 +115,7 @@ sys.exit(main())
     os.chmod(script, 0o755)  # noqa: S103
 
 
-def check_torch(spec: dict[str, Any], base: str, python: str, new: Iterable[str]) -> tuple[dict[str, Any], str | None]:
+def check_torch(spec: dict[str, Any], base: str, python: str) -> tuple[dict[str, Any], str | None]:
     """The torch that our environment imports. It must be the image's, and use the GPU if it does so in the image."""
     say("checking torch")
     expected = spec.get("torch") or {}
@@ -114,7 +123,6 @@ def check_torch(spec: dict[str, Any], base: str, python: str, new: Iterable[str]
     if expected and "error" not in torch:
         same = os.path.realpath(torch["file"]) == os.path.realpath(expected["file"])
         if not same or torch["version"].split("+")[0] != expected["version"].split("+")[0]:
-            remove(new)
             raise Failed(
                 f"torch {expected['version']} of the image would be hidden by {torch['version']}: undone", "torch"
             )
@@ -124,10 +132,8 @@ def check_torch(spec: dict[str, Any], base: str, python: str, new: Iterable[str]
     why = torch.get("error") or "torch finds no GPU, although nvidia-smi lists one"
     before = import_torch(base) if expected else {"error": ""}
     if "error" not in before and ("error" in torch or before["cuda_available"]):
-        remove(new)
         raise Failed(f"torch works in the image, but not beside our packages: {why}: undone", "torch")
     if not expected:
-        remove(new)
         raise Failed(f"the torch that was installed does not work: {why}", "torch")
     return {**expected, **torch}, f"{why}: it is so in the image itself; try another image"
 

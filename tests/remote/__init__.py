@@ -1,0 +1,1 @@
+"""Long tests of the rented box: make test-remote."""
