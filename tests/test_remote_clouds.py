@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from sojourn.remote.platforms.autodl import AutoDL
 from sojourn.remote.platforms.base import AccountBlocked, NotFound, Offer, OutOfStock, WrongToken
 from sojourn.remote.platforms.http_api import ApiError, HttpApi, Unreachable
 from sojourn.remote.platforms.lambda_cloud import LambdaCloud
-from sojourn.remote.platforms.renting import rent, unique_name
+from sojourn.remote.platforms.renting import rent, ssh_answers, unique_name
 from sojourn.remote.platforms.runpod import RunPod
 from sojourn.remote.platforms.vast import Vast
 
@@ -485,3 +486,20 @@ def test_a_name_from_the_user_becomes_one_that_nobody_has() -> None:
     assert unique_name("Mein Kasten/é") != unique_name("Mein Kasten/é")
     assert unique_name("Mein Kasten/é").startswith("sojourn-mein-kasten-")
     assert len(unique_name("x" * 500)) < 64
+
+
+def test_ssh_answers_only_where_a_server_greets() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+        def greet(text: bytes) -> None:
+            link, _ = listener.accept()
+            link.sendall(text)
+            link.close()
+
+        for text, answers in ((b"SSH-2.0-OpenSSH_9.6\r\n", True), (b"HTTP/1.1 400\r\n", False), (b"", False)):
+            thread = threading.Thread(target=greet, args=(text,))
+            thread.start()
+            assert ssh_answers("127.0.0.1", port) is answers
+            thread.join()
+    assert not ssh_answers("127.0.0.1", port)

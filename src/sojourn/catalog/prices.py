@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from sojourn.catalog.gpus import Gpu, find_gpu, gpus, is_same_model
+from sojourn.catalog.live_prices import live_prices
 from sojourn.catalog.platforms import platforms
 from sojourn.catalog.tables import load_rows, to_row
 from sojourn.config.messages import did_you_mean
@@ -49,14 +50,35 @@ def currencies(user: Path | None = None) -> dict[str, Currency]:
 
 
 def prices(user: Path | None = None) -> tuple[Price, ...]:
-    """Every price, platform by platform; a user's price for a card that we price too takes our price's place."""
+    """Every price, platform by platform. Of a card's prices on one platform, the user's own counts; else a live one of
+    the last day; else ours."""
     found, rates = load_rows("price", user), currencies(user)
     by_place: dict[tuple[str, str], Price] = {}
+    own: set[tuple[str, str]] = set()
     for row, where in found.values():
         place = f'{where}: price.{row["platform"]}."{row["gpu"]}"'
         price = _price(row if where == "prices.toml" else _with_our_names(row, place, user), place, rates)
         by_place[price.platform, price.gpu] = price
+        if where != "prices.toml":
+            own.add((price.platform, price.gpu))
+    by_place.update({place: price for place, price in _live(rates, user).items() if place not in own})
     return tuple(by_place.values())
+
+
+def _live(rates: dict[str, Currency], user: Path | None) -> dict[tuple[str, str], Price]:
+    """Live prices of platforms and cards that the catalogue knows, by both."""
+    found: dict[tuple[str, str], Price] = {}
+    live = live_prices()
+    places, cards = (load_rows("platform", user), load_rows("gpu", user)) if live else ({}, {})
+    for one in live:
+        rate = rates.get(one.currency)
+        if rate is None or one.platform not in places or one.gpu not in cards:
+            continue
+        found[one.platform, one.gpu] = Price(
+            one.platform, one.gpu, rate.cny * one.per_hour, one.source, one.when, one.count, "", one.currency,
+            one.per_hour,
+        )  # fmt: skip
+    return found
 
 
 def _with_our_names(row: dict[str, Any], where: str, user: Path | None) -> dict[str, Any]:

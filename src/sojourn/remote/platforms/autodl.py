@@ -3,7 +3,6 @@ status; the token is sent as it is, without "Bearer"."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from sojourn.remote.platforms.base import (
     is_named,
     wrong_token,
 )
-from sojourn.remote.platforms.http_api import ApiError, HttpApi, OutcomeUnknown
+from sojourn.remote.platforms.http_api import ApiError, HttpApi, OutcomeUnknown, Sleep
 from sojourn.remote.platforms.renting import create_once
 
 _PRO = "/api/v1/dev/instance/pro"
@@ -79,7 +78,7 @@ class AutoDL:
     deletes = "stop keeps the disks for 15 days, then AutoDL releases it; release deletes all but /root/autodl-fs"
     base_url = "https://api.autodl.com"
 
-    def __init__(self, token: str, base_url: str | None = None, *, sleep: Callable[[float], None] = time.sleep,
+    def __init__(self, token: str, base_url: str | None = None, *, sleep: Sleep | None = None,
                  timeout: float = 30.0) -> None:  # fmt: skip
         self._api = HttpApi(
             self.title, base_url or self.base_url, {"Authorization": token}, token, sleep=sleep, timeout=timeout

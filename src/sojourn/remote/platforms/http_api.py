@@ -22,6 +22,9 @@ _BROKEN = {500, 502, 503, 504, 520, 521, 522, 523, 524}
 _LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 
 
+Sleep = Callable[[float], None]
+
+
 class ApiError(UserError):
     """The platform refused. `status` is the HTTP status, `values` its JSON, where it sent any."""
 
@@ -49,13 +52,13 @@ class HttpApi:
         headers: Mapping[str, str],
         token: str,
         *,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Sleep | None = None,
         timeout: float = 30.0,
         tries: int = 5,
     ) -> None:
         self.title = title
         self.base_url = _checked_url(title, base_url)
-        self.sleep = sleep
+        self.sleep = time.sleep if sleep is None else sleep
         self._headers = dict(headers)
         self._token = token
         self._timeout = timeout

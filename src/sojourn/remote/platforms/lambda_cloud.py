@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn
@@ -26,7 +25,7 @@ from sojourn.remote.platforms.base import (
     is_named,
     wrong_token,
 )
-from sojourn.remote.platforms.http_api import ApiError, HttpApi, OutcomeUnknown, Unreachable, said_by
+from sojourn.remote.platforms.http_api import ApiError, HttpApi, OutcomeUnknown, Sleep, Unreachable, said_by
 from sojourn.remote.platforms.renting import create_once
 
 _STATES: dict[str, State] = {
@@ -49,7 +48,7 @@ class LambdaCloud:
     deletes = "it cannot be stopped; release deletes everything but filesystems under /lambda/nfs"
     base_url = "https://cloud.lambda.ai"
 
-    def __init__(self, token: str, base_url: str | None = None, *, sleep: Callable[[float], None] = time.sleep,
+    def __init__(self, token: str, base_url: str | None = None, *, sleep: Sleep | None = None,
                  timeout: float = 30.0) -> None:  # fmt: skip
         headers = {"Authorization": f"Bearer {token}"}
         self._api = HttpApi(self.title, base_url or self.base_url, headers, token, sleep=sleep, timeout=timeout)

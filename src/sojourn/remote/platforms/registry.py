@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 
 from sojourn.config.messages import did_you_mean
 from sojourn.errors import UserError
 from sojourn.remote.platforms.base import Cloud
+from sojourn.remote.platforms.http_api import Sleep
 
 
 @dataclass(frozen=True)
@@ -34,9 +33,7 @@ _CLOUDS = {
 CLOUD_NAMES = tuple(_CLOUDS)
 
 
-def open_cloud(
-    name: str, *, base_url: str | None = None, sleep: Callable[[float], None] = time.sleep, timeout: float = 30.0
-) -> Cloud:
+def open_cloud(name: str, *, base_url: str | None = None, sleep: Sleep | None = None, timeout: float = 30.0) -> Cloud:
     """The platform's client. SOJOURN_NAME_URL (SOJOURN_RUNPOD_URL) takes the place of its address."""
     entry = _entry(name)
     token = token_of(name)

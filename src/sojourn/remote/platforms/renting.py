@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from sojourn.errors import UserError
 from sojourn.remote.platforms.base import Cloud, Instance, NotFound, Offer, Say
-from sojourn.remote.platforms.http_api import ApiError, HttpApi, OutcomeUnknown
+from sojourn.remote.platforms.http_api import ApiError, HttpApi, OutcomeUnknown, Sleep
 
 _LOOKS = (1.0, 3.0, 6.0, 10.0, 15.0)  # seconds before each look for an instance whose order had no answer
 _POLL = 5.0
@@ -69,7 +69,7 @@ def rent(
     public_key: str | None,
     *,
     say: Say,
-    sleep: Callable[[float], None] = time.sleep,
+    sleep: Sleep | None = None,
     patience: float = 1200.0,
     answers: Callable[[str, int], bool] | None = None,
 ) -> Instance:
@@ -78,7 +78,14 @@ def rent(
     release = f"sojourn cloud release {cloud.name} {made.id}"
     say(f"{cloud.title}: created {made.id} ({made.name}); it costs money from now on; to end it: {release}")
     try:
-        return wait_until_ready(cloud, made, say=say, sleep=sleep, patience=patience, answers=answers or ssh_answers)
+        return wait_until_ready(
+            cloud,
+            made,
+            say=say,
+            sleep=time.sleep if sleep is None else sleep,
+            patience=patience,
+            answers=answers or ssh_answers,
+        )
     except UserError as error:
         raise UserError(f"{error}; it still exists: {release}") from None
     except KeyboardInterrupt:
@@ -91,7 +98,7 @@ def wait_until_ready(
     made: Instance,
     *,
     say: Say,
-    sleep: Callable[[float], None],
+    sleep: Sleep,
     patience: float,
     answers: Callable[[str, int], bool],
 ) -> Instance:

@@ -3,7 +3,6 @@ the balance alone is asked of its GraphQL API."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn
@@ -26,7 +25,7 @@ from sojourn.remote.platforms.base import (
     is_named,
     wrong_token,
 )
-from sojourn.remote.platforms.http_api import ApiError, HttpApi, OutcomeUnknown, Unreachable, said_by
+from sojourn.remote.platforms.http_api import ApiError, HttpApi, OutcomeUnknown, Sleep, Unreachable, said_by
 from sojourn.remote.platforms.renting import create_once
 
 _IMAGE = "runpod/pytorch:1.0.2-cu1281-torch280-ubuntu2404"  # starts an SSH server with the key in PUBLIC_KEY
@@ -56,7 +55,7 @@ class RunPod:
     deletes = "stop deletes all but /workspace; release deletes that too; at a balance of $0 RunPod releases the pod"
     base_url = "https://api.runpod.io"
 
-    def __init__(self, token: str, base_url: str | None = None, *, sleep: Callable[[float], None] = time.sleep,
+    def __init__(self, token: str, base_url: str | None = None, *, sleep: Sleep | None = None,
                  timeout: float = 30.0) -> None:  # fmt: skip
         headers = {"Authorization": f"Bearer {token}"}
         self._api = HttpApi(self.title, base_url or self.base_url, headers, token, sleep=sleep, timeout=timeout)

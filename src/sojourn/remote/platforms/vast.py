@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn
@@ -26,7 +25,7 @@ from sojourn.remote.platforms.base import (
     is_named,
     wrong_token,
 )
-from sojourn.remote.platforms.http_api import ApiError, HttpApi, OutcomeUnknown, Unreachable, said_by
+from sojourn.remote.platforms.http_api import ApiError, HttpApi, OutcomeUnknown, Sleep, Unreachable, said_by
 from sojourn.remote.platforms.renting import create_once
 
 _IMAGE = "vastai/pytorch:@vastai-automatic-tag"  # the tag that fits the machine's driver
@@ -52,7 +51,7 @@ class Vast:
     )
     base_url = "https://console.vast.ai"
 
-    def __init__(self, token: str, base_url: str | None = None, *, sleep: Callable[[float], None] = time.sleep,
+    def __init__(self, token: str, base_url: str | None = None, *, sleep: Sleep | None = None,
                  timeout: float = 30.0) -> None:  # fmt: skip
         headers = {"Authorization": f"Bearer {token}"}
         self._api = HttpApi(self.title, base_url or self.base_url, headers, token, sleep=sleep, timeout=timeout)
