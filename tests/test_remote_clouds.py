@@ -165,6 +165,7 @@ def test_autodl_creates_waits_and_gives_the_ssh_line(autodl: Any, slept: Slept) 
     ready = rent(cloud, OFFER, "my box", 50, None, None, say=said.append, sleep=slept, answers=lambda *_: next(tries))
     assert ready.ssh_line == "ssh -p 34222 root@connect.xxx.autodl.com"
     assert (ready.password, ready.price_per_hour, ready.currency) == ("box-password", 1.97, "CNY")
+    assert ready.name.startswith("sojourn-my-box-")
     assert "box-password" not in repr(ready) + "".join(said)
     assert "sojourn cloud release autodl pro-" in said[0]
     assert "costs money" in said[0]
@@ -191,6 +192,32 @@ def test_a_create_that_never_happened_is_ordered_once_more(autodl: Any, slept: S
     assert sum(slept) > 30  # it looked for the first one long enough
     server.fail("/create", Fault(502), Fault(502))
     assert "no instance called" in refusal(UserError, cloud.create, OFFER, unique_name("b"), 0)
+
+
+def test_an_order_that_was_carried_out_late_is_found_and_named(autodl: Any, slept: Slept) -> None:
+    server, cloud = autodl
+    server.fail("/create", Fault(504, after=True))
+    server.fail("/list", *[Fault(200, {"code": "Success", "data": {"list": [], "max_page": 0}})] * 5)
+    text = refusal(UserError, cloud.create, OFFER, unique_name("a"), 0)
+    assert "created twice" in text
+    assert "sojourn cloud release autodl pro-000000000000" in text
+
+
+def test_ctrl_c_during_an_order_says_what_may_exist(autodl: Any, slept: Slept, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, cloud = autodl
+    said: list[str] = []
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as during:
+        during.setattr(cloud, "create", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            rent(cloud, OFFER, "a", 0, None, None, say=said.append, sleep=slept)
+    assert "may have been created" in said[-1]
+    with pytest.raises(KeyboardInterrupt):
+        rent(cloud, OFFER, "a", 0, None, None, say=said.append, sleep=interrupt)
+    assert "still exists and costs money" in said[-1]
 
 
 def test_without_a_list_of_instances_nothing_is_ordered_twice(autodl: Any) -> None:

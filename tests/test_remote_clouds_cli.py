@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -151,22 +152,38 @@ def test_create_adds_the_host_with_its_instance_and_price(typed: Any, monkeypatc
     assert len(typed.servers["autodl"].instances) == before
 
 
-def test_a_machine_with_a_run_that_has_no_copy_is_neither_stopped_nor_released(typed: Any) -> None:
+def test_a_machine_whose_run_would_be_lost_is_not_released(typed: Any) -> None:
     typed("create", "autodl", "5090-p", "--yes")
     server = typed.servers["autodl"]
     [made] = server.instances
-    save_host(Host("box1", "root", "connect.xxx.autodl.com", 34222, platform="autodl"))  # added by its ssh line
-    Job("run1", "box1", (), "/nowhere", ()).save()
+    # added by its ssh line
+    save_host(Host("box1", "root", "connect.xxx.autodl.com", 34222, platform="autodl", home="/root/autodl-tmp"))
+    job = Job("run1", "box1", (), "/nowhere", ())
+    job.save()
     for verb in ("stop", "release"):
         code, _, err = typed(verb, "autodl", made, "--yes")
-        assert (code, "sojourn pull run1" in err) == (2, True)
+        assert (code, "may still be running" in err) == (2, True)
+    replace(job, last={"state": "stopped"}).save()
+    code, _, err = typed("release", "autodl", made, "--yes")
+    assert (code, "sojourn pull run1" in err) == (2, True)
+    assert typed("stop", "autodl", made, "--yes")[0] == 0  # its folder survives that
     server.instances[made]["status"] = "shutdown"  # off: no address tells which host it is
     assert typed("release", "autodl", made, "--yes")[0] == 2
     assert server.instances
-    Job("run1", "box1", (), "/nowhere", (), pulled=True).save()
+    replace(job, pulled=True).save()
     assert "--yes" in typed("release", "autodl", made)[2]
     assert typed("release", "autodl", made, "--yes")[:2] == (0, f"{made} is released\n")
     assert not server.instances
+
+
+def test_a_run_on_a_disk_that_a_stop_wipes_keeps_the_machine(typed: Any) -> None:
+    typed("create", "runpod", "--gpu", "4090", "--yes")
+    save_host(Host("pod", "root", "45.23.12.1", 43210, platform="runpod", home="/root", instance="pod0"))
+    Job("run1", "pod", (), "/nowhere", (), last={"state": "done"}).save()
+    assert "sojourn pull run1" in typed("stop", "runpod", "pod0", "--yes")[2]
+    save_host(replace(load_hosts()["pod"], home="/workspace"), replace=True)
+    assert typed("stop", "runpod", "pod0", "--yes")[0] == 0
+    assert "sojourn pull run1" in typed("release", "runpod", "pod0", "--yes")[2]
 
 
 def test_stop_start_and_status_by_hand(typed: Any) -> None:

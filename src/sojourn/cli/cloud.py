@@ -129,18 +129,20 @@ def start(platform: _Platform, instance: _Id, yes: _Yes = False) -> None:
 def stop(platform: _Platform, instance: _Id, yes: _Yes = False) -> None:
     """Stop a machine, so that its GPU costs nothing; its disk may cost on."""
     from sojourn.remote.platforms.registry import open_cloud
+    from sojourn.remote.platforms.still_needed import still_needed
 
     cloud = open_cloud(platform)
-    end(cloud, instance, "stop", runs_without_copy(cloud), yes)
+    end(cloud, instance, "stop", still_needed(cloud, "power_off"), yes)
 
 
 @cloud_app.command("release")
 def release(platform: _Platform, instance: _Id, yes: _Yes = False) -> None:
-    """Give a machine back, with everything on it. Refused while a run there has no copy here."""
+    """Give a machine back, with everything on it. Refused while a run there goes on or has no copy here."""
     from sojourn.remote.platforms.registry import open_cloud
+    from sojourn.remote.platforms.still_needed import still_needed
 
     cloud = open_cloud(platform)
-    end(cloud, instance, "release", runs_without_copy(cloud), yes)
+    end(cloud, instance, "release", still_needed(cloud, "release"), yes)
 
 
 @cloud_app.command("status")
@@ -197,36 +199,6 @@ def end(
     else:
         cloud.release(instance_id)
         print(f"{instance_id} is released")
-
-
-def runs_without_copy(cloud: Cloud) -> Callable[[str], str | None]:
-    """For an instance: why it may not end, where a run there has no verified copy here."""
-    from sojourn.remote.hosts import load_hosts
-    from sojourn.remote.job import runs_on
-
-    def reason(instance_id: str) -> str | None:
-        for host in load_hosts().values():
-            left = [job.run for job in runs_on(host.name) if not job.pulled]
-            if left and _may_be(host, cloud, instance_id):
-                runs = ", ".join(left[:5])
-                return f"{runs} on host {host.name} has no copy here; bring it home: sojourn pull {left[0]}"
-        return None
-
-    return reason
-
-
-def _may_be(host: Host, cloud: Cloud, instance_id: str) -> bool:
-    """Whether a host is that instance. One that was added by its ssh line is known by its address; of a machine that
-    is off there is none, and then any host on the platform may be it."""
-    from sojourn.remote.platforms.base import NotFound
-
-    if host.instance is not None or host.platform != cloud.name:
-        return host.instance == instance_id
-    try:
-        there = cloud.status(instance_id)
-    except NotFound:
-        return False
-    return there.address is None or (there.address, there.port) == (host.address, host.port)
 
 
 Found = TypeVar("Found")

@@ -33,6 +33,7 @@ from sojourn.remote.platforms.renting import create_once
 _PRO = "/api/v1/dev/instance/pro"
 _STOCK_REGIONS = ("westDC3", "beijingDC2")  # where instances Pro are
 _IMAGE = "base-image-l2t43iu6uk"  # PyTorch, CUDA 11.8, Ubuntu 20.04: the newest public one that has an id
+_OLDEST_CUDA = 120  # of the machine's driver: current torch needs CUDA 12
 _MOST_GPUS, _MOST_DISK_GB = 4, 500
 _OFF = "shutdown"
 _POWER_OFF_POLLS, _POLL = 60, 5.0
@@ -99,7 +100,7 @@ class AutoDL:
             "req_gpu_amount": offer.count,
             "expand_system_disk_by_gb": min(_MOST_DISK_GB, max(0, disk_gb)),
             "image_uuid": image or _IMAGE,
-            "cuda_v_from": 118,
+            "cuda_v_from": _OLDEST_CUDA,
             "instance_name": name,
         }
 

@@ -185,9 +185,10 @@ def said_by(values: Any) -> str:
         return ""
     inner = values.get("error")
     if isinstance(inner, dict):
-        return said_by(inner)
+        values, inner = inner, None
     words = [str(values[key]) for key in ("msg", "message", "detail", "suggestion") if values.get(key)]
-    words += [str(one) for one in values.get("errors") or [] if isinstance(one, str)]
+    listed = values.get("errors")
+    words += [one for one in listed if isinstance(one, str)] if isinstance(listed, list) else []
     return ". ".join(words) or (str(inner) if inner else "")
 
 

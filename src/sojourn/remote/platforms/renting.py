@@ -7,6 +7,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from sojourn.errors import UserError
 from sojourn.remote.platforms.base import Cloud, Instance, NotFound, Offer, Say
@@ -31,14 +32,28 @@ def create_once(api: HttpApi, name: str, order: Callable[[], str], list_instance
     """
     for last in (False, True):
         try:
-            return order()
+            made = order()
         except OutcomeUnknown as error:
             if (found := _look_for(api, name, list_instances)) is not None:
                 return found
             if last:
                 hint = f"no instance called {name} is listed; look at the console before you create another one"
                 raise UserError(f"{error}; {hint}") from None
+        else:
+            if last:
+                _refuse_twins(name, made, list_instances)
+            return made
     raise AssertionError("unreachable")
+
+
+def _refuse_twins(name: str, made: str, list_instances: Callable[[], list[Instance]]) -> None:
+    """The first order may have been carried out after we had looked for it."""
+    others = [one for one in list_instances() if one.name == name and one.id != made and one.state != "released"]
+    if others:
+        raise UserError(
+            f"{name} was created twice, as {made} and as {others[0].id}, since the platform did not answer in time; "
+            f"release one of them: sojourn cloud release {others[0].platform} {others[0].id}"
+        )
 
 
 def _look_for(api: HttpApi, name: str, list_instances: Callable[[], list[Instance]]) -> str | None:
@@ -74,7 +89,12 @@ def rent(
     answers: Callable[[str, int], bool] | None = None,
 ) -> Instance:
     """A machine whose SSH server answers. From the order on it costs money, so each way out names how to release it."""
-    made = cloud.create(offer, unique_name(name), disk_gb, image, public_key)
+    own = unique_name(name)
+    try:
+        made = cloud.create(offer, own, disk_gb, image, public_key)
+    except KeyboardInterrupt:
+        say(f"{own} may have been created, and would cost money: see sojourn cloud status {cloud.name}")
+        raise
     release = f"sojourn cloud release {cloud.name} {made.id}"
     say(f"{cloud.title}: created {made.id} ({made.name}); it costs money from now on; to end it: {release}")
     try:
@@ -115,7 +135,10 @@ def wait_until_ready(
         if now.state in ("failed", "released", "stopped") and not problem:
             raise UserError(f"{cloud.title}: {made.id} is {now.message or now.state} and will not start by itself")
         if now.state == "running" and now.address and answers(now.address, now.port):
-            return now
+            return replace(
+                now, name=now.name or made.name, gpu=now.gpu or made.gpu, count=now.count or made.count,
+                price_per_hour=now.price_per_hour or made.price_per_hour,
+            )  # fmt: skip
         state = "running, SSH does not answer yet" if now.state == "running" else now.message or now.state
         if state != said:
             say(f"{made.id}: {state}")
