@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sojourn.catalog.platforms import platforms
-from sojourn.errors import UserError
-from sojourn.remote.box.supervisor import Verdict, digest_of, gate, hash_files, place_survives, survival
-
-__all__ = ["Verdict", "digest_of", "gate", "hash_files", "place_survives", "survival"]
+from sojourn.remote.box import supervisor
+from sojourn.remote.box.supervisor import Verdict, digest_of, gate, hash_files
+from sojourn.remote.box_client import Box
+from sojourn.remote.hosts import Host
+from sojourn.remote.job import Job
 
 Action = Literal["power_off", "release"]
 Item = dict[str, Any]
@@ -30,13 +31,6 @@ def disks_of(platform: str) -> list[dict[str, Any]]:
     ]
 
 
-def items_of(report: dict[str, Any]) -> list[Item] | None:
-    """The checkpoints and models of a run from the box's verified.json or from its answer to `gate`; None where it has
-    none."""
-    items = report.get("items")
-    return [item for item in items if isinstance(item, dict)] if isinstance(items, list) else None
-
-
 def copies_at_home(items: Iterable[Item], folder: Path) -> dict[str, str]:
     """Name → digest of every item of which `folder` has a byte-identical copy: each byte here is read."""
     found = {}
@@ -48,7 +42,7 @@ def copies_at_home(items: Iterable[Item], folder: Path) -> dict[str, str]:
 
 
 def pulled_record(copies: dict[str, str]) -> bytes:
-    """JOBDIR/pulled, which says to the box what is safe at home."""
+    """JOBDIR/pulled: what is safe at home, for the box."""
     return (json.dumps({"verified": copies}) + "\n").encode()
 
 
@@ -62,13 +56,36 @@ def with_home_copies(items: Iterable[Item], copies: dict[str, str]) -> list[Item
     ]
 
 
-def decide(platform: str, action: Action, items: list[Item] | None, run: str, copies: dict[str, str]) -> Verdict:
-    """For a box whose items are known here; `None`: they are not, and nothing may go."""
-    known = None if items is None else with_home_copies(items, copies)
-    return gate(platform, action, disks_of(platform), known, run)
+def check_gate(box: Box, host: Host, jobs: Iterable[Job], action: Action) -> str | None:
+    """Why this box must stay, with what to type; None where it may go. The box reads every checkpoint and model on it,
+    and so does the laptop with its copies."""
+    if not supervisor.is_known_platform(host.platform):
+        return gate(host.platform, action, [], []).reason
+    disks = disks_of(host.platform)
+    report = _inspect(box, host, [disk["path"] for disk in disks])
+    if report is None:
+        return f"{host.name} could not list its checkpoints and models; type: sojourn host check {host.name}"
+    if report["running"]:
+        name = report["running"][0]
+        return f"{name} still runs on {host.name}; wait for it, or type: sojourn stop {name}"
+    items: list[Item] = report["items"]
+    for job in jobs:
+        of_job = [item for item in items if item["run"] == job.run]
+        others = [item for item in items if item["run"] != job.run]
+        items = others + with_home_copies(of_job, copies_at_home(of_job, Path(job.folder)))
+    real = [{**disk, "path": report["real"].get(disk["path"], disk["path"])} for disk in disks]
+    verdict: Verdict = gate(host.platform, action, real, items)
+    return None if verdict.allowed else verdict.reason
 
 
-def require(verdict: Verdict, action: Action) -> None:
-    if not verdict.allowed:
-        what = "released" if action == "release" else "powered off"
-        raise UserError(f"the box is not {what}: {verdict.reason}")
+def _inspect(box: Box, host: Host, paths: list[str]) -> dict[str, Any] | None:
+    """What the supervisor of this version finds there: it travels through standard input."""
+    argv = [host.python or "python3", "-", "inspect", host.home, *paths]
+    done = box.run(argv, input=Path(supervisor.__file__).read_bytes())
+    try:
+        found = json.loads(done.stdout.decode(errors="replace").strip().splitlines()[-1])
+    except (ValueError, IndexError):
+        return None
+    return (
+        found if done.code == 0 and isinstance(found, dict) and found.keys() >= {"running", "items", "real"} else None
+    )

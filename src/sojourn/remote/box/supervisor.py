@@ -2,19 +2,19 @@
 
 One file, standard library only, Python 3.8 to 3.13; copied to the box. The laptop imports its pure functions.
 
-    supervisor.py start JOBDIR [--again]   detaches and prints its pid; does nothing where one runs or the job has ended
+    supervisor.py start JOBDIR [--again]   detaches, prints its pid; a living one, or a job that is done, stays
     supervisor.py stop JOBDIR              asks for a graceful stop: the trainer saves, the run can be resumed
     supervisor.py status JOBDIR            status.json, with the state "lost" where it died without a terminal state
-    supervisor.py gate JOBDIR ACTION       whether power_off or release would lose a checkpoint or a model
-    supervisor.py shim JOBDIR PHASE N      internal: owns one phase, writes its exit code, restarts a dead supervisor
+    supervisor.py inspect HOME [PATH …]    every checkpoint and model with its places, read and hashed; what still runs
+    supervisor.py shim JOBDIR PHASE N      internal: owns attempt N of a phase, and starts a dead supervisor again
 
 JOBDIR/
-  spec.json            what to do: written by the laptop; spec.used.json: the copy that this job runs by
-  status.json          where the job stands (replaced atomically every two seconds)
-  state.json           what a restarted supervisor must not forget: cost, restarts, how the job ended
-  supervisor.json, shim.json, phase-PHASE.json   pid, start time and boot of the processes
+  spec.json            what to do, from the laptop; spec.used.json: the copy that this job runs by
+  status.json          where the job stands, replaced every two seconds
+  state.json           what a restarted supervisor must not forget: cost, attempt, restarts, how the job ended
+  supervisor.json, shim.json, phase-PHASE.json   pid and start time of the processes
   exit-PHASE.json      how the phase ended
-  verified.json        every checkpoint and model: files, SHA-256, places
+  verified.json        every checkpoint and model of the run: files, SHA-256, places
   attached             touched by a laptop that follows; pulled: {"verified": {NAME: DIGEST}}, what it has at home
   stop                 the request to stop; secrets/: 0700; logs/PHASE.log, logs/supervisor.log
 """
@@ -32,140 +32,80 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
 import urllib.error
 import urllib.request
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Callable, Iterable, NamedTuple, NoReturn
+from typing import IO, Any, Callable, Dict, Iterable, List, NamedTuple, NoReturn
 
 try:
     import fcntl
 except ImportError:  # Windows: the laptop imports the pure functions only
     fcntl = None  # type: ignore[assignment]
 
+Facts = Dict[str, Any]
 TERMINAL = ("done", "stopped", "failed")
-_FILE = os.path.abspath(__file__)
 MARK = "SOJOURN_JOB"  # in the environment of every process of a phase
-MANIFEST, SEAL = "manifest.json", ".mirror.json"
+SEAL = ".mirror.json"
+THIS_FILE = os.path.abspath(globals().get("__file__", "supervisor.py"))
 
 
-# ---------------------------------------------------------------------------------------------------- the specification
+# --- the specification -------------------------------------------------------------------------------------------
 
 
 class SpecError(Exception):
     """spec.json is wrong; one line."""
 
 
-@dataclass(frozen=True)
-class Phase:
-    """`restart`: a crash is followed by another attempt."""
-
-    name: str
-    argv: list[str]
-    restart: bool = False
-
-
-@dataclass(frozen=True)
-class Spec:
-    """spec.json. `spent_before` and `seconds_before`: on other boxes; what this job spent here is in state.json.
-    Intervals are in seconds."""
-
-    run: str
-    home: str
-    run_folder: str
-    phases: list[Phase]
-    env: dict[str, str] = field(default_factory=dict)
-    secret_env_files: dict[str, str] = field(default_factory=dict)
-    price_per_hour: float | None = None
-    currency: str = ""
-    budget: float | None = None
-    spent_before: float = 0.0
-    seconds_before: float = 0.0
-    deadline: float | None = None
-    stall_minutes: float = 15.0
-    min_free_bytes: float = 512 << 20
-    max_restarts: int = 3
-    grace_seconds: float = 60.0
-    hold_minutes: float = 30.0
-    mirror: str | None = None
-    disks: list[dict[str, Any]] = field(default_factory=list)
-    platform: str = "generic"
-    stop: dict[str, Any] = field(default_factory=dict)
-    notify: list[dict[str, Any]] = field(default_factory=list)
-    heartbeat_seconds: float = 2.0
-    poll_seconds: float = 0.5
-    gpu_seconds: float = 30.0
-    disk_seconds: float = 10.0
-    backoff_seconds: float = 5.0
-    lease_seconds: float = 30.0
-    notify_seconds: float = 10.0
-    shim_seconds: float = 1.0
-    hash: str = ""
-
-
 _REQUIRED = {"run": str, "home": str, "run_folder": str, "phases": list}
-_NUMBERS = (
-    "spent_before", "seconds_before", "stall_minutes", "min_free_bytes", "max_restarts", "grace_seconds",
-    "hold_minutes", "heartbeat_seconds", "poll_seconds", "gpu_seconds", "disk_seconds", "backoff_seconds",
-    "lease_seconds", "notify_seconds", "shim_seconds",
-)  # fmt: skip
-_OPTIONAL_NUMBERS = ("price_per_hour", "budget", "deadline")
-_OTHERS = {"env": dict, "secret_env_files": dict, "disks": list, "stop": dict, "notify": list, "currency": str}
+# `spent_before` and `seconds_before`: on other boxes; what the job spent on this one is in state.json.
+_DEFAULTS: Facts = {
+    "env": {}, "secret_env_files": {}, "price_per_hour": None, "currency": "", "budget": None, "spent_before": 0.0,
+    "seconds_before": 0.0, "deadline": None, "stall_minutes": 15.0, "min_free_bytes": 512 << 20, "max_restarts": 3,
+    "grace_seconds": 60.0, "hold_minutes": 30.0, "mirror": None, "disks": [], "platform": "generic", "stop": {},
+    "notify": [], "heartbeat_seconds": 2.0, "poll_seconds": 0.5, "gpu_seconds": 30.0, "disk_seconds": 10.0,
+    "backoff_seconds": 5.0, "lease_seconds": 30.0, "notify_seconds": 10.0, "shim_seconds": 1.0,
+}  # fmt: skip
+_NUMBERS_OR_NULL = ("price_per_hour", "budget", "deadline")
 
 
-def parse_spec(data: bytes) -> Spec:
-    """Raises `SpecError` with the key that is wrong."""
+def parse_spec(data: bytes) -> Facts:
+    """With every default filled in. Raises `SpecError` with the key that is wrong."""
     try:
         found = json.loads(data.decode("utf-8"))
     except ValueError:
         raise SpecError("not valid JSON") from None
-    if not isinstance(found, dict):
-        raise SpecError("not a JSON object")
-    if found.get("version") != 1:
-        raise SpecError(f"version: {found.get('version')!r}; this supervisor knows 1")
+    if not isinstance(found, dict) or found.get("version") != 1:
+        raise SpecError("not a specification of version 1")
     for key, kind in _REQUIRED.items():
         if key not in found:
             raise SpecError(f"{key}: missing")
         if not isinstance(found[key], kind) or not found[key]:
             raise SpecError(f"{key}: {found[key]!r} is not a {kind.__name__} with content")
-    values: dict[str, Any] = {key: found[key] for key in _REQUIRED}
-    values["phases"] = [_parse_phase(item, index) for index, item in enumerate(found["phases"])]
-    if len({phase.name for phase in values["phases"]}) < len(values["phases"]):
-        raise SpecError("phases: two have the same name")
-    for key in (*_NUMBERS, *_OPTIONAL_NUMBERS):
-        value = found.get(key)
-        if value is None:
-            continue
-        if type(value) not in (int, float) or not 0 <= value < 1e15:
-            raise SpecError(f"{key}: {value!r} is not a number from 0")
-        values[key] = value
-    for key, kind in _OTHERS.items():
-        if found.get(key) is not None:
-            if not isinstance(found[key], kind):
-                raise SpecError(f"{key}: {found[key]!r} is not a {kind.__name__}")
-            values[key] = found[key]
-    if values.get("budget") is not None and values.get("price_per_hour") is None:
+    spec = {**_DEFAULTS, **{key: value for key, value in found.items() if value is not None}}
+    for key, default in _DEFAULTS.items():
+        value = spec[key]
+        if isinstance(default, (int, float)) or (key in _NUMBERS_OR_NULL and value is not None):
+            if type(value) not in (int, float) or not 0 <= value < 1e15:
+                raise SpecError(f"{key}: {value!r} is not a number from 0")
+        elif default is not None and not isinstance(value, type(default)):
+            raise SpecError(f"{key}: {value!r} is not a {type(default).__name__}")
+    if spec["budget"] is not None and spec["price_per_hour"] is None:
         raise SpecError("budget: needs price_per_hour")
-    if found.get("mirror"):
-        values["mirror"] = str(found["mirror"])
-    values["platform"] = str(found.get("platform") or "generic")
-    return Spec(hash=hashlib.sha256(data).hexdigest()[:16], **values)
+    for index, phase in enumerate(spec["phases"]):
+        name, argv = (phase.get("name"), phase.get("argv")) if isinstance(phase, dict) else (None, None)
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
+            raise SpecError(f"phases[{index}].name: {name!r} is not a plain name")
+        if not isinstance(argv, list) or not argv or not all(isinstance(word, str) for word in argv):
+            raise SpecError(f"phases[{index}].argv: {argv!r} is not a list of words")
+    if len({phase["name"] for phase in spec["phases"]}) < len(spec["phases"]):
+        raise SpecError("phases: two have the same name")
+    return {**spec, "hash": hashlib.sha256(data).hexdigest()[:16]}
 
 
-def _parse_phase(item: Any, index: int) -> Phase:
-    name, argv = (item.get("name"), item.get("argv")) if isinstance(item, dict) else (None, None)
-    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
-        raise SpecError(f"phases[{index}].name: {name!r} is not a plain name")
-    if not isinstance(argv, list) or not argv or not all(isinstance(word, str) for word in argv):
-        raise SpecError(f"phases[{index}].argv: {argv!r} is not a list of words")
-    return Phase(name, argv, bool(item.get("restart", False)))
-
-
-def read_spec(path: Path) -> Spec:
+def read_spec(path: Path) -> Facts:
     try:
         return parse_spec(path.read_bytes())
     except OSError as error:
@@ -174,58 +114,10 @@ def read_spec(path: Path) -> Spec:
         raise SpecError(f"{path}: {error}; write it anew with: sojourn launch") from None
 
 
-# ------------------------------------------------------------------------------------------------- files and processes
+# --- files and processes -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Job:
-    """The files of a job."""
-
-    folder: Path
-
-    @property
-    def status(self) -> Path:
-        return self.folder / "status.json"
-
-    @property
-    def state(self) -> Path:
-        return self.folder / "state.json"
-
-    @property
-    def used_spec(self) -> Path:
-        return self.folder / "spec.used.json"
-
-    @property
-    def supervisor(self) -> Path:
-        return self.folder / "supervisor.json"
-
-    @property
-    def shim(self) -> Path:
-        return self.folder / "shim.json"
-
-    @property
-    def stop_request(self) -> Path:
-        return self.folder / "stop"
-
-    @property
-    def secrets(self) -> Path:
-        return self.folder / "secrets"
-
-    @property
-    def reserve(self) -> Path:
-        return self.folder / ".reserve"
-
-    def phase(self, name: str) -> Path:
-        return self.folder / f"phase-{name}.json"
-
-    def exit(self, name: str) -> Path:
-        return self.folder / f"exit-{name}.json"
-
-    def log(self, name: str) -> Path:
-        return self.folder / "logs" / f"{name}.log"
-
-
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> Facts:
     """Empty where there is none, or none that can be read."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -234,50 +126,60 @@ def read_json(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def write_json(job: Job, path: Path, value: dict[str, Any], sync: bool = True) -> None:
-    """Atomically. On a full disk the reserve is given up first; then the old file is overwritten."""
-    data = (json.dumps(value, ensure_ascii=False) + "\n").encode("utf-8", "replace")
-    for last in (False, True):
+def write_file(path: Path, data: bytes, sync: bool = True) -> None:
+    """Atomically. On a full disk, what must be kept (`sync`) takes the place of the job's reserve."""
+    stage = path.with_name(f".{path.name}.{os.getpid()}")
+    for attempt in (1, 2):
         try:
-            return _replace_file(path, data, sync)
+            with open(stage, "wb") as file:
+                file.write(data)
+                file.flush()
+                if sync:
+                    os.fsync(file.fileno())
+            return os.replace(stage, path)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            _remove(stage)
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not sync or attempt == 2:
                 raise
-            if not last:
-                with contextlib.suppress(OSError):
-                    job.reserve.unlink()
-    with open(path, "r+b") as file:  # as long as the old content: needs no space
-        length = os.fstat(file.fileno()).st_size
-        if len(data) > length:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        file.write(data.ljust(length))
+            _remove(path.parent / ".reserve")
     return None
 
 
-def _replace_file(path: Path, data: bytes, sync: bool) -> None:
-    stage = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(stage, "wb") as file:
-            file.write(data)
-            file.flush()
-            if sync:
-                os.fsync(file.fileno())
-        os.replace(stage, path)
-    except BaseException:
+def write_json(path: Path, value: Facts, sync: bool = True) -> None:
+    write_file(path, (json.dumps(value, ensure_ascii=False) + "\n").encode("utf-8", "replace"), sync)
+
+
+def _remove(*paths: Path) -> None:
+    for path in paths:
         with contextlib.suppress(OSError):
-            stage.unlink()
-        raise
+            path.unlink()
 
 
-def make_reserve(job: Job, size: int = 256 << 10) -> None:
-    """Space for the last status, exit codes and verdicts on a disk that is full."""
-    with contextlib.suppress(OSError):
-        if not job.reserve.exists():
-            job.reserve.write_bytes(b"\1" * size)
+def file_size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return -1
+
+
+def tail(path: Path, start: int = 0, most: int = 16384) -> str:
+    """What was written after byte `start`, or the end of it."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(start, file.seek(0, os.SEEK_END) - most, 0))
+            return file.read(most).decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def last_line(text: str) -> str:
+    """The last line that says something, without colours and overwritten progress bars."""
+    plain = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line).strip() for line in re.split(r"[\r\n]+", text)]
+    return next((line[:400] for line in reversed(plain) if line), "")
 
 
 def uptime() -> float:
-    """Seconds since the machine booted: never set, counts time asleep."""
+    """Seconds since the machine booted: no clock that anybody sets."""
     clock = getattr(time, "CLOCK_BOOTTIME", None)
     return time.monotonic() if clock is None else time.clock_gettime(clock)
 
@@ -303,60 +205,48 @@ def is_alive(pid: Any, started: Any) -> bool:
     return isinstance(started, str) and start_time(pid) == started
 
 
-def identity(pid: int) -> dict[str, Any]:
+def identity(pid: int) -> Facts:
     return {"pid": pid, "started": start_time(pid)}
 
 
-def lives(record: dict[str, Any]) -> bool:
-    return is_alive(record.get("pid"), record.get("started"))
+def lives(record: Any) -> bool:
+    return isinstance(record, dict) and is_alive(record.get("pid"), record.get("started"))
 
 
-def trainer_of(job: Job, phase: str) -> dict[str, Any]:
-    found = read_json(job.phase(phase)).get("trainer")
-    return found if isinstance(found, dict) else {}
-
-
-def processes_of(job: Job) -> list[int]:
-    """Every process that a phase of this job has left behind, whoever its parent is."""
-    mark = f"{MARK}={job.folder}".encode()
-    found = []
+def processes_of(job: Path) -> list[int]:
+    """Every process of a phase of this job, whoever its parent is now."""
+    mark, found = os.fsencode(f"{MARK}={job}"), []
     for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(OSError):
-                if mark in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0"):
-                    found.append(int(entry))
+        with contextlib.suppress(OSError):
+            if entry.isdigit() and mark in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0"):
+                found.append(int(entry))
     return [pid for pid in found if start_time(pid) is not None]
 
 
 def cpu_ticks(pids: Iterable[int]) -> int:
-    """CPU time of these processes and of the children they have waited for."""
+    """CPU time of these processes and of the children that they have waited for."""
     total = 0
     for pid in pids:
-        with contextlib.suppress(OSError, ValueError, IndexError):
+        with contextlib.suppress(OSError, ValueError):
             fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
             total += sum(map(int, fields[11:15]))
     return total
 
 
-def send(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, number)
-
-
-def kill_all(job: Job, patience: float = 10.0) -> None:
-    """SIGKILL until none is left: a process may fork while the list is read."""
-    until = time.monotonic() + patience
-    while time.monotonic() < until:
+def kill_all(job: Path) -> None:
+    """SIGKILL until none is left: a process may fork while the list is read. One that cannot die is not waited for."""
+    for _ in range(100):
         left = processes_of(job)
         if not left:
             return
         for pid in left:
-            send(pid, signal.SIGKILL)
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)
 
 
 def lock(path: Path) -> IO[bytes] | None:
-    """An exclusive lock that ends with this process; None where another process has it."""
+    """A lock that ends with this process; None where another process has it."""
     file = open(path, "ab")  # noqa: SIM115
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -365,44 +255,23 @@ def lock(path: Path) -> IO[bytes] | None:
         file.close()
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             return None
-    # A network drive without locks: a lock of the same name in this machine's temporary folder.
-    name = hashlib.sha256(str(path).encode()).hexdigest()[:24]
-    file = open(Path(tempfile.gettempdir()) / f"sojourn-{name}.lock", "ab")  # noqa: SIM115
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return file
-    except OSError:
-        file.close()
-        return None
+        raise
 
 
-def last_line(path: Path, start: int = 0) -> str:
-    """The last line with text that was written after byte `start`, without colours and overwritten progress bars."""
-    for line in reversed(tail(path, start).splitlines()):
-        text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line.rpartition("\r")[2]).strip()
-        if text:
-            return text[:400]
-    return ""
+def read_status(job: Path) -> Facts:
+    """status.json; the state is "lost" where it is not terminal and its supervisor is gone."""
+    status = read_json(job / "status.json")
+    if status.get("state") in TERMINAL or lives(status):
+        return status
+    if lives(read_json(job / "supervisor.json")):
+        return {"state": "starting", **status}
+    if not (job / "status.json").exists():
+        return {"state": "none", "message": f"{job}: no job was started here", "resumable": False}
+    message = "the supervisor ended without a terminal state; launch again to resume"
+    return {**status, "state": "lost", "reason": "lost", "message": message, "resumable": True}
 
 
-def tail(path: Path, start: int = 0, most: int = 16384) -> str:
-    try:
-        with open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(start, size - most, 0))
-            return file.read(most).decode("utf-8", "replace")
-    except OSError:
-        return ""
-
-
-def size_of(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return -1
-
-
-# -------------------------------------------------------------------------------------- decisions, without any effects
+# --- decisions, without effects ----------------------------------------------------------------------------------
 
 
 class Verdict(NamedTuple):
@@ -412,66 +281,61 @@ class Verdict(NamedTuple):
     reason: str
 
 
-def survival(path: str, disks: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The disk that `path` lies on: of those that contain it the longest; {} where none does. Links are resolved."""
-    best: dict[str, Any] = {}
-    length = -1
+def survival(path: str, disks: Iterable[Facts]) -> Facts:
+    """The disk that `path` lies on: of those that contain it the longest; {} where none does. Without links."""
+    best, length = {}, -1
     parts = [part for part in posixpath.normpath(path).split("/") if part]
     for disk in disks:
-        root = [part for part in posixpath.normpath(str(disk.get("path", ""))).split("/") if part]
-        if str(disk.get("path", "")).startswith("/") and parts[: len(root)] == root and len(root) > length:
+        root = [part for part in posixpath.normpath(str(disk.get("path"))).split("/") if part]
+        if str(disk.get("path")).startswith("/") and parts[: len(root)] == root and len(root) > length:
             best, length = disk, len(root)
     return best
 
 
-def place_survives(place: dict[str, Any], action: str, disks: Iterable[dict[str, Any]]) -> bool:
-    """Whether this verified copy is still there after the action, for as long as anybody may need it."""
-    if not place.get("verified"):
-        return False
-    if place.get("kind") in ("home", "hub"):
-        return True
-    disk = survival(str(place.get("path", "")), disks)
-    needed = ("release",) if action == "release" else ("stop", "release")
-    return disk.get("survives") in needed and not disk.get("kept_hours")
+def place_survives(place: Facts, action: str, disks: Iterable[Facts]) -> bool:
+    """Whether this copy is verified, and still there after the action for as long as anybody may need it."""
+    if not place.get("verified") or place.get("kind") in ("home", "hub"):
+        return bool(place.get("verified"))
+    disk = survival(str(place.get("path")), disks)
+    return disk.get("survives") in (("release",) if action == "release" else ("stop", "release")) and not disk.get(
+        "kept_hours"
+    )
 
 
-def gate(
-    platform: str, action: str, disks: list[dict[str, Any]], items: list[dict[str, Any]] | None, run: str = "RUN"
-) -> Verdict:
+def is_known_platform(platform: str) -> bool:
+    return platform not in ("", "generic", "unknown")
+
+
+def gate(platform: str, action: str, disks: list[Facts], items: list[Facts] | None, run: str = "RUN") -> Verdict:
     """Whether this box may be powered off or released. `items`: every checkpoint and model with its places; None where
-    they could not be listed. Paths are real ones, without links."""
+    they could not be read."""
     if action not in ("power_off", "release"):
         return Verdict(False, f"{action!r} is not an action; type power_off or release")
-    if platform in ("", "generic", "unknown"):
-        return Verdict(
-            False, "a box of an unknown platform is never powered off or released by Sojourn; do it in its own console"
-        )
+    if not is_known_platform(platform):
+        return Verdict(False, "a box of an unknown platform is never powered off or released; do it in its own console")
     if items is None:
-        return Verdict(False, "the run folder could not be read; check its disk, then type: sojourn pull " + run)
+        return Verdict(False, f"the run folder could not be read; check its disk, then type: sojourn pull {run} --all")
     for item in items:
-        if not any(place_survives(place, action, disks) for place in item.get("places", [])):
-            why = _why_lost(item, action, disks)
+        if not any(place_survives(place, action, disks) for place in item["places"]):
             command = f"sojourn pull {item.get('run') or run} --all"
-            return Verdict(False, f"{item.get('name')} {why}; on your laptop, type: {command}")
+            return Verdict(False, f"{_why_lost(item, action, disks)}; on your laptop, type: {command}")
     return Verdict(True, "")
 
 
-def _why_lost(item: dict[str, Any], action: str, disks: list[dict[str, Any]]) -> str:
-    what = "a release" if action == "release" else "a power-off"
-    places = item.get("places", [])
-    good = [place for place in places if place.get("verified") and place.get("kind") == "disk"]
+def _why_lost(item: Facts, action: str, disks: list[Facts]) -> str:
+    good = [place for place in item["places"] if place.get("verified")]
     if not good:
-        damage = next((place["damage"] for place in places if place.get("damage")), "no copy is verified")
-        return f"has no verified copy ({damage})"
-    path = str(good[0].get("path"))
-    disk = survival(path, disks)
+        damage = next((place["damage"] for place in item["places"] if place.get("damage")), "none is verified")
+        return f"{item['name']} has no verified copy ({damage})"
+    disk = survival(str(good[0]["path"]), disks)
     if disk.get("kept_hours") and action == "power_off":
-        return f"lies only on {disk['path']}, which is wiped {disk['kept_hours']:g} h after a power-off"
-    return f"lies only in {path}, which does not survive {what}"
+        return f"{item['name']} lies only on {disk['path']}, which is wiped {disk['kept_hours']:g} h after a power-off"
+    what = "release" if action == "release" else "power-off"
+    return f"{item['name']} lies only in {good[0]['path']}, which does not survive a {what}"
 
 
 def after_exit(
-    code: int | None, asked: str | None, phase: Phase, restarts: int, most: int, gpu: str | None
+    code: int | None, asked: str | None, restartable: bool, restarts: int, most: int, gpu: str | None
 ) -> tuple[str, str]:
     """What follows the end of a phase: next, restart, stopped or failed; and the reason. `asked`: why the supervisor
     stopped it; `code` is None where nobody saw the end; `gpu`: a GPU error in its last lines."""
@@ -483,13 +347,9 @@ def after_exit(
         return "stopped", asked
     if code == 3:
         return "stopped", "limit"
-    if code == 2:
-        return "failed", "input"
-    if code in (126, 127):
-        return "failed", "start"
-    if not phase.restart or restarts >= most:
-        return "failed", asked or "crash"
-    return "restart", asked or "crash"
+    if code in (2, 127):
+        return "failed", "input" if code == 2 else "start"
+    return "restart" if restartable and restarts < most else "failed", asked or "crash"
 
 
 def budget_threshold(budget: float, price_per_hour: float, grace_seconds: float) -> float:
@@ -500,471 +360,294 @@ def budget_threshold(budget: float, price_per_hour: float, grace_seconds: float)
 # Xids that mean broken hardware. 13, 31, 43 and 45 are the program's own faults, or follow a SIGKILL.
 HARDWARE_XIDS = frozenset({48, 62, 64, 74, 79, 94, 95, 119, 120, 140})
 _XID = re.compile(r"\bXid\b(?:\s*\(PCI:([0-9a-fA-F:.]+)\))?\D*?:\s*(\d+)")
-_GPU_TEXTS = re.compile(
-    r"uncorrectable ECC|cudaErrorECCUncorrectable|fallen off the bus|fell off the bus|GPU is lost"
-    r"|Unable to determine the device handle",
-    re.IGNORECASE,
+_BROKEN = re.compile(
+    "uncorrectable ECC|ECCUncorrectable|fallen off the bus|fell off the bus|GPU is lost|determine the device handle",
+    re.I,
 )
 
 
 def gpu_error_in(text: str, buses: Iterable[str] = ()) -> str | None:
     """The first line that says a GPU is broken. `buses`: PCI addresses of this box's GPUs, where known: the kernel's
     log also has those of other tenants."""
-    known = {bus_key(bus) for bus in buses}
+    known = {_bus(bus) for bus in buses}
     for line in text.splitlines():
-        if _GPU_TEXTS.search(line):
-            return line.strip()[:200]
-        match = _XID.search(line)
-        if match and int(match[2]) in HARDWARE_XIDS and (not known or not match[1] or bus_key(match[1]) in known):
+        xid = _XID.search(line)
+        ours = xid is None or not xid[1] or not known or _bus(xid[1]) in known
+        if ours and (_BROKEN.search(line) or (xid and int(xid[2]) in HARDWARE_XIDS)):
             return line.strip()[:200]
     return None
 
 
-def bus_key(bus: str) -> str:
+def _bus(address: str) -> str:
     """`00000000:3B:00.0` of nvidia-smi and `0000:3b:00` of the kernel are the same GPU."""
-    return bus.strip().lower().partition(".")[0].lstrip("0:")
+    return address.strip().lower().partition(".")[0].lstrip("0:")
 
 
-def read_status(folder: Path) -> dict[str, Any]:
-    """status.json; the state is "lost" where it is not terminal and its supervisor is gone."""
-    status = read_json(Job(folder).status)
-    state = status.get("state")
-    if state in TERMINAL:
-        return status
-    if lives(status) or lives(read_json(Job(folder).supervisor)):
-        return status or {"state": "starting"}
-    if not status and not Job(folder).state.exists() and not Job(folder).status.exists():
-        return {"state": "none", "message": f"{folder}: no job was started here", "resumable": False}
-    message = "the supervisor and its trainer ended without a terminal state; launch again to resume"
-    return {**status, "state": "lost", "message": message, "resumable": True, "reason": "lost"}
-
-
-# ----------------------------------------------------------------------------------------- what is in the run folder
+# --- checkpoints and models, and where each of them lies -----------------------------------------------------------
 
 
 Tick = Callable[[], None]
 
 
-def sha256(path: Path, tick: Tick = lambda: None) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while True:
-            chunk = file.read(8 << 20)
-            if not chunk:
-                return digest.hexdigest()
-            digest.update(chunk)
-            tick()
+def hash_files(folder: Path, tick: Tick = lambda: None) -> dict[str, Facts]:
+    """Size and SHA-256 by relative path, without a mirror's seal."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if name == SEAL or not path.is_file():
+            continue
+        digest = hashlib.sha256()
+        with open(path, "rb") as file:
+            for chunk in iter(lambda: file.read(8 << 20), b""):
+                digest.update(chunk)
+                tick()
+        found[name] = {"size": path.stat().st_size, "sha256": digest.hexdigest()}
+    return found
 
 
-def list_files(folder: Path) -> list[str]:
-    """Relative to it, with forward slashes; without a mirror's seal."""
-    found = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-    return sorted(name for name in found if name != SEAL)
-
-
-def hash_files(folder: Path, tick: Tick = lambda: None) -> dict[str, dict[str, Any]]:
-    return {
-        name: {"size": (folder / name).stat().st_size, "sha256": sha256(folder / name, tick)}
-        for name in list_files(folder)
-    }
-
-
-def digest_of(files: dict[str, dict[str, Any]]) -> str:
+def digest_of(files: dict[str, Facts]) -> str:
     """One digest for a folder: two copies with the same digest are byte-identical."""
     lines = [f"{files[name]['sha256']} {files[name]['size']} {name}\n" for name in sorted(files)]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def checkpoint_damage(folder: Path, files: dict[str, dict[str, Any]]) -> str | None:
-    manifest = read_json(folder / MANIFEST)
+def checkpoint_damage(folder: Path, files: dict[str, Facts]) -> str | None:
+    manifest = read_json(folder / "manifest.json")
     if not manifest:
         return "no readable manifest.json"
-    for name, listed in manifest.items():
-        if not isinstance(listed, dict) or "sha256" not in listed:
-            return "no readable manifest.json"
-        if name not in files:
-            return f"{name} is missing"
-        if files[name] != {"size": listed.get("size"), "sha256": listed["sha256"]}:
-            return f"{name} does not match manifest.json"
-    return None
+    wrong = [name for name, listed in manifest.items() if files.get(name) != listed]
+    return f"{wrong[0]} does not match manifest.json" if wrong else None
 
 
-def model_damage(folder: Path, files: dict[str, dict[str, Any]]) -> str | None:
+def model_damage(folder: Path, files: dict[str, Facts]) -> str | None:
     """final/ and best/ have no manifest: what must be there is there, and every weight file is as long as it says."""
     if "config.json" not in files and "adapter_config.json" not in files:
         return "neither config.json nor adapter_config.json"
-    weights = [name for name in files if name.endswith(".safetensors")]
+    weights = {name for name in files if name.endswith(".safetensors")}
     for index in (name for name in files if name.endswith(".safetensors.index.json")):
-        listed = read_json(folder / index).get("weight_map")
-        missing = sorted(set(listed.values()) - set(files)) if isinstance(listed, dict) else ["weight_map"]
-        if missing:
-            return f"{missing[0]} is missing"
+        weights |= set((read_json(folder / index).get("weight_map") or {"": "weight_map"}).values())
     if not weights:
         return "no .safetensors file"
-    return next((found for found in (_safetensors_damage(folder / name) for name in weights) if found), None)
+    return next((f"{name} is not whole" for name in sorted(weights) if not _is_whole(folder / name)), None)
 
 
-def _safetensors_damage(path: Path) -> str | None:
+def _is_whole(safetensors: Path) -> bool:
     try:
-        with open(path, "rb") as file:
+        with open(safetensors, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if length > 100 << 20:
-                return f"{path.name} has no header"
-            header = json.loads(file.read(length).decode("utf-8"))
+            header = json.loads(file.read(min(length, 100 << 20)).decode("utf-8"))
             ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-            expected = 8 + length + max(ends, default=0)
-            return None if os.fstat(file.fileno()).st_size == expected else f"{path.name} is cut short"
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-        return f"{path.name} has no header"
+            return os.fstat(file.fileno()).st_size == 8 + length + max(ends, default=0)
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return False
 
 
-def checkpoint_folders(run_folder: Path) -> list[Path]:
-    return sorted(path for path in (run_folder / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d+", path.name))
+def item_folders(run: Path) -> list[tuple[str, Path]]:
+    """Every checkpoint and model of a run; also a checkpoint that was saved elsewhere because the disk failed."""
+    checkpoints = sorted(path for path in (run / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d+", path.name))
+    found = [(f"checkpoints/{path.name}", path) for path in checkpoints]
+    found += [(name, run / name) for name in ("final", "best") if (run / name).is_dir()]
+    rescued = re.search(r"save\.resume=(/\S+)", str(read_json(run / "status.json").get("message")))
+    return found + ([("rescued", Path(rescued[1]))] if rescued and Path(rescued[1]).is_dir() else [])
 
 
-def item_folders(run_folder: Path) -> list[tuple[str, Path]]:
-    """Every checkpoint and model of a run, and a checkpoint that was saved elsewhere because the disk failed."""
-    found = [(f"checkpoints/{path.name}", path) for path in checkpoint_folders(run_folder)]
-    found += [(name, run_folder / name) for name in ("final", "best") if (run_folder / name).is_dir()]
-    message = str(read_json(run_folder / "status.json").get("message", ""))
-    rescued = re.search(r"save\.resume=(/\S+)", message)
-    if rescued and Path(rescued[1]).is_dir():
-        found.append((f"rescued {Path(rescued[1]).name}", Path(rescued[1])))
-    return found
-
-
-def inspect(spec: Spec, job: Job, tick: Tick = lambda: None) -> list[dict[str, Any]]:
-    """Every checkpoint and model of the run: its files, what is wrong with it, and its places, each read and hashed."""
-    run_folder = Path(spec.run_folder)
-    at_home = read_json(job.folder / "pulled").get("verified")
-    on_hub = _names_on_hub(spec, run_folder)
+def inspect_run(run: Path, job: Path, mirror: str | None, tick: Tick = lambda: None) -> list[Facts]:
+    """Every checkpoint and model of a run: its files, what is wrong with it, and its places. Every byte is read."""
+    at_home = read_json(job / "pulled").get("verified") or {}
+    on_hub = _names_on_hub(run, mirror)
     items = []
-    for name, folder in item_folders(run_folder):
+    for name, folder in item_folders(run):
         files = hash_files(folder, tick)
-        is_model = name in ("final", "best")
-        damage = model_damage(folder, files) if is_model else checkpoint_damage(folder, files)
-        digest = digest_of(files)
-        place = {"kind": "disk", "path": os.path.realpath(str(folder)), "verified": damage is None, "damage": damage}
-        item: dict[str, Any] = {
-            "run": spec.run,
-            "name": name,
-            "digest": digest,
-            "files": files,
-            "damage": damage,
-            "places": [place],
-        }
-        if spec.mirror and not spec.mirror.startswith("hub:"):
-            item["places"].append(_mirror_place(Path(spec.mirror).expanduser() / spec.run / name, files, tick))
+        damage = (model_damage if name in ("final", "best") else checkpoint_damage)(folder, files)
+        digest, places = digest_of(files), [_disk_place(folder, damage)]
+        if mirror and not mirror.startswith("hub:"):
+            places.append({**_mirror_place(Path(mirror).expanduser() / run.name / name, files, tick), "mirror": True})
         if name in on_hub:
-            item["places"].append({"kind": "hub", "path": spec.mirror, "verified": True, "mirror": True})
+            places.append({"kind": "hub", "path": mirror, "verified": True, "mirror": True})
         if isinstance(at_home, dict) and at_home.get(name) == digest:
-            item["places"].append({"kind": "home", "path": "", "verified": True})
-        items.append(item)
+            places.append({"kind": "home", "path": "", "verified": True})
+        items.append(
+            {"run": run.name, "name": name, "digest": digest, "files": files, "damage": damage, "places": places}
+        )
     return items
 
 
-def _mirror_place(copy: Path, files: dict[str, dict[str, Any]], tick: Tick) -> dict[str, Any]:
+def _disk_place(folder: Path, damage: str | None) -> Facts:
+    return {"kind": "disk", "path": os.path.realpath(folder), "verified": damage is None, "damage": damage}
+
+
+def _mirror_place(copy: Path, files: dict[str, Facts], tick: Tick) -> Facts:
     try:
-        damage = None if copy.is_dir() else "not in the mirror"
+        damage = "not in the mirror" if not copy.is_dir() else None
         if damage is None and hash_files(copy, tick) != files:
             damage = "the copy in the mirror differs"
     except OSError as error:
         damage = f"the mirror cannot be read: {error.strerror}"
-    real = os.path.realpath(str(copy))
-    return {"kind": "disk", "path": real, "verified": damage is None, "damage": damage, "mirror": True}
+    return _disk_place(copy, damage)
 
 
-def _names_on_hub(spec: Spec, run_folder: Path) -> set[str]:
-    """What the trainer has copied to the hub and compared with the hub's own hashes, as its events say."""
-    if not spec.mirror or not spec.mirror.startswith("hub:"):
+def _names_on_hub(run: Path, mirror: str | None) -> set[str]:
+    """What the trainer has copied there and compared with the hub's own hashes, as its events say."""
+    if not mirror or not mirror.startswith("hub:"):
         return set()
-    names = set()
-    with contextlib.suppress(OSError), open(run_folder / "events.jsonl", encoding="utf-8", errors="replace") as file:
+    names = {"final", "best"} if read_json(run / "status.json").get("state") == "done" else set()
+    with contextlib.suppress(OSError), open(run / "events.jsonl", encoding="utf-8", errors="replace") as file:
         for line in file:
             with contextlib.suppress(ValueError, AttributeError):
                 event = json.loads(line)
-                if event.get("kind") == "mirrored" and str(event.get("where")).endswith(" " + spec.mirror[4:]):
+                if event.get("kind") == "mirrored" and str(event.get("where")).endswith(" " + mirror[4:]):
                     names.add(f"checkpoints/{event.get('path')}")
-    if read_json(run_folder / "status.json").get("state") == "done":  # the trainer is done only after these arrived
-        names |= {"final", "best"}
     return names
 
 
-def problems(items: list[dict[str, Any]], spec: Spec, is_done: bool) -> list[str]:
-    """Why the run is not verified; empty where it is. The trainer mirrors models only when it is done."""
-    found = []
+def problems(items: list[Facts], mirror: str | None, is_done: bool) -> list[str]:
+    """Why the run is not verified. The mirror must have the newest checkpoint and, once it is done, the models; an
+    older checkpoint may have been waiting for its removal."""
+    newest = max((item["name"] for item in items if item["name"].startswith("checkpoints/")), default=None)
+    found = [] if not is_done or any(item["name"] == "final" for item in items) else ["final: missing"]
     for item in items:
-        if item["damage"]:
-            found.append(f"{item['name']}: {item['damage']}")
-        if spec.mirror and (is_done or item["name"].startswith("checkpoints/")):
-            copies = [place for place in item["places"] if place.get("mirror")]
-            if not any(place["verified"] for place in copies):
-                found.append(f"{item['name']}: {copies[0]['damage'] if copies else 'not in the mirror'}")
-    if is_done and not any(item["name"] == "final" for item in items):
-        found.append("final: missing")
+        found += [f"{item['name']}: {item['damage']}"] if item["damage"] else []
+        copies = [place for place in item["places"] if place.get("mirror")]
+        needed = item["name"] == newest or (is_done and item["name"] in ("final", "best"))
+        damage = copies[0].get("damage") if copies else "not in the mirror"
+        if mirror and damage and (needed or damage != "not in the mirror"):
+            found.append(f"{item['name']}: {damage}")
     return found
 
 
-def other_items(spec: Spec, job: Job) -> list[dict[str, Any]]:
-    """Checkpoints and models of other runs on this box. A power-off does not touch what lies on a disk that survives
-    it, so their bytes are not read again; what the laptop has at home counts as its own record says."""
+def other_items(run: Path, job: Path) -> list[Facts]:
+    """Those of other runs on this box. What lies on a disk that survives is not touched by a power-off, so it is not
+    read again; other copies count as their own job has verified them."""
     found = []
-    runs = Path(spec.run_folder).parent
-    for run_folder in sorted(path for path in runs.iterdir() if path.is_dir()) if runs.is_dir() else []:
-        if os.path.realpath(str(run_folder)) == os.path.realpath(spec.run_folder):
+    for other in sorted(path for path in run.parent.iterdir() if path.is_dir()) if run.parent.is_dir() else []:
+        if os.path.realpath(other) == os.path.realpath(run):
             continue
-        record = job.folder.parent / run_folder.name
-        at_home = read_json(record / "pulled").get("verified")
+        record = job.parent / other.name
         known = {item["name"]: item for item in read_json(record / "verified.json").get("items", [])}
-        for name, folder in item_folders(run_folder):
-            places = [{"kind": "disk", "path": os.path.realpath(str(folder)), "verified": True}]
-            places += [place for place in known.get(name, {}).get("places", []) if place.get("kind") != "home"]
-            digest = known.get(name, {}).get("digest")
-            if digest and isinstance(at_home, dict) and at_home.get(name) == digest:
+        at_home = read_json(record / "pulled").get("verified") or {}
+        for name, folder in item_folders(other):
+            places = [_disk_place(folder, None), *known.get(name, {}).get("places", [])]
+            if known.get(name, {}).get("digest", "") == at_home.get(name):
                 places.append({"kind": "home", "path": "", "verified": True})
-            found.append({"run": run_folder.name, "name": f"{run_folder.name}/{name}", "places": places})
+            found.append({"run": other.name, "name": f"{other.name}/{name}", "places": places})
     return found
 
 
-def other_jobs(spec: Spec, job: Job) -> list[str]:
-    """Names of other runs that train on this box, launched or started by hand."""
-    records = [path for path in job.folder.parent.glob("*/supervisor.json") if path.parent != job.folder]
-    names = {path.parent.name for path in records if lives(read_json(path))}
-    for path in Path(spec.run_folder).parent.glob("*/status.json"):
-        status = read_json(path)
-        started = (start_time(status.get("pid")) or "/").rpartition("/")[2]
-        if path.parent.name != spec.run and status.get("state") in ("starting", "running") and started:
-            seconds = int(started) / os.sysconf("SC_CLK_TCK")
-            names |= {path.parent.name} if abs(seconds - float(status.get("started") or 0)) < 1 else set()
+def running_here(home: Path) -> list[str]:
+    """Runs that train on this box, launched or started by hand."""
+    names = {path.parent.name for path in home.glob(".sojourn/jobs/*/supervisor.json") if lives(read_json(path))}
+    for path in home.glob("runs/*/status.json"):
+        status, ticks = read_json(path), os.sysconf("SC_CLK_TCK")
+        started = (start_time(status.get("pid")) or "").rpartition("/")[2]
+        if status.get("state") in ("starting", "running") and started:
+            names |= {path.parent.name} if abs(int(started) / ticks - float(status.get("started") or 0)) < 1 else set()
     return sorted(names)
 
 
-def check_gate(spec: Spec, job: Job, action: str, items: list[dict[str, Any]] | None) -> Verdict:
-    """The gate for this box: this run, other runs, and jobs that still run."""
-    busy = other_jobs(spec, job)
-    if busy and spec.platform not in ("", "generic", "unknown"):
-        return Verdict(False, f"{busy[0]} still runs on this box; wait for it, or type: sojourn stop {busy[0]}")
-    try:
-        everything = None if items is None else items + other_items(spec, job)
-    except OSError:
-        everything = None
-    disks = [{**disk, "path": os.path.realpath(str(disk.get("path")))} for disk in spec.disks]
-    return gate(spec.platform, action, disks, everything, spec.run)
-
-
-# ------------------------------------------------------------------------------------------------------------- watches
-
-
-class Bill:
-    """Seconds and money of this job on this box. A restarted supervisor goes on from what was written; the gap counts
-    where a phase ran through it."""
-
-    def __init__(self, spec: Spec, state: dict[str, Any], status: dict[str, Any]) -> None:
-        self._spec = spec
-        kept = state.get("seconds"), state.get("money")
-        if not all(
-            isinstance(value, (int, float)) for value in kept
-        ):  # damaged: the status has both, with those before
-            seconds, money = status.get("seconds"), status.get("money")
-            kept = (
-                max(0.0, seconds - spec.seconds_before) if isinstance(seconds, (int, float)) else 0.0,
-                max(0.0, money - spec.spent_before) if isinstance(money, (int, float)) else 0.0,
-            )
-        self.seconds, self.money = float(kept[0] or 0.0), float(kept[1] or 0.0)
-        self._last = uptime()
-
-    def add(self, seconds: float) -> None:
-        self.seconds += seconds
-        self.money += (self._spec.price_per_hour or 0.0) * seconds / 3600
-
-    def add_gap(self, state: dict[str, Any], until: float) -> None:
-        """From the last heartbeat of the supervisor before this one, on the same boot."""
-        last = state.get("uptime")
-        if state.get("boot") == boot_id() and isinstance(last, (int, float)) and last < until:
-            self.add(until - last)
-
-    def tick(self) -> None:
-        now = uptime()
-        self.add(max(0.0, now - self._last))
-        self._last = now
-
-    @property
-    def total_seconds(self) -> float:
-        return self._spec.seconds_before + self.seconds
-
-    @property
-    def total_money(self) -> float | None:
-        if self._spec.price_per_hour is None and not self._spec.spent_before:
-            return None
-        return self._spec.spent_before + self.money
-
-
-class Command:
-    """A short command that is never waited for: `poll` gives (code, output) once, or None while it runs. Its output is
-    kept in memory: the disk may be full."""
-
-    def __init__(self, argv: list[str], timeout: float) -> None:
-        self._argv, self._timeout = argv, timeout
-        self._process: subprocess.Popen[bytes] | None = None
-        self._output: IO[bytes] | None = None
-        self._until = 0.0
-
-    def start(self) -> None:
-        if self._process is not None:
-            return
-        self._output = _memory_file()
-        self._until = time.monotonic() + self._timeout
-        try:
-            self._process = subprocess.Popen(
-                self._argv, stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT
-            )
-        except OSError:
-            self._output.close()
-
-    def poll(self) -> tuple[int | None, str] | None:
-        """The code is None after the timeout."""
-        if self._process is None or self._output is None:
-            return None
-        code = self._process.poll()
-        if code is None and time.monotonic() < self._until:
-            return None
-        if code is None:
-            self._process.kill()
-        with self._output as file:
-            file.seek(0)
-            text = file.read(4 << 20).decode("utf-8", "replace")
-        self._process = None
-        return code, text
-
-
-def _memory_file() -> IO[bytes]:
-    try:
-        return os.fdopen(os.memfd_create("output"), "w+b")
-    except (AttributeError, OSError):
-        return tempfile.TemporaryFile()
+# --- watches -----------------------------------------------------------------------------------------------------
 
 
 class GpuWatch:
-    """nvidia-smi and the kernel's log. `error`: how a GPU broke. `busy_at`: when one was last seen working."""
+    """nvidia-smi and the kernel's log, asked in a thread: either may hang. `error`: how a GPU broke."""
 
-    QUERY = "pci.bus_id,utilization.gpu,ecc.errors.uncorrected.volatile.total"
+    QUERY = "--query-gpu=pci.bus_id,utilization.gpu,ecc.errors.uncorrected.volatile.total"
 
     def __init__(self, interval: float) -> None:
-        tool, kernel_log = shutil.which("nvidia-smi"), shutil.which("dmesg")
-        self.is_there = False  # nvidia-smi has answered once: in a box's no-GPU mode it never does
-        self.shows_load = False  # a MIG slice has no utilization
-        self.busy_at = time.monotonic()
         self.error: str | None = None
-        self._interval, self._due = interval, 0.0
-        self._tool = Command([tool, f"--query-gpu={self.QUERY}", "--format=csv,noheader,nounits"], 60) if tool else None
-        self._kernel_log = Command([kernel_log], 20) if kernel_log and tool else None
-        self._ecc: dict[str, int] = {}
-        self._failures = 0
-        self._old_lines: set[str] | None = None
+        self.shows_load, self.busy_at = False, time.monotonic()
+        self._ecc: dict[str, int] = {}  # by GPU, at its first reading
+        self._failures, self._old_lines = 0, None  # type: tuple[int, set[str] | None]
+        self._tool, self._dmesg = shutil.which("nvidia-smi"), shutil.which("dmesg")
+        if self._tool is not None:
+            threading.Thread(target=self._work, args=(interval,), daemon=True).start()
 
-    def poll(self) -> None:
-        commands = [command for command in (self._tool, self._kernel_log) if command]
-        if time.monotonic() >= self._due:
-            self._due = time.monotonic() + self._interval
-            for command in commands:
-                command.start()
-        answer = self._tool.poll() if self._tool else None
-        if answer is not None:
-            self._read_gpus(*answer)
-        answer = self._kernel_log.poll() if self._kernel_log else None
-        if answer is not None and answer[0] == 0:
-            self._read_kernel_log(answer[1])
+    def _work(self, interval: float) -> None:
+        while self.error is None:
+            self._read_gpus(*_answer([str(self._tool), self.QUERY, "--format=csv,noheader,nounits"]))
+            if self._dmesg is not None and self._ecc:
+                self._read_kernel_log(*_answer([self._dmesg]))
+            time.sleep(interval)
 
     def _read_gpus(self, code: int | None, text: str) -> None:
         broken = gpu_error_in(text)
-        if code == 0 and broken is None:
-            self._failures = 0
-            self.is_there = True
-            return self._read_table(text)
-        if not self.is_there:
-            return None
-        self._failures += 1
-        what = (text.strip().splitlines() or ["no answer"])[0][:200]
+        self._failures = 0 if code == 0 else self._failures + 1
         if broken is not None:
             self.error = f"nvidia-smi: {broken}"
-        elif self._failures >= 3:  # one failure may be a busy machine
-            self.error = f"nvidia-smi failed {self._failures} times in a row: {what}"
-        return None
-
-    def _read_table(self, text: str) -> None:
-        rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.count(",") >= 2]
-        gone = sorted(set(self._ecc) - {row[0] for row in rows})
-        if gone:
-            self.error = f"nvidia-smi no longer lists the GPU {gone[0]}"
-        for bus, busy, ecc, *_ in rows:
-            self.shows_load = self.shows_load or busy.isdigit()
-            if busy.isdigit() and int(busy) > 5:
+        elif self._failures >= 3 and self._ecc:  # once may be chance; a box without its GPU never answers
+            self.error = f"nvidia-smi failed {self._failures} times in a row: {last_line(text) or 'no answer'}"
+        if self.error is not None or code != 0:
+            return
+        rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.count(",") == 2]
+        for gone in sorted(set(self._ecc) - {row[0] for row in rows}):
+            self.error = f"nvidia-smi no longer lists the GPU {gone}"
+        for bus, load, ecc in rows:
+            self.shows_load = self.shows_load or load.isdigit()  # a MIG slice shows none
+            if load.isdigit() and int(load) > 5:
                 self.busy_at = time.monotonic()
             errors = int(ecc) if ecc.isdigit() else 0
             if errors > self._ecc.setdefault(bus, errors):
                 self.error = f"uncorrectable ECC errors of the GPU {bus} rose from {self._ecc[bus]} to {errors}"
 
-    def _read_kernel_log(self, text: str) -> None:
-        lines = {line for line in text.splitlines() if "Xid" in line}
-        new = set() if self._old_lines is None else lines - self._old_lines
-        self._old_lines = lines | (self._old_lines or set())
-        found = gpu_error_in("\n".join(sorted(new)), self._ecc)
-        if found is not None:
-            self.error = f"kernel log: {found}"
+    def _read_kernel_log(self, code: int | None, text: str) -> None:
+        """Only lines that were not there at the first reading. A container may not be allowed to read any."""
+        lines = {line for line in text.splitlines() if "NVRM" in line}
+        new = sorted(lines - (lines if self._old_lines is None else self._old_lines))
+        if code == 0:
+            self._old_lines = lines | (self._old_lines or set())
+        found = gpu_error_in("\n".join(new), self._ecc)
+        self.error = self.error or (f"kernel log: {found}" if found else None)
+
+
+def _answer(argv: list[str]) -> tuple[int | None, str]:
+    try:
+        done = subprocess.run(
+            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60, check=False
+        )
+        return done.returncode, done.stdout.decode("utf-8", "replace")
+    except (OSError, subprocess.SubprocessError) as error:
+        return None, str(error)
 
 
 class StallWatch:
-    """When the phase last gave a sign of life, by the monotonic clock: the machine's clock may be set meanwhile."""
+    """Whether a phase has given no sign of life for too long. From when its trainer lives, by the monotonic clock."""
 
-    def __init__(self, spec: Spec, job: Job, phase: Phase, gpu: GpuWatch) -> None:
-        self._spec, self._job, self._phase, self._gpu = spec, job, phase, gpu
-        self._seconds = spec.stall_minutes * 60
-        self._signs: tuple[Any, ...] = ()
+    def __init__(self, seconds: float, job: Path, gpu: GpuWatch) -> None:
+        self._seconds, self._job, self._gpu = seconds, job, gpu
+        self._signs: tuple[int, ...] = ()
         self._sign_at = self._cpu_at = time.monotonic()
         self._sample_due, self._ticks = 0.0, -1
-        self._has_stepped = False
         self._first_step: int | None = None
 
-    def poll(self, step: int) -> bool:
+    def poll(self, step: int, metrics: Path, log: Path) -> bool:
         now = time.monotonic()
-        run = Path(self._spec.run_folder)
-        signs = (step, size_of(run / "metrics.jsonl"), size_of(self._job.log(self._phase.name)))
+        self._first_step = step if self._first_step is None else self._first_step
+        signs = (step, file_size(metrics), file_size(log))
         if signs != self._signs:
             self._signs, self._sign_at = signs, now
-        if self._first_step is None:
-            self._first_step = step
-        self._has_stepped = self._has_stepped or step > self._first_step
-        if now >= self._sample_due:
-            self._sample_cpu(now)
+        if now >= self._sample_due:  # less than 1 % of a core is standing still
+            interval, ticks = min(30.0, max(0.2, self._seconds / 4)), cpu_ticks(processes_of(self._job))
+            if ticks < self._ticks or ticks - self._ticks > 0.01 * interval * os.sysconf("SC_CLK_TCK"):
+                self._cpu_at = now
+            self._ticks, self._sample_due = ticks, now + interval
         if not self._seconds or now - self._sign_at < self._seconds:
             return False
-        # Loading and compiling use the CPU alone; only after the first step does an idle GPU mean a stall by itself.
-        gpu_decides = self._gpu.shows_load and self._phase.restart and self._has_stepped
-        gpu_idle = not self._gpu.shows_load or now - self._gpu.busy_at >= self._seconds
-        cpu_idle = now - self._cpu_at >= self._seconds
-        return gpu_idle and (gpu_decides or cpu_idle)
-
-    def _sample_cpu(self, now: float) -> None:
-        """Less than 1 % of a core is standing still."""
-        interval = min(30.0, max(0.2, self._seconds / 4))
-        ticks = cpu_ticks(processes_of(self._job))
-        if ticks < self._ticks or ticks - self._ticks > 0.01 * interval * os.sysconf("SC_CLK_TCK"):
-            self._cpu_at = now
-        self._ticks, self._sample_due = ticks, now + interval
+        if self._gpu.shows_load and now - self._gpu.busy_at < self._seconds:
+            return False
+        # Preparing, loading and compiling use the CPU alone: an idle GPU means a stall only after a step was made.
+        return (self._gpu.shows_load and step > self._first_step) or now - self._cpu_at >= self._seconds
 
 
-def free_bytes(path: str) -> int | None:
+def free_bytes(path: Path) -> int | None:
     """Of the disk that `path` is on, or will be on."""
-    place = Path(path)
-    while not place.exists() and place != place.parent:
-        place = place.parent
+    while not path.exists() and path != path.parent:
+        path = path.parent
     try:
-        return shutil.disk_usage(str(place)).free
+        return shutil.disk_usage(path).free
     except OSError:
         return None
 
 
-# ------------------------------------------------------------------------------------------------------- notifications
+# --- notifications -----------------------------------------------------------------------------------------------
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -974,48 +657,49 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def notification_request(
-    entry: dict[str, Any], secret: str, message: dict[str, Any]
-) -> tuple[str, dict[str, str], bytes]:
-    """URL, headers and body of one notification."""
+def notification_request(entry: Facts, secret: str, message: Facts) -> urllib.request.Request:
     kind, title, text = entry.get("kind"), str(message["title"]), str(message["text"])
-    headers = {"Content-Type": "application/json; charset=utf-8", "User-Agent": "sojourn"}
-    body: dict[str, Any]
+    headers, body = {"Content-Type": "application/json; charset=utf-8", "User-Agent": "sojourn"}, dict(message)
     if kind == "webhook":
         url, body = secret, {**message, "content": f"{title}: {text}"}
     elif kind == "autodl":
-        url = "https://www.autodl.com/api/v1/wechat/message/send"
-        headers["Authorization"] = secret
+        url, headers["Authorization"] = "https://www.autodl.com/api/v1/wechat/message/send", secret
         body = {"title": title, "name": str(message["run"]), "content": text}
     elif kind == "serverchan":
         newer = re.match(r"sctp(\d+)t", secret)
-        url = (
-            f"https://{newer[1]}.push.ft07.com/send/{secret}.send"
-            if newer
-            else f"https://sctapi.ftqq.com/{secret}.send"
-        )
-        body = {"title": title, "desp": text}
-    elif kind == "bark":
-        server, _, key = secret.rstrip("/").rpartition("/")  # a key, or the address of an own server with the key
+        base = f"https://{newer[1]}.push.ft07.com/send/" if newer else "https://sctapi.ftqq.com/"
+        url, body = f"{base}{secret}.send", {"title": title, "desp": text}
+    elif kind == "bark":  # a key, or the address of one's own server with the key
+        server, _, key = secret.rstrip("/").rpartition("/")
         url, body = f"{server or 'https://api.day.app'}/push", {"device_key": key, "title": title, "body": text}
     else:
         raise ValueError(f"unknown kind {kind!r}")
-    if entry.get("url"):  # for an own server
-        url = str(entry["url"])
-    return url, headers, json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")
+    url = str(entry.get("url") or url)
+    if not url.startswith(("https://", "http://")):
+        raise ValueError("its address does not start with https://")
+    return urllib.request.Request(url, json.dumps(body).encode(), headers, method="POST")  # noqa: S310
 
 
-def send_notification(entry: dict[str, Any], secret: str, message: dict[str, Any], timeout: float) -> str | None:
+def send_notification(entry: Facts, secret: str, message: Facts, timeout: float) -> str | None:
     """None, or why it failed; never waits longer than `timeout` seconds."""
     failure: list[str | None] = ["no answer in time"]
 
     def work() -> None:
         try:
-            failure[0] = _send_notification(entry, secret, message, timeout)
+            if entry.get("kind") == "command":
+                text = f"{message['title']}\n\n{message['text']}\n".encode("utf-8", "replace")
+                subprocess.run(entry["argv"], input=text, timeout=timeout, check=True, stdout=subprocess.DEVNULL)
+            else:
+                opener = urllib.request.build_opener(_NoRedirects())
+                with opener.open(notification_request(entry, secret, message), timeout=timeout) as answer:
+                    answer.read(4096)
+            failure[0] = None
         except urllib.error.HTTPError as error:
             failure[0] = f"HTTP {error.code}"
-        except (OSError, ValueError, KeyError, subprocess.SubprocessError) as error:
-            failure[0] = f"{type(error).__name__}: {error}"
+        except subprocess.CalledProcessError as error:
+            failure[0] = f"exit code {error.returncode}"
+        except Exception as error:  # whatever a server answers
+            failure[0] = type(error).__name__
 
     thread = threading.Thread(target=work, daemon=True)  # a name lookup has no timeout of its own
     thread.start()
@@ -1023,660 +707,508 @@ def send_notification(entry: dict[str, Any], secret: str, message: dict[str, Any
     return failure[0]
 
 
-def _send_notification(entry: dict[str, Any], secret: str, message: dict[str, Any], timeout: float) -> str | None:
-    if entry.get("kind") == "command":
-        argv = entry.get("argv") or json.loads(secret)
-        text = f"{message['title']}\n\n{message['text']}\n".encode("utf-8", "replace")
-        done = subprocess.run(
-            argv, input=text, timeout=timeout, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False
-        )
-        return None if done.returncode == 0 else f"exit code {done.returncode}"
-    url, headers, body = notification_request(entry, secret, message)
-    if not url.startswith(("https://", "http://")):
-        return "its address does not start with https://"
-    request = urllib.request.Request(url, body, headers, method="POST")  # noqa: S310
-    with urllib.request.build_opener(_NoRedirects()).open(request, timeout=timeout) as answer:
-        text = answer.read(4096)
-    with contextlib.suppress(ValueError, AttributeError):
-        if entry.get("kind") == "webhook":
-            return None
-        code = json.loads(text.decode("utf-8", "replace")).get("code", 0)
-        if code not in (0, 200, "Success"):
-            return f"refused with code {str(code)[:40]}"
-    return None
-
-
-# ------------------------------------------------------------------------------------------------------ the supervisor
+# --- the supervisor ----------------------------------------------------------------------------------------------
 
 
 class Supervisor:
-    """Owns the job while it holds the lock. Everything it must not forget is in state.json before it acts."""
+    """Owns the job while it holds the lock. What it must not forget is in state.json before it acts."""
 
-    def __init__(self, job: Job, spec: Spec) -> None:
-        self.job, self.spec = job, spec
-        self.state = read_json(job.state)
-        if "attempt" not in self.state:
-            self.state.update(recover_attempt(job, spec))
-        self.bill = Bill(spec, self.state, read_json(job.status))
-        self.gpu = GpuWatch(spec.gpu_seconds)
-        self.me = identity(os.getpid())
-        self.status: dict[str, Any] = {
+    def __init__(self, job: Path, spec: Facts) -> None:
+        self.job, self.spec, self.run_folder = job, spec, Path(spec["run_folder"])
+        self.state, old = read_json(job / "state.json"), read_json(job / "status.json")
+        if not isinstance(self.state.get("seconds"), float):  # damaged: the status knows the cost too
+            self.state["seconds"] = max(0.0, float(old.get("seconds") or 0) - spec["seconds_before"])
+            self.state["money"] = max(0.0, float(old.get("money") or 0) - spec["spent_before"])
+        self.gpu, self.me = GpuWatch(spec["gpu_seconds"]), identity(os.getpid())
+        self.status: Facts = {
             "state": "starting", "phase": "", "message": "", "exit_code": None, "resumable": True, "reason": "",
-            "restarts": self.state.get("restarts", 0), "step": 0, "total_steps": 0, "verified": False,
-            "stop_action": "none",
+            "step": 0, "total_steps": 0, "verified": False, "stop_action": "none",
         }  # fmt: skip
-        self._heartbeat_due = self._sync_due = self._disk_due = 0.0
-        self._deadline = None if spec.deadline is None else time.monotonic() + spec.deadline - time.time()
-        self._signals: list[int] = []
-        self._metrics: tuple[int, int] = (-1, 0)  # size, last step
-        self._secrets = _read_secrets(job)
-        self._notify_secrets = [_read_secret(job, entry) for entry in spec.notify]  # the files may be gone at the end
+        self.shim: subprocess.Popen[bytes] | None = None
+        self.shim_due = self.heartbeat_due = self.disk_due = 0.0
+        self.billed_at, self.signals = uptime(), []  # type: tuple[float, list[int]]
+        left = None if spec["deadline"] is None else spec["deadline"] - time.time()
+        self.deadline = None if left is None else time.monotonic() + left  # the clock may be set meanwhile
+        texts = [path.read_text(errors="replace").strip() for path in job.glob("secrets/*") if path.is_file()]
+        self.secrets = sorted((text for text in texts if len(text) >= 6), key=len, reverse=True)
+        files = [job / str(entry.get("secret", ".")) for entry in spec["notify"]]
+        self.notify_secrets = [file.read_text().strip() if file.is_file() else "" for file in files]
 
-    # Status, log and cost
+    # status and cost
+
+    def scrub(self, text: str) -> str:
+        """A trainer's last line, or an error, may quote a secret."""
+        for secret in self.secrets:
+            text = text.replace(secret, "***")
+        return text
 
     def log(self, text: str) -> None:
         with contextlib.suppress(OSError):
             print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {self.scrub(text)}", flush=True)
 
-    def scrub(self, text: str) -> str:
-        """A trainer's last line, or an error, may quote a secret."""
-        for secret in self._secrets:
-            text = text.replace(secret, "***")
-        return text
-
     def set(self, **facts: Any) -> None:
         """Changes the status and writes it at once."""
-        if "message" in facts:
-            facts["message"] = self.scrub(str(facts["message"]))
         self.status.update(facts)
+        self.status["message"] = self.scrub(self.status["message"])
         self.heartbeat(sync=True)
 
-    def heartbeat(self, sync: bool = False) -> None:
-        now = time.monotonic()
-        self._heartbeat_due = now + self.spec.heartbeat_seconds
-        self.bill.tick()
-        money = self.bill.total_money
-        facts = {
-            **self.status, **self.me, "run": self.spec.run, "spec": self.spec.hash, "updated": time.time(),
-            "uptime": uptime(), "seconds": round(self.bill.total_seconds, 3),
-            "money": None if money is None else round(money, 6), "currency": self.spec.currency,
-        }  # fmt: skip
-        self._write(self.job.status, facts, sync)
-        self.save_state(sync or now >= self._sync_due)
-        if now >= self._sync_due:
-            self._sync_due = now + 10
-
-    def save_state(self, sync: bool = True, **facts: Any) -> None:
+    def remember(self, **facts: Any) -> None:
         self.state.update(facts)
-        self.state.update(seconds=self.bill.seconds, money=self.bill.money, uptime=uptime(), boot=boot_id())
-        self._write(self.job.state, self.state, sync)
+        self.heartbeat(sync=True)
 
-    def _write(self, path: Path, value: dict[str, Any], sync: bool) -> None:
-        try:
-            write_json(self.job, path, value, sync)
-        except OSError as error:
-            self.log(f"{path.name} could not be written: {error.strerror}")
+    def bill(self, seconds: float) -> None:
+        self.state["seconds"] += seconds
+        self.state["money"] += (self.spec["price_per_hour"] or 0.0) * seconds / 3600
 
-    def tick(self) -> None:
-        """Called at least every half second, also from long work."""
-        self.gpu.poll()
-        if time.monotonic() >= self._heartbeat_due:
+    @property
+    def money(self) -> float | None:
+        """Of the whole run; None where the price is not known."""
+        unknown = self.spec["price_per_hour"] is None and not self.spec["spent_before"]
+        return None if unknown else float(self.spec["spent_before"] + self.state["money"])
+
+    def heartbeat(self, sync: bool = False) -> None:
+        now = uptime()
+        self.bill(max(0.0, now - self.billed_at))
+        self.billed_at = self.state["uptime"] = now
+        self.state["boot"] = boot_id()
+        self.heartbeat_due = time.monotonic() + self.spec["heartbeat_seconds"]
+        facts = {
+            **self.status, **self.me, "run": self.spec["run"], "spec": self.spec["hash"], "updated": time.time(),
+            "seconds": self.spec["seconds_before"] + self.state["seconds"], "money": self.money,
+            "currency": self.spec["currency"], "restarts": self.state.get("total_restarts", 0),
+        }  # fmt: skip
+        for name, value in (("status.json", facts), ("state.json", self.state)):
+            try:
+                write_json(self.job / name, value, sync)
+            except OSError as error:
+                self.log(f"{name} could not be written: {error.strerror}")
+
+    def pause(self, seconds: float = 0.0) -> None:
+        """The heartbeat, and a wait; also called from long work."""
+        if time.monotonic() >= self.heartbeat_due:
             self.read_progress()
             self.heartbeat()
-
-    def pause(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while True:
-            self.tick()
-            rest = until - time.monotonic()
-            if rest <= 0:
-                return
-            time.sleep(min(rest, self.spec.poll_seconds))
+        time.sleep(seconds)
 
     def read_progress(self) -> int:
-        """The step of the run, from its status and its metrics."""
-        run = Path(self.spec.run_folder)
-        status = read_json(run / "status.json")
-        for key in ("step", "total_steps"):
-            if type(status.get(key)) is int:
-                self.status[key] = status[key]
-        size = size_of(run / "metrics.jsonl")
-        if size != self._metrics[0]:
-            steps = re.findall(r'"step": ?(\d+)', tail(run / "metrics.jsonl", 0, 4096))
-            self._metrics = size, int(steps[-1]) if steps else 0
-        if self.status["phase"] and type(self.status["step"]) is int:
-            self.status["step"] = max(self.status["step"], self._metrics[1])
+        """The step of the run. One that was never reached before gives the trainer all its restarts back."""
+        status = read_json(self.run_folder / "status.json")
+        steps = re.findall(r'"step": ?(\d+)', tail(self.run_folder / "metrics.jsonl", 0, 4096))
+        written = status.get("step") if type(status.get("step")) is int else 0
+        self.status["step"] = max(int(steps[-1]) if steps else 0, int(written or 0))
+        self.status["total_steps"] = status.get("total_steps", 0)
         if self.status["step"] > self.state.get("best_step", 0):
-            self.state["best_step"] = self.status["step"]
-            if self.state.get("restarts"):
-                self.state["restarts"] = 0  # the trainer makes progress
-        self.status["restarts"] = self.state.get("total_restarts", 0)
+            self.state.update(best_step=self.status["step"], restarts=0)
         return int(self.status["step"])
 
-    # The course of a job
+    # the course of a job
 
     def run(self) -> None:
-        self.catch_signals()
-        make_reserve(self.job)
+        signal.signal(signal.SIGHUP, lambda *_: None)  # a handler, not SIG_IGN: that would be inherited
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda caught, _: self.signals.append(caught))
+        with contextlib.suppress(OSError):
+            (self.job / ".reserve").write_bytes(b"\1" * (256 << 10))
         self.bill_gap()
         self.set(state="running")
         outcome = self.state.get("outcome")
         if not isinstance(outcome, dict):
             outcome = self.run_phases()
             self.log(f"{outcome['state']}: {outcome['message']}")
-            self.save_state(outcome=outcome)
+            self.remember(outcome=outcome)
         self.finish(outcome)
-
-    def catch_signals(self) -> None:
-        signal.signal(signal.SIGHUP, lambda *_: None)  # a handler, not SIG_IGN: that would be inherited
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda found, _: self._signals.append(found))
 
     def bill_gap(self) -> None:
         """The time in which a phase ran without a supervisor."""
-        name = str(self.state.get("phase", ""))
-        if not name or self.state.get("outcome"):
-            return
-        ended = read_json(self.job.exit(name))
-        if lives(trainer_of(self.job, name)):
-            self.bill.add_gap(self.state, uptime())
-        elif ended.get("attempt") == self.state.get("attempt") and isinstance(ended.get("uptime"), (int, float)):
-            self.bill.add_gap(self.state, ended["uptime"])
+        name, last = str(self.state.get("phase")), self.state.get("uptime")
+        ended = read_json(self.job / f"exit-{name}.json")
+        until = ended.get("uptime") if ended.get("attempt") == self.state.get("attempt") else None
+        until = uptime() if lives(self.trainer(name)) else until
+        if self.state.get("boot") == boot_id() and isinstance(last, float) and isinstance(until, float):
+            self.bill(max(0.0, until - last))
 
-    def run_phases(self) -> dict[str, Any]:
-        for phase in self.spec.phases:
-            ended = read_json(self.job.exit(phase.name))
-            if ended.get("code") == 0 and ended.get("argv") == phase.argv:
-                continue
-            outcome = self.run_phase(phase)
+    def run_phases(self) -> Facts:
+        for phase in self.spec["phases"]:
+            ended = read_json(self.job / f"exit-{phase['name']}.json")
+            outcome = None if ended.get("code") == 0 and ended.get("argv") == phase["argv"] else self.run_phase(phase)
             if outcome is not None:
                 return outcome
-        return self.outcome("done", "", f"{self.spec.run} is done", 0)
+        return self.outcome("done", "", f"{self.spec['run']} is done", 0)
 
-    def outcome(self, state: str, reason: str, message: str, code: int | None) -> dict[str, Any]:
+    def outcome(self, state: str, reason: str, message: str, code: int | None) -> Facts:
         resumable = state == "stopped" or (state == "failed" and reason not in ("input", "start"))
-        return {
-            "state": state, "reason": reason, "message": self.scrub(message), "exit_code": code, "resumable": resumable,
-            "phase": self.state.get("phase", ""),
-        }  # fmt: skip
+        facts = {"state": state, "reason": reason, "exit_code": code, "resumable": resumable}
+        return {**facts, "message": self.scrub(message), "phase": self.state.get("phase", "")}
 
-    def run_phase(self, phase: Phase) -> dict[str, Any] | None:
+    def run_phase(self, phase: Facts) -> Facts | None:
         """None where the next phase may start."""
         while True:
             limit = self.find_limit()
-            if limit is not None and not self.is_running(phase):
-                return self.outcome("stopped", limit[0], limit[1], None)
+            if limit is not None and self.attempt_under_way(phase) is None:
+                return self.outcome("stopped", *limit, None)
             self.start_phase(phase)
             asked, detail = self.watch(phase)
             code, text = self.exit_of(phase)
-            gpu = gpu_error_in(self.phase_output(phase)) if phase.restart else None
-            restarts, most = int(self.state.get("restarts", 0)), int(self.spec.max_restarts)
-            what, reason = after_exit(code, asked, phase, restarts, most, gpu)
+            self.log(f"{phase['name']} ended: {text}")
             kill_all(self.job)  # workers that their parent left behind would hold the GPU
-            self.log(f"{phase.name} ended: {text}")
+            output = tail(self.log_of(phase), self.state.get("log_start", 0))
+            gpu = gpu_error_in(output) if phase.get("restart") else None
+            restarts, most = self.state.get("restarts", 0), self.spec["max_restarts"]
+            what, reason = after_exit(code, asked, bool(phase.get("restart")), restarts, most, gpu)
             if what == "next":
                 return None
             if what != "restart":
-                message = self.describe_end(phase, reason, detail or gpu or "", text)
-                if what == "stopped" and reason != "limit" and phase.restart and code != 3:
-                    message += f" (the trainer did not save before it ended: {text})"
-                return self.outcome(what, reason, message, code)
-            self.save_state(restarts=restarts + 1, total_restarts=int(self.state.get("total_restarts", 0)) + 1)
-            wait = min(300.0, self.spec.backoff_seconds * 2**restarts)
+                message = self.describe_end(phase, reason, detail or gpu or "", text, last_line(output))
+                unsaved = what == "stopped" and phase.get("restart") and code != 3
+                return self.outcome(
+                    what, reason, message + (f" (it ended without a save: {text})" if unsaved else ""), code
+                )
+            self.remember(restarts=restarts + 1, total_restarts=self.state.get("total_restarts", 0) + 1)
+            wait = min(300.0, self.spec["backoff_seconds"] * 2**restarts)
             self.set(message=f"{detail or text}; restart {restarts + 1} of {most} in {wait:.0f} s", reason=reason)
-            self.wait_unless_stopped(wait)
+            until = time.monotonic() + wait
+            while time.monotonic() < until and self.find_limit() is None:
+                self.pause(self.spec["poll_seconds"])
 
-    def wait_unless_stopped(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while time.monotonic() < until and self.find_limit() is None:
-            self.pause(min(self.spec.poll_seconds, max(0.0, until - time.monotonic())))
-
-    def describe_end(self, phase: Phase, reason: str, detail: str, text: str) -> str:
-        line = last_line(self.job.log(phase.name), int(self.state.get("log_start", 0)))
-        if reason == "limit":
-            return line or f"{phase.name} stopped at a limit of its own; launch again to resume"
-        if reason == "input":
-            return line or f"{phase.name}: wrong input"
+    def describe_end(self, phase: Facts, reason: str, detail: str, text: str, line: str) -> str:
+        if reason in ("limit", "input"):
+            return line or f"{phase['name']}: {text}"
         if reason == "gpu":
             return f"GPU error: {detail}; use another machine, then launch again to resume"
         if reason in ("crash", "stall", "start"):
-            tried = f" after {self.state.get('restarts', 0)} restarts without a new step" if phase.restart else ""
-            return f"{phase.name} failed{tried} ({detail or text}){': ' + line if line else ''}"
+            tried = (
+                f" after {self.state.get('restarts', 0)} restarts without a new step" if phase.get("restart") else ""
+            )
+            return f"{phase['name']} failed{tried} ({detail or text}){': ' + line if line else ''}"
         return detail
 
     def find_limit(self) -> tuple[str, str] | None:
-        """Why nothing more may run: (reason, message)."""
+        """Why nothing more may run: reason and message."""
         spec = self.spec
-        if self._signals:
-            return "signal", f"the supervisor got signal {self._signals[0]}; launch again to resume"
-        if self.job.stop_request.exists():
+        if self.signals:
+            return "signal", f"the supervisor got signal {int(self.signals[0])}; launch again to resume"
+        if (self.job / "stop").exists():
             return "stop", "stopped as asked; launch again to resume"
-        money = self.bill.total_money
-        if spec.budget is not None and spec.price_per_hour is not None and money is not None:
-            self.bill.tick()
-            money = self.bill.total_money or 0.0
-            if money >= budget_threshold(spec.budget, spec.price_per_hour, spec.grace_seconds):
-                spent, budget = f"{money:.2f} {spec.currency}".strip(), f"{spec.budget:g} {spec.currency}".strip()
-                return "budget", f"the budget of {budget} is used up ({spent} spent); raise it to resume"
-        if self._deadline is not None and time.monotonic() >= self._deadline:
-            return "deadline", "the deadline has come; set a later one to resume"
-        return self.find_full_disk()
-
-    def find_full_disk(self) -> tuple[str, str] | None:
-        if time.monotonic() < self._disk_due or not self.spec.min_free_bytes:
-            return None
-        self._disk_due = time.monotonic() + self.spec.disk_seconds
-        for path in (self.spec.run_folder, self.spec.home):
-            free = free_bytes(path)
-            if free is not None and free < self.spec.min_free_bytes:
-                self._disk_due = 0.0  # asked again, it is still full
-                return "disk", (
-                    f"{path}: {free / 2**20:,.0f} MiB are free, fewer than {self.spec.min_free_bytes / 2**20:,.0f}; "
-                    "free some space to resume"
-                )
+        if spec["budget"] is not None:
+            spent = (self.money or 0.0) + spec["price_per_hour"] * (uptime() - self.billed_at) / 3600
+            if spent >= budget_threshold(spec["budget"], spec["price_per_hour"], spec["grace_seconds"]):
+                amounts = f"the budget of {spec['budget']:g} {spec['currency']} is used up ({spent:.2f} spent)"
+                return "budget", f"{amounts}; launch again with a higher one to resume"
+        if self.deadline is not None and time.monotonic() >= self.deadline:
+            return "deadline", "the deadline has come; launch again with a later one to resume"
+        if spec["min_free_bytes"] and time.monotonic() >= self.disk_due:
+            self.disk_due = time.monotonic() + spec["disk_seconds"]
+            for path in (self.run_folder, Path(spec["home"])):
+                free = free_bytes(path)
+                if free is not None and free < spec["min_free_bytes"]:
+                    self.disk_due = 0.0
+                    return "disk", f"{path}: only {free / 2**20:,.0f} MiB are free; free some space, then launch again"
         return None
 
-    # One phase
+    # one phase
 
-    def is_running(self, phase: Phase) -> bool:
-        """Whether an attempt of it is under way: it lives, has ended unseen, or its shim is about to start it."""
-        return self.state.get("phase") == phase.name and not self.state.get("attempt_over", True)
+    def log_of(self, phase: Facts) -> Path:
+        return self.job / "logs" / f"{phase['name']}.log"
 
-    def start_phase(self, phase: Phase) -> None:
-        """Adopts the attempt under way, or starts the next one."""
-        adopted = self.is_running(phase)
-        if not adopted:
-            self.save_state(
-                phase=phase.name, attempt=int(self.state.get("attempt", 0)) + 1, attempt_over=False,
-                log_start=max(0, size_of(self.job.log(phase.name))),
-            )  # fmt: skip
-            self.start_shim(phase)
-        self.log(f"{phase.name}: {'adopted' if adopted else 'started'}, attempt {self.state['attempt']}")
-        self.set(state="running", phase=phase.name, message="", reason="")
+    def trainer(self, name: str) -> Facts:
+        found = read_json(self.job / f"phase-{name}.json").get("trainer")
+        return found if isinstance(found, dict) else {}
 
-    def start_shim(self, phase: Phase) -> None:
-        argv = [sys.executable, _FILE, "shim", str(self.job.folder), phase.name]
-        with open(self.job.log(phase.name), "ab") as log:
-            self._shim = subprocess.Popen(
-                [*argv, str(self.state["attempt"])], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                start_new_session=True, cwd="/",
-            )  # fmt: skip
-        self._shim_due = time.monotonic() + 5
+    def attempt_under_way(self, phase: Facts) -> int | None:
+        """The attempt that lives, has ended unseen, or is about to be started by its shim: also without state.json."""
+        shim, ended = read_json(self.job / "shim.json"), read_json(self.job / f"exit-{phase['name']}.json")
+        record = read_json(self.job / f"phase-{phase['name']}.json")
+        if lives(shim) and shim.get("phase") == phase["name"] and shim.get("attempt") != ended.get("attempt"):
+            return int(shim["attempt"])
+        if lives(record.get("trainer")):
+            return int(record["attempt"])
+        known = self.state.get("phase") == phase["name"] and not self.state.get("attempt_over", True)
+        return int(self.state["attempt"]) if known else None
 
-    _shim: subprocess.Popen[bytes] | None = None
-    _shim_due = 0.0
+    def start_phase(self, phase: Facts) -> None:
+        """Adopts the attempt under way, or makes another one: its shim starts it."""
+        attempt = self.attempt_under_way(phase)
+        if attempt is None:
+            attempt, self.state["log_start"] = time.time_ns(), max(0, file_size(self.log_of(phase)))
+            self.shim = None  # the one before guards until this one's has taken over
+        self.remember(phase=phase["name"], attempt=attempt, attempt_over=False)
+        self.set(state="running", phase=phase["name"], message="", reason="")
+        self.log(f"{phase['name']} runs, attempt {attempt}")
 
-    def phase_has_ended(self, phase: Phase) -> bool:
-        """Starts another shim where the phase has lost its own."""
-        attempt = self.state["attempt"]
-        if read_json(self.job.exit(phase.name)).get("attempt") == attempt:
+    def has_ended(self, phase: Facts) -> bool:
+        """Starts a shim where the attempt has none."""
+        attempt, shim = self.state["attempt"], read_json(self.job / "shim.json")
+        if read_json(self.job / f"exit-{phase['name']}.json").get("attempt") == attempt:
             return True
-        if self._shim is not None and self._shim.poll() is None:
-            return False
-        shim = read_json(self.job.shim)
-        if shim.get("phase") == phase.name and shim.get("attempt") == attempt and lives(shim):
-            return False
-        if time.monotonic() >= self._shim_due:
-            self.start_shim(phase)
+        alive = (shim.get("attempt") == attempt and lives(shim)) or (self.shim is not None and self.shim.poll() is None)
+        if not alive and time.monotonic() >= self.shim_due:
+            self.shim_due = time.monotonic() + 5
+            argv = [sys.executable, THIS_FILE, "shim", str(self.job), phase["name"], str(attempt)]
+            with open(self.log_of(phase), "ab") as log:
+                self.shim = subprocess.Popen(
+                    argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd="/"
+                )
         return False
 
-    def watch(self, phase: Phase) -> tuple[str | None, str]:
-        """Until the phase has ended: (why the supervisor stopped it, in words)."""
-        stall = StallWatch(self.spec, self.job, phase, self.gpu)
+    def watch(self, phase: Facts) -> tuple[str | None, str]:
+        """Until the phase has ended: why the supervisor stopped it, and in words."""
         asked: tuple[str | None, str] = (None, "")
-        kill_at: float | None = None
-        while not self.phase_has_ended(phase):
+        stall: StallWatch | None = None
+        kill_at = 0.0
+        self.shim_due = 0.0
+        while not self.has_ended(phase):
+            trainer = self.trainer(phase["name"])
+            if stall is None and lives(trainer):
+                stall = StallWatch(self.spec["stall_minutes"] * 60, self.job, self.gpu)
             if asked[0] is None:
                 asked = self.find_reason(phase, stall)
                 if asked[0] is not None:
-                    self.log(f"stopping {phase.name}: {asked[1]}")
+                    self.log(f"stopping {phase['name']}: {asked[1]}")
                     self.set(message=f"stopping: {asked[1]}", reason=asked[0])
-                    trainer = trainer_of(self.job, phase.name)
                     if asked[0] != "stall" and lives(trainer):
-                        send(trainer["pid"], signal.SIGTERM)
-                        kill_at = time.monotonic() + self.spec.grace_seconds
-                    else:
-                        kill_at = time.monotonic()
-            elif kill_at is not None and time.monotonic() >= kill_at:
+                        os.kill(trainer["pid"], signal.SIGTERM)
+                        kill_at = time.monotonic() + self.spec["grace_seconds"]
+            elif time.monotonic() >= kill_at:
                 kill_all(self.job)
-            self.pause(self.spec.poll_seconds)
-        self.save_state(attempt_over=True)
+            self.pause(self.spec["poll_seconds"])
         self.read_progress()
+        self.remember(attempt_over=True)
         return asked
 
-    def find_reason(self, phase: Phase, stall: StallWatch) -> tuple[str | None, str]:
+    def find_reason(self, phase: Facts, stall: StallWatch | None) -> tuple[str | None, str]:
         limit = self.find_limit()
         if limit is not None:
             return limit
-        if self.gpu.error is not None and phase.restart:
+        if self.gpu.error is not None and phase.get("restart"):
             return "gpu", self.gpu.error
-        if stall.poll(self.read_progress()):
-            text = gpu_error_in(self.phase_output(phase))
-            if text is not None:
-                return "gpu", text
-            return "stall", f"no sign of progress for {self.spec.stall_minutes:g} min while nothing was computed"
+        metrics = self.run_folder / "metrics.jsonl"
+        if stall is not None and stall.poll(self.read_progress(), metrics, self.log_of(phase)):
+            return "stall", f"no sign of progress for {self.spec['stall_minutes']:g} min while nothing was computed"
         return None, ""
 
-    def phase_output(self, phase: Phase) -> str:
-        return tail(self.job.log(phase.name), int(self.state.get("log_start", 0)))
-
-    def exit_of(self, phase: Phase) -> tuple[int | None, str]:
+    def exit_of(self, phase: Facts) -> tuple[int | None, str]:
         """The exit code, and how it ended in words. Where nobody saw the end, the run's own status tells it."""
-        record = read_json(self.job.exit(phase.name))
-        code = record.get("code")
-        if record.get("signal"):
-            return code, f"signal {record['signal']}"
+        record, status = read_json(self.job / f"exit-{phase['name']}.json"), read_json(self.run_folder / "status.json")
+        code, number, began = record.get("code"), record.get("signal"), record.get("began")
         if isinstance(code, int):
-            return code, f"exit code {code}"
-        status = read_json(Path(self.spec.run_folder) / "status.json")
-        began = read_json(self.job.phase(phase.name)).get("began", 0.0)
+            return code, f"signal {number}" if number else f"exit code {code}"
         updated = status.get("updated")
-        if phase.restart and isinstance(updated, (int, float)) and updated >= began:
+        if phase.get("restart") and isinstance(updated, float) and isinstance(began, float) and updated >= began:
             code = {"done": 0, "stopped": 3}.get(str(status.get("state")))
-        return code, "its end was not seen" if code is None else f"exit code {code}, by its status"
+        return code, "nobody saw its end" if code is None else f"exit code {code}, by its own status"
 
-    # The end: verify, notify, hold, gate, stop action
+    # the end: verify, notify, hold, gate, stop action
 
-    def finish(self, outcome: dict[str, Any]) -> None:
-        self.set(state="running", phase="verify", message=f"{outcome['message']}; verifying what was saved")
+    def finish(self, outcome: Facts) -> None:
+        self.set(phase="verify", message=f"{outcome['message']}; verifying what was saved")
         items, wrong = self.verify(outcome)
         if wrong:
             outcome = {**outcome, "message": f"{outcome['message']}; not verified: {'; '.join(wrong[:3])}"}
         self.set(verified=not wrong, reason=outcome["reason"], message=outcome["message"])
         if not self.state.get("notified"):
             self.notify(outcome["state"], outcome["message"])
-            self.save_state(notified=True)
-        self.end(outcome, items)
+            self.remember(notified=True)
+        stop = self.spec["stop"]
+        wanted = bool(stop.get("when_done")) and stop.get("action", "none") != "none"
+        wanted = wanted and outcome["reason"] not in ("stop", "signal")  # somebody is there, and decides
+        refusal = "not asked for"
+        if wanted:
+            self.hold(outcome)
+            items = self.verify(outcome)[0] if (self.job / "pulled").exists() else items
+            refusal = self.why_the_box_stays(items)
+        if wanted and refusal:
+            self.log(f"{stop['action']} refused: {refusal}")
+            self.notify(outcome["state"], f"{outcome['message']}; the box still runs: {refusal}")
+        if not outcome["resumable"]:
+            shutil.rmtree(self.job / "secrets", ignore_errors=True)
+        self.set(**outcome, stop_action="none" if not wanted else f"refused: {refusal}" if refusal else "done")
+        if wanted and not refusal:
+            self.stop_box(outcome)
 
-    def verify(self, outcome: dict[str, Any]) -> tuple[list[dict[str, Any]] | None, list[str]]:
-        is_done = outcome["state"] == "done" and any(phase.restart for phase in self.spec.phases)
+    def verify(self, outcome: Facts) -> tuple[list[Facts] | None, list[str]]:
+        is_done = outcome["state"] == "done" and any(phase.get("restart") for phase in self.spec["phases"])
+        mirror = self.spec["mirror"]
         try:
-            items = inspect(self.spec, self.job, self.tick)
+            items = inspect_run(self.run_folder, self.job, mirror, self.pause)
+            write_json(self.job / "verified.json", {"version": 1, "items": items})
         except OSError as error:
             return None, [f"{error.filename}: {error.strerror}"]
-        self._write(self.job.folder / "verified.json", {"version": 1, "items": items}, True)
-        return items, problems(items, self.spec, is_done)
+        return items, problems(items, mirror, is_done)
 
     def notify(self, state: str, text: str) -> None:
         message = {
-            "title": f"Sojourn: {self.spec.run} {state}", "text": text, "run": self.spec.run, "state": state,
-            "seconds": round(self.bill.total_seconds), "money": self.bill.total_money, "currency": self.spec.currency,
+            "title": f"Sojourn: {self.spec['run']} {state}", "text": self.scrub(text), "run": self.spec["run"],
+            "state": state, "seconds": round(self.spec["seconds_before"] + self.state["seconds"]), "money": self.money,
+            "currency": self.spec["currency"],
         }  # fmt: skip
-        for index, entry in enumerate(self.spec.notify):
-            secret = self._notify_secrets[index]
-            failure = send_notification(entry, secret, message, self.spec.notify_seconds)
+        for index, entry in enumerate(self.spec["notify"]):
+            failure = send_notification(entry, self.notify_secrets[index], message, self.spec["notify_seconds"])
             if failure is not None:
                 self.log(f"notification {entry.get('kind')} failed: {failure}")
-            self.tick()
+            self.pause()
 
-    def end(self, outcome: dict[str, Any], items: list[dict[str, Any]] | None) -> None:
-        action = str(self.spec.stop.get("action") or "none")
-        wanted = (
-            bool(self.spec.stop.get("when_done")) and action != "none" and outcome["reason"] not in ("stop", "signal")
-        )
-        if wanted and outcome["state"] == "failed":
-            wanted = bool(self.spec.stop.get("when_failed", True))
-        stop_action = "none"
-        if wanted:
-            self.hold(outcome)
-            if (self.job.folder / "pulled").exists():
-                items = self.verify(outcome)[0]
-            wanted = not self.job.stop_request.exists() and not self._signals
-            verdict = check_gate(self.spec, self.job, action, items) if wanted else Verdict(False, "stopped as asked")
-            command = self.spec.stop.get("command")
-            if verdict.allowed and not command:
-                verdict = Verdict(False, f"there is no command on this box for {action}; type: sojourn release")
-            stop_action = "done" if verdict.allowed else f"refused: {verdict.reason}"
-            if not verdict.allowed:
-                self.log(f"{action} refused: {verdict.reason}")
-                self.notify(outcome["state"], f"{outcome['message']}; the box still runs: {verdict.reason}")
-        if not outcome["resumable"]:
-            shutil.rmtree(str(self.job.secrets), ignore_errors=True)
-        self.set(**{**outcome, "stop_action": stop_action})
-        if stop_action == "done":
-            self.stop_box([os.path.expandvars(str(word)) for word in self.spec.stop["command"]], outcome)
-
-    def stop_box(self, command: list[str], outcome: dict[str, Any]) -> None:
-        """The status is final before: this process ends with the box."""
-        self.log(f"stopping this box: {command[0]}")
-        with contextlib.suppress(OSError, AttributeError):
-            os.sync()
-        try:
-            done = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=120, check=False)
-            failure = None if done.returncode == 0 else f"exit code {done.returncode}"
-        except (OSError, subprocess.SubprocessError) as error:
-            failure = str(error)
-        if failure is not None:
-            self.log(f"the box could not be stopped: {failure}")
-            self.set(stop_action=f"refused: {command[0]} failed ({failure}); stop the box in its console")
-            self.notify(str(outcome["state"]), f"the box could not be stopped ({failure}); stop it in its console")
-
-    def hold(self, outcome: dict[str, Any]) -> None:
-        """While a laptop follows and has not pulled yet. Freshness is counted from when a touch was seen: the laptop's
-        clock and this one may differ."""
-        attached, pulled = self.job.folder / "attached", self.job.folder / "pulled"
-        until = time.monotonic() + self.spec.hold_minutes * 60
-        touched = _mtime(attached)
-        if touched is None or abs(time.time() - touched) > self.spec.lease_seconds:
+    def hold(self, outcome: Facts) -> None:
+        """While a laptop follows and has not pulled yet. A touch counts from when it was seen: clocks differ."""
+        attached, touched = self.job / "attached", _modified(self.job / "attached")
+        if abs(time.time() - touched) > self.spec["lease_seconds"]:
             return
-        fresh_until = time.monotonic() + self.spec.lease_seconds
-        self.set(state="holding", phase="", message=f"{outcome['message']}; waiting for the laptop to pull")
-        while not pulled.exists() and time.monotonic() < min(until, fresh_until) and not self.is_over_budget():
-            if self.job.stop_request.exists() or self._signals:
+        until = time.monotonic() + self.spec["hold_minutes"] * 60
+        fresh_until = time.monotonic() + self.spec["lease_seconds"]
+        self.set(state="holding", message=f"{outcome['message']}; waiting for the laptop to pull")
+        while time.monotonic() < min(until, fresh_until) and not (self.job / "pulled").exists():
+            over_budget = self.spec["budget"] is not None and (self.money or 0.0) >= self.spec["budget"]
+            if over_budget or self.signals or (self.job / "stop").exists():
                 return
-            if _mtime(attached) != touched:
-                touched, fresh_until = _mtime(attached), time.monotonic() + self.spec.lease_seconds
-            self.pause(self.spec.poll_seconds)
+            if _modified(attached) != touched:
+                touched, fresh_until = _modified(attached), time.monotonic() + self.spec["lease_seconds"]
+            self.pause(self.spec["poll_seconds"])
 
-    def is_over_budget(self) -> bool:
-        money = self.bill.total_money
-        return self.spec.budget is not None and money is not None and money >= self.spec.budget
+    def why_the_box_stays(self, items: list[Facts] | None) -> str:
+        """Empty where it may go."""
+        spec, stop = self.spec, self.spec["stop"]
+        others = [name for name in running_here(Path(spec["home"])) if name != spec["run"]]
+        if self.signals or (self.job / "stop").exists():
+            return "stopped as asked"
+        if others and is_known_platform(spec["platform"]):
+            return f"{others[0]} still runs on this box; wait for it, or type: sojourn stop {others[0]}"
+        try:
+            everything = None if items is None else items + other_items(self.run_folder, self.job)
+        except OSError:
+            everything = None
+        disks = [{**disk, "path": os.path.realpath(str(disk.get("path")))} for disk in spec["disks"]]
+        verdict = gate(spec["platform"], stop["action"], disks, everything, spec["run"])
+        if verdict.allowed and not stop.get("command"):
+            return (
+                f"no command on this box can do it; on your laptop, type: sojourn release (the host of {spec['run']})"
+            )
+        return verdict.reason
+
+    def stop_box(self, outcome: Facts) -> None:
+        """The status is final before: this process ends with the box."""
+        command = [os.path.expandvars(str(word)) for word in self.spec["stop"]["command"]]
+        self.log(f"stopping this box: {command[0]}")
+        os.sync()
+        code, text = _answer(command)
+        if code != 0:
+            failure = f"{command[0]} failed ({last_line(text) or code}); stop the box in its console"
+            self.set(stop_action=f"refused: {failure}")
+            self.notify(str(outcome["state"]), f"the box still runs: {failure}")
 
 
-def recover_attempt(job: Job, spec: Spec) -> dict[str, Any]:
-    """What state.json would say of the last attempt, from the files of its shim: state.json is missing or damaged."""
-    last = 0
-    for phase in spec.phases:
-        record, ended = read_json(job.phase(phase.name)), read_json(job.exit(phase.name))
-        last = max([last, *(each["attempt"] for each in (record, ended) if type(each.get("attempt")) is int)])
-        if lives(trainer_of(job, phase.name)):
-            return {"phase": phase.name, "attempt": record["attempt"], "attempt_over": False}
-    return {"attempt": last} if last else {}
-
-
-def _mtime(path: Path) -> float | None:
+def _modified(path: Path) -> float:
     try:
         return path.stat().st_mtime
     except OSError:
-        return None
+        return 0.0
 
 
-def _read_secret(job: Job, entry: dict[str, Any]) -> str:
-    try:
-        return (job.folder / str(entry["secret"])).read_text(encoding="utf-8").strip()
-    except (KeyError, OSError, ValueError):
-        return ""
+# --- the shim ----------------------------------------------------------------------------------------------------
 
 
-def _read_secrets(job: Job) -> list[str]:
-    found = []
-    with contextlib.suppress(OSError):
-        for path in job.secrets.iterdir():
-            with contextlib.suppress(OSError, ValueError):
-                text = path.read_text(encoding="utf-8").strip()
-                found += [text] if len(text) >= 6 else []
-    return sorted(found, key=len, reverse=True)
-
-
-# ------------------------------------------------------------------------------------------------------------ the shim
-
-
-def run_shim(job: Job, spec: Spec, phase: Phase, attempt: int) -> None:
+def run_shim(job: Path, spec: Facts, phase: Facts, attempt: int) -> None:
     """Owns one attempt of a phase: starts it, or watches the one that lives; writes how it ended; and starts the
     supervisor again where that is gone, until the next shim has taken over or the job is over."""
     for caught in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(caught, lambda *_: None)  # handlers are not inherited by the trainer
-    held = lock(job.folder / f".lock-{phase.name}")
+    held = lock(job / f".lock-{phase['name']}")
     if held is None:
         return
-    me = {**identity(os.getpid()), "phase": phase.name, "attempt": attempt}
-    write_json(job, job.shim, me)
-    guard = _Guard(job, spec)
-    if read_json(job.exit(phase.name)).get("attempt") != attempt:
-        code, number = _run_attempt(job, spec, phase, attempt, guard)
-        ended = {
-            "attempt": attempt, "code": code, "signal": number, "argv": phase.argv, "ended": time.time(),
-            "uptime": uptime(), "boot": boot_id(),
-        }  # fmt: skip
-        _write_patiently(job, job.exit(phase.name), ended)
+    me = {**identity(os.getpid()), "phase": phase["name"], "attempt": attempt}
+    write_json(job / "shim.json", me)
+    exit_file = job / f"exit-{phase['name']}.json"
+    if read_json(exit_file).get("attempt") != attempt:
+        code, number = _run_attempt(job, spec, phase, attempt)
+        began = read_json(job / f"phase-{phase['name']}.json").get("began")
+        ended = {"attempt": attempt, "code": code, "signal": number, "argv": phase["argv"], "began": began}
+        _write_patiently(exit_file, {**ended, "uptime": uptime()})
     held.close()
-    while read_json(job.status).get("state") not in TERMINAL:
-        now = read_json(job.shim)
-        if now and (now.get("pid"), now.get("started")) != (me["pid"], me["started"]):
+    while read_json(job / "status.json").get("state") not in TERMINAL:
+        if read_json(job / "shim.json") not in (me, {}):
             return
-        guard.check()
-        time.sleep(spec.shim_seconds)
+        guard(job)
+        time.sleep(spec["shim_seconds"])
 
 
-def _run_attempt(job: Job, spec: Spec, phase: Phase, attempt: int, guard: _Guard) -> tuple[int | None, int | None]:
-    """(exit code, signal); both None where nobody saw the end."""
-    record = read_json(job.phase(phase.name))
-    trainer = record.get("trainer") or {}
-    if record.get("attempt") == attempt:
-        while lives(trainer):  # another shim's child: that one was killed
-            guard.check()
-            time.sleep(min(spec.shim_seconds, spec.poll_seconds))
+def _run_attempt(job: Path, spec: Facts, phase: Facts, attempt: int) -> tuple[int | None, int | None]:
+    """Exit code and signal; both None where nobody saw the end."""
+    record = read_json(job / f"phase-{phase['name']}.json")
+    if record.get("attempt") == attempt:  # the child of a shim that was killed
+        while lives(record.get("trainer")):
+            guard(job)
+            time.sleep(spec["poll_seconds"])
         return None, None
     kill_all(job)
     try:
         child = _start_trainer(job, spec, phase, attempt)
     except (OSError, subprocess.SubprocessError) as error:
-        print(f"{phase.argv[0]}: could not be started: {getattr(error, 'strerror', None) or error}", flush=True)
+        print(f"{phase['argv'][0]}: could not be started: {getattr(error, 'strerror', None) or error}", flush=True)
         return 127, None
     while True:
         try:
-            code = child.wait(spec.shim_seconds)
+            code = child.wait(spec["shim_seconds"])
             return (code, None) if code >= 0 else (128 - code, -code)
         except subprocess.TimeoutExpired:
-            guard.check()
+            guard(job)
 
 
-def _start_trainer(job: Job, spec: Spec, phase: Phase, attempt: int) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, **{str(key): str(value) for key, value in spec.env.items()}}
-    environment.update({name: str(path) for name, path in spec.secret_env_files.items()})
-    environment[MARK] = str(job.folder)
+def _start_trainer(job: Path, spec: Facts, phase: Facts, attempt: int) -> subprocess.Popen[bytes]:
+    given = {key: str(value) for key, value in {**spec["env"], **spec["secret_env_files"], MARK: job}.items()}
 
     def record() -> None:
         """In the child, before it becomes the trainer: there is no trainer without a record."""
-        value = {"attempt": attempt, "trainer": identity(os.getpid()), "began": time.time()}
-        write_json(job, job.phase(phase.name), value)
+        facts = {"attempt": attempt, "trainer": identity(os.getpid()), "began": time.time()}
+        write_json(job / f"phase-{phase['name']}.json", facts)
 
     return subprocess.Popen(
-        phase.argv, stdin=subprocess.DEVNULL, env=environment, cwd=spec.home if Path(spec.home).is_dir() else "/",
-        start_new_session=True, preexec_fn=record,
+        phase["argv"], stdin=subprocess.DEVNULL, env={**os.environ, **given}, start_new_session=True, preexec_fn=record,
+        cwd=spec["home"] if Path(spec["home"]).is_dir() else "/",
     )  # fmt: skip
 
 
-def _write_patiently(job: Job, path: Path, value: dict[str, Any]) -> None:
+def _write_patiently(path: Path, value: Facts) -> None:
     while True:
         try:
-            return write_json(job, path, value)
+            return write_json(path, value)
         except OSError as error:
-            print(f"{path.name} could not be written: {error.strerror}; trying again", file=sys.stderr, flush=True)
+            print(f"{path.name} could not be written: {error.strerror}; trying again", flush=True)
             time.sleep(2)
 
 
-class _Guard:
-    """Starts the supervisor again where it died without a terminal state, or stands still."""
-
-    STANDS_STILL = 300.0  # seconds without a heartbeat
-
-    def __init__(self, job: Job, spec: Spec) -> None:
-        self._job, self._pause, self._due = job, spec.shim_seconds, 0.0
-
-    def check(self) -> None:
-        status = read_json(self._job.status)
-        if status.get("state") in TERMINAL or time.monotonic() < self._due:
-            return
-        supervisor = read_json(self._job.supervisor)
-        if lives(supervisor):
-            last = status.get("uptime")
-            ours = status.get("pid") == supervisor.get("pid") and isinstance(last, (int, float))
-            if not ours or uptime() - float(last or 0) < self.STANDS_STILL:
-                return
-            send(supervisor["pid"], signal.SIGKILL)
-        subprocess.run(
-            [sys.executable, _FILE, "start", str(self._job.folder), "--revive"],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False,
-        )  # fmt: skip
-        self._due = time.monotonic() + self._pause
-        self._pause = min(60.0, 2 * self._pause)
+def guard(job: Path) -> None:
+    """Starts the supervisor again where it died without a terminal state."""
+    ended = read_json(job / "status.json").get("state") in TERMINAL
+    if not ended and not lives(read_json(job / "supervisor.json")):
+        _answer([sys.executable, THIS_FILE, "start", str(job), "--revive"])
 
 
-# --------------------------------------------------------------------------------------------------------- commands
+# --- commands ----------------------------------------------------------------------------------------------------
 
 
-def prepare_start(job: Job, spec: Spec) -> None:
-    """Before a start that a user asked for: forgets what belongs to an earlier one, except for what it cost."""
-    status, state = read_json(job.status), read_json(job.state)
-    old: list[Path] = [job.stop_request]
-    if status.get("state") in TERMINAL:
-        old.append(job.folder / "pulled")
-    if status.get("state") == "done":
-        old += [*job.folder.glob("exit-*.json"), *job.folder.glob("phase-*.json")]
-    for path in old:
-        with contextlib.suppress(OSError):
-            path.unlink()
-    was_done = (state.get("outcome") or {}).get("state") == "done"
-    if status.get("state") in TERMINAL or not was_done:  # else its end was cut short, and goes on
-        for key in ("outcome", "notified", "best_step"):
-            state.pop(key, None)
-    if not lives(trainer_of(job, str(state.get("phase", "")))):
-        state.update(restarts=0)
-        if "attempt" in state:
-            state.update(attempt_over=True)
-    _replace_file(job.used_spec, (job.folder / "spec.json").read_bytes(), True)
-    write_json(job, job.state, state)
-    kept: dict[str, Any] = {key: status[key] for key in ("seconds", "money", "step", "total_steps") if key in status}
-    started = {"state": "starting", "phase": "", "message": "", "resumable": True, "reason": "", "run": spec.run}
-    write_json(job, job.status, {**kept, **started, **identity(os.getpid()), "updated": time.time()})
+def start(job: Path, again: bool = False, revive: bool = False) -> int:
+    spec = read_spec(job / ("spec.used.json" if revive and (job / "spec.used.json").exists() else "spec.json"))
+    (job / "logs").mkdir(exist_ok=True)
+    pid, status = living_supervisor(job), read_json(job / "status.json")
+    if pid is None and status.get("state") == "done" and status.get("spec") == spec["hash"] and not again:
+        pid = status.get("pid")
+    if pid is None and not (revive and status.get("state") in TERMINAL):
+        pid = detach(job, spec, revive)
+    print(pid or f"the supervisor did not start; see {job}/logs/supervisor.log")
+    return 0 if pid else 1
 
 
-def start(folder: Path, again: bool = False, revive: bool = False) -> int:
-    job = Job(folder)
-    spec = read_spec(job.used_spec if revive and job.used_spec.exists() else folder / "spec.json")
-    (folder / "logs").mkdir(exist_ok=True)
-    pid = living_supervisor(job)
-    if pid is not None:
-        print(pid)
-        return 0
-    status = read_json(job.status)
-    if status.get("state") in TERMINAL and (revive or (status.get("spec") == spec.hash and not again)):
-        print(status.get("pid", 0))
-        print(f"this job is {status['state']}; to start it again, add --again", file=sys.stderr)
-        return 0
-    pid = detach(job, spec, revive)
-    if pid is None:
-        print(f"the supervisor did not start; see {job.log('supervisor')}", file=sys.stderr)
-        return 1
-    print(pid)
-    return 0
-
-
-def living_supervisor(job: Job) -> int | None:
-    held = lock(job.folder / ".lock")
+def living_supervisor(job: Path) -> int | None:
+    held = lock(job / ".lock")
     if held is not None:
-        held.close()
-        return None
+        return held.close()
     for _ in range(100):  # it writes its pid right after it took the lock
-        found = read_json(job.supervisor)
+        found = read_json(job / "supervisor.json")
         if lives(found):
             return int(found["pid"])
         time.sleep(0.05)
     return None
 
 
-def detach(job: Job, spec: Spec, revive: bool) -> int | None:
+def detach(job: Path, spec: Facts, revive: bool) -> int | None:
     """Double fork and setsid: the supervisor has no terminal, no parent and no open stream of this session."""
     sys.stdout.flush()
     reader, writer = os.pipe()
@@ -1684,7 +1216,7 @@ def detach(job: Job, spec: Spec, revive: bool) -> int | None:
     if child == 0:
         os.setsid()
         if os.fork() == 0:
-            _become_supervisor(job, spec, revive, reader, writer)
+            _become_supervisor(job, spec, revive, writer)
         os._exit(0)
     os.close(writer)
     os.waitpid(child, 0)
@@ -1693,23 +1225,22 @@ def detach(job: Job, spec: Spec, revive: bool) -> int | None:
     return int(text) if text.isdigit() else living_supervisor(job)
 
 
-def _become_supervisor(job: Job, spec: Spec, revive: bool, reader: int, writer: int) -> NoReturn:
+def _become_supervisor(job: Path, spec: Facts, revive: bool, writer: int) -> NoReturn:
     code = 1
     try:
-        os.close(reader)
         os.chdir("/")
         null = os.open(os.devnull, os.O_RDWR)
-        log = os.open(str(job.log("supervisor")), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        log = os.open(job / "logs/supervisor.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         for number, target in ((0, null), (1, log), (2, log)):
             os.dup2(target, number)
         keep = os.dup2(writer, 3, inheritable=False)
         os.closerange(4, 65536)
         sys.stdout = sys.stderr = os.fdopen(1, "w", encoding="utf-8", errors="replace", closefd=False)
-        held = lock(job.folder / ".lock")
+        held = lock(job / ".lock")
         if held is not None:
-            write_json(job, job.supervisor, identity(os.getpid()))
+            write_json(job / "supervisor.json", identity(os.getpid()))
             if not revive:
-                prepare_start(job, spec)
+                forget_last_start(job)
             os.write(keep, str(os.getpid()).encode())
             os.close(keep)
             Supervisor(job, spec).run()
@@ -1722,57 +1253,63 @@ def _become_supervisor(job: Job, spec: Spec, revive: bool, reader: int, writer: 
         os._exit(code)
 
 
-def stop(folder: Path) -> int:
-    """A request on disk: it is not lost with this process, or with the supervisor."""
-    job = Job(folder)
-    state = read_status(folder).get("state")
+def forget_last_start(job: Path) -> None:
+    """Before a start that a user asked for: forgets what belongs to an earlier one, except for what it cost."""
+    status, state = read_json(job / "status.json"), read_json(job / "state.json")
+    _remove(job / "stop")
+    if status.get("state") in TERMINAL:
+        _remove(job / "pulled")
+    if status.get("state") == "done":
+        _remove(*job.glob("exit-*.json"))
+    was_done = (state.get("outcome") or {}).get("state") == "done"
+    if status.get("state") in TERMINAL or not was_done:  # else its end was cut short, and goes on
+        for key in ("outcome", "notified", "best_step"):
+            state.pop(key, None)
+    state.update(restarts=0, attempt_over=True)  # a trainer that lives is adopted all the same
+    write_file(job / "spec.used.json", (job / "spec.json").read_bytes())
+    write_json(job / "state.json", state)
+    write_json(job / "status.json", {**status, "state": "starting", "reason": "", **identity(os.getpid())})
+
+
+def stop(job: Path) -> int:
+    """A request on disk: neither this process nor the supervisor can lose it."""
+    state = read_status(job)["state"]
     if state in (*TERMINAL, "none"):
         print(f"nothing to stop: {state}")
         return 0
-    _replace_file(job.stop_request, b'{"reason": "stop"}\n', True)
-    if living_supervisor(job) is None:
-        return start(folder, revive=True)
-    print("stopping")
-    return 0
+    write_file(job / "stop", b"")
+    return start(job, revive=True)
 
 
-def show_gate(folder: Path, action: str) -> int:
-    job = Job(folder)
-    spec = read_spec(job.used_spec if job.used_spec.exists() else folder / "spec.json")
-    items: list[dict[str, Any]] | None
-    try:
-        items = inspect(spec, job)
-    except OSError:
-        items = None
-    verdict = check_gate(spec, job, action, items)
-    if verdict.allowed and lives(read_json(job.supervisor)):
-        verdict = Verdict(False, f"{spec.run} still runs on this box; wait for it, or type: sojourn stop {spec.run}")
-    print(json.dumps({"allowed": verdict.allowed, "reason": verdict.reason, "items": items}))
+def inspect(home: Path, paths: List[str]) -> int:
+    """For the laptop's shutdown gate. `paths`: where the platform's disks are, to be resolved."""
+    items: list[Facts] = []
+    for run in sorted(path for path in home.glob("runs/*") if path.is_dir()):
+        job = home / ".sojourn/jobs" / run.name
+        items += inspect_run(run, job, read_json(job / "spec.used.json").get("mirror"))
+    real = {path: os.path.realpath(path) for path in paths}
+    print(json.dumps({"running": running_here(home), "items": items, "real": real}))
     return 0
 
 
 def main(arguments: list[str]) -> int:
-    usage = "usage: supervisor.py start|stop|status|gate|shim JOBDIR [PHASE | ACTION]"
     flags = {word for word in arguments if word.startswith("--")}
     words = [word for word in arguments if not word.startswith("--")]
-    if len(words) < 2 or flags - {"--again", "--revive"}:
-        print(usage, file=sys.stderr)
-        return 2
-    command, folder = words[0], Path(os.path.realpath(words[1]))
+    folder = Path(os.path.realpath(words[1])) if len(words) > 1 else None
     try:
-        if command == "start":
+        if folder is not None and words[0] == "start":
             return start(folder, "--again" in flags, "--revive" in flags)
-        if command == "stop":
+        if folder is not None and words[0] == "stop":
             return stop(folder)
-        if command == "status":
+        if folder is not None and words[0] == "status":
             print(json.dumps(read_status(folder), ensure_ascii=False))
             return 0
-        if command == "gate" and len(words) == 3:
-            return show_gate(folder, words[2])
-        if command == "shim" and len(words) == 4:
-            spec = read_spec(Job(folder).used_spec)
-            phase = next(phase for phase in spec.phases if phase.name == words[2])
-            run_shim(Job(folder), spec, phase, int(words[3]))
+        if folder is not None and words[0] == "inspect":
+            return inspect(folder, words[2:])
+        if folder is not None and words[0] == "shim":
+            spec = read_spec(folder / "spec.used.json")
+            phase = next(phase for phase in spec["phases"] if phase["name"] == words[2])
+            run_shim(folder, spec, phase, int(words[3]))
             return 0
     except SpecError as error:
         print(error, file=sys.stderr)
@@ -1780,7 +1317,7 @@ def main(arguments: list[str]) -> int:
     except OSError as error:
         print(f"{error.filename}: {error.strerror}", file=sys.stderr)
         return 1
-    print(usage, file=sys.stderr)
+    print("usage: supervisor.py start|stop|status JOBDIR, or inspect HOME", file=sys.stderr)
     return 2
 
 
