@@ -50,7 +50,7 @@ def with_home_copies(items: Iterable[Item], copies: dict[str, str]) -> list[Item
     home = {"kind": "home", "path": "", "verified": True}
     return [
         {**item, "places": [*item.get("places", []), home]}
-        if item.get("digest") and copies.get(str(item.get("name"))) == item["digest"]
+        if not item.get("damage") and item.get("digest") == copies.get(str(item.get("name")), "")
         else item
         for item in items
     ]

@@ -387,6 +387,7 @@ def _bus(address: str) -> str:
 
 
 Tick = Callable[[], None]
+FindDamage = Callable[[Path, Dict[str, Facts]], "str | None"]
 
 
 def hash_files(folder: Path, tick: Tick = lambda: None) -> dict[str, Facts]:
@@ -453,18 +454,21 @@ def item_folders(run: Path) -> list[tuple[str, Path]]:
 
 def inspect_run(run: Path, job: Path, mirror: str | None, tick: Tick = lambda: None) -> list[Facts]:
     """Every checkpoint and model of a run: its files, what is wrong with it, and its places. Every byte is read."""
-    at_home = read_json(job / "pulled").get("verified") or {}
+    at_home: Facts = read_json(job / "pulled").get("verified") or {}
     on_hub = _names_on_hub(run, mirror)
     items = []
     for name, folder in item_folders(run):
+        find_damage = model_damage if name in ("final", "best") else checkpoint_damage
         files = hash_files(folder, tick)
-        damage = (model_damage if name in ("final", "best") else checkpoint_damage)(folder, files)
-        digest, places = digest_of(files), [_disk_place(folder, damage)]
+        damage, digest = find_damage(folder, files), digest_of(files)
+        places = [_disk_place(folder, damage)]
         if mirror and not mirror.startswith("hub:"):
-            places.append({**_mirror_place(Path(mirror).expanduser() / run.name / name, files, tick), "mirror": True})
+            copy = Path(mirror).expanduser() / run.name / name
+            wrong = _mirror_damage(copy, find_damage, None if damage else files, tick)
+            places.append({**_disk_place(copy, wrong), "mirror": True})
         if name in on_hub:
             places.append({"kind": "hub", "path": mirror, "verified": True, "mirror": True})
-        if isinstance(at_home, dict) and at_home.get(name) == digest:
+        if at_home.get(name) == digest and damage is None:
             places.append({"kind": "home", "path": "", "verified": True})
         items.append(
             {"run": run.name, "name": name, "digest": digest, "files": files, "damage": damage, "places": places}
@@ -476,14 +480,15 @@ def _disk_place(folder: Path, damage: str | None) -> Facts:
     return {"kind": "disk", "path": os.path.realpath(folder), "verified": damage is None, "damage": damage}
 
 
-def _mirror_place(copy: Path, files: dict[str, Facts], tick: Tick) -> Facts:
+def _mirror_damage(copy: Path, find_damage: FindDamage, files: dict[str, Facts] | None, tick: Tick) -> str | None:
+    """`files`: what must be there, where the original is whole. A damaged original may have a good copy."""
     try:
-        damage = "not in the mirror" if not copy.is_dir() else None
-        if damage is None and hash_files(copy, tick) != files:
-            damage = "the copy in the mirror differs"
+        if not copy.is_dir():
+            return "not in the mirror"
+        found = hash_files(copy, tick)
+        return "the copy in the mirror differs" if files not in (None, found) else find_damage(copy, found)
     except OSError as error:
-        damage = f"the mirror cannot be read: {error.strerror}"
-    return _disk_place(copy, damage)
+        return f"the mirror cannot be read: {error.strerror}"
 
 
 def _names_on_hub(run: Path, mirror: str | None) -> set[str]:
