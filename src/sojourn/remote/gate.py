@@ -13,10 +13,12 @@ from typing import Any, Literal
 
 from sojourn.catalog.platforms import platforms
 from sojourn.remote.box import supervisor
-from sojourn.remote.box.supervisor import Verdict, digest_of, gate, hash_files
+from sojourn.remote.box.supervisor import Verdict, digest_of, gate, hash_files, place_survives
 from sojourn.remote.box_client import Box
 from sojourn.remote.hosts import Host
 from sojourn.remote.job import Job
+
+__all__ = ["Action", "check_gate", "copies_at_home", "disks_of", "place_survives", "pulled_record", "with_home_copies"]
 
 Action = Literal["power_off", "release"]
 Item = dict[str, Any]
