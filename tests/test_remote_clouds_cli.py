@@ -196,6 +196,9 @@ def test_stop_start_and_status_by_hand(typed: Any) -> None:
     assert "no machines on vast" in typed("status", "vast")[1]
     assert "only release" in typed("stop", "lambda", "x", "--yes")[2]
     assert "did you mean" in typed("status", "rumpod")[2]
+    for platform in SERVERS:
+        code, out, _ = typed("release", platform, "77", "--yes")
+        assert (code, out) == (2, "")  # a mistyped id is not "released"
 
 
 def test_the_cloud_commands_import_no_http_client_until_they_need_one() -> None:

@@ -192,6 +192,8 @@ def end(
         )
     if action == "stop" and not cloud.can_stop:
         cloud.stop(instance_id)  # says why not
+    if cloud.status(instance_id).state == "released":  # a mistyped id is an error: the machine meant would cost on
+        raise UserError(f"{cloud.title}: {instance_id} is released already")
     _confirm(f"{action} {instance_id} on {cloud.title}", cloud.deletes, yes)
     if action == "stop":
         cloud.stop(instance_id)

@@ -253,7 +253,8 @@ def _card(spec: _Spec) -> str:
 
 
 def _offer(spec: _Spec, count: int, idle: dict[str, int] | None) -> Offer:
-    """The price is the catalogue's, and only of a card that it has with that much memory."""
+    """The price is the catalogue's, and only of a card that it has with that much memory. Another product's lack of
+    idle GPUs does not mean that none can be had."""
     from sojourn.catalog.prices import prices
 
     card = _card(spec)
@@ -263,5 +264,5 @@ def _offer(spec: _Spec, count: int, idle: dict[str, int] | None) -> Offer:
     if free is not None:
         notes.append(f"about {free} idle")
     price = known.cny_per_hour * count if known else None
-    return Offer("autodl", spec.id, card, count, price, "CNY", available=None if free is None else free >= count,
+    return Offer("autodl", spec.id, card, count, price, "CNY", available=True if free is not None and free >= count else None,
                  note="; ".join(notes))  # fmt: skip
