@@ -264,5 +264,5 @@ def _offer(spec: _Spec, count: int, idle: dict[str, int] | None) -> Offer:
     if free is not None:
         notes.append(f"about {free} idle")
     price = known.cny_per_hour * count if known else None
-    return Offer("autodl", spec.id, card, count, price, "CNY", available=True if free is not None and free >= count else None,
-                 note="; ".join(notes))  # fmt: skip
+    available = True if free is not None and free >= count else None
+    return Offer("autodl", spec.id, card, count, price, "CNY", available=available, note="; ".join(notes))
