@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from local_box import LocalBox, make_image, make_index, make_wheel, serve
+from local_box import TORCH, LocalBox, make_image, make_index, make_wheel, serve
 from sojourn.catalog.platforms import platforms
 from sojourn.errors import RunFailed, UserError
 from sojourn.remote import bootstrap as module
@@ -40,7 +40,7 @@ def box(tmp_path: Path, image: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
         make_wheel(tmp_path / "w", "needs-torch", "1.0", ["torch>=2.0", "plain"]),
         make_wheel(tmp_path / "w", "needs-torch", "2.0", ["torch>=2.7", "plain"]),
         make_wheel(tmp_path / "w", "only-new", "1.0", ["torch>=2.7"]),
-        make_wheel(tmp_path / "w", "torch", "2.9.0"),
+        make_wheel(tmp_path / "w", "torch", "2.9.0", code=TORCH.format(version="2.9.0")),
     ]
     make_index(tmp_path / "index", wheels)
     want(monkeypatch, "plain>=1", "needs-torch")
@@ -80,6 +80,9 @@ def test_what_is_missing_is_installed_beside_the_images_torch_which_stays_as_it_
     box: LocalBox, image: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, lines = content(image.parents[1]), list[str]()
+    configuration = box.folder / "user/.config/pip/pip.conf"
+    configuration.parent.mkdir(parents=True)
+    configuration.write_text(f"[global]\nindex-url = {box_network.PYPI.replace('//', '//me:canary-7391@')}\n")
     made = bootstrap(box, box.host, lines.append)
     assert made.torch == "2.6.0+cu124" and made.cuda_available and made.base == str(image)
     assert made.installed == ("needs_torch 1.0", "plain 1.0")  # 2.0 wants a newer torch
@@ -90,7 +93,9 @@ def test_what_is_missing_is_installed_beside_the_images_torch_which_stays_as_it_
     assert python_says(made.python, "import plain, sojourn; print(plain.value, sojourn.__file__)").startswith(
         "7 " + box.host.home
     )
-    assert any("2.6.0+cu124 (CUDA 12.4)" in line for line in lines)
+    assert any("2.6.0+cu124 (CUDA 12.4)" in line for line in lines) and any("(its own)" in line for line in lines)
+    files = [path for path in box.folder.rglob("*") if path.is_file() and path != configuration]
+    assert not [path for path in files if b"canary-7391" in path.read_bytes()], "the index's password stays where it is"
 
     box.commands.clear()
     again = bootstrap(box, box.host, lines.append)
@@ -124,6 +129,21 @@ def test_a_package_that_wants_another_torch_is_refused_with_one_line(
     assert "\n" not in str(error.value) and "torch==2.6.0+cu124" in str(error.value)
     assert content(image.parents[1]) == before
     assert not Path(box.host.home, ".sojourn/env").exists()
+
+
+def test_an_image_without_torch_gets_one_only_when_asked(
+    box: LocalBox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a home with a space in its name."""
+    bare = make_image(tmp_path / "bare", torch=None)
+    monkeypatch.setattr(module, "probe", only(bare))
+    want(monkeypatch, "needs-torch")
+    box = LocalBox(tmp_path / "a box", bare)
+    with pytest.raises(UserError, match="--install-torch"):
+        bootstrap(box, box.host, lambda line: None)
+    made = bootstrap(box, box.host, lambda line: None, install_torch=True)
+    assert made.torch == "2.9.0" and made.installed == ("needs_torch 2.0", "plain 1.0", "torch 2.9.0")
+    assert not bootstrap(box, box.host, lambda line: None).fresh
 
 
 def test_without_internet_the_laptop_downloads_what_is_missing_for_the_box(

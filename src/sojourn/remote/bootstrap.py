@@ -75,8 +75,8 @@ def _set_up(
     needs = [
         need for need in requirements(wheel_metadata(wheel), "train") if image.torch is None or not _is_torch(need)
     ]
+    needs = [] if image.torch is not None and is_complete(needs, image.row) else needs
     key = _key(image, needs)
-    complete = image.torch is not None and is_complete(needs, image.row)
     runner, ours = facts.found["python"], f"{host.home}/.sojourn"
     for name in _TOOLS:
         _write(box, host, f"{ours}/box/{name}", box_script(name))
@@ -85,7 +85,7 @@ def _set_up(
         "id": f"{key}-{digest[:12]}", "key": key, "home": host.home, "digest": digest,
         "python": image.python, "make_python": image.make_python, "parents": image.parents, "system": image.system,
         "torch": image.torch, "gpus": len(facts.gpus), "wheel": f"{ours}/wheels/{wheel.name}",
-        "requirements": [] if complete else needs, "constraints": image.constraints, "packages": image.row["packages"],
+        "requirements": needs, "constraints": image.constraints, "packages": image.row["packages"],
         "uv": facts.found["uv"], "pips": [row["path"] for row in facts.pythons if row["pip"]],
         "indexes": [], "find_links": [], "env": old.get("env", {}),
     }  # fmt: skip
@@ -93,7 +93,7 @@ def _set_up(
     warnings = []
     if old.get("key") != key:  # else only our own code is new, which needs no network
         advice = no_gpu_advice(facts.platform.facts, host, len(facts.gpus), _INSTALL_MINUTES)
-        if advice is not None and not complete:
+        if advice is not None and needs:
             say(f"{host.name}: {advice}")
         network = box_network.choose(installer.ask("network", json.dumps(box_network.to_measure(facts.platform.facts))))
         say(f"{host.name}: {network.message}")

@@ -96,11 +96,18 @@ def network(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def time_page(url: str, expected: bytes, most: float) -> float | None:
+    import base64
+    import urllib.parse
     import urllib.request
 
     started = time.monotonic()
+    headers = {"User-Agent": "pip/24 sojourn", "Accept": "text/html,*/*"}
     try:
-        headers = {"User-Agent": "pip/24 sojourn", "Accept": "text/html,*/*"}
+        parts = urllib.parse.urlsplit(url)
+        user, at, place = parts.netloc.rpartition("@")
+        if at:  # urllib takes no password in a URL
+            secret = base64.b64encode(urllib.parse.unquote(user).encode()).decode()
+            headers["Authorization"], url = "Basic " + secret, parts._replace(netloc=place).geturl()
         asked = urllib.request.Request(url, headers=headers)  # noqa: S310
         with urllib.request.urlopen(asked, timeout=most) as answer:  # noqa: S310
             text = answer.read(1 << 20)
@@ -211,7 +218,7 @@ def install(spec: dict[str, Any], handle: int) -> dict[str, Any]:
     """The result for the laptop: the environment's complete.json, or one line about what went wrong."""
     from layers import Failed, build  # type: ignore[import-not-found]
 
-    started = time.monotonic()
+    started, keep_cache = time.monotonic(), False
     scratch = ours(spec["home"], "install", "tmp-" + spec["id"])
     try:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -219,11 +226,14 @@ def install(spec: dict[str, Any], handle: int) -> dict[str, Any]:
         stamp = build(spec, handle, scratch)
         return {"ok": True, "stamp": stamp, "seconds": round(time.monotonic() - started, 1)}
     except Failed as error:
+        keep_cache = error.kind == "network"  # what was downloaded is not downloaded again
         return {"ok": False, "error": str(error), "kind": error.kind}
     except OSError as error:
         return {"ok": False, "error": describe(error), "kind": "disk"}
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+        if not keep_cache:
+            shutil.rmtree(ours(spec["home"], "install", "cache"), ignore_errors=True)
 
 
 def describe(error: OSError) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import glob
 import json
 import os
+import shlex
 import shutil
 import time
 import zipfile
@@ -104,7 +105,7 @@ def add_wheel(wheel: str, site: str, folder: str) -> None:
     python = os.path.join(folder, "bin", "python")
     # a shebang has at most 127 bytes on older kernels, and no spaces
     text = f"""#!/bin/sh
-'''exec' {json.dumps(python)} "$0" "$@"
+'''exec' {shlex.quote(python)} "$0" "$@"
 ' '''
 import sys
 from sojourn.cli.main import main
@@ -164,8 +165,10 @@ def remove_unused(home: str, current: str) -> None:
                     texts.append(file.read())
             except OSError:
                 continue
-    used = {folder for folder in glob.glob(ours(home, "envs", "sojourn-*")) if any(folder in text for text in texts)}
+    layers = glob.glob(ours(home, "envs", "sojourn-*"))
+    linked = os.path.join(ours(home, "env"), "")  # a process that was started by the link may use any of them
+    used = {folder for folder in layers if any(folder in text or linked in text for text in texts)}
     texts += [json.dumps(read_json(os.path.join(folder, "complete.json"))) for folder in used]
     for folder in glob.glob(ours(home, "envs", "*")):
-        if not any(folder in text for text in texts):
+        if folder not in used and not any(folder in text for text in texts):
             shutil.rmtree(folder, ignore_errors=True)

@@ -8,11 +8,12 @@ import re
 import subprocess
 from typing import Any
 
-from install import own_index, use_proxies, write_json  # type: ignore[import-not-found]
+from install import ours, own_index, use_proxies, write_json  # type: ignore[import-not-found]
 from probe import environments, last_line, run  # type: ignore[import-not-found]
 from stand_ins import write_stand_ins  # type: ignore[import-not-found]
 
-_PIP_OPTIONS = ("--disable-pip-version-check", "--no-input", "--progress-bar", "off")
+# Compiling all of transformers takes longer than compiling what is imported at its first use.
+_PIP_OPTIONS = ("--disable-pip-version-check", "--no-input", "--progress-bar", "off", "--no-compile", "--prefer-binary")
 # Settings of a user's pip that would send packages elsewhere or refuse a venv
 _PIP_DROPPED = (
     "PIP_TARGET",
@@ -95,16 +96,19 @@ def find_pip(spec: dict[str, Any], python: str) -> list[str]:
     raise Failed("there is no pip for the image's Python, and no ensurepip: apt-get install python3-pip", "pip")
 
 
-def pip_environment(index: str | None, scratch: str) -> dict[str, str]:
+def pip_environment(home: str, index: str | None, scratch: str) -> dict[str, str]:
     """With the box's own pip configuration only where its index was chosen; caches on the disk of HOME."""
     envs = environments()
     use_proxies(envs)
     dropped = (*_PIP_DROPPED, "PYTHONHOME", *(() if index == "own" else _PIP_INDEX))
     env = {name: value for name, value in os.environ.items() if name not in dropped}
     env.update(
-        PIP_USER="0", PIP_CACHE_DIR=os.path.join(scratch, "cache"), TMPDIR=scratch, PIP_NO_WARN_SCRIPT_LOCATION="1"
+        PIP_USER="0",
+        PIP_CACHE_DIR=ours(home, "install", "cache", "pip"),
+        TMPDIR=scratch,
+        PIP_NO_WARN_SCRIPT_LOCATION="1",
     )
-    env["UV_CACHE_DIR"] = os.path.join(scratch, "uv")
+    env["UV_CACHE_DIR"] = ours(home, "install", "cache", "uv")
     if index == "own":
         env["UV_INDEX_URL"] = (
             own_index(envs) or ""
@@ -116,7 +120,7 @@ def pip_environment(index: str | None, scratch: str) -> dict[str, str]:
 
 def install_from(spec: dict[str, Any], index: str | None, folder: str, handle: int, scratch: str) -> None:
     """With uv where it is there and succeeds, else with pip, which also has the better words for what fails."""
-    env = pip_environment(index, scratch)
+    env = pip_environment(spec["home"], index, scratch)
     sources = ["--index-url", index] if index is not None and index != "own" else []
     sources += ["--no-index"] if index is None else []
     for links in spec["find_links"]:
@@ -128,7 +132,7 @@ def install_from(spec: dict[str, Any], index: str | None, folder: str, handle: i
     python = os.path.join(folder, "bin", "python")
     if spec["uv"] and install_by_uv(spec, python, sources, env, handle, scratch):
         return
-    argv = [*find_pip(spec, python), "install", *_PIP_OPTIONS, "--prefer-binary", *sources]
+    argv = [*find_pip(spec, python), "install", *_PIP_OPTIONS, *sources]
     argv += ["-r", os.path.join(scratch, "requirements"), "-c", os.path.join(scratch, "constraints")]
     code, text = logged(argv, env, handle)
     if code:
