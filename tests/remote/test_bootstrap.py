@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import threading
@@ -10,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from local_box import make_index, make_wheel, serve
 from remote_box import PASSWORD, RemoteBox, needs_box, remote_box
 from sojourn.errors import UserError
+from sojourn.remote import bootstrap as bootstrap_module
 from sojourn.remote.bootstrap import bootstrap
 from sojourn.remote.box_client import Box
 from sojourn.remote.box_doctor import examine
@@ -73,6 +76,22 @@ def test_a_reboot_during_the_installation_is_overcome_by_the_same_command(machin
 
         made = bootstrap(box, box.host, reboot_once)
         assert reboots and box.run([made.python, "-c", "import sojourn, torch"]).code == 0
+
+
+def test_a_box_without_internet_gets_what_is_missing_from_the_laptop(
+    machine: RemoteBox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_index(tmp_path / "index", [make_wheel(tmp_path / "w", "plain", "1.0", ["torch>=2"], code="value = 7")])
+    real = bootstrap_module.requirements
+    monkeypatch.setattr(bootstrap_module, "requirements", lambda *given: [*real(*given), "plain>=1"])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+    with serve(tmp_path / "index") as url, Box(host(machine), password=PASSWORD) as box:
+        monkeypatch.setenv("PIP_INDEX_URL", f"{url}/simple")
+        made = bootstrap(box, box.host, lambda line: None)
+        assert made.installed == ("plain 1.0",)
+        assert box.run([made.python, "-c", "import plain; print(plain.value)"]).stdout == b"7\n"
 
 
 @pytest.mark.parametrize("size", ["1m", "3m"])
