@@ -16,13 +16,22 @@ from sojourn.cli.config import config_app
 from sojourn.cli.demo import demo
 from sojourn.cli.doctor import doctor
 from sojourn.cli.eval import evaluate
+from sojourn.cli.forward import forward
 from sojourn.cli.generate import generate
+from sojourn.cli.gpu import gpu
+from sojourn.cli.launch import launch
 from sojourn.cli.launch_line import launch_line
+from sojourn.cli.logs import logs
+from sojourn.cli.move import move
 from sojourn.cli.plan import plan
 from sojourn.cli.prepare import prepare
 from sojourn.cli.presets import presets_app
+from sojourn.cli.pull import pull
 from sojourn.cli.rehearse import rehearse
+from sojourn.cli.release import release
 from sojourn.cli.runs import runs_app
+from sojourn.cli.shell import shell
+from sojourn.cli.stop import stop
 from sojourn.cli.train import train
 from sojourn.cli.verify_resume import verify_resume
 from sojourn.errors import UserError
@@ -143,6 +152,9 @@ app.command(name="launch-line", context_settings=_RUN_ARGS)(launch_line)
 app.command(name="verify-resume", context_settings=_RUN_ARGS)(verify_resume)
 app.add_typer(bench_app, name="bench")
 app.add_typer(runs_app, name="runs")
+app.command(context_settings=_RUN_ARGS)(launch)
+for verb in (logs, gpu, pull, stop, move, forward, shell, release):
+    app.command()(verb)
 app.command(name="eval")(evaluate)
 app.command()(generate)
 app.command()(chat)

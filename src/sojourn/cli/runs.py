@@ -1,4 +1,4 @@
-"""`sojourn runs`: lists the runs; `sojourn runs show NAME`: one of them, with its loss."""
+"""`sojourn runs`: lists the runs, here and on all hosts; `sojourn runs show NAME`: one of them, with its loss."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from sojourn.remote.listing import HostAnswer, RemoteRun
     from sojourn.run.folder import RunFolder
     from sojourn.run.listing import RunSummary
 
 _HELP = (
-    "List the runs (in SOJOURN_HOME, else the platform's persistent folder, else this one): state, step, loss, time, "
-    "cost, path. Or show one with a plot of its loss: sojourn runs show NAME."
+    "List the runs (in SOJOURN_HOME, else the platform's persistent folder, else this one) and those on all hosts: "
+    "state, step, loss, time, cost, path. Or show one with a plot of its loss: sojourn runs show NAME."
 )
 
 runs_app = typer.Typer(help=_HELP, invoke_without_command=True)
@@ -21,8 +22,12 @@ _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @runs_app.callback()
-def list_all(context: typer.Context, json: _Json = False) -> None:
-    """List the runs of SOJOURN_HOME, newest first: state, step, loss, time, cost, path."""
+def list_all(
+    context: typer.Context,
+    json: _Json = False,
+    local: bool = typer.Option(False, "--local", help="Only the runs on this machine; asks no host."),
+) -> None:
+    """List the runs, newest first: here, then those on hosts, with money spent and projected and the time left."""
     if context.invoked_subcommand is not None:
         return
     from dataclasses import asdict
@@ -32,19 +37,66 @@ def list_all(context: typer.Context, json: _Json = False) -> None:
 
     folder = home() / "runs"
     runs = list_runs(folder)
+    remote, silent = _ask_hosts() if not local else ([], [])
     if json:
         from json import dumps
 
-        print(dumps([asdict(run) for run in runs]))
-        return
-    if not runs:
+        print(dumps([asdict(run) for run in (*runs, *remote)]))
+    elif not runs and not remote:
         print(f"no runs in {folder.absolute()}; train one: sojourn train smoke")
-        return
-    rows = [("NAME", "STATE", "STEP", "LOSS", "TIME", "COST", "PATH"), *(_row(run) for run in runs)]
-    widths = [max(_width(row[column]) for row in rows) for column in range(6)]
+    else:
+        if runs:
+            _print_table([("NAME", "STATE", "STEP", "LOSS", "TIME", "COST", "PATH"), *(_row(run) for run in runs)])
+        if remote:
+            print("\n" * bool(runs), end="")
+            head = ("NAME", "HOST", "STATE", "STEP", "LOSS", "TIME", "COST", "AT THE END", "LEFT", "NOTE")
+            _print_table([head, *(_remote_row(run) for run in remote)])
+    _name_silent(silent)
+
+
+def _ask_hosts() -> tuple[list[RemoteRun], list[HostAnswer]]:
+    from sojourn.remote.hosts import load_hosts
+    from sojourn.remote.job import all_jobs
+
+    if not load_hosts() and not all_jobs():
+        return [], []
+    from sojourn.remote.listing import list_remote_runs
+
+    return list_remote_runs()
+
+
+def _name_silent(silent: list[HostAnswer]) -> None:
+    import sys
+
+    for answer in silent:
+        print(f"{answer.host.name}: unreachable: {answer.error}", file=sys.stderr)
+
+
+def _print_table(rows: list[tuple[str, ...]]) -> None:
+    """Columns as wide as their widest cell, the last one as it is."""
+    widths = [max(_width(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     for row in rows:
         cells = (cell + " " * (width - _width(cell)) for cell, width in zip(row, widths, strict=False))
-        print("  ".join([*cells, row[6]]))
+        print("  ".join([*cells, row[-1]]).rstrip())
+
+
+def _remote_row(run: RemoteRun) -> tuple[str, ...]:
+    from sojourn.config.quantities import Duration
+
+    state = f"{run.state} ({run.phase})" if run.phase and run.state == "running" else run.state
+    model = "model at home" if run.at_home else ""
+    return (
+        run.name,
+        run.host,
+        state,
+        f"{run.step:,}/{run.total_steps:,}" if run.total_steps else "-",
+        "-" if run.loss is None else f"{run.loss:.4f}",
+        str(Duration(round(run.seconds))),
+        f"{run.money:.2f} {run.currency}".rstrip() if run.money else "-",
+        "-" if run.projected is None else f"{run.projected:.2f} {run.currency}".rstrip(),
+        "-" if run.left is None else str(Duration(round(run.left))),
+        "; ".join(filter(None, (model, run.message))),
+    )
 
 
 @runs_app.command("show")

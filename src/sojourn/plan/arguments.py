@@ -10,18 +10,18 @@ from sojourn.config.quantities import Duration, Money, Size
 from sojourn.errors import UserError
 
 
-def to_budget(text: str | None) -> Money | None:
+def to_budget(text: str | None, option: str = "--budget") -> Money | None:
     try:
         return None if text is None else Money.parse(text)
     except ValueError as error:
-        raise UserError(f"--budget: “{printable(str(text))}”: {error}") from None
+        raise UserError(f"{option}: “{printable(str(text))}”: {error}") from None
 
 
-def to_seconds(text: str | None) -> float | None:
+def to_seconds(text: str | None, option: str = "--deadline") -> float | None:
     try:
         return None if text is None else float(Duration.parse(text))
     except ValueError as error:
-        raise UserError(f"--deadline: “{printable(str(text))}”: {error}") from None
+        raise UserError(f"{option}: “{printable(str(text))}”: {error}") from None
 
 
 def to_bytes(text: str) -> int:

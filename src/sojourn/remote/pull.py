@@ -1,0 +1,74 @@
+"""Brings a run home: into the run folder here, each file verified by SHA-256, so that chat, eval and train open it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from sojourn.errors import UserError
+from sojourn.remote.box_client import Box
+from sojourn.remote.hosts import Host
+from sojourn.remote.job import TERMINAL, BoxPaths
+from sojourn.remote.sync import Progress
+from sojourn.run.checkpoints import find_damage, list_checkpoints
+from sojourn.run.folder import RunFolder
+from sojourn.run.identity import parse_identity, read_identity
+
+What = Literal["final", "best", "checkpoint", "all"]
+RECORDS = ("identity.json", "run.yaml", "environment.json", "metrics.jsonl", "events.jsonl", "ledger.json",
+            "ladder.json", "loss.svg")  # fmt: skip
+
+
+def pull_run(
+    box: Box, host: Host, run: str, folder: Path, what: What, report: dict[str, Any], progress: Progress | None = None
+) -> list[str]:
+    """What came: names of models and checkpoints. The records of the run come always; its status once it is over."""
+    there, here = BoxPaths(host, run).run_folder, RunFolder(folder)
+    _refuse_other_run(box, host, there, here)
+    folder.mkdir(parents=True, exist_ok=True)
+    names = _wanted(box, there, what)
+    if not names:
+        raise UserError(
+            f"{run} on {host.name} has no {what} yet; it is at step {report['step']:,} (see: sojourn logs {run})"
+        )
+    over = report["state"] in TERMINAL or report["state"] == "holding"
+    for name in (*RECORDS, *(("status.json",) if over else ())):
+        box.pull_file(f"{there}/{name}", folder / name, missing_ok=True)
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        box.pull(f"{there}/{name}", folder / name, progress)
+    _check_checkpoints(here, names)
+    return names
+
+
+def _refuse_other_run(box: Box, host: Host, there: str, here: RunFolder) -> None:
+    ours = read_identity(here.path / "identity.json")
+    theirs = parse_identity(json.loads(box.read_bytes(f"{there}/identity.json") or b"null"))
+    if ours is not None and theirs is not None and ours.run_id != theirs.run_id:
+        raise UserError(
+            f"{here.path} holds another run of this name ({ours.created}) than {host.name} ({theirs.created}); "
+            "give another place: --to FOLDER"
+        )
+
+
+def _wanted(box: Box, there: str, what: What) -> list[str]:
+    """The folders to bring, oldest checkpoint first."""
+    found = set(box.list_folder(there))
+    models = [name for name in ("final", "best") if name in found]
+    steps = sorted(name for name in box.list_folder(f"{there}/checkpoints") if name.startswith("step-"))
+    checkpoints = [f"checkpoints/{name}" for name in steps]
+    if what == "all":
+        return [*models, *checkpoints]
+    if what == "checkpoint":
+        return checkpoints[-1:]
+    return [what] if what in models else []
+
+
+def _check_checkpoints(here: RunFolder, names: list[str]) -> None:
+    for name in names:
+        if name.startswith("checkpoints/") and (damage := find_damage(here.path / name)) is not None:
+            raise UserError(f"{here.path / name}: {damage} on the box already; it was not damaged on the way")
+    newest = list_checkpoints(here.checkpoints)
+    if newest:
+        (here.checkpoints / "latest").write_text(newest[-1].name + "\n", encoding="utf-8")
