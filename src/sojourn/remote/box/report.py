@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 MARK = "sojourn-report "
@@ -22,17 +23,14 @@ def main(argv: list[str]) -> None:
 
 def report(home: str, name: str) -> dict[str, Any]:
     job, run = os.path.join(home, ".sojourn", "jobs", name), os.path.join(home, "runs", name)
-    status = read(os.path.join(job, "status.json"))
-    state = status.get("state", "unknown")
-    if state in ("starting", "running", "holding") and not is_alive(status.get("pid"), status.get("started")):
-        state = "lost"
+    status = supervisor_status(job)
     train = read(os.path.join(run, "status.json"))
     ledger = read(os.path.join(run, "ledger.json"))
     metrics = last_lines(os.path.join(run, "metrics.jsonl"))
     losses = [line for line in metrics if line.get("kind") == "train" and isinstance(line.get("loss"), (int, float))]
     return {
         "run": name,
-        "state": state,
+        "state": status.get("state", "unknown"),
         "phase": status.get("phase", ""),
         "message": status.get("message", ""),
         "reason": status.get("reason", ""),
@@ -90,14 +88,13 @@ def last_lines(path: str) -> list[dict[str, Any]]:
     return lines
 
 
-def is_alive(pid: Any, started: Any) -> bool:
-    """By pid and start time, as the supervisor writes them."""
+def supervisor_status(job: str) -> dict[str, Any]:
+    """`lost` where it is not over, but nobody runs it any more."""
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-    try:
-        import supervisor  # type: ignore[import-not-found]
-    except ImportError:
-        return False
-    return bool(supervisor.is_alive(pid, started))
+    import supervisor  # type: ignore[import-not-found]
+
+    found: dict[str, Any] = supervisor.read_status(Path(job))
+    return found
 
 
 if __name__ == "__main__":
