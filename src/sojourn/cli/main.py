@@ -19,6 +19,7 @@ from sojourn.cli.eval import evaluate
 from sojourn.cli.forward import forward
 from sojourn.cli.generate import generate
 from sojourn.cli.gpu import gpu
+from sojourn.cli.host import host_app
 from sojourn.cli.launch import launch
 from sojourn.cli.launch_line import launch_line
 from sojourn.cli.logs import logs
@@ -152,6 +153,7 @@ app.command(name="launch-line", context_settings=_RUN_ARGS)(launch_line)
 app.command(name="verify-resume", context_settings=_RUN_ARGS)(verify_resume)
 app.add_typer(bench_app, name="bench")
 app.add_typer(runs_app, name="runs")
+app.add_typer(host_app, name="host")
 app.command(context_settings=_RUN_ARGS)(launch)
 for verb in (logs, gpu, pull, stop, move, forward, shell, release):
     app.command()(verb)

@@ -41,7 +41,7 @@ def list_all(
     if json:
         from json import dumps
 
-        print(dumps([asdict(run) for run in (*runs, *remote)]))
+        print(dumps([*map(asdict, runs), *map(asdict, remote)]))
     elif not runs and not remote:
         print(f"no runs in {folder.absolute()}; train one: sojourn train smoke")
     else:

@@ -7,6 +7,7 @@ runs on the box, nothing here matters to the run.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,16 +20,20 @@ from sojourn.remote.bootstrap import bootstrap
 from sojourn.remote.box_client import Box
 from sojourn.remote.connection import ConnectionLost, HostUnreachable
 from sojourn.remote.follow import Follower, describe_end, is_terminal, read_report
+from sojourn.remote.home_mirror import HomeMirror
 from sojourn.remote.hosts import Host, get_host
 from sojourn.remote.job import BoxPaths, Job, find_job
 from sojourn.remote.portability import Destination, Shipment, make_shipment
 from sojourn.remote.pull import pull_run
 from sojourn.remote.spec import Terms, platform_facts, write_job
+from sojourn.remote.state import send_state
 from sojourn.run.home import run_folder
 
 Say = Callable[[str], None]
 _PROGRAMS = ("supervisor.py", "report.py")  # of remote/box/
 _SOURCES = Path(__file__).parent / "box"
+_PATIENCE = 600.0  # seconds without a connection before this gives up watching
+_PATIENCE_WITH_NEXT = 120.0  # where another host can take over
 
 
 @dataclass(frozen=True)
@@ -51,16 +56,25 @@ def launch(args: list[str], on: tuple[str, ...], options: Options, say: Say, sho
     for note in loaded.notes:
         say(f"note: {note}")
     job = _job_of(loaded, args, hosts, options)
-    for host in (host for host in hosts if host.name in _remaining(job)):
-        job = replace(job, host=host.name)
+    remaining = [host for host in hosts if host.name in _remaining(job)]
+    for host, following in zip(remaining, [*remaining[1:], None], strict=True):
+        job = _on_host(job, host)
         try:
-            _launch_on(host, job, loaded.config, options, say, show)
+            _launch_on(host, job, loaded.config, options, following is not None, say, show)
             return
         except (HostUnreachable, ConnectionLost) as error:
-            rest = _remaining(job)[1:]
-            if not rest:
+            if following is None:
                 raise
-            say(f"{error}; going on on {rest[0]}")
+            say(f"{error}; {job.run} goes on on {following.name}")
+
+
+def _on_host(job: Job, host: Host) -> Job:
+    """The run there. What it cost where it was before is carried over."""
+    if job.host == host.name:
+        return job
+    cost = find_job(job.run) or job
+    money, seconds = (float(cost.last.get(key, 0.0)) for key in ("money", "seconds"))
+    return replace(job, host=host.name, spent_before=money, seconds_before=seconds)
 
 
 def _remaining(job: Job) -> tuple[str, ...]:
@@ -97,8 +111,9 @@ def _job_of(loaded: Loaded, args: list[str], hosts: list[Host], options: Options
 
 
 def _launch_on(
-    host: Host, job: Job, config: RunConfig, options: Options, say: Say, show: Callable[[bytes], None]
+    host: Host, job: Job, config: RunConfig, options: Options, has_next: bool, say: Say, show: Callable[[bytes], None]
 ) -> None:
+    """`has_next`: another host takes over when this one is lost, so its checkpoints are brought home meanwhile."""
     say(plan_line(config, host, options.terms))
     shipment = make_shipment(
         config, destination(host), allow_secrets=options.allow_secrets, prepare=options.prepare_here, say=say
@@ -106,11 +121,14 @@ def _launch_on(
     shipment.check()
     for note in shipment.notes:
         say(f"note: {note}")
-    with Box(host, say=say) as box:
+    with Box(host, say=say, patience=_PATIENCE_WITH_NEXT if has_next else _PATIENCE) as box:
         if not _is_running(box, host, job):
-            start(box, host, job, shipment, options, say)
+            if job.spent_before or job.seconds_before:
+                send_state(box, host, job, say)
+            start(box, job, shipment, options, say)
         job.save()
-        finish(box, host, job, options, say, show)
+        with HomeMirror(host, job) if has_next else nullcontext():
+            finish(box, host, job, options, say, show)
 
 
 def _is_running(box: Box, host: Host, job: Job) -> bool:
@@ -119,27 +137,34 @@ def _is_running(box: Box, host: Host, job: Job) -> bool:
     return read_report(box, host, job.run)["state"] in ("running", "starting", "holding")
 
 
-def start(box: Box, host: Host, job: Job, shipment: Shipment, options: Options, say: Say) -> None:
+def start(box: Box, job: Job, shipment: Shipment, options: Options, say: Say) -> None:
     """Installs, sends and starts; the box needs nobody afterwards."""
-    paths = BoxPaths(host, job.run)
-    python = bootstrap(box, host, say, install_torch=options.install_torch)
-    send_programs(box, host)
-    progress = box.progress(f"sending {len(shipment.items)} files to {host.name}")
-    box.push(list(shipment.items), progress)
-    box.push(list(shipment.last_items), progress)
-    write_job(box, job, host, options.terms, shipment.config, python.path, python.env)
+    python = bootstrap(box, box.host, say, install_torch=options.install_torch)
+    send_shipment(box, shipment)
+    write_job(box, job, options.terms, shipment.config, python)
     job.save()
-    done = box.run([python.path, f"{paths.tools}/supervisor.py", "start", paths.job], timeout=60)
-    if done.code != 0:
-        why = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise RunFailed(f"{host.name}: the supervisor did not start: {why}; its log: {paths.job}/logs/supervisor.log")
-    say(f"{job.run} runs on {host.name}, whatever happens to this machine (logs: sojourn logs {job.run} -f)")
+    start_supervisor(box, job, python.path)
+    say(f"{job.run} runs on {box.host.name}, whatever happens to this machine (logs: sojourn logs {job.run} -f)")
 
 
-def send_programs(box: Box, host: Host) -> None:
-    tools = BoxPaths(host).tools
+def send_shipment(box: Box, shipment: Shipment) -> None:
+    """Our programs, the run's files, and last the mark that its prepared data is complete."""
+    tools = BoxPaths(box.host).tools
     for name in _PROGRAMS:
         box.write_bytes(f"{tools}/{name}", (_SOURCES / name).read_bytes())
+    for items in (shipment.items, shipment.last_items):
+        if items:
+            box.push(list(items), box.progress(f"sending {len(items)} files to {box.host.name}"))
+
+
+def start_supervisor(box: Box, job: Job, python: str) -> None:
+    paths = BoxPaths(box.host, job.run)
+    done = box.run([python, f"{paths.tools}/supervisor.py", "start", paths.job], timeout=60)
+    if done.code != 0:
+        why = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise RunFailed(
+            f"{box.host.name}: the supervisor did not start: {why}; its log is {paths.job}/logs/supervisor.log"
+        )
 
 
 def finish(box: Box, host: Host, job: Job, options: Options, say: Say, show: Callable[[bytes], None]) -> None:

@@ -13,6 +13,7 @@ from sojourn.config.quantities import Money
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
 from sojourn.remote import secrets
+from sojourn.remote.bootstrap import BoxPython
 from sojourn.remote.box_client import Box
 from sojourn.remote.hosts import Host
 from sojourn.remote.job import BoxPaths, Job
@@ -78,15 +79,16 @@ def config_for_box(config: RunConfig, job: Job, host: Host, terms: Terms) -> Run
 
 
 def make_spec(
-    job: Job, host: Host, terms: Terms, python: str, env: dict[str, str], mirror: str | None
+    job: Job, host: Host, terms: Terms, python: BoxPython, mirror: str | None, node: list[str] | None = None
 ) -> dict[str, Any]:
+    """`node`: this box's arguments where several train together; a rehearsal there would wait for the others."""
     paths, facts, price = BoxPaths(host, job.run), platform_facts(host), terms.price_on(host)
     config = f"{paths.job}/run.yaml"
-    sojourn = [python, "-m", "sojourn"]
+    sojourn = [python.path, "-m", "sojourn"]
     phases: list[dict[str, Any]] = [
         {"name": "prepare", "argv": [*sojourn, "prepare", config]},
-        {"name": "rehearse", "argv": [*sojourn, "rehearse", config]},
-        {"name": "train", "argv": [*sojourn, "train", config], "restart": True},
+        *([] if node else [{"name": "rehearse", "argv": [*sojourn, "rehearse", config]}]),
+        {"name": "train", "argv": [*sojourn, "train", config, *(node or ())], "restart": True},
     ]
     command = facts.stop_command.split() if facts.stop_command else None
     action = "power_off" if command and facts.name != "generic" else "none"
@@ -96,7 +98,7 @@ def make_spec(
         "home": host.home,
         "job": paths.job,
         "run_folder": paths.run_folder,
-        "env": {"SOJOURN_HOME": host.home, "PYTHONUNBUFFERED": "1", **env},
+        "env": {"SOJOURN_HOME": host.home, "PYTHONUNBUFFERED": "1", **python.env},
         "secret_env_files": {},
         "phases": phases,
         "price_per_hour": None if price is None else float(price.amount),
@@ -119,11 +121,12 @@ def make_spec(
 
 
 def write_job(
-    box: Box, job: Job, host: Host, terms: Terms, config: RunConfig, python: str, env: dict[str, str]
+    box: Box, job: Job, terms: Terms, config: RunConfig, python: BoxPython, node: list[str] | None = None
 ) -> None:
     """Puts run.yaml, the spec and the secrets that this run needs on the box; starts nothing."""
+    host = box.host
     paths = BoxPaths(host, job.run)
-    spec = make_spec(job, host, terms, python, env, config.save.mirror)
+    spec = make_spec(job, host, terms, python, config.save.mirror, node)
     box.write_bytes(f"{paths.job}/run.yaml", to_yaml(config_for_box(config, job, host, terms)).encode())
     for kind in terms.notify:
         name = f"secrets/notify-{kind}"

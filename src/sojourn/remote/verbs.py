@@ -15,8 +15,8 @@ from sojourn.remote.box_client import Box
 from sojourn.remote.follow import read_report
 from sojourn.remote.hosts import Host, get_host, load_hosts
 from sojourn.remote.job import BoxPaths, find_job, get_job
-from sojourn.remote.move import stop
 from sojourn.remote.pull import What, pull_run
+from sojourn.remote.state import stop
 
 Say = Callable[[str], None]
 _PORTS = {"tensorboard": 6006, "serve": 8000, "board": 8765}
