@@ -10,9 +10,9 @@ from pathlib import Path
 
 from remote_box import RemoteBox
 
-RUN = ("smoke", "train.steps=24", "train.global_batch=4", "model.d_model=64", "data.vocab_size=400", "data.max_length=64",
-       "train.device=cpu", "train.precision=fp32", "save.every_steps=4", "log.every_steps=1", "log.tensorboard=off",
-       "limits.session=off")  # fmt: skip
+RUN = ("smoke", "train.steps=24", "train.global_batch=4", "model.d_model=64", "data.vocab_size=400",
+       "data.max_length=64", "train.device=cpu", "train.precision=fp32", "save.every_steps=4", "log.every_steps=1",
+       "log.tensorboard=off", "limits.session=off")  # fmt: skip
 
 
 @dataclass
@@ -37,7 +37,9 @@ class Laptop:
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
 
-    def run(self, *words: str, code: int | None = 0, timeout: float = 300, **env: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *words: str, code: int | None = 0, timeout: float = 300, **env: str
+    ) -> subprocess.CompletedProcess[str]:
         process = self.start(*words, **env)
         try:
             out, err = process.communicate(timeout=timeout)

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import distribution
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -242,11 +243,29 @@ class RemoteBox:
         self.power_off()
         self.boot()
 
-    def cut(self) -> None:
-        """Every SSH session ends, as if the network had reset it; what was detached goes on."""
-        for pid in self.processes("sshd: root"):
+    def cut(self) -> int:
+        """Every SSH session ends, as if the network had reset it; what was detached goes on. How many there were."""
+        return self.kill("sshd: root")
+
+    def kill(self, text: str, number: int = signal.SIGKILL) -> int:
+        """Sends a signal to its processes with `text` in their command line; how many there were."""
+        found = self.processes(text)
+        for pid in found:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, number)
+        return len(found)
+
+    def status_of(self, run: str) -> dict[str, Any]:
+        """What the supervisor says of a run."""
+        path = self.root / "root/autodl-tmp/.sojourn/jobs" / run / "status.json"
+        try:
+            return json.loads(path.read_text())
+        except (OSError, ValueError):
+            return {}
+
+    def phase_of(self, run: str) -> str:
+        status = self.status_of(run)
+        return str(status.get("phase") or "before the supervisor") if status else "before the supervisor"
 
     @contextlib.contextmanager
     def unplugged(self) -> Iterator[None]:
@@ -300,3 +319,18 @@ def remote_box(folder: Path, platform_folders: tuple[str, ...] | None = None) ->
         yield box
     finally:
         box.remove()
+
+
+def files_with(text: str, *folders: Path) -> list[Path]:
+    """Small files in which it stands."""
+    found = []
+    for folder in folders:
+        for path in folder.rglob("*"):
+            if (
+                path.is_file()
+                and not path.is_symlink()
+                and ".pyenv" not in path.parts
+                and path.stat().st_size < 1 << 24
+            ):
+                found += [path] if text.encode() in path.read_bytes() else []
+    return found

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from laptop import RUN, Laptop
-from remote_box import PASSWORD, RemoteBox, needs_box, remote_box
-from sojourn.storage.files import read_json_object
+from remote_box import PASSWORD, RemoteBox, files_with, needs_box, remote_box
 
 pytestmark = needs_box
 
@@ -33,13 +31,4 @@ def test_a_run_is_launched_brought_home_and_the_box_powered_off(box: RemoteBox, 
     assert len(box.shutdown_calls()) == 1
     laptop.run("train", *RUN, "name=here")
     assert laptop.weights("whole") == laptop.weights("here")
-    assert _files_with(PASSWORD, laptop.folder, box.root / "root") == []
-
-
-def _files_with(text: str, *folders: Path) -> list[Path]:
-    found = []
-    for folder in folders:
-        for path in folder.rglob("*"):
-            if path.is_file() and not path.is_symlink() and path.stat().st_size < 1 << 24 and ".pyenv" not in path.parts:
-                found += [path] if text.encode() in path.read_bytes() else []
-    return found
+    assert files_with(PASSWORD, laptop.folder, box.root / "root") == []

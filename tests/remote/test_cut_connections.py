@@ -1,0 +1,61 @@
+"""A hundred cut connections, over every phase of a launch, and killed laptops: the run ends as if undisturbed."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from random import Random
+
+from laptop import RUN, Laptop
+from remote_box import PASSWORD, RemoteBox, files_with, needs_box
+
+pytestmark = needs_box
+
+CUTS = 100
+
+
+def test_a_hundred_cut_connections_change_nothing(box: RemoteBox, laptop: Laptop) -> None:
+    rng, cuts, launches, where = Random("cuts"), 0, 0, Counter[str]()
+    while cuts < CUTS:
+        run = f"cut-{launches}"
+        process = laptop.start("launch", *RUN, f"name={run}", "--on", "box")
+        while process.poll() is None:
+            time.sleep(rng.uniform(0.0, 1.5))
+            if process.poll() is None and box.cut():
+                cuts += 1
+                where[box.phase_of(run)] += 1
+        out, err = process.communicate()
+        assert process.returncode == 0, out + err
+        assert laptop.weights(run) == laptop.weights("undisturbed")
+        launches += 1
+    print(f"{cuts} cuts in {launches} launches: {dict(where)}")
+    assert files_with(PASSWORD, laptop.folder, box.root / "root") == []
+
+
+def test_a_killed_laptop_types_the_same_again(box: RemoteBox, laptop: Laptop) -> None:
+    rng, kills, launches = Random("laptop"), 0, 0
+    while kills < 20:
+        run = f"killed-laptop-{launches}"
+        words = ("launch", *RUN, f"name={run}", "--on", "box")
+        for _ in range(8):
+            process = laptop.start(*words)
+            time.sleep(rng.uniform(0.2, 6.0))
+            if process.poll() is not None:
+                break
+            process.kill()
+            process.communicate()
+            kills += 1
+        laptop.run(*words)
+        assert laptop.weights(run) == laptop.weights("undisturbed")
+        launches += 1
+    print(f"{kills} kills in {launches} launches")
+
+
+def test_an_unplugged_cable_is_waited_for(box: RemoteBox, laptop: Laptop) -> None:
+    process = laptop.start("launch", *RUN, "name=unplugged", "--on", "box")
+    time.sleep(4)
+    with box.unplugged():
+        time.sleep(25)
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, out + err
+    assert laptop.weights("unplugged") == laptop.weights("undisturbed")
