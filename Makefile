@@ -9,13 +9,14 @@ export PATH := $(PATH):/usr/sbin:/sbin  # mkfs.ext4, fsfreeze, ip: not on every 
 RANDOM_INPUTS := $(addprefix tests/test_,prepare_fuzz.py config.py masks.py bpe.py token_cache.py readers.py)
 PARALLEL := $(addprefix tests/test_,engines.py nodes.py guides_commands.py launch.py launch_line.py bench_scaling.py)
 
-.PHONY: help setup packages demo test test-budget test-kill test-parallel test-long fuzz real real-model lint format bench golden clean
+.PHONY: help setup packages demo test test-budget test-kill test-remote test-parallel test-long fuzz real real-model lint format bench golden clean
 
 help:
 	@echo "make demo    set up, then the whole journey: plan, prepare, train, kill, resume, ask (under 4 minutes)"
 	@echo "make test    set up, lint, type check, import rules, tests, each within its recorded CPU budget; prints what it skipped"
 	@echo "make test-budget  make test's tests, and record the CPU seconds of each: tests/budget.json"
 	@echo "make test-kill  a thousand kills and disk failures at every moment of a run, races, damaged and foreign copies (about an hour)"
+	@echo "make test-remote  cut connections, killed laptops, supervisors and trainers, limits and faults on a rented box"
 	@echo "make test-parallel  every method on every engine, 1 to 4 ranks, two nodes, every failure, every command of the guides"
 	@echo "make test-long  what make test leaves out: repeats of bench, the planner's fit, 1,000 inputs through prepare"
 	@echo "make fuzz    10,000 random and damaged inputs through prepare (a few minutes)"
@@ -74,6 +75,9 @@ test-kill: setup
 	  echo "bindfs is missing, so tests of a mirror that drops are skipped; on Debian or Ubuntu: sudo apt-get install bindfs"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/kill -n 2 --dist worksteal -rs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_signals.py -m slow -n 6
+
+test-remote: setup packages
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/remote -rs -s
 
 test-parallel: setup packages
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m "slow or not slow" -n 2 -rs
