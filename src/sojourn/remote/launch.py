@@ -24,7 +24,7 @@ from sojourn.remote.home_mirror import HomeMirror
 from sojourn.remote.hosts import Host, get_host
 from sojourn.remote.job import BoxPaths, Job, find_job
 from sojourn.remote.portability import Destination, Shipment, make_shipment
-from sojourn.remote.pull import pull_run
+from sojourn.remote.pull import note_copies, pull_run
 from sojourn.remote.spec import Terms, platform_facts, write_job
 from sojourn.remote.state import send_state
 from sojourn.run.home import run_folder
@@ -143,7 +143,7 @@ def start(box: Box, job: Job, shipment: Shipment, options: Options, say: Say) ->
     send_shipment(box, shipment)
     write_job(box, job, options.terms, shipment.config, python)
     job.save()
-    start_supervisor(box, job, python.path)
+    start_supervisor(box, job, python.python)
     say(f"{job.run} runs on {box.host.name}, whatever happens to this machine (logs: sojourn logs {job.run} -f)")
 
 
@@ -184,8 +184,8 @@ def finish(box: Box, host: Host, job: Job, options: Options, say: Say, show: Cal
 
 def bring_home(box: Box, host: Host, job: Job, report: dict[str, Any], say: Say) -> None:
     """The final model; the box may power off once it has the mark that this leaves there."""
-    names = pull_run(box, host, job.run, Path(job.folder), "final", report, box.progress("bringing the model home"))
-    box.write_bytes(f"{BoxPaths(host, job.run).job}/pulled", "\n".join(names).encode())
+    pull_run(box, host, job.run, Path(job.folder), "final", report, box.progress("bringing the model home"))
+    note_copies(box, host, job)
     replace(job, pulled=True).seen(report)
     say(f"the model is at home: {Path(job.folder) / 'final'} (sojourn chat {job.folder})")
 

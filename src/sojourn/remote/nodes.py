@@ -102,6 +102,6 @@ def start_nodes(boxes: list[Box], job: Job, config: RunConfig, options: Options,
             replace(options.terms, price=_price(boxes, options)) if rank == 0 else replace(options.terms, budget=None)
         )
         write_job(box, job, terms, shipment.config, python, extra)
-        ready.append((box, python.path))
+        ready.append((box, python.python))
     for box, python_path in reversed(ready):
         start_supervisor(box, job, python_path)

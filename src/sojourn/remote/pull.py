@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 from sojourn.errors import UserError
 from sojourn.remote.box_client import Box
+from sojourn.remote.gate import copies_at_home, items_of, pulled_record
 from sojourn.remote.hosts import Host
-from sojourn.remote.job import TERMINAL, BoxPaths
-from sojourn.remote.sync import Progress
+from sojourn.remote.job import TERMINAL, BoxPaths, Job
+from sojourn.remote.progress import ProgressCallback
 from sojourn.run.checkpoints import find_damage, list_checkpoints
 from sojourn.run.folder import RunFolder
 from sojourn.run.identity import parse_identity, read_identity
@@ -21,7 +22,13 @@ RECORDS = ("identity.json", "run.yaml", "environment.json", "metrics.jsonl", "ev
 
 
 def pull_run(
-    box: Box, host: Host, run: str, folder: Path, what: What, report: dict[str, Any], progress: Progress | None = None
+    box: Box,
+    host: Host,
+    run: str,
+    folder: Path,
+    what: What,
+    report: dict[str, Any],
+    progress: ProgressCallback | None = None,
 ) -> list[str]:
     """What came: names of models and checkpoints. The records of the run come always; its status once it is over."""
     there, here = BoxPaths(host, run).run_folder, RunFolder(folder)
@@ -40,6 +47,13 @@ def pull_run(
         box.pull(f"{there}/{name}", folder / name, progress)
     _check_checkpoints(here, names)
     return names
+
+
+def note_copies(box: Box, host: Host, job: Job) -> None:
+    """Lets the box know which of its models and checkpoints are at home, byte for byte: it may then be powered off."""
+    folder = BoxPaths(host, job.run).job
+    items = items_of(json.loads(box.read_bytes(f"{folder}/verified.json") or b"{}")) or []
+    box.write_bytes(f"{folder}/pulled", pulled_record(copies_at_home(items, Path(job.folder))))
 
 
 def _refuse_other_run(box: Box, host: Host, there: str, here: RunFolder) -> None:

@@ -10,7 +10,7 @@ from sojourn.remote.box_client import Box
 from sojourn.remote.gate import check_gate
 from sojourn.remote.hosts import get_host
 from sojourn.remote.job import runs_on
-from sojourn.remote.platforms.registry import cloud_of
+from sojourn.remote.platforms.registry import CLOUD_NAMES, open_cloud
 from sojourn.remote.spec import platform_facts
 
 
@@ -31,8 +31,8 @@ def release_host(
         lost = "powered off" if power_off else "released"
         if not confirm(f"{name} ({facts.title}) is {lost}. What that deletes: {facts.wiped}. Go on?"):
             raise UserError(f"{name} is kept; nothing was changed")
-        cloud = cloud_of(host)
-        if cloud is not None and host.instance is not None:
+        if host.instance is not None and host.platform in CLOUD_NAMES:
+            cloud = open_cloud(host.platform)
             (cloud.stop if power_off else cloud.release)(host.instance)
         elif power_off and facts.stop_command:
             box.run(facts.stop_command.split(), timeout=30)

@@ -84,7 +84,7 @@ def make_spec(
     """`node`: this box's arguments where several train together; a rehearsal there would wait for the others."""
     paths, facts, price = BoxPaths(host, job.run), platform_facts(host), terms.price_on(host)
     config = f"{paths.job}/run.yaml"
-    sojourn = [python.path, "-m", "sojourn"]
+    sojourn = [python.python, "-m", "sojourn"]
     phases: list[dict[str, Any]] = [
         {"name": "prepare", "argv": [*sojourn, "prepare", config]},
         *([] if node else [{"name": "rehearse", "argv": [*sojourn, "rehearse", config]}]),

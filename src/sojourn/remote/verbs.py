@@ -15,7 +15,7 @@ from sojourn.remote.box_client import Box
 from sojourn.remote.follow import read_report
 from sojourn.remote.hosts import Host, get_host, load_hosts
 from sojourn.remote.job import BoxPaths, find_job, get_job
-from sojourn.remote.pull import What, pull_run
+from sojourn.remote.pull import What, note_copies, pull_run
 from sojourn.remote.state import stop
 
 Say = Callable[[str], None]
@@ -61,7 +61,7 @@ def pull_named(run: str, what: str, to: str | None, say: Say) -> dict[str, Any]:
         report = read_report(box, host, run)
         names = pull_run(box, host, run, folder, wanted, report, box.progress(f"pulling {what} of {run}"))
         if "final" in names and to is None:
-            box.write_bytes(f"{BoxPaths(host, run).job}/pulled", "\n".join(names).encode())
+            note_copies(box, host, job)
     replace(job, pulled=job.pulled or ("final" in names and to is None)).seen(report)
     for name in names:
         say(f"{folder / name}: verified")
