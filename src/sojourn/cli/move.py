@@ -21,10 +21,10 @@ def move(
     """Move a run: save and stop there, bring its checkpoint here, send it on, resume. Same id, cost added up."""
     from sojourn.cli.remote_output import Output
     from sojourn.plan.arguments import to_budget
-    from sojourn.remote.launch import Options
     from sojourn.remote.move import move as move_run
     from sojourn.remote.spec import Terms
+    from sojourn.remote.start import Options
 
     options = Options(Terms(to_budget(budget), to_budget(price, "--price"), None, stop_when_done), detach)
     with Output(json, f"not watching any more; where {run} is: sojourn runs") as output:
-        move_run(run, to, options, output.say, output.show)
+        output.result(move_run(run, to, options, output.say, output.show))

@@ -102,7 +102,7 @@ def _remote_run(host: Host, report: dict[str, Any], job: Job | None) -> RemoteRu
     projected = None
     if left is not None and host.price_per_hour is not None:
         projected = report["money"] + left * host.price_per_hour / 3600
-    message = report["message"] or report["train_message"]
+    message = (report["message"] or report["train_message"]) if report["state"] != "done" else ""
     if report["state"] == "lost":
         message = f"its supervisor ended without a word; go on: sojourn launch … --on {host.name}"
     return RemoteRun(

@@ -5,22 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from sojourn.config.load import load_run
 from sojourn.errors import UserError
 from sojourn.remote.box_client import Box
 from sojourn.remote.connection import ConnectionLost, HostUnreachable
+from sojourn.remote.finish import finish
 from sojourn.remote.hosts import get_host
 from sojourn.remote.job import Job, get_job
-from sojourn.remote.launch import Options, destination, finish, plan_line, start
+from sojourn.remote.plan_line import plan_line
 from sojourn.remote.portability import make_shipment
 from sojourn.remote.pull import pull_run
+from sojourn.remote.start import Options, destination, start
 from sojourn.remote.state import newest_at_home, send_state, stop
 
 Say = Callable[[str], None]
 
 
-def move(run: str, to: str, options: Options, say: Say, show: Callable[[bytes], None]) -> None:
+def move(run: str, to: str, options: Options, say: Say, show: Callable[[bytes], None]) -> dict[str, Any]:
     job, target = get_job(run), get_host(to)
     if job.host == target.name:
         raise UserError(f"{run} is on {to} already; start it there again: sojourn launch … --on {to}")
@@ -35,7 +38,7 @@ def move(run: str, to: str, options: Options, say: Say, show: Callable[[bytes], 
         send_state(box, target, moved, say)
         start(box, moved, shipment, options, say)
         moved.save()
-        finish(box, target, moved, options, say, show)
+        return finish(box, moved, options.detach, say, show)
 
 
 def _bring_state_home(job: Job, say: Say) -> Job:

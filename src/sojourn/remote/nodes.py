@@ -15,9 +15,9 @@ from sojourn.errors import UserError
 from sojourn.remote.bootstrap import bootstrap
 from sojourn.remote.box_client import Box
 from sojourn.remote.job import Job
-from sojourn.remote.launch import Options, destination, send_shipment, start_supervisor
 from sojourn.remote.portability import make_shipment
 from sojourn.remote.spec import write_job
+from sojourn.remote.start import Options, destination, send_shipment, start_supervisor
 
 Say = Callable[[str], None]
 _LISTEN = """
@@ -101,7 +101,7 @@ def start_nodes(boxes: list[Box], job: Job, config: RunConfig, options: Options,
         terms = (
             replace(options.terms, price=_price(boxes, options)) if rank == 0 else replace(options.terms, budget=None)
         )
-        write_job(box, job, terms, shipment.config, python, extra)
+        write_job(box, job, terms, shipment, python, extra)
         ready.append((box, python.python))
     for box, python_path in reversed(ready):
         start_supervisor(box, job, python_path)

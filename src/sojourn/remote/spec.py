@@ -17,6 +17,7 @@ from sojourn.remote.bootstrap import BoxPython
 from sojourn.remote.box_client import Box
 from sojourn.remote.hosts import Host
 from sojourn.remote.job import BoxPaths, Job
+from sojourn.remote.portability import Shipment
 
 NOTIFY = ("webhook", "command", "autodl", "serverchan", "bark")
 _MIN_FREE = 256 << 20
@@ -79,14 +80,14 @@ def config_for_box(config: RunConfig, job: Job, host: Host, terms: Terms) -> Run
 
 
 def make_spec(
-    job: Job, host: Host, terms: Terms, python: BoxPython, mirror: str | None, node: list[str] | None = None
+    job: Job, host: Host, terms: Terms, python: BoxPython, shipment: Shipment, node: list[str] | None = None
 ) -> dict[str, Any]:
     """`node`: this box's arguments where several train together; a rehearsal there would wait for the others."""
     paths, facts, price = BoxPaths(host, job.run), platform_facts(host), terms.price_on(host)
     config = f"{paths.job}/run.yaml"
     sojourn = [python.python, "-m", "sojourn"]
     phases: list[dict[str, Any]] = [
-        {"name": "prepare", "argv": [*sojourn, "prepare", config]},
+        *([] if shipment.artefact else [{"name": "prepare", "argv": [*sojourn, "prepare", config]}]),
         *([] if node else [{"name": "rehearse", "argv": [*sojourn, "rehearse", config]}]),
         {"name": "train", "argv": [*sojourn, "train", config, *(node or ())], "restart": True},
     ]
@@ -112,7 +113,7 @@ def make_spec(
         "max_restarts": terms.max_restarts,
         "grace_seconds": 60,
         "hold_minutes": terms.hold / 60,
-        "mirror": mirror,
+        "mirror": shipment.config.save.mirror,
         "disks": [asdict(disk) for disk in facts.disks],
         "platform": facts.name,
         "stop": {"when_done": terms.stop_when_done, "action": action, "command": command},
@@ -121,12 +122,12 @@ def make_spec(
 
 
 def write_job(
-    box: Box, job: Job, terms: Terms, config: RunConfig, python: BoxPython, node: list[str] | None = None
+    box: Box, job: Job, terms: Terms, shipment: Shipment, python: BoxPython, node: list[str] | None = None
 ) -> None:
     """Puts run.yaml, the spec and the secrets that this run needs on the box; starts nothing."""
-    host = box.host
+    host, config = box.host, shipment.config
     paths = BoxPaths(host, job.run)
-    spec = make_spec(job, host, terms, python, config.save.mirror, node)
+    spec = make_spec(job, host, terms, python, shipment, node)
     box.write_bytes(f"{paths.job}/run.yaml", to_yaml(config_for_box(config, job, host, terms)).encode())
     for kind in terms.notify:
         name = f"secrets/notify-{kind}"
