@@ -70,6 +70,7 @@ UseDNS no
 AllowTcpForwarding yes
 PidFile /run/box-sshd.pid
 Subsystem sftp internal-sftp
+SetEnv OMP_NUM_THREADS=1
 """
 _START = """
 set -e

@@ -100,7 +100,9 @@ def _job_of(loaded: Loaded, args: list[str], hosts: list[Host], options: Options
     return replace(before, **settled)  # type: ignore[arg-type]
 
 
-def _launch_on(host: Host, job: Job, config: RunConfig, options: Options, has_next: bool, say: Say, show: Show) -> dict[str, Any]:
+def _launch_on(
+    host: Host, job: Job, config: RunConfig, options: Options, has_next: bool, say: Say, show: Show
+) -> dict[str, Any]:
     """`has_next`: another host takes over when this one is lost, so its checkpoints are brought home meanwhile."""
     say(plan_line(config, host, options.terms))
     shipment = make_shipment(

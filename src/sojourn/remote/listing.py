@@ -57,7 +57,7 @@ def list_remote_runs(patience: float = PATIENCE) -> tuple[list[RemoteRun], list[
             mine = job if job is not None and job.host == answer.host.name else None
             if mine is not None:
                 mine.seen(report)
-            runs.append(_remote_run(answer.host, report, mine))
+            runs.append(_remote_run(answer.host, report, job))
     asked = {(run.name, run.host) for run in runs}
     silent = {answer.host.name: answer for answer in answers if answer.error is not None}
     runs += [_last_known(job, hosts.get(job.host)) for job in jobs.values() if (job.run, job.host) not in asked]
@@ -105,11 +105,14 @@ def _remote_run(host: Host, report: dict[str, Any], job: Job | None) -> RemoteRu
     message = (report["message"] or report["train_message"]) if report["state"] != "done" else ""
     if report["state"] == "lost":
         message = f"its supervisor ended without a word; go on: sojourn launch … --on {host.name}"
+    is_here = job is not None and job.host == host.name
+    if job is not None and not is_here:
+        message = f"moved to {job.host}"
     return RemoteRun(
         str(report["run"]), host.name, str(report["state"]), str(report["phase"]), report["step"],
         report["total_steps"], report["loss"], report["seconds"], report["money"],
         str(report["currency"] or host.currency), left, projected, report["updated"],
-        f"{host.name}:{BoxPaths(host, str(report['run'])).run_folder}", message, job is not None and job.pulled,
+        f"{host.name}:{BoxPaths(host, str(report['run'])).run_folder}", message, is_here and job.pulled,
     )  # fmt: skip
 
 
