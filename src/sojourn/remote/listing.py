@@ -112,7 +112,7 @@ def _remote_run(host: Host, report: dict[str, Any], job: Job | None) -> RemoteRu
         str(report["run"]), host.name, str(report["state"]), str(report["phase"]), report["step"],
         report["total_steps"], report["loss"], report["seconds"], report["money"],
         str(report["currency"] or host.currency), left, projected, report["updated"],
-        f"{host.name}:{BoxPaths(host, str(report['run'])).run_folder}", message, is_here and job.pulled,
+        f"{host.name}:{BoxPaths(host, str(report['run'])).run_folder}", message, job is not None and is_here and job.pulled,
     )  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from sojourn.remote.pull import What, note_copies, pull_run
 from sojourn.remote.state import stop
 
 Say = Callable[[str], None]
+_CHECK = 10.0  # seconds between two looks at the connection of a forward
 _PORTS = {"tensorboard": 6006, "serve": 8000, "board": 8765}
 _GPU_FIELDS = {
     "index": "index",
@@ -104,8 +104,8 @@ def forward_until_interrupted(name: str, what: str, port: int, say: Say) -> None
         here = box.forward(port or there, there)
         say(f"http://127.0.0.1:{here} is port {there} of {host.name}; Ctrl-C ends it")
         while True:
-            time.sleep(1)
-            box.keep_forwarding()
+            time.sleep(_CHECK)
+            box.run(["true"])  # opens a lost connection again, and its forwards
 
 
 def _start_tensorboard(box: Box, host: Host, run: str | None, say: Say) -> None:
@@ -119,11 +119,13 @@ def _start_tensorboard(box: Box, host: Host, run: str | None, say: Say) -> None:
 
 
 def open_shell(name: str) -> int:
-    from sojourn.remote.openssh_connection import ssh_command
+    from sojourn.remote.openssh_connection import destination, ssh_options, ssh_program
 
     host, run = host_of(name)
-    if shutil.which("ssh") is None:
+    ssh = ssh_program()
+    if ssh is None:
         raise UserError("shell: OpenSSH's ssh is not installed here; install it, or use: sojourn logs, sojourn gpu")
     folder = BoxPaths(host, run).run_folder if run else host.home
     inside = f"cd {folder!r} 2>/dev/null; exec ${{SHELL:-/bin/sh}} -l"
-    return subprocess.run([*ssh_command(host, interactive=True), inside], check=False).returncode
+    command = [ssh, "-t", *ssh_options(host, timeout=15), *destination(host), inside]
+    return subprocess.run(command, check=False).returncode
