@@ -12,6 +12,8 @@ import typer
 from sojourn import __version__
 from sojourn.cli.bench import bench_app
 from sojourn.cli.chat import chat
+from sojourn.cli.bundle import bundle
+from sojourn.cli.cloud import cloud_app
 from sojourn.cli.config import config_app
 from sojourn.cli.demo import demo
 from sojourn.cli.doctor import doctor
@@ -154,6 +156,8 @@ app.command(name="verify-resume", context_settings=_RUN_ARGS)(verify_resume)
 app.add_typer(bench_app, name="bench")
 app.add_typer(runs_app, name="runs")
 app.add_typer(host_app, name="host")
+app.add_typer(cloud_app, name="cloud")
+app.command(context_settings=_RUN_ARGS)(bundle)
 app.command(context_settings=_RUN_ARGS)(launch)
 for verb in (logs, gpu, pull, stop, move, forward, shell, release):
     app.command()(verb)

@@ -106,13 +106,14 @@ def _remote_run(host: Host, report: dict[str, Any], job: Job | None) -> RemoteRu
     if report["state"] == "lost":
         message = f"its supervisor ended without a word; go on: sojourn launch … --on {host.name}"
     is_here = job is not None and job.host == host.name
+    at_home = job is not None and is_here and job.pulled
     if job is not None and not is_here:
         message = f"moved to {job.host}"
     return RemoteRun(
         str(report["run"]), host.name, str(report["state"]), str(report["phase"]), report["step"],
         report["total_steps"], report["loss"], report["seconds"], report["money"],
         str(report["currency"] or host.currency), left, projected, report["updated"],
-        f"{host.name}:{BoxPaths(host, str(report['run'])).run_folder}", message, job is not None and is_here and job.pulled,
+        f"{host.name}:{BoxPaths(host, str(report['run'])).run_folder}", message, at_home,
     )  # fmt: skip
 
 
