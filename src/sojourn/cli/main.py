@@ -11,8 +11,8 @@ import typer
 
 from sojourn import __version__
 from sojourn.cli.bench import bench_app
-from sojourn.cli.chat import chat
 from sojourn.cli.bundle import bundle
+from sojourn.cli.chat import chat
 from sojourn.cli.cloud import cloud_app
 from sojourn.cli.config import config_app
 from sojourn.cli.demo import demo
