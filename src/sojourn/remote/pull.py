@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from sojourn.errors import UserError
 from sojourn.remote.box_client import Box
-from sojourn.remote.gate import copies_at_home, items_of, pulled_record
+from sojourn.remote.gate import copies_at_home, pulled_record
 from sojourn.remote.hosts import Host
 from sojourn.remote.job import TERMINAL, BoxPaths, Job
 from sojourn.remote.progress import ProgressCallback
@@ -52,7 +52,7 @@ def pull_run(
 def note_copies(box: Box, host: Host, job: Job) -> None:
     """Lets the box know which of its models and checkpoints are at home, byte for byte: it may then be powered off."""
     folder = BoxPaths(host, job.run).job
-    items = items_of(json.loads(box.read_bytes(f"{folder}/verified.json") or b"{}")) or []
+    items = json.loads(box.read_bytes(f"{folder}/verified.json") or b"{}").get("items", [])
     box.write_bytes(f"{folder}/pulled", pulled_record(copies_at_home(items, Path(job.folder))))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from sojourn.errors import UserError
 from sojourn.remote.box_client import Box
-from sojourn.remote.gate import check_gate
+from sojourn.remote.gate import Action, check_gate
 from sojourn.remote.hosts import get_host
 from sojourn.remote.job import runs_on
 from sojourn.remote.platforms.registry import CLOUD_NAMES, open_cloud
@@ -18,7 +18,8 @@ def release_host(
     name: str, power_off: bool, confirm: Callable[[str], bool], say: Callable[[str], None]
 ) -> dict[str, Any]:
     host = get_host(name)
-    facts, action = platform_facts(host), "power_off" if power_off else "release"
+    facts = platform_facts(host)
+    action: Action = "power_off" if power_off else "release"
     if facts.name == "generic":
         raise UserError(
             f"{name} is a machine of unknown kind: Sojourn never powers it off; "
