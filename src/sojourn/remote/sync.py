@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sojourn.errors import RunFailed
+from sojourn.errors import RunFailed, UserError
 from sojourn.remote.progress import Meter
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ SMALL_BYTES = 1 << 20  # files up to here travel together
 BATCH_BYTES, BATCH_FILES = 2 << 20, 400
 CHUNK_BYTES = 1 << 20  # of a large file
 OPEN_FILES = 4  # large files that travel at once
-_ONE_STREAM_BYTES = 1 << 20
+_STREAM_BYTES = 4 << 20  # what makes another stream worth its start
 _FAR_SECONDS = 0.03
 _FAR_STREAMS = 6
 _BULK_BYTES = 64 << 20
@@ -51,7 +52,7 @@ def fail_if_any(failed: list[str], verb: str) -> None:
 
 def stream_count(total: int, round_trip: float) -> int:
     """A server lets a channel send about 2 MiB before it hears back, so a distant box needs several."""
-    return _FAR_STREAMS if total > _ONE_STREAM_BYTES and round_trip > _FAR_SECONDS else 1
+    return min(_FAR_STREAMS, 1 + total // _STREAM_BYTES) if round_trip > _FAR_SECONDS else 1
 
 
 def compressed(data: bytes, meter: Meter) -> tuple[bytes, bool]:
@@ -90,3 +91,20 @@ def streams_of(box: Box, total: int, idle: Agent | None) -> Iterator[Streams]:
         streams.stop()
         raise
     streams.finish()
+
+
+@contextmanager
+def open_streams_early(box: Box, most: int) -> Iterator[None]:
+    """Opens the channels of a distant box while something else waits for it; they are kept for what follows."""
+
+    def open_one(index: int) -> None:
+        with suppress(UserError), box.agent(f"stream-{index}"):
+            pass
+
+    count = stream_count(most, box.round_trip)
+    threads = [threading.Thread(target=open_one, args=(index,), daemon=True) for index in range(1, count)]
+    for thread in threads:
+        thread.start()
+    yield
+    for thread in threads:
+        thread.join()

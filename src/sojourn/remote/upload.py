@@ -8,6 +8,7 @@ import threading
 import time
 import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
+from errno import ENOENT
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from sojourn.remote.sync import (
     Synced,
     compressed,
     fail_if_any,
+    open_streams_early,
     streams_of,
 )
 
@@ -78,24 +80,25 @@ class Upload:
         self.failed, self.result.skipped = [], []
         trees = list_trees(self.items, self.cache, self.ignore, self.result.skipped.append)
         with self.box.agent() as agent:
-            needed = self._compare(agent, trees)
+            with open_streams_early(self.box, sum(entry.size for tree in trees for entry in tree.entries)):
+                needed = self._compare(agent, trees)
             self.meter.total = self.meter.done + sum(entry.size for _, entry in needed)
             again = self._send(agent, needed)
-            for tree in trees:
-                self._folders(agent, tree)
-                if self.delete:
-                    self._delete(agent, tree)
-            agent.ask("save_cache")
+            for tree in trees if self.delete else ():
+                self._delete(agent, tree)
             if self.durable:
                 agent.ask("sync")
         return not again
 
     def _compare(self, agent: Agent, trees: list[Tree]) -> list[tuple[Tree, Entry]]:
+        """What of the trees must travel; makes their folders and links with the same round trip."""
         for tree in trees:
             agent.send("compare", tree.packed(), root=tree.root, cache=self._cache_of(tree))
-        needed = []
-        answers = [agent.receive()[0] for _ in trees]
-        for tree, answer in zip(trees, answers, strict=True):
+            agent.send("folders", root=tree.root, entries=_without_files(tree))
+        needed, self.result.unchanged = [], 0
+        answers = [(agent.receive()[0], agent.receive()[0]) for _ in trees]
+        for tree, (answer, made) in zip(trees, answers, strict=True):
+            self.failed += made["failed"]
             numbers = set(answer["need"])
             for number, digest in answer["hashes"].items():
                 entry = tree.entries[int(number)]
@@ -104,7 +107,7 @@ class Upload:
                     numbers.add(int(number))
             needed += [(tree, tree.entries[number]) for number in sorted(numbers)]
             files = sum(entry.kind == "file" for entry in tree.entries)
-            self.result.unchanged = files - len(numbers) if len(trees) == 1 else 0
+            self.result.unchanged += files - len(numbers)
         return needed
 
     def _cache_of(self, tree: Tree) -> str:
@@ -122,11 +125,6 @@ class Upload:
                     self.meter.report()
             return _send_large(self, agent, streams, large) if large else False
 
-    def _folders(self, agent: Agent, tree: Tree) -> None:
-        entries = [[entry.rel, entry.kind, entry.target] for entry in tree.entries if entry.kind != "file"]
-        if entries or not tree.entries:
-            self.failed += agent.ask("folders", root=tree.root, entries=entries)[0]["failed"]
-
     def _delete(self, agent: Agent, tree: Tree) -> None:
         import json
 
@@ -142,6 +140,10 @@ class Upload:
         self.result.bytes += entry.size
         if stamp(entry.status)[2] < time.time_ns() - 2_000_000_000:
             self.cache.remember(entry.path, entry.status, digest)
+
+
+def _without_files(tree: Tree) -> list[list[str]]:
+    return [[entry.rel, entry.kind, entry.target] for entry in tree.entries if entry.kind != "file"]
 
 
 class Batch:
@@ -274,7 +276,8 @@ class Chunk:
             self._file.arrived(self._start)
 
     def failed(self, error: AgentFailed) -> None:
-        self._file.error = self._file.error or str(error)
+        # Another sync of the same file has completed it, or removed what was there: look again.
+        self._file.error = "changed" if error.errno == ENOENT else self._file.error or str(error)
 
 
 def _send_large(upload: Upload, agent: Agent, streams: Streams, files: list[LargeFile]) -> bool:
@@ -335,10 +338,7 @@ def _commit(upload: Upload, agent: Agent, file: LargeFile) -> bool:
     entry = file.entry
     if file.changed() or file.error == "changed":
         agent.ask("abandon", key=file.key)
-        count = upload.changes[entry.path] = upload.changes.get(entry.path, 0) + 1
-        if count >= _CHANGES_ALLOWED:
-            upload.failed.append(f"{entry.path}: it changes while it travels")
-        return count < _CHANGES_ALLOWED
+        return _look_again(upload, entry)
     if file.error:
         upload.failed.append(f"{entry.rel}: {file.error}")
         return False
@@ -352,8 +352,17 @@ def _commit(upload: Upload, agent: Agent, file: LargeFile) -> bool:
     try:
         answer, _ = agent.ask("commit", key=file.key, cache=upload._cache_of(file.tree), **fields)
     except AgentFailed as error:
+        if error.errno == ENOENT:
+            return _look_again(upload, entry)
         upload.failed.append(f"{entry.rel}: {error}")
         return False
     with upload.lock:
         upload.stored(entry, answer["digest"])
     return False
+
+
+def _look_again(upload: Upload, entry: Entry) -> bool:
+    count = upload.changes[entry.path] = upload.changes.get(entry.path, 0) + 1
+    if count >= _CHANGES_ALLOWED:
+        upload.failed.append(f"{entry.path}: it changes while it travels")
+    return count < _CHANGES_ALLOWED

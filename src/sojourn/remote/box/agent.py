@@ -26,6 +26,7 @@ from sojourn.remote.box.tree import describe, make_links_and_folders, scan
 
 MAGIC = b"sojourn-agent-1\n"
 HEAD = struct.Struct("!II")
+_OPEN_PARTIALS = 16
 MOST_BYTES = 1 << 28  # of one part of a frame
 
 
@@ -39,7 +40,6 @@ def read_exactly(stream: BinaryIO, size: int) -> bytes:
 class Agent:
     def __init__(self) -> None:
         self._caches: dict[str, HashCache] = {}
-        self._paths: dict[str, Paths] = {}
         self._partials: dict[str, Partial] = {}
         self._hashes: dict[str, FollowingHash] = {}
 
@@ -135,20 +135,20 @@ class Agent:
 
     # trees
 
-    def _cache(self, name: str) -> HashCache:
-        if name not in self._caches:
+    def _cache(self, name: str, fresh: bool = False) -> HashCache:
+        """`fresh`: with what other agents have written into it."""
+        if fresh or name not in self._caches:
             self._caches[name] = HashCache(os.path.expanduser(name))
         return self._caches[name]
 
     def _root(self, root: str) -> Paths:
-        if root not in self._paths:
-            self._paths[root] = Paths(os.path.expanduser(root))
-        return self._paths[root]
+        """Anew for each request, since folders may be removed between them."""
+        return Paths(os.path.expanduser(root))
 
     def do_compare(self, blob: bytes, root: str, cache: str) -> Any:
         """`blob`: the other end's manifest. Which of its files are missing or different here, by number; and for those
         whose hash it does not know, the hash of the file of the same size here."""
-        known, paths = self._cache(cache), Paths(os.path.expanduser(root))
+        known, paths = self._cache(cache, fresh=True), self._root(root)
         need, hashes = [], {}
         for index, (rel, kind, size, digest, mode) in enumerate(json.loads(zlib.decompress(blob))):
             if kind != "file":
@@ -172,7 +172,7 @@ class Agent:
 
     def do_manifest(self, blob: bytes, root: str, cache: str, small: int) -> Any:
         """`blob`: sizes of the files that the other end has, by path; only the same size is worth a hash here."""
-        root, known = os.path.expanduser(root), self._cache(cache)
+        root, known = os.path.expanduser(root), self._cache(cache, fresh=True)
         theirs = json.loads(zlib.decompress(blob)) if blob else {}
         entries: list[list[Any]] = []
         skipped: list[str] = []
@@ -202,11 +202,8 @@ class Agent:
                 known.remember(path, write_whole(path, data, mode, mtime_ns, sync), digest)
             except (OSError, Refused) as error:
                 failed.append([index, str(error), getattr(error, "errno", 0) or 0])
+        known.save()
         return {"failed": failed}
-
-    def do_save_cache(self, blob: bytes) -> None:
-        for cache in self._caches.values():
-            cache.save()
 
     def do_folders(self, blob: bytes, root: str, entries: list[Any]) -> Any:
         os.makedirs(os.path.expanduser(root), exist_ok=True)
@@ -226,6 +223,8 @@ class Agent:
         if zlib.crc32(blob) != crc:
             raise Refused("%s: the bytes that arrived are not those that were sent" % rel)
         if key not in self._partials:
+            while len(self._partials) >= _OPEN_PARTIALS:
+                self._partials.pop(next(iter(self._partials))).close()
             self._partials[key] = Partial(self._root(root).of(rel, make=True), key, size)
         self._partials[key].write(offset, blob)
 
@@ -239,7 +238,9 @@ class Agent:
     ) -> Any:
         partial = self._partials.pop(key)
         found = (self._hashes.pop(key, None) or FollowingHash(partial.path)).digest(partial.size)
-        self._cache(cache).remember(partial.target, partial.finish(found, digest, mode, mtime_ns, sync), found)
+        known = self._cache(cache)
+        known.remember(partial.target, partial.finish(found, digest, mode, mtime_ns, sync), found)
+        known.save()
         return {"digest": found}
 
     def do_abandon(self, blob: bytes, key: str) -> None:
@@ -285,7 +286,10 @@ class Agent:
 
     def do_hash(self, blob: bytes, root: str, rel: str, cache: str) -> Any:
         path = self._root(root).of(rel)
-        return {"digest": self._cache(cache).of(path, os.stat(path))}
+        known = self._cache(cache)
+        digest = known.of(path, os.stat(path))
+        known.save()
+        return {"digest": digest}
 
     def do_delete(self, blob: bytes, root: str, files: list[str]) -> Any:
         """What the other end no longer has; folders only where they are empty then."""

@@ -60,6 +60,8 @@ class Paths:
                 if not os.path.isdir(path):
                     os.unlink(path)
                     os.mkdir(path)
+                elif os.path.islink(path):
+                    self._check(path)
 
     def _check(self, parent: str) -> None:
         if self._real is None:
@@ -140,6 +142,7 @@ class Partial:
         self._done_path = self.path + "-ranges"
         self._handle: int | None = None
         self._done: int | None = None
+        self._inode = -1
         self._lock = threading.Lock()
 
     def begin(self) -> list[list[int]]:
@@ -164,8 +167,11 @@ class Partial:
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
         with self._lock:
+            if self._done is not None and os.stat(self.path).st_ino != self._inode:
+                self.close()  # completed, or removed and begun again, by somebody else
             if self._handle is None or self._done is None:
                 self._handle = os.open(self.path, os.O_WRONLY | _BINARY)
+                self._inode = os.fstat(self._handle).st_ino
                 self._done = os.open(self._done_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _BINARY, 0o600)
             os.lseek(self._handle, offset, os.SEEK_SET)
             view, end = memoryview(data), offset + len(data)
