@@ -20,7 +20,8 @@ _BUFFER_BYTES = 64 << 20
 
 
 class SlowLink:
-    """`delay`: seconds each way; `rate`: bytes per second each way; `loss`: share of the segments."""
+    """`delay`: seconds each way; `rate`: bytes per second each way; `loss`: share of the segments;
+    `cut_every`: all connections are reset whenever so many bytes were carried."""
 
     def __init__(
         self,
@@ -29,6 +30,7 @@ class SlowLink:
         delay: float = 0.0,
         rate: float | None = None,
         loss: float = 0.0,
+        cut_every: int | None = None,
         seed: int = 0,
     ) -> None:
         self.address, self.port, self.delay, self.rate, self.loss = address, port, delay, rate, loss
@@ -36,7 +38,7 @@ class SlowLink:
         self.carried = 0
         self.connections = 0
         self._random = random.Random(seed)
-        self._cut_at: int | None = None
+        self._cut_every = self._cut_at = cut_every
         self._silent = False
         self._open: set[asyncio.StreamWriter] = set()
         self._loop = asyncio.new_event_loop()
@@ -48,9 +50,16 @@ class SlowLink:
         self._ready.wait(10)
 
     def stop(self) -> None:
-        self.cut()
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(5)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5)
+
+    async def _end(self) -> None:
+        self._cut()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
 
     def cut(self, silent: bool = False) -> None:
         """All connections: reset, or from now on nothing arrives any more. New ones are accepted."""
@@ -141,6 +150,8 @@ class SlowLink:
                     await asyncio.sleep(pause)
                 waiting -= len(data)
                 room.set()
+                if writer.is_closing():
+                    return
                 if not data:
                     writer.write_eof()
                     return
@@ -148,7 +159,7 @@ class SlowLink:
                     await asyncio.sleep(0.05)
                 self.carried += len(data)
                 if self._cut_at is not None and self.carried >= self._cut_at:
-                    self._cut_at = None
+                    self._cut_at = self.carried + self._cut_every if self._cut_every else None
                     self._cut()
                     return
                 writer.write(data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -53,6 +54,8 @@ class _Loop:
     def get(cls) -> asyncio.AbstractEventLoop:
         with cls._lock:
             if cls._loop is None:
+                # asyncio warns for each packet that was still to be sent when a link broke; we say it once.
+                logging.getLogger("asyncio").addFilter(lambda record: "socket.send() raised" not in record.getMessage())
                 cls._loop = asyncio.SelectorEventLoop()
                 threading.Thread(target=cls._loop.run_forever, name="ssh", daemon=True).start()
             return cls._loop

@@ -30,10 +30,12 @@ from sojourn.remote.sync import (
     CHUNK_BYTES,
     OPEN_FILES,
     SMALL_BYTES,
+    Pieces,
     Synced,
     SyncFailed,
     fail_if_any,
     is_slow,
+    smaller,
     streams_of,
 )
 
@@ -75,6 +77,7 @@ class Download:
         self.cache = local_cache()
         self.result = Synced()
         self.failed: list[str] = []
+        self.chunk = 2 * CHUNK_BYTES  # the first attempt halves it
         self.arrived = 0
         self.lock = threading.Lock()
         self.sync_each = True
@@ -102,6 +105,7 @@ class Download:
 
     def _once(self) -> None:
         self.failed, self.result.skipped = [], []
+        self.chunk = smaller(self.chunk)
         with self.box.agent() as agent:
             is_file, entries = self._manifest(agent)
             if is_file:
@@ -194,7 +198,7 @@ class Download:
         small = [file for file in needed if file.entry.size <= SMALL_BYTES]
         large = [file for file in needed if file.entry.size > SMALL_BYTES]
         total = sum(file.entry.size + 512 for file in needed)
-        with streams_of(self.box, total, None if large else agent) as streams:
+        with streams_of(self.box, total, self.chunk, None if large else agent) as streams:
             for batch in _batches(self, small):
                 while not streams.put(batch):
                     self.meter.report()
@@ -217,9 +221,7 @@ class Arriving:
     def __init__(self, download: Download, root: str, entry: Remote, paths: Paths) -> None:
         self.download, self.root, self.entry, self.paths = download, root, entry, paths
         self.name = entry.rel
-        self.missing: list[int] = []
-        self.there: set[int] = set()
-        self.prefix = 0
+        self.pieces = Pieces(entry.size, [], entry.size)
         self.partial: Partial | None = None
         self.hash: FollowingHash | None = None
         self.error: str | None = None
@@ -229,30 +231,17 @@ class Arriving:
 
     def begin(self) -> None:
         entry, size = self.entry, self.entry.size
-        key = content_key(self.download.box.host.name, self.root, entry.rel, entry.digest or entry.stamp)
+        key = content_key(self.download.box.host.name, self.root, entry.rel, entry.stamp)
         self.partial = Partial(str(self.path()), key, size)
-        ranges = self.partial.begin()
-        there: list[int] = []
-        for start in range(0, size, CHUNK_BYTES):
-            whole = any(first <= start and min(start + CHUNK_BYTES, size) <= last for first, last in ranges)
-            (there if whole else self.missing).append(start)
-        self.missing.reverse()
-        self.download.meter.done += sum(min(CHUNK_BYTES, size - start) for start in there)
+        self.pieces = Pieces(size, self.partial.begin(), self.download.chunk)
+        self.download.meter.done += size - self.pieces.missing_bytes
         self.hash = FollowingHash(self.partial.path)
-        for start in there:
-            self.arrived(start)
+        self.hash.extend(self.pieces.prefix)
 
-    def arrived(self, start: int) -> None:
-        self.there.add(start)
-        while self.prefix in self.there:
-            self.there.remove(self.prefix)
-            self.prefix = min(self.prefix + CHUNK_BYTES, self.entry.size)
+    def arrived(self, start: int, end: int) -> None:
+        self.pieces.arrived(start, end)
         if self.hash is not None:
-            self.hash.extend(self.prefix)
-
-    @property
-    def complete(self) -> bool:
-        return self.prefix == self.entry.size
+            self.hash.extend(self.pieces.prefix)
 
     def give_up(self) -> None:
         if self.hash is not None:
@@ -264,9 +253,9 @@ class Arriving:
 class Piece:
     """A chunk of a large file."""
 
-    def __init__(self, file: Arriving, start: int) -> None:
-        self._file, self._start = file, start
-        self.cost = min(CHUNK_BYTES, file.entry.size - start)
+    def __init__(self, file: Arriving, start: int, end: int) -> None:
+        self._file, self._start, self._end = file, start, end
+        self.cost = end - start
 
     def send(self, agent: Agent) -> None:
         file = self._file
@@ -288,7 +277,7 @@ class Piece:
         with file.download.lock:
             file.download.meter.moved(self.cost)
             file.download.arrived += 1
-            file.arrived(self._start)
+            file.arrived(self._start, self._end)
 
     def failed(self, error: AgentFailed) -> None:
         self._file.error = str(error)
@@ -305,12 +294,13 @@ def _receive_large(download: Download, agent: Agent, streams: Streams, files: li
                 _begin(download, agent, file, active)
             busy = False
             for file in active:
-                while file.missing and not file.error and streams.put(Piece(file, file.missing[-1]), wait=0.0):
-                    file.missing.pop()
+                missing = file.pieces.missing
+                while missing and not file.error and streams.put(Piece(file, *missing[-1]), wait=0.0):
+                    missing.pop()
                     busy = True
             streams.check()
             download.meter.report()
-            while active and (active[0].complete or active[0].error):
+            while active and (active[0].pieces.complete or active[0].error):
                 _finish(download, agent, active.pop(0))
                 busy = True
             if not busy:
@@ -434,6 +424,8 @@ def _check_manifest(folder: Path) -> None:
 
 def _take_place(staging: Path, target: Path) -> None:
     """Renames; an older folder of this name is kept until the new one is in place."""
+    for rest in [path for path in staging.rglob(f"{PREFIX}*") if path.is_file()]:
+        rest.unlink()  # of files that changed on the box meanwhile
     old = target.with_name(f"{PREFIX}{target.name}.old")
     if target.exists():
         shutil.rmtree(old, ignore_errors=True)

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 from sojourn.remote.agent_client import Agent, AgentFailed
 from sojourn.remote.connection import ChannelRefused
 
-_UNDER_WAY_BYTES = 8 << 20  # of each channel
 _QUEUED = 64
 
 
@@ -31,10 +30,13 @@ class Task(Protocol):
 
 
 class Streams:
-    """`open_agent`: a channel for the stream of this number. The first error of any of them is raised by `check`."""
+    """`open_agent`: a channel for the stream of this number. `most_under_way`: bytes asked for or sent and not yet
+    answered, of each stream. The first error of any of them is raised by `check`."""
 
-    def __init__(self, open_agent: Callable[[int], AbstractContextManager[Agent]], count: int) -> None:
-        self._open_agent = open_agent
+    def __init__(
+        self, open_agent: Callable[[int], AbstractContextManager[Agent]], count: int, most_under_way: int
+    ) -> None:
+        self._open_agent, self._most = open_agent, most_under_way
         self._queue: queue.Queue[Task] = queue.Queue(_QUEUED)
         self._stop, self._finish = threading.Event(), threading.Event()
         self._error: BaseException | None = None
@@ -88,7 +90,7 @@ class Streams:
         under_way: deque[Task] = deque()
         size = 0
         while not self._stop.is_set():
-            task = self._next(wait=not under_way) if size < _UNDER_WAY_BYTES else None
+            task = self._next(wait=not under_way) if size < self._most else None
             if task is not None:
                 task.send(agent)
                 under_way.append(task)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 SMALL_BYTES = 1 << 20  # files up to here travel together
 BATCH_BYTES, BATCH_FILES = 2 << 20, 400
-CHUNK_BYTES = 1 << 20  # of a large file
+CHUNK_BYTES, LEAST_CHUNK_BYTES = 1 << 20, 1 << 15  # of a large file; smaller where connections do not last
 OPEN_FILES = 4  # large files that travel at once
 _STREAM_BYTES = 4 << 20  # what makes another stream worth its start
 _FAR_SECONDS = 0.03
@@ -42,6 +42,41 @@ class Synced:
     unchanged: int = 0
     skipped: list[str] = field(default_factory=list)
     seconds: float = 0.0
+
+
+class Pieces:
+    """Which bytes of a file are there. `prefix`: how many of its first bytes are."""
+
+    def __init__(self, size: int, ranges: list[list[int]], chunk: int) -> None:
+        """`ranges`: [start, end) that are there, in order and apart from each other."""
+        self.size, self.prefix = size, 0
+        self._after: dict[int, int] = {}
+        self.missing: list[tuple[int, int]] = []
+        at = 0
+        for start, end in [*ranges, [size, size]]:
+            self.missing += [(first, min(first + chunk, start)) for first in range(at, start, max(1, chunk))]
+            at = end
+        for start, end in ranges:
+            self.arrived(start, end)
+        self.missing.reverse()  # the next one is popped
+
+    @property
+    def missing_bytes(self) -> int:
+        return sum(end - start for start, end in self.missing)
+
+    def arrived(self, start: int, end: int) -> None:
+        self._after[start] = end
+        while self.prefix in self._after:
+            self.prefix = self._after.pop(self.prefix)
+
+    @property
+    def complete(self) -> bool:
+        return self.prefix == self.size
+
+
+def smaller(chunk: int) -> int:
+    """After a lost connection: less is lost by the next one."""
+    return max(LEAST_CHUNK_BYTES, chunk // 2)
 
 
 def fail_if_any(failed: list[str], verb: str) -> None:
@@ -71,7 +106,7 @@ def is_slow(meter: Meter) -> bool:
 
 
 @contextmanager
-def streams_of(box: Box, total: int, idle: Agent | None) -> Iterator[Streams]:
+def streams_of(box: Box, total: int, chunk: int, idle: Agent | None) -> Iterator[Streams]:
     """`idle`: an agent that has nothing else to do, and is the first stream."""
     from sojourn.remote.streams import Streams
 
@@ -84,7 +119,7 @@ def streams_of(box: Box, total: int, idle: Agent | None) -> Iterator[Streams]:
             return closing(agent)
         return box.agent(f"stream-{index}")
 
-    streams = Streams(open_agent, stream_count(total, box.round_trip))
+    streams = Streams(open_agent, stream_count(total, box.round_trip), 6 * chunk + (1 << 19))
     try:
         yield streams
     except BaseException:

@@ -26,10 +26,12 @@ from sojourn.remote.sync import (
     CHUNK_BYTES,
     OPEN_FILES,
     SMALL_BYTES,
+    Pieces,
     Synced,
     compressed,
     fail_if_any,
     open_streams_early,
+    smaller,
     streams_of,
 )
 
@@ -60,13 +62,15 @@ class Upload:
         self.result = Synced()
         self.failed: list[str] = []
         self.changes: dict[str, int] = {}
+        self.chunk = 2 * CHUNK_BYTES  # the first attempt halves it
         self.arrived = 0  # requests that the box has confirmed
+        self.found = 0  # bytes of large files that earlier attempts have brought
         self.lock = threading.Lock()
 
     def run(self) -> Synced:
         began = time.monotonic()
         try:
-            while not self.box.again(self._once, lambda: self.arrived):
+            while not self.box.again(self._once, lambda: (self.arrived, self.found)):
                 continue
         finally:
             self.cache.save()
@@ -78,16 +82,18 @@ class Upload:
     def _once(self) -> bool:
         """False where files changed while they travelled, so that another look is needed."""
         self.failed, self.result.skipped = [], []
+        self.chunk, chunk = smaller(self.chunk), self.chunk
         trees = list_trees(self.items, self.cache, self.ignore, self.result.skipped.append)
         with self.box.agent() as agent:
             with open_streams_early(self.box, sum(entry.size for tree in trees for entry in tree.entries)):
                 needed = self._compare(agent, trees)
             self.meter.total = self.meter.done + sum(entry.size for _, entry in needed)
-            again = self._send(agent, needed)
             for tree in trees if self.delete else ():
-                self._delete(agent, tree)
+                self._delete(agent, tree)  # first, since a folder may stand where a file will be
+            again = self._send(agent, needed)
             if self.durable:
                 agent.ask("sync")
+        self.chunk = chunk
         return not again
 
     def _compare(self, agent: Agent, trees: list[Tree]) -> list[tuple[Tree, Entry]]:
@@ -119,7 +125,7 @@ class Upload:
         large = [LargeFile(self, tree, entry) for tree, entry in needed if entry.size > SMALL_BYTES]
         batches = _batches(self, [(tree, entry) for tree, entry in needed if entry.size <= SMALL_BYTES])
         total = sum(entry.size + 512 for _, entry in needed)
-        with streams_of(self.box, total, None if large else agent) as streams:
+        with streams_of(self.box, total, self.chunk, None if large else agent) as streams:
             for batch in batches:
                 while not streams.put(batch):
                     self.meter.report()
@@ -212,39 +218,19 @@ class LargeFile:
     def __init__(self, upload: Upload, tree: Tree, entry: Entry) -> None:
         self.upload, self.tree, self.entry = upload, tree, entry
         self.digest = tree.digests.get(entry.rel)
-        self.key = upload_key(entry, self.digest)
+        self.key = upload_key(entry)
         self.where: dict[str, Any] = {"root": tree.root, "rel": entry.rel, "key": self.key, "size": entry.size}
-        self.missing: list[tuple[int, int]] = []
-        self.there: set[int] = set()  # chunks that arrived, after the prefix
-        self.prefix = self.hashed = 0
-        self.unsent = 0
+        self.pieces = Pieces(entry.size, [], entry.size)
+        self.hashed = 0
         self.local: Future[str] | None = None
         self.error: str | None = None
 
     def begin(self, ranges: list[list[int]]) -> None:
-        size, there = self.entry.size, []
-        for start in range(0, size, CHUNK_BYTES):
-            end = min(start + CHUNK_BYTES, size)
-            if any(first <= start and end <= last for first, last in ranges):
-                there.append(start)
-            else:
-                self.missing.append((start, end))
-        self.missing.reverse()
-        self.unsent = len(self.missing)
+        self.pieces = Pieces(self.entry.size, ranges, self.upload.chunk)
         with self.upload.lock:
-            self.upload.meter.done += size - sum(end - start for start, end in self.missing)
-        for start in there:
-            self.arrived(start)
-
-    def arrived(self, start: int) -> None:
-        self.there.add(start)
-        while self.prefix in self.there:
-            self.there.remove(self.prefix)
-            self.prefix = min(self.prefix + CHUNK_BYTES, self.entry.size)
-
-    @property
-    def complete(self) -> bool:
-        return self.prefix == self.entry.size
+            there = self.entry.size - self.pieces.missing_bytes
+            self.upload.meter.done += there
+            self.upload.found = max(self.upload.found, there)
 
     def changed(self) -> bool:
         try:
@@ -273,7 +259,7 @@ class Chunk:
         with upload.lock:
             upload.meter.moved(self.cost)
             upload.arrived += 1
-            self._file.arrived(self._start)
+            self._file.pieces.arrived(self._start, self._end)
 
     def failed(self, error: AgentFailed) -> None:
         # Another sync of the same file has completed it, or removed what was there: look again.
@@ -290,11 +276,12 @@ def _send_large(upload: Upload, agent: Agent, streams: Streams, files: list[Larg
             active += _begin(upload, agent, new, hasher)
             busy = _feed(streams, active)
             upload.meter.report()
-            ended = [file for file in active if file.complete or file.error]
+            ended = [file for file in active if file.pieces.complete or file.error]
             for file in active:
-                if file.prefix - file.hashed >= 8 * CHUNK_BYTES and not file.error:
-                    agent.ask("hash_to", key=file.key, upto=file.prefix)
-                    file.hashed = file.prefix
+                prefix = file.pieces.prefix
+                if prefix - file.hashed >= 8 * CHUNK_BYTES and not file.error:
+                    agent.ask("hash_to", key=file.key, upto=prefix)
+                    file.hashed = prefix
             for file in ended:
                 active.remove(file)
                 changed |= _commit(upload, agent, file)
@@ -306,10 +293,10 @@ def _send_large(upload: Upload, agent: Agent, streams: Streams, files: list[Larg
 def _feed(streams: Streams, active: list[LargeFile]) -> bool:
     """Chunks of the oldest file first. Whether any could be queued."""
     for file in active:
-        if file.missing and not file.error:
-            start, end = file.missing[-1]
+        if file.pieces.missing and not file.error:
+            start, end = file.pieces.missing[-1]
             if streams.put(Chunk(file, start, end), wait=0.01):
-                file.missing.pop()
+                file.pieces.missing.pop()
                 return True
             return False
     streams.check()
@@ -326,7 +313,7 @@ def _begin(upload: Upload, agent: Agent, files: list[LargeFile], hasher: ThreadP
         except AgentFailed as error:
             upload.failed.append(f"{file.entry.rel}: {error}")
             continue
-        if file.prefix and file.digest is None:
+        if file.pieces.missing_bytes < file.entry.size and file.digest is None:
             # What an earlier connection sent is checked too, so this end's hash is needed.
             file.local = hasher.submit(sha256, file.entry.path)
         begun.append(file)

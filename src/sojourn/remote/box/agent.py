@@ -153,10 +153,10 @@ class Agent:
         for index, (rel, kind, size, digest, mode) in enumerate(json.loads(zlib.decompress(blob))):
             if kind != "file":
                 continue
-            path = paths.of(rel)
             try:
+                path = paths.of(rel)
                 status = os.lstat(path)
-            except (FileNotFoundError, NotADirectoryError):
+            except (FileNotFoundError, NotADirectoryError, Refused):  # what is refused is said when it is put
                 need.append(index)
                 continue
             if not stat.S_ISREG(status.st_mode) or status.st_size != size:
