@@ -68,13 +68,14 @@ def make_python(tool: dict[str, str], folder: str) -> str:
     shutil.rmtree(folder, ignore_errors=True)
     say(f"making Python {tool['version']} in {folder}")
     if tool["name"] == "uv":
-        argv = [tool["path"], "venv", "--quiet", "--seed", "--python", tool["version"], folder]
+        argv = [tool["path"], "venv", "--quiet", "--python", tool["version"], folder]
     else:
         argv = [tool["path"], "create", "--yes", "--quiet", "--prefix", folder, f"python={tool['version']}", "pip"]
     code, out, err = run(argv, 1800.0)
     print(out + err, flush=True)
     if code:
         shutil.rmtree(folder, ignore_errors=True)
+        err = "\n".join(line for line in err.splitlines() if not line.strip().startswith("hint:"))
         raise Failed(f"{tool['name']} could not make Python {tool['version']}: {last_line(err or out, str(code))}")
     return python
 
