@@ -170,8 +170,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.kaggle.quota and self.kaggle.quota[0] >= self.kaggle.quota[1]:
             return {"error": "Maximum weekly GPU quota of 30.00 hours reached."}
         known = set(self.kaggle.datasets)
-        wrong = [one for one in body["datasetDataSources"] if one.partition("/")[2] not in known]
-        lost = [one for one in body["kernelDataSources"] if one.partition("/")[2] not in self.kaggle.kernels]
+        wrong = [one for one in body.get("datasetDataSources", []) if one.partition("/")[2] not in known]
+        lost = [one for one in body.get("kernelDataSources", []) if one.partition("/")[2] not in self.kaggle.kernels]
         if slug in self.kaggle.kernels:
             self.kaggle.kernels[slug].versions += 1
         else:

@@ -3,9 +3,10 @@
 Standard library only, Python 3.8 to 3.13. It unpacks into HOME, finds the Python that has torch, installs Sojourn
 beside it without touching torch, and starts the supervisor, which lives on when the notebook's page is closed.
 
-    python NAME.zip [--home FOLDER] [--python PROGRAM] [--minutes N] [--foreground] [--status] [--stop] [--pack]
+    python NAME.zip [--home FOLDER] [--python PROGRAM] [--minutes N] [one of the following]
 
 --foreground  show the log and end with the run, for platforms that end a session when its script ends
+--install     unpack and install only;  --train: train in this process, where another program supervises (SkyPilot)
 --status      one line: where the run stands;  --stop: save and stop;  --pack: the model as one file to download
 """
 
@@ -288,34 +289,38 @@ def run(arguments: List[str]) -> int:
     parser.add_argument("--home", help="where the run lives; it must survive the session")
     parser.add_argument("--python", help="the Python that has torch")
     parser.add_argument("--minutes", type=float, help="save and stop after so many minutes from now")
-    for flag in ("--foreground", "--status", "--stop", "--pack"):
-        parser.add_argument(flag, action="store_true")
+    what = parser.add_mutually_exclusive_group()
+    for flag in ("foreground", "install", "train", "status", "stop", "pack"):
+        what.add_argument("--" + flag, dest="what", action="store_const", const=flag)
     given = parser.parse_args(arguments)
     source = Source(Path(sys.argv[0]).resolve())
     bundle = source.read_json("bundle.json")
     home = (Path(given.home).expanduser() if given.home else find_home(bundle["platforms"])).resolve()
     job = home / ".sojourn" / "jobs" / bundle["run"]
-    if given.pack:
+    if given.what == "pack":
         print("download %s" % pack(bundle, home))
         return 0
-    if given.status or given.stop:
+    if given.what in ("status", "stop"):
         if not (job / "spec.json").is_file():
             raise Problem("%s was not started in %s" % (bundle["run"], home))
-        if given.stop:
+        if given.what == "stop":
             print(supervise(sys.executable, home, "stop", str(job)).strip())
         print(describe_status(bundle, home, status_of(sys.executable, home, job)))
         return 0
     deadline = None if given.minutes is None else time.time() + 60 * given.minutes
-    return start(source, bundle, home, given.python, given.foreground, deadline)
-
-
-def start(
-    source: Source, bundle: Facts, home: Path, python: Optional[str], foreground: bool, deadline: Optional[float]
-) -> int:
     home.mkdir(parents=True, exist_ok=True)
     unpack(source, bundle["files"], home)
-    own = install(find_python(python), home / bundle["wheel"], bundle["extras"], home)
+    own = install(find_python(given.python), home / bundle["wheel"], bundle["extras"], home)
     job = write_job(source, bundle, home, own, deadline)
+    if given.what == "install":
+        return 0
+    if given.what == "train":
+        os.environ["SOJOURN_HOME"] = str(home)
+        os.execv(own, [own, "-m", "sojourn", "train", str(job / "run.yaml")])  # noqa: S606
+    return start(bundle, home, job, own, given.what == "foreground")
+
+
+def start(bundle: Facts, home: Path, job: Path, own: str, foreground: bool) -> int:
     before = status_of(own, home, job).get("state")
     if before == "done":
         print(describe_status(bundle, home, status_of(own, home, job)))

@@ -101,11 +101,11 @@ class KaggleApi:
         if self.dataset_state(slug) is None:
             body: dict[str, Any] = {
                 "title": title, "slug": slug, "ownerSlug": self.user, "licenseName": "unknown", "isPrivate": True,
-                "files": tokens, "categoryIds": [],
+                "files": tokens,
             }  # fmt: skip
             answer = self._call(_DATASETS, "CreateDataset", body)
         else:
-            version = {"versionNotes": "sojourn", "deleteOldVersions": True, "files": tokens, "categoryIds": []}
+            version = {"versionNotes": "sojourn", "deleteOldVersions": True, "files": tokens}
             body = {"ownerSlug": self.user, "datasetSlug": slug, "body": version}
             answer = self._call(_DATASETS, "CreateDatasetVersion", body)
         if answer.get("error") or str(answer.get("status", "ok")).lower() == "error":
@@ -137,9 +137,9 @@ class KaggleApi:
             "kernelType": metadata["kernel_type"], "isPrivate": metadata["is_private"],
             "enableGpu": metadata["enable_gpu"], "enableTpu": False, "enableInternet": metadata["enable_internet"],
             "datasetDataSources": metadata["dataset_sources"], "kernelDataSources": metadata["kernel_sources"],
-            "competitionDataSources": [], "modelDataSources": [], "categoryIds": [],
             "machineShape": metadata["machine_shape"], "sessionTimeoutSeconds": seconds,
         }  # fmt: skip
+        body = {key: value for key, value in body.items() if value != []}  # as Kaggle's own client does
         answer = self._call(_KERNELS, "SaveKernel", body, order=True)
         if answer.get("error"):
             raise RunFailed(f"Kaggle: {slug} was not started: {self._http.clean(answer['error'])}")
