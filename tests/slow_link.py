@@ -55,6 +55,7 @@ class SlowLink:
         self._thread.join(5)
 
     async def _end(self) -> None:
+        self._server.close()
         self._cut()
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
@@ -85,8 +86,8 @@ class SlowLink:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        server = self._loop.run_until_complete(asyncio.start_server(self._accept, "127.0.0.1", 0, limit=1 << 20))
-        self.local_port = server.sockets[0].getsockname()[1]
+        self._server = self._loop.run_until_complete(asyncio.start_server(self._accept, "127.0.0.1", 0, limit=1 << 20))
+        self.local_port = self._server.sockets[0].getsockname()[1]
         self._ready.set()
         self._loop.run_forever()
 

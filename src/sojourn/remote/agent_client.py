@@ -28,6 +28,10 @@ class AgentFailed(RunFailed):
         self.kind, self.errno = kind, errno
 
 
+class AgentNotStarted(ConnectionLost):
+    """The file server ended before its first line."""
+
+
 @cache
 def _source() -> bytes:
     """The agent and its modules as one program, compressed."""
@@ -133,6 +137,8 @@ class Agent:
                     f"{self._host.name}: the box has no Python 3.8 or newer; install one, or give its path: "
                     f"sojourn host add {self._host.name} … --python PATH"
                 )
+            if not self._greeted:
+                raise AgentNotStarted(f"{self._host.name}: the file server cannot start on the box: {last}")
             raise ConnectionLost(f"{self._host.name}: the file server on the box is gone: {last}")
         self._received += data
 

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sojourn.errors import UserError
-from sojourn.remote.agent_client import Agent, AgentFailed
+from sojourn.remote.agent_client import Agent, AgentFailed, AgentNotStarted
 from sojourn.remote.connection import CONNECT_SECONDS, Completed, Connection, ConnectionLost, HostUnreachable, connect
 from sojourn.remote.hosts import Host
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 15.0
 _FIRST_PATIENCE = 20.0  # before the first success, the box is more likely off than its link broken
+_AGENT_STARTS = 3
 _MOST_READ = 64 << 20
 
 
@@ -97,6 +98,7 @@ class Box:
         """Repeats `operation` after each lost connection. What `progressed` returns changes whenever something was
         achieved: the patience then counts anew."""
         began, pause, lost, last = time.monotonic(), _FIRST_PAUSE, False, progressed()
+        starts = 0
         while True:
             try:
                 result = operation()
@@ -105,6 +107,9 @@ class Box:
                 return result
             except (ConnectionLost, HostUnreachable) as error:
                 self._drop()
+                starts = starts + 1 if isinstance(error, AgentNotStarted) else 0
+                if starts >= _AGENT_STARTS:
+                    raise
                 if progressed() != last:
                     began, pause, last = time.monotonic(), _FIRST_PAUSE, progressed()
                 patience = self.patience if self._was_connected else min(self.patience, _FIRST_PATIENCE)

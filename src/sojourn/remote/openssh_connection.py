@@ -181,6 +181,8 @@ class OpensshConnection:
 
     def forward(self, local_port: int, remote_port: int, remote_host: str = "127.0.0.1") -> int:
         port = local_port or _free_port()
+        if not _is_free(port):
+            raise UserError(f"port {port} of this machine is in use; give another one")
         spec = f"127.0.0.1:{port}:{remote_host}:{remote_port}"
         own = [self._ssh[0], *ssh_options(self._host, self._timeout), "-o", "ExitOnForwardFailure=yes"]
         child = subprocess.Popen(
@@ -193,13 +195,11 @@ class OpensshConnection:
         self._children.append(child)
         until = time.monotonic() + self._timeout
         while child.poll() is None and time.monotonic() < until:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-                return port
             time.sleep(0.05)
+            if not _is_free(port):
+                return port
         child.kill()
         _, text = child.communicate()
-        if b"in use" in text or b"bind" in text:
-            raise UserError(f"port {port} of this machine cannot be used: {text.decode(errors='replace').strip()}")
         raise self._failure(text)
 
     def close(self) -> None:
@@ -322,6 +322,18 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def _is_free(port: int) -> bool:
+    """Asked by binding: a connection would reach the service on the box."""
+    with socket.socket() as probe:
+        if _POSIX:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 def _shown_key(text: str) -> str:
