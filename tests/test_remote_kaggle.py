@@ -157,7 +157,7 @@ def test_the_weekly_quota_shortens_a_session_or_refuses_it(home: Path, server: K
     run, said = _launch(home, api, expected_hours=20.0)
     assert run.hours == pytest.approx(5.0) and any("more than is left" in line for line in said)
     config = json.loads(_bundled(server, "run.json"))
-    assert config["limits"]["session"] == "4h35m"
+    assert config["limits"]["session"] == "4h50m"
     server.quota = (30.0, 30.0)
     _end_session(server, run, "stopped", {})
     with pytest.raises(UserError, match=r"30.0 of 30 GPU hours of this week are used \(by Kaggle's count\)"):
@@ -277,7 +277,7 @@ def test_the_boot_script_continues_from_an_earlier_session_and_lists_its_files(t
     )
     assert ended.returncode == 0, ended.stderr
     working = tmp_path / "working"
-    assert (working / "runs/demo/called").read_text() == "--foreground --minutes 710.0"
+    assert (working / "runs/demo/called").read_text() == "--foreground --minutes 713.0"
     result = json.loads((working / kaggle_boot.RESULT).read_text())
     assert result["state"] == "stopped"
     assert set(result["files"]) == {"runs/demo/called", "runs/demo/identity.json"}

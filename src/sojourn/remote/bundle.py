@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import tempfile
 import zipfile
 from collections.abc import Iterable
@@ -97,9 +98,9 @@ def make_bundle(
         for entry in entries:
             parts[entry.kind] = parts.get(entry.kind, 0) + entry.size
     size = out.stat().st_size
-    line = f"python {out.name}"
+    line = f"python {shlex.quote(out.name)}"
     if size > _MOST_TO_RUN:
-        line = f"python -m zipfile -e {out.name} {run} && python {run}/start.py"
+        line = f"python -m zipfile -e {shlex.quote(out.name)} {run} && python {run}/start.py"
     return Bundle(out, run, config, line, size, sha256(out), parts, shipment.notes, shipment.artefact)
 
 

@@ -16,6 +16,7 @@ import argparse
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -39,7 +40,7 @@ print(json.dumps({"version": list(sys.version_info[:2]), "torch": importlib.util
 
 # What Sojourn and what was installed with it require and the machine lacks. torch is never among it.
 _MISSING = """
-import json, sys
+import json, re, sys
 from importlib import metadata
 try:
     from packaging.requirements import Requirement
@@ -61,7 +62,7 @@ while open_:
         except metadata.PackageNotFoundError:
             found = None
         if found is None or not need.specifier.contains(found.version, prereleases=True):
-            wanted.setdefault(need.name.lower(), set()).add(str(need.specifier))
+            wanted.setdefault(re.sub("[-_.]+", "-", need.name.lower()), set()).add(str(need.specifier))
         elif str(found.locate_file("")).startswith(own):
             open_.append((need.name, list(need.extras)))
 print(json.dumps({name: ",".join(sorted(filter(None, specs))) for name, specs in wanted.items()}))
@@ -327,7 +328,7 @@ def start(bundle: Facts, home: Path, job: Path, own: str, foreground: bool) -> i
         return 0
     supervise(own, home, "start", str(job), "--again")
     if not foreground:
-        line = "python %s" % sys.argv[0]
+        line = "python %s" % shlex.quote(sys.argv[0])
         print(describe_status(bundle, home, status_of(own, home, job)))
         print(
             "it runs on when this page is closed. Look: %s --status; stop: %s --stop; continue: %s" % (line, line, line)

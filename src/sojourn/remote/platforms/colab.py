@@ -8,6 +8,7 @@ terminal, on Linux and macOS.
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -88,8 +89,8 @@ def notebook(made: Bundle, gpu: str = "T4") -> dict[str, Any]:
         ),
         _code(_MOUNT.format(**values)),
         *([_code(_HUB_LOGIN)] if made.needs_hub else []),
-        _code(_RUN.format(**{**values, "file": f"/content/{made.path.name}"})),
-        _code(_KEEP.format(**{**values, "file": f"/content/{made.path.name}"})),
+        _code(_RUN.format(**{**values, "file": shlex.quote(f"/content/{made.path.name}")})),
+        _code(_KEEP.format(**{**values, "file": shlex.quote(f"/content/{made.path.name}")})),
         _code(_END),
     ]
     for number, cell in enumerate(cells):
@@ -111,11 +112,12 @@ def cli_lines(made: Bundle, gpu: str = "T4") -> list[str]:
     """The same with google-colab-cli. Silence ends its `exec`, so the run is started detached and looked at."""
     if gpu not in GPUS:
         raise UserError(f"colab: no GPU “{gpu[:40]}”; there are {', '.join(GPUS)}")
-    session, program = f"-s {made.run}", f"!python /content/{made.path.name} --home {HOME}"
+    there = f"/content/{made.run}.zip"
+    session, program = f"-s {made.run}", f"!python {there} --home {HOME}"
     return [
         f"colab new {session} --gpu {gpu}",
         f"colab drivemount {session}",
-        f"colab upload {session} {made.path} /content/{made.path.name}",
+        f"colab upload {session} {shlex.quote(str(made.path))} {there}",
         f"echo '{program}' | colab exec {session} --timeout 1800",
         f"echo '{program} --status' | colab exec {session}",
         f"echo '{program} --pack' | colab exec {session} --timeout 600",

@@ -28,8 +28,8 @@ from sojourn.storage.files import read_json_object, write_json
 
 _SHAPES = {"t4": "NvidiaTeslaT4", "t4x2": "NvidiaTeslaT4", "nvidiateslat4": "NvidiaTeslaT4"}
 _LEAST_HOURS = 0.25
-_SETUP_SECONDS = 1500.0  # from the session's start to the trainer's, at most
-_SAVE_SECONDS = 600.0
+_SAVE_SECONDS = 600.0  # before the session's end: saving, and listing the files with their hashes
+_WATCHDOG_SECONDS = 420.0  # a trainer that has not stopped by then is stopped
 _DATASET_SECONDS = 3600.0
 _POLL_SECONDS = 5.0
 
@@ -197,9 +197,9 @@ def session_length(api: KaggleApi, hours: float | None, expected: float | None, 
 
 
 def trainer_seconds(hours: float) -> float:
-    """`limits.session`: the trainer starts later than the session does, and must have saved before its end."""
+    """`limits.session`, which counts from the start of the session's machine."""
     seconds = 3600 * hours
-    return seconds - min(_SETUP_SECONDS, 0.3 * seconds)
+    return seconds - min(_SAVE_SECONDS, 0.15 * seconds)
 
 
 def slug_of(run: str) -> str:
@@ -227,7 +227,7 @@ def kernel_metadata(run: KaggleRun, previous: KaggleRun | None) -> dict[str, Any
 
 def boot_script(run: KaggleRun) -> str:
     seconds = 3600 * run.hours
-    minutes = (seconds - min(_SAVE_SECONDS, 0.15 * seconds)) / 60
+    minutes = (seconds - min(_WATCHDOG_SECONDS, 0.1 * seconds)) / 60
     text = Path(kaggle_boot.__file__).read_text(encoding="utf-8")
     return text.replace("@RUN@", run.run).replace("@MINUTES@", f"{minutes:.1f}")
 
