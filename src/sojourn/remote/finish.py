@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sojourn.errors import RunFailed, Stopped
+from sojourn.errors import RunFailed, Stopped, UserError
 from sojourn.remote.box_client import Box
 from sojourn.remote.follow import Follower, describe_end, is_terminal
 from sojourn.remote.hosts import Host
@@ -29,6 +29,9 @@ def finish(box: Box, job: Job, detach: bool, say: Say, show: Callable[[bytes], N
         return report
     if report["final"]:
         job = bring_home(box, job, report, say)
+    elif report["state"] == "holding":
+        _bring_checkpoint(box, job, report, say)
+    if not is_terminal(report):
         report = follower.until(is_terminal)
         job.seen(report)
     _end(job, host, report, say)
@@ -44,6 +47,14 @@ def bring_home(box: Box, job: Job, report: dict[str, Any], say: Say) -> Job:
     return replace(job, pulled=True).seen(report)
 
 
+def _bring_checkpoint(box: Box, job: Job, report: dict[str, Any], say: Say) -> None:
+    """Of a run that ended before its time while the box waits for this laptop."""
+    if report["total_steps"]:
+        names = pull_run(box, box.host, job.run, Path(job.folder), "checkpoint", report, box.progress("checkpoint"))
+        say(f"its newest checkpoint is at home: {Path(job.folder) / names[-1]}")
+    note_copies(box, box.host, job)
+
+
 def _end(job: Job, host: Host, report: dict[str, Any], say: Say) -> None:
     line = describe_end(job.run, host.name, report)
     if report["state"] == "done":
@@ -51,6 +62,8 @@ def _end(job: Job, host: Host, report: dict[str, Any], say: Say) -> None:
         _say_meter(host, report, say)
         return
     _say_meter(host, report, say)
+    if report["exit_code"] == 2:  # the trainer's own message says what to type
+        raise UserError(line)
     raise (Stopped if report["state"] == "stopped" else RunFailed)(line)
 
 

@@ -87,8 +87,8 @@ def is_terminal(report: dict[str, Any]) -> bool:
 def describe_end(run: str, host: str, report: dict[str, Any]) -> str:
     """One line about a run that is over."""
     money = f", {report['money']:.2f} {report['currency']}".rstrip() if report["money"] else ""
-    step = f"step {report['step']:,} of {report['total_steps']:,}" if report["total_steps"] else "before its first step"
+    step = f"step {report['step']:,} of {report['total_steps']:,}" if report["total_steps"] else "no step yet"
     why = report["message"] or report["train_message"]
-    again = f"; go on: sojourn launch … or sojourn move {run} --to HOST" if report["state"] != "done" else ""
+    again = f"; go on: the same launch again, or sojourn move {run} --to HOST" if report["state"] == "stopped" else ""
     reason = f": {why}" if why and report["state"] != "done" else ""
-    return f"{run} on {host}: {report['state']} at {step}{money}{reason}{again}"
+    return f"{run} on {host}: {report['state']}, {step}{money}{reason}{again}"
