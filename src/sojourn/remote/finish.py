@@ -12,7 +12,7 @@ from sojourn.remote.box_client import Box
 from sojourn.remote.follow import Follower, describe_end, is_terminal
 from sojourn.remote.hosts import Host
 from sojourn.remote.job import Job
-from sojourn.remote.pull import note_copies, pull_run
+from sojourn.remote.pull import has_checkpoint, note_copies, pull_run
 from sojourn.remote.spec import platform_facts
 
 Say = Callable[[str], None]
@@ -49,7 +49,7 @@ def bring_home(box: Box, job: Job, report: dict[str, Any], say: Say) -> Job:
 
 def _bring_checkpoint(box: Box, job: Job, report: dict[str, Any], say: Say) -> None:
     """Of a run that ended before its time while the box waits for this laptop."""
-    if report["total_steps"]:
+    if has_checkpoint(box, box.host, job.run):
         names = pull_run(box, box.host, job.run, Path(job.folder), "checkpoint", report, box.progress("checkpoint"))
         say(f"its newest checkpoint is at home: {Path(job.folder) / names[-1]}")
     note_copies(box, box.host, job)

@@ -16,7 +16,7 @@ from sojourn.remote.hosts import get_host
 from sojourn.remote.job import Job, get_job
 from sojourn.remote.plan_line import plan_line
 from sojourn.remote.portability import make_shipment
-from sojourn.remote.pull import pull_run
+from sojourn.remote.pull import has_checkpoint, pull_run
 from sojourn.remote.start import Options, destination, start
 from sojourn.remote.state import newest_at_home, send_state, stop
 
@@ -48,7 +48,7 @@ def _bring_state_home(job: Job, say: Say) -> Job:
     try:
         with Box(host, say=say, patience=30) as box:
             report = stop(box, host, job.run, say)
-            if report["total_steps"]:
+            if has_checkpoint(box, host, job.run):
                 pull_run(
                     box,
                     host,

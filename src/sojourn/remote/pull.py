@@ -49,6 +49,10 @@ def pull_run(
     return names
 
 
+def has_checkpoint(box: Box, host: Host, run: str) -> bool:
+    return bool(_wanted(box, BoxPaths(host, run).run_folder, "checkpoint"))
+
+
 def note_copies(box: Box, host: Host, job: Job) -> None:
     """Lets the box know which of its models and checkpoints are at home, byte for byte: it may then be powered off."""
     folder = BoxPaths(host, job.run).job
