@@ -657,7 +657,8 @@ def test_everybody_is_notified_and_no_secret_is_left_in_any_file_or_process_list
             job.spec["notify"][index]["url"] = f"{url}/{kinds[index]}"
         message = tmp_path / "message"
         job.spec["notify"].append({"kind": "command", "argv": ["sh", "-c", f"cat > {message}"]})
-        job.spec["notify"].append({"kind": "command", "argv": ["false"]})
+        (job.folder / "secrets/command").write_text("sh -c 'exit 1'")
+        job.spec["notify"].append({"kind": "command", "secret": "secrets/command"})
         job.phases("steps:1", f"print:the token {CANARY}-1 was refused", "wait:go", "first:9/2")
         job.start()
         job.until_trainer()

@@ -28,6 +28,7 @@ import json
 import os
 import posixpath
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -38,7 +39,7 @@ import traceback
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import IO, Any, Callable, Dict, Iterable, List, NamedTuple, NoReturn
+from typing import IO, Any, Callable, Dict, Iterable, NamedTuple, NoReturn
 
 try:
     import fcntl
@@ -693,7 +694,8 @@ def send_notification(entry: Facts, secret: str, message: Facts, timeout: float)
         try:
             if entry.get("kind") == "command":
                 text = f"{message['title']}\n\n{message['text']}\n".encode("utf-8", "replace")
-                subprocess.run(entry["argv"], input=text, timeout=timeout, check=True, stdout=subprocess.DEVNULL)
+                argv = entry.get("argv") or shlex.split(secret)
+                subprocess.run(argv, input=text, timeout=timeout, check=True, stdout=subprocess.DEVNULL)
             else:
                 opener = urllib.request.build_opener(_NoRedirects())
                 with opener.open(notification_request(entry, secret, message), timeout=timeout) as answer:
@@ -1189,7 +1191,9 @@ def guard(job: Path) -> None:
 # --- commands ----------------------------------------------------------------------------------------------------
 
 
-def start(job: Path, again: bool = False, revive: bool = False) -> int:
+def start(job: Path, how: str = "") -> int:
+    """`how`: --again also where it is done; --revive from the shim, for the job as it was."""
+    again, revive = how == "--again", how == "--revive"
     spec = read_spec(job / ("spec.used.json" if revive and (job / "spec.used.json").exists() else "spec.json"))
     (job / "logs").mkdir(exist_ok=True)
     pid, status = living_supervisor(job), read_json(job / "status.json")
@@ -1283,10 +1287,10 @@ def stop(job: Path) -> int:
         print(f"nothing to stop: {state}")
         return 0
     write_file(job / "stop", b"")
-    return start(job, revive=True)
+    return start(job, "--revive")
 
 
-def inspect(home: Path, paths: List[str]) -> int:
+def inspect(home: Path, *paths: str) -> int:
     """For the laptop's shutdown gate. `paths`: where the platform's disks are, to be resolved."""
     items: list[Facts] = []
     for run in sorted(path for path in home.glob("runs/*") if path.is_dir()):
@@ -1297,33 +1301,32 @@ def inspect(home: Path, paths: List[str]) -> int:
     return 0
 
 
-def main(arguments: list[str]) -> int:
-    flags = {word for word in arguments if word.startswith("--")}
-    words = [word for word in arguments if not word.startswith("--")]
-    folder = Path(os.path.realpath(words[1])) if len(words) > 1 else None
+def show_status(job: Path) -> int:
+    print(json.dumps(read_status(job), ensure_ascii=False))
+    return 0
+
+
+def shim(job: Path, name: str, attempt: str) -> int:
+    spec = read_spec(job / "spec.used.json")
+    run_shim(job, spec, next(phase for phase in spec["phases"] if phase["name"] == name), int(attempt))
+    return 0
+
+
+def main(words: list[str]) -> int:
+    commands: Dict[str, Callable[..., int]] = {
+        "start": start, "stop": stop, "status": show_status, "inspect": inspect, "shim": shim,
+    }  # fmt: skip
+    if len(words) < 2 or words[0] not in commands:
+        print("usage: supervisor.py start|stop|status JOBDIR, or inspect HOME", file=sys.stderr)
+        return 2
     try:
-        if folder is not None and words[0] == "start":
-            return start(folder, "--again" in flags, "--revive" in flags)
-        if folder is not None and words[0] == "stop":
-            return stop(folder)
-        if folder is not None and words[0] == "status":
-            print(json.dumps(read_status(folder), ensure_ascii=False))
-            return 0
-        if folder is not None and words[0] == "inspect":
-            return inspect(folder, words[2:])
-        if folder is not None and words[0] == "shim":
-            spec = read_spec(folder / "spec.used.json")
-            phase = next(phase for phase in spec["phases"] if phase["name"] == words[2])
-            run_shim(folder, spec, phase, int(words[3]))
-            return 0
+        return commands[words[0]](Path(os.path.realpath(words[1])), *words[2:])
     except SpecError as error:
         print(error, file=sys.stderr)
         return 2
     except OSError as error:
         print(f"{error.filename}: {error.strerror}", file=sys.stderr)
         return 1
-    print("usage: supervisor.py start|stop|status JOBDIR, or inspect HOME", file=sys.stderr)
-    return 2
 
 
 if __name__ == "__main__":
