@@ -217,6 +217,13 @@ class SupervisedJob:
                         os.kill(int(entry.name), signal.SIGKILL)
 
 
+def tool(folder: Path, name: str, code: str) -> None:
+    """A program of this name."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!{sys.executable}\n{code}")
+    (folder / name).chmod(0o755)
+
+
 @contextmanager
 def supervised_job(home: Path, name: str = "t", **spec: Any) -> Iterator[SupervisedJob]:
     if not sys.platform.startswith("linux"):

@@ -6,6 +6,7 @@ import contextlib
 import http.server
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import pytest
 
 from mounts import mounted_tmpfs
 from sojourn.remote.box import supervisor
-from supervised_job import SupervisedJob, supervised_job
+from supervised_job import SupervisedJob, supervised_job, tool
 
 CANARY = "canary-token-5309"
 
@@ -28,12 +29,6 @@ CANARY = "canary-token-5309"
 def job(tmp_path: Path) -> Iterator[SupervisedJob]:
     with supervised_job(tmp_path / "home") as made:
         yield made
-
-
-def tool(folder: Path, name: str, code: str) -> None:
-    folder.mkdir(exist_ok=True)
-    (folder / name).write_text(f"#!{sys.executable}\n{code}")
-    (folder / name).chmod(0o755)
 
 
 # ------------------------------------------------------------------------------------------------- the course of a job
@@ -131,28 +126,12 @@ def test_crashes_without_a_new_step_end_the_job_and_leave_it_resumable(job: Supe
     assert (job.folder / "secrets").exists()
 
 
-def test_progress_gives_a_crashing_trainer_new_restarts(job: SupervisedJob) -> None:
-    job.spec["max_restarts"] = 1
-    job.phases("resume", "steps:5", "first:3/1", "final")
-    job.start()
-    assert job.until_state("done")["restarts"] == 3
-
-
 def test_wrong_input_fails_at_once_with_the_last_line(job: SupervisedJob) -> None:
     job.phases("print:train.steps: -1 is not a number of steps", "print:", "first:9/2")
     job.start()
     status = job.until_state("failed")
     assert (status["reason"], status["exit_code"], job.attempts()) == ("input", 2, 1)
     assert status["message"] == "train.steps: -1 is not a number of steps"
-
-
-def test_a_trainer_that_stops_at_its_own_limit_is_stopped_and_resumes(job: SupervisedJob) -> None:
-    job.phases("first:1/3", "final")
-    job.start()
-    status = job.until_state("stopped")
-    assert (status["reason"], status["resumable"], status["exit_code"]) == ("limit", True, 3)
-    job.start("--again")
-    job.until_state("done")
 
 
 def test_a_program_that_is_not_there_is_said_and_not_tried_again(job: SupervisedJob) -> None:
@@ -204,12 +183,12 @@ def test_a_trainer_that_ignores_sigterm_is_killed_after_the_grace_with_all_it_st
 
 
 def test_the_budget_stops_the_trainer_and_a_start_with_the_same_budget_starts_nothing(job: SupervisedJob) -> None:
-    job.spec.update(price_per_hour=36000.0, currency="CNY", budget=120.0, spent_before=100.0)
+    job.spec.update(price_per_hour=3600.0, currency="CNY", budget=5.0, spent_before=1.0)
     job.phases("steps:1", "hang")
     job.start()
     status = job.until_state("stopped")
     assert (status["reason"], status["resumable"], status["exit_code"]) == ("budget", True, 3)
-    assert status["money"] >= 108
+    assert status["money"] >= 4.5
     job.start("--again")
     assert job.until_state("stopped")["reason"] == "budget"
     assert job.attempts() == 1
@@ -234,51 +213,7 @@ def test_a_stalled_trainer_is_killed_and_started_again(job: SupervisedJob) -> No
     assert "no sign of progress" in job.log("supervisor")
 
 
-def test_a_trainer_that_computes_silently_is_not_stalled(job: SupervisedJob) -> None:
-    job.spec["stall_minutes"] = 0.5 / 60
-    code = "import time\nend = time.monotonic() + 2\nwhile time.monotonic() < end: pass"
-    job.spec["phases"] = [{"name": "train", "argv": [sys.executable, "-c", code], "restart": True}]
-    job.start()
-    assert job.until_state("done")["restarts"] == 0
-
-
 # ---------------------------------------------------------------------------------------------------------- GPU errors
-
-
-SMI = """import json, os, sys
-folder = os.path.dirname(os.path.abspath(__file__))
-gpu = json.load(open(folder + "/gpu.json"))
-print(gpu["text"])
-sys.exit(gpu.get("code", 0))
-"""
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "code", "message"),
-    [
-        ("00000000:01:00.0, 97, 0", "Unable to determine the device handle: GPU is lost.", 15, "GPU is lost"),
-        ("00000000:01:00.0, 97, 1", "00000000:01:00.0, 97, 2", 0, "rose from 1 to 2"),
-        ("00000000:01:00.0, 97, 0\n00000000:02:00.0, 9, 0", "00000000:02:00.0, 9, 0", 0, "no longer lists"),
-        ("00000000:01:00.0, 97, [N/A]", "Failed to initialize NVML: Unknown Error", 255, "failed 3 times"),
-    ],
-)
-def test_a_broken_gpu_ends_the_job_without_a_restart(
-    job: SupervisedJob, tmp_path: Path, before: str, after: str, code: int, message: str
-) -> None:
-    tools = tmp_path / "tools"
-    tool(tools, "nvidia-smi", SMI)
-    gpu = tools / "gpu.json"
-    gpu.write_text(json.dumps({"text": before}))
-    job.phases("print:ready", "hang")
-    job.start(env={**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"})
-    job.until(lambda: "ready" in job.log())
-    time.sleep(0.5)  # the first reading is what later ones are compared with
-    (tools / "new.json").write_text(json.dumps({"text": after, "code": code}))
-    (tools / "new.json").replace(gpu)
-    status = job.until_state("failed")
-    assert (status["reason"], status["resumable"], status["restarts"]) == ("gpu", True, 0)
-    assert message in status["message"]
-    assert "saved at SIGTERM" in job.log()
 
 
 def test_xid_in_the_kernel_s_log_ends_the_job(job: SupervisedJob, tmp_path: Path) -> None:
@@ -302,16 +237,6 @@ def test_a_crash_with_an_ecc_error_is_not_repeated(job: SupervisedJob) -> None:
     job.start()
     status = job.until_state("failed")
     assert (status["reason"], status["restarts"], job.attempts()) == ("gpu", 0, 1)
-
-
-def test_nvidia_smi_that_never_worked_is_no_gpu_error(job: SupervisedJob, tmp_path: Path) -> None:
-    tool(tmp_path / "tools", "nvidia-smi", "import sys; print('No devices were found'); sys.exit(6)")
-    job.phases("wait:go", "final")
-    job.start(env={**os.environ, "PATH": f"{tmp_path / 'tools'}:{os.environ['PATH']}"})
-    job.until_trainer()
-    time.sleep(0.6)
-    job.let("go")
-    job.until_state("done")
 
 
 # --------------------------------------------------------------------------------------------------------------- kills
@@ -358,16 +283,6 @@ def test_a_killed_trainer_is_started_again(job: SupervisedJob) -> None:
     job.until(lambda: job.attempts() == 2)
     job.let("go")
     assert job.until_state("done")["restarts"] == 1
-
-
-def test_a_supervisor_killed_with_its_trainer_is_revived_and_starts_another(job: SupervisedJob) -> None:
-    job.phases("wait:go", "final")
-    pid, trainer = job.start(), job.until_trainer()
-    os.kill(pid, signal.SIGKILL)
-    os.kill(trainer, signal.SIGKILL)
-    job.until(lambda: job.attempts() == 2)
-    job.let("go")
-    job.until_state("done")
 
 
 def test_when_all_are_killed_the_job_is_lost_and_the_next_start_resumes_it(job: SupervisedJob) -> None:
@@ -423,22 +338,14 @@ def test_a_supervisor_that_gets_sigterm_stops_the_trainer_gracefully(job: Superv
     assert (status["reason"], status["exit_code"]) == ("signal", 3)
 
 
-@pytest.mark.parametrize("name", ["status.json", "state.json", "spec.json", "supervisor.json", "shim.json"])
-@pytest.mark.parametrize("content", [b"", b'{"state": "run', b"[]"], ids=["empty", "cut", "list"])
-def test_a_damaged_file_and_a_killed_supervisor_do_not_disturb_the_trainer(
-    job: SupervisedJob, name: str, content: bytes
-) -> None:
-    job.phases("wait:go", "steps:2", "final", "done")
+def test_when_its_folder_is_removed_everything_ends(job: SupervisedJob) -> None:
+    job.phases("ignore_term", "hang")
     pid = job.start()
-    job.until_trainer()
-    job.until(lambda: job.status().get("seconds", 0) > 0.3)
-    os.kill(pid, signal.SIGKILL)
-    (job.folder / name).write_bytes(content)
-    job.until_supervisor(other_than=pid)
-    job.let("go")
-    status = job.until_state("done")
-    assert job.attempts() == 1
-    assert status["seconds"] > 0.3
+    trainer = job.until_trainer()
+    shim = job.record("shim")["pid"]
+    shutil.rmtree(job.folder.rename(job.home / "removed"))
+    for process in (trainer, pid, shim):
+        job.until(lambda process=process: supervisor.start_time(process) is None, f"the end of {process}")
 
 
 # ---------------------------------------------------------------------------------------------------------------- disks
@@ -499,11 +406,7 @@ def mirrored(job: SupervisedJob, mirror: Path) -> None:
 
 @pytest.mark.parametrize(
     ("damage", "verified", "off"),
-    [
-        (None, True, True),
-        ("final/model.safetensors", False, False),
-        ("checkpoints/step-00000003/state.json", False, False),
-    ],
+    [(None, True, True), ("checkpoints/step-00000003/state.json", False, False)],
 )
 def test_a_box_whose_disk_does_not_survive_goes_only_with_a_byte_identical_mirror(
     job: SupervisedJob, tmp_path: Path, damage: str | None, verified: bool, off: bool
@@ -533,11 +436,10 @@ def test_a_box_whose_disk_does_not_survive_goes_only_with_a_byte_identical_mirro
         assert "wiped 24 h after a power-off" in status["stop_action"]
 
 
-@pytest.mark.parametrize("platform", ["generic", ""])
-def test_a_box_of_an_unknown_platform_is_never_powered_off(job: SupervisedJob, tmp_path: Path, platform: str) -> None:
+def test_a_box_of_an_unknown_platform_is_never_powered_off(job: SupervisedJob, tmp_path: Path) -> None:
     tool(tmp_path / "tools", "poweroff", f"open({str(tmp_path / 'off')!r}, 'a').write('off')")
     job.spec.update(
-        platform=platform, disks=[{"path": "/", "survives": "release"}],
+        platform="generic", disks=[{"path": "/", "survives": "release"}],
         stop={"when_done": True, "action": "power_off", "command": [str(tmp_path / "tools/poweroff")]},
     )  # fmt: skip
     job.phases("final", "done")
@@ -583,38 +485,6 @@ def test_a_laptop_that_goes_away_is_not_waited_for_and_the_box_is_not_released(
     job.until(lambda: (job.folder / "attached").touch() or job.status()["state"] == "holding")
     status = job.until_state("done")
     assert "does not survive a release; on your laptop, type: sojourn pull t --all" in status["stop_action"]
-
-
-def test_a_box_where_another_run_trains_stays_on(job: SupervisedJob, tmp_path: Path) -> None:
-    tool(tmp_path / "tools", "poweroff", f"open({str(tmp_path / 'off')!r}, 'a').write('off')")
-    job.spec.update(
-        platform="autodl", disks=[{"path": "/", "survives": "stop"}],
-        stop={"when_done": True, "action": "power_off", "command": [str(tmp_path / "tools/poweroff")]},
-    )  # fmt: skip
-    with supervised_job(job.home, "other") as other:
-        other.phases("hang").start()
-        other.until_trainer()
-        job.phases("final", "done").start()
-        assert "other still runs on this box" in job.until_state("done")["stop_action"]
-    assert not (tmp_path / "off").exists()
-
-
-def test_a_supervisor_killed_at_the_end_is_revived_and_finishes_it(job: SupervisedJob, tmp_path: Path) -> None:
-    tool(tmp_path / "tools", "poweroff", f"open({str(tmp_path / 'off')!r}, 'a').write('off')")
-    job.spec.update(
-        platform="autodl", disks=[{"path": "/", "survives": "stop"}],
-        stop={"when_done": True, "action": "power_off", "command": [str(tmp_path / "tools/poweroff")]},
-    )  # fmt: skip
-    job.phases("final", "done").write_spec()
-    (job.folder / "attached").touch()
-    pid = job.start()
-    job.until_state("holding")
-    os.kill(pid, signal.SIGKILL)
-    job.until_supervisor(other_than=pid)
-    job.until_state("holding")
-    (job.folder / "pulled").touch()
-    assert job.until_state("done")["stop_action"] == "done"
-    assert job.attempts() == 1
 
 
 # -------------------------------------------------------------------------------------------------------- notifications
@@ -686,20 +556,6 @@ def test_everybody_is_notified_and_no_secret_is_left_in_any_file_or_process_list
     assert not (job.folder / "secrets").exists()
 
 
-def test_an_address_that_never_answers_does_not_hold_up_the_end(job: SupervisedJob) -> None:
-    import socket
-
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        (job.folder / "secrets/n").write_text(f"http://127.0.0.1:{silent.getsockname()[1]}/x")
-        job.spec.update(notify=[{"kind": "webhook", "secret": "secrets/n"}], notify_seconds=0.3)
-        job.phases("final", "done")
-        job.start()
-        job.until_state("done")
-    assert "notification webhook failed: no answer in time" in job.log("supervisor")
-
-
 def test_requests_go_where_each_service_documents_them() -> None:
     message = {"title": "t", "text": "x", "run": "r"}
     kinds = [("autodl", "TOKEN"), ("serverchan", "SCT123"), ("serverchan", "sctp77tabc"), ("bark", "KEY")]
@@ -711,25 +567,3 @@ def test_requests_go_where_each_service_documents_them() -> None:
 
 
 # --------------------------------------------------------------------------------------------------- a real trainer
-
-
-def test_a_real_run_survives_kills_of_supervisor_and_trainer_and_is_verified(
-    words: list[str], home: Path, tmp_path: Path
-) -> None:
-    with supervised_job(tmp_path / "box") as job:
-        mirror = tmp_path / "mirror"
-        train = [sys.executable, "-m", "sojourn", "train", *words, "train.steps=30", "save.every_steps=5",
-                 f"save.mirror={mirror}"]  # fmt: skip
-        job.run = home / "runs/t"
-        job.spec.update(
-            phases=[{"name": "train", "argv": train, "restart": True}], mirror=str(mirror), run_folder=str(job.run),
-            env={"SOJOURN_HOME": str(home)}, home=str(home),
-        )  # fmt: skip
-        pid = job.start()
-        job.until((job.run / "checkpoints/step-00000005").exists, "a checkpoint")
-        os.kill(job.record("phase-train")["trainer"]["pid"], signal.SIGKILL)
-        os.kill(pid, signal.SIGKILL)
-        status = job.until_state("done", "failed")
-        assert (status["state"], status["verified"], status["restarts"]) == ("done", True, 1), status
-        assert (status["step"], status["total_steps"]) == (30, 30)
-        assert not (job.run / "checkpoints/step-00000031").exists()

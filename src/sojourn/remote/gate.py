@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from sojourn.catalog.platforms import platforms
 from sojourn.remote.box import supervisor
-from sojourn.remote.box.supervisor import Verdict, digest_of, gate, hash_files, place_survives
+from sojourn.remote.box.supervisor import Verdict, digest_of, gate, hash_files, place_survives, with_home_copies
 from sojourn.remote.box_client import Box
 from sojourn.remote.hosts import Host
 from sojourn.remote.job import Job
@@ -46,16 +46,6 @@ def copies_at_home(items: Iterable[Item], folder: Path) -> dict[str, str]:
 def pulled_record(copies: dict[str, str]) -> bytes:
     """JOBDIR/pulled: what is safe at home, for the box."""
     return (json.dumps({"verified": copies}) + "\n").encode()
-
-
-def with_home_copies(items: Iterable[Item], copies: dict[str, str]) -> list[Item]:
-    home = {"kind": "home", "path": "", "verified": True}
-    return [
-        {**item, "places": [*item.get("places", []), home]}
-        if not item.get("damage") and item.get("digest") == copies.get(str(item.get("name")), "")
-        else item
-        for item in items
-    ]
 
 
 def check_gate(box: Box, host: Host, jobs: Iterable[Job], action: Action) -> str | None:

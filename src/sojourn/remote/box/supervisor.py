@@ -453,9 +453,8 @@ def item_folders(run: Path) -> list[tuple[str, Path]]:
     return found + ([("rescued", Path(rescued[1]))] if rescued and Path(rescued[1]).is_dir() else [])
 
 
-def inspect_run(run: Path, job: Path, mirror: str | None, tick: Tick = lambda: None) -> list[Facts]:
+def inspect_run(run: Path, mirror: str | None, tick: Tick = lambda: None) -> list[Facts]:
     """Every checkpoint and model of a run: its files, what is wrong with it, and its places. Every byte is read."""
-    at_home: Facts = read_json(job / "pulled").get("verified") or {}
     on_hub = _names_on_hub(run, mirror)
     items = []
     for name, folder in item_folders(run):
@@ -469,8 +468,6 @@ def inspect_run(run: Path, job: Path, mirror: str | None, tick: Tick = lambda: N
             places.append({**_disk_place(copy, wrong), "mirror": True})
         if name in on_hub:
             places.append({"kind": "hub", "path": mirror, "verified": True, "mirror": True})
-        if at_home.get(name) == digest and damage is None:
-            places.append({"kind": "home", "path": "", "verified": True})
         items.append(
             {"run": run.name, "name": name, "digest": digest, "files": files, "damage": damage, "places": places}
         )
@@ -506,6 +503,22 @@ def _names_on_hub(run: Path, mirror: str | None) -> set[str]:
     return names
 
 
+def with_home_copies(items: Iterable[Facts], copies: Facts) -> list[Facts]:
+    """`copies`: name and digest of what the laptop has verified. A copy of something damaged saves nothing."""
+    home = {"kind": "home", "path": "", "verified": True}
+    return [
+        {**item, "places": [*item["places"], home]}
+        if not item.get("damage") and item.get("digest", "") == copies.get(item["name"])
+        else item
+        for item in items
+    ]
+
+
+def pulled_copies(job: Path) -> Facts:
+    found = read_json(job / "pulled").get("verified")
+    return found if isinstance(found, dict) else {}
+
+
 def problems(items: list[Facts], mirror: str | None, is_done: bool) -> list[str]:
     """Why the run is not verified. The mirror must have the newest checkpoint and, once it is done, the models; an
     older checkpoint may have been waiting for its removal."""
@@ -530,11 +543,10 @@ def other_items(run: Path, job: Path) -> list[Facts]:
             continue
         record = job.parent / other.name
         known = {item["name"]: item for item in read_json(record / "verified.json").get("items", [])}
-        at_home = read_json(record / "pulled").get("verified") or {}
+        for item in with_home_copies(known.values(), pulled_copies(record)):
+            known[item["name"]] = item
         for name, folder in item_folders(other):
             places = [_disk_place(folder, None), *known.get(name, {}).get("places", [])]
-            if known.get(name, {}).get("digest", "") == at_home.get(name):
-                places.append({"kind": "home", "path": "", "verified": True})
             found.append({"run": other.name, "name": f"{other.name}/{name}", "places": places})
     return found
 
@@ -605,13 +617,17 @@ class GpuWatch:
 
 
 def _answer(argv: list[str]) -> tuple[int | None, str]:
+    """Exit code and output; a program that hangs in the driver, where no signal reaches it, is left behind."""
     try:
-        done = subprocess.run(
-            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60, check=False
-        )
-        return done.returncode, done.stdout.decode("utf-8", "replace")
-    except (OSError, subprocess.SubprocessError) as error:
+        process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    except OSError as error:
         return None, str(error)
+    try:
+        output = process.communicate(timeout=60)[0]
+        return process.returncode, output.decode("utf-8", "replace")
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return None, "no answer in 60 s"
 
 
 class StallWatch:
@@ -739,7 +755,7 @@ class Supervisor:
         texts = [path.read_text(errors="replace").strip() for path in job.glob("secrets/*") if path.is_file()]
         self.secrets = sorted((text for text in texts if len(text) >= 6), key=len, reverse=True)
         files = [job / str(entry.get("secret", ".")) for entry in spec["notify"]]
-        self.notify_secrets = [file.read_text().strip() if file.is_file() else "" for file in files]
+        self.notify_secrets = [file.read_text(errors="replace").strip() if file.is_file() else "" for file in files]
 
     # status and cost
 
@@ -894,7 +910,7 @@ class Supervisor:
         spec = self.spec
         if self.signals:
             return "signal", f"the supervisor got signal {int(self.signals[0])}; launch again to resume"
-        if (self.job / "stop").exists():
+        if (self.job / "stop").exists() or not self.job.is_dir():
             return "stop", "stopped as asked; launch again to resume"
         if spec["budget"] is not None:
             spent = (self.money or 0.0) + spec["price_per_hour"] * (uptime() - self.billed_at) / 3600
@@ -949,7 +965,7 @@ class Supervisor:
             return True
         alive = (shim.get("attempt") == attempt and lives(shim)) or (self.shim is not None and self.shim.poll() is None)
         if not alive and time.monotonic() >= self.shim_due:
-            self.shim_due = time.monotonic() + 5
+            self.shim_due = time.monotonic() + 5 * self.spec["shim_seconds"]
             argv = [sys.executable, THIS_FILE, "shim", str(self.job), phase["name"], str(attempt)]
             with open(self.log_of(phase), "ab") as log:
                 self.shim = subprocess.Popen(
@@ -970,13 +986,19 @@ class Supervisor:
             if asked[0] is None:
                 asked = self.find_reason(phase, stall)
                 if asked[0] is not None:
+                    kill_at = time.monotonic()
                     self.log(f"stopping {phase['name']}: {asked[1]}")
                     self.set(message=f"stopping: {asked[1]}", reason=asked[0])
                     if asked[0] != "stall" and lives(trainer):
-                        os.kill(trainer["pid"], signal.SIGTERM)
-                        kill_at = time.monotonic() + self.spec["grace_seconds"]
+                        with contextlib.suppress(OSError):
+                            os.kill(trainer["pid"], signal.SIGTERM)
+                        kill_at += self.spec["grace_seconds"]
             elif time.monotonic() >= kill_at:
                 kill_all(self.job)
+                if not self.job.is_dir():
+                    break
+                if time.monotonic() >= kill_at + 60:  # the driver of a broken GPU holds them
+                    return "gpu", f"its processes cannot be killed ({asked[1]})"
             self.pause(self.spec["poll_seconds"])
         self.read_progress()
         self.remember(attempt_over=True)
@@ -996,6 +1018,7 @@ class Supervisor:
     def exit_of(self, phase: Facts) -> tuple[int | None, str]:
         """The exit code, and how it ended in words. Where nobody saw the end, the run's own status tells it."""
         record, status = read_json(self.job / f"exit-{phase['name']}.json"), read_json(self.run_folder / "status.json")
+        record = record if record.get("attempt") == self.state["attempt"] else {}
         code, number, began = record.get("code"), record.get("signal"), record.get("began")
         if isinstance(code, int):
             return code, f"signal {number}" if number else f"exit code {code}"
@@ -1021,7 +1044,7 @@ class Supervisor:
         refusal = "not asked for"
         if wanted:
             self.hold(outcome)
-            items = self.verify(outcome)[0] if (self.job / "pulled").exists() else items
+            items = None if items is None else with_home_copies(items, pulled_copies(self.job))
             refusal = self.why_the_box_stays(items)
         if wanted and refusal:
             self.log(f"{stop['action']} refused: {refusal}")
@@ -1036,10 +1059,10 @@ class Supervisor:
         is_done = outcome["state"] == "done" and any(phase.get("restart") for phase in self.spec["phases"])
         mirror = self.spec["mirror"]
         try:
-            items = inspect_run(self.run_folder, self.job, mirror, self.pause)
+            items = inspect_run(self.run_folder, mirror, self.pause)
             write_json(self.job / "verified.json", {"version": 1, "items": items})
-        except OSError as error:
-            return None, [f"{error.filename}: {error.strerror}"]
+        except Exception as error:  # whatever the disk holds, the job comes to its end
+            return None, [f"{type(error).__name__}: {error}"]
         return items, problems(items, mirror, is_done)
 
     def notify(self, state: str, text: str) -> None:
@@ -1129,7 +1152,7 @@ def run_shim(job: Path, spec: Facts, phase: Facts, attempt: int) -> None:
         ended = {"attempt": attempt, "code": code, "signal": number, "argv": phase["argv"], "began": began}
         _write_patiently(exit_file, {**ended, "uptime": uptime()})
     held.close()
-    while read_json(job / "status.json").get("state") not in TERMINAL:
+    while read_json(job / "status.json").get("state") not in TERMINAL and job.is_dir():
         if read_json(job / "shim.json") not in (me, {}):
             return
         guard(job)
@@ -1173,17 +1196,18 @@ def _start_trainer(job: Path, spec: Facts, phase: Facts, attempt: int) -> subpro
 
 
 def _write_patiently(path: Path, value: Facts) -> None:
-    while True:
+    while path.parent.is_dir():
         try:
             return write_json(path, value)
         except OSError as error:
             print(f"{path.name} could not be written: {error.strerror}; trying again", flush=True)
             time.sleep(2)
+    return None
 
 
 def guard(job: Path) -> None:
     """Starts the supervisor again where it died without a terminal state."""
-    ended = read_json(job / "status.json").get("state") in TERMINAL
+    ended = read_json(job / "status.json").get("state") in TERMINAL or not job.is_dir()
     if not ended and not lives(read_json(job / "supervisor.json")):
         _answer([sys.executable, THIS_FILE, "start", str(job), "--revive"])
 
@@ -1294,8 +1318,8 @@ def inspect(home: Path, *paths: str) -> int:
     """For the laptop's shutdown gate. `paths`: where the platform's disks are, to be resolved."""
     items: list[Facts] = []
     for run in sorted(path for path in home.glob("runs/*") if path.is_dir()):
-        job = home / ".sojourn/jobs" / run.name
-        items += inspect_run(run, job, read_json(job / "spec.used.json").get("mirror"))
+        spec = read_json(home / ".sojourn/jobs" / run.name / "spec.used.json")
+        items += inspect_run(run, spec.get("mirror"))
     real = {path: os.path.realpath(path) for path in paths}
     print(json.dumps({"running": running_here(home), "items": items, "real": real}))
     return 0
