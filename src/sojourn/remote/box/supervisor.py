@@ -1221,12 +1221,15 @@ def start(job: Path, how: str = "") -> int:
     spec = read_spec(job / ("spec.used.json" if revive and (job / "spec.used.json").exists() else "spec.json"))
     (job / "logs").mkdir(exist_ok=True)
     pid, status = living_supervisor(job), read_json(job / "status.json")
-    if pid is None and status.get("state") == "done" and status.get("spec") == spec["hash"] and not again:
-        pid = status.get("pid")
-    if pid is None and not (revive and status.get("state") in TERMINAL):
-        pid = detach(job, spec, revive)
-    print(pid or f"the supervisor did not start; see {job}/logs/supervisor.log")
-    return 0 if pid else 1
+    is_done = status.get("state") == "done" and status.get("spec") == spec["hash"] and not again
+    if pid is None:
+        stays = is_done or (revive and status.get("state") in TERMINAL)
+        pid = status.get("pid") if stays else detach(job, spec, revive)
+    if pid is None:
+        print(f"the supervisor did not start; see {job}/logs/supervisor.log", file=sys.stderr)
+        return 1
+    print(pid)
+    return 0
 
 
 def living_supervisor(job: Path) -> int | None:
