@@ -18,6 +18,8 @@ from sojourn.remote.job import TERMINAL, BoxPaths
 _LEASE = 5.0  # seconds between two touches; the supervisor takes 30 s without one as a laptop that went away
 _WAIT = 2.0  # seconds that the box waits for new bytes before it answers
 
+_STANDS_STILL = 15.0  # seconds without a new status, after which the box is asked whether its supervisor lives
+
 Show = Callable[[bytes], None]
 
 
@@ -54,12 +56,24 @@ class Follower:
     def until(self, is_over: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         """Shows the logs until the report satisfies `is_over`; returns it."""
         while True:
-            self.touch()
             report = read_report(self.box, self.host, self.run)
             over = is_over(report)
             self.show_new(str(report["phase"]), wait=0.0 if over else _WAIT)
             if over:
                 return report
+            self._watch_status(report, is_over)
+
+    def _watch_status(self, report: dict[str, Any], is_over: Callable[[dict[str, Any]], bool]) -> None:
+        """Reads status.json alone, which costs the box next to nothing, until it may be over or stands still."""
+        path, seen, since = f"{BoxPaths(self.host, self.run).job}/status.json", None, time.monotonic()
+        while time.monotonic() - since < _STANDS_STILL:
+            self.touch()
+            self.show_new(str(report["phase"]), wait=_WAIT)
+            status = json.loads(self.box.read_bytes(path) or b"{}")
+            if is_over({**report, **status}) or status.get("phase") != report["phase"]:
+                return
+            if status.get("updated") != seen:
+                seen, since = status.get("updated"), time.monotonic()
 
     def touch(self) -> None:
         if self.attached and time.monotonic() - self._touched > _LEASE:
