@@ -69,7 +69,7 @@ class Follower:
         while time.monotonic() - since < _STANDS_STILL:
             self.touch()
             self.show_new(str(report["phase"]), wait=_WAIT)
-            status = json.loads(self.box.read_bytes(path) or b"{}")
+            status = _parse_object(self.box.read_bytes(path))
             if is_over({**report, **status}) or status.get("phase") != report["phase"]:
                 return
             if status.get("updated") != seen:
@@ -92,6 +92,14 @@ class Follower:
                     break
                 self.offsets[name] = self.offsets.get(name, 0) + len(data)
                 self.show(data)
+
+
+def _parse_object(data: bytes | None) -> dict[str, Any]:
+    try:
+        found = json.loads(data or b"{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def is_terminal(report: dict[str, Any]) -> bool:
