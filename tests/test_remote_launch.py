@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -32,3 +34,37 @@ def test_a_run_is_launched_brought_home_and_the_box_powered_off(box: RemoteBox, 
     laptop.run("train", *RUN, "name=here")
     assert laptop.weights("whole") == laptop.weights("here")
     assert files_with(PASSWORD, laptop.folder, box.root / "root") == []
+
+
+def test_runs_names_hosts_that_do_not_answer(box: RemoteBox, laptop: Laptop) -> None:
+    hosts = laptop.folder / "config" / "hosts.json"
+    known = hosts.read_text(encoding="utf-8")
+    try:
+        _add_copies(hosts, {"second": {}, "third": {}, "silent": {"address": _nobody(box)}, "closed": {"port": 9}})
+        done = laptop.run("runs")
+        assert "box" in done.stdout and "second" in done.stdout and "third" in done.stdout
+        for name in ("silent", "closed"):
+            assert any(line.startswith(f"unreachable: {name}: ") for line in done.stderr.splitlines()), done.stderr
+        assert "Traceback" not in done.stderr
+        assert isinstance(json.loads(laptop.run("runs", "--json").stdout), list)
+    finally:
+        hosts.write_text(known, encoding="utf-8")
+
+
+def _nobody(box: RemoteBox) -> str:
+    """An address of its network from which no answer comes."""
+    network, _, last = box.address.rpartition(".")
+    return f"{network}.{int(last) + 3}"
+
+
+def _add_copies(hosts: Path, changes: dict[str, dict[str, object]]) -> None:
+    """Of the one host that is there, each with something changed."""
+    written = json.loads(hosts.read_text(encoding="utf-8"))
+    pins = hosts.with_name("known_hosts")
+    key = " ".join(pins.read_text(encoding="utf-8").split()[1:3])
+    for name, change in changes.items():
+        made = {**written["hosts"]["box"], "name": name, **change}
+        written["hosts"][name] = made
+        for address in (made["address"], f"[{made['address']}]:{made['port']}"):
+            pins.write_text(pins.read_text(encoding="utf-8") + f"{address} {key}\n", encoding="utf-8")
+    hosts.write_text(json.dumps(written), encoding="utf-8")

@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from laptop import RUN, Laptop
 from remote_box import RemoteBox, needs_box
 
@@ -65,17 +63,17 @@ def test_all_processes_of_the_box_are_killed_and_the_same_launch_goes_on(box: Re
 
 
 def test_the_budget_ends_a_run_with_the_laptop_closed(box: RemoteBox, laptop: Laptop) -> None:
-    _launch(laptop, "budget", *LONG, "--detach", "--price", "¥600", "--budget", "¥6")
+    _launch(laptop, "budget", *LONG, "--detach", "--price", "¥360", "--budget", "¥9")
     _until(lambda: _ended(box, "budget"), "the budget ends it")
     status = box.status_of("budget")
     assert (status["state"], status["reason"], status["resumable"]) == ("stopped", "budget", True)
-    assert 0 < status["money"] <= 6.5
+    assert 0 < status["money"] <= 9.5
     assert _checkpoints(box, "budget")
     assert box.shutdown_calls() == []
 
 
 def test_the_deadline_ends_a_run(box: RemoteBox, laptop: Laptop) -> None:
-    said = _launch(laptop, "deadline", *LONG, "--deadline", "45s", code=3)
+    said = _launch(laptop, "deadline", *LONG, "--deadline", "90s", code=3)
     assert "deadline" in said and _checkpoints(box, "deadline")
 
 
@@ -128,8 +126,7 @@ def _checkpoints(box: RemoteBox, run: str) -> list[Path]:
     return sorted((box.root / "root/autodl-tmp/runs" / run / "checkpoints").glob("step-*"))
 
 
-@pytest.mark.parametrize("times", [1])
-def test_the_laptop_is_closed_and_the_model_waits(box: RemoteBox, laptop: Laptop, times: int) -> None:
+def test_the_laptop_is_closed_and_the_model_waits(box: RemoteBox, laptop: Laptop) -> None:
     _launch(laptop, "closed", "--detach")
     _until(lambda: _ended(box, "closed"), "it ends by itself")
     laptop.run("pull", "closed")

@@ -69,7 +69,7 @@ def _name_silent(silent: list[HostAnswer]) -> None:
     import sys
 
     for answer in silent:
-        print(f"{answer.host.name}: unreachable: {answer.error}", file=sys.stderr)
+        print(f"unreachable: {answer.error}", file=sys.stderr)
 
 
 def _print_table(rows: list[tuple[str, ...]]) -> None:

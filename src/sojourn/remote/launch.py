@@ -6,6 +6,7 @@ runs on the box, nothing here matters to the run.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -116,9 +117,25 @@ def _launch_on(
             if job.spent_before or job.seconds_before:
                 send_state(box, host, job, say)
             start(box, job, shipment, options, say)
+        else:
+            _name_unused_terms(box, job, options, say)
         job.save()
         with HomeMirror(host, job) if has_next else nullcontext():
             return finish(box, job, options.detach, say, show)
+
+
+def _name_unused_terms(box: Box, job: Job, options: Options, say: Say) -> None:
+    """A run that is under way keeps the terms that it was started with."""
+    spec = json.loads(box.read_bytes(f"{BoxPaths(box.host, job.run).job}/spec.json") or b"{}")
+    terms = options.terms
+    budget = None if terms.budget is None else float(terms.budget.amount)
+    given = {"--budget": budget not in (None, spec.get("budget")), "--deadline": terms.deadline is not None,
+             "--stop-when-done": terms.stop_when_done and not spec.get("stop", {}).get("when_done")}  # fmt: skip
+    unused = [option for option, differs in given.items() if differs]
+    say(f"{job.run} runs on {box.host.name} already")
+    if unused:
+        tail = f"to change it: sojourn stop {job.run}, then launch again"
+        say(f"note: {', '.join(unused)} is not used: the run keeps what it was started with; {tail}")
 
 
 def _launch_on_nodes(

@@ -65,7 +65,7 @@ def list_remote_runs(patience: float = PATIENCE) -> tuple[list[RemoteRun], list[
 
 
 def _ask_all(hosts: list[Host], patience: float) -> list[HostAnswer]:
-    answers = [HostAnswer(host, error=f"no answer within {patience:g} s") for host in hosts]
+    answers = [HostAnswer(host, error=f"{host.name}: no answer within {patience:g} s") for host in hosts]
     threads = [threading.Thread(target=_ask, args=(answer, patience), daemon=True) for answer in answers]
     for thread in threads:
         thread.start()
