@@ -47,8 +47,10 @@ def bundle(
                  "start": made.start, "notebook": str(notebook) if notebook else None}  # fmt: skip
         print_json(facts)
         return
-    parts = ", ".join(f"{kind} {_size(size)}" for kind, size in sorted(made.parts.items()))
-    print(f"{made.path}: {_size(made.size)} ({parts} before compression)")
+    from sojourn.remote.sizes import format_size
+
+    parts = ", ".join(f"{kind} {format_size(size)}" for kind, size in sorted(made.parts.items()))
+    print(f"{made.path}: {format_size(made.size)} ({parts} before compression)")
     if notebook:
         print(f"{notebook}: open it in Colab and run all cells; it asks for {made.path.name} the first time")
         from sojourn.remote.platforms.colab import cli_lines, has_cli
@@ -60,7 +62,3 @@ def bundle(
     print(f"  start:    !{made.start}")
     print(f"  continue: !{made.start}")
     print(f"  look:     !{made.start} --status      the model as one file: !{made.start} --pack")
-
-
-def _size(size: int) -> str:
-    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"

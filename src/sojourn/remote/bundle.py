@@ -101,7 +101,8 @@ def make_bundle(
     line = f"python {shlex.quote(out.name)}"
     if size > _MOST_TO_RUN:
         line = f"python -m zipfile -e {shlex.quote(out.name)} {run} && python {run}/start.py"
-    return Bundle(out, run, config, line, size, sha256(out), parts, shipment.notes, shipment.artefact)
+    notes = tuple(note.replace(start.HOME_MARK, "HOME") for note in shipment.notes)
+    return Bundle(out, run, config, line, size, sha256(out), parts, notes, shipment.artefact)
 
 
 def run_name(loaded: Loaded, shipment: Shipment) -> str:

@@ -182,10 +182,11 @@ def _mirror_problem(mirror: str, to: Destination) -> str | None:
     of_box = any(mirror == folder or mirror.startswith(f"{folder.rstrip('/')}/") for folder in (*to.disks, to.home))
     if of_box or mirror.startswith("hub:") or (mirror.startswith("/") and not Path(mirror).exists()):
         return None
-    example = next((disk for disk in to.disks if disk != to.home), to.home)
+    known = [*(disk for disk in to.disks if disk != to.home), *([to.home] if to.home.startswith("/") else [])]
+    example = f", such as save.mirror={known[0]}" if known else ""
     what = "a path of this machine" if Path(mirror).expanduser().exists() else "not a full path of the box"
     return (
-        f"save.mirror: {printable(mirror)}: {what}; write a folder of the box, such as save.mirror={example}, "
+        f"save.mirror: {printable(mirror)}: {what}; write a folder of the box{example}, "
         "or save.mirror=hub:USER/REPOSITORY"
     )
 

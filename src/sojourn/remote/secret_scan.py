@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from sojourn.config.messages import printable
+from sojourn.remote.sizes import format_size
 
 _NAMES = (
     "id_rsa", "id_dsa", "id_ecdsa", "id_ed25519", ".netrc", "_netrc", ".env", ".env.*", "*.env", "kaggle.json",
@@ -74,7 +75,7 @@ class Scan:
 
     def describe(self) -> str:
         """What was read."""
-        parts = [f"{self.files} file{'' if self.files == 1 else 's'} read ({self.bytes_read / 1e6:.1f} MB)"]
+        parts = [f"{self.files} file{'' if self.files == 1 else 's'} read ({format_size(self.bytes_read)})"]
         if self.partly:
             parts.append(f"{self.partly} of them in part, as they are large")
         if self.by_name:

@@ -23,6 +23,7 @@ from sojourn.remote.platforms.http_api import ApiError, OutcomeUnknown
 from sojourn.remote.platforms.kaggle_api import KaggleApi, find_credentials
 from sojourn.remote.platforms.kaggle_outputs import download_outputs, read_result
 from sojourn.remote.portability import Say
+from sojourn.remote.sizes import format_size
 from sojourn.run.home import home
 from sojourn.storage.files import read_json_object, write_json
 
@@ -108,7 +109,7 @@ def launch_kaggle(
             say(f"note: {note}")
         _refuse_unless_ended(api, made.run)
         base = slug_of(made.run)
-        say(f"uploading {made.size / 1e6:.1f} MB to the private data set {api.user}/{base}-code")
+        say(f"uploading {format_size(made.size)} to the private data set {api.user}/{base}-code")
         api.create_dataset(f"{base}-code", f"{base}-code", [made.path], lambda done, size: None)
     wait_for_dataset(api, f"{base}-code", say, sleep)
     previous = find_kaggle_run(made.run)
