@@ -255,6 +255,18 @@ class AsyncsshConnection:
             raise connection_lost(self._host, str(error)) from None
         return listener.get_port()
 
+    def round_trip(self) -> float | None:
+        async def ping() -> float:
+            began = time.monotonic()
+            # What asyncssh sends as its own keepalive; it has no public name for it.
+            await self._connection._make_global_request(b"keepalive@openssh.com")
+            return time.monotonic() - began
+
+        try:
+            return min(_wait(ping(), 5), _wait(ping(), 5))
+        except (Exception, asyncio.CancelledError):
+            return None  # only an estimate: whoever uses the connection next says what is wrong with it
+
     @property
     def is_closed(self) -> bool:
         return self._connection.is_closed()

@@ -58,10 +58,11 @@ class Box:
         self._password = password
         self._connection: Connection | None = None
         self._agents: dict[str, Agent] = {}
+        self._bulk: Agent | None = None
         self._forwards: dict[tuple[int, int, str], int] = {}
         self._lock = threading.RLock()
         self._was_connected = False
-        self.round_trip = 0.0  # seconds, about
+        self._round_trip: float | None = None
 
     def __enter__(self) -> Box:
         return self
@@ -78,16 +79,25 @@ class Box:
         with self._lock:
             if self._connection is None:
                 self._connection = connect(self.host, self._password, self.timeout)
+                self._round_trip = None
                 self._was_connected = True
                 for (local, remote, remote_host), _ in self._forwards.items():
                     self._connection.forward(local, remote, remote_host)
             return self._connection
 
+    @property
+    def round_trip(self) -> float:
+        """Seconds, about; measured once for each connection."""
+        if self._round_trip is None:
+            self._round_trip = self.connection().round_trip() or 0.0
+        return self._round_trip
+
     def _drop(self) -> None:
         with self._lock:
-            agents, self._agents = self._agents, {}
-            connection, self._connection = self._connection, None
-        for agent in agents.values():
+            agents, self._agents = list(self._agents.values()), {}
+            agents += [self._bulk] if self._bulk is not None else []
+            connection, self._connection, self._bulk = self._connection, None, None
+        for agent in agents:
             with contextlib.suppress(Exception):
                 agent.close()
         if connection is not None:
@@ -128,9 +138,7 @@ class Box:
         with self._lock:
             agent = self._agents.pop(name, None)
         if agent is None:
-            began = time.monotonic()
             agent = Agent(self.host, connection)
-            self.round_trip = (time.monotonic() - began) / 2  # a channel takes two: one to open, one to start
         try:
             yield agent
         except AgentFailed:
@@ -148,6 +156,9 @@ class Box:
         """Over an `ssh` child, which encrypts several times faster than Python can; None where there is none."""
         from sojourn.remote.openssh_connection import OpensshConnection, ssh_program
 
+        kept, self._bulk = self._bulk, None
+        if kept is not None:
+            return kept
         if self.host.transport == "openssh" or self.host.jump or self._password or ssh_program() is None:
             return None
         connection = OpensshConnection(self.host, self.timeout, share=False)
@@ -160,6 +171,14 @@ class Box:
                 agent.close()
             return None
         return agent
+
+    def keep_bulk_agent(self) -> None:
+        """For the next call of `bulk_agent`."""
+        agent = self.bulk_agent()
+        with self._lock:
+            self._bulk, agent = agent, self._bulk
+        if agent is not None:
+            agent.close()
 
     def _keep(self, name: str, agent: Agent, connection: Connection) -> None:
         with self._lock:

@@ -88,6 +88,9 @@ class Connection(Protocol):
     def forward(self, local_port: int, remote_port: int, remote_host: str = "127.0.0.1") -> int:
         """Listens on 127.0.0.1; the port that it got, which is another one where `local_port` is 0."""
 
+    def round_trip(self) -> float | None:
+        """Seconds that a message and its answer take; None where that is not known."""
+
     def close(self) -> None: ...
 
 

@@ -24,6 +24,11 @@ class Tree:
     entries: list[Entry] = field(default_factory=list)
     digests: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def unknown_bytes(self) -> int:
+        """Of files that no sync has seen as they are now: most of them will travel."""
+        return sum(entry.size for entry in self.entries if entry.rel not in self.digests)
+
     def packed(self) -> bytes:
         """As the agent compares it."""
         lines = [[entry.rel, entry.kind, entry.size, self.digests.get(entry.rel), entry.mode] for entry in self.entries]

@@ -85,9 +85,11 @@ def fail_if_any(failed: list[str], verb: str) -> None:
         raise SyncFailed(f"{len(failed)} of the files could not be {verb}: {'; '.join(failed[:3])}{more}")
 
 
-def stream_count(total: int, round_trip: float) -> int:
+def stream_count(box: Box, total: int) -> int:
     """A server lets a channel send about 2 MiB before it hears back, so a distant box needs several."""
-    return min(_FAR_STREAMS, 1 + total // _STREAM_BYTES) if round_trip > _FAR_SECONDS else 1
+    if total < _STREAM_BYTES or box.round_trip < _FAR_SECONDS:
+        return 1
+    return min(_FAR_STREAMS, 1 + total // _STREAM_BYTES)
 
 
 def compressed(data: bytes, meter: Meter) -> tuple[bytes, bool]:
@@ -105,21 +107,24 @@ def is_slow(meter: Meter) -> bool:
     return meter.seconds > 1 and meter.speed() < _SLOW_SPEED
 
 
+def _is_bulk(box: Box, total: int) -> bool:
+    """Whether encryption in Python would be slower than the link."""
+    return total > _BULK_BYTES and box.round_trip < _FAR_SECONDS
+
+
 @contextmanager
 def streams_of(box: Box, total: int, chunk: int, idle: Agent | None) -> Iterator[Streams]:
     """`idle`: an agent that has nothing else to do, and is the first stream."""
     from sojourn.remote.streams import Streams
 
-    near = box.round_trip < _FAR_SECONDS
-
     def open_agent(index: int) -> AbstractContextManager[Agent]:
         if index == 0 and idle is not None:
             return nullcontext(idle)
-        if near and total > _BULK_BYTES and (agent := box.bulk_agent()) is not None:
+        if _is_bulk(box, total) and (agent := box.bulk_agent()) is not None:
             return closing(agent)
         return box.agent(f"stream-{index}")
 
-    streams = Streams(open_agent, stream_count(total, box.round_trip), 6 * chunk + (1 << 19))
+    streams = Streams(open_agent, stream_count(box, total), 6 * chunk + (1 << 19))
     try:
         yield streams
     except BaseException:
@@ -129,15 +134,23 @@ def streams_of(box: Box, total: int, chunk: int, idle: Agent | None) -> Iterator
 
 
 @contextmanager
-def open_streams_early(box: Box, most: int) -> Iterator[None]:
-    """Opens the channels of a distant box while something else waits for it; they are kept for what follows."""
+def streams_opened_early(box: Box, likely: int) -> Iterator[None]:
+    """Opens channels for `likely` bytes while the body waits for the box; they are kept for what follows."""
 
     def open_one(index: int) -> None:
-        with suppress(UserError), box.agent(f"stream-{index}"):
-            pass
+        with suppress(UserError):
+            if _is_bulk(box, likely):
+                box.keep_bulk_agent()
+            else:
+                with box.agent(f"stream-{index}"):
+                    pass
 
-    count = stream_count(most, box.round_trip)
-    threads = [threading.Thread(target=open_one, args=(index,), daemon=True) for index in range(1, count)]
+    box.connection()
+    first = 0 if _is_bulk(box, likely) else 1
+    threads = [
+        threading.Thread(target=open_one, args=(index,), daemon=True)
+        for index in range(first, stream_count(box, likely))
+    ]
     for thread in threads:
         thread.start()
     yield

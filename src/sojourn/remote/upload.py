@@ -30,9 +30,9 @@ from sojourn.remote.sync import (
     Synced,
     compressed,
     fail_if_any,
-    open_streams_early,
     smaller,
     streams_of,
+    streams_opened_early,
 )
 
 if TYPE_CHECKING:
@@ -84,9 +84,9 @@ class Upload:
         self.failed, self.result.skipped = [], []
         self.chunk, chunk = smaller(self.chunk), self.chunk
         trees = list_trees(self.items, self.cache, self.ignore, self.result.skipped.append)
+        with streams_opened_early(self.box, sum(tree.unknown_bytes for tree in trees)), self.box.agent() as agent:
+            needed = self._compare(agent, trees)
         with self.box.agent() as agent:
-            with open_streams_early(self.box, sum(entry.size for tree in trees for entry in tree.entries)):
-                needed = self._compare(agent, trees)
             self.meter.total = self.meter.done + sum(entry.size for _, entry in needed)
             for tree in trees if self.delete else ():
                 self._delete(agent, tree)  # first, since a folder may stand where a file will be
@@ -295,7 +295,7 @@ def _feed(streams: Streams, active: list[LargeFile]) -> bool:
     for file in active:
         if file.pieces.missing and not file.error:
             start, end = file.pieces.missing[-1]
-            if streams.put(Chunk(file, start, end), wait=0.01):
+            if streams.put(Chunk(file, start, end), wait=0.05):
                 file.pieces.missing.pop()
                 return True
             return False
