@@ -117,6 +117,7 @@ def cli_lines(made: Bundle, gpu: str = "T4") -> list[str]:
     return [
         f"colab new {session} --gpu {gpu}",
         f"colab drivemount {session}",
+        f"echo '!mkdir -p {DRIVE}' | colab exec {session}",
         f"colab upload {session} {shlex.quote(str(made.path))} {there}",
         f"echo '{program}' | colab exec {session} --timeout 1800",
         f"echo '{program} --status' | colab exec {session}",
