@@ -842,13 +842,13 @@ class Supervisor:
         self.finish(outcome)
 
     def bill_gap(self) -> None:
-        """The time in which a phase ran without a supervisor."""
+        """The time in which a phase ran without a supervisor: until this one began to count, or the phase ended."""
         name, last = str(self.state.get("phase")), self.state.get("uptime")
         ended = read_json(self.job / f"exit-{name}.json")
         until = ended.get("uptime") if ended.get("attempt") == self.state.get("attempt") else None
-        until = uptime() if lives(self.trainer(name)) else until
+        until = self.billed_at if lives(self.trainer(name)) else until
         if self.state.get("boot") == boot_id() and isinstance(last, float) and isinstance(until, float):
-            self.bill(max(0.0, until - last))
+            self.bill(max(0.0, min(until, self.billed_at) - last))
 
     def run_phases(self) -> Facts:
         for phase in self.spec["phases"]:
