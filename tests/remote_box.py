@@ -218,6 +218,36 @@ class RemoteBox:
         ):
             subprocess.run(command, check=True, capture_output=True)
 
+    def connect_to(self, other: RemoteBox) -> None:
+        """A private network between two boxes."""
+        pids = [str(box._process.pid) for box in (self, other) if box._process is not None]
+        names = [f"sjp{self.number}", f"sjq{self.number}"]
+        commands = [
+            [
+                "ip",
+                "link",
+                "add",
+                names[0],
+                "netns",
+                pids[0],
+                "type",
+                "veth",
+                "peer",
+                "name",
+                names[1],
+                "netns",
+                pids[1],
+            ]
+        ]
+        for pid, name, last in zip(pids, names, (1, 2), strict=True):
+            enter = ["nsenter", "--target", pid, "--net", "ip"]
+            commands += [
+                [*enter, "addr", "add", f"10.199.7.{last}/24", "dev", name],
+                [*enter, "link", "set", name, "up"],
+            ]
+        for command in commands:
+            subprocess.run(command, check=True, capture_output=True)
+
     def _wait_for_sshd(self) -> None:
         import socket
 

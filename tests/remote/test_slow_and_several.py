@@ -80,3 +80,17 @@ def test_a_box_vanishes_and_the_next_one_goes_on(
 def test_two_boxes_that_cannot_meet_are_refused_in_one_line(box: RemoteBox, second: RemoteBox, laptop: Laptop) -> None:
     done = laptop.run("launch", *RUN, "name=nodes", "--on", "box,second", "--nodes", "2", code=2)
     assert "cannot reach box on port 29500" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_two_boxes_of_one_network_train_one_run(box: RemoteBox, second: RemoteBox, laptop: Laptop) -> None:
+    box.connect_to(second)
+    laptop.run("launch", *RUN, "name=together", "--on", "box,second", "--nodes", "2")
+    ours, alone = (
+        [
+            line["loss"]
+            for line in read_json_lines(laptop.home / "runs" / run / "metrics.jsonl")
+            if line["kind"] == "train"
+        ]
+        for run in ("together", "undisturbed")
+    )
+    assert ours == pytest.approx(alone, abs=1e-3)
