@@ -22,7 +22,7 @@ def _webhook(address: str) -> Iterator[tuple[str, list[bytes]]]:
     got: list[bytes] = []
 
     class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:  # noqa: N802
+        def do_POST(self) -> None:
             got.append(self.rfile.read(int(self.headers["Content-Length"])))
             self.send_response(200)
             self.end_headers()
