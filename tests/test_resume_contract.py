@@ -73,6 +73,15 @@ def test_a_base_at_another_place_is_known_by_its_content(words, chats, base, hom
         _train([*tuned, f"model.base={other}", "name=second"])
 
 
+def test_an_adapter_at_another_place_is_known_by_its_content(words, base, home):
+    tuned = [*[w for w in words[1:] if "d_model" not in w], f"model.base={base}", "method.kind=lora", "method.rank=4"]
+    adapter = _train([*tuned, "name=adapter", "train.steps=1"]).final
+    further = [*tuned, "name=further"]
+    _stopped([*further, f"method.adapter={adapter}"])
+    shutil.copytree(adapter, home / "moved")
+    assert _start(_train([*further, f"method.adapter={home / 'moved'}"])) == 1
+
+
 def test_another_micro_batch_and_how_memory_is_saved_change_only_rounding(words):
     peace = _train([*words, "name=peace"])
     _stopped(words)

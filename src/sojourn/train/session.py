@@ -29,7 +29,7 @@ from sojourn.storage.files import CannotRead, read_json_object, write_json, writ
 from sojourn.storage.mirror_process import MirrorProcess
 from sojourn.train.batcher import Batcher
 from sojourn.train.checkpoint.checkpoint import check_free_space, find_newest
-from sojourn.train.checkpoint.config_changes import another_run, base_fingerprint, refuse_harmful_changes
+from sojourn.train.checkpoint.config_changes import another_run, model_fingerprints, refuse_harmful_changes
 from sojourn.train.checkpoint.final_model import refuse_foreign_model
 from sojourn.train.checkpoint.recovery import establish_identity, find_newest_anywhere
 from sojourn.train.checkpoint.sync import sync_checkpoint
@@ -112,7 +112,7 @@ def open_session(config: RunConfig, run: RunFolder, ranks: Ranks, mirror: Mirror
     run.set_status("starting", status.step if status else 0, status.total_steps if status else 0)
     if ranks.is_main:
         write_text(run.config, to_yaml(config))
-        facts = {"auto": reasons, "data": str(artefact.path.resolve()), "base": base_fingerprint(config)}
+        facts = {"auto": reasons, "data": str(artefact.path.resolve()), **model_fingerprints(config)}
         write_json(run.environment, {**describe_environment(ranks.device), **facts})
     engine = open_engine(config, artefact, ranks)
     if ranks.is_main:

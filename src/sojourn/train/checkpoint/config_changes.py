@@ -15,6 +15,7 @@ from sojourn.storage.files import read_json_object
 
 # Sections that decide the result. The rest (where and when to save, micro-batching) may change freely.
 _DECISIVE = ("model", "method", "train")  # data is identified by the hash of its prepared artefact
+_MODELS = {"model.base": "base", "method.adapter": "adapter"}  # settings that name one: its key in environment.json
 _HARMLESS = {
     f"train.{key}"
     for key in (
@@ -86,7 +87,8 @@ def data_section(config: RunConfig) -> dict[str, Any]:
 
 
 def _describe_harmful(changed: dict[str, tuple[Any, Any]], config: RunConfig, run: RunFolder) -> str:
-    moved = {"model.base"} if base_fingerprint(config) == read_json_object(run.environment).get("base") else set()
+    known = read_json_object(run.environment)
+    moved = {key for key, name in _MODELS.items() if name in known and model_fingerprint(config, key) == known[name]}
     harmful = [key for key in changed if key.split(".")[0] in _DECISIVE and key not in _HARMLESS | moved]
     return "; ".join(f"{key} was {changed[key][0]}, now {changed[key][1]}" for key in harmful[:3])
 
@@ -104,8 +106,10 @@ def settings_hash(config: RunConfig, artefact_hash: str) -> str:
     """Of everything that decides the numbers: equal for the same run on any machine. Defaults are left out, so that a
     new key does not change it."""
     sections = config.model_dump(mode="json", include=set(_DECISIVE), exclude_defaults=True)
-    decisive = {key: value for key, value in flatten(sections).items() if key not in _HARMLESS | {"model.base"}}
-    facts = [sorted(decisive.items()), base_fingerprint(config), artefact_hash]
+    decisive = {key: value for key, value in flatten(sections).items() if key not in _HARMLESS | _MODELS.keys()}
+    adapter = model_fingerprint(config, "method.adapter")
+    facts = [sorted(decisive.items()), model_fingerprint(config, "model.base"), artefact_hash]
+    facts += [adapter] if adapter is not None else []
     return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:16]
 
 
@@ -115,16 +119,21 @@ def requests_no_change(started_with: RunConfig, config: RunConfig) -> bool:
     return all(value in ("auto", before.get(key)) for key, value in now.items())
 
 
-def base_fingerprint(config: RunConfig) -> str | None:
-    """Identifies a base model wherever it is stored: its config.json and its files' names and sizes."""
-    base = config.model.base
-    if base is None or not Path(base).exists():
-        return base
-    path, digest = Path(base), hashlib.sha256()
+def model_fingerprints(config: RunConfig) -> dict[str, str | None]:
+    """For environment.json: a run whose models lie elsewhere is the same run."""
+    return {name: model_fingerprint(config, key) for key, name in _MODELS.items()}
+
+
+def model_fingerprint(config: RunConfig, key: str) -> str | None:
+    """Identifies a model or an adapter wherever it is stored: its configuration and its files' names and sizes."""
+    given = config.model.base if key == "model.base" else config.method.adapter
+    if given is None or not Path(given).exists():
+        return given
+    path, digest = Path(given), hashlib.sha256()
     for file in sorted(path.iterdir()) if path.is_dir() else [path]:
         if file.suffix in (".safetensors", ".bin", ".gguf"):
             digest.update(f"{file.name} {file.stat().st_size}\n".encode())
-        elif file.name == "config.json":
+        elif file.name in ("config.json", "adapter_config.json"):
             digest.update(file.read_bytes())
     return digest.hexdigest()
 
