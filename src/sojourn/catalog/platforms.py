@@ -49,6 +49,7 @@ class PlatformFacts:
     currency: str | None = None
     no_gpu_per_hour: float | None = None
     stop_command: str | None = None
+    stop_releases: bool = False
     mount_hint: str | None = None
     turbo: str | None = None
     region: str | None = None

@@ -57,12 +57,20 @@ def list_all(
 def _ask_hosts() -> tuple[list[RemoteRun], list[HostAnswer]]:
     from sojourn.remote.hosts import load_hosts
     from sojourn.remote.job import all_jobs
+    from sojourn.remote.platforms.kaggle import all_kaggle_runs
 
-    if not load_hosts() and not all_jobs():
-        return [], []
-    from sojourn.remote.listing import list_remote_runs
+    remote: list[RemoteRun] = []
+    silent: list[HostAnswer] = []
+    if load_hosts() or all_jobs():
+        from sojourn.remote.listing import list_remote_runs
 
-    return list_remote_runs()
+        remote, silent = list_remote_runs()
+    if all_kaggle_runs():
+        from sojourn.remote.listing import PATIENCE
+        from sojourn.remote.without_ssh import list_kaggle_runs
+
+        remote += list_kaggle_runs(PATIENCE)
+    return remote, silent
 
 
 def _name_silent(silent: list[HostAnswer]) -> None:

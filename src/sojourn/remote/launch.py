@@ -28,6 +28,7 @@ from sojourn.remote.plan_line import plan_line
 from sojourn.remote.portability import make_shipment
 from sojourn.remote.start import Options, destination, start
 from sojourn.remote.state import send_state
+from sojourn.remote.without_ssh import PLACES, launch_without_ssh
 from sojourn.run.home import run_folder
 
 Say = Callable[[str], None]
@@ -38,12 +39,17 @@ _PATIENCE_WITH_NEXT = 120.0  # where another host can take over
 
 def launch(args: list[str], on: tuple[str, ...], options: Options, say: Say, show: Show) -> dict[str, Any]:
     """The last report of the box. Raises Stopped or RunFailed where the run ends so."""
-    hosts = [get_host(name) for name in on]
+    elsewhere = [name for name in on if name in PLACES]
+    if elsewhere and len(on) > 1:
+        raise UserError(f"--on: {elsewhere[0]} stands alone; name it, or hosts of: sojourn host list")
+    hosts = [] if elsewhere else [get_host(name) for name in on]
     for host in hosts:
         options.terms.check(host)
     loaded = load_run(args)
     for note in loaded.notes:
         say(f"note: {note}")
+    if elsewhere:
+        return launch_without_ssh(elsewhere[0], loaded, options, say)
     job = _job_of(loaded, args, hosts, options)
     if options.nodes > 1:
         return _launch_on_nodes(hosts, job, loaded.config, options, say, show)

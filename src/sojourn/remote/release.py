@@ -35,8 +35,8 @@ def release_host(
         if host.instance is not None and host.platform in CLOUD_NAMES:
             cloud = open_cloud(host.platform)
             (cloud.stop if power_off else cloud.release)(host.instance)
-        elif power_off and facts.stop_command:
-            box.run(facts.stop_command.split(), timeout=30)
+        elif facts.stop_command and power_off != facts.stop_releases:
+            box.run(["sh", "-c", facts.stop_command], timeout=30)
         else:
             raise UserError(f"{facts.title}: only its console can do that ({facts.stop}); everything on {name} is safe")
     say(f"{name} is {lost}")

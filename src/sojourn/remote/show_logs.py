@@ -8,13 +8,17 @@ from typing import Any
 from sojourn.remote.box_client import Box
 from sojourn.remote.follow import Follower, describe_end, is_terminal, read_report
 from sojourn.remote.hosts import get_host
-from sojourn.remote.job import get_job
+from sojourn.remote.job import find_job, get_job
+from sojourn.remote.platforms.kaggle import find_kaggle_run
+from sojourn.remote.without_ssh import show_kaggle_logs
 
 
 def show_logs(
     run: str, follow: bool, tail: int | None, say: Callable[[str], None], show: Callable[[bytes], None]
 ) -> dict[str, Any]:
     """The last report. `tail`: only so many of the lines so far."""
+    if find_job(run) is None and find_kaggle_run(run) is not None:
+        return show_kaggle_logs(run, follow, show)
     job = get_job(run)
     host = get_host(job.host)
     held: list[bytes] = []

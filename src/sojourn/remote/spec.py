@@ -91,8 +91,8 @@ def make_spec(
         *([] if node else [{"name": "rehearse", "argv": [*sojourn, "rehearse", config]}]),
         {"name": "train", "argv": [*sojourn, "train", config, *(node or ())], "restart": True},
     ]
-    command = facts.stop_command.split() if facts.stop_command else None
-    action = "power_off" if command and facts.name != "generic" else "none"
+    command = ["sh", "-c", facts.stop_command] if facts.stop_command else None
+    action = "none" if command is None else "release" if facts.stop_releases else "power_off"
     return {
         "version": 1,
         "run": job.run,

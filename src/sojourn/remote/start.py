@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from sojourn.errors import RunFailed
+from sojourn.errors import RunFailed, UserError
 from sojourn.remote.bootstrap import bootstrap
 from sojourn.remote.box_client import Box
 from sojourn.remote.hosts import Host
@@ -22,7 +22,7 @@ _SOURCES = Path(__file__).parent / "box"
 @dataclass(frozen=True)
 class Options:
     """`detach`: return once the run trains. `prepare_here`: the laptop prepares the data where it can. `nodes`: how
-    many of the hosts train together."""
+    many of the hosts train together. `gpu`, `gpu_count`, `to_yaml`: for places that choose the machine."""
 
     terms: Terms
     detach: bool = False
@@ -30,6 +30,9 @@ class Options:
     prepare_here: bool = True
     install_torch: bool = False
     nodes: int = 1
+    gpu: str | None = None
+    gpu_count: int = 1
+    to_yaml: Path | None = None
 
 
 def start(box: Box, job: Job, shipment: Shipment, options: Options, say: Say) -> None:
@@ -65,3 +68,11 @@ def start_supervisor(box: Box, job: Job, python: str) -> None:
 def destination(host: Host) -> Destination:
     disks = tuple(disk.path for disk in platform_facts(host).disks if disk.survives != "session")
     return Destination(host.home, host.gpus, disks)
+
+
+def split_gpu(text: str | None) -> tuple[str | None, int]:
+    """`A100:2` is a GPU and how many of it."""
+    name, _, count = (text or "").partition(":")
+    if count and not (count.isascii() and count.isdigit() and 1 <= int(count[:4]) <= 1024):
+        raise UserError(f"--gpu: “{text}”: after the colon comes a number of GPUs, such as A100:2")
+    return name or None, int(count or 1)

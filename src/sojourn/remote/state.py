@@ -40,6 +40,7 @@ def newest_at_home(job: Job) -> Path | None:
 def send_state(box: Box, host: Host, job: Job, say: Say) -> None:
     """The run folder as it is at home: records and the newest good checkpoint."""
     newest, there = newest_at_home(job), BoxPaths(host, job.run).run_folder
+    box.remove(BoxPaths(host, job.run).job)  # of an earlier stay here, whose cost is in what the run has cost so far
     here = Path(job.folder)
     if newest is None:
         say(f"{job.run} has no checkpoint yet: it starts from the beginning on {host.name}")

@@ -14,8 +14,10 @@ from sojourn.remote.box_client import Box
 from sojourn.remote.follow import read_report
 from sojourn.remote.hosts import Host, get_host, load_hosts
 from sojourn.remote.job import BoxPaths, find_job, get_job
+from sojourn.remote.platforms.kaggle import find_kaggle_run
 from sojourn.remote.pull import What, note_copies, pull_run
 from sojourn.remote.state import stop
+from sojourn.remote.without_ssh import pull_from_kaggle
 
 Say = Callable[[str], None]
 _CHECK = 10.0  # seconds between two looks at the connection of a forward
@@ -55,6 +57,8 @@ def pull_named(run: str, what: str, to: str | None, say: Say) -> dict[str, Any]:
     wanted = next((known for known in get_args(What) if known == what), None)
     if wanted is None:
         raise UserError(f"--what: “{what[:40]}” given; allowed: {', '.join(get_args(What))}")
+    if find_job(run) is None and find_kaggle_run(run) is not None:
+        return pull_from_kaggle(run, what, Path(to).expanduser() if to else None, say)
     job = get_job(run)
     host, folder = get_host(job.host), Path(to).expanduser().absolute() if to else Path(job.folder)
     with Box(host, say=say) as box:

@@ -315,10 +315,10 @@ def gate(platform: str, action: str, disks: list[Facts], items: list[Facts] | No
     if not is_known_platform(platform):
         return Verdict(False, "a box of an unknown platform is never powered off or released; do it in its own console")
     if items is None:
-        return Verdict(False, f"the run folder could not be read; check its disk, then type: sojourn pull {run} --all")
+        return Verdict(False, f"the run folder could not be read; check its disk, then: sojourn pull {run} --what all")
     for item in items:
         if not any(place_survives(place, action, disks) for place in item["places"]):
-            command = f"sojourn pull {item.get('run') or run} --all"
+            command = f"sojourn pull {item.get('run') or run} --what all"
             return Verdict(False, f"{_why_lost(item, action, disks)}; on your laptop, type: {command}")
     return Verdict(True, "")
 

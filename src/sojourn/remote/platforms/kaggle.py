@@ -255,6 +255,12 @@ def find_kaggle_run(run: str) -> KaggleRun | None:
     return KaggleRun(**known) if {"run", "user", "base", "session", "hours", "started"} <= known.keys() else None
 
 
+def all_kaggle_runs() -> list[KaggleRun]:
+    folder = _file("any").parent
+    found = [find_kaggle_run(path.stem) for path in sorted(folder.glob("*.json"))] if folder.is_dir() else []
+    return [run for run in found if run is not None]
+
+
 def get_kaggle_run(run: str) -> KaggleRun:
     found = find_kaggle_run(run)
     if found is None:
