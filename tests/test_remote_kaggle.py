@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from conftest import called
 from kaggle_server import KEY, TOKEN, USER, Kaggle, kaggle_server
 from shared import Shared, write_chats
 from sojourn.config.load import Loaded, load_run
@@ -282,3 +283,18 @@ def test_the_boot_script_continues_from_an_earlier_session_and_lists_its_files(t
     assert result["state"] == "stopped"
     assert set(result["files"]) == {"runs/demo/called", "runs/demo/identity.json"}
     assert sorted(path.name for path in working.iterdir()) == ["runs", kaggle_boot.RESULT]
+
+
+def test_the_verbs_know_runs_on_kaggle(home: Path, server: Kaggle, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("SOJOURN_KAGGLE_URL", server.url), ("KAGGLE_USERNAME", USER), ("KAGGLE_KEY", KEY)):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SOJOURN_CONFIG", str(home / "config"))
+    write_chats(home / "my.jsonl")
+    words = ("data.vocab_size=400", "data.max_length=64", "train.steps=20", "name=verbs")
+    done = called("launch", "smoke", "--train_file", "my.jsonl", *words, "--on", "kaggle", "--budget", "¥5")
+    assert done.returncode == 0, done.stderr
+    assert "note: --budget is not used on kaggle" in done.stdout and "verbs is on Kaggle" in done.stdout
+    listed = called("runs")
+    assert "verbs" in listed.stdout and "kaggle" in listed.stdout
+    assert called("launch", "smoke", "--on", "kaggle,box").returncode == 2
+    assert "the session is" in called("pull", "verbs").stderr

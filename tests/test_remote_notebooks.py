@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from conftest import called
 from shared import Shared, write_chats
 from sojourn.config.load import Loaded, load_run
 from sojourn.config.yaml_file import read_yaml
@@ -146,3 +147,11 @@ def test_a_mirror_on_the_hub_needs_no_bucket(home: Path) -> None:
     assert list(read_yaml(path)[0]["file_mounts"].values()) == [str(made.path.resolve())]
     with pytest.raises(UserError, match="on SkyPilot it is a bucket"):
         make_sky_task(_loaded(home, "save.mirror=/mnt/x"), SkyOptions())
+
+
+def test_launch_on_sky_writes_the_task(home: Path) -> None:
+    done = called("launch", "smoke", "name=on-sky", "--on", "sky", "--gpu", "A100:2", "--to-yaml", "task.yaml")
+    assert done.returncode == 0, done.stderr
+    assert "A100:2" in (home / "task.yaml").read_text(encoding="utf-8")
+    wrong = called("launch", "smoke", "--on", "sky", "--gpu", "A100:many", "--to-yaml", "task.yaml")
+    assert wrong.returncode == 2 and "such as A100:2" in wrong.stderr
