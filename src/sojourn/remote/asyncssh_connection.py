@@ -41,6 +41,7 @@ _WINDOW_BYTES = 16 << 20  # a download at 100 ms then reaches 160 MB/s
 _PACKET_BYTES = 1 << 17
 _WRITE_BUFFER_BYTES = 4 << 20
 _STDERR_BYTES = 1 << 16
+_CONNECT_ROUND_TRIPS = 8  # about
 _CIPHERS = ["aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "chacha20-poly1305@openssh.com", "aes128-ctr"]
 
 
@@ -81,6 +82,7 @@ def _wait(coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
 def connect_asyncssh(host: Host, password: str | None, timeout: float) -> AsyncsshConnection:
     import asyncssh
 
+    began = time.monotonic()
     try:
         opened = _wait(_connect(host, password, timeout), timeout + 1)
     except asyncssh.PermissionDenied as error:
@@ -95,7 +97,7 @@ def connect_asyncssh(host: Host, password: str | None, timeout: float) -> Asyncs
         raise unreachable(host, f"SSH failed: {error.reason or error}") from None
     except OSError as error:
         raise unreachable(host, os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)) from None
-    return AsyncsshConnection(host, opened)
+    return AsyncsshConnection(host, opened, time.monotonic() - began)
 
 
 async def _connect(host: Host, password: str | None, timeout: float) -> asyncssh.SSHClientConnection:
@@ -192,8 +194,11 @@ def _public_line(key: asyncssh.SSHKey) -> str:
 
 
 class AsyncsshConnection:
-    def __init__(self, host: Host, connection: asyncssh.SSHClientConnection) -> None:
+    def __init__(self, host: Host, connection: asyncssh.SSHClientConnection, seconds: float) -> None:
+        """`seconds`: what making the connection took."""
         self._host, self._connection = host, connection
+        self._estimate = seconds / (1 + len(host.jump)) / _CONNECT_ROUND_TRIPS
+        self._pinged = asyncio.run_coroutine_threadsafe(self._ping(), _Loop.get())
 
     def run(
         self,
@@ -255,17 +260,20 @@ class AsyncsshConnection:
             raise connection_lost(self._host, str(error)) from None
         return listener.get_port()
 
-    def round_trip(self) -> float | None:
-        async def ping() -> float:
-            began = time.monotonic()
-            # What asyncssh sends as its own keepalive; it has no public name for it.
-            await self._connection._make_global_request(b"keepalive@openssh.com")
-            return time.monotonic() - began
+    async def _ping(self) -> float:
+        began = time.monotonic()
+        # What asyncssh sends as its own keepalive; it has no public name for it.
+        await self._connection._make_global_request(b"keepalive@openssh.com")
+        return time.monotonic() - began
 
+    def round_trip(self) -> float | None:
+        """Measured in the background since the connection was made; until then what making it took is a guide."""
+        if not self._pinged.done():
+            return self._estimate
         try:
-            return min(_wait(ping(), 5), _wait(ping(), 5))
-        except (Exception, asyncio.CancelledError):
-            return None  # only an estimate: whoever uses the connection next says what is wrong with it
+            return self._pinged.result()
+        except (Exception, asyncio.CancelledError, concurrent.futures.CancelledError):
+            return self._estimate
 
     @property
     def is_closed(self) -> bool:

@@ -62,7 +62,6 @@ class Box:
         self._forwards: dict[tuple[int, int, str], int] = {}
         self._lock = threading.RLock()
         self._was_connected = False
-        self._round_trip: float | None = None
 
     def __enter__(self) -> Box:
         return self
@@ -79,7 +78,6 @@ class Box:
         with self._lock:
             if self._connection is None:
                 self._connection = connect(self.host, self._password, self.timeout)
-                self._round_trip = None
                 self._was_connected = True
                 for (local, remote, remote_host), _ in self._forwards.items():
                     self._connection.forward(local, remote, remote_host)
@@ -87,10 +85,8 @@ class Box:
 
     @property
     def round_trip(self) -> float:
-        """Seconds, about; measured once for each connection."""
-        if self._round_trip is None:
-            self._round_trip = self.connection().round_trip() or 0.0
-        return self._round_trip
+        """Seconds, about."""
+        return self.connection().round_trip() or 0.0
 
     def _drop(self) -> None:
         with self._lock:

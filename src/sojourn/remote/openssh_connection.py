@@ -38,7 +38,7 @@ from sojourn.remote.hosts import Host
 
 _POSIX = os.name == "posix"
 _SSH_FAILED = 255
-_CHILD_SECONDS = 0.1  # to start a child here and a shell there
+_SHELL_SECONDS, _CONNECT_ROUND_TRIPS = 0.3, 9  # about
 _READ_AHEAD = 64  # blocks
 _UNREACHABLE = re.compile(
     "timed out|refused|No route|unreachable|Could not resolve|not known|Connection closed|Connection reset|banner"
@@ -110,6 +110,7 @@ class OpensshConnection:
         self._host, self._timeout = host, timeout
         self._ssh = [str(ssh_program()), *ssh_options(host, timeout)]
         self._control: Path | None = None
+        self._round_trip = 0.0
         self._children: list[subprocess.Popen[bytes]] = []
         if share:
             # A socket's path has at most about 100 bytes, so it is not in the configuration folder.
@@ -120,7 +121,9 @@ class OpensshConnection:
 
     def check(self) -> None:
         channel = self._open(["true"])
+        began = time.monotonic()
         code = channel.wait(self._timeout + 5)
+        self._round_trip = max(0.0, time.monotonic() - began - _SHELL_SECONDS) / _CONNECT_ROUND_TRIPS
         if code == _SSH_FAILED:
             raise self._failure(channel.stderr, before=True)
 
@@ -206,12 +209,7 @@ class OpensshConnection:
         raise self._failure(text)
 
     def round_trip(self) -> float | None:
-        began = time.monotonic()
-        try:
-            self.run(["true"], timeout=5)
-        except UserError:
-            return None
-        return max(0.0, (time.monotonic() - began) / 2 - _CHILD_SECONDS)
+        return self._round_trip
 
     def close(self) -> None:
         if self._control is not None:

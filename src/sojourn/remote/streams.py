@@ -41,7 +41,7 @@ class Streams:
         self._stop, self._finish = threading.Event(), threading.Event()
         self._error: BaseException | None = None
         self._threads = [threading.Thread(target=self._work, args=(index,), daemon=True) for index in range(count)]
-        self._alive = count
+        self.count = self._alive = count
         self._lock = threading.Lock()
         for thread in self._threads:
             thread.start()

@@ -124,7 +124,9 @@ def streams_of(box: Box, total: int, chunk: int, idle: Agent | None) -> Iterator
             return closing(agent)
         return box.agent(f"stream-{index}")
 
-    streams = Streams(open_agent, stream_count(box, total), 6 * chunk + (1 << 19))
+    # What is under way is lost with the connection: little, where connections do not last.
+    lasting = chunk >= CHUNK_BYTES // 2
+    streams = Streams(open_agent, stream_count(box, total) if lasting else 1, 6 * chunk + (1 << 19 if lasting else 0))
     try:
         yield streams
     except BaseException:

@@ -222,6 +222,8 @@ class LargeFile:
         self.where: dict[str, Any] = {"root": tree.root, "rel": entry.rel, "key": self.key, "size": entry.size}
         self.pieces = Pieces(entry.size, [], entry.size)
         self.hashed = 0
+        self.in_order = False  # all of it goes through one stream, whose agent hashes it as it comes
+        self.committing = self.stored = False
         self.local: Future[str] | None = None
         self.error: str | None = None
 
@@ -231,6 +233,11 @@ class LargeFile:
             there = self.entry.size - self.pieces.missing_bytes
             self.upload.meter.done += there
             self.upload.found = max(self.upload.found, there)
+
+    def commit_fields(self) -> dict[str, Any]:
+        digest = self.digest or (self.local.result() if self.local else None)
+        where = {"key": self.key, "cache": self.upload._cache_of(self.tree), "sync": self.upload.durable}
+        return {**where, "digest": digest, "mode": self.entry.mode, "mtime_ns": self.entry.status.st_mtime_ns}
 
     def changed(self) -> bool:
         try:
@@ -252,7 +259,15 @@ class Chunk:
             self._file.error = "changed"
             data = data.ljust(self.cost, b"\0")
         blob, packed = compressed(data, self._file.upload.meter)
-        agent.send("put", blob, offset=self._start, crc=zlib.crc32(data), packed=packed, **self._file.where)
+        agent.send(
+            "put",
+            blob,
+            offset=self._start,
+            crc=zlib.crc32(data),
+            packed=packed,
+            in_order=self._file.in_order,
+            **self._file.where,
+        )
 
     def done(self, answer: dict[str, Any], blob: bytes) -> None:
         upload = self._file.upload
@@ -273,13 +288,18 @@ def _send_large(upload: Upload, agent: Agent, streams: Streams, files: list[Larg
     with ThreadPoolExecutor(1) as hasher:
         while waiting or active:
             new = [waiting.pop() for _ in range(min(len(waiting), OPEN_FILES - len(active)))]
-            active += _begin(upload, agent, new, hasher)
+            active += _begin(upload, agent, new, hasher, streams.count == 1)
             busy = _feed(streams, active)
             upload.meter.report()
             ended = [file for file in active if file.pieces.complete or file.error]
+            for file in [file for file in ended if file.in_order and not file.error and not file.stored]:
+                if not file.committing and not file.changed():
+                    file.committing = streams.put(Commit(file), wait=1)
+                if file.committing:
+                    ended.remove(file)
             for file in active:
                 prefix = file.pieces.prefix
-                if prefix - file.hashed >= 8 * CHUNK_BYTES and not file.error:
+                if prefix - file.hashed >= 8 * CHUNK_BYTES and not file.error and not file.in_order:
                     agent.ask("hash_to", key=file.key, upto=prefix)
                     file.hashed = prefix
             for file in ended:
@@ -303,7 +323,9 @@ def _feed(streams: Streams, active: list[LargeFile]) -> bool:
     return False
 
 
-def _begin(upload: Upload, agent: Agent, files: list[LargeFile], hasher: ThreadPoolExecutor) -> list[LargeFile]:
+def _begin(
+    upload: Upload, agent: Agent, files: list[LargeFile], hasher: ThreadPoolExecutor, in_order: bool
+) -> list[LargeFile]:
     for file in files:
         agent.send("begin", **file.where)
     begun = []
@@ -313,31 +335,48 @@ def _begin(upload: Upload, agent: Agent, files: list[LargeFile], hasher: ThreadP
         except AgentFailed as error:
             upload.failed.append(f"{file.entry.rel}: {error}")
             continue
-        if file.pieces.missing_bytes < file.entry.size and file.digest is None:
+        fresh = file.pieces.missing_bytes == file.entry.size
+        file.in_order = in_order and fresh
+        if not fresh and file.digest is None:
             # What an earlier connection sent is checked too, so this end's hash is needed.
             file.local = hasher.submit(sha256, file.entry.path)
         begun.append(file)
     return begun
 
 
+class Commit:
+    """By the agent that has received the file."""
+
+    cost = 0
+
+    def __init__(self, file: LargeFile) -> None:
+        self._file = file
+
+    def send(self, agent: Agent) -> None:
+        agent.send("commit", **self._file.commit_fields())
+
+    def done(self, answer: dict[str, Any], blob: bytes) -> None:
+        with self._file.upload.lock:
+            self._file.upload.stored(self._file.entry, answer["digest"])
+        self._file.stored = True
+
+    def failed(self, error: AgentFailed) -> None:
+        self._file.error = "changed" if error.errno == ENOENT else str(error)
+
+
 def _commit(upload: Upload, agent: Agent, file: LargeFile) -> bool:
     """True where the file changed while it travelled."""
     entry = file.entry
+    if file.stored:
+        return False
     if file.changed() or file.error == "changed":
         agent.ask("abandon", key=file.key)
         return _look_again(upload, entry)
     if file.error:
         upload.failed.append(f"{entry.rel}: {file.error}")
         return False
-    digest = file.digest or (file.local.result() if file.local else None)
-    fields: dict[str, Any] = {
-        "digest": digest,
-        "mode": entry.mode,
-        "mtime_ns": entry.status.st_mtime_ns,
-        "sync": upload.durable,
-    }
     try:
-        answer, _ = agent.ask("commit", key=file.key, cache=upload._cache_of(file.tree), **fields)
+        answer, _ = agent.ask("commit", **file.commit_fields())
     except AgentFailed as error:
         if error.errno == ENOENT:
             return _look_again(upload, entry)

@@ -21,7 +21,7 @@ import zlib
 from typing import Any, BinaryIO, Callable
 
 from sojourn.remote.box.hashes import HashCache
-from sojourn.remote.box.transfer import FollowingHash, Partial, Paths, Refused, write_whole
+from sojourn.remote.box.transfer import ArrivingHash, FollowingHash, Partial, Paths, Refused, write_whole
 from sojourn.remote.box.tree import describe, make_links_and_folders, scan
 
 MAGIC = b"sojourn-agent-1\n"
@@ -42,6 +42,7 @@ class Agent:
         self._caches: dict[str, HashCache] = {}
         self._partials: dict[str, Partial] = {}
         self._hashes: dict[str, FollowingHash] = {}
+        self._arriving: dict[str, ArrivingHash] = {}
 
     def answer(self, request: dict[str, Any], blob: bytes) -> tuple[dict[str, Any], bytes]:
         operation: Callable[..., Any] | None = getattr(self, "do_" + str(request.pop("do", "")), None)
@@ -219,7 +220,9 @@ class Agent:
             raise OSError(28, "the disk of the box has %d MiB free, %s needs %d" % (free >> 20, rel, missing >> 20))
         return {"ranges": ranges}
 
-    def do_put(self, blob: bytes, root: str, rel: str, key: str, size: int, offset: int, crc: int) -> None:
+    def do_put(
+        self, blob: bytes, root: str, rel: str, key: str, size: int, offset: int, crc: int, in_order: bool
+    ) -> None:
         if zlib.crc32(blob) != crc:
             raise Refused("%s: the bytes that arrived are not those that were sent" % rel)
         if key not in self._partials:
@@ -227,6 +230,10 @@ class Agent:
                 self._partials.pop(next(iter(self._partials))).close()
             self._partials[key] = Partial(self._root(root).of(rel, make=True), key, size)
         self._partials[key].write(offset, blob)
+        if in_order and offset == 0:
+            self._arriving[key] = ArrivingHash()
+        if in_order and not self._arriving[key].add(offset, blob):
+            raise Refused("%s: its parts came in another order" % rel)
 
     def do_hash_to(self, blob: bytes, key: str, upto: int) -> None:
         if key not in self._hashes:
@@ -236,8 +243,11 @@ class Agent:
     def do_commit(
         self, blob: bytes, key: str, cache: str, digest: str | None, mode: int, mtime_ns: int, sync: bool
     ) -> Any:
-        partial = self._partials.pop(key)
-        found = (self._hashes.pop(key, None) or FollowingHash(partial.path)).digest(partial.size)
+        partial, arriving = self._partials.pop(key), self._arriving.pop(key, None)
+        if arriving is not None and arriving.size == partial.size:
+            found = arriving.digest()
+        else:
+            found = (self._hashes.pop(key, None) or FollowingHash(partial.path)).digest(partial.size)
         known = self._cache(cache)
         known.remember(partial.target, partial.finish(found, digest, mode, mtime_ns, sync), found)
         known.save()

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import itertools
 import os
+import queue
 import stat
 import threading
 import time
@@ -259,6 +260,37 @@ class FollowingHash:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
+
+
+class ArrivingHash:
+    """SHA-256 of blocks that come in order, in a thread of its own, without reading them back."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+        self._blocks: queue.Queue[bytes | None] = queue.Queue(8)
+        self.size = 0
+        self._thread = threading.Thread(target=self._update, daemon=True)
+        self._thread.start()
+
+    def _update(self) -> None:
+        while True:
+            block = self._blocks.get()
+            if block is None:
+                return
+            self._digest.update(block)
+
+    def add(self, offset: int, data: bytes) -> bool:
+        """False where `data` is not what comes next: whoever asked reads the file instead."""
+        if offset != self.size:
+            return False
+        self.size += len(data)
+        self._blocks.put(data)
+        return True
+
+    def digest(self) -> str:
+        self._blocks.put(None)
+        self._thread.join()
+        return self._digest.hexdigest()
 
 
 def merged(ranges: list[list[int]]) -> list[list[int]]:
