@@ -9,6 +9,7 @@ from pathlib import Path
 from sojourn.errors import RunFailed, UserError
 from sojourn.remote.bootstrap import bootstrap
 from sojourn.remote.box_client import Box
+from sojourn.remote.box_doctor import examine
 from sojourn.remote.hosts import Host
 from sojourn.remote.job import BoxPaths, Job
 from sojourn.remote.portability import Destination, Shipment
@@ -38,6 +39,10 @@ class Options:
 def start(box: Box, job: Job, shipment: Shipment, options: Options, say: Say) -> None:
     """Installs, sends and starts; the box needs nobody afterwards."""
     python = bootstrap(box, box.host, say, install_torch=options.install_torch)
+    if python.fresh:
+        found = examine(box, box.host, python)
+        for line in (f"{box.host.name}: sojourn doctor: {found.describe()}", *found.problems):
+            say(line)
     send_shipment(box, shipment)
     write_job(box, job, options.terms, shipment, python)
     job.save()
