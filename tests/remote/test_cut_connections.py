@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import signal
 import time
 from collections import Counter
 from random import Random
@@ -11,18 +13,19 @@ from remote_box import PASSWORD, RemoteBox, files_with, needs_box
 
 pytestmark = needs_box
 
-CUTS = 100
+CUTS, CUTS_A_LAUNCH = 100, 16
 
 
 def test_a_hundred_cut_connections_change_nothing(box: RemoteBox, laptop: Laptop) -> None:
     rng, cuts, launches, where = Random("cuts"), 0, 0, Counter[str]()
     while cuts < CUTS:
-        run = f"cut-{launches}"
+        run, cuts_here = f"cut-{launches}", 0
+        shutil.rmtree(box.root / "root/autodl-tmp/.sojourn/envs", ignore_errors=True)  # it is installed anew
         process = laptop.start("launch", *RUN, f"name={run}", "--on", "box")
         while process.poll() is None:
             time.sleep(rng.uniform(0.0, 1.5))
-            if process.poll() is None and box.cut():
-                cuts += 1
+            if process.poll() is None and cuts_here < CUTS_A_LAUNCH and box.cut():
+                cuts, cuts_here = cuts + 1, cuts_here + 1
                 where[box.phase_of(run)] += 1
         out, err = process.communicate()
         assert process.returncode == 0, out + err
@@ -59,3 +62,16 @@ def test_an_unplugged_cable_is_waited_for(box: RemoteBox, laptop: Laptop) -> Non
     out, err = process.communicate(timeout=240)
     assert process.returncode == 0, out + err
     assert laptop.weights("unplugged") == laptop.weights("undisturbed")
+
+
+def test_ctrl_c_only_stops_watching(box: RemoteBox, laptop: Laptop) -> None:
+    laptop.run("launch", *RUN, "train.steps=100000", "name=watched", "--on", "box", "--detach")
+    for words in (("logs", "watched", "-f"), ("launch", *RUN, "train.steps=100000", "name=watched", "--on", "box")):
+        process = laptop.start(*words)
+        time.sleep(5)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+        assert process.returncode == 130 and "not watching any more" in out and "Traceback" not in err, out[-500:] + err
+        assert box.status_of("watched")["state"] == "running"
+    done = laptop.run("stop", "watched")
+    assert "stopped at step" in done.stdout and box.status_of("watched")["resumable"]
