@@ -56,10 +56,9 @@ def test_a_run_moves_and_its_curve_and_cost_go_on(
     assert second.shutdown_calls() == []
 
 
-def test_a_box_vanishes_and_the_next_one_goes_on(
-    box: RemoteBox, second: RemoteBox, laptop: Laptop, longer: bytes
-) -> None:
-    words = ("launch", *RUN, *STEPS, "train.steps=200", "save.every_steps=5", "name=spot", "--on", "second,box")
+def test_a_box_vanishes_and_the_next_one_goes_on(box: RemoteBox, second: RemoteBox, laptop: Laptop) -> None:
+    long = ("train.steps=4000", "save.every_steps=100")
+    words = ("launch", *RUN, *long, "name=spot", "--on", "second,box")
     process = laptop.start(*words)
     there = laptop.home / "runs" / "spot" / "checkpoints"
     until = time.monotonic() + 240
@@ -73,7 +72,7 @@ def test_a_box_vanishes_and_the_next_one_goes_on(
         second.boot()
     assert process.returncode == 0, out + err
     assert "spot goes on on box" in out
-    laptop.run("train", *RUN, *STEPS, "save.every_steps=5", "name=no-spot")
+    laptop.run("train", *RUN, *long, "name=no-spot")
     assert laptop.weights("spot") == laptop.weights("no-spot")
 
 

@@ -12,7 +12,7 @@ from sojourn.remote.box_client import Box
 from sojourn.remote.follow import read_report
 from sojourn.remote.hosts import Host
 from sojourn.remote.job import Job
-from sojourn.remote.pull import pull_run
+from sojourn.remote.pull import has_checkpoint, pull_run
 from sojourn.run.checkpoints import list_checkpoints
 from sojourn.run.folder import RunFolder
 
@@ -40,16 +40,18 @@ class HomeMirror:
         self._thread.join(1.0)
 
     def _bring_regularly(self) -> None:
-        while not self._stopped.wait(_INTERVAL):
+        while not self._stopped.is_set():
             try:
                 with Box(self._host, patience=_INTERVAL) as box:
                     while not self._stopped.wait(_INTERVAL):
                         self._bring(box)
-            except UserError:
-                continue  # no checkpoint yet, or no connection; the follower says so
+            except UserError:  # no connection, which the follower says
+                self._stopped.wait(_INTERVAL)
 
     def _bring(self, box: Box) -> None:
         folder = Path(self._job.folder)
+        if not has_checkpoint(box, self._host, self._job.run):
+            return
         report = read_report(box, self._host, self._job.run)
         names = pull_run(box, self._host, self._job.run, folder, "checkpoint", report)
         self._brought += [path for name in names if (path := folder / name) not in self._brought]

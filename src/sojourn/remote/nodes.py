@@ -21,18 +21,21 @@ from sojourn.remote.start import Options, destination, send_shipment, start_supe
 
 Say = Callable[[str], None]
 _LISTEN = """
-import socket, sys
-server = socket.socket(); server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-server.bind(("", int(sys.argv[1]))); server.listen(64); server.settimeout(60)
-names = {socket.gethostname(), *(i[4][0] for i in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET))}
+import socket, subprocess, sys, threading
+server = socket.socket()
+server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+server.bind(("", int(sys.argv[1])))
+server.listen(64)
 try:
-    import subprocess
-    names |= set(subprocess.run(["hostname", "-I"], capture_output=True, text=True).stdout.split())
+    names = subprocess.run(["hostname", "-I"], stdout=subprocess.PIPE, universal_newlines=True).stdout.split()
 except OSError:
-    pass
-print("listening " + " ".join(sorted(n for n in names if not n.startswith("127."))), flush=True)
-while True:
-    server.accept()[0].close()
+    names = [socket.gethostbyname(socket.gethostname())]
+def serve():
+    while True:
+        server.accept()[0].close()
+threading.Thread(target=serve, daemon=True).start()
+print("listening " + " ".join(name for name in names if not name.startswith("127.")), flush=True)
+sys.stdin.read()  # until the laptop closes the channel
 """
 _TRY = """
 import socket, sys
