@@ -286,9 +286,6 @@ class Box:
 
         return Upload(self, list(items), progress, ignore, delete, durable).run()
 
-    def push_folder(self, local: Path, remote: str, progress: ProgressCallback | None = None) -> Synced:
-        return self.push([(local, remote)], progress)
-
     def pull(
         self, remote: str, local: Path, progress: ProgressCallback | None = None, ignore: Ignore | None = None
     ) -> Synced:

@@ -46,6 +46,6 @@ def send_state(box: Box, host: Host, job: Job, say: Say) -> None:
         say(f"{job.run} has no checkpoint yet: it starts from the beginning on {host.name}")
         return
     items = [(here / name, f"{there}/{name}") for name in RECORDS if (here / name).is_file()]
-    box.push_folder(newest, f"{there}/checkpoints/{newest.name}", box.progress(f"sending {newest.name} to {host.name}"))
-    box.push(items)
+    items.append((newest, f"{there}/checkpoints/{newest.name}"))
+    box.push(items, box.progress(f"sending {newest.name} to {host.name}"), durable=True)
     box.write_bytes(f"{there}/checkpoints/latest", (newest.name + "\n").encode())
