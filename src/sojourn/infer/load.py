@@ -19,6 +19,7 @@ from sojourn.model.quiet import quiet_transformers
 from sojourn.model.scratch import build_model
 from sojourn.model.weights import add_stop_tokens, load_trainable_state_dict, torch_dtype
 from sojourn.run.folder import RunFolder
+from sojourn.run.moved_paths import path_here
 from sojourn.storage.files import CannotRead, read_json_object
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def load_model(name: str, device: str = "auto", checkpoint: str | None = None) -
     artefact = artefact_of(found.run) if found.is_checkpoint and found.run is not None else None
     try:
         if artefact is not None and found.run is not None:
-            model, folder = _load_checkpoint(found.path, read_config(found.run.config), artefact, device)
+            model, folder = _load_checkpoint(found.path, _config_here(found.run), artefact, device)
         else:
             model, folder = _load_folder(found, device)
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -81,7 +82,8 @@ def _load_folder(found: FoundModel, device: str) -> tuple[Any, Path]:
         base = BaseModelSource(str(path), trust_remote_code=trusted)
         return load_base_model(base, _load_dtype(base, device), device), path
     adapter = read_json_object(path / ADAPTER_FILE)
-    base = BaseModelSource(str(adapter.get("base_model_name_or_path")), adapter.get("revision"), trusted)
+    name = path_here(str(adapter.get("base_model_name_or_path")), path)
+    base = BaseModelSource(name, adapter.get("revision"), trusted)
     model = load_base_model(base, _load_dtype(base, device), device)
     return load_adapter(model, path, trainable=False).merge_and_unload(), path
 
@@ -116,6 +118,14 @@ def _empty_model(config: RunConfig, artefact: Artefact) -> Any:
     if artefact.vocab_size > model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(artefact.vocab_size, mean_resizing=False)
     return model
+
+
+def _config_here(run: RunFolder) -> RunConfig:
+    config = read_config(run.config)
+    if config.model.base is None:
+        return config
+    base = path_here(config.model.base, run.path)
+    return config.model_copy(update={"model": config.model.model_copy(update={"base": base})})
 
 
 def _trusts_remote_code(run: RunFolder | None) -> bool:

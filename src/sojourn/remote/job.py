@@ -21,7 +21,8 @@ TERMINAL = ("done", "stopped", "failed", "lost")
 @dataclass(frozen=True)
 class Job:
     """`host`: where it is now; `hosts`: where it may go on when that one vanishes. `folder`: its run folder here.
-    `args`: as typed after `launch`. `spent_before`, `seconds_before`: money and time on earlier hosts."""
+    `args`: as typed after `launch`. `spent_before`, `seconds_before`: money and time on earlier hosts. `models`: those
+    of this machine, by their paths on the box."""
 
     run: str
     host: str
@@ -36,6 +37,7 @@ class Job:
     spent_before: float = 0.0
     seconds_before: float = 0.0
     pulled: bool = False
+    models: dict[str, str] = field(default_factory=dict)
     last: dict[str, Any] = field(default_factory=dict)
 
     def save(self) -> None:

@@ -116,6 +116,7 @@ def _launch_on(
         config, destination(host), allow_secrets=options.allow_secrets, prepare=options.prepare_here, say=say
     )
     shipment.check()
+    job = replace(job, models={**job.models, **shipment.models})
     for note in shipment.notes:
         say(f"note: {note}")
     with Box(host, say=say, patience=_PATIENCE_WITH_NEXT if has_next else _PATIENCE) as box:

@@ -33,6 +33,7 @@ def move(run: str, to: str, options: Options, say: Say, show: Callable[[bytes], 
     say(plan_line(config, target, options.terms))
     shipment = make_shipment(config, destination(target), allow_secrets=options.allow_secrets, say=say)
     shipment.check()
+    job = replace(job, models={**job.models, **shipment.models})
     moved = replace(job, host=target.name, hosts=(target.name, *(name for name in job.hosts if name != target.name)))
     with Box(target, say=say) as box:
         send_state(box, target, moved, say)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,8 @@ class Destination:
 @dataclass(frozen=True)
 class Shipment:
     """`config`: for the box. `items` travel first; `last_items` when all of them have arrived: they mark the prepared
-    data as complete. `artefact`: the name of the prepared data, None where the box prepares it."""
+    data as complete. `artefact`: the name of the prepared data, None where the box prepares it. `models`: those of this
+    machine, by their paths on the box."""
 
     config: RunConfig
     items: tuple[Item, ...]
@@ -60,6 +61,7 @@ class Shipment:
     refusals: tuple[str, ...]
     scan: Scan
     artefact: str | None = None
+    models: dict[str, str] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -100,7 +102,17 @@ def make_shipment(
         tuple(dict.fromkeys(files.refusals)),
         scan,
         artefact.name if artefact else None,
+        _models(config, changed),
     )
+
+
+def _models(config: RunConfig, changed: Settings) -> dict[str, str]:
+    given = {"model.base": config.model.base, "method.adapter": config.method.adapter}
+    return {
+        changed[key]: str(Path(path).expanduser().absolute())
+        for key, path in given.items()
+        if path is not None and changed.get(key) not in (None, path)
+    }
 
 
 def _project() -> Path:

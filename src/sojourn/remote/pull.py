@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from sojourn.errors import UserError
 from sojourn.remote.box_client import Box
 from sojourn.remote.gate import copies_at_home, pulled_record
 from sojourn.remote.hosts import Host
-from sojourn.remote.job import TERMINAL, BoxPaths, Job
+from sojourn.remote.job import TERMINAL, BoxPaths, Job, find_job
 from sojourn.remote.progress import ProgressCallback
 from sojourn.run.checkpoints import find_damage, list_checkpoints
 from sojourn.run.folder import RunFolder
+from sojourn.run.home import prepared_folder
 from sojourn.run.identity import parse_identity, read_identity
+from sojourn.run.moved_paths import write_moved_paths
+from sojourn.storage.files import read_json_object
 
 What = Literal["final", "best", "checkpoint", "all"]
 RECORDS = ("identity.json", "run.yaml", "environment.json", "metrics.jsonl", "events.jsonl", "ledger.json",
@@ -42,11 +45,25 @@ def pull_run(
     over = report["state"] in TERMINAL or report["state"] == "holding"
     for name in (*RECORDS, *(("status.json",) if over else ())):
         box.pull_file(f"{there}/{name}", folder / name, missing_ok=True)
+    job = find_job(run)
+    write_moved_paths(folder, job.models if job is not None else {})
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         box.pull(f"{there}/{name}", folder / name, progress)
     _check_checkpoints(here, names)
     return names
+
+
+def pull_artefact(box: Box, folder: Path, progress: ProgressCallback | None = None) -> None:
+    """The prepared data of a run whose checkpoints were brought home: to open one, its tokenizer is needed."""
+    there = read_json_object(folder / "environment.json").get("data")
+    if not isinstance(there, str):
+        return
+    here = prepared_folder() / PurePosixPath(there).name
+    if not here.exists():
+        stage = here.with_name(f".pull-{here.name}")
+        box.pull(there, stage, progress)
+        stage.rename(here)
 
 
 def has_checkpoint(box: Box, host: Host, run: str) -> bool:

@@ -39,6 +39,11 @@ class Options:
 def start(box: Box, job: Job, shipment: Shipment, options: Options, say: Say) -> None:
     """Installs, sends and starts; the box needs nobody afterwards."""
     python = bootstrap(box, box.host, say, install_torch=options.install_torch)
+    if box.host.gpus and not python.cuda_available and shipment.config.train.device != "cpu":
+        raise UserError(
+            f"{box.host.name}: its torch {python.torch} cannot use its {box.host.gpu}, so the run would train on the CPU; "
+            "rent an image with a CUDA torch, or add --install-torch, or train.device=cpu"
+        )
     if python.fresh:
         found = examine(box, box.host, python)
         for line in (f"{box.host.name}: sojourn doctor: {found.describe()}", *found.problems):

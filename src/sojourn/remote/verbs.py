@@ -15,7 +15,7 @@ from sojourn.remote.follow import read_report
 from sojourn.remote.hosts import Host, get_host, load_hosts
 from sojourn.remote.job import BoxPaths, find_job, get_job
 from sojourn.remote.platforms.kaggle import find_kaggle_run
-from sojourn.remote.pull import What, note_copies, pull_run
+from sojourn.remote.pull import What, note_copies, pull_artefact, pull_run
 from sojourn.remote.state import stop
 from sojourn.remote.without_ssh import pull_from_kaggle
 
@@ -64,6 +64,8 @@ def pull_named(run: str, what: str, to: str | None, say: Say) -> dict[str, Any]:
     with Box(host, say=say) as box:
         report = read_report(box, host, run)
         names = pull_run(box, host, run, folder, wanted, report, box.progress(f"pulling {what} of {run}"))
+        if any(name.startswith("checkpoints/") for name in names):
+            pull_artefact(box, folder, box.progress("pulling its prepared data"))
         if "final" in names and to is None:
             note_copies(box, host, job)
     replace(job, pulled=job.pulled or ("final" in names and to is None)).seen(report)
