@@ -11,7 +11,7 @@ from sojourn.errors import UserError
 from sojourn.remote.box_client import Box
 from sojourn.remote.follow import read_report
 from sojourn.remote.hosts import Host
-from sojourn.remote.job import Job
+from sojourn.remote.job import Job, find_job
 from sojourn.remote.pull import has_checkpoint, pull_run
 from sojourn.run.checkpoints import list_checkpoints
 from sojourn.run.folder import RunFolder
@@ -53,6 +53,7 @@ class HomeMirror:
         if not has_checkpoint(box, self._host, self._job.run):
             return
         report = read_report(box, self._host, self._job.run)
+        (find_job(self._job.run) or self._job).seen(report)  # what it has cost, should this host vanish
         names = pull_run(box, self._host, self._job.run, folder, "checkpoint", report)
         self._brought += [path for name in names if (path := folder / name) not in self._brought]
         kept = list_checkpoints(RunFolder(folder).checkpoints)[-_KEEP:]

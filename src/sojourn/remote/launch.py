@@ -27,8 +27,9 @@ from sojourn.remote.nodes import start_nodes
 from sojourn.remote.plan_line import plan_line
 from sojourn.remote.portability import make_shipment
 from sojourn.remote.start import Options, destination, start
-from sojourn.remote.state import send_state
+from sojourn.remote.state import newest_at_home, send_state
 from sojourn.remote.without_ssh import PLACES, launch_without_ssh
+from sojourn.run.folder import RunFolder
 from sojourn.run.home import run_folder
 
 Say = Callable[[str], None]
@@ -93,6 +94,8 @@ def _job_of(loaded: Loaded, args: list[str], hosts: list[Host], options: Options
     }
     if before is None:
         folder = run_folder(run, loaded.config.save.folder).path.absolute()
+        if RunFolder(folder).exists():
+            raise UserError(f"{folder} holds a run of this machine already; give this one another name: name={run}-2")
         return Job(run=run, host=names[0], folder=str(folder), **settled)  # type: ignore[arg-type]
     if before.host not in names:
         raise UserError(
@@ -121,7 +124,7 @@ def _launch_on(
         say(f"note: {note}")
     with Box(host, say=say, patience=_PATIENCE_WITH_NEXT if has_next else _PATIENCE) as box:
         if not _is_running(box, host, job):
-            if job.spent_before or job.seconds_before:
+            if box.read_bytes(f"{BoxPaths(host, job.run).run_folder}/identity.json") is None and newest_at_home(job):
                 send_state(box, host, job, say)
             start(box, job, shipment, options, say)
         else:

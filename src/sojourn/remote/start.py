@@ -41,7 +41,7 @@ def start(box: Box, job: Job, shipment: Shipment, options: Options, say: Say) ->
     python = bootstrap(box, box.host, say, install_torch=options.install_torch)
     if box.host.gpus and not python.cuda_available and shipment.config.train.device != "cpu":
         raise UserError(
-            f"{box.host.name}: its torch {python.torch} cannot use its {box.host.gpu}, so the run would train on the CPU; "
+            f"{box.host.name}: its torch {python.torch} cannot use its {box.host.gpu}; the run would train on the CPU; "
             "rent an image with a CUDA torch, or add --install-torch, or train.device=cpu"
         )
     if python.fresh:
