@@ -57,7 +57,7 @@ def test_a_run_moves_and_its_curve_and_cost_go_on(
 
 
 def test_a_box_vanishes_and_the_next_one_goes_on(box: RemoteBox, second: RemoteBox, laptop: Laptop) -> None:
-    long = ("train.steps=4000", "save.every_steps=100")
+    long = ("train.steps=1500", "save.every_steps=50")
     words = ("launch", *RUN, *long, "name=spot", "--on", "second,box")
     process = laptop.start(*words)
     there = laptop.home / "runs" / "spot" / "checkpoints"
