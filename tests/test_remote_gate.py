@@ -90,7 +90,7 @@ def test_the_longest_path_decides() -> None:
 def test_a_refusal_says_what_to_type() -> None:
     assert gate("autodl", "release", AUTODL, [item(on(TMP))], "my-run").reason == (
         "final lies only in /root/autodl-tmp/runs/t/final, which does not survive a release; "
-        "on your laptop, type: sojourn pull my-run --all"
+        "on your laptop, type: sojourn pull my-run --what all"
     )
 
 
@@ -127,7 +127,7 @@ def test_the_laptop_asks_the_box_and_compares_with_its_own_copies(tmp_path: Path
     assert laptop.check_gate(BoxHere(), host, [job], "power_off") is None
     refused = laptop.check_gate(BoxHere(), host, [job], "release")
     assert refused is not None
-    assert refused.endswith("does not survive a release; on your laptop, type: sojourn pull t --all")
+    assert refused.endswith("does not survive a release; on your laptop, type: sojourn pull t --what all")
     shutil.copytree(model, tmp_path / "home/t/final")
     assert laptop.check_gate(BoxHere(), host, [job], "release") is None
     (tmp_path / "home/t/final/model.safetensors").write_bytes(b"cut")

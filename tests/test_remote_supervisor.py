@@ -484,7 +484,7 @@ def test_a_laptop_that_goes_away_is_not_waited_for_and_the_box_is_not_released(
     job.let("go")
     job.until(lambda: (job.folder / "attached").touch() or job.status()["state"] == "holding")
     status = job.until_state("done")
-    assert "does not survive a release; on your laptop, type: sojourn pull t --all" in status["stop_action"]
+    assert "does not survive a release; on your laptop, type: sojourn pull t --what all" in status["stop_action"]
 
 
 # -------------------------------------------------------------------------------------------------------- notifications

@@ -10,7 +10,7 @@ from pathlib import Path
 from sojourn.config.quantities import Money
 from sojourn.errors import UserError
 from sojourn.remote.box_facts import BoxFacts, probe
-from sojourn.remote.connection import Connection
+from sojourn.remote.connection import Connection, ConnectionLost
 from sojourn.remote.describe_host import Described, Given, describe
 from sojourn.remote.first_contact import PasswordSource, Say, log_in, pinned_host_keys, steps
 from sojourn.remote.hosts import Host, check_name, load_hosts, remove_host, save_host, taken
@@ -55,12 +55,22 @@ def add_host(
         say(f"note: {note}")
     host = _host(name, parsed)
     with pinned_host_keys(host, accept_new_key, say):
-        host, connection = log_in(host, passwords, say)
-        with contextlib.closing(connection):
-            facts = probe(connection, given.home or "")
-            described = _described(host, facts, given, old)
-            _make_home(connection, described.host)
-        save_host(described.host, replace=replace_old)
+        try:
+            added = _look(host, passwords, given, old, say)
+        except ConnectionLost as error:
+            say(f"{error}; once more")
+            added = _look(host, passwords, given, old, say)
+        save_host(added.described.host, replace=replace_old)
+    return added
+
+
+def _look(host: Host, passwords: PasswordSource, given: Given, old: Host | None, say: Say) -> Added:
+    """Logs in, installs our key where needed, and finds out what the box is. May be repeated."""
+    host, connection = log_in(host, passwords, say)
+    with contextlib.closing(connection):
+        facts = probe(connection, given.home or "")
+        described = _described(host, facts, given, old)
+        _make_home(connection, described.host)
     return Added(described, facts)
 
 
