@@ -13,13 +13,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from sojourn.catalog.platforms import PlatformFacts
 from sojourn.errors import RunFailed
 from sojourn.remote import box_network
 from sojourn.remote.box.install import MARKER
-from sojourn.remote.box_facts import Runner, box_script, probe
+from sojourn.remote.box_client import Box
+from sojourn.remote.box_facts import box_script, probe
+from sojourn.remote.connection import Runner
 from sojourn.remote.hosts import Host
 from sojourn.remote.image_python import ImagePython, choose_python, is_complete
 from sojourn.remote.offline_wheels import download_wheels
@@ -30,12 +32,6 @@ _TOOLS = ("probe.py", "install.py", "layers.py", "packages.py", "stand_ins.py")
 _POLL = 10.0
 _BUSY_PAUSE, _BUSY_MINUTES = 2.0, 60
 _INSTALL_MINUTES = 3  # about 200 MB of packages
-
-
-class Box(Runner, Protocol):
-    def write_bytes(self, path: str, data: bytes, mode: int = 0o644) -> None: ...
-
-    def push(self, items: Sequence[tuple[Path, str]]) -> Any: ...
 
 
 @dataclass(frozen=True)

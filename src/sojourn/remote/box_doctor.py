@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sojourn.errors import RunFailed
 from sojourn.remote.bootstrap import BoxPython
-from sojourn.remote.box_facts import Runner
+from sojourn.remote.connection import Runner
 from sojourn.remote.hosts import Host
 
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
 from pathlib import PurePosixPath
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 from sojourn.catalog.platforms import platforms
 from sojourn.errors import UserError
 from sojourn.machine.platform import Platform, detect, find_home
 from sojourn.remote.box.probe import MARKER
-from sojourn.remote.connection import Completed
+from sojourn.remote.connection import Runner
 
 # A command over SSH has a short PATH: the image's conda is not on it. Standard input is the script, so that of the
 # candidates is closed.
@@ -24,19 +24,6 @@ _FIND_PYTHON = """for p in python3 python /root/miniconda3/bin/python /opt/conda
 "$p" -c 'import sys; sys.exit(sys.version_info < (3, 8))' </dev/null >/dev/null 2>&1 && exec "$p" "$@"
 done
 exit 126"""
-
-
-class Runner(Protocol):
-    """A connection or a box."""
-
-    def run(
-        self,
-        argv: Sequence[str],
-        *,
-        input: bytes = b"",
-        timeout: float | None = None,
-        env: Mapping[str, str] | None = None,
-    ) -> Completed: ...
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,9 @@ class Channel(Protocol):
         """The last 64 KiB of what the command has written there."""
 
 
-class Connection(Protocol):
+class Runner(Protocol):
+    """A connection or a box."""
+
     def run(
         self,
         argv: Sequence[str],
@@ -83,6 +85,8 @@ class Connection(Protocol):
         env: Mapping[str, str] | None = None,
     ) -> Completed: ...
 
+
+class Connection(Runner, Protocol):
     def open(self, argv: Sequence[str]) -> Channel: ...
 
     def forward(self, local_port: int, remote_port: int, remote_host: str = "127.0.0.1") -> int:

@@ -328,7 +328,7 @@ def _begin(
 ) -> list[LargeFile]:
     for file in files:
         agent.send("begin", **file.where)
-    begun = []
+    started = []
     for file in files:
         try:
             file.begin(agent.receive()[0]["ranges"])
@@ -340,8 +340,8 @@ def _begin(
         if not fresh and file.digest is None:
             # What an earlier connection sent is checked too, so this end's hash is needed.
             file.local = hasher.submit(sha256, file.entry.path)
-        begun.append(file)
-    return begun
+        started.append(file)
+    return started
 
 
 class Commit:

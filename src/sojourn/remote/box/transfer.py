@@ -169,7 +169,7 @@ class Partial:
     def write(self, offset: int, data: bytes | memoryview) -> None:
         with self._lock:
             if self._done is not None and os.stat(self.path).st_ino != self._inode:
-                self.close()  # completed, or removed and begun again, by somebody else
+                self.close()  # completed, or removed and started again, by somebody else
             if self._handle is None or self._done is None:
                 self._handle = os.open(self.path, os.O_WRONLY | _BINARY)
                 self._inode = os.fstat(self._handle).st_ino
