@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import socket
@@ -138,7 +139,7 @@ def test_through_a_jump_host(sshd: PlainSshd, tmp_path: Path) -> None:
 def test_a_lost_link_is_noticed_and_made_again(
     sshd: PlainSshd, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cut: str
 ) -> None:
-    for module in (connection_module, sys.modules["sojourn.remote.asyncssh_connection"]):
+    for module in (connection_module, importlib.import_module("sojourn.remote.asyncssh_connection")):
         monkeypatch.setattr(module, "KEEPALIVE_SECONDS", 0.3)
     lines: list[str] = []
     with slow_link("127.0.0.1", sshd.host.port) as link, Box(sshd.through(link.local_port), lines.append) as box:

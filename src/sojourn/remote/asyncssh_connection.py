@@ -1,20 +1,20 @@
-"""SSH by asyncssh: its event loop runs in one background thread, callers wait in short polls so that Ctrl-C answers."""
+"""SSH by asyncssh: connecting, checking host keys, opening channels and forwards."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
 import contextlib
-import logging
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from sojourn.errors import UserError
+from sojourn.remote.asyncssh_channel import STDERR_BYTES, WINDOW_BYTES, AsyncsshChannel, new_session
+from sojourn.remote.asyncssh_loop import Loop, wait
 from sojourn.remote.connection import (
     KEEPALIVE_COUNT,
     KEEPALIVE_SECONDS,
@@ -22,7 +22,6 @@ from sojourn.remote.connection import (
     ChannelRefused,
     CommandTimeout,
     Completed,
-    ConnectionLost,
     OutputMark,
     auth_failed,
     command_line,
@@ -35,49 +34,10 @@ from sojourn.remote.hosts import Host
 if TYPE_CHECKING:
     import asyncssh
 
-T = TypeVar("T")
-_POLL_SECONDS = 0.1  # on Windows a wait without a timeout cannot be interrupted
-_WINDOW_BYTES = 16 << 20  # a download at 100 ms then reaches 160 MB/s
 _PACKET_BYTES = 1 << 17
-_WRITE_BUFFER_BYTES = 4 << 20
-_STDERR_BYTES = 1 << 16
 _CONNECT_ROUND_TRIPS = 8  # about
 _SURELY_FAR_SECONDS, _PINGS = 0.06, 4
 _CIPHERS = ["aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "chacha20-poly1305@openssh.com", "aes128-ctr"]
-
-
-class _Loop:
-    """The event loop of all connections of this process."""
-
-    _lock = threading.Lock()
-    _loop: asyncio.AbstractEventLoop | None = None
-
-    @classmethod
-    def get(cls) -> asyncio.AbstractEventLoop:
-        with cls._lock:
-            if cls._loop is None:
-                # asyncio warns for each packet that was still to be sent when a link broke; we say it once.
-                logging.getLogger("asyncio").addFilter(lambda record: "socket.send() raised" not in record.getMessage())
-                cls._loop = asyncio.SelectorEventLoop()
-                threading.Thread(target=cls._loop.run_forever, name="ssh", daemon=True).start()
-            return cls._loop
-
-
-def _wait(coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-    """Raises TimeoutError of concurrent.futures."""
-    future = asyncio.run_coroutine_threadsafe(coroutine, _Loop.get())
-    deadline = None if timeout is None else time.monotonic() + timeout
-    try:
-        while True:
-            try:
-                return future.result(_POLL_SECONDS)
-            except concurrent.futures.TimeoutError:
-                if future.done():
-                    raise
-                if deadline is not None and time.monotonic() > deadline:
-                    raise
-    finally:
-        future.cancel()
 
 
 def connect_asyncssh(host: Host, password: str | None, timeout: float) -> AsyncsshConnection:
@@ -85,7 +45,7 @@ def connect_asyncssh(host: Host, password: str | None, timeout: float) -> Asyncs
 
     began = time.monotonic()
     try:
-        opened = _wait(_connect(host, password, timeout), timeout + 1)
+        opened = wait(_connect(host, password, timeout), timeout + 1)
     except asyncssh.PermissionDenied as error:
         raise auth_failed(host, "" if "Permission denied" in str(error) else str(error)) from None
     except asyncssh.KeyImportError as error:
@@ -200,7 +160,7 @@ class AsyncsshConnection:
         self._host, self._connection = host, connection
         self._round_trip = seconds / (1 + len(host.jump)) / _CONNECT_ROUND_TRIPS
         self._pinged = threading.Event()
-        asyncio.run_coroutine_threadsafe(self._ping(), _Loop.get())
+        asyncio.run_coroutine_threadsafe(self._ping(), Loop.get())
 
     def run(
         self,
@@ -225,21 +185,21 @@ class AsyncsshConnection:
             channel.close()
 
     def open(self, argv: Sequence[str]) -> Channel:
-        return self._open(command_line(argv), keep_stderr=_STDERR_BYTES)
+        return self._open(command_line(argv), keep_stderr=STDERR_BYTES)
 
     def _open(self, command: str, keep_stderr: int | None) -> AsyncsshChannel:
         import asyncssh
 
         mark = OutputMark()
-        session = _session(keep_stderr)
+        session = new_session(keep_stderr)
 
         async def start() -> Any:
             return await self._connection.create_session(
-                lambda: session, mark.mark(command), encoding=None, window=_WINDOW_BYTES, max_pktsize=_PACKET_BYTES
+                lambda: session, mark.mark(command), encoding=None, window=WINDOW_BYTES, max_pktsize=_PACKET_BYTES
             )
 
         try:
-            channel, _ = _wait(start())
+            channel, _ = wait(start())
         except asyncssh.ChannelOpenError as error:
             if self._connection.is_closed():
                 raise connection_lost(self._host, error.reason) from None
@@ -255,7 +215,7 @@ class AsyncsshConnection:
             return await self._connection.forward_local_port("127.0.0.1", local_port, remote_host, remote_port)
 
         try:
-            listener = _wait(listen())
+            listener = wait(listen())
         except OSError as error:
             raise UserError(f"port {local_port} of this machine cannot be used: {error.strerror or error}") from None
         except asyncssh.Error as error:
@@ -285,162 +245,4 @@ class AsyncsshConnection:
 
     def close(self) -> None:
         with contextlib.suppress(Exception):
-            _Loop.get().call_soon_threadsafe(self._connection.abort)
-
-
-class _Shared:
-    """What the event loop and the caller's thread share of one channel."""
-
-    def __init__(self, keep_stderr: int | None) -> None:
-        self.changed = threading.Condition()
-        self.received: deque[bytes] = deque()
-        self.received_bytes = 0
-        self.stderr = bytearray()
-        self.keep_stderr = keep_stderr
-        self.paused_reading = False
-        self.ended = False
-        self.closed = False
-        self.error: BaseException | None = None
-        self.exit_code: int | None = None
-        self.unsent = 0
-        self.writable = True
-
-
-def _session(keep_stderr: int | None) -> Any:
-    import asyncssh
-
-    class Session(asyncssh.SSHClientSession[bytes]):
-        def __init__(self) -> None:
-            self.shared = _Shared(keep_stderr)
-            self.channel: Any = None
-
-        def connection_made(self, chan: Any) -> None:
-            self.channel = chan
-            chan.set_write_buffer_limits(_WRITE_BUFFER_BYTES)
-
-        def data_received(self, data: bytes, datatype: int | None) -> None:
-            shared = self.shared
-            with shared.changed:
-                if datatype is not None:
-                    shared.stderr += data
-                    if shared.keep_stderr is not None:
-                        del shared.stderr[: -shared.keep_stderr]
-                    return
-                shared.received.append(data)
-                shared.received_bytes += len(data)
-                shared.changed.notify_all()
-                if shared.received_bytes > _WINDOW_BYTES and not shared.paused_reading:
-                    shared.paused_reading = True
-                    self.channel.pause_reading()
-
-        def eof_received(self) -> bool:
-            with self.shared.changed:
-                self.shared.ended = True
-                self.shared.changed.notify_all()
-            return True
-
-        def exit_status_received(self, status: int) -> None:
-            self.shared.exit_code = status
-
-        def exit_signal_received(self, signal: str, core_dumped: bool, msg: str, lang: str) -> None:
-            self.shared.exit_code = -1
-            self.shared.stderr += f"ended by signal {signal}".encode()
-
-        def connection_lost(self, exc: BaseException | None) -> None:
-            with self.shared.changed:
-                self.shared.ended = self.shared.closed = True
-                self.shared.error = exc
-                self.shared.changed.notify_all()
-
-        def pause_writing(self) -> None:
-            self.shared.writable = False
-
-        def resume_writing(self) -> None:
-            with self.shared.changed:
-                self.shared.writable = True
-                self.shared.changed.notify_all()
-
-    return Session()
-
-
-class AsyncsshChannel:
-    def __init__(self, host: Host, channel: Any, session: Any, mark: OutputMark) -> None:
-        self._host, self._channel, self._mark = host, channel, mark
-        self._shared: _Shared = session.shared
-        self._rest = b""
-
-    def read(self, most: int, deadline: float | None = None) -> bytes:
-        while not self._rest:
-            data = self._take(deadline)
-            if not data:
-                self._rest = self._mark.at_end()
-                break
-            self._rest = self._mark.strip(data)
-        part, self._rest = self._rest[:most], self._rest[most:]
-        return part
-
-    def _take(self, deadline: float | None) -> bytes:
-        shared = self._shared
-        with shared.changed:
-            while not shared.received and not shared.ended:
-                self._poll(deadline)
-            data = b"".join(shared.received)
-            shared.received.clear()
-            shared.received_bytes = 0
-            if shared.paused_reading:
-                shared.paused_reading = False
-                _Loop.get().call_soon_threadsafe(self._channel.resume_reading)
-        if not data and shared.closed and shared.exit_code is None:
-            raise self._lost()
-        return data
-
-    def _poll(self, deadline: float | None) -> None:
-        if deadline is not None and time.monotonic() > deadline:
-            raise TimeoutError
-        self._shared.changed.wait(_POLL_SECONDS)
-
-    def write(self, data: bytes) -> None:
-        """Returns when at most a few MiB are not sent yet."""
-        shared = self._shared
-        with shared.changed:
-            while (not shared.writable or shared.unsent > _WRITE_BUFFER_BYTES) and not shared.closed:
-                self._poll(None)
-            if shared.closed:
-                raise self._lost()
-            shared.unsent += len(data)
-        _Loop.get().call_soon_threadsafe(self._send, data)
-
-    def _send(self, data: bytes) -> None:
-        shared = self._shared
-        with contextlib.suppress(OSError):  # the channel is closed: readers and the next write say so
-            self._channel.write(data)
-        with shared.changed:
-            shared.unsent -= len(data)
-            if shared.writable:
-                shared.changed.notify_all()
-
-    def write_eof(self) -> None:
-        def send() -> None:
-            with contextlib.suppress(OSError):
-                self._channel.write_eof()
-
-        _Loop.get().call_soon_threadsafe(send)
-
-    def exit_code(self, deadline: float | None = None) -> int:
-        with self._shared.changed:
-            while not self._shared.closed:
-                self._poll(deadline)
-        if self._shared.exit_code is None:
-            raise self._lost()
-        return self._shared.exit_code
-
-    @property
-    def stderr(self) -> bytes:
-        return bytes(self._shared.stderr)
-
-    def _lost(self) -> ConnectionLost:
-        return connection_lost(self._host, str(self._shared.error or self.stderr.decode(errors="replace").strip()))
-
-    def close(self) -> None:
-        with contextlib.suppress(Exception):
-            _Loop.get().call_soon_threadsafe(self._channel.abort)
+            Loop.get().call_soon_threadsafe(self._connection.abort)
