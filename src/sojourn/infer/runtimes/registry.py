@@ -1,0 +1,43 @@
+"""The runtimes by name. Their modules are imported when they are asked for."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from sojourn.infer.runtimes.base import Runtime
+
+_MODULES = {
+    "transformers": "transformers_runtime",
+    "streamed": "streamed_runtime",
+    "llamacpp": "llamacpp",
+    "onnxruntime": "onnx_runtime",
+    "mlx": "mlx_runtime",
+    "vllm": "vllm",
+}
+
+
+def runtime_names() -> list[str]:
+    return list(_MODULES)
+
+
+def available(name: str) -> str:
+    """Empty, or why this runtime cannot run here and what to type."""
+    if find_spec(_module_name(name)) is None:
+        return f"{name} is not part of this version"
+    return str(_module(name).unavailable())
+
+
+def open_runtime(name: str, path: Path) -> Runtime:
+    opened: Runtime = _module(name).open_model(path)
+    return opened
+
+
+def _module_name(name: str) -> str:
+    return f"{__package__}.{_MODULES[name]}"
+
+
+def _module(name: str) -> Any:
+    return import_module(_module_name(name))

@@ -1,0 +1,113 @@
+"""transformers as a runtime, in fp32 on the CPU: a model's folder, an adapter on its base, or a GGUF file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sojourn.errors import RunFailed, UserError
+from sojourn.infer.load import context_length
+from sojourn.infer.runtimes.transformers_tokenizer import TokenizerRuntime, as_ids, open_tokenizer
+from sojourn.model.adapter import ADAPTER_FILE, load_adapter
+from sojourn.model.base import BaseModelSource, load_base_model
+from sojourn.model.quiet import quiet_transformers, suppress_stderr
+from sojourn.run.moved_paths import path_here
+from sojourn.storage.files import read_json_object
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class TransformersRuntime(TokenizerRuntime):
+    """`model`: a causal model of transformers or peft."""
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        settings = getattr(model, "generation_config", None)
+        super().__init__("transformers", tokenizer, as_ids(getattr(settings, "eos_token_id", None)))
+        self._model = model.eval()
+
+    def logits(self, ids: list[int]) -> np.ndarray | None:
+        import torch
+
+        with torch.inference_mode():
+            rows = self._model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+        found: np.ndarray = rows.float().numpy()
+        return found
+
+    def greedy(self, ids: list[int], count: int) -> list[int] | None:
+        import torch
+
+        tokens: list[int] = []
+        step, cache = torch.tensor([ids]), None
+        with torch.inference_mode():
+            while len(tokens) < min(count, context_length(self._model) - len(ids)):
+                output = self._model(input_ids=step, past_key_values=cache, use_cache=True)
+                tokens.append(int(output.logits[0, -1].argmax()))
+                if self.stops_at(tokens[-1]):
+                    break
+                step, cache = torch.tensor([tokens[-1:]]), output.past_key_values
+        return tokens
+
+    def close(self) -> None:
+        self._model = None
+
+
+def unavailable() -> str:
+    return ""
+
+
+def open_model(path: Path) -> TransformersRuntime:
+    import torch
+
+    file = gguf_file(path)
+    try:
+        if file is not None:
+            return _open_gguf(file)
+        if not (path / ADAPTER_FILE).is_file() or (path / "config.json").is_file():
+            return TransformersRuntime(_load(BaseModelSource(str(path))), open_tokenizer(path))
+        adapter = read_json_object(path / ADAPTER_FILE)
+        name = path_here(str(adapter.get("base_model_name_or_path")), path)
+        base = load_base_model(BaseModelSource(name, adapter.get("revision")), torch.float32, "cpu")
+        return TransformersRuntime(load_adapter(base, path, trainable=False), open_tokenizer(path))
+    except UserError as error:
+        raise RunFailed(f"{path}: transformers cannot open it: {_reason(error)}") from None
+
+
+def gguf_file(path: Path) -> Path | None:
+    """The GGUF file that `path` is, or the only one in the folder that it is."""
+    if path.suffix == ".gguf" and path.is_file():
+        return path
+    found = sorted(path.glob("*.gguf")) if path.is_dir() and not (path / "config.json").is_file() else []
+    return found[0] if len(found) == 1 else None
+
+
+def _load(source: BaseModelSource) -> Any:
+    """Quantized weights stay quantized; others are fp32."""
+    import torch
+
+    quantized = "quantization_config" in read_json_object(Path(source.name_or_path) / "config.json")
+    return load_base_model(source, "auto" if quantized else torch.float32, "cpu")
+
+
+def _open_gguf(file: Path) -> TransformersRuntime:
+    """Not through the cache of unpacked files, which is for models that are used again."""
+    import torch
+    import transformers
+
+    quiet_transformers()
+    extra = {}
+    if hasattr(transformers, "GgufConfig"):  # newer versions might keep it quantized
+        extra["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    with suppress_stderr(True):
+        try:
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                file.parent, gguf_file=file.name, dtype=torch.float32, **extra
+            )
+        except Exception as error:  # gguf and transformers raise anything for a damaged file
+            raise UserError(_reason(error)) from None
+    return TransformersRuntime(model, open_tokenizer(file.parent, gguf_file=file.name))
+
+
+def _reason(error: Exception) -> str:
+    text = " ".join(str(error).split()).removeprefix("model.base: ")
+    return text[:300] or type(error).__name__
