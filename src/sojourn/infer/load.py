@@ -59,7 +59,7 @@ def load_model(name: str, device: str = "auto", checkpoint: str | None = None) -
     artefact = artefact_of(found.run) if found.is_checkpoint and found.run is not None else None
     try:
         if artefact is not None and found.run is not None:
-            model, folder = _load_checkpoint(found.path, _config_here(found.run), artefact, device)
+            model, folder = _load_checkpoint(found.path, config_here(found.run), artefact, device)
         else:
             model, folder = _load_folder(found, device)
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -120,7 +120,7 @@ def _empty_model(config: RunConfig, artefact: Artefact) -> Any:
     return model
 
 
-def _config_here(run: RunFolder) -> RunConfig:
+def config_here(run: RunFolder) -> RunConfig:
     config = read_config(run.config)
     if config.model.base is None:
         return config

@@ -1,0 +1,1 @@
+"""Export: merge adapters, write a model in another format, replay it there, and keep it only where it agrees."""

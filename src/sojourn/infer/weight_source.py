@@ -1,0 +1,133 @@
+"""A model's weights on disk, one tensor at a time: what exports and streamed forwards read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from sojourn.errors import UserError
+from sojourn.infer.safetensors_reader import SafetensorsFile
+from sojourn.storage.files import is_plain_name, read_json_object
+
+if TYPE_CHECKING:
+    from torch import Tensor, dtype
+
+_PIECE = 16 << 20  # values: 32 MiB in bf16, 64 MiB in fp32
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
+
+
+class WeightSource(Protocol):
+    """`config` and `generation_config`: the contents of these JSON files. Names are those of transformers, in the order
+    in which they are best read; a tied LM head has none. Tensors are on the CPU, with adapters merged."""
+
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    tokenizer_folder: Path
+
+    def names(self) -> list[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def dtype(self, name: str) -> dtype: ...
+
+    def load(self, name: str) -> Tensor:
+        """The caller drops it before it loads the next one, where memory matters."""
+        ...
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Some rows of the first dimension, for tensors that are read piece by piece."""
+        ...
+
+    def stamp(self) -> str:
+        """Changes when a file changes that the weights are read from."""
+        ...
+
+
+class FolderWeights:
+    """A folder of safetensors files, as transformers writes it."""
+
+    def __init__(self, folder: Path, tokenizer_folder: Path | None = None) -> None:
+        self.folder, self.tokenizer_folder = folder, tokenizer_folder or folder
+        self.config = read_json_object(folder / "config.json")
+        self.generation_config = read_json_object(folder / "generation_config.json")
+        if not self.config:
+            raise UserError(f"{folder}: no model there (no config.json)")
+
+    def names(self) -> list[str]:
+        return list(self._files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._files[name].entries[name].shape
+
+    def dtype(self, name: str) -> dtype:
+        return self._files[name].dtype(name)
+
+    def load(self, name: str) -> Tensor:
+        return self._files[name].load(name)
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        return self._files[name].rows(name, start, stop)
+
+    def stamp(self) -> str:
+        paths = sorted({file.path for file in self._files.values()} | {self.folder / "config.json"})
+        return file_stamp(*paths)
+
+    @cached_property
+    def _files(self) -> dict[str, SafetensorsFile]:
+        paths, listed = _weight_files(self.folder)
+        found = {name: file for file in map(SafetensorsFile, paths) for name in file.entries}
+        missing = next((name for name in listed if name not in found), None)
+        if missing is not None:
+            raise UserError(f"{self.folder}: {missing} is not in its file; copy or download the model again")
+        head = "lm_head.weight"
+        if head in found and is_tied(self.config):
+            del found[head]
+        return found
+
+
+def row_pieces(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """Start and stop of pieces of some rows, of at most `_PIECE` values each."""
+    rows = shape[0] if shape else 1
+    step = max(1, _PIECE * rows // max(1, math.prod(shape)))
+    for start in range(0, rows, step):
+        yield start, min(rows, start + step)
+
+
+def file_stamp(*paths: Path) -> str:
+    """Sizes and modification times."""
+    return " ".join(f"{path.name}:{(stat := path.stat()).st_size}:{stat.st_mtime_ns}" for path in paths)
+
+
+def is_tied(config: dict[str, Any]) -> bool:
+    """Whether the LM head is the embedding: by config.json, or by transformers' default for this model type."""
+    text = config.get("text_config")
+    for found in (config, text if isinstance(text, dict) else {}):
+        if "tie_word_embeddings" in found:
+            return bool(found["tie_word_embeddings"])
+    from transformers import AutoConfig
+
+    try:
+        return bool(AutoConfig.for_model(str(config.get("model_type"))).tie_word_embeddings)
+    except (ValueError, KeyError, AttributeError):
+        return False
+
+
+def _weight_files(folder: Path) -> tuple[list[Path], list[str]]:
+    """The files, and the tensors that the index lists."""
+    if (folder / INDEX_FILE).is_file():
+        names = read_json_object(folder / INDEX_FILE).get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(n, str) and is_plain_name(n) for n in names.values()):
+            raise UserError(f"{folder / INDEX_FILE}: not an index of weights; copy or download the model again")
+        return [folder / name for name in sorted(set(names.values()))], list(names)
+    if (folder / WEIGHTS_FILE).is_file():
+        return [folder / WEIGHTS_FILE], []
+    pickled = next(iter(sorted([*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")])), None)
+    if pickled is not None:
+        raise UserError(
+            f"{folder}: its weights are pickled ({pickled.name}), which can run code; take a copy with {WEIGHTS_FILE}"
+        )
+    raise UserError(f"{folder}: no weights there (no {WEIGHTS_FILE} and no {INDEX_FILE})")
