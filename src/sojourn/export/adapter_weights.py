@@ -171,3 +171,21 @@ def _check_config(path: Path, config: dict[str, Any]) -> None:
     start = str(config.get("init_lora_weights", True)).lower()
     if start.startswith(_CHANGES_BASE):
         raise UserError(f"{path}: {start} changed the base's weights when its training began; {_WITH_PEFT}")
+
+
+def parse_adapters(given: list[str]) -> tuple[tuple[str, float], ...]:
+    """DIR or DIR=WEIGHT."""
+    found = []
+    for text in given:
+        name, separator, number = text.rpartition("=")
+        if not separator or Path(text).expanduser().exists():
+            found.append((text, 1.0))
+            continue
+        try:
+            weight = float(number)
+        except ValueError:
+            raise UserError(f"{text}: the weight of an adapter is a number, such as {name}=0.5") from None
+        if not -100 <= weight <= 100:
+            raise UserError(f"{text}: the weight of an adapter is a number between -100 and 100")
+        found.append((name, weight))
+    return tuple(found)
