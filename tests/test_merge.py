@@ -1,4 +1,4 @@
-"""Merged weights give the adapter's own logits, as plain peft computes them; several adapters combine as the papers say."""
+"""Merged weights give the logits of the adapter in plain peft; several adapters combine as the papers say."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from sojourn.errors import UserError
 from sojourn.export.adapter_weights import open_adapter
-from sojourn.export.combine import Combine
+from sojourn.export.combine import Combine, dare_mask, parse_combine, ties, trim_threshold
 from sojourn.export.merge import MergedWeights
 from sojourn.infer.streamed import streamed_logits
 from sojourn.infer.weight_source import FolderWeights
+from sojourn.storage.files import read_json_object, write_json
 
 IDS = [[5, 17, 3, 99, 42, 42, 8], [1, 2, 3]]
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -31,7 +33,7 @@ def make_model(folder: Path, family: str = "llama", dtype: torch.dtype = torch.f
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for weight in model.parameters():  # norms of 1 and biases of 0 would hide what is swapped or left out
-            weight += torch.randn_like(weight) * 0.1
+            weight.add_(torch.randn_like(weight), alpha=0.1)
     model.to(dtype).save_pretrained(folder)
     return folder
 
@@ -45,7 +47,7 @@ def add_adapter(base: Path, folder: Path, seed: int = 2, **settings: Any) -> lis
     with torch.no_grad():
         for weight in model.parameters():
             if weight.requires_grad:
-                weight += torch.randn_like(weight) * 0.05
+                weight.add_(torch.randn_like(weight), alpha=0.05)
         logits = [model(torch.tensor([ids])).logits[0] for ids in IDS]
     model.save_pretrained(str(folder))
     return logits
@@ -102,3 +104,147 @@ def test_merged_weights_give_the_adapters_logits(kind: str, tmp_path: Path, monk
     assert worst(plain, theirs) > 1e-2, "the adapter changes nothing, so this test shows nothing"
     for name in source.names():
         assert source.load(name).shape == source.shape(name) and source.load(name).dtype == source.dtype(name)
+
+
+def task_vectors(base: Path, *adapters: Path) -> list[dict[str, torch.Tensor]]:
+    """What each adapter adds to the weights, by plain peft."""
+    from peft import PeftModel
+
+    found = []
+    for folder in adapters:
+        plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        with_adapter = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        after = PeftModel.from_pretrained(with_adapter, str(folder)).merge_and_unload().state_dict()
+        before = plain.state_dict()
+        found.append({n: after[n] - before[n] for n in before if not torch.equal(after[n], before[n])})
+    return found
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """A base and two adapters on different layers, one of them DoRA."""
+    folder = tmp_path_factory.mktemp("two")
+    base = make_model(folder / "base")
+    add_adapter(base, folder / "one", seed=2, target_modules=["q_proj", "v_proj"])
+    add_adapter(base, folder / "two", seed=3, target_modules=["q_proj", "up_proj"], use_dora=True)
+    return base, folder / "one", folder / "two"
+
+
+def assert_adds(source: Any, base: Path, expected: dict[str, torch.Tensor]) -> None:
+    plain = FolderWeights(base)
+    for name in source.names():
+        change = source.load(name) - plain.load(name)
+        torch.testing.assert_close(change, expected.get(name, torch.zeros_like(change)), rtol=1e-4, atol=1e-6)
+
+
+def test_linear_is_the_weighted_sum_of_the_changes(two: tuple[Path, Path, Path]) -> None:
+    base, *adapters = two
+    one, other = task_vectors(base, *adapters)
+    names = one.keys() | other.keys()
+    expected = {n: 0.7 * one.get(n, torch.zeros(1)) - 0.3 * other.get(n, torch.zeros(1)) for n in names}
+    assert_adds(merged(base, *adapters, weights=(0.7, -0.3)), base, expected)
+
+
+def test_half_of_an_adapter_is_half_of_its_change(two: tuple[Path, Path, Path]) -> None:
+    base, _, dora = two
+    (vector,) = task_vectors(base, dora)
+    expected = {name: 0.5 * change for name, change in vector.items()}
+    assert_adds(merged(base, dora, weights=(0.5,)), base, expected)
+
+
+def test_ties_trims_over_the_whole_task_vector_elects_signs_and_averages(two: tuple[Path, Path, Path]) -> None:
+    """Written here as the paper has it: on flat vectors, with a sort."""
+    base, *adapters = two
+    vectors, weights = task_vectors(base, *adapters), (1.0, 2.0)
+    trimmed = []
+    for vector, weight in zip(vectors, weights, strict=True):
+        flat = torch.cat([change.flatten() for change in vector.values()]).abs().sort(descending=True).values
+        least = flat[round(0.3 * len(flat)) - 1]
+        trimmed.append({n: weight * torch.where(v.abs() >= least, v, torch.zeros(1)) for n, v in vector.items()})
+    expected = {}
+    for name in vectors[0].keys() | vectors[1].keys():
+        stacked = torch.stack([one[name] for one in trimmed if name in one])
+        agrees = (stacked.sign() == stacked.sum(0).sign()) & (stacked != 0)
+        expected[name] = (stacked * agrees).sum(0) / agrees.sum(0).clamp(min=1)
+    assert_adds(merged(base, *adapters, weights=weights, combine=Combine("ties", 0.3)), base, expected)
+
+
+def test_ties_keeps_the_majority_by_mass_and_leaves_out_the_others() -> None:
+    vectors = [torch.tensor([3.0, -1.0, 0.5]), torch.tensor([-1.0, -3.0, 2.0]), torch.tensor([2.0, 1.0, 0.1])]
+    assert ties(vectors, [0.6] * 3).tolist() == [2.5, -2.0, 2.0]
+
+
+@pytest.mark.parametrize("density", [0.001, 0.2, 0.5, 1.0])
+def test_the_threshold_is_that_of_a_sort(density: float) -> None:
+    torch.manual_seed(0)
+    pieces = [torch.randn(40, 11) * 10.0**scale for scale in (-30, -3, 0, 3)]
+    largest = torch.cat([piece.flatten() for piece in pieces]).abs().sort(descending=True).values
+    assert trim_threshold(lambda: iter(pieces), density) == largest[max(1, round(density * len(largest))) - 1]
+
+
+def test_dare_drops_at_random_rescales_and_keeps_the_same_values_however_rows_are_read(
+    two: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, *adapters = two
+    vectors, combine = task_vectors(base, *adapters), Combine("dare", 0.4, seed=5)
+    expected: dict[str, torch.Tensor] = {}
+    for number, vector in enumerate(vectors):
+        for name, change in vector.items():
+            kept = dare_mask(name, number, 0, len(change), change.shape[1], combine)
+            assert 0.3 < kept.float().mean() < 0.5
+            expected[name] = expected.get(name, torch.zeros(1)) + change * kept / 0.4
+    source = merged(base, *adapters, combine=combine)
+    assert_adds(source, base, expected)
+    monkeypatch.setattr("sojourn.infer.weight_source._PIECE", 70)
+    assert_adds(merged(base, *adapters, combine=combine), base, expected)
+    assert not torch.equal(
+        merged(base, *adapters, combine=Combine("dare", 0.4, seed=6)).load("model.layers.0.self_attn.q_proj.weight"),
+        source.load("model.layers.0.self_attn.q_proj.weight"),
+    )
+
+
+def test_a_16_bit_base_is_rounded_once(tmp_path: Path) -> None:
+    """Added in bf16, as peft does, a change below the base's rounding step would be lost twice."""
+    base = make_model(tmp_path / "base", dtype=torch.bfloat16)
+    add_adapter(base, tmp_path / "adapter")
+    plain, source, adapter = FolderWeights(base), merged(base, tmp_path / "adapter"), open_adapter(tmp_path / "adapter")
+    for name in adapter.modules():
+        a, b, scaling = adapter.lora(name)
+        exact = plain.load(name).double() + scaling * b.double() @ a.double()
+        assert source.load(name).dtype == torch.bfloat16
+        assert (source.load(name) == exact.to(torch.bfloat16)).float().mean() > 0.999  # but for ties of rounding
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "another method": ({"peft_type": "IA3"}, "a IA3 adapter; only LoRA, rsLoRA and DoRA are merged"),
+    "a changed base": ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4 changed the base's weights"),
+    "trained tokens": ({"trainable_token_indices": [1]}, "trained with trainable_token_indices"),
+    "experts": ({"target_parameters": ["experts.up"]}, "trained with target_parameters"),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_an_adapter_that_would_be_merged_wrongly_is_refused(why: str, two: tuple[Path, ...], tmp_path: Path) -> None:
+    import shutil
+
+    changed, message = REFUSED[why]
+    folder = Path(shutil.copytree(two[1], tmp_path / "adapter"))
+    write_json(folder / "adapter_config.json", {**read_json_object(folder / "adapter_config.json"), **changed})
+    with pytest.raises(UserError, match=message):
+        open_adapter(folder)
+
+
+def test_an_adapter_of_another_base_is_refused_with_both_sizes(two: tuple[Path, ...], tmp_path: Path) -> None:
+    wider = make_model(tmp_path / "wider", hidden_size=64)
+    with pytest.raises(UserError, match=r"q_proj.weight is 32×32, but is 32×64 there; name its own base: --base DIR"):
+        merged(wider, two[1])
+    gpt2 = make_model(tmp_path / "gpt2", "gpt2", n_embd=32, n_layer=2, n_head=4)
+    with pytest.raises(UserError, match="is not there; name its own base"):
+        merged(gpt2, two[1])
+
+
+def test_an_unknown_way_to_combine_is_refused() -> None:
+    with pytest.raises(UserError, match="--combine: no “tiess”; did you mean ties"):
+        parse_combine("tiess", None)
+    with pytest.raises(UserError, match="add --combine ties"):
+        parse_combine("linear", 0.5)

@@ -1,4 +1,4 @@
-"""The model card, README.md: what the model is, where it comes from, what it cost, how it was checked, how to run it."""
+"""The model card, README.md: what the model is, where it comes from, what it cost, how it was checked."""
 
 from __future__ import annotations
 
