@@ -1,7 +1,6 @@
 """Signals in every phase of a run: saved within the grace, at most the current step lost, resumable, nothing hangs."""
 
 import json
-import os
 import signal
 import threading
 import time
@@ -199,7 +198,8 @@ def test_a_signal_while_waiting_for_data_does_not_wait_for_it(tiny, monkeypatch,
         hangs.wait()
         while not any(line["step"] == 5 for line in run_of(words).read_metrics()):
             time.sleep(0.01)
-        os.kill(os.getpid(), number)
+        time.sleep(0.3)  # the main thread waits by now, and does not notice a signal in this thread
+        signal.pthread_kill(threading.get_ident(), number)
 
     with monkeypatch.context() as patch:
         patch.setattr(session.Session, "batches", batches)

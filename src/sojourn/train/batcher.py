@@ -22,6 +22,7 @@ from sojourn.data.artefact import Batch, Split, read_batch
 from sojourn.model.layout import Layout, compute_cu_seqlens, make_layout, pad_cu_seqlens
 from sojourn.model.length_buckets import make_length_buckets
 from sojourn.model.neftune import EmbeddingNoise, token_keys
+from sojourn.train.faults.guard import wait_for
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -184,7 +185,7 @@ class Prefetcher:
         """The micro batches of `step`, and the seconds that we waited for them. Requests those of the step after."""
         began = time.monotonic()
         prefetched = self._next[1] if self._next is not None and self._next[0] == step else None
-        batches = self._read(step) if prefetched is None else prefetched.result()
+        batches = self._read(step) if prefetched is None else wait_for(prefetched)
         data_wait = time.monotonic() - began
         self._next = None
         if step + 1 < self._total_steps:

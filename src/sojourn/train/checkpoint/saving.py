@@ -21,6 +21,7 @@ from sojourn.train.checkpoint.mirroring import Mirroring
 from sojourn.train.checkpoint.rescue import write_elsewhere
 from sojourn.train.checkpoint.snapshot import Snapshots
 from sojourn.train.checkpoint.training_state import Progress, TrainingState
+from sojourn.train.faults.guard import wait_for
 from sojourn.train.faults.oom_fallback import is_oom
 
 Say = Callable[[str], None]
@@ -183,7 +184,7 @@ class Saver:
             return
         pending, self._pending = self._pending, None
         try:
-            saved = pending.result()
+            saved = wait_for(pending)
         except OwnershipLost:
             raise
         except RunFailed as error:

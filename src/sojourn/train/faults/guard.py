@@ -11,23 +11,35 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from sojourn.config.schema import LimitsConfig
 from sojourn.launch.stop_signals import STOP_SIGNALS
 from sojourn.run.ledger import Ledger
 
+T = TypeVar("T")
+
 _MARGIN = 0.5  # seconds to exit
 _SESSION_MARGIN = 60.0  # seconds: the platform's clock may differ from ours
 _SAME_CTRL_C = 0.1  # seconds: terminals and wrappers send two
 _WARN_AT = 0.8  # of the budget
+_SIGNAL_CHECK = 0.2  # seconds
 
 
 class Interrupted(BaseException):
     """Raised inside `interruptible` code; the training loop catches it, saves and stops."""
+
+
+def wait_for(future: Future[T]) -> T:
+    """Its result. A signal that arrives in another thread, or just before the wait, does not end a wait for a lock;
+    Python calls the handler after it. So no wait is longer than `_SIGNAL_CHECK`."""
+    while not future.done():
+        wait([future], timeout=_SIGNAL_CHECK)
+    return future.result()
 
 
 @dataclass
