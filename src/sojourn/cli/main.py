@@ -36,6 +36,7 @@ from sojourn.cli.runs import runs_app
 from sojourn.cli.shell import shell
 from sojourn.cli.stop import stop
 from sojourn.cli.train import train
+from sojourn.cli.verify import verify
 from sojourn.cli.verify_resume import verify_resume
 from sojourn.errors import UserError
 from sojourn.launch.stop_signals import STOP_SIGNALS
@@ -164,6 +165,7 @@ for verb in (logs, gpu, pull, stop, move, forward, shell, release):
 app.command(name="eval")(evaluate)
 app.command()(generate)
 app.command()(chat)
+app.command()(verify)
 
 if __name__ == "__main__":
     main()

@@ -51,6 +51,16 @@ class Replay:
     def passed(self) -> bool:
         return not self.differences
 
+    def summary(self) -> str:
+        """What was compared, and how far apart it is."""
+        compared = ", ".join(f"{count} {what}" for what, count in self.compared.items())
+        figures = [
+            f"{name} {value:.0%}" if name.startswith("same") else f"{name} {value:.1e}"
+            for name, value in self.figures.items()
+        ]
+        missing = f"; not compared: {', '.join(self.not_compared)}" if self.not_compared else ""
+        return f"replayed in {self.runtime}: {compared} ({', '.join(figures)}){missing}"
+
     def facts(self) -> dict[str, Any]:
         return {**asdict(self), "passed": self.passed}
 
@@ -70,17 +80,22 @@ def _templates(reference: Reference, runtime: Runtime, _: Tolerance, replay: Rep
         probe = answer.probe
         if probe.messages is None:
             continue
+        chat, ids = (probe.messages, probe.tools, probe.add_generation_prompt), None
         try:
-            text = runtime.render(probe.messages, probe.tools, probe.add_generation_prompt)
+            text = runtime.render(*chat)
+            if text is None and not reference.dated:
+                ids = runtime.render_ids(*chat)
         except ValueError as error:
             yield Difference("template", number, f"{runtime.name} rejects the chat: {error}")
             continue
-        if text is None:
-            replay.not_compared.append("template")
+        if text is None and ids is None:
+            replay.not_compared.append("template, which writes today's date" if reference.dated else "template")
             return
         compared += 1
-        if text != answer.text:
+        if text is not None and text != answer.text:
             yield Difference("template", number, _first_character(answer.text, text, runtime.name))
+        if ids is not None and ids != answer.ids:
+            yield Difference("template", number, _first_token(answer.ids, ids, runtime.name))
     replay.compared["templates"] = compared
 
 
@@ -88,9 +103,7 @@ def _token_ids(reference: Reference, runtime: Runtime, _: Tolerance, replay: Rep
     for number, answer in _numbered(reference):
         ids = runtime.encode(answer.text, answer.probe.add_special_tokens)
         if ids != answer.ids:
-            at = _first_index(answer.ids, ids)
-            expected, found = answer.ids[at : at + 4], ids[at : at + 4]
-            yield Difference("token ids", number, f"at token {at + 1}: expected {expected}, {runtime.name} has {found}")
+            yield Difference("token ids", number, _first_token(answer.ids, ids, runtime.name))
     replay.compared["token ids"] = len(reference.answers)
 
 
@@ -254,6 +267,11 @@ def _numbered(reference: Reference) -> Iterator[tuple[str, Answer]]:
 def _first_index(expected: list[int], found: list[int]) -> int:
     pairs = zip(expected, found, strict=False)
     return next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(expected), len(found)))
+
+
+def _first_token(expected: list[int], found: list[int], runtime: str) -> str:
+    at = _first_index(expected, found)
+    return f"at token {at + 1}: expected {expected[at : at + 4]}, {runtime} has {found[at : at + 4]}"
 
 
 def _first_character(expected: str, found: str, runtime: str) -> str:

@@ -54,10 +54,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class Reference:
-    """`stop_ids`: where an answer must end. `runtime`: what answered. `notes`: what was left out, and why."""
+    """`stop_ids`: where an answer must end. `dated`: the template writes today's date, for which a fixed one was taken.
+    `runtime`: what answered. `notes`: what was left out, and why."""
 
     answers: list[Answer]
     stop_ids: list[int]
+    dated: bool
     runtime: str
     notes: list[str] = field(default_factory=list)
 
@@ -77,7 +79,8 @@ def build_reference(runtime: Runtime, probes: Iterable[Probe], context: int) -> 
         notes.append("the source names no stop token, so it never ends an answer by itself")
     if all(one.greedy is None for one in answers):
         notes.append("greedy text is not compared: the model is too large to generate with here")
-    return Reference(_with_logprobs(runtime, answers), stops, runtime.name, notes)
+    dated = "strftime_now" in str(getattr(getattr(runtime, "tokenizer", None), "chat_template", ""))
+    return Reference(_with_logprobs(runtime, answers), stops, dated, runtime.name, notes)
 
 
 def _texts_and_ids(runtime: Runtime, probe: Probe) -> Answer | None:
@@ -179,8 +182,8 @@ def save_reference(reference: Reference, folder: Path) -> None:
             "positions": one.positions, "greedy": one.greedy,
         })  # fmt: skip
     (folder / LOGPROBS_FILE).write_bytes(save(arrays))
-    facts = {"format": FORMAT, "runtime": reference.runtime, "stop_ids": reference.stop_ids, "notes": reference.notes}
-    write_json(folder / PROBES_FILE, {**facts, "probes": probes})
+    facts = {key: getattr(reference, key) for key in ("runtime", "stop_ids", "dated", "notes")}
+    write_json(folder / PROBES_FILE, {"format": FORMAT, **facts, "probes": probes})
 
 
 def load_reference(folder: Path) -> Reference:
@@ -196,7 +199,8 @@ def load_reference(folder: Path) -> Reference:
             )
         arrays = load(read_bytes(folder / LOGPROBS_FILE))
         answers = [_answer(one, arrays, index) for index, one in enumerate(facts["probes"])]
-        return Reference(answers, list(map(int, facts["stop_ids"])), str(facts["runtime"]), list(facts["notes"]))
+        stops, dated = list(map(int, facts["stop_ids"])), bool(facts["dated"])
+        return Reference(answers, stops, dated, str(facts["runtime"]), list(facts["notes"]))
     except FileNotFoundError as error:
         raise RunFailed(
             f"{error.filename}: no such file, so there is nothing to replay; copy the folder again"

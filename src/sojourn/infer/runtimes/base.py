@@ -33,6 +33,12 @@ class Runtime:
         the chat raises `ValueError`."""
         return None
 
+    def render_ids(
+        self, messages: Messages, tools: Tools | None = None, add_generation_prompt: bool = True
+    ) -> list[int] | None:
+        """For programs that give only the token ids of a rendered chat. Otherwise as `render`."""
+        return None
+
     def stops_at(self, token: int) -> bool | None:
         """Whether generation ends after this token."""
         return None
