@@ -18,6 +18,7 @@ from sojourn.cli.config import config_app
 from sojourn.cli.demo import demo
 from sojourn.cli.doctor import doctor
 from sojourn.cli.eval import evaluate
+from sojourn.cli.export import export
 from sojourn.cli.forward import forward
 from sojourn.cli.generate import generate
 from sojourn.cli.gpu import gpu
@@ -25,6 +26,7 @@ from sojourn.cli.host import host_app
 from sojourn.cli.launch import launch
 from sojourn.cli.launch_line import launch_line
 from sojourn.cli.logs import logs
+from sojourn.cli.merge import merge
 from sojourn.cli.move import move
 from sojourn.cli.plan import plan
 from sojourn.cli.prepare import prepare
@@ -166,6 +168,8 @@ app.command(name="eval")(evaluate)
 app.command()(generate)
 app.command()(chat)
 app.command()(verify)
+app.command()(export)
+app.command()(merge)
 
 if __name__ == "__main__":
     main()

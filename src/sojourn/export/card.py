@@ -110,13 +110,11 @@ def _parity(gate: dict[str, Any]) -> str:
     replay = gate.get("replay")
     lines = [f"- {note}" for note in gate.get("notes", [])]
     if isinstance(replay, dict):
-        shown = {key: value for key, value in replay.items() if isinstance(value, (str, int, float))}
-        figures = replay.get("figures")
-        shown |= figures if isinstance(figures, dict) else {}
-        text = ", ".join(
-            f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}" for key, value in shown.items()
+        shown = {key: value for key, value in (replay.get("figures") or {}).items() if isinstance(value, (int, float))}
+        figures = ", ".join(f"{key} {value:.3g}" for key, value in shown.items())
+        lines.insert(
+            0, f"- Replayed in {replay.get('runtime')} beside its source, before it was put in place: {figures}."
         )
-        lines.insert(0, f"- Replayed beside its source before it was written: {text}.")
     else:
         lines.insert(0, "- Not replayed: no program that runs this format was at hand.")
     lines.append("- Check it again at any time: `sojourn verify DIR`.")

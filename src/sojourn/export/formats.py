@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,8 @@ class Format:
 
     def writer(self) -> Callable[..., None]:
         module, _, function = self.write.partition(":")
+        if importlib.util.find_spec(module) is None:
+            raise UserError(f"--to {self.name}: not part of this version of Sojourn")
         found: Callable[..., None] = getattr(importlib.import_module(module), function)
         return found
 

@@ -59,6 +59,7 @@ def write_weights(weights: WeightSource, stage: ExportStage, quantization: str, 
     """Shards of at most `SHARD_BYTES`, one after the other, each piece by piece."""
     shards = _plan_shards(weights, quantization)
     sizes = {name: _size(weights, name, quantization) for names in shards for name in names}
+    stage.check_space(sum(sizes.values()))
     progress.start("weights", sum(sizes.values()))
     files = _shard_names(len(shards))
     for file, names in zip(files, shards, strict=True):

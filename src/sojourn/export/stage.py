@@ -114,6 +114,20 @@ class ExportStage:
         digest = write_ranges(partial, total, parts, done, record, self.progress)
         self._complete(name, partial, digest or sha256(partial))
 
+    def check_space(self, total: int) -> None:
+        """Before an export of about `total` bytes is written, or written further."""
+        free, needed = shutil.disk_usage(self.path).free, total - self._allocated_bytes()
+        if needed > free:
+            raise RunFailed(
+                f"{self.target.parent}: {free / 2**30:.1f} GiB free, but the export takes {needed / 2**30:.1f} GiB; "
+                f"free some space there, or {_ELSEWHERE}"
+            )
+
+    def _allocated_bytes(self) -> int:
+        """What of it is on the disk already; a file that was begun is partly a hole."""
+        found = (path.stat() for path in self.path.rglob("*") if path.is_file())
+        return sum(min(stat.st_size, getattr(stat, "st_blocks", 1 << 60) * 512) for stat in found)
+
     def remove(self, name: str) -> None:
         """A file that the export shall not have after all."""
         if name in self._files:
@@ -146,10 +160,6 @@ class ExportStage:
         else:
             disk.remove_folder(self.path)
         self.close()
-
-    def written_bytes(self) -> int:
-        """What of the export is on the disk already."""
-        return sum(path.stat().st_size for path in self.path.rglob("*") if path.is_file())
 
     def _refuse_existing(self) -> None:
         _recover(self.target)
