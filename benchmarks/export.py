@@ -116,7 +116,8 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer = Tokenizer(models.BPE(vocab, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    ends = {"bos_token": "<s>", "eos_token": "</s>"}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **ends)
     fast.chat_template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '</s>' }}{% endfor %}"
     fast.save_pretrained(folder)
 
