@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 import time
@@ -9,7 +10,7 @@ from collections import deque
 from typing import Any
 
 from sojourn.remote.asyncssh_loop import POLL_SECONDS, Loop
-from sojourn.remote.connection import ConnectionLost, OutputMark, connection_lost
+from sojourn.remote.connection import CommandRefused, ConnectionLost, OutputMark, connection_lost
 from sojourn.remote.hosts import Host
 
 WINDOW_BYTES = 16 << 20  # a download at 100 ms then reaches 160 MB/s
@@ -30,22 +31,28 @@ class _Shared:
         self.ended = False
         self.closed = False
         self.error: BaseException | None = None
+        self.refused = ""
         self.exit_code: int | None = None
         self.unsent = 0
         self.writable = True
 
 
 def new_session(keep_stderr: int | None) -> Any:
+    """`opened` is done as soon as the box has opened the channel. asyncssh sends the command in the same step, so that
+    what is written from then on follows it, without a wait for the box to say that the command runs."""
     import asyncssh
 
     class Session(asyncssh.SSHClientSession[bytes]):
         def __init__(self) -> None:
             self.shared = _Shared(keep_stderr)
             self.channel: Any = None
+            self.opened: asyncio.Future[Any] = Loop.get().create_future()
 
         def connection_made(self, chan: Any) -> None:
             self.channel = chan
             chan.set_write_buffer_limits(_WRITE_BUFFER_BYTES)
+            if not self.opened.done():
+                self.opened.set_result(chan)
 
         def data_received(self, data: bytes, datatype: int | None) -> None:
             shared = self.shared
@@ -75,10 +82,17 @@ def new_session(keep_stderr: int | None) -> Any:
             self.shared.exit_code = -1
             self.shared.stderr += f"ended by signal {signal}".encode()
 
+        def failed(self, error: Exception) -> None:
+            if not self.opened.done():
+                self.opened.set_exception(error)
+            elif not self.shared.closed:
+                self.shared.refused = str(error)
+                self.connection_lost(error)
+
         def connection_lost(self, exc: BaseException | None) -> None:
             with self.shared.changed:
                 self.shared.ended = self.shared.closed = True
-                self.shared.error = exc
+                self.shared.error = self.shared.error or exc
                 self.shared.changed.notify_all()
 
         def pause_writing(self) -> None:
@@ -167,7 +181,9 @@ class AsyncsshChannel:
     def stderr(self) -> bytes:
         return bytes(self._shared.stderr)
 
-    def _lost(self) -> ConnectionLost:
+    def _lost(self) -> ConnectionLost | CommandRefused:
+        if self._shared.refused:
+            return CommandRefused(f"{self._host.name}: the box runs no command: {self._shared.refused}")
         return connection_lost(self._host, str(self._shared.error or self.stderr.decode(errors="replace").strip()))
 
     def close(self) -> None:

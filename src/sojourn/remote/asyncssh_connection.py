@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sojourn.errors import UserError
+from sojourn.remote.asyncssh_auth import authenticate_at_once, can_authenticate_at_once
 from sojourn.remote.asyncssh_channel import STDERR_BYTES, WINDOW_BYTES, AsyncsshChannel, new_session
 from sojourn.remote.asyncssh_loop import Loop, wait
 from sojourn.remote.connection import (
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     import asyncssh
 
 _PACKET_BYTES = 1 << 17
-_CONNECT_ROUND_TRIPS = 8  # about
+_CONNECT_ROUND_TRIPS = 4  # about: TCP, version, key exchange, authentication
 _SURELY_FAR_SECONDS, _PINGS = 0.06, 4
 _CIPHERS = ["aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "chacha20-poly1305@openssh.com", "aes128-ctr"]
 
@@ -92,8 +93,13 @@ async def _hop(
     if not pinned:
         raise no_pinned_key(host, address, port)
     shown: list[asyncssh.SSHKey] = []
+    at_once = False
 
     class Client(asyncssh.SSHClient):
+        def connection_made(self, conn: asyncssh.SSHClientConnection) -> None:
+            if at_once:
+                authenticate_at_once(conn)
+
         def validate_host_public_key(self, host: str, addr: str, port: int, key: asyncssh.SSHKey) -> bool:
             shown.append(key)
             return False
@@ -122,6 +128,11 @@ async def _hop(
         attempts = [{"client_keys": None, "agent_path": None}]
     for index, attempt in enumerate(attempts):
         try:
+            if attempt.get("client_keys"):
+                attempt["client_keys"] = keys = asyncssh.load_keypairs(attempt["client_keys"])
+                at_once = bool(keys) and can_authenticate_at_once(keys[0])
+            else:
+                at_once = False
             return await asyncssh.connect(address, port, **options, **attempt)
         except asyncssh.HostKeyNotVerifiable:
             raise (
@@ -193,13 +204,20 @@ class AsyncsshConnection:
         mark = OutputMark()
         session = new_session(keep_stderr)
 
-        async def start() -> Any:
-            return await self._connection.create_session(
-                lambda: session, mark.mark(command), encoding=None, window=WINDOW_BYTES, max_pktsize=_PACKET_BYTES
-            )
+        async def start() -> None:
+            try:
+                await self._connection.create_session(
+                    lambda: session, mark.mark(command), encoding=None, window=WINDOW_BYTES, max_pktsize=_PACKET_BYTES
+                )
+            except Exception as error:
+                session.failed(error)
+
+        async def opened() -> Any:
+            session.task = asyncio.ensure_future(start())  # a task without a reference may vanish
+            return await session.opened
 
         try:
-            channel, _ = wait(start())
+            channel = wait(opened())
         except asyncssh.ChannelOpenError as error:
             if self._connection.is_closed():
                 raise connection_lost(self._host, error.reason) from None

@@ -83,6 +83,27 @@ class Box:
                     self._connection.forward(local, remote, remote_host)
             return self._connection
 
+    @contextlib.contextmanager
+    def connecting(self) -> Iterator[Callable[[], bool]]:
+        """Connects while the body does something else; what it gets says whether that is done. Raises as `connection`,
+        at the end."""
+        errors: list[BaseException] = []
+
+        def connect_now() -> None:
+            try:
+                self.connection()
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=connect_now, daemon=True)
+        if self._connection is None:
+            thread.start()
+        yield lambda: not thread.is_alive()
+        while thread.is_alive():
+            thread.join(0.1)  # on Windows a wait without a timeout cannot be interrupted
+        if errors:
+            raise errors[0]
+
     @property
     def round_trip(self) -> float:
         """Seconds, about."""

@@ -51,6 +51,12 @@ class ChannelRefused(UserError):
     code = 1
 
 
+class CommandRefused(UserError):
+    """The SSH server has opened a channel, but runs no command in it."""
+
+    code = 1
+
+
 @dataclass(frozen=True)
 class Completed:
     code: int

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sojourn.remote.box.hashes import HashCache, stamp
 from sojourn.remote.box.tree import Entry, scan
-from sojourn.remote.hosts import config_folder
+from sojourn.remote.hosts import Host, config_folder
 from sojourn.remote.ignore import Ignore
 
 
@@ -25,9 +25,9 @@ class Tree:
     digests: dict[str, str] = field(default_factory=dict)
 
     @property
-    def unknown_bytes(self) -> int:
-        """Of files that no sync has seen as they are now: most of them will travel."""
-        return sum(entry.size for entry in self.entries if entry.rel not in self.digests)
+    def unknown(self) -> list[Entry]:
+        """Files that no sync has seen as they are now: most of them will travel."""
+        return [entry for entry in self.entries if entry.kind == "file" and entry.rel not in self.digests]
 
     def packed(self) -> bytes:
         """As the agent compares it."""
@@ -44,6 +44,18 @@ def remote_cache(home: str, root: str) -> str:
     """The file on the box that keeps the hashes of `root`."""
     name = hashlib.sha256(os.fsencode(root)).hexdigest()[:16]
     return f"{home or '~'}/.sojourn/cache/{name}.hashes"
+
+
+def first_push(host: Host, root: str) -> bool:
+    """Whether this machine has never sent anything to this folder of the box; it has from now on."""
+    folder = config_folder() / "cache" / "pushed"
+    mark = folder / content_key(host.name, host.address, host.port, root)[:32]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        mark.touch(exist_ok=False)
+    except OSError:  # it exists, or cannot be written
+        return False
+    return True
 
 
 def list_trees(

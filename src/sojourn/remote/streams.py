@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from sojourn.remote.agent_client import Agent, AgentFailed
 from sojourn.remote.connection import ChannelRefused
 
 _QUEUED = 64
+_POLL_SECONDS = 0.1  # on Windows a wait without a timeout cannot be interrupted
 
 
 class Task(Protocol):
@@ -37,22 +37,26 @@ class Streams:
         self, open_agent: Callable[[int], AbstractContextManager[Agent]], count: int, most_under_way: int
     ) -> None:
         self._open_agent, self._most = open_agent, most_under_way
-        self._queue: queue.Queue[Task] = queue.Queue(_QUEUED)
-        self._stop, self._finish = threading.Event(), threading.Event()
+        self._tasks: deque[Task] = deque()
+        self._changed = threading.Condition()
+        self._stopped = self._finished = False
         self._error: BaseException | None = None
         self._threads = [threading.Thread(target=self._work, args=(index,), daemon=True) for index in range(count)]
         self.count = self._alive = count
-        self._lock = threading.Lock()
         for thread in self._threads:
             thread.start()
 
     def put(self, task: Task, wait: float = 0.1) -> bool:
         """False where the queue is full."""
-        self.check()
-        try:
-            self._queue.put(task, timeout=wait)
-        except queue.Full:
-            return False
+        with self._changed:
+            self.check()
+            if len(self._tasks) >= _QUEUED and wait:
+                self._changed.wait(wait)
+                self.check()
+            if len(self._tasks) >= _QUEUED:
+                return False
+            self._tasks.append(task)
+            self._changed.notify_all()
         return True
 
     def check(self) -> None:
@@ -61,35 +65,38 @@ class Streams:
 
     def finish(self) -> None:
         """After the last task was put: waits until all are done."""
-        self._finish.set()
-        while any(thread.is_alive() for thread in self._threads):
-            for thread in self._threads:
-                thread.join(0.05)
-            self.check()
+        with self._changed:
+            self._finished = True
+            self._changed.notify_all()
+            while self._alive and self._error is None:
+                self._changed.wait(_POLL_SECONDS)
         self.check()
 
     def stop(self) -> None:
         """At once; what is under way is given up."""
-        self._stop.set()
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
 
     def _work(self, index: int) -> None:
+        error: BaseException | None = None
+        refused = False
         try:
             with self._open_agent(index) as agent:
                 self._serve(agent)
-        except ChannelRefused as error:  # fewer streams then, as long as there is one
-            with self._lock:
-                self._alive -= 1
-                if self._alive == 0:
-                    self._error = error
-        except BaseException as error:
-            if self._error is None:
-                self._error = error
-            self._stop.set()
+        except BaseException as found:
+            error, refused = found, isinstance(found, ChannelRefused)
+        with self._changed:
+            self._alive -= 1
+            if error is not None and self._error is None and (self._alive == 0 or not refused):
+                self._error = error  # where a channel is refused, fewer do, as long as there is one
+            self._stopped |= self._error is not None
+            self._changed.notify_all()
 
     def _serve(self, agent: Agent) -> None:
         under_way: deque[Task] = deque()
         size = 0
-        while not self._stop.is_set():
+        while not self._stopped:
             task = self._next(wait=not under_way) if size < self._most else None
             if task is not None:
                 task.send(agent)
@@ -104,11 +111,14 @@ class Streams:
                     task.failed(error)
                 else:
                     task.done(answer, blob)
-            elif self._finish.is_set():
+            elif self._finished:
                 return
 
     def _next(self, wait: bool) -> Task | None:
-        try:
-            return self._queue.get(timeout=0.05) if wait else self._queue.get_nowait()
-        except queue.Empty:
-            return None
+        with self._changed:
+            if wait and not self._tasks and not self._finished and not self._stopped:
+                self._changed.wait(_POLL_SECONDS)
+            if not self._tasks or self._stopped:
+                return None
+            self._changed.notify_all()
+            return self._tasks.popleft()

@@ -21,7 +21,7 @@ SMALL_BYTES = 1 << 20  # files up to here travel together
 BATCH_BYTES, BATCH_FILES = 2 << 20, 400
 CHUNK_BYTES, LEAST_CHUNK_BYTES = 1 << 20, 1 << 15  # of a large file; smaller where connections do not last
 OPEN_FILES = 4  # large files that travel at once
-_STREAM_BYTES = 4 << 20  # what makes another stream worth its start
+_STREAM_BYTES = 8 << 20  # what makes another stream worth its start: a login shell and a Python on the box
 _FAR_SECONDS = 0.03
 _FAR_STREAMS = 6
 _BULK_BYTES = 64 << 20
@@ -87,9 +87,13 @@ def fail_if_any(failed: list[str], verb: str) -> None:
 
 def stream_count(box: Box, total: int) -> int:
     """A server lets a channel send about 2 MiB before it hears back, so a distant box needs several."""
-    if total < _STREAM_BYTES or box.round_trip < _FAR_SECONDS:
+    if total < _STREAM_BYTES or not is_far(box):
         return 1
     return min(_FAR_STREAMS, 1 + total // _STREAM_BYTES)
+
+
+def is_far(box: Box) -> bool:
+    return box.round_trip >= _FAR_SECONDS
 
 
 def compressed(data: bytes, meter: Meter) -> tuple[bytes, bool]:
@@ -109,17 +113,20 @@ def is_slow(meter: Meter) -> bool:
 
 def _is_bulk(box: Box, total: int) -> bool:
     """Whether encryption in Python would be slower than the link."""
-    return total > _BULK_BYTES and box.round_trip < _FAR_SECONDS
+    return total > _BULK_BYTES and not is_far(box)
 
 
 @contextmanager
-def streams_of(box: Box, total: int, chunk: int, idle: Agent | None) -> Iterator[Streams]:
-    """`idle`: an agent that has nothing else to do, and is the first stream."""
+def streams_of(box: Box, total: int, chunk: int, idle: Agent | None, with_main: bool = False) -> Iterator[Streams]:
+    """`idle`: an agent that has nothing else to do, and is the first stream; `with_main`: that is the box's main one,
+    which is opened together with the others."""
     from sojourn.remote.streams import Streams
 
     def open_agent(index: int) -> AbstractContextManager[Agent]:
         if index == 0 and idle is not None:
             return nullcontext(idle)
+        if index == 0 and with_main:
+            return box.agent()
         if _is_bulk(box, total) and (agent := box.bulk_agent()) is not None:
             return closing(agent)
         return box.agent(f"stream-{index}")
