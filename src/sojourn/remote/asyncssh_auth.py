@@ -9,6 +9,8 @@ connection; where a release of asyncssh no longer has them, the connection is le
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,7 +18,17 @@ if TYPE_CHECKING:
 
 _METHOD = b"publickey"
 _QUESTION, _SIGNED = b"\0", b"\1"
-_NEEDED = ("send_service_request", "try_next_auth", "send_userauth_request", "_auth_methods", "_auth_in_progress")
+_CHANNEL_OPEN = 90
+_NEEDED = (
+    "send_service_request",
+    "try_next_auth",
+    "send_userauth_request",
+    "send_packet",
+    "_auth_methods",
+    "_auth_in_progress",
+    "_auth_complete",
+)
+_KEY_EXCHANGE_ROUND_TRIPS = 2  # with the versions
 
 
 def can_authenticate_at_once(key: asyncssh.SSHKeyPair) -> bool:
@@ -24,12 +36,15 @@ def can_authenticate_at_once(key: asyncssh.SSHKeyPair) -> bool:
     return not bytes(key.algorithm).startswith((b"ssh-rsa", b"rsa-"))
 
 
-def authenticate_at_once(connection: Any) -> None:
-    """For a connection whose first key is the one that the box knows; called before anything is sent."""
+def authenticate_at_once(connection: Any, sent: Callable[[Any, float], None]) -> None:
+    """For a connection whose first key is the one that the box knows; called before anything is sent. `sent` is called
+    with the connection and the round trip in seconds, about, when the signature is under way: channels that it opens
+    travel with it."""
     if not all(hasattr(connection, name) for name in _NEEDED):
         return
+    began = time.monotonic()
     ask_for_service, try_next = connection.send_service_request, connection.try_next_auth
-    send_request = connection.send_userauth_request
+    send_request, send_packet = connection.send_userauth_request, connection.send_packet
     started = accepted = False
 
     def service_and_key(service: bytes) -> None:
@@ -53,9 +68,23 @@ def authenticate_at_once(connection: Any) -> None:
         key = getattr(connection.auth, "_keypair", None)
         if method == _METHOD and fields[:1] == (_QUESTION,) and key is not None:
             await send_request(method, _SIGNED, *fields[1:], key=key, trivial=False)
+            sent(connection, (time.monotonic() - began) / _KEY_EXCHANGE_ROUND_TRIPS)
         else:
             await send_request(method, *fields, **options)
 
+    def packet(kind: int, *fields: bytes, **options: Any) -> None:
+        """asyncssh holds back what is not for the authentication until that has succeeded; the box reads packets in
+        their order, so that a channel may be asked for behind the signature (RFC 4252, section 6)."""
+        early = kind == _CHANNEL_OPEN and not connection._auth_complete
+        if early:
+            connection._auth_complete = True
+        try:
+            send_packet(kind, *fields, **options)
+        finally:
+            if early:
+                connection._auth_complete = False
+
+    connection.send_packet = packet
     connection.send_service_request = service_and_key
     connection.try_next_auth = next_auth
     connection.send_userauth_request = signed

@@ -14,6 +14,7 @@ from sojourn.remote.connection import CommandRefused, ConnectionLost, OutputMark
 from sojourn.remote.hosts import Host
 
 WINDOW_BYTES = 16 << 20  # a download at 100 ms then reaches 160 MB/s
+_PACKET_BYTES = 1 << 17
 _WRITE_BUFFER_BYTES = 4 << 20
 STDERR_BYTES = 1 << 16
 
@@ -106,10 +107,33 @@ def new_session(keep_stderr: int | None) -> Any:
     return Session()
 
 
+class Opening:
+    """A channel that is being opened for a command; made in the event loop's thread."""
+
+    def __init__(self, connection: Any, command: str, keep_stderr: int | None) -> None:
+        self.command, self.keep_stderr, self.mark = command, keep_stderr, OutputMark()
+        self.session = new_session(keep_stderr)
+        # An error that nobody comes to see, because the whole connection failed, is not for asyncio to print.
+        self.session.opened.add_done_callback(lambda opened: opened.cancelled() or opened.exception())
+        self._task = asyncio.ensure_future(self._start(connection))  # a task without a reference may vanish
+
+    async def _start(self, connection: Any) -> None:
+        try:
+            await connection.create_session(
+                lambda: self.session,
+                self.mark.mark(self.command),
+                encoding=None,
+                window=WINDOW_BYTES,
+                max_pktsize=_PACKET_BYTES,
+            )
+        except Exception as error:
+            self.session.failed(error)
+
+
 class AsyncsshChannel:
-    def __init__(self, host: Host, channel: Any, session: Any, mark: OutputMark) -> None:
-        self._host, self._channel, self._mark = host, channel, mark
-        self._shared: _Shared = session.shared
+    def __init__(self, host: Host, opened: Opening) -> None:
+        self._host, self._channel, self._mark = host, opened.session.channel, opened.mark
+        self._shared: _Shared = opened.session.shared
         self._rest = b""
 
     def read(self, most: int, deadline: float | None = None) -> bytes:

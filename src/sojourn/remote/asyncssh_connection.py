@@ -8,22 +8,22 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sojourn.errors import UserError
 from sojourn.remote.asyncssh_auth import authenticate_at_once, can_authenticate_at_once
-from sojourn.remote.asyncssh_channel import STDERR_BYTES, WINDOW_BYTES, AsyncsshChannel, new_session
+from sojourn.remote.asyncssh_channel import STDERR_BYTES, AsyncsshChannel, Opening
 from sojourn.remote.asyncssh_loop import Loop, wait
 from sojourn.remote.connection import (
     KEEPALIVE_COUNT,
     KEEPALIVE_SECONDS,
+    Ahead,
     Channel,
     ChannelRefused,
     CommandTimeout,
     Completed,
-    OutputMark,
     auth_failed,
     command_line,
     connection_lost,
@@ -35,18 +35,18 @@ from sojourn.remote.hosts import Host
 if TYPE_CHECKING:
     import asyncssh
 
-_PACKET_BYTES = 1 << 17
 _CONNECT_ROUND_TRIPS = 4  # about: TCP, version, key exchange, authentication
 _SURELY_FAR_SECONDS, _PINGS = 0.06, 4
 _CIPHERS = ["aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "chacha20-poly1305@openssh.com", "aes128-ctr"]
 
 
-def connect_asyncssh(host: Host, password: str | None, timeout: float) -> AsyncsshConnection:
+def connect_asyncssh(host: Host, password: str | None, timeout: float, ahead: Ahead) -> AsyncsshConnection:
     import asyncssh
 
     began = time.monotonic()
+    openings: list[Opening] = []
     try:
-        opened = wait(_connect(host, password, timeout), timeout + 1)
+        opened = wait(_connect(host, password, timeout, ahead, openings), timeout + 1)
     except asyncssh.PermissionDenied as error:
         raise auth_failed(host, "" if "Permission denied" in str(error) else str(error)) from None
     except asyncssh.KeyImportError as error:
@@ -59,11 +59,17 @@ def connect_asyncssh(host: Host, password: str | None, timeout: float) -> Asyncs
         raise unreachable(host, f"SSH failed: {error.reason or error}") from None
     except OSError as error:
         raise unreachable(host, os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)) from None
-    return AsyncsshConnection(host, opened, time.monotonic() - began)
+    return AsyncsshConnection(host, opened, time.monotonic() - began, openings)
 
 
-async def _connect(host: Host, password: str | None, timeout: float) -> asyncssh.SSHClientConnection:
+async def _connect(
+    host: Host, password: str | None, timeout: float, ahead: Ahead, openings: list[Opening]
+) -> asyncssh.SSHClientConnection:
+    """`openings` gets the channels for `ahead`."""
     from sojourn.remote.ssh_line import parse_address
+
+    def open_ahead(connection: asyncssh.SSHClientConnection, round_trip: float) -> None:
+        openings[:] = [Opening(connection, command_line(argv), STDERR_BYTES) for argv in ahead(round_trip)]
 
     async def through_all() -> asyncssh.SSHClientConnection:
         tunnel: asyncssh.SSHClientConnection | None = None
@@ -71,7 +77,7 @@ async def _connect(host: Host, password: str | None, timeout: float) -> asyncssh
             for line in host.jump:
                 user, address, port = parse_address(line)
                 tunnel = await _hop(host, user or host.user, address, port or 22, None, tunnel)
-            return await _hop(host, host.user, host.address, host.port, password, tunnel)
+            return await _hop(host, host.user, host.address, host.port, password, tunnel, open_ahead)
         except BaseException:
             if tunnel is not None:
                 tunnel.abort()
@@ -81,7 +87,13 @@ async def _connect(host: Host, password: str | None, timeout: float) -> asyncssh
 
 
 async def _hop(
-    host: Host, user: str, address: str, port: int, password: str | None, tunnel: asyncssh.SSHClientConnection | None
+    host: Host,
+    user: str,
+    address: str,
+    port: int,
+    password: str | None,
+    tunnel: asyncssh.SSHClientConnection | None,
+    authenticating: Callable[[asyncssh.SSHClientConnection, float], None] = lambda connection, round_trip: None,
 ) -> asyncssh.SSHClientConnection:
     """The host's key or ours first and alone, since servers close the connection after a few keys; then the agent and
     the user's. A password is sent once, and no key with it: each failure counts towards a lockout."""
@@ -98,7 +110,7 @@ async def _hop(
     class Client(asyncssh.SSHClient):
         def connection_made(self, conn: asyncssh.SSHClientConnection) -> None:
             if at_once:
-                authenticate_at_once(conn)
+                authenticate_at_once(conn, authenticating)
 
         def validate_host_public_key(self, host: str, addr: str, port: int, key: asyncssh.SSHKey) -> bool:
             shown.append(key)
@@ -131,8 +143,10 @@ async def _hop(
             if attempt.get("client_keys"):
                 attempt["client_keys"] = keys = asyncssh.load_keypairs(attempt["client_keys"])
                 at_once = bool(keys) and can_authenticate_at_once(keys[0])
-            else:
-                at_once = False
+                if at_once:
+                    with contextlib.suppress(asyncssh.ConnectionLost, asyncssh.ProtocolError):
+                        return await asyncssh.connect(address, port, **options, **attempt)
+            at_once = False  # also for a server that wants each answer read before the next request
             return await asyncssh.connect(address, port, **options, **attempt)
         except asyncssh.HostKeyNotVerifiable:
             raise (
@@ -166,9 +180,11 @@ def _public_line(key: asyncssh.SSHKey) -> str:
 
 
 class AsyncsshConnection:
-    def __init__(self, host: Host, connection: asyncssh.SSHClientConnection, seconds: float) -> None:
-        """`seconds`: what making the connection took."""
-        self._host, self._connection = host, connection
+    def __init__(
+        self, host: Host, connection: asyncssh.SSHClientConnection, seconds: float, openings: list[Opening]
+    ) -> None:
+        """`seconds`: what making the connection took. `openings`: channels that are being opened."""
+        self._host, self._connection, self._openings = host, connection, openings
         self._round_trip = seconds / (1 + len(host.jump)) / _CONNECT_ROUND_TRIPS
         self._pinged = threading.Event()
         asyncio.run_coroutine_threadsafe(self._ping(), Loop.get())
@@ -201,30 +217,23 @@ class AsyncsshConnection:
     def _open(self, command: str, keep_stderr: int | None) -> AsyncsshChannel:
         import asyncssh
 
-        mark = OutputMark()
-        session = new_session(keep_stderr)
-
-        async def start() -> None:
-            try:
-                await self._connection.create_session(
-                    lambda: session, mark.mark(command), encoding=None, window=WINDOW_BYTES, max_pktsize=_PACKET_BYTES
-                )
-            except Exception as error:
-                session.failed(error)
-
-        async def opened() -> Any:
-            session.task = asyncio.ensure_future(start())  # a task without a reference may vanish
-            return await session.opened
+        async def opened() -> Opening:
+            waiting = [opening for opening in self._openings if opening.command == command and keep_stderr]
+            if waiting:
+                self._openings.remove(waiting[0])
+            opening = waiting[0] if waiting else Opening(self._connection, command, keep_stderr)
+            await opening.session.opened
+            return opening
 
         try:
-            channel = wait(opened())
+            opening = wait(opened())
         except asyncssh.ChannelOpenError as error:
             if self._connection.is_closed():
                 raise connection_lost(self._host, error.reason) from None
             raise ChannelRefused(f"{self._host.name}: the box refuses another channel: {error.reason}") from None
         except (asyncssh.Error, OSError, asyncio.CancelledError) as error:
             raise connection_lost(self._host, str(error)) from None
-        return AsyncsshChannel(self._host, channel, session, mark)
+        return AsyncsshChannel(self._host, opening)
 
     def forward(self, local_port: int, remote_port: int, remote_host: str = "127.0.0.1") -> int:
         import asyncssh

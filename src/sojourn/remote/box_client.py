@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sojourn.errors import UserError
-from sojourn.remote.agent_client import Agent, AgentFailed, AgentNotStarted
+from sojourn.remote.agent_client import Agent, AgentFailed, AgentNotStarted, agent_argv
 from sojourn.remote.connection import CONNECT_SECONDS, Completed, Connection, ConnectionLost, HostUnreachable, connect
 from sojourn.remote.hosts import Host
 
@@ -74,24 +74,28 @@ class Box:
 
     # the connection
 
-    def connection(self) -> Connection:
+    def connection(self, agents: Callable[[float], int] = lambda round_trip: 0) -> Connection:
+        """`agents`: how many will be needed at once, given the round trip in seconds, about."""
         with self._lock:
             if self._connection is None:
-                self._connection = connect(self.host, self._password, self.timeout)
+                argv = agent_argv(self.host)
+                self._connection = connect(
+                    self.host, self._password, self.timeout, lambda round_trip: [argv] * agents(round_trip)
+                )
                 self._was_connected = True
                 for (local, remote, remote_host), _ in self._forwards.items():
                     self._connection.forward(local, remote, remote_host)
             return self._connection
 
     @contextlib.contextmanager
-    def connecting(self) -> Iterator[Callable[[], bool]]:
+    def connecting(self, agents: Callable[[float], int]) -> Iterator[Callable[[], bool]]:
         """Connects while the body does something else; what it gets says whether that is done. Raises as `connection`,
         at the end."""
         errors: list[BaseException] = []
 
         def connect_now() -> None:
             try:
-                self.connection()
+                self.connection(agents)
             except BaseException as error:
                 errors.append(error)
 
@@ -151,7 +155,7 @@ class Box:
     @contextlib.contextmanager
     def agent(self, name: str = "main") -> Iterator[Agent]:
         """The agent of this name, kept for the next call. One that was interrupted is not used again."""
-        connection = self.connection()
+        connection = self.connection(lambda round_trip: 1)
         with self._lock:
             agent = self._agents.pop(name, None)
         if agent is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -104,15 +104,23 @@ class Connection(Runner, Protocol):
     def close(self) -> None: ...
 
 
-def connect(host: Host, password: str | None = None, timeout: float = CONNECT_SECONDS) -> Connection:
-    """Raises HostUnreachable, AuthFailed, HostKeyChanged, or UserError where the host's key was never pinned."""
+Ahead = Callable[[float], Sequence[Sequence[str]]]
+
+
+def connect(
+    host: Host, password: str | None = None, timeout: float = CONNECT_SECONDS, ahead: Ahead = lambda round_trip: ()
+) -> Connection:
+    """`ahead`: commands that will be opened first, given the round trip in seconds, about. Where the transport can,
+    their channels are asked for while authentication is under way.
+
+    Raises HostUnreachable, AuthFailed, HostKeyChanged, or UserError where the host's key was never pinned."""
     if host.transport == "openssh":
         from sojourn.remote.openssh_connection import connect_openssh
 
         return connect_openssh(host, timeout)
     from sojourn.remote.asyncssh_connection import connect_asyncssh
 
-    return connect_asyncssh(host, password, timeout)
+    return connect_asyncssh(host, password, timeout, ahead)
 
 
 def no_pinned_key(host: Host, address: str, port: int) -> UserError:

@@ -22,7 +22,7 @@ BATCH_BYTES, BATCH_FILES = 2 << 20, 400
 CHUNK_BYTES, LEAST_CHUNK_BYTES = 1 << 20, 1 << 15  # of a large file; smaller where connections do not last
 OPEN_FILES = 4  # large files that travel at once
 _STREAM_BYTES = 8 << 20  # what makes another stream worth its start: a login shell and a Python on the box
-_FAR_SECONDS = 0.03
+_FAR_SECONDS, _SURELY_FAR_SECONDS = 0.03, 0.06
 _FAR_STREAMS = 6
 _BULK_BYTES = 64 << 20
 _SAMPLE_BYTES = 1 << 14
@@ -85,11 +85,16 @@ def fail_if_any(failed: list[str], verb: str) -> None:
         raise SyncFailed(f"{len(failed)} of the files could not be {verb}: {'; '.join(failed[:3])}{more}")
 
 
-def stream_count(box: Box, total: int) -> int:
+def stream_count(total: int, round_trip: float) -> int:
     """A server lets a channel send about 2 MiB before it hears back, so a distant box needs several."""
-    if total < _STREAM_BYTES or not is_far(box):
+    if total < _STREAM_BYTES or round_trip < _FAR_SECONDS:
         return 1
     return min(_FAR_STREAMS, 1 + total // _STREAM_BYTES)
+
+
+def agents_ahead(total: int, round_trip: float) -> int:
+    """Before the connection is made, when the round trip is only guessed."""
+    return stream_count(total, round_trip) if round_trip > _SURELY_FAR_SECONDS else 1
 
 
 def is_far(box: Box) -> bool:
@@ -133,7 +138,9 @@ def streams_of(box: Box, total: int, chunk: int, idle: Agent | None, with_main: 
 
     # What is under way is lost with the connection: little, where connections do not last.
     lasting = chunk >= CHUNK_BYTES // 2
-    streams = Streams(open_agent, stream_count(box, total) if lasting else 1, 6 * chunk + (1 << 19 if lasting else 0))
+    streams = Streams(
+        open_agent, stream_count(total, box.round_trip) if lasting else 1, 6 * chunk + (1 << 19 if lasting else 0)
+    )
     try:
         yield streams
     except BaseException:
@@ -158,7 +165,7 @@ def streams_opened_early(box: Box, likely: int) -> Iterator[None]:
     first = 0 if _is_bulk(box, likely) else 1
     threads = [
         threading.Thread(target=open_one, args=(index,), daemon=True)
-        for index in range(first, stream_count(box, likely))
+        for index in range(first, stream_count(likely, box.round_trip))
     ]
     for thread in threads:
         thread.start()

@@ -21,6 +21,7 @@ from sojourn.remote.sync import (
     CHUNK_BYTES,
     SMALL_BYTES,
     Synced,
+    agents_ahead,
     fail_if_any,
     is_far,
     smaller,
@@ -80,9 +81,10 @@ class Upload:
         """False where files changed while they travelled, so that another look is needed."""
         self.failed, self.result.skipped = [], []
         self.chunk, chunk = smaller(self.chunk), self.chunk
-        with self.box.connecting() as connected:
+        new: list[tuple[Tree, Entry]] = []
+        with self.box.connecting(lambda round_trip: agents_ahead(_bytes(new), round_trip)) as connected:
             trees = list_trees(self.items, self.cache, self.ignore, self.result.skipped.append)
-            new = [(tree, entry) for tree in trees for entry in tree.unknown]
+            new += [(tree, entry) for tree in trees for entry in tree.unknown]
             self.ahead.read(new, connected)
         needed = self._compare(trees, new)
         with self.box.agent() as agent:
@@ -100,13 +102,12 @@ class Upload:
         """What of the trees must still travel; makes their folders and links with the same round trip. What goes at
         once is sent behind the questions."""
         at_once = self._at_once(trees, new)
-        size = sum(entry.size + 512 for _, entry in at_once)
         self.meter.total = self.meter.done + sum(entry.size for _, entry in at_once)
         comparisons = [Comparison(tree, self.cache_of(tree)) for tree in trees]
         folders = [Folders(tree) for tree in trees]
         with (
-            streams_opened_early(self.box, 0 if at_once else sum(entry.size + 512 for _, entry in new)),
-            streams_of(self.box, size, self.chunk, None, with_main=True) as streams,
+            streams_opened_early(self.box, 0 if at_once else _bytes(new)),
+            streams_of(self.box, _bytes(at_once), self.chunk, None, with_main=True) as streams,
         ):
             tasks: list[Task] = [*comparisons, *folders, *batches(self, at_once)]
             for task in tasks:
@@ -154,8 +155,7 @@ class Upload:
             return False
         large = [LargeFile(self, tree, entry) for tree, entry in needed if entry.size > SMALL_BYTES]
         small = [(tree, entry) for tree, entry in needed if entry.size <= SMALL_BYTES]
-        total = sum(entry.size + 512 for _, entry in needed)
-        with streams_of(self.box, total, self.chunk, None if large else agent) as streams:
+        with streams_of(self.box, _bytes(needed), self.chunk, None if large else agent) as streams:
             for batch in batches(self, small):
                 while not streams.put(batch):
                     self.meter.report()
@@ -183,6 +183,11 @@ class Upload:
         if count >= _CHANGES_ALLOWED:
             self.failed.append(f"{entry.path}: it changes while it travels")
         return count < _CHANGES_ALLOWED
+
+
+def _bytes(files: list[tuple[Tree, Entry]]) -> int:
+    """That travel, with what is said about each."""
+    return sum(entry.size + 512 for _, entry in files)
 
 
 class Question:
