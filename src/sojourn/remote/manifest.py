@@ -29,9 +29,14 @@ class Tree:
         """Files that no sync has seen as they are now: most of them will travel."""
         return [entry for entry in self.entries if entry.kind == "file" and entry.rel not in self.digests]
 
-    def packed(self) -> bytes:
-        """As the agent compares it."""
-        lines = [[entry.rel, entry.kind, entry.size, self.digests.get(entry.rel), entry.mode] for entry in self.entries]
+    def packed(self, without: set[int]) -> bytes:
+        """As the agent compares it. `without`: the ids of entries that it is not asked about."""
+        lines = [
+            [entry.rel, entry.kind, entry.size, self.digests.get(entry.rel), entry.mode]
+            if entry.kind == "file" and id(entry) not in without
+            else None
+            for entry in self.entries
+        ]
         return zlib.compress(json.dumps(lines).encode(), 1)
 
 

@@ -103,7 +103,8 @@ class Upload:
         once is sent behind the questions."""
         at_once = self._at_once(trees, new)
         self.meter.total = self.meter.done + sum(entry.size for _, entry in at_once)
-        comparisons = [Comparison(tree, self.cache_of(tree)) for tree in trees]
+        sent = {id(entry) for _, entry in at_once}
+        comparisons = [Comparison(tree, self.cache_of(tree), sent) for tree in trees]
         folders = [Folders(tree) for tree in trees]
         with (
             streams_opened_early(self.box, 0 if at_once else _bytes(new)),
@@ -113,7 +114,6 @@ class Upload:
             for task in tasks:
                 while not streams.put(task):
                     self.meter.report()
-        sent = {id(entry) for _, entry in at_once}
         needed, self.result.unchanged = [], 0
         for tree, comparison, made in zip(trees, comparisons, folders, strict=True):
             self.failed += made.answer()["failed"]
@@ -213,12 +213,12 @@ class Question:
 
 
 class Comparison(Question):
-    def __init__(self, tree: Tree, cache: str) -> None:
+    def __init__(self, tree: Tree, cache: str, without: set[int]) -> None:
         super().__init__(tree)
-        self._cache = cache
+        self._cache, self._without = cache, without
 
     def send(self, agent: Agent) -> None:
-        agent.send("compare", self.tree.packed(), root=self.tree.root, cache=self._cache)
+        agent.send("compare", self.tree.packed(self._without), root=self.tree.root, cache=self._cache)
 
 
 class Folders(Question):

@@ -6,23 +6,23 @@ source, and ends with it: nothing is installed.
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import glob
 import hashlib
 import json
 import os
-import shutil
 import stat
 import struct
 import sys
 import time
 import zlib
-from typing import Any, BinaryIO, Callable
 
 from sojourn.remote.box.hashes import HashCache
 from sojourn.remote.box.transfer import ArrivingHash, FollowingHash, Partial, Paths, Refused, write_whole
 from sojourn.remote.box.tree import describe, make_links_and_folders, scan
+
+TYPE_CHECKING = False  # an agent starts for each stream: what it rarely needs is imported where it is
+if TYPE_CHECKING:
+    from typing import Any, BinaryIO, Callable
 
 MAGIC = b"sojourn-agent-1\n"
 HEAD = struct.Struct("!II")
@@ -78,6 +78,8 @@ class Agent:
         write_whole(os.path.realpath(path), blob, mode, sync=True)
 
     def do_remove(self, blob: bytes, path: str) -> None:
+        import shutil
+
         path = os.path.expanduser(path)
         if os.path.realpath(path) in ("/", os.path.realpath(os.path.expanduser("~"))):
             raise Refused("%s is not removed" % path)
@@ -97,6 +99,8 @@ class Agent:
 
     def do_list(self, blob: bytes, pattern: str, content: bool, most: int) -> Any:
         """`content`: the files' bytes too, each cut after `most`."""
+        import glob
+
         found, parts = [], []
         for path in sorted(glob.glob(os.path.expanduser(pattern), recursive=True)):
             try:
@@ -113,6 +117,8 @@ class Agent:
         return {"found": found}, b"".join(parts)
 
     def do_disk(self, blob: bytes, path: str) -> Any:
+        import shutil
+
         path = os.path.expanduser(path)
         while not os.path.exists(path) and path != os.path.dirname(path):
             path = os.path.dirname(path)
@@ -147,13 +153,15 @@ class Agent:
         return Paths(os.path.expanduser(root))
 
     def do_compare(self, blob: bytes, root: str, cache: str) -> Any:
-        """`blob`: the other end's manifest. Which of its files are missing or different here, by number; and for those
-        whose hash it does not know, the hash of the file of the same size here."""
+        """`blob`: the other end's manifest, with null for what it does not ask about. Which of its files are missing or
+        different here, by number; and for those whose hash it does not know, the hash of the file of the same size
+        here."""
         known, paths = self._cache(cache, fresh=True), self._root(root)
         need, hashes = [], {}
-        for index, (rel, kind, size, digest, mode) in enumerate(json.loads(zlib.decompress(blob))):
-            if kind != "file":
+        for index, line in enumerate(json.loads(zlib.decompress(blob))):
+            if line is None:
                 continue
+            rel, _, size, digest, mode = line
             try:
                 path = paths.of(rel)
                 status = os.lstat(path)
@@ -211,6 +219,8 @@ class Agent:
         return {"failed": make_links_and_folders(self._root(root), entries)}
 
     def do_begin(self, blob: bytes, root: str, rel: str, key: str, size: int) -> Any:
+        import shutil
+
         path = self._root(root).of(rel, make=True)
         partial = self._partials[key] = Partial(path, key, size)
         ranges = partial.begin()
@@ -316,6 +326,8 @@ class Agent:
         return {}
 
     def do_hello(self, blob: bytes) -> Any:
+        import base64
+
         user = base64.b64encode(os.fsencode(os.path.expanduser("~"))).decode()
         return {"pid": os.getpid(), "python": list(sys.version_info[:3]), "executable": sys.executable, "home": user}
 

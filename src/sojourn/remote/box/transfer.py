@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import itertools
 import os
-import queue
 import stat
 import threading
 import time
@@ -266,6 +265,8 @@ class ArrivingHash:
     """SHA-256 of blocks that come in order, in a thread of its own, without reading them back."""
 
     def __init__(self) -> None:
+        import queue
+
         self._digest = hashlib.sha256()
         self._blocks: queue.Queue[bytes | None] = queue.Queue(8)
         self.size = 0

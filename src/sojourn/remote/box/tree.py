@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import stat
-from typing import Any, Callable, Iterator
 
 from sojourn.remote.box.transfer import PREFIX, Paths, Refused, remove_quietly
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Callable, Iterator
 
 
 class Entry:
