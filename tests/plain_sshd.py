@@ -19,6 +19,7 @@ from sojourn.remote.hosts import Host
 
 _SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
 _CONFIG = """
+{extra}
 ListenAddress 127.0.0.1
 Port {port}
 HostKey {folder}/host
@@ -30,7 +31,6 @@ PermitRootLogin yes
 MaxStartups 100
 UseDNS no
 LogLevel ERROR
-{extra}
 """
 
 needs_sshd = pytest.mark.skipif(
@@ -58,7 +58,7 @@ class PlainSshd:
 
 @contextlib.contextmanager
 def plain_sshd(folder: Path, extra: str = "") -> Iterator[PlainSshd]:
-    """`extra`: lines of its configuration."""
+    """`extra`: lines of its configuration, before the others. It logs to `log` in the folder."""
     for name in ("host", "client"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
     shutil.copy(folder / "client.pub", folder / "authorized")
@@ -67,7 +67,8 @@ def plain_sshd(folder: Path, extra: str = "") -> Iterator[PlainSshd]:
         port = int(probe.getsockname()[1])
     (folder / "config").write_text(_CONFIG.format(folder=folder, port=port, extra=extra))
     Path("/run/sshd").mkdir(exist_ok=True)
-    process = subprocess.Popen([str(_SSHD), "-D", "-e", "-f", str(folder / "config")], stderr=subprocess.DEVNULL)
+    arguments = ["-D", "-E", str(folder / "log"), "-f", str(folder / "config")]
+    process = subprocess.Popen([str(_SSHD), *arguments], stderr=subprocess.DEVNULL)
     try:
         _wait_for(port)
         config = folder / "sojourn"

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import asyncssh
 import pytest
 
 from plain_sshd import PlainSshd, needs_sshd, plain_sshd
@@ -235,3 +236,53 @@ def test_ctrl_c_answers_at_once(sshd: PlainSshd) -> None:
     time.sleep(0.2)
     child.send_signal(signal.SIGINT)
     assert child.wait(10) != 0
+
+
+def test_a_key_is_signed_at_once_and_channels_are_asked_for_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request to authenticate, and the channel's behind it before the answer could have come."""
+    with plain_sshd(tmp_path, "LogLevel DEBUG1") as server:
+        monkeypatch.setenv("SOJOURN_CONFIG", str(server.config))
+        packets: list[int] = []
+        send = asyncssh.SSHClientConnection.send_packet
+
+        def record(self: object, kind: int, *fields: bytes, **options: object) -> None:
+            packets.append(kind)
+            send(self, kind, *fields, **options)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(asyncssh.SSHClientConnection, "send_packet", record)
+        with Box(server.host) as box:
+            box.write_bytes(str(tmp_path / "file"), b"1")
+        log = (tmp_path / "log").read_text()
+    assert log.count("userauth-request for user") == 1
+    assert "method none" not in log
+    order = [kind for kind in packets if kind in (5, 50, 90)]
+    assert order == [5, 50, 90]
+
+
+@pytest.mark.parametrize("how", ["another key first", "steps only"])
+def test_a_server_that_does_not_take_the_key_at_once(
+    how: str, sshd: PlainSshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host's own key is refused, or the connection ends when requests are not one by one: the next way is tried."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    host = sshd.host
+    if how == "another key first":
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / "other")], check=True)
+        (tmp_path / ".ssh").mkdir()
+        (tmp_path / ".ssh" / "id_ed25519").write_bytes((sshd.folder / "client").read_bytes())
+        (tmp_path / ".ssh" / "id_ed25519").chmod(0o600)
+        host = replace(host, key=str(tmp_path / "other"))
+    else:
+
+        def cut(connection: asyncssh.SSHClientConnection, sent: object) -> None:
+            async def end(*fields: bytes, **options: object) -> None:
+                connection._transport.abort()  # type: ignore[union-attr]
+
+            connection.send_userauth_request = end  # type: ignore[method-assign]
+
+        monkeypatch.setattr("sojourn.remote.asyncssh_connection.authenticate_at_once", cut)
+    opened = connect(host)
+    assert opened.run(["echo", "in"]).stdout == b"in\n"
+    opened.close()

@@ -20,6 +20,7 @@ from sojourn.remote import sync
 from sojourn.remote.box_client import Box
 from sojourn.remote.download import MissingOnBox
 from sojourn.remote.ignore import Ignore
+from sojourn.remote.manifest import Tree
 from sojourn.remote.sync import SyncFailed
 
 pytestmark = needs_sshd
@@ -313,7 +314,8 @@ def test_the_clock_of_the_box_does_not_matter(box: Box, tmp_path: Path) -> None:
 def test_slow_links_compress_what_compresses(sshd: PlainSshd, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SOJOURN_CONFIG", str(sshd.config))
     monkeypatch.setattr(sync, "is_slow", lambda meter: True)
-    monkeypatch.setattr("sojourn.remote.download.is_slow", lambda meter: True)
+    for module in ("download_small", "download_large"):
+        monkeypatch.setattr(f"sojourn.remote.{module}.is_slow", lambda meter: True)
     here = write(tmp_path / "here", {"text": b"the same words " * 200_000, "small": b"words " * 1000})
     with slow_link("127.0.0.1", sshd.host.port) as link:
         with Box(replace(sshd.through(link.local_port), home=str(tmp_path / "home"))) as box:
@@ -321,3 +323,29 @@ def test_slow_links_compress_what_compresses(sshd: PlainSshd, monkeypatch: pytes
             box.pull(str(tmp_path / "there"), tmp_path / "back")
         assert link.carried < MIB
     assert tree_of(tmp_path / "back") == tree_of(here)
+
+
+def test_a_new_tree_goes_to_a_distant_box_at_once_and_only_changes_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server allows one channel, so that the other streams are refused: the first one does everything."""
+    monkeypatch.setattr(sync, "_STREAM_BYTES", MIB // 2)
+    asked: list[int] = []
+    packed = Tree.packed
+    monkeypatch.setattr(Tree, "packed", lambda tree, without: asked.append(len(without)) or packed(tree, without))
+    here, there = write(tmp_path / "here", {f"{n % 7}/{n}": os.urandom(5000) for n in range(300)}), tmp_path / "there"
+    (tmp_path / "sshd").mkdir()
+    with plain_sshd(tmp_path / "sshd", "MaxSessions 1") as server, slow_link("127.0.0.1", server.host.port) as link:
+        monkeypatch.setenv("SOJOURN_CONFIG", str(server.config))
+        monkeypatch.setattr(Box, "round_trip", 0.1)
+        with Box(replace(server.through(link.local_port), home=str(tmp_path / "home"))) as box:
+            first = box.push([(here, str(there))])
+            assert (first.files, first.unchanged) == (300, 0)
+            assert tree_of(there) == tree_of(here)
+            (here / "0/7").write_bytes(b"changed")
+            carried = link.carried
+            second = box.push([(here, str(there))])
+            assert (second.files, second.unchanged) == (1, 299)
+            assert link.carried - carried < MIB // 2
+    assert asked == [300, 0]
+    assert tree_of(there) == tree_of(here)
