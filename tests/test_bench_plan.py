@@ -64,6 +64,7 @@ def ran(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tu
     return folder, {row["name"]: row for row in result["rows"]}
 
 
+@pytest.mark.slow
 def test_a_case_that_fails_is_a_row_with_its_reason_and_the_others_go_on(ran):
     rows = {name: row["measured"] for name, row in ran[1].items()}
     assert rows["tiny-qwen3"]["failed"].startswith("model.base: ") and "\n" not in rows["tiny-qwen3"]["failed"]
@@ -71,10 +72,12 @@ def test_a_case_that_fails_is_a_row_with_its_reason_and_the_others_go_on(ran):
     assert all("step_seconds" in row for name, row in rows.items() if name != "tiny-qwen3")
 
 
+@pytest.mark.slow
 def test_what_has_been_measured_is_not_measured_again(ran):
     assert ran[1]["tiny-whole"]["measured"] == {"loss": 1, "step_seconds": 1.5}
 
 
+@pytest.mark.slow
 def test_every_case_makes_real_steps_on_random_weights_that_take_no_disk(ran):
     folder, rows = ran
     tokens = {"tiny-pretrain": 128, "tiny-full": 64, "tiny-lora": 256}
@@ -91,6 +94,7 @@ def test_every_case_makes_real_steps_on_random_weights_that_take_no_disk(ran):
     assert weights.stat().st_blocks * 512 < weights.stat().st_size / 4
 
 
+@pytest.mark.slow
 def test_each_case_is_one_process(ran):
     folder, rows = ran
     runs = Counter(path.name.rsplit("-", 1)[0] for path in (folder / "home/runs").iterdir())

@@ -47,6 +47,7 @@ def test_steps_are_timed_as_the_loop_makes_them(opened, monkeypatch):
     assert found == pytest.approx(wanted, rel=1e-5) and len(speculative) == 1 and speculative[0].loss_share is not None
 
 
+@pytest.mark.slow
 def test_two_blocks_compile_what_all_blocks_need(opened, monkeypatch):
     from torch._dynamo.utils import counters
     from torch.nn import Module

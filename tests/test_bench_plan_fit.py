@@ -4,6 +4,7 @@ import json
 from copy import deepcopy
 from pathlib import Path
 
+import pytest
 from benchmarks.planner import fit
 from benchmarks.planner.cases import CASES, shape_of
 from benchmarks.planner.replan import planned
@@ -16,6 +17,7 @@ from sojourn.estimate.workload import Workload
 DRAWN = Path(__file__).parents[1] / "benchmarks/results/plan-drawn-7-H200-2026-11-16.json"
 
 
+@pytest.mark.slow
 def test_whole_steps_correct_what_kernels_alone_cannot_tell_and_held_out_ones_are_not_looked_at():
     """From times that a slower card would have, the fit finds its way back to them."""
     table = deepcopy(constants())

@@ -105,6 +105,7 @@ def test_fp8_queries_keys_and_values_are_near_fp32(forward):
     assert fp8.qkv_rope(x[:1, :7], joined, angles, angles, (4, 2)) is None
 
 
+@pytest.mark.slow
 def test_an_fp8_model_has_nearly_the_loss_and_gradients_of_a_bf16_one():
     """The more is in FP8, the larger the error; with FP8 in the backward only, the loss is that of bf16."""
     torch.manual_seed(0)

@@ -18,6 +18,7 @@ from benchmarks.planner.worker_pool import WorkerPool
 from fork_server import needs_fork
 
 _NONE = Need()
+pytestmark = pytest.mark.slow  # only benchmarks/ uses it
 
 
 def _state(pid: int) -> str:

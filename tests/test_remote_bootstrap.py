@@ -131,6 +131,7 @@ def test_a_package_that_wants_another_torch_is_refused_with_one_line(
     assert not Path(box.host.home, ".sojourn/env").exists()
 
 
+@pytest.mark.slow
 def test_an_image_without_torch_gets_one_only_when_asked(
     box: LocalBox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,6 +182,7 @@ def test_uv_installs_the_same_as_pip_and_leaves_torch_alone(
     assert any("installing 2 packages with uv" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_a_second_start_joins_and_a_killed_installation_is_recognised_and_made_again(
     box: LocalBox, monkeypatch: pytest.MonkeyPatch
 ) -> None:

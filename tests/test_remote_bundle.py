@@ -92,6 +92,7 @@ def _undisturbed(made: Bundle) -> Path:
     return run_folder(made.run).path
 
 
+@pytest.mark.slow
 @needs_linux
 def test_a_bundle_that_is_killed_and_started_again_ends_with_the_weights_of_an_undisturbed_run(
     home: Path, other_home: Path
