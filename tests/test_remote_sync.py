@@ -216,7 +216,7 @@ def test_cut_many_times_a_transfer_goes_on(
 ) -> None:
     """One transfer, cut after each 2 MiB: it goes on each time, and sends little twice."""
     monkeypatch.setenv("SOJOURN_CONFIG", str(sshd.config))
-    monkeypatch.setattr("sojourn.remote.box_client._FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("sojourn.remote.box_link._FIRST_PAUSE", 0.01)
     monkeypatch.setattr(Box, "bulk_agent", lambda box: None)
     source, target, size = tmp_path / "source/step-1", tmp_path / "target/step-1", pieces * 2 * MIB
     checkpoint(source, size)

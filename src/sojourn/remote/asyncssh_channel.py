@@ -111,15 +111,15 @@ class Opening:
     """A channel that is being opened for a command; made in the event loop's thread."""
 
     def __init__(self, connection: Any, command: str, keep_stderr: int | None) -> None:
-        self.command, self.keep_stderr, self.mark = command, keep_stderr, OutputMark()
+        self.connection, self.command, self.mark = connection, command, OutputMark()
         self.session = new_session(keep_stderr)
         # An error that nobody comes to see, because the whole connection failed, is not for asyncio to print.
         self.session.opened.add_done_callback(lambda opened: opened.cancelled() or opened.exception())
-        self._task = asyncio.ensure_future(self._start(connection))  # a task without a reference may vanish
+        self._task = asyncio.ensure_future(self._start())  # a task without a reference may vanish
 
-    async def _start(self, connection: Any) -> None:
+    async def _start(self) -> None:
         try:
-            await connection.create_session(
+            await self.connection.create_session(
                 lambda: self.session,
                 self.mark.mark(self.command),
                 encoding=None,

@@ -183,8 +183,10 @@ class AsyncsshConnection:
     def __init__(
         self, host: Host, connection: asyncssh.SSHClientConnection, seconds: float, openings: list[Opening]
     ) -> None:
-        """`seconds`: what making the connection took. `openings`: channels that are being opened."""
-        self._host, self._connection, self._openings = host, connection, openings
+        """`seconds`: what making the connection took. `openings`: channels that are being opened, also over connections
+        that have failed since."""
+        self._host, self._connection = host, connection
+        self._openings = [opening for opening in openings if opening.connection is connection]
         self._round_trip = seconds / (1 + len(host.jump)) / _CONNECT_ROUND_TRIPS
         self._pinged = threading.Event()
         asyncio.run_coroutine_threadsafe(self._ping(), Loop.get())

@@ -92,6 +92,11 @@ def stream_count(total: int, round_trip: float) -> int:
     return min(_FAR_STREAMS, 1 + total // _STREAM_BYTES)
 
 
+def _streams_to(box: Box, total: int) -> int:
+    """The round trip is asked for only where it matters: the first answer takes one."""
+    return 1 if total < _STREAM_BYTES else stream_count(total, box.round_trip)
+
+
 def agents_ahead(total: int, round_trip: float) -> int:
     """Before the connection is made, when the round trip is only guessed."""
     return stream_count(total, round_trip) if round_trip > _SURELY_FAR_SECONDS else 1
@@ -165,7 +170,7 @@ def streams_opened_early(box: Box, likely: int) -> Iterator[None]:
     first = 0 if _is_bulk(box, likely) else 1
     threads = [
         threading.Thread(target=open_one, args=(index,), daemon=True)
-        for index in range(first, stream_count(likely, box.round_trip))
+        for index in range(first, _streams_to(box, likely))
     ]
     for thread in threads:
         thread.start()

@@ -129,7 +129,7 @@ class Upload:
         """Small files that no sync has seen, on their first way to a distant box: they are hardly ever there, and the
         question would take a round trip. A second attempt asks."""
         first = {id(tree) for tree in trees if first_push(self.box.host, tree.root)}
-        if self.delete or not is_far(self.box):
+        if self.delete or not first or not new or not is_far(self.box):
             return []
         found, size = [], 0
         for tree, entry in new:
