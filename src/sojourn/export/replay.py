@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,9 @@ from sojourn.export.formats import find_format
 from sojourn.export.gate import Replay, check
 from sojourn.export.reference import Reference
 from sojourn.export.tolerances import find_tolerance
-from sojourn.infer.runtimes.registry import available, open_runtime
-from sojourn.infer.runtimes.transformers_runtime import gguf_file
-from sojourn.infer.safetensors_reader import SafetensorsFile
+from sojourn.infer.runtimes.registry import available, open_runtime, refusal
 
 Say = Callable[[str], None]
-
-_SHARE = 1 / 3  # of the free memory that a model in fp32 may take
 
 
 @dataclass
@@ -53,7 +48,7 @@ def replay_export(
     """`runtimes`: instead of the format's own."""
     result = GateResult(notes=list(reference.notes))
     for name in runtimes or find_format(format_name).runtimes:
-        reason = available(name) or too_large(name, folder)
+        reason = available(name) or refusal(name, folder)
         if reason:
             result.notes.append(f"not replayed in {name}: {reason}")
             say(f"note: {result.notes[-1]}")
@@ -68,26 +63,3 @@ def replay_export(
             result.replay = check(reference, runtime, find_tolerance(format_name, quantization, name))
         return result
     return result
-
-
-def too_large(runtime: str, path: Path) -> str:
-    """Empty, or why transformers cannot hold the model in fp32 here."""
-    if runtime != "transformers":
-        return ""
-    import psutil
-
-    needed, free = 4 * count_parameters(path), psutil.virtual_memory().available
-    if needed <= free * _SHARE:
-        return ""
-    return f"the model takes {needed / 2**30:.1f} GiB in fp32, more than a third of the {free / 2**30:.1f} GiB free"
-
-
-def count_parameters(path: Path) -> int:
-    """From the headers of the safetensors or GGUF files."""
-    file = gguf_file(path)
-    if file is not None:
-        import gguf
-
-        return sum(int(tensor.n_elements) for tensor in gguf.GGUFReader(file).tensors)
-    files = path.glob("*.safetensors") if path.is_dir() else ()
-    return sum(prod(entry.shape) for file in files for entry in SafetensorsFile(file).entries.values())

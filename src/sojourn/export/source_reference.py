@@ -4,6 +4,7 @@ Merging is thus compared with what it must equal. A model that does not fit in m
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 from sojourn.errors import UserError
@@ -12,13 +13,11 @@ from sojourn.export.open_source import Source
 from sojourn.export.probes import builtin_probes, stored_probes
 from sojourn.export.reference import Reference, build_reference
 from sojourn.infer.runtimes.streamed_runtime import StreamedRuntime
-from sojourn.infer.runtimes.transformers_runtime import TransformersRuntime
+from sojourn.infer.runtimes.transformers_runtime import MEMORY_SHARE, TransformersRuntime, free_memory
 from sojourn.infer.runtimes.transformers_tokenizer import TokenizerRuntime, as_ids, open_tokenizer
 from sojourn.infer.weight_source import WeightSource
 from sojourn.model.adapter import ADAPTER_FILE, load_adapter
 from sojourn.model.quiet import quiet_transformers
-
-_SHARE = 1 / 3  # of the free memory that a model in fp32 may take
 
 
 def source_reference(source: Source, say: Callable[[str], None]) -> Reference:
@@ -40,12 +39,8 @@ def open_source(source: Source, say: Callable[[str], None]) -> TokenizerRuntime:
 
 
 def fits_in_memory(weights: WeightSource) -> bool:
-    import math
-
-    import psutil
-
-    needed = 4 * sum(math.prod(weights.shape(name)) for name in weights.names())
-    return needed <= psutil.virtual_memory().available * _SHARE
+    needed = 4 * sum(prod(weights.shape(name)) for name in weights.names())
+    return needed <= free_memory() * MEMORY_SHARE
 
 
 def _model(source: Source) -> Any:

@@ -18,7 +18,8 @@ class Runtime:
 
     A module in this package has `unavailable() -> str` (empty, or why it cannot run here and what to type) and
     `open_model(path: Path) -> Runtime`, where `path` is an export's folder or a single file. `open_model` raises
-    `UserError` or `RunFailed` in one line.
+    `UserError` or `RunFailed` in one line. It may have `refuses(path) -> str`: empty, or why this model cannot be
+    opened on this machine, such as too little memory.
     """
 
     name: str

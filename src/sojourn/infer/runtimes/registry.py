@@ -30,6 +30,12 @@ def available(name: str) -> str:
     return str(_module(name).unavailable())
 
 
+def refusal(name: str, path: Path) -> str:
+    """Empty, or why this runtime would not open this model on this machine."""
+    check = getattr(_module(name), "refuses", None)
+    return str(check(path)) if check is not None else ""
+
+
 def open_runtime(name: str, path: Path) -> Runtime:
     opened: Runtime = _module(name).open_model(path)
     return opened

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sojourn.errors import RunFailed, UserError
 from sojourn.infer.load import context_length
 from sojourn.infer.runtimes.transformers_tokenizer import TokenizerRuntime, as_ids, open_tokenizer
+from sojourn.infer.safetensors_reader import SafetensorsFile
 from sojourn.model.adapter import ADAPTER_FILE, load_adapter
 from sojourn.model.base import BaseModelSource, load_base_model
 from sojourn.model.quiet import quiet_transformers, suppress_stderr
@@ -16,6 +18,8 @@ from sojourn.storage.files import read_json_object
 
 if TYPE_CHECKING:
     import numpy as np
+
+MEMORY_SHARE = 1 / 3  # of the free memory that a model in fp32 may take
 
 
 class TransformersRuntime(TokenizerRuntime):
@@ -54,6 +58,31 @@ class TransformersRuntime(TokenizerRuntime):
 
 def unavailable() -> str:
     return ""
+
+
+def refuses(path: Path) -> str:
+    """Empty, or why the model does not fit in memory in fp32."""
+    needed, free = 4 * count_parameters(path), free_memory()
+    if needed <= free * MEMORY_SHARE:
+        return ""
+    return f"the model takes {needed / 2**30:.1f} GiB in fp32, more than a third of the {free / 2**30:.1f} GiB free"
+
+
+def free_memory() -> int:
+    import psutil
+
+    return int(psutil.virtual_memory().available)
+
+
+def count_parameters(path: Path) -> int:
+    """From the headers of the safetensors or GGUF files."""
+    file = gguf_file(path)
+    if file is not None:
+        import gguf
+
+        return sum(int(tensor.n_elements) for tensor in gguf.GGUFReader(file).tensors)
+    files = path.glob("*.safetensors") if path.is_dir() else ()
+    return sum(prod(entry.shape) for file in files for entry in SafetensorsFile(file).entries.values())
 
 
 def open_model(path: Path) -> TransformersRuntime:

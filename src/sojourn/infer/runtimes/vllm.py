@@ -7,7 +7,7 @@ from typing import Any
 
 from sojourn.errors import UserError
 from sojourn.infer.runtimes.base import Messages, Runtime, Tools
-from sojourn.infer.runtimes.vllm_environment import why_unavailable
+from sojourn.infer.runtimes.vllm_environment import has_gpu, why_unavailable
 from sojourn.infer.runtimes.vllm_server import VllmServer
 from sojourn.model.adapter import ADAPTER_FILE
 from sojourn.run.moved_paths import path_here
@@ -17,6 +17,7 @@ _MOST_CONTEXT = 4096
 _MOST_LOGPROBS = 256
 _NAME = "model"
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank takes
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of its attention on a CPU
 DEFAULT_RANK = 16  # without --max-lora-rank
 _PLAIN: dict[str, Any] = {  # greedy, whatever generation_config.json says
     "model": _NAME, "temperature": 0, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1,
@@ -81,6 +82,25 @@ def open_model(path: Path) -> VllmRuntime:
     context = read_json_object(Path(model) / "config.json").get("max_position_embeddings") or _MOST_CONTEXT
     limits = ["--max-model-len", str(min(int(context), _MOST_CONTEXT)), "--max-logprobs", str(_MOST_LOGPROBS)]
     return VllmRuntime(VllmServer([model, *rest, *limits]))
+
+
+def refuses(path: Path) -> str:
+    """Empty, or why vLLM on this machine cannot open such a model."""
+    size = head_size(read_json_object(Path(serve_arguments(path, _NAME)[0]) / "config.json"))
+    if has_gpu() or size == 0 or size in CPU_HEAD_SIZES:
+        return ""
+    return f"head_dim is {size}, which vLLM takes on a GPU only"
+
+
+def head_size(config: dict[str, Any]) -> int:
+    """0 where config.json does not tell."""
+    text = config.get("text_config") or config
+    if text.get("head_dim"):
+        return int(text["head_dim"])
+    width, heads = (
+        text.get(key) or text.get(old) for key, old in (("hidden_size", "n_embd"), ("num_attention_heads", "n_head"))
+    )
+    return int(width) // int(heads) if width and heads else 0
 
 
 def serve_arguments(folder: Path, name: str) -> list[str]:
