@@ -14,6 +14,7 @@ _LIBRARIES = {
     "onnx": "onnx",
     "mlx": "mlx",
     "vllm": "vllm",
+    "vllm-adapter": "peft",
 }
 _RUN: dict[str, str] = {
     "hf": """from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -25,6 +26,7 @@ model, tokenizer = AutoModelForCausalLM.from_pretrained("."), AutoTokenizer.from
     "onnx": "python -c 'import onnxruntime_genai as og; model = og.Model(\".\")'\n",
     "mlx": "mlx_lm.generate --model . --prompt \"Hello\"\n",
     "vllm": "vllm serve . --served-model-name {name}\n",
+    "vllm-adapter": "vllm serve BASE --enable-lora --lora-modules {name}=. --max-lora-rank RANK --tokenizer .\n",
 }  # fmt: skip
 
 

@@ -51,12 +51,13 @@ FORMATS: dict[str, Format] = {
             "gguf",
             ("f16", "bf16", "f32", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", *_K_QUANTS),
             "sojourn.export.gguf.write:write",
-            ("llamacpp",),
+            ("llamacpp", "transformers"),
         ),
         Format("gguf-adapter", ("f16", "f32"), "sojourn.export.gguf.adapter:write", ("llamacpp",)),
         Format("onnx", ("fp32", "fp16", "int8", "int4"), "sojourn.export.onnx.write:write", ("onnxruntime",)),
         Format("mlx", ("auto", "fp16", "bf16", "q8", "q4"), "sojourn.export.mlx.write:write", ("mlx",)),
         Format("vllm", ("auto", "bf16", "fp16"), "sojourn.export.vllm_folder:write", ("vllm", "transformers")),
+        Format("vllm-adapter", ("auto",), "sojourn.export.vllm_folder:write_adapter", ("vllm", "transformers")),
     )
 }
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from sojourn.config.messages import printable
 from sojourn.errors import RunFailed, UserError
+from sojourn.export.export import VERSION
 from sojourn.export.formats import FORMATS
 from sojourn.export.reference import load_reference
 from sojourn.export.replay import GateResult, replay_export
@@ -17,8 +18,6 @@ from sojourn.export.stage import MANIFEST
 from sojourn.storage.files import NotValid, file_size, is_plain_name, load_json, sha256
 
 Say = Callable[[str], None]
-
-VERSION = 1  # of sojourn_export.json
 
 
 @dataclass
