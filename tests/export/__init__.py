@@ -1,1 +1,1 @@
-"""Runs that are killed, or whose disk fails, at every possible moment; `make test-kill`."""
+"""Exports killed at random moments, and replayed in other programs with a real model; `make test-export`."""

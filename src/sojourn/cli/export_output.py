@@ -35,8 +35,11 @@ class ExportOutput:
         self._meter = Meter(self._bar)
         self._meter.total = total
 
-    def advance(self, count: int) -> None:
-        self._meter.moved(count)
+    def advance(self, count: int, is_new: bool = True) -> None:
+        if is_new:
+            self._meter.moved(count)
+        else:
+            self._meter.done += count
         self._meter.report(last=self._meter.done >= self._meter.total)
 
     def say(self, line: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -43,8 +44,7 @@ def write_tokenizer(source: Source, stage: ExportStage) -> None:
 def write_configs(source: Source, stage: ExportStage, quantization: str) -> None:
     config = {key: value for key, value in source.weights.config.items() if key not in ("_name_or_path", "torch_dtype")}
     weights = source.weights
-    main = max((weights.dtype(name) for name in weights.names()), key=lambda one: (one.is_floating_point, one.itemsize))
-    config["dtype"] = _DTYPES.get(quantization) or str(main).removeprefix("torch.")
+    config["dtype"] = _DTYPES.get(quantization) or _main_dtype(weights)
     config["use_cache"] = True
     stage.json("config.json", config)
     generation = dict(weights.generation_config)
@@ -55,23 +55,36 @@ def write_configs(source: Source, stage: ExportStage, quantization: str) -> None
     stage.json("generation_config.json", generation)
 
 
+def _main_dtype(weights: WeightSource) -> str:
+    """That of most values."""
+    counts: Counter[str] = Counter()
+    for name in weights.names():
+        counts[str(weights.dtype(name)).removeprefix("torch.")] += math.prod(weights.shape(name))
+    return counts.most_common(1)[0][0]
+
+
 def write_weights(weights: WeightSource, stage: ExportStage, quantization: str, progress: Progress) -> None:
     """Shards of at most `SHARD_BYTES`, one after the other, each piece by piece."""
     shards = _plan_shards(weights, quantization)
-    sizes = {name: _size(weights, name, quantization) for names in shards for name in names}
+    files = dict(zip(_shard_names(len(shards)), shards, strict=True))
+    parts = {file: _shard_parts(weights, names, quantization) for file, names in files.items()}
+    sizes = {file: of_file[-1].offset + of_file[-1].length for file, of_file in parts.items()}
     stage.check_space(sum(sizes.values()))
     progress.start("weights", sum(sizes.values()))
-    files = _shard_names(len(shards))
-    for file, names in zip(files, shards, strict=True):
-        header = _header(weights, names, quantization)
-        parts = [Part(0, len(header), partial(bytes, header))]
-        for name in names:
-            parts += _parts(weights, name, quantization, parts[-1].offset + parts[-1].length)
-        stage.ranges(file, parts[-1].offset + parts[-1].length, parts)
+    for file, of_file in parts.items():
+        stage.ranges(file, sizes[file], of_file)
     if len(files) > 1:
-        index = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-        metadata = {"total_size": sum(sizes.values())}
+        index = {name: file for file, names in files.items() for name in names}
+        metadata = {"total_size": sum(_size(weights, name, quantization) for name in index)}
         stage.json(INDEX_FILE, {"metadata": metadata, "weight_map": dict(sorted(index.items()))})
+
+
+def _shard_parts(weights: WeightSource, names: list[str], quantization: str) -> list[Part]:
+    header = _header(weights, names, quantization)
+    parts = [Part(0, len(header), partial(bytes, header))]
+    for name in names:
+        parts += _parts(weights, name, quantization, parts[-1].offset + parts[-1].length)
+    return parts
 
 
 def _dtype(weights: WeightSource, name: str, quantization: str) -> dtype:

@@ -10,7 +10,9 @@ class Progress(Protocol):
         """`what` begins: so many bytes (or steps) in all."""
         ...
 
-    def advance(self, count: int) -> None: ...
+    def advance(self, count: int, is_new: bool = True) -> None:
+        """`is_new`: written by this call, not by one that was interrupted."""
+        ...
 
     def say(self, line: str) -> None:
         """A line for the user, such as a fallback."""
@@ -21,7 +23,7 @@ class NoProgress:
     def start(self, what: str, total: int) -> None:
         pass
 
-    def advance(self, count: int) -> None:
+    def advance(self, count: int, is_new: bool = True) -> None:
         pass
 
     def say(self, line: str) -> None:

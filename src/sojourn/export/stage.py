@@ -32,13 +32,16 @@ class ExportStage:
     def __init__(
         self, target: Path, fingerprint: str, progress: Progress | None = None, overwrite: bool = False
     ) -> None:
-        self.target = target.absolute()
+        self.target = Path(os.path.abspath(target))  # noqa: PTH100 - also of `..`, and without following links
+        if not self.target.name:
+            raise UserError(f"--out: {target} cannot be replaced by an export; {_ELSEWHERE}")
         self.path = self.target.with_name(f".partial-{self.target.name}")
         self.progress: Progress = progress or NoProgress()
         self._fingerprint, self._overwrite = fingerprint, overwrite
         self._refuse_existing()
         self._lock = _lock(self.path, self.target)
         try:
+            _recover(self.target)
             self._refuse_existing()  # another process may have finished it since
             self._resume()
         except BaseException:
@@ -100,12 +103,12 @@ class ExportStage:
     def ranges(self, name: str, total: int, parts: Sequence[Part]) -> None:
         """A large file, part by part: see `ranges.py`. Goes on after the last part that reached the disk."""
         if self._is_complete(name):
-            self.progress.advance(total)
+            self.progress.advance(total, is_new=False)
             return
         partial, written = self._partial(name), self._parts.get(name, {})
         is_same = written.get("total") == total and written.get("parts") == len(parts)
         done = int(written["done"]) if is_same and partial.is_file() and partial.stat().st_size == total else 0
-        self.progress.advance(sum(part.length for part in parts[:done]))
+        self.progress.advance(sum(part.length for part in parts[:done]), is_new=False)
 
         def record(count: int) -> None:
             self._parts[name] = {"total": total, "parts": len(parts), "done": count}
@@ -162,7 +165,6 @@ class ExportStage:
         self.close()
 
     def _refuse_existing(self) -> None:
-        _recover(self.target)
         if os.path.lexists(self.target) and not self._overwrite:
             raise UserError(f"{self.target} exists already; {_ELSEWHERE}, or replace it: --overwrite")
         if self._overwrite and self.target.exists() and not (self.target / MANIFEST).is_file():
