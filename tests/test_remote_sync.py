@@ -17,11 +17,13 @@ from plain_sshd import PlainSshd, needs_sshd, plain_sshd
 from slow_link import slow_link
 from sojourn.errors import UserError
 from sojourn.remote import sync
+from sojourn.remote.box.tree import Entry
 from sojourn.remote.box_client import Box
 from sojourn.remote.download import MissingOnBox
 from sojourn.remote.ignore import Ignore
 from sojourn.remote.manifest import Tree
 from sojourn.remote.sync import SyncFailed
+from sojourn.remote.upload_small import ReadAhead
 
 pytestmark = needs_sshd
 MIB = 1 << 20
@@ -349,3 +351,18 @@ def test_a_new_tree_goes_to_a_distant_box_at_once_and_only_changes_later(
             assert link.carried - carried < MIB // 2
     assert asked == [300, 0]
     assert tree_of(there) == tree_of(here)
+
+
+def test_a_small_file_that_changes_before_it_is_sent_travels_as_it_is_then(
+    box: Box, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = write(tmp_path / "here", {"a": b"old", "b": b"the same"}), tmp_path / "there"
+    read = ReadAhead.read
+
+    def change_after_it(ahead: ReadAhead, files: list[tuple[Tree, Entry]], enough: object) -> None:
+        read(ahead, files, lambda: False)
+        (here / "a").write_bytes(b"new and longer")
+
+    monkeypatch.setattr(ReadAhead, "read", change_after_it)
+    box.push([(here, str(there))])
+    assert tree_of(there) == tree_of(here) == {"a": b"new and longer", "b": b"the same"}

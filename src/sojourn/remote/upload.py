@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sojourn.errors import UserError
 from sojourn.remote.agent_client import Agent, AgentFailed
-from sojourn.remote.box.hashes import HashCache, stamp
+from sojourn.remote.box.hashes import HashCache
 from sojourn.remote.box.tree import Entry
 from sojourn.remote.ignore import Ignore
 from sojourn.remote.manifest import Tree, first_push, list_trees, local_cache, remote_cache
@@ -56,7 +56,7 @@ class Upload:
         self.box, self.items, self.ignore, self.delete, self.durable = box, items, ignore, delete, durable
         self.meter = Meter(progress)
         self.cache: HashCache = local_cache()
-        self.ahead = ReadAhead()
+        self.ahead = ReadAhead(self.cache)
         self.result = Synced()
         self.failed: list[str] = []
         self.changes: dict[str, int] = {}
@@ -80,6 +80,7 @@ class Upload:
     def _once(self) -> bool:
         """False where files changed while they travelled, so that another look is needed."""
         self.failed, self.result.skipped = [], []
+        self.ahead = ReadAhead(self.cache)
         self.chunk, chunk = smaller(self.chunk), self.chunk
         new: list[tuple[Tree, Entry]] = []
         with self.box.connecting(lambda round_trip: agents_ahead(_bytes(new), round_trip)) as connected:
@@ -94,7 +95,6 @@ class Upload:
             again = self._send(agent, needed)
             if self.durable:
                 agent.ask("sync")
-        self.ahead.clear()
         self.chunk = chunk
         return not again
 
@@ -174,8 +174,7 @@ class Upload:
     def stored(self, entry: Entry, digest: str) -> None:
         self.result.files += 1
         self.result.bytes += entry.size
-        if stamp(entry.status)[2] < time.time_ns() - 2_000_000_000:
-            self.cache.remember(entry.path, entry.status, digest)
+        self.cache.remember_read(entry.path, entry.status, digest, time.time_ns())
 
     def look_again(self, entry: Entry) -> bool:
         """Whether a file that changed while it travelled is tried once more."""

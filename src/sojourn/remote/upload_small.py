@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sojourn.remote.agent_client import Agent, AgentFailed
-from sojourn.remote.box.hashes import stamp
+from sojourn.remote.box.hashes import HashCache, stamp
 from sojourn.remote.box.tree import Entry
 from sojourn.remote.manifest import Tree
 from sojourn.remote.sync import BATCH_BYTES, BATCH_FILES, SMALL_BYTES, compressed
@@ -41,7 +43,8 @@ def _read(path: str) -> Content:
 class ReadAhead:
     """Contents of files that will probably travel."""
 
-    def __init__(self) -> None:
+    def __init__(self, cache: HashCache) -> None:
+        self._cache = cache
         self._contents: dict[str, Content] = {}
 
     def read(self, files: list[tuple[Tree, Entry]], enough: Callable[[], bool]) -> None:
@@ -52,6 +55,7 @@ class ReadAhead:
                 return
             if entry.size > SMALL_BYTES:
                 continue
+            began = time.time_ns()
             try:
                 content = _read(entry.path)
             except OSError:
@@ -60,12 +64,14 @@ class ReadAhead:
             size += len(content.data)
             if content.is_of(entry):
                 tree.digests[entry.rel] = content.digest
+                self._cache.remember_read(entry.path, entry.status, content.digest, began)
 
     def take(self, path: str) -> Content:
-        return self._contents.pop(path, None) or _read(path)
-
-    def clear(self) -> None:
-        self._contents.clear()
+        """The file as it is now."""
+        content = self._contents.pop(path, None)
+        if content is None or stamp(Path(path).stat()) != stamp(content.status):
+            return _read(path)
+        return content
 
 
 class Batch:

@@ -56,14 +56,20 @@ class HashCache:
         if digest is None:
             began = time.time_ns()
             digest = sha256(path)
-            if stat.st_ctime_ns < began - _RECENT_NS:
-                self.remember(path, stat, digest)
+            self.remember_read(path, stat, digest, began)
         return digest
+
+    def remember_read(self, path: str, stat: os.stat_result, digest: str, began_ns: int) -> None:
+        """Of what was read from `began_ns` on; not where the file may have changed since with the same times."""
+        if stat.st_ctime_ns < began_ns - _RECENT_NS:
+            self.remember(path, stat, digest)
 
     def remember(self, path: str, stat: os.stat_result, digest: str) -> None:
         """`stat` of a file whose content is known, because it was just written for example."""
-        self._known[path] = [*stamp(stat), digest]
-        self._new.append(path)
+        line: list[object] = [*stamp(stat), digest]
+        if self._known.get(path) != line:
+            self._known[path] = line
+            self._new.append(path)
 
     def save(self) -> None:
         """Failing here costs only time at the next call."""
