@@ -1,0 +1,1 @@
+"""The ONNX format: a graph with KV cache for onnxruntime and onnxruntime-genai."""
