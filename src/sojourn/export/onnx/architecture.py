@@ -11,13 +11,13 @@ from sojourn.errors import UserError
 if TYPE_CHECKING:
     from sojourn.infer.weight_source import WeightSource
 
-_EMBEDDING = "embed_tokens.weight"
+_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
 class Family:
-    """What config.json does not say. `prefix`: of the class names in transformers. `norms`: of a layer's weights, before
-    and after attention, before and after the MLP; None where there is none."""
+    """What config.json does not say. `prefix`: of transformers' class names. `norms`: a layer's, before and after
+    attention, before and after the MLP; None where there is none."""
 
     prefix: str
     norms: tuple[str, str | None, str, str | None] = ("input_layernorm", None, "post_attention_layernorm", None)
@@ -152,6 +152,8 @@ def _decoder_names(names: list[str]) -> tuple[dict[str, str], tuple[str, ...]]:
         raise UserError(f"no {_EMBEDDING} among the weights")
     prefix = embedding.removesuffix(_EMBEDDING)
     found = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
-    found.update({"lm_head.weight": name for name in names if name.endswith("lm_head.weight")})
+    head = next((name for name in names if name.endswith(_HEAD)), None)
+    if head is not None:
+        found[_HEAD] = head
     used = set(found.values())
     return found, tuple(name for name in names if name not in used)

@@ -189,7 +189,7 @@ class DecoderGraph:
         return self._g.node("Range", [start, stop, self._g.number(1, "int64")])
 
     def _rotations(self, rope: Rope, positions: str) -> tuple[str, str]:
-        """Cosines and sines [batch × new, rotated / 2] of the tokens of this call alone: no table limits the context."""
+        """Cosines and sines [batch × new, rotated / 2] of this call's tokens alone: no table limits the context."""
         graph = self._g
         frequencies = graph.constant(rope.frequencies[None])
         if rope.long_frequencies is not None:

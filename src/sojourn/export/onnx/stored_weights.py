@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -128,9 +128,7 @@ class StoredWeights:
         stored = next(one for one in self._graph.initializers if one.name == values)
         at = {entry.key: entry.value for entry in stored.external_data}
         shape = (rows, blocks * packed) if flat else (rows, blocks, packed)
-        return self._graph.external(
-            name, stored.data_type, shape, at["location"], int(at["offset"]), int(at["length"])
-        )
+        return self._graph.external(name, stored.data_type, shape, at["location"], int(at["offset"]), int(at["length"]))
 
     def _add(
         self, name: str, source: str, kind: str, shape: tuple[int, ...], row_bytes: int, load: Callable[[int, int], Any]
@@ -140,17 +138,13 @@ class StoredWeights:
         if padding:
             self._plan(padding, partial(bytes, padding))
         start = self.bytes
-        for first, last in _pieces(self._shape(source)):
+        for first, last in row_pieces(self._shape(source)):
             self._plan((last - first) * row_bytes, partial(load, first, last))
         return self._graph.external(name, _onnx_type(kind), shape, DATA_FILE, start, self.bytes - start)
 
     def _plan(self, length: int, load: Callable[[], Any]) -> None:
         self.parts.append(Part(self.bytes, length, load))
         self.bytes += length
-
-
-def _pieces(shape: tuple[int, ...]) -> Iterable[tuple[int, int]]:
-    return row_pieces(shape)
 
 
 def _onnx_type(kind: str) -> int:
@@ -174,6 +168,5 @@ def _quantized_rows(source: WeightSource, name: str, bits: int, which: int, star
     import torch
 
     found = quantize_rows(source.rows(name, start, stop), bits)[which]
-    assert found is not None
     values: np.ndarray = found.contiguous().view(torch.uint8).numpy()
     return values.reshape(-1)
