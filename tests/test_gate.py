@@ -9,17 +9,23 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from sojourn.export import hf
 from sojourn.export.gate import check
+from sojourn.export.open_source import open_weights
 from sojourn.export.probes import builtin_probes
+from sojourn.export.progress import NoProgress
 from sojourn.export.reference import build_reference, load_reference, save_reference
+from sojourn.export.source_reference import source_reference
+from sojourn.export.stage import ExportStage
 from sojourn.export.tolerances import find_tolerance
 from sojourn.infer.runtimes.transformers_runtime import open_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from sojourn.export.gate import Replay
+    from sojourn.export.open_source import Source
     from sojourn.export.reference import Reference
-    from sojourn.export.replay import Replay
 
 CONTEXT = 128
 LAYERS = "model.layers"
@@ -136,3 +142,50 @@ def test_a_missing_eos_is_seen(reference, export):
     edit(export / "generation_config.json", lambda g: g.pop("eos_token_id"))
     edit(export / "config.json", lambda g: g.pop("eos_token_id"))
     assert replay(reference, export).differences[0].kind == "stop token"
+
+
+@pytest.fixture(scope="module")
+def adapter(folder, tmp_path_factory) -> Path:
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(2)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    made = tmp_path_factory.mktemp("adapter")
+    get_peft_model(model, config).save_pretrained(made)
+    for file in folder.glob("tokenizer*"):
+        shutil.copy(file, made)
+    return made
+
+
+def test_merging_into_the_quantized_base_is_seen(folder, adapter, tmp_path):
+    """The source is the adapter beside its base, not merged."""
+    import gguf
+
+    def rounded(weights: dict) -> dict:
+        kind = gguf.GGMLQuantizationType.Q4_0
+        for name, value in weights.items():
+            if value.ndim == 2 and "layers" in name:
+                written = gguf.quants.dequantize(gguf.quants.quantize(value.numpy(), kind), kind)
+                value.copy_(torch.from_numpy(written))
+        return weights
+
+    import torch
+
+    source = open_weights(str(adapter), base=str(folder))
+    reference = source_reference(source, print)
+    assert replay(reference, merged(source, tmp_path / "healthy"), quantization="auto").passed
+    wrong = shutil.copytree(folder, tmp_path / "base")
+    change(wrong, rounded)
+    found = replay(
+        reference, merged(open_weights(str(adapter), base=str(wrong)), tmp_path / "wrong"), quantization="bf16"
+    )
+    assert found.differences[0].kind == "logits" and found.figures["relative error"] > 0.02, found.figures
+
+
+def merged(source: Source, target: Path) -> Path:
+    with ExportStage(target, source.fingerprint) as stage:
+        hf.write(source, stage, "auto", NoProgress())
+        return stage.finish({})

@@ -76,7 +76,8 @@ def export(request: ExportRequest, progress: Progress | None = None) -> Exported
         with _timed(seconds, "reference"):
             reference = _reference(source, stage, progress)
         with _timed(seconds, "replay"):
-            result = replay_export(stage.path, format.name, quantization, reference, progress.say)
+            say, weights = progress.say, source.weights
+            result = replay_export(stage.path, format.name, quantization, reference, say, weights=weights)
         _refuse_drift(result, stage, request.keep_rejected)
         if _fingerprint(source, format, quantization) != fingerprint:
             stage.discard()

@@ -66,6 +66,7 @@ class Replay:
 
 
 def check(reference: Reference, runtime: Runtime, tolerance: Tolerance) -> Replay:
+    """What the user sees is the first difference."""
     replay = Replay(runtime.name)
     for stage in (_templates, _token_ids, _stop_tokens, _logits, _greedy):
         replay.differences += stage(reference, runtime, tolerance, replay)

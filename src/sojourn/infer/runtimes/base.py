@@ -6,6 +6,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import numpy as np
     from typing_extensions import Self
 
@@ -65,6 +67,10 @@ class Runtime:
 
     def greedy(self, ids: list[int], count: int) -> list[int] | None:
         """At most `count` new tokens by argmax, without penalties; a stop token is the last one."""
+        return None
+
+    def weights(self) -> Iterable[tuple[str, Any]] | None:
+        """The weights as torch tensors under transformers' names, dequantized, in any order."""
         return None
 
     def close(self) -> None:

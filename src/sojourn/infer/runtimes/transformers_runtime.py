@@ -17,6 +17,8 @@ from sojourn.run.moved_paths import path_here
 from sojourn.storage.files import read_json_object
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import numpy as np
 
 MEMORY_SHARE = 1 / 3  # of the free memory that a model in fp32 may take
@@ -51,6 +53,16 @@ class TransformersRuntime(TokenizerRuntime):
                     break
                 step, cache = torch.tensor([tokens[-1:]]), output.past_key_values
         return tokens
+
+    def weights(self) -> Iterable[tuple[str, Any]] | None:
+        """None for adapters, and for weights that are quantized in memory."""
+        import torch
+
+        found = self._model.state_dict()
+        plain = all(
+            type(one) in (torch.Tensor, torch.nn.Parameter) and one.is_floating_point() for one in found.values()
+        )
+        return found.items() if plain and not hasattr(self._model, "peft_config") else None
 
     def close(self) -> None:
         self._model = None
