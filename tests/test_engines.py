@@ -150,7 +150,7 @@ def test_generate_and_chat_open_the_checkpoint_of_a_run_stopped_under_fsdp(tiny,
     run, prompt = run_of(words), "What colour is the cat of house 3?"
     said = called("generate", run.path.name, "--prompt", prompt, "--max-tokens", "5", "--json")
     assert said.returncode == 0 and "opened at step 4" in said.stderr, said.stderr
-    answer = json.loads(said.stdout)[0]["text"]
+    answer = json.loads(said.stdout)[0]["completion"]
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{prompt}\n"))
     chat = called("chat", run.path.name, "--max-tokens", "5")
     assert chat.returncode == 0 and answer.strip() and answer.strip() in chat.stdout, (answer, chat)

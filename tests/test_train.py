@@ -185,7 +185,7 @@ def test_plain_transformers_opens_the_model_and_says_the_same_as_generate(words,
     with torch.inference_mode():
         output = model.generate(**inputs, max_new_tokens=24, do_sample=False)
     text = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    assert json.loads(ours.stdout)[0]["text"] == text
+    assert json.loads(ours.stdout)[0]["completion"] == text
 
 
 def test_chat_answers_line_by_line_and_leaves_at_the_end_of_input(words, fork_server):

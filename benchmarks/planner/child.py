@@ -181,7 +181,7 @@ def _begin_anew(device: str) -> None:
         return
     import torch
 
-    from sojourn.train.faults.oom_fallback import free_memory
+    from sojourn.machine.out_of_memory import free_memory
 
     torch.cuda.synchronize()
     free_memory()
@@ -264,7 +264,7 @@ def _failure(error: BaseException) -> Found:
 def _is_memory(error: BaseException) -> bool:
     if not isinstance(error, (RuntimeError, MemoryError)):
         return False
-    from sojourn.train.faults.oom_fallback import is_oom
+    from sojourn.machine.out_of_memory import is_oom
 
     return is_oom(error)
 

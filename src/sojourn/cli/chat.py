@@ -5,20 +5,50 @@ from __future__ import annotations
 import typer
 
 from sojourn.cli.model_args import CheckpointOption, DeviceOption, ModelArg
+from sojourn.cli.sampling_args import (
+    FrequencyOption,
+    LogitBiasOption,
+    MaxTokensOption,
+    MinPOption,
+    PresenceOption,
+    RepetitionOption,
+    SeedOption,
+    StopOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
+    read_logit_bias,
+    read_stops,
+)
 
 
 def chat(
     model: ModelArg,
-    system: str = typer.Option(None, help="System message."),
-    max_tokens: int = typer.Option(256, "--max-tokens", "--max-new-tokens", min=1, help="Maximum tokens per reply."),
-    temperature: float = typer.Option(0.0, min=0.0, help="0 means greedy decoding."),
-    top_p: float = typer.Option(1.0, min=0.01, max=1.0, help="Nucleus sampling: the probability mass to sample from."),
+    system: str = typer.Option("", help="System message."),
+    max_tokens: MaxTokensOption = 256,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0,
+    top_k: TopKOption = 0,
+    min_p: MinPOption = 0.0,
+    repetition_penalty: RepetitionOption = 1.0,
+    frequency_penalty: FrequencyOption = 0.0,
+    presence_penalty: PresenceOption = 0.0,
+    logit_bias: LogitBiasOption = None,
+    stop: StopOption = None,
+    seed: SeedOption = None,
     checkpoint: CheckpointOption = None,
     device: DeviceOption = "auto",
 ) -> None:
-    """Chat with a model. /reset clears the conversation, /exit (or Ctrl-D) quits."""
+    """Chat with a model. /help lists commands: /reset /retry /system /temp /save /load /exit. Ctrl-C stops a reply."""
     from sojourn.errors import UserError
-    from sojourn.infer.generate import SamplingParams, describe_cut, reply
+    from sojourn.infer.sampling import SamplingParams
+
+    params = SamplingParams(
+        max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, frequency_penalty, presence_penalty,
+        read_logit_bias(logit_bias), read_stops(stop), 1, seed,
+    )  # fmt: skip
+    from sojourn.infer.chat import Chat
+    from sojourn.infer.chat_terminal import ChatTerminal
     from sojourn.infer.load import load_model
 
     opened = load_model(model, device, checkpoint)
@@ -26,26 +56,4 @@ def chat(
         raise UserError(
             f"{opened.path}: trained on plain text, without chats; use: sojourn generate {model} --prompt TEXT"
         )
-    start = [{"role": "system", "content": system}] if system else []
-    turns, params = list(start), SamplingParams(max_tokens, temperature, top_p)
-    print(f"{opened.path} · /reset clears the conversation, /exit quits")
-    while True:
-        try:
-            line = input("you: ").strip()
-        except (EOFError, KeyboardInterrupt):
-            print()
-            return
-        if line in ("/exit", "/quit"):
-            return
-        if line == "/reset":
-            turns = list(start)
-        elif line:
-            turns.append({"role": "user", "content": line})
-            print("model: ", end="", flush=True)
-            completion, forgotten = reply(opened, turns, params)
-            turns.append({"role": "assistant", "content": completion.text})
-            if forgotten:
-                print(f"({forgotten} oldest turns no longer fit the model's context and were left out)")
-            cut = describe_cut(opened, completion, params)
-            if cut is not None:
-                print(f"({cut})")
+    ChatTerminal(opened, Chat(opened, params, system)).run()

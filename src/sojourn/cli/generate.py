@@ -1,49 +1,121 @@
-"""`sojourn generate`: a completion of each prompt."""
+"""`sojourn generate`: completions of prompts, of which a file may have many."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import typer
 
 from sojourn.cli.model_args import CheckpointOption, DeviceOption, ModelArg
+from sojourn.cli.sampling_args import (
+    FrequencyOption,
+    LogitBiasOption,
+    MaxTokensOption,
+    MinPOption,
+    PresenceOption,
+    RepetitionOption,
+    SeedOption,
+    StopOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
+    read_logit_bias,
+    read_stops,
+)
+
+if TYPE_CHECKING:
+    from sojourn.infer.generate_rows import RowsJob
+    from sojourn.infer.load import LoadedModel
+    from sojourn.infer.sampling import SamplingParams
 
 
 def generate(
     model: ModelArg,
-    prompt: list[str] = typer.Option(..., "--prompt", "-p", help="Text to continue or to answer. Repeatable."),
-    max_tokens: int = typer.Option(128, "--max-tokens", "--max-new-tokens", min=1, help="Maximum new tokens."),
-    temperature: float = typer.Option(0.0, min=0.0, help="0 means greedy decoding."),
-    top_p: float = typer.Option(1.0, min=0.01, max=1.0, help="Nucleus sampling: the probability mass to sample from."),
-    seed: int = typer.Option(None, help="Random seed for sampling."),
+    prompt: list[str] | None = typer.Option(
+        None, "--prompt", "-p", help="Text to continue or to answer. Repeatable.", show_default=False
+    ),
+    prompts: str | None = typer.Option(
+        None,
+        "--prompts",
+        metavar="FILE",
+        help="A file of prompts: .txt with one a line, or .jsonl with prompt or messages; other columns are kept.",
+    ),
+    out: str | None = typer.Option(
+        None, "--out", "-o", metavar="FILE", help="Write JSONL there. After a kill, run the same command to go on."
+    ),
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace a file that other settings made."),
+    max_tokens: MaxTokensOption = 128,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0,
+    top_k: TopKOption = 0,
+    min_p: MinPOption = 0.0,
+    repetition_penalty: RepetitionOption = 1.0,
+    frequency_penalty: FrequencyOption = 0.0,
+    presence_penalty: PresenceOption = 0.0,
+    logit_bias: LogitBiasOption = None,
+    stop: StopOption = None,
+    n: int = typer.Option(1, "--n", "-n", help="Completions of each prompt."),
+    seed: SeedOption = None,
+    batch_size: int | None = typer.Option(
+        None, min=1, help="Prompts at a time; default: 64, or what fits the memory.", show_default=False
+    ),
     raw: bool = typer.Option(False, "--raw", help="Continue the text as it is, without the chat template."),
     checkpoint: CheckpointOption = None,
     device: DeviceOption = "auto",
     json: bool = typer.Option(
-        False, "--json", help="Print JSON: prompt, text, finish_reason (stop or length), prompt_tokens, tokens."
+        False, "--json", help="Print JSON: prompt, completion, finish_reason (stop or length), prompt_tokens, tokens."
     ),
 ) -> None:
-    """Generate a completion for each prompt. A model that was trained on chats gets it as a user's message.
+    """Generate completions. A model that was trained on chats gets a prompt as a user's message.
 
-    An example: sojourn generate small --prompt "Once upon a time" --max-tokens 50
+    Examples:
+
+    sojourn generate small --prompt "Once upon a time" --max-tokens 50
+
+    sojourn generate small --prompts questions.jsonl --out answers.jsonl --temperature 0.7 --seed 1
     """
-    import sys
-    from dataclasses import asdict
+    from sojourn.errors import UserError
+    from sojourn.infer.sampling import SamplingParams
 
-    from sojourn.infer.generate import SamplingParams, describe_cut, format_prompt
-    from sojourn.infer.generate import generate as complete
+    params = SamplingParams(
+        max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, frequency_penalty, presence_penalty,
+        read_logit_bias(logit_bias), read_stops(stop), n, seed,
+    )  # fmt: skip
+    if bool(prompt) == bool(prompts):
+        raise UserError("give either --prompt TEXT (repeatable) or --prompts FILE")
+    from sojourn.infer.generate_rows import RowsJob, check_rows, print_rows, rows_of, write_rows
     from sojourn.infer.load import load_model
 
-    opened, params = load_model(model, device, checkpoint), SamplingParams(max_tokens, temperature, top_p, seed)
-    completions = complete(opened, [format_prompt(opened, p, raw) for p in prompt], params)
-    if json:
-        from json import dumps
+    read, source = rows_of(prompt, prompts, out)
+    job, total = RowsJob(read, source, params, raw, batch_size), check_rows(read())
+    opened = load_model(model, device, checkpoint)
+    if out is not None:
+        from pathlib import Path
 
-        rows = [{"prompt": p, **asdict(one)} for p, one in zip(prompt, completions, strict=True)]
-        print(dumps(rows, ensure_ascii=False))
+        write_rows(opened, job, total, model, Path(out).expanduser(), overwrite)
+    elif prompts is not None:
+        print_rows(opened, job, total)
+    else:
+        _print(opened, job, prompt or (), params, json)
+
+
+def _print(opened: LoadedModel, job: RowsJob, prompts: Sequence[str], params: SamplingParams, json: bool) -> None:
+    import sys
+
+    from sojourn.infer.generate import describe_cut
+    from sojourn.infer.generate_rows import complete
+    from sojourn.run.output import print_json, terminal_text
+
+    completions, rows = complete(opened, job)
+    if json:
+        print_json(rows)
         return
-    for number, (given, one) in enumerate(zip(prompt, completions, strict=True), 1):
-        if len(prompt) > 1:
-            print(f"{chr(10) if number > 1 else ''}[{number}] {' '.join(given.split())[:100]}")
-        print(one.text, flush=True)
+    given = [one for one in prompts for _ in range(params.n)]
+    for number, (text, one) in enumerate(zip(given, completions, strict=True), 1):
+        if len(given) > 1:
+            print(f"{chr(10) if number > 1 else ''}[{number}] {' '.join(text.split())[:100]}")
+        print(terminal_text(one.text), flush=True)
         cut = describe_cut(opened, one, params)
         if cut is not None:
-            print(f"note: {f'[{number}] ' if len(prompt) > 1 else ''}{cut}", file=sys.stderr, flush=True)
+            print(f"note: {f'[{number}] ' if len(given) > 1 else ''}{cut}", file=sys.stderr, flush=True)

@@ -13,8 +13,10 @@ from sojourn.data.artefact import Artefact, Split, artefact_of
 from sojourn.data.prepare import prepare
 from sojourn.data.sources.source import open_source
 from sojourn.errors import UserError
-from sojourn.infer.generate import SamplingParams, format_prompt, generate
+from sojourn.infer.generate import Prompt, generate
 from sojourn.infer.load import LoadedModel, context_length
+from sojourn.infer.prompts import PromptEncoder
+from sojourn.infer.sampling import SamplingParams
 from sojourn.model.network import restore_attention, wrap_model
 from sojourn.run.home import prepared_folder
 from sojourn.train.batcher import Batcher
@@ -38,11 +40,12 @@ def answer_held_out_questions(
     names = families or tuple(builtin.FAMILIES)
     drawn = (builtin.instructions(per_family, seed=1, families=(name,), split="held_out") for name in names)
     tasks = [task for family in drawn for task in family]
-    by_length = sorted(range(len(tasks)), key=lambda i: len(tasks[i].prompt))  # like lengths in a batch: less padding
-    prompts = [format_prompt(loaded, tasks[i].prompt) for i in by_length]
-    completions = generate(loaded, prompts, SamplingParams(max_tokens=32))
-    replies = {index: completion.text for index, completion in zip(by_length, completions, strict=True)}
-    answers = [Answer(task, replies[i], builtin.is_correct(task, replies[i])) for i, task in enumerate(tasks)]
+    encoder = PromptEncoder(loaded.tokenizer)
+    replies = generate(loaded, [Prompt(encoder.prompt(task.prompt)) for task in tasks], SamplingParams(max_tokens=32))
+    answers = [
+        Answer(task, reply.text, builtin.is_correct(task, reply.text))
+        for task, reply in zip(tasks, replies, strict=True)
+    ]
     return {name: [answer for answer in answers if answer.task.family == name] for name in names}
 
 

@@ -55,6 +55,13 @@ def print_json(value: Any, stream: Any = None, **options: Any) -> None:
     print(json.dumps(value, ensure_ascii=not is_utf8, **options), file=stream, flush=True)
 
 
+def terminal_text(text: str) -> str:
+    """Text of a model for standard output: a terminal must not obey control sequences in it."""
+    if not sys.stdout.isatty():
+        return text
+    return "".join("\ufffd" if (c < " " and c not in "\n\t") or "\x7f" <= c < "\xa0" else c for c in text)
+
+
 class LossyStream:
     """Wraps a text stream. Every line goes to its file at once, without a buffer in which it could get stuck."""
 

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from sojourn.config.attention_backends import ATTENTION_BACKENDS
+from sojourn.machine.out_of_memory import free_memory, is_oom
 from sojourn.model.neftune import EmbeddingNoise
 from sojourn.train.batcher import DeviceBatch
-from sojourn.train.faults.oom_fallback import free_memory, is_oom
 
 _WARMUP_PASSES = 3  # eager passes before the first capture: kernels are compiled and chosen in them
 _TARGET_STEPS = 8  # room for targets comes in eighths of all tokens

@@ -114,9 +114,7 @@ class Evaluator:
         in_step = self._engine.syncs_every_micro_batch
         with nullcontext() if in_step else self._ranks.raise_oom_on_all_ranks():
             if self._ranks.is_main or in_step:
-                generate = partial(
-                    self._samples.generate, self._network, self._batcher.autocast(), self._batcher.device
-                )
+                generate = partial(self._samples.generate, self._network, self._batcher.autocast())
                 with torch.no_grad():
                     meters.log_samples(step, self._engine.run(generate))
 

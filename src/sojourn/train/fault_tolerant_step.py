@@ -23,6 +23,7 @@ import numpy as np
 from sojourn.data.artefact import Batch
 from sojourn.errors import RunFailed
 from sojourn.launch.verdict import RestartNeeded
+from sojourn.machine.out_of_memory import free_memory, is_oom
 from sojourn.train.batcher import Prefetcher
 from sojourn.train.checkpoint.checkpoint import load_newest
 from sojourn.train.checkpoint.rng_state import get_rng_state, set_rng_state
@@ -34,8 +35,6 @@ from sojourn.train.faults.oom_fallback import (
     NoFallbackLeft,
     OomFallback,
     format_fallback,
-    free_memory,
-    is_oom,
     next_fallback,
     save_fallback,
 )

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from sojourn.config.schema import RunConfig
 from sojourn.errors import Stopped, UserError
+from sojourn.machine.out_of_memory import free_memory, is_oom
 from sojourn.machine.precision import choose_device
 from sojourn.run.folder import RunFolder
 from sojourn.run.identity import read_identity
@@ -37,8 +38,6 @@ from sojourn.train.faults.oom_fallback import (
     NoFallbackLeft,
     OomFallback,
     format_fallback,
-    free_memory,
-    is_oom,
     load_fallbacks,
     next_fallback,
     save_fallback,

@@ -23,8 +23,8 @@ from sojourn.config.schema import RunConfig
 from sojourn.errors import RunFailed, UserError
 from sojourn.launch.verdict import RelayedError, RunOver, read_verdict
 from sojourn.machine.compare_ranks import RankFacts, compare
+from sojourn.machine.out_of_memory import is_oom
 from sojourn.machine.probe_ranks import rank_facts
-from sojourn.train.faults.oom_fallback import is_oom
 
 if TYPE_CHECKING:
     from torch import Tensor

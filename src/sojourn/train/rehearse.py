@@ -19,6 +19,7 @@ from sojourn.config.quantities import Duration
 from sojourn.config.schema import RunConfig
 from sojourn.errors import RunFailed
 from sojourn.estimate.memory import memory as planned_memory
+from sojourn.machine.out_of_memory import free_memory
 from sojourn.run.checkpoints import list_checkpoints
 from sojourn.run.folder import RunFolder
 from sojourn.run.ledger import Ledger
@@ -31,7 +32,7 @@ from sojourn.train.checkpoint.saving import Saver
 from sojourn.train.fault_tolerant_step import FaultTolerantStep
 from sojourn.train.faults.guard import Guard
 from sojourn.train.faults.limits import session_end, with_catalogue_price
-from sojourn.train.faults.oom_fallback import OomFallback, format_fallback, free_memory
+from sojourn.train.faults.oom_fallback import OomFallback, format_fallback
 from sojourn.train.optim.optimizers import learning_rate
 from sojourn.train.ranks import Ranks
 from sojourn.train.session import Session, open_session, print_line

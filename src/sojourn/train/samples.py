@@ -8,8 +8,11 @@ import numpy as np
 
 from sojourn.config.schema import RunConfig
 from sojourn.data.artefact import Artefact, Split
-from sojourn.infer.generate import SamplingParams, apply_chat_template, generate_tokens
+from sojourn.infer.detokenize import make_decode
+from sojourn.infer.generate import generate_tokens
 from sojourn.infer.load import context_length
+from sojourn.infer.prompts import PromptEncoder
+from sojourn.infer.sampling import SamplingParams
 from sojourn.model.network import Network
 
 _HELD_OUT_PROMPTS = 2
@@ -23,35 +26,24 @@ class Samples:
     def __init__(self, config: RunConfig, artefact: Artefact) -> None:
         from transformers import AutoTokenizer
 
-        self._tokenizer = AutoTokenizer.from_pretrained(artefact.tokenizer)
-        self._stop_ids, self._pad_id = artefact.stop_ids, artefact.pad_id
+        tokenizer = AutoTokenizer.from_pretrained(artefact.tokenizer)
+        self._decode, self._stop_ids = make_decode(tokenizer), artefact.stop_ids
         self._params = SamplingParams(max_tokens=config.train.sample_tokens)
         if config.train.samples:
-            self._prompts = [(prompt, self._encode(prompt, artefact)) for prompt in config.train.samples]
+            encoder, raw = PromptEncoder(tokenizer), not artefact.facts["chat"]
+            self._prompts = [(prompt, encoder.prompt(prompt, raw)) for prompt in config.train.samples]
         else:
             beginnings = _beginnings(artefact.eval)[:_HELD_OUT_PROMPTS]
-            self._prompts = [(self._tokenizer.decode(ids), ids) for ids in beginnings]
+            self._prompts = [(tokenizer.decode(ids), ids) for ids in beginnings]
 
-    def _encode(self, prompt: str, artefact: Artefact) -> list[int]:
-        text = prompt
-        if artefact.facts["chat"]:
-            text = apply_chat_template(self._tokenizer, [{"role": "user", "content": prompt}])
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def generate(
-        self, network: Network, autocast: AbstractContextManager[object], device: str
-    ) -> list[tuple[str, str]]:
+    def generate(self, network: Network, autocast: AbstractContextManager[object]) -> list[tuple[str, str]]:
         """Each prompt with its completion."""
-        import torch
-
         samples = []
         with network.transformers_attention() as model, autocast:
             longest = max(1, context_length(model) - self._params.max_tokens)
             for prompt, ids in self._prompts:
-                input_ids = torch.tensor([ids[-longest:]], device=device)
-                inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
-                tokens = generate_tokens(model, inputs, self._params, self._pad_id, self._stop_ids)
-                samples.append((prompt, self._tokenizer.decode(tokens[0], skip_special_tokens=True)))
+                tokens = generate_tokens(model, [ids[-longest:]], self._params, self._stop_ids)
+                samples.append((prompt, self._decode(tokens[0])))
         return samples
 
 

@@ -105,7 +105,7 @@ def _chat(where: str, messages: tuple[Message, ...], record: Record) -> Document
     if messages[-1].role != "assistant":
         raise BadRecord("the last message is not the assistant's, so there is nothing to train on")
     return Document(
-        where, messages=messages, tools=_tools(record) if "tools" in record or "functions" in record else ()
+        where, messages=messages, tools=read_tools(record) if "tools" in record or "functions" in record else ()
     )
 
 
@@ -155,7 +155,7 @@ def _answer(value: Any, key: str) -> list[Message]:
     return read_turns([value] if isinstance(value, dict) else value, key)
 
 
-def _tools(record: Record) -> tuple[Record, ...]:
+def read_tools(record: Record) -> tuple[Record, ...]:
     """The functions that a chat may call, as {"type": "function", "function": …}."""
     key, tools = first_present(record, "tools", "functions")
     if isinstance(tools, str):

@@ -12,6 +12,7 @@ from pathlib import Path
 from sojourn.config.quantities import Duration
 from sojourn.config.schema import RunConfig
 from sojourn.errors import RunFailed
+from sojourn.machine.out_of_memory import is_oom
 from sojourn.run.folder import RunFolder
 from sojourn.run.identity import Identity
 from sojourn.run.lock import OwnershipLost
@@ -22,7 +23,6 @@ from sojourn.train.checkpoint.rescue import write_elsewhere
 from sojourn.train.checkpoint.snapshot import Snapshots
 from sojourn.train.checkpoint.training_state import Progress, TrainingState
 from sojourn.train.faults.guard import wait_for
-from sojourn.train.faults.oom_fallback import is_oom
 
 Say = Callable[[str], None]
 _RETRY_PAUSES = (0.5, 2.0)  # seconds between attempts of the last save

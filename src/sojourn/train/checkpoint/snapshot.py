@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sojourn.machine.hardware import memory
+from sojourn.machine.out_of_memory import is_oom
 from sojourn.run.checkpoints import PARTS
 from sojourn.train.checkpoint.checkpoint import Checkpoint
-from sojourn.train.faults.oom_fallback import is_oom
 
 if TYPE_CHECKING:
     from torch import Tensor

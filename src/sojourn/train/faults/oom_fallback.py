@@ -7,7 +7,6 @@ device starts with them.
 
 from __future__ import annotations
 
-import gc
 import json
 from typing import Any
 
@@ -17,15 +16,6 @@ from sojourn.errors import RunFailed
 from sojourn.resolve.oom_fallback import is_fallback, saves_more_memory
 from sojourn.run.folder import RunFolder
 from sojourn.storage.files import read_json, write_json
-
-_OOM_MESSAGES = (
-    "out of memory",
-    "not enough memory",
-    "can't allocate memory",
-    "cannot allocate memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-)
 
 
 class OomFallback(Exception):
@@ -42,15 +32,6 @@ class NoFallbackLeft(RunFailed):
     def __init__(self, message: str, clean: bool) -> None:
         super().__init__(message)
         self.clean = clean
-
-
-def is_oom(error: BaseException) -> bool:
-    """torch's own error, or one of the libraries below it."""
-    import torch
-
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(word.lower() in str(error).lower() for word in _OOM_MESSAGES)
 
 
 def next_fallback(
@@ -107,11 +88,3 @@ def merge_fallbacks(per_rank: list[str]) -> dict[str, Any]:
     for fallbacks in map(json.loads, per_rank):
         merged.update({k: v for k, v in fallbacks.items() if k not in merged or saves_more_memory(k, v, merged[k])})
     return merged
-
-
-def free_memory() -> None:
-    import torch
-
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -1,0 +1,195 @@
+"""`sojourn generate` over many prompts: one JSON record a completion, in the order of the prompts, printed or appended
+to a file that a kill does not damage."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from sojourn.data.sources.values import BadRecord
+from sojourn.errors import UserError
+from sojourn.infer.completions_file import CompletionsFile
+from sojourn.infer.generate import Completion, Generator, Prompt, check_prompt, draw_seed
+from sojourn.infer.load import LoadedModel
+from sojourn.infer.progress import Progress
+from sojourn.infer.prompt_file import PromptRow, check_prompt_file, read_prompts
+from sojourn.infer.prompts import PromptEncoder
+from sojourn.infer.sampling import SamplingParams
+from sojourn.run.output import print_json
+from sojourn.storage.files import sha256
+
+_WINDOW_SECONDS = 30.0  # about so much work is lost by a kill
+_MOST_BATCHES = 16  # that are sorted by length together
+_ENDS = 1 << 16  # bytes at both ends of a weights file that identify it
+_RESERVED = ("sample", "completion", "finish_reason", "prompt_tokens", "tokens", "error")
+
+
+@dataclass(frozen=True)
+class RowsJob:
+    """`read`: the prompts, from the first one each time. `source`: what identifies them. `raw`: without the chat
+    template."""
+
+    read: Callable[[], Iterator[PromptRow]]
+    source: str
+    params: SamplingParams
+    raw: bool = False
+    batch_size: int | None = None
+
+    def settings(self, loaded: LoadedModel, name: str) -> dict[str, Any]:
+        """Everything that decides the output."""
+        params = {**asdict(self.params), "logit_bias": {str(k): v for k, v in self.params.logit_bias.items()}}
+        params["stop"] = list(self.params.stop)
+        if not self.params.temperature:
+            params["seed"] = 0  # greedy decoding draws nothing
+        return {"model": name, "weights": weights_stamp(loaded.path), "prompts": self.source, "raw": self.raw, **params}
+
+
+def rows_of(
+    texts: Sequence[str] | None, file: str | None, out: str | None
+) -> tuple[Callable[[], Iterator[PromptRow]], str]:
+    """The prompts of a command line: how to read them, and what identifies them."""
+    if file is None:
+        given = list(texts or ())
+        digest = hashlib.sha256(json.dumps(given).encode()).hexdigest()
+        return lambda: (PromptRow(i, f"--prompt {i + 1}", {"prompt": t}, t) for i, t in enumerate(given)), digest[:16]
+    path = check_prompt_file(file)
+    if out is not None and Path(out).expanduser().exists() and path.samefile(Path(out).expanduser()):
+        raise UserError(f"--out: {out} is the file of prompts; choose another name")
+    return lambda: read_prompts(path), sha256(path)[:16]
+
+
+def check_rows(rows: Iterator[PromptRow]) -> int:
+    """How many there are. Raises UserError at the first that is no prompt, and where an output column would be lost."""
+    count = 0
+    for row in rows:
+        count += 1
+        _kept_columns(row)
+    return count
+
+
+def complete(loaded: LoadedModel, job: RowsJob) -> tuple[list[Completion], list[dict[str, Any]]]:
+    """A few prompts at once: completions, and output rows. A prompt that cannot be answered is an error."""
+    asked = [(row, sample) for row in job.read() for sample in range(job.params.n)]
+    generator = Generator(loaded, job.params, job.batch_size)
+    window = _Window(loaded, PromptEncoder(loaded.tokenizer), job, asked)
+    for at, reason in window.errors.items():
+        text = " ".join(asked[at][0].text.split())[:40]
+        which = f"the prompt “{text}…”" if len(asked) > 1 else "the prompt"
+        raise UserError(f"{which}: {reason}")
+    made = window.generate(generator)
+    return list(made.values()), window.rows(made)
+
+
+def print_rows(loaded: LoadedModel, job: RowsJob, total: int) -> None:
+    """To standard output."""
+    progress = Progress("completions", total * job.params.n)
+    for rows in _generate(loaded, job, 0, progress):
+        for row in rows:
+            print_json(row)
+    progress.say(progress.summary())
+
+
+def write_rows(loaded: LoadedModel, job: RowsJob, total: int, name: str, out: Path, overwrite: bool) -> None:
+    """To a file; rows that it has already are not made again."""
+    total *= job.params.n
+    file = CompletionsFile(out, job.settings(loaded, name), total, overwrite, draw_seed)
+    try:
+        if file.done >= total:
+            print(f"{out}: complete already ({total:,} completions)", file=sys.stderr)
+            return
+        if file.done:
+            print(f"{out}: going on after {file.done:,} of {total:,} completions", file=sys.stderr)
+        job = replace(job, params=replace(job.params, seed=file.settings["seed"]))
+        progress = Progress("completions", total, file.done)
+        for rows in _generate(loaded, job, file.done, progress):
+            file.append(rows)
+        progress.say(f"{out}: {progress.summary()}")
+    except KeyboardInterrupt:
+        print(f"\n{out}: {file.done:,} of {total:,} completions; run the same command to go on", file=sys.stderr)
+        raise
+    finally:
+        file.close()
+
+
+def _generate(loaded: LoadedModel, job: RowsJob, done: int, progress: Progress) -> Iterator[list[dict[str, Any]]]:
+    """The output rows after the first `done`, in order, some at a time."""
+    encoder = PromptEncoder(loaded.tokenizer)
+    generator = Generator(loaded, job.params, job.batch_size, progress.add_tokens)
+    asked = islice(((row, sample) for row in job.read() for sample in range(job.params.n)), done, None)
+    batches, failed = 1, 0
+    while some := list(islice(asked, batches * generator.batch_size)):
+        began = time.monotonic()
+        window = _Window(loaded, encoder, job, some)
+        rows = window.rows(window.generate(generator))
+        failed += len(window.errors)
+        progress.add_rows(len(rows))
+        yield rows
+        seconds = time.monotonic() - began
+        batches = min(2 * batches, _MOST_BATCHES) if seconds < _WINDOW_SECONDS / 2 else max(1, batches // 2)
+    if failed:
+        progress.say(f"warning: {failed:,} prompts have no completion; see the rows with finish_reason error")
+
+
+class _Window:
+    """Some prompts, which are sorted by length and generated together. `errors`: why some of them cannot be."""
+
+    def __init__(
+        self, loaded: LoadedModel, encoder: PromptEncoder, job: RowsJob, asked: Sequence[tuple[PromptRow, int]]
+    ) -> None:
+        self._asked, self._params = asked, job.params
+        self.errors: dict[int, str] = {}
+        self._prompts: dict[int, Prompt] = {}
+        for at, (row, sample) in enumerate(asked):
+            try:
+                ids = row.encode(encoder, job.raw)
+                reason = check_prompt(loaded, ids)
+            except BadRecord as error:
+                reason = str(error)
+            if reason is None:
+                self._prompts[at] = Prompt(ids, row.index, sample)
+            else:
+                self.errors[at] = reason
+
+    def generate(self, generator: Generator) -> dict[int, Completion]:
+        return dict(zip(self._prompts, generator(list(self._prompts.values())), strict=True))
+
+    def rows(self, made: dict[int, Completion]) -> list[dict[str, Any]]:
+        rows = []
+        for at, (row, sample) in enumerate(self._asked):
+            kept = {**_kept_columns(row), **({"sample": sample} if self._params.n > 1 else {})}
+            if at in made:
+                facts = asdict(made[at])
+                rows.append({**kept, "completion": facts.pop("text"), **facts})
+            else:
+                rows.append({**kept, "completion": "", "finish_reason": "error", "error": self.errors[at]})
+        return rows
+
+
+def _kept_columns(row: PromptRow) -> dict[str, Any]:
+    """The record's columns; those with the name of one of ours as `input_NAME`."""
+    kept = {f"input_{name}" if name in _RESERVED else name: value for name, value in row.columns.items()}
+    if len(kept) < len(row.columns):
+        taken = next(name for name in _RESERVED if name in row.columns and f"input_{name}" in row.columns)
+        raise UserError(f"{row.where}: columns {taken} and input_{taken} would become one; rename one of them")
+    return kept
+
+
+def weights_stamp(path: Path) -> str:
+    """A hash of a model's files: names, sizes, and both ends of each."""
+    folder = [*path.glob("*.safetensors"), *path.glob("*config.json")] if path.is_dir() else [path]
+    whole = hashlib.sha256()
+    for file in sorted(folder):
+        size = file.stat().st_size
+        whole.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as opened:
+            whole.update(opened.read(_ENDS))
+            opened.seek(max(0, size - _ENDS))
+            whole.update(opened.read(_ENDS))
+    return whole.hexdigest()[:16]
