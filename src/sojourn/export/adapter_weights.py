@@ -161,6 +161,34 @@ def open_adapter(folder: Path, weight: float = 1.0) -> AdapterWeights:
     return AdapterWeights(folder, config, SafetensorsFile(folder / ADAPTER_WEIGHTS), weight)
 
 
+def _check_types(path: Path, config: dict[str, Any]) -> None:
+    """Of what is read here. A pattern may be a regular expression; one that could take forever is refused."""
+    patterns, saved = config.get("alpha_pattern") or {}, config.get("modules_to_save") or []
+    wrong = ""
+    if not _is_number(config.get("lora_alpha", 8)):
+        wrong = "lora_alpha is not a number"
+    elif not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
+        wrong = "modules_to_save is not a list of names"
+    elif not isinstance(patterns, dict) or not all(map(_is_number, patterns.values())):
+        wrong = "alpha_pattern does not map names to numbers"
+    elif not all(map(_is_simple_pattern, patterns)):
+        wrong = "alpha_pattern has a pattern that is not a simple regular expression"
+    if wrong:
+        raise UserError(f"{path / ADAPTER_FILE}: {wrong}; {_WITH_PEFT}")
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _is_simple_pattern(pattern: str) -> bool:
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError):
+        return False
+    return not re.search(r"\)[*+{]", pattern) and len(re.findall(r"[*+{]", pattern)) <= 4
+
+
 def _check_config(path: Path, config: dict[str, Any]) -> None:
     kind = str(config.get("peft_type", "LORA"))
     if kind != "LORA":
@@ -168,6 +196,7 @@ def _check_config(path: Path, config: dict[str, Any]) -> None:
     for key in _UNSUPPORTED:
         if config.get(key):
             raise UserError(f"{path}: trained with {key}, which is not merged here; {_WITH_PEFT}")
+    _check_types(path, config)
     start = str(config.get("init_lora_weights", True)).lower()
     if start.startswith(_CHANGES_BASE):
         raise UserError(f"{path}: {start} changed the base's weights when its training began; {_WITH_PEFT}")

@@ -62,7 +62,7 @@ class Exported:
 def export(request: ExportRequest, progress: Progress | None = None) -> Exported:
     progress = progress or NoProgress()
     format = find_format(request.format)
-    quantization = format.check_quantization(request.quantization)
+    quantization, write = format.check_quantization(request.quantization), format.writer()
     source = open_weights(request.model, request.checkpoint, request.adapters, request.base, request.combine)
     target = request.out or home() / "exports" / default_name(source.name, format, quantization)
     fingerprint = _fingerprint(source, format, quantization)
@@ -71,10 +71,10 @@ def export(request: ExportRequest, progress: Progress | None = None) -> Exported
         return Exported(target, there, is_new=False)
     with _disk_errors(target), ExportStage(target, fingerprint, progress, request.overwrite) as stage:
         seconds: dict[str, float] = {}
-        with _timed(seconds, "write"):
-            format.writer()(source, stage, quantization, progress)
-        with _timed(seconds, "reference"):
+        with _timed(seconds, "reference"):  # first: what the source lacks shows before anything large is written
             reference = _reference(source, stage, progress)
+        with _timed(seconds, "write"):
+            write(source, stage, quantization, progress)
         with _timed(seconds, "replay"):
             say, weights = progress.say, source.weights
             result = replay_export(stage.path, format.name, quantization, reference, say, weights=weights)

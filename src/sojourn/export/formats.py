@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,9 +26,14 @@ class Format:
 
     def writer(self) -> Callable[..., None]:
         module, _, function = self.write.partition(":")
-        if importlib.util.find_spec(module) is None:
-            raise UserError(f"--to {self.name}: not part of this version of Sojourn")
-        found: Callable[..., None] = getattr(importlib.import_module(module), function)
+        try:
+            found: Callable[..., None] = getattr(importlib.import_module(module), function)
+        except ModuleNotFoundError as error:
+            if not (error.name or "").startswith("sojourn."):
+                raise UserError(
+                    f"--to {self.name} needs the package {error.name}; run: pip install 'sojourn[export]'"
+                ) from None
+            raise UserError(f"--to {self.name}: not part of this version of Sojourn") from None
         return found
 
     def check_quantization(self, name: str | None) -> str:

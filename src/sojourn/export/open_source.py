@@ -29,7 +29,7 @@ from sojourn.storage.gguf_cache import GgufCache
 
 Adapters = Sequence[tuple[str, float]]
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 _PROBES: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": "What is 2 + 3?"}]},
@@ -83,6 +83,10 @@ def open_weights(
     _say_other_bases(merged, base_name)
     weights: WeightSource = MergedWeights(model, merged, combine) if merged else model
     weights.tokenizer_folder = tokenizer
+    if not _has_tokenizer(tokenizer):
+        raise UserError(
+            f"{tokenizer}: no tokenizer there (no tokenizer.json); copy the model's tokenizer files into it"
+        )
     if artefact is not None:
         weights.generation_config = _with_stop_tokens(weights, artefact.stop_ids)
     lineage = lineage_of(found.path, found.run, base_name if merged or found.run else name, merged)
@@ -109,12 +113,15 @@ def _open_found(
         adapter = open_adapter(path)
         base_name = base or path_here(adapter.base_name, path)
         model = open_base(base_name, adapter.config.get("revision"), path, base is None)
-        has_tokenizer = any((path / file).is_file() for file in _TOKENIZER_FILES)
-        return model, [adapter], base_name, path if has_tokenizer else model.tokenizer_folder
+        return model, [adapter], base_name, path if _has_tokenizer(path) else model.tokenizer_folder
     _refuse_base(base, path)
     model = open_base(str(path), None, path, False)
     trained_from = str(config_here(found.run).model.base or "") if found.run is not None else str(path)
     return model, [], trained_from, model.tokenizer_folder
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / file).is_file() for file in _TOKENIZER_FILES)
 
 
 def _refuse_base(base: str | None, path: Path) -> None:
@@ -124,6 +131,8 @@ def _refuse_base(base: str | None, path: Path) -> None:
 
 def open_base(name: str, revision: str | None, near: Path, is_named_by_adapter: bool) -> FolderWeights:
     """A folder, a GGUF file, or a name on the hub. `near`: the adapter, for messages."""
+    if not name or name == "None":
+        raise UserError(f"{near}: does not say which base it was trained on; say where it is: --base DIR")
     path = Path(name).expanduser()
     if path.suffix == ".gguf" and path.is_file():
         return FolderWeights(_unpacked(path), extract_tokenizer(path))

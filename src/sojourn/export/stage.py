@@ -19,7 +19,7 @@ from sojourn.export.progress import NoProgress, Progress
 from sojourn.export.ranges import Part, write_ranges
 from sojourn.machine.process import boot_id, current_process, is_alive, pid_namespace
 from sojourn.storage import disk
-from sojourn.storage.files import advice, is_plain_name, read_json_object, sha256, write_json, write_text
+from sojourn.storage.files import is_plain_name, read_json_object, sha256, write_json, write_text
 
 MANIFEST = "sojourn_export.json"
 _PARTIAL = ".partial"
@@ -27,7 +27,8 @@ _ELSEWHERE = "choose another folder: --out DIR"
 
 
 class ExportStage:
-    """Held from construction until `close`, or the end of the `with` block; what is complete then stays."""
+    """Held from construction until `close`, or the end of the `with` block; what is complete then stays, but for
+    wrong input."""
 
     def __init__(
         self, target: Path, fingerprint: str, progress: Progress | None = None, overwrite: bool = False
@@ -51,7 +52,9 @@ class ExportStage:
     def __enter__(self) -> ExportStage:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
+        if isinstance(error, UserError) and error.code == UserError.code and self.path.exists():
+            disk.remove_folder(self.path)  # wrong input: another call would fail again
         self.close()
 
     def close(self) -> None:
@@ -245,8 +248,7 @@ def _lock(path: Path, target: Path) -> int | None:
         except FileNotFoundError:
             continue  # it was finished or removed since
         except OSError as error:
-            reason = f"{error.strerror}; {advice(error)}, or {_ELSEWHERE}"
-            raise RunFailed(f"{target}: cannot be written: {reason}") from None
+            raise RunFailed(f"{target}: cannot be written: {error.strerror}; {_ELSEWHERE}") from None
         flocked = handle is not None and _flock(handle)
         if flocked is None or (not flocked and _is_written_elsewhere(path)):
             if handle is not None:
