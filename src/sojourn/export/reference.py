@@ -1,12 +1,14 @@
 """The reference: what the source of an export says to the probes. It is stored in the export, so that the export can be
 verified without its source.
 
-`probes.json` has texts, token ids and greedy tokens; `probes.safetensors` the log probabilities of some tokens at some
-positions: the likeliest ones, and others spread over the vocabulary.
+`probes.json` has texts, token ids, greedy tokens, and the log probabilities of some tokens at some positions: the
+likeliest ones, and others spread over the vocabulary. They are in this file since vLLM takes every safetensors file of
+a folder for weights.
 """
 
 from __future__ import annotations
 
+from base64 import b64decode, b64encode
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,14 +18,13 @@ import numpy as np
 from sojourn.errors import RunFailed
 from sojourn.export.probes import PROBES_FILE, Probe
 from sojourn.infer.runtimes.base import Runtime
-from sojourn.storage.files import NotValid, load_json, read_bytes, write_json
+from sojourn.storage.files import NotValid, load_json, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     Array = np.ndarray[Any, Any]
 
-LOGPROBS_FILE = "probes.safetensors"
 FORMAT = 1
 GREEDY_TOKENS = 32
 _POSITIONS = 8  # of a prompt; greedy tokens are all compared
@@ -168,51 +169,53 @@ def _stop_ids(runtime: Runtime) -> list[int]:
 
 
 def save_reference(reference: Reference, folder: Path) -> None:
-    """Writes both files."""
-    from safetensors.numpy import save
-
-    arrays: dict[str, Array] = {}
+    """Writes `probes.json`."""
     probes = []
-    for index, one in enumerate(reference.answers):
+    for one in reference.answers:
         probe = one.probe
-        arrays |= {f"tokens.{index}": one.tokens, f"logprobs.{index}": one.logprobs}
         probes.append({
             "messages": probe.messages, "tools": probe.tools, "add_generation_prompt": probe.add_generation_prompt,
             "add_special_tokens": probe.add_special_tokens, "text": one.text, "ids": one.ids,
-            "positions": one.positions, "greedy": one.greedy,
+            "positions": one.positions, "greedy": one.greedy, "tokens": _packed(one.tokens, "<i4"),
+            "logprobs": _packed(one.logprobs, "<f4"),
         })  # fmt: skip
-    (folder / LOGPROBS_FILE).write_bytes(save(arrays))
     facts = {key: getattr(reference, key) for key in ("runtime", "stop_ids", "dated", "notes")}
     write_json(folder / PROBES_FILE, {"format": FORMAT, **facts, "probes": probes})
 
 
+def _packed(rows: Array, dtype: str) -> str:
+    """Little-endian numbers in base64: as JSON numbers they would take four times the space."""
+    return b64encode(rows.astype(dtype).tobytes()).decode()
+
+
+def _unpacked(text: str, dtype: str, rows: int) -> Array:
+    return np.frombuffer(b64decode(text, validate=True), dtype).reshape(rows, -1)
+
+
 def load_reference(folder: Path) -> Reference:
     """As `save_reference` wrote it. One line where the files are something else."""
-    from safetensors import SafetensorError
-    from safetensors.numpy import load
-
     try:
         facts = load_json(folder / PROBES_FILE)
         if isinstance(facts, dict) and type(facts.get("format")) is int and facts["format"] > FORMAT:
             raise RunFailed(
                 f"{folder / PROBES_FILE}: written by a newer version of sojourn; run: pip install -U sojourn"
             )
-        arrays = load(read_bytes(folder / LOGPROBS_FILE))
-        answers = [_answer(one, arrays, index) for index, one in enumerate(facts["probes"])]
+        answers = [_answer(one, index) for index, one in enumerate(facts["probes"])]
         stops, dated = list(map(int, facts["stop_ids"])), bool(facts["dated"])
         return Reference(answers, stops, dated, str(facts["runtime"]), list(facts["notes"]))
     except FileNotFoundError as error:
         raise RunFailed(
             f"{error.filename}: no such file, so there is nothing to replay; copy the folder again"
         ) from None
-    except (NotValid, SafetensorError, KeyError, TypeError, ValueError, IndexError) as error:
+    except (NotValid, KeyError, TypeError, ValueError, IndexError) as error:
         raise RunFailed(f"{folder}: its probes cannot be read ({_brief(error)}); copy the folder again") from None
 
 
-def _answer(one: dict[str, Any], arrays: dict[str, Array], index: int) -> Answer:
+def _answer(one: dict[str, Any], index: int) -> Answer:
     prompt, special = bool(one["add_generation_prompt"]), bool(one["add_special_tokens"])
     probe = Probe(one["messages"], one["tools"], add_generation_prompt=prompt, add_special_tokens=special)
-    tokens, logprobs = arrays[f"tokens.{index}"], arrays[f"logprobs.{index}"]
+    count = len(one["positions"])
+    tokens, logprobs = _unpacked(one["tokens"], "<i4", count), _unpacked(one["logprobs"], "<f4", count)
     answer = Answer(probe, one["text"], one["ids"], one["greedy"], one["positions"], tokens, logprobs)
     if tokens.shape != logprobs.shape or len(tokens) != len(answer.positions) or not isinstance(answer.text, str):
         raise ValueError(f"probe {index + 1} is damaged")
