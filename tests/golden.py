@@ -31,7 +31,8 @@ def new_process(args: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]
 
 def demo_losses(home: Path, start: Callable[[list[str], dict[str, str]], Any] = new_process) -> list[float]:
     """Starts the demo's own training and kills it once the steps are there."""
-    args = ["train", "demo", "log.every_steps=1", "log.tensorboard=off", "train.device=cpu"]
+    # Without the CPU kernels, which a machine has only with gcc.
+    args = ["train", "demo", "log.every_steps=1", "log.tensorboard=off", "train.device=cpu", "advanced.cpu_kernels=off"]
     env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
     process = start(args, {**env, "SOJOURN_HOME": str(home)})
     from sojourn.run.folder import RunFolder

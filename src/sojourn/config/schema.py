@@ -286,6 +286,7 @@ class AdvancedConfig(Section):
     fused_forwards: Switch = "auto"
     chunked_loss: Switch = "auto"
     hopper_kernels: Switch = "auto"
+    cpu_kernels: Switch = "auto"
     compile_cache: Text | None = None
     split_digits: Bool = True
     reshard_after_forward: Bool = True

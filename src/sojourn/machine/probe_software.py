@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import re
+import shutil
 import sys
 
 from sojourn import __version__
@@ -93,3 +94,8 @@ def importable(name: str) -> bool:
     except (ImportError, ValueError):
         return False
     return found is not None and found.origin is not None
+
+
+def find_gcc() -> str | None:
+    """The compiler of our CPU kernels, which share torch's OpenMP runtime of Linux, libgomp."""
+    return shutil.which("gcc") if sys.platform == "linux" else None

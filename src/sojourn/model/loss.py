@@ -21,6 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from sojourn.estimate.memory import LOGIT_CHUNK_BYTES, MIN_CHUNK_TOKENS
 from sojourn.model.kernels import fp8
+from sojourn.model.kernels.cpu.library import cpu_kernels_take
+from sojourn.model.kernels.cpu.library import cross_entropy_with_grad as cross_entropy_on_cpu
 from sojourn.model.kernels.triton_support import supports_triton
 
 
@@ -140,6 +142,8 @@ def _chunk_loss(logits_CV: Tensor, labels_C: Tensor, needs_grad: bool) -> tuple[
         from sojourn.model.kernels.cross_entropy import cross_entropy_with_grad
 
         return cross_entropy_with_grad(logits_CV, labels_C), logits_CV
+    if needs_grad and cpu_kernels_take(logits_CV):
+        return cross_entropy_on_cpu(logits_CV, labels_C), logits_CV
     logits_CV, labels_C1, valid_C = logits_CV.float(), labels_C.clamp(min=0)[:, None], labels_C >= 0
     logsumexp_C1 = logits_CV.logsumexp(-1, keepdim=True)
     losses_C = (logsumexp_C1 - logits_CV.gather(1, labels_C1)).squeeze(1).masked_fill_(~valid_C, 0.0)

@@ -13,7 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
+from sojourn.model.kernels.fused_forwards import uses_cpu_layer
 from sojourn.model.network import Network
+
+_MOST = 0.75  # of all tokens: with more targets than that, a layer that is one function is faster as a whole
 
 
 def prune_last_layer(network: Network) -> Network:
@@ -31,6 +34,9 @@ def _pruned_class(layer_class: Any) -> Any:
     def forward(self: Any, hidden_states: Tensor, target_indices_N: Tensor | None = None, **kwargs: Any) -> Tensor:
         if target_indices_N is None:
             return original_forward(self, hidden_states, **kwargs)
+        tokens = hidden_states.shape[0] * hidden_states.shape[1]
+        if len(target_indices_N) > _MOST * tokens and uses_cpu_layer(self, hidden_states, kwargs):
+            return original_forward(self, hidden_states, **kwargs).flatten(0, 1).index_select(0, target_indices_N)[None]
         attention_BTD, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
         hidden_1ND = (hidden_states + attention_BTD).flatten(0, 1).index_select(0, target_indices_N)[None]
         return hidden_1ND + self.mlp(self.post_attention_layernorm(hidden_1ND))

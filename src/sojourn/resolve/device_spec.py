@@ -32,6 +32,7 @@ class DeviceSpec:
     ranks              of the whole run
     packages           importable modules, of those that decisions ask for
     failed_attention   attention backends that failed their smoke test
+    has_gcc            whether gcc can compile kernels for this CPU
     """
 
     device_type: str
@@ -46,6 +47,7 @@ class DeviceSpec:
     torch_version: tuple[int, int] = _RENTED_TORCH
     packages: frozenset[str] = _RENTED_PACKAGES
     failed_attention: frozenset[str] = frozenset()
+    has_gcc: bool = False
 
     @property
     def has_triton(self) -> bool:

@@ -1,4 +1,4 @@
-"""Precision, and the kernels that it allows: fused forwards, FP8, Hopper kernels."""
+"""Precision, and the kernels that it allows: fused forwards, FP8, Hopper kernels, CPU kernels."""
 
 from __future__ import annotations
 
@@ -115,4 +115,30 @@ def hopper_unsupported_reason(config: RunConfig, device: DeviceSpec) -> str | No
         return f"needs whole weights, but parallel.engine is {config.parallel.engine}"
     if not device.packages >= HOPPER_PACKAGES:
         return "needs packages that are not installed: pip install 'sojourn[hopper]'"
+    return None
+
+
+def resolve_cpu_kernels(resolved: Resolved, device: DeviceSpec) -> None:
+    setting, reason = resolved.config.advanced.cpu_kernels, cpu_kernels_unsupported_reason(resolved.config, device)
+    if setting == "on" and reason is not None:
+        raise Unsupported(f"advanced.cpu_kernels: {reason}; use auto")
+    if setting == "auto":
+        why = reason or "gcc compiles them in a second, and layers run faster from then on"
+        resolved.choose("advanced", "cpu_kernels", "on" if reason is None else "off", why)
+
+
+def cpu_kernels_unsupported_reason(config: RunConfig, device: DeviceSpec) -> str | None:
+    """Why a run cannot use the kernels of model/kernels/cpu/, or None."""
+    if device.device_type != "cpu":
+        return f"for CPUs, but this run is on {device.device_type}"
+    if config.advanced.fused_forwards != "on":
+        return f"only the fused forwards of {_FAMILIES} have CPU kernels"
+    if config.method.kind in ("lora", "qlora"):
+        return f"for runs that train all weights, but method.kind is {config.method.kind}"
+    if config.train.precision != "fp32":
+        return f"computes in fp32, but train.precision is {config.train.precision}"
+    if config.train.compile == "on":
+        return "train.compile=on makes kernels of its own"
+    if not device.has_gcc:
+        return "needs gcc, on Linux"
     return None

@@ -13,7 +13,13 @@ from sojourn.estimate.workload import Workload
 from sojourn.resolve.compile import choose_compile
 from sojourn.resolve.cuda_graphs import choose_cuda_graphs, with_cuda_graphs
 from sojourn.resolve.device_spec import DeviceSpec
-from sojourn.resolve.kernels import resolve_attention, resolve_forwards, resolve_hopper, resolve_precision
+from sojourn.resolve.kernels import (
+    resolve_attention,
+    resolve_cpu_kernels,
+    resolve_forwards,
+    resolve_hopper,
+    resolve_precision,
+)
 from sojourn.resolve.micro_batch import resolve_memory
 from sojourn.resolve.oom_fallback import saves_more_memory
 from sojourn.resolve.resolved import Resolved, with_value
@@ -60,6 +66,7 @@ def resolve(
         if saves_more_memory(key, value, getattr(getattr(resolved.config, section), name)):
             resolved.choose(section, name, value, "memory ran out with more (ladder.json)")
     resolve_hopper(resolved, device)
+    resolve_cpu_kernels(resolved, device)
     workload = workload_of(resolved.config, model, device)
     captured = with_cuda_graphs(resolved.config, workload, device)
     if resolved.config.train.cuda_graphs == "auto":

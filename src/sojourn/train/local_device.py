@@ -10,7 +10,7 @@ from sojourn.catalog.models import ModelSpec
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
 from sojourn.machine.precision import choose_device, choose_precision
-from sojourn.machine.probe_software import importable
+from sojourn.machine.probe_software import find_gcc, importable
 from sojourn.model import attention
 from sojourn.plan.calibration import correction
 from sojourn.resolve.attention import supported_attention
@@ -37,6 +37,7 @@ def local_device(config: RunConfig, model: ModelSpec, ranks: int = 1) -> DeviceS
         ranks=ranks,
         torch_version=_torch_version(),
         packages=frozenset(filter(importable, PACKAGES)),
+        has_gcc=find_gcc() is not None,
     )
     return _smoke_tested(device, model) if config.train.attention == "auto" else device
 

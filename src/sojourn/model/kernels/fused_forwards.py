@@ -34,6 +34,8 @@ from torch import Tensor, nn
 from sojourn.catalog.fused_families import FUSED_FAMILIES
 from sojourn.model.attention import AttentionParams, attend, uses_flash_attention_4
 from sojourn.model.kernels import fp8, hopper
+from sojourn.model.kernels.cpu.decoder_layer import layer_on_cpu, rms_norm
+from sojourn.model.kernels.cpu.library import cpu_kernels_take
 from sojourn.model.kernels.nf4 import nf4_linear
 from sojourn.model.kernels.triton_support import supports_triton
 from sojourn.model.layers import decoder_layers
@@ -104,6 +106,8 @@ def _linear_nf4(self: Any, x: Tensor) -> Tensor:
 
 def _rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
     weight = self.weight.to(hidden_states.dtype)
+    if cpu_kernels_take(hidden_states, weight):
+        return rms_norm(hidden_states, weight, self.variance_epsilon)
     return F.rms_norm(hidden_states, weight.shape, weight, self.variance_epsilon)
 
 
@@ -134,16 +138,16 @@ def _attention(self: Any, hidden_states: Tensor, position_embeddings: tuple[Tens
     return self.o_proj(_attend(self, hidden_states, position_embeddings, layout)), None
 
 
-def _attend(self: Any, x: Tensor, position_embeddings: tuple[Tensor, Tensor], layout: Layout) -> Tensor:
-    """The outputs of all heads, side by side, before o_proj."""
+def _attention_params(self: Any) -> AttentionParams:
     # Qwen's attention layers have the attribute, Mistral has one window for all layers, Llama none.
     default_window = self.config.sliding_window if self.config.model_type == "mistral" else None
-    params = AttentionParams(
-        self.scaling,
-        getattr(self, "sliding_window", default_window),
-        None,
-        self.attention_dropout if self.training else 0.0,
-    )
+    window = getattr(self, "sliding_window", default_window)
+    return AttentionParams(self.scaling, window, None, self.attention_dropout if self.training else 0.0)
+
+
+def _attend(self: Any, x: Tensor, position_embeddings: tuple[Tensor, Tensor], layout: Layout) -> Tensor:
+    """The outputs of all heads, side by side, before o_proj."""
+    params = _attention_params(self)
     layers = (self.q_proj, self.k_proj, self.v_proj)
     if uses_flash_attention_4(x, layout, params) and _can_concatenate(layers, F.linear) and not hasattr(self, "q_norm"):
         qkv = _concatenate(layers, x)
@@ -152,8 +156,10 @@ def _attend(self: Any, x: Tensor, position_embeddings: tuple[Tensor, Tensor], la
 
 
 def _decoder_layer(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-    """With quack's GEMMs where they can be used (hopper.py), else transformers' own forward."""
+    """With quack's GEMMs (hopper.py) or as one function on a CPU where these can be used, else transformers' own."""
     layout: Any = kwargs.get("layout")
+    if uses_cpu_layer(self, hidden_states, kwargs):
+        return _decoder_layer_on_cpu(self, hidden_states, kwargs["position_embeddings"], layout)
     attention, mlp = self.self_attn, self.mlp
     layers = (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
     usable = (
@@ -174,6 +180,35 @@ def _decoder_layer(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     weights = (weight.to(torch.bfloat16) for weight in (o_proj, gate_up, down))
     flat = (hidden_states.flatten(0, 1), attended.flatten(0, 1))
     return hopper.o_proj_mlp(*flat, *weights, norm.variance_epsilon)[0].view_as(hidden_states)
+
+
+def uses_cpu_layer(self: Any, hidden_states: Tensor, kwargs: dict[str, Any]) -> bool:
+    """Whether the whole layer is one function of kernels/cpu/."""
+    if not cpu_kernels_take(hidden_states):
+        return False
+    attention, layers = self.self_attn, _linear_layers(self)
+    return (
+        kwargs.get("layout") is not None
+        and kwargs.get("past_key_values") is None
+        and not getattr(self, "selective_checkpointing", False)  # stores what the kernels overwrite
+        and attention.config.hidden_act == "silu"
+        and not hasattr(attention, "q_norm")
+        and _can_concatenate(layers, F.linear)
+        and all(layer.bias is None and cpu_kernels_take(layer.weight) for layer in layers)
+    )
+
+
+def _linear_layers(self: Any) -> tuple[nn.Module, ...]:
+    attention, mlp = self.self_attn, self.mlp
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+    return *projections, mlp.gate_proj, mlp.up_proj, mlp.down_proj
+
+
+def _decoder_layer_on_cpu(self: Any, x: Tensor, position_embeddings: tuple[Tensor, Tensor], layout: Layout) -> Tensor:
+    norms, weights = (self.input_layernorm, self.post_attention_layernorm), [w.weight for w in _linear_layers(self)]
+    weights = [norms[0].weight, *weights[:4], norms[1].weight, *weights[4:]]
+    params, eps = _attention_params(self.self_attn), (norms[0].variance_epsilon, norms[1].variance_epsilon)
+    return layer_on_cpu(x, position_embeddings, layout, params, self.self_attn.head_dim, eps, tuple(weights))
 
 
 def _qkv_rope(self: Any, x: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:

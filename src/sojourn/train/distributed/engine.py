@@ -65,7 +65,9 @@ class Engine:
     def _clip(self, norm: Tensor, max_norm: float) -> None:
         if self.optimizer.fuses_clipping and not self.scaler.is_enabled():
             self.optimizer.torch.grad_scale = ((norm + 1e-6) / max_norm).clamp(min=1.0)  # its kernel divides by this
-        else:
+            return
+        can_be_read = type(norm) is Tensor and norm.device.type == "cpu"  # at no cost: then multiplying by 1 is saved
+        if not (can_be_read and max_norm / (norm + 1e-6) >= 1):
             torch.nn.utils.clip_grads_with_norm_(self.optimizer.parameters, max_norm, norm)
 
     @property

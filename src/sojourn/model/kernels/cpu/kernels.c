@@ -1,0 +1,192 @@
+/* Fused operations of decoder layers and of the loss on a CPU, in fp32: one pass over memory each.
+
+Sums have a fixed order, and the compiler makes no fused multiply-adds of its own (-ffp-contract=off): results depend
+neither on the compiler nor on the number of threads. Tensors are contiguous unless strides are given. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define LANES 16
+#define ROWS_PER_SUM 32 /* of a partial gradient of the weight; as in library.py */
+#define BLOCK 1024      /* elements that a thread takes at a time */
+
+#ifdef __FP_FAST_FMAF
+#define MULTIPLY_ADD(a, b, c) __builtin_fmaf(a, b, c)
+#else
+#define MULTIPLY_ADD(a, b, c) ((a) * (b) + (c))
+#endif
+
+static inline float sum_lanes(float *lanes) {
+    for (int width = LANES / 2; width; width /= 2)
+        for (int l = 0; l < width; l++) lanes[l] += lanes[l + width];
+    return lanes[0];
+}
+
+static inline float maximum(const float *x, int64_t n) {
+    float lanes[LANES], most = x[0];
+    for (int l = 0; l < LANES; l++) lanes[l] = most;
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        for (int l = 0; l < LANES; l++) lanes[l] = x[i + l] > lanes[l] ? x[i + l] : lanes[l];
+    for (int l = 0; i + l < n; l++) lanes[l] = x[i + l] > lanes[l] ? x[i + l] : lanes[l];
+    for (int l = 0; l < LANES; l++) most = lanes[l] > most ? lanes[l] : most;
+    return most;
+}
+
+static inline float dot(const float *restrict a, const float *restrict b, int64_t n) {
+    float lanes[LANES] = {0};
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        for (int l = 0; l < LANES; l++) lanes[l] = MULTIPLY_ADD(a[i + l], b[i + l], lanes[l]);
+    for (int l = 0; i + l < n; l++) lanes[l] = MULTIPLY_ADD(a[i + l], b[i + l], lanes[l]);
+    return sum_lanes(lanes);
+}
+
+/* In a loop of its own: compilers would else compute with both limits, and make denormal numbers, which are slow. */
+static inline float within_range_of_exp(float x) {
+    x = x < -87.0f ? -87.0f : x;
+    return x > 88.0f ? 88.0f : x;
+}
+
+/* For x from -87 to 88, or NaN. The Taylor series to the 7th degree around the nearest multiple of ln 2: exact to 2
+units in the last place. */
+static inline float exp_f32(float x) {
+    const float to_integer = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer, in the low bits */
+    float shifted = MULTIPLY_ADD(x, 1.44269504f, to_integer);
+    uint32_t bits;
+    memcpy(&bits, &shifted, 4);
+    float n = shifted - to_integer;
+    float r = MULTIPLY_ADD(n, 2.12194440e-4f, MULTIPLY_ADD(n, -0.693359375f, x)); /* ln 2 in two parts */
+    float p = 1.0f / 5040;
+    p = MULTIPLY_ADD(p, r, 1.0f / 720);
+    p = MULTIPLY_ADD(p, r, 1.0f / 120);
+    p = MULTIPLY_ADD(p, r, 1.0f / 24);
+    p = MULTIPLY_ADD(p, r, 1.0f / 6);
+    p = MULTIPLY_ADD(p, r, 0.5f);
+    p = MULTIPLY_ADD(p, r, 1.0f);
+    p = MULTIPLY_ADD(p, r, 1.0f);
+    bits = (bits + 127u) << 23; /* 2^n; the bits of `to_integer` are shifted out */
+    float power;
+    memcpy(&power, &bits, 4);
+    return p * power;
+}
+
+void rms_norm_forward(const float *x, const float *weight, float *out, float *scale, int64_t rows, int64_t n, float eps,
+                      int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *restrict xs = x + row * n;
+        float *restrict ys = out + row * n;
+        float s = 1.0f / sqrtf(dot(xs, xs, n) / (float)n + eps);
+        scale[row] = s;
+        for (int64_t i = 0; i < n; i++) ys[i] = xs[i] * s * weight[i];
+    }
+}
+
+/* `residual_grad` is added to `grad_x`; `partial_grad`: of the weight, one row for every ROWS_PER_SUM rows. Both may be
+NULL. */
+void rms_norm_backward(const float *grad, const float *x, const float *weight, const float *scale,
+                       const float *residual_grad, float *grad_x, float *partial_grad, int64_t rows, int64_t n,
+                       int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t first = 0; first < rows; first += ROWS_PER_SUM) {
+        int64_t end = first + ROWS_PER_SUM < rows ? first + ROWS_PER_SUM : rows;
+        float *restrict sums = partial_grad ? partial_grad + first / ROWS_PER_SUM * n : 0;
+        if (sums) memset(sums, 0, n * sizeof(float));
+        for (int64_t row = first; row < end; row++) {
+            const float *restrict gs = grad + row * n, *restrict xs = x + row * n;
+            float *restrict ds = grad_x + row * n;
+            float s = scale[row];
+            for (int64_t i = 0; i < n; i++) ds[i] = gs[i] * weight[i];
+            float c = dot(ds, xs, n) * s * s * s / (float)n;
+            if (residual_grad) {
+                const float *restrict rs = residual_grad + row * n;
+                for (int64_t i = 0; i < n; i++) ds[i] = rs[i] + (ds[i] * s - xs[i] * c);
+            } else
+                for (int64_t i = 0; i < n; i++) ds[i] = ds[i] * s - xs[i] * c;
+            if (sums)
+                for (int64_t i = 0; i < n; i++) sums[i] += gs[i] * (xs[i] * s);
+        }
+    }
+}
+
+static void swiglu_block(const float *restrict gate, const float *restrict up, float *restrict out, int64_t n) {
+    float x[BLOCK];
+    for (int64_t i = 0; i < n; i++) x[i] = within_range_of_exp(-gate[i]);
+    for (int64_t i = 0; i < n; i++) out[i] = gate[i] / (1.0f + exp_f32(x[i])) * up[i];
+}
+
+void swiglu_forward(const float *gate, const float *up, float *out, int64_t n, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t i = 0; i < n; i += BLOCK) swiglu_block(gate + i, up + i, out + i, n - i < BLOCK ? n - i : BLOCK);
+}
+
+static void swiglu_backward_block(const float *restrict grad, float *gate_out, float *up_out, int64_t n) {
+    float x[BLOCK], gate[BLOCK], up[BLOCK];
+    for (int64_t i = 0; i < n; i++) x[i] = within_range_of_exp(-gate_out[i]);
+    memcpy(gate, gate_out, n * sizeof(float));
+    memcpy(up, up_out, n * sizeof(float));
+    float *restrict grad_gate = gate_out, *restrict grad_up = up_out;
+    for (int64_t i = 0; i < n; i++) {
+        float sigmoid = 1.0f / (1.0f + exp_f32(x[i])), silu = gate[i] * sigmoid;
+        grad_up[i] = grad[i] * silu;
+        grad_gate[i] = grad[i] * up[i] * (sigmoid + silu * (1.0f - sigmoid));
+    }
+}
+
+/* `gate` and `up` become their own gradients. */
+void swiglu_backward(const float *grad, float *gate, float *up, int64_t n, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t i = 0; i < n; i += BLOCK)
+        swiglu_backward_block(grad + i, gate + i, up + i, n - i < BLOCK ? n - i : BLOCK);
+}
+
+/* Rotates the `heads` of size n of every token, or rotates them back (`sign` -1). `x` and `out` may be the same. */
+void rope(const float *x, const int64_t *x_strides, const float *cos, const float *sin, float *out,
+          const int64_t *out_strides, int64_t rows, int64_t tokens, int64_t heads, int64_t n, float sign, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t index = 0; index < rows * tokens; index++) {
+        int64_t row = index / tokens, token = index % tokens, half = n / 2;
+        const float *restrict c = cos + index * n, *restrict s = sin + index * n;
+        for (int64_t head = 0; head < heads; head++) {
+            const float *from = x + row * x_strides[0] + token * x_strides[1] + head * x_strides[2];
+            float *to = out + row * out_strides[0] + token * out_strides[1] + head * out_strides[2];
+            for (int64_t first = 0; first < half; first += BLOCK) {
+                int64_t count = half - first < BLOCK ? half - first : BLOCK;
+                float left[BLOCK], right[BLOCK];
+                memcpy(left, from + first, count * sizeof(float));
+                memcpy(right, from + first + half, count * sizeof(float));
+                float *restrict ys = to + first, *restrict zs = to + first + half;
+                for (int64_t i = 0; i < count; i++) ys[i] = left[i] * c[first + i] - right[i] * (sign * s[first + i]);
+                for (int64_t i = 0; i < count; i++)
+                    zs[i] = right[i] * c[first + half + i] + left[i] * (sign * s[first + half + i]);
+            }
+        }
+    }
+}
+
+/* Each row's loss; its logits become their gradient. A row with a label below 0 has neither. */
+void cross_entropy(float *logits, const int64_t *labels, float *losses, int64_t rows, int64_t n, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t row = 0; row < rows; row++) {
+        float *restrict x = logits + row * n;
+        int64_t label = labels[row], i = 0;
+        losses[row] = 0.0f;
+        if (label < 0) {
+            memset(x, 0, n * sizeof(float));
+            continue;
+        }
+        float lanes[LANES] = {0}, most = maximum(x, n), own = x[label];
+        for (i = 0; i < n; i++) x[i] = within_range_of_exp(x[i] - most);
+        for (i = 0; i < n; i++) x[i] = exp_f32(x[i]);
+        for (i = 0; i + LANES <= n; i += LANES)
+            for (int l = 0; l < LANES; l++) lanes[l] += x[i + l];
+        for (int l = 0; i + l < n; l++) lanes[l] += x[i + l];
+        float sum = sum_lanes(lanes);
+        losses[row] = logf(sum) + (most - own);
+        float factor = 1.0f / sum;
+        for (i = 0; i < n; i++) x[i] *= factor;
+        x[label] -= 1.0f;
+    }
+}

@@ -1,0 +1,87 @@
+"""Compiles the CPU kernels and compares them with torch before they are used."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sojourn.model.kernels.cpu import library
+from sojourn.model.kernels.cpu.decoder_layer import rms_norm
+from sojourn.model.kernels.cpu.library import CpuKernels
+
+_MAX_ERROR = 1e-5  # relative
+_SHAPE = (2, 37, 3, 46)  # rows, tokens, heads, head size: not multiples of any vector
+
+
+def disable_cpu_kernels() -> None:
+    CpuKernels.library = None
+
+
+def smoke_test_cpu_kernels() -> None:
+    """Enables the kernels if they compute what torch computes, but for rounding. A failure is a note, not an error."""
+    try:
+        CpuKernels.library = library.load_library()
+        with torch.random.fork_rng([]), torch.enable_grad():
+            torch.manual_seed(0)
+            wrong = next((check.__name__ for check in (_norm, _swiglu, _rope, _loss) if not check()), None)
+    except (OSError, subprocess.SubprocessError) as error:
+        wrong = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    if wrong is not None:
+        disable_cpu_kernels()
+        print(f"note: the CPU kernels failed their smoke test ({wrong.strip('_')}); using torch's, slower", flush=True)
+
+
+def _is_close(values: list[Tensor], expected: list[Tensor]) -> bool:
+    errors = (
+        torch.linalg.vector_norm(a - b) / torch.linalg.vector_norm(b) for a, b in zip(values, expected, strict=True)
+    )
+    return all(bool(error < _MAX_ERROR) for error in errors)
+
+
+def _with_gradients(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
+    output = function(*leaves)
+    return [
+        output.detach(),
+        *torch.autograd.grad(output, leaves, torch.linspace(-1, 1, output.numel()).view_as(output)),
+    ]
+
+
+def _norm() -> bool:
+    x, weight = torch.randn(_SHAPE), torch.randn(_SHAPE[-1:])
+    ours = _with_gradients(lambda x, weight: rms_norm(x, weight, 1e-5), x, weight)
+    return _is_close(ours, _with_gradients(lambda x, weight: F.rms_norm(x, weight.shape, weight, 1e-5), x, weight))
+
+
+def _swiglu() -> bool:
+    gate, up = 5 * torch.randn(_SHAPE), torch.randn(_SHAPE)
+    expected = _with_gradients(lambda gate, up: F.silu(gate) * up, gate, up)
+    output = library.swiglu_forward(gate, up)
+    library.swiglu_backward_(torch.linspace(-1, 1, gate.numel()).view_as(gate), gate, up)
+    return _is_close([output, gate, up], expected)
+
+
+def _rope() -> bool:
+    """Of heads that lie apart, and back again."""
+    x, angles = (
+        torch.randn(*_SHAPE[:2], 5, _SHAPE[3])[:, :, :3],
+        torch.randn(*_SHAPE[:2], _SHAPE[3] // 2).repeat(1, 1, 2),
+    )
+    cos, sin, (first, second) = angles.cos(), angles.sin(), x.chunk(2, -1)
+    rotated, back = torch.empty(_SHAPE), torch.empty(_SHAPE)
+    library.rope(x, cos, sin, rotated)
+    library.rope(rotated, cos, sin, back, -1.0)
+    expected = x * cos[:, :, None] + torch.cat((-second, first), -1) * sin[:, :, None]
+    return _is_close([rotated, back], [expected, x])
+
+
+def _loss() -> bool:
+    logits, labels = 5 * torch.randn(40, 77), torch.randint(-1, 77, (40,))
+    leaf = logits.clone().requires_grad_()
+    losses = F.cross_entropy(leaf, labels, ignore_index=-1, reduction="none")
+    expected = [losses.detach(), *torch.autograd.grad(losses.sum(), leaf)]
+    return _is_close([library.cross_entropy_with_grad(logits, labels), logits], expected)

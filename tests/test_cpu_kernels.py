@@ -1,0 +1,115 @@
+"""The CPU kernels compute what torch computes, on any number of threads, and are used where they can be."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sojourn.config.load import load_run
+from sojourn.errors import UserError
+from sojourn.machine.probe_software import find_gcc
+from sojourn.model.activation_checkpointing import apply_activation_checkpointing
+from sojourn.model.kernels import fused_forwards
+from sojourn.model.kernels.cpu import library
+from sojourn.model.kernels.cpu.smoke_test import disable_cpu_kernels, smoke_test_cpu_kernels
+from sojourn.model.kernels.fused_forwards import apply_fused_forwards
+from sojourn.model.network import wrap_model
+from sojourn.model.prune_last_layer import prune_last_layer
+from sojourn.resolve.device_spec import DeviceSpec
+from sojourn.resolve.kernels import cpu_kernels_unsupported_reason
+from sojourn.train.batcher import Batcher
+from sojourn.train.resolve import resolve_here
+from test_prune_last_layer import PACKED, UNPACKED, WIDTH, _batch, _compare, _model
+
+needs_gcc = pytest.mark.skipif(find_gcc() is None, reason="no gcc, or not Linux")
+
+
+@pytest.fixture
+def kernels(capsys):
+    smoke_test_cpu_kernels()
+    assert library.CpuKernels.library is not None, capsys.readouterr().out
+    yield library.CpuKernels.library
+    disable_cpu_kernels()
+
+
+def _twins(family: str, checkpointing: str):
+    """transformers' own network, and ours with the kernels."""
+    model = _model(family)
+    ours = wrap_model(copy.deepcopy(model), "sdpa")
+    apply_fused_forwards(ours.base_model)
+    ours = prune_last_layer(ours)
+    if checkpointing != "off":
+        apply_activation_checkpointing(ours.base_model, checkpointing)
+    for network, unpad in ((wrap_model(model, "sdpa"), False), (ours, True)):
+        yield network, Batcher(8, WIDTH, 0, "cpu", windows=network.sliding_windows, unpad=unpad)
+
+
+@needs_gcc
+@pytest.mark.parametrize("checkpointing", ["off", "selective", "full"])
+@pytest.mark.parametrize("lengths", [PACKED, UNPACKED, ([WIDTH], [WIDTH])], ids=["packed", "unpacked", "whole"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+def test_loss_and_gradients_are_those_of_transformers(family, lengths, checkpointing, kernels, monkeypatch):
+    calls, layer = [], fused_forwards.layer_on_cpu
+    monkeypatch.setattr(fused_forwards, "layer_on_cpu", lambda *args: calls.append(1) or layer(*args))
+    _compare(_twins(family, checkpointing), _batch(lengths, 1.0))
+    assert bool(calls) == (family != "qwen3" and checkpointing != "selective")  # else torch's operations
+
+
+@needs_gcc
+def test_results_do_not_depend_on_the_number_of_threads(kernels):
+    torch.manual_seed(0)
+    x, weight, grad = torch.randn(300, 128), torch.randn(128), torch.randn(300, 128)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            logits = torch.cat((x, grad), 1)
+            out, scale = library.rms_norm_forward(x, weight, 1e-6)
+            made = [out, *library.rms_norm_backward(grad, x, weight, scale, out), library.swiglu_forward(x, grad)]
+            results.append([*made, library.cross_entropy_with_grad(logits, torch.arange(300) % 256), logits])
+    finally:
+        torch.set_num_threads(before)
+    assert all(map(torch.equal, *results))
+
+
+@needs_gcc
+def test_extreme_values_are_those_of_torch(kernels):
+    gate = torch.tensor([-1e30, -200.0, -88.5, -1e-30, 0.0, 1e-30, 88.5, 200.0, 1e30, float("nan")])
+    torch.testing.assert_close(library.swiglu_forward(gate, torch.ones(10)), F.silu(gate), equal_nan=True)
+    logits = torch.tensor([[0.0, -float("inf"), 300.0], [float("nan"), 0.0, 0.0], [0.0, 0.0, float("nan")]])
+    labels = torch.tensor([0, 1, 1])
+    expected = F.cross_entropy(logits, labels, reduction="none")
+    torch.testing.assert_close(library.cross_entropy_with_grad(logits, labels), expected, equal_nan=True)
+
+
+def test_without_a_compiler_the_run_goes_on_with_torch_and_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(library, "find_gcc", lambda: None)
+    library.load_library.cache_clear()
+    smoke_test_cpu_kernels()
+    library.load_library.cache_clear()
+    assert library.CpuKernels.library is None and "using torch's, slower" in capsys.readouterr().out
+
+
+@needs_gcc
+def test_a_wrong_kernel_is_not_used(monkeypatch, capsys):
+    monkeypatch.setattr(library, "swiglu_forward", lambda gate, up: gate * up)
+    smoke_test_cpu_kernels()
+    assert library.CpuKernels.library is None and "failed their smoke test (swiglu)" in capsys.readouterr().out
+
+
+def test_where_they_are_unsupported_they_are_refused_with_the_reason():
+    def settings(*words):
+        return resolve_here(load_run(["tiny", "train.device=cpu", "train.precision=fp32", *words]).config).config
+
+    assert settings().advanced.cpu_kernels == ("off" if find_gcc() is None else "on")
+    assert settings("train.compile=on").advanced.cpu_kernels == "off"
+    with pytest.raises(UserError, match=r"advanced\.cpu_kernels: train\.compile=on makes kernels of its own; use auto"):
+        settings("train.compile=on", "advanced.cpu_kernels=on")
+    cpu, config = DeviceSpec("cpu", "cpu", "fp32", has_gcc=True), settings()
+    assert cpu_kernels_unsupported_reason(config, cpu) is None
+    assert "gcc" in cpu_kernels_unsupported_reason(config, replace(cpu, has_gcc=False))
+    assert "on cuda" in cpu_kernels_unsupported_reason(config, replace(cpu, device_type="cuda"))
