@@ -15,7 +15,7 @@ from sojourn.machine.probe_software import find_gcc
 from sojourn.model.activation_checkpointing import apply_activation_checkpointing
 from sojourn.model.kernels import fused_forwards
 from sojourn.model.kernels.cpu import library
-from sojourn.model.kernels.cpu.smoke_test import disable_cpu_kernels, smoke_test_cpu_kernels
+from sojourn.model.kernels.cpu.smoke_test import enable_cpu_kernels
 from sojourn.model.kernels.fused_forwards import apply_fused_forwards
 from sojourn.model.network import wrap_model
 from sojourn.model.prune_last_layer import prune_last_layer
@@ -28,19 +28,12 @@ from test_prune_last_layer import PACKED, UNPACKED, WIDTH, _batch, _compare, _mo
 needs_gcc = pytest.mark.skipif(find_gcc() is None, reason="no gcc, or not Linux")
 
 
-@pytest.fixture
-def kernels(capsys):
-    smoke_test_cpu_kernels()
-    assert library.CpuKernels.library is not None, capsys.readouterr().out
-    yield library.CpuKernels.library
-    disable_cpu_kernels()
-
-
 def _twins(family: str, checkpointing: str):
     """transformers' own network, and ours with the kernels."""
     model = _model(family)
     ours = wrap_model(copy.deepcopy(model), "sdpa")
     apply_fused_forwards(ours.base_model)
+    assert enable_cpu_kernels(ours.base_model)
     ours = prune_last_layer(ours)
     if checkpointing != "off":
         apply_activation_checkpointing(ours.base_model, checkpointing)
@@ -52,7 +45,7 @@ def _twins(family: str, checkpointing: str):
 @pytest.mark.parametrize("checkpointing", ["off", "selective", "full"])
 @pytest.mark.parametrize("lengths", [PACKED, UNPACKED, ([WIDTH], [WIDTH])], ids=["packed", "unpacked", "whole"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
-def test_loss_and_gradients_are_those_of_transformers(family, lengths, checkpointing, kernels, monkeypatch):
+def test_loss_and_gradients_are_those_of_transformers(family, lengths, checkpointing, monkeypatch):
     calls, layer = [], fused_forwards.layer_on_cpu
     monkeypatch.setattr(fused_forwards, "layer_on_cpu", lambda *args: calls.append(1) or layer(*args))
     _compare(_twins(family, checkpointing), _batch(lengths, 1.0))
@@ -60,7 +53,7 @@ def test_loss_and_gradients_are_those_of_transformers(family, lengths, checkpoin
 
 
 @needs_gcc
-def test_results_do_not_depend_on_the_number_of_threads(kernels):
+def test_results_do_not_depend_on_the_number_of_threads():
     torch.manual_seed(0)
     x, weight, grad = torch.randn(300, 128), torch.randn(128), torch.randn(300, 128)
     before, results = torch.get_num_threads(), []
@@ -77,7 +70,7 @@ def test_results_do_not_depend_on_the_number_of_threads(kernels):
 
 
 @needs_gcc
-def test_extreme_values_are_those_of_torch(kernels):
+def test_extreme_values_are_those_of_torch():
     gate = torch.tensor([-1e30, -200.0, -88.5, -1e-30, 0.0, 1e-30, 88.5, 200.0, 1e30, float("nan")])
     torch.testing.assert_close(library.swiglu_forward(gate, torch.ones(10)), F.silu(gate), equal_nan=True)
     logits = torch.tensor([[0.0, -float("inf"), 300.0], [float("nan"), 0.0, 0.0], [0.0, 0.0, float("nan")]])
@@ -89,16 +82,16 @@ def test_extreme_values_are_those_of_torch(kernels):
 def test_without_a_compiler_the_run_goes_on_with_torch_and_says_so(monkeypatch, capsys):
     monkeypatch.setattr(library, "find_gcc", lambda: None)
     library.load_library.cache_clear()
-    smoke_test_cpu_kernels()
+    enabled = enable_cpu_kernels(_model("llama"))
     library.load_library.cache_clear()
-    assert library.CpuKernels.library is None and "using torch's, slower" in capsys.readouterr().out
+    assert not enabled and "using torch's, slower" in capsys.readouterr().out
 
 
 @needs_gcc
 def test_a_wrong_kernel_is_not_used(monkeypatch, capsys):
     monkeypatch.setattr(library, "swiglu_forward", lambda gate, up: gate * up)
-    smoke_test_cpu_kernels()
-    assert library.CpuKernels.library is None and "failed their smoke test (swiglu)" in capsys.readouterr().out
+    assert not enable_cpu_kernels(_model("llama"))
+    assert "failed their smoke test (swiglu)" in capsys.readouterr().out
 
 
 def test_where_they_are_unsupported_they_are_refused_with_the_reason():

@@ -32,8 +32,8 @@ def cross_entropy_sum(lm_head: nn.Module, hidden_ND: Tensor, labels_N: Tensor, c
         return F.cross_entropy(lm_head(hidden_ND).float(), labels_N, reduction="sum")
     if type(lm_head) is nn.Linear:
         chunk = _chunk_size(lm_head, hidden_ND, triton=_uses_triton(hidden_ND))
-        use_fp8 = getattr(lm_head, "fp8", False)
-        return _LinearCrossEntropy.apply(hidden_ND, lm_head.weight, lm_head.bias, labels_N, chunk, use_fp8)
+        switches = (getattr(lm_head, "fp8", False), getattr(lm_head, "cpu_kernels", False))
+        return _LinearCrossEntropy.apply(hidden_ND, lm_head.weight, lm_head.bias, labels_N, chunk, *switches)
     chunk = _chunk_size(lm_head, hidden_ND)
     chunks = zip(hidden_ND.split(chunk), labels_N.split(chunk), strict=True)
     return sum(checkpoint(cross_entropy_sum, lm_head, h, y, False, use_reentrant=False) for h, y in chunks)
@@ -72,6 +72,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels_N: Tensor,
         chunk: int,
         use_fp8: bool,
+        cpu_kernels: bool,
     ) -> Tensor:
         device_type = hidden_ND.device.type
         autocast = torch.is_autocast_enabled(device_type)
@@ -79,11 +80,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with torch.autocast(device_type, enabled=False):
             weight = weight_VD.to(dtype)
             fp8_head = fp8.Fp8LMHead(weight) if use_fp8 else None
+            ctx.cpu_kernels = cpu_kernels
             return _all_chunks(ctx, hidden_ND, weight, fp8_head, bias_V, labels_N, chunk, weight_VD.dtype)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
-        return (*(None if grad is None else grad.mul_(upstream[0]) for grad in ctx.grads), None, None, None)
+        return (*(None if grad is None else grad.mul_(upstream[0]) for grad in ctx.grads), None, None, None, None)
 
 
 def _all_chunks(
@@ -107,7 +109,7 @@ def _all_chunks(
         logits_CV = head.logits(hidden_CD) if head else hidden_CD @ weight_VD.T
         if bias_V is not None:
             logits_CV = logits_CV + bias_V
-        losses_C, grad_CV = _chunk_loss(logits_CV, labels_N[start:end], any(ctx.needs_input_grad[:3]))
+        losses_C, grad_CV = _chunk_loss(logits_CV, labels_N[start:end], any(ctx.needs_input_grad[:3]), ctx.cpu_kernels)
         loss += losses_C.sum()
         if grad_CV is None:
             continue
@@ -136,13 +138,15 @@ def _chunk_ranges(count: int, chunk: int, alignment: int) -> Iterator[tuple[int,
         yield aligned, count
 
 
-def _chunk_loss(logits_CV: Tensor, labels_C: Tensor, needs_grad: bool) -> tuple[Tensor, Tensor | None]:
+def _chunk_loss(
+    logits_CV: Tensor, labels_C: Tensor, needs_grad: bool, cpu_kernels: bool
+) -> tuple[Tensor, Tensor | None]:
     """Each token's loss, and its gradient by the logits, which are overwritten. Labels below 0 are ignored."""
     if needs_grad and _uses_triton(logits_CV):
         from sojourn.model.kernels.cross_entropy import cross_entropy_with_grad
 
         return cross_entropy_with_grad(logits_CV, labels_C), logits_CV
-    if needs_grad and cpu_kernels_take(logits_CV):
+    if needs_grad and cpu_kernels and cpu_kernels_take(logits_CV, labels_C):
         return cross_entropy_on_cpu(logits_CV, labels_C), logits_CV
     logits_CV, labels_C1, valid_C = logits_CV.float(), labels_C.clamp(min=0)[:, None], labels_C >= 0
     logsumexp_C1 = logits_CV.logsumexp(-1, keepdim=True)

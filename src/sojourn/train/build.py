@@ -12,7 +12,7 @@ from sojourn.errors import UserError
 from sojourn.model.activation_checkpointing import apply_activation_checkpointing
 from sojourn.model.adapter import disable_adapter_upcast, with_adapter
 from sojourn.model.base import base_of, empty_base_model, load_base_model
-from sojourn.model.kernels.cpu.smoke_test import disable_cpu_kernels, smoke_test_cpu_kernels
+from sojourn.model.kernels.cpu.smoke_test import enable_cpu_kernels
 from sojourn.model.kernels.smoke_test import disable_hopper_kernels, smoke_test_hopper_kernels
 from sojourn.model.layers import compile_layers
 from sojourn.model.network import Network, restore_attention, wrap_model
@@ -67,9 +67,8 @@ def prepare_for_steps(network: Network, config: RunConfig) -> None:
     disable_hopper_kernels()
     if config.advanced.hopper_kernels == "on":
         smoke_test_hopper_kernels(network.base_model)
-    disable_cpu_kernels()
     if config.advanced.cpu_kernels == "on":
-        smoke_test_cpu_kernels()
+        enable_cpu_kernels(network.base_model)
     if config.train.fp8 != "off":
         from sojourn.model.kernels.fused_forwards import apply_fp8
 

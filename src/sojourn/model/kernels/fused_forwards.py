@@ -54,7 +54,7 @@ def apply_fused_forwards(model: nn.Module) -> None:
     }
     for module in model.modules():
         if (forward := forwards.get(type(module).__name__)) is not None:
-            _swap_forward(module, forward, use_triton=supports_triton())
+            _swap_forward(module, forward, use_triton=supports_triton(), cpu_kernels=False)
     for decoder_layer in decoder_layers(model):
         for layer in decoder_layer.modules():
             if type(layer) is nn.Linear:
@@ -106,7 +106,7 @@ def _linear_nf4(self: Any, x: Tensor) -> Tensor:
 
 def _rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
     weight = self.weight.to(hidden_states.dtype)
-    if cpu_kernels_take(hidden_states, weight):
+    if self.cpu_kernels and cpu_kernels_take(hidden_states, weight):
         return rms_norm(hidden_states, weight, self.variance_epsilon)
     return F.rms_norm(hidden_states, weight.shape, weight, self.variance_epsilon)
 
@@ -184,7 +184,7 @@ def _decoder_layer(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
 
 def uses_cpu_layer(self: Any, hidden_states: Tensor, kwargs: dict[str, Any]) -> bool:
     """Whether the whole layer is one function of kernels/cpu/."""
-    if not cpu_kernels_take(hidden_states):
+    if not (self.cpu_kernels and cpu_kernels_take(hidden_states)):
         return False
     attention, layers = self.self_attn, _linear_layers(self)
     return (

@@ -1,7 +1,7 @@
 """kernels.c as a library: compiled once by gcc, kept in the user's cache, and called through ctypes.
 
-`CpuKernels.library` is None where a run does not use the kernels. They share torch's OpenMP threads: two pools would
-wait for each other.
+Modules with the attribute `cpu_kernels` use them (smoke_test.py sets it). They share torch's OpenMP threads: two pools
+would wait for each other.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ ROWS_PER_SUM = 32  # as in kernels.c
 _SOURCE = Path(__file__).with_name("kernels.c")
 _FLAGS = ("-O3", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 _MIN_PARALLEL = 16384  # elements; fewer are faster in one thread
+_DTYPES = (torch.float32, torch.int64)
 _TIMEOUT = 120.0  # seconds to compile; it takes one or two
 
 _Strides = ctypes.c_int64 * 3
@@ -36,10 +37,6 @@ _SIGNATURES = {
     "rope": (_P, _Strides, _P, _P, _P, _Strides, _N, _N, _N, _N, _F, _I),
     "cross_entropy": (_P, _P, _P, _N, _N, _I),
 }
-
-
-class CpuKernels:
-    library: Any = None
 
 
 @cache
@@ -84,12 +81,11 @@ def _cpu_features() -> bytes:
 
 
 def cpu_kernels_take(*tensors: Tensor) -> bool:
-    """Whether the kernels are enabled, and made for these tensors."""
+    """Whether the kernels are made for these tensors: fp32, or int64 labels."""
     return (
-        CpuKernels.library is not None
-        and not torch.compiler.is_compiling()
+        not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled("cpu")
-        and all(x.device.type == "cpu" and x.dtype == torch.float32 and x.is_contiguous() for x in tensors)
+        and all(x.device.type == "cpu" and x.dtype in _DTYPES and x.is_contiguous() for x in tensors)
     )
 
 
@@ -102,7 +98,7 @@ def rms_norm_forward(x_ND: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor
     rows, size = x_ND.shape
     out_ND, scale_N = torch.empty_like(x_ND), x_ND.new_empty(rows)
     pointers = (x_ND.data_ptr(), weight_D.data_ptr(), out_ND.data_ptr(), scale_N.data_ptr())
-    CpuKernels.library.rms_norm_forward(*pointers, rows, size, eps, _threads(x_ND.numel()))
+    load_library().rms_norm_forward(*pointers, rows, size, eps, _threads(x_ND.numel()))
     return out_ND, scale_N
 
 
@@ -114,26 +110,26 @@ def rms_norm_backward(
     out_ND, partial = torch.empty_like(x_ND), x_ND.new_empty(-(-rows // ROWS_PER_SUM), size)
     pointers = [tensor.data_ptr() for tensor in (grad_ND, x_ND, weight_D, scale_N)]
     pointers += [0 if residual_grad_ND is None else residual_grad_ND.data_ptr(), out_ND.data_ptr(), partial.data_ptr()]
-    CpuKernels.library.rms_norm_backward(*pointers, rows, size, _threads(x_ND.numel()))
+    load_library().rms_norm_backward(*pointers, rows, size, _threads(x_ND.numel()))
     return out_ND, partial.sum(0)
 
 
 def swiglu_forward(gate: Tensor, up: Tensor) -> Tensor:
     out, size = torch.empty_like(gate), gate.numel()
-    CpuKernels.library.swiglu_forward(gate.data_ptr(), up.data_ptr(), out.data_ptr(), size, _threads(size))
+    load_library().swiglu_forward(gate.data_ptr(), up.data_ptr(), out.data_ptr(), size, _threads(size))
     return out
 
 
 def swiglu_backward_(grad: Tensor, gate: Tensor, up: Tensor) -> None:
     """`gate` and `up` become their own gradients."""
     size = gate.numel()
-    CpuKernels.library.swiglu_backward(grad.data_ptr(), gate.data_ptr(), up.data_ptr(), size, _threads(size))
+    load_library().swiglu_backward(grad.data_ptr(), gate.data_ptr(), up.data_ptr(), size, _threads(size))
 
 
 def rope(x_BTHD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, out_BTHD: Tensor, sign: float = 1.0) -> None:
     """Into `out_BTHD`, which may be `x_BTHD`. `sign` -1 rotates back."""
     pointers = (cos_BTD.data_ptr(), sin_BTD.data_ptr(), out_BTHD.data_ptr(), _Strides(*out_BTHD.stride()[:3]))
-    CpuKernels.library.rope(
+    load_library().rope(
         x_BTHD.data_ptr(), _Strides(*x_BTHD.stride()[:3]), *pointers, *x_BTHD.shape, sign, _threads(x_BTHD.numel())
     )
 
@@ -142,5 +138,5 @@ def cross_entropy_with_grad(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
     """Each token's loss; the logits become their gradient. Labels below 0 are ignored."""
     losses_C = logits_CV.new_empty(len(labels_C))
     pointers = (logits_CV.data_ptr(), labels_C.data_ptr(), losses_C.data_ptr())
-    CpuKernels.library.cross_entropy(*pointers, *logits_CV.shape, _threads(logits_CV.numel()))
+    load_library().cross_entropy(*pointers, *logits_CV.shape, _threads(logits_CV.numel()))
     return losses_C

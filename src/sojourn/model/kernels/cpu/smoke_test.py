@@ -7,32 +7,31 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from sojourn.model.kernels.cpu import library
 from sojourn.model.kernels.cpu.decoder_layer import rms_norm
-from sojourn.model.kernels.cpu.library import CpuKernels
 
 _MAX_ERROR = 1e-5  # relative
 _SHAPE = (2, 37, 3, 46)  # rows, tokens, heads, head size: not multiples of any vector
 
 
-def disable_cpu_kernels() -> None:
-    CpuKernels.library = None
-
-
-def smoke_test_cpu_kernels() -> None:
-    """Enables the kernels if they compute what torch computes, but for rounding. A failure is a note, not an error."""
+def enable_cpu_kernels(model: nn.Module) -> bool:
+    """For this model, if they compute what torch computes, but for rounding. A failure is a note, not an error."""
     try:
-        CpuKernels.library = library.load_library()
+        library.load_library()
         with torch.random.fork_rng([]), torch.enable_grad():
             torch.manual_seed(0)
             wrong = next((check.__name__ for check in (_norm, _swiglu, _rope, _loss) if not check()), None)
     except (OSError, subprocess.SubprocessError) as error:
         wrong = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     if wrong is not None:
-        disable_cpu_kernels()
         print(f"note: the CPU kernels failed their smoke test ({wrong.strip('_')}); using torch's, slower", flush=True)
+        return False
+    for module in (*model.modules(), model.get_output_embeddings()):
+        if hasattr(module, "cpu_kernels") or module is model.get_output_embeddings():
+            module.cpu_kernels = True
+    return True
 
 
 def _is_close(values: list[Tensor], expected: list[Tensor]) -> bool:
