@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sojourn.config.load import load_run
+from sojourn.config.load import load_run, with_settings
 from sojourn.errors import UserError
 from sojourn.machine.probe_software import find_gcc
 from sojourn.model.activation_checkpointing import apply_activation_checkpointing
@@ -104,5 +104,6 @@ def test_where_they_are_unsupported_they_are_refused_with_the_reason():
         settings("train.compile=on", "advanced.cpu_kernels=on")
     cpu, config = DeviceSpec("cpu", "cpu", "fp32", has_gcc=True), settings()
     assert cpu_kernels_unsupported_reason(config, cpu) is None
+    assert "fsdp" in cpu_kernels_unsupported_reason(with_settings(config, {"parallel.engine": "fsdp"}), cpu)
     assert "gcc" in cpu_kernels_unsupported_reason(config, replace(cpu, has_gcc=False))
     assert "on cuda" in cpu_kernels_unsupported_reason(config, replace(cpu, device_type="cuda"))

@@ -137,6 +137,8 @@ def cpu_kernels_unsupported_reason(config: RunConfig, device: DeviceSpec) -> str
         return f"for runs that train all weights, but method.kind is {config.method.kind}"
     if config.train.precision != "fp32":
         return f"computes in fp32, but train.precision is {config.train.precision}"
+    if config.parallel.engine not in ("single", "ddp"):
+        return f"needs whole weights, but parallel.engine is {config.parallel.engine}"
     if config.train.compile == "on":
         return "train.compile=on makes kernels of its own"
     if not device.has_gcc:

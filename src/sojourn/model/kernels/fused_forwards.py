@@ -54,7 +54,7 @@ def apply_fused_forwards(model: nn.Module) -> None:
     }
     for module in model.modules():
         if (forward := forwards.get(type(module).__name__)) is not None:
-            _swap_forward(module, forward, use_triton=supports_triton(), cpu_kernels=False)
+            _swap_forward(module, forward, use_triton=supports_triton(), cpu_kernels=False, fits_cpu_layer=None)
     for decoder_layer in decoder_layers(model):
         for layer in decoder_layer.modules():
             if type(layer) is nn.Linear:
@@ -186,11 +186,15 @@ def uses_cpu_layer(self: Any, hidden_states: Tensor, kwargs: dict[str, Any]) -> 
     """Whether the whole layer is one function of kernels/cpu/."""
     if not (self.cpu_kernels and cpu_kernels_take(hidden_states)):
         return False
+    if self.fits_cpu_layer is None:
+        self.fits_cpu_layer = _fits_cpu_layer(self)
+    return self.fits_cpu_layer and kwargs.get("layout") is not None and kwargs.get("past_key_values") is None
+
+
+def _fits_cpu_layer(self: Any) -> bool:
     attention, layers = self.self_attn, _linear_layers(self)
     return (
-        kwargs.get("layout") is not None
-        and kwargs.get("past_key_values") is None
-        and not getattr(self, "selective_checkpointing", False)  # stores what the kernels overwrite
+        not getattr(self, "selective_checkpointing", False)  # stores what the kernels overwrite
         and attention.config.hidden_act == "silu"
         and not hasattr(attention, "q_norm")
         and _can_concatenate(layers, F.linear)
