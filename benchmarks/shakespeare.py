@@ -104,7 +104,7 @@ def sojourn(text: str, folder: Path, steps: int, extra: list[str]) -> Program:
         "data.sources": "train.txt", "data.eval_sources": "val.txt", "data.tokenizer": "char",
         "data.max_length": CONTEXT, "model.num_layers": LAYERS, "model.d_model": WIDTH, "model.num_heads": HEADS,
         "train.global_batch": ROWS, "train.steps": steps, "train.lr": 1e-3, "train.warmup": 100, "train.beta2": 0.99,
-        "train.weight_decay": 0.1, "train.device": "cpu", "log.every_steps": 1,
+        "train.weight_decay": 0.1, "train.device": "cpu",
     }  # fmt: skip
     words = [f"{key}={value}" for key, value in settings.items()]
     command = [sys.executable, "-m", "sojourn", "train", "smoke", *words, *extra]
@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--turn", type=float, default=3.0, help="seconds that a program runs at a time")
     parser.add_argument("settings", nargs="*", help="further settings of Sojourn: key=value")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     text = args.text.read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as name:
         folders = [Path(name) / "nanogpt", Path(name) / "sojourn"]
