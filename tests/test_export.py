@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from conftest import called
 from mounts import mounted_tmpfs
@@ -53,6 +53,14 @@ def write_only(name: str, target: Path, **options: Any) -> Path:
     with ExportStage(target, source.fingerprint) as stage:
         hf.write(source, stage, "auto", NoProgress())
         return stage.finish({"format": "hf", "quantization": "auto"})
+
+
+def wider(base: Path, folder: Path) -> Path:
+    """The same model with 6 MB of weights."""
+    config = AutoConfig.from_pretrained(base, hidden_size=256, head_dim=64, intermediate_size=384)
+    shutil.copytree(base, folder)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -171,21 +179,22 @@ def test_two_exports_at_once_to_one_folder(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_a_full_disk_says_so_and_the_same_command_goes_on(tiny: Tiny, tmp_path: Path, monkeypatch: Any) -> None:
-    with mounted_tmpfs(tmp_path / "disk", "size=320k") as disk:
-        done = called("export", str(tiny.base), "--out", str(disk / "out"))
-        assert done.returncode == 1 and "0.0 GiB free, but the export takes 0.0 GiB; free some space" in done.stderr
+    base = wider(tiny.base, tmp_path / "wider")
+    with mounted_tmpfs(tmp_path / "disk", "size=4m") as disk:
+        done = called("export", str(base), "--out", str(disk / "out"))
+        assert done.returncode == 1 and "MiB free, but the export takes " in done.stderr, done.stderr
         monkeypatch.setattr(ExportStage, "check_space", lambda self, total: None)  # another program is quicker
-        done = called("export", str(tiny.base), "--out", str(disk / "out"))
+        done = called("export", str(base), "--out", str(disk / "out"))
         assert done.returncode == 1 and done.stderr.splitlines()[-1] == (
             f"sojourn: {disk}: no space left on this disk; free some, then run the same command: it goes on where it "
             "was; or choose another disk: --out DIR"
         )
         assert not (disk / "out").exists()
         assert read_json_object(disk / ".partial-out" / MANIFEST)["files"]
-        subprocess.run(["mount", "-o", "remount,size=8m", str(disk)], check=True)
-        again = called("export", str(tiny.base), "--out", str(disk / "out"))
+        subprocess.run(["mount", "-o", "remount,size=24m", str(disk)], check=True)
+        again = called("export", str(base), "--out", str(disk / "out"))
         assert again.returncode == 0 and "going on in" in again.stderr
-        torch.testing.assert_close(logits(disk / "out"), logits(tiny.base))
+        torch.testing.assert_close(logits(disk / "out"), logits(base))
 
 
 def test_a_read_only_disk(tiny: Tiny, tmp_path: Path) -> None:

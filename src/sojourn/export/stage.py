@@ -125,7 +125,7 @@ class ExportStage:
         free, needed = shutil.disk_usage(self.path).free, total - self._allocated_bytes()
         if needed > free:
             raise RunFailed(
-                f"{self.target.parent}: {free / 2**30:.1f} GiB free, but the export takes {needed / 2**30:.1f} GiB; "
+                f"{self.target.parent}: {free / 2**20:,.1f} MiB free, but the export takes {needed / 2**20:,.1f} MiB; "
                 f"free some space there, or {_ELSEWHERE}"
             )
 
