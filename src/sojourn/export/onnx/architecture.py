@@ -83,12 +83,12 @@ class Architecture:
         return int(self.config.max_position_embeddings)
 
 
-def read_architecture(weights: WeightSource) -> Architecture:
-    """Refuses, in a line, what the graph does not have."""
-    config = read_config(weights.config)
+def read_architecture(weights: WeightSource, format: str = "onnx") -> Architecture:
+    """Refuses, in a line, what is not described here. `format`: the one that is asked for, to name it."""
+    config = read_config(weights.config, format)
     family = FAMILIES[config.model_type]
     if getattr(config, "use_bidirectional_attention", False):
-        raise UserError("--to onnx: the model attends to later tokens, so it cannot have a KV cache")
+        raise UserError(f"--to {format}: the model attends to later tokens, so it cannot have a KV cache")
     head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     names, skipped = _decoder_names(weights.names())
     scalar = config.query_pre_attn_scalar if family.is_gemma else head_dim
@@ -98,7 +98,7 @@ def read_architecture(weights: WeightSource) -> Architecture:
     )  # fmt: skip
 
 
-def read_config(plain: dict[str, Any]) -> Any:
+def read_config(plain: dict[str, Any], format: str = "onnx") -> Any:
     """transformers' config of the decoder, with its defaults."""
     text = plain.get("text_config")
     if plain.get("model_type") == "gemma3" and isinstance(text, dict):
@@ -106,7 +106,7 @@ def read_config(plain: dict[str, Any]) -> Any:
     kind = str(plain.get("model_type"))
     if kind not in FAMILIES:
         raise UserError(
-            f"--to onnx: no graph for the family “{printable(kind)}”; there are: {', '.join(FAMILIES)}. "
+            f"--to {format}: not for the family “{printable(kind)}”; there are: {', '.join(FAMILIES)}. "
             "Other formats: --to hf, --to gguf"
         )
     from transformers import CONFIG_MAPPING

@@ -94,6 +94,7 @@ def unavailable() -> str:
 
 def open_model(path: Path) -> OnnxRuntime:
     import onnxruntime
+    import torch
 
     folder = path if path.is_dir() else path.parent
     file = folder / GRAPH_FILE if path.is_dir() else path
@@ -101,6 +102,8 @@ def open_model(path: Path) -> OnnxRuntime:
         raise UserError(f"{path}: no {GRAPH_FILE} there")
     options = onnxruntime.SessionOptions()
     options.log_severity_level = _QUIET
+    options.intra_op_num_threads = torch.get_num_threads()  # OMP_NUM_THREADS, which onnxruntime does not read
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # others use this machine too
     try:
         session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime's exceptions have no common class

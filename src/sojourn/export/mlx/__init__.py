@@ -1,0 +1,1 @@
+"""The MLX format: a folder that mlx-lm opens on a Mac."""
