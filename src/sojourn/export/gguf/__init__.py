@@ -1,0 +1,1 @@
+"""Writes models as GGUF files for llama.cpp and Ollama."""
