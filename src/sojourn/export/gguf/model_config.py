@@ -72,7 +72,9 @@ def _check(config: ModelConfig) -> None:
     if activation not in _ACTIVATIONS.get(kind, ("silu", "swish")):
         raise _differs(kind, f"the activation {activation}")
     if not config.family.free_head_dim and config.head_dim * values["num_attention_heads"] != values["hidden_size"]:
-        raise _differs(kind, f"heads of {config.head_dim} that do not add up to the hidden size {values['hidden_size']}")
+        raise _differs(
+            kind, f"heads of {config.head_dim} that do not add up to the hidden size {values['hidden_size']}"
+        )
     if kind == "gemma3_text":
         _check_gemma(config)
     layers = range(config.layers)

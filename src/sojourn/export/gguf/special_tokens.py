@@ -6,17 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from sojourn.errors import UserError
 from sojourn.export.gguf.vocabulary import Vocabulary
-from sojourn.infer.gguf.tokenizer import CONTROL, UNKNOWN
+from sojourn.infer.gguf.tokenizer import CONTROL, SPECIAL_KEYS, STOPS_BY_TEXT, UNKNOWN
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
 _NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-# llama.cpp ends a generation at these whatever the file says.
-STOPS_BY_TEXT = frozenset((
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "<end_of_turn>", "<EOT>",
-    "_<EOT>", "<|return|>", "<|call|>",
-))  # fmt: skip
 
 
 def special_ids(settings: dict[str, Any], config: dict[str, Any], vocabulary: Vocabulary) -> dict[str, int]:
@@ -40,7 +35,9 @@ def special_ids(settings: dict[str, Any], config: dict[str, Any], vocabulary: Vo
         if is_listed and vocabulary.types[number] in (CONTROL, UNKNOWN):
             found[name] = number
     if "eos" not in found:
-        raise UserError("GGUF: the tokenizer has no eos_token, so llama.cpp would never stop; name it in tokenizer_config.json")
+        raise UserError(
+            "GGUF: the tokenizer has no eos_token, so llama.cpp would never stop; name it in tokenizer_config.json"
+        )
     return found
 
 
@@ -57,9 +54,6 @@ def other_stops(eos: int, stop_ids: list[int], vocabulary: Vocabulary) -> tuple[
 def add_special_tokens(writer: GGUFWriter, ids: dict[str, int], adds: dict[str, bool]) -> None:
     """`adds`: whether the tokenizer puts `bos` before a text, and `eos` after it."""
     for name, number in ids.items():
-        writer.add_uint32(f"tokenizer.ggml.{_KEYS.get(name, name)}_token_id", number)
+        writer.add_uint32(f"tokenizer.ggml.{SPECIAL_KEYS.get(name, name)}_token_id", number)
     for name, value in adds.items():
         writer.add_bool(f"tokenizer.ggml.add_{name}_token", value)
-
-
-_KEYS = {"unk": "unknown", "sep": "seperator", "pad": "padding"}  # as llama.cpp spells them

@@ -51,12 +51,14 @@ class AddedToken:
     lstrip: bool = False
 
 
-def read_vocabulary(bundle: TokenizerBundle, folder: Path, size: int) -> Vocabulary:
-    """`size`: rows of the model's embedding; ids without a token get a placeholder."""
-    definition = _definition(bundle)
+def read_vocabulary(
+    definition: dict[str, Any], model_file: Path | None, added: list[AddedToken], size: int
+) -> Vocabulary:
+    """`definition`: tokenizer.json; `model_file`: tokenizer.model, if there is one. `size`: rows of the model's
+    embedding; ids without a token get a placeholder."""
     model = definition["model"]
-    if bundle.model_file is not None:
-        vocabulary = _from_sentencepiece(bundle.model_file, size)
+    if model_file is not None:
+        vocabulary = _from_sentencepiece(model_file, size)
     elif model.get("type") == "BPE" and model.get("byte_fallback"):
         vocabulary = _from_merges(model, size)
     elif model.get("type") == "BPE" and _is_byte_level(definition):
@@ -67,7 +69,7 @@ def read_vocabulary(bundle: TokenizerBundle, folder: Path, size: int) -> Vocabul
             f"GGUF: llama.cpp has no tokenizer like this one ({kind}); it has byte-level BPE and SentencePiece BPE; "
             "export it with --to hf"
         )
-    for token in added_tokens(bundle, folder):
+    for token in added:
         _place(vocabulary, token, size)
     _make_unique(vocabulary)
     return vocabulary
@@ -83,8 +85,8 @@ def added_tokens(bundle: TokenizerBundle, folder: Path) -> list[AddedToken]:
         if isinstance(value, dict) and str(key).isdecimal():
             found[int(key)] = _added(int(key), value)
     if bundle.fast_file is not None:
-        for value in _definition(bundle).get("added_tokens") or []:
-            found[int(value["id"])] = _added(int(value["id"]), value)
+        for number, token in bundle.tokenizer.get_added_tokens_decoder().items():
+            found[number] = AddedToken(number, token.content, token.special, token.rstrip, token.lstrip)
     return [found[number] for number in sorted(found)]
 
 
@@ -93,8 +95,8 @@ def _added(number: int, value: dict[str, Any]) -> AddedToken:
     return AddedToken(number, str(value["content"]), **flags)
 
 
-def _definition(bundle: TokenizerBundle) -> dict[str, Any]:
-    """tokenizer.json."""
+def read_definition(bundle: TokenizerBundle) -> dict[str, Any]:
+    """tokenizer.json, also of a tokenizer that has only tokenizer.model."""
     found: dict[str, Any] = json.loads(bundle.tokenizer.to_str())
     return found
 

@@ -15,6 +15,13 @@ from sojourn.infer.gguf.pre_tokenizers import known, splitter
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
 _SPACE = "▁"
 _KEPT_AFTER_SPACE = ("<unk>", "<s>", "<|endoftext|>")
+SPECIAL_KEYS = {"unk": "unknown", "sep": "seperator", "pad": "padding"}  # as llama.cpp spells them
+_NAMES = ("bos", "eos", "eot", "eom", "unk", "sep", "pad", "cls", "mask")
+# llama.cpp ends a generation at these whatever the file says.
+STOPS_BY_TEXT = frozenset((
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "<end_of_turn>", "<EOT>",
+    "_<EOT>", "<|return|>", "<|call|>",
+))  # fmt: skip
 _C_WHITESPACE = " \t\n\v\f\r"
 BPE_MODEL, SENTENCEPIECE_MODEL = "gpt2", "llama"
 
@@ -62,11 +69,6 @@ class GgufTokenizer:
             after_special = isinstance(part, int)
         return ids
 
-    def special_text(self, name: str) -> str:
-        """The text of `bos`, `eos`, …; empty where the file has none."""
-        number = self._metadata.get(f"tokenizer.ggml.{name}_token_id")
-        return self.tokens[number] if isinstance(number, int) and number < len(self.tokens) else ""
-
     def _special_tokens(self) -> list[SpecialToken]:
         types = self._metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(self.tokens)
         name = str(self._metadata.get("general.name", "")).lower()
@@ -111,6 +113,16 @@ class GgufTokenizer:
         if found is not None:
             return [found]
         return [self._ids[f"<0x{byte:02X}>"] for byte in piece.encode() if f"<0x{byte:02X}>" in self._ids]
+
+
+def special_names(metadata: dict[str, Any]) -> dict[str, str]:
+    """Special tokens by the names that chat templates use: bos_token, eos_token, …"""
+    tokens, found = metadata["tokenizer.ggml.tokens"], {}
+    for name in _NAMES:
+        number = metadata.get(f"tokenizer.ggml.{SPECIAL_KEYS.get(name, name)}_token_id")
+        if isinstance(number, int) and number < len(tokens):
+            found[f"{name}_token"] = tokens[number]
+    return found
 
 
 def _cut(text: str, token: SpecialToken) -> list[str | int]:

@@ -1,0 +1,102 @@
+"""Writes a LoRA adapter as a GGUF file, which llama.cpp applies to the base's GGUF file (`--lora`, Ollama's ADAPTER)."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from sojourn.errors import UserError
+from sojourn.export.adapter_weights import AdapterWeights
+from sojourn.export.gguf.layout import file_parts, total_bytes
+from sojourn.export.gguf.model_config import ModelConfig, read_config
+from sojourn.export.gguf.tensors import TensorPlan
+from sojourn.export.gguf.write import file_name, require_package
+from sojourn.export.open_source import Source
+from sojourn.export.progress import Progress
+from sojourn.export.stage import ExportStage
+from sojourn.infer.gguf.families import EMBEDDING, interleave
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_MERGE = "merge it instead: --to gguf"
+
+
+def write(source: Source, stage: ExportStage, quantization: str, progress: Progress) -> None:
+    """`quantization`: f16 or f32, of the adapter's own matrices."""
+    from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFWriter, LlamaFileType
+
+    require_package()
+    adapter = _only_adapter(source)
+    config = read_config(source.base.config)
+    alpha = float(adapter.config.get("lora_alpha", 8))
+    plans = _plans(adapter, config, alpha, GGMLQuantizationType[quantization.upper()])
+    writer: GGUFWriter = GGUFWriter(None, config.family.architecture)
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", alpha)
+    writer.add_name(source.name)
+    base = source.lineage.get("base")
+    if base:
+        writer.add_base_model_count(1)
+        writer.add_base_model_name(0, str(base).rsplit("/", 1)[-1])
+    writer.add_file_type(LlamaFileType.ALL_F32 if quantization == "f32" else LlamaFileType.MOSTLY_F16)
+    writer.add_quantization_version(GGML_QUANT_VERSION)
+    parts = file_parts(writer, plans)
+    name = file_name(f"{source.name}-LoRA", quantization)
+    progress.start(name, total_bytes(parts))
+    stage.ranges(name, total_bytes(parts), parts)
+
+
+def _only_adapter(source: Source) -> AdapterWeights:
+    if len(source.adapters) != 1:
+        found = "no adapter" if not source.adapters else f"{len(source.adapters)} adapters"
+        raise UserError(f"gguf-adapter: {source.name} has {found}; it takes one; for the whole model: --to gguf")
+    adapter = source.adapters[0]
+    saved = adapter.saved()
+    if saved:
+        raise UserError(f"gguf-adapter: llama.cpp's adapters cannot hold {saved[0]} (modules_to_save); {_MERGE}")
+    for name in adapter.modules():
+        if adapter.has_magnitude(name):
+            raise UserError(f"gguf-adapter: llama.cpp has no DoRA; {_MERGE}")
+        if adapter.bias(name) is not None:
+            raise UserError(f"gguf-adapter: llama.cpp's adapters have no bias ({name}); {_MERGE}")
+    return adapter
+
+
+def _plans(adapter: AdapterWeights, config: ModelConfig, alpha: float, type_: Any) -> list[TensorPlan]:
+    plans = []
+    for name in sorted(adapter.modules()):
+        ours = config.family.gguf_name(name)
+        if ours is None:
+            raise UserError(f"gguf-adapter: llama.cpp has no place for {name} in {config.family.model_type}; {_MERGE}")
+        if ours == EMBEDDING or adapter.is_transposed(name):
+            raise UserError(f"gguf-adapter: an adapter of the embedding ({name}) is not written; {_MERGE}")
+        rows, columns = adapter.changed_shape(name)
+        rank = int(adapter.lora(name)[0].shape[0])
+        heads = config.family.rope_heads(ours, config.values)
+        a = partial(_a, adapter, name)
+        b = partial(_b, adapter, name, heads, adapter.weight * adapter.scaling(name) * rank / alpha)
+        plans.append(_plan(f"{ours}.lora_a", (rank, columns), type_, a))
+        plans.append(_plan(f"{ours}.lora_b", (rows, rank), type_, b))
+    return plans
+
+
+def _plan(name: str, shape: tuple[int, int], type_: Any, load: Any) -> TensorPlan:
+    def rows(start: int, stop: int) -> Tensor:
+        found: Tensor = load()[start:stop]
+        return found
+
+    return TensorPlan(name, shape, type_, rows, step=shape[0])
+
+
+def _a(adapter: AdapterWeights, name: str) -> Tensor:
+    return adapter.lora(name)[0]
+
+
+def _b(adapter: AdapterWeights, name: str, heads: int, factor: float) -> Tensor:
+    """llama.cpp scales by alpha / rank. Where the adapter scales otherwise (rsLoRA, a weight), the rest goes into B."""
+    b = adapter.lora(name)[1]
+    b = interleave(b, heads) if heads else b
+    return b if math.isclose(factor, 1.0, rel_tol=1e-9) else b * factor

@@ -1,0 +1,163 @@
+"""Answers questions about a GGUF file through llama.cpp: a request in JSON per line on standard input, an answer per
+line on standard output.
+
+Run by a Python that has the package llama_cpp, which need not be the one that has Sojourn; and in a process of its own,
+since llama.cpp ends its process where a file or the CPU is not to its liking. Standard library, numpy and llama_cpp.
+"""
+
+import ctypes
+import json
+import os
+import sys
+
+_BATCH = 64  # tokens whose logits are in memory at once
+_ROOM = 256  # llama.cpp rounds contexts up to this
+
+
+class Model:
+    def __init__(self, path, threads, lora=None):
+        import llama_cpp as api
+
+        self.api, self.threads, self.context, self.size = api, threads, None, 0
+        parameters = api.llama_model_default_params()
+        parameters.n_gpu_layers = 0
+        self.model = api.llama_model_load_from_file(path.encode(), parameters)
+        if not self.model:
+            raise RuntimeError("it does not load")
+        self.vocab = api.llama_model_get_vocab(self.model)
+        self.tokens = api.llama_vocab_n_tokens(self.vocab)
+        self.lora = api.llama_adapter_lora_init(self.model, lora.encode()) if lora else None
+        if lora and not self.lora:
+            raise RuntimeError("the adapter does not load")
+
+    def encode(self, text, add_special):
+        data = text.encode()
+        most = len(data) + 16
+        ids = (self.api.llama_token * most)()
+        count = self.api.llama_tokenize(self.vocab, data, len(data), ids, most, add_special, True)
+        if count < 0:
+            raise RuntimeError("a text cannot be tokenized")
+        return list(ids[:count])
+
+    def logits(self, ids, path):
+        """Rows in fp32, to a file."""
+        self.reset(len(ids))
+        with open(path, "wb") as file:
+            for start in range(0, len(ids), _BATCH):
+                file.write(self.decode(ids[start : start + _BATCH], start, every=True).tobytes())
+
+    def greedy(self, ids, count):
+        import numpy
+
+        self.reset(len(ids) + count)
+        rows = None
+        for start in range(0, len(ids), _BATCH):
+            rows = self.decode(ids[start : start + _BATCH], start, every=False)
+        found = []
+        while len(found) < count:
+            found.append(int(numpy.argmax(rows[-1])))
+            if self.api.llama_vocab_is_eog(self.vocab, found[-1]):
+                break
+            if len(found) < count:
+                rows = self.decode(found[-1:], len(ids) + len(found) - 1, every=False)
+        return found
+
+    def decode(self, ids, start, every):
+        """Logits of all tokens, or of the last one."""
+        import numpy
+
+        batch = self.api.llama_batch_init(len(ids), 0, 1)
+        try:
+            batch.n_tokens = len(ids)
+            for index, token in enumerate(ids):
+                batch.token[index], batch.pos[index] = token, start + index
+                batch.n_seq_id[index], batch.seq_id[index][0] = 1, 0
+                batch.logits[index] = every or index == len(ids) - 1
+            if self.api.llama_decode(self.context, batch) != 0:
+                raise RuntimeError("llama_decode failed")
+            rows = len(ids) if every else 1
+            logits = numpy.ctypeslib.as_array(self.api.llama_get_logits(self.context), (rows, self.tokens))
+            return numpy.array(logits, dtype=numpy.float32)
+        finally:
+            self.api.llama_batch_free(batch)
+
+    def reset(self, length):
+        """An empty context of at least this length. No longer than needed: LongRoPE goes by the context's size."""
+        size = -(-max(length, 1) // _ROOM) * _ROOM
+        if self.context is not None and self.size == size:
+            self.api.llama_memory_clear(self.api.llama_get_memory(self.context), True)
+            return
+        if self.context is not None:
+            self.api.llama_free(self.context)
+        parameters = self.api.llama_context_default_params()
+        parameters.n_ctx, parameters.n_batch, parameters.n_ubatch = size, _BATCH, _BATCH
+        parameters.n_threads = parameters.n_threads_batch = self.threads
+        parameters.type_k = parameters.type_v = 0  # fp32: the file is asked, not the cache
+        if hasattr(parameters, "flash_attn_type"):
+            parameters.flash_attn_type = 0
+        self.context, self.size = self.api.llama_init_from_model(self.model, parameters), size
+        if not self.context:
+            raise RuntimeError("no context of {} tokens".format(size))
+        if self.lora:
+            self.api.llama_set_adapter_lora(self.context, self.lora, 1.0)
+
+
+def quantize(source, target, kind, threads, importance=None):
+    import llama_cpp as api
+
+    parameters = api.llama_model_quantize_default_params()
+    parameters.ftype, parameters.nthread = kind, threads
+    kept = []
+    if importance:
+        if not hasattr(api, "llama_model_imatrix_data"):
+            raise RuntimeError("this llama_cpp takes no importance matrix; update it: pip install -U llama-cpp-python")
+        entries = (api.llama_model_imatrix_data * (len(importance["names"]) + 1))()
+        with open(importance["file"], "rb") as file:
+            for entry, (name, size) in zip(entries, importance["names"]):
+                values = (ctypes.c_float * size).from_buffer_copy(file.read(4 * size))
+                kept += [values, name.encode()]
+                entry.name, entry.size = kept[-1], size
+                entry.data = ctypes.cast(values, ctypes.POINTER(ctypes.c_float))
+        parameters.imatrix = ctypes.cast(entries, type(parameters.imatrix))
+        kept.append(entries)
+    if api.llama_model_quantize(source.encode(), target.encode(), ctypes.byref(parameters)) != 0:
+        raise RuntimeError("llama_model_quantize failed")
+
+
+def answer(request, state):
+    do = request.pop("do")
+    if do == "open":
+        state["model"] = Model(**request)
+        return {"vocabulary": state["model"].tokens}
+    if do == "encode":
+        return {"ids": state["model"].encode(**request)}
+    if do == "logits":
+        state["model"].logits(**request)
+        return {}
+    if do == "greedy":
+        return {"ids": state["model"].greedy(**request)}
+    if do == "is_stop":
+        model = state["model"]
+        return {"stops": bool(model.api.llama_vocab_is_eog(model.vocab, request["token"]))}
+    if do == "quantize":
+        quantize(**request)
+        return {}
+    raise ValueError(do)
+
+
+def main():
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # whatever llama.cpp prints
+    del sys.path[0]  # this folder: its modules are not for import here
+    state = {}
+    for line in sys.stdin:
+        try:
+            found = answer(json.loads(line), state)
+        except Exception as error:
+            found = {"error": "{}: {}".format(type(error).__name__, error)}
+        answers.write(json.dumps(found) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()
