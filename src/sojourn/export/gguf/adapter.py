@@ -1,4 +1,4 @@
-"""Writes a LoRA adapter as a GGUF file, which llama.cpp applies to the base's GGUF file (`--lora`, Ollama's ADAPTER)."""
+"""Writes a LoRA adapter as a GGUF file, which llama.cpp applies to the base's (`--lora`; in Ollama: ADAPTER)."""
 
 from __future__ import annotations
 

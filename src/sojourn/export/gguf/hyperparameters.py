@@ -98,7 +98,8 @@ def _scaling_kind(config: ModelConfig) -> str:
     if kind not in allowed or local != "default":
         which = local if kind in allowed else kind
         raise UserError(
-            f"GGUF: llama.cpp has no {name} with RoPE scaling “{which}”, only {', '.join(allowed)}; export it with --to hf"
+            f"GGUF: llama.cpp has no {name} with RoPE scaling “{which}”, only {', '.join(allowed)}; "
+            "export it with --to hf"
         )
     partial = float(rope.get("partial_rotary_factor") or 1.0)
     if partial != 1.0 and config.family.architecture not in ("phi3", "glm4", "chatglm"):

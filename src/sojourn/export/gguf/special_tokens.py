@@ -19,9 +19,8 @@ def special_ids(settings: dict[str, Any], config: dict[str, Any], vocabulary: Vo
     ids = {text: number for number, text in enumerate(vocabulary.tokens)}
     found: dict[str, int] = {}
     for name in _NAMES:
-        entry = settings.get(f"{name}_token")
-        text = entry.get("content") if isinstance(entry, dict) else entry
-        if isinstance(text, str) and text:
+        text = _text(settings.get(f"{name}_token"))
+        if text is not None:
             if text in vocabulary.left_out:
                 raise UserError(
                     f"GGUF: {name}_token {text} is beyond the model's embedding of {len(vocabulary.tokens):,} rows; "
@@ -31,8 +30,9 @@ def special_ids(settings: dict[str, Any], config: dict[str, Any], vocabulary: Vo
                 found[name] = ids[text]
                 continue
         number = config.get(f"{name}_token_id")
-        is_listed = type(number) is int and 0 <= number < len(vocabulary.tokens)
-        if is_listed and vocabulary.types[number] in (CONTROL, UNKNOWN):
+        if not isinstance(number, int) or not 0 <= number < len(vocabulary.tokens):
+            continue
+        if vocabulary.types[number] in (CONTROL, UNKNOWN):
             found[name] = number
     if "eos" not in found:
         raise UserError(
@@ -51,8 +51,37 @@ def other_stops(eos: int, stop_ids: list[int], vocabulary: Vocabulary) -> tuple[
     return dict(zip(("eot", "eom"), rest, strict=False)), [vocabulary.tokens[number] for number in rest[2:]]
 
 
+def added_around(
+    theirs: Any, settings: dict[str, Any], processor: dict[str, Any], ids: dict[str, int]
+) -> dict[str, bool]:
+    """Whether the tokenizer puts `bos` before a text, `eos` after it, and a separator between two. `processor`: the
+    post-processor in tokenizer.json."""
+    text: list[int] = theirs("a", add_special_tokens=True)["input_ids"]
+    around = {"bos": text[:1] == [ids.get("bos")]}
+    adds_eos = text[-1:] == [ids["eos"]]
+    if adds_eos or isinstance(settings.get("add_eos_token"), bool):
+        around["eos"] = adds_eos
+    for step in processor.get("processors", [processor]):
+        between = _between_two(step.get("pair") or [])
+        if between:
+            separators = [_text(settings.get(f"{name}_token")) for name in ("sep", "eos")]
+            around["sep"] = any(one in separators for one in between)
+    return around
+
+
+def _between_two(pair: list[dict[str, Any]]) -> list[str]:
+    """Special tokens that a template of a post-processor writes between two texts."""
+    texts = [number for number, piece in enumerate(pair) if "Sequence" in piece]
+    inner = pair[texts[0] + 1 : texts[-1]] if texts else []
+    return [str(piece["SpecialToken"]["id"]) for piece in inner if "SpecialToken" in piece]
+
+
+def _text(entry: Any) -> str | None:
+    text = entry.get("content") if isinstance(entry, dict) else entry
+    return text if isinstance(text, str) and text else None
+
+
 def add_special_tokens(writer: GGUFWriter, ids: dict[str, int], adds: dict[str, bool]) -> None:
-    """`adds`: whether the tokenizer puts `bos` before a text, and `eos` after it."""
     for name, number in ids.items():
         writer.add_uint32(f"tokenizer.ggml.{SPECIAL_KEYS.get(name, name)}_token_id", number)
     for name, value in adds.items():

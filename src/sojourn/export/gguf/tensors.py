@@ -157,11 +157,10 @@ def _plan(weights: WeightSource, config: ModelConfig, name: str, ours: str, type
 
 def _check(found: dict[str, TensorPlan], config: ModelConfig) -> None:
     missing = [name for name in (EMBEDDING, "output_norm.weight") if name not in found]
-    required = [ours for ours in config.family.layer.values()]
     missing += [
         f"blk.{layer}.{name}.weight"
         for layer in range(config.layers)
-        for name in required
+        for name in config.family.layer.values()
         if f"blk.{layer}.{name}.weight" not in found
     ]
     beyond = [name for name in found if name.startswith("blk.") and int(name.split(".")[1]) >= config.layers]

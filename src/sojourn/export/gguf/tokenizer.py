@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sojourn.data.tokenize.tokenizer import TokenizerBundle, open_tokenizer
 from sojourn.errors import UserError
 from sojourn.export.gguf.chat_template import probe_chats, templates_of
-from sojourn.export.gguf.special_tokens import add_special_tokens, other_stops, special_ids
+from sojourn.export.gguf.special_tokens import add_special_tokens, added_around, other_stops, special_ids
 from sojourn.export.gguf.vocabulary import AddedToken, Vocabulary, added_tokens, read_definition, read_vocabulary
 from sojourn.infer.gguf.pre_tokenizers import PROBE, identify
 from sojourn.infer.gguf.tokenizer import BPE_MODEL, CONTROL, USER_DEFINED, GgufTokenizer
@@ -26,7 +26,8 @@ _MOST_SPECIAL_PROBES = 40
 _TEXTS = (
     *("Hello, world! It's 12:45 on the 3rd; we'll pay $1,234.50 (ca. 20%).", " leading", "trailing ", "  two  spaces"),
     *("\n", "\n\n\n", "a\tb\n\tc\r\nd", "line one\n\n    line two\n", "a                 b", "..............!!!"),
-    *("今天天气很好，我们去公园散步吧。", "第3章：数据（共128页）", "日本語の文章です。", "한국어 문장", "Привет, мир", "Ελληνικά"),
+    *("今天天气很好，我们去公园散步吧。", "第3章：数据（共128页）", "日本語の文章です。", "한국어 문장"),
+    *("Привет, мир", "Ελληνικά", "Straße à Paris"),
     *("0123456789 007 3.14159 1e-4", "def f(x):\n    return x ** 2  # twice\n", "https://example.com/a?b=c&d=%20"),
     *("I 🍕 you", "camelCase HTTPServer snake_case DON'T don't", "hahahahahaha <b>bold</b> {\"a\": [1, 2]}"),
 )  # fmt: skip
@@ -48,7 +49,8 @@ def add_tokenizer(writer: GGUFWriter, weights: WeightSource, rows: int, say: Say
     more, unnamed = other_stops(ids["eos"], stops, vocabulary)
     if unnamed:
         say(f"note: a GGUF file has no place for so many stop tokens; llama.cpp does not stop at {', '.join(unnamed)}")
-    add_special_tokens(writer, {**ids, **more}, _added_around(theirs, bundle.settings, ids))
+    around = added_around(theirs, bundle.settings, definition.get("post_processor") or {}, ids)
+    add_special_tokens(writer, {**ids, **more}, around)
     templates = templates_of(theirs)
     if templates:
         writer.add_chat_template([{"name": name, "template": text} for name, text in templates.items()])
@@ -87,16 +89,6 @@ def _add_vocabulary(
     writer.add_token_types(vocabulary.types)
     if vocabulary.merges:
         writer.add_token_merges(vocabulary.merges)
-
-
-def _added_around(theirs: Any, settings: dict[str, Any], ids: dict[str, int]) -> dict[str, bool]:
-    """Whether the tokenizer puts `bos` before a text and `eos` after it."""
-    text: list[int] = theirs("a", add_special_tokens=True)["input_ids"]
-    around = {"bos": text[:1] == [ids.get("bos")]}
-    adds_eos = text[-1:] == [ids["eos"]]
-    if adds_eos or isinstance(settings.get("add_eos_token"), bool):
-        around["eos"] = adds_eos
-    return around
 
 
 def _texts(vocabulary: Vocabulary) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from os.path import commonprefix
 
 from sojourn.infer.runtimes.transformers_tokenizer import render_template
 
@@ -52,15 +51,18 @@ def _find(template: str, names: dict[str, str]) -> Turns | None:
     user_end, ask = silent[6], asked[6].removeprefix(silent[6])
     if not asked[2].startswith(user_end):
         return None
+    bos = names.get("bos_token", "")
+    bos = bos if asked[0].startswith(bos) and plain[0].startswith(bos) else ""
+    asked[0], plain[0] = asked[0].removeprefix(bos), plain[0].removeprefix(bos)
     user_open = _user_open(asked, plain, user_end)
     system_end, assistant_end = asked[1].removesuffix(user_open), asked[3].removesuffix(user_open)
     around = {"user": (user_open, user_end), "assistant": (asked[2].removeprefix(user_end), assistant_end)}
     begin = plain[0].removesuffix(user_open)
     if asked[0].startswith(begin):
-        return Turns({**around, "system": (asked[0].removeprefix(begin), system_end)}, begin, ask)
-    if begin.startswith(asked[0]):  # a system message of its own
-        default = begin.removeprefix(asked[0]).removesuffix(system_end)
-        return Turns({**around, "system": (asked[0], system_end)}, "", ask, default)
+        return Turns({**around, "system": (asked[0].removeprefix(begin), system_end)}, bos + begin, ask)
+    default = begin.removeprefix(asked[0]).removesuffix(system_end)
+    if begin.startswith(asked[0]) and default:  # a system message of its own
+        return Turns({**around, "system": (asked[0], system_end)}, bos, ask, default)
     return None
 
 
@@ -69,8 +71,8 @@ def _user_open(asked: list[str], plain: list[str], user_end: str) -> str:
     all turns end alike, it begins after that end."""
     if user_end and asked[3].startswith(user_end):
         return asked[3].removeprefix(user_end)
-    reversed_texts = [text[::-1] for text in (asked[1], asked[3], plain[0])]
-    return str(commonprefix(reversed_texts))[::-1]
+    texts = (asked[1], asked[3], plain[0])
+    return next(texts[0][at:] for at in range(len(texts[0]) + 1) if all(one.endswith(texts[0][at:]) for one in texts))
 
 
 def _texts_between(template: str, names: dict[str, str], roles: tuple[str, ...], ask: bool) -> list[str] | None:

@@ -105,7 +105,8 @@ class GgufFile:
 
         info = self.tensors[name]
         raw = self.raw(name).reshape(*info.shape[:-1], -1)
-        return dequantize(raw, info.type).reshape(info.shape)
+        found: ndarray[Any, Any] = dequantize(raw, info.type).reshape(info.shape)
+        return found
 
     def _scalar(self, code: str) -> Any:
         size = struct.calcsize(f"<{code}")

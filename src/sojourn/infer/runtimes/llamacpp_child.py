@@ -5,20 +5,26 @@ Run by a Python that has the package llama_cpp, which need not be the one that h
 since llama.cpp ends its process where a file or the CPU is not to its liking. Standard library, numpy and llama_cpp.
 """
 
+from __future__ import annotations
+
 import ctypes
 import json
 import os
 import sys
+from pathlib import Path
+from typing import Any
 
 _BATCH = 64  # tokens whose logits are in memory at once
 _ROOM = 256  # llama.cpp rounds contexts up to this
 
 
 class Model:
-    def __init__(self, path, threads, lora=None):
+    def __init__(self, path: str, threads: int, lora: str | None = None) -> None:
         import llama_cpp as api
 
-        self.api, self.threads, self.context, self.size = api, threads, None, 0
+        self.api: Any = api
+        self.context: Any = None
+        self.threads, self.size = threads, 0
         parameters = api.llama_model_default_params()
         parameters.n_gpu_layers = 0
         self.model = api.llama_model_load_from_file(path.encode(), parameters)
@@ -30,7 +36,7 @@ class Model:
         if lora and not self.lora:
             raise RuntimeError("the adapter does not load")
 
-    def encode(self, text, add_special):
+    def encode(self, text: str, add_special: bool) -> list[int]:
         data = text.encode()
         most = len(data) + 16
         ids = (self.api.llama_token * most)()
@@ -39,21 +45,21 @@ class Model:
             raise RuntimeError("a text cannot be tokenized")
         return list(ids[:count])
 
-    def logits(self, ids, path):
+    def logits(self, ids: list[int], path: str) -> None:
         """Rows in fp32, to a file."""
         self.reset(len(ids))
-        with open(path, "wb") as file:
+        with Path(path).open("wb") as file:
             for start in range(0, len(ids), _BATCH):
                 file.write(self.decode(ids[start : start + _BATCH], start, every=True).tobytes())
 
-    def greedy(self, ids, count):
+    def greedy(self, ids: list[int], count: int) -> list[int]:
         import numpy
 
         self.reset(len(ids) + count)
-        rows = None
+        rows: Any = None
         for start in range(0, len(ids), _BATCH):
             rows = self.decode(ids[start : start + _BATCH], start, every=False)
-        found = []
+        found: list[int] = []
         while len(found) < count:
             found.append(int(numpy.argmax(rows[-1])))
             if self.api.llama_vocab_is_eog(self.vocab, found[-1]):
@@ -62,7 +68,7 @@ class Model:
                 rows = self.decode(found[-1:], len(ids) + len(found) - 1, every=False)
         return found
 
-    def decode(self, ids, start, every):
+    def decode(self, ids: list[int], start: int, every: bool) -> Any:
         """Logits of all tokens, or of the last one."""
         import numpy
 
@@ -81,7 +87,7 @@ class Model:
         finally:
             self.api.llama_batch_free(batch)
 
-    def reset(self, length):
+    def reset(self, length: int) -> None:
         """An empty context of at least this length. No longer than needed: LongRoPE goes by the context's size."""
         size = -(-max(length, 1) // _ROOM) * _ROOM
         if self.context is not None and self.size == size:
@@ -97,23 +103,24 @@ class Model:
             parameters.flash_attn_type = 0
         self.context, self.size = self.api.llama_init_from_model(self.model, parameters), size
         if not self.context:
-            raise RuntimeError("no context of {} tokens".format(size))
+            raise RuntimeError(f"no context of {size} tokens")
         if self.lora:
             self.api.llama_set_adapter_lora(self.context, self.lora, 1.0)
 
 
-def quantize(source, target, kind, threads, importance=None):
+def quantize(source: str, target: str, kind: int, threads: int, importance: dict[str, Any] | None = None) -> None:
     import llama_cpp as api
 
     parameters = api.llama_model_quantize_default_params()
     parameters.ftype, parameters.nthread = kind, threads
-    kept = []
+    kept: list[Any] = []  # llama.cpp gets pointers to these
     if importance:
         if not hasattr(api, "llama_model_imatrix_data"):
             raise RuntimeError("this llama_cpp takes no importance matrix; update it: pip install -U llama-cpp-python")
         entries = (api.llama_model_imatrix_data * (len(importance["names"]) + 1))()
-        with open(importance["file"], "rb") as file:
-            for entry, (name, size) in zip(entries, importance["names"]):
+        with Path(importance["file"]).open("rb") as file:
+            for number, (name, size) in enumerate(importance["names"]):
+                entry = entries[number]
                 values = (ctypes.c_float * size).from_buffer_copy(file.read(4 * size))
                 kept += [values, name.encode()]
                 entry.name, entry.size = kept[-1], size
@@ -124,7 +131,7 @@ def quantize(source, target, kind, threads, importance=None):
         raise RuntimeError("llama_model_quantize failed")
 
 
-def answer(request, state):
+def answer(request: dict[str, Any], state: dict[str, Model]) -> dict[str, Any]:
     do = request.pop("do")
     if do == "open":
         state["model"] = Model(**request)
@@ -145,16 +152,16 @@ def answer(request, state):
     raise ValueError(do)
 
 
-def main():
+def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # whatever llama.cpp prints
     del sys.path[0]  # this folder: its modules are not for import here
-    state = {}
+    state: dict[str, Model] = {}
     for line in sys.stdin:
         try:
             found = answer(json.loads(line), state)
         except Exception as error:
-            found = {"error": "{}: {}".format(type(error).__name__, error)}
+            found = {"error": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps(found) + "\n")
         answers.flush()
 

@@ -66,7 +66,7 @@ class LlamaCpp:
         if python is None:
             raise RunFailed(unavailable())
         self._what = what
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
         environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
         self._process = subprocess.Popen(
             [python, str(_CHILD)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=environment,
