@@ -56,7 +56,7 @@ FORMATS: dict[str, Format] = {
             "gguf",
             ("f16", "bf16", "f32", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", *_K_QUANTS),
             "sojourn.export.gguf.write:write",
-            ("llamacpp", "transformers"),
+            ("llamacpp", "gguf"),
         ),
         Format("gguf-adapter", ("f16", "f32"), "sojourn.export.gguf.adapter:write", ("llamacpp",)),
         Format("onnx", ("fp32", "fp16", "int8", "int4"), "sojourn.export.onnx.write:write", ("onnxruntime",)),

@@ -19,13 +19,13 @@ def file_parts(writer: GGUFWriter, plans: list[TensorPlan]) -> list[Part]:
     import numpy
 
     for plan in plans:
-        writer.add_tensor_info(plan.name, plan.shape, numpy.dtype(numpy.float32), plan.bytes, plan.type)
+        writer.add_tensor_info(plan.name, plan.shape, numpy.dtype(numpy.float32), plan.size, plan.type)
     header = _header(writer)
     parts = [Part(0, len(header), partial(bytes, header))]
     for plan in plans:
         for start, stop in plan.pieces():
             length = plan.row_bytes * (stop - start)
-            padding = -plan.bytes % ALIGNMENT if stop == plan.shape[0] else 0
+            padding = -plan.size % ALIGNMENT if stop == plan.shape[0] else 0
             at = parts[-1].offset + parts[-1].length
             parts.append(Part(at, length + padding, partial(_piece, plan, start, stop, padding)))
     return parts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,8 @@ class TensorPlan:
         return int(row // block * block_bytes) if len(self.shape) > 1 else int(block_bytes)
 
     @property
-    def bytes(self) -> int:
+    def size(self) -> int:
+        """In bytes."""
         return self.row_bytes * self.shape[0]
 
     def pieces(self) -> list[tuple[int, int]]:
@@ -52,7 +54,7 @@ class TensorPlan:
         count = max(PIECE_ELEMENTS // elements // self.step, 1) * self.step
         return [(start, min(start + count, self.shape[0])) for start in range(0, self.shape[0], count)]
 
-    def encode(self, start: int, stop: int) -> bytes:
+    def encode(self, start: int, stop: int) -> Any:
         return encode(self.rows(start, stop), self.type, self.name)
 
 
@@ -61,7 +63,7 @@ def plan_tensors(weights: WeightSource, config: ModelConfig, quantization: str) 
     from gguf import GGMLQuantizationType
 
     plans = [
-        TensorPlan(name, tuple(values.shape), GGMLQuantizationType.F32, lambda start, stop, v=values: v[start:stop])
+        TensorPlan(name, tuple(values.shape), GGMLQuantizationType.F32, partial(_slice, values))
         for name, values in rope_tensors(config).items()
     ]
     found: dict[str, TensorPlan] = {}
@@ -86,6 +88,10 @@ def plan_tensors(weights: WeightSource, config: ModelConfig, quantization: str) 
     if unfit:
         lines.append(f"note: {unfit} tensors stay F16: their rows do not fit {wanted.name}'s blocks of 32")
     return plans + sorted(found.values(), key=lambda plan: _order(plan.name)), lines
+
+
+def _slice(values: Tensor, start: int, stop: int) -> Tensor:
+    return values[start:stop]
 
 
 def tensor_type(name: str, shape: tuple[int, ...], wanted: Any, is_head: bool = False) -> Any:

@@ -3,8 +3,9 @@ transformers in fp32. For machines where llama.cpp is not installed."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sojourn.infer.gguf.chat import render_chat
 from sojourn.infer.gguf.pre_tokenizers import known
@@ -12,7 +13,7 @@ from sojourn.infer.gguf.tokenizer import SENTENCEPIECE_MODEL, STOPS_BY_TEXT, Ggu
 from sojourn.infer.gguf.weights import GgufWeights
 from sojourn.infer.model_from_weights import build_model
 from sojourn.infer.runtimes.base import Messages, Runtime, Tools
-from sojourn.infer.runtimes.llamacpp import gguf_files
+from sojourn.infer.runtimes.llamacpp import gguf_files, refuses
 from sojourn.infer.runtimes.transformers_runtime import TransformersRuntime
 
 if TYPE_CHECKING:
@@ -47,6 +48,9 @@ class GgufRuntime(Runtime):
     def greedy(self, ids: list[int], count: int) -> list[int] | None:
         return self._opened().greedy(ids, count)
 
+    def weights(self) -> Iterable[tuple[str, Any]] | None:
+        return ((name, self._weights.load(name)) for name in self._weights.names())
+
     def close(self) -> None:
         self._model = None
 
@@ -76,6 +80,9 @@ class _Model(TransformersRuntime):
 
     def stops_at(self, token: int) -> bool:
         return bool(self._runtime.stops_at(token))
+
+
+__all__ = ["GgufRuntime", "open_model", "refuses", "unavailable"]
 
 
 def unavailable() -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sojourn.errors import UserError
 from sojourn.infer.gguf.chat import render_chat
 from sojourn.infer.gguf.file import GgufFile
+from sojourn.infer.gguf.weights import GgufWeights
 from sojourn.infer.runtimes import llamacpp_process
 from sojourn.infer.runtimes.base import Messages, Runtime, Tools
 from sojourn.infer.runtimes.llamacpp_process import LlamaCpp
@@ -22,7 +24,7 @@ _MOST_THREADS = 16
 
 class LlamaCppRuntime(Runtime):
     def __init__(self, model: Path, adapter: Path | None = None) -> None:
-        self.name = "llama.cpp"
+        self.name, self._path, self._adapter = "llama.cpp", model, adapter
         self._metadata = GgufFile(model).metadata
         self._child = LlamaCpp(model.name)
         try:
@@ -54,17 +56,36 @@ class LlamaCppRuntime(Runtime):
     def greedy(self, ids: list[int], count: int) -> list[int] | None:
         return list(self._child.ask("greedy", ids=ids, count=count)["ids"])
 
+    def weights(self) -> Iterable[tuple[str, Any]] | None:
+        if self._adapter is not None:
+            return None
+        weights = GgufWeights(self._path)
+        return ((name, weights.load(name)) for name in weights.names())
+
     def close(self) -> None:
         self._child.close()
 
 
 def threads() -> int:
+    """As many as OMP_NUM_THREADS allows; on a busy machine llama.cpp's threads mostly wait for each other."""
+    named = os.environ.get("OMP_NUM_THREADS", "")
+    if named.isdecimal() and int(named) > 0:
+        return int(named)
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(usable, _MOST_THREADS)
 
 
 def unavailable() -> str:
     return llamacpp_process.unavailable()
+
+
+def refuses(path: Path) -> str:
+    """An adapter can be replayed only beside its base."""
+    try:
+        gguf_files(path)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def open_model(path: Path) -> LlamaCppRuntime:
@@ -77,6 +98,8 @@ def gguf_files(path: Path) -> tuple[Path, Path | None]:
     kinds: dict[str, list[Path]] = {"model": [], "adapter": []}
     for file in files:
         kinds.setdefault(str(GgufFile(file)["general.type"] or "model"), []).append(file)
+    if kinds["adapter"] and not kinds["model"]:
+        raise UserError(f"{path}: an adapter; to replay it, put the base's GGUF file beside it")
     if len(kinds["model"]) != 1 or len(kinds["adapter"]) > 1:
         raise UserError(f"{path}: it has {len(kinds['model'])} GGUF models; name the one to open")
     return kinds["model"][0], next(iter(kinds["adapter"]), None)

@@ -13,6 +13,7 @@ _MODULES = {
     "transformers": "transformers_runtime",
     "streamed": "streamed_runtime",
     "llamacpp": "llamacpp",
+    "gguf": "gguf_runtime",
     "onnxruntime": "onnx_runtime",
     "mlx": "mlx_runtime",
     "vllm": "vllm",
