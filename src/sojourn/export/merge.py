@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 _HEAD = "lm_head.weight"
+_BLOCK = 1 << 19  # values that are merged at a time: in fp32 they stay in the CPU's cache
 
 
 class MergedWeights:
@@ -68,7 +69,9 @@ class MergedWeights:
         if name not in self._changed:
             return rows
         with torch.no_grad():
-            return self._merge(name, rows.float(), start, stop).to(rows.dtype)
+            for first, last in row_pieces(tuple(rows.shape), _BLOCK):
+                rows[first:last] = self._merge(name, rows[first:last].float(), start + first, start + last)
+        return rows
 
     def stamp(self) -> str:
         return " ".join([self.base.stamp(), *(one.stamp() for one in self.adapters), repr(self.combine)])
@@ -121,10 +124,12 @@ class MergedWeights:
 
     def _task_vector(self, number: int, name: str, rows: Tensor, start: int, stop: int) -> Tensor:
         """The change of these rows by one adapter, times its weight."""
+        import torch
+
         adapter = self.adapters[number]
         is_plain = name in adapter.modules() and name not in adapter.saved() and not adapter.has_magnitude(name)
         if is_plain:
-            return self._low_rank(number, name, start, stop) * adapter.weight
+            return self._add_low_rank(number, name, torch.zeros_like(rows), start, stop) * adapter.weight
         return (self._adapted(number, name, rows.clone(), start, stop) - rows) * adapter.weight
 
     def _adapted(self, number: int, name: str, rows: Tensor, start: int, stop: int) -> Tensor:
@@ -137,7 +142,7 @@ class MergedWeights:
             rows = rows if bias is None else rows + bias[start:stop]
         if name not in adapter.modules():
             return rows
-        rows += self._low_rank(number, name, start, stop)
+        self._add_low_rank(number, name, rows, start, stop)
         magnitude = adapter.magnitude(name)
         if magnitude is None:
             return rows
@@ -145,11 +150,12 @@ class MergedWeights:
             return rows * (magnitude / self._column_norms(number, name))
         return rows * (magnitude[start:stop] / rows.norm(dim=1)).unsqueeze(1)
 
-    def _low_rank(self, number: int, name: str, start: int, stop: int) -> Tensor:
+    def _add_low_rank(self, number: int, name: str, rows: Tensor, start: int, stop: int) -> Tensor:
+        """Adds the LoRA's product to `rows`, in place."""
         a, b, scaling = self._lora(number, name)
         if self.adapters[number].is_transposed(name):
-            return (b @ a[:, start:stop]).T * scaling
-        return (b[start:stop] @ a) * scaling
+            return rows.addmm_(a[:, start:stop].T, b.T, alpha=scaling)
+        return rows.addmm_(b[start:stop], a, alpha=scaling)
 
     def _compute_column_norms(self, number: int, name: str) -> Tensor:
         """Norms over all rows of the base plus LoRA, for layers whose weight is (in, out)."""
@@ -158,7 +164,7 @@ class MergedWeights:
         squares = torch.zeros(self.shape(name)[1], dtype=torch.float64)
         for start, stop in row_pieces(self.shape(name)):
             rows = self.base.rows(self._in_base(name), start, stop).float()
-            squares += (rows + self._low_rank(number, name, start, stop)).double().square().sum(0)
+            squares += self._add_low_rank(number, name, rows, start, stop).double().square().sum(0)
         return squares.sqrt().float()
 
     def _threshold(self, number: int) -> float:

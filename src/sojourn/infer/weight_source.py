@@ -15,7 +15,7 @@ from sojourn.storage.files import is_plain_name, read_json_object
 if TYPE_CHECKING:
     from torch import Tensor, dtype
 
-_PIECE = 16 << 20  # values: 32 MiB in bf16, 64 MiB in fp32
+_PIECE = 2 << 20  # values
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 
@@ -89,10 +89,10 @@ class FolderWeights:
         return found
 
 
-def row_pieces(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """Start and stop of pieces of some rows, of at most `_PIECE` values each."""
+def row_pieces(shape: tuple[int, ...], most: int | None = None) -> Iterator[tuple[int, int]]:
+    """Start and stop of pieces of some rows, of at most `most` values each, or one row; by default 4 MiB in bf16."""
     rows = shape[0] if shape else 1
-    step = max(1, _PIECE * rows // max(1, math.prod(shape)))
+    step = max(1, (most or _PIECE) * rows // max(1, math.prod(shape)))
     for start in range(0, rows, step):
         yield start, min(rows, start + step)
 
