@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from conftest import called
 from decoder_cases import CASES, make_decoder
 from sojourn.errors import RunFailed, UserError
+from sojourn.export.onnx import stored_weights
 from sojourn.export.onnx.architecture import FAMILIES, read_architecture
 from sojourn.export.onnx.blockwise import BLOCK, quantize_rows
 from sojourn.export.onnx.genai import genai_config
@@ -18,6 +20,7 @@ from sojourn.export.onnx.write import write
 from sojourn.export.open_source import Source
 from sojourn.export.progress import NoProgress
 from sojourn.export.stage import ExportStage
+from sojourn.export.weights_check import relative_error
 from sojourn.infer.runtimes import onnx_runtime
 from sojourn.infer.runtimes.onnx_runtime import OnnxRuntime
 from sojourn.infer.weight_source import FolderWeights
@@ -168,6 +171,39 @@ def test_a_value_is_rounded_by_half_a_step_at_most(bits: int, worst: float) -> N
     assert error[0, :BLOCK].max() == 0
 
 
+@pytest.mark.parametrize(("quantization", "most"), [("fp32", 0.0), ("fp16", 1e-3), ("int8", 0.01), ("int4", 0.12)])
+@pytest.mark.parametrize("case", [PLAIN, "gemma2: soft caps, window", "glm4: interleaved, four norms"])
+def test_the_weights_are_read_back_under_their_names(case: str, quantization: str, most: float, tmp_path: Path) -> None:
+    make_decoder(tmp_path / "model", case)
+    source = FolderWeights(tmp_path / "model")
+    runtime = onnx_runtime.open_model(export(tmp_path / "model", quantization))
+    found = dict(runtime.weights() or ())
+    assert set(found) == set(source.names())
+    errors = {name: relative_error(found[name].float(), source.load(name)) for name in found}
+    assert max(errors.values()) <= most + 1e-6 * ("gemma" in case)  # Gemma's norms are stored plus one
+    assert all(error < 1e-3 for name, error in errors.items() if source.load(name).ndim == 1)
+
+
+def test_an_export_that_is_interrupted_goes_on_and_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_decoder(tmp_path / "model", PLAIN)
+    wanted = {file.name: file.read_bytes() for file in export(tmp_path / "model", "int4").iterdir()}
+    (tmp_path / "model-int4").rename(tmp_path / "first")
+    real, loads = stored_weights._quantized_rows, []
+
+    def interrupted(*arguments: Any) -> Any:
+        loads.append(1)
+        if len(loads) == 12:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    monkeypatch.setattr(stored_weights, "_quantized_rows", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        export(tmp_path / "model", "int4")
+    assert not (tmp_path / "model-int4").exists()
+    found = {file.name: file.read_bytes() for file in export(tmp_path / "model", "int4").iterdir()}
+    assert found == wanted
+
+
 def test_greedy_stops_at_a_stop_token_and_at_the_context(tmp_path: Path) -> None:
     make_decoder(tmp_path / "model", PLAIN, max_position_embeddings=50)
     folder = export(tmp_path / "model")
@@ -243,3 +279,20 @@ def test_a_vision_tower_is_left_out(tmp_path: Path) -> None:
     found = runtime.logits(IDS.tolist())
     assert found is not None
     assert difference(found, wanted) < TOLERANCE
+
+
+def test_the_verb_writes_it_replays_it_and_refuses_a_swapped_tensor(base: Path, tmp_path: Path) -> None:
+    """The whole command, with the parity gate in onnxruntime."""
+    done = called("export", str(base), "--to", "onnx", "--out", str(tmp_path / "good"))
+    assert done.returncode == 0, done.stderr
+    assert read_json_object(tmp_path / "good" / "sojourn_export.json")["gate"]
+    real = stored_weights._plain_rows
+
+    def swapped(source: Any, name: str, *rest: Any) -> Any:
+        return real(source, name.replace("k_proj", "v_proj"), *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stored_weights, "_plain_rows", swapped)
+        refused = called("export", str(base), "--to", "onnx", "--out", str(tmp_path / "bad"))
+    assert refused.returncode == 1, refused.stderr
+    assert not (tmp_path / "bad").exists()

@@ -11,7 +11,9 @@ import torch
 
 from decoder_cases import CASES, make_decoder
 from sojourn.export.mlx.weights import quantize_groups
+from sojourn.export.weights_check import relative_error
 from sojourn.infer.runtimes import mlx_runtime
+from sojourn.infer.weight_source import FolderWeights
 from test_mlx import TIED, export
 
 pytestmark = pytest.mark.skipif(bool(mlx_runtime.unavailable()), reason=mlx_runtime.unavailable())
@@ -72,3 +74,6 @@ def test_a_quantized_folder_opens_and_is_near(quantization: str, most: float, tm
     found = runtime.logits(IDS)
     assert found is not None
     assert np.abs(found - wanted).max() / np.abs(wanted).max() < most
+    source, read = FolderWeights(tmp_path / "model"), dict(runtime.weights() or ())
+    assert set(read) == set(source.names())
+    assert max(relative_error(read[name], source.load(name)) for name in read) < most / 3

@@ -52,9 +52,10 @@ class StoredWeights:
         return name in self._names
 
     def vector(self, name: str, dtype: str, add: float = 0.0) -> str:
-        """A norm's weight or a bias, plus `add`; within the graph's file."""
+        """A norm's weight or a bias, plus `add`; within the graph's file. Tensors have transformers' names, and an ending
+        that says what was done to them: `infer/runtimes/onnx_weights.py` reads them back."""
         value = (self._source.load(self._names[name]).float() + add).numpy().astype(dtype)
-        return self._graph.tensor(name, value)
+        return self._graph.tensor(self._names[name] + (f"+{add:g}" if add else ""), value)
 
     def linear(self, values: str, name: str) -> str:
         """`values` [tokens, in] times the transposed weight, plus its bias where it has one. In `dtype`."""
@@ -95,7 +96,7 @@ class StoredWeights:
             kind = self._precision.dtype
             row_bytes = math.prod(self._shape(name)[1:]) * (2 if kind == "float16" else 4)
             load = partial(_plain_rows, self._source, self._names[name], kind)
-            self._stored[name, 0, False] = [self._add(name, name, kind, self._shape(name), row_bytes, load)]
+            self._stored[name, 0, False] = [self._add("", name, kind, self._shape(name), row_bytes, load)]
         return self._stored[name, 0, False][0]
 
     def _quantized(self, name: str, bits: int, flat: bool = False) -> list[str]:
@@ -108,18 +109,18 @@ class StoredWeights:
         packed = BLOCK * bits // 8
         if (name, bits, not flat) in self._stored:
             values, scales, *zeros = self._stored[name, bits, not flat]
-            alias = self._alias(values, f"{name}_flat" if flat else f"{name}_blocks", rows, blocks, packed, flat)
+            alias = self._alias(values, f"{name}_{'flat' if flat else 'blocks'}", rows, blocks, packed, flat)
             self._stored[name, bits, flat] = [alias, scales, *zeros]
             return self._stored[name, bits, flat]
         load = partial(_quantized_rows, self._source, self._names[name], bits)
         shape = (rows, blocks * packed) if flat else (rows, blocks, packed)
         found = [
-            self._add(f"{name}_q{bits}", name, "uint8", shape, blocks * packed, partial(load, 0)),
-            self._add(f"{name}_scales", name, "float32", (rows, blocks), blocks * 4, partial(load, 1)),
+            self._add(f"_q{bits}", name, "uint8", shape, blocks * packed, partial(load, 0)),
+            self._add("_scales", name, "float32", (rows, blocks), blocks * 4, partial(load, 1)),
         ]
         if bits == 4:
             bytes_ = -(-blocks // 2)
-            found.append(self._add(f"{name}_zeros", name, "uint8", (rows, bytes_), bytes_, partial(load, 2)))
+            found.append(self._add("_zeros", name, "uint8", (rows, bytes_), bytes_, partial(load, 2)))
         self._stored[name, bits, flat] = found
         return found
 
@@ -131,16 +132,17 @@ class StoredWeights:
         return self._graph.external(name, stored.data_type, shape, at["location"], int(at["offset"]), int(at["length"]))
 
     def _add(
-        self, name: str, source: str, kind: str, shape: tuple[int, ...], row_bytes: int, load: Callable[[int, int], Any]
+        self, suffix: str, name: str, kind: str, shape: tuple[int, ...], row_bytes: int, load: Callable[[int, int], Any]
     ) -> str:
         """Plans a tensor's parts in the file: the same pieces of rows for all tensors that are made of a weight."""
         padding = -self.bytes % _ALIGNMENT
         if padding:
             self._plan(padding, partial(bytes, padding))
         start = self.bytes
-        for first, last in row_pieces(self._shape(source)):
+        for first, last in row_pieces(self._shape(name)):
             self._plan((last - first) * row_bytes, partial(load, first, last))
-        return self._graph.external(name, _onnx_type(kind), shape, DATA_FILE, start, self.bytes - start)
+        stored = self._names[name] + suffix
+        return self._graph.external(stored, _onnx_type(kind), shape, DATA_FILE, start, self.bytes - start)
 
     def _plan(self, length: int, load: Callable[[], Any]) -> None:
         self.parts.append(Part(self.bytes, length, load))

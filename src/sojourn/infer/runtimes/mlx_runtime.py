@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +14,12 @@ if TYPE_CHECKING:
 
 
 class MlxRuntime(TokenizerRuntime):
-    """`model`: of mlx-lm."""
+    """`model` and `config`: as mlx-lm loads them."""
 
-    def __init__(self, model: Any, tokenizer: Any, stop_ids: set[int], context: int) -> None:
-        super().__init__("mlx", tokenizer, stop_ids)
-        self._model, self._context = model, context
+    def __init__(self, model: Any, config: dict[str, Any], tokenizer: Any) -> None:
+        super().__init__("mlx", tokenizer, as_ids(config.get("eos_token_id")))
+        self._model, self._quantization = model, config.get("quantization") or {}
+        self._context = int(config.get("max_position_embeddings") or 2**20)
 
     def logits(self, ids: list[int]) -> np.ndarray | None:
         import mlx.core as mx
@@ -38,6 +40,23 @@ class MlxRuntime(TokenizerRuntime):
                 break
             step = tokens[-1:]
         return tokens
+
+    def weights(self) -> Iterable[tuple[str, Any]] | None:
+        import mlx.core as mx
+        import numpy as np
+        import torch
+        from mlx.utils import tree_flatten
+
+        stored = dict(tree_flatten(self._model.parameters()))
+        for name, value in stored.items():
+            stem, _, kind = name.rpartition(".")
+            if kind in ("scales", "biases"):
+                continue
+            scales = stored.get(f"{stem}.scales")
+            if scales is not None:
+                bits, group = self._quantization["bits"], self._quantization["group_size"]
+                value = mx.dequantize(value, scales, stored[f"{stem}.biases"], group_size=group, bits=bits)
+            yield name, torch.from_numpy(np.array(value.astype(mx.float32)))
 
     def close(self) -> None:
         self._model = None
@@ -60,5 +79,4 @@ def open_model(path: Path) -> MlxRuntime:
     except Exception as error:  # mlx-lm raises whatever its parts do
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise RunFailed(f"{path}: mlx-lm cannot open it: {reason}") from None
-    context = int(config.get("max_position_embeddings") or 2**20)
-    return MlxRuntime(model, open_tokenizer(path), as_ids(config.get("eos_token_id")), context)
+    return MlxRuntime(model, config, open_tokenizer(path))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sojourn.errors import RunFailed, UserError
+from sojourn.infer.runtimes.onnx_weights import read_weights
 from sojourn.infer.runtimes.transformers_tokenizer import TokenizerRuntime, as_ids, open_tokenizer
 from sojourn.storage.files import read_json_object
 
@@ -21,9 +23,9 @@ _QUIET = 3  # errors only
 class OnnxRuntime(TokenizerRuntime):
     """`session`: of a graph with KV cache; its inputs are named as Optimum and onnxruntime-genai name them."""
 
-    def __init__(self, session: Any, tokenizer: Any, stop_ids: set[int], context: int) -> None:
+    def __init__(self, session: Any, file: Path, tokenizer: Any, stop_ids: set[int], context: int) -> None:
         super().__init__("onnxruntime", tokenizer, stop_ids)
-        self._session, self._context = session, context
+        self._session, self._file, self._context = session, file, context
         inputs = {one.name: one for one in session.get_inputs()}
         self._takes_positions = "position_ids" in inputs
         self._past = [one for name, one in inputs.items() if name.startswith("past_key_values.")]
@@ -56,6 +58,9 @@ class OnnxRuntime(TokenizerRuntime):
                 break
             rows, cache = self.step(np.array([tokens[-1:]]), np.ones((1, len(ids) + len(tokens))), cache)
         return tokens
+
+    def weights(self) -> Iterable[tuple[str, Any]] | None:
+        return read_weights(self._file) if find_spec("onnx") is not None else None
 
     def step(self, ids: np.ndarray, mask: np.ndarray, cache: list[np.ndarray]) -> tuple[np.ndarray, list[np.ndarray]]:
         """Logits [batch, new, vocabulary] in fp32 of `ids` [batch, new] after what `cache` holds, and the new cache.
@@ -116,4 +121,4 @@ def open_model(path: Path) -> OnnxRuntime:
     text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
     stops = read_json_object(folder / "generation_config.json").get("eos_token_id", config.get("eos_token_id"))
     context = int((text or {}).get("max_position_embeddings") or 2**20)
-    return OnnxRuntime(session, open_tokenizer(folder), as_ids(stops), context)
+    return OnnxRuntime(session, file, open_tokenizer(folder), as_ids(stops), context)
