@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import called
 from decoder_cases import CASES, make_decoder
 from sojourn.errors import RunFailed, UserError
 from sojourn.export.onnx import stored_weights
@@ -279,20 +278,3 @@ def test_a_vision_tower_is_left_out(tmp_path: Path) -> None:
     found = runtime.logits(IDS.tolist())
     assert found is not None
     assert difference(found, wanted) < TOLERANCE
-
-
-def test_the_verb_writes_it_replays_it_and_refuses_a_swapped_tensor(base: Path, tmp_path: Path) -> None:
-    """The whole command, with the parity gate in onnxruntime."""
-    done = called("export", str(base), "--to", "onnx", "--out", str(tmp_path / "good"))
-    assert done.returncode == 0, done.stderr
-    assert read_json_object(tmp_path / "good" / "sojourn_export.json")["gate"]
-    real = stored_weights._plain_rows
-
-    def swapped(source: Any, name: str, *rest: Any) -> Any:
-        return real(source, name.replace("k_proj", "v_proj"), *rest)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stored_weights, "_plain_rows", swapped)
-        refused = called("export", str(base), "--to", "onnx", "--out", str(tmp_path / "bad"))
-    assert refused.returncode == 1, refused.stderr
-    assert not (tmp_path / "bad").exists()

@@ -52,8 +52,8 @@ class StoredWeights:
         return name in self._names
 
     def vector(self, name: str, dtype: str, add: float = 0.0) -> str:
-        """A norm's weight or a bias, plus `add`; within the graph's file. Tensors have transformers' names, and an ending
-        that says what was done to them: `infer/runtimes/onnx_weights.py` reads them back."""
+        """A norm's weight or a bias, plus `add`; within the graph's file. Names are transformers', with an ending that
+        says what was done to the values: `infer/runtimes/onnx_weights.py` reads them back."""
         value = (self._source.load(self._names[name]).float() + add).numpy().astype(dtype)
         return self._graph.tensor(self._names[name] + (f"+{add:g}" if add else ""), value)
 

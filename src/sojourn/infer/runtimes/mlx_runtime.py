@@ -52,11 +52,11 @@ class MlxRuntime(TokenizerRuntime):
             stem, _, kind = name.rpartition(".")
             if kind in ("scales", "biases"):
                 continue
-            scales = stored.get(f"{stem}.scales")
+            scales, plain = stored.get(f"{stem}.scales"), value
             if scales is not None:
                 bits, group = self._quantization["bits"], self._quantization["group_size"]
-                value = mx.dequantize(value, scales, stored[f"{stem}.biases"], group_size=group, bits=bits)
-            yield name, torch.from_numpy(np.array(value.astype(mx.float32)))
+                plain = mx.dequantize(value, scales, stored[f"{stem}.biases"], group_size=group, bits=bits)
+            yield name, torch.from_numpy(np.array(plain.astype(mx.float32)))
 
     def close(self) -> None:
         self._model = None
