@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,7 @@ class MlxRuntime(TokenizerRuntime):
             step = tokens[-1:]
         return tokens
 
-    def weights(self) -> Iterable[tuple[str, Any]] | None:
+    def weights(self) -> Iterator[tuple[str, Any]]:
         import mlx.core as mx
         import numpy as np
         import torch
