@@ -3,9 +3,10 @@
     python benchmarks/export.py --folder /some/disk [--layers 32] [--out FILE]
 
 A base of random weights in bf16 (Llama-2-7B's sizes, 13.5 GB) and a LoRA of rank 16 on all its linear layers are
-written to a temporary folder. Then, from a cold page cache where that can be had: `cp` of the base with fsync, and
-`sojourn merge` in a process of its own, watched from outside. The folder needs three times the base. Everything is
-removed at the end.
+written to a temporary folder. Then, from a cold page cache where that can be had: `cp` of the base with fsync, and the
+merged export in a process of its own, watched from outside. With --gate, also `sojourn merge` as typed, which computes
+the logits of source and export, layer by layer. The folder needs three times the base. Everything is removed at the
+end.
 """
 
 from __future__ import annotations
@@ -26,6 +27,21 @@ from typing import Any
 SIZES = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "vocab_size": 32000}
 SHARD = 3_000_000_000
 RANK = 16
+WRITE = """
+import json, sys, time
+from pathlib import Path
+from sojourn.export import hf
+from sojourn.export.open_source import open_weights
+from sojourn.export.progress import NoProgress
+from sojourn.export.stage import ExportStage
+
+began = time.perf_counter()
+source = open_weights(sys.argv[1])
+with ExportStage(Path(sys.argv[2]), source.fingerprint) as stage:
+    hf.write(source, stage, "auto", NoProgress())
+    stage.finish({})
+print(json.dumps({"seconds": {"write": time.perf_counter() - began}}))
+"""
 
 
 def make_base(folder: Path, layers: int) -> int:
@@ -190,8 +206,10 @@ class Watcher:
         return self.peak
 
 
-def merge(adapter: Path, out: Path) -> tuple[float, dict[str, int], dict[str, Any]]:
-    command = [sys.executable, "-m", "sojourn", "merge", str(adapter), "--out", str(out), "--json"]
+def merge(adapter: Path, out: Path, gate: bool) -> tuple[float, dict[str, int], dict[str, Any]]:
+    """Seconds, peak memory, and what it printed."""
+    whole = ["-m", "sojourn", "merge", str(adapter), "--out", str(out), "--json"]
+    command = [sys.executable, *(whole if gate else ["-c", WRITE, str(adapter), str(out)])]
     began = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         watcher = Watcher(process.pid)
@@ -206,16 +224,17 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--gate", action="store_true")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=given.folder) as name:
-        result = measure(Path(name), given.layers, given.repeats)
+        result = measure(Path(name), given.layers, given.repeats, given.gate)
     print(json.dumps(result, indent=2))
     if given.out:
         given.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
-def measure(folder: Path, layers: int, repeats: int) -> dict[str, Any]:
+def measure(folder: Path, layers: int, repeats: int, gate: bool) -> dict[str, Any]:
     base, adapter = folder / "base", folder / "adapter"
     total = make_base(base, layers)
     make_adapter(adapter, base, layers)
@@ -225,12 +244,14 @@ def measure(folder: Path, layers: int, repeats: int) -> dict[str, Any]:
         copied = copy_seconds(base, folder / "copy")
         shutil.rmtree(folder / "copy")
         drop_page_cache()
-        seconds, peak, facts = merge(adapter, folder / "merged")
+        load = os.getloadavg()[0]
+        seconds, peak, facts = merge(adapter, folder / "merged", gate)
         shutil.rmtree(folder / "merged")
         write = facts["seconds"]["write"]
         row = {
             "cold": cold, "copy_s": copied, "copy_MBs": total / copied / 1e6, "write_s": write,
-            "write_MBs": total / write / 1e6, "share_of_copy": copied / write, "whole_command_s": seconds,
+            "write_MBs": total / write / 1e6, "share_of_copy": copied / write, "process_s": seconds, "gate": gate,
+            "load_before": load,
             "seconds": facts["seconds"], "peak_rss_GiB": peak["VmHWM"] / 2**30,
             "peak_anonymous_GiB": peak["RssAnon"] / 2**30, "peak_file_GiB": peak["RssFile"] / 2**30,
         }  # fmt: skip

@@ -22,12 +22,11 @@ def streamed_logits(source: WeightSource, ids: list[list[int]]) -> list[Tensor]:
 
     model = _meta_model(source)
     _stream_weights(model, source)
-    batch = torch.zeros((len(ids), max(map(len, ids))), dtype=torch.long)
-    for row, tokens in zip(batch, ids, strict=True):  # padded on the right, which causal attention does not see
-        row[: len(tokens)] = torch.tensor(tokens)
-    with torch.no_grad():
-        logits = model(input_ids=batch, use_cache=False).logits
-    return [one[: len(tokens)] for one, tokens in zip(logits, ids, strict=True)]
+    packed = torch.tensor([[token for tokens in ids for token in tokens]])
+    positions = torch.cat([torch.arange(len(tokens)) for tokens in ids]).unsqueeze(0)
+    with torch.no_grad():  # positions that restart tell transformers where a list ends
+        logits = model(input_ids=packed, position_ids=positions, use_cache=False).logits[0]
+    return list(logits.split([len(tokens) for tokens in ids]))
 
 
 def _meta_model(source: WeightSource) -> Any:
