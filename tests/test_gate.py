@@ -52,9 +52,9 @@ def export(folder, tmp_path) -> Path:
     return shutil.copytree(folder, tmp_path / "export")
 
 
-def replay(reference: Reference, path: Path, kind: str = "hf", quantization: str = "fp32") -> Replay:
+def replay(reference: Reference, path: Path, quantization: str = "fp32") -> Replay:
     with open_model(path) as runtime:
-        return check(reference, runtime, find_tolerance(kind, quantization, runtime.name))
+        return check(reference, runtime, find_tolerance(quantization))
 
 
 def change(folder: Path, changed: Callable[[dict], dict]) -> None:
@@ -115,7 +115,7 @@ def test_wrong_weights_are_seen_in_the_logits(reference, export, fault):
     change(export, fault)
     found = replay(reference, export)
     assert found.differences[0].kind == "logits", found.figures
-    assert found.figures["relative error"] > 5 * find_tolerance("hf", "bf16", "transformers").error
+    assert found.figures["relative error"] > 5 * find_tolerance("bf16").error
 
 
 def test_a_wrong_pre_tokenizer_is_seen_in_the_token_ids(reference, export):

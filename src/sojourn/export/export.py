@@ -64,6 +64,7 @@ def export(request: ExportRequest, progress: Progress | None = None) -> Exported
     format = find_format(request.format)
     quantization, write = format.check_quantization(request.quantization), format.writer()
     source = open_weights(request.model, request.checkpoint, request.adapters, request.base, request.combine)
+    format.check(source, progress)
     target = request.out or home() / "exports" / default_name(source.name, format, quantization)
     fingerprint = _fingerprint(source, format, quantization)
     there = read_json_object(target / MANIFEST)

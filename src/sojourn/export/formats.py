@@ -17,15 +17,24 @@ _K_QUANTS = ("q2_k", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s",
 class Format:
     """`quantizations`: the first is the default. `write`: “module:function”, called as
     write(source, stage, quantization, progress). `runtimes`: what replays it, in order of preference; names in
-    `infer/runtimes/registry.py`."""
+    `infer/runtimes/registry.py`. `preflight`: “module:function”, called as preflight(source, progress) before anything
+    is computed; it raises `UserError` for what the format or its program does not take."""
 
     name: str
     quantizations: tuple[str, ...]
     write: str
     runtimes: tuple[str, ...]
+    preflight: str = ""
+
+    def check(self, source: Any, progress: Any) -> None:
+        if self.preflight:
+            self._function(self.preflight)(source, progress)
 
     def writer(self) -> Callable[..., None]:
-        module, _, function = self.write.partition(":")
+        return self._function(self.write)
+
+    def _function(self, name: str) -> Callable[..., None]:
+        module, _, function = name.partition(":")
         try:
             found: Callable[..., None] = getattr(importlib.import_module(module), function)
         except ModuleNotFoundError as error:
@@ -61,8 +70,20 @@ FORMATS: dict[str, Format] = {
         Format("gguf-adapter", ("f16", "f32"), "sojourn.export.gguf.adapter:write", ("llamacpp",)),
         Format("onnx", ("fp32", "fp16", "int8", "int4"), "sojourn.export.onnx.write:write", ("onnxruntime",)),
         Format("mlx", ("auto", "fp16", "bf16", "q8", "q4"), "sojourn.export.mlx.write:write", ("mlx",)),
-        Format("vllm", ("auto", "bf16", "fp16"), "sojourn.export.vllm_folder:write", ("vllm", "transformers")),
-        Format("vllm-adapter", ("auto",), "sojourn.export.vllm_folder:write_adapter", ("vllm", "transformers")),
+        Format(
+            "vllm",
+            ("auto", "bf16", "fp16"),
+            "sojourn.export.vllm_folder:write",
+            ("vllm", "transformers"),
+            "sojourn.export.vllm_folder:check",
+        ),
+        Format(
+            "vllm-adapter",
+            ("auto",),
+            "sojourn.export.vllm_folder:write_adapter",
+            ("vllm", "transformers"),
+            "sojourn.export.vllm_folder:check_adapter",
+        ),
     )
 }
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 _AROUND = 24  # characters shown before and after a difference
+_GAPS = 8  # that are recorded
 _AT_LEAST = 16  # log probabilities of the same tokens, else a position is not compared
 
 
@@ -39,13 +40,15 @@ class Difference:
 
 @dataclass
 class Replay:
-    """What a runtime was asked and how far it is from the reference. `figures`: of what was compared."""
+    """What a runtime was asked and how far it is from the reference. `figures`: of what was compared. `gaps`: the
+    largest, in nats, where the likeliest token is another one."""
 
     runtime: str
     differences: list[Difference] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)
     compared: dict[str, int] = field(default_factory=dict)
     not_compared: list[str] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:
@@ -141,6 +144,7 @@ def _logits(reference: Reference, runtime: Runtime, tolerance: Tolerance, replay
         "same argmax": same / len(rows),
     }  # fmt: skip
     replay.figures |= figures
+    replay.gaps = sorted((row.gap for row in rows if row.gap), reverse=True)[:_GAPS]
     replay.compared["positions"] = len(rows)
     for name, most in (("relative error", tolerance.error), ("KL divergence", tolerance.kl)):
         if not figures[name] <= most:

@@ -95,11 +95,11 @@ _CHATS = (
     Probe([_user("What is the weather in Rome?")], [_WEATHER]),
     Probe([_user("What is the weather in Rome?"), _CALL, _RESULT], [_WEATHER]),
 )  # fmt: skip
-_TEXTS = (
+_TEXTS = (  # in Unicode's composed form (NFC): llama.cpp has no normalizer
     "Once upon a time, there was a lighthouse keeper who'd never seen the sea.",
     "I'LL say it's 12345678901 or 3.5e-10, won't you? 'tis, they've, WE'RE, Œuvre, Straße, DZENAN",
     "def f() -> None:\n    for i in range(10):\n\t\tprint(f'{i:>4}')  # x\n\n\n\nif __name__ == '__main__':\n    f()\n",
     "北京大学的学生们在2024年3月15日写了一封信。日本語のテキスト、한국어 문장입니다。",
     "Привет, мир! Ελληνικά مرحبا بالعالم १२३ ١٢٣ สวัสดี",
-    " leading space, trailing spaces   \n \n\t\t tabs\x0bvertical  \u200bzero-width e\u0301 combining 🤷🏽‍♀️🏳️‍🌈",
+    " leading space, trailing spaces   \n \n\t\t tabs\x0bvertical  \u200bzero-width 🤷🏽‍♀️🏳️‍🌈",
 )

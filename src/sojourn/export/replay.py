@@ -71,7 +71,7 @@ def replay_export(
             note(f"not replayed in {name}: {reason}")
             continue
         say(f"replaying {len(reference.answers)} probes in {name}")
-        tolerance = find_tolerance(format_name, quantization, name)
+        tolerance = find_tolerance(quantization)
         try:
             with open_runtime(name, folder) as runtime:
                 result.replay = check(reference, runtime, tolerance)
@@ -82,7 +82,7 @@ def replay_export(
         break
     is_gguf = gguf_file(folder) is not None
     if result.drift is None and result.replay is not None and weights is not None and is_gguf and not result.tensors:
-        reason = _check_gguf_weights(result, folder, weights, find_tolerance(format_name, quantization, "").weights)
+        reason = _check_gguf_weights(result, folder, weights, find_tolerance(quantization).weights)
         if reason:
             note(f"weights are not compared tensor by tensor: {reason}")
     return result

@@ -12,21 +12,26 @@ from sojourn.export.adapter_weights import AdapterWeights
 from sojourn.export.open_source import Source
 from sojourn.export.probes import builtin_probes, stored_probes
 from sojourn.export.reference import Reference, build_reference
+from sojourn.infer.runtimes.base import Runtime
 from sojourn.infer.runtimes.streamed_runtime import StreamedRuntime
 from sojourn.infer.runtimes.transformers_runtime import MEMORY_SHARE, TransformersRuntime, free_memory
 from sojourn.infer.runtimes.transformers_tokenizer import TokenizerRuntime, as_ids, open_tokenizer
 from sojourn.infer.weight_source import WeightSource
 from sojourn.model.adapter import ADAPTER_FILE, load_adapter
-from sojourn.model.quiet import quiet_transformers
+from sojourn.model.quiet import quiet_transformers, suppress_stderr
 
 
 def source_reference(source: Source, say: Callable[[str], None]) -> Reference:
     """Raises `RunFailed` where the source itself is not what its run trained."""
     config = source.weights.config
     context = (config.get("text_config") or config).get("max_position_embeddings") or 2**20
-    probes = [*stored_probes(source.probes), *builtin_probes()]
     with open_source(source, say) as runtime:
-        return build_reference(runtime, probes, int(context))
+        return reference_of(runtime, int(context), source.probes)
+
+
+def reference_of(runtime: Runtime, context: int, stored: Any = None) -> Reference:
+    """`stored`: a run's own probes; the built-in ones are asked too."""
+    return build_reference(runtime, [*stored_probes(stored), *builtin_probes()], context)
 
 
 def open_source(source: Source, say: Callable[[str], None]) -> TokenizerRuntime:
@@ -68,4 +73,14 @@ def model_of(weights: WeightSource) -> Any:
     except (KeyError, ValueError):
         raise UserError(f"transformers here has no causal language model of type {kind}; try a newer version") from None
     state = {name: weights.load(name).float() for name in weights.names()}
-    return causal.from_pretrained(None, config=config, state_dict=state, dtype=torch.float32)
+    given = {"config": config, "state_dict": state, "dtype": torch.float32, "output_loading_info": True}
+    try:
+        with suppress_stderr(True):
+            model, info = causal.from_pretrained(None, **given)
+    except (RuntimeError, ValueError) as error:
+        if "memory" in str(error).lower():
+            raise
+        raise UserError(f"the weights do not fit config.json ({kind}); copy or download the model again") from None
+    if info["missing_keys"]:  # transformers would initialize them at random
+        raise UserError(f"the model lacks {sorted(info['missing_keys'])[0]}; copy or download it again")
+    return model

@@ -30,11 +30,27 @@ if TYPE_CHECKING:
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
-def write(source: Source, stage: ExportStage, quantization: str, progress: Progress) -> None:
-    """A merged model. `quantization`: as in `hf.write`."""
+def check(source: Source, progress: Progress) -> None:
+    """Before a merged model is written."""
     refuse(model_problems(source.weights))
     for note in model_notes(source.weights, has_template(source.weights.tokenizer_folder)):
         progress.say(f"note: {note}")
+
+
+def check_adapter(source: Source, progress: Progress) -> None:
+    if len(source.adapters) != 1 or source.adapters[0].weight != 1.0:
+        count = len(source.adapters)
+        what = (
+            "no adapter" if not count else f"{count} adapters" if count > 1 else "an adapter with a weight of its own"
+        )
+        raise UserError(f"--to vllm-adapter: {source.name} has {what}; for a merged model: --to vllm")
+    vocab_size = int((source.base.config.get("text_config") or source.base.config)["vocab_size"])
+    refuse(adapter_problems(source.adapters[0], vocab_size, source.weights.tokenizer_folder))
+    refuse(model_problems(source.base))
+
+
+def write(source: Source, stage: ExportStage, quantization: str, progress: Progress) -> None:
+    """A merged model. `quantization`: as in `hf.write`."""
     _write_tokenizer(source, stage)
     hf.write_configs(source, _WithOlderSpellings(stage), quantization)  # type: ignore[arg-type]
     hf.write_weights(source.weights, stage, quantization, progress)
@@ -43,16 +59,7 @@ def write(source: Source, stage: ExportStage, quantization: str, progress: Progr
 
 def write_adapter(source: Source, stage: ExportStage, quantization: str, progress: Progress) -> None:
     """An adapter that vLLM loads on top of its base."""
-    if len(source.adapters) != 1 or source.adapters[0].weight != 1.0:
-        count = len(source.adapters)
-        what = (
-            "no adapter" if not count else f"{count} adapters" if count > 1 else "an adapter with a weight of its own"
-        )
-        raise UserError(f"--to vllm-adapter: {source.name} has {what}; for a merged model: --to vllm")
     adapter = source.adapters[0]
-    vocab_size = int((source.base.config.get("text_config") or source.base.config)["vocab_size"])
-    refuse(adapter_problems(adapter, vocab_size, source.weights.tokenizer_folder))
-    refuse(model_problems(source.base))
     _write_tokenizer(source, stage)
     stage.json("generation_config.json", source.weights.generation_config)
     stage.json(ADAPTER_FILE, adapter_config(adapter))
