@@ -68,12 +68,16 @@ def test_a_stopped_run_is_opened_at_its_newest_checkpoint_which_a_line_says(tiny
     assert json.loads(said.stdout)[0]["tokens"] <= 5
     assert said.stderr.count("\n") == 1 and f"{name} has no final model (stopped, step 5 of 12)" in said.stderr
     assert "opened at step 5" in said.stderr
-    scored = json.loads(called("eval", name, "--tasks", "0", "--json").stdout)
-    assert math.isfinite(scored["loss"]) and scored["rows"] > 0
+    scored = _scores(called("eval", name, "--tasks", "0", "--json"))
+    assert math.isfinite(scored["loss"])
     by_folder = called("generate", str(run.path), *PROMPT)
     by_checkpoint = called("generate", str(run.checkpoints / "step-00000005"), *PROMPT)
     other_spelling = called("generate", str(run.path / "checkpoint-5"), *PROMPT)
     assert by_folder.stdout == by_checkpoint.stdout == other_spelling.stdout != ""
+
+
+def _scores(said) -> dict[str, float]:
+    return {row["metric"]: row["value"] for row in json.loads(said.stdout)["results"]}
 
 
 def test_steps_and_best_are_chosen_by_name(done):
@@ -92,8 +96,8 @@ def test_the_loss_at_a_step_is_that_of_the_training_there(done):
     """eval --checkpoint N gives what the run logged at step N."""
     logged = {line["step"]: line["loss"] for line in done.read_metrics() if line["kind"] == "eval"}
     for step in ("4", "8"):
-        scored = json.loads(
-            called("eval", done.path.name, "--checkpoint", step, "--tasks", "0", "--json", "--device", "cpu").stdout
+        scored = _scores(
+            called("eval", done.path.name, "--checkpoint", step, "--tasks", "0", "--json", "--device", "cpu")
         )
         assert scored["loss"] == pytest.approx(logged[int(step)], rel=1e-5)
 
@@ -133,12 +137,12 @@ def test_without_its_prepared_data_one_line_says_what_to_type(tiny):
 def test_eval_scores_any_file(done, tiny):
     """The training file itself: near the run's own losses; and whatever model it is."""
     name = done.path.name
-    scored = json.loads(called("eval", name, "--data", str(tiny.chats), "--json").stdout)
-    assert scored["loss"] == pytest.approx(losses(done)[-1], rel=0.2) and scored["exact_match"] == {}
+    scored = _scores(called("eval", name, "--data", str(tiny.chats), "--json"))
+    assert scored["loss"] == pytest.approx(losses(done)[-1], rel=0.2) and "exact_match" not in scored
     one = tiny.home / "one.jsonl"
     one.write_text('{"prompt": "What colour is the cat of house 0?", "completion": "It is red."}\n')
     single = called("eval", name, "--data", str(one))
-    assert single.returncode == 0 and "(1 rows)" in single.stdout
+    assert single.returncode == 0 and "one.jsonl: loss (1 examples)" in single.stdout
     model = called("eval", str(tiny.base), "--data", str(one))
     assert model.returncode == 0 and "one.jsonl: loss" in model.stdout, model.stderr
     absent = called("eval", name, "--data", "absent.jsonl")

@@ -105,7 +105,7 @@ def test_the_readmes_commands_walk_the_whole_way(home, words, fork_server):
         (["rehearse", *small], "ready: sojourn train small"),
         (["train", *small], "next: sojourn chat small"),
         (["train", *small, "train.lr=1e-4", "--fork", "second"], "next: sojourn chat second"),
-        (["eval", "small", "--tasks", "0"], "held-out loss"),
+        (["eval", "small", "--tasks", "0"], "held-out: loss"),
         (["generate", "small", "--prompt", "Hello", "--max-tokens", "4"], ""),
         (["presets", "copy", "small", "my.yaml"], "my.yaml written"),
         (["config", "check", "my.yaml"], "ok: my.yaml is a valid run"),

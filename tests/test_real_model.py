@@ -20,8 +20,8 @@ def test_a_real_model_learns_to_answer_held_out_questions(home, method):
     def right(model: str) -> float:
         said = sojourn("eval", model, "--tasks", "8", "--json")
         assert said.returncode == 0, said.stderr
-        found = json.loads(said.stdout)["exact_match"]
-        return sum(found.values()) / len(found)
+        found = [row["value"] for row in json.loads(said.stdout)["results"] if row["metric"] == "exact_match"]
+        return sum(found) / len(found)
 
     trained = sojourn(
         "train", f"model.base={MODEL}", "data.sources=builtin:instructions", "data.take=200", "data.eval_fraction=0",

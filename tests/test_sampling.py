@@ -10,7 +10,7 @@ import torch
 from transformers.generation import logits_process as theirs
 
 from sojourn.errors import RunFailed, UserError
-from sojourn.infer.sampling import Sampler, SamplingParams, SamplingRow, row_key
+from sojourn.infer.sampling import Sampler, SamplingParams, SamplingRow, read_tokens, row_key
 
 VOCAB = 60
 PROMPT = [3, 3, 7, 20]
@@ -46,6 +46,10 @@ CONTROLS = {
     "top_k of all": (SamplingParams(temperature=1.0, top_k=999), []),
     "top_p": (SamplingParams(temperature=1.0, top_p=0.8), [theirs.TopPLogitsWarper(0.8)]),
     "a small top_p": (SamplingParams(temperature=1.0, top_p=1e-6), [theirs.TopPLogitsWarper(1e-6)]),
+    "top_p and a large top_k": (
+        SamplingParams(temperature=1.0, top_k=50, top_p=0.7),
+        [theirs.TopKLogitsWarper(50), theirs.TopPLogitsWarper(0.7)],
+    ),
     "min_p": (SamplingParams(temperature=1.0, min_p=0.2), [theirs.MinPLogitsWarper(0.2)]),
     "repetition": (
         SamplingParams(temperature=1.0, repetition_penalty=1.5), [theirs.RepetitionPenaltyLogitsProcessor(1.5)],
@@ -97,7 +101,7 @@ def test_frequency_and_presence_penalties_are_those_of_openai() -> None:
     sampler = Sampler([row], 4, "cpu")
     given = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
     # Greedy: 2.0; then 2-0.5-1 = 0.5 < 1.0; then 1-1.5 = -0.5 < 0.5; then 0.5-0.5 = 0.0 ties with 0.0, the first wins.
-    assert [int(sampler(given.clone())) for _ in range(4)] == [0, 1, 0, 0]
+    assert [int(sampler(given)) for _ in range(4)] == [0, 1, 0, 0]
     assert int(Sampler([SamplingRow(SamplingParams(), [], 1)], 4, "cpu")(scores)) == 0
 
 
@@ -152,7 +156,7 @@ def test_logits_that_are_no_numbers_are_one_line(value: float) -> None:
     broken[0, 5] = value
     for params in (SamplingParams(), SamplingParams(temperature=1.0, top_p=0.9)):
         with pytest.raises(RunFailed, match="not finite numbers"):
-            draw(params, broken, 1)
+            read_tokens(draw(params, broken, 2))
 
 
 @pytest.mark.parametrize(

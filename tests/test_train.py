@@ -199,7 +199,9 @@ def test_eval_reports_the_held_out_loss(words):
     _train([*words, "data.eval_fraction=0.2"])
     said = called("eval", "t", "--tasks", "0", "--json")
     assert said.returncode == 0, said.stderr
-    assert 0 < json.loads(said.stdout)["loss"] < 10
+    scored = {row["metric"]: row for row in json.loads(said.stdout)["results"]}
+    assert 0 < scored["loss"]["low"] < scored["loss"]["value"] < scored["loss"]["high"] < 10
+    assert scored["perplexity"]["value"] == pytest.approx(math.exp(scored["loss"]["value"]))
 
 
 @pytest.mark.parametrize(

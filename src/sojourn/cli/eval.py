@@ -1,50 +1,67 @@
-"""`sojourn eval`: held-out loss and exact match."""
+"""`sojourn eval`: losses, questions and lm-eval tasks, of one model or several side by side."""
 
 from __future__ import annotations
 
 import typer
 
-from sojourn.cli.model_args import CheckpointOption, DeviceOption, ModelArg
+from sojourn.cli.model_args import CheckpointOption, DeviceOption
 
 
 def evaluate(
-    model: ModelArg,
-    data: str | None = typer.Option(
-        None, "--data", metavar="FILE", help="Score this file, folder or data set instead of the run's held-out rows."
+    models: list[str] = typer.Argument(
+        ..., help="Runs, folders of models, adapters or checkpoints, GGUF files. The first is what others differ from."
     ),
+    data: list[str] | None = typer.Option(
+        None, "--data", metavar="FILE", help="Loss, perplexity and bits per byte of a file or data set. Repeatable."
+    ),
+    task: list[str] | None = typer.Option(
+        None, "--task", metavar="FILE", help="A JSONL file of questions: see docs/eval.md. Repeatable."
+    ),
+    lm_eval: str | None = typer.Option(None, "--lm-eval", metavar="TASKS", help="Tasks of lm-eval, between commas."),
+    limit: int | None = typer.Option(None, min=1, help="Questions of each lm-eval task."),
     rows: int | None = typer.Option(None, min=1, help="Rows for the loss; default: train.eval_rows, or all of --data."),
-    tasks: int | None = typer.Option(
-        None, min=0, help="Built-in questions per family; default: 50, or none with --data. 0 skips them."
+    questions: int | None = typer.Option(
+        None, "--questions", "--tasks", min=0, help="Built-in questions per family; default: 50, or none with others."
     ),
+    max_tokens: int = typer.Option(128, min=1, help="Maximum tokens of a reply to a question."),
     checkpoint: CheckpointOption = None,
+    checkpoints: str | None = typer.Option(
+        None, "--checkpoints", metavar="all|STEP,STEP", help="Several checkpoints of each run, plotted over steps."
+    ),
     device: DeviceOption = "auto",
     json: bool = typer.Option(False, "--json", help="Print JSON."),
+    html: str | None = typer.Option(None, "--html", metavar="FILE", help="Write a page with tables and plots."),
 ) -> None:
-    """Evaluate loss and perplexity on held-out rows or a file, and exact match on built-in questions.
+    """Evaluate models: held-out loss, any data set, questions of your own, lm-eval; with 95 % confidence intervals.
 
-    Examples: sojourn eval small; sojourn eval small --data test.jsonl
+    Examples: sojourn eval small; sojourn eval base.gguf small --task questions.jsonl --html report.html
     """
-    from dataclasses import asdict
+    from pathlib import Path
 
-    from sojourn.evals.held_out import answer_held_out_questions, check_source, exact_match, score_file, score_held_out
-    from sojourn.infer.load import load_model
+    from sojourn.evals.compare import compare
+    from sojourn.evals.held_out import check_source
+    from sojourn.evals.lm_eval_tasks import check_lm_eval
+    from sojourn.evals.report import as_html, as_json, as_lines
+    from sojourn.evals.run_eval import EvalJob, choose_models, run_eval
+    from sojourn.evals.task_file import read_questions
+    from sojourn.run.output import print_json
 
-    if data is not None:
-        check_source(data)
-    opened = load_model(model, device, checkpoint)
-    if tasks is None:
-        tasks = 0 if data is not None else 50
-    asks = tasks > 0 and opened.is_chat
-    scores = score_held_out(opened, rows, required=not asks) if data is None else score_file(opened, data, rows)
-    answers = answer_held_out_questions(opened, tasks) if asks else {}
+    for path in data or ():
+        check_source(path)
+    asked = [question for path in task or () for question in read_questions(path)]
+    names = [name.strip() for name in (lm_eval or "").split(",") if name.strip()]
+    if names:
+        check_lm_eval()
+    job = EvalJob(data or (), asked, names, rows, questions, max_tokens, device, limit)
+    results = compare(run_eval(choose_models(models, checkpoint, checkpoints), job))
+    if html is not None:
+        from sojourn.storage.files import write_text
+
+        write_text(Path(html).expanduser(), as_html(results, f"sojourn eval {' '.join(models)}"))
     if json:
-        from json import dumps
-
-        found = {family: exact_match(of_family) for family, of_family in answers.items()}
-        print(dumps({**(asdict(scores) if scores is not None else {}), "exact_match": found, "tasks": tasks}))
+        print_json({"results": as_json(results)})
         return
-    if scores is not None:
-        what = "held-out loss" if data is None else f"{data}: loss"
-        print(f"{what} {scores.loss:.4f}, perplexity {scores.perplexity:.2f} ({scores.rows:,} rows)")
-    for family, of_family in answers.items():
-        print(f"{family:<12} {exact_match(of_family):>6.1%} exact of {len(of_family)} held-out questions")
+    for line in as_lines(results):
+        print(line)
+    if html is not None:
+        print(f"in {html}")

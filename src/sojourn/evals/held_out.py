@@ -1,4 +1,4 @@
-"""Held-out loss on the rows that a run never trained on, and exact match on held-out built-in questions."""
+"""Losses on the rows that a run never trained on or on a file, and exact match on held-out built-in questions."""
 
 from __future__ import annotations
 
@@ -9,19 +9,17 @@ from dataclasses import dataclass
 from sojourn.config.data import CleanConfig, Columns, DataConfig, Source
 from sojourn.config.load import read_config
 from sojourn.data import builtin
-from sojourn.data.artefact import Artefact, Split, artefact_of
+from sojourn.data.artefact import artefact_of
 from sojourn.data.prepare import prepare
 from sojourn.data.sources.source import open_source
 from sojourn.errors import UserError
+from sojourn.evals.losses import Losses, document_losses
 from sojourn.infer.generate import Prompt, generate
 from sojourn.infer.load import LoadedModel, context_length
 from sojourn.infer.prompts import PromptEncoder
 from sojourn.infer.sampling import SamplingParams
-from sojourn.model.network import restore_attention, wrap_model
+from sojourn.run.folder import RunFolder
 from sojourn.run.home import prepared_folder
-from sojourn.train.batcher import Batcher
-from sojourn.train.evaluation import evaluate_rows
-from sojourn.train.objective.supervised import Supervised
 
 _MAX_LENGTH = 1024  # tokens in a row, for a model that no run here has trained
 
@@ -54,17 +52,7 @@ def exact_match(answers: list[Answer]) -> float:
     return sum(answer.is_correct for answer in answers) / len(answers) if answers else math.nan
 
 
-@dataclass(frozen=True)
-class Scores:
-    """Means over the target tokens of `rows` rows."""
-
-    loss: float
-    perplexity: float
-    accuracy: float
-    rows: int
-
-
-def score_held_out(loaded: LoadedModel, rows: int | None, required: bool) -> Scores | None:
+def held_out_losses(loaded: LoadedModel, rows: int | None, required: bool) -> Losses | None:
     """On the first held-out rows of the model's run. Where there are none: None and a line; an error if `required`."""
     run = loaded.run
     if run is None:
@@ -72,7 +60,7 @@ def score_held_out(loaded: LoadedModel, rows: int | None, required: bool) -> Sco
     else:
         artefact = artefact_of(run)
         if len(artefact.eval):
-            return _score(loaded, artefact, artefact.eval, rows or read_config(run.config).train.eval_rows)
+            return document_losses(loaded, artefact, "eval", rows or read_config(run.config).train.eval_rows)
         reason = f"{run.path}: no rows were held out (data.eval_fraction, data.eval_sources)"
     advice = "to score a file: --data FILE"
     if required:
@@ -86,10 +74,11 @@ def check_source(path: str) -> None:
     open_source(Source(path=path), Columns(), True, lambda line: None)
 
 
-def score_file(loaded: LoadedModel, path: str, rows: int | None) -> Scores:
-    """On a file, prepared with the model's own tokenizer and template and the settings of its run."""
-    given = read_config(loaded.run.config).data if loaded.run is not None else DataConfig()
-    length = given.max_length if loaded.run is not None else min(context_length(loaded.model), _MAX_LENGTH)
+def file_losses(loaded: LoadedModel, path: str, rows: int | None, like: RunFolder | None) -> Losses:
+    """On a file, prepared with the model's own tokenizer and template and the settings of the run `like`, so that
+    models that are compared get the same rows."""
+    given = read_config(like.config).data if like is not None else DataConfig()
+    length = min(context_length(loaded.model), given.max_length if like is not None else _MAX_LENGTH)
     changes = {
         "sources": [Source(path=path)], "eval_sources": [], "eval_fraction": 0.0, "take": None, "clean": CleanConfig(),
         "tokenizer": str(loaded.tokenizer_folder), "template": "auto" if loaded.is_chat else "plain",
@@ -98,22 +87,4 @@ def score_file(loaded: LoadedModel, path: str, rows: int | None) -> Scores:
     artefact = prepare(given.model_copy(update=changes), prepared_folder())
     if artefact.is_pairs:
         raise UserError(f"--data: {path} holds preference pairs, which have no loss of one answer")
-    return _score(loaded, artefact, artefact.train, rows or len(artefact.train))
-
-
-def _score(loaded: LoadedModel, artefact: Artefact, split: Split, rows: int) -> Scores:
-    has_softcap = getattr(loaded.model.config.get_text_config(), "attn_logit_softcapping", None) is not None
-    for backend in ("math" if has_softcap else "sdpa", None):  # None: the model's own attention, if ours does not fit
-        network = wrap_model(loaded.model, backend)
-        length, windows = artefact.row_length, network.sliding_windows
-        batcher = Batcher(8, length, artefact.pad_id, loaded.device, backend=backend, windows=windows)
-        try:
-            loss, accuracy = evaluate_rows(network, split, rows, batcher, Supervised())
-        except NotImplementedError:
-            continue
-        finally:
-            restore_attention(network)
-        if math.isnan(loss):
-            raise UserError(f"{loaded.path}: these rows hold no tokens to score, or the model's loss is not a number")
-        return Scores(loss, math.exp(min(loss, 700)), accuracy, min(rows, len(split)))
-    raise UserError(f"{loaded.path}: packed rows cannot be scored with this model's attention; set data.packing=off")
+    return document_losses(loaded, artefact, "train", rows or len(artefact.train))

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from sojourn.infer.kv_cache import GrowingLayer, new_cache, select_rows
-from sojourn.infer.sampling import Sampler, SamplingParams, SamplingRow
+from sojourn.infer.sampling import Sampler, SamplingParams, SamplingRow, read_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -67,7 +67,7 @@ def decode(
         while True:
             tokens = sampler(logits)
             count = len(unfinished)
-            for index, token in zip(active, tokens.tolist(), strict=True):
+            for index, token in zip(active, read_tokens(tokens), strict=True):
                 if index in unfinished and rows[index].add(token, stop_ids):
                     unfinished.remove(index)
             if (on_step is not None and on_step(count)) or not unfinished:

@@ -152,7 +152,7 @@ class _Writer:
         special = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()}
         self.stop_ids = find_stop_ids(loaded.model, tokenizer) | {special[s] for s in params.stop if s in special}
         self._stops = [stop for stop in params.stop if stop not in special]
-        self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+        self.pad_id = find_pad_id(tokenizer)
 
     def row(self, prompt: Prompt, key: int) -> _TextRow:
         row = _TextRow(prompt.ids, self._params, key, min(self._params.max_tokens, self._context - len(prompt.ids)))
@@ -207,6 +207,11 @@ def find_stop_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
     if found is None:
         found = tokenizer.eos_token_id
     return frozenset() if found is None else frozenset(found if isinstance(found, list) else [int(found)])
+
+
+def find_pad_id(tokenizer: Any) -> int:
+    """Any token will do: attention masks hide it."""
+    return int(tokenizer.pad_token_id) if tokenizer.pad_token_id is not None else 0
 
 
 def generate_tokens(

@@ -27,17 +27,17 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
             self.is_initialized = True
             self._key_buffer, self._value_buffer = _with_room(key_states, 0), _with_room(value_states, 0)
             self.keys, self.values = self._key_buffer[..., :0, :], self._value_buffer[..., :0, :]
-        length, new = self.get_seq_length(), key_states.shape[-2]
+        length, new = self.keys.shape[-2], key_states.shape[-2]
         if length + new > self._key_buffer.shape[-2]:
-            self._key_buffer, old_keys = _with_room(key_states, 2 * length + new), self.keys
-            self._value_buffer, old_values = _with_room(value_states, 2 * length + new), self.values
-            if length:
-                self._key_buffer[..., :length, :] = old_keys
-                self._value_buffer[..., :length, :] = old_values
-        self._key_buffer[..., length : length + new, :] = key_states
-        self._value_buffer[..., length : length + new, :] = value_states
-        self.keys = self._key_buffer[..., : length + new, :]
-        self.values = self._value_buffer[..., : length + new, :]
+            self._key_buffer, self._value_buffer = (
+                _with_room(states, 2 * length + new) for states in (key_states, value_states)
+            )
+            self._key_buffer.narrow(-2, 0, length).copy_(self.keys)
+            self._value_buffer.narrow(-2, 0, length).copy_(self.values)
+        self._key_buffer.narrow(-2, length, new).copy_(key_states)
+        self._value_buffer.narrow(-2, length, new).copy_(value_states)
+        self.keys = self._key_buffer.narrow(-2, 0, length + new)
+        self.values = self._value_buffer.narrow(-2, 0, length + new)
         return self.keys, self.values
 
     def batch_select_indices(self, indices: Tensor) -> None:

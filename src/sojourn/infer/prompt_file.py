@@ -41,14 +41,14 @@ class PromptRow:
         return encoder.chat(self.messages, self.tools)
 
 
-def check_prompt_file(path: str) -> Path:
+def check_prompt_file(path: str, option: str = "--prompts") -> Path:
     """Before a model is loaded for it."""
     try:
         (file,) = find_files(path)
     except UserError as error:
-        raise UserError(str(error).replace("data.sources: ", "--prompts: ", 1)) from None
+        raise UserError(str(error).replace("data.sources: ", f"{option}: ", 1)) from None
     except ValueError:
-        raise UserError(f"--prompts: {path}: name one file, such as prompts.jsonl") from None
+        raise UserError(f"{option}: {path}: name one file, such as prompts.jsonl") from None
     return file
 
 

@@ -46,6 +46,13 @@ class PromptEncoder:
         begin = self._spans.bos.tolist()
         return ids if ids[: len(begin)] == begin else [*begin, *ids]
 
+    def continuation(self, text: str) -> list[int]:
+        """What the assistant says after a prompt. Special tokens in it stay text."""
+        if self._backend is None:
+            return [int(i) for i in self._tokenizer(text, add_special_tokens=False)["input_ids"]]
+        safe = self._escape(text)
+        return [int(i) for i in self._spans([SpannedText(safe, [(0, len(safe))])])[0]]
+
     def chat(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
         """Up to where the assistant's next turn begins. Raises BadRecord where the template rejects it."""
         if self._template is None:

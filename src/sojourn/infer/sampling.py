@@ -4,9 +4,10 @@ The controls are those of transformers, applied in its order: logit bias, repeti
 temperature, top-k, top-p, min-p. Frequency and presence penalties are OpenAI's, over the answer only; they come after
 the repetition penalty.
 
-A token is drawn with the Gumbel-max trick: the highest score plus noise wins. The noise of a token is a pure function
-of seed, row, position and token id (`gumbel_noise`). So what a row draws does not depend on the rows beside it, the
-device, or tokens drawn before, and rounding in the logits changes a draw only where two tokens are about to tie.
+A token is drawn with the Gumbel-max trick in the form of an exponential race: the highest ratio of probability and
+noise wins. The noise of a token is a pure function of seed, row, position and token id (`exponential_noise`). So what a
+row draws does not depend on the rows beside it, the device, or tokens drawn before, and rounding in the logits changes
+a draw only where two tokens are about to tie.
 
 Shapes: B rows, V tokens of the vocabulary, K candidates.
 """
@@ -93,20 +94,30 @@ class Sampler:
     def __init__(self, rows: Sequence[SamplingRow], vocab_size: int, device: Any) -> None:
         self._rows, self._device, self._vocab_size = list(rows), device, vocab_size
         params = [row.params for row in rows]
-        self._temperature = self._column([p.temperature for p in params])
-        self._is_greedy = all(p.temperature == 0 for p in params)
-        self._any_greedy = any(p.temperature == 0 for p in params)
-        self._top_k = [p.top_k or vocab_size for p in params]
-        self._top_p = [p.top_p for p in params]
-        self._log_min_p = self._column([math.log(p.min_p) if p.min_p else -math.inf for p in params])
-        self._repetition = self._column([p.repetition_penalty for p in params])
-        self._frequency = self._column([p.frequency_penalty for p in params])
-        self._presence = self._column([p.presence_penalty for p in params])
         self._bias = self._logit_bias(params)
         self._seen = self._seen_tokens() if any(p.repetition_penalty != 1 for p in params) else None
         counted = any(p.frequency_penalty or p.presence_penalty for p in params)
         self._counts = torch.zeros(len(rows), vocab_size, device=device) if counted else None
         self._token_ids = torch.arange(vocab_size, dtype=torch.int32, device=device)[None]
+        self._set_columns()
+
+    def _set_columns(self) -> None:
+        """The controls of all rows on the device, so that a step copies as little as it can."""
+        params = [row.params for row in self._rows]
+        self._is_greedy = [p.temperature == 0 for p in params]
+        self._greedy = torch.tensor(self._is_greedy, device=self._device)
+        self._temperature = self._column([p.temperature or 1.0 for p in params])
+        self._repetition = self._column([p.repetition_penalty for p in params])
+        self._frequency = self._column([p.frequency_penalty for p in params])
+        self._presence = self._column([p.presence_penalty for p in params])
+        top_k = [p.top_k or self._vocab_size for p in params]
+        self._most = min(max(top_k, default=1), self._vocab_size)
+        self._limits_k = any(k < self._vocab_size for k in top_k)
+        self._top_k = torch.tensor([min(k, self._vocab_size) for k in top_k], device=self._device)[:, None]
+        self._limits_p, self._all_limit_p = any(p.top_p < 1 for p in params), all(p.top_p < 1 for p in params)
+        self._top_p = self._column([p.top_p if p.top_p < 1 else 2.0 for p in params])
+        self._limits_min_p = any(p.min_p for p in params)
+        self._min_p = self._column([p.min_p for p in params])
 
     def _column(self, values: Sequence[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=self._device)[:, None]
@@ -129,19 +140,18 @@ class Sampler:
         return seen.to(self._device)
 
     def __call__(self, logits_BV: Tensor) -> Tensor:
-        """One token a row. `logits_BV` in fp32; they may be changed in place."""
+        """One token a row, of logits in fp32; -1 where they are no finite numbers: see `read_tokens`."""
         scores_BV = self._penalize(logits_BV)
-        best = scores_BV.max(-1)
-        if not bool(torch.isfinite(best.values).all()):
-            raise RunFailed(
-                "the model's logits are not finite numbers (NaN or infinity): its weights are damaged, or its dtype "
-                "overflows; check the model with: sojourn eval MODEL"
-            )
-        tokens_B = best.indices if self._is_greedy else self._draw(scores_BV, best.indices)
+        if all(self._is_greedy):
+            tokens_B = self._best(scores_BV)
+        elif not any(self._is_greedy):
+            tokens_B = self._draw(scores_BV)
+        else:
+            tokens_B = torch.where(self._greedy, self._best(scores_BV), self._draw(scores_BV))
         if self._seen is not None:
-            self._seen.scatter_(1, tokens_B[:, None], True)
+            self._seen.scatter_(1, tokens_B[:, None].clamp(min=0), True)
         if self._counts is not None:
-            self._counts.scatter_add_(1, tokens_B[:, None], torch.ones_like(self._temperature))
+            self._counts.scatter_add_(1, tokens_B[:, None].clamp(min=0), torch.ones_like(self._temperature))
         for row in self._rows:
             row.position += 1
         return tokens_B
@@ -150,10 +160,10 @@ class Sampler:
         """Goes on with these rows only."""
         at = torch.tensor(rows, device=self._device)
         self._rows = [self._rows[row] for row in rows]
-        self._top_k, self._top_p = [self._top_k[row] for row in rows], [self._top_p[row] for row in rows]
-        for name in ("temperature", "log_min_p", "repetition", "frequency", "presence", "bias", "seen", "counts"):
-            value = getattr(self, f"_{name}")
-            setattr(self, f"_{name}", None if value is None else value.index_select(0, at))
+        for name in ("_bias", "_seen", "_counts"):
+            value = getattr(self, name)
+            setattr(self, name, None if value is None else value.index_select(0, at))
+        self._set_columns()
 
     def _penalize(self, scores_BV: Tensor) -> Tensor:
         if self._bias is not None:
@@ -165,71 +175,81 @@ class Sampler:
             scores_BV = scores_BV - self._frequency * self._counts - self._presence * (self._counts > 0)
         return scores_BV
 
-    def _draw(self, scores_BV: Tensor, best_B: Tensor) -> Tensor:
-        """Rows of temperature 0 keep `best_B`."""
-        scores_BV = scores_BV / self._temperature.clamp(min=1e-30)
-        keys = [_mix64(row.key + row.position) for row in self._rows]
-        key_B1 = torch.tensor([_signed32(key) for key in keys], dtype=torch.int32, device=self._device)[:, None]
-        scores_BK, ids_BK = self._candidates(scores_BV)
-        if ids_BK is not None:
-            drawn_B1 = (scores_BK + gumbel_noise(key_B1, ids_BK.int())).argmax(-1, keepdim=True)
-            tokens_B = ids_BK.gather(1, drawn_B1)[:, 0]
+    def _best(self, scores_BV: Tensor) -> Tensor:
+        best = scores_BV.max(-1)
+        return torch.where(best.values.isfinite(), best.indices, -1)
+
+    def _draw(self, scores_BV: Tensor) -> Tensor:
+        probs_BV = (scores_BV / self._temperature).softmax(-1)
+        keys = [_signed32(_mix64(row.key + row.position)) for row in self._rows]
+        key_B1 = torch.tensor(keys, dtype=torch.int32, device=self._device)[:, None]
+        if self._limits_k or self._limits_p:
+            probs_BK, ids_BK = self._most_likely(probs_BV)
+            probs_BK = self._above_min_p(probs_BK)
+            drawn_B1 = (probs_BK / exponential_noise(key_B1, ids_BK.int())).argmax(-1, keepdim=True)
+            tokens_B1, prob_B1 = ids_BK.gather(1, drawn_B1), probs_BK.gather(1, drawn_B1)
         else:
-            rows = zip(*(t.split(1 if t.device.type == "cpu" else len(t)) for t in (scores_BK, key_B1)), strict=True)
-            drawn = [gumbel_noise(key, self._token_ids).add_(scores).argmax(-1) for scores, key in rows]
-            tokens_B = torch.cat(drawn)  # a row at a time stays in a CPU's cache
-        return torch.where(self._temperature[:, 0] == 0, best_B, tokens_B) if self._any_greedy else tokens_B
+            probs_BV = self._above_min_p(probs_BV)
+            at_a_time = 1 if probs_BV.device.type == "cpu" else len(probs_BV)  # a row stays in a CPU's cache
+            parts = zip(probs_BV.split(at_a_time), key_B1.split(at_a_time), strict=True)
+            races = (probs / exponential_noise(key, self._token_ids) for probs, key in parts)
+            tokens_B1 = torch.cat([race.argmax(-1, keepdim=True) for race in races])
+            prob_B1 = probs_BV.gather(1, tokens_B1)
+        return torch.where(prob_B1 > 0, tokens_B1, -1)[:, 0]
 
-    def _candidates(self, scores_BV: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Scores and ids of the tokens to draw from; others are absent or have -inf. No ids: all tokens."""
-        limits_k, limits_p = any(k < self._vocab_size for k in self._top_k), any(p < 1 for p in self._top_p)
-        if not limits_k and not limits_p:
-            return self._above_min_p(scores_BV), None
-        most = max(self._top_k) + _MARGIN
-        if most > _CANDIDATES:  # some row has no top_k, or a large one
-            most = _CANDIDATES if all(p < 1 for p in self._top_p) else self._vocab_size
-        for count in (most, self._vocab_size):
-            scores_BK, ids_BK = scores_BV.topk(min(count, self._vocab_size), sorted=True)
-            kept_BK, is_whole = self._keep_top(scores_BV, scores_BK)
-            if is_whole:
-                break
-        return self._above_min_p(kept_BK), ids_BK
+    def _most_likely(self, probs_BV: Tensor) -> tuple[Tensor, Tensor]:
+        """Probabilities and ids of the tokens that top-k and top-p keep, and of others, whose probability is now 0."""
+        count = self._most + _MARGIN
+        if count > _CANDIDATES:  # some row has no top_k, or a large one
+            count = _CANDIDATES if self._all_limit_p and not self._limits_k else self._vocab_size
+        while True:
+            count = min(count, self._vocab_size)
+            probs_BK, ids_BK = probs_BV.topk(count)
+            kept_BK = self._keep_top(probs_BK)
+            if count == self._vocab_size or not bool((kept_BK[:, -1] > 0).any()):
+                return kept_BK, ids_BK
+            count = self._vocab_size  # tokens beyond these may be kept, too
 
-    def _keep_top(self, scores_BV: Tensor, scores_BK: Tensor) -> tuple[Tensor, bool]:
-        """Applies top-k and top-p to the K highest scores; False where tokens beyond these may be kept, too."""
-        count = scores_BK.shape[1]
-        last_B1 = torch.tensor([min(k, count) - 1 for k in self._top_k], device=self._device)[:, None]
-        kept_BK = scores_BK >= scores_BK.gather(1, last_B1)  # a token that ties with the k-th is kept
-        scores_BK = scores_BK.masked_fill(~kept_BK, -math.inf)
-        # Of what top-k keeps, those tokens whose more likely ones have less than top_p together.
-        total_B1, has_all = scores_BK.logsumexp(-1, keepdim=True), [k <= count for k in self._top_k]
-        if not all(has_all):
-            has_all_B1 = torch.tensor(has_all, device=self._device)[:, None]
-            total_B1 = torch.where(has_all_B1, total_B1, scores_BV.logsumexp(-1, keepdim=True))
-        mass_BK = (scores_BK - total_B1).exp()
-        before_BK = mass_BK.cumsum(-1) - mass_BK
-        kept_BK &= before_BK < self._column(self._top_p)
-        kept_BK[:, 0] = True
-        is_whole = count == self._vocab_size or not bool(kept_BK[:, -1].any())
-        return scores_BK.masked_fill(~kept_BK, -math.inf), is_whole
+    def _keep_top(self, probs_BK: Tensor) -> Tensor:
+        if self._limits_k:
+            last_B1 = probs_BK.gather(1, self._top_k.clamp(max=probs_BK.shape[1]) - 1)
+            probs_BK = probs_BK.masked_fill(probs_BK < last_B1, 0.0)  # a token that ties with the k-th is kept
+            if self._limits_p:  # of what top-k keeps
+                total_B1 = torch.where(self._top_k < self._vocab_size, probs_BK.sum(-1, keepdim=True), 1.0)
+                probs_BK = probs_BK / total_B1
+        if self._limits_p:  # tokens whose more likely ones have less than top_p together
+            before_BK = probs_BK.cumsum(-1) - probs_BK
+            probs_BK = probs_BK.masked_fill(before_BK >= self._top_p, 0.0)
+        return probs_BK
 
-    def _above_min_p(self, scores_BK: Tensor) -> Tensor:
-        if not bool((self._log_min_p > -math.inf).any()):
-            return scores_BK
-        return scores_BK.masked_fill(scores_BK < scores_BK.amax(-1, keepdim=True) + self._log_min_p, -math.inf)
+    def _above_min_p(self, probs_BK: Tensor) -> Tensor:
+        if not self._limits_min_p:
+            return probs_BK
+        return probs_BK.masked_fill(probs_BK < probs_BK.amax(-1, keepdim=True) * self._min_p, 0.0)
 
 
-def gumbel_noise(key_B1: Tensor, ids_BK: Tensor) -> Tensor:
-    """Noise with a standard Gumbel distribution by key and token id (32-bit integers): -log(-log u) of a uniform u,
-    which is a hash of both (lowbias32, by Chris Wellons)."""
+def read_tokens(tokens_B: Tensor) -> list[int]:
+    """The sampler's tokens on the host."""
+    tokens: list[int] = tokens_B.tolist()
+    if min(tokens, default=0) < 0:
+        raise RunFailed(
+            "the model's logits are not finite numbers (NaN or infinity): its weights are damaged, or its dtype "
+            "overflows; check the model with: sojourn eval MODEL"
+        )
+    return tokens
+
+
+def exponential_noise(key_B1: Tensor, ids_BK: Tensor) -> Tensor:
+    """Numbers with an exponential distribution of mean 1 by key and token id (32-bit integers): -log(1 - u) of a
+    uniform u, which is a hash of both."""
     x = (ids_BK * _signed32(0x9E3779B9)) ^ key_B1
     shifted = torch.empty_like(x)  # in place throughout: new memory costs more than the arithmetic
-    for bits, factor in ((16, 0x7FEB352D), (15, _signed32(0x846CA68B)), (16, 1)):
-        torch.bitwise_right_shift(x, bits, out=shifted)
-        x ^= shifted.bitwise_and_(_WORD >> bits)  # as of an unsigned number
+    for bits, factor in ((16, 0x7FEB352D), (15, _signed32(0x846CA68B))):
+        x ^= torch.bitwise_right_shift(x, bits, out=shifted)
         x *= factor
-    u = (x & 0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31)  # near 0, where likely winners are, it has all its bits
-    return u.neg_().log1p_().neg_().log_().neg_()
+    x ^= torch.bitwise_right_shift(x, 16, out=shifted)
+    u = (x & 0x7FFFFFFF).float().add_(0.5).mul_(-(2.0**-31))  # near 0, where likely winners are, it has all its bits
+    return u.log1p_().neg_()
 
 
 def _mix64(x: int) -> int:

@@ -50,6 +50,17 @@ def loss_and_correct(lm_head: nn.Module, hidden_ND: Tensor, labels_N: Tensor) ->
     return loss, correct
 
 
+def token_losses(lm_head: nn.Module, hidden_ND: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss of each token, and whether its label was the most likely one."""
+    losses, correct = [], []
+    chunk = _chunk_size(lm_head, hidden_ND)
+    for hidden_CD, labels_C in zip(hidden_ND.split(chunk), labels_N.split(chunk), strict=True):
+        logits_CV = lm_head(hidden_CD).float()
+        losses.append(F.cross_entropy(logits_CV, labels_C, reduction="none"))
+        correct.append(logits_CV.argmax(-1) == labels_C)
+    return torch.cat(losses), torch.cat(correct)
+
+
 def _chunk_size(lm_head: nn.Module, hidden_ND: Tensor, triton: bool = False) -> int:
     vocab_size, device_type = int(lm_head.weight.shape[0]), hidden_ND.device.type
     chunk_bytes = LOGIT_CHUNK_BYTES["triton" if triton else "cpu" if device_type == "cpu" else "cuda"]

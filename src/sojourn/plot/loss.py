@@ -29,15 +29,15 @@ def loss_svg(title: str, train: Sequence[Point], held_out: Sequence[Point]) -> s
     points = [*train, *held_out]
     if not points:
         return page(title, [(20, text(0, 14, "no step has been logged yet", "soft"))])
-    last, ticks = max(step for step, _ in points) or 1.0, _ticks([loss for _, loss in points], 5)
-    low, high = ticks[0], ticks[-1]
+    last, marks = max(step for step, _ in points) or 1.0, ticks([loss for _, loss in points], 5)
+    low, high = marks[0], marks[-1]
 
     def place(point: Point) -> tuple[float, float]:
         x = _AXIS + (INNER - _AXIS) * point[0] / last
         return x, BASELINE - PLOT_HEIGHT * (point[1] - low) / (high - low)
 
     svg = text(0, 14, "Loss by step", "head")
-    for tick in ticks:
+    for tick in marks:
         y = place((0.0, tick))[1]
         kind = "axis" if tick == low else "grid"
         svg += f'<line class="{kind}" x1="{_AXIS}" x2="{INNER}" y1="{y:.2f}" y2="{y:.2f}"/>'
@@ -73,7 +73,7 @@ def _mean(values: Iterable[float]) -> float:
     return sum(given) / len(given)
 
 
-def _ticks(values: Sequence[float], most: int) -> list[float]:
+def ticks(values: Sequence[float], most: int) -> list[float]:
     """Round numbers from below the least value to above the greatest."""
     low, high = min(values), max(values)
     spread = (high - low) or abs(high) or 1.0

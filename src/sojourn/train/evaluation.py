@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -151,10 +153,13 @@ class Evaluator:
         from tokenizers import Tokenizer
 
         tokenizer = Tokenizer.from_file(str(self._artefact.tokenizer / "tokenizer.json"))
-        split, total = self._artefact.eval, 0
-        for number in range(min(self._config.train.eval_rows, len(split))):
-            ids, mask, starts = split.row(number)
-            for document, is_target in zip(np.split(ids, starts[1:]), np.split(mask, starts[1:]), strict=True):
-                targets = [int(i) for i in document[1:][is_target[1:] == 1]]
-                total += len(tokenizer.decode(targets, skip_special_tokens=True).encode())
-        return total
+        return sum(target_bytes(self._artefact.eval, self._config.train.eval_rows, tokenizer))
+
+
+def target_bytes(split: Split, rows: int, tokenizer: Any) -> Iterator[int]:
+    """Of the text that the target tokens spell, by document."""
+    for number in range(min(rows, len(split))):
+        ids, mask, starts = split.row(number)
+        for document, is_target in zip(np.split(ids, starts[1:]), np.split(mask, starts[1:]), strict=True):
+            targets = [int(i) for i in document[1:][is_target[1:] == 1]]
+            yield len(tokenizer.decode(targets, skip_special_tokens=True).encode())
