@@ -32,11 +32,11 @@ def _stop_texts(file: GgufFile) -> list[str]:
 
 def _template(file: GgufFile) -> list[str]:
     template, names = file["tokenizer.chat_template"], special_names(file.metadata)
-    turns = find_turns(template, names) if isinstance(template, str) else None
+    bos = names.get("bos_token", "") if file["tokenizer.ggml.add_bos_token"] else ""  # Ollama adds it itself
+    turns = find_turns(template, names, bos) if isinstance(template, str) else None
     if turns is None or '"""' in f"{turns}":
         known = "# Ollama compares the chat template in the file with those it knows; for another one, add TEMPLATE."
         return [known] if template else ['TEMPLATE """{{ .Prompt }}"""']
-    bos = names.get("bos_token", "") if file["tokenizer.ggml.add_bos_token"] else ""  # Ollama adds it itself
     lines = [f'TEMPLATE """{_go_template(turns, turns.begin.removeprefix(bos))}"""']
     if turns.system is not None:
         lines.append(f'SYSTEM """{turns.system}"""')

@@ -29,10 +29,11 @@ class Turns:
         return self.begin + "".join(m["content"].join(self.around[m["role"]]) for m in chat) + self.ask
 
 
-def find_turns(template: str, names: dict[str, str]) -> Turns | None:
-    """`names`: bos_token, eos_token, … None where the text depends on more than roles and contents."""
+def find_turns(template: str, names: dict[str, str], bos: str = "") -> Turns | None:
+    """`names`: bos_token, eos_token, … `bos`: what a chat begins with before its first turn. None where the text
+    depends on more than roles and contents."""
     try:
-        turns = _find(template, names)
+        turns = _find(template, names, bos)
         for roles in _OTHERS if turns is not None else ():
             chat = [{"role": role, "content": f"text {number}"} for number, role in enumerate(roles)]
             if turns is None or turns.render(chat) != render_template(template, names, chat, None, True):
@@ -42,7 +43,7 @@ def find_turns(template: str, names: dict[str, str]) -> Turns | None:
     return turns
 
 
-def _find(template: str, names: dict[str, str]) -> Turns | None:
+def _find(template: str, names: dict[str, str], bos: str) -> Turns | None:
     """What stands before, between and after the contents of a probe chat, cut at the ends of turns."""
     asked, silent = (_texts_between(template, names, _PROBE, ask) for ask in (True, False))
     plain = _texts_between(template, names, _PROBE[1:], True)
@@ -51,7 +52,6 @@ def _find(template: str, names: dict[str, str]) -> Turns | None:
     user_end, ask = silent[6], asked[6].removeprefix(silent[6])
     if not asked[2].startswith(user_end):
         return None
-    bos = names.get("bos_token", "")
     bos = bos if asked[0].startswith(bos) and plain[0].startswith(bos) else ""
     asked[0], plain[0] = asked[0].removeprefix(bos), plain[0].removeprefix(bos)
     user_open = _user_open(asked, plain, user_end)

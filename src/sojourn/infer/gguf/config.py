@@ -39,6 +39,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
         "rope_parameters": _rope(file, head_dim),
+        "pad_token_id": None,
     }
     return {**config, **_own(file, layers, head_dim)}
 
