@@ -5,13 +5,18 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from socket import SHUT_RDWR
 from threading import Thread
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
 
 TOKEN = "hf_abcdefghijklmnopqrstuvwxyz"
 
@@ -50,7 +55,9 @@ class Repository:
 @dataclass
 class Hub:
     """What is kept, and how it misbehaves: `fail` names verbs answered by a status, `spoil` a file that is stored
-    otherwise than it was sent, `rot` one that is given back otherwise than it is listed."""
+    otherwise than it was sent, `rot` one that is given back otherwise than it is listed. `fail_times`: statuses of a
+    verb's next answers. `cut_after`: of how many bytes of a large file the connection breaks, once. `stored`: large
+    files as they arrived. `branches`: those made, by repository. `listed`: rows that no file stands behind."""
 
     url: str = ""
     repositories: dict[str, Repository] = field(default_factory=dict)
@@ -59,6 +66,11 @@ class Hub:
     spoil: str = ""
     rot: str = ""
     asked: list[str] = field(default_factory=list)
+    fail_times: dict[str, list[int]] = field(default_factory=dict)
+    cut_after: int | None = None
+    stored: list[str] = field(default_factory=list)
+    branches: dict[str, list[str]] = field(default_factory=dict)
+    listed: list[dict[str, Any]] = field(default_factory=list)
 
     def commit(self, repository: Repository, lines: list[dict[str, Any]]) -> str:
         files = dict(repository.files)
@@ -107,13 +119,24 @@ class Door(BaseHTTPRequestHandler):
         return data
 
     def do_GET(self) -> None:
-        body = self.body()
         parts = unquote(urlsplit(self.path).path).strip("/").split("/")
+        if parts[0] == "large" and self.hub.cut_after is not None:
+            self.rfile.read(self.hub.cut_after)
+            self.hub.cut_after, self.close_connection = None, True
+            return self.connection.shutdown(SHUT_RDWR)
+        body = self.body()
         if parts[0] == "large":  # a signed address: it needs no token
             self.hub.large[parts[1]] = body
+            self.hub.stored.append(parts[1])
             return self.answer()
+        if parts == [""]:  # whether anybody is there
+            return self.answer()
+        if parts == ["api", "validate-yaml"]:  # of a model card
+            return self.answer({"errors": [], "warnings": []})
         verb, repo = self.verb_and_repo(parts)
         self.hub.asked.append(verb)
+        if self.hub.fail_times.get(verb):
+            return self.answer({"error": "busy"}, self.hub.fail_times[verb].pop(0), Retry_After="0")
         if verb in self.hub.fail:
             return self.answer({"error": "as the test wants it"}, self.hub.fail[verb])
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
@@ -149,6 +172,13 @@ class Door(BaseHTTPRequestHandler):
         siblings = [{"rfilename": path} for path in repository.files]
         self.answer({"id": repo, "sha": repository.head, "private": repository.private, "siblings": siblings})
 
+    def on_branch(self, repository: Repository, repo: str, parts: list[str], body: bytes) -> None:
+        self.hub.branches.setdefault(repo, []).append(parts[5])
+        self.answer({})
+
+    def on_revision(self, repository: Repository, repo: str, parts: list[str], body: bytes) -> None:
+        self.on_facts(repository, repo, parts, body)
+
     def on_preupload(self, repository: Repository, repo: str, parts: list[str], body: bytes) -> None:
         rows = []
         for file in json.loads(body)["files"]:
@@ -172,8 +202,8 @@ class Door(BaseHTTPRequestHandler):
     def on_tree(self, repository: Repository, repo: str, parts: list[str], body: bytes) -> None:
         folder = "/".join(parts[6:])
         rows = self.rows(repository, parts[5])
-        found = [row for row in rows if row["path"].startswith(f"{folder}/")]
-        if not found:
+        found = [row for row in rows if not folder or row["path"].startswith(f"{folder}/")] + self.hub.listed
+        if not found and folder:
             return self.answer({"error": "not there"}, 404, X_Error_Code="EntryNotFound")
         return self.answer(found)
 
@@ -183,7 +213,7 @@ class Door(BaseHTTPRequestHandler):
 
     def on_resolve(self, repository: Repository, repo: str, parts: list[str], body: bytes) -> None:
         path = "/".join(parts[4:])
-        commit = repository.head if parts[3] == "main" else parts[3]
+        commit = parts[3] if parts[3] in repository.commits else repository.head
         file = repository.commits[commit].get(path)
         if file is None:
             return self.answer(b"", 404, X_Error_Code="EntryNotFound", X_Repo_Commit=commit)
@@ -193,7 +223,7 @@ class Door(BaseHTTPRequestHandler):
 
     @staticmethod
     def rows(repository: Repository, revision: str) -> list[dict[str, Any]]:
-        files = repository.files if revision == "main" else repository.commits[revision]
+        files = repository.commits.get(revision, repository.files)
         folders = {"/".join(path.split("/")[:n]) for path in files for n in range(1, path.count("/") + 1)}
         rows = [{"path": path, **file.row} for path, file in files.items()]
         return rows + [{"type": "directory", "path": path, "oid": "1" * 40} for path in sorted(folders)]
@@ -212,3 +242,27 @@ def serve() -> Iterator[Hub]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def only_hub(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub of our own, and a library that knows no other. `folder`: for its cache."""
+    from huggingface_hub import close_session, constants
+
+    with serve() as found:
+        for name in list(os.environ):
+            if name.lower().endswith("_proxy"):
+                patch.delenv(name)
+        template = f"{found.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        patch.setattr(constants, "ENDPOINT", found.url)
+        patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        patch.setattr(constants, "HF_HUB_OFFLINE", False)
+        patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        patch.setattr(constants, "HF_TOKEN_PATH", str(folder / "no token"))
+        patch.setattr(constants, "HF_HUB_CACHE", str(folder / "hub cache"))
+        patch.setenv("HF_TOKEN", TOKEN)
+        patch.setenv("HF_ENDPOINT", found.url)
+        patch.setenv("HF_HUB_OFFLINE", "0")
+        close_session()
+        yield found
+        close_session()

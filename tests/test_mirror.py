@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from conftest import ordinary_user
-from hub_server import TOKEN, Hub, serve
+from hub_server import Hub, only_hub
 from mounts import mounted_tmpfs
 from small_python import run_in_small_python
 from sojourn.errors import UserError
@@ -425,22 +425,8 @@ def test_the_written_place_is_understood(tmp_path, monkeypatch):
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A hub of our own, and a library that knows no other."""
-    from huggingface_hub import close_session, constants
-
-    with serve() as found:
-        for name in list(os.environ):
-            if name.lower().endswith("_proxy"):
-                monkeypatch.delenv(name)
-        template = f"{found.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        monkeypatch.setattr(constants, "ENDPOINT", found.url)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no token"))
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        close_session()
+    with only_hub(tmp_path, monkeypatch) as found:
         yield found
-        close_session()
 
 
 def test_on_the_hub_a_checkpoint_comes_back_as_it_went(hub, tmp_path):

@@ -14,8 +14,8 @@ from sojourn.config.load import load_run, read_config, to_yaml
 from sojourn.data.inputs import data_settings, open_inputs
 from sojourn.errors import UserError
 from sojourn.remote.portability import Destination, Shipment, make_shipment
-from sojourn.remote.secret_scan import FILE_BYTES, scan_files, secret_in
 from sojourn.storage.file_digests import FileDigests
+from sojourn.storage.secret_scan import FILE_BYTES, scan_files, secret_in
 
 TOKEN = "hf_" + "aB3dE5gH7jK9" * 3
 SMALL = ("smoke", "data.vocab_size=400", "data.max_length=64")

@@ -47,7 +47,7 @@ def bundle(
                  "start": made.start, "notebook": str(notebook) if notebook else None}  # fmt: skip
         print_json(facts)
         return
-    from sojourn.remote.sizes import format_size
+    from sojourn.storage.sizes import format_size
 
     parts = ", ".join(f"{kind} {format_size(size)}" for kind, size in sorted(made.parts.items()))
     print(f"{made.path}: {format_size(made.size)} ({parts} before compression)")

@@ -32,6 +32,7 @@ from sojourn.cli.plan import plan
 from sojourn.cli.prepare import prepare
 from sojourn.cli.presets import presets_app
 from sojourn.cli.pull import pull
+from sojourn.cli.push import push
 from sojourn.cli.rehearse import rehearse
 from sojourn.cli.release import release
 from sojourn.cli.runs import runs_app
@@ -170,6 +171,7 @@ app.command()(chat)
 app.command()(verify)
 app.command()(export)
 app.command()(merge)
+app.command()(push)
 
 if __name__ == "__main__":
     main()

@@ -13,13 +13,11 @@ from sojourn.config.messages import printable
 from sojourn.errors import UserError
 from sojourn.infer.safetensors_reader import SafetensorsFile
 from sojourn.infer.weight_source import file_stamp
-from sojourn.model.adapter import ADAPTER_FILE
-from sojourn.storage.files import read_json_object
+from sojourn.model.adapter_check import ADAPTER_FILE, ADAPTER_WEIGHTS, check_adapter
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _LORA = re.compile(
     r"(?P<module>.+)\.(?P<kind>lora_(?:embedding_)?[AB]|lora_magnitude_vector)(?:\.default)?(?P<leaf>\.weight|\.bias)?"
 )
@@ -151,14 +149,7 @@ class AdapterWeights:
 
 def open_adapter(folder: Path, weight: float = 1.0) -> AdapterWeights:
     """An adapter in peft's files."""
-    config = read_json_object(folder / ADAPTER_FILE)
-    if not config:
-        raise UserError(f"{folder}: no adapter there (no {ADAPTER_FILE})")
-    if not (folder / ADAPTER_WEIGHTS).is_file():
-        pickled = folder / "adapter_model.bin"
-        why = "its weights are pickled, which can run code" if pickled.is_file() else f"no {ADAPTER_WEIGHTS} there"
-        raise UserError(f"{folder}: {why}; save it with peft's save_pretrained()")
-    return AdapterWeights(folder, config, SafetensorsFile(folder / ADAPTER_WEIGHTS), weight)
+    return AdapterWeights(folder, check_adapter(folder), SafetensorsFile(folder / ADAPTER_WEIGHTS), weight)
 
 
 def _check_types(path: Path, config: dict[str, Any]) -> None:

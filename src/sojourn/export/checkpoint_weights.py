@@ -13,7 +13,7 @@ from sojourn.errors import UserError
 from sojourn.export.adapter_weights import AdapterWeights
 from sojourn.infer.safetensors_reader import SafetensorsFile
 from sojourn.infer.weight_source import file_stamp
-from sojourn.model.adapter import ADAPTER_FILE
+from sojourn.model.adapter_check import ADAPTER_FILE
 from sojourn.model.base import base_of, meta_model
 from sojourn.model.weights import add_stop_tokens, torch_dtype
 from sojourn.resolve.training import lora_alpha

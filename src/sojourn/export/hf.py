@@ -14,7 +14,8 @@ from sojourn.export.progress import Progress
 from sojourn.export.ranges import Part
 from sojourn.export.stage import ExportStage
 from sojourn.infer.safetensors_reader import torch_dtypes
-from sojourn.infer.weight_source import INDEX_FILE, WEIGHTS_FILE, WeightSource, row_pieces
+from sojourn.infer.weight_source import WeightSource, row_pieces
+from sojourn.model.folder_check import INDEX_FILE, WEIGHTS_FILE
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype

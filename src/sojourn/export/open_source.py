@@ -21,7 +21,7 @@ from sojourn.export.merge import MergedWeights
 from sojourn.infer.find import FoundModel, find_model
 from sojourn.infer.load import config_here
 from sojourn.infer.weight_source import FolderWeights, WeightSource
-from sojourn.model.adapter import ADAPTER_FILE
+from sojourn.model.adapter_check import ADAPTER_FILE
 from sojourn.run.folder import RunFolder
 from sojourn.run.moved_paths import path_here
 from sojourn.storage.files import read_json

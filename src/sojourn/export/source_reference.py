@@ -17,7 +17,8 @@ from sojourn.infer.runtimes.streamed_runtime import StreamedRuntime
 from sojourn.infer.runtimes.transformers_runtime import MEMORY_SHARE, TransformersRuntime, free_memory
 from sojourn.infer.runtimes.transformers_tokenizer import TokenizerRuntime, as_ids, open_tokenizer
 from sojourn.infer.weight_source import WeightSource
-from sojourn.model.adapter import ADAPTER_FILE, load_adapter
+from sojourn.model.adapter import load_adapter
+from sojourn.model.adapter_check import ADAPTER_FILE
 from sojourn.model.quiet import quiet_transformers, suppress_stderr
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sojourn.errors import UserError
 from sojourn.export import hf
-from sojourn.export.adapter_weights import ADAPTER_WEIGHTS, AdapterWeights
+from sojourn.export.adapter_weights import AdapterWeights
 from sojourn.export.open_source import Source
 from sojourn.export.progress import Progress
 from sojourn.export.stage import ExportStage
@@ -21,7 +21,7 @@ from sojourn.export.vllm_preflight import (
     tokenizer_for_vllm,
 )
 from sojourn.infer.runtimes.vllm import serve_arguments
-from sojourn.model.adapter import ADAPTER_FILE
+from sojourn.model.adapter_check import ADAPTER_FILE, ADAPTER_WEIGHTS
 from sojourn.storage.files import read_json_object
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sojourn.errors import UserError
-from sojourn.model.adapter import ADAPTER_FILE
+from sojourn.model.adapter_check import ADAPTER_FILE
 from sojourn.run.checkpoints import MANIFEST, checkpoint_path, find_damage, list_checkpoints, step_of
 from sojourn.run.folder import RunFolder
 from sojourn.run.home import find_run, home

@@ -12,15 +12,17 @@ from sojourn.data.artefact import Artefact, artefact_of
 from sojourn.data.tokenize.gguf_tokenizer import extract_tokenizer
 from sojourn.errors import RunFailed, UserError
 from sojourn.infer.find import FoundModel, find_model
+from sojourn.infer.runtimes.transformers_tokenizer import open_tokenizer
 from sojourn.machine.precision import choose_device, cpu_bf16_feature
-from sojourn.model.adapter import ADAPTER_FILE, load_adapter, with_adapter
+from sojourn.model.adapter import load_adapter, with_adapter
+from sojourn.model.adapter_check import ADAPTER_FILE, check_adapter
 from sojourn.model.base import BaseModelSource, base_of, load_base_model
 from sojourn.model.quiet import quiet_transformers
 from sojourn.model.scratch import build_model
 from sojourn.model.weights import add_stop_tokens, load_trainable_state_dict, torch_dtype
 from sojourn.run.folder import RunFolder
 from sojourn.run.moved_paths import path_here
-from sojourn.storage.files import CannotRead, read_json_object
+from sojourn.storage.files import CannotRead
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,19 +56,19 @@ def load_model(name: str, device: str = "auto", checkpoint: str | None = None) -
     found = find_model(name, checkpoint)
     device = choose_device(device)
     quiet_transformers()
-    from transformers import AutoTokenizer
-
     artefact = artefact_of(found.run) if found.is_checkpoint and found.run is not None else None
     try:
         if artefact is not None and found.run is not None:
             model, folder = _load_checkpoint(found.path, config_here(found.run), artefact, device)
         else:
             model, folder = _load_folder(found, device)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = open_tokenizer(folder, trust_remote_code=_trusts_remote_code(found.run))
     except CannotRead:
         raise
-    except (UserError, OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0].removeprefix("model.base: ")
+    except (UserError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].removeprefix("model.base: ")
+        if reason.startswith(str(found.path)):
+            raise RunFailed(reason) from None
         needs = "" if found.is_checkpoint else " (it needs config.json, tokenizer.json and model.safetensors)"
         raise RunFailed(f"{found.path}: cannot be opened as a model{needs}: {reason}") from None
     return LoadedModel(found.path, model.eval(), tokenizer, device, found.run, folder)
@@ -81,7 +83,7 @@ def _load_folder(found: FoundModel, device: str) -> tuple[Any, Path]:
     if not (path / ADAPTER_FILE).is_file():
         base = BaseModelSource(str(path), trust_remote_code=trusted)
         return load_base_model(base, _load_dtype(base, device), device), path
-    adapter = read_json_object(path / ADAPTER_FILE)
+    adapter = check_adapter(path)
     name = path_here(str(adapter.get("base_model_name_or_path")), path)
     base = BaseModelSource(name, adapter.get("revision"), trusted)
     model = load_base_model(base, _load_dtype(base, device), device)

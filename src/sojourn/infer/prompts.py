@@ -12,6 +12,7 @@ from sojourn.data.sources.document import Message
 from sojourn.data.sources.turns import read_turns
 from sojourn.data.sources.values import BadRecord
 from sojourn.data.tokenize.chat_template import Span, Template
+from sojourn.data.tokenize.render_chat import render_chat
 from sojourn.data.tokenize.span_tokenizer import SpannedText, SpanTokenizer
 from sojourn.errors import UserError
 
@@ -57,7 +58,7 @@ class PromptEncoder:
         """Up to where the assistant's next turn begins. Raises BadRecord where the template rejects it."""
         if self._template is None:
             given = [{"role": m.role, "content": m.content} for m in messages]
-            rendered = self._tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
+            rendered = render_chat(self._tokenizer, given)
             return [int(i) for i in self._tokenizer(rendered, add_special_tokens=False)["input_ids"]]
         safe = [replace(m, content=self._escape(m.content), reasoning=self._escape(m.reasoning)) for m in messages]
         text = self._template.text(safe, tools, prompt=True)

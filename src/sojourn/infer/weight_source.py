@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from sojourn.errors import UserError
 from sojourn.infer.safetensors_reader import SafetensorsFile
-from sojourn.storage.files import is_plain_name, read_json_object
+from sojourn.model.folder_check import check_model, weight_files
+from sojourn.storage.files import read_json_object
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
 
 _PIECE = 2 << 20  # values
-WEIGHTS_FILE = "model.safetensors"
-INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 
 
 class WeightSource(Protocol):
@@ -52,10 +51,9 @@ class FolderWeights:
 
     def __init__(self, folder: Path, tokenizer_folder: Path | None = None) -> None:
         self.folder, self.tokenizer_folder = folder, tokenizer_folder or folder
+        check_model(folder)
         self.config = read_json_object(folder / "config.json")
         self.generation_config = read_json_object(folder / "generation_config.json")
-        if not self.config:
-            raise UserError(f"{folder}: no model there (no config.json)")
 
     def names(self) -> list[str]:
         return list(self._files)
@@ -78,7 +76,7 @@ class FolderWeights:
 
     @cached_property
     def _files(self) -> dict[str, SafetensorsFile]:
-        paths, listed = _weight_files(self.folder)
+        paths, listed = weight_files(self.folder)
         found = {name: file for file in map(SafetensorsFile, paths) for name in file.entries}
         missing = next((name for name in listed if name not in found), None)
         if missing is not None:
@@ -114,20 +112,3 @@ def is_tied(config: dict[str, Any]) -> bool:
         return bool(AutoConfig.for_model(str(config.get("model_type"))).tie_word_embeddings)
     except (ValueError, KeyError, AttributeError):
         return False
-
-
-def _weight_files(folder: Path) -> tuple[list[Path], list[str]]:
-    """The files, and the tensors that the index lists."""
-    if (folder / INDEX_FILE).is_file():
-        names = read_json_object(folder / INDEX_FILE).get("weight_map")
-        if not isinstance(names, dict) or not all(isinstance(n, str) and is_plain_name(n) for n in names.values()):
-            raise UserError(f"{folder / INDEX_FILE}: not an index of weights; copy or download the model again")
-        return [folder / name for name in sorted(set(names.values()))], list(names)
-    if (folder / WEIGHTS_FILE).is_file():
-        return [folder / WEIGHTS_FILE], []
-    pickled = next(iter(sorted([*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")])), None)
-    if pickled is not None:
-        raise UserError(
-            f"{folder}: its weights are pickled ({pickled.name}), which can run code; take a copy with {WEIGHTS_FILE}"
-        )
-    raise UserError(f"{folder}: no weights there (no {WEIGHTS_FILE} and no {INDEX_FILE})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,12 +12,14 @@ from typing import TYPE_CHECKING
 from sojourn.config.messages import did_you_mean, printable
 from sojourn.config.schema import MethodConfig
 from sojourn.errors import UserError
+from sojourn.machine.compute_limit import LimitReached, call_limited
+from sojourn.model.adapter_check import ADAPTER_FILE, check_adapter
 from sojourn.resolve.training import lora_alpha
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-ADAPTER_FILE = "adapter_config.json"
+_MATCHING_SECONDS = 2.0
 
 
 @contextmanager
@@ -101,11 +104,27 @@ def load_adapter(model: nn.Module, folder: str | Path, trainable: bool) -> nn.Mo
     from peft import PeftModel
 
     path = refuse_missing_adapter(folder)
+    _check_foreign(model, path)
     try:
         return PeftModel.from_pretrained(model, str(path), is_trainable=trainable)
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+    except (OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         why = " ".join(str(error).split())[:200]
         raise UserError(f"method.adapter: {folder} does not fit model.base: {why}") from None
+
+
+def _check_foreign(model: nn.Module, path: Path) -> None:
+    """Before peft sees it. A pattern of layers is tried on the model's names first: it may take years."""
+    config = check_adapter(path)
+    for key in ("target_modules", "exclude_modules"):
+        pattern = config.get(key)
+        if isinstance(pattern, str):
+            names = [name for name, _ in model.named_modules()]
+            try:
+                call_limited(_MATCHING_SECONDS, None, lambda p, n: [re.fullmatch(p, one) for one in n], pattern, names)
+            except (re.error, LimitReached) as error:
+                raise UserError(
+                    f"{path / ADAPTER_FILE}: the pattern in {key}: {error}; write the layers' names"
+                ) from None
 
 
 @_without_bitsandbytes()
@@ -113,6 +132,7 @@ def empty_adapter(model: nn.Module, folder: str | Path, trainable: bool) -> nn.M
     """The same without loading the adapter's weights."""
     from peft import PeftConfig, get_peft_model
 
+    _check_foreign(model, Path(folder).expanduser())
     config = PeftConfig.from_pretrained(str(Path(folder).expanduser()))
     config.inference_mode = not trainable
     return get_peft_model(model, config)

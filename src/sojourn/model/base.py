@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import pickle
 import struct
 import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sojourn.config.schema import RunConfig
 from sojourn.errors import RunFailed, UserError
+from sojourn.model.folder_check import check_model
 from sojourn.model.quiet import quiet_transformers, suppress_stderr
-from sojourn.storage.files import NotValid, load_json
 from sojourn.storage.gguf_cache import GgufCache
+from sojourn.storage.gguf_header import check_gguf
 from sojourn.storage.hub_access import not_cached_error, offline_reason
+from sojourn.storage.hub_download import base_model_folder, config_file
 
 # What transformers, torch and gguf raise for files that are not what they should be
 _BAD_MODEL = (
     OSError, ValueError, LookupError, ImportError, TypeError, AttributeError, AssertionError, ArithmeticError, EOFError,
     RecursionError, pickle.UnpicklingError, struct.error, zipfile.BadZipFile,
 )  # fmt: skip
-_MOST = {"num_hidden_layers": 10_000, "n_layer": 10_000, "vocab_size": 10**8, "hidden_size": 10**6,
-         "num_attention_heads": 10**5, "intermediate_size": 10**7, "num_local_experts": 10**5}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,10 @@ class BaseModelSource:
     def gguf_file(self) -> Path | None:
         path = Path(self.name_or_path).expanduser()
         return path if path.suffix == ".gguf" and path.is_file() else None
+
+    @property
+    def is_local(self) -> bool:
+        return Path(self.name_or_path).expanduser().exists()
 
     @property
     def from_pretrained_args(self) -> dict[str, Any]:
@@ -72,8 +76,15 @@ def load_base_model(base: BaseModelSource, dtype: Any, device: str) -> Any:
     _check_source(base)
     if base.gguf_file is not None:
         return _load_gguf(base, base.gguf_file, dtype, device)
-    extra = {"quantization_config": _quantization_config(base, dtype)} if base.quant_bits is not None else {}
-    return _from_pretrained(base, {**base.from_pretrained_args, **extra}, dtype, device)
+    given: dict[str, Any] = {**base.from_pretrained_args, "use_safetensors": True}
+    if not base.is_local and not base.trust_remote_code:  # checked before transformers sees it
+        with _named(base):
+            folder = base_model_folder(base.name_or_path, base.revision)
+            check_model(folder)
+        given |= {"pretrained_model_name_or_path": str(folder), "revision": None}
+    if base.quant_bits is not None:
+        given["quantization_config"] = _quantization_config(base, dtype)
+    return _from_pretrained(base, given, dtype, device)
 
 
 def _load_gguf(base: BaseModelSource, file: Path, dtype: Any, device: str) -> Any:
@@ -118,7 +129,19 @@ def _from_pretrained(base: BaseModelSource, given: dict[str, Any], dtype: Any, d
             f"model.base: {base.name_or_path} lacks {len(missing)} of the weights of a {type(model).__name__}, such as "
             f"{sorted(missing)[0]}; is it complete, and a causal language model?"
         )
+    _refuse_nan(base, model)
     return model if "device_map" in given else model.to(device)
+
+
+def _refuse_nan(base: BaseModelSource, model: Any) -> None:
+    import torch
+
+    for name, weight in model.named_parameters():
+        if not weight.is_floating_point() or weight.dtype.itemsize == 1 or not weight.numel():
+            continue
+        if not torch.isfinite(torch.linalg.vector_norm(weight.detach(), float("inf"))):
+            what = f"{name} has a NaN or an infinity in it"
+            raise UserError(f"model.base: {base.name_or_path}: {what}; copy or download it again")
 
 
 def empty_base_model(base: BaseModelSource, dtype: Any) -> Any:
@@ -150,8 +173,11 @@ def _forget_quantization(model: Any) -> None:
 def load_model_config(base: BaseModelSource) -> Any:
     """The model's transformers config."""
     quiet_transformers()
-    _check_source(base)
+    _check_source(base, weights=False)
     if base.gguf_file is None:
+        if not base.is_local and not base.trust_remote_code:
+            with _named(base):
+                check_model(config_file(base.name_or_path, base.revision).parent, weights=False)
         return _read_config(base, base.from_pretrained_args)
     cache = GgufCache(base.gguf_file, "model.base")
     found = cache.find("config")
@@ -173,28 +199,28 @@ def _read_config(base: BaseModelSource, given: dict[str, Any]) -> Any:
         raise _load_error(base, error) from None
 
 
-def _check_config(path: Path) -> None:
-    """Sizes that no model has would be built before they fail."""
+@contextlib.contextmanager
+def _named(base: BaseModelSource) -> Iterator[None]:
+    """Errors about a file name the setting too."""
     try:
-        settings = load_json(path)
-    except NotValid as error:
-        raise UserError(f"model.base: {path}: {error}; download it again") from None
-    if not isinstance(settings, dict):
-        raise UserError(f"model.base: {path}: not a mapping; download it again")
-    inner = settings.get("text_config")
-    for found in (settings, inner if isinstance(inner, dict) else {}):
-        for key, most in _MOST.items():
-            value = found.get(key)
-            if value is not None and not (type(value) is int and 0 < value <= most):
-                raise UserError(f"model.base: {path}: {key} is {json.dumps(value)[:40]}, which no model has")
+        yield
+    except UserError as error:
+        if str(error).startswith("model.base: "):
+            raise
+        raise type(error)(f"model.base: {error}") from None
 
 
-def _check_source(base: BaseModelSource) -> None:
+def _check_source(base: BaseModelSource, weights: bool = True) -> None:
     path = Path(base.name_or_path).expanduser()
     if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
         raise UserError(
             f"model.base: {base.name_or_path} is an adapter; set model.base to its base model, and "
             f"method.adapter={base.name_or_path} to train it further"
+        )
+    if (path / "adapter_config.json").exists():  # transformers would open whatever base it names
+        raise UserError(
+            f"model.base: {base.name_or_path} is an adapter and a model at once; move adapter_config.json and the "
+            "adapter's weights to a folder of their own"
         )
     looks_local = (
         base.name_or_path.startswith((".", "/", "~")) or base.name_or_path.count("/") > 1 or path.suffix == ".gguf"
@@ -207,8 +233,11 @@ def _check_source(base: BaseModelSource) -> None:
         ggufs = sorted(path.glob("*.gguf"))
         hint = f"; name the file: model.base={ggufs[0]}" if ggufs else ""
         raise UserError(f"model.base: {base.name_or_path}: no model there (no config.json){hint}")
-    if path.is_dir():
-        _check_config(path / "config.json")
+    with _named(base):
+        if path.is_dir():
+            check_model(path, weights)
+        elif base.gguf_file is not None:
+            check_gguf(path)
     if path.suffix == ".gguf":
         from importlib.util import find_spec
 
@@ -252,6 +281,11 @@ def _load_error(base: BaseModelSource, error: Exception) -> UserError | RunFaile
         return UserError(
             f"model.base: {base.name_or_path} runs its own Python code; read it first, then allow it with "
             "model.trust_remote_code=true"
+        )
+    if "does not recognize this architecture" in text or "Unrecognized model" in text:
+        return UserError(
+            f"model.base: {base.name_or_path}: this version of transformers does not know its architecture; run: "
+            "pip install -U transformers, or take another model"
         )
     if "gated repo" in text or "401" in text or "403" in text:
         return UserError(

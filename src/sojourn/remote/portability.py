@@ -19,10 +19,10 @@ from sojourn.config.schema import RunConfig
 from sojourn.data.sources.dataset_info import named_sources
 from sojourn.data.tokenize.templates import NAMED
 from sojourn.errors import UserError
-from sojourn.remote.secret_scan import Scan, scan_files, secret_in
 from sojourn.remote.travelling_files import Item, TravellingFiles
 from sojourn.run.home import home, prepared_folder
 from sojourn.storage.file_digests import FileDigests
+from sojourn.storage.secret_scan import Scan, scan_files, secret_in
 
 Say = Callable[[str], None]
 Settings = dict[str, Any]

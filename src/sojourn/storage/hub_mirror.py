@@ -3,7 +3,6 @@ commit the hub's own hashes are compared with ours."""
 
 from __future__ import annotations
 
-import hashlib
 import re
 import tempfile
 from collections.abc import Iterator
@@ -16,7 +15,8 @@ from sojourn.config.messages import printable
 from sojourn.errors import UserError
 from sojourn.storage import disk
 from sojourn.storage.files import sha256
-from sojourn.storage.hub_access import transport_errors
+from sojourn.storage.hub_errors import describe_hub_error
+from sojourn.storage.hub_files import find_difference
 from sojourn.storage.mirror import (
     SEAL,
     FileDigest,
@@ -32,12 +32,7 @@ from sojourn.storage.mirror import (
 from sojourn.storage.stage import staged
 from sojourn.storage.verified_copy import check_free_space, replace_file
 
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
-_TOKEN = re.compile(r"hf_\w{10,}|Bearer \S+")
-_LOG_IN = "run: hf auth login (or set HF_TOKEN)"
-_CHECK_NETWORK = (
-    "check the network, or where the hub is closed: export HF_ENDPOINT=https://hf-mirror.com HF_HUB_DISABLE_XET=1"
-)
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
 @dataclass
@@ -49,7 +44,7 @@ class HubMirror:
     _made: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.repo):
+        if not REPOSITORY.fullmatch(self.repo):
             raise UserError(
                 f"hub:{printable(self.repo)}: not a repository's name; write save.mirror=hub:USER/REPOSITORY"
             )
@@ -67,23 +62,24 @@ class HubMirror:
             check_manifest(folder, digests)
             contents: dict[str, Path | bytes] = {file: folder / file for file in digests}
             contents[SEAL] = format_seal(digests)
+            hashes = {file: digest.sha256 for file, digest in digests.items()}
             self._make()
             files = self._files(base)
-            if _find_difference(files, contents, digests) is None:
+            if find_difference(files, contents, hashes) is None:
                 return
             stale = [f"{base}/{file}" for file in files if file not in contents]
             commit = self._commit({f"{base}/{file}": data for file, data in contents.items()}, stale, name)
-            self._check(name, _find_difference(self._files(base, commit), contents, digests))
+            self._check(name, find_difference(self._files(base, commit), contents, hashes))
 
     def put_file(self, file: Path, name: str) -> None:
         path = self._at(name)
         with self._hub_errors_as_mirror_failed("write"):
             data = file.read_bytes()
             self._make()
-            if _find_difference(self._info(path), {path: data}) is None:
+            if find_difference(self._info(path), {path: data}) is None:
                 return
             commit = self._commit({path: data}, [], name)
-            self._check(name, _find_difference(self._info(path, commit), {path: data}))
+            self._check(name, find_difference(self._info(path, commit), {path: data}))
 
     def names(self, under: str) -> list[str]:
         base = self._at(under)
@@ -106,7 +102,7 @@ class HubMirror:
                     self._fetch_folder(name, read_seal(Path(temporary, base)), into, head)
                 elif info := self._info(base, head):
                     file = self._download(base, head, Path(temporary))
-                    if (difference := _find_difference(info, {base: file})) is not None:
+                    if (difference := find_difference(info, {base: file})) is not None:
                         raise MirrorFailed(f"hub:{self.repo}: {difference} after the download; try again")
                     replace_file(into, file.read_bytes())
                 else:
@@ -120,7 +116,7 @@ class HubMirror:
             if not info:
                 return None
             file = self._download(path, str(head), Path(temporary))
-            if (difference := _find_difference(info, {path: file})) is not None:
+            if (difference := find_difference(info, {path: file})) is not None:
                 raise MirrorDamaged(f"hub:{self.repo}: {difference} after the download")
             return file.read_bytes()
 
@@ -240,62 +236,7 @@ class HubMirror:
                 f"hub:{self.repo}: huggingface_hub is not installed; pip install huggingface_hub"
             ) from None
         except Exception as error:
-            message = _describe_error(error, doing)
+            message = describe_hub_error(error, doing)
             if message is None:
                 raise
-            raise MirrorFailed(f"hub:{self.repo}: {_TOKEN.sub('…', message)}") from None
-
-
-def _find_difference(
-    files: dict[str, Any], contents: dict[str, Path | bytes], digests: dict[str, FileDigest] | None = None
-) -> str | None:
-    """The first difference between the hub's files and ours, or None. The hub identifies large files by SHA-256, small
-    ones by git's blob hash."""
-    digests = digests or {}
-    for name, content in contents.items():
-        row = files.get(name)
-        if row is None:
-            return f"{name} is missing"
-        if row.lfs is not None:
-            ours = digests[name].sha256 if name in digests else _sha256(content)
-            theirs = row.lfs.sha256
-        else:
-            data = content.read_bytes() if isinstance(content, Path) else content
-            ours = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
-            theirs = row.blob_id
-        if ours != theirs:
-            return f"{name} is different"
-    return None
-
-
-def _sha256(content: Path | bytes) -> str:
-    return sha256(content) if isinstance(content, Path) else hashlib.sha256(content).hexdigest()
-
-
-def _describe_error(error: BaseException, doing: str) -> str | None:
-    from huggingface_hub import errors
-
-    while isinstance(error, (RuntimeError, errors.LocalEntryNotFoundError)) and error.__cause__ is not None:
-        error = error.__cause__  # huggingface_hub wraps the cause
-    if isinstance(error, errors.OfflineModeIsEnabled):
-        return f"cannot be reached while HF_HUB_OFFLINE is set; run: unset HF_HUB_OFFLINE (to {doing} there)"
-    if isinstance(error, errors.HfHubHTTPError):
-        status, text = error.response.status_code, printable(error.server_message or "", 150)
-        if status in (401, 403):
-            return f"not allowed to {doing}{f' ({text})' if text else ''}; {_LOG_IN}"
-        if isinstance(error, errors.RepositoryNotFoundError):
-            return f"no such repository, or it is private to somebody else; check the name, or {_LOG_IN}"
-        return f"the hub answers HTTP {status}{f' ({text})' if text else ''}; try again later"
-    if isinstance(error, errors.LocalTokenNotFoundError):
-        return f"not allowed to {doing}; {_LOG_IN}"
-    if isinstance(error, (ConnectionError, TimeoutError, *transport_errors())):
-        return f"cannot be reached ({type(error).__name__}); {_CHECK_NETWORK}"
-    if isinstance(error, OSError) and error.errno:
-        return f"could not {doing}, because of an error on this machine: {printable(error, 200)}; fix it and try again"
-    if isinstance(error, (OSError, ValueError, RuntimeError, KeyError)) or _is_library_error(error):
-        return f"could not {doing} there: {printable(error, 200) or type(error).__name__}; try again"
-    return None
-
-
-def _is_library_error(error: BaseException) -> bool:
-    return type(error).__module__.split(".")[0] in ("huggingface_hub", "hf_xet", "httpx", "httpx2")
+            raise MirrorFailed(f"hub:{self.repo}: {message}") from None

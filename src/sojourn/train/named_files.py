@@ -10,10 +10,10 @@ from sojourn.config.schema import RunConfig
 from sojourn.data.tokenize.tokenizer import TRAINED, open_tokenizer
 from sojourn.errors import UserError
 from sojourn.model.adapter import check_adapter_names, refuse_missing_adapter
+from sojourn.model.adapter_check import check_adapter
 from sojourn.model.base import base_of, load_model_config, meta_model, require_bitsandbytes
+from sojourn.model.folder_check import check_model
 from sojourn.run.checkpoints import MANIFEST, checkpoint_path, list_checkpoints
-
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 
 
 def check_named_files(config: RunConfig) -> None:
@@ -23,8 +23,11 @@ def check_named_files(config: RunConfig) -> None:
     if config.model.base is None:
         return
     base = Path(config.model.base).expanduser()
-    if base.is_dir() and not any(file for pattern in _WEIGHTS for file in base.glob(pattern)):
-        raise UserError(f"model.base: {base}: it has a config.json, but no weights; download them too")
+    if (base / "config.json").is_file():
+        try:
+            check_model(base)
+        except UserError as error:
+            raise UserError(f"model.base: {error}") from None
     if config.method.kind in ("lora", "qlora"):
         _check_adapter(config)
 
@@ -54,7 +57,7 @@ def _check_packages(config: RunConfig) -> None:
 def _check_adapter(config: RunConfig) -> None:
     method, data = config.method, config.data
     if method.adapter is not None:
-        refuse_missing_adapter(method.adapter)
+        check_adapter(refuse_missing_adapter(method.adapter))
     if data.tokenizer not in TRAINED:
         known, most = open_tokenizer(data.tokenizer).tokenizer, load_model_config(base_of(config)).get_text_config()
         if known.get_vocab_size() > most.vocab_size:

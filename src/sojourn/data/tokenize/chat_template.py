@@ -112,6 +112,8 @@ class Template:
                 messages=[_as_dict(m) for m in messages], tools=list(tools) or None, documents=None,
                 add_generation_prompt=prompt, **self._special_names,
             )  # fmt: skip
+        except UserError:
+            raise
         except Exception as error:  # a template may raise anything
             reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
             raise BadRecord(f"the chat template rejects it: {reason}") from None

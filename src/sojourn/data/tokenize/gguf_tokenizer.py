@@ -10,6 +10,7 @@ from pathlib import Path
 
 from sojourn.errors import UserError
 from sojourn.storage.gguf_cache import GgufCache
+from sojourn.storage.gguf_header import check_gguf
 
 _BYTES = 1 << 19  # small files: no line about them
 
@@ -18,6 +19,7 @@ def extract_tokenizer(file: Path) -> Path:
     """The folder with the tokenizer that transformers rebuilds from the file's vocabulary, merges and template."""
     if find_spec("gguf") is None or find_spec("torch") is None:
         raise UserError("data.tokenizer: a GGUF file needs the packages gguf and torch; run: pip install gguf torch")
+    check_gguf(file)
     cache = GgufCache(file, "data.tokenizer")
     found = cache.find("tokenizer")
     if found is not None:
@@ -31,7 +33,7 @@ def extract_tokenizer(file: Path) -> Path:
     logging.set_verbosity_error()
     try:
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    except (OSError, ValueError, KeyError, NotImplementedError) as error:
+    except Exception as error:  # gguf, tokenizers and transformers raise anything for a damaged file
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"data.tokenizer: {file}: its tokenizer cannot be read: {reason}") from None
     kept = cache.keep("tokenizer", _BYTES, tokenizer.save_pretrained)

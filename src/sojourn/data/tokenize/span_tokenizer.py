@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sojourn.data.sources.document import Message
+from sojourn.data.sources.values import BadRecord
 from sojourn.data.tokenize.chat_template import Span, Template
 from sojourn.data.tokenize.token_cache import TokenCache, ids_to_bytes, supports_token_cache
+from sojourn.errors import UserError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -109,7 +111,10 @@ class SpanTokenizer:
         """Whether the segments of a chat give the tokens of the whole chat."""
         for content in _PROBES:
             turns = (Message("user", content), Message("assistant", content)) * 2
-            text = SpannedText(*template.spans(turns))
+            try:
+                text = SpannedText(*template.spans(turns))
+            except (BadRecord, UserError):  # a template that cannot be trained on may still begin an answer
+                return False
             whole = self._tokenizer.encode(text.text, add_special_tokens=False).ids
             if self._encode_segments([text])[0].tolist() != whole:
                 return False

@@ -1,8 +1,8 @@
 """Compiles a chat template as transformers does, within limits: a template comes with a model, and nobody has read it.
 
 No operator, call, filter or format may make more than `MOST_CHARACTERS`, and one rendering takes at most `MOST_SECONDS`
-of CPU time. Two more changes: generation blocks write markers around their text, and `strftime_now` is a fixed date, so
-that the same data always gives the same tokens.
+of CPU time and `MOST_MEMORY` (on Linux). Two more changes: generation blocks write markers around their text where they
+are asked for, and `strftime_now` is a fixed date, so that the same data always gives the same tokens.
 """
 
 from __future__ import annotations
@@ -10,29 +10,31 @@ from __future__ import annotations
 import datetime
 import json
 import re
-import signal
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache, reduce, wraps
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, nodes, pass_environment
 from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import do_sum
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from sojourn.errors import UserError
+from sojourn.machine.compute_limit import LimitReached, call_limited
 
 # Unicode noncharacters as markers in a rendering: formats.py rejects documents that have them.
 SPAN_START, SPAN_END = "\ufdd0", "\ufdd1"
 MOST_CHARACTERS = 1 << 24
 MOST_SECONDS = 10.0
+MOST_MEMORY = 1 << 30
 _LONG_NUMBER = re.compile(r"\d{6}")  # a width or precision in a format
 _SIZED = (str, bytes, list, tuple, dict)
 
 
 class _Generation(Extension):
     tags = {"generation"}  # noqa: RUF012  (Jinja's own attribute)
+    marks = (SPAN_START, SPAN_END)
 
     def parse(self, parser: Any) -> Any:
         line = next(parser.stream).lineno
@@ -40,7 +42,11 @@ class _Generation(Extension):
         return nodes.CallBlock(self.call_method("_with_markers"), [], [], body).set_lineno(line)
 
     def _with_markers(self, caller: Callable[[], str]) -> str:
-        return f"{SPAN_START}{caller()}{SPAN_END}"
+        return caller().join(self.marks)
+
+
+class _Unmarked(_Generation):
+    marks = ("", "")
 
 
 class _ConcatAsAdd(NodeTransformer):
@@ -51,8 +57,20 @@ class _ConcatAsAdd(NodeTransformer):
         return reduce(nodes.Add, texts).set_lineno(node.lineno).set_environment(node.environment)
 
 
+def _joined(parts: Iterable[str]) -> str:
+    """Of a template's output, or of a block's."""
+    texts, length = [], 0
+    for part in parts:
+        texts.append(part)
+        length += len(part)
+        if length > MOST_CHARACTERS:
+            raise TemplateError(f"it writes more than {MOST_CHARACTERS:,} characters")
+    return "".join(texts)
+
+
 class _Limited(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**", "+", "%"})
+    concat = staticmethod(_joined)
 
     def _parse(self, *given: Any) -> Any:
         return _ConcatAsAdd().visit(super()._parse(*given))
@@ -82,17 +100,21 @@ class _Limited(ImmutableSandboxedEnvironment):
 
 
 @lru_cache(maxsize=16)
-def compile_template(source: str) -> Callable[..., str]:
-    environment = _Limited(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+def compile_template(source: str, markers: bool = True) -> Callable[..., str]:
+    """`markers`: around generation blocks."""
+    blocks = _Generation if markers else _Unmarked
+    environment = _Limited(trim_blocks=True, lstrip_blocks=True, extensions=[blocks, loopcontrols])
     for name in ("center", "indent", "wordwrap", "format", "round"):
         environment.filters[name] = _with_limit(environment.filters[name])
     environment.filters["tojson"] = _to_json
+    environment.filters["sum"] = _sum
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = datetime.date(2024, 7, 26).strftime
     try:
-        return _limit_time(environment.from_string(source).render)
-    except TemplateError as error:
-        raise UserError(f"data.template: not a valid Jinja template: {error}") from None
+        return _limited(call_limited(MOST_SECONDS, MOST_MEMORY, environment.from_string, source).render)
+    except (TemplateError, LimitReached, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise UserError(f"data.template: not a valid Jinja template: {reason}") from None
 
 
 def _size(value: Any) -> int:
@@ -119,28 +141,27 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+@pass_environment
+def _sum(environment: Any, values: Any, attribute: Any = None, start: Any = 0) -> Any:
+    if not isinstance(start, (int, float)):
+        raise TemplateError("it adds up what is no number")
+    return do_sum(environment, values, attribute, start)
+
+
 def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
-def _limit_time(render: Callable[..., str]) -> Callable[..., str]:
-    """Loops in loops may take years. A timer can interrupt the main thread only; there, templates are rendered."""
-    if not hasattr(signal, "setitimer"):
-        return render
-
-    def interrupt(*_: object) -> None:
-        raise TemplateError(f"it takes more than {MOST_SECONDS} s of CPU time")
+def _limited(render: Callable[..., str]) -> Callable[..., str]:
+    """Loops in loops may take years."""
 
     @wraps(render)
     def limited(*args: Any, **kwargs: Any) -> str:
-        if threading.current_thread() is not threading.main_thread():
-            return render(*args, **kwargs)
-        before = signal.signal(signal.SIGPROF, interrupt)
-        signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)
         try:
-            return render(*args, **kwargs)
-        finally:
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            signal.signal(signal.SIGPROF, before)
+            return call_limited(MOST_SECONDS, MOST_MEMORY, render, *args, **kwargs)
+        except LimitReached as error:
+            raise UserError(
+                f"data.template: not rendered: {error}; take the template of the model's publisher"
+            ) from None
 
     return limited

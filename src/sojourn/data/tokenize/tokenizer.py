@@ -20,6 +20,7 @@ from sojourn.data.sources.values import BadRecord
 from sojourn.data.tokenize.char_level import UNKNOWN_CHARACTER, train_char
 from sojourn.data.tokenize.chat_template import Template
 from sojourn.data.tokenize.templates import END_OF_TEXT, NAMED, named_template
+from sojourn.data.tokenize.tokenizer_check import check_tokenizer
 from sojourn.errors import UserError
 
 if TYPE_CHECKING:
@@ -194,11 +195,19 @@ def open_tokenizer(name: str | Path) -> TokenizerBundle:
     has_fast, has_model = fast.is_file() and path.suffix != ".model", model.is_file()
     if not (has_fast or has_model):
         raise UserError(f"data.tokenizer: {name}: it has no tokenizer.json and no tokenizer.model")
+    _check_foreign(folder)
     settings = _read_settings(folder / "tokenizer_config.json") | _read_settings(folder / "special_tokens_map.json")
     template_path = folder / "chat_template.jinja"
     own = _read_template(template_path) if template_path.is_file() else _own_template(settings.get("chat_template"))
     settings.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
     return TokenizerBundle(settings, fast if has_fast else None, model if has_model else None, own)
+
+
+def _check_foreign(folder: Path) -> None:
+    try:
+        check_tokenizer(folder)
+    except UserError as error:
+        raise type(error)(f"data.tokenizer: {error}") from None
 
 
 def _from_file(path: Path) -> Tokenizer:

@@ -6,7 +6,7 @@ import contextlib
 import re
 from typing import Any
 
-from sojourn.infer.runtimes.transformers_tokenizer import render_template
+from sojourn.data.tokenize.render_chat import render_template
 
 _GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
 _CHATS: tuple[list[dict[str, str]], ...] = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sojourn.infer.runtimes.transformers_tokenizer import render_template
+from sojourn.data.tokenize.render_chat import render_template
 
 _MARK = "\ue000"  # a private character, which no template writes
 _PROBE = ("system", "user", "assistant", "user", "assistant", "user")

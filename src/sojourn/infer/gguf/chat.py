@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from sojourn.data.tokenize.render_chat import render_template
 from sojourn.infer.gguf.tokenizer import special_names
 from sojourn.infer.runtimes.base import Messages, Tools
-from sojourn.infer.runtimes.transformers_tokenizer import render_template
 
 
 def render_chat(metadata: dict[str, Any], messages: Messages, tools: Tools | None, ask: bool) -> str | None:

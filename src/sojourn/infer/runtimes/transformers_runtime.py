@@ -10,11 +10,13 @@ from sojourn.errors import RunFailed, UserError
 from sojourn.infer.load import context_length
 from sojourn.infer.runtimes.transformers_tokenizer import TokenizerRuntime, as_ids, open_tokenizer
 from sojourn.infer.safetensors_reader import SafetensorsFile
-from sojourn.model.adapter import ADAPTER_FILE, load_adapter
+from sojourn.model.adapter import load_adapter
+from sojourn.model.adapter_check import ADAPTER_FILE, check_adapter
 from sojourn.model.base import BaseModelSource, load_base_model
 from sojourn.model.quiet import quiet_transformers, suppress_stderr
 from sojourn.run.moved_paths import path_here
 from sojourn.storage.files import read_json_object
+from sojourn.storage.gguf_header import check_gguf
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -106,7 +108,7 @@ def open_model(path: Path) -> TransformersRuntime:
             return _open_gguf(file)
         if not (path / ADAPTER_FILE).is_file() or (path / "config.json").is_file():
             return TransformersRuntime(_load(BaseModelSource(str(path))), open_tokenizer(path))
-        adapter = read_json_object(path / ADAPTER_FILE)
+        adapter = check_adapter(path)
         name = path_here(str(adapter.get("base_model_name_or_path")), path)
         base = load_base_model(BaseModelSource(name, adapter.get("revision")), torch.float32, "cpu")
         return TransformersRuntime(load_adapter(base, path, trainable=False), open_tokenizer(path))
@@ -136,6 +138,7 @@ def _open_gguf(file: Path) -> TransformersRuntime:
     import transformers
 
     quiet_transformers()
+    check_gguf(file)
     extra = {}
     if hasattr(transformers, "GgufConfig"):  # newer versions might keep it quantized
         extra["quantization_config"] = transformers.GgufConfig(dequantize=True)

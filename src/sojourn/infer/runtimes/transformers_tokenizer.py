@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sojourn.data.tokenize.template_sandbox import SPAN_END, SPAN_START, compile_template
+from sojourn.data.tokenize.render_chat import render_chat
+from sojourn.data.tokenize.tokenizer_check import check_tokenizer
 from sojourn.errors import UserError
 from sojourn.infer.runtimes.base import Messages, Runtime, Tools
 from sojourn.model.quiet import quiet_transformers
@@ -22,35 +23,16 @@ class TokenizerRuntime(Runtime):
         return ids
 
     def render(self, messages: Messages, tools: Tools | None = None, add_generation_prompt: bool = True) -> str | None:
-        """transformers' own rendering. The limited sandbox renders first: a template may loop. Where the template asks
-        for today's date, the sandbox's rendering counts, since its date is fixed."""
+        """In the limited sandbox alone: a template may loop, and may tell two ways of rendering it apart."""
         if not self.tokenizer.chat_template:
             return None
-        source = self.tokenizer.get_chat_template(None, tools)
         try:
-            limited = render_template(source, self.tokenizer.special_tokens_map, messages, tools, add_generation_prompt)
-            if "strftime_now" in source:
-                return limited
-            return str(
-                self.tokenizer.apply_chat_template(
-                    messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
-                )
-            )
-        except Exception as error:  # a template may raise anything
-            raise ValueError(" ".join(str(error).split())[:200] or type(error).__name__) from None
+            return render_chat(self.tokenizer, messages, tools, add_generation_prompt)
+        except UserError as error:
+            raise ValueError(str(error)) from None
 
     def stops_at(self, token: int) -> bool:
         return token in self._stop_ids
-
-
-def render_template(
-    source: str, special_names: dict[str, Any], messages: Messages, tools: Tools | None, add_generation_prompt: bool
-) -> str:
-    """A chat template within limits of time and size, as transformers renders it. Raises whatever the template does."""
-    text = compile_template(source)(
-        messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt, **special_names
-    )
-    return text.translate({ord(SPAN_START): None, ord(SPAN_END): None})
 
 
 def open_tokenizer(folder: Path, **given: Any) -> Any:
@@ -58,9 +40,13 @@ def open_tokenizer(folder: Path, **given: Any) -> Any:
     quiet_transformers()
     from transformers import AutoTokenizer
 
+    check_tokenizer(folder)
     try:
-        return AutoTokenizer.from_pretrained(str(folder), **given)
+        return AutoTokenizer.from_pretrained(str(folder), **{"trust_remote_code": False, **given})
     except Exception as error:  # tokenizers raises bare exceptions for damaged files
+        if "trust_remote_code" in str(error):
+            what = "its tokenizer runs its own Python code, which is not run here"
+            raise UserError(f"{folder}: {what}; take a model with a tokenizer.json") from None
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"{folder}: its tokenizer cannot be read: {reason}") from None
 

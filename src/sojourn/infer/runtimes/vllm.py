@@ -9,7 +9,7 @@ from sojourn.errors import UserError
 from sojourn.infer.runtimes.base import Messages, Runtime, Tools
 from sojourn.infer.runtimes.vllm_environment import has_gpu, why_unavailable
 from sojourn.infer.runtimes.vllm_server import VllmServer
-from sojourn.model.adapter import ADAPTER_FILE
+from sojourn.model.adapter_check import ADAPTER_FILE
 from sojourn.run.moved_paths import path_here
 from sojourn.storage.files import read_json_object
 

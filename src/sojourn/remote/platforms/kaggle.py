@@ -23,9 +23,9 @@ from sojourn.remote.platforms.http_api import ApiError, OutcomeUnknown
 from sojourn.remote.platforms.kaggle_api import KaggleApi, find_credentials
 from sojourn.remote.platforms.kaggle_outputs import download_outputs, read_result
 from sojourn.remote.portability import Say
-from sojourn.remote.sizes import format_size
 from sojourn.run.home import home
 from sojourn.storage.files import read_json_object, write_json
+from sojourn.storage.sizes import format_size
 
 _SHAPES = {"t4": "NvidiaTeslaT4", "t4x2": "NvidiaTeslaT4", "nvidiateslat4": "NvidiaTeslaT4"}
 _LEAST_HOURS = 0.25

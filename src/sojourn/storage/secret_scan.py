@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from sojourn.config.messages import printable
-from sojourn.remote.sizes import format_size
+from sojourn.storage.sizes import format_size
 
 _NAMES = (
     "id_rsa", "id_dsa", "id_ecdsa", "id_ed25519", ".netrc", "_netrc", ".env", ".env.*", "*.env", "kaggle.json",
