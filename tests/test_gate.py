@@ -144,6 +144,23 @@ def test_a_missing_eos_is_seen(reference, export):
     assert replay(reference, export).differences[0].kind == "stop token"
 
 
+def test_an_embedding_without_the_last_tokens_is_a_difference_not_a_crash(reference, export):
+    rows = 300
+    cut = ("model.embed_tokens.weight", "lm_head.weight")
+    change(export, lambda w: {n: v[:rows] if n in cut else v for n, v in w.items()})
+    edit(export / "config.json", lambda c: c.update(vocab_size=rows))
+    found = replay(reference, export)
+    assert found.differences[0].kind == "logits" and "transformers fails: index out of range" in str(
+        found.differences[0]
+    )
+
+
+def test_logits_that_are_not_finite_are_a_difference(reference, export):
+    change(export, lambda w: {**w, "model.norm.weight": w["model.norm.weight"] * float("nan")})
+    found = replay(reference, export)
+    assert found.differences[0].kind == "logits" and found.facts()["figures"]["relative error"] is None
+
+
 @pytest.fixture(scope="module")
 def adapter(folder, tmp_path_factory) -> Path:
     import torch

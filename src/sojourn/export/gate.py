@@ -65,14 +65,21 @@ class Replay:
         return f"replayed in {self.runtime}: {compared} ({', '.join(figures)}){missing}"
 
     def facts(self) -> dict[str, Any]:
-        return {**asdict(self), "passed": self.passed}
+        """For JSON, which has no NaN."""
+        figures = {name: value if np.isfinite(value) else None for name, value in self.figures.items()}
+        return {**asdict(self), "figures": figures, "passed": self.passed}
 
 
 def check(reference: Reference, runtime: Runtime, tolerance: Tolerance) -> Replay:
     """What the user sees is the first difference."""
     replay = Replay(runtime.name)
     for stage in (_templates, _token_ids, _stop_tokens, _logits, _greedy):
-        replay.differences += stage(reference, runtime, tolerance, replay)
+        try:
+            replay.differences += stage(reference, runtime, tolerance, replay)
+        except (IndexError, RuntimeError, ValueError) as error:  # such as a token beyond the embedding
+            why = " ".join(str(error).split())[:200] or type(error).__name__
+            kind = stage.__name__.strip("_").replace("_", " ")
+            replay.differences.append(Difference(kind, "all probes", f"{runtime.name} fails: {why}"))
         if replay.differences:
             break
     return replay

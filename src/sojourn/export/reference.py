@@ -147,9 +147,11 @@ def _kept_tokens(logits: Array) -> Array:
 
 
 def log_softmax(logits: Array) -> Array:
+    """NaN where a row has NaN or infinity."""
     wide = logits.astype(np.float64)
-    wide -= wide.max(-1, keepdims=True)
-    found: Array = wide - np.log(np.exp(wide).sum(-1, keepdims=True))
+    with np.errstate(all="ignore"):
+        wide -= wide.max(-1, keepdims=True)
+        found: Array = wide - np.log(np.exp(wide).sum(-1, keepdims=True))
     return found
 
 
@@ -217,6 +219,9 @@ def _answer(one: dict[str, Any], index: int) -> Answer:
     count = len(one["positions"])
     tokens, logprobs = _unpacked(one["tokens"], "<i4", count), _unpacked(one["logprobs"], "<f4", count)
     answer = Answer(probe, one["text"], one["ids"], one["greedy"], one["positions"], tokens, logprobs)
+    numbers = [*answer.ids, *answer.positions, *(answer.greedy or [])]
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError(f"probe {index + 1} has no token ids")
     if tokens.shape != logprobs.shape or len(tokens) != len(answer.positions) or not isinstance(answer.text, str):
         raise ValueError(f"probe {index + 1} is damaged")
     if len(answer.forced) != max(answer.positions) + 1:

@@ -95,7 +95,10 @@ def count_parameters(path: Path) -> int:
         import gguf
 
         return sum(int(tensor.n_elements) for tensor in gguf.GGUFReader(file).tensors)
-    files = path.glob("*.safetensors") if path.is_dir() else ()
+    folders = [path]
+    if (path / ADAPTER_FILE).is_file() and not (path / "config.json").is_file():
+        folders.append(_base_of(path))
+    files = [file for folder in folders if folder.is_dir() for file in folder.glob("*.safetensors")]
     return sum(prod(entry.shape) for file in files for entry in SafetensorsFile(file).entries.values())
 
 
@@ -108,12 +111,16 @@ def open_model(path: Path) -> TransformersRuntime:
             return _open_gguf(file)
         if not (path / ADAPTER_FILE).is_file() or (path / "config.json").is_file():
             return TransformersRuntime(_load(BaseModelSource(str(path))), open_tokenizer(path))
-        adapter = check_adapter(path)
-        name = path_here(str(adapter.get("base_model_name_or_path")), path)
-        base = load_base_model(BaseModelSource(name, adapter.get("revision")), torch.float32, "cpu")
+        revision = check_adapter(path).get("revision")
+        base = load_base_model(BaseModelSource(str(_base_of(path)), revision), torch.float32, "cpu")
         return TransformersRuntime(load_adapter(base, path, trainable=False), open_tokenizer(path))
     except UserError as error:
         raise RunFailed(f"{path}: transformers cannot open it: {_reason(error)}") from None
+
+
+def _base_of(adapter: Path) -> Path:
+    """A folder, or a name on the hub."""
+    return Path(path_here(str(read_json_object(adapter / ADAPTER_FILE).get("base_model_name_or_path")), adapter))
 
 
 def gguf_file(path: Path) -> Path | None:

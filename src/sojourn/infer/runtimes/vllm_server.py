@@ -18,7 +18,7 @@ from sojourn.infer.runtimes.vllm_environment import clean_environment, has_gpu, 
 
 _START_SECONDS = 900
 _REQUEST_SECONDS = 600
-_STOP_SECONDS = 15
+_STOP_SECONDS = 3
 _LOG_LINES = 15
 _BORING = ("Traceback", "raise ", "File ", "~", "^", "INFO", "DEBUG")
 
