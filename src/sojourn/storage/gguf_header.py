@@ -42,11 +42,11 @@ class GgufHeader:
     tensors: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
-def check_gguf(file: Path) -> None:
-    """Raises one line for a file that cannot be sound."""
+def check_gguf(file: Path, weights: bool = True) -> None:
+    """Raises one line for a file that cannot be sound; without `weights`, of a vocabulary alone too."""
     try:
         header = read_gguf_header(file)
-        if not isinstance(header.values.get("general.architecture"), str) or not header.tensors:
+        if not isinstance(header.values.get("general.architecture"), str) or (weights and not header.tensors):
             raise NotValid("it names no architecture, or has no tensors")
         for key, most in (("block_count", 10_000), ("embedding_length", 10**6), ("vocab_size", 10**8)):
             value = header.values.get(f"{header.values['general.architecture']}.{key}", 1)

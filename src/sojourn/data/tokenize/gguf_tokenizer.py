@@ -19,7 +19,7 @@ def extract_tokenizer(file: Path) -> Path:
     """The folder with the tokenizer that transformers rebuilds from the file's vocabulary, merges and template."""
     if find_spec("gguf") is None or find_spec("torch") is None:
         raise UserError("data.tokenizer: a GGUF file needs the packages gguf and torch; run: pip install gguf torch")
-    check_gguf(file)
+    check_gguf(file, weights=False)
     cache = GgufCache(file, "data.tokenizer")
     found = cache.find("tokenizer")
     if found is not None:
