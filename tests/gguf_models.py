@@ -21,7 +21,7 @@ LLAMA3_ROPE = {
 }  # fmt: skip
 LONG_ROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "short_factor": [1.1, 1.2, 1.3, 1.4],
-    "long_factor": [2.0, 3.0, 4.0, 5.0], "original_max_position_embeddings": 64,
+    "long_factor": [2.0, 3.0, 4.0, 5.0], "original_max_position_embeddings": 256,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -34,7 +34,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma3_text",
         {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 4, "num_hidden_layers": 6},
     ),
-    "phi3": ("phi3", {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 64}),
+    "phi3": (
+        "phi3",
+        {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 256, "max_position_embeddings": 512},
+    ),
     "glm4": ("glm4", {}),
     "glm": ("glm", {}),
     "smollm3": ("smollm3", {"num_hidden_layers": 5}),
