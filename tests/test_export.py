@@ -16,6 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from conftest import called
 from mounts import mounted_tmpfs
 from sojourn.export import hf
+from sojourn.export.card import model_card
+from sojourn.export.formats import FORMATS, Format
 from sojourn.export.open_source import open_weights
 from sojourn.export.progress import NoProgress
 from sojourn.export.stage import MANIFEST, ExportStage
@@ -263,3 +265,12 @@ def test_a_renamed_run_is_exported_by_its_new_name(tiny: Tiny, run: RunFolder, t
 def test_what_is_typed_wrong_is_one_line(tiny: Tiny, args: list[str], line: str) -> None:
     done = called("export", str(tiny.base), *args)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and line in done.stderr
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=lambda one: one.name)
+def test_every_format_has_a_writer_and_a_card_that_says_how_to_run_it(format: Format) -> None:
+    assert callable(format.writer())
+    lineage = {"base": "ORG/base", "adapters": [{"name": "one|two", "weight": 0.5}]}
+    card = model_card("mine", format, format.quantizations[0], lineage, {"notes": ["said"]}, {"a": {"size": 1}})
+    assert "## Run it" in card and "- said" in card and 'base_model: "ORG/base"' in card
+    assert "| adapters | one\\|two × 0.5 |" in card and "Not replayed" in card

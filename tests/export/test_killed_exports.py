@@ -104,6 +104,6 @@ def _check_partial(partial: Path, before: dict[str, tuple[str, int]]) -> dict[st
     files = read_json_object(partial / MANIFEST).get("files", {})
     found = {name: (facts["sha256"], (partial / name).stat().st_mtime_ns) for name, facts in files.items()}
     for name, (digest, _) in found.items():
-        assert sha256(partial / name) == digest
+        assert digest in ("", sha256(partial / name))
     assert before.keys() - {"README.md"} <= found.keys()
     return found

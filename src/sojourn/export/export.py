@@ -76,6 +76,7 @@ def export(request: ExportRequest, progress: Progress | None = None) -> Exported
             reference = _reference(source, stage, progress)
         with _timed(seconds, "write"):
             write(source, stage, quantization, progress)
+        stage.start_hashing()
         with _timed(seconds, "replay"):
             say, weights = progress.say, source.weights
             result = replay_export(stage.path, format.name, quantization, reference, say, weights=weights)

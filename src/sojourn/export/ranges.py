@@ -1,15 +1,13 @@
-"""Writes a large file part by part, in order: reading, hashing and writing overlap, and a call that was killed goes on
-after the last part that reached the disk."""
+"""Writes a large file part by part, in order: reading, computing and writing overlap, and a call that was killed goes
+on after the last part that reached the disk."""
 
 from __future__ import annotations
 
-import hashlib
-import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,25 +35,21 @@ def write_ranges(
     done: int,
     record: Callable[[int], None],
     progress: Progress,
-) -> str | None:
+) -> None:
     """Writes all parts but the first `done`. `record(n)`: n parts are on the disk. Parts must follow each other without
-    gaps. Returns the file's SHA-256; None where the first parts were written by another call."""
+    gaps."""
     _check(parts, total)
     with path.open("r+b" if done else "wb", buffering=0) as file, _Syncer(file.fileno(), record) as syncer:
         file.truncate(total)
-        digest = hashlib.sha256()
-        with _hasher(digest) as put, closing(_loaded(parts[done:])) as loaded:
+        with closing(_loaded(parts[done:])) as loaded:
             for number, data in enumerate(loaded, done):
                 part, view = parts[number], memoryview(data).cast("B")
                 if len(view) != part.length:
                     raise ValueError(f"{path.name}: part {number} has {len(view):,} bytes instead of {part.length:,}")
-                if not done:
-                    put(view)
                 file.seek(part.offset)
                 disk.write(file, view)
                 syncer.wrote(number + 1, part.length)
                 progress.advance(part.length)
-    return None if done else digest.hexdigest()
 
 
 def _check(parts: Sequence[Part], total: int) -> None:
@@ -82,24 +76,6 @@ def _loaded(parts: Iterable[Part]) -> Generator[Any, None, None]:
         finally:
             for future in waiting:
                 future.cancel()
-
-
-@contextmanager
-def _hasher(digest: Any) -> Iterator[Callable[[memoryview], None]]:
-    """A thread that hashes what it is given, one piece behind the disk."""
-    pieces: queue.Queue[memoryview | None] = queue.Queue(maxsize=1)
-
-    def run() -> None:
-        while (piece := pieces.get()) is not None:
-            digest.update(piece)
-
-    thread = threading.Thread(target=run, name="hash", daemon=True)
-    thread.start()
-    try:
-        yield pieces.put
-    finally:
-        pieces.put(None)
-        thread.join()
 
 
 class _Syncer:

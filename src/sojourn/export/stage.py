@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import shutil
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -39,6 +40,7 @@ class ExportStage:
         self.path = self.target.with_name(f".partial-{self.target.name}")
         self.progress: Progress = progress or NoProgress()
         self._fingerprint, self._overwrite = fingerprint, overwrite
+        self._hashing, self._recording, self._is_closed = threading.Lock(), threading.Lock(), False
         self._refuse_existing()
         self._lock = _lock(self.path, self.target)
         try:
@@ -58,6 +60,8 @@ class ExportStage:
         self.close()
 
     def close(self) -> None:
+        with self._recording:
+            self._is_closed = True
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -65,7 +69,25 @@ class ExportStage:
     @property
     def files(self) -> dict[str, dict[str, Any]]:
         """The complete ones: size and SHA-256."""
+        self._hash_files()
         return {name: {key: facts[key] for key in ("size", "sha256")} for name, facts in self._files.items()}
+
+    def start_hashing(self) -> None:
+        """In a thread, while the export is replayed; `finish` waits for it."""
+        threading.Thread(target=self._hash_in_thread, name="hash", daemon=True).start()
+
+    def _hash_in_thread(self) -> None:
+        with contextlib.suppress(OSError, RunFailed):  # it was discarded, or `finish` meets the same error
+            self._hash_files()
+
+    def _hash_files(self) -> None:
+        with self._hashing:
+            for name, facts in list(self._files.items()):
+                if self._is_closed:
+                    return
+                if not facts["sha256"]:
+                    facts["sha256"] = sha256(self.path / name)
+                    self._write_record()
 
     def file(self, name: str, write: Callable[[Path], object]) -> None:
         """Has `write` write a file to a path that is renamed to `name`; skipped where it is complete."""
@@ -117,8 +139,8 @@ class ExportStage:
             self._parts[name] = {"total": total, "parts": len(parts), "done": count}
             self._write_record()
 
-        digest = write_ranges(partial, total, parts, done, record, self.progress)
-        self._complete(name, partial, digest or sha256(partial))
+        write_ranges(partial, total, parts, done, record, self.progress)
+        self._complete(name, partial)  # hashed later: that takes longer than writing
 
     def check_space(self, total: int) -> None:
         """Before an export of about `total` bytes is written, or written further."""
@@ -201,7 +223,9 @@ class ExportStage:
         pid, started = current_process()
         owner = {"pid": pid, "started": started, "boot": boot_id(), "namespace": pid_namespace()}
         record = {"fingerprint": self._fingerprint, "files": self._files, "parts": self._parts}
-        write_json(self.path / MANIFEST, {**record, "groups": self._groups, "owner": owner})
+        with self._recording:
+            if not self._is_closed:
+                write_json(self.path / MANIFEST, {**record, "groups": self._groups, "owner": owner})
 
     def _partial(self, name: str) -> Path:
         if not all(map(is_plain_name, PurePosixPath(name).parts)):
@@ -220,7 +244,7 @@ class ExportStage:
             return False
         return stat.st_mtime_ns == facts.get("mtime_ns") or sha256(path) == facts["sha256"]
 
-    def _complete(self, name: str, partial: Path, digest: str) -> None:
+    def _complete(self, name: str, partial: Path, digest: str = "") -> None:
         path = self.path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         stat = partial.stat()

@@ -6,9 +6,11 @@ fills it with mapped pages. The header is checked before anything is allocated.
 
 from __future__ import annotations
 
+import os
+import threading
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from sojourn.errors import RunFailed, UserError
 from sojourn.model.folder_check import safetensors_header
@@ -18,10 +20,14 @@ from sojourn.storage.safetensors_header import TensorEntry
 if TYPE_CHECKING:
     from torch import Tensor
 
+_AHEAD_BYTES = 16 << 20
+
 
 class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._file: BinaryIO | None = None
+        self._lock = threading.Lock()
         self.entries = safetensors_header(path)
         unknown = next((one for one in self.entries.values() if one.dtype not in torch_dtypes()), None)
         if unknown is not None:
@@ -49,14 +55,27 @@ class SafetensorsFile:
             return tensor
         view = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
         try:
-            with open_regular(self.path) as file:
-                file.seek(entry.start + offset)
-                count = file.readinto(view)  # type: ignore[attr-defined]
+            count = self._read_into(view, entry.start + offset)
         except OSError as error:
             raise CannotRead(self.path, error) from error
         if count != len(view):
             raise RunFailed(f"{self.path}: was cut short while it was read; copy or download it again")
         return tensor
+
+    def _read_into(self, view: memoryview, start: int) -> int:
+        """How many bytes there were. Several threads may read at once."""
+        if not hasattr(os, "preadv"):  # Windows
+            with open_regular(self.path) as file:
+                file.seek(start)
+                return int(file.readinto(view))  # type: ignore[attr-defined]
+        with self._lock:
+            self._file = self._file or open_regular(self.path)
+        handle, done = self._file.fileno(), 0
+        if hasattr(os, "posix_fadvise"):  # the disk reads on while this piece is worked on
+            os.posix_fadvise(handle, start + len(view), _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
+        while done < len(view) and (count := os.preadv(handle, [view[done:]], start + done)):
+            done += count
+        return done
 
 
 @cache
