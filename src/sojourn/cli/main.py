@@ -33,6 +33,7 @@ from sojourn.cli.prepare import prepare
 from sojourn.cli.presets import presets_app
 from sojourn.cli.pull import pull
 from sojourn.cli.push import push
+from sojourn.cli.quantize import quantize
 from sojourn.cli.rehearse import rehearse
 from sojourn.cli.release import release
 from sojourn.cli.runs import runs_app
@@ -172,6 +173,8 @@ app.command()(verify)
 app.command()(export)
 app.command()(merge)
 app.command()(push)
+app.command()(quantize)
+app.command(name="quantise", hidden=True)(quantize)
 
 if __name__ == "__main__":
     main()

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from sojourn.export.formats import Format
+from sojourn.export.quantize.table import markdown
 
 _LIBRARIES = {
     "hf": "transformers",
@@ -15,12 +16,20 @@ _LIBRARIES = {
     "mlx": "mlx",
     "vllm": "vllm",
     "vllm-adapter": "peft",
+    "quantized": "transformers",
+    "compressed-tensors": "vllm",
 }
 _RUN: dict[str, str] = {
     "hf": """from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model, tokenizer = AutoModelForCausalLM.from_pretrained("."), AutoTokenizer.from_pretrained(".")
 """,
+    "quantized": """from transformers import AutoModelForCausalLM, AutoTokenizer  # with torchao or bitsandbytes
+
+model = AutoModelForCausalLM.from_pretrained(".", dtype="auto", device_map="auto")
+tokenizer = AutoTokenizer.from_pretrained(".")
+""",
+    "compressed-tensors": "vllm serve . --served-model-name {name}\n",
     "gguf": "llama-cli -m *.gguf -p \"Hello\"\nollama create {name} -f Modelfile && ollama run {name}\n",
     "gguf-adapter": "llama-cli -m BASE.gguf --lora *.gguf -p \"Hello\"\n",
     "onnx": "python -c 'import onnxruntime_genai as og; model = og.Model(\".\")'\n",
@@ -31,9 +40,9 @@ model, tokenizer = AutoModelForCausalLM.from_pretrained("."), AutoTokenizer.from
 
 
 def model_card(
-    name: str, format: Format, quantization: str, lineage: dict[str, Any], gate: dict[str, Any], files: dict[str, Any]
+    name: str, format: Format, quantization: str, lineage: dict[str, Any], found: dict[str, Any], files: dict[str, Any]
 ) -> str:
-    """`gate`: what was replayed, and what it found."""
+    """`found`: of the gate (what was replayed, and what it found), and what was measured, if anything."""
     sections = [
         _front_matter(format, lineage),
         f"# {name}\n",
@@ -42,7 +51,8 @@ def model_card(
         _table("Lineage", _lineage_rows(lineage)),
         _table("Figures", [(key.replace("_", " "), f"{value:.4f}") for key, value in _of(lineage, "figures").items()]),
         _table("Cost", _cost_rows(_of(lineage, "cost"))),
-        _parity(gate),
+        markdown(found["measured"], quantization) if "measured" in found else "",
+        _parity(found["gate"]),
         _settings(lineage),
     ]
     return "\n".join(section for section in sections if section)
@@ -73,7 +83,7 @@ def _intro(format: Format, quantization: str, lineage: dict[str, Any], files: di
 
 
 def _run(name: str, format: Format) -> str:
-    language = "python" if format.name == "hf" else "bash"
+    language = "python" if format.name in ("hf", "quantized") else "bash"
     return f"## Run it\n\n```{language}\n{_RUN[format.name].format(name=name)}```\n"
 
 

@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,8 @@ _FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """As typed. `keep_rejected`: an export that drifts stays beside its target, as NAME.rejected."""
+    """As typed. `keep_rejected`: an export that drifts stays beside its target, as NAME.rejected. `data`: see
+    `Source`."""
 
     model: str
     format: str = "hf"
@@ -48,6 +49,7 @@ class ExportRequest:
     combine: Combine = field(default_factory=Combine)
     overwrite: bool = False
     keep_rejected: bool = False
+    data: str | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ def export(request: ExportRequest, progress: Progress | None = None) -> Exported
     quantization, write = format.check_quantization(request.quantization), format.writer()
     source = open_weights(request.model, request.checkpoint, request.adapters, request.base, request.combine)
     format.check(source, progress)
+    source = replace(source, data=request.data)
     target = request.out or home() / "exports" / default_name(source.name, format, quantization)
     fingerprint = _fingerprint(source, format, quantization)
     there = read_json_object(target / MANIFEST)
@@ -81,10 +84,14 @@ def export(request: ExportRequest, progress: Progress | None = None) -> Exported
             say, weights = progress.say, source.weights
             result = replay_export(stage.path, format.name, quantization, reference, say, weights=weights)
         _refuse_drift(result, stage, request.keep_rejected)
+        measured, measure = {}, format.measurer()
+        if measure is not None:
+            with _timed(seconds, "measure"):
+                measured = {"measured": measure(source, stage, quantization, progress)}
         if _fingerprint(source, format, quantization) != fingerprint:
             stage.discard()
             raise RunFailed(f"{source.path}: the model changed while it was exported; run the same command again")
-        return _finish(source, stage, format, quantization, {"gate": result.facts(), "seconds": seconds})
+        return _finish(source, stage, format, quantization, {"gate": result.facts(), "seconds": seconds, **measured})
 
 
 def _reference(source: Source, stage: ExportStage, progress: Progress) -> Reference:
@@ -110,9 +117,9 @@ def _refuse_drift(result: GateResult, stage: ExportStage, keep: bool) -> None:
 def _finish(
     source: Source, stage: ExportStage, format: Format, quantization: str, found: dict[str, dict[str, Any]]
 ) -> Exported:
-    """Card, manifest, rename. `found`: what the gate says, and the seconds of this call."""
+    """Card, manifest, rename. `found`: what the gate says, the seconds of this call, what was measured."""
     stage.remove(CARD)  # of an interrupted call
-    card = model_card(stage.target.name, format, quantization, source.lineage, found["gate"], stage.files)
+    card = model_card(stage.target.name, format, quantization, source.lineage, found, stage.files)
     stage.text(CARD, card)
     what = {"version": VERSION, "sojourn": __version__, "format": format.name, "quantization": quantization}
     path = stage.finish({**what, "lineage": source.lineage, **found})
@@ -124,7 +131,8 @@ def _fingerprint(source: Source, format: Format, quantization: str) -> str:
     weights = source.weights
     files = (weights.tokenizer_folder / name for name in TOKENIZER_FILES)
     tokenizer = [file_stamp(path) for path in files if path.is_file()]
-    facts = [source.fingerprint, weights.config, weights.generation_config, tokenizer, format.name, quantization]
+    data = [source.data, file_stamp(Path(source.data))] if source.data and Path(source.data).is_file() else source.data
+    facts = [source.fingerprint, data, weights.config, weights.generation_config, tokenizer, format.name, quantization]
     return hashlib.sha256(json.dumps([*facts, __version__], sort_keys=True).encode()).hexdigest()[:32]
 
 

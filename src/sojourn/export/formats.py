@@ -18,13 +18,15 @@ class Format:
     """`quantizations`: the first is the default. `write`: “module:function”, called as
     write(source, stage, quantization, progress). `runtimes`: what replays it, in order of preference; names in
     `infer/runtimes/registry.py`. `preflight`: “module:function”, called as preflight(source, progress) before anything
-    is computed; it raises `UserError` for what the format or its program does not take."""
+    is computed; it raises `UserError` for what the format or its program does not take. `measure`: called as
+    measure(source, stage, quantization, progress) after the replay; what it returns is in the manifest and the card."""
 
     name: str
     quantizations: tuple[str, ...]
     write: str
     runtimes: tuple[str, ...]
     preflight: str = ""
+    measure: str = ""
 
     def check(self, source: Any, progress: Any) -> None:
         if self.preflight:
@@ -33,10 +35,13 @@ class Format:
     def writer(self) -> Callable[..., None]:
         return self._function(self.write)
 
-    def _function(self, name: str) -> Callable[..., None]:
+    def measurer(self) -> Callable[..., dict[str, Any]] | None:
+        return self._function(self.measure) if self.measure else None
+
+    def _function(self, name: str) -> Callable[..., Any]:
         module, _, function = name.partition(":")
         try:
-            found: Callable[..., None] = getattr(importlib.import_module(module), function)
+            found: Callable[..., Any] = getattr(importlib.import_module(module), function)
         except ModuleNotFoundError as error:
             if not (error.name or "").startswith("sojourn."):
                 raise UserError(
@@ -84,6 +89,13 @@ FORMATS: dict[str, Format] = {
             ("vllm", "transformers"),
             "sojourn.export.vllm_folder:check_adapter",
         ),
+        Format(
+            "quantized",
+            ("int8", "int8-dynamic", "fp8", "int4", "nf4"),
+            "sojourn.export.quantize.write:write",
+            ("transformers",),
+            measure="sojourn.export.quantize.measure:measure",
+        ),
     )
 }
 
@@ -99,6 +111,8 @@ def find_format(name: str) -> Format:
 
 def default_name(model: str, format: Format, quantization: str) -> str:
     """Of the folder that an export goes to: small-gguf-q4_0."""
+    if format.measure:  # small-int8
+        return f"{model}-{quantization}"
     suffix = "" if quantization == format.quantizations[0] else f"-{quantization}"
     return f"{model}-{format.name}{suffix}"
 

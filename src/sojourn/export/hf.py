@@ -45,7 +45,7 @@ def write_tokenizer(source: Source, stage: ExportStage) -> None:
 def write_configs(source: Source, stage: ExportStage, quantization: str) -> None:
     config = {key: value for key, value in source.weights.config.items() if key not in ("_name_or_path", "torch_dtype")}
     weights = source.weights
-    config["dtype"] = _DTYPES.get(quantization) or _main_dtype(weights)
+    config["dtype"] = _DTYPES.get(quantization) or main_dtype(weights)
     config["use_cache"] = True
     stage.json("config.json", config)
     generation = dict(weights.generation_config)
@@ -56,7 +56,7 @@ def write_configs(source: Source, stage: ExportStage, quantization: str) -> None
     stage.json("generation_config.json", generation)
 
 
-def _main_dtype(weights: WeightSource) -> str:
+def main_dtype(weights: WeightSource) -> str:
     """That of most values."""
     counts: Counter[str] = Counter()
     for name in weights.names():

@@ -48,7 +48,8 @@ _PROBES: list[dict[str, Any]] = [
 @dataclass(frozen=True)
 class Source:
     """`weights`: with the adapters merged into `base`. `probes`: chats (`messages`), of a run also with the `text` and
-    `ids` that it was trained with. `lineage`: see `lineage.py`."""
+    `ids` that it was trained with. `lineage`: see `lineage.py`. `data`: what quantization calibrates and
+    measures on; the run's own where None."""
 
     name: str
     weights: WeightSource
@@ -58,6 +59,7 @@ class Source:
     probes: list[dict[str, Any]]
     path: Path
     run: RunFolder | None = None
+    data: str | None = None
 
     @property
     def fingerprint(self) -> str:

@@ -33,6 +33,7 @@ class BaseModelSource:
 
     `sharded`: FSDP will shard its weights, which older torch supports for floating-point tensors only; NF4 weights are
     then stored in such tensors.
+    `quantization_config`: transformers' own, for other ways to quantize it.
     """
 
     name_or_path: str
@@ -41,6 +42,7 @@ class BaseModelSource:
     quant_bits: int | None = None
     double_quant: bool = True
     sharded: bool = False
+    quantization_config: Any = None
 
     @property
     def gguf_file(self) -> Path | None:
@@ -82,6 +84,8 @@ def load_base_model(base: BaseModelSource, dtype: Any, device: str) -> Any:
             folder = base_model_folder(base.name_or_path, base.revision)
             check_model(folder)
         given |= {"pretrained_model_name_or_path": str(folder), "revision": None}
+    if base.quantization_config is not None:
+        given["quantization_config"] = base.quantization_config
     if base.quant_bits is not None:
         given["quantization_config"] = _quantization_config(base, dtype)
     return _from_pretrained(base, given, dtype, device)

@@ -1,4 +1,4 @@
-"""Silences progress bars and warnings of transformers and bitsandbytes; downloads keep their progress bars."""
+"""Silences progress bars and warnings of transformers, bitsandbytes and torchao; downloads keep their progress bars."""
 
 import contextlib
 import io
@@ -10,6 +10,9 @@ from typing import Any
 def quiet_transformers() -> None:
     import logging as standard
 
+    # before transformers imports torchao, which lists the GPU kernels that do not load here
+    for name in ("bitsandbytes", "torchao", "torch.utils._pytree"):
+        standard.getLogger(name).setLevel(standard.ERROR)
     from huggingface_hub import utils
     from transformers.utils import logging
 
@@ -18,7 +21,6 @@ def quiet_transformers() -> None:
     if sys.stderr.isatty():
         hub: Any = utils
         hub.enable_progress_bars()
-    standard.getLogger("bitsandbytes").setLevel(standard.ERROR)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,5 @@
-"""transformers as a runtime, in fp32 on the CPU: a model's folder, an adapter on its base, or a GGUF file."""
+"""transformers as a runtime: a model's folder, an adapter on its base, or a GGUF file. In fp32 on the CPU; quantized
+weights stay so, on a GPU where there is one."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sojourn.errors import RunFailed, UserError
 from sojourn.infer.load import context_length
+from sojourn.infer.runtimes.quantized_weights import dequantized, why_not_here
 from sojourn.infer.runtimes.transformers_tokenizer import TokenizerRuntime, as_ids, open_tokenizer
 from sojourn.infer.safetensors_reader import SafetensorsFile
 from sojourn.model.adapter import load_adapter
@@ -38,33 +40,35 @@ class TransformersRuntime(TokenizerRuntime):
         import torch
 
         with torch.inference_mode():
-            rows = self._model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
-        found: np.ndarray = rows.float().numpy()
+            rows = self._model(input_ids=self._tensor(ids), use_cache=False).logits[0]
+        found: np.ndarray = rows.float().cpu().numpy()
         return found
 
     def greedy(self, ids: list[int], count: int) -> list[int] | None:
         import torch
 
         tokens: list[int] = []
-        step, cache = torch.tensor([ids]), None
+        step, cache = self._tensor(ids), None
         with torch.inference_mode():
             while len(tokens) < min(count, context_length(self._model) - len(ids)):
                 output = self._model(input_ids=step, past_key_values=cache, use_cache=True)
                 tokens.append(int(output.logits[0, -1].argmax()))
                 if self.stops_at(tokens[-1]):
                     break
-                step, cache = torch.tensor([tokens[-1:]]), output.past_key_values
+                step, cache = self._tensor(tokens[-1:]), output.past_key_values
         return tokens
 
     def weights(self) -> Iterable[tuple[str, Any]] | None:
-        """None for adapters, and for weights that are quantized in memory."""
+        """None for adapters."""
+        if hasattr(self._model, "peft_config"):
+            return None
+        is_quantized = getattr(self._model.config, "quantization_config", None) is not None
+        return dequantized(self._model) if is_quantized else self._model.state_dict().items()
+
+    def _tensor(self, ids: list[int]) -> Any:
         import torch
 
-        found = self._model.state_dict()
-        plain = all(
-            type(one) in (torch.Tensor, torch.nn.Parameter) and one.is_floating_point() for one in found.values()
-        )
-        return found.items() if plain and not hasattr(self._model, "peft_config") else None
+        return torch.tensor([ids], device=self._model.device)
 
     def close(self) -> None:
         self._model = None
@@ -75,7 +79,10 @@ def unavailable() -> str:
 
 
 def refuses(path: Path) -> str:
-    """Empty, or why the model does not fit in memory in fp32."""
+    """Empty, or why the model does not fit in memory in fp32, or is quantized in a way that does not run here."""
+    reason = why_not_here(read_json_object(path / "config.json")) if path.is_dir() else ""
+    if reason:
+        return reason
     needed, free = 4 * count_parameters(path), free_memory()
     if needed <= free * MEMORY_SHARE:
         return ""
@@ -136,7 +143,8 @@ def _load(source: BaseModelSource) -> Any:
     import torch
 
     quantized = "quantization_config" in read_json_object(Path(source.name_or_path) / "config.json")
-    return load_base_model(source, "auto" if quantized else torch.float32, "cpu")
+    device = "cuda" if quantized and torch.cuda.is_available() else "cpu"
+    return load_base_model(source, "auto" if quantized else torch.float32, device)
 
 
 def _open_gguf(file: Path) -> TransformersRuntime:

@@ -1,0 +1,87 @@
+"""The kinds of quantization: one record each, and whether this machine runs it."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from sojourn.config.messages import did_you_mean, printable
+from sojourn.errors import UserError
+
+
+@dataclass(frozen=True)
+class Kind:
+    """`format`: in `export/formats.py`. `library`: the package that quantizes. `capability`: the least compute
+    capability of a GPU; None where a CPU runs it too."""
+
+    name: str
+    format: str
+    library: str
+    what: str
+    capability: tuple[int, int] | None = None
+
+
+KINDS: dict[str, Kind] = {
+    one.name: one
+    for one in (
+        Kind("int8", "quantized", "torchao", "8-bit weights"),
+        Kind("int8-dynamic", "quantized", "torchao", "8-bit weights and activations"),
+        Kind("fp8", "quantized", "torchao", "FP8 weights and activations", (8, 9)),
+        Kind("int4", "quantized", "torchao", "4-bit weights", (8, 0)),
+        Kind("nf4", "quantized", "bitsandbytes", "4-bit weights (NF4)"),
+        Kind("gptq", "compressed-tensors", "llmcompressor", "4-bit weights (GPTQ) for vLLM"),
+        Kind("awq", "compressed-tensors", "llmcompressor", "4-bit weights (AWQ) for vLLM"),
+        Kind("fp8-vllm", "compressed-tensors", "llmcompressor", "FP8 weights and activations for vLLM"),
+    )
+}
+_INSTALL = {"torchao": "pip install torchao", "bitsandbytes": "pip install bitsandbytes"}
+
+
+def find_kind(name: str) -> Kind:
+    known = name.lower()
+    if known not in KINDS:
+        raise UserError(
+            f"--to: no quantization is called “{printable(name)}”{did_you_mean(known, list(KINDS))}; "
+            f"there are: {', '.join(KINDS)}"
+        )
+    return KINDS[known]
+
+
+def refuse_kind(kind: Kind) -> None:
+    """One line where this machine cannot quantize so, before anything is loaded."""
+    reason = why_not_here(kind)
+    if reason:
+        others = [one.name for one in KINDS.values() if one.name != kind.name and not why_not_here(one)]
+        here = f"; works here: {', '.join(others)}" if others and kind.capability is not None else ""
+        raise UserError(f"--to {kind.name} {reason}{here}")
+
+
+def why_not_here(kind: Kind) -> str:
+    """Empty, or what it needs."""
+    if kind.capability is not None and not has_capability(kind.capability):
+        need = f"{kind.capability[0]}.{kind.capability[1]}"
+        return f"needs a GPU of compute capability {need} or newer; {_gpu_here()}"
+    if kind.library == "llmcompressor":
+        from sojourn.export.quantize.llm_compressor import why_unavailable
+
+        return why_unavailable()
+    if kind.library == "bitsandbytes" and sys.platform != "linux":
+        return "needs Linux (bitsandbytes)"
+    if find_spec(kind.library) is None:
+        return f"needs the package {kind.library}; run: {_INSTALL[kind.library]}"
+    return ""
+
+
+def has_capability(least: tuple[int, int]) -> bool:
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= least
+
+
+def _gpu_here() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        return "here is none"
+    return "here: {}.{}".format(*torch.cuda.get_device_capability())
