@@ -18,24 +18,23 @@ from sojourn.cli.model_args import CheckpointOption, ModelArg
 def quantize(
     model: ModelArg,
     to: str = typer.Option(
-        ..., "--to", metavar="KIND", help="int8, int8-dynamic, fp8, int4, nf4; for vLLM: gptq, awq, fp8-vllm."
+        ..., "--to", metavar="KIND", help="int8, int8-dynamic, fp8, int4 or nf4."
     ),
     data: str | None = typer.Option(
         None, "--data", metavar="FILE",
-        help="Measure perplexity on this file, and calibrate on it; default: the run's prepared data.",
+        help="Measure perplexity on this file; default: the run's held-out rows.",
     ),
     out: OutOption = None,
     checkpoint: CheckpointOption = None,
     adapter: AdapterOption = None,
     base: BaseOption = None,
-    install: bool = typer.Option(False, "--install", help="Install llm-compressor, in an environment of its own."),
     overwrite: OverwriteOption = False,
     keep_rejected: KeepRejectedOption = False,
     json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Quantize a model: adapters merged, the result replayed and measured beside its source.
 
-    Examples: sojourn quantize small --to int8; sojourn quantize small --to gptq --data chats.jsonl
+    Examples: sojourn quantize small --to int8; sojourn quantize small --to nf4 --data chats.jsonl
     """
     from sojourn.cli.export_output import ExportOutput
     from sojourn.export.adapter_weights import parse_adapters
@@ -44,10 +43,6 @@ def quantize(
     from sojourn.export.quantize.table import lines
 
     kind = find_kind(to)
-    if install and kind.library == "llmcompressor":
-        from sojourn.export.quantize.llm_compressor import install_environment
-
-        install_environment()
     refuse_kind(kind)
     if data is not None:
         from sojourn.evals.held_out import check_source

@@ -53,7 +53,7 @@ def refuse_kind(kind: Kind) -> None:
     reason = why_not_here(kind)
     if reason:
         others = [one.name for one in KINDS.values() if one.name != kind.name and not why_not_here(one)]
-        here = f"; works here: {', '.join(others)}" if others and kind.capability is not None else ""
+        here = f"; works here: {', '.join(others)}" if others else ""
         raise UserError(f"--to {kind.name} {reason}{here}")
 
 
@@ -63,9 +63,7 @@ def why_not_here(kind: Kind) -> str:
         need = f"{kind.capability[0]}.{kind.capability[1]}"
         return f"needs a GPU of compute capability {need} or newer; {_gpu_here()}"
     if kind.library == "llmcompressor":
-        from sojourn.export.quantize.llm_compressor import why_unavailable
-
-        return why_unavailable()
+        return "needs llm-compressor, which this version does not run yet"
     if kind.library == "bitsandbytes" and sys.platform != "linux":
         return "needs Linux (bitsandbytes)"
     if find_spec(kind.library) is None:
@@ -76,7 +74,7 @@ def why_not_here(kind: Kind) -> str:
 def has_capability(least: tuple[int, int]) -> bool:
     import torch
 
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= least
+    return bool(torch.cuda.is_available() and torch.cuda.get_device_capability() >= least)
 
 
 def _gpu_here() -> str:

@@ -17,6 +17,7 @@ from sojourn.infer.weight_source import WeightSource
 from sojourn.model.base import BaseModelSource, load_base_model
 from sojourn.model.weights import torch_dtype
 
+_NF4_BLOCK = 64
 _GROUPS = (128, 64, 32)  # values that share a scale; the largest that divides every row
 
 
@@ -29,6 +30,8 @@ def write(source: Source, stage: ExportStage, quantization: str, progress: Progr
     hf.write_configs(source, _WithQuantization(stage, config), dtype)  # type: ignore[arg-type]
     folder = plain_folder(source, stage, progress)
     progress.say(f"quantizing to {quantization}")
+    if quantization == "nf4" and (kept := uneven_modules(source.weights)):
+        progress.say(f"note: {len(kept)} layers stay in {dtype}: their rows are no multiples of {_NF4_BLOCK} values")
     stage.group("weights", lambda out: _quantize(folder, config, dtype, out))
 
 
@@ -49,9 +52,11 @@ def quantization_config(weights: WeightSource, quantization: str, dtype: str) ->
     import transformers
 
     if quantization == "nf4":
+        kept = uneven_modules(weights)
         return transformers.BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch_dtype(dtype)
-        )
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch_dtype(dtype),
+            llm_int8_skip_modules=["lm_head", *kept] if kept else None,
+        )  # fmt: skip
     from torchao import quantization as ao
 
     kinds: dict[str, Any] = {
@@ -65,6 +70,12 @@ def quantization_config(weights: WeightSource, quantization: str, dtype: str) ->
     if quantization == "int4" and dtype != "bf16" and torch.cuda.is_available():
         raise UserError("--to int4: torchao's kernels take bf16 models; export it first: --to hf --quantize bf16")
     return transformers.TorchAoConfig(kinds[quantization]())
+
+
+def uneven_modules(weights: WeightSource) -> list[str]:
+    """Those whose rows are no multiples of a block, which bitsandbytes reads wrongly on a CPU: they stay as they are."""
+    matrices = (name for name in weights.names() if len(weights.shape(name)) == 2)
+    return [name.removesuffix(".weight") for name in matrices if weights.shape(name)[1] % _NF4_BLOCK]
 
 
 def _group_size(weights: WeightSource) -> int:

@@ -43,8 +43,11 @@ def _is_known(tensor: Any) -> bool:
 def _plain(tensor: Any) -> Any:
     state = getattr(tensor, "quant_state", None)
     if state is not None:
-        from bitsandbytes.functional import dequantize_4bit
+        from bitsandbytes import functional
 
-        return dequantize_4bit(tensor.data, state).float().cpu()
+        data = tensor.data
+        if getattr(state, "packing_format_for_cpu", False):  # after a forward on some CPUs
+            data, state = functional._convert_weight_packed_for_cpu_inverse(data, state)
+        return functional.dequantize_4bit(data, state).float().cpu()
     is_subclass = type(tensor.data).__module__.startswith("torchao")
     return (tensor.dequantize() if is_subclass else tensor.detach()).float().cpu()
