@@ -73,7 +73,7 @@ def quantization_config(weights: WeightSource, quantization: str, dtype: str) ->
 
 
 def uneven_modules(weights: WeightSource) -> list[str]:
-    """Those whose rows are no multiples of a block, which bitsandbytes reads wrongly on a CPU: they stay as they are."""
+    """Those whose rows are no multiples of a block, which bitsandbytes reads wrongly on a CPU: they stay as is."""
     matrices = (name for name in weights.names() if len(weights.shape(name)) == 2)
     return [name.removesuffix(".weight") for name in matrices if weights.shape(name)[1] % _NF4_BLOCK]
 
