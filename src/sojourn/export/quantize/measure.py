@@ -10,7 +10,8 @@ from typing import Any
 from sojourn.data import builtin
 from sojourn.data.artefact import artefact_of
 from sojourn.errors import UserError
-from sojourn.evals.held_out import score_file, score_held_out
+from sojourn.evals.held_out import file_losses, held_out_losses
+from sojourn.evals.losses import perplexity
 from sojourn.export.open_source import Source
 from sojourn.export.progress import Progress
 from sojourn.export.quantize.plain_folder import dtype_name, plain_folder
@@ -79,9 +80,10 @@ def _load(source: Source, folder: Path, dtype: str, device: str) -> LoadedModel:
 
 
 def _perplexity(loaded: LoadedModel, path: str | None) -> dict[str, Any]:
-    scores = score_held_out(loaded, None, True) if path is None else score_file(loaded, path, ROWS)
-    assert scores is not None  # noqa: S101 - required
-    return {"loss": scores.loss, "perplexity": scores.perplexity, "rows": scores.rows}
+    found = held_out_losses(loaded, None, True) if path is None else file_losses(loaded, path, ROWS, loaded.run)
+    assert found is not None  # noqa: S101 - required
+    loss = float(found.loss.sum() / found.tokens.sum())
+    return {"loss": loss, "perplexity": perplexity(loss), "rows": found.rows}
 
 
 def _speed(loaded: LoadedModel) -> dict[str, float]:
