@@ -26,11 +26,11 @@ from sojourn.run.folder import RunFolder
 from sojourn.run.moved_paths import path_here
 from sojourn.storage.files import read_json
 from sojourn.storage.gguf_cache import GgufCache
+from sojourn.storage.hub_download import base_model_folder
 
 Adapters = Sequence[tuple[str, float]]
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 _PROBES: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": "What is 2 + 3?"}]},
     {
@@ -174,22 +174,10 @@ def _hub_folder(name: str, revision: str | None, near: Path, is_named_by_adapter
                 f"{near}: its base {name or '(no name)'} is not on this machine; say where it is: --base DIR"
             )
         raise UserError(f"{name}: no such folder or file")
-    from sojourn.storage.hub_access import hub_errors_as_user_errors, not_cached_error, offline_reason
-
-    offline = offline_reason(None)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
     try:
-        with hub_errors_as_user_errors(name, name, revision):
-            return Path(
-                snapshot_download(name, revision=revision, allow_patterns=_HUB_FILES, local_files_only=bool(offline))
-            )
-    except (LocalEntryNotFoundError, RunFailed):
-        if offline:
-            error = not_cached_error(name, offline)
-            raise UserError(f"{error}, or say where it is: --base DIR") from None
-        raise
+        return base_model_folder(name, revision)
+    except UserError as error:
+        raise UserError(f"{error}, or say where it is: --base DIR") from None
 
 
 def _open_named(name: str, weight: float) -> AdapterWeights:
