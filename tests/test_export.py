@@ -271,6 +271,7 @@ def test_what_is_typed_wrong_is_one_line(tiny: Tiny, args: list[str], line: str)
 def test_every_format_has_a_writer_and_a_card_that_says_how_to_run_it(format: Format) -> None:
     assert callable(format.writer())
     lineage = {"base": "ORG/base", "adapters": [{"name": "one|two", "weight": 0.5}]}
-    card = model_card("mine", format, format.quantizations[0], lineage, {"notes": ["said"]}, {"a": {"size": 1}})
+    found, files = {"gate": {"notes": ["said"]}}, {"a": {"size": 1}}
+    card = model_card("mine", format, format.quantizations[0], lineage, found, files)
     assert "## Run it" in card and "- said" in card and 'base_model: "ORG/base"' in card
     assert "| adapters | one\\|two × 0.5 |" in card and "Not replayed" in card

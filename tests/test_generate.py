@@ -144,10 +144,10 @@ def test_a_seed_is_drawn_once_and_again_for_a_new_file(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_one_line_and_the_same_command_goes_on(model: str, prompts: Path, tmp_path: Path) -> None:
-    with mounted_tmpfs(tmp_path / "small", "size=48k") as folder:
+    with mounted_tmpfs(tmp_path / "small", "size=40k") as folder:
         out, filling = folder / "out.jsonl", folder / "filling"
-        filling.write_bytes(b"x" * (36 << 10))
-        command = ["generate", model, "--max-tokens", "30", "-n", "8", "--temperature", "1", "--batch-size", "2"]
+        filling.write_bytes(b"x" * (32 << 10))
+        command = ["generate", model, "--max-tokens", "12", "-n", "8", "--temperature", "1", "--batch-size", "2"]
         command += ["--prompts", str(prompts), "-o", str(out)]
         said = called(*command)
         assert said.returncode == 1 and "No space left on device; free some space" in said.stderr

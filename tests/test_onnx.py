@@ -236,7 +236,7 @@ def test_greedy_is_the_argmax_of_the_whole_text(tmp_path: Path) -> None:
         ({"model_type": "gpt2"}, r"not for the family “gpt2”; there are: llama, .*--to hf"),
         ({"hidden_act": "relu6"}, "relu6"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "RoPE of the type “dynamic”"),
-        ({"num_attention_heads": "many"}, "config.json: num_attention_heads is \"many\""),
+        ({"num_attention_heads": "many"}, 'config.json: num_attention_heads is "many"'),
     ],
 )
 def test_what_the_graph_does_not_have_is_refused_in_a_line(changed: dict[str, Any], says: str, tmp_path: Path) -> None:
