@@ -66,7 +66,7 @@ def test_the_same_command_again_has_nothing_to_do_and_other_settings_are_refused
     generate(model, *command, "--seed", 5, "--overwrite")
     assert out.read_bytes() != before
     prompts.write_text(prompts.read_text().replace("cat", "dog"))
-    assert "begun with prompts" in generate(model, *command, "--seed", 5, code=2).stderr
+    assert "started with prompts" in generate(model, *command, "--seed", 5, code=2).stderr
 
 
 KILL = """

@@ -100,7 +100,7 @@ def test_a_text_ends_before_its_first_stop_string_wherever_it_is_divided(
     assert stopping.stopped == bool(found)
     if not found:
         assert given_out == text
-    else:  # the first stop string to be complete; another may have begun before it
+    else:  # the first stop string to be complete; another may have started before it
         assert text.startswith(given_out) and len(given_out) >= min(found)
         assert any(text.startswith(stop, len(given_out)) for stop in stops)
         assert not any(stop in given_out for stop in stops)

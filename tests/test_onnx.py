@@ -134,7 +134,7 @@ def test_fp16_is_near_and_half_the_size(tmp_path: Path) -> None:
 def test_a_quantized_graph_is_the_model_with_rounded_weights(
     case: str, quantization: str, bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Embedding and head have 8 bits. To the last digits where activations are not rounded too."""
+    """Embedding and head are int8. To the last digits where activations are not rounded too."""
     model = make_decoder(tmp_path / "model", case)
     rounding = onnx_runtime.open_model(export(tmp_path / "model", quantization)).logits(IDS.tolist())
     monkeypatch.setattr(stored_weights, "_ACCURACY_LEVELS", {})

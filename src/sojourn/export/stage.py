@@ -152,7 +152,7 @@ class ExportStage:
             )
 
     def _allocated_bytes(self) -> int:
-        """What of it is on the disk already; a file that was begun is partly a hole."""
+        """What of it is on the disk already; an incomplete file is partly a hole."""
         found = (path.stat() for path in self.path.rglob("*") if path.is_file())
         return sum(min(stat.st_size, getattr(stat, "st_blocks", 1 << 60) * 512) for stat in found)
 
@@ -199,7 +199,7 @@ class ExportStage:
         record = read_json_object(self.path / MANIFEST)
         if record.get("fingerprint") != self._fingerprint:
             if record:
-                self.progress.say(f"note: {self.path.name} was begun from other weights or settings; starting anew")
+                self.progress.say(f"note: {self.path.name} was started from other weights or settings; starting anew")
             for path in self.path.iterdir():
                 disk.remove_folder(path) if path.is_dir() else path.unlink()
             record = {}

@@ -5,7 +5,7 @@ what a healthy export of that precision showed (relative error of all logits, wo
 largest gap), and the limits are two to four times that. `benchmarks/export_tolerances.py` measures it again.
 
 The same model with faults, unrounded: q and k of one layer not permuted 0.050, 0.21, 0.024, 0.54; two norms swapped
-0.034, 0.10, 0.010, 0.65; two matrices swapped at least 0.15, 0.37, 0.25, 2.0. In 16 bits the logits show all of
+0.034, 0.10, 0.010, 0.65; two matrices swapped at least 0.15, 0.37, 0.25, 2.0. In bf16 the logits show all of
 these. Below, rounding moves the logits of such a model as far, and `weights_check.py` shows them: a tensor that belongs
 elsewhere has an error of 1.4.
 """
@@ -35,7 +35,7 @@ _FP32 = Tolerance(2e-3, 1e-2, 1e-4, 0.05, 1e-5)
 _FP16 = Tolerance(1e-2, 3e-2, 1e-3, 0.1, 2e-3)
 # 0.0028, 0.0073, 7e-5, 0.03 in fp32; a program that rounds activations as well has about twice that
 _BF16 = Tolerance(1e-2, 4e-2, 2e-3, 0.25, 4e-3)
-# q8_0: 0.013, 0.034, 0.0016, 0.11 in fp32; 0.023, 0.065, 0.0045, 0.48 in llama.cpp, which rounds activations to 8 bits
+# q8_0: 0.013, 0.034, 0.0016, 0.11 in fp32; 0.023, 0.065, 0.0045, 0.48 in llama.cpp, which rounds activations to int8
 _8_BITS = Tolerance(0.07, 0.2, 0.014, 1.5, 0.015)
 # q5_1: 0.14, 0.27, 0.16, 4.0, q5_0: 0.11, 0.27, 0.11, 3.6 in fp32, the embedding too. One position may lose its argmax,
 # however sure it was.

@@ -91,7 +91,7 @@ def model_notes(weights: WeightSource, template: bool) -> Iterator[str]:
     if not template:
         yield "the model has no chat template, so vLLM answers /v1/completions only, not /v1/chat/completions"
     if config.get("dtype", config.get("torch_dtype")) == "float32":
-        yield "the weights are fp32, which vLLM rounds to 16 bits on a GPU unless it is started with --dtype float32"
+        yield "the weights are fp32, which vLLM rounds to bf16 on a GPU unless it is started with --dtype float32"
 
 
 def adapter_problems(adapter: AdapterWeights, vocab_size: int, tokenizer_folder: Path) -> Iterator[str]:

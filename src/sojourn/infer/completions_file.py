@@ -28,7 +28,7 @@ class CompletionsFile:
     def __init__(
         self, path: Path, settings: dict[str, Any], total: int, overwrite: bool, draw_seed: Callable[[], int]
     ) -> None:
-        """`total`: rows of the whole file. A `seed` of None is the one that the file was begun with, else drawn."""
+        """`total`: rows of the whole file. A `seed` of None is the one that the file was started with, else drawn."""
         self.path, self._settings_path = path, path.with_name(f".{path.name}.settings.json")
         self._handle = _open(path)
         try:
@@ -119,7 +119,7 @@ def _difference(known: dict[str, Any], settings: dict[str, Any]) -> str:
     for key in dict.fromkeys((*settings, *known)):
         if known.get(key) != settings.get(key):
             before, now = (json.dumps(one.get(key), ensure_ascii=False)[:60] for one in (known, settings))
-            return f"it was begun with {key} {before}, not {now}"
+            return f"it was started with {key} {before}, not {now}"
     return "it is complete"
 
 

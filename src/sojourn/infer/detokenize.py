@@ -46,7 +46,7 @@ class Detokenizer:
         return piece
 
     def _move_window(self) -> None:
-        """Only to tokens that have a text, since it tells decoders that the sequence has begun."""
+        """Only to tokens that have a text, since it tells decoders that the sequence has started."""
         tail = self._window[self._fresh :]
         text = self._decode(tail)
         if text:

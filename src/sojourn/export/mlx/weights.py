@@ -1,6 +1,6 @@
 """Weights as mlx-lm loads them: transformers' names, and, where quantized, what mlx.core.quantize would give.
 
-A quantized weight is three tensors: `weight` (packed in 32 bits, the first value in the lowest bits), `scales` and
+A quantized weight is three tensors: `weight` (packed in uint32, the first value in the lowest bits), `scales` and
 `biases`, one of each per group of a row; a value is scale · q + bias.
 """
 

@@ -1,6 +1,6 @@
 """Weight-only quantization in blocks of 32 values of a row, for onnxruntime's MatMulNBits and GatherBlockQuantized.
 
-8 bits: symmetric, stored plus 128. 4 bits: with a zero point per block; two values a byte, the first in the low bits.
+int8: symmetric, stored plus 128. int4: with a zero point per block; two values a byte, the first in the low bits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def block_count(width: int) -> int:
 
 def quantize_rows(rows: Tensor, bits: int) -> list[Tensor]:
     """Of [rows, width]: values [rows, blocks, BLOCK * bits / 8], scales [rows, blocks] in fp32, zero points
-    [rows, half the blocks], two a byte; none with 8 bits."""
+    [rows, half the blocks], two a byte; none with int8."""
     import torch
 
     blocks = block_count(rows.shape[1])

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 DATA_FILE = "model.onnx.data"
-# onnxruntime multiplies 4 bits by fp32 directly, but unpacks a whole weight of 8 bits at every call, which is 50 times
-# slower for one token. With this level it rounds activations to 8 bits too, in blocks, and is fast.
+# onnxruntime multiplies int4 by fp32 directly, but unpacks a whole int8 weight at every call, which is 50 times
+# slower for one token. With this level it rounds activations to int8 too, in blocks, and is fast.
 _ACCURACY_LEVELS = {8: 4}
 _ALIGNMENT = 4096  # so that onnxruntime can map the file into memory
 

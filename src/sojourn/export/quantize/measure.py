@@ -30,7 +30,7 @@ _TEXT_BYTES = 200_000
 
 
 def measure(source: Source, stage: ExportStage, quantization: str, progress: Progress) -> dict[str, Any]:
-    """The source in 16 bits, then the quantized model: each is loaded, measured and dropped."""
+    """The source in bf16 or fp16, then the quantized model: each is loaded, measured and dropped."""
     what, path = _data(source)
     if path == BUILTIN:
         progress.say(f"note: perplexity on built-in text: {what}; for your own: --data FILE")
