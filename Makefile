@@ -37,7 +37,7 @@ $(READY): pyproject.toml constraints.txt
 	  { echo "Python's venv is missing; on Debian or Ubuntu: sudo apt-get install python3-venv"; exit 1; }
 	@echo "setting up $(VENV) (once; a few minutes)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,clean,dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,serve,clean,dev]'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel
 	@DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt deepspeed || \
 	  echo "DeepSpeed could not be installed; its tests are skipped"

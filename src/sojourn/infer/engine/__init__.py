@@ -1,0 +1,1 @@
+"""The builtin engine: continuous batching over paged KV blocks, on CPUs and CUDA."""

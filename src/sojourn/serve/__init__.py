@@ -1,0 +1,1 @@
+"""`sojourn serve`: an OpenAI-compatible gateway over one of several engines."""

@@ -1,0 +1,1 @@
+"""Engines behind one interface (`base.py`): tokens in and out, or a server that speaks OpenAI's API itself."""
