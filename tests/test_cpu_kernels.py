@@ -14,7 +14,7 @@ from sojourn.errors import UserError
 from sojourn.machine.probe_software import find_gcc
 from sojourn.model.activation_checkpointing import apply_activation_checkpointing
 from sojourn.model.kernels import fused_forwards
-from sojourn.model.kernels.cpu import library
+from sojourn.model.kernels.cpu import compile_c, library
 from sojourn.model.kernels.cpu.smoke_test import enable_cpu_kernels
 from sojourn.model.kernels.fused_forwards import apply_fused_forwards
 from sojourn.model.network import wrap_model
@@ -80,7 +80,7 @@ def test_extreme_values_are_those_of_torch():
 
 
 def test_without_a_compiler_the_run_goes_on_with_torch_and_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(library, "find_gcc", lambda: None)
+    monkeypatch.setattr(compile_c, "find_gcc", lambda: None)
     library.load_library.cache_clear()
     enabled = enable_cpu_kernels(_model("llama"))
     library.load_library.cache_clear()

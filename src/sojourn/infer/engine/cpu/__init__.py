@@ -1,0 +1,1 @@
+"""The engine's operations on a CPU, in C."""

@@ -1,0 +1,163 @@
+"""engine.c as a backend: a row's result is the same, bit for bit, whatever else is in the batch.
+
+Activations and the KV cache are fp32. Weights are fp32 too, or bf16 where that loses nothing (most published models were
+saved in bf16), or int8 with a scale for each output.
+
+Shapes: T tokens, S sequences, B blocks, I inputs, O outputs, P outputs in a panel (see engine.c).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sojourn.model.kernels.cpu.compile_c import compile_library, threads_for
+
+BLOCK = 16  # tokens; as in engine.c
+MAX_HEAD_DIM = 512  # as in engine.c
+_ALL = 1 << 62  # a window without end
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+_FP32, _BF16, _INT8 = range(3)  # as in engine.c
+
+_P, _N, _F, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+_SIGNATURES = {
+    "panel_width": (_P,),
+    "linear": (*(_P,) * 5, *(_N,) * 3, _I, _I),
+    "add_rms_norm": (*(_P,) * 4, _N, _N, _F, _I),
+    "gated_act": (_P, _P, _N, _N, _I, _I),
+    "rope_store": (*(_P,) * 10, *(_N,) * 5, _F, _I),
+    "attention": (*(_P,) * 7, *(_N,) * 6, _F, _I),
+}
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """Panels (O/P, I, P), and the scales of int8 weights."""
+
+    panels: Tensor
+    scale_O: Tensor | None
+    kind: int
+    inputs: int
+    outputs: int
+
+
+@cache
+def load_library() -> Any:
+    """Raises OSError or subprocess.SubprocessError where it cannot be compiled or loaded."""
+    return compile_library(Path(__file__).with_name("engine.c"), _SIGNATURES)
+
+
+class CpuOps:
+    def __init__(self, quantization: Literal["int8"] | None = None) -> None:
+        self._quantization = quantization
+        self._library = load_library()
+        width = ctypes.c_int64()
+        self._library.panel_width(ctypes.addressof(width))
+        self._panel = width.value
+
+    def pack(self, weight_OI: Tensor) -> PackedWeight:
+        outputs, inputs = weight_OI.shape
+        scale_O = None
+        if self._quantization == "int8":
+            weight_OI = weight_OI.float()
+            scale_O = weight_OI.abs().amax(1).div_(127).clamp_(min=1e-30)
+            kind, weight_OI = _INT8, (weight_OI / scale_O[:, None]).round_().to(torch.int8)
+        elif torch.equal(bf16 := weight_OI.to(torch.bfloat16), weight_OI):
+            kind, weight_OI = _BF16, bf16.view(torch.int16)
+        else:
+            kind, weight_OI = _FP32, weight_OI.float()
+        padded = F.pad(weight_OI, (0, 0, 0, -outputs % self._panel))
+        panels = padded.unflatten(0, (-1, self._panel)).transpose(1, 2)
+        if kind == _BF16:
+            panels = panels.unflatten(2, (2, -1)).transpose(2, 3)
+        return PackedWeight(panels.contiguous(), scale_O, kind, inputs, outputs)
+
+    def linear(self, x_TI: Tensor, packed: PackedWeight, bias_O: Tensor | None = None) -> Tensor:
+        rows, inputs = x_TI.shape
+        if inputs != packed.inputs:
+            raise ValueError(f"{inputs} inputs for a matrix of {packed.inputs}")
+        out_TO = torch.empty(rows, packed.outputs)
+        self._library.linear(
+            _pointer(x_TI), packed.panels.data_ptr(), _pointer(packed.scale_O), _pointer(bias_O), out_TO.data_ptr(),
+            rows, inputs, packed.outputs, packed.kind, torch.get_num_threads(),
+        )  # fmt: skip
+        return out_TO
+
+    def linear_add_(self, sum_TO: Tensor, x_TI: Tensor, packed: PackedWeight, bias_O: Tensor | None = None) -> None:
+        sum_TO += self.linear(x_TI, packed, bias_O)
+
+    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        return self._norm(x_TD, None, weight_D, eps)
+
+    def add_rms_norm_(self, residual_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        """Adds x to the residual stream, and norms the sum."""
+        return self._norm(residual_TD, x_TD, weight_D, eps)
+
+    def _norm(self, x_TD: Tensor, added_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
+        out_TD = torch.empty_like(x_TD)
+        pointers = (_pointer(x_TD), _pointer(added_TD), _pointer(weight_D), out_TD.data_ptr())
+        self._library.add_rms_norm(*pointers, *x_TD.shape, eps, threads_for(x_TD.numel()))
+        return out_TD
+
+    def norm_linear(
+        self, x_TD: Tensor, weight_D: Tensor, eps: float, packed: PackedWeight, bias_O: Tensor | None = None
+    ) -> Tensor:
+        return self.linear(self.rms_norm(x_TD, weight_D, eps), packed, bias_O)
+
+    def gated_act(self, gate_up_TF: Tensor, activation: str) -> Tensor:
+        rows, size = gate_up_TF.shape[0], gate_up_TF.shape[1] // 2
+        out = torch.empty(rows, size)
+        self._library.gated_act(
+            _pointer(gate_up_TF), out.data_ptr(), rows, size, _ACTIVATIONS[activation], threads_for(out.numel())
+        )
+        return out
+
+    def norm_gated(self, x_TD: Tensor, weight_D: Tensor, eps: float, packed: PackedWeight, activation: str) -> Tensor:
+        return self.gated_act(self.norm_linear(x_TD, weight_D, eps, packed), activation)
+
+    def new_cache(self, blocks: int, spec: Any, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Keys and values, in fp32."""
+        if spec.head_dim > MAX_HEAD_DIM:
+            raise ValueError(f"heads of {spec.head_dim}; at most {MAX_HEAD_DIM}")
+        padded = -(-spec.head_dim // self._panel) * self._panel
+        return (
+            torch.zeros(blocks, spec.kv_heads, spec.head_dim, BLOCK),
+            torch.zeros(blocks, spec.kv_heads, BLOCK, padded),
+        )
+
+    def rope_store(self, qkv_TE: Tensor, cache: tuple[Tensor, Tensor], batch: Any, spec: Any) -> Tensor:
+        tokens = qkv_TE.shape[0]
+        query_THD = torch.empty(tokens, spec.heads, spec.head_dim)
+        self._library.rope_store(
+            _pointer(qkv_TE), query_THD.data_ptr(), cache[0].data_ptr(), cache[1].data_ptr(),
+            _pointer(batch.slots_T, torch.int32), _pointer(batch.positions_T, torch.int32),
+            _pointer(spec.cos_PR), _pointer(spec.sin_PR), _pointer(spec.q_norm_D), _pointer(spec.k_norm_D),
+            tokens, spec.heads, spec.kv_heads, spec.head_dim, spec.rotary_dim, spec.eps, threads_for(qkv_TE.numel()),
+        )  # fmt: skip
+        return query_THD
+
+    def attention(self, query_THD: Tensor, cache: tuple[Tensor, Tensor], batch: Any, spec: Any) -> Tensor:
+        out_TE = torch.empty(query_THD.shape[0], spec.heads * spec.head_dim)
+        sequences, blocks = batch.block_table_SB.shape
+        indices = (_pointer(x, torch.int32) for x in (batch.block_table_SB, batch.starts_S1, batch.context_S))
+        self._library.attention(
+            _pointer(query_THD), cache[0].data_ptr(), cache[1].data_ptr(), out_TE.data_ptr(), *indices,
+            sequences, blocks, spec.heads, spec.kv_heads, spec.head_dim, spec.window or _ALL, spec.scale,
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return out_TE
+
+
+def _pointer(tensor: Tensor | None, dtype: torch.dtype = torch.float32) -> int | None:
+    if tensor is None:
+        return None
+    if tensor.dtype is not dtype or not tensor.is_contiguous():
+        raise TypeError(f"a contiguous tensor of {dtype}, not {tensor.dtype} with strides {tensor.stride()}")
+    return tensor.data_ptr()
