@@ -1,7 +1,7 @@
 """engine.c as a backend: a row's result is the same, bit for bit, whatever else is in the batch.
 
-Activations and the KV cache are fp32. Weights are fp32 too, or bf16 where that loses nothing (most published models were
-saved in bf16), or int8 with a scale for each output.
+Activations and the KV cache are fp32. Weights are fp32 too, or bf16 where that loses nothing (most published models
+were saved in bf16), or int8 with a scale for each output.
 
 Shapes: T tokens, S sequences, B blocks, I inputs, O outputs, P outputs in a panel (see engine.c).
 """
