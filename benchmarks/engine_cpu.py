@@ -1,4 +1,6 @@
-"""The engine's CPU operations beside torch's, on the shapes of SmolLM2-135M: python -m benchmarks.engine_cpu [--rows 1,16]
+"""The engine's CPU operations beside torch's, on the shapes of SmolLM2-135M.
+
+    python -m benchmarks.engine_cpu [--rows 1,16]
 
 Every round measures ours and torch's in turn; the table has the fastest of all rounds. The matrices of a shape take
 more memory together than caches hold, as in a model: each is read from memory.
@@ -9,6 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -37,7 +40,12 @@ def fastest(functions: dict[str, Callable[[], object]], seconds: float) -> dict[
 def stream_read() -> float:
     """GB/s of a sum over more memory than caches hold."""
     x = torch.ones(100_000_000)
-    return x.numel() * 4e-6 / fastest({"sum": lambda: x.sum()}, 2.0)["sum"]
+    return x.numel() * 4e-6 / fastest({"sum": x.sum}, 2.0)["sum"]
+
+
+def _each(function: Callable[..., object], x: torch.Tensor, matrices: list[object]) -> None:
+    for matrix in matrices:
+        function(x, matrix)
 
 
 def linears(rows_list: list[int], seconds: float) -> None:
@@ -56,9 +64,8 @@ def linears(rows_list: list[int], seconds: float) -> None:
         }
         for rows in rows_list:
             x = torch.randn(rows, inputs)
-            functions: dict[str, Callable[[], object]] = {"torch": lambda x=x: [F.linear(x, w) for w in weights]}
-            for kind, matrices in packed.items():
-                functions[kind] = lambda x=x, matrices=matrices: [fp32.linear(x, w) for w in matrices]
+            functions = {"torch": partial(_each, F.linear, x, weights)}
+            functions |= {kind: partial(_each, fp32.linear, x, matrices) for kind, matrices in packed.items()}
             ms = {kind: value / copies for kind, value in fastest(functions, seconds).items()}
             rates = (4e-6 * outputs * inputs / ms["fp32"], 2e-6 * rows * outputs * inputs / ms["fp32"])
             cells = [f"{value:.3f}" for value in ms.values()]
@@ -69,9 +76,8 @@ def linears(rows_list: list[int], seconds: float) -> None:
 def attention(seconds: float) -> None:
     ops = CpuOps()
     spec = SimpleNamespace(heads=9, kv_heads=3, head_dim=64, scale=0.125, window=None)
-    print(
-        "\n| attention: sequences | queries | context | ours ms | torch SDPA ms | torch/ours |\n|---|---|---|---|---|---|"
-    )
+    print("\n| attention: sequences | queries | context | ours ms | torch SDPA ms | torch/ours |")
+    print("|---|---|---|---|---|---|")
     for sequences, queries, context in ((1, 1, 512), (1, 1, 4096), (16, 1, 512), (1, 512, 512), (1, 256, 2048)):
         blocks = -(-context // BLOCK)
         cache = ops.new_cache(sequences * blocks, spec, torch.float32, torch.device("cpu"))
@@ -86,14 +92,10 @@ def attention(seconds: float) -> None:
         key, value = (torch.randn(sequences, 9, context, 64) for _ in range(2))
         mask = torch.ones(queries, context, dtype=torch.bool).tril(context - queries)
         options = {"is_causal": True} if queries == context else {"attn_mask": mask}
+        heads = query.view(sequences, queries, 9, 64).transpose(1, 2)
+        ours = partial(ops.attention, query, cache, batch, spec)
         ms = fastest(
-            {
-                "ours": lambda: ops.attention(query, cache, batch, spec),
-                "torch": lambda: F.scaled_dot_product_attention(
-                    query.view(sequences, queries, 9, 64).transpose(1, 2), key, value, **options
-                ),
-            },
-            seconds,
+            {"ours": ours, "torch": partial(F.scaled_dot_product_attention, heads, key, value, **options)}, seconds
         )
         cells = (f"{ms['ours']:.3f}", f"{ms['torch']:.3f}", f"{ms['torch'] / ms['ours']:.2f}")
         print(f"| {sequences} | {queries} | {context} | {' | '.join(cells)} |", flush=True)

@@ -160,4 +160,5 @@ def _pointer(tensor: Tensor | None, dtype: torch.dtype = torch.float32) -> int |
         return None
     if tensor.dtype is not dtype or not tensor.is_contiguous():
         raise TypeError(f"a contiguous tensor of {dtype}, not {tensor.dtype} with strides {tensor.stride()}")
-    return tensor.data_ptr()
+    pointer: int = tensor.data_ptr()
+    return pointer
