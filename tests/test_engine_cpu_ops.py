@@ -9,8 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from sojourn.infer.engine.cpu import ops as ops_module
 from sojourn.infer.engine.cpu.ops import BLOCK, CpuOps
+from sojourn.infer.engine.cpu.smoke_test import open_cpu_ops
 from sojourn.machine.probe_software import find_gcc
+from sojourn.model.kernels.cpu import compile_c
 
 pytestmark = pytest.mark.skipif(find_gcc() is None, reason="no gcc, or not Linux")
 KINDS = ("fp32", "bf16", "int8")
@@ -233,3 +236,17 @@ def test_other_dtypes_and_shapes_are_refused():
         ops.linear(torch.randn(8, 2).t(), packed)
     with pytest.raises(ValueError, match="9 inputs"):
         ops.linear(torch.randn(2, 9), packed)
+
+
+def test_kernels_that_cannot_be_compiled_or_are_wrong_are_not_used(monkeypatch, capsys):
+    assert open_cpu_ops() is not None and open_cpu_ops("int8") is not None and not capsys.readouterr().out
+    norm = CpuOps.rms_norm
+    monkeypatch.setattr(CpuOps, "rms_norm", lambda *args: norm(*args) * 1.001)
+    assert open_cpu_ops() is None and "(elementwise); using torch's" in capsys.readouterr().out
+    monkeypatch.undo()
+    monkeypatch.setattr(compile_c, "find_gcc", lambda: None)
+    ops_module.load_library.cache_clear()
+    assert open_cpu_ops() is None
+    ops_module.load_library.cache_clear()
+    said = capsys.readouterr().out
+    assert "no gcc" in said and "may depend on the batch" in said and said.count("\n") == 1
