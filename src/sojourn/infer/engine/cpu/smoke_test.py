@@ -28,8 +28,8 @@ def open_cpu_ops(quantization: Literal["int8"] | None = None) -> CpuOps | None:
     if wrong is None:
         return ops
     print(
-        f"note: the engine's CPU kernels failed their smoke test ({wrong.strip('_')}); using torch's, slower, and a result "
-        "may depend on the batch in its last bit",
+        f"note: the engine's CPU kernels failed their smoke test ({wrong.strip('_')}); using torch's, slower, "
+        "and results may depend on the batch in the last bit",
         flush=True,
     )
     return None
