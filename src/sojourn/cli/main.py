@@ -37,6 +37,7 @@ from sojourn.cli.quantize import quantize
 from sojourn.cli.rehearse import rehearse
 from sojourn.cli.release import release
 from sojourn.cli.runs import runs_app
+from sojourn.cli.serve import serve
 from sojourn.cli.shell import shell
 from sojourn.cli.stop import stop
 from sojourn.cli.train import train
@@ -169,6 +170,7 @@ for verb in (logs, gpu, pull, stop, move, forward, shell, release):
 app.command(name="eval")(evaluate)
 app.command()(generate)
 app.command()(chat)
+app.command()(serve)
 app.command()(verify)
 app.command()(export)
 app.command()(merge)

@@ -104,9 +104,9 @@ def grammar_text(kind: str, text: str) -> str:
 
 
 def lark_json(schema: Any) -> str:
-    """A JSON schema as a part of a Lark grammar."""
+    """A JSON schema as a part of a Lark grammar, on one line."""
     if isinstance(schema, dict):
-        schema = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+        schema = {**schema, "x-guidance": {"whitespace_pattern": "[ ]?"}}
     return "%json " + json.dumps(schema, ensure_ascii=True, allow_nan=False)
 
 

@@ -60,13 +60,13 @@ class Token:
 class Output:
     """New tokens of one sequence; a stop token that ended it is the last one. The last output has a `finish_reason`.
     `cached_tokens`: of the prompt, from the prefix cache. `prompt_logprobs`: in the first output, one entry a prompt
-    token, of which the first has no logprob."""
+    token, of which the first is None."""
 
     tokens: tuple[Token, ...] = ()
     finish_reason: FinishReason | None = None
     error: str | None = None
     cached_tokens: int = 0
-    prompt_logprobs: tuple[Token, ...] | None = None
+    prompt_logprobs: tuple[Token | None, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,201 @@
+"""The FastAPI application: routes, the OpenAPI document, the chat page."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.routing import APIRoute
+from pydantic_core import from_json
+from starlette.middleware.cors import CORSMiddleware
+from starlette.staticfiles import StaticFiles
+
+from sojourn import __version__
+from sojourn.serve import admin, proxy
+from sojourn.serve.api_chat import chat_completions
+from sojourn.serve.api_completions import completions
+from sojourn.serve.api_responses import responses
+from sojourn.serve.errors import ApiError, add_handlers, model_not_found
+from sojourn.serve.gateway import Gateway, Record, is_proxy, proxy_of
+from sojourn.serve.middleware import App, Entrance
+from sojourn.serve.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    LoadAdapter,
+    Reload,
+    ResponsesRequest,
+    UnloadAdapter,
+)
+
+PAGE = Path(__file__).with_name("page")
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"}, "type": {"type": "string"},
+                "param": {"type": ["string", "null"]}, "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}  # fmt: skip
+_STATUSES = {
+    400: "The request is wrong; param says where.", 401: "An API key is needed.", 403: "Not allowed.",
+    404: "No such model or route.", 409: "Something else is being loaded.", 413: "The body is too large.",
+    429: "Busy, or a limit of the key is reached; see Retry-After.", 503: "Not ready.", 504: "Not answered in time.",
+}  # fmt: skip
+_RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {"description": text, "content": {"application/json": {"schema": _ERROR}}}
+    for status, text in _STATUSES.items()
+}
+_STREAM: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The answer, or its events.", "content": {"application/json": {}, "text/event-stream": {}}}
+}
+
+
+class _StrictRequest(Request):
+    """JSON as the standard has it: no NaN, no lone surrogates, in UTF-8."""
+
+    async def json(self) -> Any:
+        kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # a web form of another site can send any other
+            raise ApiError(415, "send the body as content-type: application/json", code="unsupported_media_type")
+        try:
+            return from_json(await self.body(), allow_inf_nan=False, cache_strings="none")
+        except ValueError as error:
+            raise RequestValidationError(
+                [{"type": "json_invalid", "loc": ("body",), "ctx": {"error": error}}]
+            ) from None
+
+
+class _StrictRoute(APIRoute):
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def strict(request: Request) -> Response:
+            return await handle(_StrictRequest(request.scope, request.receive))
+
+        return strict
+
+
+def make_app(gateway: Gateway) -> App:
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        starting = asyncio.create_task(gateway.start())
+        try:
+            yield
+        finally:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            await gateway.close()
+
+    app = FastAPI(
+        title="sojourn serve", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None,
+        description="An OpenAI-compatible API.",
+    )  # fmt: skip
+    app.router.route_class = _StrictRoute
+    add_handlers(app)
+    _add_generation(app, gateway)
+    _add_operations(app, gateway)
+    if PAGE.is_dir():
+        app.mount("/", StaticFiles(directory=PAGE, html=True), name="page")
+    entrance: App = Entrance(app, gateway)
+    if not gateway.settings.origins:
+        return entrance
+    return CORSMiddleware(
+        entrance, allow_origins=list(gateway.settings.origins), allow_methods=["GET", "POST"], allow_headers=["*"],
+        expose_headers=["x-request-id", "retry-after"],
+    )  # fmt: skip
+
+
+def record_of(request: Request) -> Record:
+    found: Record = request.scope["state"]["record"]
+    return found
+
+
+def _add_generation(app: FastAPI, gateway: Gateway) -> None:
+    answers: dict[int | str, dict[str, Any]] = {**_STREAM, **_RESPONSES}
+
+    @app.post("/v1/chat/completions", responses=answers)
+    async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
+        if is_proxy(gateway.engine):
+            return await proxy.forward(gateway, record_of(request), "/chat/completions", body)
+        return await chat_completions(gateway, record_of(request), body)
+
+    @app.post("/v1/completions", responses=answers)
+    async def create_completion(body: CompletionRequest, request: Request) -> Response:
+        if is_proxy(gateway.engine):
+            return await proxy.forward(gateway, record_of(request), "/completions", body)
+        return await completions(gateway, record_of(request), body)
+
+    @app.post("/v1/responses", responses=answers)
+    async def create_response(body: ResponsesRequest, request: Request) -> Response:
+        if is_proxy(gateway.engine):
+            return await proxy.forward(gateway, record_of(request), "/responses", body)
+        return await responses(gateway, record_of(request), body)
+
+    @app.get("/v1/models", responses=_RESPONSES)
+    async def list_models() -> dict[str, Any]:
+        gateway.lifecycle.check_ready()
+        info = gateway.engine.info
+        return {"object": "list", "data": [_model(gateway, name) for name in (info.model, *info.adapters)]}
+
+    @app.get("/v1/models/{name:path}", responses=_RESPONSES)
+    async def retrieve_model(name: str) -> dict[str, Any]:
+        gateway.lifecycle.check_ready()
+        info = gateway.engine.info
+        if name not in (info.model, *info.adapters):
+            raise model_not_found(name)
+        return _model(gateway, name)
+
+
+def _model(gateway: Gateway, name: str) -> dict[str, Any]:
+    info = gateway.engine.info
+    return {
+        "id": name, "object": "model", "created": int(gateway.lifecycle.started), "owned_by": "sojourn",
+        "root": info.model, "parent": info.model if name != info.model else None, "max_model_len": info.context_length,
+    }  # fmt: skip
+
+
+def _add_operations(app: FastAPI, gateway: Gateway) -> None:
+    @app.get("/health", responses={503: _RESPONSES[503]})
+    async def health() -> Response:
+        state = gateway.lifecycle.state
+        healthy = state == "ready" and (not is_proxy(gateway.engine) or await proxy_of(gateway.engine).health())
+        body = {"status": state, "uptime_seconds": round(time.time() - gateway.lifecycle.started, 1)}
+        return JSONResponse(body, 200 if healthy else 503)
+
+    @app.get("/metrics", response_class=PlainTextResponse, responses=_RESPONSES)
+    async def metrics() -> Response:
+        ready = gateway.lifecycle.state == "ready"
+        text = gateway.metrics.text(gateway.engine.stats() if ready else None, gateway.admission.taken, ready)
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.post("/v1/load_lora_adapter", responses=_RESPONSES)
+    async def load_lora_adapter(body: LoadAdapter, request: Request) -> dict[str, Any]:
+        return await admin.load_adapter(gateway, record_of(request), body)
+
+    @app.post("/v1/unload_lora_adapter", responses=_RESPONSES)
+    async def unload_lora_adapter(body: UnloadAdapter, request: Request) -> dict[str, Any]:
+        return await admin.unload_adapter(gateway, record_of(request), body)
+
+    @app.post("/admin/reload", responses=_RESPONSES)
+    async def reload_model(body: Reload, request: Request) -> dict[str, Any]:
+        return await admin.reload(gateway, record_of(request), body)
+
+    for path in ("/v1/embeddings", "/v1/audio/speech", "/v1/images/generations", "/v1/moderations"):
+        app.add_api_route(path, _not_here, methods=["POST"], include_in_schema=False)
+
+
+async def _not_here(request: Request) -> Response:
+    raise ApiError(404, f"{request.url.path}: this server generates text only", code="unsupported_route")

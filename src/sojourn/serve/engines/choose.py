@@ -1,0 +1,44 @@
+"""Which engine serves a model: `auto` takes the builtin one, and llama.cpp for a GGUF file where it is installed."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, field
+from typing import Any
+
+from sojourn.config.messages import did_you_mean
+from sojourn.errors import UserError
+from sojourn.infer.find import FoundModel
+from sojourn.serve.engines.base import Engine
+
+ENGINES = ("builtin", "vllm", "llamacpp")
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """As given on the command line. `name`: of the model in the API. `adapters`: paths by name."""
+
+    engine: str = "auto"
+    name: str | None = None
+    checkpoint: str | None = None
+    device: str = "auto"
+    quantization: str | None = None
+    max_length: int | None = None
+    max_requests: int | None = None
+    adapters: dict[str, str] = field(default_factory=dict)
+
+
+def open_engine(found: FoundModel, name: str, options: EngineOptions) -> Engine:
+    """The engine, not started. Each engine's module has `make_engine`; it says what will not work before loading."""
+    chosen = "builtin" if options.engine == "auto" else options.engine
+    if chosen not in ENGINES:
+        hint = did_you_mean(chosen, ("auto", *ENGINES))
+        raise UserError(f"--engine {chosen}: no such engine{hint}; allowed: auto, {', '.join(ENGINES)}")
+    try:
+        module: Any = importlib.import_module(f"sojourn.serve.engines.{chosen}")
+    except ModuleNotFoundError as error:
+        if error.name != f"sojourn.serve.engines.{chosen}":
+            raise
+        raise UserError(f"--engine {chosen}: not in this version") from None
+    engine: Engine = module.make_engine(found, name, options)
+    return engine

@@ -1,0 +1,38 @@
+"""`sojourn serve` from its command line to a listening server."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+from sojourn.errors import UserError
+from sojourn.serve.auth import KeyRing
+from sojourn.serve.engines.choose import EngineOptions, open_engine
+from sojourn.serve.settings import Settings
+
+_NEEDED = ("fastapi", "uvicorn", "httptools", "llguidance")
+
+
+def start(model: str, settings: Settings, keys: KeyRing, options: EngineOptions) -> None:
+    """Until a signal ends it."""
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f"serve needs {', '.join(missing)}; type: pip install 'sojourn[train,serve]'")
+    from sojourn.infer.find import find_model
+    from sojourn.serve.gateway import Gateway
+    from sojourn.serve.request_log import RequestLog
+    from sojourn.serve.server import bind, run_server
+
+    found = find_model(model, options.checkpoint)
+    name = options.name or _name_of(model, found.path)
+    engine = open_engine(found, name, options)
+    with bind(settings) as listening:
+        address = f"http://{settings.host}:{listening.getsockname()[1]}"
+        print(f"{name}: {address}/v1 (loading; Ctrl-C ends)", file=sys.stderr, flush=True)
+        run_server(Gateway(engine, settings, keys, RequestLog(), model, options.adapters), listening)
+
+
+def _name_of(given: str, path: Path) -> str:
+    """A run's name as it was given; else the folder's."""
+    return given if "/" not in given and "\\" not in given else path.stem if path.suffix == ".gguf" else path.name
