@@ -141,7 +141,8 @@ def _refuse_nan(base: BaseModelSource, model: Any) -> None:
     import torch
 
     for name, weight in model.named_parameters():
-        is_packed = hasattr(weight, "quant_state")  # NF4 stored in a float tensor, for FSDP: its bits are no numbers
+        # NF4 stored in a float tensor, for FSDP: its bits are no numbers; torchao's tensors have no norm
+        is_packed = hasattr(weight, "quant_state") or type(weight.data) is not torch.Tensor
         if is_packed or not weight.is_floating_point() or weight.dtype.itemsize == 1 or not weight.numel():
             continue
         if not torch.isfinite(torch.linalg.vector_norm(weight.detach(), float("inf"))):
