@@ -15,6 +15,8 @@ import torch
 from conftest import called
 from sojourn.evals import intervals
 from sojourn.evals.choices import score_choices
+from sojourn.evals.compare import ModelScores, compare
+from sojourn.evals.lm_eval_tasks import _of_task, _reason
 from sojourn.evals.metrics import equal, exact_match, f1, regex, rouge_l
 from sojourn.evals.task_file import read_questions
 from sojourn.infer.load import LoadedModel, load_model
@@ -196,3 +198,57 @@ def test_an_empty_file_a_letter_and_lm_eval_that_is_not_installed(tmp_path: Path
     assert read_questions(str(path))[0].correct == 2
     said = called("eval", "m", "--lm-eval", "hellaswag")
     assert said.returncode == 2 and ("pip install lm-eval" in said.stderr or "no run is called" in said.stderr)
+
+
+def test_results_of_lm_eval_have_our_intervals_where_they_are_means_over_documents() -> None:
+    """As lm-eval 0.4.13 gives them."""
+    facts = {
+        "alias": "t", "sample_len": 4, "acc,none": 0.75, "acc_stderr,none": 0.25, "word_perplexity,none": 21.5,
+        "word_perplexity_stderr,none": "N/A", "f1,strict": 0.5, "f1_stderr,strict": 0.1,
+    }  # fmt: skip
+    samples = [
+        {"filter": "none", "doc_hash": str(at), "acc": float(at > 0), "word_perplexity": (-9.0, 3)} for at in range(4)
+    ]
+    samples += [{"filter": "strict", "doc_hash": str(at), "f1": 0.25 + at / 6} for at in range(4)]
+    acc, perplexity, f1_score = _of_task("t", facts, samples, 4)
+    assert (acc.metric, acc.kind, acc.estimate()) == ("acc", "share", intervals.share(np.array([0.0, 1.0, 1.0, 1.0])))
+    assert (perplexity.kind, perplexity.estimate().value, perplexity.count) == ("number", 21.5, 4)
+    assert math.isnan(perplexity.estimate().low)
+    assert (f1_score.metric, f1_score.kind, f1_score.error) == ("f1 (strict)", "mean", None)
+    rows = compare([ModelScores("a", None, [acc, perplexity]), ModelScores("b", None, [acc, perplexity])])
+    assert [row.examples for row in rows] == [4, 4, 4, 4]
+    assert rows[2].difference is not None and rows[2].difference.value == 0 and rows[3].difference is None
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (KeyError("Spec 'x' is not a registered task/group/tag name or valid YAML path"), "no such task"),
+        (ConnectionError("Couldn't reach 'Rowan/hellaswag' on the Hub"), "its data set cannot be downloaded here"),
+        (ValueError("a\nb"), "a b"),
+    ],
+)
+def test_errors_of_lm_eval_are_one_line(error: Exception, message: str) -> None:
+    assert _reason(error).startswith(message) and "\n" not in _reason(error)
+
+
+@pytest.mark.slow
+def test_lm_eval_runs_a_task_of_local_data(tiny, tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    rows = [{"q": f"{at} and {at}", "choices": ["red", "blue"], "answer": at % 2} for at in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"data_files": {"test": str(tmp_path / "rows.jsonl")}}
+    task = {
+        "task": "colours", "dataset_path": "json", "dataset_kwargs": data,
+        "output_type": "multiple_choice", "test_split": "test", "doc_to_text": "{{q}} is", "doc_to_target": "answer",
+        "doc_to_choice": "{{choices}}", "metric_list": [{"metric": "acc", "aggregation": "mean"}],
+    }  # fmt: skip
+    (tmp_path / "colours.yaml").write_text(json.dumps(task))  # JSON is YAML
+    base, page = str(tiny.base), tmp_path / "page.html"
+    said = called("eval", base, base, "--lm-eval", str(tmp_path / "colours.yaml"), "--json", "--html", str(page))
+    assert said.returncode == 0, said.stderr
+    found = json.loads(said.stdout)["results"]
+    assert [(one["what"], one["metric"], one["examples"]) for one in found] == [("colours", "acc", 4)] * 2
+    assert found[1]["difference"] == {"value": 0.0, "low": 0.0, "high": 0.0} and "colours: acc" in page.read_text()
+    unknown = called("eval", base, "--lm-eval", "no_such_task")
+    assert unknown.returncode == 1 and "no such task" in unknown.stderr and unknown.stderr.count("\n") == 1

@@ -14,11 +14,16 @@ from transformers import AutoModelForCausalLM
 from conftest import called
 from sojourn.export.quantize import measure
 from sojourn.export.stage import MANIFEST
+from sojourn.infer.runtimes.managed_environment import LLM_COMPRESSOR
 from sojourn.storage.files import read_json_object
 from tiny import LORA, Tiny
 
 IDS = torch.tensor([[5, 17, 3, 99, 42, 42, 8]])
 KINDS = ["nf4", "int8", "int8-dynamic"]
+needs_llm_compressor = pytest.mark.skipif(
+    bool(LLM_COMPRESSOR.why_unavailable()) or find_spec("compressed_tensors") is None,
+    reason="SOJOURN_LLMCOMPRESSOR_PYTHON names no Python with llm-compressor, or compressed-tensors is not installed",
+)
 
 
 def logits(folder: Path, dtype: torch.dtype | str) -> torch.Tensor:
@@ -71,3 +76,30 @@ def test_an_interrupted_quantization_leaves_no_target(
     assert done.returncode == 0, done.stderr
     assert "chats.jsonl" in done.stdout and (out / "model.safetensors").is_file()
     assert not list(tmp_path.glob(".partial-*"))
+
+
+@needs_llm_compressor
+@pytest.mark.parametrize("kind", ["gptq", "awq", "fp8-vllm"])
+def test_llm_compressor_quantizes_for_vllm_calibrated_on_the_runs_own_rows(
+    tiny: Tiny, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(measure, "_REPEATS", 1)
+    monkeypatch.delenv("SOJOURN_VLLM_PYTHON", raising=False)
+    run, out = tiny.whole(*LORA), tmp_path / kind
+    done = called("quantize", run.path.name, "--to", kind, "--out", str(out), "--json")
+    assert done.returncode == 0, done.stderr
+    assert ("rows of the run's training data" in done.stderr) == (kind != "fp8-vllm")
+    assert "%|" not in done.stderr  # no progress bars of libraries
+    manifest = json.loads(done.stdout)
+    found, source = manifest["measured"]["quantized"], manifest["measured"]["source"]
+    assert manifest["gate"]["passed"] and found["bytes"] < source["bytes"]
+    assert found["perplexity"] == pytest.approx(source["perplexity"], rel=0.2)
+    config = read_json_object(out / "config.json")
+    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+    assert config["quantization_config"]["ignore"] == ["lm_head"] and "torch_dtype" in config
+    weights = config["quantization_config"]["config_groups"]["group_0"]["weights"]
+    assert (weights["num_bits"], weights["type"]) == ((8, "float") if kind == "fp8-vllm" else (4, "int"))
+    assert kind == "fp8-vllm" or weights["group_size"] in (32, 64, 128)
+    assert set(read_json_object(out / MANIFEST)["files"]) | {MANIFEST} == {path.name for path in out.iterdir()}
+    verified = called("verify", str(out))
+    assert verified.returncode == 0, verified.stderr

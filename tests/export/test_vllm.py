@@ -13,8 +13,8 @@ import pytest
 
 from conftest import sojourn
 from sojourn.export.vllm_preflight import KNOWN_ARCHITECTURES
+from sojourn.infer.runtimes.managed_environment import VLLM, clean_environment
 from sojourn.infer.runtimes.registry import available, open_runtime
-from sojourn.infer.runtimes.vllm_environment import clean_environment, vllm_python
 from sojourn.run.folder import RunFolder
 
 MODEL = os.environ.get("SOJOURN_REAL_MODEL")
@@ -61,7 +61,7 @@ def test_vllm_says_what_we_say(run: RunFolder, kind: str, tmp_path: Path) -> Non
 
 def test_the_architectures_we_know_are_those_of_vllm() -> None:
     found = subprocess.run(
-        [str(vllm_python()), "-c", "from vllm import ModelRegistry as r; print(*r.get_supported_archs())"],
+        [str(VLLM.python()), "-c", "from vllm import ModelRegistry as r; print(*r.get_supported_archs())"],
         env=clean_environment(), capture_output=True, text=True, timeout=600, check=True,
     )  # fmt: skip
     assert set(found.stdout.split()) >= KNOWN_ARCHITECTURES

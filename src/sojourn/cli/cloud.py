@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from sojourn.cli.confirm import YesOption, confirm
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -24,7 +26,6 @@ _MaybePlatform = Annotated[
 ]
 _Id = Annotated[str, typer.Argument(help="The instance's id: see sojourn cloud status.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-_Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 _Gpu = Annotated[str | None, typer.Option("--gpu", help="Only this GPU, like 4090 or A100 80GB.")]
 _Count = Annotated[int, typer.Option("--count", min=1, help="GPUs in one machine.")]
 _Spot = Annotated[bool, typer.Option("--spot", help="Machines that may be taken back at any time (Vast).")]
@@ -79,7 +80,7 @@ def create(
     ] = 50,
     image: Annotated[str | None, typer.Option("--image", help="The platform's name of an image.")] = None,
     add: Annotated[str | None, typer.Option("--add", metavar="NAME", help="Add it as a host of this name.")] = None,
-    yes: _Yes = False,
+    yes: YesOption = False,
     json: _Json = False,
 ) -> None:
     """Rent a machine, wait until SSH answers there, and print its ssh line or add it as a host. It costs money."""
@@ -100,7 +101,7 @@ def create(
     _check_new_host(add)
     cloud = open_cloud(platform)
     chosen = choose(cloud.offers(gpu, count, spot), offer)
-    _confirm(f"rent {describe_offer(chosen)} on {cloud.title}", "it costs money until you release it", yes)
+    confirm(f"rent {describe_offer(chosen)} on {cloud.title}", "it costs money until you release it", yes)
     made = rent(cloud, chosen, add or "box", disk, image, our_public_key(), say=say)
     host = _add_host(add, made, say) if add else None
     if json:
@@ -115,18 +116,18 @@ def create(
 
 
 @cloud_app.command("start")
-def start(platform: _Platform, instance: _Id, yes: _Yes = False) -> None:
+def start(platform: _Platform, instance: _Id, yes: YesOption = False) -> None:
     """Start a stopped machine. It costs money again."""
     from sojourn.remote.platforms.registry import open_cloud
 
     cloud = open_cloud(platform)
-    _confirm(f"start {instance} on {cloud.title}", "it costs money until you stop or release it", yes)
+    confirm(f"start {instance} on {cloud.title}", "it costs money until you stop or release it", yes)
     cloud.start(instance)
     print(f"{instance} starts; its address may be another one: sojourn cloud status {platform} {instance}")
 
 
 @cloud_app.command("stop")
-def stop(platform: _Platform, instance: _Id, yes: _Yes = False) -> None:
+def stop(platform: _Platform, instance: _Id, yes: YesOption = False) -> None:
     """Stop a machine, so that its GPU costs nothing; its disk may cost on."""
     from sojourn.remote.platforms.registry import open_cloud
     from sojourn.remote.platforms.still_needed import still_needed
@@ -136,7 +137,7 @@ def stop(platform: _Platform, instance: _Id, yes: _Yes = False) -> None:
 
 
 @cloud_app.command("release")
-def release(platform: _Platform, instance: _Id, yes: _Yes = False) -> None:
+def release(platform: _Platform, instance: _Id, yes: YesOption = False) -> None:
     """Give a machine back, with everything on it. Refused while a run there goes on or has no copy here."""
     from sojourn.remote.platforms.registry import open_cloud
     from sojourn.remote.platforms.still_needed import still_needed
@@ -194,7 +195,7 @@ def end(
         cloud.stop(instance_id)  # says why not
     if cloud.status(instance_id).state == "released":  # a mistyped id is an error: the machine meant would cost on
         raise UserError(f"{cloud.title}: {instance_id} is released already")
-    _confirm(f"{action} {instance_id} on {cloud.title}", cloud.deletes, yes)
+    confirm(f"{action} {instance_id} on {cloud.title}", cloud.deletes, yes)
     if action == "stop":
         cloud.stop(instance_id)
         print(f"{instance_id} stops; start it again: sojourn cloud start {cloud.name} {instance_id}")
@@ -275,17 +276,6 @@ def _add_host(name: str, made: Instance, say: Callable[[str], None]) -> Host:
     save_host(host, replace=True)
     say(f"{name} is added: {line}")
     return host
-
-
-def _confirm(what: str, consequence: str, yes: bool) -> None:
-    from sojourn.errors import UserError
-
-    if yes:
-        return
-    if not sys.stdin.isatty():
-        raise UserError(f"to {what}, give --yes: {consequence}")
-    if not typer.confirm(f"{what}? {consequence}", err=True):
-        raise UserError("nothing was done")
 
 
 def _print_json(value: object) -> None:

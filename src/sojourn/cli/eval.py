@@ -17,7 +17,9 @@ def evaluate(
     task: list[str] | None = typer.Option(
         None, "--task", metavar="FILE", help="A JSONL file of questions: see docs/eval.md. Repeatable."
     ),
-    lm_eval: str | None = typer.Option(None, "--lm-eval", metavar="TASKS", help="Tasks of lm-eval, between commas."),
+    lm_eval: str | None = typer.Option(
+        None, "--lm-eval", metavar="TASKS", help="Tasks of lm-eval, or YAML files of tasks, between commas."
+    ),
     limit: int | None = typer.Option(None, min=1, help="Questions of each lm-eval task."),
     rows: int | None = typer.Option(None, min=1, help="Rows for the loss; default: train.eval_rows, or all of --data."),
     questions: int | None = typer.Option(
@@ -51,7 +53,7 @@ def evaluate(
     asked = [question for path in task or () for question in read_questions(path)]
     names = [name.strip() for name in (lm_eval or "").split(",") if name.strip()]
     if names:
-        check_lm_eval()
+        check_lm_eval(names)
     job = EvalJob(data or (), asked, names, rows, questions, max_tokens, device, limit)
     results = compare(run_eval(choose_models(models, checkpoint, checkpoints), job))
     if html is not None:

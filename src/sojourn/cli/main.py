@@ -23,6 +23,7 @@ from sojourn.cli.forward import forward
 from sojourn.cli.generate import generate
 from sojourn.cli.gpu import gpu
 from sojourn.cli.host import host_app
+from sojourn.cli.install import install
 from sojourn.cli.launch import launch
 from sojourn.cli.launch_line import launch_line
 from sojourn.cli.logs import logs
@@ -177,6 +178,7 @@ app.command()(merge)
 app.command()(push)
 app.command()(quantize)
 app.command(name="quantise", hidden=True)(quantize)
+app.command()(install)
 
 if __name__ == "__main__":
     main()

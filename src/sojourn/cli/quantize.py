@@ -18,7 +18,7 @@ from sojourn.cli.model_args import CheckpointOption, ModelArg
 def quantize(
     model: ModelArg,
     to: str = typer.Option(
-        ..., "--to", metavar="KIND", help="int8, int8-dynamic, fp8, int4 or nf4."
+        ..., "--to", metavar="KIND", help="int8, int8-dynamic, fp8, int4, nf4; for vLLM: gptq, awq, fp8-vllm."
     ),
     data: str | None = typer.Option(
         None, "--data", metavar="FILE",
@@ -34,7 +34,7 @@ def quantize(
 ) -> None:  # fmt: skip
     """Quantize a model: adapters merged, the result replayed and measured beside its source.
 
-    Examples: sojourn quantize small --to int8; sojourn quantize small --to nf4 --data chats.jsonl
+    Examples: sojourn quantize small --to int8; sojourn quantize small --to gptq --data chats.jsonl
     """
     from sojourn.cli.export_output import ExportOutput
     from sojourn.export.adapter_weights import parse_adapters

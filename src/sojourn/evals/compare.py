@@ -23,13 +23,13 @@ from sojourn.infer.load import LoadedModel
 from sojourn.infer.prompts import PromptEncoder
 from sojourn.infer.sampling import SamplingParams
 
-Kind = Literal["share", "mean", "loss", "bits"]
+Kind = Literal["share", "mean", "loss", "bits", "number"]
 
 
 @dataclass(frozen=True)
 class Measured:
     """A metric of one model: sums and weights by example. `examples`: what they are, so that only equal ones are
-    compared. `error`: of a value that another program has measured."""
+    compared. `error`, `count`: standard error and examples of a value that another program has measured."""
 
     what: str
     metric: str
@@ -38,6 +38,7 @@ class Measured:
     weights: np.ndarray
     examples: str
     error: float | None = None
+    count: int | None = None
 
     def estimate(self) -> Estimate:
         if self.error is not None:
@@ -76,7 +77,7 @@ def compare(scores: Sequence[ModelScores]) -> list[Result]:
             difference = None
             if of_model is not scores[0] and base is not None and base.examples == one.examples and one.error is None:
                 difference = intervals.difference((one.sums, one.weights), (base.sums, base.weights))
-            count, estimate = len(one.sums), one.estimate()
+            count, estimate = one.count or len(one.sums), one.estimate()
             given = (of_model.model, of_model.step, one.what)
             results.append(Result(*given, one.metric, one.kind, count, estimate, difference))
             if one.metric == "loss":

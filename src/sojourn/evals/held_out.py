@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from sojourn.config.data import CleanConfig, Columns, DataConfig, Source
 from sojourn.config.load import read_config
 from sojourn.data import builtin
-from sojourn.data.artefact import artefact_of
+from sojourn.data.artefact import Artefact, artefact_of
 from sojourn.data.prepare import prepare
 from sojourn.data.sources.source import open_source
 from sojourn.errors import UserError
@@ -75,16 +76,20 @@ def check_source(path: str) -> None:
 
 
 def file_losses(loaded: LoadedModel, path: str, rows: int | None, like: RunFolder | None) -> Losses:
-    """On a file, prepared with the model's own tokenizer and template and the settings of the run `like`, so that
-    models that are compared get the same rows."""
-    given = read_config(like.config).data if like is not None else DataConfig()
-    length = min(context_length(loaded.model), given.max_length if like is not None else _MAX_LENGTH)
-    changes = {
-        "sources": [Source(path=path)], "eval_sources": [], "eval_fraction": 0.0, "take": None, "clean": CleanConfig(),
-        "tokenizer": str(loaded.tokenizer_folder), "template": "auto" if loaded.is_chat else "plain",
-        "max_length": length,
-    }  # fmt: skip
-    artefact = prepare(given.model_copy(update=changes), prepared_folder())
+    """On a file, prepared with the settings of the run `like`, so that models that are compared get the same rows."""
+    assert loaded.tokenizer_folder is not None  # noqa: S101
+    artefact = prepare_file(path, loaded.tokenizer_folder, loaded.is_chat, context_length(loaded.model), like)
     if artefact.is_pairs:
         raise UserError(f"--data: {path} holds preference pairs, which have no loss of one answer")
     return document_losses(loaded, artefact, "train", rows or len(artefact.train))
+
+
+def prepare_file(path: str, tokenizer: Path, is_chat: bool, context: int, like: RunFolder | None) -> Artefact:
+    """With a model's own tokenizer and template; all of it is in the split `train`."""
+    given = read_config(like.config).data if like is not None else DataConfig()
+    changes = {
+        "sources": [Source(path=path)], "eval_sources": [], "eval_fraction": 0.0, "take": None, "clean": CleanConfig(),
+        "tokenizer": str(tokenizer), "template": "auto" if is_chat else "plain",
+        "max_length": min(context, given.max_length if like is not None else _MAX_LENGTH),
+    }  # fmt: skip
+    return prepare(given.model_copy(update=changes), prepared_folder())

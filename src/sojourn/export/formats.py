@@ -96,6 +96,14 @@ FORMATS: dict[str, Format] = {
             ("transformers",),
             measure="sojourn.export.quantize.measure:measure",
         ),
+        Format(
+            "compressed-tensors",
+            ("gptq", "awq", "fp8-vllm"),
+            "sojourn.export.quantize.llm_compressor:write",
+            ("vllm", "transformers"),
+            "sojourn.export.quantize.llm_compressor:check",
+            "sojourn.export.quantize.measure:measure",
+        ),
     )
 }
 

@@ -51,7 +51,7 @@ def check_adapter(source: Source, progress: Progress) -> None:
 
 def write(source: Source, stage: ExportStage, quantization: str, progress: Progress) -> None:
     """A merged model. `quantization`: as in `hf.write`."""
-    _write_tokenizer(source, stage)
+    write_tokenizer(source, stage)
     hf.write_configs(source, _WithOlderSpellings(stage), quantization)  # type: ignore[arg-type]
     hf.write_weights(source.weights, stage, quantization, progress)
     progress.say(f"serve it with: {_serve_command(stage, source.name)}")
@@ -60,7 +60,7 @@ def write(source: Source, stage: ExportStage, quantization: str, progress: Progr
 def write_adapter(source: Source, stage: ExportStage, quantization: str, progress: Progress) -> None:
     """An adapter that vLLM loads on top of its base."""
     adapter = source.adapters[0]
-    _write_tokenizer(source, stage)
+    write_tokenizer(source, stage)
     stage.json("generation_config.json", source.weights.generation_config)
     stage.json(ADAPTER_FILE, adapter_config(adapter))
     progress.start("adapter", 1)
@@ -91,7 +91,7 @@ class _WithOlderSpellings:
         self._stage.json(name, config_for_vllm(value) if name == "config.json" else value)
 
 
-def _write_tokenizer(source: Source, stage: ExportStage) -> None:
+def write_tokenizer(source: Source, stage: ExportStage) -> None:
     """`tokenizer_config.json` first: what is complete is not written again."""
     folder = source.weights.tokenizer_folder
     if (folder / _TOKENIZER_CONFIG).is_file():

@@ -32,12 +32,12 @@ _REFUSED_SETTINGS = {
 }  # fmt: skip
 
 
-def refuse(problems: Iterator[str]) -> None:
+def refuse(problems: Iterator[str], what: str = "--to vllm") -> None:
     """One line: the first problem, and how many more there are."""
     found = list(problems)
     if found:
         more = f" (and {len(found) - 1} more of this kind)" if len(found) > 1 else ""
-        raise UserError(f"--to vllm: {found[0]}{more}")
+        raise UserError(f"{what}: {found[0]}{more}")
 
 
 def model_problems(weights: WeightSource) -> Iterator[str]:

@@ -15,6 +15,7 @@ from sojourn.config.schema import RunConfig
 from sojourn.errors import RunFailed, UserError
 from sojourn.model.folder_check import check_model
 from sojourn.model.quiet import quiet_transformers, suppress_stderr
+from sojourn.storage.files import read_json_object
 from sojourn.storage.gguf_cache import GgufCache
 from sojourn.storage.gguf_header import check_gguf
 from sojourn.storage.hub_access import not_cached_error, offline_reason
@@ -88,7 +89,19 @@ def load_base_model(base: BaseModelSource, dtype: Any, device: str) -> Any:
         given["quantization_config"] = base.quantization_config
     if base.quant_bits is not None:
         given["quantization_config"] = _quantization_config(base, dtype)
+    if _is_compressed(Path(given["pretrained_model_name_or_path"])):
+        from transformers import CompressedTensorsConfig
+
+        given["quantization_config"] = CompressedTensorsConfig(dequantize=True)  # here, not in the first forward
+        with suppress_stderr(True):  # its progress bars
+            return _from_pretrained(base, given, dtype, device)
     return _from_pretrained(base, given, dtype, device)
+
+
+def _is_compressed(folder: Path) -> bool:
+    """Whether a folder's weights are in compressed-tensors, which llm-compressor writes for vLLM."""
+    found = read_json_object(folder / "config.json").get("quantization_config")
+    return isinstance(found, dict) and found.get("quant_method") == "compressed-tensors"
 
 
 def _load_gguf(base: BaseModelSource, file: Path, dtype: Any, device: str) -> Any:

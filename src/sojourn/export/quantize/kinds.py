@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 from sojourn.config.messages import did_you_mean, printable
 from sojourn.errors import UserError
+from sojourn.infer.runtimes.managed_environment import LLM_COMPRESSOR
 
 
 @dataclass(frozen=True)
@@ -18,24 +19,22 @@ class Kind:
     name: str
     format: str
     library: str
-    what: str
     capability: tuple[int, int] | None = None
 
 
 KINDS: dict[str, Kind] = {
     one.name: one
     for one in (
-        Kind("int8", "quantized", "torchao", "8-bit weights"),
-        Kind("int8-dynamic", "quantized", "torchao", "8-bit weights and activations"),
-        Kind("fp8", "quantized", "torchao", "FP8 weights and activations", (8, 9)),
-        Kind("int4", "quantized", "torchao", "4-bit weights", (8, 0)),
-        Kind("nf4", "quantized", "bitsandbytes", "4-bit weights (NF4)"),
-        Kind("gptq", "compressed-tensors", "llmcompressor", "4-bit weights (GPTQ) for vLLM"),
-        Kind("awq", "compressed-tensors", "llmcompressor", "4-bit weights (AWQ) for vLLM"),
-        Kind("fp8-vllm", "compressed-tensors", "llmcompressor", "FP8 weights and activations for vLLM"),
+        Kind("int8", "quantized", "torchao"),
+        Kind("int8-dynamic", "quantized", "torchao"),
+        Kind("fp8", "quantized", "torchao", (8, 9)),
+        Kind("int4", "quantized", "torchao", (8, 0)),
+        Kind("nf4", "quantized", "bitsandbytes"),
+        Kind("gptq", "compressed-tensors", "llmcompressor"),
+        Kind("awq", "compressed-tensors", "llmcompressor"),
+        Kind("fp8-vllm", "compressed-tensors", "llmcompressor"),
     )
 }
-_INSTALL = {"torchao": "pip install torchao", "bitsandbytes": "pip install bitsandbytes"}
 
 
 def find_kind(name: str) -> Kind:
@@ -54,7 +53,7 @@ def refuse_kind(kind: Kind) -> None:
     if reason:
         others = [one.name for one in KINDS.values() if one.name != kind.name and not why_not_here(one)]
         here = f"; works here: {', '.join(others)}" if others else ""
-        raise UserError(f"--to {kind.name} {reason}{here}")
+        raise UserError(f"--to {kind.name}: {reason}{here}")
 
 
 def why_not_here(kind: Kind) -> str:
@@ -63,12 +62,21 @@ def why_not_here(kind: Kind) -> str:
         need = f"{kind.capability[0]}.{kind.capability[1]}"
         return f"needs a GPU of compute capability {need} or newer; {_gpu_here()}"
     if kind.library == "llmcompressor":
-        return "needs llm-compressor, which this version does not run yet"
+        return _why_no_llm_compressor()
     if kind.library == "bitsandbytes" and sys.platform != "linux":
         return "needs Linux (bitsandbytes)"
-    if find_spec(kind.library) is None:
-        return f"needs the package {kind.library}; run: {_INSTALL[kind.library]}"
-    return ""
+    return _why_no_package(kind.library)
+
+
+def _why_no_package(name: str) -> str:
+    shown = name.replace("_", "-")
+    return "" if find_spec(name) is not None else f"needs the package {shown}; run: pip install {shown}"
+
+
+def _why_no_llm_compressor() -> str:
+    """It quantizes in an environment of its own; what it wrote is replayed in transformers here."""
+    reason = LLM_COMPRESSOR.why_unavailable()
+    return reason or _why_no_package("compressed_tensors")
 
 
 def has_capability(least: tuple[int, int]) -> bool:

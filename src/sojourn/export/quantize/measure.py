@@ -14,6 +14,7 @@ from sojourn.evals.held_out import file_losses, held_out_losses
 from sojourn.evals.losses import perplexity
 from sojourn.export.open_source import Source
 from sojourn.export.progress import Progress
+from sojourn.export.quantize.kinds import KINDS
 from sojourn.export.quantize.plain_folder import dtype_name, plain_folder
 from sojourn.export.quantize.write import quantizing_device
 from sojourn.export.stage import ExportStage
@@ -22,7 +23,7 @@ from sojourn.model.base import BaseModelSource, load_base_model
 from sojourn.model.weights import torch_dtype
 from sojourn.storage.files import write_text
 
-ROWS = 64  # of a file or of the built-in text
+ROWS = {"cuda": 64, "cpu": 16}  # of a file or of the built-in text: 16,000 tokens take a CPU minutes
 _PROMPT, _NEW = 256, 32  # tokens of prefill and decode
 _REPEATS = 3
 BUILTIN = "builtin:text"
@@ -45,6 +46,8 @@ def measure(source: Source, stage: ExportStage, quantization: str, progress: Pro
         found[name] = {"bytes": sizes[name], **_perplexity(loaded, path), **_speed(loaded)}
         del loaded
     found["source"]["dtype"] = dtype
+    if KINDS[quantization].library == "llmcompressor":
+        found["speed"] = "speed in transformers, which decompresses the weights first; vLLM computes with them as is"
     found["rows"] = found["quantized"].pop("rows")
     del found["source"]["rows"]
     return found
@@ -80,7 +83,11 @@ def _load(source: Source, folder: Path, dtype: str, device: str) -> LoadedModel:
 
 
 def _perplexity(loaded: LoadedModel, path: str | None) -> dict[str, Any]:
-    found = held_out_losses(loaded, None, True) if path is None else file_losses(loaded, path, ROWS, loaded.run)
+    found = (
+        held_out_losses(loaded, None, True)
+        if path is None
+        else file_losses(loaded, path, ROWS[loaded.device], loaded.run)
+    )
     assert found is not None  # noqa: S101 - required
     loss = float(found.loss.sum() / found.tokens.sum())
     return {"loss": loss, "perplexity": perplexity(loss), "rows": found.rows}

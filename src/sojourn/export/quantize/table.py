@@ -20,7 +20,8 @@ def _cells(one: dict[str, Any]) -> tuple[str, ...]:
 
 
 def caption(measured: dict[str, Any]) -> str:
-    return f"{measured['device']}; perplexity on {measured['data']}, {measured['rows']} rows"
+    speed = f"; {measured['speed']}" if "speed" in measured else ""
+    return f"{measured['device']}; perplexity on {measured['data']}, {measured['rows']} rows{speed}"
 
 
 def lines(measured: dict[str, Any], quantization: str) -> list[str]:

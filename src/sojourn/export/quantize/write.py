@@ -18,7 +18,7 @@ from sojourn.model.base import BaseModelSource, load_base_model
 from sojourn.model.weights import torch_dtype
 
 _NF4_BLOCK = 64
-_GROUPS = (128, 64, 32)  # values that share a scale; the largest that divides every row
+_GROUPS = (128, 64, 32)
 
 
 def write(source: Source, stage: ExportStage, quantization: str, progress: Progress) -> None:
@@ -64,7 +64,7 @@ def quantization_config(weights: WeightSource, quantization: str, dtype: str) ->
         "int8-dynamic": lambda: ao.Int8DynamicActivationInt8WeightConfig(version=2),
         "fp8": lambda: ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerRow()),
         "int4": lambda: ao.Int4WeightOnlyConfig(
-            group_size=_group_size(weights), int4_packing_format="tile_packed_to_4d"
+            group_size=group_size(weights, "int4"), int4_packing_format="tile_packed_to_4d"
         ),
     }
     if quantization == "int4" and dtype != "bf16" and torch.cuda.is_available():
@@ -78,12 +78,13 @@ def uneven_modules(weights: WeightSource) -> list[str]:
     return [name.removesuffix(".weight") for name in matrices if weights.shape(name)[1] % _NF4_BLOCK]
 
 
-def _group_size(weights: WeightSource) -> int:
+def group_size(weights: WeightSource, kind: str) -> int:
+    """Of the values that share a scale: the largest that divides the rows of all layers."""
     rows = {weights.shape(name)[1] for name in weights.names() if len(weights.shape(name)) == 2}
     for size in _GROUPS:
         if all(row % size == 0 for row in rows):
             return size
-    raise UserError(f"--to int4: the rows of this model's weights are no multiples of {_GROUPS[-1]}; try --to int8")
+    raise UserError(f"--to {kind}: the rows of this model's weights are no multiples of {_GROUPS[-1]}; try --to int8")
 
 
 def _quantize(folder: Path, config: Any, dtype: str, out: Path) -> None:

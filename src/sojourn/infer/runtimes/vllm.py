@@ -7,7 +7,7 @@ from typing import Any
 
 from sojourn.errors import UserError
 from sojourn.infer.runtimes.base import Messages, Runtime, Tools
-from sojourn.infer.runtimes.vllm_environment import has_gpu, why_unavailable
+from sojourn.infer.runtimes.managed_environment import VLLM, has_gpu
 from sojourn.infer.runtimes.vllm_server import VllmServer
 from sojourn.model.adapter_check import ADAPTER_FILE
 from sojourn.run.moved_paths import path_here
@@ -73,7 +73,7 @@ class VllmRuntime(Runtime):
 
 
 def unavailable() -> str:
-    return why_unavailable()
+    return VLLM.why_unavailable()
 
 
 def open_model(path: Path) -> VllmRuntime:

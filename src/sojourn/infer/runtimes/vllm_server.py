@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sojourn.errors import RunFailed, UserError
-from sojourn.infer.runtimes.vllm_environment import clean_environment, has_gpu, vllm_python
+from sojourn.infer.runtimes.managed_environment import VLLM, clean_environment, ends_with_parent, has_gpu
 
 _START_SECONDS = 900
 _REQUEST_SECONDS = 600
@@ -43,7 +43,7 @@ class VllmServer:
     def _start(self, arguments: list[str], socket: Path) -> subprocess.Popen[bytes]:
         model, *rest = arguments
         command = [
-            *_ends_with_parent(), str(vllm_python()), "-m", "vllm.entrypoints.openai.api_server", "--model", model,
+            *ends_with_parent(), str(VLLM.python()), "-m", "vllm.entrypoints.openai.api_server", "--model", model,
             "--uds", str(socket),
             "--enforce-eager", *rest,
         ]  # fmt: skip
@@ -108,9 +108,3 @@ def telling_line(lines: list[str]) -> str:
     errors = [line for line in bare if "Error" in line.split(" ", 1)[0] and not line.startswith(_BORING)]
     found = [*(line for line in errors if not line.startswith("RuntimeError: Engine")), *bare[-1:]]
     return (found or ["no line in its log"])[0][:300]
-
-
-def _ends_with_parent() -> list[str]:
-    """Linux ends the child when this process is killed."""
-    found = shutil.which("setpriv")
-    return [found, "--pdeathsig", "TERM", "--"] if found else []
