@@ -16,7 +16,7 @@ from sojourn.infer.runtimes.transformers_tokenizer import open_tokenizer
 from sojourn.storage.files import write_text
 
 ROW_LENGTH = 2048  # tokens; longer rows are cut
-TOKENS = {"cuda": 262_144, "cpu": 16_384}
+TOKENS = {"cuda": 262_144, "cpu": 8_192}
 _TEXT_BYTES = 400_000
 _SEED = 1  # the perplexity is measured on text of another
 
