@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sojourn.errors import UserError
-from sojourn.export.adapter_weights import open_adapter
+from sojourn.infer.adapter_weights import open_adapter
 from sojourn.export.combine import Combine, dare_mask, parse_combine, ties, trim_threshold
 from sojourn.export.merge import MergedWeights
 from sojourn.infer.streamed import streamed_logits

@@ -65,7 +65,7 @@ def export(
 
     Examples: sojourn export small --to gguf --quantize q8_0; sojourn export small --checkpoint best
     """
-    from sojourn.export.adapter_weights import parse_adapters
+    from sojourn.infer.adapter_weights import parse_adapters
     from sojourn.export.combine import parse_combine
     from sojourn.export.export import ExportRequest
 

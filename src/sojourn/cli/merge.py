@@ -37,7 +37,7 @@ def merge(
 
     Examples: sojourn merge my-lora; sojourn merge BASE one=0.7 two=0.3 --combine ties
     """
-    from sojourn.export.adapter_weights import parse_adapters
+    from sojourn.infer.adapter_weights import parse_adapters
     from sojourn.export.combine import parse_combine
     from sojourn.export.export import ExportRequest
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sojourn.config.schema import RunConfig
 from sojourn.data.artefact import Artefact
 from sojourn.errors import UserError
-from sojourn.export.adapter_weights import AdapterWeights
+from sojourn.infer.adapter_weights import AdapterWeights
 from sojourn.infer.safetensors_reader import SafetensorsFile
 from sojourn.infer.weight_source import file_stamp
 from sojourn.model.adapter_check import ADAPTER_FILE

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sojourn.config.load import read_config
-from sojourn.export.adapter_weights import AdapterWeights
+from sojourn.infer.adapter_weights import AdapterWeights
 from sojourn.run.folder import RunFolder
 from sojourn.run.identity import MODEL_MARK, read_identity
 from sojourn.run.ledger import is_amount

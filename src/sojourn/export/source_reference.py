@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from sojourn.errors import UserError
-from sojourn.export.adapter_weights import AdapterWeights
+from sojourn.infer.adapter_weights import AdapterWeights
 from sojourn.export.open_source import Source
 from sojourn.export.probes import builtin_probes, stored_probes
 from sojourn.export.reference import Reference, build_reference

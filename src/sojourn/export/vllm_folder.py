@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sojourn.errors import UserError
 from sojourn.export import hf
-from sojourn.export.adapter_weights import AdapterWeights
+from sojourn.infer.adapter_weights import AdapterWeights
 from sojourn.export.open_source import Source
 from sojourn.export.progress import Progress
 from sojourn.export.stage import ExportStage

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sojourn.errors import UserError
-from sojourn.export.adapter_weights import AdapterWeights
+from sojourn.infer.adapter_weights import AdapterWeights
 from sojourn.infer.runtimes.vllm import CPU_HEAD_SIZES, head_size, lora_rank, max_lora_rank
 from sojourn.infer.weight_source import WeightSource, is_tied
 from sojourn.storage.files import read_json_object

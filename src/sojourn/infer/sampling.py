@@ -80,12 +80,13 @@ def row_key(seed: int, index: int, sample: int = 0) -> int:
 
 @dataclass
 class SamplingRow:
-    """`key`: from `row_key`. `position`: tokens generated so far."""
+    """`key`: from `row_key`. `position`: tokens generated so far. `generated`: those, where penalties need them."""
 
     params: SamplingParams
     prompt: Sequence[int]
     key: int
     position: int = 0
+    generated: Sequence[int] = ()
 
 
 class Sampler:
@@ -97,7 +98,7 @@ class Sampler:
         self._bias = self._logit_bias(params)
         self._seen = self._seen_tokens() if any(p.repetition_penalty != 1 for p in params) else None
         counted = any(p.frequency_penalty or p.presence_penalty for p in params)
-        self._counts = torch.zeros(len(rows), vocab_size, device=device) if counted else None
+        self._counts = self._token_counts() if counted else None
         self._token_ids = torch.arange(vocab_size, dtype=torch.int32, device=device)[None]
         self._set_columns()
 
@@ -105,7 +106,7 @@ class Sampler:
         """The controls of all rows on the device, so that a step copies as little as it can."""
         params = [row.params for row in self._rows]
         self._is_greedy = [p.temperature == 0 for p in params]
-        self._greedy = torch.tensor(self._is_greedy, device=self._device)
+        self._greedy = self._to_device(torch.tensor(self._is_greedy))
         self._temperature = self._column([p.temperature or 1.0 for p in params])
         self._repetition = self._column([p.repetition_penalty for p in params])
         self._frequency = self._column([p.frequency_penalty for p in params])
@@ -113,14 +114,20 @@ class Sampler:
         top_k = [p.top_k or self._vocab_size for p in params]
         self._most = min(max(top_k, default=1), self._vocab_size)
         self._limits_k = any(k < self._vocab_size for k in top_k)
-        self._top_k = torch.tensor([min(k, self._vocab_size) for k in top_k], device=self._device)[:, None]
+        self._top_k = self._to_device(torch.tensor([min(k, self._vocab_size) for k in top_k]))[:, None]
         self._limits_p, self._all_limit_p = any(p.top_p < 1 for p in params), all(p.top_p < 1 for p in params)
         self._top_p = self._column([p.top_p if p.top_p < 1 else 2.0 for p in params])
         self._limits_min_p = any(p.min_p for p in params)
         self._min_p = self._column([p.min_p for p in params])
 
     def _column(self, values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=self._device)[:, None]
+        return self._to_device(torch.tensor(values, dtype=torch.float32))[:, None]
+
+    def _to_device(self, values: Tensor) -> Tensor:
+        """Without waiting for what the device is doing."""
+        if torch.device(self._device).type != "cuda":
+            return values.to(self._device)
+        return values.pin_memory().to(self._device, non_blocking=True)
 
     def _logit_bias(self, params: Sequence[SamplingParams]) -> Tensor | None:
         if not any(p.logit_bias for p in params):
@@ -136,8 +143,15 @@ class Sampler:
     def _seen_tokens(self) -> Tensor:
         seen = torch.zeros(len(self._rows), self._vocab_size, dtype=torch.bool)
         for flags, row in zip(seen, self._rows, strict=True):
-            flags[[token for token in row.prompt if token < self._vocab_size]] = True
+            flags[[token for token in (*row.prompt, *row.generated) if token < self._vocab_size]] = True
         return seen.to(self._device)
+
+    def _token_counts(self) -> Tensor:
+        counts = torch.zeros(len(self._rows), self._vocab_size)
+        for row_counts, row in zip(counts, self._rows, strict=True):
+            for token in row.generated:
+                row_counts[token] += 1
+        return counts.to(self._device)
 
     def __call__(self, logits_BV: Tensor) -> Tensor:
         """One token a row, of logits in fp32; -1 where they are no finite numbers: see `read_tokens`."""
@@ -182,7 +196,7 @@ class Sampler:
     def _draw(self, scores_BV: Tensor) -> Tensor:
         probs_BV = (scores_BV / self._temperature).softmax(-1)
         keys = [_signed32(_mix64(row.key + row.position)) for row in self._rows]
-        key_B1 = torch.tensor(keys, dtype=torch.int32, device=self._device)[:, None]
+        key_B1 = self._to_device(torch.tensor(keys, dtype=torch.int32))[:, None]
         if self._limits_k or self._limits_p:
             probs_BK, ids_BK = self._most_likely(probs_BV)
             probs_BK = self._above_min_p(probs_BK)

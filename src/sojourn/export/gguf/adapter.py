@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sojourn.errors import UserError
-from sojourn.export.adapter_weights import AdapterWeights
+from sojourn.infer.adapter_weights import AdapterWeights
 from sojourn.export.gguf.layout import file_parts, total_bytes
 from sojourn.export.gguf.model_config import ModelConfig, read_config
 from sojourn.export.gguf.tensors import TensorPlan

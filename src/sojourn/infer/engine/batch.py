@@ -1,0 +1,97 @@
+"""The tensors of one step: all tokens of its parts, one after another.
+
+Shapes: T tokens, S sequences, B blocks of the longest one, L logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sojourn.infer.engine.block_pool import BLOCK
+from sojourn.infer.engine.scheduler import Part
+
+
+@dataclass
+class StepBatch:
+    """`ids_T` below 0: see `Request.token_at`. `slots_T`: where each token's keys and values go. `starts_S1`: the first
+    token of each sequence, and the end (cu_seqlens). `context_S`: tokens of a sequence up to its last one here.
+    `logit_rows_L`: tokens whose logits are wanted. `adapter_T`: index of the adapter, 0 for none; None where nobody has
+    one. The first `decodes` sequences have one token each."""
+
+    ids_T: Tensor
+    positions_T: Tensor
+    slots_T: Tensor
+    starts_S1: Tensor
+    context_S: Tensor
+    block_table_SB: Tensor
+    logit_rows_L: Tensor
+    adapter_T: Tensor | None
+    decodes: int
+    max_query: int
+    max_context: int
+
+
+def order_parts(parts: Sequence[Part]) -> list[Part]:
+    """Single tokens first."""
+    return sorted(parts, key=lambda part: part.size > 1)
+
+
+def build_arrays(parts: Sequence[Part], adapters: dict[str, int], padded: int = 0) -> dict[str, np.ndarray]:
+    """The arrays of a step in int32, by name. Rows up to `padded` write into block 0 and are not looked at."""
+    count, extra = len(parts), max(0, padded - len(parts))
+    sizes = np.array([part.size for part in parts] + [1] * extra, np.int32)
+    starts = np.zeros(len(sizes) + 1, np.int32)
+    np.cumsum(sizes, out=starts[1:])
+    blocks = [part.request.blocks for part in parts]
+    table = np.zeros((len(sizes), max(map(len, blocks), default=1)), np.int32)
+    for row, own in zip(table, blocks, strict=False):
+        row[: len(own)] = own
+    begins = np.array([part.start for part in parts] + [0] * extra, np.int32)
+    sequence = np.repeat(np.arange(len(sizes)), sizes)
+    positions = (np.arange(starts[-1]) - starts[sequence] + begins[sequence]).astype(np.int32)
+    ids = np.zeros(starts[-1], np.int32)
+    ids[: starts[count]] = [token for part in parts for token in part.ids()]
+    arrays = {
+        "ids": ids,
+        "positions": positions,
+        "slots": table[sequence, positions // BLOCK] * BLOCK + positions % BLOCK,
+        "starts": starts,
+        "context": begins + sizes,
+        "table": table,
+        "logit_rows": np.concatenate([_logit_rows(part, starts[at]) for at, part in enumerate(parts)] or [[]]),
+    }
+    if any(part.request.adapter for part in parts):
+        of_part = [adapters[part.request.adapter] if part.request.adapter else 0 for part in parts] + [0] * extra
+        arrays["adapter"] = np.array(of_part)[sequence]
+    return arrays
+
+
+def _logit_rows(part: Part, start: int) -> np.ndarray:
+    """The last token known and its draft; all tokens where the prompt's log probabilities are wanted."""
+    if part.request.prompt_logprobs is not None and part.start < len(part.request.prompt):
+        first = 0
+    else:
+        first = part.end - part.start - 1 if part.samples else part.size
+    return np.arange(start + first, start + part.size)
+
+
+def to_device(arrays: dict[str, np.ndarray], device: torch.device) -> StepBatch:
+    """One copy for all arrays."""
+    flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays.values()]).astype(np.int32))
+    if device.type == "cuda":
+        flat = flat.pin_memory().to(device, non_blocking=True)
+    found, at = {}, 0
+    for name, array in arrays.items():
+        found[name] = flat[at : at + array.size].view(array.shape)
+        at += array.size
+    sizes = np.diff(arrays["starts"])
+    return StepBatch(
+        found["ids"], found["positions"], found["slots"], found["starts"], found["context"], found["table"],
+        found["logit_rows"], found.get("adapter"), int((np.cumsum(sizes > 1) == 0).sum()),
+        int(sizes.max(initial=0)), int(arrays["context"].max(initial=0)),
+    )  # fmt: skip

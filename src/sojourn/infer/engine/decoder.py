@@ -1,0 +1,225 @@
+"""A decoder-only transformer as the engine computes it, read from a transformers model.
+
+Families differ in few things, all of them data here: biases, norms of queries and keys, norms after attention and MLP,
+RoPE's tables and how much of a head it rotates, sliding windows, the activation, scales. q, k and v are one matrix, and so
+are gate and up. What the description cannot say is refused (`engine_unsupported_reason`): other code generates then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sojourn.model.layers import decoder_layers
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3", "gemma3_text", "glm4")
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # the frequencies depend on the length of the text
+_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """`window`: tokens that a token sees, itself included; None: all before it. `rotary_dim`: of each head's beginning,
+    0 for none. `cos_PR`, `sin_PR`: by position, for half of `rotary_dim`. `q_norm_D`, `k_norm_D`: RMSNorm of each head."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None
+    rotary_dim: int
+    cos_PR: Tensor | None
+    sin_PR: Tensor | None
+    q_norm_D: Tensor | None
+    k_norm_D: Tensor | None
+    eps: float
+
+
+@dataclass
+class Layer:
+    """Matrices are packed by the backend: see ops_torch.py. `post_*`: norms of what is added to the residual stream."""
+
+    attention: AttentionSpec
+    input_norm_D: Tensor
+    qkv: Any
+    qkv_bias: Tensor | None
+    o: Any
+    o_bias: Tensor | None
+    post_attention_norm_D: Tensor | None
+    mlp_norm_D: Tensor
+    gate_up: Any
+    down: Any
+    post_mlp_norm_D: Tensor | None
+
+
+@dataclass
+class Decoder:
+    embedding_VD: Tensor
+    embedding_scale: float
+    layers: list[Layer]
+    norm_D: Tensor
+    lm_head: Any
+    eps: float
+    activation: str
+    mlp_size: int
+    vocab_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        specs = [layer.attention for layer in self.layers]
+        return sum(2 * spec.kv_heads * spec.head_dim for spec in specs) * self.dtype.itemsize
+
+
+def engine_unsupported_reason(model: Any) -> str | None:
+    """None where the engine computes this model."""
+    config = model.config.get_text_config()
+    if config.model_type not in FAMILIES:
+        return f"its architecture is {config.model_type}; the engine computes {', '.join(FAMILIES)}"
+    if _rope_types(config) & set(_LENGTH_DEPENDENT_ROPE):
+        return f"its RoPE depends on the length of the text ({', '.join(sorted(_rope_types(config)))})"
+    if getattr(config, "attn_logit_softcapping", None) or getattr(config, "final_logit_softcapping", None):
+        return "it caps logits"
+    if _activation(config) is None:
+        return f"its activation is {getattr(config, 'hidden_act', None)}"
+    if getattr(config, "mlp_bias", False):
+        return "its MLP has biases"
+    quantized = next((type(m).__name__ for m in decoder_layers(model)[0].modules() if hasattr(m, "quant_state")), None)
+    return None if quantized is None else "its weights are quantized"
+
+
+def _activation(config: Any) -> str | None:
+    return _ACTIVATIONS.get(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None) or "")
+
+
+def _rope_types(config: Any) -> set[str]:
+    rope = getattr(config, "rope_parameters", None) or {}
+    return {one["rope_type"] for one in (rope, *rope.values()) if isinstance(one, dict) and "rope_type" in one}
+
+
+def read_decoder(model: Any, pack: Callable[[Tensor], Any], context: int) -> Decoder:
+    """`pack` makes a matrix what the backend's `linear` takes. Weights leave the transformers model as they are packed, so
+    that memory never holds them twice: the model cannot be used afterwards. `context`: positions of RoPE's tables."""
+    config = model.config.get_text_config()
+    base = model.base_model
+    base = getattr(base, "language_model", base)
+    embedding = model.get_input_embeddings()
+    dtype, device = embedding.weight.dtype, embedding.weight.device
+    tables = _RopeTables(base.rotary_emb, context, device)
+    gemma = config.model_type.startswith("gemma")
+    layers = [_read_layer(module, config, tables, pack, gemma) for module in decoder_layers(model)]
+    head = model.get_output_embeddings()
+    return Decoder(
+        embedding_VD=embedding.weight.detach(),
+        embedding_scale=float(torch.tensor(config.hidden_size**0.5, dtype=dtype)) if gemma else 1.0,
+        layers=layers,
+        norm_D=_norm_weight(base.norm, gemma),
+        lm_head=pack(head.weight.detach()),
+        eps=_eps(base.norm),
+        activation=_activation(config) or "",
+        mlp_size=config.intermediate_size,
+        vocab_size=head.weight.shape[0],
+        dtype=dtype,
+        device=device,
+    )
+
+
+def _read_layer(module: Any, config: Any, tables: _RopeTables, pack: Callable[[Tensor], Any], gemma: bool) -> Layer:
+    attention, mlp = module.self_attn, module.mlp
+    spec = _attention_spec(attention, config, tables, gemma)
+    qkv, bias = _joined(attention, ("qkv_proj",), ("q_proj", "k_proj", "v_proj"))
+    if config.model_type == "glm4":  # RoPE rotates neighbours there: q and k rows in another order make them halves
+        order = _halves_from_neighbours(spec, qkv.device)
+        qkv, bias = qkv[order], None if bias is None else bias[order]
+    gate_up, _ = _joined(mlp, ("gate_up_proj",), ("gate_proj", "up_proj"))
+    post_attention = {"gemma3_text": "post_attention_layernorm", "glm4": "post_self_attn_layernorm"}
+    post_mlp = {"gemma3_text": "post_feedforward_layernorm", "glm4": "post_mlp_layernorm"}
+    mlp_norm = "pre_feedforward_layernorm" if gemma else "post_attention_layernorm"
+
+    def norm(name: str | None) -> Any:
+        return None if name is None else _norm_weight(getattr(module, name), gemma)
+
+    layer = Layer(
+        attention=spec,
+        input_norm_D=norm("input_layernorm"),
+        qkv=pack(qkv),
+        qkv_bias=bias,
+        o=pack(attention.o_proj.weight.detach()),
+        o_bias=None if attention.o_proj.bias is None else attention.o_proj.bias.detach().clone(),
+        post_attention_norm_D=norm(post_attention.get(config.model_type)),
+        mlp_norm_D=norm(mlp_norm),
+        gate_up=pack(gate_up),
+        down=pack(mlp.down_proj.weight.detach()),
+        post_mlp_norm_D=norm(post_mlp.get(config.model_type)),
+    )
+    for parameter in (*attention.parameters(), *mlp.parameters()):
+        parameter.data = parameter.data.new_empty(0)
+    return layer
+
+
+def _attention_spec(attention: Any, config: Any, tables: _RopeTables, gemma: bool) -> AttentionSpec:
+    heads, head_dim = config.num_attention_heads, attention.head_dim
+    window = getattr(attention, "sliding_window", None)
+    if config.model_type in ("mistral", "phi3"):
+        window = getattr(config, "sliding_window", None)
+    cos, sin = tables.of(getattr(attention, "layer_type", None))
+    rotates = bool(getattr(attention, "use_rope", True))
+    norms = [_norm_weight(n, gemma) if (n := getattr(attention, name, None)) else None for name in ("q_norm", "k_norm")]
+    return AttentionSpec(
+        heads, config.num_key_value_heads, head_dim, float(attention.scaling), window,
+        2 * cos.shape[1] if rotates else 0, cos if rotates else None, sin if rotates else None, *norms,
+        eps=_eps(attention.q_norm) if norms[0] is not None else 0.0,
+    )  # fmt: skip
+
+
+class _RopeTables:
+    """cos and sin by position, from transformers' own module: RoPE's scalings are its business."""
+
+    def __init__(self, rotary: nn.Module, context: int, device: torch.device) -> None:
+        self._rotary, self._positions = rotary, torch.arange(context, device=device)[None]
+        self._tables: dict[str | None, tuple[Tensor, Tensor]] = {}
+
+    def of(self, layer_type: str | None) -> tuple[Tensor, Tensor]:
+        key = layer_type if getattr(self._rotary, "layer_types", None) else None
+        if key not in self._tables:
+            fp32 = torch.empty(0, dtype=torch.float32, device=self._positions.device)
+            args = (fp32, self._positions) if key is None else (fp32, self._positions, key)
+            cos, sin = self._rotary(*args)
+            half = cos.shape[-1] // 2
+            self._tables[key] = (cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous())
+        return self._tables[key]
+
+
+def _joined(module: Any, fused: tuple[str, ...], parts: tuple[str, ...]) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of one matrix that computes all parts."""
+    names = fused if hasattr(module, fused[0]) else parts
+    layers = [getattr(module, name) for name in names]
+    weight = torch.cat([layer.weight.detach() for layer in layers])
+    biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+    return weight, torch.cat(biases) if biases else None
+
+
+def _halves_from_neighbours(spec: AttentionSpec, device: torch.device) -> Tensor:
+    """Rows of q, k and v such that the even ones of a head's rotated part come first."""
+    part = torch.arange(spec.rotary_dim)
+    head = torch.cat([part[0::2], part[1::2], torch.arange(spec.rotary_dim, spec.head_dim)])
+    count = spec.heads + spec.kv_heads
+    rotated = (torch.arange(count)[:, None] * spec.head_dim + head).flatten()
+    rest = torch.arange(count * spec.head_dim, (count + spec.kv_heads) * spec.head_dim)
+    return torch.cat([rotated, rest]).to(device)
+
+
+def _norm_weight(norm: Any, gemma: bool) -> Tensor:
+    """Gemma's norms multiply by 1 + weight."""
+    weight = norm.weight.detach()
+    return (1.0 + weight.float()) if gemma else weight
+
+
+def _eps(norm: Any) -> float:
+    return float(getattr(norm, "variance_epsilon", None) or norm.eps)
+

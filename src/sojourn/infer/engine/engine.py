@@ -1,0 +1,189 @@
+"""The engine: requests in, tokens out, one step at a time.
+
+On CUDA a step is launched before the tokens of the one before are read: while the GPU computes, Python reads, and prepares
+what comes next. A request that turns out to be finished has then computed one token too many, which nobody sees. Where
+the next step depends on the last token's value (penalties, grammars, drafts), it waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sojourn.infer.engine.adapters import Adapters
+from sojourn.infer.engine.batch import build_arrays, order_parts, to_device
+from sojourn.infer.engine.block_pool import BLOCK, BlockPool
+from sojourn.infer.engine.decoder import Decoder
+from sojourn.infer.engine.forward import Forward
+from sojourn.infer.engine.ops_torch import Ops
+from sojourn.infer.engine.request import Request, Token
+from sojourn.infer.engine.sample import Sampled, StepSampler
+from sojourn.infer.engine.scheduler import Part, Scheduler
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """`max_rows`: requests at a time. `max_tokens`: that a step computes. `context`: of a request. `blocks`: of the KV
+    cache. `draft_tokens`: guessed ones a step."""
+
+    max_rows: int
+    max_tokens: int
+    context: int
+    blocks: int
+    draft_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Output:
+    """New tokens of a request; its `finish_reason` is set with the last ones."""
+
+    request: Request
+    tokens: tuple[Token, ...]
+
+
+@dataclass
+class _Launched:
+    parts: list[Part]
+    sampled: Sampled
+
+
+class Engine:
+    """Used by one thread."""
+
+    def __init__(self, decoder: Decoder, ops: Ops, options: EngineOptions) -> None:
+        self.decoder, self.options = decoder, options
+        self.adapters = Adapters()
+        self.scheduler = Scheduler(
+            BlockPool(options.blocks), options.max_rows, options.max_tokens, options.draft_tokens
+        )
+        self.generated = 0  # tokens
+        self._runs_ahead = decoder.device.type == "cuda" and not options.draft_tokens
+        self._forward = make_forward(decoder, ops, options, self.adapters)
+        self._sampler = StepSampler(decoder.vocab_size, decoder.device)
+        self._last_tokens = torch.zeros(options.max_rows, dtype=torch.int32, device=decoder.device)
+        self._launched: _Launched | None = None
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.scheduler.waiting or self.scheduler.running or self._launched)
+
+    def add(self, request: Request) -> None:
+        """It must fit the context and the KV cache, and have a prompt."""
+        self.scheduler.add(request)
+
+    def cancel(self, request: Request) -> None:
+        request.finish_reason = request.finish_reason or "cancelled"
+        self.scheduler.remove(request)
+
+    def load_adapter(self, name: str, folder: Path) -> None:
+        self.adapters.load(name, folder, self.decoder)
+
+    def unload_adapter(self, name: str) -> None:
+        """No request may use it."""
+        self.adapters.unload(name, self.decoder)
+
+    @torch.inference_mode()
+    def step(self) -> list[Output]:
+        """What became known: of this step on a CPU, of the one before on CUDA."""
+        outputs: list[Output] = []
+        waits = any(one.needs_last_token for one in self.scheduler.running)
+        if self._launched is not None and (waits or not self._runs_ahead):
+            outputs += self._read()
+        parts = order_parts(self.scheduler.schedule())
+        launched = self._launch(parts) if parts else None
+        if self._launched is not None:
+            outputs += self._read()
+        self._launched = launched
+        if not self._runs_ahead and launched is not None:
+            outputs += self._read()
+        return outputs
+
+    def _launch(self, parts: list[Part]) -> _Launched:
+        logits_LV = self._forward(parts, self._last_tokens)
+        sampled = self._sampler(logits_LV, parts, self._last_tokens)
+        for part in parts:
+            if part.samples:
+                part.request.unread += 1
+        return _Launched(parts, sampled)
+
+    def _read(self) -> list[Output]:
+        assert self._launched is not None  # noqa: S101
+        launched, self._launched = self._launched, None
+        tokens = launched.sampled.read()
+        outputs, at = [], 0
+        for part in launched.parts:
+            request, count = part.request, launched.sampled.counts[id(part)]
+            own, at = tokens[at : at + count], at + count
+            if part.samples:
+                request.unread -= 1
+            if request.finish_reason is not None:
+                continue
+            found = self._accept(part, own)
+            if found or request.finish_reason is not None:
+                outputs.append(Output(request, tuple(found)))
+            if request.finish_reason is not None:
+                self.scheduler.remove(request)
+        return outputs
+
+    def _accept(self, part: Part, tokens: Sequence[Token]) -> list[Token]:
+        """Adds sampled tokens to their request: the next one, and those after it whose draft was right."""
+        request, found = part.request, []
+        if not part.samples:
+            return []
+        for at, token in enumerate(tokens):
+            if token.id < 0:
+                request.finish_reason = "error"  # the logits were not finite
+                return found
+            request.tokens.append(token.id)
+            found.append(token)
+            if request.mask is not None:
+                request.mask.accept(token.id)
+            if token.id in request.stop_ids:
+                request.finish_reason = "stop"
+            elif len(request.tokens) >= request.most:
+                request.finish_reason = "length"
+            if request.finish_reason is not None or at >= len(part.draft) or part.draft[at] != token.id:
+                break
+            if request in self.scheduler.running:
+                request.scheduled += 1
+        self.generated += len(found)
+        if request in self.scheduler.running:
+            self.scheduler.commit(request)
+        return found
+
+
+def make_forward(decoder: Decoder, ops: Ops, options: EngineOptions, adapters: Adapters) -> Any:
+    """How a step is computed: one operation after another, or by CUDA graphs."""
+    forward = Forward(decoder, ops, options.blocks, adapters)
+    if decoder.device.type == "cuda":
+        from sojourn.infer.engine.cuda.graphs import GraphedForward
+
+        return GraphedForward(forward, options, adapters)
+    return PlainForward(forward, adapters)
+
+
+class PlainForward:
+    def __init__(self, forward: Forward, adapters: Adapters) -> None:
+        self._forward, self._adapters = forward, adapters
+
+    def __call__(self, parts: list[Part], last_tokens: Tensor) -> Tensor:
+        batch = to_device(build_arrays(parts, self._adapters.indices), self._forward.decoder.device)
+        if any(part.request.unread for part in parts):
+            batch.ids_T = known_ids(batch.ids_T, last_tokens)
+        return self._forward(batch)
+
+
+def known_ids(ids_T: Tensor, last_tokens: Tensor) -> Tensor:
+    """Token ids, where those below 0 name a row of `last_tokens`."""
+    return torch.where(ids_T < 0, last_tokens[(-1 - ids_T).clamp(min=0)], ids_T)
+
+
+def blocks_for(decoder: Decoder, memory: int, max_rows: int, context: int) -> int:
+    """As many blocks as fit into `memory` bytes, and no more than all rows can use; one more for padding."""
+    most = max_rows * -(-context // BLOCK)
+    return 1 + max(1, min(most, memory // (decoder.kv_bytes_per_token * BLOCK)))
