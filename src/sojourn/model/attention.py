@@ -157,17 +157,33 @@ def varlen(query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, layout: Lay
     window = layout.effective_window(params.window)
     if layout.one_document_per_row and window is None:  # SDPA has faster kernels for that
         return sdpa(query_BTHD, key_BTKD, value_BTKD, layout, params)
+    q, k, v = (x.flatten(0, 1) for x in (query_BTHD, key_BTKD, value_BTKD))
+    starts, longest = layout.cu_seqlens, layout.max_seqlen
+    return varlen_attention(q, k, v, starts, starts, longest, longest, params.scale, window).view_as(query_BTHD)
+
+
+def varlen_attention(
+    query_THD: Tensor,
+    key_CKD: Tensor,
+    value_CKD: Tensor,
+    query_starts: Tensor,
+    key_starts: Tensor,
+    max_query: int,
+    max_key: int,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """Sequences end to end (cu_seqlens of each side); the last query of a sequence sees its last key."""
     from torch.nn.attention.varlen import varlen_attn
 
-    qkv = (query_BTHD, key_BTKD, value_BTKD)
-    gqa = key_BTKD.shape[2] != query_BTHD.shape[2] and "enable_gqa" in _VARLEN_PARAMETERS
-    q, k, v = (x.flatten(0, 1) for x in (qkv if gqa else _repeat_kv(*qkv)))
-    cu_seqlens, max_seqlen = layout.cu_seqlens, layout.max_seqlen
-    out = varlen_attn(
-        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=params.scale,
+    heads, kv_heads = query_THD.shape[1], key_CKD.shape[1]
+    gqa = heads != kv_heads and "enable_gqa" in _VARLEN_PARAMETERS
+    if heads != kv_heads and not gqa:
+        key_CKD, value_CKD = (x.repeat_interleave(heads // kv_heads, 1) for x in (key_CKD, value_CKD))
+    return varlen_attn(
+        query_THD, key_CKD, value_CKD, query_starts, key_starts, max_query, max_key, scale=scale,
         window_size=(-1 if window is None else window - 1, 0), **({"enable_gqa": True} if gqa else {}),
     )  # fmt: skip
-    return out.view_as(query_BTHD)
 
 
 def _varlen_parameters() -> frozenset[str]:

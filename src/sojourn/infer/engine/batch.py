@@ -17,6 +17,15 @@ from sojourn.infer.engine.scheduler import Part
 
 
 @dataclass
+class Prompts:
+    """Of sequences with several tokens: where each one's tokens begin (cu_seqlens), and all keys and values they see."""
+
+    query_starts: Tensor
+    kv_starts: Tensor
+    kv_slots_C: Tensor
+
+
+@dataclass
 class StepBatch:
     """`ids_T` below 0: see `Request.token_at`. `slots_T`: where each token's keys and values go. `starts_S1`: the first
     token of each sequence, and the end (cu_seqlens). `context_S`: tokens of a sequence up to its last one here.
@@ -31,6 +40,7 @@ class StepBatch:
     block_table_SB: Tensor
     logit_rows_L: Tensor
     adapter_T: Tensor | None
+    prompts: Prompts | None
     decodes: int
     max_query: int
     max_context: int
@@ -65,10 +75,22 @@ def build_arrays(parts: Sequence[Part], adapters: dict[str, int], padded: int = 
         "table": table,
         "logit_rows": np.concatenate([_logit_rows(part, starts[at]) for at, part in enumerate(parts)] or [[]]),
     }
+    decodes = sum(part.size == 1 for part in parts)
+    if decodes < count:
+        context = arrays["context"][decodes:count]
+        arrays["query_starts"] = starts[decodes : count + 1] - starts[decodes]
+        arrays["kv_starts"] = np.concatenate([[0], np.cumsum(context)])
+        slots = [_slots(table[decodes + at], length) for at, length in enumerate(context)]
+        arrays["kv_slots"] = np.concatenate(slots)
     if any(part.request.adapter for part in parts):
         of_part = [adapters[part.request.adapter] if part.request.adapter else 0 for part in parts] + [0] * extra
         arrays["adapter"] = np.array(of_part)[sequence]
     return arrays
+
+
+def _slots(table: np.ndarray, length: int) -> np.ndarray:
+    positions = np.arange(length)
+    return table[positions // BLOCK] * BLOCK + positions % BLOCK
 
 
 def _logit_rows(part: Part, start: int) -> np.ndarray:
@@ -90,8 +112,9 @@ def to_device(arrays: dict[str, np.ndarray], device: torch.device) -> StepBatch:
         found[name] = flat[at : at + array.size].view(array.shape)
         at += array.size
     sizes = np.diff(arrays["starts"])
+    prompts = Prompts(found["query_starts"], found["kv_starts"], found["kv_slots"]) if "kv_slots" in found else None
     return StepBatch(
         found["ids"], found["positions"], found["slots"], found["starts"], found["context"], found["table"],
-        found["logit_rows"], found.get("adapter"), int((np.cumsum(sizes > 1) == 0).sum()),
-        int(sizes.max(initial=0)), int(arrays["context"].max(initial=0)),
+        found["logit_rows"], found.get("adapter"), prompts, int((sizes == 1).sum()), int(sizes.max(initial=0)),
+        int(arrays["context"].max(initial=0)),
     )  # fmt: skip

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from sojourn.infer.engine.adapters import Adapters
-from sojourn.infer.engine.batch import build_arrays, order_parts, to_device
+from sojourn.infer.engine.batch import order_parts
 from sojourn.infer.engine.block_pool import BLOCK, BlockPool
 from sojourn.infer.engine.decoder import Decoder
 from sojourn.infer.engine.forward import Forward
 from sojourn.infer.engine.ops_torch import Ops
+from sojourn.infer.engine.plain import PlainForward
 from sojourn.infer.engine.request import Request, Token
 from sojourn.infer.engine.sample import Sampled, StepSampler
 from sojourn.infer.engine.scheduler import Part, Scheduler
@@ -86,6 +86,10 @@ class Engine:
     def unload_adapter(self, name: str) -> None:
         """No request may use it."""
         self.adapters.unload(name, self.decoder)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        self._forward.warm_up(self._last_tokens)
 
     @torch.inference_mode()
     def step(self) -> list[Output]:
@@ -163,24 +167,8 @@ def make_forward(decoder: Decoder, ops: Ops, options: EngineOptions, adapters: A
     if decoder.device.type == "cuda":
         from sojourn.infer.engine.cuda.graphs import GraphedForward
 
-        return GraphedForward(forward, options, adapters)
+        return GraphedForward(forward, options.max_rows, options.context, adapters)
     return PlainForward(forward, adapters)
-
-
-class PlainForward:
-    def __init__(self, forward: Forward, adapters: Adapters) -> None:
-        self._forward, self._adapters = forward, adapters
-
-    def __call__(self, parts: list[Part], last_tokens: Tensor) -> Tensor:
-        batch = to_device(build_arrays(parts, self._adapters.indices), self._forward.decoder.device)
-        if any(part.request.unread for part in parts):
-            batch.ids_T = known_ids(batch.ids_T, last_tokens)
-        return self._forward(batch)
-
-
-def known_ids(ids_T: Tensor, last_tokens: Tensor) -> Tensor:
-    """Token ids, where those below 0 name a row of `last_tokens`."""
-    return torch.where(ids_T < 0, last_tokens[(-1 - ids_T).clamp(min=0)], ids_T)
 
 
 def blocks_for(decoder: Decoder, memory: int, max_rows: int, context: int) -> int:

@@ -1,0 +1,1 @@
+"""The engine on CUDA: Triton kernels, and CUDA graphs of decoding steps."""

@@ -1,0 +1,117 @@
+"""The operations of a step on CUDA: one token by matrix-vector kernels with norms and sums fused into them, more by cuBLAS;
+attention of single tokens over block tables, of prompts by torch's variable-length flash attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sojourn.infer.engine.batch import StepBatch
+from sojourn.infer.engine.block_pool import BLOCK
+from sojourn.infer.engine.cuda import kernels
+from sojourn.infer.engine.decoder import AttentionSpec
+from sojourn.model.attention import varlen_attention
+
+_MOST_SKINNY = 64  # tokens
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """Weights in FP8 or int8, with a scale for each output."""
+
+    weight_OI: Tensor
+    scale_O: Tensor
+
+
+def quantize(weight_OI: Tensor, kind: str) -> Quantized:
+    most = weight_OI.float().abs().amax(1).clamp(min=1e-12)
+    if kind == "fp8":
+        scale = most / torch.finfo(torch.float8_e4m3fn).max
+        return Quantized((weight_OI.float() / scale[:, None]).to(torch.float8_e4m3fn), scale)
+    scale = most / 127
+    return Quantized((weight_OI.float() / scale[:, None]).round().to(torch.int8), scale)
+
+
+class CudaOps:
+    """`quantization`: of the matrices: None, fp8 or int8."""
+
+    def __init__(self, quantization: str | None = None) -> None:
+        self._quantization = quantization
+
+    def pack(self, weight_OI: Tensor) -> Any:
+        return weight_OI if self._quantization is None else quantize(weight_OI, self._quantization)
+
+    def linear(self, x_TI: Tensor, packed: Any, bias_O: Tensor | None = None) -> Tensor:
+        if isinstance(packed, Quantized):
+            return self._quantized(x_TI, packed, bias_O, None)
+        return kernels.matvec(x_TI, packed, bias_O=bias_O) if len(x_TI) == 1 else F.linear(x_TI, packed, bias_O)
+
+    def linear_add_(self, sum_TO: Tensor, x_TI: Tensor, packed: Any, bias_O: Tensor | None = None) -> None:
+        if isinstance(packed, Quantized):
+            self._quantized(x_TI, packed, bias_O, sum_TO)
+        elif len(x_TI) == 1:
+            kernels.matvec(x_TI, packed, bias_O=bias_O, add_to=sum_TO)
+        else:
+            sum_TO.addmm_(x_TI, packed.T)
+            if bias_O is not None:
+                sum_TO += bias_O
+
+    def _quantized(self, x_TI: Tensor, packed: Quantized, bias_O: Tensor | None, add_to: Tensor | None) -> Tensor:
+        if len(x_TI) == 1:
+            return kernels.matvec(x_TI, packed.weight_OI, packed.scale_O, bias_O, add_to=add_to)
+        if len(x_TI) <= _MOST_SKINNY:
+            return kernels.skinny_linear(x_TI, packed.weight_OI, packed.scale_O, bias_O, add_to)
+        weight = (packed.weight_OI.to(x_TI.dtype) * packed.scale_O[:, None].to(x_TI.dtype))
+        y_TO = F.linear(x_TI, weight, bias_O)
+        return y_TO if add_to is None else add_to.add_(y_TO)
+
+    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        return kernels.rms_norm(x_TD, weight_D, eps)
+
+    def norm_linear(
+        self, x_TD: Tensor, weight_D: Tensor, eps: float, packed: Any, bias_O: Tensor | None = None
+    ) -> Tensor:
+        if len(x_TD) > 1:
+            return self.linear(self.rms_norm(x_TD, weight_D, eps), packed, bias_O)
+        weight_OI, scale_O = _parts(packed)
+        return kernels.matvec(x_TD, weight_OI, scale_O, bias_O, weight_D, eps)
+
+    def gated_act(self, gate_up_TF: Tensor, activation: str) -> Tensor:
+        return kernels.gated_act(gate_up_TF, activation)
+
+    def norm_gated(self, x_TD: Tensor, weight_D: Tensor, eps: float, packed: Any, activation: str) -> Tensor:
+        if len(x_TD) > 1:
+            return self.gated_act(self.norm_linear(x_TD, weight_D, eps, packed), activation)
+        weight_OI, scale_O = _parts(packed)
+        return kernels.matvec(x_TD, weight_OI, scale_O, norm_I=weight_D, eps=eps, activation=activation)
+
+    def new_cache(self, blocks: int, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.zeros(2, blocks * BLOCK, spec.kv_heads, spec.head_dim, dtype=dtype, device=device)
+
+    def rope_store(self, qkv_TE: Tensor, cache: Tensor, batch: StepBatch, spec: AttentionSpec) -> Tensor:
+        return kernels.rope_store(qkv_TE, cache, batch, spec)
+
+    def attention(self, query_THD: Tensor, cache: Tensor, batch: StepBatch, spec: AttentionSpec) -> Tensor:
+        count = batch.decodes
+        parts = []
+        if count:
+            single = (batch.block_table_SB[:count], batch.context_S[:count])
+            parts.append(kernels.decode_attention(query_THD[:count], cache, *single, spec))
+        if batch.prompts is not None:
+            prompts = batch.prompts
+            key, value = cache[:, prompts.kv_slots_C]
+            parts.append(
+                varlen_attention(
+                    query_THD[count:], key, value, prompts.query_starts, prompts.kv_starts, batch.max_query,
+                    batch.max_context, spec.scale, spec.window,
+                )  # fmt: skip
+            )
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
+
+
+def _parts(packed: Any) -> tuple[Tensor, Tensor | None]:
+    return (packed.weight_OI, packed.scale_O) if isinstance(packed, Quantized) else (packed, None)
