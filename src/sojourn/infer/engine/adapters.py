@@ -1,7 +1,7 @@
 """LoRA adapters over one base, several in one batch.
 
 All adapters of a matrix are one: their A matrices below each other, their B matrices side by side. A token's values
-between the two are zero but for its own adapter. So a batch costs two more matmuls a matrix, whichever adapters are in it.
+between the two are zero but for its own adapter. So a batch costs two more matmuls a matrix, whatever adapters it has.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ from sojourn.infer.adapter_weights import AdapterWeights, open_adapter
 from sojourn.infer.engine.decoder import Decoder
 
 _NAME = re.compile(r".*\blayers\.(\d+)\.(?:self_attn|mlp)\.(\w+)\.weight")
-_PARTS = {"qkv": ("q_proj", "k_proj", "v_proj"), "gate_up": ("gate_proj", "up_proj"), "o": ("o_proj",), "down": ("down_proj",)}
+_PARTS = {
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "gate_up": ("gate_proj", "up_proj"),
+    "o": ("o_proj",),
+    "down": ("down_proj",),
+}
 _FUSED = {"qkv_proj": "qkv", "gate_up_proj": "gate_up"}
 
 
@@ -78,7 +83,9 @@ def _matrices(adapter: AdapterWeights, decoder: Decoder) -> Iterator[tuple[tuple
         part = match[2] if match else ""
         matrix = _FUSED.get(part) or next((key for key, parts in _PARTS.items() if part in parts), None)
         if match is None or matrix is None or int(match[1]) >= len(decoder.layers):
-            raise UserError(f"{adapter.path}: it changes {name}, which the engine cannot; merge it: sojourn export --to hf")
+            raise UserError(
+                f"{adapter.path}: it changes {name}, which the engine cannot; merge it: sojourn export --to hf"
+            )
         a, b, scaling = adapter.lora(name)
         found.setdefault((int(match[1]), matrix), []).append((part, a, b * scaling))
     for (layer, matrix), parts in found.items():

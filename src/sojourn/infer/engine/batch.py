@@ -18,7 +18,7 @@ from sojourn.infer.engine.scheduler import Part
 
 @dataclass
 class Prompts:
-    """Of sequences with several tokens: where each one's tokens begin (cu_seqlens), and all keys and values they see."""
+    """Of sequences with several tokens: where each one's tokens begin (cu_seqlens); keys and values that they see."""
 
     query_starts: Tensor
     kv_starts: Tensor
@@ -73,7 +73,7 @@ def build_arrays(parts: Sequence[Part], adapters: dict[str, int], padded: int = 
         "starts": starts,
         "context": begins + sizes,
         "table": table,
-        "logit_rows": np.concatenate([_logit_rows(part, starts[at]) for at, part in enumerate(parts)] or [[]]),
+        "logit_rows": np.concatenate([_logit_rows(part, starts[at]) for at, part in enumerate(parts)]),
     }
     decodes = sum(part.size == 1 for part in parts)
     if decodes < count:
@@ -95,11 +95,14 @@ def _slots(table: np.ndarray, length: int) -> np.ndarray:
 
 def _logit_rows(part: Part, start: int) -> np.ndarray:
     """The last token known and its draft; all tokens where the prompt's log probabilities are wanted."""
-    if part.request.prompt_logprobs is not None and part.start < len(part.request.prompt):
-        first = 0
-    else:
-        first = part.end - part.start - 1 if part.samples else part.size
-    return np.arange(start + first, start + part.size)
+    first = part.end - part.start - 1 if part.samples else part.size
+    return np.arange(start + (0 if scores_prompt(part) else first), start + part.size)
+
+
+def scores_prompt(part: Part) -> bool:
+    """Whether log probabilities of the prompt's tokens are wanted, and not known yet."""
+    request = part.request
+    return request.prompt_logprobs is not None and part.start + 1 > len(request.prompt_scores) and not request.tokens
 
 
 def to_device(arrays: dict[str, np.ndarray], device: torch.device) -> StepBatch:

@@ -1,8 +1,8 @@
 """A decoder-only transformer as the engine computes it, read from a transformers model.
 
 Families differ in few things, all of them data here: biases, norms of queries and keys, norms after attention and MLP,
-RoPE's tables and how much of a head it rotates, sliding windows, the activation, scales. q, k and v are one matrix, and so
-are gate and up. What the description cannot say is refused (`engine_unsupported_reason`): other code generates then.
+RoPE's tables and how much of a head it rotates, sliding windows, the activation, scales. q, k and v are one matrix, and
+so are gate and up. What the description cannot say is refused (`engine_unsupported_reason`): other code generates then.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 @dataclass(frozen=True)
 class AttentionSpec:
     """`window`: tokens that a token sees, itself included; None: all before it. `rotary_dim`: of each head's beginning,
-    0 for none. `cos_PR`, `sin_PR`: by position, for half of `rotary_dim`. `q_norm_D`, `k_norm_D`: RMSNorm of each head."""
+    0 for none. `cos_PR`, `sin_PR`: by position, for half of `rotary_dim`. `q_norm_D`, `k_norm_D`: of each head."""
 
     heads: int
     kv_heads: int
@@ -73,7 +73,7 @@ class Decoder:
     @property
     def kv_bytes_per_token(self) -> int:
         specs = [layer.attention for layer in self.layers]
-        return sum(2 * spec.kv_heads * spec.head_dim for spec in specs) * self.dtype.itemsize
+        return sum(2 * spec.kv_heads * spec.head_dim for spec in specs) * int(self.dtype.itemsize)
 
 
 def engine_unsupported_reason(model: Any) -> str | None:
@@ -102,23 +102,25 @@ def _rope_types(config: Any) -> set[str]:
     return {one["rope_type"] for one in (rope, *rope.values()) if isinstance(one, dict) and "rope_type" in one}
 
 
-def read_decoder(model: Any, pack: Callable[[Tensor], Any], context: int) -> Decoder:
-    """`pack` makes a matrix what the backend's `linear` takes. Weights leave the transformers model as they are packed, so
-    that memory never holds them twice: the model cannot be used afterwards. `context`: positions of RoPE's tables."""
+def read_decoder(model: Any, pack: Callable[[Tensor], Any], context: int, dtype: torch.dtype | None = None) -> Decoder:
+    """`pack` makes a matrix what the backend's `linear` takes. Weights leave the transformers model as they are packed,
+    so that memory never holds them twice: the model cannot be used afterwards. `context`: positions of RoPE's tables.
+    `dtype`: of activations; None: the model's."""
     config = model.config.get_text_config()
     base = model.base_model
     base = getattr(base, "language_model", base)
     embedding = model.get_input_embeddings()
-    dtype, device = embedding.weight.dtype, embedding.weight.device
+    dtype, device = dtype or embedding.weight.dtype, embedding.weight.device
     tables = _RopeTables(base.rotary_emb, context, device)
     gemma = config.model_type.startswith("gemma")
-    layers = [_read_layer(module, config, tables, pack, gemma) for module in decoder_layers(model)]
+    read = _LayerReader(config, tables, pack, dtype)
+    layers = [read(module) for module in decoder_layers(model)]
     head = model.get_output_embeddings()
     return Decoder(
-        embedding_VD=embedding.weight.detach(),
+        embedding_VD=embedding.weight.detach().to(dtype),
         embedding_scale=float(torch.tensor(config.hidden_size**0.5, dtype=dtype)) if gemma else 1.0,
         layers=layers,
-        norm_D=_norm_weight(base.norm, gemma),
+        norm_D=read.norm_weight(base.norm),
         lm_head=pack(head.weight.detach()),
         eps=_eps(base.norm),
         activation=_activation(config) or "",
@@ -129,52 +131,66 @@ def read_decoder(model: Any, pack: Callable[[Tensor], Any], context: int) -> Dec
     )
 
 
-def _read_layer(module: Any, config: Any, tables: _RopeTables, pack: Callable[[Tensor], Any], gemma: bool) -> Layer:
-    attention, mlp = module.self_attn, module.mlp
-    spec = _attention_spec(attention, config, tables, gemma)
-    qkv, bias = _joined(attention, ("qkv_proj",), ("q_proj", "k_proj", "v_proj"))
-    if config.model_type == "glm4":  # RoPE rotates neighbours there: q and k rows in another order make them halves
-        order = _halves_from_neighbours(spec, qkv.device)
-        qkv, bias = qkv[order], None if bias is None else bias[order]
-    gate_up, _ = _joined(mlp, ("gate_up_proj",), ("gate_proj", "up_proj"))
-    post_attention = {"gemma3_text": "post_attention_layernorm", "glm4": "post_self_attn_layernorm"}
-    post_mlp = {"gemma3_text": "post_feedforward_layernorm", "glm4": "post_mlp_layernorm"}
-    mlp_norm = "pre_feedforward_layernorm" if gemma else "post_attention_layernorm"
+class _LayerReader:
+    def __init__(self, config: Any, tables: _RopeTables, pack: Callable[[Tensor], Any], dtype: torch.dtype) -> None:
+        self._config, self._tables, self._pack, self._dtype = config, tables, pack, dtype
+        self._is_gemma = config.model_type.startswith("gemma")
 
-    def norm(name: str | None) -> Any:
-        return None if name is None else _norm_weight(getattr(module, name), gemma)
+    def __call__(self, module: Any) -> Layer:
+        attention, mlp, kind = module.self_attn, module.mlp, self._config.model_type
+        spec = self._attention_spec(attention)
+        qkv, bias = self._joined(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"))
+        if kind == "glm4":  # RoPE rotates neighbours there: q and k rows in another order make them halves
+            order = _halves_from_neighbours(spec, qkv.device)
+            qkv, bias = qkv[order], None if bias is None else bias[order]
+        gate_up, _ = self._joined(mlp, "gate_up_proj", ("gate_proj", "up_proj"))
+        o, o_bias = self._joined(attention, "o_proj", ())
+        post_attention = {"gemma3_text": "post_attention_layernorm", "glm4": "post_self_attn_layernorm"}.get(kind)
+        post_mlp = {"gemma3_text": "post_feedforward_layernorm", "glm4": "post_mlp_layernorm"}.get(kind)
+        mlp_norm = "pre_feedforward_layernorm" if self._is_gemma else "post_attention_layernorm"
+        layer = Layer(
+            attention=spec,
+            input_norm_D=self.norm_weight(module.input_layernorm),
+            qkv=self._pack(qkv),
+            qkv_bias=bias,
+            o=self._pack(o),
+            o_bias=o_bias,
+            post_attention_norm_D=self.norm_weight(getattr(module, post_attention)) if post_attention else None,
+            mlp_norm_D=self.norm_weight(getattr(module, mlp_norm)),
+            gate_up=self._pack(gate_up),
+            down=self._pack(self._joined(mlp, "down_proj", ())[0]),
+            post_mlp_norm_D=self.norm_weight(getattr(module, post_mlp)) if post_mlp else None,
+        )
+        for parameter in (*attention.parameters(), *mlp.parameters()):
+            parameter.data = parameter.data.new_empty(0)
+        return layer
 
-    layer = Layer(
-        attention=spec,
-        input_norm_D=norm("input_layernorm"),
-        qkv=pack(qkv),
-        qkv_bias=bias,
-        o=pack(attention.o_proj.weight.detach()),
-        o_bias=None if attention.o_proj.bias is None else attention.o_proj.bias.detach().clone(),
-        post_attention_norm_D=norm(post_attention.get(config.model_type)),
-        mlp_norm_D=norm(mlp_norm),
-        gate_up=pack(gate_up),
-        down=pack(mlp.down_proj.weight.detach()),
-        post_mlp_norm_D=norm(post_mlp.get(config.model_type)),
-    )
-    for parameter in (*attention.parameters(), *mlp.parameters()):
-        parameter.data = parameter.data.new_empty(0)
-    return layer
+    def norm_weight(self, norm: Any) -> Tensor:
+        """Gemma's norms multiply by 1 + weight."""
+        weight = norm.weight.detach()
+        return (1.0 + weight.float()) if self._is_gemma else weight.to(self._dtype)
 
+    def _joined(self, module: Any, name: str, parts: tuple[str, ...]) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of one matrix: that of `name`, or one that computes all parts."""
+        layers = [getattr(module, one) for one in ((name,) if hasattr(module, name) else parts)]
+        weights = [layer.weight.detach() for layer in layers]
+        biases = [layer.bias.detach().to(self._dtype) for layer in layers if layer.bias is not None]
+        return weights[0] if len(weights) == 1 else torch.cat(weights), torch.cat(biases) if biases else None
 
-def _attention_spec(attention: Any, config: Any, tables: _RopeTables, gemma: bool) -> AttentionSpec:
-    heads, head_dim = config.num_attention_heads, attention.head_dim
-    window = getattr(attention, "sliding_window", None)
-    if config.model_type in ("mistral", "phi3"):
-        window = getattr(config, "sliding_window", None)
-    cos, sin = tables.of(getattr(attention, "layer_type", None))
-    rotates = bool(getattr(attention, "use_rope", True))
-    norms = [_norm_weight(n, gemma) if (n := getattr(attention, name, None)) else None for name in ("q_norm", "k_norm")]
-    return AttentionSpec(
-        heads, config.num_key_value_heads, head_dim, float(attention.scaling), window,
-        2 * cos.shape[1] if rotates else 0, cos if rotates else None, sin if rotates else None, *norms,
-        eps=_eps(attention.q_norm) if norms[0] is not None else 0.0,
-    )  # fmt: skip
+    def _attention_spec(self, attention: Any) -> AttentionSpec:
+        config = self._config
+        window = getattr(attention, "sliding_window", None)
+        if config.model_type in ("mistral", "phi3"):
+            window = getattr(config, "sliding_window", None)
+        cos, sin = self._tables.of(getattr(attention, "layer_type", None))
+        rotates = bool(getattr(attention, "use_rope", True))
+        norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+        q_norm, k_norm = (None if norm is None else self.norm_weight(norm) for norm in norms)
+        return AttentionSpec(
+            config.num_attention_heads, config.num_key_value_heads, attention.head_dim, float(attention.scaling),
+            window, 2 * cos.shape[1] if rotates else 0, cos if rotates else None, sin if rotates else None,
+            q_norm, k_norm, eps=0.0 if norms[0] is None else _eps(norms[0]),
+        )  # fmt: skip
 
 
 class _RopeTables:
@@ -195,15 +211,6 @@ class _RopeTables:
         return self._tables[key]
 
 
-def _joined(module: Any, fused: tuple[str, ...], parts: tuple[str, ...]) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of one matrix that computes all parts."""
-    names = fused if hasattr(module, fused[0]) else parts
-    layers = [getattr(module, name) for name in names]
-    weight = torch.cat([layer.weight.detach() for layer in layers])
-    biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
-    return weight, torch.cat(biases) if biases else None
-
-
 def _halves_from_neighbours(spec: AttentionSpec, device: torch.device) -> Tensor:
     """Rows of q, k and v such that the even ones of a head's rotated part come first."""
     part = torch.arange(spec.rotary_dim)
@@ -214,12 +221,5 @@ def _halves_from_neighbours(spec: AttentionSpec, device: torch.device) -> Tensor
     return torch.cat([rotated, rest]).to(device)
 
 
-def _norm_weight(norm: Any, gemma: bool) -> Tensor:
-    """Gemma's norms multiply by 1 + weight."""
-    weight = norm.weight.detach()
-    return (1.0 + weight.float()) if gemma else weight
-
-
 def _eps(norm: Any) -> float:
     return float(getattr(norm, "variance_epsilon", None) or norm.eps)
-

@@ -1,8 +1,8 @@
 """The engine: requests in, tokens out, one step at a time.
 
-On CUDA a step is launched before the tokens of the one before are read: while the GPU computes, Python reads, and prepares
-what comes next. A request that turns out to be finished has then computed one token too many, which nobody sees. Where
-the next step depends on the last token's value (penalties, grammars, drafts), it waits for it.
+On CUDA a step is launched before the tokens of the one before are read: while the GPU computes, Python reads, and
+prepares what comes next. A request that turns out to be finished has then computed one token too many, which nobody
+sees. Where the next step depends on the last token's value (penalties, grammars, drafts), it waits for it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from sojourn.infer.engine.plain import PlainForward
 from sojourn.infer.engine.request import Request, Token
 from sojourn.infer.engine.sample import Sampled, StepSampler
 from sojourn.infer.engine.scheduler import Part, Scheduler
+from sojourn.infer.sampling import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -89,23 +90,28 @@ class Engine:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
+        """Compiles kernels and captures CUDA graphs: the first request should not wait for that."""
         self._forward.warm_up(self._last_tokens)
+        length = min(self.options.max_tokens, self.options.context - 2, (self.options.blocks - 1) * BLOCK - 2)
+        request = Request("warm-up", [0] * max(1, length), SamplingParams(), 0, 2)
+        self.add(request)
+        while self.has_work:
+            self.step()
+        self.scheduler.pool.forget_all()
+        self.generated = 0
 
     @torch.inference_mode()
     def step(self) -> list[Output]:
         """What became known: of this step on a CPU, of the one before on CUDA."""
         outputs: list[Output] = []
         waits = any(one.needs_last_token for one in self.scheduler.running)
-        if self._launched is not None and (waits or not self._runs_ahead):
+        if waits:
             outputs += self._read()
         parts = order_parts(self.scheduler.schedule())
         launched = self._launch(parts) if parts else None
-        if self._launched is not None:
-            outputs += self._read()
+        outputs += self._read()
         self._launched = launched
-        if not self._runs_ahead and launched is not None:
-            outputs += self._read()
-        return outputs
+        return outputs if self._runs_ahead else outputs + self._read()
 
     def _launch(self, parts: list[Part]) -> _Launched:
         logits_LV = self._forward(parts, self._last_tokens)
@@ -116,49 +122,46 @@ class Engine:
         return _Launched(parts, sampled)
 
     def _read(self) -> list[Output]:
-        assert self._launched is not None  # noqa: S101
         launched, self._launched = self._launched, None
+        if launched is None:
+            return []
         tokens = launched.sampled.read()
         outputs, at = [], 0
         for part in launched.parts:
-            request, count = part.request, launched.sampled.counts[id(part)]
+            request, count = part.request, (1 + len(part.draft)) * part.samples
             own, at = tokens[at : at + count], at + count
             if part.samples:
                 request.unread -= 1
-            if request.finish_reason is not None:
-                continue
-            found = self._accept(part, own)
-            if found or request.finish_reason is not None:
-                outputs.append(Output(request, tuple(found)))
-            if request.finish_reason is not None:
-                self.scheduler.remove(request)
+            if not request.is_finished:  # it was not when the step was launched
+                outputs += self._accept(part, own)
         return outputs
 
-    def _accept(self, part: Part, tokens: Sequence[Token]) -> list[Token]:
+    def _accept(self, part: Part, tokens: Sequence[Token]) -> list[Output]:
         """Adds sampled tokens to their request: the next one, and those after it whose draft was right."""
-        request, found = part.request, []
-        if not part.samples:
-            return []
+        request = part.request
+        found: list[Token] = []
         for at, token in enumerate(tokens):
             if token.id < 0:
-                request.finish_reason = "error"  # the logits were not finite
-                return found
+                request.finish_reason = "error"
+                request.error = "the model's logits are not finite numbers (NaN or infinity)"
+                break
             request.tokens.append(token.id)
             found.append(token)
             if request.mask is not None:
                 request.mask.accept(token.id)
-            if token.id in request.stop_ids:
+            if token.id in request.stop_ids or getattr(request.mask, "error", None):
                 request.finish_reason = "stop"
             elif len(request.tokens) >= request.most:
                 request.finish_reason = "length"
             if request.finish_reason is not None or at >= len(part.draft) or part.draft[at] != token.id:
                 break
-            if request in self.scheduler.running:
-                request.scheduled += 1
+            request.scheduled += 1
         self.generated += len(found)
-        if request in self.scheduler.running:
+        if request in self.scheduler.running:  # not preempted meanwhile
             self.scheduler.commit(request)
-        return found
+        if request.is_finished:
+            self.scheduler.remove(request)
+        return [Output(request, tuple(found))] if found or request.is_finished else []
 
 
 def make_forward(decoder: Decoder, ops: Ops, options: EngineOptions, adapters: Adapters) -> Any:

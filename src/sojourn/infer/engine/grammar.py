@@ -55,7 +55,7 @@ class GrammarMask:
         self._matcher, self._stop_ids = matcher, stop_ids
         self.error: str | None = None
 
-    def fill(self, allowed_V: Tensor) -> None:  # noqa: N803 (V tokens of the vocabulary)
+    def fill(self, allowed_V: Tensor) -> None:
         """Sets a boolean vector, on any device, to the tokens that may come next."""
         import torch
 

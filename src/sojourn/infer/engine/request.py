@@ -56,13 +56,18 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)  # of full blocks in the prefix cache
     cached: int = 0  # tokens of the prompt found in the prefix cache
-    prompt_scores: list[Token | None] = field(default_factory=list)
+    prompt_scores: list[Token] = field(default_factory=list)  # of the prompt's tokens but the first
+    error: str | None = None
     finish_reason: FinishReason | None = None
 
     @property
     def length(self) -> int:
         """Tokens so far, those of steps that were launched included."""
         return len(self.prompt) + len(self.tokens) + self.unread
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
 
     @property
     def is_full(self) -> bool:
@@ -72,9 +77,12 @@ class Request:
     @property
     def needs_last_token(self) -> bool:
         """Whether the next step can be prepared only when the last token is read."""
+        return self.has_penalties or self.mask is not None
+
+    @property
+    def has_penalties(self) -> bool:
         p = self.params
-        penalized = p.repetition_penalty != 1 or p.frequency_penalty or p.presence_penalty
-        return bool(penalized) or self.mask is not None
+        return bool(p.repetition_penalty != 1 or p.frequency_penalty or p.presence_penalty)
 
     def token_at(self, position: int) -> int:
         """-1 - `row` where it is not read yet: the device has it there."""

@@ -1,4 +1,4 @@
-"""The sampled tokens of a step."""
+"""The sampled tokens of a step, and log probabilities where a request wants them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sojourn.infer.engine.batch import scores_prompt
 from sojourn.infer.engine.request import Request, Token
 from sojourn.infer.engine.scheduler import Part
 from sojourn.infer.sampling import Sampler, SamplingRow
@@ -16,20 +17,18 @@ from sojourn.infer.sampling import Sampler, SamplingRow
 
 @dataclass
 class Sampled:
-    """Tokens on their way to the host. `counts`: of each part (by id), in the order of the parts."""
+    """Tokens on their way to the host: one for each part that samples, and one for each token of its draft."""
 
     tokens_L: Tensor
-    counts: dict[int, int]
     ready: Any  # CUDA event
-    scores: list[tuple[int, Tensor, Tensor, Tensor]]  # row, log probability of the token; the most likely ones
+    scores: dict[int, Tensor]  # by row: log probability, then those of the most likely tokens, then their ids
 
     def read(self) -> list[Token]:
         if self.ready is not None:
             self.ready.synchronize()
         tokens = [Token(token) for token in self.tokens_L.tolist()]
-        for at, logprob, top, ids in self.scores:
-            likely = tuple(zip(ids.tolist(), top.tolist(), strict=True))
-            tokens[at] = Token(tokens[at].id, float(logprob), likely)
+        for row, scores in self.scores.items():
+            tokens[row] = _token(tokens[row].id, scores)
         return tokens
 
 
@@ -42,27 +41,28 @@ class StepSampler:
         self._rows: tuple[tuple[int, int], ...] = ()
 
     def __call__(self, logits_LV: Tensor, parts: Sequence[Part], last_tokens: Tensor) -> Sampled:
-        rows = [(part.request, at) for part in parts if part.samples for at in range(1 + len(part.draft))]
-        counts = {id(part): (1 + len(part.draft)) * part.samples for part in parts}
-        logits_LV = _masked(logits_LV.float(), [request for request, _ in rows])
-        if all(_is_argmax(request) for request, _ in rows):
-            best = logits_LV.max(-1)
+        logits_LV = logits_LV.float()
+        if any(scores_prompt(part) for part in parts):
+            logits_LV = _score_prompts(logits_LV, parts)
+        rows = [(part.request, ahead) for part in parts if part.samples for ahead in range(1 + len(part.draft))]
+        requests = [request for request, _ in rows]
+        allowed_LV = _allowed(logits_LV, requests)
+        if all(_is_argmax(request) for request in requests):
+            best = allowed_LV.max(-1)
             tokens_L = torch.where(best.values.isfinite(), best.indices, -1).int()
         else:
-            tokens_L = self._sample(logits_LV, rows).int()
-        if self._device.type == "cuda":
-            writes = torch.tensor([request.row for request, _ in rows], dtype=torch.int64).pin_memory()
-            last_tokens.index_copy_(0, writes.to(self._device, non_blocking=True), tokens_L)
-        scores = [_scores(logits_LV[at], tokens_L[at], r.logprobs) for at, (r, _) in enumerate(rows) if r.logprobs is not None]
-        at_rows = [at for at, (r, _) in enumerate(rows) if r.logprobs is not None]
-        found = [(at, *one) for at, one in zip(at_rows, scores, strict=True)]
+            tokens_L = self._sample(allowed_LV, rows).int()
+        scored = {row: one.logprobs for row, one in enumerate(requests) if one.logprobs is not None}
+        scores = {row: _scores(logits_LV[row], tokens_L[row], count) for row, count in scored.items()}
         if self._device.type != "cuda":
-            return Sampled(tokens_L, counts, None, found)
+            return Sampled(tokens_L, None, scores)
+        where = torch.tensor([request.row for request in requests]).pin_memory().to(self._device, non_blocking=True)
+        last_tokens.index_copy_(0, where, tokens_L)
         host = torch.empty(tokens_L.shape, dtype=tokens_L.dtype, pin_memory=True)
         host.copy_(tokens_L, non_blocking=True)
         ready = torch.cuda.Event()
         ready.record()
-        return Sampled(host, counts, ready, found)
+        return Sampled(host, ready, scores)
 
     def _sample(self, logits_LV: Tensor, rows: list[tuple[Request, int]]) -> Tensor:
         key = tuple((id(request), ahead) for request, ahead in rows)
@@ -76,25 +76,43 @@ class StepSampler:
 
 def _is_argmax(request: Request) -> bool:
     p = request.params
-    return not (
-        p.temperature or p.logit_bias or p.repetition_penalty != 1 or p.frequency_penalty or p.presence_penalty
-    )
+    return not (p.temperature or p.logit_bias or request.has_penalties)
 
 
-def _masked(logits_LV: Tensor, requests: list[Request]) -> Tensor:
+def _allowed(logits_LV: Tensor, requests: list[Request]) -> Tensor:
+    """Logits without the tokens that grammars forbid."""
     if all(request.mask is None for request in requests):
         return logits_LV
     allowed = torch.ones(logits_LV.shape, dtype=torch.bool)
     for row, request in zip(allowed, requests, strict=True):
         if request.mask is not None:
-            row[:] = False
             request.mask.fill(row)
     return logits_LV.masked_fill(~allowed.to(logits_LV.device), float("-inf"))
 
 
-def _scores(logits_V: Tensor, token: Tensor, count: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Log probabilities: of the token, and of the most likely ones with their ids."""
+def _score_prompts(logits_LV: Tensor, parts: Sequence[Part]) -> Tensor:
+    """Scores the prompts' tokens; the logits of tokens to sample."""
+    sampled, at = [], 0
+    for part in parts:
+        count = part.size if scores_prompt(part) else (1 + len(part.draft)) * part.samples
+        if scores_prompt(part):
+            request = part.request
+            for position in range(part.start, min(part.end, len(request.prompt) - 1)):
+                logits_V, token = logits_LV[at + position - part.start], request.prompt[position + 1]
+                scores = _scores(logits_V, torch.tensor(token), request.prompt_logprobs)
+                request.prompt_scores.append(_token(token, scores))
+        sampled += list(range(at + count - (1 + len(part.draft)) * part.samples, at + count))
+        at += count
+    return logits_LV[sampled]
+
+
+def _scores(logits_V: Tensor, token: Tensor, count: int | None) -> Tensor:
     logprobs = logits_V.log_softmax(-1)
-    top = logprobs.topk(count or 1)
-    kept = count or 0
-    return logprobs[token.clamp(min=0)], top.values[:kept], top.indices[:kept]
+    top = logprobs.topk(count or 0)
+    return torch.cat([logprobs[token.clamp(min=0)][None], top.values, top.indices.float()])  # ids are below 2^24
+
+
+def _token(token: int, scores: Tensor) -> Token:
+    logprob, *rest = scores.tolist()
+    count = len(rest) // 2
+    return Token(token, logprob, tuple(zip(map(int, rest[count:]), rest[:count], strict=True)))

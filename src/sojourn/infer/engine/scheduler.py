@@ -66,7 +66,7 @@ class Scheduler:
         parts, budget = [], self.max_tokens
         for is_prompt in (False, True):
             for request in [one for one in self.running if (one.scheduled < one.length - 1) is is_prompt]:
-                if request not in self.running or request.is_full and not is_prompt or budget <= 0:
+                if request not in self.running or (request.is_full and not is_prompt) or budget <= 0:
                     continue  # preempted meanwhile, or its last token is being sampled
                 end = min(request.length, request.scheduled + budget)
                 draft = () if is_prompt else propose(request, min(budget, self.draft_tokens + 1) - 1)
@@ -152,7 +152,7 @@ def propose(request: Request, most: int) -> tuple[int, ...]:
     """Guesses the next tokens: what followed the last time that the text had its last few tokens (n-gram speculation).
     A step computes them together with the last token, and keeps those that are sampled indeed."""
     most = min(most, request.most - len(request.tokens) - 1)
-    if most < 1 or request.unread or request.mask is not None:
+    if most < 1 or request.unread or request.needs_last_token:
         return ()
     text = [*request.prompt[-_LOOK_BACK:], *request.tokens][-_LOOK_BACK:]
     for size in _NGRAMS:

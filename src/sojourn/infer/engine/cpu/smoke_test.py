@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Literal
 
@@ -30,6 +31,7 @@ def open_cpu_ops(quantization: Literal["int8"] | None = None) -> CpuOps | None:
     print(
         f"note: the engine's CPU kernels failed their smoke test ({wrong.strip('_')}); using torch's, slower, "
         "and results may depend on the batch in the last bit",
+        file=sys.stderr,
         flush=True,
     )
     return None

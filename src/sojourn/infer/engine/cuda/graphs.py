@@ -1,5 +1,5 @@
-"""Decoding steps as CUDA graphs: one for each of a few numbers of sequences, with the rest padded. Other steps (prompts,
-adapters) are launched operation by operation: they have enough to compute."""
+"""Decoding steps as CUDA graphs: one for each of a few numbers of sequences, with the rest padded. Other steps
+(prompts, adapters) are launched operation by operation: they have enough to compute."""
 
 from __future__ import annotations
 

@@ -10,7 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sojourn.infer.engine.batch import StepBatch
 from sojourn.infer.engine.block_pool import BLOCK
+from sojourn.infer.engine.decoder import AttentionSpec
 
 _CHUNK = tl.constexpr(64)  # tokens of the KV cache that attention reads at a time
 _BLOCK_I = 512  # inputs that a matrix-vector kernel reads at a time
@@ -19,7 +21,7 @@ _MIN_PROGRAMS = 264  # two a multiprocessor of the largest GPUs
 
 
 @triton.jit
-def _activate(gate, up, IS_SILU: tl.constexpr):
+def _activate(gate, up, IS_SILU: tl.constexpr):  # type: ignore[no-untyped-def]
     if IS_SILU:
         return gate / (1.0 + tl.exp(-gate)) * up
     inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
@@ -27,7 +29,7 @@ def _activate(gate, up, IS_SILU: tl.constexpr):
 
 
 @triton.jit
-def _matvec_kernel(
+def _matvec_kernel(  # type: ignore[no-untyped-def]
     x, weight, scale, bias, norm, out, inputs, outputs, eps,
     HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, ADDS: tl.constexpr, GATED: tl.constexpr,
     IS_SILU: tl.constexpr, EVEN: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, UNROLL: tl.constexpr,
@@ -46,7 +48,9 @@ def _matvec_kernel(
         values = tl.load(x + columns, mask=None if EVEN else column_mask, other=None if EVEN else 0.0).to(tl.float32)
         if HAS_NORM:
             squares += values * values
-            values *= tl.load(norm + columns, mask=None if EVEN else column_mask, other=None if EVEN else 0.0).to(tl.float32)
+            values *= tl.load(norm + columns, mask=None if EVEN else column_mask, other=None if EVEN else 0.0).to(
+                tl.float32
+            )
         sums += tl.load(lines + columns[None, :], mask=mask, other=0.0).to(tl.float32) * values[None, :]
         if GATED:
             up_lines = lines + outputs.to(tl.int64) * inputs
@@ -87,18 +91,18 @@ def matvec(
     out = x_1I.new_empty(1, outputs) if add_to is None else add_to
     large = scale_O is None or inputs > _LARGE or outputs > _LARGE
     block_o, warps = (1, 1) if large else (2, 2)
+    unroll = 4 if scale_O is not None and inputs > _LARGE else 2
     _matvec_kernel[(triton.cdiv(outputs, block_o),)](
         x_1I, weight_OI, scale_O, bias_O, norm_I, out, inputs, outputs, eps,
         HAS_SCALE=scale_O is not None, HAS_BIAS=bias_O is not None, HAS_NORM=norm_I is not None,
         ADDS=add_to is not None, GATED=activation is not None, IS_SILU=activation == "silu",
-        EVEN=inputs % _BLOCK_I == 0, BLOCK_O=block_o, BLOCK_I=_BLOCK_I, UNROLL=4 if scale_O is not None and inputs > _LARGE else 2,
-        num_warps=warps,
+        EVEN=inputs % _BLOCK_I == 0, BLOCK_O=block_o, BLOCK_I=_BLOCK_I, UNROLL=unroll, num_warps=warps,
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def _skinny_kernel(
+def _skinny_kernel(  # type: ignore[no-untyped-def]
     x, weight, scale, bias, out, tokens, inputs, outputs,
     HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
@@ -142,7 +146,7 @@ def skinny_linear(
 
 
 @triton.jit
-def _gated_kernel(gate_up, out, size, IS_SILU: tl.constexpr, BLOCK_F: tl.constexpr):
+def _gated_kernel(gate_up, out, size, IS_SILU: tl.constexpr, BLOCK_F: tl.constexpr):  # type: ignore[no-untyped-def]
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     mask = columns < size
@@ -159,7 +163,7 @@ def gated_act(gate_up_TF: Tensor, activation: str) -> Tensor:
 
 
 @triton.jit
-def _norm_kernel(x, weight, out, size, eps, BLOCK_D: tl.constexpr):
+def _norm_kernel(x, weight, out, size, eps, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK_D)
     mask = columns < size
@@ -177,7 +181,7 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 @triton.jit
-def _rope_store_kernel(
+def _rope_store_kernel(  # type: ignore[no-untyped-def]
     qkv, positions, slots, cos, sin, q_norm, k_norm, query, keys, values, heads, kv_heads, eps,
     HEAD: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
@@ -192,13 +196,13 @@ def _rope_store_kernel(
     inside = whole < HEAD
     all_values = tl.load(source + whole, mask=inside, other=0.0).to(tl.float32)
     factor = 1.0
-    if HAS_NORM:
+    if HAS_NORM:  # noqa: SIM102 (decided when the kernel is compiled)
         if not is_value:
             factor = tl.rsqrt(tl.sum(all_values * all_values, 0) / HEAD + eps)
             weights = q_norm if is_query else k_norm
             all_values *= factor * tl.load(weights + whole, mask=inside, other=0.0).to(tl.float32)
     tl.store(target + whole, all_values.to(target.dtype.element_ty), mask=inside)
-    if HALF > 0:
+    if HALF > 0:  # noqa: SIM102
         if not is_value:
             at = tl.arange(0, HALF_BLOCK)
             half = at < HALF
@@ -216,7 +220,7 @@ def _rope_store_kernel(
             tl.store(target + HALF + at, (second * cosine + first * sine).to(target.dtype.element_ty), mask=half)
 
 
-def rope_store(qkv_TE: Tensor, cache: Tensor, batch: object, spec: object) -> Tensor:
+def rope_store(qkv_TE: Tensor, cache: Tensor, batch: StepBatch, spec: AttentionSpec) -> Tensor:
     heads, kv_heads, head = spec.heads, spec.kv_heads, spec.head_dim
     tokens, half = qkv_TE.shape[0], spec.rotary_dim // 2
     query = qkv_TE.new_empty(tokens, heads, head)
@@ -230,7 +234,7 @@ def rope_store(qkv_TE: Tensor, cache: Tensor, batch: object, spec: object) -> Te
 
 
 @triton.jit
-def _decode_attention_kernel(
+def _decode_attention_kernel(  # type: ignore[no-untyped-def]
     query, keys, values, table, context, partial, sums, scale, kv_heads, blocks, window,
     GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr,
@@ -274,7 +278,7 @@ def _decode_attention_kernel(
 
 
 @triton.jit
-def _combine_kernel(partial, sums, out, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, SPLITS: tl.constexpr):
+def _combine_kernel(partial, sums, out, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, SPLITS: tl.constexpr):  # type: ignore[no-untyped-def]
     head = tl.program_id(0).to(tl.int64)
     split, width = tl.arange(0, SPLITS), tl.arange(0, HEAD_BLOCK)
     in_head = width < HEAD
@@ -286,7 +290,9 @@ def _combine_kernel(partial, sums, out, HEAD: tl.constexpr, HEAD_BLOCK: tl.const
     tl.store(out + head * HEAD + width, tl.sum(parts * weights[:, None], 0).to(out.dtype.element_ty), mask=in_head)
 
 
-def decode_attention(query_SHD: Tensor, cache: Tensor, table_SB: Tensor, context_S: Tensor, spec: object) -> Tensor:
+def decode_attention(
+    query_SHD: Tensor, cache: Tensor, table_SB: Tensor, context_S: Tensor, spec: AttentionSpec
+) -> Tensor:
     """One token of each sequence. The context is split, so that few sequences use the whole GPU."""
     sequences, heads, head = query_SHD.shape
     splits = 1
@@ -302,5 +308,7 @@ def decode_attention(query_SHD: Tensor, cache: Tensor, table_SB: Tensor, context
         HEAD_BLOCK=head_block, SPLITS=splits, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
     out = torch.empty_like(query_SHD)
-    _combine_kernel[(sequences * heads,)](partial, sums, out, HEAD=head, HEAD_BLOCK=head_block, SPLITS=splits, num_warps=2)
+    _combine_kernel[(sequences * heads,)](
+        partial, sums, out, HEAD=head, HEAD_BLOCK=head_block, SPLITS=splits, num_warps=2
+    )
     return out

@@ -1,5 +1,5 @@
-"""The operations of a step on CUDA: one token by matrix-vector kernels with norms and sums fused into them, more by cuBLAS;
-attention of single tokens over block tables, of prompts by torch's variable-length flash attention."""
+"""The operations of a step on CUDA: one token by matrix-vector kernels with norms and sums fused into them, more by
+cuBLAS; attention of single tokens over block tables, of prompts by torch's variable-length flash attention."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class CudaOps:
             return kernels.matvec(x_TI, packed.weight_OI, packed.scale_O, bias_O, add_to=add_to)
         if len(x_TI) <= _MOST_SKINNY:
             return kernels.skinny_linear(x_TI, packed.weight_OI, packed.scale_O, bias_O, add_to)
-        weight = (packed.weight_OI.to(x_TI.dtype) * packed.scale_O[:, None].to(x_TI.dtype))
+        weight = packed.weight_OI.to(x_TI.dtype) * packed.scale_O[:, None].to(x_TI.dtype)
         y_TO = F.linear(x_TI, weight, bias_O)
         return y_TO if add_to is None else add_to.add_(y_TO)
 
@@ -104,12 +104,8 @@ class CudaOps:
         if batch.prompts is not None:
             prompts = batch.prompts
             key, value = cache[:, prompts.kv_slots_C]
-            parts.append(
-                varlen_attention(
-                    query_THD[count:], key, value, prompts.query_starts, prompts.kv_starts, batch.max_query,
-                    batch.max_context, spec.scale, spec.window,
-                )  # fmt: skip
-            )
+            lengths = (prompts.query_starts, prompts.kv_starts, batch.max_query, batch.max_context)
+            parts.append(varlen_attention(query_THD[count:], key, value, *lengths, spec.scale, spec.window))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
 
 

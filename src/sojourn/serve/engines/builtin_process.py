@@ -1,0 +1,206 @@
+"""The process of the builtin engine: reads commands from a pipe, computes, and writes what became of them.
+
+One message a step carries the new tokens of all requests. Commands are taken between steps, so a cancelled request
+frees its row before the next one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from sojourn.errors import RunFailed, UserError
+from sojourn.serve.engines.base import EngineInfo, EngineStats, GenerationRequest, Output, Token
+
+if TYPE_CHECKING:
+    from sojourn.infer.engine import engine as builtin
+    from sojourn.infer.engine.grammar import GrammarCompiler
+    from sojourn.infer.engine.request import Request
+    from sojourn.infer.load import LoadedModel
+
+_STATS_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class ModelToServe:
+    """What the process opens. `settings`: of `EngineSettings`. `adapters`: names and folders."""
+
+    name: str
+    device: str
+    checkpoint: str | None
+    settings: dict[str, Any]
+    adapters: tuple[tuple[str, str], ...] = ()
+
+
+def run(connection: Connection, model: ModelToServe) -> None:
+    """Until the pipe is closed. Sends ("failed", message) where the model cannot be opened."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway drains, and closes the pipe
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        process = _Process(connection, model)
+    except (UserError, RunFailed) as error:
+        connection.send(("failed", str(error)))
+        return
+    except (RuntimeError, MemoryError) as error:  # memory of the device, mostly
+        connection.send(("failed", f"{model.name}: {(str(error).strip().splitlines() or ['out of memory'])[0]}"))
+        return
+    process.serve()
+
+
+def _end_with_parent() -> None:
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+class _Process:
+    def __init__(self, connection: Connection, model: ModelToServe) -> None:
+        from sojourn.infer.engine.open import EngineSettings, open_engine
+        from sojourn.infer.load import load_model
+
+        self._connection = connection
+        loaded = load_model(model.name, model.device, model.checkpoint)
+        settings = EngineSettings(**model.settings)
+        self._info = _info(loaded, model, settings.max_rows)
+        self._engine = open_engine(loaded, settings)
+        for name, folder in model.adapters:
+            self._engine.load_adapter(name, Path(folder))
+        self._tokenizer = loaded.tokenizer
+        self._grammars: GrammarCompiler | None = None
+        self._requests: dict[str, Request] = {}
+        self._closing: set[str] = set()  # adapters that go when their last request ends
+        self._prompt_tokens = 0
+        self._stats_sent = 0.0
+        self._engine.warm_up()
+        connection.send(("ready", self._with_engine(self._info)))
+
+    def _with_engine(self, info: EngineInfo) -> EngineInfo:
+        decoder, options = self._engine.decoder, self._engine.options
+        return EngineInfo(**{
+            **asdict(info), "context_length": options.context, "vocab_size": decoder.vocab_size,
+            "adapters": tuple(self._engine.adapters.indices), "dtype": str(decoder.dtype).removeprefix("torch."),
+        })  # fmt: skip
+
+    def serve(self) -> None:
+        while True:
+            while self._connection.poll(None if not self._engine.has_work else 0):
+                try:
+                    command, *args = self._connection.recv()
+                except EOFError:
+                    return
+                self._commands[command](self, *args)
+            outputs = [self._output(one) for one in self._engine.step()]
+            if outputs:
+                self._connection.send(("outputs", outputs))
+            if time.monotonic() - self._stats_sent > _STATS_SECONDS or not self._engine.has_work:
+                self._stats_sent = time.monotonic()
+                self._connection.send(("stats", self._stats()))
+
+    def _add(self, asked: GenerationRequest) -> None:
+        from sojourn.infer.engine.request import Request
+
+        try:
+            self._check(asked)
+            mask = None if asked.grammar is None else self._compiler().mask(asked.grammar.kind, asked.grammar.text)
+        except UserError as error:
+            self._connection.send(("outputs", [(asked.id, Output(finish_reason="error", error=str(error)))]))
+            return
+        request = Request(
+            asked.id, asked.prompt, asked.params, asked.key, asked.max_tokens, asked.stop_ids, asked.adapter,
+            asked.logprobs, asked.prompt_logprobs, mask,
+        )  # fmt: skip
+        self._requests[asked.id] = request
+        self._prompt_tokens += len(asked.prompt)
+        self._engine.add(request)
+
+    def _check(self, asked: GenerationRequest) -> None:
+        engine = self._engine
+        if asked.adapter is not None and (
+            asked.adapter not in engine.adapters.indices or asked.adapter in self._closing
+        ):
+            raise UserError(f"the adapter {asked.adapter} is not loaded")
+        total = len(asked.prompt) + asked.max_tokens
+        if not asked.prompt or total > engine.options.context or not engine.scheduler.fits(total):
+            raise UserError(f"{total:,} tokens do not fit the context or the KV cache of the engine")
+        if not all(0 <= token < engine.decoder.vocab_size for token in asked.prompt):
+            raise UserError("the prompt has a token that the model does not have")
+
+    def _compiler(self) -> GrammarCompiler:
+        from sojourn.infer.engine.grammar import GrammarCompiler
+
+        if self._grammars is None:
+            self._grammars = GrammarCompiler(self._tokenizer, self._engine.decoder.vocab_size, self._info.stop_ids)
+        return self._grammars
+
+    def _cancel(self, request_id: str) -> None:
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self._engine.cancel(request)
+            self._unload_unused()
+
+    def _load_adapter(self, ticket: int, name: str, folder: str) -> None:
+        try:
+            self._engine.load_adapter(name, Path(folder))
+        except (UserError, RunFailed) as error:
+            self._connection.send(("done", ticket, str(error)))
+            return
+        self._connection.send(("done", ticket, None))
+
+    def _unload_adapter(self, ticket: int, name: str) -> None:
+        self._closing.add(name)
+        self._unload_unused()
+        self._connection.send(("done", ticket, None))
+
+    def _unload_unused(self) -> None:
+        for name in [one for one in self._closing if all(r.adapter != one for r in self._requests.values())]:
+            self._engine.unload_adapter(name)
+            self._closing.remove(name)
+
+    def _output(self, output: builtin.Output) -> tuple[str, Output]:
+        request = output.request
+        is_first = len(request.tokens) == len(output.tokens)
+        scores: tuple[Token | None, ...] = (None, *(_token(one) for one in request.prompt_scores))
+        found = Output(
+            tuple(_token(token) for token in output.tokens),
+            None if request.finish_reason == "cancelled" else request.finish_reason,
+            request.error,
+            request.cached,
+            scores if is_first and request.prompt_logprobs is not None else None,
+        )
+        if request.finish_reason is not None:
+            self._requests.pop(request.id, None)
+            self._unload_unused()
+        return request.id, found
+
+    def _stats(self) -> EngineStats:
+        scheduler = self._engine.scheduler
+        return EngineStats(
+            len(scheduler.running), len(scheduler.waiting), scheduler.pool.total - scheduler.pool.free,
+            scheduler.pool.total, scheduler.prefix_tokens, scheduler.preemptions, self._prompt_tokens,
+            self._engine.generated,
+        )  # fmt: skip
+
+    _commands: ClassVar[dict[str, Callable[..., None]]] = {
+        "add": _add, "cancel": _cancel, "load_adapter": _load_adapter, "unload_adapter": _unload_adapter,
+    }  # fmt: skip
+
+
+def _info(loaded: LoadedModel, model: ModelToServe, max_rows: int) -> EngineInfo:
+    from sojourn.infer.generate import find_stop_ids
+
+    stop_ids = find_stop_ids(loaded.model, loaded.tokenizer)
+    folder = loaded.tokenizer_folder or loaded.path
+    return EngineInfo(model.name, folder, 0, 0, max_rows, stop_ids, (), loaded.device)
+
+
+def _token(token: Any) -> Token:
+    return Token(token.id, token.logprob, token.top)
