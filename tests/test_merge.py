@@ -11,9 +11,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sojourn.errors import UserError
-from sojourn.infer.adapter_weights import open_adapter
 from sojourn.export.combine import Combine, dare_mask, parse_combine, ties, trim_threshold
 from sojourn.export.merge import MergedWeights
+from sojourn.infer.adapter_weights import open_adapter
 from sojourn.infer.streamed import streamed_logits
 from sojourn.infer.weight_source import FolderWeights
 from sojourn.storage.files import read_json_object, write_json

@@ -65,9 +65,9 @@ def export(
 
     Examples: sojourn export small --to gguf --quantize q8_0; sojourn export small --checkpoint best
     """
-    from sojourn.infer.adapter_weights import parse_adapters
     from sojourn.export.combine import parse_combine
     from sojourn.export.export import ExportRequest
+    from sojourn.infer.adapter_weights import parse_adapters
 
     merged, how = parse_adapters(adapter or []), parse_combine(combine, density)
     request = ExportRequest(model, to, quantize, out, checkpoint, merged, base, how, overwrite, keep_rejected)

@@ -37,9 +37,9 @@ def merge(
 
     Examples: sojourn merge my-lora; sojourn merge BASE one=0.7 two=0.3 --combine ties
     """
-    from sojourn.infer.adapter_weights import parse_adapters
     from sojourn.export.combine import parse_combine
     from sojourn.export.export import ExportRequest
+    from sojourn.infer.adapter_weights import parse_adapters
 
     merged, how = parse_adapters(adapters or []), parse_combine(combine, density)
     request = ExportRequest(model, "hf", dtype, out, checkpoint, merged, base, how, overwrite, keep_rejected)

@@ -37,10 +37,10 @@ def quantize(
     Examples: sojourn quantize small --to int8; sojourn quantize small --to gptq --data chats.jsonl
     """
     from sojourn.cli.export_output import ExportOutput
-    from sojourn.infer.adapter_weights import parse_adapters
     from sojourn.export.export import ExportRequest, export
     from sojourn.export.quantize.kinds import find_kind, refuse_kind
     from sojourn.export.quantize.table import lines
+    from sojourn.infer.adapter_weights import parse_adapters
 
     kind = find_kind(to)
     refuse_kind(kind)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sojourn.errors import UserError
-from sojourn.infer.adapter_weights import AdapterWeights
 from sojourn.export.combine import Combine, dare_mask, ties, trim_threshold
+from sojourn.infer.adapter_weights import AdapterWeights
 from sojourn.infer.weight_source import WeightSource, is_tied, row_pieces
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ from sojourn.config.messages import printable
 from sojourn.data.artefact import Artefact, artefact_of
 from sojourn.data.tokenize.gguf_tokenizer import extract_tokenizer
 from sojourn.errors import RunFailed, UserError
-from sojourn.infer.adapter_weights import AdapterWeights, open_adapter
 from sojourn.export.checkpoint_weights import CheckpointWeights, checkpoint_adapter
 from sojourn.export.combine import Combine
 from sojourn.export.lineage import lineage_of, model_name
 from sojourn.export.merge import MergedWeights
+from sojourn.infer.adapter_weights import AdapterWeights, open_adapter
 from sojourn.infer.find import FoundModel, find_model
 from sojourn.infer.load import config_here
 from sojourn.infer.weight_source import FolderWeights, WeightSource

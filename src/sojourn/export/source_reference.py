@@ -8,10 +8,10 @@ from math import prod
 from typing import Any
 
 from sojourn.errors import UserError
-from sojourn.infer.adapter_weights import AdapterWeights
 from sojourn.export.open_source import Source
 from sojourn.export.probes import builtin_probes, stored_probes
 from sojourn.export.reference import Reference, build_reference
+from sojourn.infer.adapter_weights import AdapterWeights
 from sojourn.infer.runtimes.base import Runtime
 from sojourn.infer.runtimes.streamed_runtime import StreamedRuntime
 from sojourn.infer.runtimes.transformers_runtime import MEMORY_SHARE, TransformersRuntime, free_memory

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from sojourn.errors import UserError
 from sojourn.export import hf
-from sojourn.infer.adapter_weights import AdapterWeights
 from sojourn.export.open_source import Source
 from sojourn.export.progress import Progress
 from sojourn.export.stage import ExportStage
@@ -20,6 +19,7 @@ from sojourn.export.vllm_preflight import (
     refuse,
     tokenizer_for_vllm,
 )
+from sojourn.infer.adapter_weights import AdapterWeights
 from sojourn.infer.runtimes.vllm import serve_arguments
 from sojourn.model.adapter_check import ADAPTER_FILE, ADAPTER_WEIGHTS
 from sojourn.storage.files import read_json_object

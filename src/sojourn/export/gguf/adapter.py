@@ -7,7 +7,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sojourn.errors import UserError
-from sojourn.infer.adapter_weights import AdapterWeights
 from sojourn.export.gguf.layout import file_parts, total_bytes
 from sojourn.export.gguf.model_config import ModelConfig, read_config
 from sojourn.export.gguf.tensors import TensorPlan
@@ -15,6 +14,7 @@ from sojourn.export.gguf.write import file_name, require_package
 from sojourn.export.open_source import Source
 from sojourn.export.progress import Progress
 from sojourn.export.stage import ExportStage
+from sojourn.infer.adapter_weights import AdapterWeights
 from sojourn.infer.gguf.families import EMBEDDING, interleave
 
 if TYPE_CHECKING:
