@@ -6,6 +6,8 @@ tags and anchors that expand without end are errors.
 
 from __future__ import annotations
 
+import copy
+import functools
 import re
 import stat
 from pathlib import Path
@@ -82,7 +84,13 @@ def write_yaml(values: dict[str, Any]) -> str:
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     """The mapping in `path`, and the line of every key in it."""
-    name, text = printable(path, 200), _read_text(path)
+    values, lines = _parse(printable(path, 200), _read_text(path))
+    return copy.deepcopy(values), dict(lines)
+
+
+@functools.lru_cache(maxsize=64)  # one command reads presets and run.yaml several times, 10 ms each
+def _parse(name: str, text: str) -> tuple[dict[str, Any], dict[KeyPath, int]]:
+    """`name`: of the file, for errors."""
     try:
         if _MANY_BRACKETS.search(text):
             raise RecursionError  # which the parser would take seconds to find
