@@ -65,10 +65,10 @@ format: setup
 	$(BIN)/ruff format src tests benchmarks
 
 test: lint packages
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist worksteal -rs --budget check
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -rs --budget check
 
 test-budget: setup packages
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist worksteal -rs --budget record
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -rs --budget record
 
 test-kill: setup
 	@command -v bindfs >/dev/null || \

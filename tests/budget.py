@@ -3,7 +3,8 @@
 CPU time of the test process and of its children, not wall time: a busy machine does not change it. No test is charged
 for fixtures that several tests share, for what is made in `shared_cost()`, or for imports. The record (`budget.json`)
 lists the tests that use more than `RECORD_ABOVE` seconds; any other test may use `DEFAULT` seconds. It also has the
-seconds of a fixed computation on the machine that made it, so that a slower machine gets proportionally more.
+seconds of a fixed computation on the machine that made it, so that a slower machine gets proportionally more, and the
+wall seconds of each file: xdist gives whole files to its workers, the longest first.
 """
 
 from __future__ import annotations
@@ -59,6 +60,16 @@ def shared_cost() -> Iterator[None]:
         _shared = already + cpu_seconds() - before  # nested costs are inside the outer one
 
 
+def longest_file_first(items: list[pytest.Item]) -> None:
+    """Sorts tests, so that no worker is left alone with a long file at the end."""
+    files = json.loads(RECORD.read_text(encoding="utf-8")).get("file_seconds", {}) if RECORD.exists() else {}
+    items.sort(key=lambda item: (-files.get(_file(item.nodeid), 0.0), _file(item.nodeid)))
+
+
+def _file(test: str) -> str:
+    return test.partition("::")[0]
+
+
 def machine_seconds() -> float:
     """CPU seconds of a fixed computation: the best of five."""
 
@@ -79,8 +90,10 @@ class Budget:
         self.mode = mode
         record = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
         self.recorded: dict[str, float] = record.get("cpu_seconds", {})
+        self.recorded_files: dict[str, float] = record.get("file_seconds", {})
         self.slowdown = max(1.0, machine_seconds() / record["machine_seconds"]) if record else 1.0
         self.found: dict[str, float] = {}
+        self.wall: Counter[str] = Counter()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any) -> Iterator[Any]:
@@ -115,6 +128,7 @@ class Budget:
         return max(DEFAULT, FACTOR * self.recorded.get(test, 0.0)) * self.slowdown
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.wall[_file(report.nodeid)] += report.duration
         seconds = dict(report.user_properties).get("cpu_seconds")
         if report.when == "call" and seconds is not None:
             self.found[report.nodeid] = seconds
@@ -124,7 +138,7 @@ class Budget:
             return
         files: Counter[str] = Counter()
         for test, seconds in self.found.items():
-            files[test.partition("::")[0]] += seconds
+            files[_file(test)] += seconds
         terminalreporter.write_sep("-", f"CPU time of tests: {sum(files.values()):.0f} s")
         for file, seconds in files.most_common(10 if self.mode == "check" else None):
             terminalreporter.write_line(f"{seconds:7.1f} s  {file}")
@@ -133,10 +147,14 @@ class Budget:
 
     def write(self) -> None:
         """Files of which no test ran keep their record."""
-        ran = {test.partition("::")[0] for test in self.found}
-        costs = {test: seconds for test, seconds in self.recorded.items() if test.partition("::")[0] not in ran}
+        costs = {test: seconds for test, seconds in self.recorded.items() if _file(test) not in self.wall}
         costs |= {test: seconds for test, seconds in self.found.items() if seconds > RECORD_ABOVE}
-        record = {"machine_seconds": round(machine_seconds(), 4), "cpu_seconds": dict(sorted(costs.items()))}
+        files = self.recorded_files | {file: round(seconds, 1) for file, seconds in self.wall.items()}
+        record = {
+            "machine_seconds": round(machine_seconds(), 4),
+            "file_seconds": dict(sorted(files.items())),
+            "cpu_seconds": dict(sorted(costs.items())),
+        }
         RECORD.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -6,21 +6,23 @@ import gc
 import importlib
 import io
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 import budget
 from fork_server import ForkServer, do_not_wait_for_the_disk
+from preloaded import Preloaded
 from shared import Shared, write_chats
 
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ os.environ["COLUMNS"] = "120"  # whatever terminal, or none, the tests run in
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 do_not_wait_for_the_disk()
+_HERE = Path(__file__).parent
+_PYTHON = pytest.StashKey[list[str]]()
 signal.signal(signal.SIGINT, signal.default_int_handler)  # `make test &` ignores it
 if hasattr(signal, "SIGHUP"):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup make test` ignores it
@@ -47,12 +51,43 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(budget.Budget(mode))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Workers are forks of one Python that has imported everything; but not beside a GPU, which a fork cannot use."""
+    if sys.platform == "linux" and not Path("/dev/nvidiactl").exists():
+        preloaded = Preloaded()
+        config.add_cleanup(preloaded.close)
+        config.stash[_PYTHON] = preloaded.command
+        for spec in specs:
+            spec.python = shlex.join(preloaded.command)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["python"] = node.config.stash.get(_PYTHON, [sys.executable])
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
     """A worker imports everything at once, then all tests; the garbage collector never walks through them."""
-    if hasattr(session.config, "workerinput"):
+    worker = getattr(session.config, "workerinput", None)
+    if worker:
         gc.disable()
         for module in ("torch", "transformers", "peft", "sojourn.train.loop", "sojourn.cli.main"):
             importlib.import_module(module)
+        if [Path(place).resolve() for place in session.config.args] == [_HERE]:
+            _import_share_of_tests(int(worker["workerid"].removeprefix("gw")), worker["workercount"])
+
+
+def _import_share_of_tests(number: int, workers: int) -> None:
+    """In a fresh clone, pytest compiles tests as it collects them: 20 s of CPU time, but not in each worker."""
+    for file in sorted(_HERE.glob("test_*.py"))[number::workers]:
+        with suppress(Exception, pytest.skip.Exception):  # collection reports it
+            importlib.import_module(file.stem)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):  # all workers in the same order
+        budget.longest_file_first(items)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -70,9 +105,10 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="session")
-def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+def fork_server(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[ForkServer]:
     """Starts commands in processes of their own that have everything imported."""
-    server = ForkServer(tmp_path_factory.mktemp("fork-server"))
+    worker = getattr(pytestconfig, "workerinput", {})
+    server = ForkServer(tmp_path_factory.mktemp("fork-server"), worker.get("python", [sys.executable]))
     yield server
     server.close()
 

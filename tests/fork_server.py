@@ -8,7 +8,6 @@ through all of that would take longer than many a command.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import gc
 import importlib
@@ -22,23 +21,20 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 import warnings
 import weakref
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
 import budget
+from preloaded import MAIN, THREADS, become_new_process, preload, run_and_exit
 
 needs_fork = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
 
-PRELOADED = ("torch", "transformers", "peft", "sojourn", "deepspeed", "safetensors", "tokenizers", "bitsandbytes")
-THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-THREADS["OMP_WAIT_POLICY"] = "PASSIVE"  # a command that sets more threads: none of them spins while it waits
-_MAIN = "from sojourn.cli.main import main; main()"
 _TIMEOUT = 240.0  # seconds for any command
 _AFTER_FAILURE = 30.0  # seconds for the other ranks when one has failed
 
@@ -54,7 +50,7 @@ class Command:
     cwd: str
     preamble: str = ""
     fork_children: bool = False
-    code: str = _MAIN
+    code: str = MAIN
     output: str | None = None
 
 
@@ -125,16 +121,18 @@ class RanksOutcome:
 class ForkServer:
     """The tests' end of it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, python: Sequence[str] = (sys.executable,)) -> None:
+        """`python`: perhaps that of `Preloaded`, which has imported everything."""
         self._folder = folder
         self._ids = itertools.count()
         path = {"PYTHONPATH": os.pathsep.join((str(Path(__file__).parent), *sys.path))}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "fork_server", str(folder)], cwd=folder, env={**os.environ, **THREADS, **path},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            [*python, "-c", "import fork_server; fork_server.serve()", str(folder)], cwd=folder,
+            env={**os.environ, **THREADS, **path}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
-        assert self._process.stdout.readline(), "the fork server did not start"
-        budget.count_server(self._process.pid)
+        pid = self._process.stdout.readline()
+        assert pid, "the fork server did not start"
+        budget.count_server(int(pid))
 
     def start(
         self, *args: str, preamble: str = "", input: str = "", env: dict[str, str] | None = None,
@@ -147,7 +145,7 @@ class ForkServer:
     def popen(self, command: list[str], stdout: Any, stderr: int, env: dict[str, str], **options: Any) -> Child:
         """In the place of `subprocess.Popen(command, stdout=FILE, stderr=STDOUT, env=env)`; `options` as `start`'s."""
         assert command[0] == sys.executable and command[1] in ("-c", "-m") and stderr == subprocess.STDOUT
-        code = command[2] if command[1] == "-c" else _MAIN
+        code = command[2] if command[1] == "-c" else MAIN
         return self._send(command[3:], "", env, None, code=code, output=stdout.name, **options)
 
     def _send(self, args: list[str], input: str, env: dict[str, str] | None, cwd: str | None, **options: Any) -> Child:
@@ -203,16 +201,18 @@ def do_not_wait_for_the_disk() -> None:
     os.fsync = fsync
 
 
-def _serve(folder: Path) -> None:
+def serve() -> None:
+    """The server itself."""
+    folder = Path(sys.argv[1])
     # Python 3.12 warns in every child of a process with threads, on its standard error.
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     do_not_wait_for_the_disk()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     gc.disable()
-    _preload()
+    preload()
     gc.freeze()
-    print("ready", file=answers, flush=True)
+    print(os.getpid(), file=answers, flush=True)
     running: dict[int, int] = {}
     requests = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115 - select must see every line that is there
     while True:
@@ -254,28 +254,10 @@ def _modules_of(file: Path) -> list[str]:
         return []
 
 
-def _preload() -> None:
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    import bitsandbytes  # noqa: F401
-    import peft  # noqa: F401
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
-
-    import sojourn.cli.main
-    import sojourn.train.loop  # noqa: F401
-
-    with contextlib.suppress(ImportError):
-        import deepspeed  # noqa: F401
-    with contextlib.suppress(ImportError):  # hundreds of patterns that transformers compiles once per process
-        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-
-        get_checkpoint_conversion_mapping("llama")
-    torch.set_num_threads(1)
-
-
 def _fork(command: Command, folder: Path) -> int:
     if pid := os.fork():
         return pid
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined] # torch's thousands, which a fork need not run
     gc.enable()
     create = os.O_CREAT | os.O_WRONLY | os.O_APPEND
     for number, (suffix, flags) in enumerate((("in", os.O_RDONLY), ("out", create), ("err", create))):
@@ -286,37 +268,13 @@ def _fork(command: Command, folder: Path) -> int:
     os.chdir(command.cwd)
     if command.fork_children:
         _fork_children(command.preamble)
-    return _run_and_exit(command.args, command.preamble, folder / f"{command.id}.modules", command.code)
-
-
-def _run_and_exit(args: list[str], preamble: str, modules: Path | None = None, code: str = _MAIN) -> NoReturn:
-    """As the interpreter runs a module or `code`, and ends."""
-    status = 1
-    try:
-        known: dict[str, Any] = {"rank": int(os.environ.get("RANK", "0")), "os": os, "signal": signal}
-        exec(preamble, known)  # noqa: S102
-        sys.argv = ["sojourn", *args]
-        exec(code, {"__name__": "__main__"})  # noqa: S102
-        status = 0
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        if modules:
-            modules.write_text(json.dumps([name for name in sys.modules if name.partition(".")[0] in PRELOADED]))
-        with contextlib.suppress(Exception):
-            threading._shutdown()  # type: ignore[attr-defined]
-            atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+    return run_and_exit(command.args, command.preamble, folder / f"{command.id}.modules", command.code)
 
 
 def _code_of(option: str, given: str) -> str:
     """What Python runs when it is started with `-c CODE` or `-m MODULE`."""
     if option == "-c" or given == "sojourn":
-        return given if option == "-c" else _MAIN
+        return given if option == "-c" else MAIN
     return f"import runpy; runpy.run_module({given!r}, run_name='__main__', alter_sys=True)"
 
 
@@ -336,7 +294,7 @@ def _fork_children(preamble: str) -> None:
             self._child_created = True
             self._close_pipe_fds(*pipes)
             return None
-        _become_new_process(pipes[0], pipes[3], pipes[5], keep)
+        become_new_process(pipes[0], pipes[3], pipes[5], keep)
         if new_session:
             os.setsid()
         if env is not None:
@@ -344,31 +302,6 @@ def _fork_children(preamble: str) -> None:
             os.environ.update(env)
         if cwd is not None:
             os.chdir(cwd)
-        return _run_and_exit(words[at + 2 :], preamble, code=_code_of(words[at], words[at + 1]))
+        return run_and_exit(words[at + 2 :], preamble, code=_code_of(words[at], words[at + 1]))
 
     subprocess.Popen._execute_child = execute  # type: ignore[attr-defined]
-
-
-def _become_new_process(stdin: int, stdout: int, stderr: int, keep: Any) -> None:
-    """As after an exec: only standard files are open, no signal is handled, nothing of the parent is cleaned up at the
-    end."""
-    atexit._clear()
-    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
-    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
-    null = os.open(os.devnull, os.O_RDWR)
-    for number, given in enumerate((stdin, stdout, stderr)):
-        if given >= 0:
-            os.dup2(given, number)
-    for number in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
-        if number > 2 and number not in keep:
-            with contextlib.suppress(OSError):
-                os.dup2(null, number)  # the number stays taken: an object of before may still close it
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115
-    sys.stdout, sys.stderr = (open(n, "w", buffering=1, encoding="utf-8", closefd=False) for n in (1, 2))  # noqa: SIM115
-    for number in signal.valid_signals():
-        if callable(signal.getsignal(number)):
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-
-
-if __name__ == "__main__":
-    _serve(Path(sys.argv[1]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -352,29 +351,6 @@ def test_check_as_json() -> None:
 
 
 # --- nothing heavy is imported for it ---
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--help"],
-        ["presets", "list"],
-        ["presets", "show", "small"],
-        ["config", "check", "small"],
-        ["config", "check", "x"],
-    ],
-)
-def test_the_laptop_side_imports_no_heavy_library(words: list[str]) -> None:
-    script = (
-        "import sys\nsys.argv = ['sojourn', *sys.argv[1:]]\nfrom sojourn.cli.main import main\n"
-        "try:\n    main()\nexcept SystemExit:\n    pass\n"
-        "heavy = 'torch transformers numpy tokenizers datasets peft safetensors asyncssh httpx'.split()\n"
-        "print('heavy:', sorted(set(heavy) & set(sys.modules)))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script, *words], capture_output=True, text=True, check=True, encoding="utf-8"
-    )
-    assert done.stdout.splitlines()[-1] == "heavy: []"
 
 
 def test_presets_travel_with_the_package() -> None:

@@ -67,7 +67,9 @@ def undisturbed(tiny: Tiny, fork_server: ForkServer) -> tuple[Path, int]:
     return target, int(target.with_suffix(".calls").read_text())
 
 
-@pytest.mark.parametrize("share", [0.02, 0.3, 0.55, 0.8, 0.95, 1.0])
+@pytest.mark.parametrize(
+    "share", [0.55, 0.95, *(pytest.param(s, marks=pytest.mark.slow) for s in (0.02, 0.3, 0.8, 1.0))]
+)
 def test_a_kill_leaves_no_target_and_the_next_call_goes_on(
     share: float, undisturbed: tuple[Path, int], tiny: Tiny, fork_server: ForkServer, tmp_path: Path
 ) -> None:

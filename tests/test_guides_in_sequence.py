@@ -65,7 +65,9 @@ def place(home: Path, shared: Shared, monkeypatch: pytest.MonkeyPatch) -> Path:
     return shared.copy_base(home)
 
 
-@pytest.mark.parametrize("guide", TABLES)
+@pytest.mark.parametrize(
+    "guide", [pytest.param(guide, marks=pytest.mark.slow if number > 1 else []) for number, guide in enumerate(TABLES)]
+)
 def test_a_guides_commands_work_one_after_another(guide: str, home: Path, place: Path) -> None:
     rows = [Row(theirs, ours.strip("`"), says) for theirs, ours, says in TABLES[guide]]
     trained = 0

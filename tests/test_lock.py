@@ -76,17 +76,18 @@ def _wait(condition) -> None:
 
 
 @needs_fork
+@pytest.mark.parametrize("rounds", [8, pytest.param(25, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("flock", [True, False], ids=["flock", "no flock"])
-def test_of_several_starts_after_a_crash_exactly_one_owns_the_run(tmp_path, flock):
-    run_in_small_python("test_lock", "start_several_times", tmp_path, flock)
+def test_of_several_starts_after_a_crash_exactly_one_owns_the_run(tmp_path, flock, rounds):
+    run_in_small_python("test_lock", "start_several_times", tmp_path, flock, rounds)
 
 
-def start_several_times(home: str, flock: bool) -> None:
+def start_several_times(home: str, flock: bool, rounds: int) -> None:
     """Each round begins with the lock of a process that was killed."""
     folder = Path(home)
     if not flock:
         pytest.MonkeyPatch().setattr(lock_module, "_flock", lambda handle, folder: False)
-    for number in range(25):
+    for number in range(rounds):
         pids = _starters(folder, 4)
         losers = []
 
@@ -276,7 +277,10 @@ def test_a_lock_that_is_no_file_is_one_line(tmp_path, kind):
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"host": 7}', '{"pid": "x", "boot": []}'])
+@pytest.mark.parametrize(
+    "content",
+    ["", '{"pid": "x", "boot": []}', *(pytest.param(c, marks=pytest.mark.slow) for c in ("{", "[]", '{"host": 7}'))],
+)
 def test_a_claim_that_cannot_be_read_is_watched_and_then_taken_over(tmp_path, content):
     (tmp_path / ".owner-7.json").write_text(content)
     lock = RunLock(tmp_path)

@@ -17,6 +17,8 @@ from sojourn.train.faults.loss_spikes import LOSS_WINDOW, check_loss, is_reprodu
 from sojourn.train.step import Stepper
 from tiny import LORA, events, losses, run_of, run_train, same_weights, saved_steps, stop_after, weights
 
+DROPOUT = (*LORA, "method.dropout=0.3")
+
 _numbers = st.floats(min_value=1e-3, max_value=1e3)
 
 
@@ -96,8 +98,15 @@ def _spoil(monkeypatch, wrong, into=math.nan):
     return tried
 
 
-@pytest.mark.parametrize("kind", [(), (*LORA, "method.dropout=0.3")], ids=["pretrain", "lora with dropout"])
-@pytest.mark.parametrize("into", [math.nan, math.inf], ids=str)
+@pytest.mark.parametrize(
+    ("into", "kind"),
+    [
+        pytest.param(math.nan, DROPOUT, id="nan-lora with dropout"),
+        pytest.param(math.inf, (), id="inf-pretrain"),
+        pytest.param(math.nan, (), id="nan-pretrain", marks=pytest.mark.slow),
+        pytest.param(math.inf, DROPOUT, id="inf-lora with dropout", marks=pytest.mark.slow),
+    ],
+)
 def test_a_wrong_loss_that_is_right_when_replayed_changes_nothing_and_blames_the_hardware(
     tiny, monkeypatch, capsys, kind, into
 ):
@@ -270,8 +279,13 @@ def test_running_out_of_memory_while_a_bad_step_is_replayed_is_no_bad_step(tiny,
     assert losses(run) == pytest.approx(losses(whole), rel=1e-6)
 
 
-@pytest.mark.parametrize("policy", ["skip", "rollback", "stop"])
-@pytest.mark.parametrize("bad", [5, 6], ids=["between two saves", "just before one"])
+@pytest.mark.parametrize(
+    ("policy", "bad"),  # step 5 lies between two saves, 6 just before one
+    [
+        ("skip", 5), ("rollback", 6), ("stop", 5),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("skip", 6), ("rollback", 5), ("stop", 6))),
+    ],
+)  # fmt: skip
 def test_corrupt_weights_are_never_saved_and_no_batch_is_blamed(tiny, monkeypatch, policy, bad):
     """A bit flips in the optimizer step: its loss was good, and every later one is NaN."""
     words = tiny.words("save.every_steps=2", "save.keep=1", "train.max_bad_steps=2", f"train.on_nan={policy}")

@@ -163,13 +163,19 @@ def baselines():
     return {}
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
+_CHANGES = ("train.micro_batch=8", "train.micro_batch=1", "advanced.chunked_loss=off", "advanced.fused_forwards=off",
+            "train.attention=math", "train.activation_checkpointing=full", "train.activation_checkpointing=selective",
+            "train.offload=optimizer")  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "change",
-    ["train.micro_batch=8", "train.micro_batch=1", "advanced.chunked_loss=off", "advanced.fused_forwards=off",
-     "train.attention=math", "train.activation_checkpointing=full", "train.activation_checkpointing=selective",
-     "train.offload=optimizer"],
-)  # fmt: skip
+    ("kind", "change"),
+    [
+        pytest.param(kind, change, marks=pytest.mark.slow if (number + (kind == "lora")) % 2 else [])
+        for number, change in enumerate(_CHANGES)
+        for kind in ("full", "lora")
+    ],
+)
 def test_how_it_is_computed_changes_nothing_but_rounding(words, baselines, kind, change):
     short = [*words, f"method.kind={kind}", "train.steps=3"]
     if kind not in baselines:
@@ -180,10 +186,15 @@ def test_how_it_is_computed_changes_nothing_but_rounding(words, baselines, kind,
 
 @pytest.mark.parametrize(
     "how",
-    [["method.kind=pretrain"], ["method.kind=full"], _LORA, [*_LORA, "method.dora=true"],
-     [*_LORA, "method.modules_to_save=[lm_head]"], ["method.kind=qlora", "method.rank=4"]],
-    ids=["pretrain", "full", "lora", "dora", "modules_to_save", "qlora"],
-)  # fmt: skip
+    [
+        pytest.param(["method.kind=pretrain"], id="pretrain"),
+        pytest.param([*_LORA, "method.modules_to_save=[lm_head]"], id="modules_to_save"),
+        pytest.param(["method.kind=qlora", "method.rank=4"], id="qlora"),
+        pytest.param(["method.kind=full"], id="full", marks=pytest.mark.slow),
+        pytest.param(_LORA, id="lora", marks=pytest.mark.slow),
+        pytest.param([*_LORA, "method.dora=true"], id="dora", marks=pytest.mark.slow),
+    ],
+)
 def test_bf16_trains_as_fp32_does(words, how):
     """Layers compute in bf16; master weights are fp32, also in the checkpoint."""
     short = [*words, *how, "train.steps=3", "train.global_batch=2", "train.micro_batch=1"]
@@ -281,7 +292,11 @@ def test_an_adapter_written_by_peft_is_loaded_and_trained_further(words, base, h
     assert _losses(again)[0] != pytest.approx(_losses(first)[0], rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", [["lora"], ["qlora"], ["lora", "method.dropout=0.3"], ["full"]], ids=str)
+@pytest.mark.parametrize(
+    "kind",
+    [["qlora"], ["lora", "method.dropout=0.3"], ["full"], pytest.param(["lora"], marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_a_stopped_run_resumes_exactly(words, kind, monkeypatch):
     chosen = [*words, f"method.kind={kind[0]}", *kind[1:], "save.every_steps=3", "train.steps=6"]
     whole = _train([*chosen, "name=whole"])
@@ -321,18 +336,19 @@ OTHER_FAMILIES = {
     "phi": {},
     "granite": {"logits_scaling": 4.0},
 }
-CONV1D = ("gpt2",)  # the only one whose linear layers are no nn.Linear, which matters to adapters
+# In `make test`: each fused forward, and each thing that a family computes in a way of its own: sliding windows, logit
+# soft-capping and scaling, linear layers that are no nn.Linear (gpt2's, which matters to adapters).
+IN_SHORT = {("llama", "full"), ("llama", "lora"), ("qwen2", "lora"), ("qwen3", "full"), ("mistral", "lora"),
+            ("gemma2", "full"), ("gpt2", "lora"), ("cohere", "full"), ("gemma3_text", "full"), ("granite", "full"),
+            ("phi3", "full")}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("family", "changed", "kind"),
     [
-        *((family, FUSED_CHANGES.get(family, {}), kind) for family in FUSED_FAMILIES for kind in ("full", "lora")),
-        *((family, changed, "full") for family, changed in OTHER_FAMILIES.items()),
-        *(
-            pytest.param(family, changed, "lora", marks=[] if family in CONV1D else pytest.mark.slow)
-            for family, changed in OTHER_FAMILIES.items()
-        ),
+        pytest.param(family, changed, kind, marks=[] if (family, kind) in IN_SHORT else pytest.mark.slow)
+        for family, changed in [*((f, FUSED_CHANGES.get(f, {})) for f in FUSED_FAMILIES), *OTHER_FAMILIES.items()]
+        for kind in ("full", "lora")
     ],
 )
 def test_every_family_trains_as_plain_transformers_does(words, chats, home, family, changed, kind):

@@ -167,8 +167,15 @@ def test_a_disk_call_that_fails_leaves_only_whole_entries(tmp_path, monkeypatch,
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize("over", [False, True], ids=["new", "over-an-older-one"])
-@pytest.mark.parametrize("renames", [True, False], ids=["renames", "cannot-rename"])
+@pytest.mark.parametrize(
+    ("over", "renames"),
+    [
+        pytest.param(True, True, id="renames-over-an-older-one"),
+        pytest.param(True, False, id="cannot-rename-over-an-older-one"),
+        pytest.param(False, True, id="renames-new", marks=pytest.mark.slow),
+        pytest.param(False, False, id="cannot-rename-new", marks=pytest.mark.slow),
+    ],
+)
 def test_a_kill_at_any_disk_call_leaves_only_whole_entries(tmp_path, over, renames):
     run_in_small_python("test_mirror", "kill_at_every_call", tmp_path, over, renames)
 
@@ -476,7 +483,7 @@ def test_on_the_hub_small_files_are_replaced_and_come_back(hub, tmp_path):
         mirror.fetch("run.yaml", tmp_path / "again")
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "state.json", SEAL])
+@pytest.mark.parametrize("file", ["model.safetensors", SEAL, pytest.param("state.json", marks=pytest.mark.slow)])
 def test_a_hub_that_stores_something_else_is_noticed_at_once(hub, tmp_path, file):
     source, mirror = checkpoint(tmp_path / "source"), open_mirror("hub:me/x", "run")
     mirror.put(source, FIRST)
@@ -489,7 +496,7 @@ def test_a_hub_that_stores_something_else_is_noticed_at_once(hub, tmp_path, file
     assert mirror.names("checkpoints") == ["step-00000040", "step-00000080"]
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "state.json"])
+@pytest.mark.parametrize("file", ["state.json", pytest.param("model.safetensors", marks=pytest.mark.slow)])
 def test_a_hub_that_gives_back_something_else_is_refused(hub, tmp_path, file):
     source, mirror = checkpoint(tmp_path / "source"), open_mirror("hub:me/x", "run")
     mirror.put(source, FIRST)
@@ -513,7 +520,12 @@ def test_on_the_hub_a_lost_file_makes_an_entry_unlisted(hub, tmp_path):
     assert not (tmp_path / "back").exists() and not left_behind(tmp_path)
 
 
-@pytest.mark.parametrize("verb", ["create", "facts", "preupload", "batch", "commit", "tree", "resolve", "paths_info"])
+_VERBS = ("create", "facts", "preupload", "batch", "tree", "paths_info")
+
+
+@pytest.mark.parametrize(
+    "verb", ["commit", "resolve", *(pytest.param(verb, marks=pytest.mark.slow) for verb in _VERBS)]
+)
 def test_a_hub_in_trouble_is_one_line_and_leaves_no_half_entry(hub, tmp_path, verb):
     source, mirror = checkpoint(tmp_path / "source"), open_mirror("hub:me/x", "run")
     mirror.put(source, FIRST)

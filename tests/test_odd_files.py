@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 
 import pytest
 
@@ -24,14 +25,24 @@ CONTENTS = {"a list": "[1]", "a text": '"x"', "a number": "3", "null": "null", "
             '{"message": "\\ud800", "state": "stopped", "step": 4}'}  # fmt: skip
 
 
-@pytest.fixture
-def stopped(tiny, monkeypatch):
-    """A run that stopped at step 4 of 6, as `words` and folder."""
+@pytest.fixture(scope="module")
+def stopped_once(tiny, tmp_path_factory):
+    """A run that stopped at step 4 of 6, as `words`, and a copy of its folder."""
     words = tiny.words("train.steps=6", "save.every_steps=2")
-    with monkeypatch.context() as patch, pytest.raises(Stopped):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
         stop_after(patch, 4)
         run_train(words)
-    return words, run_of(words)
+    return words, shutil.copytree(run_of(words).path, tmp_path_factory.mktemp("stopped") / "run", symlinks=True)
+
+
+@pytest.fixture
+def stopped(stopped_once):
+    """Its words and folder, as it was when it stopped."""
+    words, copy = stopped_once
+    run = run_of(words)
+    shutil.rmtree(run.path)
+    shutil.copytree(copy, run.path, symlinks=True)
+    return words, run
 
 
 def _replace(path, make):

@@ -35,7 +35,11 @@ def _same(one, other):
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("method", [(), FULL, LORA, (*LORA, "method.modules_to_save=lm_head")], ids=str)
+@pytest.mark.parametrize(
+    "method",
+    [(), (*LORA, "method.modules_to_save=lm_head"), *(pytest.param(m, marks=pytest.mark.slow) for m in (FULL, LORA))],
+    ids=str,
+)
 def test_the_last_checkpoint_is_the_final_model(tiny, method):
     """Weights, tokenizer and stop tokens."""
     name = tiny.whole(*method, "train.steps=3").path.name

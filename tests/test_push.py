@@ -95,7 +95,10 @@ def test_a_strangers_repository_is_one_line(hub, model):
     assert "not a branch" in _refused(model, "me/x", "--revision", "--evil")
 
 
-@pytest.mark.parametrize("verb", ["create", "facts", "tree", "preupload", "batch", "commit"])
+_VERBS = ("create", "facts", "tree", "preupload", "batch")
+
+
+@pytest.mark.parametrize("verb", ["commit", *(pytest.param(verb, marks=pytest.mark.slow) for verb in _VERBS)])
 def test_a_busy_hub_is_asked_again(hub, model, verb):
     hub.fail_times[verb] = [429, 500]
     code, _, text = _push(model, "me/x")

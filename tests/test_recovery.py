@@ -69,7 +69,7 @@ def test_a_checkpoint_without_its_manifest_is_set_aside_not_removed(tiny, monkey
 
 @pytest.mark.parametrize(
     ("local", "mirrored", "resumed"),
-    [((9,), (), 9), ((6, 9), (9,), 6), ((9,), (9,), 6), ((6, 9), (6, 9), 0)],
+    [((9,), (), 9), ((6, 9), (9,), 6), pytest.param((9,), (9,), 6, marks=pytest.mark.slow), ((6, 9), (6, 9), 0)],
     ids=["newest here", "one good copy of each", "newest in both", "all"],
 )
 def test_for_each_step_the_good_copy_is_taken(tiny, monkeypatch, tmp_path, local, mirrored, resumed):
@@ -148,7 +148,9 @@ def _mark(run):
     return {"run_id": identity["run_id"], "settings": identity["settings"]}
 
 
-@pytest.mark.parametrize("damaged", ["run.yaml", "identity.json", "environment.json"])
+@pytest.mark.parametrize(
+    "damaged", ["identity.json", *(pytest.param(n, marks=pytest.mark.slow) for n in ("run.yaml", "environment.json"))]
+)
 def test_a_damaged_file_of_the_mirror_beside_sound_checkpoints_is_no_obstacle(tiny, monkeypatch, tmp_path, damaged):
     words = tiny.words(*OFTEN, f"save.mirror={tmp_path / 'mirror'}")
     run = _train_until(words, 9, monkeypatch)
@@ -205,7 +207,7 @@ def _use_all_inodes(folder: Path) -> None:
             (folder / f"other-{number}").touch()
 
 
-@pytest.mark.parametrize("fault", ["read-only", "no inodes"])
+@pytest.mark.parametrize("fault", ["no inodes", pytest.param("read-only", marks=pytest.mark.slow)])
 def test_a_last_save_that_fails_is_written_elsewhere_and_resumed_from_there(tiny, monkeypatch, fault):
     words = tiny.words("save.every_steps=3", "save.keep=9", "save.min_free=0")
     run = run_of(words)

@@ -115,7 +115,7 @@ def test_the_next_session_reads_the_outputs_of_the_one_before(home: Path, server
     assert third.session == 3 and server.datasets[third.dataset]["versions"] == 2
 
 
-@pytest.mark.parametrize("fault", [429, 500, 503, "break"])
+@pytest.mark.parametrize("fault", [429, "break", *(pytest.param(code, marks=pytest.mark.slow) for code in (500, 503))])
 def test_a_busy_or_broken_server_is_asked_again(home: Path, server: Kaggle, api: KaggleApi, fault: object) -> None:
     server.faults = {name: [fault] for name in ("GetDatasetStatus", "StartBlobUpload", "GetAcceleratorQuotaStatistics")}
     server.faults["upload"] = ["break", 503]

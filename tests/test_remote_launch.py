@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from fork_server import ForkServer
 from laptop import RUN, Laptop
 from remote_box import PASSWORD, RemoteBox, files_with, needs_box, remote_box
 
@@ -27,11 +28,13 @@ def laptop(tmp_path_factory: pytest.TempPathFactory, box: RemoteBox) -> Laptop:
     return made
 
 
-def test_a_run_is_launched_brought_home_and_the_box_powered_off(box: RemoteBox, laptop: Laptop) -> None:
+def test_a_run_is_launched_brought_home_and_the_box_powered_off(
+    box: RemoteBox, laptop: Laptop, fork_server: ForkServer
+) -> None:
     done = laptop.run("launch", *RUN, "name=whole", "--on", "box", "--budget", "¥20", "--stop-when-done")
     assert "the model is at home" in done.stdout
     assert len(box.shutdown_calls()) == 1
-    laptop.run("train", *RUN, "name=here")
+    assert fork_server.run("train", *RUN, "name=here", env=laptop.env, cwd=str(laptop.home)).returncode == 0
     assert laptop.weights("whole") == laptop.weights("here")
     assert files_with(PASSWORD, laptop.folder, box.root / "root") == []
 

@@ -100,9 +100,15 @@ def followed(words: list[str], message: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "change", ["model.num_layers=2", "train.lr=1e-4", "train.optimizer=muon", "train.global_batch=4"]
-)
-@pytest.mark.parametrize("where", ["name=mine", "save.folder=mine"])
+    ("where", "change"),
+    [
+        ("name=mine", "train.lr=1e-4"), ("save.folder=mine", "model.num_layers=2"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+            ("name=mine", "model.num_layers=2"), ("name=mine", "train.optimizer=muon"),
+            ("name=mine", "train.global_batch=4"), ("save.folder=mine", "train.lr=1e-4"),
+            ("save.folder=mine", "train.optimizer=muon"), ("save.folder=mine", "train.global_batch=4"))),
+    ],
+)  # fmt: skip
 def test_the_advice_of_a_refused_resume_works(home: Path, data: str, change: str, where: str) -> None:
     words = ["smoke", *TINY, data, "model.d_model=64", where, "train.steps=2"]
     train(*words)

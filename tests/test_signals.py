@@ -76,7 +76,11 @@ def _reason_of(number):
     return "Ctrl-C" if number == signal.SIGINT else number.name
 
 
-@pytest.mark.parametrize("number", SIGNALS, ids=lambda n: n.name)
+@pytest.mark.parametrize(
+    "number",
+    [*SIGNALS[:2], *(pytest.param(number, marks=pytest.mark.slow) for number in SIGNALS[2:])],
+    ids=lambda n: n.name,
+)
 def test_a_signal_during_a_step_saves_and_the_resumed_run_ends_the_same(tiny, monkeypatch, number):
     parts = (*DROPOUT, "train.micro_batch=4")
     whole, words = tiny.whole(*parts), tiny.words(*parts, "limits.grace=30s")
@@ -88,7 +92,9 @@ def test_a_signal_during_a_step_saves_and_the_resumed_run_ends_the_same(tiny, mo
     assert same_weights(run, whole) and losses(run) == losses(whole)
 
 
-@pytest.mark.parametrize("kind", [(), DROPOUT], ids=["pretrain", "lora with dropout"])
+@pytest.mark.parametrize(
+    "kind", [DROPOUT, pytest.param((), marks=pytest.mark.slow)], ids=["lora with dropout", "pretrain"]
+)
 def test_a_step_longer_than_the_grace_is_abandoned(tiny, monkeypatch, kind):
     parts = (*kind, "train.micro_batch=4")
     whole, words = tiny.whole(*parts), tiny.words(*parts, "limits.grace=1s")
@@ -182,7 +188,7 @@ def test_a_signal_during_the_rehearsal_or_compilation_stops_at_once(tiny, monkey
     assert same_weights(run, tiny.whole())
 
 
-@pytest.mark.parametrize("grace", ["0.3s", "1s"])
+@pytest.mark.parametrize("grace", ["0.3s", pytest.param("1s", marks=pytest.mark.slow)])
 def test_a_signal_while_waiting_for_data_does_not_wait_for_it(tiny, monkeypatch, grace):
     words = tiny.words(f"limits.grace={grace}")
     hangs, enough = threading.Event(), threading.Event()

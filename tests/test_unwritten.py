@@ -36,11 +36,16 @@ _CLOSED = "import sys; os.close({0}); sys.{1} = None"
 
 @needs_fork
 @pytest.mark.parametrize(
-    ("how", "message"),
-    [(_FULL, "No space left on device"), (_NO_READER, "Broken pipe"), (_CLOSED, "")],
-    ids=["> /dev/full", "| head", ">&-"],
+    ("how", "message", "both"),
+    [
+        pytest.param(_FULL, "No space left on device", True, id="both-> /dev/full"),
+        pytest.param(_NO_READER, "Broken pipe", False, id="stdout-| head"),
+        pytest.param(_CLOSED, "", True, id="both->&-"),
+        pytest.param(_FULL, "No space left on device", False, id="stdout-> /dev/full", marks=pytest.mark.slow),
+        pytest.param(_NO_READER, "Broken pipe", True, id="both-| head", marks=pytest.mark.slow),
+        pytest.param(_CLOSED, "", False, id="stdout->&-", marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("both", [False, True], ids=["stdout", "both"])
 def test_a_run_trains_to_its_end_though_nothing_can_be_printed(tiny, fork_server, how, message, both):
     words = tiny.words()
     preamble = how.format(1, "stdout") + (f"\n{how.format(2, 'stderr')}" if both else "")

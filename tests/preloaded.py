@@ -1,0 +1,193 @@
+"""One Python that imports torch and transformers for all tests: the workers of pytest-xdist and their fork servers are
+forks of it.
+
+The imports take eight seconds of CPU time, and four workers with a fork server each would make them eight times.
+`Preloaded.command` stands for `python`: it has a fork run the code of its `-c`, with its standard files, environment
+and current folder, and ends when the fork ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+import weakref
+from pathlib import Path
+from typing import Any, NoReturn
+
+MODULES = ("torch", "transformers", "peft", "sojourn", "deepspeed", "safetensors", "tokenizers", "bitsandbytes")
+THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+THREADS["OMP_WAIT_POLICY"] = "PASSIVE"  # a command that sets more threads: none of them spins while it waits
+MAIN = "from sojourn.cli.main import main; main()"
+
+
+class Preloaded:
+    """The tests' end of it. It imports while the tests are still being set up; who asks for a fork waits."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="preloaded-")
+        path = str(Path(self._folder.name) / "socket")
+        self.command = [sys.executable, "-I", "-S", __file__, path]
+        imports = {"PYTHONPATH": os.pathsep.join((str(Path(__file__).parent), *sys.path))}
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(path)
+            listener.listen()
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", "import preloaded; preloaded.serve()", str(listener.fileno())],
+                pass_fds=[listener.fileno()], stdin=subprocess.PIPE, env={**os.environ, **THREADS, **imports},
+            )  # fmt: skip
+
+    def close(self) -> None:
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+        self._folder.cleanup()
+
+
+def serve() -> None:
+    """Until standard input ends: the tests have."""
+    signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C reaches the forks as well, and they decide
+    gc.disable()
+    preload()
+    gc.freeze()
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    running: dict[socket.socket, tuple[int, int]] = {}
+    while True:
+        ended = {descriptor: asker for asker, (_, descriptor) in running.items()}
+        ready, _, _ = select.select([0, listener, *running, *ended], [], [])
+        if 0 in ready:
+            break
+        for one in ready:
+            if one is listener:
+                asker, _ = listener.accept()
+                pid = _fork(asker)
+                running[asker] = pid, os.pidfd_open(pid)
+            elif one in running:  # who asked is gone
+                os.kill(running[one][0], signal.SIGKILL)
+            elif ended[one] in running:
+                _send_exit_code(ended[one], *running.pop(ended[one]))
+    for pid, _ in running.values():
+        os.kill(pid, signal.SIGKILL)
+
+
+def _send_exit_code(asker: socket.socket, pid: int, descriptor: int) -> None:
+    _, status = os.waitpid(pid, 0)
+    os.close(descriptor)
+    with asker, contextlib.suppress(OSError):
+        asker.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+
+
+def _fork(asker: socket.socket) -> int:
+    message, files, _, _ = socket.recv_fds(asker, 1 << 16, 3)
+    while not message.endswith(b"\n"):
+        message += asker.recv(1 << 16)
+    pid = os.fork()
+    if not pid:
+        _run(json.loads(message), files)
+    for file in files:
+        os.close(file)
+    return pid
+
+
+def _run(request: dict[str, Any], files: list[int]) -> NoReturn:
+    gc.enable()
+    become_new_process(*files)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    run_and_exit(request["args"], code=request["code"])
+
+
+def preload() -> None:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import bitsandbytes  # noqa: F401
+    import peft  # noqa: F401
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+
+    import sojourn.train.loop  # noqa: F401
+    from sojourn.cli.main import command_tree
+    from sojourn.config.load import load_run
+    from sojourn.train.metrics.environment import describe_environment
+
+    with contextlib.suppress(ImportError):
+        import deepspeed  # noqa: F401
+    with contextlib.suppress(ImportError):  # hundreds of patterns that transformers compiles once per process
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        get_checkpoint_conversion_mapping("llama")
+    torch.set_num_threads(1)
+    command_tree()  # what these three find out once per process, every fork knows
+    load_run(["smoke"])
+    describe_environment("cpu")
+
+
+def run_and_exit(args: list[str], preamble: str = "", modules: Path | None = None, code: str = MAIN) -> NoReturn:
+    """As the interpreter runs a module or `code`, and ends."""
+    status = 1
+    try:
+        known: dict[str, Any] = {"rank": int(os.environ.get("RANK", "0")), "os": os, "signal": signal}
+        exec(preamble, known)  # noqa: S102
+        sys.argv = ["sojourn", *args]
+        exec(code, {"__name__": "__main__"})  # noqa: S102
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        if modules:
+            modules.write_text(json.dumps([name for name in sys.modules if name.partition(".")[0] in MODULES]))
+        with contextlib.suppress(Exception):
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def become_new_process(stdin: int, stdout: int, stderr: int, keep: Any = ()) -> None:
+    """As after an exec: only standard files are open, no signal is handled, nothing of the parent is cleaned up at the
+    end."""
+    atexit._clear()
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
+    null = os.open(os.devnull, os.O_RDWR)
+    for number, given in enumerate((stdin, stdout, stderr)):
+        if given >= 0:
+            os.dup2(given, number)
+    for number in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+        if number > 2 and number not in keep:
+            with contextlib.suppress(OSError):
+                os.dup2(null, number)  # the number stays taken: an object of before may still close it
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout, sys.stderr = (open(n, "w", buffering=1, encoding="utf-8", closefd=False) for n in (1, 2))  # noqa: SIM115
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+def _ask(path: str, words: list[str]) -> int:
+    """What `Preloaded.command` does: `words` are those of a Python."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    at = words.index("-c")
+    request = {"code": words[at + 1], "args": words[at + 2 :], "env": dict(os.environ), "cwd": str(Path.cwd())}
+    with socket.socket(socket.AF_UNIX) as asked:
+        asked.connect(path)
+        socket.send_fds(asked, [json.dumps(request).encode()], [0, 1, 2])
+        asked.sendall(b"\n")
+        return int(asked.recv(16) or 1)
+
+
+if __name__ == "__main__":
+    sys.exit(_ask(sys.argv[1], sys.argv[2:]))
