@@ -26,7 +26,7 @@ from sojourn.infer.kv_cache import new_cache
 from sojourn.infer.load import LoadedModel, context_length, load_model
 from sojourn.infer.sampling import Sampler, SamplingRow, read_tokens
 from sojourn.serve.auth import KeyRing
-from sojourn.serve.engines.base import EngineInfo, EngineStats, GenerationRequest, Output, Token
+from sojourn.serve.engines.base import EngineDied, EngineInfo, EngineStats, GenerationRequest, Output, Token
 from sojourn.serve.gateway import Gateway
 from sojourn.serve.request_log import RequestLog
 from sojourn.serve.server import Server, bind
@@ -55,12 +55,21 @@ class ThreadEngine:
         )
         self._grammars = GrammarCompiler(loaded.tokenizer, vocab, stop_ids)
         self._thread, self._slots = ThreadPoolExecutor(1), asyncio.Semaphore(max_requests)
-        self.running = self.generated = self.freed = 0
+        self.loading = threading.Event()  # cleared: it is still being loaded
+        self.loading.set()
+        self.running = self.generated = self.freed = self.restarts = 0
+        self.died = False
 
-    async def start(self) -> None: ...
+    async def start(self) -> None:
+        while not self.loading.is_set():
+            await asyncio.sleep(0.01)
 
     async def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def restart(self) -> None:
+        self.died = False
+        self.restarts += 1
 
     async def submit(self, request: GenerationRequest) -> AsyncGenerator[Output, None]:
         loop = asyncio.get_running_loop()
@@ -70,6 +79,8 @@ class ThreadEngine:
                 model = self._models[request.adapter]
                 sequence = await loop.run_in_executor(self._thread, self._open, model, request)
                 while True:
+                    if self.died:
+                        raise EngineDied("killed by a test")
                     output = await loop.run_in_executor(self._thread, sequence.step)
                     self.generated += len(output.tokens)
                     yield output
@@ -173,16 +184,19 @@ class Served:
 
 
 @contextmanager
-def serving(engine: Any, keys: KeyRing | None = None, source: str = "", **settings: Any) -> Iterator[Served]:
+def serving(
+    engine: Any, keys: KeyRing | None = None, source: str = "", starting: bool = False, **settings: Any
+) -> Iterator[Served]:
+    """`starting`: do not wait until the model is loaded."""
     chosen = Settings(**{"port": 0, **settings})
     listening, log = bind(replace(chosen, host="127.0.0.1")), io.StringIO()
-    gateway = Gateway(engine, chosen, keys or KeyRing([]), RequestLog(log), source)
+    gateway = Gateway(engine, chosen, keys or KeyRing([]), RequestLog(log), "tiny", source)
     server = Server(gateway)
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
     thread.start()
     served = Served(server, engine, listening.getsockname()[1], log)
     try:
-        wait_until(lambda: gateway.lifecycle.state in ("ready", "failed"))
+        wait_until(lambda: server.started if starting else gateway.lifecycle.state in ("ready", "failed"))
         yield served
     finally:
         served.http.close()

@@ -31,8 +31,8 @@ def serve(
     ),
     checkpoint: CheckpointOption = None,
     device: DeviceOption = "auto",
-    quantization: str | None = typer.Option(
-        None, help="Of weights at load: int8 (CPU), fp8, int8 or nf4 (CUDA).", show_default=False
+    quantize: str | None = typer.Option(
+        None, help="Weights at load: int8 (CPU), fp8, int8 or nf4 (CUDA).", show_default=False
     ),
     max_length: int | None = typer.Option(
         None, min=16, help="Longest prompt and answer together; default: the model's context.", show_default=False
@@ -95,9 +95,7 @@ def serve(
     from sojourn.serve.engines.choose import EngineOptions
     from sojourn.serve.start import start
 
-    options = EngineOptions(
-        engine, name, checkpoint, device, quantization, max_length, max_requests, _adapters(adapter)
-    )
+    options = EngineOptions(engine, name, checkpoint, device, quantize, max_length, max_requests, _adapters(adapter))
     start(model, settings, keys, options)
 
 

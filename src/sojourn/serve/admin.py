@@ -17,8 +17,7 @@ def check_admin(record: Record) -> None:
 
 async def load_adapter(gateway: Gateway, record: Record, body: LoadAdapter) -> dict[str, Any]:
     check_admin(record)
-    info = gateway.engine.info
-    if body.lora_name == info.model or body.lora_name in info.adapters:
+    if body.lora_name in (gateway.name, *gateway.engine.info.adapters):
         raise bad_request(f"a model with the name {body.lora_name!r} is loaded already", "lora_name", "name_taken")
     async with gateway.changing():
         path = await asyncio.to_thread(adapter_folder, body.lora_path)
@@ -41,4 +40,4 @@ async def unload_adapter(gateway: Gateway, record: Record, body: UnloadAdapter) 
 async def reload(gateway: Gateway, record: Record, body: Reload) -> dict[str, Any]:
     check_admin(record)
     path = await gateway.reload(body.model, body.checkpoint)
-    return {"message": f"{gateway.engine.info.model!r} is now {path}"}
+    return {"message": f"{gateway.name!r} is now {path}"}

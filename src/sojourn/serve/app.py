@@ -22,7 +22,7 @@ from sojourn.serve import admin, proxy
 from sojourn.serve.api_chat import chat_completions
 from sojourn.serve.api_completions import completions
 from sojourn.serve.api_responses import responses
-from sojourn.serve.errors import ApiError, add_handlers, model_not_found
+from sojourn.serve.errors import ApiError, add_handlers
 from sojourn.serve.gateway import Gateway, Record, is_proxy, proxy_of
 from sojourn.serve.middleware import App, Entrance
 from sojourn.serve.schemas import (
@@ -147,15 +147,13 @@ def _add_generation(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/v1/models", responses=_RESPONSES)
     async def list_models() -> dict[str, Any]:
         gateway.lifecycle.check_ready()
-        info = gateway.engine.info
-        return {"object": "list", "data": [_model(gateway, name) for name in (info.model, *info.adapters)]}
+        names = (gateway.name, *gateway.engine.info.adapters)
+        return {"object": "list", "data": [_model(gateway, name) for name in names]}
 
     @app.get("/v1/models/{name:path}", responses=_RESPONSES)
     async def retrieve_model(name: str) -> dict[str, Any]:
         gateway.lifecycle.check_ready()
-        info = gateway.engine.info
-        if name not in (info.model, *info.adapters):
-            raise model_not_found(name)
+        gateway.adapter_of(name)
         return _model(gateway, name)
 
 
@@ -163,7 +161,8 @@ def _model(gateway: Gateway, name: str) -> dict[str, Any]:
     info = gateway.engine.info
     return {
         "id": name, "object": "model", "created": int(gateway.lifecycle.started), "owned_by": "sojourn",
-        "root": info.model, "parent": info.model if name != info.model else None, "max_model_len": info.context_length,
+        "root": info.model, "parent": gateway.name if name != gateway.name else None,
+        "max_model_len": info.context_length,
     }  # fmt: skip
 
 

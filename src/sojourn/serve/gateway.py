@@ -43,20 +43,21 @@ class Record:
 
 
 class Gateway:
-    """`source`: what the server was asked to serve, which a reload without a name opens again. `adapters`: paths of
-    those to load at the start, by name."""
+    """`name`: of the model in the API. `source`: what the server was asked to serve; a reload without a name opens it
+    again. `adapters`: paths of those to load at the start, by name."""
 
     def __init__(
-        self, engine: Engine, settings: Settings, keys: KeyRing, log: RequestLog, source: str = "",
-        adapters: Mapping[str, str] | None = None,
+        self, engine: Engine, settings: Settings, keys: KeyRing, log: RequestLog, name: str,
+        source: str = "", adapters: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         self.engine, self.settings, self.keys, self.log, self.source = engine, settings, keys, log, source
-        self._adapters = dict(adapters or {})
+        self.name, self._adapters = name, dict(adapters or {})
         self.metrics, self.lifecycle = Metrics(), Lifecycle(settings.request_seconds)
         self.admission = Admission(1, settings.max_waiting)
         self.model: ServedModel | None = None
         self.failure: BaseException | None = None
         self._changing = asyncio.Lock()
+        self._restarting: asyncio.Task[None] | None = None
 
     # -- Starting and ending --
 
@@ -75,7 +76,7 @@ class Gateway:
             self.lifecycle.state, self.lifecycle.reason = "ready", ""
             info, seconds = self.engine.info, round(time.time() - self.lifecycle.started, 1)
             shown = {"device": info.device, "dtype": info.dtype, "context_length": info.context_length}
-            self.log.write("ready", model=info.model, seconds=seconds, **shown)
+            self.log.write("ready", model=self.name, seconds=seconds, **shown)
 
     async def _open_model(self) -> None:
         info = self.engine.info
@@ -96,7 +97,28 @@ class Gateway:
         async for _ in Generation(self.token_engine, self.model, plan, Metrics()).deltas():
             pass
 
+    def engine_died(self, reason: str) -> None:
+        """Requests get 503 until the engine is started again, with the adapters that it had."""
+        if self.lifecycle.state != "ready":
+            return
+        self.lifecycle.state, self.lifecycle.reason = "starting", "the engine is started again"
+        self.log.write("engine_died", reason=reason)
+        self._restarting = asyncio.create_task(self._restart())
+
+    async def _restart(self) -> None:
+        try:
+            await self.engine.restart()
+            await self._warm_up()
+        except Exception as error:
+            self.lifecycle.state, self.lifecycle.reason, self.failure = "failed", str(error)[:200], error
+            return
+        if self.lifecycle.state == "starting":
+            self.lifecycle.state, self.lifecycle.reason = "ready", ""
+            self.log.write("engine_restarted")
+
     async def close(self) -> None:
+        if self._restarting is not None:
+            self._restarting.cancel()
         await self.engine.close()
         if self.model is not None:
             self.model.close()
@@ -115,10 +137,9 @@ class Gateway:
 
     def adapter_of(self, name: str) -> str | None:
         """The adapter that a request's `model` means; None for the base model."""
-        info = self.engine.info
-        if name == info.model:
+        if name == self.name:
             return None
-        if name in info.adapters:
+        if name in self.engine.info.adapters:
             return name
         raise model_not_found(name)
 
@@ -141,7 +162,7 @@ class Gateway:
             found = await asyncio.to_thread(find_model, name or self.source, checkpoint)
             await self.engine.reload(found.path)
             await self._open_model()
-        self.log.write("reloaded", path=str(found.path), model=self.engine.info.model)
+        self.log.write("reloaded", path=str(found.path), model=self.name)
         return found.path
 
     # -- Requests --
@@ -150,7 +171,7 @@ class Gateway:
     async def generating(self, record: Record, plan: Plan) -> AsyncIterator[Generation]:
         """A place for the sequences, their time limit, and what they used, counted whatever the end."""
         model = self.ready_model()
-        generation = Generation(self.token_engine, model, plan, self.metrics)
+        generation = Generation(self.token_engine, model, plan, self.metrics, self.engine_died)
         with self.admission.admit(record.key, len(plan.requests)):
             try:
                 with self.lifecycle.time_limit():

@@ -182,8 +182,12 @@ class Clock:
 class Generation:
     """All sequences of one request, while they are generated."""
 
-    def __init__(self, engine: TokenEngine, model: ServedModel, plan: Plan, metrics: Metrics) -> None:
+    def __init__(
+        self, engine: TokenEngine, model: ServedModel, plan: Plan, metrics: Metrics,
+        on_death: Callable[[str], None] | None = None,
+    ) -> None:  # fmt: skip
         self._engine, self._model, self._plan, self._metrics = engine, model, plan, metrics
+        self._on_death = on_death
         self.usage = Usage(plan.prompt_tokens)
         self.clock = Clock(metrics)
 
@@ -219,6 +223,8 @@ class Generation:
                 async for output in outputs:
                     yield output
         except EngineDied as error:
+            if self._on_death is not None:
+                self._on_death(str(error))
             raise ApiError(503, f"the engine stopped: {error}", code="engine_died", retry_after=10) from None
         except UserError as error:
             raise bad_request(str(error)) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ class Lifecycle:
     def drain(self, grace_seconds: float) -> None:
         """No new requests; those that run have so many seconds."""
         self.state, self.reason = "draining", "the server is shutting down"
-        self._drain_ends = anyio.current_time() + grace_seconds
+        self._drain_ends = asyncio.get_running_loop().time() + grace_seconds
         for scope in self._scopes:
             scope.deadline = min(scope.deadline, self._drain_ends)
 

@@ -26,11 +26,11 @@ def start(model: str, settings: Settings, keys: KeyRing, options: EngineOptions)
 
     found = find_model(model, options.checkpoint)
     name = options.name or _name_of(model, found.path)
-    engine = open_engine(found, name, options)
+    engine = open_engine(found, options)
     with bind(settings) as listening:
         address = f"http://{settings.host}:{listening.getsockname()[1]}"
         print(f"{name}: {address}/v1 (loading; Ctrl-C ends)", file=sys.stderr, flush=True)
-        run_server(Gateway(engine, settings, keys, RequestLog(), model, options.adapters), listening)
+        run_server(Gateway(engine, settings, keys, RequestLog(), name, model, options.adapters), listening)
 
 
 def _name_of(given: str, path: Path) -> str:

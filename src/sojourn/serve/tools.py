@@ -60,6 +60,8 @@ class ToolParser:
 
     def __init__(self, form: ToolForm) -> None:
         self._form, self._held, self._inside, self._started = form, "", False, False
+        self._at_gap = True  # before the first text or after a call, where white space is no content
+        self._has_calls = False
 
     def add(self, piece: str) -> list[str | Call]:
         self._held += piece
@@ -75,7 +77,7 @@ class ToolParser:
         if not held:
             return []
         if not self._inside:
-            return [held]
+            return [] if self._has_calls and self._at_gap else [held]
         if self._form == "hermes":
             complete = held[: len(held) - overlap(held, "</tool_call>")]
             return _or_text(_read_calls(complete), "<tool_call>" + held)
@@ -89,12 +91,14 @@ class ToolParser:
             if not self._inside:
                 found += self._read_until("<tool_call>")
                 if not self._inside:
-                    return _without_gaps(found)
+                    return found
             body, end, rest = self._held.partition("</tool_call>")
             if not end:
-                return _without_gaps(found)
-            self._held, self._inside = rest, False
-            found += _read_calls(body) or [f"<tool_call>{body}</tool_call>"]
+                return found
+            calls = _read_calls(body)
+            self._held, self._inside, self._at_gap = rest, False, bool(calls)
+            self._has_calls = self._has_calls or bool(calls)
+            found += _or_text(calls, f"<tool_call>{body}</tool_call>")
 
     def _read_until(self, marker: str) -> list[str | Call]:
         """The text before the marker; what comes after stays held."""
@@ -103,8 +107,11 @@ class ToolParser:
         text, found, rest = self._held.partition(marker)
         if found:
             self._inside, self._held = True, rest
-            return [text] if text.strip() else []
+            return [text] if text.strip() or not self._at_gap else []
         keep = overlap(text, marker)
+        if self._at_gap and not text[: len(text) - keep].strip():
+            return []
+        self._at_gap = False
         text, self._held = text[: len(text) - keep], text[len(text) - keep :]
         return [text] if text else []
 
@@ -124,12 +131,6 @@ class ToolParser:
 
 def _or_text(calls: list[Call], text: str) -> list[str | Call]:
     return [*calls] if calls else [text]
-
-
-def _without_gaps(found: list[str | Call]) -> list[str | Call]:
-    """White space between calls is no content."""
-    has_call = any(isinstance(one, Call) for one in found)
-    return [one for one in found if isinstance(one, Call) or not (has_call and not one.strip())]
 
 
 def _read_calls(text: str) -> list[Call]:

@@ -107,6 +107,9 @@ class TokenEngine(Protocol):
 
     async def close(self) -> None: ...
 
+    async def restart(self) -> None:
+        """After EngineDied: the same weights and adapters anew."""
+
     def submit(self, request: GenerationRequest) -> AsyncGenerator[Output, None]:
         """Leaving the iterator (`aclose`, cancellation) frees the sequence's slot at once. Raises EngineDied where the
         engine is gone."""
@@ -133,6 +136,8 @@ class ProxyEngine(Protocol):
     async def start(self) -> None: ...
 
     async def close(self) -> None: ...
+
+    async def restart(self) -> None: ...
 
     async def health(self) -> bool: ...
 

@@ -1,4 +1,4 @@
-"""Which engine serves a model: `auto` takes the builtin one, and llama.cpp for a GGUF file where it is installed."""
+"""Which engine serves a model: `auto` takes the builtin one."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class EngineOptions:
     adapters: dict[str, str] = field(default_factory=dict)
 
 
-def open_engine(found: FoundModel, name: str, options: EngineOptions) -> Engine:
-    """The engine, not started. Each engine's module has `make_engine`; it says what will not work before loading."""
+def open_engine(found: FoundModel, options: EngineOptions) -> Engine:
+    """The engine, not started."""
     chosen = "builtin" if options.engine == "auto" else options.engine
     if chosen not in ENGINES:
         hint = did_you_mean(chosen, ("auto", *ENGINES))
@@ -40,5 +40,18 @@ def open_engine(found: FoundModel, name: str, options: EngineOptions) -> Engine:
         if error.name != f"sojourn.serve.engines.{chosen}":
             raise
         raise UserError(f"--engine {chosen}: not in this version") from None
-    engine: Engine = module.make_engine(found, name, options)
+    engine: Engine = _BY_NAME[chosen](module, found, options)
     return engine
+
+
+def _builtin(module: Any, found: FoundModel, options: EngineOptions) -> Any:
+    given = {"max_rows": options.max_requests, "context": options.max_length, "quantization": options.quantization}
+    settings = {key: value for key, value in given.items() if value is not None}
+    return module.BuiltinEngine(str(found.path), options.device, None, settings)
+
+
+def _other(module: Any, found: FoundModel, options: EngineOptions) -> Any:
+    return module.make_engine(found, options)
+
+
+_BY_NAME = {"builtin": _builtin, "vllm": _other, "llamacpp": _other}

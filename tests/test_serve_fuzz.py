@@ -1,0 +1,29 @@
+"""Requests that nobody wrote: schemathesis makes them from our own OpenAPI document."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from serve_engine import ThreadEngine, long_base, serving
+from sojourn.infer.load import load_model
+
+
+@pytest.mark.slow
+def test_schemathesis_finds_no_server_error(tiny) -> None:
+    engine = ThreadEngine(load_model(str(long_base(tiny.base)), "cpu"))
+    with serving(engine, request_seconds=5) as served:
+        command = [
+            sys.executable, "-m", "schemathesis.cli", "run", f"{served.url}/openapi.json", "--checks",
+            "not_a_server_error,status_code_conformance,content_type_conformance", "--max-examples", "150",
+            "--request-timeout", "30", "--exclude-path", "/admin/reload", "--mode", "all", "--no-color",
+        ]  # fmt: skip
+        found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1500)
+        print(found.stdout[-6000:], found.stderr[-2000:])
+        assert found.returncode == 0
+        assert not served.lines("internal_error") and not served.lines("server")
+        statuses = {line["status"] for line in served.lines()}
+        assert 200 in statuses and 400 in statuses and not {status for status in statuses if status >= 500} - {504}
+        assert served.gateway.admission.taken == 0 and engine.running == 0
