@@ -10,6 +10,7 @@ of a panel's outputs and the second alternate: a 32-bit word holds one of each. 
 
 #include "vector_math.h"
 #include <stdlib.h>
+#include <sys/mman.h>
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -46,6 +47,10 @@ of a panel's outputs and the second alternate: a 32-bit word holds one of each. 
 #define MAX_HEAD_DIM 512
 #define ROWS_IN_CACHE 96  /* rows and inputs of x that stay in the L2 cache while panels pass by */
 #define INPUTS_IN_CACHE 768
+#ifndef AHEAD
+#define AHEAD 4096        /* bytes from what is read to what is loaded into a cache */
+#define HINT 3
+#endif
 #define KEY_VECTORS (BLOCK / WIDTH < 2 ? 1 : 2)
 #define INLINE static inline __attribute__((always_inline))
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
@@ -58,14 +63,24 @@ typedef uint32_t word_vec __attribute__((vector_size(4 * WIDTH), may_alias));
 enum { FP32, BF16, INT8 };
 static const int BYTES[] = {4, 2, 1};
 
+enum { STORE, ADD, SILU, GELU_TANH }; /* what becomes of a matrix's outputs */
+
 void panel_width(int64_t *out) { *out = PANEL; }
 
+/* Fewer TLB misses: memory is read faster. For memory that nobody has touched yet; where the system has none, a no-op. */
+void use_huge_pages(char *memory, int64_t size) {
+    uintptr_t begin = ((uintptr_t)memory + 4095) / 4096 * 4096, end = (uintptr_t)(memory + size) / 4096 * 4096;
+    if (begin < end) madvise((void *)begin, end - begin, MADV_HUGEPAGE);
+}
+
 /* sums[row][v] += x[row][k] * w[k][v] for k from 0 to n. Inlined with constant `rows`, `vectors` and `kind`, so that the
-sums stay in registers. */
+sums stay in registers. Meanwhile `next`, what will be read later, is loaded into a cache, `next_step` bytes for each k. */
 INLINE void multiply_add(int rows, int vectors, int kind, vec (*sums)[2], const float *x, int64_t x_stride, const char *w,
-                         int64_t w_stride, int64_t n) {
-    for (int64_t k = 0; k < n; k++, w += w_stride) {
+                         int64_t w_stride, int64_t n, const char *next, int64_t next_step) {
+    for (int64_t k = 0; k < n; k++, w += w_stride, next += next_step) {
         vec weights[2];
+        __builtin_prefetch(next, 0, HINT);
+        if (kind == FP32) __builtin_prefetch(next + 64, 0, HINT);
         if (kind == BF16) {
             word_vec pairs = *(const word_vec *)w;
             weights[0] = (vec)(pairs << 16);
@@ -111,14 +126,14 @@ typedef struct {
     int64_t inputs, outputs;
 } Linear;
 
-INLINE void linear_tile(int rows, int kind, const float *x, int64_t x_stride, const char *w, int64_t n, float *y,
-                        int64_t y_stride, int is_first) {
+INLINE void linear_tile(int rows, int kind, const float *x, int64_t x_stride, const char *w, int64_t n, const char *next,
+                        int64_t next_step, float *y, int64_t y_stride, int is_first) {
     vec sums[MAX_ROWS][2];
 #pragma GCC unroll 16
     for (int row = 0; row < rows; row++)
         for (int v = 0; v < 2; v++)
             sums[row][v] = is_first ? BROADCAST(0.0f) : (vec)((unaligned_vec *)(y + row * y_stride))[v];
-    multiply_add(rows, 2, kind, sums, x, x_stride, w, BYTES[kind] * PANEL, n);
+    multiply_add(rows, 2, kind, sums, x, x_stride, w, BYTES[kind] * PANEL, n, next, next_step);
 #pragma GCC unroll 16
     for (int row = 0; row < rows; row++)
         for (int v = 0; v < 2; v++) ((unaligned_vec *)(y + row * y_stride))[v] = (unaligned_vec)sums[row][v];
@@ -126,19 +141,21 @@ INLINE void linear_tile(int rows, int kind, const float *x, int64_t x_stride, co
 
 /* Inputs from k to k + n of one panel's outputs, for rows that fit into registers. */
 static void linear_panel(const Linear *a, int kind, int rows, const float *x, int64_t x_stride, int64_t row, int64_t panel,
-                         int64_t k, int64_t n) {
+                         int64_t k, int64_t n, int64_t tile, int64_t tiles) {
     int64_t column = panel * PANEL, width = MIN(PANEL, a->outputs - column);
     const char *w = a->weight + (panel * a->inputs + k) * PANEL * BYTES[kind];
+    int64_t next_step = PANEL * BYTES[kind] / tiles;
+    const char *next = tiles == 1 ? w + AHEAD : w + (a->inputs * tiles + n * tile) * next_step;
     float *out = a->out + row * a->outputs + column, edge[MAX_ROWS * PANEL], *y = width < PANEL ? edge : out;
     int64_t y_stride = width < PANEL ? PANEL : a->outputs;
     if (y == edge && k)
         for (int r = 0; r < rows; r++) memcpy(edge + r * PANEL, out + r * a->outputs, width * sizeof(float));
     if (kind == FP32)
-        WITH_ROWS(rows, linear_tile, FP32, x, x_stride, w, n, y, y_stride, k == 0)
+        WITH_ROWS(rows, linear_tile, FP32, x, x_stride, w, n, next, next_step, y, y_stride, k == 0)
     else if (kind == BF16)
-        WITH_ROWS(rows, linear_tile, BF16, x, x_stride, w, n, y, y_stride, k == 0)
+        WITH_ROWS(rows, linear_tile, BF16, x, x_stride, w, n, next, next_step, y, y_stride, k == 0)
     else
-        WITH_ROWS(rows, linear_tile, INT8, x, x_stride, w, n, y, y_stride, k == 0)
+        WITH_ROWS(rows, linear_tile, INT8, x, x_stride, w, n, next, next_step, y, y_stride, k == 0)
     for (int r = 0; r < rows; r++, y += y_stride, out += a->outputs) {
         if (k + n == a->inputs) {
             if (a->scale)
@@ -163,20 +180,8 @@ static void linear_part(const Linear *a, int kind, int64_t row, int64_t end, int
         for (int64_t p = panel; p < last; p++)
             for (int64_t t = 0; t < tiles; t++) {
                 int64_t first = (end - row) * t / tiles, rows = (end - row) * (t + 1) / tiles - first;
-                linear_panel(a, kind, rows, (copies ? copy : x) + first * stride, stride, row + first, p, k, n);
+                linear_panel(a, kind, rows, (copies ? copy : x) + first * stride, stride, row + first, p, k, n, t, tiles);
             }
-    }
-}
-
-void linear(const float *x, const char *weight, const float *scale, const float *bias, float *out, int64_t rows,
-            int64_t inputs, int64_t outputs, int kind, int threads) {
-    Linear a = {x, scale, bias, weight, out, inputs, outputs};
-    int64_t panels = (outputs + PANEL - 1) / PANEL, blocks = (rows + ROWS_IN_CACHE - 1) / ROWS_IN_CACHE;
-    int64_t groups = blocks % threads ? threads : 1; /* of panels, so that every thread has as much to do */
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t part = 0; part < blocks * groups; part++) {
-        int64_t b = part / groups, g = part % groups;
-        linear_part(&a, kind, rows * b / blocks, rows * (b + 1) / blocks, panels * g / groups, panels * (g + 1) / groups);
     }
 }
 
@@ -185,36 +190,65 @@ static void norm_row(const float *restrict x, const float *restrict weight, floa
     for (int64_t i = 0; i < n; i++) out[i] = x[i] * scale * weight[i];
 }
 
-/* `added` is added to x in place first; it may be NULL. */
-void add_rms_norm(float *x, const float *added, const float *weight, float *out, int64_t rows, int64_t n, float eps,
-                  int threads) {
+void rms_norm(const float *x, const float *weight, float *out, int64_t rows, int64_t n, float eps, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t row = 0; row < rows; row++) {
-        if (added) {
-            float *restrict to = x + row * n;
-            const float *restrict from = added + row * n;
-            for (int64_t i = 0; i < n; i++) to[i] += from[i];
-        }
-        norm_row(x + row * n, weight, out + row * n, n, eps);
+    for (int64_t row = 0; row < rows; row++) norm_row(x + row * n, weight, out + row * n, n, eps);
+}
+
+/* act(gate) * up. act(x) is x * sigmoid(z), with z = x for SiLU, and for GELU by tanh
+z = 2 * sqrt(2 / pi) * (x + 0.044715 x^3). */
+static void gate(int then, const float *restrict x, const float *restrict up, float *restrict out, int64_t n) {
+    float z[CHUNK];
+    for (int64_t i = 0; i < n; i++)
+        z[i] = then == SILU ? -x[i] : x[i] * -1.595769122f * (1.0f + 0.044715f * x[i] * x[i]);
+    for (int64_t i = 0; i < n; i++) z[i] = within_range_of_exp(z[i]);
+    for (int64_t i = 0; i < n; i++) out[i] = x[i] / (1.0f + exp_f32(z[i])) * up[i];
+}
+
+/* Adds y to out, or applies the activation to rows [gate, up] of y; n outputs in a row of `out`. Called by all threads. */
+static void finish(int then, const float *y, float *out, int64_t rows, int64_t n) {
+    int64_t pieces = (n + CHUNK - 1) / CHUNK;
+#pragma omp for schedule(static)
+    for (int64_t part = 0; part < rows * pieces; part++) {
+        int64_t row = part / pieces, first = part % pieces * CHUNK, count = MIN(CHUNK, n - first);
+        const float *restrict from = y + row * (then == ADD ? n : 2 * n) + first;
+        float *restrict to = out + row * n + first;
+        if (then == ADD)
+            for (int64_t i = 0; i < count; i++) to[i] += from[i];
+        else
+            gate(then, from, from + n, to, count);
     }
 }
 
-/* out = act(gate) * up, of rows [gate, up]. act(x) is x * sigmoid(z), with z = x for SiLU, and for GELU by tanh
-z = 2 * sqrt(2 / pi) * (x + 0.044715 x^3). */
-void gated_act(const float *gate_up, float *out, int64_t rows, int64_t n, int is_gelu, int threads) {
-    int64_t pieces = (n + CHUNK - 1) / CHUNK;
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t part = 0; part < rows * pieces; part++) {
-        int64_t row = part / pieces, first = part % pieces * CHUNK, count = MIN(CHUNK, n - first);
-        const float *restrict gate = gate_up + row * 2 * n + first, *restrict up = gate + n;
-        float *restrict to = out + row * n + first, z[CHUNK];
-        if (is_gelu)
-            for (int64_t i = 0; i < count; i++) z[i] = gate[i] * 1.595769122f * (1.0f + 0.044715f * gate[i] * gate[i]);
-        else
-            memcpy(z, gate, count * sizeof(float));
-        for (int64_t i = 0; i < count; i++) z[i] = within_range_of_exp(-z[i]);
-        for (int64_t i = 0; i < count; i++) to[i] = gate[i] / (1.0f + exp_f32(z[i])) * up[i];
+void gated_act(const float *gate_up, float *out, int64_t rows, int64_t n, int then, int threads) {
+#pragma omp parallel num_threads(threads)
+    finish(then, gate_up, out, rows, n);
+}
+
+/* Rows of x are normed first, unless `norm` is NULL. `scale` and `bias` may be NULL. */
+void linear(const float *x, const float *norm, const char *weight, const float *scale, const float *bias, float *out,
+            int64_t rows, int64_t inputs, int64_t outputs, float eps, int kind, int then, int threads) {
+    float *normed = norm ? malloc(rows * inputs * sizeof(float)) : NULL;
+    float *y = then == STORE ? out : malloc(rows * outputs * sizeof(float));
+    Linear a = {norm ? normed : x, scale, bias, weight, y, inputs, outputs};
+    int64_t panels = (outputs + PANEL - 1) / PANEL, blocks = (rows + ROWS_IN_CACHE - 1) / ROWS_IN_CACHE;
+    int64_t groups = blocks % threads ? threads : 1; /* of panels, so that every thread has as much to do */
+#pragma omp parallel num_threads(threads)
+    {
+        if (norm) {
+#pragma omp for schedule(static)
+            for (int64_t row = 0; row < rows; row++) norm_row(x + row * inputs, norm, normed + row * inputs, inputs, eps);
+        }
+#pragma omp for schedule(static)
+        for (int64_t part = 0; part < blocks * groups; part++) {
+            int64_t b = part / groups, g = part % groups;
+            linear_part(&a, kind, rows * b / blocks, rows * (b + 1) / blocks, panels * g / groups,
+                        panels * (g + 1) / groups);
+        }
+        if (then != STORE) finish(then, y, out, rows, then == ADD ? outputs : outputs / 2);
     }
+    free(normed);
+    if (then != STORE) free(y);
 }
 
 /* The KV cache of a layer: keys as [block][kv_head][head_dim][BLOCK], values as [block][kv_head][BLOCK][value_stride],
@@ -306,6 +340,7 @@ INLINE void attend_chunk(int rows, const Attention *a, const Tile *tile, int64_t
     float query[MAX_ROWS * MAX_HEAD_DIM], scores[MAX_ROWS * CHUNK] __attribute__((aligned(64)));
     int64_t begin = MAX(tile->begin, chunk * CHUNK), end = MIN(tile->end, (chunk + 1) * CHUNK);
     const int32_t *blocks = a->block_table + tile->sequence * a->table_stride;
+    int64_t base = chunk * CHUNK, last = (tile->end - 1) / BLOCK;
     for (int row = 0; row < rows; row++) {
         const float *restrict from = a->query + head_offset(a, tile, row);
         float *restrict to = query + row * c->head_dim;
@@ -315,13 +350,14 @@ INLINE void attend_chunk(int rows, const Attention *a, const Tile *tile, int64_t
         for (int64_t t = 0; t < BLOCK; t += KEY_VECTORS * WIDTH) {
             vec sums[MAX_ROWS][2] = {0};
             const float *keys = keys_of(c, blocks[block], tile->kv_head) + t;
-            multiply_add(rows, KEY_VECTORS, FP32, sums, query, c->head_dim, (const char *)keys, 4 * BLOCK, c->head_dim);
+            const float *next = keys_of(c, blocks[MIN(block + 1, last)], tile->kv_head) + t;
+            multiply_add(rows, KEY_VECTORS, FP32, sums, query, c->head_dim, (const char *)keys, 4 * BLOCK, c->head_dim,
+                         (const char *)next, 4 * BLOCK);
 #pragma GCC unroll 16
             for (int row = 0; row < rows; row++)
                 for (int v = 0; v < KEY_VECTORS; v++)
                     *(vec *)(scores + row * CHUNK + block * BLOCK % CHUNK + t + v * WIDTH) = sums[row][v];
         }
-    int64_t base = chunk * CHUNK;
     for (int row = 0; row < rows; row++) {
         float *s = scores + row * CHUNK - base, lanes[LANES] = {0}; /* by position */
         int64_t position = position_of(a, tile->sequence, tile->row + row);
@@ -342,8 +378,9 @@ INLINE void attend_chunk(int rows, const Attention *a, const Tile *tile, int64_t
         vec sums[MAX_ROWS][2] = {0};
         for (int64_t t = begin; t < end; t = (t / BLOCK + 1) * BLOCK) {
             const float *values = values_of(c, blocks[t / BLOCK], tile->kv_head) + t % BLOCK * c->value_stride + i;
+            const float *next = values_of(c, blocks[MIN(t / BLOCK + 1, last)], tile->kv_head) + i;
             multiply_add(rows, 2, FP32, sums, scores + t - base, CHUNK, (const char *)values, 4 * c->value_stride,
-                         MIN(BLOCK - t % BLOCK, end - t));
+                         MIN(BLOCK - t % BLOCK, end - t), (const char *)next, 4 * c->value_stride);
         }
 #pragma GCC unroll 16
         for (int row = 0; row < rows; row++)

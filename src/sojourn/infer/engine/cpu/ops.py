@@ -23,14 +23,18 @@ from sojourn.model.kernels.cpu.compile_c import compile_library, threads_for
 BLOCK = 16  # tokens; as in engine.c
 MAX_HEAD_DIM = 512  # as in engine.c
 _ALL = 1 << 62  # a window without end
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
-_FP32, _BF16, _INT8 = range(3)  # as in engine.c
+_FP32, _BF16, _INT8 = range(3)  # as in engine.c, and so are the next two lines
+_STORE, _ADD = range(2)
+_ACTIVATIONS = {"silu": 2, "gelu_tanh": 3}
+_HUGE_PAGE = 1 << 21
+_ARENA = 16 * _HUGE_PAGE
 
 _P, _N, _F, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _SIGNATURES = {
     "panel_width": (_P,),
-    "linear": (*(_P,) * 5, *(_N,) * 3, _I, _I),
-    "add_rms_norm": (*(_P,) * 4, _N, _N, _F, _I),
+    "use_huge_pages": (_P, _N),
+    "linear": (*(_P,) * 6, *(_N,) * 3, _F, _I, _I, _I),
+    "rms_norm": (*(_P,) * 3, _N, _N, _F, _I),
     "gated_act": (_P, _P, _N, _N, _I, _I),
     "rope_store": (*(_P,) * 10, *(_N,) * 5, _F, _I),
     "attention": (*(_P,) * 7, *(_N,) * 6, _F, _I),
@@ -61,6 +65,7 @@ class CpuOps:
         width = ctypes.c_int64()
         self._library.panel_width(ctypes.addressof(width))
         self._panel = width.value
+        self._arena = torch.empty(0, dtype=torch.uint8)
 
     def pack(self, weight_OI: Tensor) -> PackedWeight:
         outputs, inputs = weight_OI.shape
@@ -77,60 +82,68 @@ class CpuOps:
         panels = padded.unflatten(0, (-1, self._panel)).transpose(1, 2)
         if kind == _BF16:
             panels = panels.unflatten(2, (2, -1)).transpose(2, 3)
-        return PackedWeight(panels.contiguous(), scale_O, kind, inputs, outputs)
+        return PackedWeight(self._allocate(panels).copy_(panels), scale_O, kind, inputs, outputs)
+
+    def _allocate(self, like: Tensor) -> Tensor:
+        """From an arena of huge pages, which lives as long as any of its tensors."""
+        size = -(-like.numel() * like.element_size() // 64) * 64
+        if size > len(self._arena):
+            memory = torch.empty(max(size, _ARENA) + _HUGE_PAGE, dtype=torch.uint8)
+            self._library.use_huge_pages(memory.data_ptr(), len(memory))
+            self._arena = memory[-memory.data_ptr() % _HUGE_PAGE :]
+        taken, self._arena = self._arena[:size], self._arena[size:]
+        return taken.view(like.dtype)[: like.numel()].view(like.shape)
 
     def linear(self, x_TI: Tensor, packed: PackedWeight, bias_O: Tensor | None = None) -> Tensor:
-        rows, inputs = x_TI.shape
-        if inputs != packed.inputs:
-            raise ValueError(f"{inputs} inputs for a matrix of {packed.inputs}")
-        out_TO = torch.empty(rows, packed.outputs)
-        self._library.linear(
-            _pointer(x_TI), packed.panels.data_ptr(), _pointer(packed.scale_O), _pointer(bias_O), out_TO.data_ptr(),
-            rows, inputs, packed.outputs, packed.kind, torch.get_num_threads(),
-        )  # fmt: skip
-        return out_TO
+        return self._linear(torch.empty(len(x_TI), packed.outputs), x_TI, packed, bias_O)
 
     def linear_add_(self, sum_TO: Tensor, x_TI: Tensor, packed: PackedWeight, bias_O: Tensor | None = None) -> None:
-        sum_TO += self.linear(x_TI, packed, bias_O)
-
-    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        return self._norm(x_TD, None, weight_D, eps)
-
-    def add_rms_norm_(self, residual_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        """Adds x to the residual stream, and norms the sum."""
-        return self._norm(residual_TD, x_TD, weight_D, eps)
-
-    def _norm(self, x_TD: Tensor, added_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
-        out_TD = torch.empty_like(x_TD)
-        pointers = (_pointer(x_TD), _pointer(added_TD), _pointer(weight_D), out_TD.data_ptr())
-        self._library.add_rms_norm(*pointers, *x_TD.shape, eps, threads_for(x_TD.numel()))
-        return out_TD
+        self._linear(sum_TO, x_TI, packed, bias_O, then=_ADD)
 
     def norm_linear(
         self, x_TD: Tensor, weight_D: Tensor, eps: float, packed: PackedWeight, bias_O: Tensor | None = None
     ) -> Tensor:
-        return self.linear(self.rms_norm(x_TD, weight_D, eps), packed, bias_O)
-
-    def gated_act(self, gate_up_TF: Tensor, activation: str) -> Tensor:
-        rows, size = gate_up_TF.shape[0], gate_up_TF.shape[1] // 2
-        out = torch.empty(rows, size)
-        self._library.gated_act(
-            _pointer(gate_up_TF), out.data_ptr(), rows, size, _ACTIVATIONS[activation], threads_for(out.numel())
-        )
-        return out
+        return self._linear(torch.empty(len(x_TD), packed.outputs), x_TD, packed, bias_O, weight_D, eps)
 
     def norm_gated(self, x_TD: Tensor, weight_D: Tensor, eps: float, packed: PackedWeight, activation: str) -> Tensor:
-        return self.gated_act(self.norm_linear(x_TD, weight_D, eps, packed), activation)
+        out = torch.empty(len(x_TD), packed.outputs // 2)
+        return self._linear(out, x_TD, packed, None, weight_D, eps, _ACTIVATIONS[activation])
+
+    def _linear(
+        self, out: Tensor, x_TI: Tensor, packed: PackedWeight, bias_O: Tensor | None, norm_I: Tensor | None = None,
+        eps: float = 0.0, then: int = _STORE,
+    ) -> Tensor:  # fmt: skip
+        rows, inputs = x_TI.shape
+        if inputs != packed.inputs:
+            raise ValueError(f"{inputs} inputs for a matrix of {packed.inputs}")
+        self._library.linear(
+            _pointer(x_TI), _pointer(norm_I), packed.panels.data_ptr(), _pointer(packed.scale_O), _pointer(bias_O),
+            _pointer(out), rows, inputs, packed.outputs, eps, packed.kind, then, torch.get_num_threads(),
+        )  # fmt: skip
+        return out
+
+    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        out_TD = torch.empty_like(x_TD)
+        pointers = (_pointer(x_TD), _pointer(weight_D), out_TD.data_ptr())
+        self._library.rms_norm(*pointers, *x_TD.shape, eps, threads_for(x_TD.numel()))
+        return out_TD
+
+    def gated_act(self, gate_up_TF: Tensor, activation: str) -> Tensor:
+        rows, size = len(gate_up_TF), gate_up_TF.shape[1] // 2
+        out, then = torch.empty(rows, size), _ACTIVATIONS[activation]
+        self._library.gated_act(_pointer(gate_up_TF), out.data_ptr(), rows, size, then, threads_for(out.numel()))
+        return out
 
     def new_cache(self, blocks: int, spec: Any, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """Keys and values, in fp32."""
         if spec.head_dim > MAX_HEAD_DIM:
             raise ValueError(f"heads of {spec.head_dim}; at most {MAX_HEAD_DIM}")
         padded = -(-spec.head_dim // self._panel) * self._panel
-        return (
-            torch.zeros(blocks, spec.kv_heads, spec.head_dim, BLOCK),
-            torch.zeros(blocks, spec.kv_heads, BLOCK, padded),
-        )
+        keys = torch.zeros(blocks, spec.kv_heads, spec.head_dim, BLOCK)
+        values = torch.zeros(blocks, spec.kv_heads, BLOCK, padded)
+        for tensor in (keys, values):
+            self._library.use_huge_pages(tensor.data_ptr(), 4 * tensor.numel())
+        return keys, values
 
     def rope_store(self, qkv_TE: Tensor, cache: tuple[Tensor, Tensor], batch: Any, spec: Any) -> Tensor:
         tokens = qkv_TE.shape[0]
