@@ -1,9 +1,9 @@
-"""engine.c as a backend: a row's result is the same, bit for bit, whatever else is in the batch.
+"""linear.c and attention.c as a backend: a row's result is the same, bit for bit, whatever else is in the batch.
 
 Activations and the KV cache are fp32. Weights are fp32 too, or bf16 where that loses nothing (most published models
 were saved in bf16), or int8 with a scale for each output.
 
-Shapes: T tokens, S sequences, B blocks, I inputs, O outputs, P outputs in a panel (see engine.c).
+Shapes: T tokens, S sequences, B blocks, I inputs, O outputs, P outputs in a panel (see linear.c).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import Tensor
 
 from sojourn.model.kernels.cpu.compile_c import compile_library, threads_for
 
-BLOCK = 16  # tokens; as in engine.c
-MAX_HEAD_DIM = 512  # as in engine.c
+BLOCK = 16  # tokens; as in attention.c
+MAX_HEAD_DIM = 512  # as in attention.c
 _ALL = 1 << 62  # a window without end
-_FP32, _BF16, _INT8 = range(3)  # as in engine.c, and so are the next two lines
+_FP32, _BF16, _INT8 = range(3)  # as in tile.h and linear.c, and so are the next two lines
 _STORE, _ADD = range(2)
 _ACTIVATIONS = {"silu": 2, "gelu_tanh": 3}
 _HUGE_PAGE = 1 << 21
@@ -55,7 +55,7 @@ class PackedWeight:
 @cache
 def load_library() -> Any:
     """Raises OSError or subprocess.SubprocessError where it cannot be compiled or loaded."""
-    return compile_library(Path(__file__).with_name("engine.c"), _SIGNATURES)
+    return compile_library(Path(__file__).parent, _SIGNATURES)
 
 
 class CpuOps:

@@ -1,4 +1,4 @@
-"""A C file as a library: compiled once by gcc, kept in the user's cache, and called through ctypes.
+"""The C files of a folder as a library: compiled once by gcc, kept in the user's cache, and called through ctypes.
 
 Its functions share torch's OpenMP threads: two pools would wait for each other.
 """
@@ -18,20 +18,21 @@ import torch
 from sojourn.machine.probe_software import find_gcc
 
 _FLAGS = ("-O3", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
-_HEADER = Path(__file__).with_name("vector_math.h")
+_SHARED = Path(__file__).parent  # has vector_math.h
 _MIN_PARALLEL = 16384  # elements; fewer are faster in one thread
-_TIMEOUT = 120.0  # seconds to compile; it takes one to ten
+_TIMEOUT = 300.0  # seconds to compile; it takes one to six on an idle machine
 
 
-def compile_library(source: Path, signatures: dict[str, tuple[Any, ...]]) -> Any:
+def compile_library(folder: Path, signatures: dict[str, tuple[Any, ...]]) -> Any:
     """`signatures`: the types of each function's arguments; none returns anything. Raises OSError or
     subprocess.SubprocessError where it cannot be compiled or loaded."""
     gcc, openmp = find_gcc(), _torch_openmp()
     if gcc is None or openmp is None:
         raise OSError("no gcc" if gcc is None else "torch has no libgomp")
     native = "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
-    command = [gcc, *_FLAGS, native, f"-I{_HEADER.parent}", str(source), str(openmp), "-lm"]
-    file = _cached_file(source, command, gcc)
+    sources = sorted(map(str, folder.glob("*.c")))
+    command = [gcc, *_FLAGS, native, f"-I{_SHARED}", *sources, str(openmp), "-lm"]
+    file = _cached_file(folder, command, gcc)
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
         made = file.with_name(f".{os.getpid()}-{file.name}")
@@ -50,12 +51,13 @@ def _torch_openmp() -> Path | None:
     return found[0] if found else None
 
 
-def _cached_file(source: Path, command: list[str], gcc: str) -> Path:
+def _cached_file(folder: Path, command: list[str], gcc: str) -> Path:
     """Its name is what the library is made from, and for which CPU."""
     from platformdirs import user_cache_path
 
-    made_from = (source.read_bytes(), _HEADER.read_bytes(), repr(command).encode())
-    parts = (*made_from, str(Path(gcc).stat().st_mtime_ns).encode(), _cpu_features())
+    files = [file for place in (folder, _SHARED) for file in sorted(place.glob("*.[ch]"))]
+    compiler = (repr(command).encode(), str(Path(gcc).stat().st_mtime_ns).encode())
+    parts = (*(file.read_bytes() for file in files), *compiler, _cpu_features())
     return user_cache_path("sojourn") / "cpu_kernels" / f"{hashlib.sha256(b'/'.join(parts)).hexdigest()[:32]}.so"
 
 

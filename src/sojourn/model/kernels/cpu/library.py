@@ -33,7 +33,7 @@ _SIGNATURES = {
 @cache
 def load_library() -> Any:
     """Raises OSError or subprocess.SubprocessError where it cannot be compiled or loaded."""
-    return compile_library(Path(__file__).with_name("kernels.c"), _SIGNATURES)
+    return compile_library(Path(__file__).parent, _SIGNATURES)
 
 
 def cpu_kernels_take(*tensors: Tensor) -> bool:

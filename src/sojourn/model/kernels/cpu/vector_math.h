@@ -1,7 +1,7 @@
-/* What kernels.c and infer/engine/cpu/engine.c share: sums in a fixed order, and exp.
+/* What kernels.c and infer/engine/cpu/ share: sums in a fixed order, and exp.
 
-The compiler makes no fused multiply-adds of its own (-ffp-contract=off): results depend neither on the compiler nor on how
-it vectorizes. */
+The compiler makes no fused multiply-adds of its own (-ffp-contract=off): results depend neither on it nor on how it
+vectorizes. */
 
 #include <math.h>
 #include <stdint.h>

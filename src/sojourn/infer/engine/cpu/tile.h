@@ -1,0 +1,109 @@
+/* Sums in registers: the one loop in which matrices and attention are computed, in fp32.
+
+A row's result depends on that row alone, to the last bit: not on the other rows of the batch, not on how a prompt is
+split into steps, not on the number of threads. Each output of a matrix is one chain of fused multiply-adds, k upwards
+from 0; attention is computed in chunks of positions that start at multiples of CHUNK, merged in order. How rows and
+columns are grouped into registers, caches and threads changes none of these sums. */
+
+#include "vector_math.h"
+#include <stdlib.h>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#define WIDTH 16    /* floats in a register */
+#define MAX_ROWS 12 /* rows whose sums, two registers each, stay in registers */
+#define BROADCAST(x) ((vec)_mm512_set1_ps(x))
+#define FMA(a, b, c) ((vec)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c)))
+#define LOAD_INT8(p) ((vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(p)))))
+#elif defined(__AVX2__) && defined(__FMA__)
+#include <immintrin.h>
+#define WIDTH 8
+#define MAX_ROWS 6
+#define BROADCAST(x) ((vec)_mm256_set1_ps(x))
+#define FMA(a, b, c) ((vec)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c)))
+#define LOAD_INT8(p) ((vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(p)))))
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#define WIDTH 4
+#define MAX_ROWS 12
+#define BROADCAST(x) ((vec)vdupq_n_f32(x))
+#define FMA(a, b, c) ((vec)vfmaq_f32((float32x4_t)(c), (float32x4_t)(a), (float32x4_t)(b)))
+#define LOAD_INT8(p) ((vec){(p)[0], (p)[1], (p)[2], (p)[3]})
+#else
+#define WIDTH 4
+#define MAX_ROWS 6
+#define BROADCAST(x) ((vec){x, x, x, x})
+#define FMA(a, b, c) ((a) * (b) + (c))
+#define LOAD_INT8(p) ((vec){(p)[0], (p)[1], (p)[2], (p)[3]})
+#endif
+
+#define PANEL (2 * WIDTH)
+#define CHUNK 256         /* positions whose scores are computed at once */
+#define INLINE static inline __attribute__((always_inline))
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
+
+typedef float vec __attribute__((vector_size(4 * WIDTH), may_alias));
+typedef float unaligned_vec __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+typedef uint32_t word_vec __attribute__((vector_size(4 * WIDTH), may_alias));
+
+/* What is read later, and will be in a cache then: `step` bytes for each k. */
+typedef struct {
+    const char *at;
+    int64_t step;
+} Prefetch;
+
+enum { FP32, BF16, INT8 };
+static const int BYTES[] = {4, 2, 1};
+
+/* sums[row][v] += x[row][k] * w[k][v] for k from 0 to n. Inlined with constant `rows`, `vectors` and `kind`, so that
+the sums stay in registers. `second` is for fp32 weights, which take two cache lines for each k. */
+INLINE void multiply_add(int rows, int vectors, int kind, vec (*sums)[2], const float *x, int64_t x_stride,
+                         const char *w, int64_t w_stride, int64_t n, Prefetch first, Prefetch second) {
+    for (int64_t k = 0; k < n; k++, w += w_stride, first.at += first.step, second.at += second.step) {
+        vec weights[2];
+        __builtin_prefetch(first.at);
+        if (kind == FP32) __builtin_prefetch(second.at);
+        if (kind == BF16) {
+            word_vec pairs = *(const word_vec *)w;
+            weights[0] = (vec)(pairs << 16);
+            weights[1] = (vec)(pairs & 0xffff0000u);
+        } else
+            for (int v = 0; v < vectors; v++)
+                weights[v] = kind == FP32 ? ((const vec *)w)[v] : LOAD_INT8((const int8_t *)w + v * WIDTH);
+#pragma GCC unroll 16
+        for (int row = 0; row < rows; row++) {
+            vec factor = BROADCAST(x[row * x_stride + k]);
+            for (int v = 0; v < vectors; v++) sums[row][v] = FMA(weights[v], factor, sums[row][v]);
+        }
+    }
+}
+
+/* f(rows, ...) with a constant number of rows. */
+#if MAX_ROWS == 6
+#define MORE_ROWS(f, ...)
+#else
+#define MORE_ROWS(f, ...)                                                                                              \
+    case 7: f(7, __VA_ARGS__); break;                                                                                  \
+    case 8: f(8, __VA_ARGS__); break;                                                                                  \
+    case 9: f(9, __VA_ARGS__); break;                                                                                  \
+    case 10: f(10, __VA_ARGS__); break;                                                                                \
+    case 11: f(11, __VA_ARGS__); break;                                                                                \
+    case 12: f(12, __VA_ARGS__); break;
+#endif
+#define WITH_ROWS(rows, f, ...)                                                                                        \
+    switch (rows) {                                                                                                    \
+        case 1: f(1, __VA_ARGS__); break;                                                                              \
+        case 2: f(2, __VA_ARGS__); break;                                                                              \
+        case 3: f(3, __VA_ARGS__); break;                                                                              \
+        case 4: f(4, __VA_ARGS__); break;                                                                              \
+        case 5: f(5, __VA_ARGS__); break;                                                                              \
+        case 6: f(6, __VA_ARGS__); break;                                                                              \
+        MORE_ROWS(f, __VA_ARGS__)                                                                                      \
+    }
+
+static inline void norm_row(const float *restrict x, const float *restrict weight, float *restrict out, int64_t n,
+                            float eps) {
+    float scale = 1.0f / sqrtf(dot(x, x, n) / (float)n + eps);
+    for (int64_t i = 0; i < n; i++) out[i] = x[i] * scale * weight[i];
+}
