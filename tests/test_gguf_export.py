@@ -19,6 +19,7 @@ from gguf_models import FAMILIES, Said, make_model, write_gguf
 from shared import Shared
 from sojourn.data.tokenize import sentencepiece_model
 from sojourn.data.tokenize.bpe import train_bpe
+from sojourn.data.tokenize.gguf_pre_tokenizers import identify
 from sojourn.data.tokenize.templates import named_template
 from sojourn.errors import RunFailed, UserError
 from sojourn.export.gguf import adapter as gguf_adapter
@@ -29,7 +30,6 @@ from sojourn.export.progress import NoProgress
 from sojourn.export.stage import ExportStage
 from sojourn.infer.gguf import families
 from sojourn.infer.gguf.file import GgufFile
-from sojourn.infer.gguf.pre_tokenizers import identify
 from sojourn.infer.gguf.tokenizer import CONTROL, UNUSED, GgufTokenizer
 from sojourn.infer.runtimes import gguf_runtime
 from sojourn.infer.runtimes.llamacpp_process import LlamaCpp
@@ -241,6 +241,31 @@ def test_an_adapter_is_the_change_that_peft_makes(tiny: Tiny, tmp_path: Path) ->
     heads = int(source.base.config["num_attention_heads"])
     expected = families.interleave(merged - base, heads)
     torch.testing.assert_close(file["adapter.lora.alpha"] / a.shape[0] * b @ a, expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(("split_digits", "name"), [(True, "qwen2"), (False, "llama-bpe")])
+def test_a_gguf_file_is_exported_again_with_the_pre_tokenizer_that_it_names(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split_digits: bool, name: str
+) -> None:
+    """Both in a Llama: transformers goes by the architecture."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("SOJOURN_LLAMACPP_PYTHON", "/nowhere/python")
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    trained = train_bpe(["Of 1234567 it's 890.\n\nIs it?\n"] * 9, 290, special, split_digits)
+    trained.save(str(llama / "tokenizer.json"))
+    first = write_gguf(llama, tmp_path / "first")
+    done = called("export", str(first), "--to", "gguf", "--quantize", "f32", "--out", str(tmp_path / "second"))
+    assert done.returncode == 0, done.stderr
+    one, other = GgufFile(first), GgufFile(next((tmp_path / "second").glob("*.gguf")))
+    assert one["tokenizer.ggml.pre"] == name
+    different = [key for key in one.metadata.keys() | other.metadata.keys() if one[key] != other[key]]
+    lost = {"tokenizer.ggml.token_type", "tokenizer.ggml.bos_token_id"}  # of tokens that no text has, by transformers
+    assert set(different) <= {"general.name", *lost}, different
+    assert one.tensors.keys() == other.tensors.keys()
+    assert all((one.raw(name) == other.raw(name)).all() for name in one.tensors)
+    found = AutoTokenizer.from_pretrained(open_weights(str(first)).weights.tokenizer_folder)
+    text = "In 1234567 years?\nIs it?\n"
+    assert found(text, add_special_tokens=False)["input_ids"] == trained.encode(text).ids
 
 
 def test_a_k_quant_without_llama_cpp_says_what_to_install(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

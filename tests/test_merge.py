@@ -243,6 +243,49 @@ def test_an_adapter_of_another_base_is_refused_with_both_sizes(two: tuple[Path, 
         merged(gpt2, two[1])
 
 
+def test_an_adapter_with_added_tokens_is_refused_in_one_line(tmp_path: Path) -> None:
+    base = make_model(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.resize_token_embeddings(SIZES["vocab_size"] + 3)
+    get_peft_model(model, LoraConfig(r=4, target_modules=ATTENTION, modules_to_save=["embed_tokens"])).save_pretrained(
+        str(tmp_path / "adapter")
+    )
+    with pytest.raises(UserError, match=r"with 3 tokens added to its base \(.*123 rows.*merge_and_unload") as refused:
+        merged(base, tmp_path / "adapter")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_values_that_are_not_finite_are_refused_wherever_they_are(value: float, tmp_path: Path) -> None:
+    base = make_model(tmp_path / "base", dtype=torch.bfloat16)
+    add_adapter(base, tmp_path / "adapter")
+    add_adapter(base, tmp_path / "wrong")
+    _plant(tmp_path / "wrong" / "adapter_model.safetensors", "layers.1.self_attn.v_proj.lora_B", value)
+    with pytest.raises(UserError, match=r"wrong: .*v_proj.lora_B.weight has a NaN or an infinity"):
+        merged(base, tmp_path / "wrong").load("model.layers.1.self_attn.v_proj.weight")
+    _plant(base / "model.safetensors", "embed_tokens", value)
+    source = merged(base, tmp_path / "adapter")
+    source.rows("model.embed_tokens.weight", 0, 90)
+    with pytest.raises(UserError, match=r"base: model.embed_tokens.weight has a NaN or an infinity"):
+        source.rows("model.embed_tokens.weight", 90, 110)
+
+
+def _plant(file: Path, name: str, value: float) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(file)
+    tensor = weights[next(key for key in weights if name in key)]
+    tensor[100 % len(tensor)] = value
+    save_file(weights, file, {"format": "pt"})
+
+
+def test_large_finite_values_are_finite() -> None:
+    from sojourn.model.weights import is_finite
+
+    assert is_finite(torch.full((100,), 3e38, dtype=torch.bfloat16)) and is_finite(torch.full((9,), 6e4).half())
+    assert is_finite(torch.tensor([1, 2])) and is_finite(torch.empty(0))
+
+
 def test_an_unknown_way_to_combine_is_refused() -> None:
     with pytest.raises(UserError, match="--combine: no “tiess”; did you mean ties"):
         parse_combine("tiess", None)

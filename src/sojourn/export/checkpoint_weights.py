@@ -12,7 +12,7 @@ from sojourn.data.artefact import Artefact
 from sojourn.errors import UserError
 from sojourn.infer.adapter_weights import AdapterWeights
 from sojourn.infer.safetensors_reader import SafetensorsFile
-from sojourn.infer.weight_source import file_stamp
+from sojourn.infer.weight_source import check_finite, file_stamp
 from sojourn.model.adapter_check import ADAPTER_FILE
 from sojourn.model.base import base_of, meta_model
 from sojourn.model.weights import add_stop_tokens, torch_dtype
@@ -53,10 +53,10 @@ class CheckpointWeights:
         return self._dtype if stored.is_floating_point else stored
 
     def load(self, name: str) -> Tensor:
-        return self._file.load(name).to(self.dtype(name))
+        return check_finite(self._file.load(name).to(self.dtype(name)), name, self._file.path)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        return self._file.rows(name, start, stop).to(self.dtype(name))
+        return check_finite(self._file.rows(name, start, stop).to(self.dtype(name)), name, self._file.path)
 
     def stamp(self) -> str:
         return f"{file_stamp(self._file.path)} {self._dtype}"

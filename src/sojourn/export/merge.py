@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from sojourn.errors import UserError
 from sojourn.export.combine import Combine, dare_mask, ties, trim_threshold
-from sojourn.infer.adapter_weights import AdapterWeights
-from sojourn.infer.weight_source import WeightSource, is_tied, row_pieces
+from sojourn.infer.adapter_weights import WITH_PEFT, AdapterWeights
+from sojourn.infer.weight_source import WeightSource, check_finite, is_tied, row_pieces
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -71,7 +71,7 @@ class MergedWeights:
         with torch.no_grad():
             for first, last in row_pieces(tuple(rows.shape), _BLOCK):
                 rows[first:last] = self._merge(name, rows[first:last].float(), start + first, start + last)
-        return rows
+        return check_finite(rows, name, self.adapters[0].path)
 
     def stamp(self) -> str:
         return " ".join([self.base.stamp(), *(one.stamp() for one in self.adapters), repr(self.combine)])
@@ -95,6 +95,11 @@ class MergedWeights:
             there = self.base.shape(self._in_base(name)) if name in known else None
             if there == shape:
                 continue
+            if there and name in (self._embedding, _HEAD) and shape[0] > there[0] and shape[1:] == there[1:]:
+                raise UserError(
+                    f"{adapter.path}: trained with {shape[0] - there[0]} tokens added to its base ({name} has "
+                    f"{shape[0]:,} rows, the base's {there[0]:,}), which is not merged here; {WITH_PEFT}"
+                )
             sizes = "×".join(map(str, shape))
             found = f"is {'×'.join(map(str, there))} there" if there else "is not there"
             of = f" (it was trained on {adapter.base_name})" if adapter.base_name else ""

@@ -16,6 +16,7 @@ from sojourn.export.reference import load_reference
 from sojourn.export.replay import GateResult, replay_export
 from sojourn.export.stage import MANIFEST
 from sojourn.storage.files import NotValid, file_size, is_plain_name, load_json, sha256
+from sojourn.storage.gguf_header import check_gguf
 
 Say = Callable[[str], None]
 
@@ -164,9 +165,9 @@ def _gguf_quantization(file: Path) -> str:
     """As the file says (general.file_type)."""
     import gguf
 
+    kind = check_gguf(file).values.get("general.file_type", gguf.LlamaFileType.MOSTLY_F16)
     try:
-        field_ = gguf.GGUFReader(file).get_field("general.file_type")
-        name = gguf.LlamaFileType(int(field_.contents())).name if field_ is not None else "MOSTLY_F16"
-    except Exception as error:  # the reader raises anything for a damaged file
-        raise UserError(f"{file}: not a whole GGUF file: {' '.join(str(error).split())[:100]}") from None
+        name = gguf.LlamaFileType(kind).name
+    except ValueError:
+        raise UserError(f"{file}: general.file_type is {printable(kind)}, which no GGUF file has") from None
     return name.removeprefix("MOSTLY_").removeprefix("ALL_").lower()

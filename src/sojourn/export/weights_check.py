@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sojourn.infer.gguf.config import family_of
+from sojourn.infer.gguf.file import GgufFile
 from sojourn.infer.runtimes.base import Runtime
 from sojourn.infer.weight_source import WeightSource
 
@@ -54,17 +56,16 @@ def gguf_errors(file: Path, most: float) -> Allowed:
     import gguf
     import numpy as np
 
-    reader = gguf.GGUFReader(file)
-    types = {tensor.name: tensor.tensor_type for tensor in reader.tensors}
-    names = _gguf_names(reader)
+    opened = GgufFile(file)
+    family = family_of(opened)
 
     def expected(name: str, tensor: Any) -> float:
-        kind = types.get(names(name))
-        if kind is None or tensor.ndim < 2:
+        info = opened.tensors.get(family.gguf_name(name) or "")
+        if info is None or tensor.ndim < 2:
             return most
         rows = tensor[np.unique(np.linspace(0, len(tensor) - 1, _ROWS).round())].contiguous()
         try:
-            written = gguf.quants.dequantize(gguf.quants.quantize(rows.numpy(), kind), kind)
+            written = gguf.quants.dequantize(gguf.quants.quantize(rows.numpy(), info.type), info.type)
         except (NotImplementedError, gguf.QuantError):
             return most
         import torch
@@ -72,14 +73,3 @@ def gguf_errors(file: Path, most: float) -> Allowed:
         return relative_error(torch.from_numpy(written).reshape(rows.shape), rows) * _MARGIN + _ROUNDING
 
     return expected
-
-
-def _gguf_names(reader: Any) -> Callable[[str], str]:
-    """The name in the file of a weight of transformers."""
-    import gguf
-
-    architecture = reader.get_field("general.architecture").contents()
-    kind = next(one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    layers = int(reader.get_field(f"{architecture}.block_count").contents())
-    known = gguf.get_tensor_name_map(kind, layers)
-    return lambda name: f"{known.get_name(name.removesuffix('.weight'))}.weight"

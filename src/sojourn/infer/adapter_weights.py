@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from sojourn.config.messages import printable
 from sojourn.errors import UserError
 from sojourn.infer.safetensors_reader import SafetensorsFile
-from sojourn.infer.weight_source import file_stamp
+from sojourn.infer.weight_source import check_finite, file_stamp
 from sojourn.model.adapter_check import ADAPTER_FILE, ADAPTER_WEIGHTS, check_adapter
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _LORA = re.compile(
     r"(?P<module>.+)\.(?P<kind>lora_(?:embedding_)?[AB]|lora_magnitude_vector)(?:\.default)?(?P<leaf>\.weight|\.bias)?"
 )
-_WITH_PEFT = "merge it with peft's merge_and_unload(), then export that folder"
+WITH_PEFT = "merge it with peft's merge_and_unload(), then export that folder"
 # Settings of peft that change the forward, or the base, in ways that are not merged here
 _UNSUPPORTED = (
     "layer_replication", "megatron_config", "trainable_token_indices", "alora_invocation_tokens", "target_parameters",
@@ -104,7 +104,7 @@ class AdapterWeights:
         """A (rank, in), B (out, rank), in fp32, and the scaling: the weight changes by scaling · B @ A, transposed
         where `is_transposed` is true."""
         one = self._lora[name]
-        a, b = self.file.load(one.a).float(), self.file.load(one.b).float()
+        a, b = (check_finite(self.file.load(key), key, self.path).float() for key in (one.a, one.b))
         return a, b, self.scaling(name)
 
     def is_transposed(self, name: str) -> bool:
@@ -165,7 +165,7 @@ def _check_types(path: Path, config: dict[str, Any]) -> None:
     elif not all(map(_is_simple_pattern, patterns)):
         wrong = "alpha_pattern has a pattern that is not a simple regular expression"
     if wrong:
-        raise UserError(f"{path / ADAPTER_FILE}: {wrong}; {_WITH_PEFT}")
+        raise UserError(f"{path / ADAPTER_FILE}: {wrong}; {WITH_PEFT}")
 
 
 def _is_number(value: Any) -> bool:
@@ -183,14 +183,14 @@ def _is_simple_pattern(pattern: str) -> bool:
 def _check_config(path: Path, config: dict[str, Any]) -> None:
     kind = str(config.get("peft_type", "LORA"))
     if kind != "LORA":
-        raise UserError(f"{path}: a {printable(kind)} adapter; only LoRA, rsLoRA and DoRA are merged; {_WITH_PEFT}")
+        raise UserError(f"{path}: a {printable(kind)} adapter; only LoRA, rsLoRA and DoRA are merged; {WITH_PEFT}")
     for key in _UNSUPPORTED:
         if config.get(key):
-            raise UserError(f"{path}: trained with {key}, which is not merged here; {_WITH_PEFT}")
+            raise UserError(f"{path}: trained with {key}, which is not merged here; {WITH_PEFT}")
     _check_types(path, config)
     start = str(config.get("init_lora_weights", True)).lower()
     if start.startswith(_CHANGES_BASE):
-        raise UserError(f"{path}: {start} changed the base's weights when its training began; {_WITH_PEFT}")
+        raise UserError(f"{path}: {start} changed the base's weights when its training began; {WITH_PEFT}")
 
 
 def parse_adapters(given: list[str]) -> tuple[tuple[str, float], ...]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from sojourn.errors import UserError
 from sojourn.infer.safetensors_reader import SafetensorsFile
 from sojourn.model.folder_check import check_model, weight_files
+from sojourn.model.weights import is_finite
 from sojourn.storage.files import read_json_object
 
 if TYPE_CHECKING:
@@ -65,10 +66,10 @@ class FolderWeights:
         return self._files[name].dtype(name)
 
     def load(self, name: str) -> Tensor:
-        return self._files[name].load(name)
+        return check_finite(self._files[name].load(name), name, self.folder)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        return self._files[name].rows(name, start, stop)
+        return check_finite(self._files[name].rows(name, start, stop), name, self.folder)
 
     def stamp(self) -> str:
         paths = sorted({file.path for file in self._files.values()} | {self.folder / "config.json"})
@@ -85,6 +86,15 @@ class FolderWeights:
         if head in found and is_tied(self.config):
             del found[head]
         return found
+
+
+def check_finite(tensor: Tensor, name: str, where: Path) -> Tensor:
+    """The same tensor; `UserError` where it has a NaN or an infinity."""
+    if is_finite(tensor):
+        return tensor
+    raise UserError(
+        f"{where}: {name} has a NaN or an infinity in it; copy or download it again, or take another checkpoint"
+    )
 
 
 def row_pieces(shape: tuple[int, ...], most: int | None = None) -> Iterator[tuple[int, int]]:

@@ -15,6 +15,7 @@ from sojourn.config.schema import RunConfig
 from sojourn.errors import RunFailed, UserError
 from sojourn.model.folder_check import check_model
 from sojourn.model.quiet import quiet_transformers, suppress_stderr
+from sojourn.model.weights import is_finite
 from sojourn.storage.files import read_json_object
 from sojourn.storage.gguf_cache import GgufCache
 from sojourn.storage.gguf_header import check_gguf
@@ -154,11 +155,9 @@ def _refuse_nan(base: BaseModelSource, model: Any) -> None:
     import torch
 
     for name, weight in model.named_parameters():
-        # NF4 stored in a float tensor, for FSDP: its bits are no numbers; torchao's tensors have no norm
+        # NF4 stored in a float tensor, for FSDP: its bits are no numbers; torchao's tensors have no sum
         is_packed = hasattr(weight, "quant_state") or type(weight.data) is not torch.Tensor
-        if is_packed or not weight.is_floating_point() or weight.dtype.itemsize == 1 or not weight.numel():
-            continue
-        if not torch.isfinite(torch.linalg.vector_norm(weight.detach(), float("inf"))):
+        if not is_packed and not is_finite(weight):
             what = f"{name} has a NaN or an infinity in it"
             raise UserError(f"model.base: {base.name_or_path}: {what}; copy or download it again")
 

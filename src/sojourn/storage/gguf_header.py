@@ -7,7 +7,7 @@ import math
 import mmap
 import os
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +34,29 @@ _BLOCKS = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class GgufTensor:
+    """`shape`: as numpy and torch have it, the longest stride first. `type`: its number in the format. `start` and
+    `end`: offsets from the file's begin."""
+
+    shape: tuple[int, ...]
+    type: int
+    start: int
+    end: int
+
+
 @dataclass
 class GgufHeader:
-    """`values`: single ones; of an array its length. `tensors`: shapes."""
+    """`values`: of an array its length, unless arrays were asked for."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    tensors: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    tensors: dict[str, GgufTensor] = field(default_factory=dict)
 
 
-def check_gguf(file: Path, weights: bool = True) -> None:
-    """Raises one line for a file that cannot be sound; without `weights`, of a vocabulary alone too."""
+def check_gguf(file: Path, weights: bool = True, arrays: bool = False) -> GgufHeader:
+    """Raises one line for a file that cannot be sound. Without `weights`, a vocabulary alone or an adapter is sound."""
     try:
-        header = read_gguf_header(file)
+        header = read_gguf_header(file, arrays)
         if not isinstance(header.values.get("general.architecture"), str) or (weights and not header.tensors):
             raise NotValid("it names no architecture, or has no tensors")
         for key, most in (("block_count", 10_000), ("embedding_length", 10**6), ("vocab_size", 10**8)):
@@ -58,21 +69,22 @@ def check_gguf(file: Path, weights: bool = True) -> None:
         raise
     except NotValid as error:
         raise UserError(f"{file}: not a whole GGUF file ({printable(error, 200)}); copy or download it again") from None
+    return header
 
 
-def read_gguf_header(path: Path) -> GgufHeader:
+def read_gguf_header(path: Path, arrays: bool = False) -> GgufHeader:
     """Raises `NotValid`, `FileNotFoundError` or `CannotRead`."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size < 24:
             raise NotValid(f"a GGUF file has more than {size} bytes")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Reader(data, size).read()
+            return _Reader(data, size, arrays).read()
 
 
 class _Reader:
-    def __init__(self, data: mmap.mmap, size: int) -> None:
-        self._data, self._size, self._at = data, size, 0
+    def __init__(self, data: mmap.mmap, size: int, arrays: bool) -> None:
+        self._data, self._size, self._arrays, self._at = data, size, arrays, 0
 
     def read(self) -> GgufHeader:
         if self._data[:4] != b"GGUF":
@@ -94,10 +106,10 @@ class _Reader:
         return header
 
     def _tensors(self, header: GgufHeader, count: int) -> None:
-        places = []
+        found: dict[str, GgufTensor] = {}
         for _ in range(count):
             name = self._text(_MOST_NAME)
-            if name in header.tensors:
+            if name in found:
                 raise NotValid(f"it has the tensor {name[:40]!r} twice")
             dimensions = self._number("I")
             if dimensions > _MOST_DIMENSIONS:
@@ -107,24 +119,24 @@ class _Reader:
             if kind not in _BLOCKS:
                 raise NotValid(f"{name[:40]!r} has the unknown type {kind}")
             block, length = _BLOCKS[kind]
-            values = math.prod(shape)
             if shape and shape[0] % block:
                 raise NotValid(f"{name[:40]!r} has rows of {shape[0]:,} values in blocks of {block}")
-            header.tensors[name] = shape
-            places.append((offset, offset + values // block * length, name))
-        self._check_places(places, header.values.get("general.alignment", 32))
+            found[name] = GgufTensor(shape[::-1], kind, offset, offset + math.prod(shape) // block * length)
+        header.tensors = self._placed(found, header.values.get("general.alignment", 32))
 
-    def _check_places(self, places: list[tuple[int, int, str]], alignment: Any) -> None:
+    def _placed(self, tensors: dict[str, GgufTensor], alignment: Any) -> dict[str, GgufTensor]:
+        """With offsets from the file's begin, in the file's order of entries."""
         if type(alignment) is not int or not (0 < alignment <= 1 << 20) or alignment & (alignment - 1):
             raise NotValid(f"an alignment of {str(alignment)[:20]}")
         begin = -(-self._at // alignment) * alignment
         end_before = 0
-        for start, end, name in sorted(places):
+        for start, end, name in sorted((one.start, one.end, name) for name, one in tensors.items()):
             if start % alignment or begin + end > self._size:
                 raise NotValid(f"{name[:40]!r} does not lie within the file")
             if start < end_before:
                 raise NotValid(f"{name[:40]!r} overlaps another tensor")
             end_before = end
+        return {name: replace(one, start=begin + one.start, end=begin + one.end) for name, one in tensors.items()}
 
     def _value(self, key: str, kind: int) -> Any:
         if kind in _NUMBERS:
@@ -137,12 +149,15 @@ class _Reader:
         if inner == _STRING:
             if count * 8 > self._size - self._at:
                 raise NotValid(f"{key[:40]!r} has {count:,} texts")
+            if self._arrays:
+                return [self._text(_MOST_TEXT) for _ in range(count)]
             self._skip_texts(count)
-        elif inner in _NUMBERS:
-            self._skip(count * struct.calcsize(_NUMBERS[inner]), self._size)
-        else:
+            return count
+        if inner not in _NUMBERS:
             raise NotValid(f"{key[:40]!r} is an array of arrays or of an unknown type")
-        return count
+        start, kind = self._at, _NUMBERS[inner]
+        self._skip(count * struct.calcsize(kind), self._size)
+        return list(struct.unpack_from(f"<{count}{kind}", self._data, start)) if self._arrays else count
 
     def _skip_texts(self, count: int) -> None:
         """A vocabulary has hundreds of thousands of them."""

@@ -13,6 +13,7 @@ from sojourn.export.gguf.hyperparameters import rope_tensors
 from sojourn.export.gguf.model_config import ModelConfig
 from sojourn.infer.gguf.families import EMBEDDING, OUTPUT, interleave
 from sojourn.infer.weight_source import WeightSource
+from sojourn.model.weights import is_finite
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -107,7 +108,7 @@ def tensor_type(name: str, shape: tuple[int, ...], wanted: Any, is_head: bool = 
 
 
 def encode(rows: Tensor, type_: Any, name: str) -> Any:
-    """Rows of a tensor in the bytes of this type."""
+    """Rows of a tensor, all of them finite, in the bytes of this type."""
     import torch
     from gguf.quants import quantize
 
@@ -117,21 +118,10 @@ def encode(rows: Tensor, type_: Any, name: str) -> Any:
         return rows.to(torch.bfloat16).contiguous().view(torch.int16).numpy()
     if type_.name == "F16":
         half = rows.to(torch.float16)
-        if not bool(torch.isfinite(half).all()):
-            raise _not_finite(rows, name)
+        if not is_finite(half):
+            raise RunFailed(f"GGUF: {name} has values beyond F16's range (65,504); export it with --quantize bf16")
         return half.contiguous().numpy()
-    values = rows.float().contiguous()
-    if not bool(torch.isfinite(values).all()):
-        raise _not_finite(rows, name)
-    return quantize(values.numpy(), type_)
-
-
-def _not_finite(rows: Tensor, name: str) -> RunFailed:
-    import torch
-
-    if bool(torch.isfinite(rows).all()):
-        return RunFailed(f"GGUF: {name} has values beyond F16's range (65,504); export it with --quantize bf16")
-    return RunFailed(f"GGUF: {name} has values that are not finite; the model is damaged or its training diverged")
+    return quantize(rows.float().contiguous().numpy(), type_)
 
 
 def _text_name(name: str) -> str | None:

@@ -7,13 +7,13 @@ import unicodedata
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from sojourn.data.tokenize.gguf_pre_tokenizers import BPE_MODEL, PROBE, identify
 from sojourn.data.tokenize.tokenizer import TokenizerBundle, open_tokenizer
 from sojourn.errors import UserError
 from sojourn.export.gguf.chat_template import probe_chats, templates_of
 from sojourn.export.gguf.special_tokens import add_special_tokens, added_around, other_stops, special_ids
 from sojourn.export.gguf.vocabulary import AddedToken, Vocabulary, added_tokens, read_definition, read_vocabulary
-from sojourn.infer.gguf.pre_tokenizers import PROBE, identify
-from sojourn.infer.gguf.tokenizer import BPE_MODEL, CONTROL, USER_DEFINED, GgufTokenizer
+from sojourn.infer.gguf.tokenizer import CONTROL, USER_DEFINED, GgufTokenizer
 from sojourn.infer.runtimes.transformers_tokenizer import as_ids
 from sojourn.infer.runtimes.transformers_tokenizer import open_tokenizer as open_with_transformers
 from sojourn.infer.weight_source import WeightSource

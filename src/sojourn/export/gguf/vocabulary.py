@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sojourn.data.tokenize.gguf_pre_tokenizers import BPE_MODEL
 from sojourn.data.tokenize.tokenizer import TokenizerBundle
 from sojourn.errors import UserError
 from sojourn.infer.gguf.tokenizer import (
-    BPE_MODEL,
     BYTE,
     CONTROL,
     NORMAL,

@@ -13,6 +13,7 @@ from sojourn.export.onnx.blockwise import BLOCK, block_count, quantize_rows
 from sojourn.export.onnx.graph import MICROSOFT, Graph
 from sojourn.export.ranges import Part
 from sojourn.infer.weight_source import WeightSource, row_pieces
+from sojourn.model.weights import is_finite
 
 if TYPE_CHECKING:
     import numpy as np
@@ -162,7 +163,7 @@ def _plain_rows(source: WeightSource, name: str, kind: str, start: int, stop: in
     import torch
 
     rows = source.rows(name, start, stop).to(getattr(torch, kind)).contiguous()
-    if kind == "float16" and not torch.isfinite(rows).all():
+    if kind == "float16" and not is_finite(rows):
         raise RunFailed(f"{name} has values that fp16 cannot hold; export it with --quantize fp32")
     values: np.ndarray = rows.view(torch.uint8).numpy()
     return values.reshape(-1)

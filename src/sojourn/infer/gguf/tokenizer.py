@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sojourn.data.tokenize.gguf_pre_tokenizers import BPE_MODEL, known, splitter
 from sojourn.errors import UserError
-from sojourn.infer.gguf.pre_tokenizers import known, splitter
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
 _SPACE = "▁"
@@ -23,7 +23,7 @@ STOPS_BY_TEXT = frozenset((
     "_<EOT>", "<|return|>", "<|call|>",
 ))  # fmt: skip
 _C_WHITESPACE = " \t\n\v\f\r"
-BPE_MODEL, SENTENCEPIECE_MODEL = "gpt2", "llama"
+SENTENCEPIECE_MODEL = "llama"
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sojourn.data.tokenize.gguf_pre_tokenizers import known
 from sojourn.infer.gguf.chat import render_chat
-from sojourn.infer.gguf.pre_tokenizers import known
 from sojourn.infer.gguf.tokenizer import SENTENCEPIECE_MODEL, STOPS_BY_TEXT, GgufTokenizer
 from sojourn.infer.gguf.weights import GgufWeights
 from sojourn.infer.model_from_weights import build_model

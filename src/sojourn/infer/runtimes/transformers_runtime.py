@@ -99,9 +99,7 @@ def count_parameters(path: Path) -> int:
     """From the headers of the safetensors or GGUF files."""
     file = gguf_file(path)
     if file is not None:
-        import gguf
-
-        return sum(int(tensor.n_elements) for tensor in gguf.GGUFReader(file).tensors)
+        return sum(prod(tensor.shape) for tensor in check_gguf(file).tensors.values())
     folders = [path]
     if (path / ADAPTER_FILE).is_file() and not (path / "config.json").is_file():
         folders.append(_base_of(path))

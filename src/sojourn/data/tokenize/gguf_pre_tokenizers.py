@@ -15,6 +15,8 @@ from sojourn.errors import UserError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+BPE_MODEL = "gpt2"  # tokenizer.ggml.model of byte-level BPE
+
 
 @dataclass(frozen=True)
 class PreTokenizer:
