@@ -75,7 +75,7 @@ def test_the_merged_model_in_llama_cpp(
     """A run's own K-quants have an importance matrix, measured on its data."""
     model = lora.name if quantization == "q4_k_m" else str(merged)
     gate = lora.export("export", model, tmp_path / "out", "--to", "gguf", "--quantize", quantization)
-    assert gate["replay"]["runtime"] == "llamacpp" and gate["tensors"] > 200
+    assert gate["replay"]["runtime"] == "llama.cpp" and gate["tensors"] > 200
     assert not any("importance" in note for note in gate["notes"])
     print(quantization, gate["replay"]["figures"], gate["replay"]["compared"])
     with llamacpp.open_model(tmp_path / "out") as runtime:

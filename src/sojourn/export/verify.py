@@ -167,7 +167,7 @@ def _gguf_quantization(file: Path) -> str:
 
     kind = check_gguf(file).values.get("general.file_type", gguf.LlamaFileType.MOSTLY_F16)
     try:
-        name = gguf.LlamaFileType(kind).name
+        name: str = gguf.LlamaFileType(kind).name
     except ValueError:
         raise UserError(f"{file}: general.file_type is {printable(kind)}, which no GGUF file has") from None
     return name.removeprefix("MOSTLY_").removeprefix("ALL_").lower()

@@ -155,9 +155,9 @@ class _Reader:
             return count
         if inner not in _NUMBERS:
             raise NotValid(f"{key[:40]!r} is an array of arrays or of an unknown type")
-        start, kind = self._at, _NUMBERS[inner]
-        self._skip(count * struct.calcsize(kind), self._size)
-        return list(struct.unpack_from(f"<{count}{kind}", self._data, start)) if self._arrays else count
+        start, code = self._at, _NUMBERS[inner]
+        self._skip(count * struct.calcsize(code), self._size)
+        return list(struct.unpack_from(f"<{count}{code}", self._data, start)) if self._arrays else count
 
     def _skip_texts(self, count: int) -> None:
         """A vocabulary has hundreds of thousands of them."""
