@@ -93,11 +93,12 @@ class Engine:
         """Compiles kernels and captures CUDA graphs: the first request should not wait for that."""
         self._forward.warm_up(self._last_tokens)
         length = min(self.options.max_tokens, self.options.context - 2, (self.options.blocks - 1) * BLOCK - 2)
-        request = Request("warm-up", [0] * max(1, length), SamplingParams(), 0, 2)
-        self.add(request)
-        while self.has_work:
-            self.step()
-        self.scheduler.pool.forget_all()
+        while length >= 1:  # libraries load other kernels for other sizes
+            self.add(Request("warm-up", [0] * length, SamplingParams(), 0, 2))
+            while self.has_work:
+                self.step()
+            self.scheduler.pool.forget_all()
+            length = length * 2 // 3 if self.decoder.device.type == "cuda" else 0
         self.generated = 0
 
     @torch.inference_mode()

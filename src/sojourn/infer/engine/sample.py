@@ -56,8 +56,8 @@ class StepSampler:
         scores = {row: _scores(logits_LV[row], tokens_L[row], count) for row, count in scored.items()}
         if self._device.type != "cuda":
             return Sampled(tokens_L, None, scores)
-        where = torch.tensor([request.row for request in requests]).pin_memory().to(self._device, non_blocking=True)
-        last_tokens.index_copy_(0, where, tokens_L)
+        where = torch.tensor([request.row for request in requests], dtype=torch.int64).pin_memory()
+        last_tokens.index_copy_(0, where.to(self._device, non_blocking=True), tokens_L)
         host = torch.empty(tokens_L.shape, dtype=tokens_L.dtype, pin_memory=True)
         host.copy_(tokens_L, non_blocking=True)
         ready = torch.cuda.Event()

@@ -30,27 +30,21 @@ def _activate(gate, up, IS_SILU: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _matvec_kernel(  # type: ignore[no-untyped-def]
-    x, weight, scale, bias, norm, out, inputs, outputs, eps,
-    HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, ADDS: tl.constexpr, GATED: tl.constexpr,
+    x, weight, scale, bias, out, inputs, outputs,
+    HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, GATED: tl.constexpr,
     IS_SILU: tl.constexpr, EVEN: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """One token. The norm's factor is the same for all inputs, so it is applied to the sums."""
+    """One token."""
     rows = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     inside = rows < outputs
     lines = weight + rows.to(tl.int64)[:, None] * inputs
     sums = tl.zeros([BLOCK_O, BLOCK_I], tl.float32)
     up_sums = tl.zeros([BLOCK_O, BLOCK_I], tl.float32)
-    squares = tl.zeros([BLOCK_I], tl.float32)
     for start in tl.range(0, inputs, BLOCK_I, loop_unroll_factor=UNROLL):
         columns = start + tl.arange(0, BLOCK_I)
         column_mask = columns < inputs
         mask = inside[:, None] if EVEN else inside[:, None] & column_mask[None, :]
         values = tl.load(x + columns, mask=None if EVEN else column_mask, other=None if EVEN else 0.0).to(tl.float32)
-        if HAS_NORM:
-            squares += values * values
-            values *= tl.load(norm + columns, mask=None if EVEN else column_mask, other=None if EVEN else 0.0).to(
-                tl.float32
-            )
         sums += tl.load(lines + columns[None, :], mask=mask, other=0.0).to(tl.float32) * values[None, :]
         if GATED:
             up_lines = lines + outputs.to(tl.int64) * inputs
@@ -61,10 +55,6 @@ def _matvec_kernel(  # type: ignore[no-untyped-def]
         result *= tl.load(scale + rows, mask=inside, other=0.0)
         if GATED:
             up *= tl.load(scale + outputs + rows, mask=inside, other=0.0)
-    if HAS_NORM:
-        factor = tl.rsqrt(tl.sum(squares, 0) / inputs + eps)
-        result *= factor
-        up *= factor
     if HAS_BIAS:
         result += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)
     if GATED:
@@ -79,13 +69,11 @@ def matvec(
     weight_OI: Tensor,
     scale_O: Tensor | None = None,
     bias_O: Tensor | None = None,
-    norm_I: Tensor | None = None,
-    eps: float = 0.0,
     add_to: Tensor | None = None,
     activation: str | None = None,
 ) -> Tensor:
-    """`linear` of one token. `scale_O`: of quantized weights. `norm_I`: of an RMSNorm before. `add_to`: the outputs are
-    added there. `activation`: the first half of the outputs is activated and multiplied by the second."""
+    """`linear` of one token. `scale_O`: of quantized weights. `add_to`: the outputs are added there.
+    `activation`: the first half of the outputs is activated and multiplied by the second."""
     outputs, inputs = weight_OI.shape
     outputs = outputs if activation is None else outputs // 2
     out = x_1I.new_empty(1, outputs) if add_to is None else add_to
@@ -93,8 +81,8 @@ def matvec(
     block_o, warps = (1, 1) if large else (2, 2)
     unroll = 4 if scale_O is not None and inputs > _LARGE else 2
     _matvec_kernel[(triton.cdiv(outputs, block_o),)](
-        x_1I, weight_OI, scale_O, bias_O, norm_I, out, inputs, outputs, eps,
-        HAS_SCALE=scale_O is not None, HAS_BIAS=bias_O is not None, HAS_NORM=norm_I is not None,
+        x_1I, weight_OI, scale_O, bias_O, out, inputs, outputs,
+        HAS_SCALE=scale_O is not None, HAS_BIAS=bias_O is not None,
         ADDS=add_to is not None, GATED=activation is not None, IS_SILU=activation == "silu",
         EVEN=inputs % _BLOCK_I == 0, BLOCK_O=block_o, BLOCK_I=_BLOCK_I, UNROLL=unroll, num_warps=warps,
     )  # fmt: skip

@@ -1,5 +1,5 @@
-"""The operations of a step on CUDA: one token by matrix-vector kernels with norms and sums fused into them, more by
-cuBLAS; attention of single tokens over block tables, of prompts by torch's variable-length flash attention."""
+"""The operations of a step on CUDA: one token by matrix-vector kernels that activate and add, more by cuBLAS; attention
+of single tokens over block tables, of prompts by torch's variable-length flash attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sojourn.infer.engine.cuda import kernels
 from sojourn.infer.engine.decoder import AttentionSpec
 from sojourn.model.attention import varlen_attention
 
-_MOST_SKINNY = 64  # tokens
+_MOST_SKINNY = 256  # tokens; for more, unpacking the weights first is faster
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,7 @@ class CudaOps:
     def norm_linear(
         self, x_TD: Tensor, weight_D: Tensor, eps: float, packed: Any, bias_O: Tensor | None = None
     ) -> Tensor:
-        if len(x_TD) > 1:
-            return self.linear(self.rms_norm(x_TD, weight_D, eps), packed, bias_O)
-        weight_OI, scale_O = _parts(packed)
-        return kernels.matvec(x_TD, weight_OI, scale_O, bias_O, weight_D, eps)
+        return self.linear(self.rms_norm(x_TD, weight_D, eps), packed, bias_O)
 
     def gated_act(self, gate_up_TF: Tensor, activation: str) -> Tensor:
         return kernels.gated_act(gate_up_TF, activation)
@@ -87,7 +84,8 @@ class CudaOps:
         if len(x_TD) > 1:
             return self.gated_act(self.norm_linear(x_TD, weight_D, eps, packed), activation)
         weight_OI, scale_O = _parts(packed)
-        return kernels.matvec(x_TD, weight_OI, scale_O, norm_I=weight_D, eps=eps, activation=activation)
+        normed = self.rms_norm(x_TD, weight_D, eps)
+        return kernels.matvec(normed, weight_OI, scale_O, activation=activation)
 
     def new_cache(self, blocks: int, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros(2, blocks * BLOCK, spec.kv_heads, spec.head_dim, dtype=dtype, device=device)
