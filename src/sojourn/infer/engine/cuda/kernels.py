@@ -45,10 +45,12 @@ def _matvec_kernel(  # type: ignore[no-untyped-def]
         column_mask = columns < inputs
         mask = inside[:, None] if EVEN else inside[:, None] & column_mask[None, :]
         values = tl.load(x + columns, mask=None if EVEN else column_mask, other=None if EVEN else 0.0).to(tl.float32)
-        sums += tl.load(lines + columns[None, :], mask=mask, other=0.0).to(tl.float32) * values[None, :]
+        part = tl.load(lines + columns[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+        sums += part.to(tl.float32) * values[None, :]
         if GATED:
             up_lines = lines + outputs.to(tl.int64) * inputs
-            up_sums += tl.load(up_lines + columns[None, :], mask=mask, other=0.0).to(tl.float32) * values[None, :]
+            part = tl.load(up_lines + columns[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+            up_sums += part.to(tl.float32) * values[None, :]
     result = tl.sum(sums, 1)
     up = tl.sum(up_sums, 1)
     if HAS_SCALE:
