@@ -234,6 +234,24 @@ def test_attention_of_a_token_depends_neither_on_the_batch_nor_on_chunks_nor_on_
             _same_bits(torch.cat(parts), out)
 
 
+def test_nan_in_one_sequence_stays_there():
+    lengths, spec = [20, 300, 33], _spec()
+    good, bad = _Sequences(spec, lengths), _Sequences(spec, lengths)
+    bad.qkv[1].fill_(float("nan"))
+    parts = [(s, 0, n) for s, n in enumerate(lengths)]
+    expected, found = good.run(parts), bad.run(parts)
+    assert found[1].isnan().all()
+    for s in (0, 2):
+        _same_bits(found[s], expected[s])
+
+
+def test_a_step_without_rows_is_no_special_case():
+    ops, weight = _matrix(8, 6, "fp32")
+    packed, nothing = ops.pack(weight), torch.empty(0, 6)
+    assert ops.linear(nothing, packed).shape == ops.norm_linear(nothing, torch.ones(6), 1e-5, packed).shape == (0, 8)
+    assert ops.norm_gated(nothing, torch.ones(6), 1e-5, packed, "silu").shape == (0, 4)
+
+
 def test_other_dtypes_and_shapes_are_refused():
     ops, weight = _matrix(8, 8, "fp32")
     packed = ops.pack(weight)
@@ -246,14 +264,14 @@ def test_other_dtypes_and_shapes_are_refused():
 
 
 def test_kernels_that_cannot_be_compiled_or_are_wrong_are_not_used(monkeypatch, capsys):
-    assert open_cpu_ops() is not None and open_cpu_ops("int8") is not None and not capsys.readouterr().out
+    assert open_cpu_ops() is not None and open_cpu_ops("int8") is not None and not capsys.readouterr().err
     norm = CpuOps.rms_norm
     monkeypatch.setattr(CpuOps, "rms_norm", lambda *args: norm(*args) * 1.001)
-    assert open_cpu_ops() is None and "(elementwise); using torch's" in capsys.readouterr().out
+    assert open_cpu_ops() is None and "(elementwise); using torch's" in capsys.readouterr().err
     monkeypatch.undo()
     monkeypatch.setattr(compile_c, "find_gcc", lambda: None)
     ops_module.load_library.cache_clear()
     assert open_cpu_ops() is None
     ops_module.load_library.cache_clear()
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     assert "no gcc" in said and "may depend on the batch" in said and said.count("\n") == 1
