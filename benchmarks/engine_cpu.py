@@ -17,7 +17,8 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 
-from sojourn.infer.engine.cpu.ops import BLOCK, CpuOps
+from sojourn.infer.engine.block_pool import BLOCK
+from sojourn.infer.engine.cpu.ops import CpuOps
 
 SHAPES = {"qkv": (960, 576), "o": (576, 576), "gate_up": (3072, 576), "down": (576, 1536), "LM head": (49152, 576)}
 BYTES = 100e6  # of all copies of a matrix

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from sojourn.infer.engine.block_pool import BLOCK
 from sojourn.infer.engine.cpu import ops as ops_module
-from sojourn.infer.engine.cpu.ops import BLOCK, CpuOps
+from sojourn.infer.engine.cpu.ops import CpuOps
 from sojourn.infer.engine.cpu.smoke_test import open_cpu_ops
 from sojourn.machine.probe_software import find_gcc
 from sojourn.model.kernels.cpu import compile_c

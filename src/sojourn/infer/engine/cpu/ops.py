@@ -18,9 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sojourn.infer.engine.batch import StepBatch
+from sojourn.infer.engine.block_pool import BLOCK
+from sojourn.infer.engine.decoder import AttentionSpec
 from sojourn.model.kernels.cpu.compile_c import compile_library, threads_for
 
-BLOCK = 16  # tokens; as in attention.c
 MAX_HEAD_DIM = 512  # as in attention.c
 _ALL = 1 << 62  # a window without end
 _FP32, _BF16, _INT8 = range(3)  # as in tile.h and linear.c, and so are the next two lines
@@ -60,7 +62,7 @@ def load_library() -> Any:
 
 class CpuOps:
     def __init__(self, quantization: Literal["int8"] | None = None) -> None:
-        self._quantization = quantization
+        self.quantization = quantization
         self._library = load_library()
         width = ctypes.c_int64()
         self._library.panel_width(ctypes.addressof(width))
@@ -70,7 +72,7 @@ class CpuOps:
     def pack(self, weight_OI: Tensor) -> PackedWeight:
         outputs, inputs = weight_OI.shape
         scale_O = None
-        if self._quantization == "int8":
+        if self.quantization == "int8":
             weight_OI = weight_OI.float()
             scale_O = weight_OI.abs().amax(1).div_(127).clamp_(min=1e-30)
             kind, weight_OI = _INT8, (weight_OI / scale_O[:, None]).round_().to(torch.int8)
@@ -134,7 +136,9 @@ class CpuOps:
         self._library.gated_act(_pointer(gate_up_TF), out.data_ptr(), rows, size, then, threads_for(out.numel()))
         return out
 
-    def new_cache(self, blocks: int, spec: Any, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    def new_cache(
+        self, blocks: int, spec: AttentionSpec, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
         """Keys and values, in fp32."""
         if spec.head_dim > MAX_HEAD_DIM:
             raise ValueError(f"heads of {spec.head_dim}; at most {MAX_HEAD_DIM}")
@@ -145,7 +149,7 @@ class CpuOps:
             self._library.use_huge_pages(tensor.data_ptr(), 4 * tensor.numel())
         return keys, values
 
-    def rope_store(self, qkv_TE: Tensor, cache: tuple[Tensor, Tensor], batch: Any, spec: Any) -> Tensor:
+    def rope_store(self, qkv_TE: Tensor, cache: tuple[Tensor, Tensor], batch: StepBatch, spec: AttentionSpec) -> Tensor:
         tokens = qkv_TE.shape[0]
         query_THD = torch.empty(tokens, spec.heads, spec.head_dim)
         self._library.rope_store(
@@ -156,7 +160,9 @@ class CpuOps:
         )  # fmt: skip
         return query_THD
 
-    def attention(self, query_THD: Tensor, cache: tuple[Tensor, Tensor], batch: Any, spec: Any) -> Tensor:
+    def attention(
+        self, query_THD: Tensor, cache: tuple[Tensor, Tensor], batch: StepBatch, spec: AttentionSpec
+    ) -> Tensor:
         out_TE = torch.empty(query_THD.shape[0], spec.heads * spec.head_dim)
         sequences, blocks = batch.block_table_SB.shape
         indices = (_pointer(x, torch.int32) for x in (batch.block_table_SB, batch.starts_S1, batch.context_S))
