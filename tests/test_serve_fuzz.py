@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -15,9 +16,15 @@ from sojourn.infer.load import load_model
 def test_schemathesis_finds_no_server_error(tiny) -> None:
     engine = ThreadEngine(load_model(str(long_base(tiny.base)), "cpu"))
     with serving(engine, request_seconds=5) as served:
+        document = served.get("/openapi.json").json()
+        for schema in document["components"]["schemas"].values():
+            if schema.get("properties", {}).get("temperature"):
+                schema["properties"]["model"] = {"const": "tiny"}  # most requests pass the first check
+        (tiny.home / "openapi.json").write_text(json.dumps(document))
         command = [
-            sys.executable, "-m", "schemathesis.cli", "run", f"{served.url}/openapi.json", "--checks",
-            "not_a_server_error,status_code_conformance,content_type_conformance", "--max-examples", "150",
+            sys.executable, "-m", "schemathesis.cli", "run", str(tiny.home / "openapi.json"), "--url", served.url,
+            "--checks", "not_a_server_error,status_code_conformance,content_type_conformance",
+            "--max-examples", "150",
             "--request-timeout", "30", "--exclude-path", "/admin/reload", "--mode", "all", "--no-color",
         ]  # fmt: skip
         found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1500)

@@ -16,7 +16,7 @@ from sojourn.serve.gateway import Gateway, Record
 from sojourn.serve.generation import Plan, make_plan
 from sojourn.serve.schemas import ChatRequest, NamedTool
 from sojourn.serve.served_model import ServedModel, to_messages
-from sojourn.serve.streaming import DONE, EventStream, Write, event
+from sojourn.serve.streaming import DONE, INDEX, TEXT, EventStream, TextEvents, Write, event
 from sojourn.serve.tools import Call
 
 
@@ -109,8 +109,13 @@ async def _stream(gateway: Gateway, record: Record, job: _Job, write: Write) -> 
         for index in range(job.plan.n):
             first = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
             await write(event({**envelope, "choices": [{**first, "logprobs": None}]}))
+        choice = {"index": INDEX, "delta": {"content": TEXT}, "logprobs": None, "finish_reason": None}
+        text_event = TextEvents(envelope, choice)
         async with aclosing(read_answers(generation, job.plan.n, job.tools)) as pieces:
             async for piece in pieces:
+                if piece.text and not (piece.calls or piece.finish_reason or job.body.logprobs):
+                    await write(text_event(piece.index, piece.text))
+                    continue
                 record.finish_reason = piece.finish_reason or record.finish_reason
                 if piece.text or piece.calls or piece.tokens or piece.finish_reason:
                     await write(event({**envelope, "choices": [_chunk(job, piece)]}))

@@ -17,7 +17,7 @@ from sojourn.serve.gateway import Gateway, Record
 from sojourn.serve.generation import Delta, Plan, make_plan
 from sojourn.serve.schemas import CompletionRequest
 from sojourn.serve.served_model import ServedModel
-from sojourn.serve.streaming import DONE, EventStream, Write, event
+from sojourn.serve.streaming import DONE, INDEX, TEXT, EventStream, TextEvents, Write, event
 
 _DEFAULT_TOKENS = 16  # OpenAI's
 
@@ -129,9 +129,13 @@ async def _stream(gateway: Gateway, record: Record, job: _Job, write: Write) -> 
         envelope["usage"] = None
     offsets = [0] * len(job.plan.requests)
     echoes = {at: job.texts[at // job.plan.n] for at in range(len(offsets))} if job.body.echo else {}
+    text_event = TextEvents(envelope, {"index": INDEX, "text": TEXT, "logprobs": None, "finish_reason": None})
     async with gateway.generating(record, job.plan) as generation:
         async with aclosing(generation.deltas()) as deltas:
             async for delta in deltas:
+                if delta.finish_reason is None and job.body.logprobs is None and not job.body.echo:
+                    await write(text_event(delta.index, delta.text))
+                    continue
                 text, tokens, finish = job.part(delta)
                 text = echoes.pop(delta.index, "") + text
                 choice = job.choice(delta.index, text, tokens, finish, offsets[delta.index])

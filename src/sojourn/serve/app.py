@@ -52,6 +52,7 @@ _ERROR = {
 _STATUSES = {
     400: "The request is wrong; param says where.", 401: "An API key is needed.", 403: "Not allowed.",
     404: "No such model or route.", 409: "Something else is being loaded.", 413: "The body is too large.",
+    415: "The body is not application/json.",
     429: "Busy, or a limit of the key is reached; see Retry-After.", 503: "Not ready.", 504: "Not answered in time.",
 }  # fmt: skip
 _RESPONSES: dict[int | str, dict[str, Any]] = {

@@ -177,7 +177,7 @@ class _Visit:
         status = error.status if error is not None else self._status
         self._gateway.metrics.requests[self._route, status] += 1
         path = self._scope["path"]
-        if path in ("/health", "/metrics") and status == 200:
+        if path in ("/health", "/metrics"):  # asked every few seconds
             return
         used = (
             {} if record is None else {name: value for name, value in vars(record).items() if name not in ("id", "key")}

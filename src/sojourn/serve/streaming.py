@@ -22,6 +22,26 @@ def event(body: dict[str, Any], name: str | None = None) -> bytes:
     return (f"event: {name}\n" if name else "").encode() + b"data: " + data.encode("utf-8", "replace") + b"\n\n"
 
 
+class TextEvents:
+    """The events of a stream that have new text and nothing else: nearly all of them. Only the text is encoded anew."""
+
+    def __init__(self, envelope: dict[str, Any], choice: dict[str, Any]) -> None:
+        """`choice`: with TEXT where its text is, and INDEX for its index."""
+        whole = event({**envelope, "choices": [choice]})
+        self._head, rest = whole.split(_encode(INDEX))
+        self._middle, self._tail = rest.split(_encode(TEXT))
+
+    def __call__(self, index: int, text: str) -> bytes:
+        return b"".join((self._head, b"%d" % index, self._middle, _encode(text), self._tail))
+
+
+TEXT, INDEX = "\x00text", "\x00index"  # no name of a model has these
+
+
+def _encode(text: str) -> bytes:
+    return json.dumps(text, ensure_ascii=False).encode("utf-8", "replace")
+
+
 class EventStream(Response):
     """`produce` writes the events; an ApiError of its becomes the last one. `error_name`: that event's name."""
 

@@ -8,7 +8,7 @@ after authentication, limits and validation.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -67,6 +67,13 @@ class Output:
     error: str | None = None
     cached_tokens: int = 0
     prompt_logprobs: tuple[Token | None, ...] | None = None
+
+    def then(self, later: Output) -> Output:
+        """Both as one: what a busy gateway makes of outputs that wait."""
+        return replace(
+            later, tokens=self.tokens + later.tokens, cached_tokens=self.cached_tokens + later.cached_tokens,
+            prompt_logprobs=self.prompt_logprobs or later.prompt_logprobs,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

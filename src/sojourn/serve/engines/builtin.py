@@ -92,6 +92,12 @@ class _Child:
                 if output is None:
                     finished = True
                     raise EngineDied("the engine's process ended")
+                while not queue.empty() and output.finish_reason is None:
+                    later = queue.get_nowait()
+                    if later is None:
+                        queue.put_nowait(None)  # the next turn raises
+                        break
+                    output = output.then(later)
                 finished = output.finish_reason is not None
                 yield output
         finally:
