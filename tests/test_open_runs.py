@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from conftest import called
+from sojourn.data.artefact import artefact_of
+from sojourn.export.open_source import open_weights
 from sojourn.infer.load import load_model
 from sojourn.run.home import run_folder
 from tiny import LORA, losses, run_of, run_train, stop_after
@@ -48,9 +50,20 @@ def test_the_last_checkpoint_is_the_final_model(tiny, method):
     assert final.tokenizer.get_vocab() == last.tokenizer.get_vocab()
     assert final.tokenizer.chat_template == last.tokenizer.chat_template
     eos = [one.model.generation_config.eos_token_id for one in (final, last)]
-    assert eos[0] == eos[1]
+    assert eos[0] == eos[1] and set(artefact_of(final.run).stop_ids) <= set(eos[0])
     said = [called("generate", name, *PROMPT, *extra).stdout for extra in ((), ("--checkpoint", "latest"))]
     assert said[0] == said[1] != ""
+
+
+def test_an_adapter_elsewhere_keeps_the_stop_tokens_of_its_run(tiny, tmp_path):
+    run = tiny.whole(*LORA, "train.steps=3")
+    shutil.copytree(run.final, tmp_path / "adapter")
+    opened = load_model(str(tmp_path / "adapter"), "cpu")
+    stops = artefact_of(run).stop_ids
+    assert opened.run is None and stops and set(stops) <= set(opened.model.generation_config.eos_token_id)
+    assert set(stops) <= set(open_weights(str(tmp_path / "adapter")).weights.generation_config["eos_token_id"])
+    (tmp_path / "adapter" / "generation_config.json").write_text('{"eos_token_id": ["x", -1, null, 7]}')
+    assert 7 in load_model(str(tmp_path / "adapter"), "cpu").model.generation_config.eos_token_id
 
 
 def test_half_precision_is_rounded_as_in_the_final_model(tiny):

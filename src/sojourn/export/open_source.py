@@ -22,6 +22,7 @@ from sojourn.infer.find import FoundModel, find_model
 from sojourn.infer.load import config_here
 from sojourn.infer.weight_source import FolderWeights, WeightSource
 from sojourn.model.adapter_check import ADAPTER_FILE
+from sojourn.model.weights import stored_stop_tokens
 from sojourn.run.folder import RunFolder
 from sojourn.run.moved_paths import path_here
 from sojourn.storage.files import read_json
@@ -89,8 +90,10 @@ def open_weights(
         raise UserError(
             f"{tokenizer}: no tokenizer there (no tokenizer.json); copy the model's tokenizer files into it"
         )
-    if artefact is not None:
-        weights.generation_config = _with_stop_tokens(weights, artefact.stop_ids)
+    is_adapter = (found.path / ADAPTER_FILE).is_file()
+    stops = artefact.stop_ids if artefact is not None else stored_stop_tokens(found.path) if is_adapter else []
+    if stops:
+        weights.generation_config = _with_stop_tokens(weights, stops)
     lineage = lineage_of(found.path, found.run, base_name if merged or found.run else name, merged)
     if len(merged) > 1:
         lineage["combine"] = (combine or Combine()).describe()

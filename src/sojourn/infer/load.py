@@ -19,7 +19,7 @@ from sojourn.model.adapter_check import ADAPTER_FILE, check_adapter
 from sojourn.model.base import BaseModelSource, base_of, load_base_model
 from sojourn.model.quiet import quiet_transformers
 from sojourn.model.scratch import build_model
-from sojourn.model.weights import add_stop_tokens, load_trainable_state_dict, torch_dtype
+from sojourn.model.weights import add_stop_tokens, load_trainable_state_dict, stored_stop_tokens, torch_dtype
 from sojourn.run.folder import RunFolder
 from sojourn.run.moved_paths import path_here
 from sojourn.storage.files import CannotRead
@@ -86,8 +86,21 @@ def _load_folder(found: FoundModel, device: str) -> tuple[Any, Path]:
     adapter = check_adapter(path)
     name = path_here(str(adapter.get("base_model_name_or_path")), path)
     base = BaseModelSource(name, adapter.get("revision"), trusted)
-    model = load_base_model(base, _load_dtype(base, device), device)
-    return load_adapter(model, path, trainable=False).merge_and_unload(), path
+    model = load_adapter(load_base_model(base, _load_dtype(base, device), device), path, trainable=False)
+    merged = model.merge_and_unload()
+    add_stop_tokens(merged, _stop_tokens(found))
+    return merged, path
+
+
+def _stop_tokens(found: FoundModel) -> list[int]:
+    """What ends an answer of an adapter: as it says, else as the data of its run."""
+    stored = stored_stop_tokens(found.path)
+    if stored or found.run is None:
+        return stored
+    try:
+        return artefact_of(found.run).stop_ids
+    except UserError:
+        return []
 
 
 def _load_checkpoint(path: Path, config: RunConfig, artefact: Artefact, device: str) -> tuple[Any, Path]:
@@ -100,7 +113,9 @@ def _load_checkpoint(path: Path, config: RunConfig, artefact: Artefact, device: 
         model = load_base_model(base, _load_dtype(base, device), device)
         model = with_adapter(model, config.method, config.train.seed, empty=True)
         load_trainable_state_dict(model, weights)
-        return model.merge_and_unload(), artefact.tokenizer
+        merged = model.merge_and_unload()
+        add_stop_tokens(merged, artefact.stop_ids)
+        return merged, artefact.tokenizer
     model = _empty_model(config, artefact)
     load_trainable_state_dict(model, weights)
     dtype = torch_dtype(str(config.train.precision))

@@ -4,9 +4,11 @@ the stop tokens where they leave training."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sojourn.errors import UserError
+from sojourn.storage.files import read_json_object
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype, nn
@@ -66,6 +68,12 @@ def torch_dtype(precision: str) -> dtype:
     import torch
 
     return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
+
+
+def stored_stop_tokens(folder: Path) -> list[int]:
+    """Those of a folder's generation_config.json; none where it has none."""
+    found = read_json_object(folder / "generation_config.json").get("eos_token_id")
+    return [one for one in (found if isinstance(found, list) else [found]) if type(one) is int and one >= 0]
 
 
 def add_stop_tokens(model: Any, stop_ids: list[int]) -> Any:

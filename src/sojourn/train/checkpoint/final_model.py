@@ -63,6 +63,7 @@ def _write(
     with staged(folder) as stage:
         if config.method.kind in ("lora", "qlora"):
             write_adapter(model, weights, stage, str(config.model.base), config.model.revision)
+            write_json(stage / "generation_config.json", {"eos_token_id": artefact.stop_ids})
         else:
             _write_model(model, weights, artefact, stage, str(config.train.precision))
         for file in artefact.tokenizer.iterdir():
