@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from conftest import called
-from sojourn.export.quantize import measure
+from sojourn.export.quantize import calibration, measure
 from sojourn.export.stage import MANIFEST
 from sojourn.infer.runtimes.managed_environment import LLM_COMPRESSOR
 from sojourn.storage.files import read_json_object
@@ -84,6 +84,7 @@ def test_llm_compressor_quantizes_for_vllm_calibrated_on_the_runs_own_rows(
     tiny: Tiny, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(measure, "_REPEATS", 1)
+    monkeypatch.setitem(calibration.TOKENS, "cpu", 1024)
     monkeypatch.delenv("SOJOURN_VLLM_PYTHON", raising=False)
     run, out = tiny.whole(*LORA), tmp_path / kind
     done = called("quantize", run.path.name, "--to", kind, "--out", str(out), "--json")

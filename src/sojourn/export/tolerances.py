@@ -53,7 +53,8 @@ _BY_QUANTIZATION = {
     "q8_0": _8_BITS, "q8": _8_BITS, "int8": _8_BITS, "q6_k": _6_BITS, "fp8": _6_BITS, "int8-dynamic": _6_BITS,
     "fp8-vllm": _6_BITS, "q5_0": _5_BITS, "q5_1": _5_BITS, "q5_k_s": _5_BITS, "q5_k_m": _5_BITS, "q4_0": _4_BITS,
     "q4_1": _4_BITS, "q4_k_s": _4_BITS, "q4_k_m": _4_BITS, "q4": _4_BITS, "int4": _4_BITS, "nf4": _4_BITS,
-    "gptq": _4_BITS, "awq": replace(_4_BITS, weights=inf),  # AWQ moves scales from one tensor to another
+    # GPTQ moves rounding errors to other columns, AWQ scales from one tensor to another.
+    "gptq": replace(_4_BITS, weights=0.35), "awq": replace(_4_BITS, weights=inf),
     "q3_k_s": _3_BITS, "q3_k_m": _3_BITS, "q3_k_l": _3_BITS, "q2_k": _2_BITS,
 }  # fmt: skip
 

@@ -40,6 +40,7 @@ def write(source: Source, stage: ExportStage, quantization: str, progress: Progr
     refuse_kind(KINDS[quantization])
     dtype, is_calibrated = dtype_name(source), quantization in _CALIBRATED
     job: dict[str, Any] = {"kind": quantization, "dtype": _DTYPES[dtype]}
+    job["tokenizer"] = str(source.weights.tokenizer_folder.resolve())
     if is_calibrated:
         job["group_size"] = group_size(source.weights, quantization)
     write_tokenizer(source, stage)
