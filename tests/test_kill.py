@@ -13,19 +13,26 @@ from kill.killed_run import KilledRun, Reference, make_reference
 pytestmark = needs_fork
 
 
-@pytest.fixture(scope="module", params=["pretrain", "lora"])
+def _of(method: str, others: str) -> pytest.MarkDecorator:
+    """The run that a test kills; that of `others` in make test-long."""
+    return pytest.mark.parametrize("reference", [method, pytest.param(others, marks=pytest.mark.slow)], indirect=True)
+
+
+@pytest.fixture(scope="module")
 def reference(
     request: pytest.FixtureRequest, fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory
 ) -> Reference:
     return make_reference(fork_server, tmp_path_factory.mktemp("kill") / request.param, request.param)
 
 
+@_of("pretrain", "lora")
 def test_random_kills_change_neither_the_weights_nor_what_was_read(reference):
     rng, kills = Random(reference.method), 0
     while kills < 2:
         kills += kill_at_random_moments(KilledRun(reference, f"random-{kills}"), rng, most=3)
 
 
+@_of("lora", "pretrain")
 def test_a_kill_during_a_save_keeps_the_last_good_checkpoint(reference):
     writing = "write checkpoints/.stage-PID-{0}/model.safetensors 2 of {0}"
     placing = "rename checkpoints/.stage-PID-{0} 1 of {0}"
@@ -37,6 +44,7 @@ def test_a_kill_during_a_save_keeps_the_last_good_checkpoint(reference):
     )
 
 
+@_of("lora", "pretrain")
 def test_a_kill_while_a_model_is_put_in_place_leaves_none_or_all_of_it(reference):
     chain = [("rename best 1 of best", "after"), ("rename .stage-PID-final 1 of final", "before")]
     kill_at_calls(KilledRun(reference, "final"), chain)
