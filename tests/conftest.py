@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, settings
 
 import budget
 from fork_server import ForkServer, do_not_wait_for_the_disk
-from preloaded import Preloaded
+from preloaded import Preloaded, can_preload
 from shared import Shared, write_chats
 
 if TYPE_CHECKING:
@@ -53,8 +53,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
-    """Workers are forks of one Python that has imported everything; but not beside a GPU, which a fork cannot use."""
-    if sys.platform == "linux" and not Path("/dev/nvidiactl").exists():
+    """Workers are forks of one Python that has imported everything."""
+    if can_preload():
         preloaded = Preloaded()
         config.add_cleanup(preloaded.close)
         config.stash[_PYTHON] = preloaded.command

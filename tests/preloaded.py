@@ -31,6 +31,15 @@ THREADS["OMP_WAIT_POLICY"] = "PASSIVE"  # a command that sets more threads: none
 MAIN = "from sojourn.cli.main import main; main()"
 
 
+def can_preload() -> bool:
+    """Not beside a GPU: a fork cannot use one that its parent may have opened."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):  # not Linux, or a sandbox that does not allow it
+        return False
+    return not Path("/dev/nvidiactl").exists()
+
+
 class Preloaded:
     """The tests' end of it. It imports while the tests are still being set up; who asks for a fork waits."""
 

@@ -219,7 +219,7 @@ def test_an_update_of_another_optimizer_gives_up_rows(tiny, monkeypatch):
 
 
 def test_an_evaluation_that_does_not_fit_is_made_with_fewer_rows(tiny, monkeypatch):
-    held_out = ("data.eval_fraction=0.2", "train.eval_every=4")
+    held_out = ("data.eval_fraction=0.1", "train.eval_every=4")
     whole, words = tiny.whole(*held_out), tiny.words(*held_out)
     rows = _evaluation(monkeypatch, lambda rows, call: rows > 2)
     run = run_train(words)
@@ -233,7 +233,7 @@ def test_an_evaluation_that_does_not_fit_is_made_with_fewer_rows(tiny, monkeypat
 
 
 def test_an_evaluation_for_which_the_run_is_built_anew_is_made_once(tiny, monkeypatch):
-    held_out = ("data.eval_fraction=0.2", "train.eval_every=4", "train.global_batch=2", "train.micro_batch=1")
+    held_out = ("data.eval_fraction=0.05", "train.eval_every=4", "train.global_batch=2", "train.micro_batch=1")
     whole, words = tiny.whole(*held_out), tiny.words(*held_out)
     run = run_of(words)
     _evaluation(monkeypatch, lambda rows, call: not run.ladder.exists())
