@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import sys
 import time
@@ -61,9 +62,9 @@ def shared_cost() -> Iterator[None]:
 
 
 def longest_file_first(items: list[pytest.Item]) -> None:
-    """Sorts tests, so that no worker is left alone with a long file at the end."""
+    """Sorts tests, so that no worker is left alone with a long file at the end; a file without a record may be long."""
     files = json.loads(RECORD.read_text(encoding="utf-8")).get("file_seconds", {}) if RECORD.exists() else {}
-    items.sort(key=lambda item: (-files.get(_file(item.nodeid), 0.0), _file(item.nodeid)))
+    items.sort(key=lambda item: (-files.get(_file(item.nodeid), math.inf), _file(item.nodeid)))
 
 
 def _file(test: str) -> str:
