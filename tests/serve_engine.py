@@ -7,6 +7,8 @@ import asyncio
 import io
 import json
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterator
@@ -204,6 +206,30 @@ def serving(
         server.force_exit = True
         thread.join(10)
     assert not thread.is_alive()
+
+
+class Command:
+    """`sojourn serve` in a process of its own."""
+
+    def __init__(self, model: str, *args: str) -> None:
+        command = [sys.executable, "-m", "sojourn", "serve", model, "--name", "real", "--port", "0", *args]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self.lines: list[str] = []
+        threading.Thread(target=self._read, daemon=True).start()
+        wait_until(lambda: any("/v1" in line for line in self.lines), 120)
+        self.url = next(word for line in self.lines for word in line.split() if word.startswith("http"))
+        wait_until(self._is_ready, 400)
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        self.lines += self.process.stderr
+
+    def _is_ready(self) -> bool:
+        assert self.process.poll() is None, "".join(self.lines)
+        try:
+            return httpx.get(self.url.removesuffix("/v1") + "/health").status_code == 200
+        except httpx.TransportError:
+            return False
 
 
 def wait_until(condition: Any, seconds: float = 30.0) -> None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
-from serve_engine import Served, ThreadEngine, long_base, serving, wait_until
+from conftest import called
+from serve_engine import Command, Served, ThreadEngine, long_base, serving, wait_until
 from sojourn.errors import UserError
 from sojourn.infer.load import LoadedModel, load_model
 from sojourn.serve.engines.base import EngineInfo, EngineStats
@@ -246,3 +249,38 @@ def test_a_slow_reader_holds_up_nobody(loaded: LoadedModel) -> None:
         assert asyncio.run(asyncio.wait_for(asyncio.to_thread(say, served), 20))
         wait_until(lambda: served.gateway.admission.taken == 0, 20)
         slow.close()
+
+
+def test_the_page_is_at_the_root_and_hides_no_route(
+    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "index.html").write_text("<title>chat</title>")
+    (tmp_path / "app.js").write_text("1")
+    monkeypatch.setattr("sojourn.serve.app.PAGE", tmp_path)
+    with serving(ThreadEngine(loaded)) as served:
+        assert "<title>" in served.get("/").text and served.get("/app.js").status_code == 200
+        for path in ("/../../etc/passwd", "/nothing", "/v1/nothing", "/%2e%2e/x", "/admin/x", "/\x00"):
+            answer = served.get(path.replace("\x00", "%00"))
+            assert answer.status_code == 404 and answer.json()["error"]["message"], path
+        assert served.get("/v1/completions").status_code == 405 and served.post("/", {}).status_code == 405
+        assert not served.lines("internal_error")
+
+
+@pytest.mark.slow
+def test_the_command_reloads_at_sighup_and_ends_with_zero_at_sigterm(loaded: LoadedModel) -> None:
+    command = Command(str(loaded.path))
+    try:
+        port = command.url.split(":")[-1].split("/")[0]
+        taken = called("serve", str(loaded.path), "--port", port)
+        assert taken.returncode == 2 and f"--port {int(port) + 1}" in taken.stderr
+        body = {**CHAT, "model": "real"}
+        before = httpx.post(command.url + "/chat/completions", json={**body, "temperature": 0}, timeout=60).json()
+        command.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: any('"reloaded"' in line for line in command.lines), 120)
+        after = httpx.post(command.url + "/chat/completions", json={**body, "temperature": 0}, timeout=60).json()
+        assert before["choices"] == after["choices"] and before["system_fingerprint"] != after["system_fingerprint"]
+        command.process.send_signal(signal.SIGTERM)
+        assert command.process.wait(60) == 0
+        assert not [line for line in command.lines if "Traceback" in line or "internal_error" in line]
+    finally:
+        command.process.kill()

@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastapi.routing import APIRoute
 from pydantic_core import from_json
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Match, Mount
 from starlette.staticfiles import StaticFiles
 
 from sojourn import __version__
@@ -89,6 +90,15 @@ class _StrictRoute(APIRoute):
         return strict
 
 
+class _PageMount(Mount):
+    """The chat page's files; the API's own paths keep their 404 and 405."""
+
+    def matches(self, scope: Any) -> tuple[Match, Any]:
+        if scope["type"] != "http" or scope["path"].startswith(("/v1", "/admin")):
+            return Match.NONE, {}
+        return super().matches(scope)
+
+
 def make_app(gateway: Gateway) -> App:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -109,7 +119,7 @@ def make_app(gateway: Gateway) -> App:
     _add_generation(app, gateway)
     _add_operations(app, gateway)
     if PAGE.is_dir():
-        app.mount("/", StaticFiles(directory=PAGE, html=True), name="page")
+        app.router.routes.append(_PageMount("/", StaticFiles(directory=PAGE, html=True), name="page"))
     entrance: App = Entrance(app, gateway)
     if not gateway.settings.origins:
         return entrance

@@ -1,7 +1,7 @@
 """uvicorn with what an open port needs: limits on slow headers, idle and many connections, and a graceful end.
 
 SIGTERM and SIGINT drain: no new connections, running requests have the grace period, then the process ends with exit
-code 0. A second SIGINT ends it at once. SIGHUP reloads the model.
+code 0. A second SIGINT ends it at once. SIGHUP reloads the model, unless it came because the terminal was closed.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import signal
 import socket
 import sys
@@ -111,6 +112,14 @@ class _LogHandler(logging.Handler):
             self._log.write("server", message=record.getMessage().strip())
 
 
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
 class Server(uvicorn.Server):
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
@@ -127,6 +136,7 @@ class Server(uvicorn.Server):
             )
         )  # fmt: skip
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._has_terminal = _has_terminal()
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -142,7 +152,7 @@ class Server(uvicorn.Server):
             yield
             return
         handlers: dict[int, Any] = {signal.SIGINT: self.handle_exit, signal.SIGTERM: self.handle_exit}
-        if hasattr(signal, "SIGHUP"):
+        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
             handlers[signal.SIGHUP] = self._on_hangup
         before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
@@ -164,8 +174,10 @@ class Server(uvicorn.Server):
             self.gateway.lifecycle.drain(self.gateway.settings.grace_seconds)
             self.should_exit = True
 
-    def _on_hangup(self, _: int, __: Any) -> None:
-        if self._loop is not None:
+    def _on_hangup(self, sig: int, frame: Any) -> None:
+        if self._has_terminal and not _has_terminal():  # it was closed: nobody asked for a reload
+            self.handle_exit(sig, frame)
+        elif self._loop is not None:
             self._loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self._reload()))
 
     async def _reload(self) -> None:
