@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from sojourn.data.tokenize.bpe import train_bpe
 from sojourn.data.tokenize.gguf_pre_tokenizers import known
 from sojourn.export.formats import find_format
 from sojourn.export.gguf import tensors, tokenizer
@@ -22,15 +23,18 @@ from sojourn.export.replay import GateResult, replay_export
 from sojourn.export.source_reference import source_reference
 from sojourn.export.stage import ExportStage
 from sojourn.infer.runtimes.registry import available
-from test_gate import adapter, change, folder  # noqa: F401 - fixtures
+from test_gate import adapter  # noqa: F401 - fixtures
+from test_gate_gguf import folder  # noqa: F401
 
 Patch = pytest.MonkeyPatch
 RENAMED = {"<|im_end|>": "<turn_end>", "<|endoftext|>": "<text_end>"}  # llama.cpp would stop at the old names by itself
+CODE = ["def f():\n    for i in range(10):\n\t\tprint(i)\n"] * 20  # pre-tokenizers differ in what follows a colon
 UP = "model.layers.{}.mlp.up_proj.weight"
 
 
 @pytest.fixture(scope="module")
 def source(folder: Path, adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> Source:  # noqa: F811
+    train_bpe(CODE, 300, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]).save(str(folder / "tokenizer.json"))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         text = (folder / name).read_text(encoding="utf-8")
         for old, new in RENAMED.items():
