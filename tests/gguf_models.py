@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -14,6 +15,7 @@ from sojourn.export.gguf.write import write
 from sojourn.export.open_source import open_weights
 from sojourn.export.progress import NoProgress
 from sojourn.export.stage import ExportStage
+from sojourn.infer.gguf.file import GgufFile
 
 LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -83,3 +85,23 @@ def write_gguf(folder: Path, target: Path, quantization: str = "f32", said: Said
         write(source, stage, quantization, said or NoProgress())
         stage.finish({"format": "gguf", "quantization": quantization})
     return next(target.glob("*.gguf"))
+
+
+def change_key(file: Path, key: str, value: Any) -> None:
+    """Writes the whole file again with another value."""
+    reader, old = gguf.GGUFReader(file), GgufFile(file)
+    copy = file.with_suffix(".changed")
+    writer = gguf.GGUFWriter(copy, old.architecture)
+    for name, field in reader.fields.items():
+        if name.startswith("GGUF.") or name == "general.architecture":
+            continue
+        inner = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(name, value if name == key else old[name], field.types[0], inner)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    copy.replace(file)
+    assert GgufFile(file)[key] == value

@@ -3,7 +3,6 @@ The writers' own checks are off where they would refuse first."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from gguf_models import change_key
 from sojourn.data.tokenize.bpe import train_bpe
 from sojourn.data.tokenize.gguf_pre_tokenizers import known
 from sojourn.export.formats import find_format
@@ -172,30 +172,6 @@ def test_a_file_that_was_changed_afterwards_is_caught(
     format, quantization = here
     assert replayed(source, reference, *here, tmp_path / "out").drift is None
     file = next((tmp_path / "out").glob("*.gguf"))
-    _change_key(file, key, value)
+    change_key(file, key, value)
     found = replay_export(file, format, quantization, reference, print, ["llamacpp"])
     assert found.drift is not None and found.drift.startswith(("token ids, ", "stop token, ")), found.facts()
-
-
-def _change_key(file: Path, key: str, value: Any) -> None:
-    """Writes the whole file again with another value."""
-    import gguf
-
-    from sojourn.infer.gguf.file import GgufFile
-
-    reader, old = gguf.GGUFReader(file), GgufFile(file)
-    copy = file.with_suffix(".changed")
-    writer = gguf.GGUFWriter(copy, old.architecture)
-    for name, field in reader.fields.items():
-        if name.startswith("GGUF.") or name == "general.architecture":
-            continue
-        inner = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-        writer.add_key_value(name, value if name == key else old[name], field.types[0], inner)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    copy.replace(file)
-    assert json.dumps(GgufFile(file)[key]) == json.dumps(value)

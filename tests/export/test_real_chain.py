@@ -9,8 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gguf_models import change_key
 from real_lora import PROMPTS, REAL, TOKENS, RealLora, needs_model
+from sojourn.export.formats import find_format
+from sojourn.export.open_source import open_weights
+from sojourn.export.progress import NoProgress
 from sojourn.export.reference import load_reference
+from sojourn.export.replay import replay_export
+from sojourn.export.source_reference import reference_of
+from sojourn.export.stage import ExportStage
 from sojourn.infer.gguf.file import GgufFile
 from sojourn.infer.runtimes import llamacpp, onnx_runtime
 from sojourn.infer.runtimes.base import Runtime
@@ -82,6 +89,20 @@ def test_the_merged_model_in_llama_cpp(
         assert_same_ids(runtime, wanted, tmp_path / "out")
         if quantization == "f16":
             assert_same_words(runtime, wanted, most=1e-2)
+
+
+@needs_llamacpp
+def test_a_wrong_pre_tokenizer_is_caught_in_llama_cpp(tmp_path: Path) -> None:
+    source = open_weights(REAL)
+    with ExportStage(tmp_path / "out", "planted") as stage:
+        find_format("gguf").writer()(source, stage, "f16", NoProgress())
+        file = next(stage.finish({}).glob("*.gguf"))
+    with open_runtime("transformers", Path(REAL)) as ours:
+        reference = reference_of(ours, 2048)
+    for pre in {"gpt-2", "smollm", "qwen2", "llama-bpe"} - {GgufFile(file)["tokenizer.ggml.pre"]}:
+        change_key(file, "tokenizer.ggml.pre", pre)
+        found = replay_export(file, "gguf", "f16", reference, print, ["llamacpp"])
+        assert found.drift is not None and found.drift.startswith("token ids, "), (pre, found.facts())
 
 
 @needs_llamacpp

@@ -98,6 +98,7 @@ _CHATS = (
 _TEXTS = (  # in Unicode's composed form (NFC): llama.cpp has no normalizer
     "Once upon a time, there was a lighthouse keeper who'd never seen the sea.",
     "I'LL say it's 12345678901 or 3.5e-10, won't you? 'tis, they've, WE'RE, Œuvre, Straße, DZENAN",
+    "width:  12, height:   345,\t67\n  8  apples\n\n   9 pears",
     "def f() -> None:\n    for i in range(10):\n\t\tprint(f'{i:>4}')  # x\n\n\n\nif __name__ == '__main__':\n    f()\n",
     "北京大学的学生们在2024年3月15日写了一封信。日本語のテキスト、한국어 문장입니다。",
     "Привет, мир! Ελληνικά مرحبا بالعالم १२३ ١٢٣ สวัสดี",

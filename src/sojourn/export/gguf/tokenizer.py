@@ -28,7 +28,7 @@ _TEXTS = (
     *("\n", "\n\n\n", "a\tb\n\tc\r\nd", "line one\n\n    line two\n", "a                 b", "..............!!!"),
     *("今天天气很好，我们去公园散步吧。", "第3章：数据（共128页）", "日本語の文章です。", "한국어 문장"),
     *("Привет, мир", "Ελληνικά", "Straße à Paris"),
-    *("0123456789 007 3.14159 1e-4", "def f(x):\n    return x ** 2  # twice\n", "https://example.com/a?b=c&d=%20"),
+    *("0123456789 007 3.14159 1e-4  12   345", "def f(x):\n    return x ** 2  # twice\n", "https://example.com/a?b=c&d=%20"),
     *("I 🍕 you", "camelCase HTTPServer snake_case DON'T don't", "hahahahahaha <b>bold</b> {\"a\": [1, 2]}"),
 )  # fmt: skip
 # Where llama.cpp is known to differ for some tokenizers: no normalizer, no classes of combining marks
