@@ -192,11 +192,12 @@ def serving(
     """`starting`: do not wait until the model is loaded."""
     chosen = Settings(**{"port": 0, **settings})
     listening, log = bind(replace(chosen, host="127.0.0.1")), io.StringIO()
+    port = listening.getsockname()[1]  # a server that cannot start closes it at once
     gateway = Gateway(engine, chosen, keys or KeyRing([]), RequestLog(log), "tiny", source)
     server = Server(gateway)
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
     thread.start()
-    served = Served(server, engine, listening.getsockname()[1], log)
+    served = Served(server, engine, port, log)
     try:
         wait_until(lambda: server.started if starting else gateway.lifecycle.state in ("ready", "failed"))
         yield served
