@@ -15,9 +15,11 @@ import torch
 from conftest import called
 from sojourn.evals import intervals
 from sojourn.evals.choices import score_choices
-from sojourn.evals.compare import ModelScores, compare
+from sojourn.evals.compare import ModelScores, Result, compare
+from sojourn.evals.intervals import Estimate
 from sojourn.evals.lm_eval_tasks import _of_task, _reason
 from sojourn.evals.metrics import equal, exact_match, f1, regex, rouge_l
+from sojourn.evals.report import as_html, as_lines, as_svg
 from sojourn.evals.task_file import read_questions
 from sojourn.infer.load import LoadedModel, load_model
 
@@ -252,3 +254,17 @@ def test_lm_eval_runs_a_task_of_local_data(tiny, tmp_path: Path) -> None:
     assert found[1]["difference"] == {"value": 0.0, "low": 0.0, "high": 0.0} and "colours: acc" in page.read_text()
     unknown = called("eval", base, "--lm-eval", "no_such_task")
     assert unknown.returncode == 1 and "no such task" in unknown.stderr and unknown.stderr.count("\n") == 1
+
+
+def test_checkpoints_are_drawn_over_steps_in_the_terminal_and_as_svg() -> None:
+    rows = [
+        Result("small", step, "held-out", "loss", "loss", 8, Estimate(value, value - 0.1, value + 0.1))
+        for step, value in ((100, 3.0), (200, 2.0), (300, 1.5))
+    ]
+    lines = as_lines(rows)
+    assert len(lines) > 10 and any("┤" in line for line in lines) and lines[-1].split() == ["step", "0", "300"]
+    assert not any("┤" in line for line in as_lines(rows[:2]))
+    drawn = as_svg(rows, "title")
+    assert "<polyline" in drawn and "held-out: loss by step" in drawn and drawn.count("<circle") == 3
+    html = as_html(rows, "title")
+    assert html.count("held-out: loss<") == 2 and "difference from the first" not in html  # heading and SVG's title

@@ -33,6 +33,7 @@ def evaluate(
     device: DeviceOption = "auto",
     json: bool = typer.Option(False, "--json", help="Print JSON."),
     html: str | None = typer.Option(None, "--html", metavar="FILE", help="Write a page with tables and plots."),
+    svg: str | None = typer.Option(None, "--svg", metavar="FILE", help="Write the plots."),
 ) -> None:
     """Evaluate models: held-out loss, any data set, questions of your own, lm-eval; with 95 % confidence intervals.
 
@@ -43,10 +44,11 @@ def evaluate(
     from sojourn.evals.compare import compare
     from sojourn.evals.held_out import check_source
     from sojourn.evals.lm_eval_tasks import check_lm_eval
-    from sojourn.evals.report import as_html, as_json, as_lines
+    from sojourn.evals.report import as_html, as_json, as_lines, as_svg
     from sojourn.evals.run_eval import EvalJob, choose_models, run_eval
     from sojourn.evals.task_file import read_questions
     from sojourn.run.output import print_json
+    from sojourn.storage.files import write_text
 
     for path in data or ():
         check_source(path)
@@ -56,14 +58,14 @@ def evaluate(
         check_lm_eval(names)
     job = EvalJob(data or (), asked, names, rows, questions, max_tokens, device, limit)
     results = compare(run_eval(choose_models(models, checkpoint, checkpoints), job))
-    if html is not None:
-        from sojourn.storage.files import write_text
-
-        write_text(Path(html).expanduser(), as_html(results, f"sojourn eval {' '.join(models)}"))
+    title = f"sojourn eval {' '.join(models)}"
+    for file, write in ((html, as_html), (svg, as_svg)):
+        if file is not None:
+            write_text(Path(file).expanduser(), write(results, title))
     if json:
         print_json({"results": as_json(results)})
         return
     for line in as_lines(results):
         print(line)
-    if html is not None:
-        print(f"in {html}")
+    for file in filter(None, (html, svg)):
+        print(f"in {file}")

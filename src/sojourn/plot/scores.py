@@ -34,7 +34,7 @@ def scores_panel(title: str, scores: Sequence[Score]) -> Panel:
     low, high = marks[0], marks[-1]
     steps = [one.step for one in shown if one.step is not None]
     over_steps = len(steps) == len(shown) > 1
-    svg = text(0, 14, title, "head")
+    svg = text(0, 14, f"{title} by step" if over_steps else title, "head")
 
     def place_y(value: float) -> float:
         return BASELINE - PLOT_HEIGHT * (value - low) / (high - low)

@@ -28,9 +28,9 @@ _STYLE = """
 """
 
 
-def page(title: str, panels: Iterable[Panel]) -> str:
-    """The panels that have a height, one below the other."""
-    top, body = 72, ""
+def page(title: str, panels: Iterable[Panel], heading: bool = True) -> str:
+    """The panels that have a height, one below the other. `heading`: False where the page around it has one."""
+    top, body = 72 if heading else 20, ""
     for height, svg in panels:
         if height:
             body += f'<g transform="translate({_MARGIN} {top})">{svg}</g>\n'
@@ -40,7 +40,7 @@ def page(title: str, panels: Iterable[Panel]) -> str:
         f'viewBox="0 0 {_WIDTH} {top}" width="{_WIDTH}" height="{top}">'
         f"<title>{escape(title)}</title><style>{_STYLE}</style>"
         f'<rect class="page" width="{_WIDTH}" height="{top}" rx="8"/>'
-        f"{text(_MARGIN, 44, shorten(title, 54), 'title')}{body}</svg>\n"
+        f"{text(_MARGIN, 44, shorten(title, 54), 'title') if heading else ''}{body}</svg>\n"
     )
 
 
