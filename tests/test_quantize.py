@@ -17,6 +17,7 @@ from sojourn.errors import RunFailed
 from sojourn.export.quantize import llm_compressor
 from sojourn.export.quantize.calibration import ROW_LENGTH, choose_rows
 from sojourn.infer.runtimes.managed_environment import LLM_COMPRESSOR, VLLM, error_line
+from sojourn.infer.runtimes.vllm import refuses
 from tiny import Tiny
 
 
@@ -118,3 +119,11 @@ def test_the_line_of_a_log_that_says_what_went_wrong(tmp_path: Path) -> None:
     assert error_line(log) == "ERROR: no matching distribution"
     log.write_text("")
     assert error_line(log) == "no line in its log"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_quantized_weights_are_not_replayed_in_vllm_on_a_cpu(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"head_dim": 64, "quantization_config": {}}')
+    assert "GPU only" in refuses(tmp_path)
+    (tmp_path / "config.json").write_text('{"head_dim": 64}')
+    assert refuses(tmp_path) == ""

@@ -42,7 +42,8 @@ _8_BITS = Tolerance(0.07, 0.2, 0.014, 1.5, 0.015)
 _5_BITS = Tolerance(0.3, 0.6, 0.4, inf, 0.08)
 # q4_0: 0.21, 0.64, 0.41, 36, weights 0.104 in llama.cpp
 _4_BITS = Tolerance(0.5, 1.1, 1.2, inf, 0.16)
-# Not measured: between the rows above, and beyond them
+# fp8-vllm: 0.074, 0.31, 0.061 in transformers, activations rounded too. q6_k and the rows below are not measured:
+# between the rows above, and beyond them
 _6_BITS = Tolerance(0.15, 0.4, 0.1, inf, 0.04)
 _3_BITS = Tolerance(0.8, 1.5, 3.0, inf, 0.32)
 _2_BITS = Tolerance(1.2, 2.0, 6.0, inf, 0.5)

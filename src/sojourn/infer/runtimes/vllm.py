@@ -86,7 +86,10 @@ def open_model(path: Path) -> VllmRuntime:
 
 def refuses(path: Path) -> str:
     """Empty, or why vLLM on this machine cannot open such a model."""
-    size = head_size(read_json_object(Path(serve_arguments(path, _NAME)[0]) / "config.json"))
+    config = read_json_object(Path(serve_arguments(path, _NAME)[0]) / "config.json")
+    size = head_size(config)
+    if not has_gpu() and "quantization_config" in config:
+        return "its weights are quantized, which are replayed in vLLM on a GPU only"
     if has_gpu() or size == 0 or size in CPU_HEAD_SIZES:
         return ""
     return f"head_dim is {size}, which vLLM takes on a GPU only"
