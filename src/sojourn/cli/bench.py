@@ -137,6 +137,35 @@ def bench_save(
     print_measurement(lambda echo: measure(make_bench(workload or [], saves, every, folder, runs), echo), json, out)
 
 
+@bench_app.command("serve")
+def bench_serve(
+    model: Annotated[str, typer.Argument(help="What `sojourn serve` serves: a run, a folder, a GGUF file.")],
+    clients: Annotated[
+        str, typer.Option(help="Clients that ask at a time, separated by commas (closed loop).")
+    ] = "1,32",
+    rate: Annotated[
+        float | None, typer.Option(min=0.001, help="Requests a second instead, whenever they are answered (open loop).")
+    ] = None,
+    requests: Annotated[int | None, typer.Option(min=1, help="Requests of each row; by default 3 a client.")] = None,
+    lengths: Annotated[
+        str, typer.Option(help="Tokens of prompt and answer (128x128), or chat: as in instruction data.")
+    ] = "128x128",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    peer: Annotated[
+        bool, typer.Option("--peer/--no-peer", help="transformers.generate, and vLLM where it is installed, too.")
+    ] = True,
+    quantize: Annotated[str | None, typer.Option(help="Our engine's weights: int8, or fp8 on a GPU.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON; lines go to standard error.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write the result as JSON to this file.")] = None,
+) -> None:
+    """Serve a model under load: tokens a second, time to first token (TTFT), inter-token latency (ITL), in ms."""
+    from sojourn.bench.serve.measure import make_bench, measure
+
+    arguments = ["--quantize", quantize] if quantize else []
+    bench = make_bench(model, clients, rate, requests, lengths, device, peer, arguments)
+    print_measurement(lambda echo: measure(bench, echo), json, out)
+
+
 def print_measurement(measure: Callable[[Callable[[str], None]], dict[str, Any]], json: bool, out: Path | None) -> None:
     """Checks --out first, then measures, prints and writes the result."""
     from sojourn.errors import UserError

@@ -74,6 +74,15 @@ def load_model(name: str, device: str = "auto", checkpoint: str | None = None) -
     return LoadedModel(found.path, model.eval(), tokenizer, device, found.run, folder)
 
 
+def tokenizer_of(found: FoundModel) -> Any:
+    """Without the model."""
+    if found.is_checkpoint and found.run is not None:
+        folder = artefact_of(found.run).tokenizer
+    else:
+        folder = extract_tokenizer(found.path) if found.path.suffix == ".gguf" else found.path
+    return open_tokenizer(folder, trust_remote_code=_trusts_remote_code(found.run))
+
+
 def _load_folder(found: FoundModel, device: str) -> tuple[Any, Path]:
     """The model, and the folder of its tokenizer."""
     path, trusted = found.path, _trusts_remote_code(found.run)

@@ -30,9 +30,9 @@ class VllmServer:
         import httpx
 
         self._folder = Path(tempfile.mkdtemp(prefix="sojourn-vllm-"))
-        self._log, socket = self._folder / "log.txt", self._folder / "s"
-        self._process = self._start(arguments, socket)
-        transport = httpx.HTTPTransport(uds=str(socket))
+        self._log, self.socket = self._folder / "log.txt", self._folder / "s"
+        self._process = self._start(arguments, self.socket)
+        transport = httpx.HTTPTransport(uds=str(self.socket))
         self._client = httpx.Client(transport=transport, base_url="http://vllm", timeout=_REQUEST_SECONDS)
         try:
             self._wait_until_healthy()

@@ -1,0 +1,1 @@
+"""`sojourn bench serve`: throughput and latency of a served model under load, beside peers."""

@@ -1,0 +1,134 @@
+"""Load on an OpenAI-compatible server, and what its clients saw.
+
+Closed loop: so many clients, each sends its next request when it has the answer. Open loop: requests arrive at a rate
+(Poisson), whatever the server has to do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+_TIMEOUT = 3600.0  # seconds
+# Tokens of prompts (with a chat template) and of answers in instruction data, from the 5th to the 95th percentile
+_PROMPT_TOKENS = (27, 29, 31, 32, 33, 35, 38, 41, 47, 62)
+_ANSWER_TOKENS = (8, 14, 25, 47, 84, 128, 188, 259, 320, 401)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request: prompt ids, and how many tokens to generate."""
+
+    prompt: tuple[int, ...]
+    tokens: int
+
+
+@dataclass
+class Seen:
+    """Times of one request, in seconds. `gaps`: between tokens."""
+
+    first: float = 0.0
+    total: float = 0.0
+    tokens: int = 0
+    gaps: list[float] = field(default_factory=list)
+    error: str | None = None
+
+
+def make_requests(ids: Sequence[int], count: int, lengths: str, seed: int = 0) -> list[Asked]:
+    """`lengths`: PROMPTxNEW tokens (128x128), or `chat` for those of instruction data. Prompts are pieces of `ids`."""
+    rng = random.Random(seed)  # noqa: S311
+    asked = []
+    for _ in range(count):
+        if lengths == "chat":
+            prompt, new = rng.choice(_PROMPT_TOKENS), rng.choice(_ANSWER_TOKENS)
+        else:
+            prompt, new = (int(part) for part in lengths.split("x"))
+        start = rng.randrange(max(1, len(ids) - prompt))
+        piece = ids[start : start + prompt]
+        asked.append(Asked(tuple(piece) + tuple(ids[: prompt - len(piece)]), new))
+    return asked
+
+
+async def closed_loop(client: Any, model: str, asked: Sequence[Asked], clients: int) -> tuple[list[Seen], float]:
+    """What each request saw, and seconds in all."""
+    waiting = iter(asked)
+    seen: list[Seen] = []
+
+    async def work() -> None:
+        for request in waiting:
+            seen.append(await _send(client, model, request))
+
+    began = time.perf_counter()
+    await asyncio.gather(*(work() for _ in range(clients)))
+    return seen, time.perf_counter() - began
+
+
+async def open_loop(
+    client: Any, model: str, asked: Sequence[Asked], rate: float, seed: int = 0
+) -> tuple[list[Seen], float]:
+    rng = random.Random(seed)  # noqa: S311
+    began = time.perf_counter()
+    tasks = []
+    for request in asked:
+        tasks.append(asyncio.create_task(_send(client, model, request)))
+        await asyncio.sleep(rng.expovariate(rate))
+    seen = list(await asyncio.gather(*tasks))
+    return seen, time.perf_counter() - began
+
+
+async def _send(client: Any, model: str, asked: Asked) -> Seen:
+    body = {
+        "model": model, "prompt": list(asked.prompt), "max_tokens": asked.tokens, "temperature": 0, "stream": True,
+        "ignore_eos": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    seen, began = Seen(), time.perf_counter()
+    last = began
+    try:
+        async with client.stream("POST", "/v1/completions", json=body, timeout=_TIMEOUT) as answer:
+            if answer.status_code != 200:
+                seen.error = f"{answer.status_code}: {(await answer.aread()).decode(errors='replace')[:200]}"
+                return seen
+            async for line in answer.aiter_lines():
+                if not line.startswith("data: ") or line == "data: [DONE]":
+                    continue
+                chunk, now = json.loads(line[6:]), time.perf_counter()
+                if usage := chunk.get("usage"):
+                    seen.tokens = usage["completion_tokens"]
+                if not chunk["choices"]:
+                    continue
+                if not seen.first:
+                    seen.first = now - began
+                else:
+                    seen.gaps.append(now - last)
+                last = now
+    except Exception as error:  # whatever the connection raises
+        seen.error = f"{type(error).__name__}: {error}"[:200]
+    seen.total = time.perf_counter() - began
+    return seen
+
+
+def summarize(seen: Sequence[Seen], seconds: float) -> dict[str, Any]:
+    """Throughput, time to first token (TTFT) and inter-token latency (ITL) with their 50th, 90th, 99th percentiles."""
+    good = [one for one in seen if one.error is None]
+    row: dict[str, Any] = {
+        "requests": len(seen),
+        "errors": len(seen) - len(good),
+        "tokens_per_second": round(sum(one.tokens for one in good) / seconds, 1),
+        "seconds": round(seconds, 2),
+    }
+    if len(good) < len(seen):
+        row["first_error"] = next(one.error for one in seen if one.error)
+    gaps = [gap for one in good for gap in one.gaps]
+    for name, values in (("ttft_ms", [one.first for one in good]), ("itl_ms", gaps)):
+        row[name] = {f"p{share}": round(1000 * _percentile(values, share), 2) for share in (50, 90, 99)}
+    return row
+
+
+def _percentile(values: Sequence[float], share: int) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, len(ordered) * share // 100)] if ordered else 0.0
