@@ -48,9 +48,8 @@ def make_requests(ids: Sequence[int], count: int, lengths: str, seed: int = 0) -
             prompt, new = rng.choice(_PROMPT_TOKENS), rng.choice(_ANSWER_TOKENS)
         else:
             prompt, new = (int(part) for part in lengths.split("x"))
-        start = rng.randrange(max(1, len(ids) - prompt))
-        piece = ids[start : start + prompt]
-        asked.append(Asked(tuple(piece) + tuple(ids[: prompt - len(piece)]), new))
+        start = rng.randrange(len(ids))
+        asked.append(Asked(tuple(ids[(start + at) % len(ids)] for at in range(prompt)), new))
     return asked
 
 
