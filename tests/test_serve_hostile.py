@@ -127,6 +127,31 @@ def test_a_body_or_headers_that_are_too_large_or_too_slow(served: Served) -> Non
     assert is_fine(served)
 
 
+def test_what_can_never_fit_is_not_even_tokenized(loaded: LoadedModel) -> None:
+    with serving(ThreadEngine(loaded), max_waiting=8) as served:
+        start = time.process_time()
+        for route, body in (("chat/completions", {"messages": [{"role": "user", "content": "a b " * 3_000_000}]}),
+                            ("completions", {"prompt": "a b " * 3_000_000})):  # fmt: skip
+            answer = served.post(f"/v1/{route}", {"model": "tiny", **body})
+            assert (answer.status_code, error_of(answer)["code"]) == (400, "context_length_exceeded")
+        answer = served.post("/v1/completions", {"model": "tiny", "prompt": ["a"] * 1000, "n": 100})
+        assert (answer.status_code, error_of(answer)["code"]) == (400, "too_many_sequences")
+        assert time.process_time() - start < 3 and served.gateway.body_bytes == 0
+
+
+def test_bodies_together_have_a_limit(loaded: LoadedModel) -> None:
+    with serving(ThreadEngine(loaded), max_all_bodies_bytes=250_000) as served:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\ncontent-length: 200000\r\n\r\n"
+        first, second = connect(served), connect(served)
+        first.sendall(head + b"x" * 150_000)
+        wait_until(lambda: served.gateway.body_bytes == 150_000)
+        second.sendall(head + b"x" * 150_000)
+        assert b" 429 " in read_all(second, 5)
+        first.close()
+        wait_until(lambda: served.gateway.body_bytes == 0)
+        assert is_fine(served)
+
+
 def connect(served: Served) -> socket.socket:
     return socket.create_connection(("127.0.0.1", served.port), timeout=10)
 

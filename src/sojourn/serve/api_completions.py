@@ -93,7 +93,7 @@ async def _prepare(gateway: Gateway, record: Record, body: CompletionRequest) ->
         raise bad_request("stream_options needs stream: true", "stream_options")
     grammar = format_grammar(body.response_format, "response_format")
     await gateway.check_grammar(grammar, "response_format")
-    prompts, texts = await _prompts(model, body)
+    prompts, texts = await _prompts(gateway, model, body)
     if gateway.settings.log_prompts:
         record.prompt = texts
     plan = make_plan(
@@ -105,10 +105,11 @@ async def _prepare(gateway: Gateway, record: Record, body: CompletionRequest) ->
     return _Job(body, f"cmpl-{record.id}", int(time.time()), model, plan, texts)
 
 
-async def _prompts(model: ServedModel, body: CompletionRequest) -> tuple[list[list[int]], list[str]]:
+async def _prompts(gateway: Gateway, model: ServedModel, body: CompletionRequest) -> tuple[list[list[int]], list[str]]:
     """Token ids of each prompt, and its text."""
     is_one = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
     given: Sequence[Any] = [body.prompt] if is_one else body.prompt
+    gateway.admission.check_size(len(given) * (body.n or 1))
     prompts, texts = [], []
     for one in given:
         if isinstance(one, str):

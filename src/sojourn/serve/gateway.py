@@ -54,6 +54,7 @@ class Gateway:
         self.name, self._adapters = name, dict(adapters or {})
         self.metrics, self.lifecycle = Metrics(), Lifecycle(settings.request_seconds)
         self.admission = Admission(1, settings.max_waiting)
+        self.body_bytes = 0  # of all requests whose body is being read or used
         self.model: ServedModel | None = None
         self.failure: BaseException | None = None
         self._changing = asyncio.Lock()

@@ -45,9 +45,7 @@ class Admission:
     def admit(self, key: ApiKey, sequences: int) -> Iterator[None]:
         """Raises ApiError 429 where there is no room, or the key is used up."""
         self._check_key(key)
-        if sequences > self.running + self.waiting:
-            message = f"{sequences} sequences in one request; the server takes {self.running + self.waiting}"
-            raise ApiError(400, message, param="n", code="too_many_sequences")
+        self.check_size(sequences)
         if self.taken + sequences > self.running + self.waiting:
             raise ApiError(
                 429, "the server is busy; try again later", code="server_overloaded", retry_after=self.retry_after()
@@ -62,6 +60,11 @@ class Admission:
             self.taken -= sequences
             use.running -= 1
             self._seconds += _RECENT * (self._clock() - start - self._seconds)
+
+    def check_size(self, sequences: int) -> None:
+        if sequences > self.running + self.waiting:
+            message = f"{sequences:,} sequences in one request; the server takes {self.running + self.waiting:,}"
+            raise ApiError(400, message, param="n", code="too_many_sequences")
 
     def _check_key(self, key: ApiKey) -> None:
         use, quota, now = self._uses[key.name], key.quota, self._clock()

@@ -48,6 +48,7 @@ class _Visit:
         self._headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         self._id, self._start, self._status, self._done = secrets.token_hex(12), time.monotonic(), 0, False
         self._record: Record | None = None
+        self._held = 0
 
     async def run(self) -> None:
         self._scope.setdefault("state", {})
@@ -67,6 +68,7 @@ class _Visit:
             else:
                 raise
         finally:
+            self._gateway.body_bytes -= self._held
             self._log()
 
     # -- Checks --
@@ -117,11 +119,22 @@ class _Visit:
                     raise ApiError(CLIENT_CLOSED, "the client went away")
                 chunks.append(message.get("body", b""))
                 size += len(chunks[-1])
+                self._hold(len(chunks[-1]))
                 if size > most:
                     raise too_large
                 if not message.get("more_body", False):
                     return b"".join(chunks)
         raise ApiError(408, "the body did not come in time", code="body_timeout", headers={"connection": "close"})
+
+    def _hold(self, size: int) -> None:
+        """Memory for bodies is bounded, however many come at a time."""
+        self._held += size
+        self._gateway.body_bytes += size
+        if self._gateway.body_bytes > self._gateway.settings.max_all_bodies_bytes:
+            raise ApiError(
+                429, "too many large bodies at a time; try again later", code="server_overloaded", retry_after=5,
+                headers={"connection": "close"},
+            )  # fmt: skip
 
     # -- The answer --
 

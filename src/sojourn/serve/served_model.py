@@ -79,6 +79,7 @@ class ServedModel:
                 "messages",
                 "not_a_chat_model",
             )
+        self._check_characters(sum(len(one.content) for one in messages), "messages")
         return await self._encode("messages", self.prompts.chat, messages, tools)
 
     async def encode_text(self, text: str, param: str) -> list[int]:
@@ -86,7 +87,19 @@ class ServedModel:
             check_text(text, param)
         except BadRecord as error:
             raise bad_request(str(error), param) from None
+        self._check_characters(len(text), param)
         return await self._encode(param, self.prompts.text, text)
+
+    @cached_property
+    def _longest_token(self) -> int:
+        return max((len(token) for token in self.tokenizer.get_vocab()), default=1)
+
+    def _check_characters(self, characters: int, param: str) -> None:
+        """What cannot fit is not tokenized: other prompts would wait for it."""
+        most = self.info.context_length * self._longest_token
+        if characters > most:
+            message = f"{characters:,} characters cannot fit the model's context of {self.info.context_length:,} tokens"
+            raise bad_request(message, param, "context_length_exceeded")
 
     async def _encode(self, param: str, encode: Callable[..., list[int]], *args: Any) -> list[int]:
         """In a thread, so that a long prompt does not hold up the answers of others."""

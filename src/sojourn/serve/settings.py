@@ -14,6 +14,7 @@ class Settings:
     port: int = 8000
     max_waiting: int = 256
     max_body_bytes: int = 16 << 20
+    max_all_bodies_bytes: int = 512 << 20
     max_header_bytes: int = 64 << 10
     request_seconds: float = 600.0
     header_seconds: float = 10.0
