@@ -67,7 +67,8 @@ BODIES = (
     b'{"model": "\\u0000", "prompt": "hi"}', b'{"lora_name": "a", "lora_path": "\\u0000"}',
     b'{"lora_name": "a", "lora_path": "/nowhere"}', b'{"lora_name": "a", "lora_path": "../../etc"}',
     b'{"lora_name": "tiny", "lora_path": "x"}', b'{"model": "nowhere"}', b'{"model": "\\u0000x"}',
-    b'{"checkpoint": "x"}',
+    b'{"checkpoint": "x"}', b'{"lora_name": "0", "lora_path": "' + b"0" * 4096 + b'"}',
+    b'{"model": "' + b"0" * 4000 + b'"}',
 )  # fmt: skip
 
 

@@ -266,6 +266,12 @@ def test_the_page_is_at_the_root_and_hides_no_route(
         assert not served.lines("internal_error")
 
 
+def ask(command: Command, body: dict[str, Any]) -> dict[str, Any]:
+    answer = httpx.post(command.url + "/chat/completions", json={**body, "temperature": 0}, timeout=60)
+    assert answer.status_code == 200, (answer.text, command.lines)
+    return dict(answer.json())
+
+
 @pytest.mark.slow
 def test_the_command_reloads_at_sighup_and_ends_with_zero_at_sigterm(loaded: LoadedModel) -> None:
     command = Command(str(loaded.path))
@@ -274,10 +280,10 @@ def test_the_command_reloads_at_sighup_and_ends_with_zero_at_sigterm(loaded: Loa
         taken = called("serve", str(loaded.path), "--port", port)
         assert taken.returncode == 2 and f"--port {int(port) + 1}" in taken.stderr
         body = {**CHAT, "model": "real"}
-        before = httpx.post(command.url + "/chat/completions", json={**body, "temperature": 0}, timeout=60).json()
+        before = ask(command, body)
         command.process.send_signal(signal.SIGHUP)
-        wait_until(lambda: any('"reloaded"' in line for line in command.lines), 120)
-        after = httpx.post(command.url + "/chat/completions", json={**body, "temperature": 0}, timeout=60).json()
+        wait_until(lambda: any('"reloaded"' in line for line in command.lines), 200)
+        after = ask(command, body)
         assert before["choices"] == after["choices"] and before["system_fingerprint"] != after["system_fingerprint"]
         command.process.send_signal(signal.SIGTERM)
         assert command.process.wait(60) == 0

@@ -103,6 +103,11 @@ def add_handlers(app: FastAPI) -> None:
     async def api_error(_: Request, error: ApiError) -> JSONResponse:
         return error.response()
 
+    @app.exception_handler(Exception)
+    async def internal_error(_: Request, __: Exception) -> JSONResponse:
+        """A bug of ours, which the entrance logs."""
+        return ApiError(500, "an internal error; the server's log has it", code="internal_error").response()
+
     @app.exception_handler(RequestValidationError)
     async def validation_error(_: Request, error: RequestValidationError) -> JSONResponse:
         return from_validation(list(error.errors())).response()

@@ -83,10 +83,7 @@ class Gateway:
         info = self.engine.info
         self.admission.running = info.max_requests
         if not is_proxy(self.engine):
-            old, id = self.model, "fp_" + secrets.token_hex(6)
-            self.model = await asyncio.to_thread(ServedModel.open, info, id)
-            if old is not None:
-                old.close()
+            self.model = await asyncio.to_thread(ServedModel.open, info, "fp_" + secrets.token_hex(6))
 
     async def _warm_up(self) -> None:
         """One real answer, so that the first client does not wait for kernels, caches and compilation."""
@@ -155,6 +152,8 @@ class Gateway:
                 yield
             except UserError as error:
                 raise bad_request(str(error)) from None
+            except OSError as error:  # a path that is too long, a disk that cannot be read
+                raise bad_request(f"cannot be opened: {error.strerror or error}") from None
 
     async def reload(self, name: str | None = None, checkpoint: str | None = None) -> Path:
         from sojourn.infer.find import find_model

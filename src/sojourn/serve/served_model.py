@@ -24,7 +24,8 @@ from sojourn.serve.tools import MARKERS, ToolForm, find_form
 
 @dataclass(frozen=True)
 class ServedModel:
-    """`id`: changes with each load. `prompts`: tokenizes; it is not made for several threads, so one does all."""
+    """`id`: changes with each load. `prompts`: tokenizes; it is not made for several threads, so one does all. That
+    thread ends with the last request that uses the model."""
 
     info: EngineInfo
     tokenizer: Any
