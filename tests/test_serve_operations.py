@@ -204,6 +204,9 @@ class Behind:
     async def close(self) -> None: ...
     async def restart(self) -> None: ...
 
+    def transport(self) -> None:
+        return None
+
     async def health(self) -> bool:
         return True
 

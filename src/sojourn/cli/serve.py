@@ -32,7 +32,7 @@ def serve(
     checkpoint: CheckpointOption = None,
     device: DeviceOption = "auto",
     quantize: str | None = typer.Option(
-        None, help="Weights at load: int8 (CPU), fp8, int8 or nf4 (CUDA).", show_default=False
+        None, help="Weights at load: int8 (CPU), fp8 or int8 (CUDA); vLLM: fp8 or nf4.", show_default=False
     ),
     max_length: int | None = typer.Option(
         None, min=16, help="Longest prompt and answer together; default: the model's context.", show_default=False
@@ -60,6 +60,9 @@ def serve(
     request_timeout: float = typer.Option(600.0, min=1, help="Seconds that a request may take."),
     grace: float = typer.Option(30.0, min=0, help="Seconds that running requests have after SIGTERM."),
     max_body_mb: int = typer.Option(16, min=1, help="Largest body of a request, in MiB."),
+    vllm_args: str = typer.Option(
+        "", metavar="ARGS", help="Further options of vllm serve, in quotes; with --engine vllm.", show_default=False
+    ),
     log_prompts: bool = typer.Option(False, "--log-prompts", help="Write prompts into the log."),
 ) -> None:
     """Serve a model with an OpenAI-compatible API.
@@ -95,7 +98,8 @@ def serve(
     from sojourn.serve.engines.choose import EngineOptions
     from sojourn.serve.start import start
 
-    options = EngineOptions(engine, name, checkpoint, device, quantize, max_length, max_requests, _adapters(adapter))
+    limits = (max_length, max_requests)
+    options = EngineOptions(engine, name, checkpoint, device, quantize, *limits, _adapters(adapter), vllm_args)
     start(model, settings, keys, options)
 
 

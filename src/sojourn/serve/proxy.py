@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 from starlette.responses import Response
 
+from sojourn.serve.engines.base import ProxyEngine
 from sojourn.serve.errors import ApiError
 from sojourn.serve.gateway import Gateway, Record, proxy_of
 from sojourn.serve.schemas import Request
@@ -43,7 +44,7 @@ async def _open(
     engine = proxy_of(gateway.engine)
     stack.enter_context(gateway.admission.admit(record.key, sequences))
     stack.enter_context(gateway.lifecycle.time_limit())
-    client = await stack.enter_async_context(httpx.AsyncClient(timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS)))
+    client = await stack.enter_async_context(_client(engine))
     try:
         request = client.build_request("POST", engine.base_url + path, json=given)
         answer = await client.send(request, stream=True)
@@ -51,6 +52,11 @@ async def _open(
         raise ApiError(503, f"the engine does not answer: {error}", code="engine_died", retry_after=10) from None
     stack.push_async_callback(answer.aclose)
     return answer
+
+
+def _client(engine: ProxyEngine) -> httpx.AsyncClient:
+    timeout = httpx.Timeout(None, connect=_CONNECT_SECONDS)
+    return httpx.AsyncClient(transport=engine.transport(), timeout=timeout)
 
 
 async def _stream(

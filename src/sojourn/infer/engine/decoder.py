@@ -78,7 +78,13 @@ class Decoder:
 
 def engine_unsupported_reason(model: Any) -> str | None:
     """None where the engine computes this model."""
-    config = model.config.get_text_config()
+    if any(hasattr(module, "quant_state") for module in model.modules()):
+        return "its weights are quantized"
+    return config_unsupported_reason(model.config.get_text_config())
+
+
+def config_unsupported_reason(config: Any) -> str | None:
+    """The same, as far as its settings tell."""
     if config.model_type not in FAMILIES:
         return f"its architecture is {config.model_type}; the engine computes {', '.join(FAMILIES)}"
     if _rope_types(config) & set(_LENGTH_DEPENDENT_ROPE):
@@ -89,8 +95,7 @@ def engine_unsupported_reason(model: Any) -> str | None:
         return f"its activation is {getattr(config, 'hidden_act', None)}"
     if getattr(config, "mlp_bias", False):
         return "its MLP has biases"
-    quantized = next((type(m).__name__ for m in decoder_layers(model)[0].modules() if hasattr(m, "quant_state")), None)
-    return None if quantized is None else "its weights are quantized"
+    return "its weights are quantized" if getattr(config, "quantization_config", None) else None
 
 
 def _activation(config: Any) -> str | None:

@@ -14,7 +14,7 @@ from sojourn.infer.load import LoadedModel, context_length
 
 _CUDA_SHARE = 0.9  # of the memory that is free after loading
 _CUDA_RESERVE = 2 << 30  # bytes for activations and CUDA graphs
-_CPU_SHARE = 0.4
+_CPU_SHARE = 0.25
 _MOST_TOKENS = {"cuda": 2048, "cpu": 256}  # of a step
 QUANTIZATIONS = {"cuda": ("fp8", "int8"), "cpu": ("int8",)}
 

@@ -24,14 +24,15 @@ _BORING = ("Traceback", "raise ", "File ", "~", "^", "INFO", "DEBUG")
 
 
 class VllmServer:
-    """`arguments`: of `vllm serve`, beginning with the model."""
+    """`arguments`: of `vllm serve`, beginning with the model. `eager`: without CUDA graphs, which start slowly.
+    `runtime_lora`: adapters may be loaded later."""
 
-    def __init__(self, arguments: list[str]) -> None:
+    def __init__(self, arguments: list[str], eager: bool = True, runtime_lora: bool = False) -> None:
         import httpx
 
         self._folder = Path(tempfile.mkdtemp(prefix="sojourn-vllm-"))
         self._log, self.socket = self._folder / "log.txt", self._folder / "s"
-        self._process = self._start(arguments, self.socket)
+        self._process = self._start([*arguments, *(["--enforce-eager"] if eager else [])], self.socket, runtime_lora)
         transport = httpx.HTTPTransport(uds=str(self.socket))
         self._client = httpx.Client(transport=transport, base_url="http://vllm", timeout=_REQUEST_SECONDS)
         try:
@@ -40,14 +41,15 @@ class VllmServer:
             self.close()
             raise
 
-    def _start(self, arguments: list[str], socket: Path) -> subprocess.Popen[bytes]:
+    def _start(self, arguments: list[str], socket: Path, runtime_lora: bool) -> subprocess.Popen[bytes]:
         model, *rest = arguments
         command = [
             *ends_with_parent(), str(VLLM.python()), "-m", "vllm.entrypoints.openai.api_server", "--model", model,
-            "--uds", str(socket),
-            "--enforce-eager", *rest,
+            "--uds", str(socket), *rest,
         ]  # fmt: skip
         environment = clean_environment()
+        if runtime_lora:
+            environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
         if not has_gpu():
             command += ["--dtype", "float32"]
             environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -69,6 +71,18 @@ class VllmServer:
                     return
             time.sleep(0.3)
         raise self._failure(f"vLLM did not answer within {_START_SECONDS} s")
+
+    def is_healthy(self) -> bool:
+        import httpx
+
+        try:
+            return bool(self._client.get("/health", timeout=5).status_code == 200)
+        except httpx.TransportError:
+            return False
+
+    def get(self, path: str) -> dict[str, Any]:
+        found: dict[str, Any] = self._client.get(path).json()
+        return found
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Raises `UserError` with vLLM's own reason where it refuses."""

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
+    import httpx
+
     from sojourn.infer.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "error"]
@@ -136,6 +138,9 @@ class TokenEngine(Protocol):
 
 class ProxyEngine(Protocol):
     base_url: str  # of its API, with /v1
+
+    def transport(self) -> httpx.AsyncHTTPTransport | None:
+        """How to reach it, where it does not listen on the network."""
 
     @property
     def info(self) -> EngineInfo: ...

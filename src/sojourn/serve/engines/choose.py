@@ -26,6 +26,7 @@ class EngineOptions:
     max_length: int | None = None
     max_requests: int | None = None
     adapters: dict[str, str] = field(default_factory=dict)
+    vllm_args: str = ""  # further ones of `vllm serve`
 
 
 def open_engine(found: FoundModel, options: EngineOptions) -> Engine:
@@ -45,9 +46,29 @@ def open_engine(found: FoundModel, options: EngineOptions) -> Engine:
 
 
 def _builtin(module: Any, found: FoundModel, options: EngineOptions) -> Any:
+    if options.vllm_args:
+        raise UserError("--vllm-args: for --engine vllm only")
+    if (reason := _unsupported_reason(found)) is not None:
+        other = "llamacpp" if found.path.suffix == ".gguf" else "vllm"
+        raise UserError(f"{found.path}: the builtin engine cannot run it: {reason}; try: --engine {other}")
     given = {"max_rows": options.max_requests, "context": options.max_length, "quantization": options.quantization}
     settings = {key: value for key, value in given.items() if value is not None}
     return module.BuiltinEngine(str(found.path), options.device, None, settings)
+
+
+def _unsupported_reason(found: FoundModel) -> str | None:
+    """From config.json alone, before anything is loaded."""
+    if not (found.path / "config.json").is_file():
+        return None  # an adapter, a checkpoint or a GGUF file: the engine looks when it is loaded
+    from transformers import AutoConfig
+
+    from sojourn.infer.engine.decoder import config_unsupported_reason
+
+    try:
+        config = AutoConfig.from_pretrained(found.path, local_files_only=True)
+    except (OSError, ValueError, KeyError, AttributeError):
+        return None  # loading says what is wrong
+    return config_unsupported_reason(config.get_text_config())
 
 
 def _other(module: Any, found: FoundModel, options: EngineOptions) -> Any:

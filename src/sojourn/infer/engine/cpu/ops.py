@@ -9,11 +9,13 @@ Shapes: T tokens, S sequences, B blocks, I inputs, O outputs, P outputs in a pan
 from __future__ import annotations
 
 import ctypes
+import math
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,6 +26,7 @@ from sojourn.infer.engine.decoder import AttentionSpec
 from sojourn.model.kernels.cpu.compile_c import compile_library, threads_for
 
 MAX_HEAD_DIM = 512  # as in attention.c
+_ALIGNMENT = 64  # bytes
 _ALL = 1 << 62  # a window without end
 _FP32, _BF16, _INT8 = range(3)  # as in tile.h and linear.c, and so are the next two lines
 _STORE, _ADD = range(2)
@@ -143,8 +146,8 @@ class CpuOps:
         if spec.head_dim > MAX_HEAD_DIM:
             raise ValueError(f"heads of {spec.head_dim}; at most {MAX_HEAD_DIM}")
         padded = -(-spec.head_dim // self._panel) * self._panel
-        keys = torch.zeros(blocks, spec.kv_heads, spec.head_dim, BLOCK)
-        values = torch.zeros(blocks, spec.kv_heads, BLOCK, padded)
+        keys = _zeros(blocks, spec.kv_heads, spec.head_dim, BLOCK)
+        values = _zeros(blocks, spec.kv_heads, BLOCK, padded)
         for tensor in (keys, values):
             self._library.use_huge_pages(tensor.data_ptr(), 4 * tensor.numel())
         return keys, values
@@ -172,6 +175,14 @@ class CpuOps:
             torch.get_num_threads(),
         )  # fmt: skip
         return out_TE
+
+
+def _zeros(*shape: int) -> Tensor:
+    """Memory that the system gives when it is written, aligned for vectors."""
+    count = math.prod(shape)
+    memory = torch.from_numpy(np.zeros(count + _ALIGNMENT // 4, np.float32))
+    skipped = -memory.data_ptr() % _ALIGNMENT // 4
+    return memory[skipped : skipped + count].view(shape)
 
 
 def _pointer(tensor: Tensor | None, dtype: torch.dtype = torch.float32) -> int | None:
