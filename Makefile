@@ -44,12 +44,12 @@ $(READY): pyproject.toml constraints.txt
 	@touch $(READY)
 
 # What tests need of Debian: two machines are two network namespaces; a rented box has a real sshd.
-PROGRAMS := ip mkfs.ext4 fsfreeze sshd ssh
+PROGRAMS := ip mkfs.ext4 fsfreeze sshd ssh chromium chromedriver
 packages:
 	@for program in $(PROGRAMS); do command -v $$program >/dev/null || missing="$$missing $$program"; done; \
 	  [ -z "$$missing" ] || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -q && \
-	    apt-get install -qy iproute2 e2fsprogs util-linux openssh-server openssh-client; } || \
-	  echo "missing:$$missing; tests of two machines, of a frozen disk or of a rented box are skipped; on Debian or Ubuntu: sudo apt-get install iproute2 e2fsprogs util-linux openssh-server"
+	    apt-get install -qy iproute2 e2fsprogs util-linux openssh-server openssh-client chromium chromium-driver fonts-noto-cjk; } || \
+	  echo "missing:$$missing; tests of two machines, of a frozen disk, of a rented box or of the chat page are skipped; on Debian or Ubuntu: sudo apt-get install iproute2 e2fsprogs util-linux openssh-server chromium chromium-driver"
 
 demo: setup
 	@$(BIN)/sojourn demo

@@ -29,6 +29,7 @@ from sojourn.infer.load import LoadedModel, context_length, load_model
 from sojourn.infer.sampling import Sampler, SamplingRow, read_tokens
 from sojourn.serve.auth import KeyRing
 from sojourn.serve.engines.base import EngineDied, EngineInfo, EngineStats, GenerationRequest, Output, Token
+from sojourn.serve.feedback import FeedbackFolder
 from sojourn.serve.gateway import Gateway
 from sojourn.serve.request_log import RequestLog
 from sojourn.serve.server import Server, bind
@@ -187,13 +188,14 @@ class Served:
 
 @contextmanager
 def serving(
-    engine: Any, keys: KeyRing | None = None, source: str = "", starting: bool = False, **settings: Any
-) -> Iterator[Served]:
+    engine: Any, keys: KeyRing | None = None, source: str = "", starting: bool = False,
+    feedback: FeedbackFolder | None = None, **settings: Any,
+) -> Iterator[Served]:  # fmt: skip
     """`starting`: do not wait until the model is loaded."""
     chosen = Settings(**{"port": 0, **settings})
     listening, log = bind(replace(chosen, host="127.0.0.1")), io.StringIO()
     port = listening.getsockname()[1]  # a server that cannot start closes it at once
-    gateway = Gateway(engine, chosen, keys or KeyRing([]), RequestLog(log), "tiny", source)
+    gateway = Gateway(engine, chosen, keys or KeyRing([]), RequestLog(log), "tiny", source, feedback=feedback)
     server = Server(gateway)
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
     thread.start()

@@ -254,14 +254,9 @@ def test_a_slow_reader_holds_up_nobody(loaded: LoadedModel) -> None:
         slow.close()
 
 
-def test_the_page_is_at_the_root_and_hides_no_route(
-    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "index.html").write_text("<title>chat</title>")
-    (tmp_path / "app.js").write_text("1")
-    monkeypatch.setattr("sojourn.serve.app.PAGE", tmp_path)
+def test_the_page_is_at_the_root_and_hides_no_route(loaded: LoadedModel) -> None:
     with serving(ThreadEngine(loaded)) as served:
-        assert "<title>" in served.get("/").text and served.get("/app.js").status_code == 200
+        assert "<title>" in served.get("/").text and served.get("/page/main.js").status_code == 200
         for path in ("/../../etc/passwd", "/nothing", "/v1/nothing", "/%2e%2e/x", "/admin/x", "/\x00"):
             answer = served.get(path.replace("\x00", "%00"))
             assert answer.status_code == 404 and answer.json()["error"]["message"], path

@@ -63,9 +63,16 @@ def serve(
     vllm_args: str = typer.Option(
         "", metavar="ARGS", help="Further options of vllm serve, in quotes; with --engine vllm.", show_default=False
     ),
+    feedback: str | None = typer.Option(
+        None,
+        metavar="FOLDER",
+        help="Where thumbs and corrections of the chat page are kept, or off; default: feedback in SOJOURN_HOME, "
+        "or off if others can reach the server.",
+        show_default=False,
+    ),
     log_prompts: bool = typer.Option(False, "--log-prompts", help="Write prompts into the log."),
 ) -> None:
-    """Serve a model with an OpenAI-compatible API.
+    """Serve a model with an OpenAI-compatible API and a chat page.
 
     Examples:
 
@@ -100,7 +107,7 @@ def serve(
 
     limits = (max_length, max_requests)
     options = EngineOptions(engine, name, checkpoint, device, quantize, *limits, _adapters(adapter), vllm_args)
-    start(model, settings, keys, options)
+    start(model, settings, keys, options, feedback)
 
 
 def _print_new_key(name: str, file: Path | None, admin: bool) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -15,27 +14,26 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastapi.routing import APIRoute
 from pydantic_core import from_json
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import Match, Mount
-from starlette.staticfiles import StaticFiles
 
 from sojourn import __version__
 from sojourn.serve import admin, proxy
 from sojourn.serve.api_chat import chat_completions
 from sojourn.serve.api_completions import completions
 from sojourn.serve.api_responses import responses
+from sojourn.serve.chat_page import add_page
 from sojourn.serve.errors import ApiError, add_handlers
 from sojourn.serve.gateway import Gateway, Record, is_proxy, proxy_of
 from sojourn.serve.middleware import App, Entrance
 from sojourn.serve.schemas import (
     ChatRequest,
     CompletionRequest,
+    Feedback,
     LoadAdapter,
     Reload,
     ResponsesRequest,
     UnloadAdapter,
 )
 
-PAGE = Path(__file__).with_name("page")
 _ERROR = {
     "type": "object",
     "required": ["error"],
@@ -90,15 +88,6 @@ class _StrictRoute(APIRoute):
         return strict
 
 
-class _PageMount(Mount):
-    """The chat page's files; the API's own paths keep their 404 and 405."""
-
-    def matches(self, scope: Any) -> tuple[Match, Any]:
-        if scope["type"] != "http" or scope["path"].startswith(("/v1", "/admin")):
-            return Match.NONE, {}
-        return super().matches(scope)
-
-
 def make_app(gateway: Gateway) -> App:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -118,8 +107,8 @@ def make_app(gateway: Gateway) -> App:
     add_handlers(app)
     _add_generation(app, gateway)
     _add_operations(app, gateway)
-    if PAGE.is_dir():
-        app.router.routes.append(_PageMount("/", StaticFiles(directory=PAGE, html=True), name="page"))
+    _add_feedback(app, gateway)
+    add_page(app)
     _remove_422(app)
     entrance: App = Entrance(app, gateway)
     if not gateway.settings.origins:
@@ -213,6 +202,19 @@ def _add_operations(app: FastAPI, gateway: Gateway) -> None:
 
     for path in ("/v1/embeddings", "/v1/audio/speech", "/v1/images/generations", "/v1/moderations"):
         app.add_api_route(path, _not_here, methods=["POST"], include_in_schema=False)
+
+
+def _add_feedback(app: FastAPI, gateway: Gateway) -> None:
+    @app.get("/v1/feedback", responses=_RESPONSES)
+    async def feedback_state() -> dict[str, bool]:
+        return {"enabled": gateway.feedback is not None}
+
+    @app.post("/v1/feedback", responses=_RESPONSES)
+    async def save_feedback(body: Feedback, request: Request) -> dict[str, bool]:
+        if gateway.feedback is None:
+            raise ApiError(404, "this server keeps no feedback; start it with --feedback FOLDER", code="feedback_off")
+        await asyncio.to_thread(gateway.feedback.save, body, record_of(request).key.name)
+        return {"saved": True}
 
 
 async def _not_here(request: Request) -> Response:

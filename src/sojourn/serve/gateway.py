@@ -17,6 +17,7 @@ from sojourn.infer.sampling import SamplingParams
 from sojourn.serve.auth import ApiKey, KeyRing
 from sojourn.serve.engines.base import Engine, GenerationRequest, Grammar, ProxyEngine, TokenEngine
 from sojourn.serve.errors import ApiError, bad_request, model_not_found
+from sojourn.serve.feedback import FeedbackFolder
 from sojourn.serve.generation import Generation, Plan
 from sojourn.serve.lifecycle import Lifecycle
 from sojourn.serve.limits import Admission
@@ -44,14 +45,14 @@ class Record:
 
 class Gateway:
     """`name`: of the model in the API. `source`: what the server was asked to serve; a reload without a name opens it
-    again. `adapters`: paths of those to load at the start, by name."""
+    again. `adapters`: paths of those to load at the start, by name. `feedback`: None keeps none."""
 
     def __init__(
         self, engine: Engine, settings: Settings, keys: KeyRing, log: RequestLog, name: str,
-        source: str = "", adapters: Mapping[str, str] | None = None,
+        source: str = "", adapters: Mapping[str, str] | None = None, feedback: FeedbackFolder | None = None,
     ) -> None:  # fmt: skip
         self.engine, self.settings, self.keys, self.log, self.source = engine, settings, keys, log, source
-        self.name, self._adapters = name, dict(adapters or {})
+        self.name, self._adapters, self.feedback = name, dict(adapters or {}), feedback
         self.metrics, self.lifecycle = Metrics(), Lifecycle(settings.request_seconds)
         self.admission = Admission(1, settings.max_waiting)
         self.body_bytes = 0  # of all requests whose body is being read or used

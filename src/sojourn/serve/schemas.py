@@ -308,3 +308,15 @@ class Reload(Body):
 
     model: PathText | None = None
     checkpoint: Annotated[str, StringConstraints(min_length=1, max_length=64)] | None = None
+
+
+class Feedback(Body):
+    """`kind` `none` withdraws what was said under `id`."""
+
+    id: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{8,64}$")]
+    kind: Literal["like", "dislike", "correction", "preference", "none"]
+    model: Name | None = None
+    prompt: list[ChatMessage] = []
+    chosen: AssistantMessage | None = None
+    rejected: AssistantMessage | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
