@@ -19,7 +19,7 @@ from typing import Any
 from sojourn.errors import UserError
 from sojourn.serve.errors import ApiError, bad_request
 from sojourn.serve.schemas import AssistantMessage, Feedback
-from sojourn.storage.files import CannotRead, advice, append_json, read_bytes, write_text
+from sojourn.storage.files import CannotRead, NotValid, advice, append_json, read_bytes, write_text
 
 SFT, PREFERENCES = "sft.jsonl", "preferences.jsonl"
 _MOST_ROW_BYTES = 1 << 20
@@ -52,7 +52,7 @@ class FeedbackFolder:
             with self._thread_lock, self._process_lock():
                 for name in (SFT, PREFERENCES):
                     self._replace(self.folder / name, given.id, rows.get(name))
-        except (OSError, CannotRead) as error:
+        except (OSError, CannotRead, NotValid) as error:
             reason = f"{error.strerror}; {advice(error)}" if isinstance(error, OSError) else str(error)
             raise ApiError(503, f"feedback cannot be saved: {reason}", code="feedback_not_saved") from None
 
