@@ -227,3 +227,18 @@ def test_a_model_that_the_engine_cannot_compute_is_refused_in_a_line() -> None:
 
     gpt2 = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_layer=1, n_embd=32, n_head=2, vocab_size=50))
     assert "its architecture is gpt2" in str(engine_unsupported_reason(gpt2))
+
+
+def test_no_request_can_have_the_address_of_one_whose_sampler_is_kept() -> None:
+    """Python gives the memory of an object that is gone to a later one, which would then draw with its seed."""
+    import weakref
+
+    from sojourn.infer.engine.sample import StepSampler
+    from sojourn.infer.engine.scheduler import Part
+
+    sampler, logits = StepSampler(500, torch.device("cpu")), torch.randn(1, 500)
+    request = Request("r", [1, 2], SamplingParams(temperature=1.5), 7, 4)
+    sampler(logits, [Part(request, 0, 2, True)], torch.zeros(1))
+    held = weakref.ref(request)
+    del request
+    assert held() is not None

@@ -53,8 +53,8 @@ def test_chat_stream_and_logprobs(client: Any) -> None:
 
 
 def test_json_schema_and_tools(client: Any) -> None:
-    schema = {"type": "object", "properties": {"capital": {"type": "string"}, "millions": {"type": "integer"}},
-              "required": ["capital", "millions"], "additionalProperties": False}  # fmt: skip
+    fields = {"capital": {"type": "string", "maxLength": 20}, "millions": {"type": "integer", "maximum": 99}}
+    schema = {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "city", "schema": schema, "strict": True}}
     answer = client.chat.completions.create(
         model="real", messages=FRANCE, response_format=form, max_tokens=120, temperature=0

@@ -38,7 +38,7 @@ class StepSampler:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size, self._device = vocab_size, device
         self._sampler: Sampler | None = None
-        self._rows: tuple[tuple[int, int], ...] = ()
+        self._rows: list[tuple[Request, int]] = []  # held, so that no later request can be taken for one of them
 
     def __call__(self, logits_LV: Tensor, parts: Sequence[Part], last_tokens: Tensor) -> Sampled:
         logits_LV = logits_LV.float()
@@ -65,12 +65,11 @@ class StepSampler:
         return Sampled(host, ready, scores)
 
     def _sample(self, logits_LV: Tensor, rows: list[tuple[Request, int]]) -> Tensor:
-        key = tuple((id(request), ahead) for request, ahead in rows)
-        if self._sampler is None or key != self._rows or any(ahead for _, ahead in rows):
+        if self._sampler is None or rows != self._rows or any(ahead for _, ahead in rows):
             made = [
                 SamplingRow(r.params, r.prompt, r.key, len(r.tokens) + r.unread + ahead, r.tokens) for r, ahead in rows
             ]
-            self._sampler, self._rows = Sampler(made, self._vocab_size, self._device), key
+            self._sampler, self._rows = Sampler(made, self._vocab_size, self._device), rows
         return self._sampler(logits_LV)
 
 
