@@ -31,9 +31,9 @@ def start(model: str, settings: Settings, keys: KeyRing, options: EngineOptions,
     engine = open_engine(found, options)
     with bind(settings) as listening:
         address = f"http://{settings.host}:{listening.getsockname()[1]}"
-        print(f"{name}: {address}/v1; chat: {address} (loading; Ctrl-C ends)", file=sys.stderr, flush=True)
-        if opinions is not None:
-            print(f"thumbs and corrections: {opinions.folder} (--feedback off keeps none)", file=sys.stderr, flush=True)
+        print(f"{name}: {address}/v1 (loading; Ctrl-C ends)", file=sys.stderr, flush=True)
+        saved = f"; thumbs and corrections go to {opinions.folder} (--feedback off: nowhere)" if opinions else ""
+        print(f"chat page: {address}{saved}", file=sys.stderr, flush=True)
         gateway = Gateway(engine, settings, keys, RequestLog(), name, model, options.adapters, opinions)
         run_server(gateway, listening)
 

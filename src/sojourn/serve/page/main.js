@@ -9,8 +9,9 @@ import * as storage from "./storage.js";
 import { describe, drawMessages, updateMessage } from "./view.js";
 
 const $ = (id) => document.getElementById(id);
-const state = { conversation: null, models: [], running: new Map(), editing: null, feedback: false };
+const state = { conversation: null, models: [], running: new Map(), editing: null, draft: "", feedback: false };
 let conversations = storage.loadAll();
+const forgotten = new Set(); // an answer that was under way does not bring its conversation back
 
 // -- Drawing --
 
@@ -59,6 +60,7 @@ const toBottom = () => ($("scroll").scrollTop = $("scroll").scrollHeight);
 // -- Conversations --
 
 function keep(conversation = state.conversation) {
+  if (forgotten.has(conversation.id)) return;
   if (!storage.save(conversation)) notice(t("storage_full"));
   if (!conversations.includes(conversation) && Object.keys(conversation.nodes).length) conversations.unshift(conversation);
 }
@@ -79,6 +81,7 @@ function show(conversation) {
 
 function forget(conversation) {
   if (!confirm(t("delete_ask", { title: titleOf(conversation) || t("untitled") }))) return;
+  forgotten.add(conversation.id);
   storage.remove(conversation);
   conversations = conversations.filter((one) => one !== conversation);
   if (conversation === state.conversation) show(newConversation(conversation));
@@ -181,6 +184,7 @@ const actions = {
   regenerate: (node) => answer(node.parent),
   edit(node) {
     state.editing = node.id;
+    state.draft = node.content;
     draw();
   },
   cancelEdit() {
@@ -266,7 +270,7 @@ function closeSide() {
 }
 
 function onKey(event) {
-  if (event.isComposing || document.querySelector("dialog[open]")) return;
+  if (event.isComposing || event.keyCode === 229 || document.querySelector("dialog[open]")) return;
   if (event.key === "Escape") {
     if (state.editing) actions.cancelEdit();
     else if (document.body.classList.contains("side-open")) closeSide();
@@ -282,11 +286,17 @@ function onKey(event) {
 
 // -- The server --
 
-function askKey(wrong = api.hasKey()) {
+let asking = null;
+
+// Once, however many answers wait for it.
+function askKey() {
+  return (asking ??= openKeyDialog().finally(() => (asking = null)));
+}
+
+function openKeyDialog() {
   const dialog = $("key");
-  $("key-error").hidden = !wrong;
+  $("key-error").hidden = !api.hasKey();
   $("key-input").value = "";
-  dialog.returnValue = "";
   dialog.showModal();
   return new Promise((resolve) => dialog.addEventListener("close", () => {
     const key = $("key-input").value.trim();
@@ -349,7 +359,7 @@ function setUp() {
   for (const [at, id] of ["model", "other"].entries()) on(id, "change", () => ((state.conversation.models[at] = $(id).value), keep()));
   document.addEventListener("keydown", onKey);
   document.querySelector("main").addEventListener("click", (event) => event.target.closest("#menu") || closeSide());
-  window.addEventListener("pagehide", () => keep());
+  window.addEventListener("pagehide", () => state.running.size && keep());
   window.addEventListener("storage", (event) => {
     if (!storage.isStored(event.key)) return;
     conversations = storage.loadAll().map((one) => (one.id === state.conversation.id ? state.conversation : one));

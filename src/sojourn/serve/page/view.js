@@ -4,7 +4,7 @@ import { copyButton, h, icon, iconButton } from "./dom.js";
 import { t } from "./i18n.js";
 import { showMarkdown } from "./markdown.js";
 
-// state: { conversation, running, editing, feedback }
+// state: { conversation, running, editing, draft, feedback }
 export function drawMessages(root, state, actions) {
   const path = shownPath(state.conversation);
   const parts = path.map((node) => drawTurn(node, state, actions));
@@ -27,7 +27,7 @@ function drawMessage(node, state, actions, picked = true) {
   if (running) article.setAttribute("aria-busy", "true");
   if (node.role !== "user") article.append(h("h3", {}, node.role === "tool" ? t("tool") : node.model || t("model")));
   if (state.editing === node.id) {
-    article.append(drawEditor(node, actions));
+    article.append(drawEditor(node, state, actions));
     return article;
   }
   article.append(h("div", { class: "body" }));
@@ -136,11 +136,12 @@ function drawSwitch(versions, at, actions) {
   return h("span", { class: "switch" }, to(at - 1, "left", "previous"), shown, to(at + 1, "right", "next"));
 }
 
-function drawEditor(node, actions) {
-  const area = h("textarea", { value: node.content, "aria-label": t("edit"), rows: Math.min(14, node.content.split("\n").length + 1) });
+function drawEditor(node, state, actions) {
+  const area = h("textarea", { value: state.draft, "aria-label": t("edit"), rows: Math.min(14, state.draft.split("\n").length + 1) });
+  area.addEventListener("input", () => (state.draft = area.value)); // what is drawn anew keeps it
   const save = () => area.value.trim() && actions.saveEdit(node, area.value);
   area.addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && !event.isComposing && (event.ctrlKey || event.metaKey || (node.role === "user" && !event.shiftKey))) {
+    if (event.key === "Enter" && !event.isComposing && event.keyCode !== 229 && (event.ctrlKey || event.metaKey || (node.role === "user" && !event.shiftKey))) {
       event.preventDefault();
       save();
     }
