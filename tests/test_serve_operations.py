@@ -279,6 +279,9 @@ def test_the_command_reloads_at_sighup_and_ends_with_zero_at_sigterm(loaded: Loa
         assert taken.returncode == 2 and f"--port {int(port) + 1}" in taken.stderr
         body = {**CHAT, "model": "real"}
         before = ask(command, body)
+        long = {**body, "messages": [{"role": "user", "content": "cat " * 40}], "max_tokens": 8, "ignore_eos": True}
+        usage = [ask(command, long)["usage"] for _ in range(2)][1]  # the prefix is counted once, not for each token
+        assert 0 < usage["prompt_tokens_details"]["cached_tokens"] < usage["prompt_tokens"]
         command.process.send_signal(signal.SIGHUP)
         wait_until(lambda: any('"reloaded"' in line for line in command.lines), 200)
         after = ask(command, body)

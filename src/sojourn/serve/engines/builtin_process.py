@@ -173,7 +173,7 @@ class _Process:
             tuple(_token(token) for token in output.tokens),
             None if request.finish_reason == "cancelled" else request.finish_reason,
             request.error,
-            request.cached,
+            request.cached if is_first else 0,
             scores if is_first and request.prompt_logprobs is not None else None,
         )
         if request.finish_reason is not None:
