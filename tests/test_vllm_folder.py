@@ -68,7 +68,7 @@ def test_a_merged_folder_is_written_as_every_vllm_reads_it_and_its_command_is_pr
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] and config["torch_dtype"] == config["dtype"]
     assert f"vllm serve {tmp_path / 'out'} --served-model-name llama" in said.stderr
     assert "head_dim is 16, so vLLM serves it on a GPU only" in said.stderr
-    assert "not replayed in vllm: vLLM has no environment here; make one: python3 -m venv" in said.stderr
+    assert "not replayed in vllm: vLLM has no environment here; make one (" in said.stderr
 
 
 def test_an_adapter_folder_is_what_peft_opens_on_its_base(adapter, tmp_path):
@@ -147,7 +147,7 @@ def test_a_python_without_vllm_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("SOJOURN_VLLM_PYTHON", "/usr/bin/true")
     assert available("vllm") == ""  # it says that it has vllm; the server then fails to start
     monkeypatch.setenv("SOJOURN_VLLM_PYTHON", "/usr/bin/false")
-    assert "has no vLLM; run: /usr/bin/false -m pip install vllm" in available("vllm")
+    assert "has no vLLM; run: /usr/bin/false -m pip install " in available("vllm")
     monkeypatch.setenv("SOJOURN_VLLM_PYTHON", str(tmp_path / "none"))
     assert "no such file" in available("vllm")
 

@@ -50,7 +50,7 @@ class _Child:
             while True:
                 try:
                     message = self._connection.recv()
-                except (EOFError, OSError):
+                except (EOFError, OSError, TypeError):  # the last: closed by `close` at this moment
                     loop.call_soon_threadsafe(self._end)
                     return
                 loop.call_soon_threadsafe(self._take, message)

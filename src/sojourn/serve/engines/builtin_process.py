@@ -6,6 +6,7 @@ frees its row before the next one.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -44,15 +45,16 @@ def run(connection: Connection, model: ModelToServe) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway drains, and closes the pipe
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    try:
-        process = _Process(connection, model)
-    except (UserError, RunFailed) as error:
-        connection.send(("failed", str(error)))
-        return
-    except (RuntimeError, MemoryError) as error:  # memory of the device, mostly
-        connection.send(("failed", f"{model.name}: {(str(error).strip().splitlines() or ['out of memory'])[0]}"))
-        return
-    process.serve()
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the gateway ended first
+        try:
+            process = _Process(connection, model)
+        except (UserError, RunFailed) as error:
+            connection.send(("failed", str(error)))
+            return
+        except (RuntimeError, MemoryError) as error:  # memory of the device, mostly
+            connection.send(("failed", f"{model.name}: {(str(error).strip().splitlines() or ['out of memory'])[0]}"))
+            return
+        process.serve()
 
 
 def _end_with_parent() -> None:
