@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
@@ -34,6 +35,9 @@ class Added:
         return self.described.host
 
 
+_WAITS = (0.5, 2.0, 4.0)  # seconds before another try, where the connection is lost
+
+
 def add_host(
     name: str,
     line: str,
@@ -55,11 +59,15 @@ def add_host(
         say(f"note: {note}")
     host = _host(name, parsed)
     with pinned_host_keys(host, accept_new_key, say):
-        try:
-            added = _look(host, passwords, given, old, say)
-        except ConnectionLost as error:
-            say(f"{error}; once more")
-            added = _look(host, passwords, given, old, say)
+        for seconds in (*_WAITS, None):
+            try:
+                added = _look(host, passwords, given, old, say)
+                break
+            except ConnectionLost as error:
+                if seconds is None:
+                    raise
+                say(f"{error}; trying again")
+                time.sleep(seconds)
         save_host(added.described.host, replace=replace_old)
     return added
 
