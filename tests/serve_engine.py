@@ -23,12 +23,13 @@ import torch
 
 from sojourn.errors import UserError
 from sojourn.infer.engine.grammar import GrammarCompiler
+from sojourn.infer.engine.request import Token
 from sojourn.infer.generate import find_stop_ids
 from sojourn.infer.kv_cache import new_cache
 from sojourn.infer.load import LoadedModel, context_length, load_model
 from sojourn.infer.sampling import Sampler, SamplingRow, read_tokens
 from sojourn.serve.auth import KeyRing
-from sojourn.serve.engines.base import EngineDied, EngineInfo, EngineStats, GenerationRequest, Output, Token
+from sojourn.serve.engines.base import EngineDied, EngineInfo, EngineStats, GenerationRequest, Output
 from sojourn.serve.feedback import FeedbackFolder
 from sojourn.serve.gateway import Gateway
 from sojourn.serve.request_log import RequestLog

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from sojourn.serve.engines.base import Token
+from sojourn.infer.engine.request import Token
 from sojourn.serve.formats import ToolUse
 from sojourn.serve.generation import Delta, Generation
 from sojourn.serve.tools import Call, ToolParser

@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
-from sojourn.serve.engines.base import Token
+from sojourn.infer.engine.request import Token
 from sojourn.serve.errors import bad_request
 from sojourn.serve.formats import format_grammar
 from sojourn.serve.gateway import Gateway, Record

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from sojourn.errors import UserError
 from sojourn.infer.detokenize import Detokenizer
+from sojourn.infer.engine.request import Token
 from sojourn.infer.generate import draw_seed
 from sojourn.infer.sampling import SamplingParams, row_key
 from sojourn.infer.stop_strings import StopStrings
-from sojourn.serve.engines.base import EngineDied, GenerationRequest, Grammar, Output, Token, TokenEngine
+from sojourn.serve.engines.base import EngineDied, GenerationRequest, Grammar, Output, TokenEngine
 from sojourn.serve.errors import ApiError, bad_request
 
 if TYPE_CHECKING:

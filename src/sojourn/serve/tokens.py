@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
-from sojourn.serve.engines.base import Token
+from sojourn.infer.engine.request import Token
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _FIRST_SHIFTED = 256  # byte-level BPE writes bytes that are no printable character as characters from here on

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from sojourn.infer.sampling import SamplingParams
+    from sojourn.infer.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "error", "cancelled"]
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from sojourn.infer.engine.request import Token
+
 if TYPE_CHECKING:
     import httpx
 
@@ -47,15 +49,6 @@ class GenerationRequest:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
-
-
-@dataclass(frozen=True)
-class Token:
-    """`top`: the most likely tokens at its place, the likeliest first."""
-
-    id: int
-    logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sojourn.errors import RunFailed, UserError
-from sojourn.serve.engines.base import EngineInfo, EngineStats, GenerationRequest, Output, Token
+from sojourn.infer.engine.request import Token
+from sojourn.serve.engines.base import EngineInfo, EngineStats, GenerationRequest, Output
 
 if TYPE_CHECKING:
     from sojourn.infer.engine import engine as builtin
@@ -170,9 +171,9 @@ class _Process:
     def _output(self, output: builtin.Output) -> tuple[str, Output]:
         request = output.request
         is_first = len(request.tokens) == len(output.tokens)
-        scores: tuple[Token | None, ...] = (None, *(_token(one) for one in request.prompt_scores))
+        scores: tuple[Token | None, ...] = (None, *request.prompt_scores)
         found = Output(
-            tuple(_token(token) for token in output.tokens),
+            output.tokens,
             None if request.finish_reason == "cancelled" else request.finish_reason,
             request.error,
             request.cached if is_first else 0,
@@ -202,7 +203,3 @@ def _info(loaded: LoadedModel, model: ModelToServe, max_rows: int) -> EngineInfo
     stop_ids = find_stop_ids(loaded.model, loaded.tokenizer)
     folder = loaded.tokenizer_folder or loaded.path
     return EngineInfo(model.name, folder, 0, 0, max_rows, stop_ids, (), loaded.device)
-
-
-def _token(token: Any) -> Token:
-    return Token(token.id, token.logprob, token.top)
