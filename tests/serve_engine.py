@@ -22,9 +22,9 @@ import httpx
 import torch
 
 from sojourn.errors import UserError
-from sojourn.infer.engine.grammar import GrammarCompiler
 from sojourn.infer.engine.request import Token
 from sojourn.infer.generate import find_stop_ids
+from sojourn.infer.grammar import GrammarCompiler
 from sojourn.infer.kv_cache import new_cache
 from sojourn.infer.load import LoadedModel, context_length, load_model
 from sojourn.infer.sampling import Sampler, SamplingRow, read_tokens

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sojourn.errors import UserError
-from sojourn.infer.engine.grammar import MOST_TEXT, GrammarCompiler, check_grammar, lark_json
+from sojourn.infer.grammar import MOST_TEXT, GrammarCompiler, check_grammar, lark_json
 from sojourn.infer.runtimes.transformers_tokenizer import open_tokenizer
 
 PERSON = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"],

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from sojourn.infer.engine.grammar import GrammarCompiler, check_grammar
+from sojourn.infer.grammar import GrammarCompiler, check_grammar
 from sojourn.infer.runtimes.transformers_tokenizer import open_tokenizer
 from sojourn.serve.tools import Call, ToolForm, ToolParser, ToolSpec, call_grammar, find_form
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sojourn.errors import UserError
-from sojourn.infer.engine.grammar import check_grammar
+from sojourn.infer.grammar import check_grammar
 from sojourn.infer.sampling import SamplingParams
 from sojourn.serve.auth import ApiKey, KeyRing
 from sojourn.serve.engines.base import Engine, GenerationRequest, Grammar, ProxyEngine, TokenEngine

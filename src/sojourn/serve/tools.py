@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from sojourn.infer.engine.grammar import lark_json
+from sojourn.infer.grammar import lark_json
 from sojourn.infer.stop_strings import overlap
 from sojourn.serve.engines.base import Grammar
 

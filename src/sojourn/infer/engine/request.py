@@ -15,7 +15,7 @@ FinishReason = Literal["stop", "length", "error", "cancelled"]
 
 
 class TokenMask(Protocol):
-    """Which tokens may come next: see grammar.py."""
+    """Which tokens may come next: see infer/grammar.py."""
 
     def fill(self, allowed_V: Tensor) -> None:
         """Sets the allowed tokens of a boolean vector."""

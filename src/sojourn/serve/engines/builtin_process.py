@@ -23,8 +23,8 @@ from sojourn.serve.engines.base import EngineInfo, EngineStats, GenerationReques
 
 if TYPE_CHECKING:
     from sojourn.infer.engine import engine as builtin
-    from sojourn.infer.engine.grammar import GrammarCompiler
     from sojourn.infer.engine.request import Request
+    from sojourn.infer.grammar import GrammarCompiler
     from sojourn.infer.load import LoadedModel
 
 _STATS_SECONDS = 0.5
@@ -138,7 +138,7 @@ class _Process:
             raise UserError("the prompt has a token that the model does not have")
 
     def _compiler(self) -> GrammarCompiler:
-        from sojourn.infer.engine.grammar import GrammarCompiler
+        from sojourn.infer.grammar import GrammarCompiler
 
         if self._grammars is None:
             self._grammars = GrammarCompiler(self._tokenizer, self._engine.decoder.vocab_size, self._info.stop_ids)
