@@ -37,6 +37,7 @@ tokenizer = AutoTokenizer.from_pretrained(".")
     "vllm": "vllm serve . --served-model-name {name}\n",
     "vllm-adapter": "vllm serve BASE --enable-lora --lora-modules {name}=. --max-lora-rank RANK --tokenizer .\n",
 }  # fmt: skip
+_MEASURED_WHOLLY = 0.95  # of the training time: the GPUs are not read before torch is imported
 
 
 def model_card(
@@ -115,7 +116,19 @@ def _cost_rows(cost: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("training time", f"{cost['seconds'] / 3600:.2f} h"))
     if "money" in cost:
         rows.append(("price", f"{cost['money']:.2f} {cost.get('currency', '')}".strip()))
-    return rows
+    return [*rows, ("energy of the GPUs", _energy(cost))] if rows else []
+
+
+def _energy(cost: dict[str, Any]) -> str:
+    """A run that was continued on another machine may have been measured in part."""
+    measured, seconds = cost.get("energy_seconds", 0.0), cost.get("seconds", 0.0)
+    if not measured:
+        return "not measured"
+    hours = cost.get("energy_joules", 0.0) / 3600
+    amount = f"{hours / 1000:.2f} kWh" if hours >= 1000 else f"{hours:.3g} Wh"
+    if measured >= _MEASURED_WHOLLY * seconds:
+        return amount
+    return f"at least {amount} (measured for {measured / 3600:.2f} h)"
 
 
 def _parity(gate: dict[str, Any]) -> str:

@@ -82,7 +82,7 @@ def _figures(run: RunFolder, step: Any) -> dict[str, float]:
 def _cost(run: RunFolder) -> dict[str, Any]:
     ledger = read_json_object(run.ledger)
     cost: dict[str, Any] = {}
-    for key in ("seconds", "money"):
+    for key in ("seconds", "money", "energy_joules", "energy_seconds"):
         if is_amount(ledger.get(key)) and ledger[key]:
             cost[key] = ledger[key]
     if "money" in cost and isinstance(ledger.get("currency"), str):

@@ -1,4 +1,4 @@
-"""Time and money that a run has cost, so that neither a kill nor a damaged file makes a budget forget them.
+"""Time, money and energy that a run has cost, so that neither a kill nor a damaged file makes a budget forget them.
 
 ledger.json is rewritten in place four times a second: the kernel keeps what was written when the process is killed, so
 a kill forgets less than a second and bills nothing that was not used. Every ten seconds it is also synced, which a
@@ -22,19 +22,20 @@ from typing import Any, TypeGuard
 
 from sojourn.config.quantities import Money
 from sojourn.errors import UserError
+from sojourn.machine.gpu_energy import EnergyMeter
 from sojourn.run.identity import Identity, is_foreign
 from sojourn.storage.files import CannotRead, NotValid, load_json, open_regular, write_text
 
 _INTERVAL = 0.25  # seconds
 _WRITES_PER_SYNC = 40
-_WIDTH = 200  # bytes of a record
-_MOST = 1e11  # seconds or money: more is no figure of a run
+_WIDTH = 256  # bytes of a record
+_MOST = 1e11  # seconds, money or joules: more is no figure of a run
 
 Cost = tuple[float, float]  # seconds, money
 
 
 def is_amount(value: Any) -> TypeGuard[float]:
-    """Whether it can be a run's seconds or money."""
+    """Whether it can be a run's seconds, money or joules."""
     return type(value) in (int, float) and 0 <= value < _MOST and math.isfinite(value)
 
 
@@ -42,7 +43,8 @@ def is_amount(value: Any) -> TypeGuard[float]:
 class Ledger:
     """`before` and `paid`: seconds and money of earlier calls of `train`; this one started at `began`, so that opening
     the model and reading data count. `path` is None on ranks other than 0. `mark`: the run's identity. `may_write`:
-    whether this process still owns the run."""
+    whether this process still owns the run. `energy_before`: joules of earlier calls, and the seconds in which they
+    were measured; `energy`: what measures those of this call."""
 
     path: Path | None
     price: Money | None = None
@@ -52,6 +54,8 @@ class Ledger:
     began: float = field(default_factory=time.monotonic)
     mark: dict[str, str] = field(default_factory=dict)
     may_write: Callable[[], bool] = lambda: True
+    energy_before: tuple[float, float] = (0.0, 0.0)
+    energy: EnergyMeter = field(default_factory=lambda: EnergyMeter([]))
     _stopped: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
@@ -66,7 +70,7 @@ class Ledger:
         identity: Identity | None = None,
     ) -> Ledger:
         """`at_least`: seconds and money that the run's checkpoints know of."""
-        before, paid, currency = _read(path, at_least, identity)
+        before, paid, currency, energy = _read(path, at_least, identity)
         if price is not None and paid and currency and price.currency and currency != price.currency:
             raise UserError(
                 f"limits.price_per_hour: in {price.currency}, but this run has already cost {paid:.2f} {currency}; "
@@ -74,9 +78,12 @@ class Ledger:
             )
         known = currency or (price.currency if price is not None else "")
         mark = {} if identity is None else identity.mark
-        return cls(path if is_main_process else None, price, before, paid, known, began, mark)
+        return cls(
+            path if is_main_process else None, price, before, paid, known, began, mark, energy_before=energy
+        )
 
     def __enter__(self) -> Ledger:
+        self.energy.__enter__()
         self.write()
         self._thread = threading.Thread(target=self._write_regularly, name="ledger", daemon=True)
         self._thread.start()
@@ -88,6 +95,7 @@ class Ledger:
         self._stopped.set()
         if self._thread is not None:
             self._thread.join()
+        self.energy.__exit__()
         self.write()
 
     @property
@@ -127,7 +135,9 @@ class Ledger:
     def _record(self) -> str:
         money = self.spent if self.spent is not None else self.paid
         facts = {"seconds": round(self.seconds, 3), "money": round(money, 6), "currency": self.currency}
-        return json.dumps(facts | self.mark)
+        joules, seconds = self.energy_before[0] + self.energy.joules, self.energy_before[1] + self.energy.seconds
+        measured = {"energy_joules": round(joules, 1), "energy_seconds": round(seconds, 1)} if seconds else {}
+        return json.dumps(facts | measured | self.mark)
 
     def _write_regularly(self) -> None:
         writes = 0
@@ -136,8 +146,9 @@ class Ledger:
             self.write(sync=writes % _WRITES_PER_SYNC == 0)
 
 
-def _read(path: Path, at_least: Cost, identity: Identity | None) -> tuple[float, float, str]:
-    """Seconds, money and currency. What is another run's, or cannot be a run's, is replaced by the checkpoints'."""
+def _read(path: Path, at_least: Cost, identity: Identity | None) -> tuple[float, float, str, tuple[float, float]]:
+    """Seconds, money, currency, and energy with its seconds. What is another run's, or cannot be a run's, is replaced
+    by the checkpoints', who do not know the energy."""
     found: Any = {}
     try:
         found = load_json(path)
@@ -163,7 +174,9 @@ def _read(path: Path, at_least: Cost, identity: Identity | None) -> tuple[float,
             f"and cost {money:.2f} {currency}".rstrip(),
             flush=True,
         )
-    return float(seconds), float(money), currency
+    joules, measured = facts.get("energy_joules"), facts.get("energy_seconds")
+    energy = (joules, measured) if is_amount(joules) and is_amount(measured) else (0.0, 0.0)
+    return float(seconds), float(money), currency, energy
 
 
 def _shorten(value: Any) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from sojourn.config.schema import RunConfig
 from sojourn.errors import Stopped, UserError
+from sojourn.machine.gpu_energy import EnergyMeter, energy_meter
 from sojourn.machine.out_of_memory import free_memory, is_oom
 from sojourn.machine.precision import choose_device
 from sojourn.run.folder import RunFolder
@@ -70,7 +71,7 @@ def train(config: RunConfig, run: RunFolder, startup: Startup | None = None) -> 
         with (
             nullcontext() if ranks.is_main else _output_to_log_file(run, ranks),
             reported(lambda counts: run.event("not_written", times=counts)),
-            _open_ledger(config, run, startup) as ledger,
+            _open_ledger(config, run, ranks, startup) as ledger,
             Guard(config.limits, ledger, session_end(config.limits), distributed=ranks.world_size > 1) as guard,
             _status_on_failure(run, guard),
             _compile_cache(config, run),
@@ -85,13 +86,26 @@ def train(config: RunConfig, run: RunFolder, startup: Startup | None = None) -> 
     leave_process_group()
 
 
+def _gpu_energy(config: RunConfig, ranks: Ranks) -> EnergyMeter:
+    """Of the GPUs that train this run, by rank 0; not across machines."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if ranks.device != "cuda" or not ranks.is_main or ranks.world_size != here:
+        return EnergyMeter([])
+    import torch
+
+    given = config.parallel.gpus
+    indices = given if isinstance(given, list) else range(here)
+    return energy_meter([str(torch.cuda.get_device_properties(index).uuid) for index in indices])
+
+
 @contextmanager
-def _open_ledger(config: RunConfig, run: RunFolder, startup: Startup) -> Iterator[Ledger]:
+def _open_ledger(config: RunConfig, run: RunFolder, ranks: Ranks, startup: Startup) -> Iterator[Ledger]:
     """It counts from where the process started, and knows of processes killed while starting."""
     at_least = cost_so_far(run.checkpoints)
     price, identity = config.limits.price_per_hour, read_identity(run.identity)
     ledger = Ledger.open(run.ledger, price, startup.began, run.is_main_process, at_least, identity)
     ledger.may_write = lambda: run.writable
+    ledger.energy = _gpu_energy(config, ranks)
     with ledger:
         startup.end()
         if run.is_main_process:
