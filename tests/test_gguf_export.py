@@ -243,6 +243,38 @@ def test_an_adapter_is_the_change_that_peft_makes(tiny: Tiny, tmp_path: Path) ->
     torch.testing.assert_close(file["adapter.lora.alpha"] / a.shape[0] * b @ a, expected, rtol=1e-3, atol=1e-5)
 
 
+def test_an_adapter_is_replayed_on_its_base_and_names_no_path(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOJOURN_LLAMACPP_PYTHON", "/nowhere/bin/python")
+    name, out = tiny.whole(*LORA).path.name, tmp_path / "out"
+    done = called("export", name, "--to", "gguf-adapter", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    written = (out / "sojourn_export.json").read_text()
+    gate = json.loads(written)["gate"]
+    assert gate["replay"]["compared"]["positions"] > 20 and gate["replay"]["runtime"] == "GGUF as llama.cpp reads it"
+    assert [path.name for path in out.glob("*.gguf")] == [f"{name}-LoRA-F16.gguf"]
+    assert "/nowhere" not in written and str(tiny.home) not in written, gate["notes"]
+    alone = called("verify", str(out))
+    assert alone.returncode == 1 and "put the base's GGUF file beside it" in alone.stderr
+    called("export", str(tiny.base), "--to", "gguf", "--out", str(tmp_path / "base"))
+    (base,) = (tmp_path / "base").glob("*.gguf")
+    base.rename(out / base.name)
+    assert called("verify", str(out)).returncode == 0
+
+
+def test_an_adapter_with_rows_in_another_order_is_refused(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOJOURN_LLAMACPP_PYTHON", "/nowhere/bin/python")
+    monkeypatch.setattr(gguf_adapter, "interleave", lambda rows, heads: rows)
+    done = called(
+        "export", tiny.whole(*LORA, "train.lr=0.05").path.name, "--to", "gguf-adapter", "--out", str(tmp_path / "out")
+    )
+    assert done.returncode == 1 and "the export differs from its source: logits" in done.stderr, done.stderr
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(("split_digits", "name"), [(True, "qwen2"), (False, "llama-bpe")])
 def test_a_gguf_file_is_exported_again_with_the_pre_tokenizer_that_it_names(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split_digits: bool, name: str

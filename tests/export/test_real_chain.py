@@ -120,7 +120,8 @@ def test_the_run_itself_becomes_the_same_file_as_its_merged_folder(
 
 @needs_llamacpp
 def test_the_adapter_beside_its_base_in_llama_cpp(lora: RealLora, wanted: list[Said], tmp_path: Path) -> None:
-    lora.export("export", lora.name, tmp_path / "adapter", "--to", "gguf-adapter")
+    gate = lora.export("export", lora.name, tmp_path / "adapter", "--to", "gguf-adapter")
+    assert gate["replay"]["runtime"] == "llama.cpp" and gate["replay"]["figures"]["same greedy text"] > 0
     lora.export("export", REAL, tmp_path / "base", "--to", "gguf")
     together = tmp_path / "together"
     together.mkdir()

@@ -80,7 +80,7 @@ def export(request: ExportRequest, progress: Progress | None = None) -> Exported
         with _timed(seconds, "write"):
             write(source, stage, quantization, progress)
         stage.start_hashing()
-        with _timed(seconds, "replay"):
+        with _timed(seconds, "replay"), format.ready_for_replay(source, stage, progress):
             say, weights = progress.say, source.weights
             result = replay_export(stage.path, format.name, quantization, reference, say, weights=weights)
         _refuse_drift(result, stage, request.keep_rejected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,9 @@ class Format:
     write(source, stage, quantization, progress). `runtimes`: what replays it, in order of preference; names in
     `infer/runtimes/registry.py`. `preflight`: “module:function”, called as preflight(source, progress) before anything
     is computed; it raises `UserError` for what the format or its program does not take. `measure`: called as
-    measure(source, stage, quantization, progress) after the replay; what it returns is in the manifest and the card."""
+    measure(source, stage, quantization, progress) after the replay; what it returns is in the manifest and the card.
+    `replayed_with`: called as replayed_with(source, stage, progress), a context in which the stage also has what the
+    export needs beside it to be replayed."""
 
     name: str
     quantizations: tuple[str, ...]
@@ -27,6 +30,7 @@ class Format:
     runtimes: tuple[str, ...]
     preflight: str = ""
     measure: str = ""
+    replayed_with: str = ""
 
     def check(self, source: Any, progress: Any) -> None:
         if self.preflight:
@@ -37,6 +41,12 @@ class Format:
 
     def measurer(self) -> Callable[..., dict[str, Any]] | None:
         return self._function(self.measure) if self.measure else None
+
+    def ready_for_replay(self, source: Any, stage: Any, progress: Any) -> AbstractContextManager[None]:
+        if not self.replayed_with:
+            return nullcontext()
+        context: AbstractContextManager[None] = self._function(self.replayed_with)(source, stage, progress)
+        return context
 
     def _function(self, name: str) -> Callable[..., Any]:
         module, _, function = name.partition(":")
@@ -72,7 +82,13 @@ FORMATS: dict[str, Format] = {
             "sojourn.export.gguf.write:write",
             ("llamacpp", "gguf"),
         ),
-        Format("gguf-adapter", ("f16", "f32"), "sojourn.export.gguf.adapter:write", ("llamacpp",)),
+        Format(
+            "gguf-adapter",
+            ("f16", "f32"),
+            "sojourn.export.gguf.adapter:write",
+            ("llamacpp", "gguf"),
+            replayed_with="sojourn.export.gguf.adapter:beside_base",
+        ),
         Format("onnx", ("fp32", "fp16", "int8", "int4"), "sojourn.export.onnx.write:write", ("onnxruntime",)),
         Format("mlx", ("auto", "fp16", "bf16", "q8", "q4"), "sojourn.export.mlx.write:write", ("mlx",)),
         Format(

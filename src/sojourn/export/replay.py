@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from sojourn.infer.runtimes.transformers_runtime import gguf_file
 from sojourn.infer.weight_source import WeightSource
 
 Say = Callable[[str], None]
+_PATH = re.compile(r"(?<![^\s=(“])(?:~?/|[A-Za-z]:[/\\])[^\s;,:)”]+")  # notes are published with the export
 
 
 @dataclass
@@ -62,7 +64,7 @@ def replay_export(
     result = GateResult(notes=list(reference.notes))
 
     def note(line: str) -> None:
-        result.notes.append(line)
+        result.notes.append(_PATH.sub(lambda path: re.split(r"[/\\]", path[0])[-1], line))
         say(f"note: {line}")
 
     for name in runtimes or find_format(format_name).runtimes:

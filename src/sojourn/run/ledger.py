@@ -78,9 +78,7 @@ class Ledger:
             )
         known = currency or (price.currency if price is not None else "")
         mark = {} if identity is None else identity.mark
-        return cls(
-            path if is_main_process else None, price, before, paid, known, began, mark, energy_before=energy
-        )
+        return cls(path if is_main_process else None, price, before, paid, known, began, mark, energy_before=energy)
 
     def __enter__(self) -> Ledger:
         self.energy.__enter__()

@@ -1,21 +1,31 @@
-"""Writes a LoRA adapter as a GGUF file, which llama.cpp applies to the base's (`--lora`; in Ollama: ADAPTER)."""
+"""Writes a LoRA adapter as a GGUF file, which llama.cpp applies to the base's (`--lora`; in Ollama: ADAPTER). It is
+replayed on the base, which is written as a GGUF file for as long as that takes."""
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sojourn.errors import UserError
+from sojourn.export.gguf.chat_template import templates_of
 from sojourn.export.gguf.layout import file_parts, total_bytes
 from sojourn.export.gguf.model_config import ModelConfig, read_config
 from sojourn.export.gguf.tensors import TensorPlan
-from sojourn.export.gguf.write import file_name, require_package
+from sojourn.export.gguf.write import exact_type, file_name, require_package, write_file
 from sojourn.export.open_source import Source
 from sojourn.export.progress import Progress
+from sojourn.export.source_reference import fits_in_memory
 from sojourn.export.stage import ExportStage
 from sojourn.infer.adapter_weights import AdapterWeights
 from sojourn.infer.gguf.families import EMBEDDING, interleave
+from sojourn.infer.runtimes.registry import available
+from sojourn.infer.runtimes.transformers_tokenizer import as_ids, open_tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,6 +57,45 @@ def write(source: Source, stage: ExportStage, quantization: str, progress: Progr
     name = file_name(f"{source.name}-LoRA", quantization)
     progress.start(name, total_bytes(parts))
     stage.ranges(name, total_bytes(parts), parts)
+    _say_what_the_base_decides(source, progress)
+
+
+@contextmanager
+def beside_base(source: Source, stage: ExportStage, progress: Progress) -> Iterator[None]:
+    """The base's GGUF file is in the stage, with the adapter's tokenizer; not where nothing here can run it."""
+    if available("llamacpp") and not fits_in_memory(source.base):
+        yield
+        return
+    base = copy.copy(source.base)
+    base.tokenizer_folder, base.generation_config = source.weights.tokenizer_folder, source.weights.generation_config
+    whole = replace(source, weights=base)
+    quantization = exact_type(whole)
+    name = file_name(f"{source.name}-base", quantization)
+    write_file(whole, stage, name, quantization, progress)
+    yield
+    stage.remove(name)
+
+
+def _say_what_the_base_decides(source: Source, progress: Progress) -> None:
+    """llama.cpp has one tokenizer, that of the model."""
+    own, base = source.weights, source.base
+    templates = [_templates(one.tokenizer_folder) for one in (own, base)]
+    stops = [as_ids((one.generation_config or one.config).get("eos_token_id")) for one in (own, base)]
+    differs = {"chat template": templates[0] != templates[1], "stop tokens": bool(stops[0] - stops[1])}
+    other = [name for name, is_other in differs.items() if is_other]
+    if other:
+        progress.say(
+            f"note: llama.cpp takes the {' and the '.join(other)} from the base's file, and this adapter was trained "
+            f"with others; for chats {_MERGE}"
+        )
+
+
+def _templates(folder: Path) -> dict[str, str]:
+    """None where a base came without its tokenizer."""
+    try:
+        return templates_of(open_tokenizer(folder))
+    except UserError:
+        return {}
 
 
 def _only_adapter(source: Source) -> AdapterWeights:

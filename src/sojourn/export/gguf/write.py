@@ -31,12 +31,12 @@ def write(source: Source, stage: ExportStage, quantization: str, progress: Progr
     require_package()
     file = file_name(source.name, quantization)
     if quantization not in K_QUANTS:
-        _write_file(source, stage, file, quantization, progress)
+        write_file(source, stage, file, quantization, progress)
     elif file not in stage.files:
         require_llama_cpp(quantization)
-        exact = _exact_type(source)
+        exact = exact_type(source)
         between = file_name(source.name, f"unquantized-{exact}")
-        _write_file(source, stage, between, exact, progress)
+        write_file(source, stage, between, exact, progress)
         quantize_file(source, stage, between, file, quantization, progress)
         stage.remove(between)
     written = GgufFile(stage.path / file)
@@ -49,7 +49,7 @@ def file_name(name: str, quantization: str) -> str:
     return f"{stem if is_plain_name(stem) else 'model'}-{quantization.upper()}.gguf"
 
 
-def _write_file(source: Source, stage: ExportStage, name: str, quantization: str, progress: Progress) -> None:
+def write_file(source: Source, stage: ExportStage, name: str, quantization: str, progress: Progress) -> None:
     if name in stage.files:
         return
     parts = _parts(source, quantization, progress)
@@ -77,7 +77,7 @@ def _parts(source: Source, quantization: str, progress: Progress) -> list[Part]:
     return file_parts(writer, plans)
 
 
-def _exact_type(source: Source) -> str:
+def exact_type(source: Source) -> str:
     """The type that holds the weights as they are, for llama.cpp to quantize from."""
     import torch
 

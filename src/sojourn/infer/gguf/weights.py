@@ -19,10 +19,12 @@ _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors
 
 
 class GgufWeights:
-    """A `WeightSource` in fp32. It has no tokenizer's folder: see `infer/gguf/tokenizer.py`."""
+    """A `WeightSource` in fp32. It has no tokenizer's folder: see `infer/gguf/tokenizer.py`. `adapter`: a LoRA's file,
+    applied as llama.cpp's `--lora` does."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, adapter: Path | None = None) -> None:
         self.file = GgufFile(path)
+        self._adapter = GgufFile(adapter) if adapter is not None else None
         self.tokenizer_folder = path.parent
         self._family = family_of(self.file)
         self.config: dict[str, Any] = config_of(self.file)
@@ -52,6 +54,9 @@ class GgufWeights:
 
         stored = self._names[name]
         rows = torch.from_numpy(self.file.rows(stored).copy())
+        if self._adapter is not None and f"{stored}.lora_a" in self._adapter.tensors:
+            a, b = (torch.from_numpy(self._adapter.rows(f"{stored}.lora_{part}").copy()) for part in "ab")
+            rows += float(self._adapter["adapter.lora.alpha"]) / a.shape[0] * b @ a
         heads = self._family.rope_heads(stored, self.config)
         if heads:
             rows = deinterleave(rows, heads)

@@ -1,5 +1,5 @@
-"""A GGUF file without llama.cpp: its tokenizer and weights are read as llama.cpp would read them, and computed by
-transformers in fp32. For machines where llama.cpp is not installed."""
+"""A GGUF file, and an adapter beside it, without llama.cpp: tokenizer and weights are read as llama.cpp would read
+them, and computed by transformers in fp32. For machines where llama.cpp is not installed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from sojourn.infer.gguf.chat import render_chat
 from sojourn.infer.gguf.tokenizer import SENTENCEPIECE_MODEL, STOPS_BY_TEXT, GgufTokenizer
 from sojourn.infer.gguf.weights import GgufWeights
 from sojourn.infer.model_from_weights import build_model
+from sojourn.infer.runtimes import llamacpp, transformers_runtime
 from sojourn.infer.runtimes.base import Messages, Runtime, Tools
-from sojourn.infer.runtimes.llamacpp import gguf_files, refuses
+from sojourn.infer.runtimes.llamacpp import gguf_files
 from sojourn.infer.runtimes.transformers_runtime import TransformersRuntime
 
 if TYPE_CHECKING:
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class GgufRuntime(Runtime):
-    def __init__(self, path: Path) -> None:
-        self.name = "GGUF as llama.cpp reads it"
-        self._weights = GgufWeights(path)
+    def __init__(self, path: Path, adapter: Path | None = None) -> None:
+        self.name, self._has_adapter = "GGUF as llama.cpp reads it", adapter is not None
+        self._weights = GgufWeights(path, adapter)
         self._metadata = self._weights.file.metadata
         self._tokenizer = GgufTokenizer(self._metadata)
         self._model: _Model | None = None
@@ -49,6 +50,8 @@ class GgufRuntime(Runtime):
         return self._opened().greedy(ids, count)
 
     def weights(self) -> Iterable[tuple[str, Any]] | None:
+        if self._has_adapter:
+            return None
         return ((name, self._weights.load(name)) for name in self._weights.names())
 
     def close(self) -> None:
@@ -82,12 +85,13 @@ class _Model(TransformersRuntime):
         return bool(self._runtime.stops_at(token))
 
 
-__all__ = ["GgufRuntime", "open_model", "refuses", "unavailable"]
-
-
 def unavailable() -> str:
     return ""
 
 
+def refuses(path: Path) -> str:
+    return llamacpp.refuses(path) or transformers_runtime.refuses(gguf_files(path)[0])
+
+
 def open_model(path: Path) -> GgufRuntime:
-    return GgufRuntime(gguf_files(path)[0])
+    return GgufRuntime(*gguf_files(path))

@@ -84,7 +84,7 @@ def refuses(path: Path) -> str:
     try:
         gguf_files(path)
     except UserError as error:
-        return str(error)
+        return str(error).removeprefix(f"{path}: ")
     return ""
 
 
@@ -99,7 +99,7 @@ def gguf_files(path: Path) -> tuple[Path, Path | None]:
     for file in files:
         kinds.setdefault(str(GgufFile(file)["general.type"] or "model"), []).append(file)
     if kinds["adapter"] and not kinds["model"]:
-        raise UserError(f"{path}: an adapter; to replay it, put the base's GGUF file beside it")
+        raise UserError(f"{path}: an adapter alone; to replay it, put the base's GGUF file beside it")
     if len(kinds["model"]) != 1 or len(kinds["adapter"]) > 1:
         raise UserError(f"{path}: it has {len(kinds['model'])} GGUF models; name the one to open")
     return kinds["model"][0], next(iter(kinds["adapter"]), None)
