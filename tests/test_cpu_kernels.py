@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,10 +14,12 @@ from sojourn.config.load import load_run, with_settings
 from sojourn.errors import UserError
 from sojourn.machine.probe_software import find_gcc
 from sojourn.model.activation_checkpointing import apply_activation_checkpointing
+from sojourn.model.attention import AttentionParams, attend
 from sojourn.model.kernels import fused_forwards
 from sojourn.model.kernels.cpu import compile_c, library
 from sojourn.model.kernels.cpu.smoke_test import enable_cpu_kernels
 from sojourn.model.kernels.fused_forwards import apply_fused_forwards
+from sojourn.model.layout import Layout, compute_cu_seqlens, make_layout, pad_cu_seqlens
 from sojourn.model.network import wrap_model
 from sojourn.model.prune_last_layer import prune_last_layer
 from sojourn.resolve.device_spec import DeviceSpec
@@ -52,6 +55,39 @@ def test_loss_and_gradients_are_those_of_transformers(family, lengths, checkpoin
     assert bool(calls) == (family != "qwen3" and checkpointing != "selective")  # else torch's operations
 
 
+def _layout(lengths: list[int]) -> Layout:
+    """Of documents end to end in one row."""
+    documents = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)[None]
+    starts = torch.from_numpy(pad_cu_seqlens(compute_cu_seqlens(documents)))
+    return make_layout("sdpa", documents, torch.from_numpy(documents), starts, ())
+
+
+@needs_gcc
+@pytest.mark.parametrize("heads, kv_heads, head_dim", [(1, 1, 8), (4, 2, 46), (3, 3, 128)])
+@pytest.mark.parametrize("lengths", [[1], [32], [33], [64, 1, 31], [150, 3]], ids=str)
+def test_attention_is_that_of_torch(lengths, heads, kv_heads, head_dim):
+    torch.manual_seed(0)
+    layout, scale = _layout(lengths), head_dim**-0.5
+    shapes = [(1, sum(lengths), count, head_dim) for count in (heads, kv_heads, kv_heads)]
+    query, key, value, grad = (5 * torch.randn(shape) for shape in (*shapes, shapes[0]))
+    exact = [one.double().requires_grad_() for one in (query, key, value)]
+    expected = attend(*exact, layout, AttentionParams(scale))
+    expected_grads = torch.autograd.grad(expected, exact, grad.double())
+    out, lse = library.attention_forward(query, key, value, layout, scale)
+    grads = library.attention_backward(grad, query, key, value, lse, layout, scale)
+    for made, wanted in zip((out, *grads), (expected, *expected_grads), strict=True):
+        assert (made - wanted).norm() <= 1e-5 * (1 + wanted.norm())
+
+
+@needs_gcc
+def test_a_nan_in_attention_stays_within_its_document():
+    query, key, value = torch.randn(3, 1, 40, 2, 16)
+    key[0, 5, 0, 3] = float("nan")
+    out, _ = library.attention_forward(query, key, value, _layout([20, 20]), 0.25)
+    assert out[0, 5:20, 0].isnan().all() and out[0, :5].isfinite().all()
+    assert out[0, 20:].isfinite().all() and out[0, :, 1].isfinite().all()
+
+
 @needs_gcc
 def test_results_do_not_depend_on_the_number_of_threads():
     torch.manual_seed(0)
@@ -63,6 +99,9 @@ def test_results_do_not_depend_on_the_number_of_threads():
             logits = torch.cat((x, grad), 1)
             out, scale = library.rms_norm_forward(x, weight, 1e-6)
             made = [out, *library.rms_norm_backward(grad, x, weight, scale, out), library.swiglu_forward(x, grad)]
+            qkv, layout = [one.view(6, 50, -1, 16) for one in (x, grad, out)], _layout([50] * 6)
+            attended, lse = library.attention_forward(*qkv, layout, 0.25)
+            made += [attended, *library.attention_backward(attended, *qkv, lse, layout, 0.25)]
             results.append([*made, library.cross_entropy_with_grad(logits, torch.arange(300) % 256), logits])
     finally:
         torch.set_num_threads(before)

@@ -1,14 +1,15 @@
 """A whole decoder layer as one autograd function on a CPU: few passes over memory, few calls.
 
 For layers as fused_forwards.py describes them, whose weights are all trained, without biases and q/k norms, in fp32.
-Attention is any backend's: its own autograd graph is kept inside. The backward overwrites what the forward has saved,
-so it runs once.
+Attention is ours in place of SDPA; of any other backend the autograd graph is kept inside. The backward overwrites what
+the forward has saved, so it runs once.
 
 Shapes: B rows, T tokens per row, N = B·T, D hidden size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from sojourn.model.attention import AttentionParams, attend
 from sojourn.model.kernels.cpu.library import (
+    attention_backward,
+    attention_forward,
     rms_norm_backward,
     rms_norm_forward,
     rope,
@@ -73,46 +76,60 @@ class _DecoderLayer(torch.autograd.Function):
         query, key, value = ((normed_1 @ weight.t()).view(*x_BTD.shape[:2], -1, head_dim) for weight in (w_q, w_k, w_v))
         rope(query, cos_BTD, sin_BTD, query)
         rope(key, cos_BTD, sin_BTD, key)
-        with torch.set_grad_enabled(keeps_graph):
-            for tensor in (query, key, value):
-                tensor.requires_grad_(keeps_graph)
-            heads = attend(query, key, value, layout, params)
+        heads, ctx.attention_backward = _attention(query, key, value, layout, params, keeps_graph)
         attended = heads.detach().reshape(len(x_ND), -1)
         x2_ND = torch.addmm(x_ND, attended, w_o.t())
         normed_2, scale_2 = rms_norm_forward(x2_ND, norm_2, eps[1])
         gate, up = normed_2 @ w_gate.t(), normed_2 @ w_up.t()
-        activated = swiglu_forward(gate, up)
         if keeps_graph:
-            ctx.attention = (heads, (query, key, value))
-            saved = (x_ND, normed_1, scale_1, attended, x2_ND, normed_2, scale_2, gate, up, activated)
+            saved = (x_ND, normed_1, scale_1, attended, x2_ND, normed_2, scale_2, gate, up)
             ctx.save_for_backward(cos_BTD, sin_BTD, *weights, *saved)
-        return torch.addmm(x2_ND, activated, w_down.t()).view_as(x_BTD)
+        return torch.addmm(x2_ND, swiglu_forward(gate, up), w_down.t()).view_as(x_BTD)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         cos_BTD, sin_BTD, norm_1, w_q, w_k, w_v, w_o, norm_2, w_gate, w_up, w_down, *saved = ctx.saved_tensors
-        x_ND, normed_1, scale_1, attended, x2_ND, normed_2, scale_2, gate, up, activated = saved
+        x_ND, normed_1, scale_1, attended, x2_ND, normed_2, scale_2, gate, up = saved
         grad = grads[0].reshape(x_ND.shape).contiguous()
+        activated = grad @ w_down
+        swiglu_backward_(activated, gate, up)  # `activated` is its gradient until here
         grad_down = grad.t() @ activated
-        swiglu_backward_(grad @ w_down, gate, up)
         grad_normed = (gate @ w_gate).addmm_(up, w_up)
         grad_gate, grad_up = gate.t() @ normed_2, up.t() @ normed_2
         grad_x2, grad_norm_2 = rms_norm_backward(grad_normed, x2_ND, norm_2, scale_2, grad)
         grad_o = grad_x2.t() @ attended
-        heads, qkv = ctx.attention
-        ctx.attention = None
-        query, key, value = torch.autograd.grad(heads, qkv, (grad_x2 @ w_o).view_as(heads))
-        projected = []
-        for head_grads, sign in ((query, -1.0), (key, -1.0), (value, None)):
-            if sign is None:
-                projected.append(head_grads.reshape(len(x_ND), -1))
-                continue
-            rotated = head_grads.new_empty(head_grads.shape)
-            rope(head_grads, cos_BTD, sin_BTD, rotated, sign)
-            projected.append(rotated.view(len(x_ND), -1))
+        head_grads = ctx.attention_backward(grad_x2 @ w_o)
+        ctx.attention_backward = None
+        for rotated in head_grads[:2]:
+            rope(rotated, cos_BTD, sin_BTD, rotated, -1.0)
+        projected = [one.view(len(x_ND), -1) for one in head_grads]
         grad_query, grad_key, grad_value = projected
         grad_normed = (grad_query @ w_q).addmm_(grad_key, w_k).addmm_(grad_value, w_v)
         grad_q, grad_k, grad_v = (projection.t() @ normed_1 for projection in projected)
         grad_x, grad_norm_1 = rms_norm_backward(grad_normed, x_ND, norm_1, scale_1, grad_x2)
         grad_weights = (grad_norm_1, grad_q, grad_k, grad_v, grad_o, grad_norm_2, grad_gate, grad_up, grad_down)
         return grad_x.view_as(grads[0]), *(None,) * 7, *grad_weights
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, params: AttentionParams, keeps_graph: bool
+) -> tuple[Tensor, Callable[[Tensor], Sequence[Tensor]]]:
+    """The outputs of all heads, and a function from their gradients to those of query, key and value, contiguous."""
+    if _fits_kernel(layout, params):
+        heads, lse = attention_forward(query, key, value, layout, params.scale)
+        return heads, lambda grad: attention_backward(grad, query, key, value, lse, layout, params.scale)
+    inputs = (query, key, value)
+    with torch.set_grad_enabled(keeps_graph):
+        for tensor in inputs:
+            tensor.requires_grad_(keeps_graph)
+        out = attend(query, key, value, layout, params)
+
+    def backward(grad: Tensor) -> list[Tensor]:
+        return [one.contiguous() for one in torch.autograd.grad(out, inputs, grad.view_as(out))]
+
+    return out, backward
+
+
+def _fits_kernel(layout: Layout, params: AttentionParams) -> bool:
+    plain = params.softcap is None and not params.dropout and layout.effective_window(params.window) is None
+    return layout.backend == "sdpa" and plain

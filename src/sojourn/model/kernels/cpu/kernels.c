@@ -58,21 +58,23 @@ void swiglu_forward(const float *gate, const float *up, float *out, int64_t n, i
     for (int64_t i = 0; i < n; i += BLOCK) swiglu_block(gate + i, up + i, out + i, n - i < BLOCK ? n - i : BLOCK);
 }
 
-static void swiglu_backward_block(const float *restrict grad, float *gate_out, float *up_out, int64_t n) {
-    float x[BLOCK], gate[BLOCK], up[BLOCK];
+static void swiglu_backward_block(float *grad_out, float *gate_out, float *up_out, int64_t n) {
+    float x[BLOCK], grad[BLOCK], gate[BLOCK], up[BLOCK];
     for (int64_t i = 0; i < n; i++) x[i] = within_range_of_exp(-gate_out[i]);
+    memcpy(grad, grad_out, n * sizeof(float));
     memcpy(gate, gate_out, n * sizeof(float));
     memcpy(up, up_out, n * sizeof(float));
-    float *restrict grad_gate = gate_out, *restrict grad_up = up_out;
+    float *restrict out = grad_out, *restrict grad_gate = gate_out, *restrict grad_up = up_out;
     for (int64_t i = 0; i < n; i++) {
         float sigmoid = 1.0f / (1.0f + exp_f32(x[i])), silu = gate[i] * sigmoid;
+        out[i] = silu * up[i];
         grad_up[i] = grad[i] * silu;
         grad_gate[i] = grad[i] * up[i] * (sigmoid + silu * (1.0f - sigmoid));
     }
 }
 
-/* `gate` and `up` become their own gradients. */
-void swiglu_backward(const float *grad, float *gate, float *up, int64_t n, int threads) {
+/* `gate` and `up` become their own gradients, and `grad` the output of the forward. */
+void swiglu_backward(float *grad, float *gate, float *up, int64_t n, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t i = 0; i < n; i += BLOCK)
         swiglu_backward_block(grad + i, gate + i, up + i, n - i < BLOCK ? n - i : BLOCK);

@@ -1,4 +1,4 @@
-"""The functions of kernels.c, called with tensors.
+"""The functions of kernels.c and attention.c, called with tensors.
 
 Modules with the attribute `cpu_kernels` use them (smoke_test.py sets it).
 """
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sojourn.model.kernels.cpu.compile_c import compile_library, threads_for
+from sojourn.model.layout import Layout
 
 ROWS_PER_SUM = 32  # as in kernels.c
 _DTYPES = (torch.float32, torch.int64)
@@ -26,6 +27,8 @@ _SIGNATURES = {
     "swiglu_forward": (_P, _P, _P, _N, _I),
     "swiglu_backward": (_P, _P, _P, _N, _I),
     "rope": (_P, _Strides, _P, _P, _P, _Strides, _N, _N, _N, _N, _F, _I),
+    "attention_forward": (*(_P,) * 6, *(_N,) * 5, _F, _I),
+    "attention_backward": (*(_P,) * 9, *(_N,) * 5, _F, _I),
     "cross_entropy": (_P, _P, _P, _N, _N, _I),
 }
 
@@ -73,7 +76,7 @@ def swiglu_forward(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def swiglu_backward_(grad: Tensor, gate: Tensor, up: Tensor) -> None:
-    """`gate` and `up` become their own gradients."""
+    """`gate` and `up` become their own gradients, and `grad` the output of the forward, which need not be saved."""
     size = gate.numel()
     load_library().swiglu_backward(grad.data_ptr(), gate.data_ptr(), up.data_ptr(), size, threads_for(size))
 
@@ -84,6 +87,34 @@ def rope(x_BTHD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, out_BTHD: Tensor, sig
     load_library().rope(
         x_BTHD.data_ptr(), _Strides(*x_BTHD.stride()[:3]), *pointers, *x_BTHD.shape, sign, threads_for(x_BTHD.numel())
     )
+
+
+def attention_forward(
+    query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, layout: Layout, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The outputs of all heads, and the log of each softmax's denominator, for the backward."""
+    out_BTHD, lse_BTH = torch.empty_like(query_BTHD), query_BTHD.new_empty(query_BTHD.shape[:3])
+    pointers = [tensor.data_ptr() for tensor in (query_BTHD, key_BTKD, value_BTKD, out_BTHD, lse_BTH)]
+    load_library().attention_forward(*pointers, *_attention_arguments(query_BTHD, key_BTKD, layout, scale))
+    return out_BTHD, lse_BTH
+
+
+def attention_backward(
+    grad_BTHD: Tensor, query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, lse_BTH: Tensor, layout: Layout,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of queries, keys and values."""
+    grads = torch.empty_like(query_BTHD), torch.empty_like(key_BTKD), torch.empty_like(value_BTKD)
+    given = (grad_BTHD, query_BTHD, key_BTKD, value_BTKD, lse_BTH)
+    pointers = [tensor.data_ptr() for tensor in (*given, *grads)]
+    load_library().attention_backward(*pointers, *_attention_arguments(query_BTHD, key_BTKD, layout, scale))
+    return grads
+
+
+def _attention_arguments(query_BTHD: Tensor, key_BTKD: Tensor, layout: Layout, scale: float) -> tuple[Any, ...]:
+    starts, (heads, head_dim), kv_heads = layout.cu_seqlens, query_BTHD.shape[2:], key_BTKD.shape[2]
+    sizes = (len(starts) - 1, layout.max_seqlen, heads, kv_heads, head_dim)
+    return starts.data_ptr(), *sizes, scale, threads_for(query_BTHD.numel())
 
 
 def cross_entropy_with_grad(logits_CV: Tensor, labels_C: Tensor) -> Tensor:

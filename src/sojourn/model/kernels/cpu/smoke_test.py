@@ -5,12 +5,15 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sojourn.model.attention import AttentionParams, attend
 from sojourn.model.kernels.cpu import library
 from sojourn.model.kernels.cpu.decoder_layer import rms_norm
+from sojourn.model.layout import compute_cu_seqlens, make_layout
 
 _MAX_ERROR = 1e-5  # relative
 _SHAPE = (2, 37, 3, 46)  # rows, tokens, heads, head size: not multiples of any vector
@@ -22,7 +25,7 @@ def enable_cpu_kernels(model: nn.Module) -> bool:
         library.load_library()
         with torch.random.fork_rng([]), torch.enable_grad():
             torch.manual_seed(0)
-            wrong = next((check.__name__ for check in (_norm, _swiglu, _rope, _loss) if not check()), None)
+            wrong = next((check.__name__ for check in (_norm, _swiglu, _rope, _attention, _loss) if not check()), None)
     except (OSError, subprocess.SubprocessError) as error:
         wrong = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     if wrong is not None:
@@ -60,8 +63,9 @@ def _swiglu() -> bool:
     gate, up = 5 * torch.randn(_SHAPE), torch.randn(_SHAPE)
     expected = _with_gradients(lambda gate, up: F.silu(gate) * up, gate, up)
     output = library.swiglu_forward(gate, up)
-    library.swiglu_backward_(torch.linspace(-1, 1, gate.numel()).view_as(gate), gate, up)
-    return _is_close([output, gate, up], expected)
+    grad = torch.linspace(-1, 1, gate.numel()).view_as(gate)
+    library.swiglu_backward_(grad, gate, up)
+    return _is_close([output, gate, up, grad], [*expected, expected[0]])
 
 
 def _rope() -> bool:
@@ -76,6 +80,20 @@ def _rope() -> bool:
     library.rope(rotated, cos, sin, back, -1.0)
     expected = x * cos[:, :, None] + torch.cat((-second, first), -1) * sin[:, :, None]
     return _is_close([rotated, back], [expected, x])
+
+
+def _attention() -> bool:
+    """Of two documents in each row, with fewer heads of keys and values."""
+    documents = np.zeros(_SHAPE[:2], np.int32)
+    documents[:, 20:] = 1
+    starts = torch.from_numpy(compute_cu_seqlens(documents))
+    layout = make_layout("sdpa", documents, torch.from_numpy(documents), starts, ())
+    query, key, value = (torch.randn(*_SHAPE[:2], heads, _SHAPE[3]) for heads in (6, 3, 3))
+    params, grad = AttentionParams(_SHAPE[3] ** -0.5), torch.linspace(-1, 1, query.numel()).view_as(query)
+    expected = _with_gradients(lambda q, k, v: attend(q, k, v, layout, params), query, key, value)
+    output, lse = library.attention_forward(query, key, value, layout, params.scale)
+    grads = library.attention_backward(grad, query, key, value, lse, layout, params.scale)
+    return _is_close([output, *grads], expected)
 
 
 def _loss() -> bool:

@@ -1,0 +1,39 @@
+/* Vectors in registers: `vec` has WIDTH floats. */
+
+#include "vector_math.h"
+#include <stdlib.h>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#define WIDTH 16    /* floats in a register */
+#define MAX_ROWS 12 /* rows whose sums, two registers each, stay in registers */
+#define BROADCAST(x) ((vec)_mm512_set1_ps(x))
+#define FMA(a, b, c) ((vec)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c)))
+#define LOAD_INT8(p) ((vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(p)))))
+#elif defined(__AVX2__) && defined(__FMA__)
+#include <immintrin.h>
+#define WIDTH 8
+#define MAX_ROWS 6
+#define BROADCAST(x) ((vec)_mm256_set1_ps(x))
+#define FMA(a, b, c) ((vec)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c)))
+#define LOAD_INT8(p) ((vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(p)))))
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#define WIDTH 4
+#define MAX_ROWS 12
+#define BROADCAST(x) ((vec)vdupq_n_f32(x))
+#define FMA(a, b, c) ((vec)vfmaq_f32((float32x4_t)(c), (float32x4_t)(a), (float32x4_t)(b)))
+#define LOAD_INT8(p) ((vec){(p)[0], (p)[1], (p)[2], (p)[3]})
+#else
+#define WIDTH 4
+#define MAX_ROWS 6
+#define BROADCAST(x) ((vec){x, x, x, x})
+#define FMA(a, b, c) ((a) * (b) + (c))
+#define LOAD_INT8(p) ((vec){(p)[0], (p)[1], (p)[2], (p)[3]})
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
+typedef float vec __attribute__((vector_size(4 * WIDTH), may_alias));
+typedef float unaligned_vec __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
