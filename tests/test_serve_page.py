@@ -18,10 +18,11 @@ from sojourn.infer.load import LoadedModel, load_model
 from sojourn.serve import chat_page
 from sojourn.serve.auth import KeyRing, Quota, add_key, load_keys
 from sojourn.serve.feedback import PREFERENCES, SFT, FeedbackFolder
+from sojourn.web.static import ASSETS
 from webdriver import ENTER, ESCAPE, SHIFT, UP, Browser, browsing, chromium
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason="no chromium and chromedriver; make packages installs them")
-FILES = Path(chat_page.__file__).with_name("page")
+FILES = sorted([*chat_page.FOLDER.iterdir(), *ASSETS.iterdir()])
 ANSWERED = (
     "document.querySelectorAll('#messages .message').length == arguments[0] && document.getElementById('stop').hidden"
 )
@@ -158,7 +159,7 @@ def test_the_page_loads_nothing_from_elsewhere_and_no_inline_script(served: Serv
     policy = answer.headers["content-security-policy"]
     assert "default-src 'none'" in policy and "unsafe" not in policy and "frame-ancestors 'none'" in policy
     assert answer.headers["content-type"].startswith("text/html")
-    for file in FILES.iterdir():
+    for file in FILES:
         text = file.read_text()
         assert file.name == "index.html" or served.get(f"/page/{file.name}").text == text
         addresses = set(re.findall(r"https?://[^\s\"'`\\]+", text)) - {"http://www.w3.org/2000/svg"}
@@ -169,9 +170,9 @@ def test_the_page_loads_nothing_from_elsewhere_and_no_inline_script(served: Serv
 
 
 def test_both_languages_have_the_same_texts() -> None:
-    keys = [re.findall(r"(?<=[ {,])(\w+): \"", (FILES / name).read_text()) for name in ("en.js", "zh.js")]
+    keys = [re.findall(r"(?<=[ {,])(\w+): \"", (chat_page.FOLDER / name).read_text()) for name in ("en.js", "zh.js")]
     assert keys[0] == keys[1] and len(keys[0]) > 60
-    used = "".join(path.read_text() for path in FILES.iterdir() if path.name not in ("en.js", "zh.js"))
+    used = "".join(path.read_text() for path in FILES if path.name not in ("en.js", "zh.js"))
     assert [key for key in keys[0] if not re.search(rf"\b{key}\b", used)] == []
 
 

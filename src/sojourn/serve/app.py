@@ -20,7 +20,7 @@ from sojourn.serve import admin, proxy
 from sojourn.serve.api_chat import chat_completions
 from sojourn.serve.api_completions import completions
 from sojourn.serve.api_responses import responses
-from sojourn.serve.chat_page import add_page
+from sojourn.serve.chat_page import add_chat_page
 from sojourn.serve.errors import ApiError, add_handlers
 from sojourn.serve.gateway import Gateway, Record, is_proxy, proxy_of
 from sojourn.serve.middleware import App, Entrance
@@ -108,7 +108,7 @@ def make_app(gateway: Gateway) -> App:
     _add_generation(app, gateway)
     _add_operations(app, gateway)
     _add_feedback(app, gateway)
-    add_page(app)
+    add_chat_page(app)
     _remove_422(app)
     entrance: App = Entrance(app, gateway)
     if not gateway.settings.origins:

@@ -1,8 +1,8 @@
 // The settings' dialog: system prompt, parameters and tools of this conversation; theme and language of the page.
 import { h } from "./dom.js";
 import { choose, current, t, translate } from "./i18n.js";
+import { currentTheme, setTheme } from "./theme.js";
 
-const THEME = "sojourn.theme";
 const PARAMETERS = {
   temperature: { min: 0, max: 100, step: 0.05 }, top_p: { min: 0.01, max: 1, step: 0.01 },
   top_k: { min: 0, step: 1 }, min_p: { min: 0, max: 1, step: 0.01 },
@@ -19,7 +19,8 @@ export function setUpSettings(conversation, onChange) {
     h("label", {}, h("span", { "data-text": name }),
       h("input", { id: `p-${name}`, type: "number", "data-placeholder": "default", ...limits, step: Number.isInteger(limits.step) ? 1 : "any" }))));
   translate($("settings"));
-  setTheme(localStorage.getItem(THEME) ?? "auto");
+  setTheme(currentTheme());
+  $("theme").value = currentTheme();
   $("language").value = current();
   $("theme").addEventListener("change", () => setTheme($("theme").value));
   $("language").addEventListener("change", () => {
@@ -37,12 +38,6 @@ export function openSettings() {
   for (const name of Object.keys(PARAMETERS)) $(`p-${name}`).value = conversation.params[name] ?? "";
   showError("");
   $("settings").showModal();
-}
-
-function setTheme(theme) {
-  $("theme").value = theme;
-  localStorage.setItem(THEME, theme);
-  document.documentElement.dataset.theme = theme;
 }
 
 // False where something is wrong: the dialog stays open and says what.

@@ -1,4 +1,4 @@
-// Small helpers: elements, icons, the clipboard, files.
+// Small helpers: elements, icons, the clipboard, files. A page has the texts "copy" and "copied", and an element #live.
 import { t } from "./i18n.js";
 
 export function h(tag, properties = {}, ...children) {
@@ -29,6 +29,7 @@ export function icon(name) {
   const svg = document.createElementNS(SVG, "svg");
   svg.setAttribute("viewBox", "0 0 24 24");
   svg.setAttribute("aria-hidden", "true");
+  svg.setAttribute("class", "glyph");
   const path = document.createElementNS(SVG, "path");
   path.setAttribute("d", SHAPES[name]);
   svg.append(path);

@@ -1,4 +1,4 @@
-// The language of the page: the browser's, or the one that was chosen.
+// The language of the page: the browser's, or the one that was chosen. Each page has its own en.js and zh.js.
 import en from "./en.js";
 import zh from "./zh.js";
 

@@ -1,0 +1,1 @@
+"""What our web pages share: their files and how they are served."""
