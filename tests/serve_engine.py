@@ -33,8 +33,9 @@ from sojourn.serve.engines.base import EngineDied, EngineInfo, EngineStats, Gene
 from sojourn.serve.feedback import FeedbackFolder
 from sojourn.serve.gateway import Gateway
 from sojourn.serve.request_log import RequestLog
-from sojourn.serve.server import Server, bind
+from sojourn.serve.server import Server
 from sojourn.serve.settings import Settings
+from sojourn.web.address import bind
 
 
 def long_base(base: Path) -> Path:
@@ -194,7 +195,7 @@ def serving(
 ) -> Iterator[Served]:  # fmt: skip
     """`starting`: do not wait until the model is loaded."""
     chosen = Settings(**{"port": 0, **settings})
-    listening, log = bind(replace(chosen, host="127.0.0.1")), io.StringIO()
+    listening, log = bind("127.0.0.1", chosen.port), io.StringIO()
     port = listening.getsockname()[1]  # a server that cannot start closes it at once
     gateway = Gateway(engine, chosen, keys or KeyRing([]), RequestLog(log), "tiny", source, feedback=feedback)
     server = Server(gateway)

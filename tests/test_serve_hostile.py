@@ -20,9 +20,10 @@ from conftest import called
 from serve_engine import Served, ThreadEngine, long_base, serving, wait_until
 from sojourn.errors import UserError
 from sojourn.infer.load import LoadedModel, load_model
-from sojourn.serve.auth import ApiKey, Quota, add_key, is_loopback, load_keys
+from sojourn.serve.auth import ApiKey, Quota, add_key, load_keys
 from sojourn.serve.errors import ApiError
 from sojourn.serve.limits import Admission
+from sojourn.web.address import is_loopback
 
 EVERYWHERE = "0.0.0.0"  # noqa: S104
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}

@@ -14,6 +14,7 @@ import typer
 
 from sojourn import __version__
 from sojourn.cli.bench import bench_app
+from sojourn.cli.board import board
 from sojourn.cli.bundle import bundle
 from sojourn.cli.chat import chat
 from sojourn.cli.cloud import cloud_app
@@ -40,6 +41,7 @@ from sojourn.cli.push import push
 from sojourn.cli.quantize import quantize
 from sojourn.cli.rehearse import rehearse
 from sojourn.cli.release import release
+from sojourn.cli.report import report
 from sojourn.cli.runs import runs_app
 from sojourn.cli.serve import serve
 from sojourn.cli.shell import shell
@@ -181,6 +183,8 @@ app.command(name="eval")(evaluate)
 app.command()(generate)
 app.command()(chat)
 app.command()(serve)
+app.command()(board)
+app.command()(report)
 app.command()(verify)
 app.command()(export)
 app.command()(merge)

@@ -122,7 +122,7 @@ def _print_new_key(name: str, file: Path | None, admin: bool) -> None:
 
 def _check_keys(host: str, keys: KeyRing) -> None:
     from sojourn.errors import UserError
-    from sojourn.serve.auth import is_loopback
+    from sojourn.web.address import is_loopback
 
     if not keys.keys and not is_loopback(host):
         raise UserError(

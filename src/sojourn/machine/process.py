@@ -31,7 +31,7 @@ def pid_namespace() -> str:
 
 def current_process() -> tuple[int, float]:
     """Pid and start time. On Linux in seconds after boot, so that setting the clock does not change it."""
-    return os.getpid(), _start_time(os.getpid())
+    return os.getpid(), start_time(os.getpid())
 
 
 def is_alive(pid: int, started: float) -> bool:
@@ -39,7 +39,7 @@ def is_alive(pid: int, started: float) -> bool:
     import psutil
 
     try:
-        if abs(_start_time(pid) - started) < 1:
+        if abs(start_time(pid) - started) < 1:
             return True
         # Older versions wrote the time of day.
         return started > 1e9 and abs(psutil.Process(pid).create_time() - started) < 5 and _is_running(pid)
@@ -47,7 +47,7 @@ def is_alive(pid: int, started: float) -> bool:
         return False
 
 
-def _start_time(pid: int) -> float:
+def start_time(pid: int) -> float:
     """Raises where there is no such process, or where it has ended and waits for its parent to notice."""
     import psutil
 

@@ -33,11 +33,11 @@ class RunSummary:
 
 def list_runs(folder: Path) -> list[RunSummary]:
     """Newest first."""
-    found = [path for path in folder.iterdir() if _is_run(path)] if folder.is_dir() else []
+    found = [path for path in folder.iterdir() if is_run(path)] if folder.is_dir() else []
     return sorted((summarize(RunFolder(path)) for path in found), key=lambda run: (-run.updated, run.name))
 
 
-def _is_run(path: Path) -> bool:
+def is_run(path: Path) -> bool:
     try:
         return path.is_dir() and any((path / sign).exists() for sign in _SIGNS)
     except OSError:

@@ -11,7 +11,6 @@ import binascii
 import hashlib
 import hmac
 import importlib
-import ipaddress
 import os
 import re
 import secrets
@@ -153,10 +152,3 @@ def add_key(file: Path, name: str, admin: bool = False) -> str:
     with os.fdopen(handle, "a", encoding="utf-8") as opened:
         opened.write(("\n" if known else "") + table)
     return key
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"

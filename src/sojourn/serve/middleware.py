@@ -12,9 +12,10 @@ from urllib.parse import urlsplit
 
 import anyio
 
-from sojourn.serve.auth import ApiKey, is_loopback
+from sojourn.serve.auth import ApiKey
 from sojourn.serve.errors import CLIENT_CLOSED, ApiError
 from sojourn.serve.gateway import Gateway, Record
+from sojourn.web.address import is_loopback
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

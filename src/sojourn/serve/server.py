@@ -12,7 +12,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
 from asyncio import TimerHandle
 from collections.abc import Iterator
@@ -187,21 +186,6 @@ class Server(uvicorn.Server):
             self.gateway.log.write("reload_failed", error=error.message)
         except Exception as error:
             self.gateway.log.failed("reload_failed", error)
-
-
-def bind(settings: Settings) -> socket.socket:
-    """The listening socket, before a model is loaded for nothing."""
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    try:
-        found = socket.socket(family, socket.SOCK_STREAM)
-        if sys.platform != "win32":
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind((settings.host.strip("[]"), settings.port))
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        other = f"; choose another one: --port {settings.port + 1}" if "in use" in reason else ""
-        raise UserError(f"cannot listen at {settings.host} port {settings.port}: {reason}{other}") from None
-    return found
 
 
 def run_server(gateway: Gateway, listening: socket.socket) -> None:

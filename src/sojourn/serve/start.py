@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 from sojourn.errors import UserError
-from sojourn.serve.auth import KeyRing, is_loopback
+from sojourn.serve.auth import KeyRing
 from sojourn.serve.engines.choose import EngineOptions, open_engine
 from sojourn.serve.settings import Settings
+from sojourn.web.address import bind, is_loopback
 
 _NEEDED = ("fastapi", "uvicorn", "httptools", "llguidance")
 
@@ -23,13 +24,13 @@ def start(model: str, settings: Settings, keys: KeyRing, options: EngineOptions,
     from sojourn.serve.feedback import feedback_folder
     from sojourn.serve.gateway import Gateway
     from sojourn.serve.request_log import RequestLog
-    from sojourn.serve.server import bind, run_server
+    from sojourn.serve.server import run_server
 
     found = find_model(model, options.checkpoint)
     name = options.name or _name_of(model, found.path)
     opinions = feedback_folder(feedback, is_loopback(settings.host))
     engine = open_engine(found, options)
-    with bind(settings) as listening:
+    with bind(settings.host, settings.port) as listening:
         address = f"http://{settings.host}:{listening.getsockname()[1]}"
         print(f"{name}: {address}/v1 (loading; Ctrl-C ends)", file=sys.stderr, flush=True)
         saved = f"; thumbs and corrections go to {opinions.folder} (--feedback off: nowhere)" if opinions else ""

@@ -1,0 +1,1 @@
+"""The board: runs, money and models in a browser."""

@@ -1,0 +1,292 @@
+"""The routes of the board. Each calls a function; those that read many files do so in a thread."""
+
+from __future__ import annotations
+
+import csv
+import io
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from anyio import to_thread
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from sojourn import __version__
+from sojourn.board import actions, data_sets, details, forms
+from sojourn.board.guard import Guard
+from sojourn.board.live_runs import KnownRun, LiveRuns
+from sojourn.board.report import report_html
+from sojourn.board.series import X_AXES, RunSeries, SeriesCache, Sparklines
+from sojourn.board.tasks import Tasks
+from sojourn.board.uploads import receive_upload
+from sojourn.errors import UserError
+from sojourn.run.folder import RunFolder
+from sojourn.web.static import add_page
+
+_MOST_POINTS, _MOST_KEYS, _MOST_IDS = 4000, 40, 50
+_MOST_TAIL = 1 << 20
+
+
+@dataclass(frozen=True)
+class Board:
+    """What the routes share. `home`: SOJOURN_HOME."""
+
+    home: Path
+    runs: LiveRuns
+    tasks: Tasks
+    token: str
+    local: bool
+    series: SeriesCache
+    sparklines: Sparklines
+
+    @property
+    def prepared(self) -> Path:
+        return self.home / "prepared"
+
+
+def make_board(home: Path, folders: list[Path], token: str, local: bool, ask_hosts: bool = True) -> Board:
+    runs = LiveRuns([home / "runs", *folders], home / "board" / "tags.json", ask_hosts)
+    return Board(home, runs, Tasks(home / "board" / "tasks"), token, local, SeriesCache(), Sparklines())
+
+
+def make_app(board: Board, hosts: tuple[str, ...] = ()) -> Any:
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await to_thread.run_sync(board.runs.start)
+        yield
+        board.runs.stop()
+
+    app = FastAPI(title="Sojourn board", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.add_exception_handler(UserError, _user_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    _add_run_routes(app, board)
+    _add_other_routes(app, board)
+    add_page(app, Path(__file__).with_name("page"), lambda name: HTTPException(404, "no such file"), "'self' blob:")
+    return Guard(app, board.token, board.local, hosts)
+
+
+async def _user_error(_: Request, error: Exception) -> Response:
+    return JSONResponse({"error": str(error)}, 400)
+
+
+async def _http_error(_: Request, error: Exception) -> Response:
+    status = getattr(error, "status_code", 500)
+    return JSONResponse({"error": str(getattr(error, "detail", error))}, status)
+
+
+async def _body(request: Request) -> dict[str, Any]:
+    try:
+        found = await request.json() if await request.body() else {}
+    except ValueError:
+        raise HTTPException(400, "the body is not JSON") from None
+    except RecursionError:
+        raise HTTPException(400, "the body is nested too deeply") from None
+    if not isinstance(found, dict):
+        raise HTTPException(400, "the body is not a JSON object")
+    return found
+
+
+def _run(board: Board, run_id: str) -> KnownRun:
+    found = board.runs.get(run_id)
+    if found is None:
+        raise HTTPException(404, f"no run is called {run_id[:100]!r}")
+    return found
+
+
+def _folder(board: Board, run_id: str) -> RunFolder:
+    """Of a run on this machine, or of the copy of its small files."""
+    run = _run(board, run_id)
+    if run.folder is None:
+        raise HTTPException(409, f"{run_id}: its files are on {run.values['host']}; bring it home: sojourn pull")
+    return run.folder
+
+
+def _add_run_routes(app: FastAPI, board: Board) -> None:
+    @app.get("/api/runs")
+    async def list_runs() -> dict[str, Any]:
+        return board.runs.snapshot()
+
+    @app.get("/api/sparklines")
+    def sparklines(ids: str = "") -> dict[str, list[float]]:
+        found = {one: board.runs.get(one) for one in ids.split(",")[:_MOST_IDS] if one}
+        return {
+            one: board.sparklines.of(run.folder.metrics)
+            for one, run in found.items()
+            if run is not None and run.folder is not None
+        }
+
+    @app.post("/api/runs/{run_id}/tags")
+    async def tags(run_id: str, request: Request) -> dict[str, Any]:
+        given = (await _body(request)).get("tags")
+        if not isinstance(given, list) or not all(isinstance(tag, str) for tag in given):
+            raise HTTPException(400, "tags: a list of texts is needed")
+        return {"tags": await to_thread.run_sync(board.runs.set_tags, _run(board, run_id).id, given)}
+
+    @app.get("/api/runs/{run_id}")
+    def one_run(run_id: str) -> dict[str, Any]:
+        run = _run(board, run_id)
+        values = {**run.values, "tags": board.runs.tags(run_id)}
+        if run.folder is None:
+            return values
+        with (series := board.series.open(run.folder.metrics)).lock:
+            return {**values, **details.details(run.folder), "metrics": series.keys(), "last_step": series.last_step}
+
+    @app.get("/api/runs/{run_id}/series")
+    def series(
+        run_id: str, keys: str = "loss", x: str = "step", points: int = 800, low: float | None = None,
+        high: float | None = None, version: int = -1,
+    ) -> dict[str, Any]:  # fmt: skip
+        if x not in X_AXES:
+            raise HTTPException(400, f"x: {', '.join(X_AXES)}")
+        found = board.series.open(_folder(board, run_id).metrics)
+        with found.lock:
+            if version == found.version:
+                return {"unchanged": True, "version": version}
+            wanted = [key for key in keys.split(",")[:_MOST_KEYS] if key]
+            return {"x": x, "series": _charts(found, wanted, x, points, low, high), "keys": found.keys(),
+                    "last_step": found.last_step, "version": found.version}  # fmt: skip
+
+    @app.get("/api/runs/{run_id}/series.csv")
+    def series_csv(run_id: str, keys: str = "loss", x: str = "step") -> Response:
+        found = board.series.open(_folder(board, run_id).metrics)
+        with found.lock:
+            wanted = [key for key in keys.split(",")[:_MOST_KEYS] if key]
+            text = _csv(_charts(found, wanted, x if x in X_AXES else "step", 1 << 30), x)
+        name = f"{run_id}.csv".encode("ascii", "replace").decode().replace('"', "_")
+        return Response(text, media_type="text/csv", headers={"content-disposition": f'attachment; filename="{name}"'})
+
+    _add_text_routes(app, board)
+
+    @app.post("/api/runs/{run_id}/{action}")
+    async def act(run_id: str, action: str, request: Request) -> dict[str, Any]:
+        body = await _body(request)
+        return await to_thread.run_sync(actions.act, _run(board, run_id), action, body, board.tasks)
+
+
+def _charts(
+    found: RunSeries, keys: list[str], x: str, points: int, low: float | None = None, high: float | None = None
+) -> dict[str, dict[str, list[float]]]:
+    most = points if points >= 1 << 30 else max(10, min(points, _MOST_POINTS))
+    charts = {key: found.chart(key, x, most, low, high) for key in keys}
+    return {key: {"x": xs, "y": ys} for key, (xs, ys) in charts.items()}
+
+
+def _csv(charts: dict[str, dict[str, list[float]]], x: str) -> str:
+    rows: dict[float, dict[str, float]] = {}
+    for key, chart in charts.items():
+        for place, value in zip(chart["x"], chart["y"], strict=True):
+            rows.setdefault(place, {})[key] = value
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow([x, *charts])
+    writer.writerows([place, *(values.get(key, "") for key in charts)] for place, values in sorted(rows.items()))
+    return text.getvalue()
+
+
+def _add_text_routes(app: FastAPI, board: Board) -> None:
+    @app.get("/api/runs/{run_id}/events")
+    def events(run_id: str) -> dict[str, Any]:
+        return {"events": details.events(_folder(board, run_id))}
+
+    @app.get("/api/runs/{run_id}/samples")
+    def samples(run_id: str) -> dict[str, Any]:
+        return {"samples": details.samples(_folder(board, run_id))}
+
+    @app.get("/api/runs/{run_id}/logs")
+    def logs(run_id: str, file: str | None = None, tail: int = 20_000) -> dict[str, Any]:
+        return details.logs(_folder(board, run_id), file, max(0, min(tail, _MOST_TAIL)))
+
+    @app.get("/api/runs/{run_id}/report.html")
+    def report(run_id: str) -> Response:
+        return HTMLResponse(report_html(_folder(board, run_id)), headers={"content-disposition": "attachment"})
+
+
+def _add_other_routes(app: FastAPI, board: Board) -> None:
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/api/session")
+    async def session() -> dict[str, Any]:
+        home = str(board.home.absolute())
+        return {"token": board.token, "version": __version__, "home": home, "now": time.time()}
+
+    @app.get("/api/tasks")
+    def tasks() -> dict[str, Any]:
+        return {"tasks": board.tasks.list_all()}
+
+    @app.get("/api/tasks/{task_id}")
+    def task(task_id: str, start: int = 0) -> dict[str, Any]:
+        found = board.tasks.get(task_id)
+        if found is None:
+            raise HTTPException(404, "no such task")
+        text, following = board.tasks.output(task_id, max(0, start))
+        return {**found, "text": text, "next": following}
+
+    @app.post("/api/tasks/{task_id}/stop")
+    def stop_task(task_id: str) -> dict[str, Any]:
+        if board.tasks.get(task_id) is None:
+            raise HTTPException(404, "no such task")
+        board.tasks.stop(task_id)
+        return {"task": board.tasks.get(task_id)}
+
+    @app.get("/api/catalog")
+    def catalogue() -> dict[str, Any]:
+        return forms.catalogue()
+
+    for path, function in (("/api/plan", forms.plan), ("/api/form", forms.describe), ("/api/preview", forms.preview)):
+        _add_form_route(app, path, function)
+
+    @app.post("/api/upload")
+    async def upload(request: Request, name: str = "") -> dict[str, Any]:
+        return {"path": str(await receive_upload(request, board.home / "uploads", name))}
+
+    @app.post("/api/start")
+    async def start(request: Request) -> dict[str, Any]:
+        body = await _body(request)
+        return {"task": await to_thread.run_sync(_start, board, body)}
+
+    @app.get("/api/data")
+    def data() -> dict[str, Any]:
+        return {"artefacts": data_sets.list_artefacts(board.prepared)}
+
+    @app.get("/api/data/{name}")
+    def artefact(name: str) -> dict[str, Any]:
+        return data_sets.report(_artefact(board, name))
+
+    @app.get("/api/data/{name}/examples")
+    def examples(name: str, start: int = 0, count: int = 20, search: str = "", split: str = "train") -> dict[str, Any]:
+        return data_sets.examples(_artefact(board, name), split, start, count, search[:200])
+
+
+def _add_form_route(app: FastAPI, path: str, function: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    async def route(request: Request) -> dict[str, Any]:
+        return await to_thread.run_sync(function, await _body(request))
+
+    app.add_api_route(path, route, methods=["POST"])
+
+
+def _start(board: Board, form: dict[str, Any]) -> dict[str, Any]:
+    described = forms.describe(form)
+    if described["errors"]:
+        raise UserError(described["errors"][0])
+    words: list[str] = described["words"]
+    if not form.get("host"):
+        return board.tasks.start(["train", *words], described["name"])
+    words = ["launch", *words, "--on", str(form["host"])]
+    for option in ("budget", "deadline"):
+        if form.get(option):
+            words += [f"--{option}", str(form[option])]
+    return board.tasks.start(words, f"{form['host']}:{described['name']}")
+
+
+def _artefact(board: Board, name: str) -> Path:
+    found = data_sets.find_artefact(board.prepared, name)
+    if found is None:
+        raise HTTPException(404, f"no prepared data is called {name[:100]!r}")
+    return found

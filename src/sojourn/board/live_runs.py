@@ -1,0 +1,215 @@
+"""The list of runs, always at hand: runs on this machine are looked at every second, hosts every few seconds, each in a
+thread of its own. Whoever asks gets what was seen last, at once."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sojourn.errors import UserError
+from sojourn.run.folder import RunFolder
+from sojourn.run.listing import RunSummary, is_run, summarize
+from sojourn.storage.files import read_json_object, read_last_json_lines, write_json
+
+_LOCAL_SECONDS = 1.0
+_HOST_SECONDS = 15.0
+_IDLE_SECONDS = 60.0  # without anybody asking, hosts are left alone
+_LIVE = ("loss", "tokens_per_second", "memory", "mfu", "eta", "spent", "projected")
+_MOST_TAGS, _MOST_TAG_LENGTH = 10, 40
+
+
+@dataclass(frozen=True)
+class KnownRun:
+    """`id`: the name, or HOST:NAME. `folder`: None for runs on a host."""
+
+    id: str
+    folder: RunFolder | None
+    values: dict[str, Any]
+
+
+@dataclass
+class _Seen:
+    stamp: tuple[int, ...]
+    summary: RunSummary
+    last: dict[str, Any]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+class LiveRuns:
+    """`folders`: whose subfolders are runs; the first is SOJOURN_HOME's. `tags_file`: what people wrote about runs."""
+
+    def __init__(self, folders: list[Path], tags_file: Path, ask_hosts: bool = True) -> None:
+        self._folders, self._tags_file, self._ask_hosts = folders, tags_file, ask_hosts
+        self._local: dict[str, KnownRun] = {}
+        self._remote: dict[str, KnownRun] = {}
+        self._hosts: list[dict[str, Any]] = []
+        self._seen: dict[Path, _Seen] = {}
+        self._asked, self._stopped = time.monotonic(), threading.Event()
+        self._looked = threading.Lock()
+        self._tags = {str(run): tags for run, tags in read_json_object(tags_file).items() if isinstance(tags, list)}
+
+    def start(self) -> None:
+        self.look()
+        threading.Thread(target=self._watch, name="runs", daemon=True).start()
+        if self._ask_hosts:
+            threading.Thread(target=self._watch_hosts, name="hosts", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    # -- What is asked for --
+
+    def snapshot(self) -> dict[str, Any]:
+        self._asked = time.monotonic()
+        runs = [
+            {**run.values, "tags": self._tags.get(run.id, [])}
+            for run in (*self._local.values(), *self._remote.values())
+        ]
+        return {"runs": sorted(runs, key=lambda run: -run["updated"]), "hosts": self._hosts, "now": time.time()}
+
+    def get(self, run_id: str) -> KnownRun | None:
+        found = self._local.get(run_id) or self._remote.get(run_id)
+        if found is None:
+            self.look()  # it may have begun this second
+            found = self._local.get(run_id)
+        return found
+
+    def tags(self, run_id: str) -> list[str]:
+        return self._tags.get(run_id, [])
+
+    def set_tags(self, run_id: str, tags: list[str]) -> list[str]:
+        clean = list(dict.fromkeys(tag.strip()[:_MOST_TAG_LENGTH] for tag in tags if tag.strip()))[:_MOST_TAGS]
+        kept = {**self._tags, run_id: clean}
+        self._tags = {run: found for run, found in kept.items() if found}
+        self._tags_file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(self._tags_file, self._tags)
+        return clean
+
+    # -- This machine --
+
+    def look(self) -> None:
+        """At all runs on this machine. Files that have not changed are not read again."""
+        with self._looked:
+            found: dict[str, KnownRun] = {}
+            for folder in self._folders:
+                for path in _subfolders(folder):
+                    name, number = path.name, 2
+                    while name in found:  # in another folder
+                        name, number = f"{path.name}~{number}", number + 1
+                    found[name] = self._known(name, path)
+            self._local = found
+            self._seen = {
+                path: seen for path, seen in self._seen.items() if path in {_path(one) for one in found.values()}
+            }
+
+    def _known(self, run_id: str, path: Path) -> KnownRun:
+        run, stamp, seen = RunFolder(path), _stamp(path), self._seen.get(path)
+        if seen is None or seen.stamp != stamp:
+            facts = seen.facts if seen is not None and seen.stamp[0] == stamp[0] else _facts(run)
+            seen = self._seen[path] = _Seen(stamp, summarize(run), _last_train_line(run), facts)
+        elif seen.summary.state in ("starting", "running"):  # its process may have been killed
+            seen.summary = summarize(run)
+        return KnownRun(run_id, run, _values(run_id, seen))
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(_LOCAL_SECONDS):
+            with contextlib.suppress(OSError):
+                self.look()
+
+    # -- Hosts --
+
+    def _watch_hosts(self) -> None:
+        while not self._stopped.is_set():
+            if time.monotonic() - self._asked < _IDLE_SECONDS:
+                self.look_at_hosts()
+            self._stopped.wait(_HOST_SECONDS)
+
+    def look_at_hosts(self) -> None:
+        from sojourn.remote.hosts import load_hosts
+        from sojourn.remote.listing import list_remote_runs
+
+        try:
+            hosts = load_hosts()
+            self._hosts = self._hosts or [_host(name, "asking") for name in hosts]
+            runs, silent = list_remote_runs(patience=10.0) if hosts else ([], [])
+        except UserError as error:
+            self._hosts = [_host("hosts", "unreachable", str(error))]
+            return
+        errors = {answer.host.name: answer.error for answer in silent}
+        self._hosts = [_host(name, "unreachable" if name in errors else "ok", errors.get(name)) for name in hosts]
+        found = {}
+        for run in runs:
+            run_id = f"{run.host}:{run.name}"
+            values = {
+                **asdict(run), "id": run_id, "tokens_per_second": None, "memory": None, "mfu": None, "gpu": None,
+                "resumable": run.state in ("stopped", "failed", "lost"), "limits": {}, "method": None, "model": None,
+            }  # fmt: skip
+            found[run_id] = KnownRun(run_id, None, values)
+        self._remote = found
+
+
+def _path(run: KnownRun) -> Path:
+    return run.folder.path if run.folder is not None else Path()
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    try:
+        return sorted(path for path in folder.iterdir() if is_run(path))
+    except OSError:
+        return []
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    """Changes when a file changes that the list is made from; the first number is run.yaml's."""
+    found: list[int] = []
+    for name in ("run.yaml", "status.json", "metrics.jsonl", "ledger.json"):
+        try:
+            stat = (path / name).stat()
+            found += [stat.st_mtime_ns, stat.st_size]
+        except OSError:
+            found += [0, 0]
+    return tuple(found)
+
+
+def _last_train_line(run: RunFolder) -> dict[str, Any]:
+    try:
+        lines = read_last_json_lines(run.metrics, 1 << 14)
+    except (OSError, UserError):
+        return {}
+    return next((line for line in reversed(lines) if line.get("kind") == "train"), {})
+
+
+def _facts(run: RunFolder) -> dict[str, Any]:
+    """What does not change while a run goes on."""
+    from sojourn.config.load import read_config
+
+    try:
+        config = read_config(run.config)
+    except (OSError, UserError):
+        return {"method": None, "model": None, "limits": {}}
+    limits, model = config.limits, config.model
+    size = model.params or (f"depth {model.depth}" if model.depth else f"{model.d_model}×{model.num_layers}")
+    return {
+        "method": config.method.kind, "model": model.base or str(size),
+        "limits": {name: None if (value := getattr(limits, name)) is None else str(value)
+                   for name in ("budget", "time", "session")},
+    }  # fmt: skip
+
+
+def _values(run_id: str, seen: _Seen) -> dict[str, Any]:
+    summary, last = seen.summary, {key: seen.last.get(key) for key in _LIVE}
+    running = summary.state == "running"
+    return {
+        **asdict(summary), "id": run_id, "host": None, "phase": "", "at_home": True,
+        "tokens_per_second": last["tokens_per_second"], "memory": last["memory"], "mfu": last["mfu"], "gpu": None,
+        "left": last["eta"] if running else None, "projected": last["projected"] if running else None,
+        "resumable": summary.state in ("stopped", "failed"), **seen.facts,
+    }  # fmt: skip
+
+
+def _host(name: str, state: str, error: str | None = None) -> dict[str, Any]:
+    return {"name": name, "state": state, "error": error, "seen": time.time()}

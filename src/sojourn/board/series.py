@@ -1,0 +1,257 @@
+"""The metrics of runs as columns, read as the files grow, and thinned out for a chart.
+
+metrics.jsonl is append-only. A step that comes again after a restart replaces what came after it before. Of many points
+the smallest and the largest of each stretch are kept, so that no spike is lost. Only the runs looked at last are held.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from array import array
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from sojourn.storage.files import NotValid, open_regular, parse_json
+
+X_AXES = ("step", "time", "tokens", "money")
+_X_KEYS = {"tokens": "tokens", "money": "spent"}  # in metrics.jsonl
+_NOT_DRAWN = frozenset(("kind", "step", "time", "best", "prompt", "text"))
+_NUMBERS = (float, int)
+_KINDS = ("train", "eval")
+_READ_BYTES = 4 << 20
+_MOST_VALUES = 6_000_000  # held of all runs together: about 100 MB
+_MOST_LINE = 1 << 20
+_SPARKLINE_LINE = 2048  # bytes in which a line is found
+
+
+@dataclass
+class _Column:
+    rows: array[int] = field(default_factory=lambda: array("I"))
+    values: array[float] = field(default_factory=lambda: array("d"))
+
+
+@dataclass
+class _Table:
+    """Lines of one kind (train, eval): their steps and times, and a column for each key."""
+
+    steps: array[float] = field(default_factory=lambda: array("d"))
+    times: array[float] = field(default_factory=lambda: array("d"))
+    columns: dict[str, _Column] = field(default_factory=dict)
+
+    def add(self, step: float, time: float, values: dict[str, Any]) -> None:
+        steps = self.steps
+        if steps and step <= steps[-1]:
+            self._forget_from(bisect_left(steps, step))
+        row, columns = len(steps), self.columns
+        steps.append(step)
+        self.times.append(time)
+        for key, value in values.items():
+            if key in _NOT_DRAWN or type(value) not in _NUMBERS or value - value != 0:  # infinite or NaN
+                continue
+            column = columns.get(key)
+            if column is None:
+                column = columns[key] = _Column()
+            column.rows.append(row)
+            column.values.append(value)
+
+    def _forget_from(self, row: int) -> None:
+        del self.steps[row:], self.times[row:]
+        for column in self.columns.values():
+            first = bisect_left(column.rows, row)
+            del column.rows[first:], column.values[first:]
+
+
+class RunSeries:
+    """The metrics of one run. Used by one thread at a time (`lock`)."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset, self._inode = path, 0, 0
+        self._tables: dict[str, _Table] = {}
+        self.lock = threading.Lock()
+
+    @property
+    def version(self) -> int:
+        """Grows with the file."""
+        return self._offset
+
+    @property
+    def size(self) -> int:
+        return sum(len(one.values) for table in self._tables.values() for one in table.columns.values())
+
+    @property
+    def last_step(self) -> int:
+        return int(max((table.steps[-1] for table in self._tables.values() if table.steps), default=0))
+
+    def keys(self) -> list[str]:
+        return [_full_name(kind, key) for kind, table in self._tables.items() for key in table.columns]
+
+    def update(self) -> None:
+        """Reads what has been appended."""
+        try:
+            with open_regular(self._path) as file:
+                stat = os.fstat(file.fileno())
+                if stat.st_ino != self._inode or stat.st_size < self._offset:  # another file
+                    self._offset, self._inode, self._tables = 0, stat.st_ino, {}
+                file.seek(self._offset)
+                while block := file.read(_READ_BYTES):
+                    end = block.rfind(b"\n") + 1
+                    if end == 0:
+                        if len(block) >= _MOST_LINE:  # no line is so long: what is no text is passed over
+                            self._offset += len(block)
+                            continue
+                        return
+                    self._add_lines(block[:end].splitlines())
+                    self._offset += end
+                    file.seek(self._offset)
+        except (FileNotFoundError, NotValid, OSError):
+            return
+
+    def _add_lines(self, lines: list[bytes]) -> None:
+        try:
+            parsed = parse_json(b"[" + b",".join(lines) + b"]")  # twice as fast as line by line
+        except NotValid:
+            parsed = map(_parse, lines)
+        for values in parsed:
+            if not isinstance(values, dict):
+                continue
+            kind, step, time = values.get("kind"), values.get("step"), values.get("time")
+            if kind not in _KINDS or not _is_number(step) or not _is_number(time):
+                continue
+            table = self._tables.get(kind)
+            if table is None:
+                table = self._tables[kind] = _Table()
+            table.add(step, time, values)
+
+    def chart(
+        self, name: str, x: str, points: int, low: float | None = None, high: float | None = None
+    ) -> tuple[list[float], list[float]]:
+        """At most about `points` points of a key between `low` and `high` on an axis of X_AXES."""
+        kind, _, key = name.rpartition("/")
+        table = self._tables.get(kind or "train")
+        column = table.columns.get(key) if table is not None else None
+        if table is None or column is None:
+            return [], []
+        places, start = self._places(table, x), self._start(x)
+        if places is None:
+            return [], []
+        xs = places if len(column.rows) == len(places) else array("d", (places[row] for row in column.rows))
+        first = 0 if low is None else max(0, bisect_left(xs, low + start) - 1)
+        last = len(xs) if high is None else min(len(xs), bisect_right(xs, high + start) + 1)
+        chosen = thin_out(column.values, first, last, points)
+        return [xs[i] - start for i in chosen], [column.values[i] for i in chosen]
+
+    def _start(self, x: str) -> float:
+        """Time is counted from the first line."""
+        return min(one.times[0] for one in self._tables.values() if one.times) if x == "time" else 0.0
+
+    def _places(self, table: _Table, x: str) -> array[float] | None:
+        """Where each line is on the axis; None where the run has not logged that."""
+        if x in ("step", "time"):
+            return table.steps if x == "step" else table.times
+        train = self._tables.get("train")
+        column = train.columns.get(_X_KEYS[x]) if train is not None else None
+        if train is None or column is None:
+            return None
+        if table is train and len(column.rows) == len(train.steps):
+            return column.values
+        steps = array("d", (train.steps[row] for row in column.rows))
+        found = (bisect_right(steps, step) - 1 for step in table.steps)  # evaluations are at steps of their own
+        return array("d", (column.values[max(0, one)] for one in found))
+
+
+def thin_out(values: Sequence[float], first: int, last: int, points: int) -> list[int]:
+    """Indices: the smallest and the largest of each of points/2 stretches, the first and the last."""
+    count = last - first
+    if count <= points:
+        return list(range(first, last))
+    stretches = max(1, points // 2)
+    chosen = {first, last - 1}
+    for number in range(stretches):
+        start, end = first + count * number // stretches, first + count * (number + 1) // stretches
+        part = values[start:end]
+        chosen.add(start + part.index(min(part)))
+        chosen.add(start + part.index(max(part)))
+    return sorted(chosen)
+
+
+def _full_name(kind: str, key: str) -> str:
+    return key if kind == "train" else f"{kind}/{key}"
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return type(value) in _NUMBERS and value - value == 0 and abs(value) < 1e300
+
+
+class SeriesCache:
+    """The runs looked at last."""
+
+    def __init__(self, most_values: int = _MOST_VALUES) -> None:
+        self._most, self._held = most_values, OrderedDict[Path, RunSeries]()
+        self._lock = threading.Lock()
+
+    def open(self, path: Path) -> RunSeries:
+        """Up to date. The caller holds its lock while reading."""
+        with self._lock:
+            found = self._held.pop(path, None) or RunSeries(path)
+            self._held[path] = found
+        with found.lock:
+            found.update()
+        with self._lock:
+            total = sum(one.size for one in self._held.values())
+            while total > self._most and len(self._held) > 1:
+                total -= self._held.popitem(last=False)[1].size
+        return found
+
+
+class Sparklines:
+    """A few losses of each run, read at places spread over its file, without reading all of it."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[tuple[int, int], list[float]]] = {}
+
+    def of(self, path: Path, points: int = 60) -> list[float]:
+        try:
+            stat = path.stat()
+            stamp = (stat.st_size, stat.st_mtime_ns)
+            known = self._known.get(path)
+            if known is not None and known[0] == stamp:
+                return known[1]
+            losses = _sample_losses(path, stat.st_size, points)
+        except (OSError, NotValid):
+            return []
+        self._known[path] = (stamp, losses)
+        return losses
+
+
+def _sample_losses(path: Path, size: int, points: int) -> list[float]:
+    found: dict[int, float] = {}
+    with open_regular(path) as file:
+        if size <= points * _SPARKLINE_LINE:
+            blocks = [file.read(size)]
+        else:
+            blocks = []
+            for number in range(points):
+                file.seek(max(0, size * (number + 1) // points - _SPARKLINE_LINE))
+                blocks.append(file.read(_SPARKLINE_LINE).partition(b"\n")[2])
+    for block in blocks:
+        for line in reversed(block.splitlines()):
+            values = _parse(line)
+            if values.get("kind") == "train" and _is_number(values.get("step")) and _is_number(values.get("loss")):
+                found[int(values["step"])] = float(values["loss"])
+                if len(blocks) > 1:
+                    break
+    losses = [found[step] for step in sorted(found)]
+    return [losses[i] for i in thin_out(losses, 0, len(losses), points)]
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    try:
+        value = parse_json(line)
+    except NotValid:
+        return {}
+    return value if isinstance(value, dict) else {}

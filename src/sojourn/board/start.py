@@ -1,0 +1,44 @@
+"""`sojourn board` from its command line to a listening server."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import secrets
+import webbrowser
+from collections.abc import Callable
+from pathlib import Path
+
+from sojourn.errors import UserError
+from sojourn.run.home import home
+from sojourn.web.address import bind, is_loopback
+
+_NEEDED = ("fastapi", "uvicorn")
+
+
+def start(
+    host: str, port: int, folders: list[Path], browser: bool, hosts: tuple[str, ...], say: Callable[[str], None]
+) -> None:
+    """Until a signal ends it. Runs go on without it."""
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f"board needs {', '.join(missing)}; type: pip install 'sojourn[board]'")
+    import uvicorn
+
+    from sojourn.board.app import make_app, make_board
+
+    local, token = is_loopback(host), secrets.token_urlsafe(24)
+    board = make_board(home(), [folder.absolute() for folder in folders], token, local)
+    with bind(host, port) as listening:
+        address = f"http://{host}:{listening.getsockname()[1]}/"
+        shown = address if local else f"{address}?token={token}"
+        listening.listen(128)
+        say(f"board: {shown} (Ctrl-C ends it; runs go on)")
+        if browser:
+            webbrowser.open(shown)
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+        config = uvicorn.Config(
+            make_app(board, hosts), ws="none", log_config=None, access_log=False, server_header=False,
+            timeout_graceful_shutdown=2,
+        )  # fmt: skip
+        uvicorn.Server(config).run([listening])
