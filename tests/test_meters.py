@@ -57,7 +57,7 @@ def test_a_logged_step_has_every_value_in_metrics_jsonl(run):
     with Meters(run, _config("limits.price_per_hour=2 CNY"), 100, 0, MfuInputs(6e6, 1e12)) as meters:
         for step in (1, 2, 3):
             meters.count_step(1000, waited=0.0)
-            meters.log(step, 2.5, 1e-3, 0.7, 0.25, spent=1.5)
+            meters.log(step, 2.5, 1e-3, 0.7, 0.25, 100, spent=1.5)
     line = run.read_metrics()[-1]
     given = {"kind": "train", "step": 3, "loss": 2.5, "lr": 1e-3, "grad_norm": 0.7, "epoch": 0.25}
     assert {key: line[key] for key in given} == given
@@ -70,7 +70,7 @@ def test_a_logged_step_has_every_value_in_metrics_jsonl(run):
 def test_what_is_not_known_is_left_out_and_not_made_up(run, capsys):
     with Meters(run, _config(), 100, 0, MfuInputs(None, None)) as meters:
         meters.count_step(10, 0.0)
-        meters.log(1, math.nan, 1e-3, 0.7, 0.25, spent=None)
+        meters.log(1, math.nan, 1e-3, 0.7, 0.25, 100, spent=None)
     line = run.read_metrics()[-1]
     assert line["loss"] is None
     assert not {"mfu", "spent", "projected", "eta"} & line.keys()
@@ -99,7 +99,7 @@ def test_tensorboard_has_the_same_curves_and_a_continued_run_takes_back_the_step
         with Meters(run, config, 10, first, MfuInputs(1e6, 1e9)) as meters:
             for step, loss in enumerate(losses, first + 1):
                 meters.count_step(10, 0.0)
-                meters.log(step, loss, 1e-3, 1.0, 0.1, spent=0.1)
+                meters.log(step, loss, 1e-3, 1.0, 0.1, 100, spent=0.1)
             meters.log_eval(step, EvalScores(1.5, 4.48, 0.4, 0.9))
             meters.log_samples(step, [("Hello", "World")])
     found = EventAccumulator(str(run.logs)).Reload()

@@ -147,7 +147,8 @@ class _StepLoop:
         self._keep_status()
         if result.outcome == "done" and self._is_logged(progress.step):
             epoch = progress.step * session.config.train.global_batch / len(session.artefact.train)
-            self.meters.log(progress.step, result.loss, rate, result.grad_norm, epoch, guard.ledger.spent)
+            numbers = (result.loss, rate, result.grad_norm, epoch, progress.tokens)
+            self.meters.log(progress.step, *numbers, guard.ledger.spent)
             pressure.check(self.step, self.saver)
         warning = guard.warning()
         if warning is not None:

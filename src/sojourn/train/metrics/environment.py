@@ -52,5 +52,5 @@ def version_of(name: str) -> str | None:
 
 
 def redact_secret(arg: str) -> str:
-    arg = re.sub(r"(?i)((?:token|key|secret|password)[^=]*=).+", r"\1…", arg)
+    arg = re.sub(r"(?i)((?:token(?!izer)|key|secret|password)[^=]*=).+", r"\1…", arg)
     return re.sub(r"\b(hf_|sk-|ghp_)\w{8,}", r"\1…", arg)

@@ -79,12 +79,15 @@ class Meters:
         if self._line:
             self._line.step += 1
 
-    def log(self, step: int, loss: float, lr: float, grad_norm: float, epoch: float, spent: float | None) -> None:
-        """`step`: how many are done; `spent`: money."""
+    def log(
+        self, step: int, loss: float, lr: float, grad_norm: float, epoch: float, tokens: int, spent: float | None
+    ) -> None:
+        """`step`: how many are done; `tokens`: trained on so far; `spent`: money."""
         interval = self._throughput.end_interval()
         remaining = self._throughput.remaining_seconds(self._total - step)
         memory = used_memory(self._device)
         values: dict[str, float] = {"loss": loss, "lr": lr, "grad_norm": grad_norm, "epoch": round(epoch, 4)}
+        values["tokens"] = tokens
         values["tokens_per_second"] = round(interval.tokens_per_second, 1)
         mfu = self._mfu(interval)
         if mfu is not None:
