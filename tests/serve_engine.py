@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,6 +29,7 @@ from sojourn.infer.kv_cache import new_cache
 from sojourn.infer.load import LoadedModel, context_length, load_model
 from sojourn.infer.sampling import Sampler, SamplingRow, read_tokens
 from sojourn.serve.auth import KeyRing
+from sojourn.serve.deployment import Deployment
 from sojourn.serve.engines.base import EngineDied, EngineInfo, EngineStats, GenerationRequest, Output
 from sojourn.serve.feedback import FeedbackFolder
 from sojourn.serve.gateway import Gateway
@@ -61,7 +62,9 @@ class ThreadEngine:
         self._grammars = GrammarCompiler(loaded.tokenizer, vocab, stop_ids)
         self._thread, self._slots = ThreadPoolExecutor(1), asyncio.Semaphore(max_requests)
         self.loading = threading.Event()  # cleared: it is still being loaded
+        self.restarting = threading.Event()  # cleared: it is not started again yet
         self.loading.set()
+        self.restarting.set()
         self.running = self.generated = self.freed = self.restarts = 0
         self.died = False
 
@@ -73,6 +76,8 @@ class ThreadEngine:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def restart(self) -> None:
+        while not self.restarting.is_set():
+            await asyncio.sleep(0.01)
         self.died = False
         self.restarts += 1
 
@@ -100,8 +105,11 @@ class ThreadEngine:
         grammar = request.grammar
         return _Sequence(model, request, None if grammar is None else self._grammars.mask(grammar.kind, grammar.text))
 
-    def stats(self) -> EngineStats:
-        return EngineStats(running=self.running, generated_tokens=self.generated)
+    def why_dead(self) -> str:
+        return "killed by a test" if self.died else ""
+
+    async def stats(self) -> EngineStats:
+        return EngineStats(running=self.running)
 
     async def load_adapter(self, name: str, path: Path) -> None:
         loaded = await asyncio.to_thread(load_model, str(path), "cpu")
@@ -191,13 +199,14 @@ class Served:
 @contextmanager
 def serving(
     engine: Any, keys: KeyRing | None = None, source: str = "", starting: bool = False,
-    feedback: FeedbackFolder | None = None, **settings: Any,
+    feedback: FeedbackFolder | None = None, others: Sequence[Deployment] = (), **settings: Any,
 ) -> Iterator[Served]:  # fmt: skip
     """`starting`: do not wait until the model is loaded."""
     chosen = Settings(**{"port": 0, **settings})
     listening, log = bind("127.0.0.1", chosen.port), io.StringIO()
     port = listening.getsockname()[1]  # a server that cannot start closes it at once
-    gateway = Gateway(engine, chosen, keys or KeyRing([]), RequestLog(log), "tiny", source, feedback=feedback)
+    deployments = [Deployment("tiny", engine, source), *others]
+    gateway = Gateway(deployments, chosen, keys or KeyRing([]), RequestLog(log), feedback)
     server = Server(gateway)
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
     thread.start()

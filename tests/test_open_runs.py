@@ -10,6 +10,7 @@ import torch
 from conftest import called
 from sojourn.data.artefact import artefact_of
 from sojourn.export.open_source import open_weights
+from sojourn.infer.find import find_model
 from sojourn.infer.load import load_model
 from sojourn.run.home import run_folder
 from tiny import LORA, losses, run_of, run_train, stop_after
@@ -102,6 +103,7 @@ def test_steps_and_best_are_chosen_by_name(done):
     assert load_model(name, "cpu").path == done.final
     assert load_model(name, "cpu", "best").path == done.best
     assert load_model(name, "cpu", "4").path.name == "step-00000004"
+    assert find_model(f"{name}@best").path == done.best and find_model(f"{name}@8").path.name == "step-00000008"
     assert not _same(load_model(name, "cpu", "4"), load_model(name, "cpu", "8"))
     wrong = called("generate", name, *PROMPT, "--checkpoint", "5")
     assert wrong.returncode == 2 and "there are: final, best, latest, 4, 8, 12" in wrong.stderr

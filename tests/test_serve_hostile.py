@@ -22,7 +22,7 @@ from sojourn.errors import UserError
 from sojourn.infer.load import LoadedModel, load_model
 from sojourn.serve.auth import ApiKey, Quota, add_key, load_keys
 from sojourn.serve.errors import ApiError
-from sojourn.serve.limits import Admission
+from sojourn.serve.limits import Admission, Queue
 from sojourn.web.address import is_loopback
 
 EVERYWHERE = "0.0.0.0"  # noqa: S104
@@ -207,7 +207,7 @@ def test_a_client_that_goes_away_frees_its_slot_at_once(loaded: LoadedModel) -> 
             wait_until(lambda: engine.running == 0, 5)
             assert engine.freed == freed + 2 and time.monotonic() - start < 1
         wait_until(lambda: [line["status"] for line in served.lines()] == [499, 499], 5)
-        assert served.gateway.admission.taken == 0 and not served.lines("internal_error")
+        assert served.gateway.taken == 0 and not served.lines("internal_error")
 
 
 def test_the_queue_is_bounded_and_says_when_to_come_again(loaded: LoadedModel) -> None:
@@ -284,12 +284,12 @@ def test_limits_of_a_key(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -
 
 def test_limits_by_the_minute_and_the_day_end() -> None:
     now = [1000.0]
-    admission = Admission(1, 0, clock=lambda: now[0], now=lambda: now[0])
+    admission, queue = Admission(clock=lambda: now[0], now=lambda: now[0]), Queue(1, 0)
     key = ApiKey("a", b"", Quota(requests_per_minute=2, concurrency=1, tokens_per_day=100))
 
     def code() -> str | None:
         try:
-            with admission.admit(key, 1):
+            with admission.admit(key, queue, 1):
                 return None
         except ApiError as error:
             return error.code
@@ -301,11 +301,12 @@ def test_limits_by_the_minute_and_the_day_end() -> None:
     now[0] += 86_400
     assert code() is None
     now[0] += 61
-    with admission.admit(key, 1):
+    with admission.admit(key, queue, 1):
         assert code() == "concurrency_limit_exceeded"
-    with admission.admit(ApiKey("b", b""), 1), pytest.raises(ApiError) as error, admission.admit(ApiKey("c", b""), 1):
+    b, c = ApiKey("b", b""), ApiKey("c", b"")
+    with admission.admit(b, queue, 1), pytest.raises(ApiError) as error, admission.admit(c, queue, 1):
         pass
-    assert error.value.status == 429 and admission.taken == 0
+    assert error.value.status == 429 and queue.taken == 0
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from conftest import called
 from serve_engine import Command, Served, ThreadEngine, long_base, serving, wait_until
 from sojourn.errors import UserError
 from sojourn.infer.load import LoadedModel, load_model
+from sojourn.serve.deployment import Deployment
 from sojourn.serve.engines.base import EngineInfo, EngineStats
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "What colour is the cat?"}], "max_tokens": 4}
@@ -134,11 +135,12 @@ def test_a_reload_changes_the_weights_and_drops_no_request(loaded: LoadedModel, 
         asking = threading.Thread(target=lambda: running.append(say(served, max_tokens=60)))
         asking.start()
         wait_until(lambda: engine.running == 1)
-        fingerprint = served.gateway.model.id
+        deployment = served.gateway.deployments[0]
+        fingerprint = deployment.model.id
         assert served.post("/admin/reload", {"model": str(other)}).status_code == 200
         after = say(served)
         asking.join()
-        assert running == [long] and after != before and served.gateway.model.id != fingerprint
+        assert running == [long] and after != before and deployment.model.id != fingerprint
         assert served.post("/admin/reload", {}).status_code == 200 and say(served) == before
         for wrong in ("nowhere", str(other.parent / "chats.jsonl")):
             assert served.post("/admin/reload", {"model": wrong}).status_code == 400
@@ -169,6 +171,41 @@ def test_a_dead_engine_is_started_again(loaded: LoadedModel) -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_died")
         wait_until(lambda: served.get("/health").status_code == 200)
         assert say(served) and engine.restarts == 1 and served.lines("engine_restarted")
+
+
+def test_two_models_on_one_server(loaded: LoadedModel, other: Path, adapter: Path) -> None:
+    """Each with its own queue, adapters, reloads and end of its engine."""
+    second = ThreadEngine(load_model(str(other), "cpu"), "second", max_requests=2, pause=0.005)
+    with serving(ThreadEngine(loaded), others=[Deployment("second", second, str(other))], max_waiting=0) as served:
+        assert [one["id"] for one in served.get("/v1/models").json()["data"]] == ["tiny", "second"]
+        first, beside = say(served), say(served, model="second")
+        assert first != beside and served.lines()[-1]["model"] == "second"
+        load = {"lora_name": "poet", "lora_path": str(adapter), "base_model_name": "second"}
+        assert served.post("/v1/load_lora_adapter", load).status_code == 200
+        assert served.get("/v1/models/poet").json()["parent"] == "second"
+        for wrong in ({**load, "lora_name": "tiny"}, {**load, "lora_name": "second"}, load):
+            assert served.post("/v1/load_lora_adapter", wrong).status_code == 400
+        assert served.post("/v1/load_lora_adapter", {**load, "base_model_name": "no"}).status_code == 404
+        assert served.post("/admin/reload", {"name": "second", "model": str(loaded.path)}).status_code == 200
+        assert say(served, model="second") == first == say(served)
+        text = served.get("/metrics").text
+        assert 'sojourn_engine_running{model="tiny"} 0' in text and 'engine_running{model="second"} 0' in text
+        asked = [threading.Thread(target=say, args=(served,), kwargs={"model": "second"}) for _ in range(2)]
+        for thread in asked:
+            thread.start()
+        wait_until(lambda: second.running == 2)
+        assert served.post("/v1/chat/completions", {**CHAT, "model": "second"}).status_code == 429
+        assert say(served) == first  # whose queue is empty
+        for thread in asked:
+            thread.join()
+        second.restarting.clear()
+        second.died = True
+        wait_until(lambda: served.get("/health").status_code == 503)
+        assert served.post("/v1/chat/completions", {**CHAT, "model": "second"}).status_code == 503
+        assert say(served) == first
+        second.restarting.set()
+        wait_until(lambda: served.get("/health").status_code == 200)
+        assert say(served, model="second") == first and second.restarts == 1
 
 
 def test_metrics_and_the_log_count_requests_and_have_no_prompts(loaded: LoadedModel) -> None:
@@ -210,7 +247,13 @@ class Behind:
     async def health(self) -> bool:
         return True
 
-    def stats(self) -> EngineStats:
+    def why_dead(self) -> str:
+        return ""
+
+    def translate(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        return body
+
+    async def stats(self) -> EngineStats:
         return EngineStats()
 
 
@@ -250,7 +293,7 @@ def test_a_slow_reader_holds_up_nobody(loaded: LoadedModel) -> None:
         slow.sendall(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
         wait_until(lambda: engine.running > 0)
         assert asyncio.run(asyncio.wait_for(asyncio.to_thread(say, served), 20))
-        wait_until(lambda: served.gateway.admission.taken == 0, 20)
+        wait_until(lambda: served.gateway.taken == 0, 20)
         slow.close()
 
 

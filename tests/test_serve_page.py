@@ -350,13 +350,12 @@ def test_tool_calls_are_shown_and_answered(page: Browser, served: Served) -> Non
 @pytest.mark.slow
 def test_errors_say_what_to_do(page: Browser, served: Served, engine: ThreadEngine) -> None:
     choose(page)
-    waiting = served.gateway.admission.waiting
-    served.gateway.admission.waiting = -engine.info.max_requests + 1
-    served.gateway.admission.taken = 1
+    queue = served.gateway.deployments[0].queue
+    waiting, queue.waiting, queue.taken = queue.waiting, -engine.info.max_requests + 1, 1
     page.type("#input", "Hello?" + ENTER)
     page.wait("document.querySelector('.message .error button')")
     assert "busy" in page.text(".message .error") and "Try again in" in page.text(".message .error button")
-    served.gateway.admission.waiting, served.gateway.admission.taken = waiting, 0
+    queue.waiting, queue.taken = waiting, 0
     page.wait("!document.querySelector('.message .error button').disabled")
     page.click(".message .error button")
     page.wait("!document.querySelector('.message .error') && " + ANSWERED, 2)

@@ -13,8 +13,8 @@ import pytest
 from conftest import called
 from sojourn.export.vllm_preflight import config_for_vllm
 from sojourn.infer.runtimes.registry import available
+from sojourn.infer.runtimes.server_process import telling_line
 from sojourn.infer.runtimes.vllm import serve_arguments
-from sojourn.infer.runtimes.vllm_server import telling_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable

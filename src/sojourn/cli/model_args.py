@@ -9,8 +9,8 @@ import typer
 ModelArg = Annotated[
     str,
     typer.Argument(
-        help="Name or folder of a run; folder of a model, an adapter or a checkpoint; or a GGUF file. A run "
-        "without a final model is opened at its newest checkpoint."
+        help="Name or folder of a run (RUN@STEP, RUN@best: one of its checkpoints); folder of a model, an adapter or a "
+        "checkpoint; or a GGUF file. A run without a final model is opened at its newest checkpoint."
     ),
 ]
 CheckpointOption = Annotated[

@@ -17,17 +17,25 @@ if TYPE_CHECKING:
 def serve(
     model: str | None = typer.Argument(
         None,
-        help="Name or folder of a run; folder of a model, an adapter or a checkpoint; or a GGUF file.",
+        help="Name or folder of a run (RUN@STEP, RUN@best: one of its checkpoints); folder of a model, an adapter or a "
+        "checkpoint; or a GGUF file.",
         show_default=False,
     ),
-    engine: str = typer.Option("auto", help="auto, builtin, vllm or llamacpp."),
+    more: list[str] | None = typer.Option(
+        None, "--model", metavar="[NAME=]MODEL", help="One more model beside it. Repeatable.", show_default=False
+    ),
+    engine: str = typer.Option("auto", help="auto, builtin, vllm or llamacpp (for GGUF files)."),
     host: str = typer.Option("127.0.0.1", help="Address to listen at. Other than this machine: needs an API key."),
     port: int = typer.Option(8000, min=0, max=65_535, help="Port; 0: any free one."),
     name: str | None = typer.Option(
         None, help="The model's name in the API; default: the folder's.", show_default=False
     ),
     adapter: list[str] | None = typer.Option(
-        None, "--adapter", metavar="NAME=PATH", help="A LoRA adapter to load. Repeatable.", show_default=False
+        None,
+        "--adapter",
+        metavar="NAME=PATH",
+        help="A LoRA adapter, of the first. Repeatable.",
+        show_default=False,
     ),
     checkpoint: CheckpointOption = None,
     device: DeviceOption = "auto",
@@ -78,6 +86,8 @@ def serve(
 
     sojourn serve small
 
+    sojourn serve small@100 --model best=small@best
+
     sojourn serve --new-api-key phone --api-key-file keys.toml
 
     sojourn serve small --host 0.0.0.0 --api-key-file keys.toml
@@ -107,7 +117,7 @@ def serve(
 
     limits = (max_length, max_requests)
     options = EngineOptions(engine, name, checkpoint, device, quantize, *limits, _adapters(adapter), vllm_args)
-    start(model, settings, keys, options, feedback)
+    start([(name, model), *map(_named, more or ())], settings, keys, options, feedback)
 
 
 def _print_new_key(name: str, file: Path | None, admin: bool) -> None:
@@ -129,6 +139,11 @@ def _check_keys(host: str, keys: KeyRing) -> None:
             f"--host {host}: others can reach it, so it needs an API key; type: sojourn serve --new-api-key me "
             "--api-key-file keys.toml, then add --api-key-file keys.toml"
         )
+
+
+def _named(given: str) -> tuple[str | None, str]:
+    name, equals, model = given.partition("=")
+    return (name, model) if equals and name and "/" not in name and "\\" not in name else (None, given)
 
 
 def _adapters(given: list[str] | None) -> dict[str, str]:

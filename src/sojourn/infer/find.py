@@ -28,8 +28,10 @@ class FoundModel:
 
 
 def find_model(name: str, checkpoint: str | None = None) -> FoundModel:
-    """`checkpoint`: final, best, latest or a step of the run `name`. Without it, `final/`, or the newest good
-    checkpoint of a run that has none, which a line says."""
+    """`checkpoint`: final, best, latest or a step of the run `name`, which may also be given as RUN@CHECKPOINT. Without
+    it, `final/`, or the newest good checkpoint of a run that has none, which a line says."""
+    if checkpoint is None:
+        name, checkpoint = split_checkpoint(name)
     path = checkpoint_path(Path(name).expanduser())
     is_model = (path.suffix == ".gguf" and path.is_file()) or _is_model(path)
     is_checkpoint = (path / MANIFEST).is_file() and (path / "state.json").is_file()
@@ -46,6 +48,22 @@ def find_model(name: str, checkpoint: str | None = None) -> FoundModel:
     if checkpoint is None:
         return _newest(run, say_step=True)
     return _chosen(run, checkpoint)
+
+
+def adapter_folder(given: str) -> Path:
+    """Of an adapter, or of a run whose final model is one."""
+    path = find_model(given).path
+    if not (path / ADAPTER_FILE).is_file():
+        raise UserError(f"{path} is not an adapter: it has no {ADAPTER_FILE}")
+    return path
+
+
+def split_checkpoint(name: str) -> tuple[str, str | None]:
+    """The run and the checkpoint of RUN@CHECKPOINT. A file, folder or run that has such a name goes first."""
+    run, at, checkpoint = name.rpartition("@")
+    if not at or Path(name).expanduser().exists() or RunFolder(home() / "runs" / name).exists():
+        return name, None
+    return run, checkpoint
 
 
 def _is_model(folder: Path) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 from sojourn.serve.answers import Answer, Piece, read_answers, whole_answers
+from sojourn.serve.deployment import Deployment
 from sojourn.serve.errors import bad_request
 from sojourn.serve.formats import ToolUse, format_grammar, tool_use
 from sojourn.serve.gateway import Gateway, Record
@@ -25,6 +26,7 @@ class _Job:
     body: ChatRequest
     id: str
     created: int
+    deployment: Deployment
     model: ServedModel
     tools: ToolUse
     plan: Plan
@@ -45,7 +47,7 @@ async def chat_completions(gateway: Gateway, record: Record, body: ChatRequest) 
     job = await _prepare(gateway, record, body)
     if body.stream:
         return EventStream(lambda write: _stream(gateway, record, job, write))
-    async with gateway.generating(record, job.plan) as generation:
+    async with gateway.generating(record, job.deployment, job.plan) as generation:
         answers = await whole_answers(generation, job.plan.n, job.tools)
     record.finish_reason = answers[0].finish_reason
     choices = [_choice(job, index, answer) for index, answer in enumerate(answers)]
@@ -53,8 +55,8 @@ async def chat_completions(gateway: Gateway, record: Record, body: ChatRequest) 
 
 
 async def _prepare(gateway: Gateway, record: Record, body: ChatRequest) -> _Job:
-    model, record.model, record.user = gateway.ready_model(), body.model, body.user
-    adapter = gateway.adapter_of(body.model)
+    deployment, adapter = gateway.find(body.model)
+    model = deployment.ready_model()
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise bad_request("give either max_tokens or max_completion_tokens", "max_tokens")
     if body.top_logprobs is not None and not body.logprobs:
@@ -83,7 +85,7 @@ async def _prepare(gateway: Gateway, record: Record, body: ChatRequest) -> _Job:
         adapter=adapter, logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         grammar=grammar or tools.grammar, keep_markers=tools.form is not None,
     )  # fmt: skip
-    return _Job(body, f"chatcmpl-{record.id}", int(time.time()), model, tools, plan)
+    return _Job(body, f"chatcmpl-{record.id}", int(time.time()), deployment, model, tools, plan)
 
 
 def _choice(job: _Job, index: int, answer: Answer) -> dict[str, Any]:
@@ -105,7 +107,7 @@ async def _stream(gateway: Gateway, record: Record, job: _Job, write: Write) -> 
     with_usage = bool(job.body.stream_options and job.body.stream_options.include_usage)
     if with_usage:
         envelope["usage"] = None
-    async with gateway.generating(record, job.plan) as generation:
+    async with gateway.generating(record, job.deployment, job.plan) as generation:
         for index in range(job.plan.n):
             first = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
             await write(event({**envelope, "choices": [{**first, "logprobs": None}]}))

@@ -11,6 +11,7 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 from sojourn.infer.engine.request import Token
+from sojourn.serve.deployment import Deployment
 from sojourn.serve.errors import bad_request
 from sojourn.serve.formats import format_grammar
 from sojourn.serve.gateway import Gateway, Record
@@ -36,6 +37,7 @@ class _Job:
     body: CompletionRequest
     id: str
     created: int
+    deployment: Deployment
     model: ServedModel
     plan: Plan
     texts: list[str]
@@ -73,7 +75,10 @@ async def completions(gateway: Gateway, record: Record, body: CompletionRequest)
     if body.stream:
         return EventStream(lambda write: _stream(gateway, record, job, write))
     choices = [_Choice(job.texts[at // job.plan.n] if body.echo else "") for at in range(len(job.plan.requests))]
-    async with gateway.generating(record, job.plan) as generation, aclosing(generation.deltas()) as deltas:
+    async with (
+        gateway.generating(record, job.deployment, job.plan) as generation,
+        aclosing(generation.deltas()) as deltas,
+    ):
         async for delta in deltas:
             choice, (text, tokens, finish) = choices[delta.index], job.part(delta)
             choice.text += text
@@ -85,15 +90,18 @@ async def completions(gateway: Gateway, record: Record, body: CompletionRequest)
 
 
 async def _prepare(gateway: Gateway, record: Record, body: CompletionRequest) -> _Job:
-    model, record.model, record.user = gateway.ready_model(), body.model, body.user
-    adapter = gateway.adapter_of(body.model)
+    deployment, adapter = gateway.find(body.model)
+    model = deployment.ready_model()
     if body.max_tokens == 0 and not body.echo:
         raise bad_request("max_tokens: 0 needs echo: true", "max_tokens")
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options needs stream: true", "stream_options")
     grammar = format_grammar(body.response_format, "response_format")
     await gateway.check_grammar(grammar, "response_format")
-    prompts, texts = await _prompts(gateway, model, body)
+    is_one = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
+    given: Sequence[Any] = [body.prompt] if is_one else body.prompt
+    deployment.queue.check_size(len(given) * (body.n or 1))
+    prompts, texts = await _prompts(model, given, bool(body.echo))
     if gateway.settings.log_prompts:
         record.prompt = texts
     plan = make_plan(
@@ -102,14 +110,11 @@ async def _prepare(gateway: Gateway, record: Record, body: CompletionRequest) ->
         max_tokens_param="max_tokens", adapter=adapter, logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None, grammar=grammar,
     )  # fmt: skip
-    return _Job(body, f"cmpl-{record.id}", int(time.time()), model, plan, texts)
+    return _Job(body, f"cmpl-{record.id}", int(time.time()), deployment, model, plan, texts)
 
 
-async def _prompts(gateway: Gateway, model: ServedModel, body: CompletionRequest) -> tuple[list[list[int]], list[str]]:
+async def _prompts(model: ServedModel, given: Sequence[Any], echo: bool) -> tuple[list[list[int]], list[str]]:
     """Token ids of each prompt, and its text."""
-    is_one = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
-    given: Sequence[Any] = [body.prompt] if is_one else body.prompt
-    gateway.admission.check_size(len(given) * (body.n or 1))
     prompts, texts = [], []
     for one in given:
         if isinstance(one, str):
@@ -119,7 +124,7 @@ async def _prompts(gateway: Gateway, model: ServedModel, body: CompletionRequest
         if any(token >= model.info.vocab_size for token in one):
             raise bad_request(f"prompt: token ids go up to {model.info.vocab_size - 1:,}", "prompt")
         prompts.append(one)
-        texts.append(model.decoder()(one) if body.echo else "")
+        texts.append(model.decoder()(one) if echo else "")
     return prompts, texts
 
 
@@ -131,7 +136,7 @@ async def _stream(gateway: Gateway, record: Record, job: _Job, write: Write) -> 
     offsets = [0] * len(job.plan.requests)
     echoes = {at: job.texts[at // job.plan.n] for at in range(len(offsets))} if job.body.echo else {}
     text_event = TextEvents(envelope, {"index": INDEX, "text": TEXT, "logprobs": None, "finish_reason": None})
-    async with gateway.generating(record, job.plan) as generation:
+    async with gateway.generating(record, job.deployment, job.plan) as generation:
         async with aclosing(generation.deltas()) as deltas:
             async for delta in deltas:
                 if delta.finish_reason is None and job.body.logprobs is None and not job.body.echo:

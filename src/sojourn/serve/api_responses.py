@@ -11,6 +11,7 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 from sojourn.serve.answers import Answer, read_answers, whole_answers
+from sojourn.serve.deployment import Deployment
 from sojourn.serve.formats import ToolUse, format_grammar, tool_use
 from sojourn.serve.gateway import Gateway, Record
 from sojourn.serve.generation import Generation, Plan, Usage, make_plan
@@ -40,6 +41,7 @@ class _Job:
     body: ResponsesRequest
     id: str
     created: int
+    deployment: Deployment
     model: ServedModel
     tools: ToolUse
     plan: Plan
@@ -92,15 +94,15 @@ async def responses(gateway: Gateway, record: Record, body: ResponsesRequest) ->
     job = await _prepare(gateway, record, body)
     if body.stream:
         return EventStream(lambda write: _stream(gateway, record, job, write), "error")
-    async with gateway.generating(record, job.plan) as generation:
+    async with gateway.generating(record, job.deployment, job.plan) as generation:
         answer = (await whole_answers(generation, 1, job.tools))[0]
     record.finish_reason = answer.finish_reason
     return JSONResponse(_finished(job, answer, generation))
 
 
 async def _prepare(gateway: Gateway, record: Record, body: ResponsesRequest) -> _Job:
-    model, record.model, record.user = gateway.ready_model(), body.model, body.user
-    adapter = gateway.adapter_of(body.model)
+    deployment, adapter = gateway.find(body.model)
+    model = deployment.ready_model()
     grammar = format_grammar(body.text.format if body.text else None, "text.format")
     await gateway.check_grammar(grammar, "text.format")
     tools = tool_use(
@@ -121,7 +123,7 @@ async def _prepare(gateway: Gateway, record: Record, body: ResponsesRequest) -> 
         prompt_param="input", max_tokens_param="max_output_tokens", logprobs=body.top_logprobs,
         grammar=grammar or tools.grammar, keep_markers=tools.form is not None,
     )  # fmt: skip
-    return _Job(body, f"resp_{record.id}", int(time.time()), model, tools, plan)
+    return _Job(body, f"resp_{record.id}", int(time.time()), deployment, model, tools, plan)
 
 
 def _as_chat(body: ResponsesRequest) -> list[ChatMessage]:
@@ -223,7 +225,7 @@ class _Events:
 
 async def _stream(gateway: Gateway, record: Record, job: _Job, write: Write) -> None:
     events, answer = _Events(job, write), Answer()
-    async with gateway.generating(record, job.plan) as generation:
+    async with gateway.generating(record, job.deployment, job.plan) as generation:
         await events.send("response.created", response=job.response("in_progress", [], None))
         await events.send("response.in_progress", response=job.response("in_progress", [], None))
         async with aclosing(read_answers(generation, 1, job.tools)) as pieces:

@@ -21,8 +21,9 @@ from sojourn.serve.api_chat import chat_completions
 from sojourn.serve.api_completions import completions
 from sojourn.serve.api_responses import responses
 from sojourn.serve.chat_page import add_chat_page
+from sojourn.serve.deployment import Deployment
 from sojourn.serve.errors import ApiError, add_handlers
-from sojourn.serve.gateway import Gateway, Record, is_proxy, proxy_of
+from sojourn.serve.gateway import Gateway, Record
 from sojourn.serve.middleware import App, Entrance
 from sojourn.serve.schemas import (
     ChatRequest,
@@ -33,6 +34,8 @@ from sojourn.serve.schemas import (
     ResponsesRequest,
     UnloadAdapter,
 )
+
+AnyRequest = ChatRequest | CompletionRequest | ResponsesRequest
 
 _ERROR = {
     "type": "object",
@@ -134,42 +137,44 @@ def record_of(request: Request) -> Record:
 def _add_generation(app: FastAPI, gateway: Gateway) -> None:
     answers: dict[int | str, dict[str, Any]] = {**_STREAM, **_RESPONSES}
 
+    async def answer(path: str, ours: Any, body: AnyRequest, request: Request) -> Response:
+        """Ours, or that of an engine with an API of its own."""
+        record = record_of(request)
+        record.model, record.user = body.model, body.user
+        deployment, _ = gateway.find(body.model)
+        if deployment.is_proxy:
+            return await proxy.forward(gateway, deployment, record, path, body)
+        found: Response = await ours(gateway, record, body)
+        return found
+
     @app.post("/v1/chat/completions", responses=answers)
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
-        if is_proxy(gateway.engine):
-            return await proxy.forward(gateway, record_of(request), "/chat/completions", body)
-        return await chat_completions(gateway, record_of(request), body)
+        return await answer("/chat/completions", chat_completions, body, request)
 
     @app.post("/v1/completions", responses=answers)
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
-        if is_proxy(gateway.engine):
-            return await proxy.forward(gateway, record_of(request), "/completions", body)
-        return await completions(gateway, record_of(request), body)
+        return await answer("/completions", completions, body, request)
 
     @app.post("/v1/responses", responses=answers)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
-        if is_proxy(gateway.engine):
-            return await proxy.forward(gateway, record_of(request), "/responses", body)
-        return await responses(gateway, record_of(request), body)
+        return await answer("/responses", responses, body, request)
 
     @app.get("/v1/models", responses=_RESPONSES)
     async def list_models() -> dict[str, Any]:
         gateway.lifecycle.check_ready()
-        names = (gateway.name, *gateway.engine.info.adapters)
-        return {"object": "list", "data": [_model(gateway, name) for name in names]}
+        listed = [(one, name) for one in gateway.deployments for name in one.names]
+        return {"object": "list", "data": [_model(gateway, *one) for one in listed]}
 
     @app.get("/v1/models/{name:path}", responses=_RESPONSES)
     async def retrieve_model(name: str) -> dict[str, Any]:
-        gateway.lifecycle.check_ready()
-        gateway.adapter_of(name)
-        return _model(gateway, name)
+        return _model(gateway, gateway.find(name)[0], name)
 
 
-def _model(gateway: Gateway, name: str) -> dict[str, Any]:
-    info = gateway.engine.info
+def _model(gateway: Gateway, deployment: Deployment, name: str) -> dict[str, Any]:
+    info = deployment.engine.info
     return {
         "id": name, "object": "model", "created": int(gateway.lifecycle.started), "owned_by": "sojourn",
-        "root": info.model, "parent": gateway.name if name != gateway.name else None,
+        "root": info.model, "parent": deployment.name if name != deployment.name else None,
         "max_model_len": info.context_length,
     }  # fmt: skip
 
@@ -177,15 +182,18 @@ def _model(gateway: Gateway, name: str) -> dict[str, Any]:
 def _add_operations(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/health", responses={503: _RESPONSES[503]})
     async def health() -> Response:
+        proxies = [one.proxy for one in gateway.deployments if one.is_proxy] if gateway.is_ready else []
+        healthy = gateway.is_ready and all([await one.health() for one in proxies])
         state = gateway.lifecycle.state
-        healthy = state == "ready" and (not is_proxy(gateway.engine) or await proxy_of(gateway.engine).health())
-        body = {"status": state, "uptime_seconds": round(time.time() - gateway.lifecycle.started, 1)}
+        status = state if healthy or state != "ready" else "starting"
+        body = {"status": status, "uptime_seconds": round(time.time() - gateway.lifecycle.started, 1)}
         return JSONResponse(body, 200 if healthy else 503)
 
     @app.get("/metrics", response_class=PlainTextResponse, responses=_RESPONSES)
     async def metrics() -> Response:
-        ready = gateway.lifecycle.state == "ready"
-        text = gateway.metrics.text(gateway.engine.stats() if ready else None, gateway.admission.taken, ready)
+        started = [one for one in gateway.deployments if one.is_ready]
+        stats = {one.name: await one.engine.stats() for one in started}
+        text = gateway.metrics.text(stats, gateway.taken, gateway.is_ready)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.post("/v1/load_lora_adapter", responses=_RESPONSES)

@@ -1,30 +1,29 @@
-"""What all routes share: the engine, its model, limits, metrics and the log; how it starts, reloads and ends."""
+"""What all routes share: the models, limits, metrics and the log; how the server starts and ends."""
 
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from sojourn.errors import UserError
 from sojourn.infer.grammar import check_grammar
-from sojourn.infer.sampling import SamplingParams
 from sojourn.serve.auth import ApiKey, KeyRing
-from sojourn.serve.engines.base import Engine, GenerationRequest, Grammar, ProxyEngine, TokenEngine
-from sojourn.serve.errors import ApiError, bad_request, model_not_found
+from sojourn.serve.deployment import Deployment
+from sojourn.serve.engines.base import Grammar
+from sojourn.serve.errors import bad_request, model_not_found
 from sojourn.serve.feedback import FeedbackFolder
 from sojourn.serve.generation import Generation, Plan
 from sojourn.serve.lifecycle import Lifecycle
 from sojourn.serve.limits import Admission
 from sojourn.serve.metrics import Metrics
 from sojourn.serve.request_log import RequestLog
-from sojourn.serve.served_model import ServedModel
 from sojourn.serve.settings import Settings
+
+_WATCH_SECONDS = 1.0
 
 
 @dataclass
@@ -44,136 +43,113 @@ class Record:
 
 
 class Gateway:
-    """`name`: of the model in the API. `source`: what the server was asked to serve; a reload without a name opens it
-    again. `adapters`: paths of those to load at the start, by name. `feedback`: None keeps none."""
+    """`deployments`: of which the first is meant where none is named. `feedback`: None keeps none."""
 
     def __init__(
-        self, engine: Engine, settings: Settings, keys: KeyRing, log: RequestLog, name: str,
-        source: str = "", adapters: Mapping[str, str] | None = None, feedback: FeedbackFolder | None = None,
+        self, deployments: Sequence[Deployment], settings: Settings, keys: KeyRing, log: RequestLog,
+        feedback: FeedbackFolder | None = None,
     ) -> None:  # fmt: skip
-        self.engine, self.settings, self.keys, self.log, self.source = engine, settings, keys, log, source
-        self.name, self._adapters, self.feedback = name, dict(adapters or {}), feedback
-        self.metrics, self.lifecycle = Metrics(), Lifecycle(settings.request_seconds)
-        self.admission = Admission(1, settings.max_waiting)
+        self.deployments, self.settings, self.keys, self.log, self.feedback = (
+            tuple(deployments), settings, keys, log, feedback,
+        )  # fmt: skip
+        self.metrics, self.lifecycle, self.admission = Metrics(), Lifecycle(settings.request_seconds), Admission()
         self.body_bytes = 0  # of all requests whose body is being read or used
-        self.model: ServedModel | None = None
         self.failure: BaseException | None = None
-        self._changing = asyncio.Lock()
-        self._restarting: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        for one in self.deployments:
+            one.queue.waiting = settings.max_waiting
 
     # -- Starting and ending --
 
     async def start(self) -> None:
-        """Loads and warms up; requests are answered when this returns."""
-        try:
-            await self.engine.start()
-            for name, path in self._adapters.items():
-                await self.engine.load_adapter(name, await asyncio.to_thread(adapter_folder, path))
-            await self._open_model()
-            await self._warm_up()
-        except Exception as error:
-            self.lifecycle.state, self.lifecycle.reason, self.failure = "failed", str(error)[:200], error
-            return
-        if self.lifecycle.state == "starting":
-            self.lifecycle.state, self.lifecycle.reason = "ready", ""
-            info, seconds = self.engine.info, round(time.time() - self.lifecycle.started, 1)
+        """Loads one model after another: each takes its share of the memory that is left."""
+        for one in self.deployments:
+            began = time.monotonic()
+            try:
+                await one.start()
+            except Exception as error:
+                self._fail(error)
+                return
+            info = one.engine.info
             shown = {"device": info.device, "dtype": info.dtype, "context_length": info.context_length}
-            self.log.write("ready", model=self.name, seconds=seconds, **shown)
-
-    async def _open_model(self) -> None:
-        info = self.engine.info
-        self.admission.running = info.max_requests
-        if not is_proxy(self.engine):
-            self.model = await asyncio.to_thread(ServedModel.open, info, "fp_" + secrets.token_hex(6))
-
-    async def _warm_up(self) -> None:
-        """One real answer, so that the first client does not wait for kernels, caches and compilation."""
-        if is_proxy(self.engine) or self.model is None:
-            return
-        token = min(self.model.info.stop_ids, default=0)
-        request = GenerationRequest("warm-up", (token, token), SamplingParams(max_tokens=2), 0, 2)
-        plan = Plan([request], 1, ())
-        async for _ in Generation(self.token_engine, self.model, plan, Metrics()).deltas():
-            pass
-
-    def engine_died(self, reason: str) -> None:
-        """Requests get 503 until the engine is started again, with the adapters that it had."""
-        if self.lifecycle.state != "ready":
-            return
-        self.lifecycle.state, self.lifecycle.reason = "starting", "the engine is started again"
-        self.log.write("engine_died", reason=reason)
-        self._restarting = asyncio.create_task(self._restart())
-
-    async def _restart(self) -> None:
-        try:
-            await self.engine.restart()
-            await self._warm_up()
-        except Exception as error:
-            self.lifecycle.state, self.lifecycle.reason, self.failure = "failed", str(error)[:200], error
-            return
+            self.log.write("ready", model=one.name, seconds=round(time.monotonic() - began, 1), **shown)
         if self.lifecycle.state == "starting":
             self.lifecycle.state, self.lifecycle.reason = "ready", ""
-            self.log.write("engine_restarted")
+            self._run(self._watch())
+
+    def _fail(self, error: Exception) -> None:
+        self.lifecycle.state, self.lifecycle.reason, self.failure = "failed", str(error)[:200], error
+
+    def _run(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _watch(self) -> None:
+        """An engine whose process is gone is started again, whether or not a request has noticed."""
+        while self.lifecycle.state == "ready":
+            for one in self.deployments:
+                if one.is_ready and (reason := await asyncio.to_thread(one.engine.why_dead)):
+                    self.engine_died(one, reason)
+            await asyncio.sleep(_WATCH_SECONDS)
+
+    def engine_died(self, deployment: Deployment, reason: str) -> None:
+        if self.lifecycle.state == "ready" and deployment.is_ready:
+            self.log.write("engine_died", model=deployment.name, reason=reason)
+            deployment.mark_unready()
+            self._run(self._restart(deployment))
+
+    async def _restart(self, deployment: Deployment) -> None:
+        try:
+            await deployment.restart()
+        except Exception as error:
+            self._fail(error)
+            return
+        self.log.write("engine_restarted", model=deployment.name)
 
     async def close(self) -> None:
-        if self._restarting is not None:
-            self._restarting.cancel()
-        await self.engine.close()
-        if self.model is not None:
-            self.model.close()
+        for task in tuple(self._tasks):
+            task.cancel()
+        for one in self.deployments:
+            await one.close()
+
+    @property
+    def is_ready(self) -> bool:
+        return self.lifecycle.state == "ready" and all(one.is_ready for one in self.deployments)
+
+    @property
+    def taken(self) -> int:
+        """Sequences that run or wait."""
+        return sum(one.queue.taken for one in self.deployments)
 
     # -- Models --
 
-    @property
-    def token_engine(self) -> TokenEngine:
-        return self.engine  # type: ignore[return-value]
-
-    def ready_model(self) -> ServedModel:
+    def find(self, name: str) -> tuple[Deployment, str | None]:
+        """What a request's `model` means, and the adapter; None for the model itself."""
         self.lifecycle.check_ready()
-        if self.model is None:
-            raise ApiError(503, "no model is loaded", code="starting", retry_after=5)
-        return self.model
-
-    def adapter_of(self, name: str) -> str | None:
-        """The adapter that a request's `model` means; None for the base model."""
-        if name == self.name:
-            return None
-        if name in self.engine.info.adapters:
-            return name
+        for one in self.deployments:
+            if name == one.name:
+                return one, None
+            if name in one.engine.info.adapters:
+                return one, name
         raise model_not_found(name)
 
-    @asynccontextmanager
-    async def changing(self) -> AsyncIterator[None]:
-        """One change of adapters or weights at a time; a UserError is the client's."""
+    def deployment(self, name: str | None) -> Deployment:
+        """None: the first."""
         self.lifecycle.check_ready()
-        if self._changing.locked():
-            raise ApiError(409, "another adapter or checkpoint is being loaded", code="busy", retry_after=5)
-        async with self._changing:
-            try:
-                yield
-            except UserError as error:
-                raise bad_request(str(error)) from None
-            except OSError as error:  # a path that is too long, a disk that cannot be read
-                raise bad_request(f"cannot be opened: {error.strerror or error}") from None
-
-    async def reload(self, name: str | None = None, checkpoint: str | None = None) -> Path:
-        from sojourn.infer.find import find_model
-
-        async with self.changing():
-            found = await asyncio.to_thread(find_model, name or self.source, checkpoint)
-            await self.engine.reload(found.path)
-            await self._open_model()
-        self.log.write("reloaded", path=str(found.path), model=self.name)
-        return found.path
+        for one in self.deployments:
+            if name is None or one.name == name:
+                return one
+        raise model_not_found(str(name))
 
     # -- Requests --
 
     @asynccontextmanager
-    async def generating(self, record: Record, plan: Plan) -> AsyncIterator[Generation]:
+    async def generating(self, record: Record, deployment: Deployment, plan: Plan) -> AsyncIterator[Generation]:
         """A place for the sequences, their time limit, and what they used, counted whatever the end."""
-        model = self.ready_model()
-        generation = Generation(self.token_engine, model, plan, self.metrics, self.engine_died)
-        with self.admission.admit(record.key, len(plan.requests)):
+        model, died = deployment.ready_model(), lambda reason: self.engine_died(deployment, reason)
+        generation = Generation(deployment.token_engine, model, plan, self.metrics, died)
+        with self.admission.admit(record.key, deployment.queue, len(plan.requests)):
             try:
                 with self.lifecycle.time_limit():
                     yield generation
@@ -200,22 +176,3 @@ class Gateway:
             await asyncio.to_thread(check_grammar, grammar.kind, grammar.text)
         except UserError as error:
             raise bad_request(f"{param}: {error}", param, "invalid_schema") from None
-
-
-def is_proxy(engine: Engine) -> bool:
-    return isinstance(getattr(engine, "base_url", None), str)
-
-
-def proxy_of(engine: Engine) -> ProxyEngine:
-    return engine  # type: ignore[return-value]
-
-
-def adapter_folder(given: str) -> Path:
-    """Of an adapter, or of a run whose final model is one."""
-    from sojourn.infer.find import find_model
-    from sojourn.model.adapter_check import ADAPTER_FILE
-
-    path = find_model(given).path
-    if not (path / ADAPTER_FILE).is_file():
-        raise UserError(f"{path} is not an adapter: it has no {ADAPTER_FILE}")
-    return path

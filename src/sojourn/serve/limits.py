@@ -1,6 +1,6 @@
-"""Limits: how many sequences the server takes at a time, and how much each key may use.
+"""Limits: how many sequences a model takes at a time, and how much each key may use.
 
-The server takes as many sequences as the engine runs, and a bounded number more that wait. What is beyond gets 429 with
+A model takes as many sequences as its engine runs, and a bounded number more that wait. What is beyond gets 429 with
 `Retry-After`: an estimate from the time that recent requests took.
 """
 
@@ -29,44 +29,55 @@ class _Use:
     tokens: int = 0
 
 
-class Admission:
-    """`running`: sequences that the engine runs at a time. `waiting`: how many more may wait."""
+@dataclass
+class Queue:
+    """Of one model. `running`: sequences that its engine runs at a time. `waiting`: how many more may wait. `taken`:
+    those that run or wait now. `seconds`: that a request takes."""
 
-    def __init__(
-        self, running: int, waiting: int, clock: Callable[[], float] = time.monotonic,
-        now: Callable[[], float] = time.time,
-    ) -> None:  # fmt: skip
-        self.running, self.waiting, self.taken = running, waiting, 0
-        self._clock, self._now = clock, now
-        self._uses: dict[str, _Use] = defaultdict(_Use)
-        self._seconds = 1.0  # that a request takes
-
-    @contextmanager
-    def admit(self, key: ApiKey, sequences: int) -> Iterator[None]:
-        """Raises ApiError 429 where there is no room, or the key is used up."""
-        self._check_key(key)
-        self.check_size(sequences)
-        if self.taken + sequences > self.running + self.waiting:
-            raise ApiError(
-                429, "the server is busy; try again later", code="server_overloaded", retry_after=self.retry_after()
-            )
-        use, start = self._uses[key.name], self._clock()
-        use.started.append(start)
-        use.running += 1
-        self.taken += sequences
-        try:
-            yield
-        finally:
-            self.taken -= sequences
-            use.running -= 1
-            self._seconds += _RECENT * (self._clock() - start - self._seconds)
+    running: int
+    waiting: int
+    taken: int = 0
+    seconds: float = 1.0
 
     def check_size(self, sequences: int) -> None:
         if sequences > self.running + self.waiting:
             message = f"{sequences:,} sequences in one request; the server takes {self.running + self.waiting:,}"
             raise ApiError(400, message, param="n", code="too_many_sequences")
 
-    def _check_key(self, key: ApiKey) -> None:
+    def retry_after(self) -> float:
+        """Seconds until those that wait now have probably run."""
+        rounds = max(1.0, (self.taken - self.running) / max(1, self.running))
+        return min(_LONGEST_RETRY, rounds * self.seconds)
+
+
+class Admission:
+    """What each key uses, of all models together."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, now: Callable[[], float] = time.time) -> None:
+        self._clock, self._now = clock, now
+        self._uses: dict[str, _Use] = defaultdict(_Use)
+
+    @contextmanager
+    def admit(self, key: ApiKey, queue: Queue, sequences: int) -> Iterator[None]:
+        """Raises ApiError 429 where there is no room, or the key is used up."""
+        self._check_key(key, queue)
+        queue.check_size(sequences)
+        if queue.taken + sequences > queue.running + queue.waiting:
+            raise ApiError(
+                429, "the server is busy; try again later", code="server_overloaded", retry_after=queue.retry_after()
+            )
+        use, start = self._uses[key.name], self._clock()
+        use.started.append(start)
+        use.running += 1
+        queue.taken += sequences
+        try:
+            yield
+        finally:
+            queue.taken -= sequences
+            use.running -= 1
+            queue.seconds += _RECENT * (self._clock() - start - queue.seconds)
+
+    def _check_key(self, key: ApiKey, queue: Queue) -> None:
         use, quota, now = self._uses[key.name], key.quota, self._clock()
         while use.started and use.started[0] <= now - 60:
             use.started.popleft()
@@ -74,7 +85,7 @@ class Admission:
             wait = use.started[0] + 60 - now
             raise _used_up(f"{quota.requests_per_minute} requests a minute", "requests", wait)
         if quota.concurrency is not None and use.running >= quota.concurrency:
-            raise _used_up(f"{quota.concurrency} requests at a time", "concurrency", min(self._seconds, _LONGEST_RETRY))
+            raise _used_up(f"{quota.concurrency} requests at a time", "concurrency", min(queue.seconds, _LONGEST_RETRY))
         if quota.tokens_per_day is not None and self.tokens_today(key) >= quota.tokens_per_day:
             wait = 86_400 - self._now() % 86_400
             raise _used_up(f"{quota.tokens_per_day:,} tokens a day", "tokens", wait)
@@ -88,11 +99,6 @@ class Admission:
         if use.day != day:
             use.day, use.tokens = day, 0
         return use.tokens
-
-    def retry_after(self) -> float:
-        """Seconds until those that wait now have probably run."""
-        rounds = max(1.0, (self.taken - self.running) / max(1, self.running))
-        return min(_LONGEST_RETRY, rounds * self._seconds)
 
 
 def _used_up(limit: str, code: str, wait: float) -> ApiError:

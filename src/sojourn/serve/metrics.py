@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from sojourn.serve.engines.base import EngineStats
 
@@ -49,10 +49,11 @@ class Metrics:
             "request_completion_tokens": Histogram(_TOKENS),
         }
 
-    def text(self, stats: EngineStats | None, taken: int, ready: bool) -> str:
+    def text(self, stats: Mapping[str, EngineStats], taken: int, ready: bool) -> str:
+        """`stats`: of the models that are ready, by name."""
         return "\n".join(self._lines(stats, taken, ready)) + "\n"
 
-    def _lines(self, stats: EngineStats | None, taken: int, ready: bool) -> Iterator[str]:
+    def _lines(self, stats: Mapping[str, EngineStats], taken: int, ready: bool) -> Iterator[str]:
         yield from _head("requests_total", "counter", "Answered requests, by route and status.")
         for (route, status), count in sorted(self.requests.items()):
             yield f'sojourn_requests_total{{route="{_escape(route)}",status="{status}"}} {count}'
@@ -66,15 +67,11 @@ class Metrics:
         for name, histogram in self.histograms.items():
             yield from _head(name, "histogram", name.replace("_", " ").capitalize() + ".")
             yield from histogram.lines(f"sojourn_{name}")
-        if stats is None:
-            return
         for name, (kind, help) in _ENGINE.items():
             full = f"engine_{name}_total" if kind == "counter" else f"engine_{name}"
             yield from _head(full, kind, help)
-            yield f"sojourn_{full} {getattr(stats, name)}"
-        for name, value in sorted(stats.others.items()):
-            yield from _head(f"engine_{name}", "gauge", name.replace("_", " ").capitalize() + ".")
-            yield f"sojourn_engine_{name} {value:g}"
+            for model, one in stats.items():
+                yield f'sojourn_{full}{{model="{_escape(model)}"}} {getattr(one, name):g}'
 
 
 def _head(name: str, kind: str, help: str) -> Iterator[str]:

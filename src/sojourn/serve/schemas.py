@@ -294,8 +294,11 @@ PathText = Annotated[str, StringConstraints(min_length=1, max_length=4096, patte
 
 
 class LoadAdapter(Body):
+    """`base_model_name`: the served model that it belongs to; default: the first."""
+
     lora_name: Name
     lora_path: PathText
+    base_model_name: Name | None = None
 
 
 class UnloadAdapter(Body):
@@ -303,9 +306,11 @@ class UnloadAdapter(Body):
 
 
 class Reload(Body):
-    """`model`: a run's name, or the folder of a model or a checkpoint; default: what the server was started with,
-    whose newest checkpoint may be another one by now."""
+    """`name`: of the served model that gets other weights; default: the first. `model`: a run's name, or the folder of
+    a model or a checkpoint; default: what the server was started with, whose newest checkpoint may be another one by
+    now."""
 
+    name: Name | None = None
     model: PathText | None = None
     checkpoint: Annotated[str, StringConstraints(min_length=1, max_length=64)] | None = None
 

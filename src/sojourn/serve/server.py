@@ -14,7 +14,7 @@ import signal
 import socket
 import threading
 from asyncio import TimerHandle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -120,8 +120,10 @@ def _has_terminal() -> bool:
 
 
 class Server(uvicorn.Server):
-    def __init__(self, gateway: Gateway) -> None:
-        self.gateway = gateway
+    """`on_listening`: called when connections are accepted."""
+
+    def __init__(self, gateway: Gateway, on_listening: Callable[[], None] = lambda: None) -> None:
+        self.gateway, self._on_listening = gateway, on_listening
         settings = gateway.settings
         logger = logging.getLogger("uvicorn.error")
         logger.handlers, logger.propagate = [_LogHandler(gateway.log)], False
@@ -140,6 +142,10 @@ class Server(uvicorn.Server):
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().serve(sockets)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_listening()
 
     async def on_tick(self, counter: int) -> bool:
         return await super().on_tick(counter) or self.gateway.lifecycle.state == "failed"
@@ -169,7 +175,7 @@ class Server(uvicorn.Server):
     def drain(self) -> None:
         """In the loop's thread."""
         if not self.should_exit:
-            self.gateway.log.write("draining", sequences=self.gateway.admission.taken)
+            self.gateway.log.write("draining", sequences=self.gateway.taken)
             self.gateway.lifecycle.drain(self.gateway.settings.grace_seconds)
             self.should_exit = True
 
@@ -180,17 +186,19 @@ class Server(uvicorn.Server):
             self._loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self._reload()))
 
     async def _reload(self) -> None:
-        try:
-            await self.gateway.reload()
-        except ApiError as error:
-            self.gateway.log.write("reload_failed", error=error.message)
-        except Exception as error:
-            self.gateway.log.failed("reload_failed", error)
+        log = self.gateway.log
+        for one in self.gateway.deployments:
+            try:
+                log.write("reloaded", path=str(await one.reload()), model=one.name)
+            except ApiError as error:
+                log.write("reload_failed", error=error.message, model=one.name)
+            except Exception as error:
+                log.failed("reload_failed", error, model=one.name)
 
 
-def run_server(gateway: Gateway, listening: socket.socket) -> None:
+def run_server(gateway: Gateway, listening: socket.socket, on_listening: Callable[[], None]) -> None:
     """Until a signal ends it. Raises what kept the model from starting."""
-    server = Server(gateway)
+    server = Server(gateway, on_listening)
     server.run([listening])
     failure = gateway.failure
     if isinstance(failure, UserError):

@@ -11,7 +11,9 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 
-BLOCK = 16  # tokens
+from sojourn.estimate import serving
+
+BLOCK = serving.BLOCK  # tokens
 
 
 def hash_block(previous: bytes, tokens: Sequence[int]) -> bytes:

@@ -54,9 +54,9 @@ class _Launched:
 
 
 class Engine:
-    """Used by one thread."""
+    """Used by one thread. `forward`: computes the steps; None: the decoder's own, by `make_forward`."""
 
-    def __init__(self, decoder: Decoder, ops: Ops, options: EngineOptions) -> None:
+    def __init__(self, decoder: Decoder, ops: Ops, options: EngineOptions, forward: Any = None) -> None:
         self.decoder, self.options = decoder, options
         self.adapters = Adapters()
         self.scheduler = Scheduler(
@@ -64,7 +64,7 @@ class Engine:
         )
         self.generated = 0  # tokens
         self._runs_ahead = decoder.device.type == "cuda" and not options.draft_tokens
-        self._forward = make_forward(decoder, ops, options, self.adapters)
+        self._forward = forward or make_forward(decoder, ops, options, self.adapters)
         self._sampler = StepSampler(decoder.vocab_size, decoder.device)
         self._last_tokens = torch.zeros(options.max_rows, dtype=torch.int32, device=decoder.device)
         self._launched: _Launched | None = None

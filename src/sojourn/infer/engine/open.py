@@ -7,16 +7,13 @@ from dataclasses import dataclass
 import torch
 
 from sojourn.errors import UserError
+from sojourn.estimate.serving import QUANTIZATIONS, kv_memory
 from sojourn.infer.engine.decoder import Decoder, engine_unsupported_reason, read_decoder
 from sojourn.infer.engine.engine import Engine, EngineOptions, blocks_for
 from sojourn.infer.engine.ops_torch import Ops, TorchOps
 from sojourn.infer.load import LoadedModel, context_length
 
-_CUDA_SHARE = 0.9  # of the memory that is free after loading
-_CUDA_RESERVE = 2 << 30  # bytes for activations and CUDA graphs
-_CPU_SHARE = 0.25
 _MOST_TOKENS = {"cuda": 2048, "cpu": 256}  # of a step
-QUANTIZATIONS = {"cuda": ("fp8", "int8"), "cpu": ("int8",)}
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,7 @@ def choose_ops(device: str, quantization: str | None) -> Ops:
 
 def _kv_memory(decoder: Decoder) -> int:
     if decoder.device.type == "cuda":
-        return max(0, int(torch.cuda.mem_get_info()[0] * _CUDA_SHARE) - _CUDA_RESERVE)
+        return kv_memory(torch.cuda.mem_get_info()[0], "cuda")
     import psutil
 
-    return int(psutil.virtual_memory().available * _CPU_SHARE)
+    return kv_memory(psutil.virtual_memory().available, "cpu")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 _BATCH = 64  # tokens whose logits are in memory at once
+_ALL_LAYERS = 999
 _ROOM = 256  # llama.cpp rounds contexts up to this
 
 
@@ -25,11 +26,7 @@ class Model:
         self.api: Any = api
         self.context: Any = None
         self.threads, self.size = threads, 0
-        parameters = api.llama_model_default_params()
-        parameters.n_gpu_layers = 0
-        self.model = api.llama_model_load_from_file(path.encode(), parameters)
-        if not self.model:
-            raise RuntimeError("it does not load")
+        self.model = load(api, path, gpu=False)
         self.vocab = api.llama_model_get_vocab(self.model)
         self.tokens = api.llama_vocab_n_tokens(self.vocab)
         self.lora = api.llama_adapter_lora_init(self.model, lora.encode()) if lora else None
@@ -108,6 +105,78 @@ class Model:
             self.api.llama_set_adapter_lora(self.context, self.lora, 1.0)
 
 
+def load(api: Any, path: str, gpu: bool) -> Any:
+    parameters = api.llama_model_default_params()
+    parameters.n_gpu_layers = _ALL_LAYERS if gpu else 0
+    model = api.llama_model_load_from_file(path.encode(), parameters)
+    if not model:
+        raise RuntimeError("it does not load")
+    return model
+
+
+class Sequences:
+    """Several texts at a time over one KV cache of `cells` tokens, which `sojourn serve` computes with. `batch`: most
+    tokens of a step. `shared`: the cells belong to all, else each has its part. `logits`: a file for them."""
+
+    def __init__(
+        self, path: str, threads: int, rows: int, cells: int, batch: int, gpu: bool, shared: bool, logits: str
+    ) -> None:
+        import llama_cpp as api
+        import numpy
+
+        self.api: Any = api
+        self.gpu = gpu and bool(api.llama_supports_gpu_offload())
+        self.model = load(api, path, self.gpu)
+        self.vocab = api.llama_model_get_vocab(self.model)
+        self.tokens = int(api.llama_vocab_n_tokens(self.vocab))
+        parameters = api.llama_context_default_params()
+        parameters.n_ctx, parameters.n_seq_max = cells, rows
+        parameters.n_batch = parameters.n_ubatch = batch
+        parameters.n_threads = parameters.n_threads_batch = threads
+        if hasattr(parameters, "kv_unified"):
+            parameters.kv_unified = shared
+        self.context = api.llama_init_from_model(self.model, parameters)
+        if not self.context:
+            raise RuntimeError(f"no KV cache of {cells} tokens")
+        self.batch = api.llama_batch_init(batch, 0, 1)
+        self.logits = numpy.memmap(logits, numpy.float32, "w+", shape=(batch, self.tokens))
+
+    def describe(self) -> dict[str, Any]:
+        """`rewinds`: whether the end of a text can be taken back, which recurrent models cannot."""
+        api = self.api
+        asked = [getattr(api, f"llama_model_is_{kind}", None) for kind in ("recurrent", "hybrid")]
+        stops = [token for token in range(self.tokens) if api.llama_vocab_is_eog(self.vocab, token)]
+        rewinds = not any(ask is not None and ask(self.model) for ask in asked)
+        return {"vocabulary": self.tokens, "stops": stops, "rewinds": rewinds, "gpu": self.gpu}
+
+    def forward(self, changes: list[Any], parts: list[Any]) -> int:
+        """First `changes`, in order: ("keep", row, tokens to keep), ("copy", row, to which, tokens). Then `parts`:
+        (row, position, tokens, how many of the last ones' logits). Returns llama_decode's code; 1: no room."""
+        import numpy
+
+        api, batch = self.api, self.batch
+        memory = api.llama_get_memory(self.context)
+        for kind, row, *rest in changes:
+            if kind == "copy":
+                api.llama_memory_seq_cp(memory, row, rest[0], 0, rest[1])
+            elif not api.llama_memory_seq_rm(memory, row, rest[0], -1):
+                raise RuntimeError("a text cannot be cut")
+        at = outputs = 0
+        for row, start, ids, wanted in parts:
+            for index, token in enumerate(ids):
+                batch.token[at], batch.pos[at] = token, start + index
+                batch.n_seq_id[at], batch.seq_id[at][0] = 1, row
+                batch.logits[at] = index >= len(ids) - wanted
+                at += 1
+            outputs += wanted
+        batch.n_tokens = at
+        code = int(api.llama_decode(self.context, batch))
+        if code == 0 and outputs:
+            found = numpy.ctypeslib.as_array(api.llama_get_logits(self.context), (outputs, self.tokens))
+            self.logits[:outputs] = found
+        return code
+
+
 def quantize(source: str, target: str, kind: int, threads: int, importance: dict[str, Any] | None = None) -> None:
     import llama_cpp as api
 
@@ -131,7 +200,7 @@ def quantize(source: str, target: str, kind: int, threads: int, importance: dict
         raise RuntimeError("llama_model_quantize failed")
 
 
-def answer(request: dict[str, Any], state: dict[str, Model]) -> dict[str, Any]:
+def answer(request: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
     do = request.pop("do")
     if do == "open":
         state["model"] = Model(**request)
@@ -146,6 +215,12 @@ def answer(request: dict[str, Any], state: dict[str, Model]) -> dict[str, Any]:
     if do == "is_stop":
         model = state["model"]
         return {"stops": bool(model.api.llama_vocab_is_eog(model.vocab, request["token"]))}
+    if do == "open_sequences":
+        state["sequences"] = Sequences(**request)
+        described: dict[str, Any] = state["sequences"].describe()
+        return described
+    if do == "forward":
+        return {"code": state["sequences"].forward(**request)}
     if do == "quantize":
         quantize(**request)
         return {}
@@ -156,7 +231,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # whatever llama.cpp prints
     del sys.path[0]  # this folder: its modules are not for import here
-    state: dict[str, Model] = {}
+    state: dict[str, Any] = {}
     for line in sys.stdin:
         try:
             found = answer(json.loads(line), state)

@@ -96,6 +96,8 @@ class LlamaCpp:
         code = self._process.wait()
         if code == -signal.SIGILL:
             return f"uses instructions that this CPU refuses; build it without them: {_PORTABLE}"
+        if code == -signal.SIGKILL:
+            return "was killed (SIGKILL); is the memory full?"
         if code < 0:
             name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
             return f"crashed ({name}): {self._last_words() or 'without a message'}"

@@ -8,9 +8,9 @@ after authentication, limits and validation.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from sojourn.infer.engine.request import Token
 
@@ -95,9 +95,6 @@ class EngineStats:
     kv_total: int = 0
     prefix_hit_tokens: int = 0
     preemptions: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    others: dict[str, float] = field(default_factory=dict)  # more of an engine's own, by a name that Prometheus takes
 
 
 class TokenEngine(Protocol):
@@ -116,7 +113,10 @@ class TokenEngine(Protocol):
         """Leaving the iterator (`aclose`, cancellation) frees the sequence's slot at once. Raises EngineDied where the
         engine is gone."""
 
-    def stats(self) -> EngineStats: ...
+    def why_dead(self) -> str:
+        """Empty, or why its process is gone."""
+
+    async def stats(self) -> EngineStats: ...
 
     async def load_adapter(self, name: str, path: Path) -> None:
         """Raises UserError where the adapter does not fit the model."""
@@ -144,9 +144,15 @@ class ProxyEngine(Protocol):
 
     async def restart(self) -> None: ...
 
-    async def health(self) -> bool: ...
+    async def health(self) -> bool:
+        """Whether it answers now; one that is busy may not."""
 
-    def stats(self) -> EngineStats: ...
+    def why_dead(self) -> str: ...
+
+    def translate(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """A request as its API takes it. Raises UserError where it cannot honour it."""
+
+    async def stats(self) -> EngineStats: ...
 
     async def load_adapter(self, name: str, path: Path) -> None: ...
 

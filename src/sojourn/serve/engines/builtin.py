@@ -25,7 +25,7 @@ class _Child:
     """One process with one model. Requests end in the process where they began."""
 
     def __init__(self, model: ModelToServe) -> None:
-        self.model, self.stats = model, EngineStats()
+        self.model, self.stats, self.why_dead = model, EngineStats(), ""
         self.info: EngineInfo | None = None
         self._queues: dict[str, asyncio.Queue[Output | None]] = {}
         self._tickets: dict[int, asyncio.Future[str | None]] = {}
@@ -70,16 +70,19 @@ class _Child:
             self._started.set_result(args[0])
         elif kind == "failed":
             self._started.set_exception(UserError(args[0]))
+        elif kind == "ended":
+            self.why_dead = args[0]
 
     def _end(self) -> None:
         """The process is gone."""
+        self.why_dead = self.why_dead or "the engine's process ended"
         if not self._started.done():
             self._started.set_exception(RunFailed("the engine's process ended while it was loading the model"))
         for queue in self._queues.values():
             queue.put_nowait(None)
         for future in self._tickets.values():
             if not future.done():
-                future.set_exception(EngineDied("the engine's process ended"))
+                future.set_exception(EngineDied(self.why_dead))
 
     async def submit(self, request: GenerationRequest) -> AsyncGenerator[Output, None]:
         queue: asyncio.Queue[Output | None] = asyncio.Queue()
@@ -91,7 +94,7 @@ class _Child:
                 output = await queue.get()
                 if output is None:
                     finished = True
-                    raise EngineDied("the engine's process ended")
+                    raise EngineDied(self.why_dead)
                 while not queue.empty() and output.finish_reason is None:
                     later = queue.get_nowait()
                     if later is None:
@@ -110,7 +113,7 @@ class _Child:
         try:
             self._connection.send(message)
         except (OSError, ValueError) as error:
-            raise EngineDied("the engine's process ended") from error
+            raise EngineDied(self.why_dead or "the engine's process ended") from error
 
     async def ask(self, command: str, *args: Any) -> None:
         """A command that is answered."""
@@ -139,13 +142,8 @@ class _Child:
 
 
 class BuiltinEngine:
-    """`settings`: fields of `EngineSettings`."""
-
-    def __init__(
-        self, name: str, device: str = "auto", checkpoint: str | None = None, settings: dict[str, Any] | None = None,
-        adapters: tuple[tuple[str, str], ...] = (),
-    ) -> None:  # fmt: skip
-        self._child = _Child(ModelToServe(name, device, checkpoint, settings or {}, adapters))
+    def __init__(self, model: ModelToServe) -> None:
+        self._child = _Child(model)
         self._old: set[asyncio.Task[None]] = set()
 
     @property
@@ -165,8 +163,11 @@ class BuiltinEngine:
     def submit(self, request: GenerationRequest) -> AsyncGenerator[Output, None]:
         return self._child.submit(request)
 
-    def stats(self) -> EngineStats:
+    async def stats(self) -> EngineStats:
         return self._child.stats
+
+    def why_dead(self) -> str:
+        return self._child.why_dead
 
     async def restart(self) -> None:
         """A new process with the same model, where the old one is gone."""

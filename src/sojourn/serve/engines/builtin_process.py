@@ -1,4 +1,4 @@
-"""The process of the builtin engine: reads commands from a pipe, computes, and writes what became of them.
+"""The process of an engine that takes token ids: reads commands from a pipe, computes, and writes what became of them.
 
 One message a step carries the new tokens of all requests. Commands are taken between steps, so a cancelled request
 frees its row before the next one.
@@ -12,10 +12,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from sojourn.errors import RunFailed, UserError
 from sojourn.infer.engine.request import Token
@@ -25,20 +25,33 @@ if TYPE_CHECKING:
     from sojourn.infer.engine import engine as builtin
     from sojourn.infer.engine.request import Request
     from sojourn.infer.grammar import GrammarCompiler
-    from sojourn.infer.load import LoadedModel
 
 _STATS_SECONDS = 0.5
+_IDLE_SECONDS = 1.0
+_LLAMACPP_ROWS = 16
 
 
 @dataclass(frozen=True)
 class ModelToServe:
-    """What the process opens. `settings`: of `EngineSettings`. `adapters`: names and folders."""
+    """What the process opens. `settings`: of `EngineSettings`. `adapters`: names and folders. `kind`: what computes the
+    steps: our own kernels, or llama.cpp."""
 
     name: str
     device: str
     checkpoint: str | None
     settings: dict[str, Any]
     adapters: tuple[tuple[str, str], ...] = ()
+    kind: Literal["builtin", "llamacpp"] = "builtin"
+
+
+@dataclass(frozen=True)
+class Opened:
+    """`check`: raises RunFailed where what computes the steps is gone."""
+
+    engine: builtin.Engine
+    tokenizer: Any
+    info: EngineInfo
+    check: Callable[[], None] = lambda: None
 
 
 def run(connection: Connection, model: ModelToServe) -> None:
@@ -55,7 +68,10 @@ def run(connection: Connection, model: ModelToServe) -> None:
         except (RuntimeError, MemoryError) as error:  # memory of the device, mostly
             connection.send(("failed", f"{model.name}: {(str(error).strip().splitlines() or ['out of memory'])[0]}"))
             return
-        process.serve()
+        try:
+            process.serve()
+        except RunFailed as error:
+            connection.send(("ended", str(error)))
 
 
 def _end_with_parent() -> None:
@@ -67,46 +83,34 @@ def _end_with_parent() -> None:
 
 class _Process:
     def __init__(self, connection: Connection, model: ModelToServe) -> None:
-        from sojourn.infer.engine.open import EngineSettings, open_engine
-        from sojourn.infer.load import load_model
-
         self._connection = connection
-        loaded = load_model(model.name, model.device, model.checkpoint)
-        settings = EngineSettings(**model.settings)
-        self._info = _info(loaded, model, settings.max_rows)
-        self._engine = open_engine(loaded, settings)
+        opened = (open_llamacpp if model.kind == "llamacpp" else open_builtin)(model)
+        self._engine, self._tokenizer, self._info, self._check_alive = (
+            opened.engine, opened.tokenizer, opened.info, opened.check,
+        )  # fmt: skip
         for name, folder in model.adapters:
             self._engine.load_adapter(name, Path(folder))
-        self._tokenizer = loaded.tokenizer
         self._grammars: GrammarCompiler | None = None
         self._requests: dict[str, Request] = {}
         self._closing: set[str] = set()  # adapters that go when their last request ends
-        self._prompt_tokens = 0
-        self._stats_sent = 0.0
+        self._stats, self._stats_sent = EngineStats(), 0.0
         self._engine.warm_up()
-        connection.send(("ready", self._with_engine(self._info)))
-
-    def _with_engine(self, info: EngineInfo) -> EngineInfo:
-        decoder, options = self._engine.decoder, self._engine.options
-        return EngineInfo(**{
-            **asdict(info), "context_length": options.context, "vocab_size": decoder.vocab_size,
-            "adapters": tuple(self._engine.adapters.indices), "dtype": str(decoder.dtype).removeprefix("torch."),
-        })  # fmt: skip
+        connection.send(("ready", replace(self._info, adapters=tuple(self._engine.adapters.indices))))
 
     def serve(self) -> None:
         while True:
-            while self._connection.poll(None if not self._engine.has_work else 0):
+            while self._connection.poll(0 if self._engine.has_work else _IDLE_SECONDS):
                 try:
                     command, *args = self._connection.recv()
                 except EOFError:
                     return
                 self._commands[command](self, *args)
+            if not self._engine.has_work:
+                self._check_alive()
             outputs = [self._output(one) for one in self._engine.step()]
             if outputs:
                 self._connection.send(("outputs", outputs))
-            if time.monotonic() - self._stats_sent > _STATS_SECONDS or not self._engine.has_work:
-                self._stats_sent = time.monotonic()
-                self._connection.send(("stats", self._stats()))
+            self._send_stats()
 
     def _add(self, asked: GenerationRequest) -> None:
         from sojourn.infer.engine.request import Request
@@ -122,7 +126,6 @@ class _Process:
             asked.logprobs, asked.prompt_logprobs, mask,
         )  # fmt: skip
         self._requests[asked.id] = request
-        self._prompt_tokens += len(asked.prompt)
         self._engine.add(request)
 
     def _check(self, asked: GenerationRequest) -> None:
@@ -184,22 +187,51 @@ class _Process:
             self._unload_unused()
         return request.id, found
 
-    def _stats(self) -> EngineStats:
+    def _send_stats(self) -> None:
+        """Where they changed; not after every step."""
+        if self._engine.has_work and time.monotonic() - self._stats_sent < _STATS_SECONDS:
+            return
         scheduler = self._engine.scheduler
-        return EngineStats(
+        stats = EngineStats(
             len(scheduler.running), len(scheduler.waiting), scheduler.pool.total - scheduler.pool.free,
-            scheduler.pool.total, scheduler.prefix_tokens, scheduler.preemptions, self._prompt_tokens,
-            self._engine.generated,
+            scheduler.pool.total, scheduler.prefix_tokens, scheduler.preemptions,
         )  # fmt: skip
+        if stats != self._stats:
+            self._stats, self._stats_sent = stats, time.monotonic()
+            self._connection.send(("stats", stats))
 
     _commands: ClassVar[dict[str, Callable[..., None]]] = {
         "add": _add, "cancel": _cancel, "load_adapter": _load_adapter, "unload_adapter": _unload_adapter,
     }  # fmt: skip
 
 
-def _info(loaded: LoadedModel, model: ModelToServe, max_rows: int) -> EngineInfo:
+def open_builtin(model: ModelToServe) -> Opened:
+    from sojourn.infer.engine.open import EngineSettings, open_engine
     from sojourn.infer.generate import find_stop_ids
+    from sojourn.infer.load import load_model
 
-    stop_ids = find_stop_ids(loaded.model, loaded.tokenizer)
-    folder = loaded.tokenizer_folder or loaded.path
-    return EngineInfo(model.name, folder, 0, 0, max_rows, stop_ids, (), loaded.device)
+    loaded = load_model(model.name, model.device, model.checkpoint)
+    settings = EngineSettings(**model.settings)
+    stop_ids, folder = find_stop_ids(loaded.model, loaded.tokenizer), loaded.tokenizer_folder or loaded.path
+    engine = open_engine(loaded, settings)
+    decoder, dtype = engine.decoder, str(engine.decoder.dtype).removeprefix("torch.")
+    info = EngineInfo(
+        model.name, folder, engine.options.context, decoder.vocab_size, settings.max_rows, stop_ids, (), loaded.device,
+        dtype,
+    )  # fmt: skip
+    return Opened(engine, loaded.tokenizer, info)
+
+
+def open_llamacpp(model: ModelToServe) -> Opened:
+    from sojourn.data.tokenize.gguf_tokenizer import extract_tokenizer
+    from sojourn.infer.runtimes.transformers_tokenizer import open_tokenizer
+    from sojourn.serve.engines.llamacpp_forward import open_llama_engine
+
+    path, rows = Path(model.name), int(model.settings.get("max_rows") or _LLAMACPP_ROWS)
+    folder = extract_tokenizer(path)
+    engine, forward = open_llama_engine(path, rows, model.settings.get("context"), model.device)
+    info = EngineInfo(
+        model.name, folder, engine.options.context, forward.vocab_size, rows, forward.stop_ids, (), forward.device,
+        "as in the GGUF file",
+    )  # fmt: skip
+    return Opened(engine, open_tokenizer(folder), info, forward.check)

@@ -1,9 +1,11 @@
-"""Which engine serves a model: `auto` takes the builtin one."""
+"""Which engine serves a model, and what keeps an engine from it, known before anything is loaded."""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from sojourn.config.messages import did_you_mean
@@ -16,7 +18,8 @@ ENGINES = ("builtin", "vllm", "llamacpp")
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """As given on the command line. `name`: of the model in the API. `adapters`: paths by name."""
+    """As given on the command line. `name`: of the model in the API. `adapters`: paths by name. `kv_bytes`: of the
+    builtin engine's KV cache; None: it decides. `models`: how many the server has."""
 
     engine: str = "auto"
     name: str | None = None
@@ -27,52 +30,73 @@ class EngineOptions:
     max_requests: int | None = None
     adapters: dict[str, str] = field(default_factory=dict)
     vllm_args: str = ""  # further ones of `vllm serve`
+    kv_bytes: int | None = None
+    models: int = 1
+
+
+def choose_engine(found: FoundModel, options: EngineOptions) -> str:
+    """`auto`: llama.cpp for a GGUF file, where it is installed and can do what is asked; else the builtin engine."""
+    if options.engine == "auto":
+        from sojourn.serve.engines.llamacpp import cannot_serve
+
+        return "builtin" if found.path.suffix != ".gguf" or cannot_serve(found, options) else "llamacpp"
+    if options.engine not in ENGINES:
+        hint = did_you_mean(options.engine, ("auto", *ENGINES))
+        raise UserError(f"--engine {options.engine}: no such engine{hint}; allowed: auto, {', '.join(ENGINES)}")
+    return options.engine
 
 
 def open_engine(found: FoundModel, options: EngineOptions) -> Engine:
-    """The engine, not started."""
-    chosen = "builtin" if options.engine == "auto" else options.engine
-    if chosen not in ENGINES:
-        hint = did_you_mean(chosen, ("auto", *ENGINES))
-        raise UserError(f"--engine {chosen}: no such engine{hint}; allowed: auto, {', '.join(ENGINES)}")
-    try:
-        module: Any = importlib.import_module(f"sojourn.serve.engines.{chosen}")
-    except ModuleNotFoundError as error:
-        if error.name != f"sojourn.serve.engines.{chosen}":
-            raise
-        raise UserError(f"--engine {chosen}: not in this version") from None
-    engine: Engine = _BY_NAME[chosen](module, found, options)
-    return engine
-
-
-def _builtin(module: Any, found: FoundModel, options: EngineOptions) -> Any:
-    if options.vllm_args:
+    """The engine, not started. `options.engine`: from `choose_engine`."""
+    if options.vllm_args and options.engine != "vllm":
         raise UserError("--vllm-args: for --engine vllm only")
+    make: Callable[[FoundModel, EngineOptions], Engine] = _make_builtin
+    if options.engine != "builtin":
+        make = importlib.import_module(f"sojourn.serve.engines.{options.engine}").make_engine
+    return make(found, options)
+
+
+def _make_builtin(found: FoundModel, options: EngineOptions) -> Any:
+    from sojourn.serve.engines.builtin import BuiltinEngine
+    from sojourn.serve.engines.builtin_process import ModelToServe
+
     if (reason := _unsupported_reason(found)) is not None:
         other = "llamacpp" if found.path.suffix == ".gguf" else "vllm"
         raise UserError(f"{found.path}: the builtin engine cannot run it: {reason}; try: --engine {other}")
-    given = {"max_rows": options.max_requests, "context": options.max_length, "quantization": options.quantization}
+    given = {
+        "max_rows": options.max_requests, "context": options.max_length, "quantization": options.quantization,
+        "kv_bytes": options.kv_bytes,
+    }  # fmt: skip
     settings = {key: value for key, value in given.items() if value is not None}
-    return module.BuiltinEngine(str(found.path), options.device, None, settings)
+    return BuiltinEngine(ModelToServe(str(found.path), options.device, None, settings))
+
+
+def _gguf_settings(path: Path) -> dict[str, Any]:
+    from sojourn.infer.gguf.config import config_of
+    from sojourn.infer.gguf.file import GgufFile
+
+    file = GgufFile(path)
+    settings = config_of(file)
+    if "rope_factors_long.weight" not in file.tensors:
+        del settings["rope_parameters"]  # one set of factors is not length-dependent, whatever it is called
+    return settings
 
 
 def _unsupported_reason(found: FoundModel) -> str | None:
-    """From config.json alone, before anything is loaded."""
-    if not (found.path / "config.json").is_file():
-        return None  # an adapter, a checkpoint or a GGUF file: the engine looks when it is loaded
+    """From the settings alone."""
     from transformers import AutoConfig
 
     from sojourn.infer.engine.decoder import config_unsupported_reason
 
     try:
-        config = AutoConfig.from_pretrained(found.path, local_files_only=True)
-    except (OSError, ValueError, KeyError, AttributeError):
+        if found.path.suffix == ".gguf":
+            config = AutoConfig.for_model(**_gguf_settings(found.path))
+        elif (found.path / "config.json").is_file():
+            config = AutoConfig.from_pretrained(found.path, local_files_only=True)
+        else:
+            return None  # an adapter or a checkpoint: the engine looks when it is loaded
+    except UserError as error:
+        return str(error).removeprefix(f"{found.path}: ")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return None  # loading says what is wrong
     return config_unsupported_reason(config.get_text_config())
-
-
-def _other(module: Any, found: FoundModel, options: EngineOptions) -> Any:
-    return module.make_engine(found, options)
-
-
-_BY_NAME = {"builtin": _builtin, "vllm": _other, "llamacpp": _other}

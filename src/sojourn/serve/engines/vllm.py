@@ -1,5 +1,5 @@
-"""vLLM behind the gateway: its own server as a child process on a Unix socket, in an environment of its own
-(`sojourn install vllm`). For more than one GPU, and for models that the builtin engine does not compute."""
+"""vLLM behind the gateway, in an environment of its own (`sojourn install vllm`). For more than one GPU, and for models
+that the builtin engine does not compute."""
 
 from __future__ import annotations
 
@@ -9,104 +9,88 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sojourn.errors import RunFailed, UserError
-from sojourn.infer.find import FoundModel
+from sojourn.errors import UserError
+from sojourn.infer.find import MODEL_FILES, FoundModel, adapter_folder
 from sojourn.infer.runtimes.managed_environment import VLLM, has_gpu
 from sojourn.infer.runtimes.vllm import refuses, serve_arguments
-from sojourn.serve.engines.base import EngineInfo, EngineStats
+from sojourn.serve.engines.base import EngineInfo
+from sojourn.serve.engines.server_engine import ServerEngine
 
 if TYPE_CHECKING:
-    import httpx
-
     from sojourn.infer.runtimes.vllm_server import VllmServer
     from sojourn.serve.engines.choose import EngineOptions
 
 _QUANTIZATIONS = {"fp8": "fp8", "nf4": "bitsandbytes"}
 _MAX_REQUESTS = 256
+_GPU_SHARE = 0.9  # of all models together: vLLM's default for one
 
 
 def make_engine(found: FoundModel, options: EngineOptions) -> VllmEngine:
     """Refuses what vLLM cannot open before anything is loaded."""
     if reason := VLLM.why_unavailable():
         raise UserError(f"--engine vllm: {reason}")
-    folder = found.path.resolve()
-    if found.is_checkpoint or folder.suffix == ".gguf":
-        raise UserError(f"--engine vllm: {found.path} is no folder that vLLM opens; type: sojourn export … --to vllm")
-    if reason := refuses(folder):
-        raise UserError(f"--engine vllm: {reason}; try: --engine builtin")
     if options.quantization is not None and options.quantization not in _QUANTIZATIONS:
         raise UserError(f"--quantize {options.quantization}: vLLM has {', '.join(_QUANTIZATIONS)}")
-    return VllmEngine(folder, options)
+    return VllmEngine(_check_folder(found.path), options)
 
 
-class VllmEngine:
-    base_url = "http://vllm/v1"
+def _check_folder(path: Path) -> Path:
+    if path.suffix == ".gguf":
+        raise UserError(f"--engine vllm: {path} is a GGUF file; try: --engine llamacpp")
+    folder = path.resolve()
+    if not any((folder / name).is_file() for name in MODEL_FILES):
+        raise UserError(f"--engine vllm: {path} is no folder that vLLM opens; type: sojourn export … --to vllm")
+    if reason := refuses(folder):
+        raise UserError(f"--engine vllm: {reason}; try: --engine builtin")
+    return folder
+
+
+class VllmEngine(ServerEngine):
+    title = "vLLM"
+    gauges = {  # noqa: RUF012
+        "vllm:num_requests_running": "running", "vllm:num_requests_waiting": "waiting",
+        "vllm:prefix_cache_hits_total": "prefix_hit_tokens", "vllm:num_preemptions_total": "preemptions",
+    }  # fmt: skip
 
     def __init__(self, folder: Path, options: EngineOptions) -> None:
-        self._folder, self._options = folder, options
-        self._server: VllmServer | None = None
-        self._adapters = dict(options.adapters)
-        self._info: EngineInfo | None = None
+        super().__init__(folder)
+        self._options = options
+        self._adapters = {name: str(adapter_folder(path)) for name, path in options.adapters.items()}
+
+    def check_path(self, path: Path) -> Path:
+        return _check_folder(path)
 
     @property
     def info(self) -> EngineInfo:
-        if self._info is None:
-            raise RunFailed("vLLM is not started")
-        return replace(self._info, adapters=tuple(self._adapters))
+        return replace(super().info, adapters=tuple(self._adapters))
 
-    def transport(self) -> httpx.AsyncHTTPTransport:
-        """How the gateway reaches it."""
-        import httpx
-
-        return httpx.AsyncHTTPTransport(uds=str(self._running().socket))
-
-    def _running(self) -> VllmServer:
-        if self._server is None:
-            raise RunFailed("vLLM is not started")
-        return self._server
-
-    async def start(self) -> None:
-        self._server = await asyncio.to_thread(self._open)
-        (served, *_) = (await asyncio.to_thread(self._server.get, "/v1/models"))["data"]
-        self._info = EngineInfo(
-            self._name, Path(serve_arguments(self._folder, self._name)[0]), int(served["max_model_len"]), 0,
+    def read_info(self, served: dict[str, Any]) -> EngineInfo:
+        return EngineInfo(
+            self._name, Path(serve_arguments(self.path, self._name)[0]), int(served["max_model_len"]), 0,
             self._options.max_requests or _MAX_REQUESTS, device="cuda" if has_gpu() else "cpu", dtype="vLLM's",
         )  # fmt: skip
 
     @property
     def _name(self) -> str:
-        return self._options.name or self._folder.name
+        return self._options.name or self.path.name
 
-    def _open(self) -> VllmServer:
+    def open_server(self) -> VllmServer:
         from sojourn.infer.runtimes.vllm_server import VllmServer
 
         options = self._options
-        arguments = serve_arguments(self._folder, self._name)
+        arguments = serve_arguments(self.path, self._name)
         limits = {"--max-model-len": options.max_length, "--max-num-seqs": options.max_requests}
         arguments += [word for key, value in limits.items() if value is not None for word in (key, str(value))]
         if options.quantization is not None:
             arguments += ["--quantization", _QUANTIZATIONS[options.quantization]]
         if self._adapters:
-            loras = [f"{name}={Path(path).resolve()}" for name, path in self._adapters.items()]
+            loras = [f"{name}={path}" for name, path in self._adapters.items()]
             arguments += [*(() if "--enable-lora" in arguments else ("--enable-lora",)), "--lora-modules", *loras]
+        if options.models > 1 and has_gpu() and "gpu-memory-utilization" not in options.vllm_args:
+            arguments += ["--gpu-memory-utilization", f"{_GPU_SHARE / options.models:.2f}"]
         if (gpus := _gpus()) > 1 and "tensor-parallel-size" not in options.vllm_args:
             arguments += ["--tensor-parallel-size", str(gpus)]
         return VllmServer([*arguments, *shlex.split(options.vllm_args)], eager=not has_gpu(), runtime_lora=True)
-
-    async def health(self) -> bool:
-        return self._server is not None and await asyncio.to_thread(self._server.is_healthy)
-
-    async def restart(self) -> None:
-        await self.close()
-        await self.start()
-
-    async def close(self) -> None:
-        if self._server is not None:
-            await asyncio.to_thread(self._server.close)
-            self._server = None
-
-    def stats(self) -> EngineStats:
-        return EngineStats()
 
     async def load_adapter(self, name: str, path: Path) -> None:
         if not self._adapters:
@@ -119,10 +103,7 @@ class VllmEngine:
         self._adapters.pop(name, None)
 
     async def _post(self, path: str, body: dict[str, Any]) -> None:
-        await asyncio.to_thread(self._running().post, path, body)
-
-    async def reload(self, path: Path) -> None:
-        raise UserError("--engine vllm: it fills the GPU's memory, so other weights need a new start of the server")
+        await asyncio.to_thread(self.running.post, path, body)
 
 
 def _gpus() -> int:

@@ -1,0 +1,38 @@
+"""Memory of a served model: its weights, and the KV cache in what they leave. For the engine and `plan --serve`."""
+
+from __future__ import annotations
+
+from sojourn.catalog.models import ModelSpec
+
+BLOCK = 16  # tokens of a block of the KV cache
+QUANTIZATIONS = {"cuda": ("fp8", "int8"), "cpu": ("int8",)}  # of the builtin engine
+_CUDA_SHARE = 0.9  # of the memory that is free after loading
+_CUDA_RESERVE = 2 << 30  # bytes for activations and CUDA graphs
+_CPU_SHARE = 0.25  # of the memory that is available
+
+
+def kv_memory(free: float, device: str, models: int = 1) -> int:
+    """Bytes of each model's KV cache, where so many share `free` bytes after their weights are loaded."""
+    if device == "cuda":
+        return max(0, int(free * _CUDA_SHARE / models) - _CUDA_RESERVE)
+    return int(free * _CPU_SHARE / models)
+
+
+def kv_bytes_per_token(model: ModelSpec, element: int = 2) -> int:
+    """Keys and values of all layers; those with a sliding window keep all tokens, too."""
+    return 2 * model.layers * model.kv_heads * model.head_dim * element
+
+
+def weight_bytes(model: ModelSpec, element: int = 2, quantization: str | None = None) -> int:
+    """On the device. Quantized matrices have one byte a weight and an fp32 scale an output; embeddings stay."""
+    if quantization is None:
+        return model.parameters * element
+    matrices = model.parameters - model.embedding_parameters * (not model.tied)  # a tied LM head is packed, too
+    scales = 4 * (matrices // model.hidden)  # inputs are mostly `hidden`
+    return matrices + scales + model.embedding_parameters * element
+
+
+def users_in(kv_bytes: float, per_token: int, context: int) -> int:
+    """Requests of so many tokens that a KV cache holds at a time."""
+    blocks = -(-context // BLOCK)
+    return int(kv_bytes // (per_token * BLOCK)) // blocks
