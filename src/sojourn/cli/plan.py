@@ -27,6 +27,12 @@ def plan(
     calibrate: bool = typer.Option(
         False, "--calibrate", help="Correct estimates by the runs measured on this machine."
     ),
+    serve: bool = typer.Option(
+        False, "--serve", help="How many users a GPU holds instead: RUN is a model (qwen2.5-7b, a folder) or a run."
+    ),
+    context: int | None = typer.Option(
+        None, "--context", min=16, help="With --serve: tokens of a prompt and its answer; default: 4096."
+    ),
     json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
     """Estimate memory, time and cost of a run on each GPU. Needs no torch, no GPU and no network."""
@@ -35,6 +41,8 @@ def plan(
     from sojourn.errors import UserError
     from sojourn.plan.arguments import alone
 
+    if context is not None and not serve:
+        raise UserError("--context: for --serve; a run's is data.max_length")
     if calibrate:
         _calibrate(json, json and bool(args))
         if not args:
@@ -44,7 +52,10 @@ def plan(
             "plan: name a run: a preset (sojourn presets list) or a YAML file, such as: sojourn plan medium"
         )
     others = {"--gpu": gpu, "--platform": platform, "--budget": budget, "--deadline": deadline, "--explain": explain}
-    alone(fit, others)
+    if serve:
+        _serve(args, gpu, context, {"--fit": fit, **{k: v for k, v in others.items() if k != "--gpu"}}, json)
+        return
+    alone("--fit", fit, others)
     loaded = load_run(args)
     config = loaded.config
     cards = list(dict.fromkeys(find_gpu(name) for name in gpu)) if gpu else None
@@ -52,6 +63,22 @@ def plan(
         _inverse(config, fit, json)
         return
     _plan(loaded, cards, platform, budget, deadline, explain, json)
+
+
+def _serve(args: list[str], gpu: list[str] | None, context: int | None, others: dict[str, object], json: bool) -> None:
+    from sojourn.catalog.gpus import find_gpu, gpus
+    from sojourn.plan.arguments import alone
+    from sojourn.plan.serving import default_context, model_to_serve, serving_lines, serving_values
+    from sojourn.plan.show import folded, screen_width
+
+    alone("--serve", True, others)
+    model = model_to_serve(args)
+    context = context or default_context(model)
+    cards = list(dict.fromkeys(map(find_gpu, gpu))) if gpu else [one for one in gpus() if not one.unified]
+    if json:
+        _print_json(serving_values(model, cards, context))
+        return
+    print("\n".join(folded(serving_lines(model, cards, context, bool(gpu)), screen_width())))
 
 
 def _plan(

@@ -42,12 +42,17 @@ def cuda_context(workload: Workload) -> int:
     """Not counted by torch: the CUDA context with the kernels that a run loads, NCCL's buffers, CUDA graphs."""
     if workload.device_type != "cuda":
         return 0
-    table = constants()["memory"]["context_mib"]
-    known = sorted((tuple(int(part) for part in key.split(".")), value) for key, value in table.items())
-    fitting = [value for capability, value in known if capability <= workload.compute_capability]
     more = int(constants()["memory"]["nccl_mib"]) if workload.world_size > 1 else 0
     more += int(constants()["memory"]["cuda_graph_mib"]) if workload.graph_memory else 0
-    return (int(fitting[-1] if fitting else known[0][1]) + more) * _MIB
+    return context_bytes(workload.compute_capability) + more * _MIB
+
+
+def context_bytes(compute_capability: tuple[int, int]) -> int:
+    """Of a CUDA context with the kernels that a process of ours loads."""
+    table = constants()["memory"]["context_mib"]
+    known = sorted((tuple(int(part) for part in key.split(".")), value) for key, value in table.items())
+    fitting = [value for capability, value in known if capability <= compute_capability]
+    return int(fitting[-1] if fitting else known[0][1]) * _MIB
 
 
 def fragmentation(persistent: list[tuple[float, int]], transient: float) -> float:

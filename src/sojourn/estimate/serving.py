@@ -5,6 +5,8 @@ from __future__ import annotations
 from sojourn.catalog.models import ModelSpec
 
 BLOCK = 16  # tokens of a block of the KV cache
+MAX_ROWS = 64  # requests at a time, unless --max-requests says otherwise
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3", "gemma3_text", "glm4")  # of the builtin engine
 QUANTIZATIONS = {"cuda": ("fp8", "int8"), "cpu": ("int8",)}  # of the builtin engine
 _CUDA_SHARE = 0.9  # of the memory that is free after loading
 _CUDA_RESERVE = 2 << 30  # bytes for activations and CUDA graphs

@@ -47,8 +47,8 @@ def known_platform(name: str | None) -> str | None:
     return meant
 
 
-def alone(fit: str | None, others: Mapping[str, object]) -> None:
-    """`--fit` asks about memory and about nothing else."""
+def alone(option: str, asked: object, others: Mapping[str, object]) -> None:
+    """`--fit` and `--serve` ask about memory and about nothing else."""
     given = [name for name, value in others.items() if value]
-    if fit is not None and given:
-        raise UserError(f"--fit: a plan the other way round has no {given[0]}; leave out one of the two")
+    if asked and given:
+        raise UserError(f"{option}: a plan of memory alone has no {given[0]}; leave out one of the two")

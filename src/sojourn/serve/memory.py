@@ -32,12 +32,14 @@ def share_memory(models: Mapping[str, FoundModel], device: str, quantization: st
     if free is None or not sizes or None in sizes.values():
         return "", None
     known = {name: size for name, size in sizes.items() if size is not None}
+    # Quantized on a GPU: loaded whole first, one after another
+    loading = max((model_bytes(models[name], device, None) or 0) - known[name] for name in known)
     listed = ", ".join(f"{name} {size / _GIB:.1f} GiB" for name, size in known.items())
     left = free - sum(known.values()) - (_CUDA_CONTEXT * len(known) if device == "cuda" else 0)
     share = kv_memory(left, device, len(known))
     where = {"cuda": "of the GPU", "cpu": "of memory"}.get(device, device)
-    if left < 0 or share <= 0:
-        smaller = "--quantize int8" if quantization is None and device in ("cuda", "cpu") else "a smaller model"
+    if left < loading or share <= 0:
+        smaller = "--quantize int8" if quantization is None and device == "cuda" and left > 0 else "a smaller model"
         fewer = "fewer models, or " if len(known) > 1 else ""
         raise UserError(f"weights take {listed}, but {free / _GIB:.1f} GiB {where} are free; try {fewer}{smaller}")
     if len(known) == 1:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sojourn.estimate.serving import FAMILIES
 from sojourn.model.layers import decoder_layers
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3", "gemma3_text", "glm4")
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # the frequencies depend on the length of the text
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from sojourn.errors import UserError
-from sojourn.estimate.serving import QUANTIZATIONS, kv_memory
+from sojourn.estimate.serving import MAX_ROWS, QUANTIZATIONS, kv_memory
 from sojourn.infer.engine.decoder import Decoder, engine_unsupported_reason, read_decoder
 from sojourn.infer.engine.engine import Engine, EngineOptions, blocks_for
 from sojourn.infer.engine.ops_torch import Ops, TorchOps
@@ -21,7 +21,7 @@ class EngineSettings:
     """`max_rows`: requests at a time. `context`: None is the model's. `quantization`: of the matrices; None leaves
     them as they are. `kv_bytes`: memory of the KV cache; None: most of what is free."""
 
-    max_rows: int = 64
+    max_rows: int = MAX_ROWS
     context: int | None = None
     quantization: str | None = None
     kv_bytes: int | None = None
