@@ -123,6 +123,22 @@ def test_the_cache_forgets_what_was_not_looked_at(tmp_path):
     assert cache.open(files[0]) is not opened[0]
 
 
+def test_a_long_file_is_shown_roughly_at_once_and_wholly_soon(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    with file.open("w") as opened:
+        opened.writelines(
+            json.dumps(_line(one, loss=99.0 if one == 12_345 else 1.0)) + "\n" for one in range(1, 25_001)
+        )
+    series = SeriesCache().open(file)
+    with series.lock:
+        if series.is_partial:
+            rough = series.chart("loss", "step", 1000)[0]
+            assert 300 < len(rough) <= 600 and rough[-1] == 25_000
+    _wait(lambda: not series.is_partial)
+    assert max(series.chart("loss", "step", 100)[1]) == 99.0
+    assert len(series.chart("loss", "step", 10**6)[0]) == 25_000
+
+
 def test_sparklines_read_a_few_places_of_a_long_file(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(json.dumps(_line(step, loss=float(step))) + "\n" for step in range(1, 5001)))

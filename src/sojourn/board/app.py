@@ -20,6 +20,7 @@ from sojourn import __version__
 from sojourn.board import actions, data_sets, details, forms
 from sojourn.board.guard import Guard
 from sojourn.board.live_runs import KnownRun, LiveRuns
+from sojourn.board.remote_copies import RemoteCopies
 from sojourn.board.report import report_html
 from sojourn.board.series import X_AXES, RunSeries, SeriesCache, Sparklines
 from sojourn.board.tasks import Tasks
@@ -43,6 +44,7 @@ class Board:
     local: bool
     series: SeriesCache
     sparklines: Sparklines
+    copies: RemoteCopies
 
     @property
     def prepared(self) -> Path:
@@ -51,7 +53,9 @@ class Board:
 
 def make_board(home: Path, folders: list[Path], token: str, local: bool, ask_hosts: bool = True) -> Board:
     runs = LiveRuns([home / "runs", *folders], home / "board" / "tags.json", ask_hosts)
-    return Board(home, runs, Tasks(home / "board" / "tasks"), token, local, SeriesCache(), Sparklines())
+    ours = home / "board"
+    shared = (SeriesCache(), Sparklines(), RemoteCopies(ours / "remote"))
+    return Board(home, runs, Tasks(ours / "tasks"), token, local, *shared)
 
 
 def make_app(board: Board, hosts: tuple[str, ...] = ()) -> Any:
@@ -101,24 +105,19 @@ def _run(board: Board, run_id: str) -> KnownRun:
 def _folder(board: Board, run_id: str) -> RunFolder:
     """Of a run on this machine, or of the copy of its small files."""
     run = _run(board, run_id)
-    if run.folder is None:
-        raise HTTPException(409, f"{run_id}: its files are on {run.values['host']}; bring it home: sojourn pull")
-    return run.folder
+    return run.folder or board.copies.folder_of(str(run.values["host"]), str(run.values["name"]))
 
 
 def _add_run_routes(app: FastAPI, board: Board) -> None:
     @app.get("/api/runs")
-    async def list_runs() -> dict[str, Any]:
+    def list_runs() -> dict[str, Any]:
         return board.runs.snapshot()
 
     @app.get("/api/sparklines")
     def sparklines(ids: str = "") -> dict[str, list[float]]:
         found = {one: board.runs.get(one) for one in ids.split(",")[:_MOST_IDS] if one}
-        return {
-            one: board.sparklines.of(run.folder.metrics)
-            for one, run in found.items()
-            if run is not None and run.folder is not None
-        }
+        here = {one: run.folder for one, run in found.items() if run is not None and run.folder is not None}
+        return {one: board.sparklines.of(folder.metrics) for one, folder in here.items()}
 
     @app.post("/api/runs/{run_id}/tags")
     async def tags(run_id: str, request: Request) -> dict[str, Any]:
@@ -130,11 +129,11 @@ def _add_run_routes(app: FastAPI, board: Board) -> None:
     @app.get("/api/runs/{run_id}")
     def one_run(run_id: str) -> dict[str, Any]:
         run = _run(board, run_id)
+        folder, host = _folder(board, run_id), run.values["host"]
         values = {**run.values, "tags": board.runs.tags(run_id)}
-        if run.folder is None:
-            return values
-        with (series := board.series.open(run.folder.metrics)).lock:
-            return {**values, **details.details(run.folder), "metrics": series.keys(), "last_step": series.last_step}
+        values["copy_error"] = board.copies.error(host, str(run.values["name"])) if host else None
+        with (series := board.series.open(folder.metrics)).lock:
+            return {**values, **details.details(folder), "metrics": series.keys(), "last_step": series.last_step}
 
     @app.get("/api/runs/{run_id}/series")
     def series(
@@ -145,11 +144,11 @@ def _add_run_routes(app: FastAPI, board: Board) -> None:
             raise HTTPException(400, f"x: {', '.join(X_AXES)}")
         found = board.series.open(_folder(board, run_id).metrics)
         with found.lock:
-            if version == found.version:
+            if version == found.version and not found.is_partial:
                 return {"unchanged": True, "version": version}
             wanted = [key for key in keys.split(",")[:_MOST_KEYS] if key]
             return {"x": x, "series": _charts(found, wanted, x, points, low, high), "keys": found.keys(),
-                    "last_step": found.last_step, "version": found.version}  # fmt: skip
+                    "last_step": found.last_step, "version": found.version, "partial": found.is_partial}  # fmt: skip
 
     @app.get("/api/runs/{run_id}/series.csv")
     def series_csv(run_id: str, keys: str = "loss", x: str = "step") -> Response:
@@ -199,11 +198,17 @@ def _add_text_routes(app: FastAPI, board: Board) -> None:
 
     @app.get("/api/runs/{run_id}/logs")
     def logs(run_id: str, file: str | None = None, tail: int = 20_000) -> dict[str, Any]:
-        return details.logs(_folder(board, run_id), file, max(0, min(tail, _MOST_TAIL)))
+        return details.logs(_folder(board, run_id), _outputs(board, run_id), file, max(0, min(tail, _MOST_TAIL)))
 
     @app.get("/api/runs/{run_id}/report.html")
     def report(run_id: str) -> Response:
         return HTMLResponse(report_html(_folder(board, run_id)), headers={"content-disposition": "attachment"})
+
+
+def _outputs(board: Board, run_id: str) -> dict[str, Path]:
+    """What the commands for this run printed that the board started."""
+    tasks = [task for task in board.tasks.list_all() if task["run"] == run_id]
+    return {f"{task['line']} ({task['id']})": board.tasks.output_file(task["id"]) for task in tasks}
 
 
 def _add_other_routes(app: FastAPI, board: Board) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from sojourn.errors import UserError
 from sojourn.run.checkpoints import list_checkpoints, step_of
 from sojourn.run.folder import RunFolder
-from sojourn.storage.files import NotValid, is_plain_name, open_regular, parse_json, read_json_object
+from sojourn.storage.files import NotValid, open_regular, parse_json, read_json_object
 
 _MOST_EVENTS, _MOST_SAMPLES = 2000, 500
 _MOST_LINES_BYTES = 64 << 20
@@ -98,23 +98,19 @@ def _last_lines(path: Path, wanted: Any, most: int) -> list[dict[str, Any]]:
     return list(found)
 
 
-def logs(run: RunFolder, file: str | None, tail: int) -> dict[str, Any]:
-    """Text files of the run: the output of its process and of other ranks."""
-    files = sorted(
-        path.name
-        for folder in (run.path, run.logs)
-        if folder.is_dir()
-        for path in folder.iterdir()
-        if path.suffix in _LOG_NAMES and path.is_file()
-    )
-    chosen = file if file in files else files[0] if files else None
-    if chosen is None or not is_plain_name(chosen):
-        return {"files": files, "file": None, "text": ""}
-    path = run.logs / chosen if (run.logs / chosen).is_file() else run.path / chosen
+def logs(run: RunFolder, outputs: dict[str, Path], file: str | None, tail: int) -> dict[str, Any]:
+    """The end of a text: `outputs` of the board's own commands, or files of the run."""
+    files = dict(outputs)
+    for folder in (run.path, run.logs):
+        if folder.is_dir():
+            files |= {path.name: path for path in sorted(folder.iterdir()) if path.suffix in _LOG_NAMES}
+    chosen = file if file in files else next(iter(files), None)
+    if chosen is None:
+        return {"files": [], "file": None, "text": ""}
     try:
-        with open_regular(path) as opened:
+        with open_regular(files[chosen]) as opened:
             opened.seek(max(0, os.fstat(opened.fileno()).st_size - tail))
             text = opened.read(tail).decode("utf-8", errors="replace")
     except (OSError, NotValid) as error:
         text = str(error)
-    return {"files": files, "file": chosen, "text": text}
+    return {"files": list(files), "file": chosen, "text": text}

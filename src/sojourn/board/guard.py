@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import traceback
 from collections.abc import Awaitable, Callable, MutableMapping
 from http.cookies import CookieError, SimpleCookie
 from typing import Any
@@ -52,7 +53,10 @@ class Guard:
         if not self._local and scope["path"] == "/" and self._matches(_token_in_address(scope)):
             await _answer(send, 303, "", ((b"location", b"/"), (b"set-cookie", self._cookie())))
             return
-        await self._app(scope, receive, _with_headers(send))
+        try:
+            await self._app(scope, receive, _with_headers(send))
+        except Exception:  # the page has got a 500 by now
+            traceback.print_exc()
 
     def _refusal(self, scope: Message, headers: dict[str, str]) -> tuple[int, str] | None:
         host = _hostname(headers.get("host", ""))

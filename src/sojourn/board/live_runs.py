@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,12 @@ from sojourn.storage.files import read_json_object, read_last_json_lines, write_
 
 _LOCAL_SECONDS = 1.0
 _HOST_SECONDS = 15.0
+_FIRST_SECONDS = 5.0  # that the first to ask waits for the first look at this machine
+_BETWEEN_FACTS = 0.02
 _IDLE_SECONDS = 60.0  # without anybody asking, hosts are left alone
 _LIVE = ("loss", "tokens_per_second", "memory", "mfu", "eta", "spent", "projected")
 _MOST_TAGS, _MOST_TAG_LENGTH = 10, 40
+_NO_FACTS: dict[str, Any] = {"method": None, "model": None, "limits": {}}
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class _Seen:
     stamp: tuple[int, ...]
     summary: RunSummary
     last: dict[str, Any]
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] | None = None  # of run.yaml, which takes longer to read
 
 
 class LiveRuns:
@@ -49,11 +52,10 @@ class LiveRuns:
         self._hosts: list[dict[str, Any]] = []
         self._seen: dict[Path, _Seen] = {}
         self._asked, self._stopped = time.monotonic(), threading.Event()
-        self._looked = threading.Lock()
+        self._looked, self._seen_once = threading.Lock(), threading.Event()
         self._tags = {str(run): tags for run, tags in read_json_object(tags_file).items() if isinstance(tags, list)}
 
     def start(self) -> None:
-        self.look()
         threading.Thread(target=self._watch, name="runs", daemon=True).start()
         if self._ask_hosts:
             threading.Thread(target=self._watch_hosts, name="hosts", daemon=True).start()
@@ -65,6 +67,7 @@ class LiveRuns:
 
     def snapshot(self) -> dict[str, Any]:
         self._asked = time.monotonic()
+        self._seen_once.wait(_FIRST_SECONDS)
         runs = [
             {**run.values, "tags": self._tags.get(run.id, [])}
             for run in (*self._local.values(), *self._remote.values())
@@ -76,6 +79,11 @@ class LiveRuns:
         if found is None:
             self.look()  # it may have begun this second
             found = self._local.get(run_id)
+        if found is not None and found.folder is not None:
+            seen = self._seen.get(found.folder.path)
+            if seen is not None and seen.facts is None:
+                seen.facts = _facts(found.folder)
+                found = replace(found, values=_values(run_id, seen))
         return found
 
     def tags(self, run_id: str) -> list[str]:
@@ -102,6 +110,7 @@ class LiveRuns:
                         name, number = f"{path.name}~{number}", number + 1
                     found[name] = self._known(name, path)
             self._local = found
+            self._seen_once.set()
             self._seen = {
                 path: seen for path, seen in self._seen.items() if path in {_path(one) for one in found.values()}
             }
@@ -109,16 +118,28 @@ class LiveRuns:
     def _known(self, run_id: str, path: Path) -> KnownRun:
         run, stamp, seen = RunFolder(path), _stamp(path), self._seen.get(path)
         if seen is None or seen.stamp != stamp:
-            facts = seen.facts if seen is not None and seen.stamp[0] == stamp[0] else _facts(run)
+            facts = seen.facts if seen is not None and seen.stamp[0] == stamp[0] else None
             seen = self._seen[path] = _Seen(stamp, summarize(run), _last_train_line(run), facts)
         elif seen.summary.state in ("starting", "running"):  # its process may have been killed
             seen.summary = summarize(run)
         return KnownRun(run_id, run, _values(run_id, seen))
 
     def _watch(self) -> None:
-        while not self._stopped.wait(_LOCAL_SECONDS):
+        while True:
             with contextlib.suppress(OSError):
                 self.look()
+                self._read_facts()
+            if self._stopped.wait(_LOCAL_SECONDS):
+                return
+
+    def _read_facts(self) -> None:
+        """Of runs that are new; those are listed without them until then."""
+        for path, seen in list(self._seen.items()):
+            if self._stopped.is_set():
+                return
+            if seen.facts is None:
+                seen.facts = _facts(RunFolder(path))
+                self._stopped.wait(_BETWEEN_FACTS)  # whoever waits for an answer comes first
 
     # -- Hosts --
 
@@ -190,7 +211,7 @@ def _facts(run: RunFolder) -> dict[str, Any]:
     try:
         config = read_config(run.config)
     except (OSError, UserError):
-        return {"method": None, "model": None, "limits": {}}
+        return _NO_FACTS
     limits, model = config.limits, config.model
     size = model.params or (f"depth {model.depth}" if model.depth else f"{model.d_model}×{model.num_layers}")
     return {
@@ -207,7 +228,7 @@ def _values(run_id: str, seen: _Seen) -> dict[str, Any]:
         **asdict(summary), "id": run_id, "host": None, "phase": "", "at_home": True,
         "tokens_per_second": last["tokens_per_second"], "memory": last["memory"], "mfu": last["mfu"], "gpu": None,
         "left": last["eta"] if running else None, "projected": last["projected"] if running else None,
-        "resumable": summary.state in ("stopped", "failed"), **seen.facts,
+        "resumable": summary.state in ("stopped", "failed"), **(seen.facts or _NO_FACTS),
     }  # fmt: skip
 
 

@@ -6,15 +6,16 @@ the smallest and the largest of each stretch are kept, so that no spike is lost.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, BinaryIO, TypeGuard
 
 from sojourn.storage.files import NotValid, open_regular, parse_json
 
@@ -27,6 +28,9 @@ _READ_BYTES = 4 << 20
 _MOST_VALUES = 6_000_000  # held of all runs together: about 100 MB
 _MOST_LINE = 1 << 20
 _SPARKLINE_LINE = 2048  # bytes in which a line is found
+_LONG_BYTES = 2 << 20  # a file that takes longer to read than a page should wait
+_OVERVIEW = 600  # lines of such a file that are read first
+_ONE_AT_A_TIME = threading.Lock()  # long files are read one after the other: Python computes one thing at a time
 
 
 @dataclass
@@ -72,6 +76,7 @@ class RunSeries:
     def __init__(self, path: Path) -> None:
         self._path, self._offset, self._inode = path, 0, 0
         self._tables: dict[str, _Table] = {}
+        self.is_partial = False  # a first impression
         self.lock = threading.Lock()
 
     @property
@@ -90,8 +95,29 @@ class RunSeries:
     def keys(self) -> list[str]:
         return [_full_name(kind, key) for kind, table in self._tables.items() for key in table.columns]
 
+    def open_quickly(self) -> None:
+        """A long file that nobody has read yet is answered from lines spread over it, until a thread has read all."""
+        if self._offset or self.is_partial or not _is_long(self._path):
+            self.update()
+            return
+        self.is_partial = True
+        with open_regular(self._path) as file:
+            size = os.fstat(file.fileno()).st_size
+            self._add_lines([line for block in _spread(file, size, _OVERVIEW) for line in block.splitlines()[-1:]])
+        threading.Thread(target=self._read_all, name="metrics", daemon=True).start()
+
+    def _read_all(self) -> None:
+        whole = RunSeries(self._path)
+        with _ONE_AT_A_TIME:
+            whole.update()
+        with self.lock:
+            self._offset, self._inode, self._tables = whole._offset, whole._inode, whole._tables
+            self.is_partial = False
+
     def update(self) -> None:
         """Reads what has been appended."""
+        if self.is_partial:
+            return
         try:
             with open_regular(self._path) as file:
                 stat = os.fstat(file.fileno())
@@ -199,8 +225,8 @@ class SeriesCache:
         with self._lock:
             found = self._held.pop(path, None) or RunSeries(path)
             self._held[path] = found
-        with found.lock:
-            found.update()
+        with found.lock, contextlib.suppress(OSError, NotValid):
+            found.open_quickly()
         with self._lock:
             total = sum(one.size for one in self._held.values())
             while total > self._most and len(self._held) > 1:
@@ -231,13 +257,7 @@ class Sparklines:
 def _sample_losses(path: Path, size: int, points: int) -> list[float]:
     found: dict[int, float] = {}
     with open_regular(path) as file:
-        if size <= points * _SPARKLINE_LINE:
-            blocks = [file.read(size)]
-        else:
-            blocks = []
-            for number in range(points):
-                file.seek(max(0, size * (number + 1) // points - _SPARKLINE_LINE))
-                blocks.append(file.read(_SPARKLINE_LINE).partition(b"\n")[2])
+        blocks = [file.read(size)] if size <= points * _SPARKLINE_LINE else list(_spread(file, size, points))
     for block in blocks:
         for line in reversed(block.splitlines()):
             values = _parse(line)
@@ -247,6 +267,20 @@ def _sample_losses(path: Path, size: int, points: int) -> list[float]:
                     break
     losses = [found[step] for step in sorted(found)]
     return [losses[i] for i in thin_out(losses, 0, len(losses), points)]
+
+
+def _is_long(path: Path) -> bool:
+    try:
+        return path.stat().st_size > _LONG_BYTES
+    except OSError:
+        return False
+
+
+def _spread(file: BinaryIO, size: int, count: int) -> Iterator[bytes]:
+    """Whole lines at places spread over the file; the last are its end."""
+    for number in range(count):
+        file.seek(max(0, size * (number + 1) // count - _SPARKLINE_LINE))
+        yield file.read(_SPARKLINE_LINE).partition(b"\n")[2].rpartition(b"\n")[0]
 
 
 def _parse(line: bytes) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def start(
         say(f"board: {shown} (Ctrl-C ends it; runs go on)")
         if browser:
             webbrowser.open(shown)
-        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # requests that its end cuts short are no errors
         config = uvicorn.Config(
             make_app(board, hosts), ws="none", log_config=None, access_log=False, server_header=False,
             timeout_graceful_shutdown=2,

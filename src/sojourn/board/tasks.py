@@ -83,6 +83,9 @@ class Tasks:
             return data.decode("utf-8", errors="replace"), file.tell()
         return "", start
 
+    def output_file(self, task_id: str) -> Path:
+        return self.folder / task_id / "output.txt"
+
     def stop(self, task_id: str) -> None:
         """As Ctrl-C."""
         folder, task = self._folder(task_id), self.get(task_id)
