@@ -1,4 +1,4 @@
-"""Our decode loop beside `model.generate` of transformers, in one process, turn by turn: tokens per second of both.
+"""The engine beside `model.generate` of transformers, in one process, turn by turn: tokens per second of both.
 
 python benchmarks/decode.py [--model FOLDER] [--device cuda] [--dtype bfloat16] [--rows 1 64] [--tokens 64]
 
@@ -9,6 +9,7 @@ prompt gives alone. Needs torch and transformers only.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import random
 import sys
@@ -22,8 +23,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
 
-from sojourn.infer.decode import Row, decode
+from sojourn.infer.engine.engine import DecodeLoop
+from sojourn.infer.engine.open import EngineSettings, open_engine
+from sojourn.infer.engine.request import Request
+from sojourn.infer.load import LoadedModel
 from sojourn.infer.sampling import SamplingParams, row_key
+from sojourn.infer.transformers_forward import open_transformers_loop
 
 SMOLLM2 = {
     "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
@@ -38,27 +43,43 @@ def main() -> None:
     model = open_model(given).to(given.device, getattr(torch, given.dtype)).eval()
     rng = random.Random(1)  # noqa: S311
     prompts = [[rng.randrange(1000, 40000) for _ in range(rng.randrange(24, 65))] for _ in range(max(given.rows))]
+    loops = open_loops(model, max(given.rows), given.device)
     for rows in given.rows:
         for name, params in MODES.items():
-            seconds: dict[str, list[float]] = {"ours": [], "transformers": []}
+            seconds: dict[str, list[float]] = {who: [] for who in (*loops, "transformers")}
             found: dict[str, list[list[int]]] = {}
             for _ in range(given.repeats + 1):  # the first warms up
-                for who, run in (("ours", ours), ("transformers", theirs)):
+                for who, took in seconds.items():
                     began = time.perf_counter()
-                    found[who] = run(model, prompts[:rows], params, given.tokens)
-                    seconds[who].append(time.perf_counter() - began)
+                    if who in loops:
+                        found[who] = ours(loops[who], prompts[:rows], params, given.tokens)
+                    else:
+                        found[who] = theirs(model, prompts[:rows], params, given.tokens)
+                    took.append(time.perf_counter() - began)
             speeds = {who: rows * given.tokens / median(took[1:]) for who, took in seconds.items()}
-            facts = {
+            facts: dict[str, Any] = {
                 "device": given.device, "dtype": given.dtype, "rows": rows, "mode": name,
                 **{f"{who}_tokens_per_second": round(speed, 1) for who, speed in speeds.items()},
-                "ratio": round(speeds["ours"] / speeds["transformers"], 3),
             }  # fmt: skip
-            if name == "greedy":
-                facts["rows_equal_to_transformers"] = sum(map(list.__eq__, *found.values()))
-            if rows > 1:
-                alone = [ours(model, [prompt], params, given.tokens, at)[0] for at, prompt in enumerate(prompts[:8])]
-                facts["of_8_rows_equal_to_alone"] = sum(map(list.__eq__, alone, found["ours"]))
+            for who, loop in loops.items():
+                facts[f"{who}_ratio"] = round(speeds[who] / speeds["transformers"], 3)
+                if name == "greedy":
+                    facts[f"{who}_rows_equal_to_transformers"] = sum(
+                        map(list.__eq__, found[who], found["transformers"])
+                    )
+                if rows > 1:
+                    alone = [ours(loop, [ids], params, given.tokens, at)[0] for at, ids in enumerate(prompts[:8])]
+                    facts[f"{who}_of_8_rows_equal_to_alone"] = sum(map(list.__eq__, alone, found[who]))
             print(json.dumps(facts), flush=True)
+
+
+def open_loops(model: Any, rows: int, device: str) -> dict[str, DecodeLoop]:
+    """The builtin engine, and the same loop over transformers' forward; each over a copy of the model."""
+    loaded = LoadedModel(Path("model"), copy.deepcopy(model), None, device)
+    return {
+        "engine": open_engine(loaded, EngineSettings(rows, context=1024)),
+        "loop_over_transformers": open_transformers_loop(copy.deepcopy(model), rows, 1024, 4 << 30),
+    }
 
 
 def read_arguments() -> argparse.Namespace:
@@ -79,10 +100,16 @@ def open_model(given: argparse.Namespace) -> Any:
     return AutoModelForCausalLM.from_config(LlamaConfig(**SMOLLM2))
 
 
-def ours(model: Any, prompts: list[list[int]], params: SamplingParams, tokens: int, at: int = 0) -> list[list[int]]:
-    rows = [Row(prompt, params, row_key(1, at + index), tokens) for index, prompt in enumerate(prompts)]
-    decode(model, rows, frozenset(), 0)
-    return [row.tokens for row in rows]
+def ours(
+    loop: DecodeLoop, prompts: list[list[int]], params: SamplingParams, tokens: int, at: int = 0
+) -> list[list[int]]:
+    requests = [Request("", prompt, params, row_key(1, at + index), tokens) for index, prompt in enumerate(prompts)]
+    loop.scheduler.pool.forget_all()
+    for request in requests:
+        loop.add(request)
+    while loop.has_work:
+        loop.step()
+    return [request.tokens for request in requests]
 
 
 def theirs(model: Any, prompts: list[list[int]], params: SamplingParams, tokens: int) -> list[list[int]]:

@@ -20,14 +20,14 @@ from typing import Any
 
 import httpx
 import torch
+from transformers import DynamicCache
 
 from sojourn.errors import UserError
 from sojourn.infer.engine.request import Token
 from sojourn.infer.generate import find_stop_ids
 from sojourn.infer.grammar import GrammarCompiler
-from sojourn.infer.kv_cache import new_cache
 from sojourn.infer.load import LoadedModel, context_length, load_model
-from sojourn.infer.sampling import Sampler, SamplingRow, read_tokens
+from sojourn.infer.sampling import Sampler, SamplingRow
 from sojourn.serve.auth import KeyRing
 from sojourn.serve.deployment import Deployment
 from sojourn.serve.engines.base import EngineDied, EngineInfo, EngineStats, GenerationRequest, Output
@@ -131,7 +131,7 @@ class ThreadEngine:
 
 class _Sequence:
     def __init__(self, model: Any, request: GenerationRequest, mask: Any) -> None:
-        self._model, self._request, self._mask, self._cache = model, request, mask, new_cache(model)
+        self._model, self._request, self._mask, self._cache = model, request, mask, DynamicCache(config=model.config)
         row = SamplingRow(request.params, request.prompt, request.key)
         self._sampler = Sampler([row], model.config.vocab_size, "cpu")
         self._next, self._count = list(request.prompt), 0
@@ -151,7 +151,7 @@ class _Sequence:
             allowed = torch.zeros(last.shape[-1], dtype=torch.bool)
             self._mask.fill(allowed)
             last[0, ~allowed] = -torch.inf
-        token = read_tokens(self._sampler(last))[0]
+        token = int(self._sampler(last))
         if self._mask is not None:
             self._mask.accept(token)
         self._next, self._count = [token], self._count + 1

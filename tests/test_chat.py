@@ -16,17 +16,18 @@ from sojourn.data.sources.document import Message
 from sojourn.errors import UserError
 from sojourn.infer.chat import Chat
 from sojourn.infer.chat_terminal import ChatTerminal, accept_any_input, read_message
-from sojourn.infer.load import LoadedModel, load_model
+from sojourn.infer.generate import Generator
+from sojourn.infer.load import load_model
 from sojourn.infer.sampling import SamplingParams
 
 
 @pytest.fixture(scope="module")
-def loaded(tiny) -> LoadedModel:
-    return load_model(str(tiny.base), "cpu")
+def generator(tiny) -> Generator:
+    return Generator(load_model(str(tiny.base), "cpu"), 1)
 
 
-def make_chat(loaded: LoadedModel, **params: object) -> Chat:
-    return Chat(loaded, SamplingParams(**{"max_tokens": 8, "seed": 1, **params}))
+def make_chat(generator: Generator, **params: object) -> Chat:
+    return Chat(generator, SamplingParams(**{"max_tokens": 8, "seed": 1, **params}))
 
 
 def say(chat: Chat, text: str) -> str:
@@ -56,15 +57,15 @@ def test_a_conversation_with_every_command(tiny, monkeypatch: pytest.MonkeyPatch
     assert len(saved) == 2
 
 
-def test_what_is_saved_is_read_by_prepare_and_loaded_again(loaded: LoadedModel, tmp_path: Path) -> None:
-    chat, path = make_chat(loaded, temperature=1.0), tmp_path / "chats.jsonl"
+def test_what_is_saved_is_read_by_prepare_and_loaded_again(generator: Generator, tmp_path: Path) -> None:
+    chat, path = make_chat(generator, temperature=1.0), tmp_path / "chats.jsonl"
     chat.system = "Be brief."
     say(chat, "What colour is the cat?\nAnd the 猫?")
     chat.save(path)
     say(chat, "And the boat?")
     chat.save(path)  # the same conversation, longer: its line is replaced
     chat.turns.append(Message("user", "unanswered"))
-    other = make_chat(loaded)
+    other = make_chat(generator)
     say(other, "Hello")
     other.save(path)
     lines = path.read_text(encoding="utf-8").splitlines()
@@ -74,7 +75,7 @@ def test_what_is_saved_is_read_by_prepare_and_loaded_again(loaded: LoadedModel, 
     )
     assert said.returncode == 0, said.stderr
     assert json.loads(said.stdout)["train"]["documents"] == 2
-    again = make_chat(loaded)
+    again = make_chat(generator)
     again.load(path, 1)
     assert (again.system, again.turns) == ("Be brief.", chat.turns[:-1])
     for wrong in ("no such file", "not a JSONL"):
@@ -88,23 +89,23 @@ def test_what_is_saved_is_read_by_prepare_and_loaded_again(loaded: LoadedModel, 
             again.load(bad)
 
 
-def test_a_reply_in_a_conversation_is_that_of_the_whole_prompt(loaded: LoadedModel) -> None:
+def test_a_reply_in_a_conversation_is_that_of_the_whole_prompt(generator: Generator) -> None:
     """The KV cache of earlier turns is used again, also after /retry, /system and /reset, and changes nothing."""
-    chat = make_chat(loaded)
+    chat = make_chat(generator)
     for text in ("What colour is the cat?", "And the boat of house 3?"):
         reply = say(chat, text)
-        fresh = make_chat(loaded)
+        fresh = make_chat(generator)
         fresh.turns = chat.turns[:-2]
         assert say(fresh, text) == reply
     chat.retry(lambda piece: None, lambda: False)
     assert chat.turns[-1].content == reply and len(chat.turns) == 4
     chat.reset()
-    assert say(chat, "What colour is the cat?") == say(make_chat(loaded), "What colour is the cat?")
+    assert say(chat, "What colour is the cat?") == say(make_chat(generator), "What colour is the cat?")
 
 
-def test_another_try_draws_another_reply_and_a_seed_repeats_them(loaded: LoadedModel) -> None:
+def test_another_try_draws_another_reply_and_a_seed_repeats_them(generator: Generator) -> None:
     def replies() -> list[str]:
-        chat = make_chat(loaded, temperature=1.5)
+        chat = make_chat(generator, temperature=1.5)
         found = [say(chat, "What colour is the cat?")]
         for _ in range(3):
             chat.retry(lambda piece: None, lambda: False)
@@ -115,10 +116,12 @@ def test_another_try_draws_another_reply_and_a_seed_repeats_them(loaded: LoadedM
 
 
 def test_ctrl_c_stops_the_reply_and_keeps_the_conversation(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    generator: Generator, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chat = make_chat(loaded, max_tokens=60, temperature=1.0, logit_bias={loaded.tokenizer.eos_token_id: -100.0})
-    terminal = ChatTerminal(loaded, chat)
+    chat = make_chat(
+        generator, max_tokens=60, temperature=1.0, logit_bias={generator.loaded.tokenizer.eos_token_id: -100.0}
+    )
+    terminal = ChatTerminal(chat)
     printed: list[str] = []
 
     def interrupt(piece: str) -> str:
@@ -136,8 +139,8 @@ def test_ctrl_c_stops_the_reply_and_keeps_the_conversation(
     assert len(chat.turns) == 4
 
 
-def test_a_conversation_that_outgrows_the_context_loses_its_oldest_turns(loaded: LoadedModel) -> None:
-    chat = make_chat(loaded)
+def test_a_conversation_that_outgrows_the_context_loses_its_oldest_turns(generator: Generator) -> None:
+    chat = make_chat(generator)
     chat.system = "Be brief."
     long = "What colour is the cat of house 3? " * 2
     left_out = [chat.say(long, lambda piece: None, lambda: False).left_out for _ in range(6)]

@@ -236,7 +236,7 @@ def test_no_request_can_have_the_address_of_one_whose_sampler_is_kept() -> None:
     from sojourn.infer.engine.sample import StepSampler
     from sojourn.infer.engine.scheduler import Part
 
-    sampler, logits = StepSampler(500, torch.device("cpu")), torch.randn(1, 500)
+    sampler, logits = StepSampler(torch.device("cpu")), torch.randn(1, 500)
     request = Request("r", [1, 2], SamplingParams(temperature=1.5), 7, 4)
     sampler(logits, [Part(request, 0, 2, True)], torch.zeros(1))
     held = weakref.ref(request)

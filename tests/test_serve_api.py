@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from serve_engine import Served, ThreadEngine, long_base, serving
-from sojourn.infer.generate import Prompt, generate
+from sojourn.infer.generate import Generator, Prompt
 from sojourn.infer.load import LoadedModel, load_model
 from sojourn.infer.prompts import PromptEncoder
 from sojourn.infer.sampling import SamplingParams
@@ -62,10 +62,11 @@ def refused(client: Any, param: str | None, **given: Any) -> openai.BadRequestEr
 
 
 def test_a_chat_is_what_generate_gives_greedily_and_by_seed(client: Any, loaded: LoadedModel) -> None:
+    generator = Generator(load_model(str(loaded.path), "cpu"))
     prompt = PromptEncoder(loaded.tokenizer).prompt(CAT[0]["content"])
     for sampling in ({"temperature": 0.0}, {"temperature": 1.3, "seed": 7, "top_p": 0.9, "top_k": 50, "min_p": 0.01}):
         params = SamplingParams(max_tokens=8, **sampling)
-        expected = generate(loaded, [Prompt(prompt)], params)[0]
+        expected = next(generator([Prompt(prompt)], params))
         extra = {name: sampling.pop(name) for name in ("top_k", "min_p") if name in sampling}
         found = chat(client, **sampling, extra_body=extra)
         assert found.choices[0].message.content == expected.text

@@ -49,6 +49,7 @@ def chat(
     )  # fmt: skip
     from sojourn.infer.chat import Chat
     from sojourn.infer.chat_terminal import ChatTerminal
+    from sojourn.infer.generate import Generator
     from sojourn.infer.load import load_model
 
     opened = load_model(model, device, checkpoint)
@@ -56,4 +57,4 @@ def chat(
         raise UserError(
             f"{opened.path}: trained on plain text, without chats; use: sojourn generate {model} --prompt TEXT"
         )
-    ChatTerminal(opened, Chat(opened, params, system)).run()
+    ChatTerminal(Chat(Generator(opened, batch_size=1), params, system)).run()

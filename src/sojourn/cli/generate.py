@@ -103,11 +103,12 @@ def generate(
 def _print(opened: LoadedModel, job: RowsJob, prompts: Sequence[str], params: SamplingParams, json: bool) -> None:
     import sys
 
-    from sojourn.infer.generate import describe_cut
+    from sojourn.infer.generate import Generator
     from sojourn.infer.generate_rows import complete
     from sojourn.run.output import print_json, terminal_text
 
-    completions, rows = complete(opened, job)
+    generator = Generator(opened, job.batch_size)
+    completions, rows = complete(generator, job)
     if json:
         print_json(rows)
         return
@@ -116,6 +117,6 @@ def _print(opened: LoadedModel, job: RowsJob, prompts: Sequence[str], params: Sa
         if len(given) > 1:
             print(f"{chr(10) if number > 1 else ''}[{number}] {' '.join(text.split())[:100]}")
         print(terminal_text(one.text), flush=True)
-        cut = describe_cut(opened, one, params)
+        cut = generator.describe_cut(one, params)
         if cut is not None:
             print(f"note: {f'[{number}] ' if len(given) > 1 else ''}{cut}", file=sys.stderr, flush=True)

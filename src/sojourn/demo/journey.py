@@ -149,8 +149,9 @@ def _untrained(config: RunConfig, artefact: Artefact) -> LoadedModel:
 
 def _exact(model: LoadedModel) -> float:
     from sojourn.evals.held_out import answer_held_out_questions, exact_match
+    from sojourn.infer.generate import Generator
 
-    return exact_match(answer_held_out_questions(model, QUESTIONS, (SIMPLEST,))[SIMPLEST])
+    return exact_match(answer_held_out_questions(Generator(model), QUESTIONS, (SIMPLEST,))[SIMPLEST])
 
 
 def _train(args: list[str], run: RunFolder, screen: Screen) -> tuple[int, int, int]:
@@ -168,9 +169,10 @@ def _train(args: list[str], run: RunFolder, screen: Screen) -> tuple[int, int, i
 
 def _ask(config: RunConfig, run: RunFolder, screen: Screen) -> float:
     from sojourn.evals.held_out import answer_held_out_questions, exact_match
+    from sojourn.infer.generate import Generator
     from sojourn.infer.load import load_model
 
-    model = load_model(str(run.final))
+    model = Generator(load_model(str(run.final)))
     simplest = answer_held_out_questions(model, QUESTIONS, (SIMPLEST,))[SIMPLEST]
     families = tuple(source.path.partition("/")[2] for source in config.data.sources)
     answers = {**answer_held_out_questions(model, 50, families), SIMPLEST: simplest}

@@ -10,7 +10,6 @@ import numpy as np
 from sojourn.data.sources.values import BadRecord
 from sojourn.errors import UserError
 from sojourn.evals.task_file import Question
-from sojourn.infer.generate import find_pad_id
 from sojourn.infer.load import LoadedModel, context_length
 from sojourn.infer.prompts import PromptEncoder
 from sojourn.model.loss import token_losses
@@ -58,7 +57,7 @@ def _log_likelihoods(loaded: LoadedModel, pairs: Sequence[tuple[list[int], list[
     import torch
 
     model, found = loaded.model, [0.0] * len(pairs)
-    head, decoder, pad_id = make_lm_head(model), model.get_decoder(), find_pad_id(loaded.tokenizer)
+    head, decoder, pad_id = make_lm_head(model), model.get_decoder(), loaded.tokenizer.pad_token_id or 0
     order = sorted(range(len(pairs)), key=lambda at: -sum(map(len, pairs[at])))
     while order:
         width = sum(map(len, pairs[order[0]]))

@@ -18,7 +18,7 @@ from sojourn.evals.intervals import Estimate
 from sojourn.evals.losses import Losses, perplexity
 from sojourn.evals.metrics import OF_ANSWERS, regex
 from sojourn.evals.task_file import Question
-from sojourn.infer.generate import Prompt, check_prompt, generate
+from sojourn.infer.generate import Generator, Prompt
 from sojourn.infer.load import LoadedModel
 from sojourn.infer.prompts import PromptEncoder
 from sojourn.infer.sampling import SamplingParams
@@ -97,9 +97,8 @@ def measure_losses(losses: Losses, what: str) -> list[Measured]:
     return found
 
 
-def measure_questions(loaded: LoadedModel, questions: Sequence[Question], max_tokens: int) -> list[Measured]:
-    """By task and metric."""
-    scored = {**_answered(loaded, questions, max_tokens), **_chosen(loaded, questions)}
+def measure_questions(questions: Sequence[Question], scored: dict[int, dict[str, float]]) -> list[Measured]:
+    """By task and metric. `scored`: of each question, by `answer_questions` or `choose_answers`."""
     groups: dict[tuple[str, str], list[tuple[str, float]]] = {}
     for at, question in enumerate(questions):
         for metric, score in scored[at].items():
@@ -113,9 +112,11 @@ def measure_questions(loaded: LoadedModel, questions: Sequence[Question], max_to
     return measured
 
 
-def _answered(loaded: LoadedModel, questions: Sequence[Question], max_tokens: int) -> dict[int, dict[str, float]]:
+def answer_questions(
+    generator: Generator, questions: Sequence[Question], max_tokens: int
+) -> dict[int, dict[str, float]]:
     """Scores of the replies to the questions that need one; greedy decoding."""
-    encoder, prompts = PromptEncoder(loaded.tokenizer), dict[int, Prompt]()
+    encoder, prompts = PromptEncoder(generator.loaded.tokenizer), dict[int, Prompt]()
     for at, question in enumerate(questions):
         if question.metric == "multiple_choice":
             continue
@@ -123,11 +124,11 @@ def _answered(loaded: LoadedModel, questions: Sequence[Question], max_tokens: in
             ids = question.row.encode(encoder, raw=False)
         except BadRecord as error:
             raise UserError(f"{question.where}: {error}") from None
-        reason = check_prompt(loaded, ids)
+        reason = generator.check(ids)
         if reason is not None:
             raise UserError(f"{question.where}: the prompt: {reason}")
         prompts[at] = Prompt(ids)
-    replies = generate(loaded, list(prompts.values()), SamplingParams(max_tokens=max_tokens))
+    replies = generator(prompts.values(), SamplingParams(max_tokens=max_tokens))
     scores = {}
     for at, reply in zip(prompts, replies, strict=True):
         question = questions[at]
@@ -148,7 +149,7 @@ def _extracted(text: str, pattern: str) -> str:
     return str(found[1] if found.re.groups else found[0]) or ""
 
 
-def _chosen(loaded: LoadedModel, questions: Sequence[Question]) -> dict[int, dict[str, float]]:
+def choose_answers(loaded: LoadedModel, questions: Sequence[Question]) -> dict[int, dict[str, float]]:
     """`acc`: the likeliest choice is right. `acc_norm`: the likeliest by character, as in lm-eval."""
     at = [index for index, question in enumerate(questions) if question.metric == "multiple_choice"]
     scores = {}

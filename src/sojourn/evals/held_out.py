@@ -15,7 +15,7 @@ from sojourn.data.prepare import prepare
 from sojourn.data.sources.source import open_source
 from sojourn.errors import UserError
 from sojourn.evals.losses import Losses, document_losses
-from sojourn.infer.generate import Prompt, generate
+from sojourn.infer.generate import Generator, Prompt
 from sojourn.infer.load import LoadedModel, context_length
 from sojourn.infer.prompts import PromptEncoder
 from sojourn.infer.sampling import SamplingParams
@@ -33,14 +33,14 @@ class Answer:
 
 
 def answer_held_out_questions(
-    loaded: LoadedModel, per_family: int, families: tuple[str, ...] | None = None
+    generator: Generator, per_family: int, families: tuple[str, ...] | None = None
 ) -> dict[str, list[Answer]]:
     """Greedy answers to built-in questions that are never trained on, by family."""
     names = families or tuple(builtin.FAMILIES)
     drawn = (builtin.instructions(per_family, seed=1, families=(name,), split="held_out") for name in names)
     tasks = [task for family in drawn for task in family]
-    encoder = PromptEncoder(loaded.tokenizer)
-    replies = generate(loaded, [Prompt(encoder.prompt(task.prompt)) for task in tasks], SamplingParams(max_tokens=32))
+    encoder = PromptEncoder(generator.loaded.tokenizer)
+    replies = generator((Prompt(encoder.prompt(task.prompt)) for task in tasks), SamplingParams(max_tokens=32))
     answers = [
         Answer(task, reply.text, builtin.is_correct(task, reply.text))
         for task, reply in zip(tasks, replies, strict=True)

@@ -9,11 +9,19 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sojourn.errors import UserError
-from sojourn.evals.compare import Measured, ModelScores, measure_losses, measure_questions
+from sojourn.evals.compare import (
+    Measured,
+    ModelScores,
+    answer_questions,
+    choose_answers,
+    measure_losses,
+    measure_questions,
+)
 from sojourn.evals.held_out import answer_held_out_questions, file_losses, held_out_losses
 from sojourn.evals.lm_eval_tasks import measure_lm_eval
 from sojourn.evals.task_file import Question
 from sojourn.infer.find import find_model
+from sojourn.infer.generate import Generator
 from sojourn.infer.load import LoadedModel, load_model
 from sojourn.machine.out_of_memory import free_memory
 from sojourn.run.checkpoints import list_checkpoints, step_of
@@ -79,23 +87,31 @@ def run_eval(models: Sequence[tuple[str, str | None]], job: EvalJob) -> list[Mod
 
 
 def _measure(loaded: LoadedModel, job: EvalJob, like: RunFolder | None) -> list[Measured]:
-    measured: list[Measured] = []
+    """What the model scores comes first: then the engine takes its weights, and generates."""
     count = 50 if job.builtin is None and job.is_default else job.builtin or 0
     asks = count > 0 and loaded.is_chat
+    losses: list[Measured] = []
     for path in job.data:
-        measured += measure_losses(file_losses(loaded, path, job.rows, like), path)
+        losses += measure_losses(file_losses(loaded, path, job.rows, like), path)
     if job.is_default:
-        losses = held_out_losses(loaded, job.rows, required=not asks)
-        measured += measure_losses(losses, "held-out") if losses is not None else []
-    if asks:
-        for family, answers in answer_held_out_questions(loaded, count).items():
-            scores = np.array([float(answer.is_correct) for answer in answers])
-            examples = f"builtin {family} {count}"
-            measured.append(Measured(family, "exact_match", "share", scores, np.ones(len(scores)), examples))
-    if job.questions:
-        measured += measure_questions(loaded, job.questions, job.max_tokens)
-    if job.lm_eval:
-        measured += measure_lm_eval(loaded, list(job.lm_eval), job.limit)
+        held_out = held_out_losses(loaded, job.rows, required=not asks)
+        losses += measure_losses(held_out, "held-out") if held_out is not None else []
+    lm_eval = measure_lm_eval(loaded, list(job.lm_eval), job.limit) if job.lm_eval else []
+    scored = choose_answers(loaded, job.questions)
+    builtin: list[Measured] = []
+    if asks or len(scored) < len(job.questions):
+        generator = Generator(loaded)
+        builtin = _measure_builtin(generator, count) if asks else []
+        scored |= answer_questions(generator, job.questions, job.max_tokens)
+    return [*losses, *builtin, *measure_questions(job.questions, scored), *lm_eval]
+
+
+def _measure_builtin(generator: Generator, count: int) -> list[Measured]:
+    measured = []
+    for family, answers in answer_held_out_questions(generator, count).items():
+        scores = np.array([float(answer.is_correct) for answer in answers])
+        examples = f"builtin {family} {count}"
+        measured.append(Measured(family, "exact_match", "share", scores, np.ones(len(scores)), examples))
     return measured
 
 

@@ -5,17 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 from sojourn.data.sources.document import Message
 from sojourn.data.sources.turns import read_turns
 from sojourn.data.sources.values import BadRecord
 from sojourn.errors import UserError
-from sojourn.infer.generate import Completion, Prompt, check_prompt, draw_seed, generate_streamed
-from sojourn.infer.kv_cache import crop_cache, new_cache
-from sojourn.infer.load import LoadedModel, context_length
+from sojourn.infer.generate import Completion, Generator, Prompt, draw_seed
 from sojourn.infer.prompts import PromptEncoder
 from sojourn.infer.sampling import SamplingParams
 from sojourn.storage.files import NotValid, advice, parse_json, read_bytes, write_text
@@ -30,15 +26,14 @@ class Reply:
 
 
 class Chat:
-    """`turns` are without the system message."""
+    """`turns` are without the system message. What a prompt has in common with earlier ones is in the engine's prefix
+    cache."""
 
-    def __init__(self, loaded: LoadedModel, params: SamplingParams, system: str = "") -> None:
-        self._loaded, self._encoder = loaded, PromptEncoder(loaded.tokenizer)
+    def __init__(self, generator: Generator, params: SamplingParams, system: str = "") -> None:
+        self.generator, self._encoder = generator, PromptEncoder(generator.loaded.tokenizer)
         self.params = replace(params, seed=draw_seed() if params.seed is None else params.seed)
         self.system, self.turns = system, list[Message]()
         self._attempt = 0
-        self._cache: Any = None
-        self._cached_ids: list[int] = []
         self._saved: tuple[Path, str] | None = None  # where this conversation was last saved, and as which line
 
     def reset(self) -> None:
@@ -59,10 +54,6 @@ class Chat:
 
     def _reply(self, turns: list[Message], on_text: Callable[[str], None], should_stop: Callable[[], bool]) -> Reply:
         ids, left_out = self._fit(turns)
-        cache, self._cache = (
-            self._cache_for(ids),
-            None,
-        )  # an interrupt may leave it half-written
         pieces: list[str] = []
 
         def write(piece: str) -> None:
@@ -71,17 +62,16 @@ class Chat:
 
         prompt = Prompt(ids, len(turns), self._attempt)
         try:
-            completion, tokens = generate_streamed(self._loaded, prompt, self.params, write, should_stop, cache)
+            completion = self.generator.stream(prompt, self.params, write, should_stop)
         except KeyboardInterrupt:
             self.turns = [*turns, Message("assistant", "".join(pieces))]
             raise
         self.turns = [*turns, Message("assistant", completion.text)]
-        self._cache, self._cached_ids = cache, [*ids, *tokens[:-1]]  # the last one was not fed to the model
         return Reply(completion, left_out)
 
     def _fit(self, turns: list[Message]) -> tuple[list[int], int]:
         """The prompt's ids, with room for a reply; the oldest turns are left out where they do not fit."""
-        context = context_length(self._loaded.model)
+        context = self.generator.context
         most = context - min(self.params.max_tokens, context // 4)
         before = [Message("system", self.system)] if self.system else []
         starts = [at for at, turn in enumerate(turns) if turn.role == "user"] or [0]
@@ -92,17 +82,10 @@ class Chat:
                     break
         except BadRecord as error:
             raise UserError(str(error)) from None
-        reason = check_prompt(self._loaded, ids)
+        reason = self.generator.check(ids)
         if reason is not None:
             raise UserError(f"this message does not fit: {reason}")
         return ids, start
-
-    def _cache_for(self, ids: list[int]) -> Any:
-        """A KV cache with what the prompt has in common with the last one."""
-        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self._cached_ids, ids, strict=False)))
-        if self._cache is not None and crop_cache(self._cache, min(common, len(ids) - 1)):
-            return self._cache
-        return new_cache(self._loaded.model)
 
     def save(self, path: Path) -> str:
         """Appends the conversation to a JSONL file, or replaces its line there; returns what to tell the user."""

@@ -15,8 +15,6 @@ from typing import Any
 from sojourn.config.messages import did_you_mean
 from sojourn.errors import UserError
 from sojourn.infer.chat import Chat, Reply
-from sojourn.infer.generate import describe_cut
-from sojourn.infer.load import LoadedModel
 from sojourn.run.output import terminal_text
 
 HELP = '''/reset              forget the conversation
@@ -32,8 +30,8 @@ _BLOCK = '"""'
 
 
 class ChatTerminal:
-    def __init__(self, loaded: LoadedModel, chat: Chat) -> None:
-        self._loaded, self._chat = loaded, chat
+    def __init__(self, chat: Chat) -> None:
+        self._chat = chat
         self._commands: dict[str, Callable[[str], None]] = {
             "reset": self._reset, "retry": self._retry, "system": self._system, "temp": self._temp, "save": self._save,
             "load": self._load, "help": lambda _: print(HELP),
@@ -45,7 +43,7 @@ class ChatTerminal:
         if sys.stdin.isatty():
             with suppress(ImportError):
                 import readline  # noqa: F401 (history and editing in input())
-        print(f"{self._loaded.path} · /help lists commands, /exit quits")
+        print(f"{self._chat.generator.loaded.path} · /help lists commands, /exit quits")
         interrupted = False
         while True:
             try:
@@ -92,7 +90,7 @@ class ChatTerminal:
             print("(stopped)")
         if reply.left_out:
             print(f"({reply.left_out} oldest turns no longer fit the model's context and were left out)")
-        cut = describe_cut(self._loaded, reply.completion, self._chat.params)
+        cut = self._chat.generator.describe_cut(reply.completion, self._chat.params)
         if cut is not None and not stopped.is_set():
             print(f"({cut})")
 

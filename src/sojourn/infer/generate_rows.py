@@ -7,16 +7,17 @@ import hashlib
 import json
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from sojourn.data.sources.values import BadRecord
 from sojourn.errors import UserError
 from sojourn.infer.completions_file import CompletionsFile
-from sojourn.infer.generate import Completion, Generator, Prompt, check_prompt, draw_seed
+from sojourn.infer.generate import Completion, Generator, Prompt, draw_seed
 from sojourn.infer.load import LoadedModel
 from sojourn.infer.progress import Progress
 from sojourn.infer.prompt_file import PromptRow, check_prompt_file, read_prompts
@@ -25,8 +26,7 @@ from sojourn.infer.sampling import SamplingParams
 from sojourn.run.output import print_json
 from sojourn.storage.files import sha256
 
-_WINDOW_SECONDS = 30.0  # about so much work is lost by a kill
-_MOST_BATCHES = 16  # that are sorted by length together
+_SAVE_SECONDS = 1.0
 _ENDS = 1 << 16  # bytes at both ends of a weights file that identify it
 _RESERVED = ("sample", "completion", "finish_reason", "prompt_tokens", "tokens", "error")
 
@@ -74,25 +74,23 @@ def check_rows(rows: Iterator[PromptRow]) -> int:
     return count
 
 
-def complete(loaded: LoadedModel, job: RowsJob) -> tuple[list[Completion], list[dict[str, Any]]]:
+def complete(generator: Generator, job: RowsJob) -> tuple[list[Completion], list[dict[str, Any]]]:
     """A few prompts at once: completions, and output rows. A prompt that cannot be answered is an error."""
-    asked = [(row, sample) for row in job.read() for sample in range(job.params.n)]
-    generator = Generator(loaded, job.params, job.batch_size)
-    window = _Window(loaded, PromptEncoder(loaded.tokenizer), job, asked)
-    for at, reason in window.errors.items():
-        text = " ".join(asked[at][0].text.split())[:40]
-        which = f"the prompt “{text}…”" if len(asked) > 1 else "the prompt"
-        raise UserError(f"{which}: {reason}")
-    made = window.generate(generator)
-    return list(made.values()), window.rows(made)
+    asked = list(_ask(generator, job))
+    for one in asked:
+        if one.reason is not None:
+            text = " ".join(one.row.text.split())[:40]
+            which = f"the prompt “{text}…”" if len(asked) > 1 else "the prompt"
+            raise UserError(f"{which}: {one.reason}")
+    made = list(generator([one.prompt for one in asked if one.prompt is not None], job.params))
+    return made, [one.output(job.params, completion) for one, completion in zip(asked, made, strict=True)]
 
 
 def print_rows(loaded: LoadedModel, job: RowsJob, total: int) -> None:
     """To standard output."""
     progress = Progress("completions", total * job.params.n)
-    for rows in _generate(loaded, job, 0, progress):
-        for row in rows:
-            print_json(row)
+    for row in _generate(Generator(loaded, job.batch_size), job, 0, progress):
+        print_json(row)
     progress.say(progress.summary())
 
 
@@ -100,6 +98,7 @@ def write_rows(loaded: LoadedModel, job: RowsJob, total: int, name: str, out: Pa
     """To a file; rows that it has already are not made again."""
     total *= job.params.n
     file = CompletionsFile(out, job.settings(loaded, name), total, overwrite, draw_seed)
+    made: list[dict[str, Any]] = []
     try:
         if file.done >= total:
             print(f"{out}: complete already ({total:,} completions)", file=sys.stderr)
@@ -107,9 +106,14 @@ def write_rows(loaded: LoadedModel, job: RowsJob, total: int, name: str, out: Pa
         if file.done:
             print(f"{out}: going on after {file.done:,} of {total:,} completions", file=sys.stderr)
         job = replace(job, params=replace(job.params, seed=file.settings["seed"]))
-        progress = Progress("completions", total, file.done)
-        for rows in _generate(loaded, job, file.done, progress):
-            file.append(rows)
+        progress, generator = Progress("completions", total, file.done), Generator(loaded, job.batch_size)
+        saved = time.monotonic()
+        for row in _generate(generator, job, file.done, progress):
+            made.append(row)
+            if len(made) >= generator.batch_size or time.monotonic() - saved > _SAVE_SECONDS:
+                file.append(made)
+                made, saved = [], time.monotonic()
+        file.append(made)
         progress.say(f"{out}: {progress.summary()}")
     except KeyboardInterrupt:
         print(f"\n{out}: {file.done:,} of {total:,} completions; run the same command to go on", file=sys.stderr)
@@ -118,58 +122,56 @@ def write_rows(loaded: LoadedModel, job: RowsJob, total: int, name: str, out: Pa
         file.close()
 
 
-def _generate(loaded: LoadedModel, job: RowsJob, done: int, progress: Progress) -> Iterator[list[dict[str, Any]]]:
-    """The output rows after the first `done`, in order, some at a time."""
-    encoder = PromptEncoder(loaded.tokenizer)
-    generator = Generator(loaded, job.params, job.batch_size, progress.add_tokens)
-    asked = islice(((row, sample) for row in job.read() for sample in range(job.params.n)), done, None)
-    batches, failed = 1, 0
-    while some := list(islice(asked, batches * generator.batch_size)):
-        began = time.monotonic()
-        window = _Window(loaded, encoder, job, some)
-        rows = window.rows(window.generate(generator))
-        failed += len(window.errors)
-        progress.add_rows(len(rows))
-        yield rows
-        seconds = time.monotonic() - began
-        batches = min(2 * batches, _MOST_BATCHES) if seconds < _WINDOW_SECONDS / 2 else max(1, batches // 2)
+def _generate(generator: Generator, job: RowsJob, done: int, progress: Progress) -> Iterator[dict[str, Any]]:
+    """The output rows after the first `done`, in order."""
+    asked, failed = deque[_Asked](), 0
+
+    def prompts() -> Iterator[Prompt]:
+        for one in islice(_ask(generator, job), done, None):
+            asked.append(one)
+            if one.prompt is not None:
+                yield one.prompt
+
+    for completion in chain(generator(prompts(), job.params, progress.add_tokens), (None,)):
+        while asked and asked[0].prompt is None:
+            failed += 1
+            progress.add_row()
+            yield asked.popleft().output(job.params)
+        if completion is not None:
+            progress.add_row()
+            yield asked.popleft().output(job.params, completion)
     if failed:
         progress.say(f"warning: {failed:,} prompts have no completion; see the rows with finish_reason error")
 
 
-class _Window:
-    """Some prompts, which are sorted by length and generated together. `errors`: why some of them cannot be."""
+@dataclass(frozen=True)
+class _Asked:
+    """`prompt`: None where it cannot be answered; `reason` says why."""
 
-    def __init__(
-        self, loaded: LoadedModel, encoder: PromptEncoder, job: RowsJob, asked: Sequence[tuple[PromptRow, int]]
-    ) -> None:
-        self._asked, self._params = asked, job.params
-        self.errors: dict[int, str] = {}
-        self._prompts: dict[int, Prompt] = {}
-        for at, (row, sample) in enumerate(asked):
-            try:
-                ids = row.encode(encoder, job.raw)
-                reason = check_prompt(loaded, ids)
-            except BadRecord as error:
-                reason = str(error)
-            if reason is None:
-                self._prompts[at] = Prompt(ids, row.index, sample)
-            else:
-                self.errors[at] = reason
+    row: PromptRow
+    sample: int
+    prompt: Prompt | None
+    reason: str | None
 
-    def generate(self, generator: Generator) -> dict[int, Completion]:
-        return dict(zip(self._prompts, generator(list(self._prompts.values())), strict=True))
+    def output(self, params: SamplingParams, completion: Completion | None = None) -> dict[str, Any]:
+        kept = {**_kept_columns(self.row), **({"sample": self.sample} if params.n > 1 else {})}
+        if completion is None:
+            return {**kept, "completion": "", "finish_reason": "error", "error": self.reason}
+        facts = asdict(completion)
+        return {**kept, "completion": facts.pop("text"), **facts}
 
-    def rows(self, made: dict[int, Completion]) -> list[dict[str, Any]]:
-        rows = []
-        for at, (row, sample) in enumerate(self._asked):
-            kept = {**_kept_columns(row), **({"sample": sample} if self._params.n > 1 else {})}
-            if at in made:
-                facts = asdict(made[at])
-                rows.append({**kept, "completion": facts.pop("text"), **facts})
-            else:
-                rows.append({**kept, "completion": "", "finish_reason": "error", "error": self.errors[at]})
-        return rows
+
+def _ask(generator: Generator, job: RowsJob) -> Iterator[_Asked]:
+    encoder = PromptEncoder(generator.loaded.tokenizer)
+    for row in job.read():
+        ids: Sequence[int] = ()
+        try:
+            ids = row.encode(encoder, job.raw)
+            reason = generator.check(ids)
+        except BadRecord as error:
+            reason = str(error)
+        for sample in range(job.params.n):
+            yield _Asked(row, sample, Prompt(ids, row.index, sample) if reason is None else None, reason)
 
 
 def _kept_columns(row: PromptRow) -> dict[str, Any]:

@@ -20,14 +20,12 @@ class Progress:
         self._is_terminal = sys.stderr.isatty()
         self._shown, self._is_drawn = self._began, False
 
-    def add_tokens(self, count: int) -> bool:
-        """Returns False, as a callback of `decode` that never ends it."""
+    def add_tokens(self, count: int) -> None:
         self._tokens += count
         self._show()
-        return False
 
-    def add_rows(self, count: int) -> None:
-        self._done += count
+    def add_row(self) -> None:
+        self._done += 1
         self._show()
 
     def say(self, line: str) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sojourn.errors import RunFailed, UserError
+from sojourn.errors import UserError
 
 _CANDIDATES = 1024  # most likely tokens that top-k and top-p look at before they sort the whole vocabulary
 _MARGIN = 16  # candidates beyond top_k, to see whether others tie with the last
@@ -154,7 +154,7 @@ class Sampler:
         return counts.to(self._device)
 
     def __call__(self, logits_BV: Tensor) -> Tensor:
-        """One token a row, of logits in fp32; -1 where they are no finite numbers: see `read_tokens`."""
+        """One token a row, of logits in fp32; -1 where they are no finite numbers."""
         scores_BV = self._penalize(logits_BV)
         if all(self._is_greedy):
             tokens_B = self._best(scores_BV)
@@ -169,15 +169,6 @@ class Sampler:
         for row in self._rows:
             row.position += 1
         return tokens_B
-
-    def select(self, rows: list[int]) -> None:
-        """Goes on with these rows only."""
-        at = torch.tensor(rows, device=self._device)
-        self._rows = [self._rows[row] for row in rows]
-        for name in ("_bias", "_seen", "_counts"):
-            value = getattr(self, name)
-            setattr(self, name, None if value is None else value.index_select(0, at))
-        self._set_columns()
 
     def _penalize(self, scores_BV: Tensor) -> Tensor:
         if self._bias is not None:
@@ -240,17 +231,6 @@ class Sampler:
         if not self._limits_min_p:
             return probs_BK
         return probs_BK.masked_fill(probs_BK < probs_BK.amax(-1, keepdim=True) * self._min_p, 0.0)
-
-
-def read_tokens(tokens_B: Tensor) -> list[int]:
-    """The sampler's tokens on the host."""
-    tokens: list[int] = tokens_B.tolist()
-    if min(tokens, default=0) < 0:
-        raise RunFailed(
-            "the model's logits are not finite numbers (NaN or infinity): its weights are damaged, or its dtype "
-            "overflows; check the model with: sojourn eval MODEL"
-        )
-    return tokens
 
 
 def exponential_noise(key_B1: Tensor, ids_BK: Tensor) -> Tensor:

@@ -89,8 +89,9 @@ class Network:
 
     @contextmanager
     def transformers_attention(self) -> Iterator[nn.Module]:
-        """Generates with transformers' own attention. Compiled layers run eagerly, since lengths vary."""
-        was_training = self.model.training
+        """In eval mode, with transformers' own attention or another one that is set meanwhile. Compiled layers run
+        eagerly, since lengths vary."""
+        was_training, before = self.model.training, self.base_model.config._attn_implementation
         self.model.eval()
         if self.attention_backend is not None:
             restore_attention(self)
@@ -98,8 +99,8 @@ class Network:
             with torch.compiler.set_stance("force_eager"):
                 yield self.model
         finally:
-            if self.attention_backend is not None:
-                self.base_model.set_attn_implementation(attention.NAME)
+            if self.base_model.config._attn_implementation != before:
+                self.base_model.set_attn_implementation(before)
             self.model.train(was_training)
 
 

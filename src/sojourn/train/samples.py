@@ -1,4 +1,7 @@
-"""Samples during training: greedy completions of the same few prompts at every evaluation."""
+"""Samples during training: greedy completions of the same few prompts at every evaluation.
+
+The model that trains generates them itself (`infer/transformers_forward.py`), all at once: weights are not copied.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,11 @@ import numpy as np
 from sojourn.config.schema import RunConfig
 from sojourn.data.artefact import Artefact, Split
 from sojourn.infer.detokenize import make_decode
-from sojourn.infer.generate import generate_tokens
+from sojourn.infer.engine.request import Request
 from sojourn.infer.load import context_length
 from sojourn.infer.prompts import PromptEncoder
 from sojourn.infer.sampling import SamplingParams
+from sojourn.infer.transformers_forward import generate_tokens
 from sojourn.model.network import Network
 
 _HELD_OUT_PROMPTS = 2
@@ -27,7 +31,7 @@ class Samples:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(artefact.tokenizer)
-        self._decode, self._stop_ids = make_decode(tokenizer), artefact.stop_ids
+        self._decode, self._stop_ids = make_decode(tokenizer), frozenset(artefact.stop_ids)
         self._params = SamplingParams(max_tokens=config.train.sample_tokens)
         if config.train.samples:
             encoder, raw = PromptEncoder(tokenizer), not artefact.facts["chat"]
@@ -38,13 +42,17 @@ class Samples:
 
     def generate(self, network: Network, autocast: AbstractContextManager[object]) -> list[tuple[str, str]]:
         """Each prompt with its completion."""
-        samples = []
         with network.transformers_attention() as model, autocast:
-            longest = max(1, context_length(model) - self._params.max_tokens)
-            for prompt, ids in self._prompts:
-                tokens = generate_tokens(model, [ids[-longest:]], self._params, self._stop_ids)
-                samples.append((prompt, self._decode(tokens[0])))
-        return samples
+            context = context_length(model)
+            longest = max(1, context - self._params.max_tokens)
+            prompts = [ids[-longest:] for _, ids in self._prompts]
+            requests = [
+                Request("", ids, self._params, 0, min(self._params.max_tokens, context - len(ids)), self._stop_ids)
+                for ids in prompts
+            ]
+            generate_tokens(model, requests)
+        texts = (self._decode([token for token in one.tokens if token not in self._stop_ids]) for one in requests)
+        return [(prompt, text) for (prompt, _), text in zip(self._prompts, texts, strict=True)]
 
 
 def _beginnings(split: Split) -> list[list[int]]:

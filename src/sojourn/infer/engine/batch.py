@@ -1,12 +1,14 @@
 """The tensors of one step: all tokens of its parts, one after another.
 
-Shapes: T tokens, S sequences, B blocks of the longest one, L logits.
+Shapes: T tokens, S sequences, B blocks of the longest one, L logits; Q tokens of one sequence, C of its context.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -23,6 +25,16 @@ class Prompts:
     query_starts: Tensor
     kv_starts: Tensor
     kv_slots_C: Tensor
+
+
+@dataclass(frozen=True)
+class Group:
+    """Sequences with equally many tokens here. `slots_SC`: where their keys and values are. `distance_SQC`: of each of
+    these to each token, below 0 where it comes later."""
+
+    tokens: slice
+    slots_SC: Tensor
+    distance_SQC: Tensor
 
 
 @dataclass
@@ -44,6 +56,20 @@ class StepBatch:
     decodes: int
     max_query: int
     max_context: int
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        """What one call of a plain attention can take: all sequences with one token, then each of the others."""
+        starts, context = self.starts_S1.tolist(), self.context_S.tolist()
+        bounds = [0, *range(max(1, self.decodes), len(context) + 1)]
+        groups = []
+        for first, end in pairwise(bounds):
+            tokens = slice(starts[first], starts[end])
+            at_C = torch.arange(max(context[first:end]), device=self.starts_S1.device)
+            blocks_SC = self.block_table_SB[first:end, at_C // BLOCK]
+            positions_SQ = self.positions_T[tokens].unflatten(0, (end - first, -1))
+            groups.append(Group(tokens, blocks_SC * BLOCK + at_C % BLOCK, positions_SQ[..., None] - at_C))
+        return groups
 
 
 def order_parts(parts: Sequence[Part]) -> list[Part]:

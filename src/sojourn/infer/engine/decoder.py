@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from sojourn.estimate.serving import FAMILIES
 from sojourn.model.layers import decoder_layers
 
-_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # the frequencies depend on the length of the text
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
     """`window`: tokens that a token sees, itself included; None: all before it. `rotary_dim`: of each head's beginning,
-    0 for none. `cos_PR`, `sin_PR`: by position, for half of `rotary_dim`. `q_norm_D`, `k_norm_D`: of each head."""
+    0 for none. `cos_PR`, `sin_PR`: by position, for half of `rotary_dim`. `q_norm_D`, `k_norm_D`: of each head.
+    `softcap`, `sinks_H`: only the torch backend has them, for models that are no `Decoder`."""
 
     heads: int
     kv_heads: int
@@ -37,6 +37,8 @@ class AttentionSpec:
     q_norm_D: Tensor | None
     k_norm_D: Tensor | None
     eps: float
+    softcap: float | None = None
+    sinks_H: Tensor | None = None
 
 
 @dataclass
@@ -87,8 +89,8 @@ def config_unsupported_reason(config: Any) -> str | None:
     """The same, as far as its settings tell."""
     if config.model_type not in FAMILIES:
         return f"its architecture is {config.model_type}; the engine computes {', '.join(FAMILIES)}"
-    if _rope_types(config) & set(_LENGTH_DEPENDENT_ROPE):
-        return f"its RoPE depends on the length of the text ({', '.join(sorted(_rope_types(config)))})"
+    if has_length_dependent_rope(config):
+        return "its RoPE depends on the length of the text"
     if getattr(config, "attn_logit_softcapping", None) or getattr(config, "final_logit_softcapping", None):
         return "it caps logits"
     if _activation(config) is None:
@@ -102,9 +104,11 @@ def _activation(config: Any) -> str | None:
     return _ACTIVATIONS.get(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None) or "")
 
 
-def _rope_types(config: Any) -> set[str]:
+def has_length_dependent_rope(config: Any) -> bool:
+    """Whether the longest text of a call decides the frequencies of all."""
     rope = getattr(config, "rope_parameters", None) or {}
-    return {one["rope_type"] for one in (rope, *rope.values()) if isinstance(one, dict) and "rope_type" in one}
+    kinds = (one.get("rope_type") for one in (rope, *rope.values()) if isinstance(one, dict))
+    return any(kind in ("dynamic", "longrope") for kind in kinds)
 
 
 def read_decoder(model: Any, pack: Callable[[Tensor], Any], context: int, dtype: torch.dtype | None = None) -> Decoder:

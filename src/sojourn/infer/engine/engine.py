@@ -1,4 +1,4 @@
-"""The engine: requests in, tokens out, one step at a time.
+"""The engine: requests in, tokens out, one step at a time. All generation is this loop.
 
 On CUDA a step is launched before the tokens of the one before are read: while the GPU computes, Python reads, and
 prepares what comes next. A request that turns out to be finished has then computed one token too many, which nobody
@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from sojourn.infer.engine.adapters import Adapters
 from sojourn.infer.engine.batch import order_parts
 from sojourn.infer.engine.block_pool import BLOCK, BlockPool
 from sojourn.infer.engine.decoder import Decoder
-from sojourn.infer.engine.forward import Forward
+from sojourn.infer.engine.forward import Forward, PlainForward
 from sojourn.infer.engine.ops_torch import Ops
-from sojourn.infer.engine.plain import PlainForward
 from sojourn.infer.engine.request import Request, Token
 from sojourn.infer.engine.sample import Sampled, StepSampler
 from sojourn.infer.engine.scheduler import Part, Scheduler
@@ -30,13 +30,14 @@ from sojourn.infer.sampling import SamplingParams
 @dataclass(frozen=True)
 class EngineOptions:
     """`max_rows`: requests at a time. `max_tokens`: that a step computes. `context`: of a request. `blocks`: of the KV
-    cache. `draft_tokens`: guessed ones a step."""
+    cache. `draft_tokens`: guessed ones a step. `prefix_cache`: whether equal beginnings are computed once."""
 
     max_rows: int
     max_tokens: int
     context: int
     blocks: int
     draft_tokens: int = 0
+    prefix_cache: bool = True
 
 
 @dataclass(frozen=True)
@@ -53,20 +54,27 @@ class _Launched:
     sampled: Sampled
 
 
-class Engine:
-    """Used by one thread. `forward`: computes the steps; None: the decoder's own, by `make_forward`."""
+class StepForward(Protocol):
+    """How a step is computed: over a `Decoder` (forward.py, cuda/graphs.py), or by transformers."""
 
-    def __init__(self, decoder: Decoder, ops: Ops, options: EngineOptions, forward: Any = None) -> None:
-        self.decoder, self.options = decoder, options
-        self.adapters = Adapters()
+    def warm_up(self, last_tokens: Tensor) -> None: ...
+
+    def __call__(self, parts: list[Part], last_tokens: Tensor) -> Tensor:
+        """Logits (L, vocabulary). `last_tokens`: of each row, see `Request.token_at`."""
+
+
+class DecodeLoop:
+    """Used by one thread."""
+
+    def __init__(self, forward: StepForward, device: torch.device, options: EngineOptions) -> None:
+        self.options, self.device = options, device
         self.scheduler = Scheduler(
-            BlockPool(options.blocks), options.max_rows, options.max_tokens, options.draft_tokens
+            BlockPool(options.blocks), options.max_rows, options.max_tokens, options.draft_tokens, options.prefix_cache
         )
-        self.generated = 0  # tokens
-        self._runs_ahead = decoder.device.type == "cuda" and not options.draft_tokens
-        self._forward = forward or make_forward(decoder, ops, options, self.adapters)
-        self._sampler = StepSampler(decoder.vocab_size, decoder.device)
-        self._last_tokens = torch.zeros(options.max_rows, dtype=torch.int32, device=decoder.device)
+        self._runs_ahead = device.type == "cuda" and not options.draft_tokens
+        self._forward = forward
+        self._sampler = StepSampler(device)
+        self._last_tokens = torch.zeros(options.max_rows, dtype=torch.int32, device=device)
         self._launched: _Launched | None = None
 
     @property
@@ -81,14 +89,13 @@ class Engine:
         request.finish_reason = request.finish_reason or "cancelled"
         self.scheduler.remove(request)
 
-    def load_adapter(self, name: str, folder: Path) -> None:
-        self.adapters.load(name, folder, self.decoder)
+    def cancel_all(self) -> None:
+        """Also after a step that has failed half-way."""
+        self._launched = None
+        for request in (*self.scheduler.running, *self.scheduler.waiting):
+            self.cancel(request)
 
-    def unload_adapter(self, name: str) -> None:
-        """No request may use it."""
-        self.adapters.unload(name, self.decoder)
-
-    @torch.inference_mode()
+    @torch.no_grad()
     def warm_up(self) -> None:
         """Compiles kernels and captures CUDA graphs: the first request should not wait for that."""
         self._forward.warm_up(self._last_tokens)
@@ -98,10 +105,9 @@ class Engine:
             while self.has_work:
                 self.step()
             self.scheduler.pool.forget_all()
-            length = length * 2 // 3 if self.decoder.device.type == "cuda" else 0
-        self.generated = 0
+            length = length * 2 // 3 if self.device.type == "cuda" else 0
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def step(self) -> list[Output]:
         """What became known: of this step on a CPU, of the one before on CUDA."""
         outputs: list[Output] = []
@@ -157,7 +163,6 @@ class Engine:
             if request.finish_reason is not None or at >= len(part.draft) or part.draft[at] != token.id:
                 break
             request.scheduled += 1
-        self.generated += len(found)
         if request in self.scheduler.running:  # not preempted meanwhile
             self.scheduler.commit(request)
         if request.is_finished:
@@ -165,17 +170,29 @@ class Engine:
         return [Output(request, tuple(found))] if found or request.is_finished else []
 
 
-def make_forward(decoder: Decoder, ops: Ops, options: EngineOptions, adapters: Adapters) -> Any:
-    """How a step is computed: one operation after another, or by CUDA graphs."""
-    forward = Forward(decoder, ops, options.blocks, adapters)
-    if decoder.device.type == "cuda":
-        from sojourn.infer.engine.cuda.graphs import GraphedForward
+class Engine(DecodeLoop):
+    """The loop over a decoder, with adapters."""
 
-        return GraphedForward(forward, options.max_rows, options.context, adapters)
-    return PlainForward(forward, adapters)
+    def __init__(self, decoder: Decoder, ops: Ops, options: EngineOptions) -> None:
+        self.decoder, self.adapters = decoder, Adapters()
+        forward: Any = Forward(decoder, ops, options.blocks, self.adapters)
+        if decoder.device.type == "cuda":
+            from sojourn.infer.engine.cuda.graphs import GraphedForward
+
+            forward = GraphedForward(forward, options.max_rows, options.context, self.adapters)
+        else:
+            forward = PlainForward(forward, self.adapters)
+        super().__init__(forward, decoder.device, options)
+
+    def load_adapter(self, name: str, folder: Path) -> None:
+        self.adapters.load(name, folder, self.decoder)
+
+    def unload_adapter(self, name: str) -> None:
+        """No request may use it."""
+        self.adapters.unload(name, self.decoder)
 
 
-def blocks_for(decoder: Decoder, memory: int, max_rows: int, context: int) -> int:
+def blocks_for(kv_bytes_per_token: int, memory: int, max_rows: int, context: int) -> int:
     """As many blocks as fit into `memory` bytes, and no more than all rows can use; one more for padding."""
     most = max_rows * -(-context // BLOCK)
-    return 1 + max(1, min(most, memory // (decoder.kv_bytes_per_token * BLOCK)))
+    return 1 + max(1, min(most, memory // (kv_bytes_per_token * BLOCK)))

@@ -1,16 +1,18 @@
-"""The forward pass over one step's tokens."""
+"""The forward pass over one step's tokens, one operation after another."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from sojourn.infer.engine.adapters import Adapters
-from sojourn.infer.engine.batch import StepBatch
+from sojourn.infer.engine.batch import StepBatch, build_arrays, to_device
 from sojourn.infer.engine.decoder import Decoder, Layer
 from sojourn.infer.engine.ops_torch import Ops
+from sojourn.infer.engine.scheduler import Part
 
 
 class Forward:
@@ -58,3 +60,22 @@ class Forward:
         add(linear(attended, "o", layer.o, layer.o_bias), layer.post_attention_norm_D)
         gate_up = linear(ops.rms_norm(x_TD, layer.mlp_norm_D, eps), "gate_up", layer.gate_up)
         add(linear(ops.gated_act(gate_up, self.decoder.activation), "down", layer.down), layer.post_mlp_norm_D)
+
+
+class PlainForward:
+    def __init__(self, forward: Forward, adapters: Adapters) -> None:
+        self._forward, self._adapters = forward, adapters
+
+    def warm_up(self, last_tokens: Tensor) -> None:
+        """Nothing to prepare."""
+
+    def __call__(self, parts: list[Part], last_tokens: Tensor) -> Tensor:
+        batch = to_device(build_arrays(parts, self._adapters.indices), self._forward.decoder.device)
+        if any(part.request.unread for part in parts):
+            batch.ids_T = known_ids(batch.ids_T, last_tokens)
+        return self._forward(batch)
+
+
+def known_ids(ids_T: Tensor, last_tokens: Tensor) -> Tensor:
+    """Token ids, where those below 0 name a row of `last_tokens`."""
+    return torch.where(ids_T < 0, last_tokens[(-1 - ids_T).clamp(min=0)], ids_T)

@@ -12,6 +12,7 @@ from sojourn.infer.engine.decoder import Decoder, engine_unsupported_reason, rea
 from sojourn.infer.engine.engine import Engine, EngineOptions, blocks_for
 from sojourn.infer.engine.ops_torch import Ops, TorchOps
 from sojourn.infer.load import LoadedModel, context_length
+from sojourn.model.kernels.triton_support import supports_triton
 
 _MOST_TOKENS = {"cuda": 2048, "cpu": 256}  # of a step
 
@@ -28,9 +29,17 @@ class EngineSettings:
     draft_tokens: int = 0
 
 
+def unsupported_reason(loaded: LoadedModel) -> str | None:
+    """None where the engine runs this model on its device."""
+    device = torch.device(loaded.device).type
+    if device not in QUANTIZATIONS or (device == "cuda" and not supports_triton()):
+        return f"there are no kernels for {device}" + (" without Triton" if device == "cuda" else "")
+    return engine_unsupported_reason(loaded.model)
+
+
 def open_engine(loaded: LoadedModel, settings: EngineSettings) -> Engine:
     """The engine takes the weights: the loaded model cannot be used afterwards."""
-    reason = engine_unsupported_reason(loaded.model)
+    reason = unsupported_reason(loaded)
     if reason is not None:
         raise UserError(f"{loaded.path}: the builtin engine cannot run it: {reason}; try: --engine vllm")
     device = torch.device(loaded.device).type
@@ -39,7 +48,9 @@ def open_engine(loaded: LoadedModel, settings: EngineSettings) -> Engine:
     context = min(settings.context or most, most)
     with torch.inference_mode():
         decoder = read_decoder(loaded.model, ops.pack, context, torch.float32 if device == "cpu" else None)
-    blocks = blocks_for(decoder, settings.kv_bytes or _kv_memory(decoder), settings.max_rows, context)
+    blocks = blocks_for(
+        decoder.kv_bytes_per_token, settings.kv_bytes or _kv_memory(decoder), settings.max_rows, context
+    )
     options = EngineOptions(settings.max_rows, _MOST_TOKENS.get(device, 256), context, blocks, settings.draft_tokens)
     return Engine(decoder, ops, options)
 

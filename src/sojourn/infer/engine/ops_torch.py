@@ -4,8 +4,10 @@ implement), and what is used where none of those works. Shapes as in batch.py; I
 
 from __future__ import annotations
 
+import math
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -74,7 +76,8 @@ class TorchOps:
         return self.gated_act(self.norm_linear(x_TD, weight_D, eps, packed), activation)
 
     def new_cache(self, blocks: int, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> Any:
-        return torch.zeros(2, blocks * BLOCK, spec.kv_heads, spec.head_dim, dtype=dtype, device=device)
+        shape = (blocks * BLOCK, spec.kv_heads, spec.head_dim)
+        return zeros(shape, dtype, device), zeros(shape, dtype, device)
 
     def rope_store(self, qkv_TE: Tensor, cache: Any, batch: StepBatch, spec: AttentionSpec) -> Tensor:
         qkv = qkv_TE.unflatten(-1, (-1, spec.head_dim))
@@ -90,29 +93,37 @@ class TorchOps:
         return query
 
     def attention(self, query_THD: Tensor, cache: Any, batch: StepBatch, spec: AttentionSpec) -> Tensor:
-        out = torch.empty_like(query_THD)
-        starts, lengths = batch.starts_S1.tolist(), batch.context_S.tolist()
-        for at, length in enumerate(lengths):
-            rows = slice(starts[at], starts[at + 1])
-            key, value = gather_kv(cache, batch.block_table_SB[at], length)
-            query = query_THD[rows].transpose(0, 1)
-            mask = _mask(batch.positions_T[rows], length, spec.window)
-            key, value = (x.transpose(0, 1).repeat_interleave(spec.heads // spec.kv_heads, 0) for x in (key, value))
-            found = F.scaled_dot_product_attention(query[None], key[None], value[None], mask, scale=spec.scale)
-            out[rows] = found[0].transpose(0, 1)
-        return out.flatten(1)
+        outputs = []
+        for group in batch.groups:
+            seen = group.distance_SQC >= 0
+            if spec.window is not None:
+                seen &= group.distance_SQC < spec.window
+            query = query_THD[group.tokens].unflatten(0, (len(seen), -1)).transpose(1, 2)
+            key, value = (x[group.slots_SC].transpose(1, 2) for x in cache)
+            outputs.append(_attend(query, key, value, seen[:, None], spec).transpose(1, 2).flatten(0, 1))
+        return torch.cat(outputs).flatten(1)
 
 
-def gather_kv(cache: Tensor, table_B: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of one sequence (length, kv_heads, head_dim)."""
-    blocks = cache.unflatten(1, (-1, BLOCK))[:, table_B[: -(-length // BLOCK)].long()]
-    key, value = blocks.flatten(1, 2)[:, :length]
-    return key, value
+def _attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, spec: AttentionSpec) -> Tensor:
+    """Of (sequences, heads, tokens, head_dim)."""
+    key, value = (x.repeat_interleave(spec.heads // spec.kv_heads, 1) for x in (key, value))
+    if spec.softcap is None and spec.sinks_H is None:
+        return F.scaled_dot_product_attention(query, key, value, seen, scale=spec.scale)
+    scores = (query @ key.transpose(-1, -2)).float() * spec.scale
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if spec.sinks_H is not None:
+        sinks = spec.sinks_H.float()[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, sinks), -1)
+    return scores.softmax(-1)[..., : key.shape[-2]].to(value.dtype) @ value
 
 
-def _mask(positions_T: Tensor, length: int, window: int | None) -> Tensor:
-    distance = positions_T[:, None] - torch.arange(length, device=positions_T.device)
-    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU, memory that the system gives when it is written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def _rotate(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

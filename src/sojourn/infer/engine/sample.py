@@ -35,8 +35,8 @@ class Sampled:
 class StepSampler:
     """Keeps a `Sampler` while the same requests go on."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._vocab_size, self._device = vocab_size, device
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._sampler: Sampler | None = None
         self._rows: list[tuple[Request, int]] = []  # held, so that no later request can be taken for one of them
 
@@ -69,7 +69,7 @@ class StepSampler:
             made = [
                 SamplingRow(r.params, r.prompt, r.key, len(r.tokens) + r.unread + ahead, r.tokens) for r, ahead in rows
             ]
-            self._sampler, self._rows = Sampler(made, self._vocab_size, self._device), rows
+            self._sampler, self._rows = Sampler(made, logits_LV.shape[1], self._device), rows
         return self._sampler(logits_LV)
 
 

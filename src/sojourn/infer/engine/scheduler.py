@@ -39,8 +39,11 @@ class Part:
 class Scheduler:
     """`max_rows`: requests at a time. `max_tokens`: of a step. `draft_tokens`: guessed ones a request and step."""
 
-    def __init__(self, pool: BlockPool, max_rows: int, max_tokens: int, draft_tokens: int = 0) -> None:
-        self.pool, self.max_rows, self.max_tokens, self.draft_tokens = pool, max_rows, max_tokens, draft_tokens
+    def __init__(
+        self, pool: BlockPool, max_rows: int, max_tokens: int, draft_tokens: int = 0, prefix_cache: bool = True
+    ) -> None:
+        self.pool, self.max_rows, self.max_tokens = pool, max_rows, max_tokens
+        self.draft_tokens, self._prefix_cache = draft_tokens, prefix_cache
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._rows = list(range(max_rows))
@@ -50,9 +53,10 @@ class Scheduler:
     def add(self, request: Request) -> None:
         self.waiting.append(request)
 
-    def fits(self, tokens: int) -> bool:
-        """Whether one request may have so many tokens."""
-        return -(-tokens // BLOCK) <= self.pool.total
+    @property
+    def capacity(self) -> int:
+        """The most tokens that one request may have."""
+        return self.pool.total * BLOCK
 
     def remove(self, request: Request) -> None:
         """The request is finished or cancelled."""
@@ -106,7 +110,7 @@ class Scheduler:
         hashes: list[bytes] = []
         for at in range((len(known) - 1) // BLOCK):  # one token at least is computed: its logits are needed
             hashes.append(hash_block(hashes[-1] if at else _root(request), known[at * BLOCK : (at + 1) * BLOCK]))
-        found = [] if request.prompt_logprobs is not None else self.pool.find(hashes)
+        found = self.pool.find(hashes) if self._prefix_cache and request.prompt_logprobs is None else []
         request.blocks, request.hashes = found, hashes[: len(found)]
         request.scheduled = len(found) * BLOCK
         if not self._allocate(request, min(request.length, request.scheduled + budget)):

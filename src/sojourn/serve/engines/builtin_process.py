@@ -48,7 +48,7 @@ class ModelToServe:
 class Opened:
     """`check`: raises RunFailed where what computes the steps is gone."""
 
-    engine: builtin.Engine
+    engine: builtin.DecodeLoop
     tokenizer: Any
     info: EngineInfo
     check: Callable[[], None] = lambda: None
@@ -83,19 +83,19 @@ def _end_with_parent() -> None:
 
 class _Process:
     def __init__(self, connection: Connection, model: ModelToServe) -> None:
-        self._connection = connection
+        self._connection, self._kind = connection, model.kind
         opened = (open_llamacpp if model.kind == "llamacpp" else open_builtin)(model)
         self._engine, self._tokenizer, self._info, self._check_alive = (
             opened.engine, opened.tokenizer, opened.info, opened.check,
         )  # fmt: skip
         for name, folder in model.adapters:
-            self._engine.load_adapter(name, Path(folder))
+            self._with_adapters().load_adapter(name, Path(folder))
         self._grammars: GrammarCompiler | None = None
         self._requests: dict[str, Request] = {}
         self._closing: set[str] = set()  # adapters that go when their last request ends
         self._stats, self._stats_sent = EngineStats(), 0.0
         self._engine.warm_up()
-        connection.send(("ready", replace(self._info, adapters=tuple(self._engine.adapters.indices))))
+        connection.send(("ready", replace(self._info, adapters=self._adapters())))
 
     def serve(self) -> None:
         while True:
@@ -130,21 +130,19 @@ class _Process:
 
     def _check(self, asked: GenerationRequest) -> None:
         engine = self._engine
-        if asked.adapter is not None and (
-            asked.adapter not in engine.adapters.indices or asked.adapter in self._closing
-        ):
+        if asked.adapter is not None and (asked.adapter not in self._adapters() or asked.adapter in self._closing):
             raise UserError(f"the adapter {asked.adapter} is not loaded")
         total = len(asked.prompt) + asked.max_tokens
-        if not asked.prompt or total > engine.options.context or not engine.scheduler.fits(total):
+        if not asked.prompt or total > min(engine.options.context, engine.scheduler.capacity):
             raise UserError(f"{total:,} tokens do not fit the context or the KV cache of the engine")
-        if not all(0 <= token < engine.decoder.vocab_size for token in asked.prompt):
+        if not all(0 <= token < self._info.vocab_size for token in asked.prompt):
             raise UserError("the prompt has a token that the model does not have")
 
     def _compiler(self) -> GrammarCompiler:
         from sojourn.infer.grammar import GrammarCompiler
 
         if self._grammars is None:
-            self._grammars = GrammarCompiler(self._tokenizer, self._engine.decoder.vocab_size, self._info.stop_ids)
+            self._grammars = GrammarCompiler(self._tokenizer, self._info.vocab_size, self._info.stop_ids)
         return self._grammars
 
     def _cancel(self, request_id: str) -> None:
@@ -153,9 +151,19 @@ class _Process:
             self._engine.cancel(request)
             self._unload_unused()
 
+    def _with_adapters(self) -> builtin.Engine:
+        from sojourn.infer.engine.engine import Engine
+
+        if not isinstance(self._engine, Engine):
+            raise UserError(f"--engine {self._kind} has no adapters; try: --engine builtin")
+        return self._engine
+
+    def _adapters(self) -> tuple[str, ...]:
+        return tuple(self._with_adapters().adapters.indices) if self._kind == "builtin" else ()
+
     def _load_adapter(self, ticket: int, name: str, folder: str) -> None:
         try:
-            self._engine.load_adapter(name, Path(folder))
+            self._with_adapters().load_adapter(name, Path(folder))
         except (UserError, RunFailed) as error:
             self._connection.send(("done", ticket, str(error)))
             return
@@ -168,7 +176,7 @@ class _Process:
 
     def _unload_unused(self) -> None:
         for name in [one for one in self._closing if all(r.adapter != one for r in self._requests.values())]:
-            self._engine.unload_adapter(name)
+            self._with_adapters().unload_adapter(name)
             self._closing.remove(name)
 
     def _output(self, output: builtin.Output) -> tuple[str, Output]:

@@ -1,4 +1,4 @@
-"""llama.cpp as the forward of the builtin engine: scheduling and sampling are ours, KV cache and layers are its.
+"""llama.cpp as the forward of the engine's loop: scheduling and sampling are ours, KV cache and layers are its.
 
 A row of the engine is a sequence of llama.cpp. A row keeps what it holds when its request ends, so that a request with
 the same beginning need not compute it again: the row that has most of it is copied, which costs llama.cpp no memory.
@@ -21,7 +21,7 @@ from sojourn.errors import RunFailed
 from sojourn.estimate.serving import BLOCK, kv_memory
 from sojourn.infer.engine.batch import scores_prompt
 from sojourn.infer.engine.block_pool import BlockPool
-from sojourn.infer.engine.engine import Engine, EngineOptions
+from sojourn.infer.engine.engine import DecodeLoop, EngineOptions
 from sojourn.infer.gguf.file import GgufFile
 from sojourn.infer.runtimes.llamacpp import threads
 from sojourn.infer.runtimes.llamacpp_process import LlamaCpp
@@ -191,8 +191,8 @@ def _shared_memory() -> str | None:
     return "/dev/shm" if os.path.isdir("/dev/shm") else None  # noqa: S108, PTH112
 
 
-def open_llama_engine(path: Path, rows: int, context: int | None, device: str) -> tuple[Engine, LlamaForward]:
-    """The builtin engine over llama.cpp. Raises RunFailed, with llama.cpp's reason, where it does not open the file."""
+def open_llama_engine(path: Path, rows: int, context: int | None, device: str) -> tuple[DecodeLoop, LlamaForward]:
+    """The engine's loop over llama.cpp. Raises RunFailed, with llama.cpp's reason, where it does not open the file."""
     shape, device = read_shape(GgufFile(path)), choose_device(device)
     free = free_memory(device)
     if free is None:  # Apple's GPUs share the memory
@@ -202,19 +202,11 @@ def open_llama_engine(path: Path, rows: int, context: int | None, device: str) -
     return make_engine(forward, rows, cells, context), forward
 
 
-def make_engine(forward: LlamaForward, rows: int, cells: int, context: int) -> Engine:
-    decoder: Any = _Decoder(forward.vocab_size)
+def make_engine(forward: LlamaForward, rows: int, cells: int, context: int) -> DecodeLoop:
     options = EngineOptions(rows, _MOST_TOKENS, context, 1 + cells // BLOCK)
-    engine = Engine(decoder, decoder, options, forward)
+    engine = DecodeLoop(forward, torch.device("cpu"), options)
     engine.scheduler.pool, forward.scheduler = _Cells(options.blocks), engine.scheduler
     return engine
-
-
-class _Decoder:
-    """What the engine asks of a decoder, beside computing it: logits are in fp32 on the CPU."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size, self.device, self.dtype = vocab_size, torch.device("cpu"), torch.float32
 
 
 class _Cells(BlockPool):

@@ -11,8 +11,7 @@ from torch import Tensor
 from sojourn.infer.engine.adapters import Adapters
 from sojourn.infer.engine.batch import StepBatch, build_arrays, to_device
 from sojourn.infer.engine.block_pool import BLOCK
-from sojourn.infer.engine.forward import Forward
-from sojourn.infer.engine.plain import PlainForward, known_ids
+from sojourn.infer.engine.forward import Forward, PlainForward, known_ids
 from sojourn.infer.engine.scheduler import Part
 
 _SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
