@@ -202,6 +202,16 @@ def test_data_is_looked_at_before_it_is_prepared(home, page):
     assert "Hello" in found["examples"][0]["text"]
 
 
+def test_only_files_of_known_folders_are_shown(home, page):
+    form = {"preset": "smoke", "settings": {"data.sources": "/etc/passwd"}}
+    answer = page.post("/api/preview", json=form)
+    assert answer.status_code == 400 and "outside the folders of this board" in answer.json()["error"]
+    (home / "link.txt").symlink_to("/etc/passwd")
+    for path in ("link.txt", "../../../../../../../../../etc/passwd"):
+        answer = page.post("/api/preview", json={"preset": "smoke", "settings": {"data.sources": path}})
+        assert answer.status_code == 400 and "root:" not in answer.text
+
+
 def test_uploads_are_whole_or_absent(home, page):
     path = page.post("/api/upload?name=../..//my data.jsonl", content=b'{"text": "x"}\n').json()["path"]
     assert Path(path) == home / "uploads" / "my-data.jsonl" and Path(path).read_bytes() == b'{"text": "x"}\n'
@@ -342,7 +352,8 @@ def test_actions_refuse_what_makes_no_sense_in_one_line(home, page):
         ("move", {"to": "box"}, "is not moved"),
         ("verify", {"checkpoint": 99}, "no checkpoint of step 99"),
         ("export", {"to": "exe"}, "there are: hf"),
-        ("chat", {"with": "--evil"}, "with: a run or a folder is needed"),
+        ("chat", {"beside": "--evil"}, "beside: a run or a folder is needed"),
+        ("chat", {"with": "x"}, "with: Extra inputs are not permitted"),
         ("explode", {}, "no action is called 'explode'"),
     ):
         answer = page.post(f"/api/runs/one/{action}", json=body)

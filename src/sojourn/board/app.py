@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 from anyio import to_thread
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
 
@@ -22,6 +23,7 @@ from sojourn.board.guard import Guard
 from sojourn.board.live_runs import KnownRun, LiveRuns
 from sojourn.board.remote_copies import RemoteCopies
 from sojourn.board.report import report_html
+from sojourn.board.schemas import Action, Form, Tags
 from sojourn.board.series import X_AXES, RunSeries, SeriesCache, Sparklines
 from sojourn.board.tasks import Tasks
 from sojourn.board.uploads import receive_upload
@@ -45,6 +47,7 @@ class Board:
     series: SeriesCache
     sparklines: Sparklines
     copies: RemoteCopies
+    roots: list[Path]  # below which files are shown
 
     @property
     def prepared(self) -> Path:
@@ -55,7 +58,8 @@ def make_board(home: Path, folders: list[Path], token: str, local: bool, ask_hos
     runs = LiveRuns([home / "runs", *folders], home / "board" / "tags.json", ask_hosts)
     ours = home / "board"
     shared = (SeriesCache(), Sparklines(), RemoteCopies(ours / "remote"))
-    return Board(home, runs, Tasks(ours / "tasks"), token, local, *shared)
+    roots = [home.absolute(), Path.cwd(), Path.home(), *folders]
+    return Board(home, runs, Tasks(ours / "tasks"), token, local, *shared, roots)
 
 
 def make_app(board: Board, hosts: tuple[str, ...] = ()) -> Any:
@@ -68,6 +72,7 @@ def make_app(board: Board, hosts: tuple[str, ...] = ()) -> Any:
     app = FastAPI(title="Sojourn board", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_exception_handler(UserError, _user_error)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(RequestValidationError, _wrong_request)
     _add_run_routes(app, board)
     _add_other_routes(app, board)
     add_page(app, Path(__file__).with_name("page"), lambda name: HTTPException(404, "no such file"), "'self' blob:")
@@ -83,16 +88,12 @@ async def _http_error(_: Request, error: Exception) -> Response:
     return JSONResponse({"error": str(getattr(error, "detail", error))}, status)
 
 
-async def _body(request: Request) -> dict[str, Any]:
-    try:
-        found = await request.json() if await request.body() else {}
-    except ValueError:
-        raise HTTPException(400, "the body is not JSON") from None
-    except RecursionError:
-        raise HTTPException(400, "the body is nested too deeply") from None
-    if not isinstance(found, dict):
-        raise HTTPException(400, "the body is not a JSON object")
-    return found
+async def _wrong_request(_: Request, error: Exception) -> Response:
+    """In one line: which field, and what is wrong with it."""
+    found = error.errors()[0] if isinstance(error, RequestValidationError) else {}
+    where = ".".join(str(part) for part in found.get("loc", ())[1:])
+    message = f"{where}: {found.get('msg', 'not valid')}" if where else str(found.get("msg", "not valid"))
+    return JSONResponse({"error": message[:300].encode(errors="replace").decode()}, 400)
 
 
 def _run(board: Board, run_id: str) -> KnownRun:
@@ -120,11 +121,8 @@ def _add_run_routes(app: FastAPI, board: Board) -> None:
         return {one: board.sparklines.of(folder.metrics) for one, folder in here.items()}
 
     @app.post("/api/runs/{run_id}/tags")
-    async def tags(run_id: str, request: Request) -> dict[str, Any]:
-        given = (await _body(request)).get("tags")
-        if not isinstance(given, list) or not all(isinstance(tag, str) for tag in given):
-            raise HTTPException(400, "tags: a list of texts is needed")
-        return {"tags": await to_thread.run_sync(board.runs.set_tags, _run(board, run_id).id, given)}
+    def tags(run_id: str, body: Tags) -> dict[str, Any]:
+        return {"tags": board.runs.set_tags(_run(board, run_id).id, body.tags)}
 
     @app.get("/api/runs/{run_id}")
     def one_run(run_id: str) -> dict[str, Any]:
@@ -162,9 +160,8 @@ def _add_run_routes(app: FastAPI, board: Board) -> None:
     _add_text_routes(app, board)
 
     @app.post("/api/runs/{run_id}/{action}")
-    async def act(run_id: str, action: str, request: Request) -> dict[str, Any]:
-        body = await _body(request)
-        return await to_thread.run_sync(actions.act, _run(board, run_id), action, body, board.tasks)
+    def act(run_id: str, action: str, body: Action) -> dict[str, Any]:
+        return actions.act(_run(board, run_id), action, body, board.tasks)
 
 
 def _charts(
@@ -244,17 +241,25 @@ def _add_other_routes(app: FastAPI, board: Board) -> None:
     def catalogue() -> dict[str, Any]:
         return forms.catalogue()
 
-    for path, function in (("/api/plan", forms.plan), ("/api/form", forms.describe), ("/api/preview", forms.preview)):
-        _add_form_route(app, path, function)
+    @app.post("/api/form")
+    def form(body: Form) -> dict[str, Any]:
+        return forms.describe(body)
+
+    @app.post("/api/plan")
+    def plan(body: Form) -> dict[str, Any]:
+        return forms.plan(body)
+
+    @app.post("/api/preview")
+    def preview(body: Form) -> dict[str, Any]:
+        return forms.preview(body, board.roots)
+
+    @app.post("/api/start")
+    def start(body: Form) -> dict[str, Any]:
+        return {"task": _start(board, body)}
 
     @app.post("/api/upload")
     async def upload(request: Request, name: str = "") -> dict[str, Any]:
         return {"path": str(await receive_upload(request, board.home / "uploads", name))}
-
-    @app.post("/api/start")
-    async def start(request: Request) -> dict[str, Any]:
-        body = await _body(request)
-        return {"task": await to_thread.run_sync(_start, board, body)}
 
     @app.get("/api/data")
     def data() -> dict[str, Any]:
@@ -269,25 +274,18 @@ def _add_other_routes(app: FastAPI, board: Board) -> None:
         return data_sets.examples(_artefact(board, name), split, start, count, search[:200])
 
 
-def _add_form_route(app: FastAPI, path: str, function: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    async def route(request: Request) -> dict[str, Any]:
-        return await to_thread.run_sync(function, await _body(request))
-
-    app.add_api_route(path, route, methods=["POST"])
-
-
-def _start(board: Board, form: dict[str, Any]) -> dict[str, Any]:
+def _start(board: Board, form: Form) -> dict[str, Any]:
     described = forms.describe(form)
     if described["errors"]:
         raise UserError(described["errors"][0])
     words: list[str] = described["words"]
-    if not form.get("host"):
+    if not form.host:
         return board.tasks.start(["train", *words], described["name"])
-    words = ["launch", *words, "--on", str(form["host"])]
-    for option in ("budget", "deadline"):
-        if form.get(option):
-            words += [f"--{option}", str(form[option])]
-    return board.tasks.start(words, f"{form['host']}:{described['name']}")
+    words = ["launch", *words, "--on", form.host, "--detach"]
+    for option, value in (("--budget", form.budget), ("--deadline", form.deadline)):
+        if value:
+            words += [option, value]
+    return board.tasks.start(words, f"{form.host}:{described['name']}")
 
 
 def _artefact(board: Board, name: str) -> Path:

@@ -37,7 +37,7 @@ def _size(folder: Path) -> int:
 
 def find_artefact(folder: Path, name: str) -> Path | None:
     path = folder / name
-    plain = name.isalnum() and name.isascii()
+    plain = name.isalnum() and name.isascii() and len(name) <= 64
     return path if plain and (path / "artefact.json").is_file() else None
 
 

@@ -12,47 +12,37 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from sojourn.board.schemas import Form
 from sojourn.config.load import Loaded, load_run
 from sojourn.config.yaml_file import write_yaml
 from sojourn.errors import UserError
 
-_MOST_SETTINGS = 200
 _EXAMPLES = 6
 
 
-def words_of(form: dict[str, Any]) -> list[str]:
+def words_of(form: Form) -> list[str]:
     """RUN and KEY=VALUE, as after `sojourn train`."""
-    preset, settings = form.get("preset"), form.get("settings") or {}
-    if preset is not None and not isinstance(preset, str):
-        raise UserError("preset: a name is needed")
-    if not isinstance(settings, dict) or len(settings) > _MOST_SETTINGS:
-        raise UserError("settings: keys and values are needed")
-    words = [preset] if preset else []
-    for key, value in settings.items():
-        if value is None or value == "":
-            continue
-        if not isinstance(key, str) or key.startswith("-") or "=" in key:
-            raise UserError(f"settings: {str(key)[:40]!r} is not a key")
-        words.append(f"{key}={_text(value)}")
-    return words
+    words = [form.preset] if form.preset else []
+    return words + [f"{key}={_text(value)}" for key, value in _given(form).items()]
+
+
+def _given(form: Form) -> dict[str, Any]:
+    """Without the fields that were left empty."""
+    return {key: value for key, value in form.settings.items() if value not in (None, "", [])}
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
     if isinstance(value, list):
         return "[" + ", ".join(map(_text, value)) + "]"
-    if isinstance(value, dict):
-        raise UserError("settings: a value is text, a number, or a list of these")
-    return str(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def describe(form: dict[str, Any]) -> dict[str, Any]:
+def describe(form: Form) -> dict[str, Any]:
     """The line to type, a YAML file that means the same, and what is wrong with it, if anything."""
     words = words_of(form)
     answer: dict[str, Any] = {
         "words": words, "line": shlex.join(["sojourn", "train", *words]),
-        "launch_line": shlex.join(["sojourn", "launch", *words, "--on", str(form.get("host") or "HOST")]),
+        "launch_line": shlex.join(["sojourn", "launch", *words, "--on", form.host or "HOST"]),
         "yaml": "", "errors": [], "notes": [],
     }  # fmt: skip
     try:
@@ -62,11 +52,9 @@ def describe(form: dict[str, Any]) -> dict[str, Any]:
     return {**answer, "notes": list(loaded.notes), "yaml": _yaml(form), "name": loaded.config.name}
 
 
-def _yaml(form: dict[str, Any]) -> str:
-    values: dict[str, Any] = {"extends": form["preset"]} if form.get("preset") else {}
-    for key, value in (form.get("settings") or {}).items():
-        if value is None or value == "":
-            continue
+def _yaml(form: Form) -> str:
+    values: dict[str, Any] = {"extends": form.preset} if form.preset else {}
+    for key, value in _given(form).items():
         place = values
         *sections, last = key.split(".")
         for section in sections:
@@ -75,7 +63,7 @@ def _yaml(form: dict[str, Any]) -> str:
     return write_yaml(values)
 
 
-def plan(form: dict[str, Any]) -> dict[str, Any]:
+def plan(form: Form) -> dict[str, Any]:
     """What `sojourn plan --json` prints, and the line for it."""
     from sojourn.catalog.gpus import find_gpu
     from sojourn.plan.advice import advise_for, faster
@@ -86,23 +74,24 @@ def plan(form: dict[str, Any]) -> dict[str, Any]:
     words = words_of(form)
     loaded: Loaded = load_run(words)
     config = loaded.config
-    names = [str(name) for name in form.get("gpu") or []]
-    cards = list(dict.fromkeys(map(find_gpu, names))) if names else None
-    options = {name: str(form[name]) for name in ("platform", "budget", "deadline") if form.get(name)}
+    cards = list(dict.fromkeys(map(find_gpu, form.gpu))) if form.gpu else None
+    given = {"platform": form.platform, "budget": form.budget, "deadline": form.deadline}
+    options = {name: value for name, value in given.items() if value}
     money = to_budget(options["budget"]) if "budget" in options else config.limits.budget
     seconds = to_seconds(options["deadline"]) if "deadline" in options else config.limits.time
     place = known_platform(options.get("platform"))
     found = make_plan(config, cards, place, money, seconds)
     _, advice = advise_for(config, found, cards, place)
-    given = [word for name in names for word in ("--gpu", name)]
-    given += [word for name, value in options.items() for word in (f"--{name}", value)]
-    line = shlex.join(["sojourn", "plan", *words, *given])
+    typed = [word for name in form.gpu for word in ("--gpu", name)]
+    typed += [word for name, value in options.items() for word in (f"--{name}", value)]
+    line = shlex.join(["sojourn", "plan", *words, *typed])
     values = plan_values(config, found, advice, faster(config, found))
     return {**values, "line": line, "notes": list(loaded.notes)}
 
 
-def preview(form: dict[str, Any]) -> dict[str, Any]:
-    """The recognised formats, and the first examples decoded from their tokens and mask."""
+def preview(form: Form, roots: list[Path]) -> dict[str, Any]:
+    """The recognised formats, and the first examples decoded from their tokens and mask. Only files below `roots` are
+    shown."""
     try:
         from sojourn.data.encode import Encoder
         from sojourn.data.examples import make_examples
@@ -112,6 +101,8 @@ def preview(form: dict[str, Any]) -> dict[str, Any]:
     except ImportError as error:
         raise UserError(f"looking at data needs {error.name}; type: pip install 'sojourn[train]'") from None
     config = load_run(words_of(form)).config
+    for source in (*config.data.sources, *config.data.eval_sources):
+        _check_place(source.path, roots)
     notes: list[str] = []
     inputs = open_inputs(data_settings(config), notes.append, config.advanced.split_digits)
     found = make_preview(inputs)
@@ -126,6 +117,14 @@ def preview(form: dict[str, Any]) -> dict[str, Any]:
             made = make_examples(encoder, inputs.tokenizer.tokenizer, found.documents)
             examples = [asdict(one) for one in islice(made, _EXAMPLES)]
     return {"formats": found.formats, "examples": examples[:_EXAMPLES], "pairs": found.pairs, "notes": notes}
+
+
+def _check_place(path: str, roots: list[Path]) -> None:
+    """Of a file or folder; names of data sets are no paths here."""
+    place = Path(path).expanduser()
+    is_file = place.is_absolute() or ".." in place.parts or place.exists()
+    if is_file and not any(place.resolve().is_relative_to(root.resolve()) for root in roots):
+        raise UserError(f"{path}: outside the folders of this board; upload it, or start: sojourn board {place.parent}")
 
 
 def _plain_text(document: Any) -> str:

@@ -97,7 +97,7 @@ class Tasks:
                 os.kill(child, signal.SIGTERM)
 
     def _folder(self, task_id: str) -> Path | None:
-        is_plain = task_id.replace("-", "").isalnum() and task_id.isascii()
+        is_plain = task_id.replace("-", "").isalnum() and task_id.isascii() and len(task_id) <= 64
         return self.folder / task_id if is_plain and (self.folder / task_id).is_dir() else None
 
     def _forget_old(self) -> None:
