@@ -23,10 +23,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
 
-from sojourn.infer.engine.engine import DecodeLoop
-from sojourn.infer.engine.open import EngineSettings, open_engine
+from sojourn.infer.engine.block_pool import BLOCK
+from sojourn.infer.engine.cpu.smoke_test import open_cpu_ops
+from sojourn.infer.engine.decoder import read_decoder
+from sojourn.infer.engine.engine import DecodeLoop, Engine, EngineOptions
+from sojourn.infer.engine.ops_torch import TorchOps
 from sojourn.infer.engine.request import Request
-from sojourn.infer.load import LoadedModel
 from sojourn.infer.sampling import SamplingParams, row_key
 from sojourn.infer.transformers_forward import open_transformers_loop
 
@@ -35,6 +37,7 @@ SMOLLM2 = {
     "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192, "tie_word_embeddings": True,
     "eos_token_id": None,
 }  # fmt: skip
+CONTEXT = 1024  # tokens
 MODES = {"greedy": SamplingParams(), "sampled": SamplingParams(temperature=0.8, top_p=0.9)}
 
 
@@ -75,10 +78,17 @@ def main() -> None:
 
 def open_loops(model: Any, rows: int, device: str) -> dict[str, DecodeLoop]:
     """The builtin engine, and the same loop over transformers' forward; each over a copy of the model."""
-    loaded = LoadedModel(Path("model"), copy.deepcopy(model), None, device)
+    ops: Any = TorchOps()
+    if device == "cuda":
+        from sojourn.infer.engine.cuda.ops import CudaOps
+
+        ops = CudaOps()
+    elif device == "cpu":
+        ops = open_cpu_ops() or ops
+    decoder = read_decoder(copy.deepcopy(model), ops.pack, CONTEXT)
     return {
-        "engine": open_engine(loaded, EngineSettings(rows, context=1024)),
-        "loop_over_transformers": open_transformers_loop(copy.deepcopy(model), rows, 1024, 4 << 30),
+        "engine": Engine(decoder, ops, EngineOptions(rows, 2048, CONTEXT, 1 + rows * CONTEXT // BLOCK)),
+        "loop_over_transformers": open_transformers_loop(copy.deepcopy(model), rows, CONTEXT, 4 << 30),
     }
 
 
