@@ -8,15 +8,18 @@ import threading
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 from sojourn.errors import UserError
+from sojourn.machine.gpus import gpu_use
 from sojourn.run.folder import RunFolder
 from sojourn.run.listing import RunSummary, is_run, summarize
 from sojourn.storage.files import read_json_object, read_last_json_lines, write_json
 
 _LOCAL_SECONDS = 1.0
 _HOST_SECONDS = 15.0
+_GPU_SECONDS = 3.0
 _FIRST_SECONDS = 5.0  # that the first to ask waits for the first look at this machine
 _BETWEEN_FACTS = 0.02
 _IDLE_SECONDS = 60.0  # without anybody asking, hosts are left alone
@@ -50,6 +53,7 @@ class LiveRuns:
         self._local: dict[str, KnownRun] = {}
         self._remote: dict[str, KnownRun] = {}
         self._hosts: list[dict[str, Any]] = []
+        self._gpus: list[dict[str, Any]] = []  # of this machine
         self._seen: dict[Path, _Seen] = {}
         self._asked, self._stopped = time.monotonic(), threading.Event()
         self._looked, self._seen_once = threading.Lock(), threading.Event()
@@ -57,6 +61,8 @@ class LiveRuns:
 
     def start(self) -> None:
         threading.Thread(target=self._watch, name="runs", daemon=True).start()
+        if which("nvidia-smi") is not None:
+            threading.Thread(target=self._watch_gpus, name="gpus", daemon=True).start()
         if self._ask_hosts:
             threading.Thread(target=self._watch_hosts, name="hosts", daemon=True).start()
 
@@ -72,7 +78,8 @@ class LiveRuns:
             {**run.values, "tags": self._tags.get(run.id, [])}
             for run in (*self._local.values(), *self._remote.values())
         ]
-        return {"runs": sorted(runs, key=lambda run: -run["updated"]), "hosts": self._hosts, "now": time.time()}
+        return {"runs": sorted(runs, key=lambda run: -run["updated"]), "hosts": self._hosts, "gpus": self._gpus,
+                "now": time.time()}  # fmt: skip
 
     def get(self, run_id: str) -> KnownRun | None:
         found = self._local.get(run_id) or self._remote.get(run_id)
@@ -140,6 +147,12 @@ class LiveRuns:
             if seen.facts is None:
                 seen.facts = _facts(RunFolder(path))
                 self._stopped.wait(_BETWEEN_FACTS)  # whoever waits for an answer comes first
+
+    def _watch_gpus(self) -> None:
+        while not self._stopped.is_set():
+            if time.monotonic() - self._asked < _IDLE_SECONDS:
+                self._gpus = gpu_use()
+            self._stopped.wait(_GPU_SECONDS)
 
     # -- Hosts --
 

@@ -3,7 +3,7 @@
 import re
 import subprocess
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 GIB = 1024**3
 
@@ -47,6 +47,29 @@ def driver_gpus() -> list[DetectedGpu]:
         return []
     cuda = _driver_cuda()
     return [_from_row(row, cuda) for row in rows]
+
+
+def gpu_use() -> list[dict[str, Any]]:
+    """How busy each GPU is: percent, bytes, °C, W; None where the driver does not know. [] where it does not answer."""
+    try:
+        rows = _ask("index,name,utilization.gpu,memory.used,memory.total,temperature.gpu,power.draw") or []
+    except RuntimeError:
+        return []
+    found = []
+    for index, name, *cells in rows:
+        utilization, used, total, temperature, power = (_number(cell) for cell in cells)
+        found.append({
+            "index": index, "name": name, "utilization": utilization, "temperature": temperature, "power": power,
+            "memory_used": used and used * 2**20, "memory_total": total and total * 2**20,
+        })  # fmt: skip
+    return found
+
+
+def _number(cell: str) -> float | None:
+    try:
+        return float(cell)
+    except ValueError:  # [N/A]
+        return None
 
 
 def torch_gpus() -> list[DetectedGpu]:
