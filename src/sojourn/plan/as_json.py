@@ -40,10 +40,14 @@ def _advice_values(one: Advice) -> dict[str, Any]:
 def _memory_values(found: MemoryEstimate) -> dict[str, Any]:
     return {
         "allocated": found.allocated, "device": found.device, "peak": found.peak.name,
-        "by_kind": {kind: int(size) for kind, size in found.peak.by_kind().items()},
+        "by_kind": _by_kind(found),
         "phases": [{"name": one.name, "bytes": int(one.bytes), "terms": [asdict(term) for term in one.terms]}
                     for one in found.phases],
     }  # fmt: skip
+
+
+def _by_kind(found: MemoryEstimate) -> dict[str, int]:
+    return {kind: int(size) for kind, size in found.peak.by_kind().items()}
 
 
 def _offer_values(offer: Offer) -> dict[str, Any]:
@@ -54,6 +58,7 @@ def _offer_values(offer: Offer) -> dict[str, Any]:
         "activation_checkpointing": found.workload.activation_checkpointing if found else None,
         "engine": found.workload.engine if found else None,
         "allocated": found.memory.allocated if found else None, "device": found.memory.device if found else None,
+        "by_kind": _by_kind(found.memory) if found else None,
         "tokens_per_second": round(offer.step.tokens_per_second, 1) if offer.step else None,
         "step_seconds": round(offer.step.step_seconds, 5) if offer.step else None,
         "hours": round(offer.run_time.seconds / 3600, 4) if offer.run_time else None,

@@ -1,0 +1,91 @@
+// Prepared data: the list, and of each the report, a histogram of lengths, and rows with their mask.
+import { get, latest } from "./api.js";
+import { h, icon } from "./dom.js";
+import { drawParts } from "./examples.js";
+import * as format from "./format.js";
+import { t } from "./i18n.js";
+import { commandLine } from "./runs_page.js";
+
+const ROWS = 10;
+const path = (name, rest = "") => `/api/data/${encodeURIComponent(name)}${rest}`;
+const failed = (error) => h("p", { class: "error", role: "alert" }, error.message || t("board_gone_short"));
+
+export function showData(root) {
+  const list = h("div", {}, h("p", { class: "empty" }, t("loading")));
+  root.append(h("header", { class: "page-head" }, h("h1", {}, t("nav_data"))), list);
+  get("/api/data").then(({ artefacts }) => list.replaceChildren(artefacts.length ? drawList(artefacts) : drawNone()), (error) => list.replaceChildren(failed(error)));
+}
+
+function drawNone() {
+  return h("div", { class: "empty" }, h("h2", {}, t("no_data")), h("p", {}, t("no_data_text")), commandLine("sojourn prepare lora-20k data.sources=chats.jsonl"));
+}
+
+function drawList(artefacts) {
+  const heads = ["sources", "documents", "tokens", "rows", "size", "prepared_at"].map((name) => h("th", { scope: "col", class: name === "sources" ? "" : "number" }, t(name)));
+  const rows = artefacts.map((one) => h("tr", {},
+    h("td", {}, h("a", { class: "run-name", href: `#/data/${encodeURIComponent(one.hash)}` }, one.sources?.join(", ") || one.hash.slice(0, 12)), h("small", { class: "mono" }, one.hash.slice(0, 16))),
+    h("td", { class: "number", "data-name": t("documents") }, format.count(one.documents)), h("td", { class: "number", "data-name": t("tokens") }, format.compact(one.tokens)), h("td", { class: "number", "data-name": t("rows") }, format.count(one.rows)), h("td", { class: "number", "data-name": t("size") }, format.bytes(one.bytes)), h("td", { class: "number nowrap", "data-name": t("prepared_at") }, format.moment(one.created))));
+  return h("table", { class: "data-table" }, h("thead", {}, h("tr", {}, ...heads)), h("tbody", {}, ...rows));
+}
+
+export function showArtefact(root, name) {
+  const report = h("div", {}, h("p", { class: "empty" }, t("loading"))), rows = new Rows(name);
+  root.append(h("a", { class: "back", href: "#/data" }, icon("left"), t("nav_data")), h("header", { class: "page-head" }, h("h1", { class: "mono" }, name.slice(0, 16))), report, rows.element);
+  get(path(name)).then((found) => report.replaceChildren(...drawReport(found)), (error) => report.replaceChildren(failed(error)));
+}
+
+function drawReport(report) {
+  const train = report.train ?? {}, held = report.eval ?? {};
+  const figures = [
+    [t("documents"), format.count(train.documents), held.documents ? t("held_out", { n: format.count(held.documents) }) : ""],
+    [t("tokens"), format.compact(train.tokens), t("trained", { n: format.compact(train.trained_tokens) })],
+    [t("rows"), format.count(train.rows), report.max_length ? t("of_tokens", { n: format.count(report.max_length) }) : ""],
+    [t("fill"), format.percent(train.fill, 1), ""],
+    [t("duplicates"), format.count(report.duplicates ?? 0), report.near_duplicates ? t("near_duplicates", { n: format.count(report.near_duplicates) }) : t("exact")],
+    [t("bad_records"), format.count(report.damaged ?? 0), report.records ? t("of_records", { n: format.count(report.records) }) : ""],
+  ];
+  const parts = [h("dl", { class: "facts" }, ...figures.map(([name, value, more]) => h("div", {}, h("dt", {}, name), h("dd", {}, value, h("small", {}, more)))))];
+  if (report.sources?.length) parts.push(h("h2", {}, t("sources")), h("ul", { class: "plain" }, ...report.sources.map((one) => h("li", {}, typeof one === "string" ? one : [one.name ?? one.path, one.format, one.documents !== undefined ? t("n_documents", { n: format.count(one.documents) }) : ""].filter(Boolean).join(" · ")))));
+  if (train.lengths?.length) parts.push(h("h2", {}, t("lengths")), histogram(train.lengths, report.max_length));
+  const languages = Object.entries(report.languages ?? {});
+  if (languages.length) parts.push(h("h2", {}, t("languages")), h("p", {}, languages.slice(0, 8).map(([code, share]) => `${code} ${format.percent(share)}`).join(" · ")));
+  const left = Object.entries(report.left_out ?? {}).filter(([, n]) => n);
+  if (left.length) parts.push(h("h2", {}, t("left_out")), h("ul", { class: "plain" }, ...left.map(([why, n]) => h("li", {}, `${why.replaceAll("_", " ")}: ${format.count(n)}`))));
+  for (const [title, found] of [["bad_records", report.damaged_examples], ["duplicates", report.duplicate_examples]]) {
+    if (found?.length) parts.push(h("h2", {}, t(title)), h("ul", { class: "plain" }, ...found.slice(0, 10).map((one) => h("li", {}, h("code", {}, [].concat(one).join(": "))))));
+  }
+  return parts;
+}
+
+function histogram(bins, maxLength) {
+  const most = Math.max(...bins.map((bin) => bin.documents), 1);
+  const rows = bins.map((bin) => {
+    const bar = h("i", { class: maxLength && bin.from >= maxLength ? "long" : "" });
+    bar.style.width = `${(bin.documents / most) * 100}%`;
+    return h("tr", {}, h("th", { scope: "row" }, `${format.count(bin.from)}–${format.count(bin.to)}`), h("td", { class: "hist" }, bar), h("td", { class: "number" }, format.count(bin.documents)));
+  });
+  return h("table", { class: "histogram" }, h("caption", { class: "hidden" }, t("lengths")), h("tbody", {}, ...rows));
+}
+
+// Rows with their mask, a few at a time, and a search in them.
+class Rows {
+  constructor(name) {
+    this.name = name;
+    this.input = h("input", { type: "search", placeholder: t("search_rows"), "aria-label": t("search_rows"), oninput: () => this.ask(0) });
+    this.list = h("div", { class: "examples" });
+    this.more = h("button", { type: "button", hidden: true, onclick: () => this.ask(this.next) }, t("more_rows"));
+    this.note = h("p", { class: "faint", role: "status" });
+    this.element = h("section", {}, h("h2", {}, t("rows_with_mask")), h("p", { class: "faint" }, t("mask_legend")), h("div", { class: "toolbar" }, this.input), this.list, this.note, this.more);
+    this.ask = latest((start, signal) => get(path(name, `/examples?start=${start}&count=${ROWS}&search=${encodeURIComponent(this.input.value.trim())}`), signal), (found, start) => this.draw(found, start), (error) => this.list.replaceChildren(failed(error)), 250);
+    this.ask(0);
+  }
+
+  draw(found, start) {
+    const drawn = found.examples.map((one) => drawParts(t("row_title", { row: format.count(one.row), tokens: format.count(one.tokens), documents: format.count(one.documents) }), one.text_parts));
+    if (start) this.list.append(...drawn);
+    else this.list.replaceChildren(...drawn);
+    this.next = found.next;
+    this.more.hidden = found.next === null || found.next === undefined;
+    this.note.textContent = this.list.children.length ? "" : this.input.value ? t("nothing_found") : t("no_rows");
+  }
+}
