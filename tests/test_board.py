@@ -212,6 +212,31 @@ def test_only_files_of_known_folders_are_shown(home, page):
         assert answer.status_code == 400 and "root:" not in answer.text
 
 
+def test_a_gap_is_where_a_metric_was_nan_and_events_have_a_place_on_each_axis(home, page):
+    run = _write_run(home, steps=0)
+    lines = [_line(step, **({"loss": None} if step in (4, 5) else {"spent": step / 10})) for step in range(1, 9)]
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run.events.write_text(json.dumps({"time": 1003.5, "kind": "saved", "step": 3}) + "\n")
+    found = page.get("/api/runs/one/series?keys=loss").json()["series"]["loss"]
+    assert found["x"] == [1, 2, 3, 4, 6, 7, 8] and [i for i, y in enumerate(found["y"]) if y is None] == [3]
+    axes = ("step", "time", "tokens", "money")
+    places = {x: page.get(f"/api/runs/one/events?x={x}").json()["events"][0]["x"] for x in axes}
+    assert places == {"step": 3, "time": 2.5, "tokens": 192, "money": 0.3}
+    assert page.get("/api/runs/one/events?x=colour").status_code == 400
+
+
+def test_a_line_is_shown_before_it_is_started(home, page):
+    run = _write_run(home, state="stopped")
+    tasks = len(page.get("/api/tasks").json()["tasks"])
+    line = page.post("/api/runs/one/resume", json={"preview": True}).json()
+    assert line == {"line": f"sojourn train {run.path}"}
+    form = {"preset": "smoke", "settings": {"train.steps": 3}, "preview": True}
+    assert page.post("/api/start", json=form).json() == {"line": "sojourn train smoke train.steps=3"}
+    chats = [page.post("/api/runs/one/chat", json={"preview": True}).json()["line"] for _ in range(2)]
+    assert chats[0] == chats[1] and chats[0].startswith(f"sojourn serve {run.path} --port ")
+    assert len(page.get("/api/tasks").json()["tasks"]) == tasks
+
+
 def test_uploads_are_whole_or_absent(home, page):
     path = page.post("/api/upload?name=../..//my data.jsonl", content=b'{"text": "x"}\n').json()["path"]
     assert Path(path) == home / "uploads" / "my-data.jsonl" and Path(path).read_bytes() == b'{"text": "x"}\n'

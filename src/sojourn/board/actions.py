@@ -1,35 +1,52 @@
-"""What the page can do with a run: each is a line that one could type, started as a task; only stopping a run on this
-machine and checking a checkpoint are done at once."""
+"""What the page can do with a run: each is a line that one could type, started as a task; only checking a checkpoint is
+done at once."""
 
 from __future__ import annotations
 
+import contextlib
 import socket
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sojourn.board.live_runs import KnownRun
 from sojourn.board.schemas import Action
-from sojourn.board.tasks import Tasks
+from sojourn.board.tasks import Tasks, command_line
 from sojourn.errors import UserError
 from sojourn.run.checkpoints import find_damage, list_checkpoints, step_of
 from sojourn.run.folder import RunFolder
 
 EXPORTS = ("hf", "gguf", "gguf-adapter", "onnx", "mlx", "vllm")
 _WHAT = ("final", "best", "checkpoint", "all")
+_CHAT_PORT = 8766  # or the first free one above
+
+
+@dataclass(frozen=True)
+class Command:
+    """`words`: after `sojourn`; `url`: where what it starts can be seen."""
+
+    words: list[str]
+    url: str | None = None
 
 
 def act(run: KnownRun, action: str, body: Action, tasks: Tasks) -> dict[str, Any]:
-    found = _ACTIONS.get(action)
-    if found is None:
-        raise UserError(f"no action is called {action[:40]!r}; there are: {', '.join(_ACTIONS)}")
-    return found(run, body, tasks)
+    if action == "verify":
+        damage = find_damage(_checkpoint(run, body))
+        return {"damage": damage, "whole": damage is None}
+    make = _COMMANDS.get(action)
+    if make is None:
+        raise UserError(f"no action is called {action[:40]!r}; there are: {', '.join(_COMMANDS)}, verify")
+    command = make(run, body)
+    if body.preview:
+        return {"line": command_line(command.words)}
+    return {"task": tasks.start(command.words, run.id, command.url), "url": command.url}
 
 
-def _stop(run: KnownRun, body: Action, tasks: Tasks) -> dict[str, Any]:
-    return _task(tasks, ["stop", _name(run)], run)
+def _stop(run: KnownRun, body: Action) -> Command:
+    return Command(["stop", _name(run)])
 
 
-def _resume(run: KnownRun, body: Action, tasks: Tasks) -> dict[str, Any]:
+def _resume(run: KnownRun, body: Action) -> Command:
     if run.folder is None:
         host = str(run.values["host"])
         raise UserError(
@@ -37,57 +54,44 @@ def _resume(run: KnownRun, body: Action, tasks: Tasks) -> dict[str, Any]:
         )
     if run.values["state"] in ("starting", "running"):
         raise UserError(f"{run.id}: runs already")
-    return _task(tasks, ["train", str(run.folder.path)], run)
+    return Command(["train", str(run.folder.path)])
 
 
-def _pull(run: KnownRun, body: Action, tasks: Tasks) -> dict[str, Any]:
+def _pull(run: KnownRun, body: Action) -> Command:
     what = body.what or "final"
     if run.folder is not None:
         raise UserError(f"{run.id}: is on this machine already, in {run.folder.path}")
     if what not in _WHAT:
         raise UserError(f"what: {what[:40]!r}; there are: {', '.join(_WHAT)}")
-    return _task(tasks, ["pull", str(run.values["name"]), "--what", what], run)
+    return Command(["pull", str(run.values["name"]), "--what", what])
 
 
-def _move(run: KnownRun, body: Action, tasks: Tasks) -> dict[str, Any]:
+def _move(run: KnownRun, body: Action) -> Command:
     if run.folder is not None:
         raise UserError(f"{run.id}: a run on this machine is not moved; start it there: sojourn launch … --on HOST")
-    return _task(tasks, ["move", str(run.values["name"]), "--to", _word(body.to, "to", "a host"), "--detach"], run)
+    return Command(["move", str(run.values["name"]), "--to", _word(body.to, "to", "a host"), "--detach"])
 
 
-def _verify(run: KnownRun, body: Action, tasks: Tasks) -> dict[str, Any]:
-    damage = find_damage(_checkpoint(run, body))
-    return {"damage": damage, "whole": damage is None}
-
-
-def _export(run: KnownRun, body: Action, tasks: Tasks) -> dict[str, Any]:
+def _export(run: KnownRun, body: Action) -> Command:
     to = body.to or "hf"
     if to not in EXPORTS:
         raise UserError(f"to: {to[:40]!r}; there are: {', '.join(EXPORTS)}")
     words = ["export", _folder(run), "--to", to, *_checkpoint_option(run, body)]
     if body.quantize:
         words += ["--quantize", _word(body.quantize, "quantize", "a name")]
-    return _task(tasks, words, run)
+    return Command(words)
 
 
-def _chat(run: KnownRun, body: Action, tasks: Tasks) -> dict[str, Any]:
+def _chat(run: KnownRun, body: Action) -> Command:
     """A server of its own on a free port, with the chat page; `beside`: another model."""
-    port = _free_port()
-    chosen = _checkpoint_option(run, body)
+    port, chosen = _free_port(), _checkpoint_option(run, body)
     words = ["serve", "@".join([_folder(run), *chosen[1:]]), "--port", str(port)]
     if body.beside:
         words += ["--model", _word(body.beside, "beside", "a run or a folder")]
-    url = f"http://127.0.0.1:{port}/"
-    return {**_task(tasks, words, run, url), "url": url}
+    return Command(words, f"http://127.0.0.1:{port}/")
 
 
-_ACTIONS = {
-    "stop": _stop, "resume": _resume, "pull": _pull, "move": _move, "verify": _verify, "export": _export, "chat": _chat,
-}  # fmt: skip
-
-
-def _task(tasks: Tasks, words: list[str], run: KnownRun, url: str | None = None) -> dict[str, Any]:
-    return {"task": tasks.start(words, run.id, url)}
+_COMMANDS = {"stop": _stop, "resume": _resume, "pull": _pull, "move": _move, "export": _export, "chat": _chat}
 
 
 def _name(run: KnownRun) -> str:
@@ -124,6 +128,9 @@ def _word(value: str | None, key: str, what: str) -> str:
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    """The first: a line that was shown is the line that is started."""
+    for port in range(_CHAT_PORT, _CHAT_PORT + 1000):
+        with socket.socket() as found, contextlib.suppress(OSError):
+            found.bind(("127.0.0.1", port))
+            return port
+    raise UserError(f"no port from {_CHAT_PORT} on is free")

@@ -25,7 +25,7 @@ from sojourn.board.remote_copies import RemoteCopies
 from sojourn.board.report import report_html
 from sojourn.board.schemas import Action, Form, Tags
 from sojourn.board.series import X_AXES, RunSeries, SeriesCache, Sparklines
-from sojourn.board.tasks import Tasks
+from sojourn.board.tasks import Tasks, command_line
 from sojourn.board.uploads import receive_upload
 from sojourn.errors import UserError
 from sojourn.run.folder import RunFolder
@@ -166,14 +166,24 @@ def _add_run_routes(app: FastAPI, board: Board) -> None:
 
 def _charts(
     found: RunSeries, keys: list[str], x: str, points: int, low: float | None = None, high: float | None = None
-) -> dict[str, dict[str, list[float]]]:
+) -> dict[str, dict[str, list[Any]]]:
     most = points if points >= 1 << 30 else max(10, min(points, _MOST_POINTS))
-    charts = {key: found.chart(key, x, most, low, high) for key in keys}
-    return {key: {"x": xs, "y": ys} for key, (xs, ys) in charts.items()}
+    return {key: _chart(found, key, x, most, low, high) for key in keys}
 
 
-def _csv(charts: dict[str, dict[str, list[float]]], x: str) -> str:
-    rows: dict[float, dict[str, float]] = {}
+def _chart(
+    found: RunSeries, key: str, x: str, most: int, low: float | None, high: float | None
+) -> dict[str, list[Any]]:
+    """Null where the metric was NaN: a line has a gap there."""
+    xs, ys = found.chart(key, x, most, low, high)
+    points: list[tuple[float, float | None]] = list(zip(xs, ys, strict=True))
+    if gaps := found.gaps(key, x, most, xs[0], xs[-1]) if xs else []:
+        points = sorted([*points, *((place, None) for place in gaps)], key=lambda point: point[0])
+    return {"x": [place for place, _ in points], "y": [value for _, value in points]}
+
+
+def _csv(charts: dict[str, dict[str, list[Any]]], x: str) -> str:
+    rows: dict[float, dict[str, Any]] = {}
     for key, chart in charts.items():
         for place, value in zip(chart["x"], chart["y"], strict=True):
             rows.setdefault(place, {})[key] = value
@@ -186,8 +196,14 @@ def _csv(charts: dict[str, dict[str, list[float]]], x: str) -> str:
 
 def _add_text_routes(app: FastAPI, board: Board) -> None:
     @app.get("/api/runs/{run_id}/events")
-    def events(run_id: str) -> dict[str, Any]:
-        return {"events": details.events(_folder(board, run_id))}
+    def events(run_id: str, x: str = "step") -> dict[str, Any]:
+        """With their places on an axis of the charts."""
+        folder = _folder(board, run_id)
+        found = details.events(folder)
+        if x not in X_AXES:
+            raise HTTPException(400, f"x: {', '.join(X_AXES)}")
+        with (series := board.series.open(folder.metrics)).lock:
+            return {"events": [{**one, "x": series.place(x, one.get("step"), one.get("time"))} for one in found]}
 
     @app.get("/api/runs/{run_id}/samples")
     def samples(run_id: str) -> dict[str, Any]:
@@ -255,7 +271,7 @@ def _add_other_routes(app: FastAPI, board: Board) -> None:
 
     @app.post("/api/start")
     def start(body: Form) -> dict[str, Any]:
-        return {"task": _start(board, body)}
+        return _start(board, body)
 
     @app.post("/api/upload")
     async def upload(request: Request, name: str = "") -> dict[str, Any]:
@@ -278,14 +294,12 @@ def _start(board: Board, form: Form) -> dict[str, Any]:
     described = forms.describe(form)
     if described["errors"]:
         raise UserError(described["errors"][0])
-    words: list[str] = described["words"]
-    if not form.host:
-        return board.tasks.start(["train", *words], described["name"])
-    words = ["launch", *words, "--on", form.host, "--detach"]
-    for option, value in (("--budget", form.budget), ("--deadline", form.deadline)):
-        if value:
-            words += [option, value]
-    return board.tasks.start(words, f"{form.host}:{described['name']}")
+    words, run = ["train", *described["words"]], str(described["name"])
+    if form.host:
+        words, run = ["launch", *described["words"], "--on", form.host, "--detach"], f"{form.host}:{run}"
+        for option, value in (("--budget", form.budget), ("--deadline", form.deadline)):
+            words += [option, value] if value else []
+    return {"line": command_line(words)} if form.preview else {"task": board.tasks.start(words, run)}
 
 
 def _artefact(board: Board, name: str) -> Path:

@@ -16,7 +16,8 @@ class _Body(BaseModel):
 
 
 class Form(_Body):
-    """A run: a preset and settings by their keys. `host`: where it is started; here without one."""
+    """A run: a preset and settings by their keys. `host`: where it is started; here without one. `preview`: starts
+    nothing, answers the line."""
 
     preset: Text | None = None
     settings: Annotated[dict[Key, Scalar | list[Scalar] | None], Field(max_length=200)] = {}
@@ -25,16 +26,19 @@ class Form(_Body):
     budget: Text | None = None
     deadline: Text | None = None
     host: Text | None = None
+    preview: StrictBool = False
 
 
 class Action(_Body):
-    """`checkpoint`: a step, `best` or `final`. `beside`: another model, for `chat`."""
+    """`checkpoint`: a step, `best` or `final`. `beside`: another model, for `chat`. `preview`: starts nothing, answers
+    the line."""
 
     checkpoint: StrictInt | Text | None = None
     to: Text | None = None
     what: Text | None = None
     quantize: Text | None = None
     beside: Text | None = None
+    preview: StrictBool = False
 
 
 class Tags(_Body):

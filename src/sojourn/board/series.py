@@ -35,8 +35,11 @@ _ONE_AT_A_TIME = threading.Lock()  # long files are read one after the other: Py
 
 @dataclass
 class _Column:
+    """`gaps`: the first row of each stretch in which the value was NaN."""
+
     rows: array[int] = field(default_factory=lambda: array("I"))
     values: array[float] = field(default_factory=lambda: array("d"))
+    gaps: array[int] = field(default_factory=lambda: array("I"))
 
 
 @dataclass
@@ -55,9 +58,11 @@ class _Table:
         steps.append(step)
         self.times.append(time)
         for key, value in values.items():
+            column = columns.get(key)
+            if value is None and column is not None and column.rows and column.rows[-1] == row - 1:
+                column.gaps.append(row)
             if key in _NOT_DRAWN or type(value) not in _NUMBERS or value - value != 0:  # infinite or NaN
                 continue
-            column = columns.get(key)
             if column is None:
                 column = columns[key] = _Column()
             column.rows.append(row)
@@ -67,7 +72,7 @@ class _Table:
         del self.steps[row:], self.times[row:]
         for column in self.columns.values():
             first = bisect_left(column.rows, row)
-            del column.rows[first:], column.values[first:]
+            del column.rows[first:], column.values[first:], column.gaps[bisect_left(column.gaps, row) :]
 
 
 class RunSeries:
@@ -170,6 +175,30 @@ class RunSeries:
         last = len(xs) if high is None else min(len(xs), bisect_right(xs, high + start) + 1)
         chosen = thin_out(column.values, first, last, points)
         return [xs[i] - start for i in chosen], [column.values[i] for i in chosen]
+
+    def gaps(self, name: str, x: str, points: int, low: float, high: float) -> list[float]:
+        """Where between `low` and `high` a key was NaN; of neighbours the first."""
+        kind, _, key = name.rpartition("/")
+        table = self._tables.get(kind or "train")
+        places = self._places(table, x) if table is not None else None
+        if table is None or places is None or key not in table.columns:
+            return []
+        start = self._start(x)
+        found = (places[row] - start for row in table.columns[key].gaps[-points:])
+        return [place for place in found if low < place < high]
+
+    def place(self, x: str, step: Any, time: Any) -> float | None:
+        """Where on an axis of X_AXES something happened."""
+        train = self._tables.get("train")
+        if x == "step" or train is None or not train.steps:
+            return step if x == "step" and _is_number(step) else None
+        if x == "time":
+            return time - self._start(x) if _is_number(time) else None
+        places = self._places(train, x)
+        if places is None or not _is_number(step):
+            return None
+        row = bisect_right(train.steps, step) - 1
+        return places[row] if row >= 0 else 0.0
 
     def _start(self, x: str) -> float:
         """Time is counted from the first line."""

@@ -87,7 +87,8 @@ export class Curves {
       for (const one of this.data.values()) one.version = -1;
       return this.load(signal);
     }
-    this.complete = running ? null : asked; // asked once more after its end
+    const partial = answers.some((found) => found?.partial);
+    this.complete = running || partial ? null : asked; // asked once more after its end
     this.draw();
   }
 

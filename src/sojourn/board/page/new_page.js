@@ -28,7 +28,7 @@ class NewPage {
     this.start = h("div", { class: "group start" });
     root.append(h("header", { class: "page-head" }, h("h1", {}, t("nav_new"))), h("div", { class: "split" }, this.side, h("div", { class: "main-side" }, this.error, this.plan, this.preview, this.lines)));
     this.askPlan = latest(() => (this.plan.classList.add("old"), post("/api/plan", planBody(this.form, state))), (plan) => this.drawPlan(plan), (error) => this.drawNoPlan(error));
-    this.askForm = latest(() => post("/api/form", this.body()), (found) => this.drawLines(found), (error) => this.fail(error));
+    this.askForm = latest(() => this.describe(this.body()), (found) => this.drawLines(found), (error) => this.fail(error));
     this.askPreview = latest(() => {
       if (!this.sources().length) return null;
       this.preview.classList.add("old");
@@ -42,7 +42,15 @@ class NewPage {
   }
 
   body() {
-    return { ...this.form.asBody(), host: this.host?.value || null, ...(state.budget && { budget: state.budget }), ...(state.deadline && { deadline: state.deadline }) };
+    const form = this.form.asBody(), { budget, deadline } = state;
+    if (this.host.value) return { ...form, host: this.host.value, ...(budget && { budget }), ...(deadline && { deadline }) };
+    return { ...form, settings: { ...form.settings, ...(budget && { "limits.budget": budget }), ...(deadline && { "limits.time": deadline }) } };
+  }
+
+  // With the line that the button would start.
+  async describe(body) {
+    const found = await post("/api/form", body);
+    return found.errors.length ? found : { ...found, ...(await post("/api/start", { ...body, preview: true })) };
   }
 
   sources() {
@@ -131,19 +139,18 @@ class NewPage {
   drawLines(found) {
     const [problem] = found.errors ?? [];
     Object.assign(this.error, { hidden: !problem, textContent: problem ?? "" });
-    const line = this.host.value ? found.launch_line : found.line;
     const code = (title, text, more) => h("div", { class: "code" }, h("div", { class: "code-head" }, h("span", {}, title), h("span", { class: "group" }, more, copyButton(() => text))), h("pre", { tabIndex: 0 }, h("code", {}, text)));
     const save = h("button", { type: "button", class: "quiet", onclick: () => download(`${found.name ?? "run"}.yaml`, "text/yaml", found.yaml) }, icon("save"), t("save"));
-    this.lines.replaceChildren(code(t("command"), line), found.yaml ? code("run.yaml", found.yaml, save) : "", ...(found.notes ?? []).map((note) => h("p", { class: "note" }, note)));
-    const host = this.host.value, button = h("button", { type: "button", id: "start", class: "primary", disabled: Boolean(problem), onclick: () => this.askStart(line, host) }, icon("play"), host ? t("start_on", { host }) : t("start_here"));
+    this.lines.replaceChildren(code(t("command"), found.line), found.yaml ? code("run.yaml", found.yaml, save) : "", ...(found.notes ?? []).map((note) => h("p", { class: "note" }, note)));
+    const host = this.host.value, button = h("button", { type: "button", id: "start", class: "primary", disabled: Boolean(problem), onclick: () => this.askStart(host) }, icon("play"), host ? t("start_on", { host }) : t("start_here"));
     this.start.replaceChildren(button);
   }
 
-  askStart(line, host) {
+  askStart(host) {
     const body = this.body();
     ask({
       title: host ? t("ask_start_on", { host }) : t("ask_start"), text: host ? t("ask_start_on_text") : t("ask_start_text"), button: host ? t("start_on", { host }) : t("start_here"),
-      preview: async () => (await post("/api/start", { ...body, preview: true })).line ?? line,
+      preview: async () => (await post("/api/start", { ...body, preview: true })).line,
       act: async () => {
         const { task } = await post("/api/start", body);
         return () => {

@@ -33,7 +33,7 @@ export function showPlan(root) {
 }
 
 export function planBody(form, { gpu, platform, budget, deadline }) {
-  return { ...form.asBody(), gpu: gpu ? [gpu] : null, platform: platform || null, budget: budget || null, deadline: deadline || null };
+  return { ...form.asBody(), gpu: gpu ? [gpu] : [], platform: platform || null, budget: budget || null, deadline: deadline || null };
 }
 
 function limitFields(catalogue, refresh) {

@@ -51,11 +51,10 @@ export function tagList(run) {
   return (run.tags ?? []).map((tag) => h("span", { class: "tag" }, tag));
 }
 
-// What can be done with a run now, as entries of a menu or buttons. The server says what; each asks before it does anything.
+// What can be done with a run now, as entries of a menu or buttons. Each asks before it does anything.
 export function actionsOf(run) {
-  const usual = [isRunning(run) ? "stop" : null, run.resumable && !isRunning(run) && !run.host ? "resume" : null, run.host ? "pull" : null, run.host ? "move" : null];
-  const known = run.actions ?? usual.filter(Boolean);
-  return ACTIONS.filter(({ name }) => known.includes(name)).map(({ name, icon, make }) => ({ name, icon, text: t(`action_${name}`), act: () => make(run) }));
+  const can = { stop: isRunning(run), resume: run.resumable && !isRunning(run) && !run.host, pull: run.host, move: run.host && live.hosts.length > 1 };
+  return ACTIONS.filter(({ name }) => can[name]).map(({ name, icon, make }) => ({ name, icon, text: t(`action_${name}`), act: () => make(run) }));
 }
 
 const simple = (name, more = {}) => (run) => askAction({

@@ -71,12 +71,12 @@ function askExport(id, run, one) {
 }
 
 function askChat(id, run, one, all) {
-  const others = [{ value: "", text: t("alone") }, ...all.filter((other) => other !== one).map((other) => ({ value: other.path, text: nameOf(other) })),
+  const others = [{ value: "", text: t("alone") }, ...all.filter((other) => other !== one).map((other) => ({ value: `${run.path}@${checkpointOf(other)}`, text: nameOf(other) })),
     ...live.runs.filter((other) => other.id !== id && !other.host).map((other) => ({ value: other.path, text: other.name }))];
   askAction({
     title: t("ask_chat", { name: `${run?.name ?? id} · ${nameOf(one)}` }), text: t("ask_chat_text"), button: t("chat"), path: runPath(id, "/chat"),
-    fields: [{ name: "with", label: t("side_by_side"), options: others }],
-    body: (values) => ({ checkpoint: checkpointOf(one), ...(values.with && { with: values.with }) }),
+    fields: [{ name: "beside", label: t("side_by_side"), options: others }],
+    body: ({ beside }) => ({ checkpoint: checkpointOf(one), ...(beside && { beside }) }),
   });
 }
 
