@@ -25,10 +25,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
 
 from sojourn.infer.engine.block_pool import BLOCK
 from sojourn.infer.engine.cpu.smoke_test import open_cpu_ops
-from sojourn.infer.engine.decoder import read_decoder
 from sojourn.infer.engine.engine import DecodeLoop, Engine, EngineOptions
 from sojourn.infer.engine.ops_torch import TorchOps
 from sojourn.infer.engine.request import Request
+from sojourn.infer.read_decoder import read_decoder
 from sojourn.infer.sampling import SamplingParams, row_key
 from sojourn.infer.transformers_forward import open_transformers_loop
 

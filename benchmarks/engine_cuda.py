@@ -16,9 +16,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sojourn.infer.engine.cuda.ops import CudaOps
-from sojourn.infer.engine.decoder import read_decoder
 from sojourn.infer.engine.engine import Engine, EngineOptions
 from sojourn.infer.engine.request import Request
+from sojourn.infer.read_decoder import read_decoder
 from sojourn.infer.sampling import SamplingParams, row_key
 
 SHAPE = {

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from sojourn.estimate.serving import FAMILIES
 from sojourn.infer.engine.block_pool import BLOCK
 from sojourn.infer.engine.cpu.smoke_test import open_cpu_ops
-from sojourn.infer.engine.decoder import FAMILIES, Decoder, engine_unsupported_reason, read_decoder
+from sojourn.infer.engine.decoder import Decoder
 from sojourn.infer.engine.engine import Engine, EngineOptions
 from sojourn.infer.engine.ops_torch import Ops, TorchOps
 from sojourn.infer.engine.request import Request
+from sojourn.infer.read_decoder import model_unsupported_reason, read_decoder
 from sojourn.infer.sampling import SamplingParams, row_key
 
 VOCAB = 200
@@ -78,7 +80,7 @@ def make(ids: list[int], index: int = 0, most: int = 20, **params: Any) -> Reque
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_every_family_generates_what_transformers_does(kind: str, ops: Ops) -> None:
     model, asked, expected = tiny_model(kind), prompts(4), []
-    assert engine_unsupported_reason(model) is None
+    assert model_unsupported_reason(model) is None
     for ids in asked:
         found = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None)
         expected.append(found[0, len(ids) :].tolist())
@@ -226,7 +228,7 @@ def test_a_model_that_the_engine_cannot_compute_is_refused_in_a_line() -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     gpt2 = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_layer=1, n_embd=32, n_head=2, vocab_size=50))
-    assert "its architecture is gpt2" in str(engine_unsupported_reason(gpt2))
+    assert "its architecture is gpt2" in str(model_unsupported_reason(gpt2))
 
 
 def test_no_request_can_have_the_address_of_one_whose_sampler_is_kept() -> None:

@@ -142,7 +142,7 @@ def colours(generator: Generator) -> list[Prompt]:
 
 
 def test_the_engine_and_transformers_give_the_same_text(generator: Generator, loaded: LoadedModel, monkeypatch) -> None:
-    monkeypatch.setattr("sojourn.infer.generate.unsupported_reason", lambda loaded: "a test")
+    monkeypatch.setattr("sojourn.infer.open_engine.unsupported_reason", lambda loaded: "a test")
     other = Generator(loaded)
     assert isinstance(other._engine._forward, PagedForward)
     for params in (SamplingParams(max_tokens=20), SamplingParams(max_tokens=20, temperature=1.0, top_p=0.9, seed=3)):

@@ -19,8 +19,8 @@ QWEN, CARD = find_model("qwen2.5-7b"), find_gpu("4090")
 
 
 def test_the_engine_divides_its_memory_as_the_plan_says(tiny) -> None:
-    from sojourn.infer.engine.open import EngineSettings, open_engine
     from sojourn.infer.load import load_model
+    from sojourn.infer.open_engine import EngineSettings, open_engine
 
     loaded = load_model(str(tiny.base), "cpu")
     elements = sum(one.numel() for one in loaded.model.parameters())

@@ -12,18 +12,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from sojourn.errors import RunFailed
 from sojourn.infer.detokenize import Detokenizer, make_decode
-from sojourn.infer.engine.open import EngineSettings, open_engine, unsupported_reason
 from sojourn.infer.engine.request import Request, Token
 from sojourn.infer.load import LoadedModel, context_length
+from sojourn.infer.open_engine import open_loop
 from sojourn.infer.sampling import SamplingParams, row_key
 from sojourn.infer.stop_strings import StopStrings
-from sojourn.infer.transformers_forward import open_transformers_loop
 from sojourn.machine.out_of_memory import free_memory, is_oom
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from sojourn.infer.engine.engine import DecodeLoop
 
 _MOST_ROWS = 64
 _WAITING = 4  # prompts that are taken ahead for each one at a time: completions come in order, however long each takes
@@ -59,7 +56,7 @@ class Generator:
 
     def __init__(self, loaded: LoadedModel, batch_size: int | None = None) -> None:
         self.loaded, self.batch_size = loaded, batch_size or _MOST_ROWS
-        self._engine = _open(loaded, self.batch_size)
+        self._engine = open_loop(loaded, self.batch_size)
         self.context = min(self._engine.options.context, self._engine.scheduler.capacity)
         self._decode = make_decode(loaded.tokenizer)
         self._stop_ids = find_stop_ids(loaded.model, loaded.tokenizer)
@@ -226,26 +223,3 @@ def find_stop_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
     if found is None:
         found = tokenizer.eos_token_id
     return frozenset() if found is None else frozenset(found if isinstance(found, list) else [int(found)])
-
-
-def _open(loaded: LoadedModel, rows: int) -> DecodeLoop:
-    """The builtin engine; where it cannot run the model, transformers in the same loop, with a note."""
-    memory = _free_bytes(loaded.device) // 2
-    reason = unsupported_reason(loaded)
-    if reason is None:
-        return open_engine(loaded, EngineSettings(rows, kv_bytes=memory))
-    loop = open_transformers_loop(loaded.model, rows, context_length(loaded.model), memory)
-    alone = ", and one prompt at a time" if rows > loop.options.max_rows else ""
-    note = f"note: {loaded.path}: the builtin engine cannot run it ({reason}); transformers does, slower{alone}"
-    print(note, file=sys.stderr, flush=True)
-    return loop
-
-
-def _free_bytes(device: str) -> int:
-    if device.startswith("cuda"):
-        import torch
-
-        return int(torch.cuda.mem_get_info()[0])
-    import psutil
-
-    return int(psutil.virtual_memory().available)

@@ -1,4 +1,4 @@
-"""The engine's steps computed by a transformers model itself: for models that `engine/decoder.py` cannot describe, for
+"""The engine's steps computed by a transformers model itself: for models that are no `Decoder` (read_decoder.py), for
 devices without kernels of ours, and for samples in training, where weights change and must not be copied.
 
 The tokens of all requests are one row for the model; only attention is ours, over the blocks of the KV cache
@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 from sojourn.infer.engine.batch import StepBatch, build_arrays, order_parts, to_device
 from sojourn.infer.engine.block_pool import BLOCK
-from sojourn.infer.engine.decoder import AttentionSpec, has_length_dependent_rope
+from sojourn.infer.engine.decoder import AttentionSpec
 from sojourn.infer.engine.engine import DecodeLoop, EngineOptions, StepForward, blocks_for
 from sojourn.infer.engine.forward import known_ids
 from sojourn.infer.engine.ops_torch import TorchOps, zeros
 from sojourn.infer.engine.request import Request
 from sojourn.infer.engine.scheduler import Part
+from sojourn.infer.read_decoder import has_length_dependent_rope
 from sojourn.infer.sampling import SamplingParams
 from sojourn.machine.out_of_memory import is_oom
 
@@ -79,19 +80,21 @@ class PagedForward:
         ids_T = known_ids(batch.ids_T, last_tokens).long()
         keep = {"logits_to_keep": batch.logit_rows_L} if self._keeps else {}
         logits: Tensor = self._model(
-            input_ids=ids_T[None], position_ids=batch.positions_T[None].long(), use_cache=False, paged=(self, batch),
+            input_ids=ids_T[None], position_ids=batch.positions_T[None].long(), use_cache=False,
+            paged=(self, batch, batch.slots_T.long()),
             **keep,
         ).logits[0]  # fmt: skip
         return logits if self._keeps else logits[batch.logit_rows_L]
 
     def attend(
-        self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, batch: StepBatch, spec: AttentionSpec
-    ) -> Tensor:
+        self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, batch: StepBatch, slots_T: Tensor,
+        spec: AttentionSpec,
+    ) -> Tensor:  # fmt: skip
         query_THD, key_TKD = query_THD.to(value_TKD.dtype), key_TKD.to(value_TKD.dtype)  # RoPE may have promoted them
         if layer not in self._caches:
             new = [zeros((self._blocks * BLOCK, *x.shape[1:]), x.dtype, x.device) for x in (key_TKD, value_TKD)]
             self._caches[layer] = (new[0], new[1])
-        cache, slots_T = self._caches[layer], batch.slots_T.long()
+        cache = self._caches[layer]
         cache[0].index_copy_(0, slots_T, key_TKD)
         cache[1].index_copy_(0, slots_T, value_TKD)
         return self._ops.attention(query_THD, cache, batch, spec).unflatten(1, (spec.heads, -1))
@@ -103,14 +106,14 @@ def _attention(
     """As transformers calls it, with one row."""
     if given.get("paged") is None or not getattr(module, "is_causal", True):
         raise NotImplementedError(f"{type(module).__name__} does not support a paged KV cache")
-    forward, batch = given["paged"]
+    forward, batch, slots_T = given["paged"]
     heads, head_dim = query_BHTD.shape[1], query_BHTD.shape[3]
     spec = AttentionSpec(
         heads, key_BKTD.shape[1], head_dim, given.get("scaling") or head_dim**-0.5, given.get("sliding_window"),
         0, None, None, None, None, 0.0, given.get("softcap"), given.get("s_aux"),
     )  # fmt: skip
     rows = (x[0].transpose(0, 1) for x in (query_BHTD, key_BKTD, value_BKTD))
-    return forward.attend(module.layer_idx, *rows, batch, spec)[None], None
+    return forward.attend(module.layer_idx, *rows, batch, slots_T, spec)[None], None
 
 
 class SerialForward:

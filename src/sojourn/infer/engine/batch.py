@@ -5,8 +5,9 @@ Shapes: T tokens, S sequences, B blocks of the longest one, L logits; Q tokens o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
@@ -27,7 +28,7 @@ class Prompts:
     kv_slots_C: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass
 class Group:
     """Sequences with equally many tokens here. `slots_SC`: where their keys and values are. `distance_SQC`: of each of
     these to each token, below 0 where it comes later."""
@@ -35,6 +36,17 @@ class Group:
     tokens: slice
     slots_SC: Tensor
     distance_SQC: Tensor
+    _masks: dict[int | None, Tensor] = field(default_factory=dict)
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """What to add to scores: of positions beyond the sliding window, and of later tokens, -inf."""
+        if window not in self._masks:
+            seen = self.distance_SQC >= 0
+            seen = seen if window is None else seen & (self.distance_SQC < window)
+            self._masks[window] = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(
+                ~seen, -math.inf
+            )
+        return self._masks[window]
 
 
 @dataclass
@@ -65,7 +77,8 @@ class StepBatch:
         groups = []
         for first, end in pairwise(bounds):
             tokens = slice(starts[first], starts[end])
-            at_C = torch.arange(max(context[first:end]), device=self.starts_S1.device)
+            length = -(-max(context[first:end]) // BLOCK) * BLOCK  # kernels want masks of even sizes
+            at_C = torch.arange(length, device=self.starts_S1.device)
             blocks_SC = self.block_table_SB[first:end, at_C // BLOCK]
             positions_SQ = self.positions_T[tokens].unflatten(0, (end - first, -1))
             groups.append(Group(tokens, blocks_SC * BLOCK + at_C % BLOCK, positions_SQ[..., None] - at_C))

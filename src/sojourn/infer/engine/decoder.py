@@ -1,23 +1,17 @@
-"""A decoder-only transformer as the engine computes it, read from a transformers model.
+"""A decoder-only transformer as the engine computes it; infer/read_decoder.py makes one of a transformers model.
 
 Families differ in few things, all of them data here: biases, norms of queries and keys, norms after attention and MLP,
 RoPE's tables and how much of a head it rotates, sliding windows, the activation, scales. q, k and v are one matrix, and
-so are gate and up. What the description cannot say is refused (`engine_unsupported_reason`): other code generates then.
+so are gate and up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
-from sojourn.estimate.serving import FAMILIES
-from sojourn.model.layers import decoder_layers
-
-_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -76,159 +70,3 @@ class Decoder:
     def kv_bytes_per_token(self) -> int:
         specs = [layer.attention for layer in self.layers]
         return sum(2 * spec.kv_heads * spec.head_dim for spec in specs) * int(self.dtype.itemsize)
-
-
-def engine_unsupported_reason(model: Any) -> str | None:
-    """None where the engine computes this model."""
-    if any(hasattr(module, "quant_state") for module in model.modules()):
-        return "its weights are quantized"
-    return config_unsupported_reason(model.config.get_text_config())
-
-
-def config_unsupported_reason(config: Any) -> str | None:
-    """The same, as far as its settings tell."""
-    if config.model_type not in FAMILIES:
-        return f"its architecture is {config.model_type}; the engine computes {', '.join(FAMILIES)}"
-    if has_length_dependent_rope(config):
-        return "its RoPE depends on the length of the text"
-    if getattr(config, "attn_logit_softcapping", None) or getattr(config, "final_logit_softcapping", None):
-        return "it caps logits"
-    if _activation(config) is None:
-        return f"its activation is {getattr(config, 'hidden_act', None)}"
-    if getattr(config, "mlp_bias", False):
-        return "its MLP has biases"
-    return "its weights are quantized" if getattr(config, "quantization_config", None) else None
-
-
-def _activation(config: Any) -> str | None:
-    return _ACTIVATIONS.get(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None) or "")
-
-
-def has_length_dependent_rope(config: Any) -> bool:
-    """Whether the longest text of a call decides the frequencies of all."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = (one.get("rope_type") for one in (rope, *rope.values()) if isinstance(one, dict))
-    return any(kind in ("dynamic", "longrope") for kind in kinds)
-
-
-def read_decoder(model: Any, pack: Callable[[Tensor], Any], context: int, dtype: torch.dtype | None = None) -> Decoder:
-    """`pack` makes a matrix what the backend's `linear` takes. Weights leave the transformers model as they are packed,
-    so that memory never holds them twice: the model cannot be used afterwards. `context`: positions of RoPE's tables.
-    `dtype`: of activations; None: the model's."""
-    config = model.config.get_text_config()
-    base = model.base_model
-    base = getattr(base, "language_model", base)
-    embedding = model.get_input_embeddings()
-    dtype, device = dtype or embedding.weight.dtype, embedding.weight.device
-    tables = _RopeTables(base.rotary_emb, context, device)
-    gemma = config.model_type.startswith("gemma")
-    read = _LayerReader(config, tables, pack, dtype)
-    layers = [read(module) for module in decoder_layers(model)]
-    head = model.get_output_embeddings()
-    return Decoder(
-        embedding_VD=embedding.weight.detach().to(dtype),
-        embedding_scale=float(torch.tensor(config.hidden_size**0.5, dtype=dtype)) if gemma else 1.0,
-        layers=layers,
-        norm_D=read.norm_weight(base.norm),
-        lm_head=pack(head.weight.detach()),
-        eps=_eps(base.norm),
-        activation=_activation(config) or "",
-        mlp_size=config.intermediate_size,
-        vocab_size=head.weight.shape[0],
-        dtype=dtype,
-        device=device,
-    )
-
-
-class _LayerReader:
-    def __init__(self, config: Any, tables: _RopeTables, pack: Callable[[Tensor], Any], dtype: torch.dtype) -> None:
-        self._config, self._tables, self._pack, self._dtype = config, tables, pack, dtype
-        self._is_gemma = config.model_type.startswith("gemma")
-
-    def __call__(self, module: Any) -> Layer:
-        attention, mlp, kind = module.self_attn, module.mlp, self._config.model_type
-        spec = self._attention_spec(attention)
-        qkv, bias = self._joined(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"))
-        if kind == "glm4":  # RoPE rotates neighbours there: q and k rows in another order make them halves
-            order = _halves_from_neighbours(spec, qkv.device)
-            qkv, bias = qkv[order], None if bias is None else bias[order]
-        gate_up, _ = self._joined(mlp, "gate_up_proj", ("gate_proj", "up_proj"))
-        o, o_bias = self._joined(attention, "o_proj", ())
-        post_attention = {"gemma3_text": "post_attention_layernorm", "glm4": "post_self_attn_layernorm"}.get(kind)
-        post_mlp = {"gemma3_text": "post_feedforward_layernorm", "glm4": "post_mlp_layernorm"}.get(kind)
-        mlp_norm = "pre_feedforward_layernorm" if self._is_gemma else "post_attention_layernorm"
-        layer = Layer(
-            attention=spec,
-            input_norm_D=self.norm_weight(module.input_layernorm),
-            qkv=self._pack(qkv),
-            qkv_bias=bias,
-            o=self._pack(o),
-            o_bias=o_bias,
-            post_attention_norm_D=self.norm_weight(getattr(module, post_attention)) if post_attention else None,
-            mlp_norm_D=self.norm_weight(getattr(module, mlp_norm)),
-            gate_up=self._pack(gate_up),
-            down=self._pack(self._joined(mlp, "down_proj", ())[0]),
-            post_mlp_norm_D=self.norm_weight(getattr(module, post_mlp)) if post_mlp else None,
-        )
-        for parameter in (*attention.parameters(), *mlp.parameters()):
-            parameter.data = parameter.data.new_empty(0)
-        return layer
-
-    def norm_weight(self, norm: Any) -> Tensor:
-        """Gemma's norms multiply by 1 + weight."""
-        weight = norm.weight.detach()
-        return (1.0 + weight.float()) if self._is_gemma else weight.to(self._dtype)
-
-    def _joined(self, module: Any, name: str, parts: tuple[str, ...]) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of one matrix: that of `name`, or one that computes all parts."""
-        layers = [getattr(module, one) for one in ((name,) if hasattr(module, name) else parts)]
-        weights = [layer.weight.detach() for layer in layers]
-        biases = [layer.bias.detach().to(self._dtype) for layer in layers if layer.bias is not None]
-        return weights[0] if len(weights) == 1 else torch.cat(weights), torch.cat(biases) if biases else None
-
-    def _attention_spec(self, attention: Any) -> AttentionSpec:
-        config = self._config
-        window = getattr(attention, "sliding_window", None)
-        if config.model_type in ("mistral", "phi3"):
-            window = getattr(config, "sliding_window", None)
-        cos, sin = self._tables.of(getattr(attention, "layer_type", None))
-        rotates = bool(getattr(attention, "use_rope", True))
-        norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-        q_norm, k_norm = (None if norm is None else self.norm_weight(norm) for norm in norms)
-        return AttentionSpec(
-            config.num_attention_heads, config.num_key_value_heads, attention.head_dim, float(attention.scaling),
-            window, 2 * cos.shape[1] if rotates else 0, cos if rotates else None, sin if rotates else None,
-            q_norm, k_norm, eps=0.0 if norms[0] is None else _eps(norms[0]),
-        )  # fmt: skip
-
-
-class _RopeTables:
-    """cos and sin by position, from transformers' own module: RoPE's scalings are its business."""
-
-    def __init__(self, rotary: nn.Module, context: int, device: torch.device) -> None:
-        self._rotary, self._positions = rotary, torch.arange(context, device=device)[None]
-        self._tables: dict[str | None, tuple[Tensor, Tensor]] = {}
-
-    def of(self, layer_type: str | None) -> tuple[Tensor, Tensor]:
-        key = layer_type if getattr(self._rotary, "layer_types", None) else None
-        if key not in self._tables:
-            fp32 = torch.empty(0, dtype=torch.float32, device=self._positions.device)
-            args = (fp32, self._positions) if key is None else (fp32, self._positions, key)
-            cos, sin = self._rotary(*args)
-            half = cos.shape[-1] // 2
-            self._tables[key] = (cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous())
-        return self._tables[key]
-
-
-def _halves_from_neighbours(spec: AttentionSpec, device: torch.device) -> Tensor:
-    """Rows of q, k and v such that the even ones of a head's rotated part come first."""
-    part = torch.arange(spec.rotary_dim)
-    head = torch.cat([part[0::2], part[1::2], torch.arange(spec.rotary_dim, spec.head_dim)])
-    count = spec.heads + spec.kv_heads
-    rotated = (torch.arange(count)[:, None] * spec.head_dim + head).flatten()
-    rest = torch.arange(count * spec.head_dim, (count + spec.kv_heads) * spec.head_dim)
-    return torch.cat([rotated, rest]).to(device)
-
-
-def _eps(norm: Any) -> float:
-    return float(getattr(norm, "variance_epsilon", None) or norm.eps)

@@ -93,29 +93,32 @@ class TorchOps:
         return query
 
     def attention(self, query_THD: Tensor, cache: Any, batch: StepBatch, spec: AttentionSpec) -> Tensor:
-        outputs = []
+        outputs, shared = [], spec.heads // spec.kv_heads
         for group in batch.groups:
-            seen = group.distance_SQC >= 0
-            if spec.window is not None:
-                seen &= group.distance_SQC < spec.window
-            query = query_THD[group.tokens].unflatten(0, (len(seen), -1)).transpose(1, 2)
+            mask_SQC = group.mask(spec.window, query_THD.dtype)
+            sequences, tokens, _ = mask_SQC.shape
+            # heads that share keys and values are like further tokens of one head
+            query = query_THD[group.tokens].view(sequences, tokens, spec.kv_heads, shared, spec.head_dim)
+            query = query.permute(0, 2, 3, 1, 4).flatten(2, 3)
             key, value = (x[group.slots_SC].transpose(1, 2) for x in cache)
-            outputs.append(_attend(query, key, value, seen[:, None], spec).transpose(1, 2).flatten(0, 1))
-        return torch.cat(outputs).flatten(1)
+            mask = mask_SQC[:, None].expand(-1, shared, -1, -1).flatten(1, 2)[:, None]
+            found = _attend(query, key, value, mask, spec).unflatten(2, (shared, tokens))
+            outputs.append(found.permute(0, 3, 1, 2, 4).flatten(2).flatten(0, 1))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, spec: AttentionSpec) -> Tensor:
-    """Of (sequences, heads, tokens, head_dim)."""
-    key, value = (x.repeat_interleave(spec.heads // spec.kv_heads, 1) for x in (key, value))
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, spec: AttentionSpec) -> Tensor:
+    """Of (sequences, kv_heads, tokens, head_dim)."""
     if spec.softcap is None and spec.sinks_H is None:
-        return F.scaled_dot_product_attention(query, key, value, seen, scale=spec.scale)
+        return F.scaled_dot_product_attention(query, key, value, mask, scale=spec.scale)
     scores = (query @ key.transpose(-1, -2)).float() * spec.scale
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    scores = scores.masked_fill(~seen, float("-inf"))
+    scores = scores + mask
     if spec.sinks_H is not None:
-        sinks = spec.sinks_H.float()[:, None, None].expand(*scores.shape[:-1], 1)
-        scores = torch.cat((scores, sinks), -1)
+        per_head = scores.shape[2] // (spec.heads // spec.kv_heads)
+        sinks = spec.sinks_H.float().repeat_interleave(per_head).view(spec.kv_heads, -1, 1)
+        scores = torch.cat((scores, sinks.expand(len(scores), -1, -1, -1)), -1)
     return scores.softmax(-1)[..., : key.shape[-2]].to(value.dtype) @ value
 
 

@@ -214,9 +214,9 @@ class _Process:
 
 
 def open_builtin(model: ModelToServe) -> Opened:
-    from sojourn.infer.engine.open import EngineSettings, open_engine
     from sojourn.infer.generate import find_stop_ids
     from sojourn.infer.load import load_model
+    from sojourn.infer.open_engine import EngineSettings, open_engine
 
     loaded = load_model(model.name, model.device, model.checkpoint)
     settings = EngineSettings(**model.settings)

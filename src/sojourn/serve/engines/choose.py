@@ -86,7 +86,7 @@ def _unsupported_reason(found: FoundModel) -> str | None:
     """From the settings alone."""
     from transformers import AutoConfig
 
-    from sojourn.infer.engine.decoder import config_unsupported_reason
+    from sojourn.infer.read_decoder import config_unsupported_reason
 
     try:
         if found.path.suffix == ".gguf":

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import torch
 
 from sojourn.errors import UserError
 from sojourn.estimate.serving import MAX_ROWS, QUANTIZATIONS, kv_memory
-from sojourn.infer.engine.decoder import Decoder, engine_unsupported_reason, read_decoder
-from sojourn.infer.engine.engine import Engine, EngineOptions, blocks_for
+from sojourn.infer.engine.engine import DecodeLoop, Engine, EngineOptions, blocks_for
 from sojourn.infer.engine.ops_torch import Ops, TorchOps
 from sojourn.infer.load import LoadedModel, context_length
+from sojourn.infer.read_decoder import model_unsupported_reason, read_decoder
+from sojourn.infer.transformers_forward import open_transformers_loop
 from sojourn.model.kernels.triton_support import supports_triton
 
 _MOST_TOKENS = {"cuda": 2048, "cpu": 256}  # of a step
@@ -34,7 +36,22 @@ def unsupported_reason(loaded: LoadedModel) -> str | None:
     device = torch.device(loaded.device).type
     if device not in QUANTIZATIONS or (device == "cuda" and not supports_triton()):
         return f"there are no kernels for {device}" + (" without Triton" if device == "cuda" else "")
-    return engine_unsupported_reason(loaded.model)
+    if device == "cuda" and loaded.model.dtype == torch.float32:
+        return "there are no kernels for fp32 on CUDA"
+    return model_unsupported_reason(loaded.model)
+
+
+def open_loop(loaded: LoadedModel, max_rows: int) -> DecodeLoop:
+    """The engine; where it cannot run the model, transformers in the same loop, with a note. Takes the weights. The KV
+    cache has half of the memory that is free."""
+    memory, reason = _free_memory(loaded.device) // 2, unsupported_reason(loaded)
+    if reason is None:
+        return open_engine(loaded, EngineSettings(max_rows, kv_bytes=memory))
+    loop = open_transformers_loop(loaded.model, max_rows, context_length(loaded.model), memory)
+    alone = ", and one prompt at a time" if max_rows > loop.options.max_rows else ""
+    note = f"note: {loaded.path}: the builtin engine cannot run it ({reason}); transformers does, slower{alone}"
+    print(note, file=sys.stderr, flush=True)
+    return loop
 
 
 def open_engine(loaded: LoadedModel, settings: EngineSettings) -> Engine:
@@ -46,11 +63,10 @@ def open_engine(loaded: LoadedModel, settings: EngineSettings) -> Engine:
     ops = choose_ops(device, settings.quantization)
     most = context_length(loaded.model)
     context = min(settings.context or most, most)
-    with torch.inference_mode():
+    with torch.no_grad():
         decoder = read_decoder(loaded.model, ops.pack, context, torch.float32 if device == "cpu" else None)
-    blocks = blocks_for(
-        decoder.kv_bytes_per_token, settings.kv_bytes or _kv_memory(decoder), settings.max_rows, context
-    )
+    memory = settings.kv_bytes or kv_memory(_free_memory(device), device)
+    blocks = blocks_for(decoder.kv_bytes_per_token, memory, settings.max_rows, context)
     options = EngineOptions(settings.max_rows, _MOST_TOKENS.get(device, 256), context, blocks, settings.draft_tokens)
     return Engine(decoder, ops, options)
 
@@ -77,9 +93,9 @@ def choose_ops(device: str, quantization: str | None) -> Ops:
     return TorchOps()
 
 
-def _kv_memory(decoder: Decoder) -> int:
-    if decoder.device.type == "cuda":
-        return kv_memory(torch.cuda.mem_get_info()[0], "cuda")
+def _free_memory(device: str) -> int:
+    if device.startswith("cuda"):
+        return int(torch.cuda.mem_get_info()[0])
     import psutil
 
-    return kv_memory(psutil.virtual_memory().available, "cpu")
+    return int(psutil.virtual_memory().available)
