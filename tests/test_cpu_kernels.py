@@ -25,6 +25,7 @@ from sojourn.model.prune_last_layer import prune_last_layer
 from sojourn.resolve.device_spec import DeviceSpec
 from sojourn.resolve.kernels import cpu_kernels_unsupported_reason
 from sojourn.train.batcher import Batcher
+from sojourn.train.optim.adamw_cpu import AdamW
 from sojourn.train.resolve import resolve_here
 from test_prune_last_layer import PACKED, UNPACKED, WIDTH, _batch, _compare, _model
 
@@ -146,3 +147,25 @@ def test_where_they_are_unsupported_they_are_refused_with_the_reason():
     assert "fsdp" in cpu_kernels_unsupported_reason(with_settings(config, {"parallel.engine": "fsdp"}), cpu)
     assert "gcc" in cpu_kernels_unsupported_reason(config, replace(cpu, has_gcc=False))
     assert "on cuda" in cpu_kernels_unsupported_reason(config, replace(cpu, device_type="cuda"))
+
+
+@needs_gcc
+def test_adamw_is_that_of_torch_over_many_steps_and_after_a_resume():
+    torch.manual_seed(0)
+    weights = [torch.randn(shape) for shape in ((300, 70), (5000,), (1,))]
+    ours, theirs = ([torch.nn.Parameter(weight.clone()) for weight in weights] for _ in range(2))
+    settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    optimizers = [AdamW(ours, **settings), torch.optim.AdamW(theirs, **settings)]
+    for step in range(20):
+        if step == 10:  # states of torch's own are taken up, as from a checkpoint
+            optimizers[0].load_state_dict(copy.deepcopy(optimizers[1].state_dict()))
+        grads = [torch.randn_like(weight) * (step % 3) for weight in weights]
+        for parameters in (ours, theirs):
+            for parameter, grad in zip(parameters, grads, strict=True):
+                parameter.grad = None if step == 5 and len(grad) == 1 else grad.clone()
+        norm = torch.nn.utils.clip_grad_norm_(theirs, 1.0)
+        torch.testing.assert_close(optimizers[0].grad_norm(), norm)
+        optimizers[0].grad_scale = ((norm + 1e-6) / 1.0).clamp(min=1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)

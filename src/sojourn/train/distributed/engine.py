@@ -57,13 +57,13 @@ class Engine:
         """Clips the norm of the full gradient to `max_norm` (0: no limit) and returns the norm before that."""
         self.scaler.unscale_(self.optimizer.torch)
         grads = [parameter.grad for parameter in self.optimizer.parameters if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads)
+        norm = self.optimizer.grad_norm(grads)
         if max_norm:
             self._clip(norm, max_norm)
         return norm
 
     def _clip(self, norm: Tensor, max_norm: float) -> None:
-        if self.optimizer.fuses_clipping and not self.scaler.is_enabled():
+        if self.optimizer.clips_as_it_steps and not self.scaler.is_enabled():
             self.optimizer.torch.grad_scale = ((norm + 1e-6) / max_norm).clamp(min=1.0)  # its kernel divides by this
             return
         can_be_read = type(norm) is Tensor and norm.device.type == "cpu"  # at no cost: then multiplying by 1 is saved

@@ -10,6 +10,7 @@ import torch
 from sojourn.config.schema import RunConfig
 from sojourn.data.artefact import Artefact
 from sojourn.errors import RunFailed, UserError
+from sojourn.model.kernels.cpu.smoke_test import has_cpu_kernels
 from sojourn.model.network import Network
 from sojourn.train.build import bare_network, build_network, check, prepare_for_steps, save_memory
 from sojourn.train.distributed.engine import Engine
@@ -27,7 +28,8 @@ def open_engine(config: RunConfig, artefact: Artefact, ranks: Ranks) -> Engine:
         from sojourn.train.distributed.deepspeed import open_deepspeed
 
         return open_deepspeed(config, network, scaler, ranks)
-    optimizer = Optimizer(network.model, config.train, device, lora_b_ratio=config.method.loraplus_lr_ratio)
+    ratio, kernels = config.method.loraplus_lr_ratio, has_cpu_kernels(network.base_model)
+    optimizer = Optimizer(network.model, config.train, device, lora_b_ratio=ratio, cpu_kernels=kernels)
     if kind == "ddp":
         from sojourn.train.distributed.ddp import Ddp
 

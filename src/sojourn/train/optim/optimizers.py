@@ -56,13 +56,15 @@ class Optimizer:
         device: str,
         local_shard: Callable[[Tensor], Tensor] = lambda parameter: parameter,
         lora_b_ratio: float = 1.0,
+        cpu_kernels: bool = False,
     ) -> None:
-        """`local_shard`: this rank's shard of a parameter, where parameters are sharded. `lora_b_ratio`: of LoRA+."""
+        """`local_shard`: this rank's shard of a parameter, where parameters are sharded. `lora_b_ratio`: of LoRA+.
+        `cpu_kernels`: they have passed their smoke test."""
         groups = parameter_groups(model, train, lora_b_ratio)
         for group in groups:
             group["params"] = [local_shard(parameter) for parameter in group["params"]]
         self.names = [name for group in groups for name in group.pop("names")]
-        self.torch = _make(groups, train, device)
+        self.torch = _make(groups, train, device, cpu_kernels)
         self._kinds = _STATES[train.optimizer]
 
     @property
@@ -74,9 +76,22 @@ class Optimizer:
 
     @property
     def fuses_clipping(self) -> bool:
-        """Whether its kernel divides gradients by `grad_scale` (no extra pass to clip them) and does nothing where
-        `found_inf` is 1."""
+        """Whether its kernel also does nothing where `found_inf` is 1, so that the device can decide."""
         return bool(self.torch.defaults.get("fused")) and self.parameters[0].device.type == "cuda"
+
+    @property
+    def clips_as_it_steps(self) -> bool:
+        """Whether its kernel divides gradients by `grad_scale`: no extra pass to clip them."""
+        return self.fuses_clipping or hasattr(self.torch, "grad_norm")
+
+    def grad_norm(self, grads: list[Tensor]) -> Tensor:
+        """Of `grads`, which are all gradients."""
+        import torch
+
+        if hasattr(self.torch, "grad_norm"):
+            norm: Tensor = self.torch.grad_norm()
+            return norm
+        return torch.nn.utils.get_total_norm(grads)
 
     def zero_grad(self) -> None:
         self.torch.zero_grad(set_to_none=True)
@@ -158,9 +173,10 @@ def set_learning_rate(groups: list[dict[str, Any]], rate: float) -> None:
         group["lr"] = rate * group["lr_ratio"]
 
 
-def _make(groups: list[dict[str, Any]], train: TrainConfig, device: str) -> Any:
+def _make(groups: list[dict[str, Any]], train: TrainConfig, device: str, cpu_kernels: bool) -> Any:
     import torch
 
+    from sojourn.model.kernels.cpu.library import cpu_kernels_take
     from sojourn.model.kernels.triton_support import supports_triton
 
     settings: dict[str, Any] = {"lr": 0.0, "betas": (train.beta1, train.beta2), "eps": 1e-8}
@@ -176,6 +192,11 @@ def _make(groups: list[dict[str, Any]], train: TrainConfig, device: str) -> Any:
         from sojourn.train.optim.adamw import AdamW
 
         return AdamW(groups, **settings, fused=True)
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    if train.optimizer == "adamw" and cpu_kernels and cpu_kernels_take(*parameters):
+        from sojourn.train.optim.adamw_cpu import AdamW as CpuAdamW
+
+        return CpuAdamW(groups, **settings)
     if train.optimizer == "adamw":
         return torch.optim.AdamW(groups, **settings, fused=device in ("cpu", "cuda"))
     require_bitsandbytes(f"train.optimizer: {train.optimizer}")

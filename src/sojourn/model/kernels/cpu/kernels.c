@@ -104,6 +104,48 @@ void rope(const float *x, const int64_t *x_strides, const float *cos, const floa
     }
 }
 
+/* The sum of squares of all tensors together. */
+void sum_of_squares(const float **tensors, const int64_t *sizes, int64_t count, double *partial, double *sum,
+                    int threads) {
+#pragma omp parallel num_threads(threads)
+    for (int64_t t = 0, first = 0; t < count; first += (sizes[t] + BLOCK - 1) / BLOCK, t++) {
+#pragma omp for schedule(static) nowait
+        for (int64_t i = 0; i < sizes[t]; i += BLOCK) {
+            int64_t n = sizes[t] - i < BLOCK ? sizes[t] - i : BLOCK;
+            partial[first + i / BLOCK] = dot(tensors[t] + i, tensors[t] + i, n);
+        }
+    }
+    int64_t blocks = 0;
+    for (int64_t t = 0; t < count; t++) blocks += (sizes[t] + BLOCK - 1) / BLOCK;
+    *sum = 0.0;
+    for (int64_t i = 0; i < blocks; i++) *sum += partial[i];
+}
+
+static void adamw_block(float *restrict weight, const float *restrict grad, float *restrict mean,
+                        float *restrict square, int64_t n, const float *s) {
+    float factor = s[0], beta1 = s[1], beta2 = s[2], decay = s[3], rate = s[4], root = s[5], eps = s[6];
+    for (int64_t i = 0; i < n; i++) {
+        float g = grad[i] * factor;
+        mean[i] = MULTIPLY_ADD(beta1, mean[i] - g, g);
+        square[i] = MULTIPLY_ADD(beta2, square[i], (1.0f - beta2) * g * g);
+        weight[i] = weight[i] * decay - rate * (mean[i] / (sqrtf(square[i]) * root + eps));
+    }
+}
+
+/* One step of AdamW. `tensors`: weight, gradient, mean and square of each; `settings`: 7 numbers of each, in the order
+of `adamw_block`: what gradients are multiplied by, the betas, what weights are multiplied by (weight decay), the
+learning rate and the root of the mean square by their bias corrections, epsilon. */
+void adamw(float **tensors, const int64_t *sizes, const float *settings, int64_t count, int threads) {
+#pragma omp parallel num_threads(threads)
+    for (int64_t t = 0; t < count; t++) {
+        float **one = tensors + 4 * t;
+#pragma omp for schedule(static) nowait
+        for (int64_t i = 0; i < sizes[t]; i += BLOCK)
+            adamw_block(one[0] + i, one[1] + i, one[2] + i, one[3] + i, sizes[t] - i < BLOCK ? sizes[t] - i : BLOCK,
+                        settings + 7 * t);
+    }
+}
+
 /* Each row's loss; its logits become their gradient. A row with a label below 0 has neither. */
 void cross_entropy(float *logits, const int64_t *labels, float *losses, int64_t rows, int64_t n, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)

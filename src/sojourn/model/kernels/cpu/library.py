@@ -6,6 +6,7 @@ Modules with the attribute `cpu_kernels` use them (smoke_test.py sets it).
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 from sojourn.model.kernels.cpu.compile_c import compile_library, threads_for
 from sojourn.model.layout import Layout
 
-ROWS_PER_SUM = 32  # as in kernels.c
+ROWS_PER_SUM, _BLOCK = 32, 1024  # as in kernels.c
 _DTYPES = (torch.float32, torch.int64)
 
 _Strides = ctypes.c_int64 * 3
@@ -30,6 +31,8 @@ _SIGNATURES = {
     "attention_forward": (*(_P,) * 6, *(_N,) * 5, _F, _I),
     "attention_backward": (*(_P,) * 9, *(_N,) * 5, _F, _I),
     "cross_entropy": (_P, _P, _P, _N, _N, _I),
+    "sum_of_squares": (_P, _P, _N, _P, _P, _I),
+    "adamw": (_P, _P, _P, _N, _I),
 }
 
 
@@ -123,3 +126,26 @@ def cross_entropy_with_grad(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
     pointers = (logits_CV.data_ptr(), labels_C.data_ptr(), losses_C.data_ptr())
     load_library().cross_entropy(*pointers, *logits_CV.shape, threads_for(logits_CV.numel()))
     return losses_C
+
+
+def sum_of_squares(tensors: Sequence[Tensor]) -> float:
+    """Of all values of these tensors, contiguous and in fp32."""
+    sizes = [tensor.numel() for tensor in tensors]
+    partial = torch.empty(sum(-(-size // _BLOCK) for size in sizes), dtype=torch.float64)
+    result = ctypes.c_double()
+    arrays = (_pointers(tensors), (_N * len(sizes))(*sizes), len(sizes), partial.data_ptr(), ctypes.byref(result))
+    load_library().sum_of_squares(*arrays, threads_for(sum(sizes)))
+    return result.value
+
+
+def adamw_step(tensors: Sequence[Sequence[Tensor]], settings: Sequence[Sequence[float]]) -> None:
+    """One step of AdamW in place. Of each parameter: weight, gradient, mean, mean square; and its 7 settings, as
+    `adamw` of kernels.c has them."""
+    sizes, numbers = [one[0].numel() for one in tensors], [number for one in settings for number in one]
+    pointers = _pointers([tensor for one in tensors for tensor in one])
+    arrays = (pointers, (_N * len(sizes))(*sizes), (_F * len(numbers))(*numbers), len(sizes))
+    load_library().adamw(*arrays, threads_for(sum(sizes)))
+
+
+def _pointers(tensors: Sequence[Tensor]) -> Any:
+    return (_P * len(tensors))(*(tensor.data_ptr() for tensor in tensors))

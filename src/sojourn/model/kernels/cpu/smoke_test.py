@@ -25,7 +25,9 @@ def enable_cpu_kernels(model: nn.Module) -> bool:
         library.load_library()
         with torch.random.fork_rng([]), torch.enable_grad():
             torch.manual_seed(0)
-            wrong = next((check.__name__ for check in (_norm, _swiglu, _rope, _attention, _loss) if not check()), None)
+            wrong = next(
+                (check.__name__ for check in (_norm, _swiglu, _rope, _attention, _loss, _adamw) if not check()), None
+            )
     except (OSError, subprocess.SubprocessError) as error:
         wrong = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     if wrong is not None:
@@ -35,6 +37,11 @@ def enable_cpu_kernels(model: nn.Module) -> bool:
         if hasattr(module, "cpu_kernels") or module is model.get_output_embeddings():
             module.cpu_kernels = True
     return True
+
+
+def has_cpu_kernels(model: nn.Module) -> bool:
+    """Whether they are enabled for this model."""
+    return bool(getattr(model.get_output_embeddings(), "cpu_kernels", False))
 
 
 def _is_close(values: list[Tensor], expected: list[Tensor]) -> bool:
@@ -102,3 +109,19 @@ def _loss() -> bool:
     losses = F.cross_entropy(leaf, labels, ignore_index=-1, reduction="none")
     expected = [losses.detach(), *torch.autograd.grad(losses.sum(), leaf)]
     return _is_close([library.cross_entropy_with_grad(logits, labels), logits], expected)
+
+
+def _adamw() -> bool:
+    weights, grads = ([torch.randn(size) for size in ((40, 77), (3,))] for _ in range(2))
+    ours, expected = ([weight.clone().requires_grad_() for weight in weights] for _ in range(2))
+    optimizer = torch.optim.AdamW(expected, lr=0.1, weight_decay=0.1, eps=1e-8)
+    states = [(torch.zeros_like(weight), torch.zeros_like(weight)) for weight in weights]
+    for step in (1, 2):
+        for weight, grad in zip(expected, grads, strict=True):
+            weight.grad = grad / 2
+        optimizer.step()
+        tensors = [(w.detach(), grad, *state) for w, grad, state in zip(ours, grads, states, strict=True)]
+        numbers = (0.5, 0.9, 0.999, 1 - 0.1 * 0.1, 0.1 / (1 - 0.9**step), (1 - 0.999**step) ** -0.5, 1e-8)
+        library.adamw_step(tensors, [numbers] * len(tensors))
+    norm = torch.tensor(library.sum_of_squares(grads)).sqrt()
+    return _is_close([*ours, norm], [*expected, torch.nn.utils.get_total_norm(grads)])
