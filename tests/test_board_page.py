@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+import json
+import math
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from sojourn.board import app
 from sojourn.web.static import ASSETS
+from webdriver import ENTER, ESCAPE, Browser, browsing, chromium
 
 PAGE = Path(app.__file__).with_name("page")
 FILES = sorted([*PAGE.iterdir(), *ASSETS.iterdir()])
+in_browser = pytest.mark.skipif(chromium() is None, reason="no chromium and chromedriver; make packages installs them")
+LONG = 180.0  # seconds that a training process may take to start on a busy machine
+RIGHT, HOME = "\ue014", "\ue011"
+
+
+# -- Files --
 
 
 def test_both_languages_have_the_same_texts_and_all_are_used() -> None:
@@ -18,9 +37,8 @@ def test_both_languages_have_the_same_texts_and_all_are_used() -> None:
     values = [re.findall(r"\{(\w+)\}", (PAGE / name).read_text()) for name in ("en.js", "zh.js")]
     assert sorted(values[0]) == sorted(values[1])
     used = "".join(path.read_text() for path in FILES if path.name not in ("en.js", "zh.js"))
-    prefixes = set(re.findall(r"t\(`(\w+_)\$\{", used))
-    unused = [key for key in keys[0] if not re.search(rf"\b{key}\b", used) and not key.startswith(tuple(prefixes))]
-    assert unused == []
+    prefixes = tuple(set(re.findall(r"t\(`(\w+_)\$\{", used)))
+    assert [key for key in keys[0] if not re.search(rf"\b{key}\b", used) and not key.startswith(prefixes)] == []
     named = set(re.findall(r"\bt\(\"(\w+)\"", used)) | set(re.findall(r"data-(?:text|label)=\"(\w+)\"", used))
     assert named - set(keys[0]) == set()
 
@@ -32,3 +50,417 @@ def test_the_page_has_no_inline_script_and_no_foreign_address() -> None:
         assert not {one for one in addresses if one[8:9].isalnum()}, file
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text), file
         assert file.suffix != ".html" or not re.search(r"<script(?![^>]* src=)|style=|\son\w+=", text), file
+
+
+# -- A board and a browser --
+
+
+def metric(step: int, **more: Any) -> str:
+    values = {
+        "time": 1.7e9 + 2 * step, "kind": "train", "step": step, "loss": 1 + 3 * math.exp(-step / 200), "lr": 1e-4,
+        "grad_norm": 0.5, "tokens": 64 * step, "tokens_per_second": 1000 + step % 7, "memory": 3 << 30,
+        "spent": step / 1000,
+    }  # fmt: skip
+    return json.dumps({**values, **more}) + "\n"
+
+
+def write_run(home: Path, name: str, steps: int, state: str = "stopped", **more: Any) -> Path:
+    """A run folder as a run leaves it."""
+    run = home / "runs" / name
+    run.mkdir(parents=True)
+    (run / "run.yaml").write_text(f"extends: smoke\nname: {name}\ntrain:\n  seed: {len(name)}\n")
+    status = {"state": state, "step": steps, "total_steps": 2000, "pid": 1, "started": 0.5, "updated": time.time()}
+    (run / "status.json").write_text(json.dumps(status))
+    (run / "ledger.json").write_text(json.dumps({"seconds": 60.0, "money": 0.25, "currency": "CNY"}))
+    (run / "metrics.jsonl").write_text("".join(metric(step, **more) for step in range(1, steps + 1)))
+    events = [{"kind": "saved", "step": 40}, {"kind": "spike", "step": 60, "loss": 9.0}]
+    (run / "events.jsonl").write_text("".join(json.dumps({"time": 1.7e9, **one}) + "\n" for one in events))
+    return run
+
+
+@contextmanager
+def running_board(home: Path, port: int = 0) -> Iterator[str]:
+    environment = {**os.environ, "SOJOURN_HOME": str(home), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "sojourn", "board", "--no-browser", "--port", str(port)]
+    board = subprocess.Popen(command, env=environment, cwd=home, stdout=subprocess.PIPE, text=True)
+    try:
+        assert board.stdout is not None
+        yield next(match[1] for line in board.stdout if (match := re.search(r"(http://\S+?)/? ", line)))
+    finally:
+        board.terminate()
+        board.wait(20)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("board")
+
+
+@pytest.fixture(scope="module")
+def board(home: Path) -> Iterator[str]:
+    with running_board(home) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def opened(home: Path) -> Iterator[Browser]:
+    with browsing(home) as made:
+        yield made
+
+
+@pytest.fixture
+def page(opened: Browser, board: str) -> Iterator[Browser]:
+    """The page as somebody sees it who has never been here. No script of it fails; a 400 is shown, not hidden."""
+    opened.size(1300, 900)
+    opened.dark(False)
+    opened.open(board + "/page/icon.svg")
+    opened.js("localStorage.clear(); sessionStorage.clear()")
+    opened.log()
+    yield opened
+    assert [line for line in opened.log() if "status of 400" not in line] == []
+
+
+def show(page: Browser, board: str, address: str, ready: str) -> None:
+    page.open("about:blank")
+    page.open(f"{board}/{address}")
+    page.wait(ready)
+
+
+def last_loss(page: Browser) -> str:
+    return str(page.js("return document.querySelector('.chart').getAttribute('aria-label')"))
+
+
+def change(page: Browser, selector: str, value: str, event: str = "input") -> None:
+    script = (
+        "const one = document.querySelector(arguments[0]); one.value = arguments[1]; "
+        "one.dispatchEvent(new Event(arguments[2], { bubbles: true }))"
+    )
+    page.js(script, selector, value, event)
+
+
+def press(page: Browser, text: str, inside: str = "body") -> None:
+    """A button or a link by what is written on it."""
+    script = (
+        "const all = [...document.querySelectorAll(`${arguments[1]} :is(button, a)`)];"
+        "const named = all.filter(one => one.checkVisibility() && one.textContent.trim() === arguments[0]);"
+        "const one = named.find(one => !one.disabled);"
+        "one?.click(); return Boolean(one)"
+    )
+    ends = time.monotonic() + 30
+    while not page.js(script, text, inside):
+        assert time.monotonic() < ends, f"no button {text!r}: {page.text('body')[:600]}"
+        time.sleep(0.05)
+
+
+def confirm(page: Browser, line: str) -> None:
+    """The dialog shows the line that it will start."""
+    page.wait("!document.querySelector('dialog[open] .primary')?.disabled ?? false")
+    page.wait("document.getElementById('dialog-line').textContent.includes(arguments[0])", line)
+    page.click("#dialog .primary")
+    page.wait("!document.querySelector('dialog[open]')")
+
+
+CURVES = "document.querySelectorAll('.chart .line').length > 2"
+
+
+@in_browser
+def test_a_curve_goes_on_while_one_looks_and_the_language_changes(page: Browser, board: str, home: Path) -> None:
+    run = write_run(home, "watched", 100)
+    show(page, board, "#/runs", "document.querySelector('.run-name')")
+    page.wait("document.querySelector('.sparkline path')")
+    assert "100 of 2,000" in page.text("td.c-progress") and page.text("td.c-money b") == "¥0.25"
+    page.click(".run-name")
+    page.wait(CURVES)
+    before = last_loss(page)
+    (run / "status.json").write_text(
+        json.dumps({"state": "running", "step": 120, "total_steps": 2000, "pid": os.getpid(), "started": started()})
+    )
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("".join(metric(step, loss=0.125) for step in range(101, 121)))
+    page.wait("document.querySelector('.chart').getAttribute('aria-label').includes('last 0.125')")
+    assert "last 0.125" not in before
+    page.click("#language")
+    page.wait("document.getElementById('tab-curves').textContent === '曲线'")
+    assert page.js("return document.documentElement.lang") == "zh-CN" and "运行中" in page.text(".page-head")
+    (run / "status.json").write_text(json.dumps({"state": "stopped", "step": 120, "total_steps": 2000}))
+
+
+def started() -> float:
+    from sojourn.machine.process import start_time
+
+    return start_time(os.getpid()) or 0.0
+
+
+# -- Slow: with training processes, and everything that a person may do --
+
+
+@pytest.fixture(scope="module")
+def training(home: Path) -> Iterator[Path]:
+    """A real run that goes on for minutes."""
+    command = [
+        sys.executable, "-m", "sojourn", "train", "smoke", "name=real", "train.steps=20000", "log.every_steps=1",
+        "train.eval_every=20", 'train.samples=["The cat"]', "train.sample_tokens=8",
+    ]  # fmt: skip
+    environment = {**os.environ, "SOJOURN_HOME": str(home), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        metrics, ends = home / "runs" / "real" / "metrics.jsonl", time.monotonic() + LONG
+        while not metrics.exists() or metrics.read_text().count("\n") < 30:
+            assert process.poll() is None and time.monotonic() < ends
+            time.sleep(0.2)
+        yield metrics.parent
+    finally:
+        process.terminate()
+        process.wait(60)
+        pid = json.loads((home / "runs" / "real" / "status.json").read_text())
+        if pid["state"] in ("starting", "running"):
+            os.kill(pid["pid"], signal.SIGTERM)
+
+
+def state_of(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "status.json").read_text())
+    return found
+
+
+@in_browser
+@pytest.mark.slow
+def test_a_real_run_is_watched_stopped_and_resumed(page: Browser, board: str, training: Path) -> None:
+    show(page, board, "#/run/real", CURVES)
+    before = last_loss(page)
+    page.wait("document.querySelector('.chart').getAttribute('aria-label') !== arguments[0]", before)
+    press(page, "Samples")
+    page.wait("document.querySelector('.sample')?.textContent.includes('The cat')", seconds=60)
+    press(page, "Stop", ".page-head")
+    confirm(page, f"sojourn stop {training}")
+    page.wait("document.querySelector('.page-head .state').textContent === 'stopped'", seconds=LONG)
+    stopped = state_of(training)["step"]
+    assert stopped >= 30 and page.count("#tasks:not([hidden]) .task") == 1
+    press(page, "Checkpoints")
+    press(page, "Verify")
+    page.wait("document.querySelector('.checkpoints').textContent.includes('whole')")
+    press(page, "Resume", ".page-head")
+    confirm(page, f"sojourn train {training}")
+    page.wait("document.querySelector('.page-head .state').textContent === 'running'", seconds=LONG)
+    page.wait("document.querySelector('.output').textContent.includes('step')", seconds=LONG)
+    ends = time.monotonic() + LONG
+    while state_of(training)["step"] <= stopped:
+        assert time.monotonic() < ends
+        time.sleep(0.2)
+    press(page, "Stop", ".page-head")
+    confirm(page, "sojourn stop")
+    page.wait("document.querySelector('.page-head .state').textContent === 'stopped'", seconds=LONG)
+    steps = [json.loads(line).get("step") for line in (training / "metrics.jsonl").read_text().splitlines()]
+    assert stopped + 1 in steps
+
+
+@in_browser
+@pytest.mark.slow
+def test_the_form_shows_the_data_and_starts_a_run(page: Browser, board: str, home: Path, tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": f"{n}+1?"}, {"role": "assistant", "content": f"{n + 1}"}]}
+            for n in range(200)]  # fmt: skip
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    show(page, board, "#/new", "document.querySelector('.segments')")
+    press(page, "From scratch")
+    change(page, ".form select", "smoke", "change")
+    page.type("#data-file", str(tmp_path / "sums.jsonl"))
+    page.wait("document.querySelector('.example')?.textContent.includes('0+1?')", seconds=60)
+    assert "sums.jsonl" in page.text(".main-side") and "messages" in page.text(".main-side")
+    page.type("[placeholder='chosen for you']", "by-form")
+    page.type("textarea.mono", "train.steps=3\nlog.every_steps=1\ntrain.nonsense=1")
+    page.wait("document.querySelector('.main-side > .error:not([hidden])')")
+    assert "nonsense" in page.text(".main-side > .error") and page.count("#start:disabled") == 1
+    change(page, "textarea.mono", "train.steps=3\nlog.every_steps=1")
+    page.wait("document.querySelector('#start:not(:disabled)')")
+    page.wait("document.querySelector('.code').textContent.includes('name=by-form')")
+    assert "extends: smoke" in page.text(".main-side")
+    page.click("#start")
+    confirm(page, "sojourn train smoke")
+    page.wait("location.hash === '#/runs'")
+    done = "[...document.querySelectorAll('tbody tr')].some(row => /by-form[^]*done/.test(row.innerText))"
+    page.wait(done, seconds=LONG)
+    assert state_of(home / "runs" / "by-form")["step"] == 3
+    press(page, "Data", "#nav")
+    page.wait("document.querySelector('.data-table a')")
+    page.click(".data-table a")
+    page.wait("document.querySelector('.example mark')")
+    trained = page.js("return [...document.querySelectorAll('.example mark')].map(one => one.textContent).join('')")
+    assert "2" in trained and "+1?" not in trained and page.count(".histogram tr") > 0
+    page.type("[type=search]", "no such text anywhere")
+    page.wait("document.querySelector('.page.data').textContent.includes('Nothing found')")
+
+
+@in_browser
+@pytest.mark.slow
+def test_a_plan_follows_its_sliders(page: Browser, board: str) -> None:
+    show(page, board, "#/plan", "document.querySelector('.offers tbody tr')")
+    table, figures = page.text(".offers"), page.text(".plan-result .facts")
+    assert page.count(".offer.best") == 1 and "sojourn plan lora-20k" in page.text(".command")
+    slider = ".slider:nth-of-type(5) input[type=range]"
+    assert page.js("return document.querySelector(arguments[0]).ariaLabel", slider) == "Sequence length"
+    change(page, slider, "5")
+    page.wait("document.querySelector('.offers')?.innerText !== arguments[0]", table)
+    assert page.text(".plan-result .facts") != figures and "data.max_length=8192" in page.text(".command")
+    change(page, "[placeholder='¥30, $5']", "¥2")
+    page.wait("document.querySelector('.scatter line.limit')")
+    change(page, "[placeholder='12h, 3d']", "never")
+    page.wait("document.querySelector('.main-side .error:not([hidden])')")
+    assert page.count(".offers tbody tr") > 0  # the last answer stays
+
+
+@in_browser
+@pytest.mark.slow
+def test_charts_zoom_read_out_hide_and_are_saved(page: Browser, board: str, home: Path) -> None:
+    write_run(home, "long", 4000)
+    for name, lines in {
+        "gap": [metric(step, loss=None if 20 < step < 30 else 2.0) for step in range(1, 51)],
+        "single": [metric(7)],
+        "empty": [],
+    }.items():
+        (write_run(home, name, 0) / "metrics.jsonl").write_text("".join(lines))
+    show(page, board, "#/run/long", CURVES)
+    reach = "return document.querySelector('.chart .line:not(.raw)').getAttribute('d').split('L').length"
+    assert 300 < page.js(reach) < 1000
+    ticks = "return [...document.querySelectorAll('.chart .grid text')].map(one => one.textContent)"
+    whole = page.js(ticks)
+    page.js("document.querySelector('.chart').focus()")
+    page.keys(HOME, RIGHT, RIGHT)
+    assert page.js("return document.getElementById('live').textContent").startswith("Step ")
+    page.keys("+", "+", "+")
+    page.wait("!document.querySelector('.curves .quiet').disabled")
+    page.wait("[...document.querySelectorAll('.chart .grid text')].some(one => one.textContent === '800')")
+    page.keys(ESCAPE)
+    page.wait("document.querySelector('.curves .quiet').disabled")
+    assert page.js(ticks) == whole
+    change(page, ".curves select", "money", "change")
+    page.wait("document.querySelector('.chart .grid').textContent.includes('¥3.00')")
+    page.cdp("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(home))
+    for kind in ("PNG", "SVG"):
+        page.click(".panel .menu button")
+        press(page, kind, ".menu-list")
+    files = [home / f"long-loss.{kind}" for kind in ("png", "svg")]
+    ends = time.monotonic() + 30
+    while not all(file.exists() and file.stat().st_size for file in files):
+        assert time.monotonic() < ends
+        time.sleep(0.05)
+    assert files[0].read_bytes()[:4] == b"\x89PNG" and files[0].stat().st_size > 5000
+    assert "<path" in files[1].read_text() and "light-dark" not in files[1].read_text()
+    show(page, board, "#/run/gap", CURVES)
+    assert page.js("return document.querySelector('.chart .line:not(.raw)').getAttribute('d').split('M').length") == 3
+    show(page, board, "#/run/single", "document.querySelector('.chart circle.dot')")
+    show(page, board, "#/run/empty", "document.querySelector('.charts .empty')")
+    show(page, board, "#/compare/long,gap,single", CURVES)
+    page.wait("document.querySelector('.compared code')?.textContent === 'name'")
+    lines = page.count(".chart .line")
+    page.click(".runs-legend button")
+    page.wait("document.querySelectorAll('.chart .line').length < arguments[0]", lines)
+
+
+DRAW_SIX = """
+  return (async () => {
+    const { Chart } = await import("/page/chart.js");
+    const root = document.createElement("div");
+    root.className = "charts";
+    document.getElementById("page").replaceChildren(root);
+    const charts = Array.from({ length: 6 }, () => new Chart({ title: "x" }));
+    root.append(...charts.map((chart) => chart.element));
+    await new Promise((resolve) => setTimeout(resolve, 300));
+    const x = Array.from({ length: 800 }, (_, i) => i);
+    const times = [];
+    for (let i = 0; i < 20; i++) {
+      const y = x.map((n) => Math.sin(n / 50 + i) + Math.random()), from = performance.now();
+      for (const chart of charts) chart.set({ series: [{ id: "a", name: "a", color: 0, x, y }], smoothing: 0.5 });
+      root.getBoundingClientRect();
+      times.push(performance.now() - from);
+      await new Promise((resolve) => requestAnimationFrame(resolve));
+    }
+    return Math.min(...times);
+  })()
+"""
+
+
+@in_browser
+@pytest.mark.slow
+def test_six_charts_are_drawn_within_two_frames(page: Browser, board: str) -> None:
+    show(page, board, "#/data", "document.querySelector('.page-head')")
+    milliseconds = page.js(DRAW_SIX)
+    assert milliseconds < 33, f"{milliseconds:.1f} ms"
+
+
+@in_browser
+@pytest.mark.slow
+def test_runs_are_filtered_sorted_tagged_and_compared(page: Browser, board: str, home: Path) -> None:
+    for name, steps in (("alpha", 10), ("beta", 300), ("gamma", 200)):
+        write_run(home, name, steps, "done")
+    show(page, board, "#/runs", "[...document.querySelectorAll('.run-name')].some(one => one.textContent === 'gamma')")
+    names = "return [...document.querySelectorAll('.run-name')].map(one => one.textContent)"
+    press(page, "Run", "thead")
+    assert page.js(names) == sorted(page.js(names))
+    press(page, "Run", "thead")
+    assert page.js(names) == sorted(page.js(names), reverse=True)
+    row = "[...document.querySelectorAll('tbody tr')].find(row => row.textContent.includes('beta'))"
+    page.js(f"{row}.querySelector('.menu button').click()")
+    press(page, "Tags…")
+    page.type("#dialog input", "good, baseline" + ENTER)
+    page.wait(f"{row}.textContent.includes('baseline')")
+    page.type("[type=search]", "baseline")
+    page.wait("document.querySelectorAll('.run-name').length === 1")
+    change(page, "[type=search]", "zzz")
+    page.wait("document.querySelector('.page > .empty').checkVisibility()")
+    press(page, "Show all runs")
+    for name in ("alpha", "beta"):
+        page.js(f"document.querySelector('[aria-label=\"Select {name}\"]').click()")
+    press(page, "Compare")
+    page.wait("document.querySelector('.compared code')")
+    assert "2 runs compared" in page.text("h1") and "train.seed" in page.text(".page.compare")
+
+
+@in_browser
+@pytest.mark.slow
+def test_the_page_says_when_the_board_is_gone_and_goes_on_when_it_is_back(opened: Browser, tmp_path: Path) -> None:
+    write_run(tmp_path, "one", 50)
+    with running_board(tmp_path) as address:
+        opened.open(f"{address}/#/runs")
+        opened.wait("document.querySelector('.run-name')")
+    opened.wait("document.getElementById('connection').checkVisibility()")
+    assert "sojourn board" in opened.text("#connection")
+    opened.log()
+    write_run(tmp_path, "two", 50)
+    with running_board(tmp_path, int(address.rsplit(":", 1)[1])):
+        opened.wait("!document.getElementById('connection').checkVisibility()", seconds=60)
+        opened.wait("document.querySelectorAll('.run-name').length === 2")
+        opened.js("document.querySelector('.menu button').click()")
+        press(opened, "Tags…")
+        opened.type("#dialog input", "after" + ENTER)  # the token of the new board
+        opened.wait("document.querySelector('.tag')?.textContent === 'after'")
+    opened.open("about:blank")
+
+
+ADDRESSES = ("#/runs", "#/run/phone", "#/new", "#/plan", "#/data", "#/compare/phone,watched")
+
+
+@in_browser
+@pytest.mark.slow
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_every_page_fits_a_phone_and_names_its_controls(
+    page: Browser, board: str, home: Path, language: str, tmp_path: Path
+) -> None:
+    if not (home / "runs" / "phone").exists():
+        write_run(home, "phone", 100)
+    page.js("localStorage.setItem('sojourn.language', arguments[0])", language)
+    unnamed = (
+        "return [...document.querySelectorAll('button, select, a, input:not([hidden]), textarea, [role=group]')]"
+        ".filter(one => one.checkVisibility() && !(one.ariaLabel || one.textContent.trim() || one.labels?.length))"
+        ".map(one => one.outerHTML)"
+    )
+    for size in ((360, 740), (1300, 900)):
+        page.size(*size)
+        for address in ADDRESSES:
+            show(page, board, address, "document.querySelector('.page')")
+            page.wait("!document.querySelector('.plan-result .empty') && !document.querySelector('.plan-card .empty')")
+            time.sleep(0.5)  # further answers
+            assert page.js("return document.documentElement.scrollWidth") <= size[0], address
+            assert (
+                page.js("const main = document.getElementById('main'); return main.scrollWidth - main.clientWidth") <= 0
+            ), address
+            assert page.js(unnamed) == [], address
+            assert "undefined" not in page.text("body") and "NaN" not in page.text("body"), address

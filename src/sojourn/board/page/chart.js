@@ -15,7 +15,7 @@ export const eventClass = (kind) => LINES[kind] ?? (MARKS.has(kind) ? "mark" : "
 
 // hooks: { zoom(low, high) or zoom(null), cursor(x or null) }
 export class Chart {
-  // title; value: a number as text; series: [{ id, name, color: 0…5, dashed, x: [], y: [] }]; events: [{ x, kind, text }]
+  // title; value: a number as text; series: [{ id, name, color: 0…5, dashed, exact, x: [], y: [] }], exact: never smoothed; events: [{ x, kind, text }]
   constructor({ title, value = format.number, unit = 1, zero = false, height = 210, hooks = {} }) {
     this.title = title;
     this.value = value;
@@ -33,15 +33,23 @@ export class Chart {
     this.listen();
     this.observer = new ResizeObserver(() => this.resize());
     this.observer.observe(this.element);
+    this.seen = false; // only what is on the screen is drawn
+    this.screen = new IntersectionObserver(([entry]) => {
+      this.seen = entry.isIntersecting;
+      if (this.seen && this.stale) this.draw();
+    }, { rootMargin: "300px" });
+    this.screen.observe(this.element);
   }
 
   destroy() {
     this.observer.disconnect();
+    this.screen.disconnect();
   }
 
   set(changes) {
     Object.assign(this.state, changes);
-    this.draw();
+    this.stale = true;
+    if (this.seen) this.draw();
   }
 
   resize() {
@@ -67,6 +75,7 @@ export class Chart {
 
   draw() {
     if (!this.width) return;
+    this.stale = false;
     const shown = this.shown(), whole = this.whole();
     this.svg.setAttribute("width", this.width);
     this.svg.setAttribute("viewBox", `0 0 ${this.width} ${this.height}`);
@@ -79,11 +88,11 @@ export class Chart {
       return;
     }
     const domain = widen(this.state.domain ?? whole);
-    const lines = shown.map((one) => ({ ...one, smoothed: this.state.smoothing ? smooth(one.x, one.y, this.state.smoothing, whole[1] - whole[0]) : one.y }));
+    const lines = shown.map((one) => ({ ...one, smoothed: this.state.smoothing && !one.exact ? smooth(one.x, one.y, this.state.smoothing, whole[1] - whole[0]) : one.y }));
     const range = this.range(lines, domain);
     const log = this.state.logY && range[0] > 0;
     const yTicks = (log ? logTicks : ticks)(range[0] / this.unit, range[1] / this.unit, 5).map((y) => y * this.unit);
-    const labels = yTicks.map((y) => this.value(y, 3));
+    const labels = distinct(yTicks, this.value);
     const left = Math.ceil(Math.max(28, ...labels.map((text) => text.length * LETTER + 12)));
     this.x = scale(domain, [left, this.width - RIGHT]);
     this.y = scale(range, [this.height - BOTTOM, TOP], log);
@@ -159,6 +168,7 @@ export class Chart {
   }
 
   path(xs, ys, log) {
+    const { x: placeX, y: placeY } = this;
     let d = "", pen = "M";
     for (let i = 0; i < xs.length; i++) {
       const y = ys[i];
@@ -166,7 +176,7 @@ export class Chart {
         pen = "M";
         continue;
       }
-      d += `${pen}${this.x(xs[i]).toFixed(1)} ${this.y(y).toFixed(1)}`;
+      d += pen + Math.round(placeX(xs[i]) * 10) / 10 + " " + Math.round(placeY(y) * 10) / 10;
       pen = "L";
     }
     return d;
@@ -297,8 +307,8 @@ export class Chart {
     [low, high] = [Math.max(low, whole[0]), Math.min(high, Math.max(whole[1], this.state.end ?? -Infinity))];
     const span = whole[1] - whole[0];
     if (high - low < span * 1e-5 || (this.state.axis === "step" && high - low < 1)) return;
-    if (high - low > span * 0.999) this.hooks.zoom?.(null);
-    else this.hooks.zoom?.(low, high);
+    this.state.domain = high - low > span * 0.999 ? null : [low, high]; // the next key may come before it is drawn
+    this.hooks.zoom?.(...(this.state.domain ?? [null]));
   }
 
   key(event) {
@@ -340,6 +350,14 @@ export class Chart {
 
 function widen([low, high]) {
   return low < high ? [low, high] : [low - 1, high + 1];
+}
+
+// With as many digits as tell them apart.
+function distinct(values, text) {
+  for (let digits = 3; ; digits++) {
+    const labels = values.map((value) => text(value, digits));
+    if (digits === 7 || new Set(labels).size === labels.length) return labels;
+  }
 }
 
 function closest(found, x) {

@@ -166,7 +166,7 @@ export class Curves {
         const found = merge(whole[key], this.domain && zoomed?.[key], this.domain);
         if (!found?.x.length) return;
         const name = [many ? run.name : "", one.keys.length > 1 ? seriesName(key) : ""].filter(Boolean).join(" · ") || chart.title;
-        series.push({ id: `${run.id} ${key}`, name, color: many ? number % 6 : at % 6, dashed: many && at > 0, ...found });
+        series.push({ id: `${run.id} ${key}`, name, color: many ? number % 6 : at % 6, dashed: many && at > 0, exact: key.startsWith("eval/"), ...found });
       });
     });
     const { axis, logY, smoothing } = this.options;

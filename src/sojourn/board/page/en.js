@@ -28,7 +28,7 @@ export default {
   metric_loss: "Loss", metric_lr: "Learning rate", metric_grad_norm: "Gradient norm", metric_tokens_per_second: "Tokens per second", metric_mfu: "Model FLOPs utilization", metric_memory: "Memory", metric_cost: "Cost", metric_accuracy: "Held-out accuracy", metric_perplexity: "Held-out perplexity", metric_bits_per_byte: "Bits per byte", metric_data_wait: "Waiting for data",
   series_loss: "training", series_eval_loss: "held-out", series_memory: "allocated", series_memory_reserved: "reserved", series_spent: "spent", series_projected: "in all",
   no_metrics: "No metrics yet. They appear with the first logged step.", chart_series: "{name}: last {last}, from {low} to {high}.", chart_keys: "Arrow keys read values, plus and minus zoom, 0 shows all.",
-  tab_samples: "Samples", tab_checkpoints: "Checkpoints", tab_config: "Settings", tab_events: "Events", tab_logs: "Logs", tab_environment: "Environment",
+  tab_curves: "Curves", tab_samples: "Samples", tab_checkpoints: "Checkpoints", tab_config: "Settings", tab_events: "Events", tab_logs: "Logs", tab_environment: "Environment",
   no_samples: "No samples. Set train.samples=[\"Once upon a time\"] to see the model write while it trains.", at_step: "step {step}",
   no_checkpoints: "No checkpoints yet. They are saved every save.every (10 minutes) and when the run stops.", checkpoint: "Checkpoint", size: "Size", checked: "Checked", checkpoint_final: "final model", checkpoint_best: "best model", best: "best",
   whole: "whole", unchecked: "not checked here", checking: "checking…", verify: "Verify", export: "Export", chat: "Chat",

@@ -8,15 +8,15 @@ import { findRun, isRunning, live, onLive } from "./live.js";
 import { actionsOf, drawProgress, drawState, moneyLine, tagList } from "./run_parts.js";
 import { drawCheckpoints, drawConfig, drawEnvironment, drawEvents, drawLogs, drawSamples } from "./run_tabs.js";
 
-const TABS = { samples: drawSamples, checkpoints: drawCheckpoints, config: drawConfig, events: drawEvents, logs: drawLogs, environment: drawEnvironment };
+const TABS = { curves: null, samples: drawSamples, checkpoints: drawCheckpoints, config: drawConfig, events: drawEvents, logs: drawLogs, environment: drawEnvironment };
 const DETAIL_SECONDS = 10;
-let chosen = "samples"; // while the page is open
+let chosen = "curves"; // while the page is open
 
 export function showRun(root, id) {
   const head = h("header", { class: "page-head" }), facts = h("dl", { class: "facts" }), message = h("p", { class: "error", role: "alert", hidden: true });
   const curves = new Curves([{ id, name: id.split(":").at(-1), currency: findRun(id)?.currency ?? "" }], () => isRunning(findRun(id)));
-  const tabs = new Tabs(id);
-  root.append(h("a", { class: "back", href: "#/runs" }, icon("left"), t("nav_runs")), head, message, facts, curves.element, tabs.element);
+  const tabs = new Tabs(id, curves.element);
+  root.append(h("a", { class: "back", href: "#/runs" }, icon("left"), t("nav_runs")), head, message, facts, tabs.element);
   const update = () => {
     const run = findRun(id);
     Object.assign(message, { hidden: Boolean(run) || !live.loaded, textContent: t("run_gone", { name: id }) });
@@ -60,12 +60,13 @@ function drawFacts(facts, run) {
 }
 
 class Tabs {
-  constructor(id) {
-    this.id = id;
+  constructor(id, curves) {
+    [this.id, this.curves] = [id, curves];
     this.loaded = 0;
     this.buttons = Object.keys(TABS).map((name) => h("button", { type: "button", role: "tab", id: `tab-${name}`, "aria-controls": "tab-panel", onclick: () => this.choose(name) }, t(`tab_${name}`)));
     this.list = h("div", { class: "tabs", role: "tablist", onkeydown: (event) => this.key(event) }, ...this.buttons);
-    this.panel = h("div", { id: "tab-panel", role: "tabpanel", tabIndex: 0 });
+    this.other = h("div");
+    this.panel = h("div", { id: "tab-panel", role: "tabpanel" }, this.curves, this.other);
     this.error = h("p", { class: "error", role: "alert", hidden: true });
     this.element = h("section", { class: "tabbed" }, this.list, this.error, this.panel);
     this.stopper = new AbortController();
@@ -74,7 +75,6 @@ class Tabs {
 
   destroy() {
     this.stopper.abort();
-    this.leave?.();
   }
 
   key(event) {
@@ -92,7 +92,9 @@ class Tabs {
       this.buttons[i].tabIndex = one === name ? 0 : -1;
     });
     this.panel.setAttribute("aria-labelledby", `tab-${name}`);
-    this.show();
+    this.curves.hidden = name !== "curves";
+    this.other.hidden = name === "curves";
+    if (name !== "curves") this.show();
   }
 
   // What the tab needs is asked for when it is opened, and while the run goes on.
@@ -104,15 +106,13 @@ class Tabs {
       const drawn = await TABS[name]({ id: this.id, run: findRun(this.id), get: (rest) => get(runPath(this.id, rest), this.stopper.signal), again: () => this.show() });
       if (name !== chosen) return;
       if (this.shown !== name || this.key_ !== drawn.key) {
-        this.leave?.();
-        this.leave = drawn.leave;
-        this.panel.replaceChildren(drawn.element);
+        this.other.replaceChildren(drawn.element);
       }
       [this.shown, this.key_] = [name, drawn.key];
       this.error.hidden = true;
     } catch (error) {
       if (error.name === "AbortError") return;
-      if (this.shown !== name) this.panel.replaceChildren();
+      if (this.shown !== name) this.other.replaceChildren();
       this.shown = null;
       Object.assign(this.error, { hidden: false, textContent: error.message || t("board_gone_short") });
     } finally {
@@ -124,6 +124,6 @@ class Tabs {
     const ended = this.state !== undefined && this.state !== run.state;
     this.state = run.state;
     const due = performance.now() - this.loaded > DETAIL_SECONDS * 1000 && isRunning(run);
-    if ((ended || due) && !this.loading && !this.panel.contains(document.activeElement)) this.show();
+    if ((ended || due) && chosen !== "curves" && !this.loading && !this.panel.contains(document.activeElement)) this.show();
   }
 }

@@ -35,7 +35,7 @@ export async function drawCheckpoints({ id, run, get }) {
   const { checkpoints = [] } = await get("");
   if (!checkpoints.length) return { element: empty(t("no_checkpoints")), key: "none" };
   const rows = checkpoints.map((one) => drawCheckpoint(id, run, one, checkpoints));
-  const heads = ["checkpoint", "size", "checked", "actions"].map((name) => h("th", { scope: "col" }, t(name)));
+  const heads = ["checkpoint", "size", "checked", "actions"].map((name) => h("th", { scope: "col", class: name === "size" ? "number" : "" }, t(name)));
   const element = h("div", { class: "scroll" }, h("table", { class: "checkpoints" }, h("thead", {}, h("tr", {}, ...heads)), h("tbody", {}, ...rows)));
   return { element, key: JSON.stringify(checkpoints) };
 }
@@ -108,7 +108,12 @@ function flatten(config) {
 }
 
 export function keyValues(values) {
-  return h("dl", { class: "pairs" }, ...Object.entries(values).flatMap(([key, value]) => [h("dt", {}, key), h("dd", {}, shown(value))]));
+  return h("dl", { class: "pairs" }, ...entriesOf(values).flatMap(([key, value]) => [h("dt", {}, key), h("dd", {}, shown(value))]));
+}
+
+// Of what is inside, too, by dotted keys.
+function entriesOf(values, prefix = "") {
+  return Object.entries(values).flatMap(([key, value]) => (value !== null && typeof value === "object" && !Array.isArray(value) ? entriesOf(value, `${prefix}${key}.`) : [[prefix + key, value]]));
 }
 
 export async function drawEnvironment({ get }) {
@@ -124,7 +129,7 @@ export async function drawEvents({ get }) {
   const { events } = await get("/events");
   if (!events.length) return { element: empty(t("no_events")), key: "none" };
   const rows = [...events].reverse().map((event) => h("tr", {}, h("td", { class: "nowrap" }, format.moment(event.time)), h("td", { class: "number" }, event.step ?? ""), h("td", { class: "nowrap" }, h("span", { class: `event-dot ${eventClass(event.kind)}` }), eventName(event.kind)), h("td", { class: "reason" }, eventFacts(event))));
-  const heads = ["time", "axis_step", "event", "details"].map((name) => h("th", { scope: "col" }, t(name)));
+  const heads = ["time", "axis_step", "event", "details"].map((name) => h("th", { scope: "col", class: name === "axis_step" ? "number" : "" }, t(name)));
   return { element: h("div", { class: "scroll" }, h("table", { class: "events-table" }, h("thead", {}, h("tr", {}, ...heads)), h("tbody", {}, ...rows))), key: String(events.length) };
 }
 

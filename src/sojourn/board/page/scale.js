@@ -42,8 +42,8 @@ export function logTicks(low, high, wanted) {
 // A function from values to pixels, and `.invert` back.
 export function scale([low, high], [from, to], log = false) {
   const f = log ? Math.log10 : (value) => value, back = log ? (value) => 10 ** value : (value) => value;
-  const start = f(low), width = f(high) - start || 1;
-  const place = (value) => from + ((f(value) - start) / width) * (to - from);
+  const start = f(low), width = f(high) - start || 1, slope = (to - from) / width, base = from - start * slope;
+  const place = log ? (value) => base + Math.log10(value) * slope : (value) => base + value * slope;
   place.invert = (pixel) => back(start + ((pixel - from) / (to - from)) * width);
   return place;
 }

@@ -28,7 +28,7 @@ export default {
   metric_loss: "损失", metric_lr: "学习率", metric_grad_norm: "梯度范数", metric_tokens_per_second: "每秒 token 数", metric_mfu: "算力利用率（MFU）", metric_memory: "显存", metric_cost: "费用", metric_accuracy: "验证准确率", metric_perplexity: "验证困惑度", metric_bits_per_byte: "每字节比特数", metric_data_wait: "等待数据",
   series_loss: "训练", series_eval_loss: "验证", series_memory: "已分配", series_memory_reserved: "已保留", series_spent: "已花费", series_projected: "预计总计",
   no_metrics: "还没有指标，记录第一步后就会出现。", chart_series: "{name}：最新 {last}，范围 {low} 到 {high}。", chart_keys: "方向键读数，加减键缩放，0 显示全部。",
-  tab_samples: "样例", tab_checkpoints: "检查点", tab_config: "设置", tab_events: "事件", tab_logs: "日志", tab_environment: "环境",
+  tab_curves: "曲线", tab_samples: "样例", tab_checkpoints: "检查点", tab_config: "设置", tab_events: "事件", tab_logs: "日志", tab_environment: "环境",
   no_samples: "没有样例。设置 train.samples=[\"从前\"] 可在训练时看模型写作。", at_step: "第 {step} 步",
   no_checkpoints: "还没有检查点。每隔 save.every（10 分钟）以及停止时会保存。", checkpoint: "检查点", size: "大小", checked: "校验", checkpoint_final: "最终模型", checkpoint_best: "最佳模型", best: "最佳",
   whole: "完好", unchecked: "尚未校验", checking: "校验中…", verify: "校验", export: "导出", chat: "对话",
