@@ -224,6 +224,22 @@ def test_adapters_share_a_batch(tmp_path: Path, ops: Ops) -> None:
     assert run(engine, [second])[0] == expected["second", 0]
 
 
+def test_an_adapter_of_a_model_whose_heads_are_stored_in_another_order(tmp_path: Path, ops: Ops) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    adapted, ids = get_peft_model(tiny_model("glm4"), LoraConfig(r=4, target_modules="all-linear")), prompts(1, 9)[0]
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(0, 0.2)
+    adapted.save_pretrained(tmp_path)
+    expected = adapted.generate(input_ids=torch.tensor([ids]), max_new_tokens=10, do_sample=False, eos_token_id=None)
+    engine = Engine(read_decoder(tiny_model("glm4"), ops.pack, CONTEXT), ops, EngineOptions(8, 64, CONTEXT, 100))
+    engine.load_adapter("own", tmp_path)
+    request = make(ids, 0, 10)
+    request.adapter = "own"
+    assert run(engine, [request])[0] == expected[0, len(ids) :].tolist()
+
+
 def test_a_model_that_the_engine_cannot_compute_is_refused_in_a_line() -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 

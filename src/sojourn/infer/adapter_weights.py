@@ -133,6 +133,12 @@ class AdapterWeights:
         """The base's bias → the weight beside it, where lora_B has a bias."""
         return {f"{n.removesuffix('weight')}bias": n for n, one in self._lora.items() if one.bias is not None}
 
+    def more_than_lora(self) -> str | None:
+        """What it does beside adding products of A and B to matrices; None: nothing."""
+        if any(one.magnitude is not None for one in self._lora.values()):
+            return "is a DoRA"
+        return "replaces whole tensors" if self._saved else "has biases" if self.biased() else None
+
     def scaling(self, name: str) -> float:
         """alpha / rank, or alpha / √rank for rsLoRA. The rank is that of the tensors."""
         rank = self.file.entries[self._lora[name].a].shape[0]

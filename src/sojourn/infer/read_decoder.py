@@ -87,6 +87,7 @@ class _LayerReader:
         attention, mlp, kind = module.self_attn, module.mlp, self._config.model_type
         spec = self._attention_spec(attention)
         qkv, bias = self._joined(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"))
+        order = None
         if kind == "glm4":  # RoPE rotates neighbours there: q and k rows in another order make them halves
             order = _halves_from_neighbours(spec, qkv.device)
             qkv, bias = qkv[order], None if bias is None else bias[order]
@@ -107,6 +108,7 @@ class _LayerReader:
             gate_up=self._pack(gate_up),
             down=self._pack(self._joined(mlp, "down_proj", ())[0]),
             post_mlp_norm_D=self.norm_weight(getattr(module, post_mlp)) if post_mlp else None,
+            qkv_order=order,
         )
         for parameter in (*attention.parameters(), *mlp.parameters()):
             parameter.data = parameter.data.new_empty(0)

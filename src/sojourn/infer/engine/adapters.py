@@ -19,13 +19,6 @@ from sojourn.infer.adapter_weights import AdapterWeights, open_adapter
 from sojourn.infer.engine.decoder import Decoder
 
 _NAME = re.compile(r".*\blayers\.(\d+)\.(?:self_attn|mlp)\.(\w+)\.weight")
-_PARTS = {
-    "qkv": ("q_proj", "k_proj", "v_proj"),
-    "gate_up": ("gate_proj", "up_proj"),
-    "o": ("o_proj",),
-    "down": ("down_proj",),
-}
-_FUSED = {"qkv_proj": "qkv", "gate_up_proj": "gate_up"}
 
 
 @dataclass
@@ -76,57 +69,47 @@ class Adapters:
 
 def _matrices(adapter: AdapterWeights, decoder: Decoder) -> Iterator[tuple[tuple[int, str], tuple[Tensor, Tensor]]]:
     """A and B of each of the engine's matrices; B is scaled."""
-    _refuse(adapter)
-    found: dict[tuple[int, str], list[tuple[str, Tensor, Tensor]]] = {}
-    for name in adapter.modules():
-        match = _NAME.fullmatch(name)
-        part = match[2] if match else ""
-        matrix = _FUSED.get(part) or next((key for key, parts in _PARTS.items() if part in parts), None)
-        if match is None or matrix is None or int(match[1]) >= len(decoder.layers):
-            raise UserError(
-                f"{adapter.path}: it changes {name}, which the engine cannot; merge it: sojourn export --to hf"
-            )
-        a, b, scaling = adapter.lora(name)
-        found.setdefault((int(match[1]), matrix), []).append((part, a, b * scaling))
-    for (layer, matrix), parts in found.items():
-        sizes = _sizes(decoder, layer, matrix)
-        yield (layer, matrix), _join_parts(adapter.path, matrix, parts, sizes)
+    if (more := adapter.more_than_lora()) is not None:
+        raise UserError(f"{adapter.path}: the adapter {more}; serve it merged: sojourn serve {adapter.path}")
+    names = {(int(match[1]), match[2]): name for name in adapter.modules() if (match := _NAME.fullmatch(name))}
+    left = set(adapter.modules())
+    for index in range(len(decoder.layers)):
+        for matrix, parts in _outputs(decoder, index).items():
+            whole = f"{matrix}_proj"
+            outputs = {whole: sum(parts.values())} if (index, whole) in names else parts  # one matrix there, too
+            own = {part: names[index, part] for part in outputs if (index, part) in names}
+            if own:
+                a, b = _join_parts(adapter, own, outputs)
+                order = decoder.layers[index].qkv_order if matrix == "qkv" else None
+                yield (index, matrix), (a, b if order is None else b[order.cpu()])
+                left -= set(own.values())
+    if left:
+        what = f"{adapter.path}: it changes {min(left)}, which the engine cannot"
+        raise UserError(f"{what}; merge it: sojourn export --to hf")
 
 
-def _refuse(adapter: AdapterWeights) -> None:
-    dora = any(adapter.has_magnitude(name) for name in adapter.modules())
-    reason = "is a DoRA" if dora else "replaces whole tensors" if adapter.saved() else None
-    reason = reason or ("has biases" if adapter.biased() else None)
-    if reason is not None:
-        raise UserError(f"{adapter.path}: the adapter {reason}; serve it merged: sojourn serve {adapter.path}")
-
-
-def _sizes(decoder: Decoder, layer: int, matrix: str) -> dict[str, int]:
-    """Outputs of each part of a matrix, in order."""
-    spec = decoder.layers[layer].attention
+def _outputs(decoder: Decoder, index: int) -> dict[str, dict[str, int]]:
+    """Of each matrix: the parts that it joins, with their outputs."""
+    spec, mlp, width = decoder.layers[index].attention, decoder.mlp_size, decoder.embedding_VD.shape[1]
     kv = spec.kv_heads * spec.head_dim
-    width = decoder.embedding_VD.shape[1]
-    if matrix == "qkv":
-        return {"q_proj": spec.heads * spec.head_dim, "k_proj": kv, "v_proj": kv}
-    if matrix == "gate_up":
-        return {"gate_proj": decoder.mlp_size, "up_proj": decoder.mlp_size}
-    return {_PARTS[matrix][0]: width}
+    return {
+        "qkv": {"q_proj": spec.heads * spec.head_dim, "k_proj": kv, "v_proj": kv},
+        "o": {"o_proj": width},
+        "gate_up": {"gate_proj": mlp, "up_proj": mlp},
+        "down": {"down_proj": width},
+    }
 
 
-def _join_parts(
-    path: Path, matrix: str, parts: list[tuple[str, Tensor, Tensor]], sizes: dict[str, int]
-) -> tuple[Tensor, Tensor]:
+def _join_parts(adapter: AdapterWeights, names: dict[str, str], outputs: dict[str, int]) -> tuple[Tensor, Tensor]:
     """A's of all parts below each other; each part's B in its own rows and columns."""
-    total = sum(sizes.values())
-    a = torch.cat([a for _, a, _ in parts])
-    b = torch.zeros(total, len(a))
-    starts = dict(zip(sizes, [sum(list(sizes.values())[:at]) for at in range(len(sizes))], strict=True))
-    column = 0
-    for part, own_a, own_b in parts:
-        size = sizes.get(part, total)
-        if len(own_b) != size:
-            raise UserError(f"{path}: {part} has {len(own_b)} outputs there, {size} in the base model")
-        start = starts.get(part, 0)
-        b[start : start + size, column : column + len(own_a)] = own_b
-        column += len(own_a)
-    return a, b
+    left, right = [], []
+    for part, size in outputs.items():
+        b = torch.zeros(size, 0)
+        if part in names:
+            a, b, scaling = adapter.lora(names[part])
+            if len(b) != size:
+                raise UserError(f"{adapter.path}: {part} has {len(b)} outputs there, {size} in the base model")
+            left.append(a)
+            b = b * scaling
+        right.append(b)
+    return torch.cat(left), torch.block_diag(*right)

@@ -37,7 +37,8 @@ class AttentionSpec:
 
 @dataclass
 class Layer:
-    """Matrices are packed by the backend: see ops_torch.py. `post_*`: norms of what is added to the residual stream."""
+    """Matrices are packed by the backend: see ops_torch.py. `post_*`: norms of what is added to the residual stream.
+    `qkv_order`: which rows of the base model's q, k and v these are; None: as they come."""
 
     attention: AttentionSpec
     input_norm_D: Tensor
@@ -50,6 +51,7 @@ class Layer:
     gate_up: Any
     down: Any
     post_mlp_norm_D: Tensor | None
+    qkv_order: Tensor | None
 
 
 @dataclass

@@ -156,7 +156,7 @@ class DecodeLoop:
             found.append(token)
             if request.mask is not None:
                 request.mask.accept(token.id)
-            if token.id in request.stop_ids or getattr(request.mask, "error", None):
+            if token.id in request.stop_ids or (request.mask is not None and request.mask.error):
                 request.finish_reason = "stop"
             elif len(request.tokens) >= request.most:
                 request.finish_reason = "length"

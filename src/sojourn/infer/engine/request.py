@@ -4,23 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
+    from sojourn.infer.grammar import GrammarMask
     from sojourn.infer.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "error", "cancelled"]
-
-
-class TokenMask(Protocol):
-    """Which tokens may come next: see infer/grammar.py."""
-
-    def fill(self, allowed_V: Tensor) -> None:
-        """Sets the allowed tokens of a boolean vector."""
-
-    def accept(self, token: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -36,7 +26,7 @@ class Token:
 class Request:
     """`key`: see `sampling.row_key`. `most`: tokens it may generate. `adapter`: its name, None for the base model.
     `logprobs`: how many of the most likely tokens to report; None: no log probabilities. `prompt_logprobs`: the same
-    for the prompt's tokens."""
+    for the prompt's tokens. `mask`: the tokens that may come next."""
 
     id: str
     prompt: Sequence[int]
@@ -47,7 +37,7 @@ class Request:
     adapter: str | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    mask: TokenMask | None = None
+    mask: GrammarMask | None = None
 
     # -- State, of the scheduler and the engine --
     tokens: list[int] = field(default_factory=list)  # generated and read

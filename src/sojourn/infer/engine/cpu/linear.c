@@ -4,7 +4,6 @@ Weights lie in panels of PANEL outputs: [outputs / PANEL][inputs][PANEL], padded
 half of a panel's outputs and the second alternate: a 32-bit word holds one of each. */
 
 #include "tile.h"
-#include <sys/mman.h>
 
 #define ROWS_IN_CACHE 96  /* rows and inputs of x that stay in the L2 cache while panels pass by */
 #define INPUTS_IN_CACHE 768
@@ -13,12 +12,6 @@ half of a panel's outputs and the second alternate: a 32-bit word holds one of e
 enum { STORE, ADD, SILU, GELU_TANH }; /* what becomes of a matrix's outputs */
 
 void panel_width(int64_t *out) { *out = PANEL; }
-
-/* Memory is read faster with fewer TLB misses. For memory that nobody has touched yet. */
-void use_huge_pages(char *memory, int64_t size) {
-    uintptr_t begin = ((uintptr_t)memory + 4095) / 4096 * 4096, end = (uintptr_t)(memory + size) / 4096 * 4096;
-    if (begin < end) madvise((void *)begin, end - begin, MADV_HUGEPAGE);
-}
 
 typedef struct {
     const float *x, *scale, *bias; /* scale: of each output of int8 weights; bias: may be NULL */

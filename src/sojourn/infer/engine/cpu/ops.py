@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import math
+import mmap
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,18 +27,17 @@ from sojourn.infer.engine.decoder import AttentionSpec
 from sojourn.model.kernels.cpu.compile_c import compile_library, threads_for
 
 MAX_HEAD_DIM = 512  # as in attention.c
-_ALIGNMENT = 64  # bytes
 _ALL = 1 << 62  # a window without end
 _FP32, _BF16, _INT8 = range(3)  # as in tile.h and linear.c, and so are the next two lines
 _STORE, _ADD = range(2)
 _ACTIVATIONS = {"silu": 2, "gelu_tanh": 3}
 _HUGE_PAGE = 1 << 21
 _ARENA = 16 * _HUGE_PAGE
+Cache = tuple[Tensor, Tensor]  # keys and values of a layer
 
 _P, _N, _F, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _SIGNATURES = {
     "panel_width": (_P,),
-    "use_huge_pages": (_P, _N),
     "linear": (*(_P,) * 6, *(_N,) * 3, _F, _I, _I, _I),
     "rms_norm": (*(_P,) * 3, _N, _N, _F, _I),
     "gated_act": (_P, _P, _N, _N, _I, _I),
@@ -90,12 +90,10 @@ class CpuOps:
         return PackedWeight(self._allocate(panels).copy_(panels), scale_O, kind, inputs, outputs)
 
     def _allocate(self, like: Tensor) -> Tensor:
-        """From an arena of huge pages, which lives as long as any of its tensors."""
+        """From an arena, which lives as long as any of its tensors."""
         size = -(-like.numel() * like.element_size() // 64) * 64
         if size > len(self._arena):
-            memory = torch.empty(max(size, _ARENA) + _HUGE_PAGE, dtype=torch.uint8)
-            self._library.use_huge_pages(memory.data_ptr(), len(memory))
-            self._arena = memory[-memory.data_ptr() % _HUGE_PAGE :]
+            self._arena = _huge_pages(max(size, _ARENA))
         taken, self._arena = self._arena[:size], self._arena[size:]
         return taken.view(like.dtype)[: like.numel()].view(like.shape)
 
@@ -139,20 +137,16 @@ class CpuOps:
         self._library.gated_act(_pointer(gate_up_TF), out.data_ptr(), rows, size, then, threads_for(out.numel()))
         return out
 
-    def new_cache(
-        self, blocks: int, spec: AttentionSpec, dtype: torch.dtype, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
+    def new_cache(self, blocks: int, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> Cache:
         """Keys and values, in fp32."""
         if spec.head_dim > MAX_HEAD_DIM:
             raise ValueError(f"heads of {spec.head_dim}; at most {MAX_HEAD_DIM}")
         padded = -(-spec.head_dim // self._panel) * self._panel
-        keys = _zeros(blocks, spec.kv_heads, spec.head_dim, BLOCK)
-        values = _zeros(blocks, spec.kv_heads, BLOCK, padded)
-        for tensor in (keys, values):
-            self._library.use_huge_pages(tensor.data_ptr(), 4 * tensor.numel())
+        shapes = ((blocks, spec.kv_heads, spec.head_dim, BLOCK), (blocks, spec.kv_heads, BLOCK, padded))
+        keys, values = (_huge_pages(4 * math.prod(shape)).view(torch.float32).view(shape) for shape in shapes)
         return keys, values
 
-    def rope_store(self, qkv_TE: Tensor, cache: tuple[Tensor, Tensor], batch: StepBatch, spec: AttentionSpec) -> Tensor:
+    def rope_store(self, qkv_TE: Tensor, cache: Cache, batch: StepBatch, spec: AttentionSpec) -> Tensor:
         tokens = qkv_TE.shape[0]
         query_THD = torch.empty(tokens, spec.heads, spec.head_dim)
         self._library.rope_store(
@@ -163,9 +157,7 @@ class CpuOps:
         )  # fmt: skip
         return query_THD
 
-    def attention(
-        self, query_THD: Tensor, cache: tuple[Tensor, Tensor], batch: StepBatch, spec: AttentionSpec
-    ) -> Tensor:
+    def attention(self, query_THD: Tensor, cache: Cache, batch: StepBatch, spec: AttentionSpec) -> Tensor:
         out_TE = torch.empty(query_THD.shape[0], spec.heads * spec.head_dim)
         sequences, blocks = batch.block_table_SB.shape
         indices = (_pointer(x, torch.int32) for x in (batch.block_table_SB, batch.starts_S1, batch.context_S))
@@ -177,12 +169,14 @@ class CpuOps:
         return out_TE
 
 
-def _zeros(*shape: int) -> Tensor:
-    """Memory that the system gives when it is written, aligned for vectors."""
-    count = math.prod(shape)
-    memory = torch.from_numpy(np.zeros(count + _ALIGNMENT // 4, np.float32))
-    skipped = -memory.data_ptr() % _ALIGNMENT // 4
-    return memory[skipped : skipped + count].view(shape)
+def _huge_pages(size: int) -> Tensor:
+    """Zeros, which the system gives when they are read or written: memory is read faster with fewer TLB misses."""
+    memory = mmap.mmap(-1, size + _HUGE_PAGE)
+    with suppress(AttributeError, OSError):  # systems without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -whole.data_ptr() % _HUGE_PAGE
+    return whole[start : start + size]
 
 
 def _pointer(tensor: Tensor | None, dtype: torch.dtype = torch.float32) -> int | None:

@@ -9,11 +9,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from sojourn.infer.engine.batch import StepBatch
+from sojourn.infer.engine.batch import build_arrays, to_device
 from sojourn.infer.engine.block_pool import BLOCK
 from sojourn.infer.engine.cpu.ops import CpuOps
 from sojourn.infer.engine.decoder import AttentionSpec
 from sojourn.infer.engine.ops_torch import TorchOps
+from sojourn.infer.engine.request import Request
+from sojourn.infer.engine.scheduler import Part
+from sojourn.infer.sampling import SamplingParams
 
 _MAX_ERROR = 1e-5  # relative
 _MAX_ERROR_INT8 = 0.02
@@ -64,23 +67,11 @@ def _attention(ops: CpuOps) -> bool:
     """One sequence of 300 tokens, its blocks in reverse order."""
     tokens, angles, norm_D = 300, torch.randn(300, 12), torch.randn(40)
     spec = AttentionSpec(4, 2, 40, 0.2, 270, 24, angles.cos(), angles.sin(), norm_D, norm_D, 1e-6)
-    blocks, positions = -(-tokens // BLOCK), torch.arange(tokens, dtype=torch.int32)
-    batch = StepBatch(
-        ids_T=positions,
-        positions_T=positions,
-        slots_T=(blocks - 1 - positions // BLOCK) * BLOCK + positions % BLOCK,
-        starts_S1=torch.tensor([0, tokens], dtype=torch.int32),
-        context_S=torch.tensor([tokens], dtype=torch.int32),
-        block_table_SB=torch.arange(blocks - 1, -1, -1, dtype=torch.int32)[None],
-        logit_rows_L=positions,
-        adapter_T=None,
-        prompts=None,
-        decodes=0,
-        max_query=tokens,
-        max_context=tokens,
-    )
+    request, cpu = Request("", [0] * tokens, SamplingParams(), 0, 1), torch.device("cpu")
+    request.blocks = list(range(-(-tokens // BLOCK), 0, -1))
+    batch = to_device(build_arrays([Part(request, 0, tokens, False)], {}), cpu)
     qkv_TE, found = torch.randn(tokens, 8 * 40), []
     for own in (ops, TorchOps()):
-        cache = own.new_cache(blocks, spec, torch.float32, torch.device("cpu"))
+        cache = own.new_cache(1 + len(request.blocks), spec, torch.float32, cpu)
         found.append(own.attention(own.rope_store(qkv_TE, cache, batch, spec), cache, batch, spec))
     return _is_close(*found)

@@ -44,29 +44,6 @@ INLINE void multiply_add(int rows, int vectors, int kind, vec (*sums)[2], const 
     }
 }
 
-/* f(rows, ...) with a constant number of rows. */
-#if MAX_ROWS == 6
-#define MORE_ROWS(f, ...)
-#else
-#define MORE_ROWS(f, ...)                                                                                              \
-    case 7: f(7, __VA_ARGS__); break;                                                                                  \
-    case 8: f(8, __VA_ARGS__); break;                                                                                  \
-    case 9: f(9, __VA_ARGS__); break;                                                                                  \
-    case 10: f(10, __VA_ARGS__); break;                                                                                \
-    case 11: f(11, __VA_ARGS__); break;                                                                                \
-    case 12: f(12, __VA_ARGS__); break;
-#endif
-#define WITH_ROWS(rows, f, ...)                                                                                        \
-    switch (rows) {                                                                                                    \
-        case 1: f(1, __VA_ARGS__); break;                                                                              \
-        case 2: f(2, __VA_ARGS__); break;                                                                              \
-        case 3: f(3, __VA_ARGS__); break;                                                                              \
-        case 4: f(4, __VA_ARGS__); break;                                                                              \
-        case 5: f(5, __VA_ARGS__); break;                                                                              \
-        case 6: f(6, __VA_ARGS__); break;                                                                              \
-        MORE_ROWS(f, __VA_ARGS__)                                                                                      \
-    }
-
 static inline void norm_row(const float *restrict x, const float *restrict weight, float *restrict out, int64_t n,
                             float eps) {
     float scale = 1.0f / sqrtf(dot(x, x, n) / (float)n + eps);
