@@ -237,11 +237,11 @@ elif place == "backward":
         return hidden
     DeviceBatch.target_hidden = target_hidden
 elif place == "update":
-    inner = torch.optim.AdamW.step
-    def step(self, closure=None):
+    inner = torch.amp.GradScaler.step
+    def step(self, optimizer):
         full("update", 4)
-        return inner(self, closure)
-    torch.optim.AdamW.step = step
+        return inner(self, optimizer)
+    torch.amp.GradScaler.step = step
 elif place == "evaluation":
     from sojourn.model import loss
     inner = loss.loss_and_correct

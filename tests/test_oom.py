@@ -70,17 +70,17 @@ def _backward(monkeypatch, full):
 
 def _update(monkeypatch, full):
     """The same in the optimizer, when some weights have changed already."""
-    real, calls = torch.optim.AdamW.step, []
+    real, calls = torch.amp.GradScaler.step, []
 
-    def tight(self, closure=None):
+    def tight(self, optimizer):
         calls.append(1)
         if full(len(calls)):
             with torch.no_grad():
-                self.param_groups[0]["params"][0].mul_(3.0)
+                optimizer.param_groups[0]["params"][0].mul_(3.0)
             raise _full()
-        return real(self, closure)
+        return real(self, optimizer)
 
-    monkeypatch.setattr(torch.optim.AdamW, "step", tight)
+    monkeypatch.setattr(torch.amp.GradScaler, "step", tight)
     return calls
 
 

@@ -109,13 +109,13 @@ def flipped(self):
             self.optimizer.parameters[0].fill_(float("nan"))
 Stepper.update = flipped
 
-step, made = torch.optim.AdamW.step, []
-def full(self, closure=None):
+step, made = torch.amp.GradScaler.step, []
+def full(self, optimizer):
     made.append(1)
     if rank == 2 and len(made) == 2:
         raise torch.OutOfMemoryError("CUDA out of memory.")
-    return step(self, closure)
-torch.optim.AdamW.step = full
+    return step(self, optimizer)
+torch.amp.GradScaler.step = full
 """
 
 
