@@ -297,7 +297,7 @@ def test_a_plan_follows_its_sliders(page: Browser, board: str) -> None:
     assert page.count(".offer.best") == 1 and "sojourn plan lora-20k" in page.text(".command")
     slider = ".slider:nth-of-type(5) input[type=range]"
     assert page.js("return document.querySelector(arguments[0]).ariaLabel", slider) == "Sequence length"
-    change(page, slider, "5")
+    change(page, slider, "6")
     page.wait("document.querySelector('.offers')?.innerText !== arguments[0]", table)
     assert page.text(".plan-result .facts") != figures and "data.max_length=8192" in page.text(".command")
     change(page, "[placeholder='¥30, $5']", "¥2")

@@ -27,7 +27,7 @@ def details(run: RunFolder) -> dict[str, Any]:
         "config": _config(run),
         "auto": {key: _reason(text) for key, text in auto.items()} if isinstance(auto, dict) else {},
         "environment": environment,
-        "command": shlex.join(map(str, command)) if isinstance(command, list) else "",
+        "command": shlex.join(["sojourn", *map(str, command[1:])]) if isinstance(command, list) else "",
         "checkpoints": checkpoints(run),
         "data": Path(data).name if isinstance(data, str) else None,
         "has_final": run.has_final(), "ladder": read_json_object(run.ladder),

@@ -16,10 +16,10 @@ export const eventClass = (kind) => LINES[kind] ?? (MARKS.has(kind) ? "mark" : "
 // hooks: { zoom(low, high) or zoom(null), cursor(x or null) }
 export class Chart {
   // title; value: a number as text; series: [{ id, name, color: 0…5, dashed, exact, x: [], y: [] }], exact: never smoothed; events: [{ x, kind, text }]
-  constructor({ title, value = format.number, unit = 1, zero = false, height = 210, hooks = {} }) {
+  constructor({ title, value = format.number, binary = false, zero = false, height = 210, hooks = {} }) {
     this.title = title;
     this.value = value;
-    this.unit = unit; // ticks are at round multiples of it
+    this.binary = binary; // bytes: ticks are at round numbers of MiB, GiB, …
     this.zero = zero; // the y axis starts there
     this.height = height;
     this.hooks = hooks;
@@ -66,8 +66,9 @@ export class Chart {
     return this.state.series.filter((one) => one.x.length && !this.state.hidden.has(one.id));
   }
 
-  // All of the x axis that has data.
+  // All of the x axis that has data, here or in the charts beside it.
   whole() {
+    if (this.state.whole) return this.state.whole;
     let low = Infinity, high = -Infinity;
     for (const { x } of this.state.series) if (x.length) [low, high] = [Math.min(low, x[0]), Math.max(high, x.at(-1))];
     return low <= high ? [low, high] : null;
@@ -91,7 +92,8 @@ export class Chart {
     const lines = shown.map((one) => ({ ...one, smoothed: this.state.smoothing && !one.exact ? smooth(one.x, one.y, this.state.smoothing, whole[1] - whole[0]) : one.y }));
     const range = this.range(lines, domain);
     const log = this.state.logY && range[0] > 0;
-    const yTicks = (log ? logTicks : ticks)(range[0] / this.unit, range[1] / this.unit, 5).map((y) => y * this.unit);
+    const unit = this.binary ? 1024 ** Math.floor(Math.log2(Math.max(1, range[1])) / 10) : 1;
+    const yTicks = (log ? logTicks : ticks)(range[0] / unit, range[1] / unit, 5).map((y) => y * unit);
     const labels = distinct(yTicks, this.value);
     const left = Math.ceil(Math.max(28, ...labels.map((text) => text.length * LETTER + 12)));
     this.x = scale(domain, [left, this.width - RIGHT]);
@@ -125,7 +127,7 @@ export class Chart {
   }
 
   drawClip(left) {
-    const box = svg("rect", { x: left, y: TOP - 4, width: Math.max(0, this.width - RIGHT - left), height: this.height - BOTTOM - TOP + 8 });
+    const box = svg("rect", { x: left - 4, y: TOP - 4, width: Math.max(0, this.width - RIGHT - left) + 8, height: this.height - BOTTOM - TOP + 8 });
     return svg("clipPath", { id: this.clip }, box);
   }
 

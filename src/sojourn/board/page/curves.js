@@ -19,7 +19,7 @@ const CHARTS = [
   { name: "grad_norm", keys: ["grad_norm"], value: format.number },
   { name: "tokens_per_second", keys: ["tokens_per_second"], value: format.compact },
   { name: "mfu", keys: ["mfu"], value: percent },
-  { name: "memory", keys: ["memory", "memory_reserved"], value: format.bytes, unit: 2 ** 30, exact: true, zero: true },
+  { name: "memory", keys: ["memory", "memory_reserved"], value: format.bytes, binary: true, exact: true, zero: true },
   { name: "cost", keys: ["spent", "projected"], value: "money", exact: true, zero: true },
   { name: "accuracy", keys: ["eval/accuracy"], value: percent },
   { name: "perplexity", keys: ["eval/perplexity"], value: format.number },
@@ -68,6 +68,13 @@ export class Curves {
   destroy() {
     this.poller.stop();
     for (const chart of this.charts.values()) chart.chart.destroy();
+  }
+
+  // Known a moment after the curves of a new run.
+  setCurrency(currency) {
+    if (currency === this.runs[0].currency) return;
+    this.runs[0].currency = currency;
+    this.scheduleDraw();
   }
 
   // -- Data --
@@ -130,7 +137,9 @@ export class Curves {
     for (const one of wanted) if (!this.charts.has(one.name)) this.addChart(one);
     const order = wanted.map((one) => this.charts.get(one.name).element);
     if (order.some((element, i) => this.grid.children[i] !== element) || this.grid.children.length !== order.length) this.grid.replaceChildren(...order);
-    for (const one of wanted) this.fill(one);
+    const xs = [...this.data.values()].flatMap(({ series }) => Object.values(series)).filter(({ x }) => x.length).flatMap(({ x }) => [x[0], x.at(-1)]);
+    const whole = xs.length ? [Math.min(...xs), Math.max(...xs)] : null;
+    for (const one of wanted) this.fill(one, whole);
     if (!order.length) this.grid.replaceChildren(h("p", { class: "empty" }, t("no_metrics")));
   }
 
@@ -143,7 +152,7 @@ export class Curves {
   addChart(one) {
     const title = one.title ?? t(`metric_${one.name}`);
     const hooks = { zoom: (low, high = null) => this.zoom(low === null ? null : [low, high]), cursor: (x, chart) => this.moveCursor(x, chart) };
-    const chart = new Chart({ title, value: one.value === "money" ? (value) => format.money(value, this.runs[0].currency) : one.value, unit: one.unit, zero: one.zero, hooks });
+    const chart = new Chart({ title, value: one.value === "money" ? (value) => format.money(value, this.runs[0].currency) : one.value, binary: one.binary, zero: one.zero, hooks });
     const legend = h("div", { class: "legend" }), last = h("span", { class: "last" });
     const tools = menu("more", t("save_chart"), () => this.fileItems(one, chart));
     const element = h("figure", { class: "panel" }, h("figcaption", {}, h("h3", {}, title), last, legend, tools), chart.element);
@@ -158,7 +167,7 @@ export class Curves {
     return [{ text: "PNG", act: () => savePng(chart, name, legend) }, { text: "SVG", act: () => saveSvg(chart, name, legend) }, ...csv];
   }
 
-  fill(one) {
+  fill(one, whole) {
     const { chart, legend, last } = this.charts.get(one.name), series = [], many = this.runs.length > 1;
     this.runs.forEach((run, number) => {
       const { series: whole, zoomed } = this.data.get(run.id);
@@ -172,7 +181,7 @@ export class Curves {
     const { axis, logY, smoothing } = this.options;
     const place = (event) => event.x ?? (axis === "step" ? event.step : null);
     const events = many ? [] : this.data.get(this.runs[0].id).events.filter((event) => isMarked(event) && Number.isFinite(place(event))).map((event) => ({ x: place(event), kind: event.kind, text: describeEvent(event) }));
-    chart.set({ series, events, axis, logY, smoothing: one.exact ? 0 : smoothing, domain: this.domain, currency: this.runs[0].currency, hidden: this.hidden });
+    chart.set({ series, events, axis, logY, smoothing: one.exact ? 0 : smoothing, whole, domain: this.domain, currency: this.runs[0].currency, hidden: this.hidden });
     last.textContent = series.length === 1 ? chart.value(series[0].y.findLast((y) => y !== null), 4) : "";
     this.drawLegend(legend, one, series);
   }

@@ -3,11 +3,12 @@ import { h, icon } from "./dom.js";
 
 // items(): [{ text, act } or { text, href } or { text, act, disabled }], asked for when the menu is opened.
 export function menu(name, label, items, more = {}) {
-  const list = h("div", { class: "menu-list", role: "menu", hidden: true });
+  const list = h("div", { class: "menu-list", role: "menu", popover: "manual" }); // in the top layer: nothing around it cuts it off
   const button = h("button", { type: "button", class: "icon", "aria-label": label, title: label, "aria-haspopup": "menu", "aria-expanded": "false", ...more }, icon(name));
   const element = h("div", { class: "menu" }, button, list);
+  const isOpen = () => list.matches(":popover-open");
   const close = () => {
-    list.hidden = true;
+    if (isOpen()) list.hidePopover();
     button.setAttribute("aria-expanded", "false");
     document.removeEventListener("pointerdown", outside);
   };
@@ -18,16 +19,16 @@ export function menu(name, label, items, more = {}) {
     return h("button", { ...properties, type: "button", disabled, onclick: () => (close(), button.focus(), act()) }, text);
   };
   button.addEventListener("click", () => {
-    if (!list.hidden) return close();
+    if (isOpen()) return close();
     list.replaceChildren(...items().map(item));
-    list.hidden = false;
+    list.showPopover();
     place(button, list);
     button.setAttribute("aria-expanded", "true");
     document.addEventListener("pointerdown", outside);
     list.querySelector("a, button:not(:disabled)")?.focus();
   });
   element.addEventListener("keydown", (event) => {
-    if (list.hidden) return;
+    if (!isOpen()) return;
     const all = [...list.querySelectorAll("a, button:not(:disabled)")], at = all.indexOf(document.activeElement);
     const to = { ArrowDown: at + 1, ArrowUp: at - 1, Home: 0, End: -1 }[event.key];
     if (event.key === "Escape") (close(), button.focus());
@@ -40,7 +41,7 @@ export function menu(name, label, items, more = {}) {
   return element;
 }
 
-// Above the button where there is no room below it: a list is never cut off by what scrolls around it.
+// Above the button where there is no room below it.
 function place(button, list) {
   const box = button.getBoundingClientRect(), size = list.getBoundingClientRect();
   const below = box.bottom + 4 + size.height <= innerHeight;

@@ -8,10 +8,8 @@ import { t } from "./i18n.js";
 import { memoryBar, memoryLegend, partsOf } from "./memory_bar.js";
 import { cost, offerName } from "./offers.js";
 import { planBody, planFigures } from "./plan_page.js";
-import { field, fresh, RunForm } from "./run_form.js";
+import { field, planned as state, RunForm } from "./run_form.js";
 import { openTask } from "./tasks.js";
-
-const state = { form: fresh(), platform: "", gpu: "", budget: "", deadline: "" }; // while the page is open
 
 export function showNew(root) {
   const page = new NewPage(root);
@@ -166,6 +164,6 @@ class NewPage {
     if (!found) return this.preview.replaceChildren(h("p", { class: "empty" }, t("no_data_yet")));
     if (found.error) return this.preview.replaceChildren(h("h3", {}, t("nav_data")), h("p", { class: "error" }, found.error));
     const formats = (found.formats ?? []).map(([name, kind]) => h("p", {}, h("code", {}, name), ` ${kind}`));
-    this.preview.replaceChildren(h("h3", {}, t("data_seen")), ...formats, h("p", { class: "faint" }, t("mask_legend")), ...found.examples.map(drawExample), ...(found.notes ?? []).map((note) => h("p", { class: "note" }, note)));
+    this.preview.replaceChildren(h("h3", {}, t("data_seen")), ...formats, found.examples.some(({ spans }) => spans) ? h("p", { class: "faint" }, t("mask_legend")) : "", ...found.examples.map(drawExample), ...(found.notes ?? []).map((note) => h("p", { class: "note" }, note)));
   }
 }

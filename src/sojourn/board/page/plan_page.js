@@ -1,17 +1,15 @@
 // A plan: what a run needs, and what each card and platform would take for it.
 import { get, latest, post } from "./api.js";
-import { copyButton, h } from "./dom.js";
+import { copyButton, h, icon } from "./dom.js";
 import * as format from "./format.js";
 import { t } from "./i18n.js";
 import { memoryBar, memoryLegend, partsOf } from "./memory_bar.js";
 import { cost, offerName, offersTable, scatter } from "./offers.js";
-import { field, fresh, RunForm } from "./run_form.js";
-
-const state = { form: fresh(), platform: "", budget: "", deadline: "", gpu: "" }; // while the page is open
+import { field, planned as state, RunForm } from "./run_form.js";
 
 export function showPlan(root) {
   const side = h("section", { class: "form-side", "aria-label": t("the_run") }), result = h("section", { class: "plan-result", "aria-live": "off" }), error = h("p", { class: "error", role: "alert", hidden: true });
-  root.append(h("header", { class: "page-head" }, h("h1", {}, t("nav_plan")), h("p", { class: "faint" }, t("plan_text"))), h("div", { class: "split" }, side, h("div", { class: "main-side" }, error, result)));
+  root.append(h("header", { class: "page-head" }, h("h1", {}, t("nav_plan")), h("a", { class: "button", href: "#/new" }, icon("play"), t("start_this")), h("p", { class: "faint" }, t("plan_text"))), h("div", { class: "split" }, side, h("div", { class: "main-side" }, error, result)));
   result.append(h("p", { class: "empty" }, t("planning")));
   let left = false, form;
   const refresh = latest(() => {

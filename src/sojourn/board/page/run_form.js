@@ -4,12 +4,14 @@ import * as format from "./format.js";
 import { t } from "./i18n.js";
 
 const METHODS = ["lora", "qlora", "full", "pretrain"];
-const LENGTHS = [256, 512, 1024, 2048, 4096, 8192, 16384, 32768];
+const LENGTHS = [128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768];
 const BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512];
 const RANKS = [4, 8, 16, 32, 64, 128, 256, 320];
 const STEPS = [50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000];
 const EPOCHS = [1, 2, 3, 4, 5, 6, 8, 10];
-export const fresh = () => ({ preset: "lora-20k", settings: {}, more: "" });
+
+// The run that is being thought about, on both pages, until the page is loaded again.
+export const planned = { form: { preset: "lora-20k", settings: {}, more: "" }, platform: "", gpu: "", budget: "", deadline: "" };
 
 export class RunForm {
   // form: { preset, settings, more }, changed in place; `changed()` is called after each change.

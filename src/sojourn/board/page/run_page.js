@@ -21,7 +21,7 @@ export function showRun(root, id) {
     const run = findRun(id);
     Object.assign(message, { hidden: Boolean(run) || !live.loaded, textContent: t("run_gone", { name: id }) });
     if (!run) return;
-    curves.runs[0].currency = run.currency;
+    curves.setCurrency(run.currency);
     drawHead(head, run);
     drawFacts(facts, run);
     tabs.update(run);

@@ -45,7 +45,7 @@ export default {
   budget: "预算", deadline: "期限", more_settings: "更多设置", more_settings_hint: "sojourn train 的任意设置，每行一个：键=值",
   start_here: "在本机开始", start_on: "在 {host} 上开始", ask_start: "在本机开始这次训练？", ask_start_text: "关闭本页或面板后训练会继续。", ask_start_on: "在 {host} 上开始这次训练？", ask_start_on_text: "会发送数据和设置；预算和期限由那台机器自己把关。",
   data_seen: "模型看到的数据", mask_legend: "着色部分：模型学习预测的内容。", trained_on: "参与训练", no_data_yet: "填写文件或数据集后，这里会显示识别出的格式和最初的样例。",
-  plan_text: "租用之前，先看每种显卡上的显存、时间和费用。", planning: "规划中…", platform: "平台", any_platform: "任意平台", memory_on: "{card} 上的显存", at_peak: "峰值", cheapest: "最便宜", fastest: "最快", nothing_fits: "都放不下",
+  plan_text: "租用之前，先看每种显卡上的显存、时间和费用。", start_this: "新建这个训练", planning: "规划中…", platform: "平台", any_platform: "任意平台", memory_on: "{card} 上的显存", at_peak: "峰值", cheapest: "最便宜", fastest: "最快", nothing_fits: "都放不下",
   memory_weights: "权重", memory_adapters: "适配器", memory_gradients: "梯度", memory_optimizer_states: "优化器状态", memory_activations: "激活值", memory_logits: "logits", memory_temporary_buffers: "临时缓冲", memory_outside: "CUDA 上下文与碎片", memory_bar: "{total} / {usable} GiB：{parts}",
   cost_against_time: "费用与时间", scatter_label: "{n} 个报价的时间与费用", scatter_axes: "横轴：时间，纵轴：费用。实心：符合预算和期限。", no_offers: "放得下的显卡都没有价格。可减小批大小、缩短序列，或改用 QLoRA。", no_price: "无价格", no_platform: "自有显卡",
   offers: "报价", micro_batch: "微批大小", sessions: "{n} 次会话", cards_left_out: "{n} 种显卡放不下", advice: "放进更小的显卡", all_offers: "全部报价",
