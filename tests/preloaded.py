@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import importlib
 import json
 import os
 import select
@@ -131,6 +132,9 @@ def preload() -> None:
 
     with contextlib.suppress(ImportError):
         import deepspeed  # noqa: F401
+    for module in ("asyncssh", "fastapi", "gguf", "openai", "pyarrow.parquet", "uvicorn"):  # of tests, in every worker
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
     with contextlib.suppress(ImportError):  # hundreds of patterns that transformers compiles once per process
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 

@@ -207,9 +207,13 @@ def test_bf16_trains_as_fp32_does(words, how):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for a CPU with g++, which is not installed")
-@pytest.mark.parametrize("kernels", ["one operation", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kernels", "checkpointing"),
+    [("one operation", "off"), pytest.param("all", "selective", marks=pytest.mark.slow)],
+    ids=["one operation", "all"],
+)
 def test_compiled_layers_share_one_graph_change_nothing_but_rounding_and_are_cached(
-    words, chats, home, monkeypatch, kernels
+    words, chats, home, monkeypatch, kernels, checkpointing
 ):
     """However many layers: one graph for the first, whose input needs no gradient, and one for all others. A run that
     finds those of another compiles nothing. g++ needs seconds for each kernel: of the graphs' operations, only
@@ -220,7 +224,7 @@ def test_compiled_layers_share_one_graph_change_nothing_but_rounding_and_are_cac
     deep = make_base(chats, home, "qwen2", num_hidden_layers=4)
     short = [
         *words, f"model.base={deep}", *_LORA, "method.targets=[v_proj]", "train.steps=3", "data.eval_fraction=0",
-        "train.activation_checkpointing=selective",
+        f"train.activation_checkpointing={checkpointing}",
     ]  # fmt: skip
 
     def compiled(*more):

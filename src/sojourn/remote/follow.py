@@ -81,17 +81,15 @@ class Follower:
             self._touched = time.monotonic()
 
     def show_new(self, phase: str, wait: float = 0.0) -> None:
-        """Everything that the phases so far have written since the last call."""
-        logs = f"{BoxPaths(self.host, self.run).job}/logs"
-        for name in dict.fromkeys(("prepare", "rehearse", "train", phase)):
-            path = f"{logs}/{name}.log"
-            while name:
-                data = self.box.tail(path, self.offsets.get(name, 0), wait if name == phase else 0.0)
-                wait = 0.0
-                if not data:
-                    break
+        """Everything that the phases so far have written since the last call. `wait`: for the current one, which has
+        no name before the first starts."""
+        logs, current = f"{BoxPaths(self.host, self.run).job}/logs", phase or "train"
+        for name in dict.fromkeys(("prepare", "rehearse", "train", current)):
+            left = wait if name == current else 0.0
+            while data := self.box.tail(f"{logs}/{name}.log", self.offsets.get(name, 0), left):
                 self.offsets[name] = self.offsets.get(name, 0) + len(data)
                 self.show(data)
+                left = 0.0
 
 
 def _parse_object(data: bytes | None) -> dict[str, Any]:
