@@ -212,7 +212,7 @@ def serving(
     thread.start()
     served = Served(server, engine, port, log)
     try:
-        wait_until(lambda: server.started if starting else gateway.lifecycle.state in ("ready", "failed"))
+        wait_until(lambda: server.started if starting else gateway.lifecycle.state in ("ready", "failed"), 120)
         yield served
     finally:
         served.http.close()

@@ -69,9 +69,11 @@ class Metrics:
             yield from histogram.lines(f"sojourn_{name}")
         for name, (kind, help) in _ENGINE.items():
             full = f"engine_{name}_total" if kind == "counter" else f"engine_{name}"
-            yield from _head(full, kind, help)
-            for model, one in stats.items():
-                yield f'sojourn_{full}{{model="{_escape(model)}"}} {getattr(one, name):g}'
+            values = {model: getattr(one, name) for model, one in stats.items() if getattr(one, name) is not None}
+            if values:
+                yield from _head(full, kind, help)
+            for model, value in values.items():
+                yield f'sojourn_{full}{{model="{_escape(model)}"}} {value}'
 
 
 def _head(name: str, kind: str, help: str) -> Iterator[str]:

@@ -21,6 +21,7 @@ _START_SECONDS = 900
 _REQUEST_SECONDS = 600
 _STOP_SECONDS = 3
 _LOG_LINES = 15
+_NOISE = ("nanobind", " - leaked", " - ... skipped", "See https://nanobind")  # after an end that is not vLLM's own
 _BORING = ("Traceback", "raise ", "File ", "~", "^", "INFO", "DEBUG")
 
 
@@ -31,7 +32,7 @@ class ServerProcess:
     def __init__(self, title: str, command: Callable[[Path], list[str]], environment: dict[str, str]) -> None:
         import httpx
 
-        self.title = title
+        self.title, self._end = title, ""
         self._folder = Path(tempfile.mkdtemp(prefix="sojourn-server-"))
         self._log, self.socket = self._folder / "log.txt", self._folder / "s.sock"
         with self._log.open("wb") as log:
@@ -65,17 +66,13 @@ class ServerProcess:
         except httpx.TransportError:
             return False
 
-    @property
-    def is_running(self) -> bool:
-        return self._process.poll() is None
-
     def why_ended(self) -> str:
-        """How it ended, and the telling line of its log, whose end is shown."""
+        """How it ended, and the telling line of its log, whose end is shown once."""
         code = self._process.poll()
-        if code is None:
-            return f"{self.title} does not answer"
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        return str(self._failure(f"{self.title} {how}"))
+        if code is not None and not self._end:
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            self._end = str(self._failure(f"{self.title} {how}"))
+        return self._end
 
     def get(self, path: str) -> dict[str, Any]:
         found: dict[str, Any] = self._client.get(path).json()
@@ -99,7 +96,8 @@ class ServerProcess:
 
     def _failure(self, what: str) -> RunFailed:
         """Shows the end of the log; the error has its most telling line."""
-        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+        found = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = [line for line in found if not line.startswith(_NOISE)]
         for line in lines[-_LOG_LINES:]:
             print(f"  {self.title}: {line[:300]}", file=sys.stderr, flush=True)
         return RunFailed(f"{what}: {telling_line(lines)}")

@@ -89,12 +89,14 @@ class EngineInfo:
 
 @dataclass(frozen=True)
 class EngineStats:
-    running: int = 0
-    waiting: int = 0
-    kv_used: int = 0  # blocks
-    kv_total: int = 0
-    prefix_hit_tokens: int = 0
-    preemptions: int = 0
+    """None: the engine does not say."""
+
+    running: int | None = None
+    waiting: int | None = None
+    kv_used: int | None = None  # blocks
+    kv_total: int | None = None
+    prefix_hit_tokens: int | None = None
+    preemptions: int | None = None
 
 
 class TokenEngine(Protocol):

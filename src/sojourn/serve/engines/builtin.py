@@ -134,11 +134,16 @@ class _Child:
         return self._process.is_alive()
 
     async def close(self) -> None:
+        """Closing the pipe alone would not end it: the thread that reads holds it open."""
+        with contextlib.suppress(EngineDied):
+            self._send("close")
+        if self._process.pid is not None:
+            loaded = self.info is not None  # else it does not read
+            await asyncio.to_thread(self._process.join, _END_SECONDS if loaded else 0)
+            if self._process.is_alive():
+                self._process.kill()
         with contextlib.suppress(OSError):
             self._connection.close()
-        await asyncio.to_thread(self._process.join, _END_SECONDS)
-        if self._process.is_alive():
-            self._process.kill()
 
 
 class BuiltinEngine:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -72,6 +73,8 @@ def run(connection: Connection, model: ModelToServe) -> None:
             process.serve()
         except RunFailed as error:
             connection.send(("ended", str(error)))
+    sys.stderr.flush()
+    os._exit(0)  # nothing is left to do, which torch takes seconds for
 
 
 def _end_with_parent() -> None:
@@ -103,6 +106,8 @@ class _Process:
                 try:
                     command, *args = self._connection.recv()
                 except EOFError:
+                    return
+                if command == "close":
                     return
                 self._commands[command](self, *args)
             if not self._engine.has_work:

@@ -71,7 +71,7 @@ class ServerEngine(ABC):
     def why_dead(self) -> str:
         if self._server is None:
             return "" if self._info is None else f"{self.title} is not running"
-        return "" if self._server.is_running else self._server.why_ended()
+        return self._server.why_ended()
 
     async def restart(self) -> None:
         await self.close()

@@ -1,0 +1,1 @@
+"""Overload, real engines and their own benchmarks against `sojourn serve`; `make test-serve`."""
