@@ -127,3 +127,18 @@ def test_quantized_weights_are_not_replayed_in_vllm_on_a_cpu(tmp_path: Path) -> 
     assert "GPU only" in refuses(tmp_path)
     (tmp_path / "config.json").write_text('{"head_dim": 64}')
     assert refuses(tmp_path) == ""
+
+
+def test_weights_that_have_no_dequantize_are_read_through_their_matmul() -> None:
+    """torchao's int4 on a GPU: its matmul is all that it implements."""
+    from sojourn.infer.runtimes.quantized_weights import dequantized
+
+    class Int4(torch.Tensor):
+        def dequantize(self) -> torch.Tensor:
+            raise NotImplementedError
+
+    Int4.__module__ = "torchao.quantization"
+    weight = torch.randn(3, 8)
+    layer = SimpleNamespace(named_parameters=lambda: [("weight", weight.as_subclass(Int4)), ("bias", torch.ones(3))])
+    found = dict(dequantized(layer) or ())
+    assert torch.equal(torch.Tensor(found["weight"]), weight) and torch.equal(found["bias"], torch.ones(3))

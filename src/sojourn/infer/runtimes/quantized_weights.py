@@ -49,5 +49,12 @@ def _plain(tensor: Any) -> Any:
         if getattr(state, "packing_format_for_cpu", False):  # after a forward on some CPUs
             data, state = functional._convert_weight_packed_for_cpu_inverse(data, state)
         return functional.dequantize_4bit(data, state).float().cpu()
-    is_subclass = type(tensor.data).__module__.startswith("torchao")
-    return (tensor.dequantize() if is_subclass else tensor.detach()).float().cpu()
+    if not type(tensor.data).__module__.startswith("torchao"):
+        return tensor.detach().float().cpu()
+    try:
+        return tensor.dequantize().float().cpu()
+    except NotImplementedError:  # int4: its matmul dequantizes
+        import torch
+
+        unit = torch.eye(tensor.shape[1], dtype=tensor.dtype, device=tensor.device)
+        return torch.nn.functional.linear(unit, tensor).T.float().cpu()
