@@ -154,7 +154,7 @@ def bench_serve(
     peer: Annotated[
         bool, typer.Option("--peer/--no-peer", help="transformers.generate, and vLLM where it is installed, too.")
     ] = True,
-    quantize: Annotated[str | None, typer.Option(help="Our engine's weights: int8, or fp8 on a GPU.")] = None,
+    quantize: Annotated[str | None, typer.Option(help="Our engine's weights: int8; on a GPU fp8 or nf4, too.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON; lines go to standard error.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the result as JSON to this file.")] = None,
 ) -> None:

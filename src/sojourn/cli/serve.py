@@ -40,7 +40,7 @@ def serve(
     checkpoint: CheckpointOption = None,
     device: DeviceOption = "auto",
     quantize: str | None = typer.Option(
-        None, help="Weights at load: int8 (CPU), fp8 or int8 (CUDA); vLLM: fp8 or nf4.", show_default=False
+        None, help="Weights at load: int8 (CPU), fp8, int8 or nf4 (CUDA); vLLM: fp8 or nf4.", show_default=False
     ),
     max_length: int | None = typer.Option(
         None, min=16, help="Longest prompt and answer together; default: the model's context.", show_default=False

@@ -7,7 +7,7 @@ from sojourn.catalog.models import ModelSpec
 BLOCK = 16  # tokens of a block of the KV cache
 MAX_ROWS = 64  # requests at a time, unless --max-requests says otherwise
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3", "gemma3_text", "glm4")  # of the builtin engine
-QUANTIZATIONS = {"cuda": ("fp8", "int8"), "cpu": ("int8",)}  # of the builtin engine
+QUANTIZATIONS = {"cuda": ("fp8", "int8", "nf4"), "cpu": ("int8",)}  # of the builtin engine
 _CUDA_SHARE = 0.9  # of the memory that is free after loading
 _CUDA_RESERVE = 2 << 30  # bytes for activations and CUDA graphs
 _CPU_SHARE = 0.25  # of the memory that is available
@@ -26,12 +26,14 @@ def kv_bytes_per_token(model: ModelSpec, element: int = 2) -> int:
 
 
 def weight_bytes(model: ModelSpec, element: int = 2, quantization: str | None = None) -> int:
-    """On the device. Quantized matrices have one byte a weight and an fp32 scale an output; embeddings stay."""
+    """On the device. Quantized matrices have one byte a weight and an fp32 scale an output, NF4 half a byte and an fp16
+    scale for 64; embeddings stay."""
     if quantization is None:
         return model.parameters * element
     matrices = model.parameters - model.embedding_parameters * (not model.tied)  # a tied LM head is packed, too
     scales = 4 * (matrices // model.hidden)  # inputs are mostly `hidden`
-    return matrices + scales + model.embedding_parameters * element
+    size = matrices * 17 // 32 if quantization == "nf4" else matrices
+    return size + scales + model.embedding_parameters * element
 
 
 def users_in(kv_bytes: float, per_token: int, context: int) -> int:

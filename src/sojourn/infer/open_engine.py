@@ -12,7 +12,7 @@ from sojourn.estimate.serving import MAX_ROWS, QUANTIZATIONS, kv_memory
 from sojourn.infer.engine.engine import DecodeLoop, Engine, EngineOptions, blocks_for
 from sojourn.infer.engine.ops_torch import Ops, TorchOps
 from sojourn.infer.load import LoadedModel, context_length
-from sojourn.infer.read_decoder import model_unsupported_reason, read_decoder
+from sojourn.infer.read_decoder import is_nf4, model_unsupported_reason, read_decoder
 from sojourn.infer.transformers_forward import open_transformers_loop
 from sojourn.model.kernels.triton_support import supports_triton
 
@@ -60,11 +60,14 @@ def open_engine(loaded: LoadedModel, settings: EngineSettings) -> Engine:
     if reason is not None:
         raise UserError(f"{loaded.path}: the builtin engine cannot run it: {reason}; try: --engine vllm")
     device = torch.device(loaded.device).type
-    ops = choose_ops(device, settings.quantization)
+    keeps_nf4 = device == "cuda" and not settings.quantization and any(map(is_nf4, loaded.model.parameters()))
+    ops = choose_ops(device, "nf4" if keeps_nf4 else settings.quantization)
+    pack_rest = choose_ops(device, None).pack if keeps_nf4 else None
     most = context_length(loaded.model)
     context = min(settings.context or most, most)
+    dtype = torch.float32 if device == "cpu" else None
     with torch.no_grad():
-        decoder = read_decoder(loaded.model, ops.pack, context, torch.float32 if device == "cpu" else None)
+        decoder = read_decoder(loaded.model, ops.pack, context, dtype, pack_rest)
     memory = settings.kv_bytes or kv_memory(_free_memory(device), device)
     blocks = blocks_for(decoder.kv_bytes_per_token, memory, settings.max_rows, context)
     options = EngineOptions(settings.max_rows, _MOST_TOKENS.get(device, 256), context, blocks, settings.draft_tokens)

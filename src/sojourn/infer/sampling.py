@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from sojourn.errors import UserError
+from sojourn.model.kernels.triton_support import supports_triton
 
 _CANDIDATES = 1024  # most likely tokens that top-k and top-p look at before they sort the whole vocabulary
 _MARGIN = 16  # candidates beyond top_k, to see whether others tie with the last
@@ -188,7 +189,13 @@ class Sampler:
         probs_BV = (scores_BV / self._temperature).softmax(-1)
         keys = [_signed32(_mix64(row.key + row.position)) for row in self._rows]
         key_B1 = self._to_device(torch.tensor(keys, dtype=torch.int32))[:, None]
-        if self._limits_k or self._limits_p:
+        limited = self._limits_k or self._limits_p
+        if limited and probs_BV.is_cuda and supports_triton():
+            from sojourn.infer.top_tokens import keep_top
+
+            limits = (self._top_k if self._limits_k else None, self._top_p if self._limits_p else None)
+            probs_BV, limited = keep_top(probs_BV, *limits), False
+        if limited:
             probs_BK, ids_BK = self._most_likely(probs_BV)
             probs_BK = self._above_min_p(probs_BK)
             drawn_B1 = (probs_BK / exponential_noise(key_B1, ids_BK.int())).argmax(-1, keepdim=True)

@@ -13,6 +13,7 @@ from typing import Any
 from sojourn.bench.serve.load import Asked, Seen, closed_loop, make_requests, open_loop, summarize
 from sojourn.bench.serve.servers import our_server, transformers_rows, vllm_server
 from sojourn.errors import RunFailed, UserError
+from sojourn.estimate.serving import MAX_ROWS
 
 _REQUESTS_PER_CLIENT = 3
 _MOST_SEQUENTIAL = 8  # requests of a peer that answers one by one
@@ -62,14 +63,15 @@ def measure(bench: ServeBench, echo: Callable[[str], None]) -> dict[str, Any]:
         echo(_line(result["rows"][-1]))
 
     echo(HEADER)
-    with our_server(bench.model, ["--device", bench.device, *bench.arguments]) as client:
+    rows = ["--max-requests", str(max(MAX_ROWS, *bench.clients))]
+    with our_server(bench.model, ["--device", bench.device, *rows, *bench.arguments]) as client:
         asyncio.run(_loads(bench, client, ids, partial(add, "sojourn")))
     if not bench.peers:
         return result
     few = make_requests(ids, _MOST_SEQUENTIAL, bench.lengths)
     with _said(echo, "transformers"):
-        rows, seconds = transformers_rows(bench.model, bench.device, few)
-        seen = [Seen(one["first"], one["total"], one["tokens"], _gaps(one)) for one in rows]
+        answers, seconds = transformers_rows(bench.model, bench.device, few)
+        seen = [Seen(one["first"], one["total"], one["tokens"], _gaps(one)) for one in answers]
         add("transformers", "1 by 1", summarize(seen, seconds))
     with _said(echo, "vLLM"), vllm_server(_plain_folder(found.path), _longest(few, bench)) as client:
         asyncio.run(_loads(bench, client, ids, partial(add, "vLLM")))

@@ -32,9 +32,10 @@ class _Matrix:
 
 @dataclass
 class Adapters:
-    """`indices`: of each name, from 1 on."""
+    """`indices`: of each name, from 1 on. `changes`: how often adapters were loaded or unloaded."""
 
     indices: dict[str, int] = field(default_factory=dict)
+    changes: int = 0
     _loaded: dict[str, dict[tuple[int, str], tuple[Tensor, Tensor]]] = field(default_factory=dict)
     _matrices: dict[tuple[int, str], _Matrix] = field(default_factory=dict)
 
@@ -57,6 +58,7 @@ class Adapters:
 
     def _join(self, decoder: Decoder) -> None:
         names = list(self._loaded)
+        self.changes += 1
         self.indices = {name: at + 1 for at, name in enumerate(names)}
         self._matrices = {}
         for key in {key for one in self._loaded.values() for key in one}:

@@ -127,6 +127,19 @@ def build_arrays(parts: Sequence[Part], adapters: dict[str, int], padded: int = 
     return arrays
 
 
+def pad_prompts(arrays: dict[str, np.ndarray], tokens: int) -> None:
+    """Adds a prompt nobody asked for, so that there are so many tokens; it is computed in block 0."""
+    more = tokens - len(arrays["ids"])
+    if not more:
+        return
+    for name in ("ids", "positions", "slots", "kv_slots", *(["adapter"] if "adapter" in arrays else [])):
+        arrays[name] = np.pad(arrays[name], (0, more))
+    for name in ("starts", "query_starts", "kv_starts"):
+        arrays[name] = np.append(arrays[name], arrays[name][-1] + more)
+    arrays["context"] = np.append(arrays["context"], more)
+    arrays["table"] = np.pad(arrays["table"], ((0, 1), (0, 0)))
+
+
 def _slots(table: np.ndarray, length: int) -> np.ndarray:
     positions = np.arange(length)
     return table[positions // BLOCK] * BLOCK + positions % BLOCK
@@ -145,18 +158,19 @@ def scores_prompt(part: Part) -> bool:
 
 
 def to_device(arrays: dict[str, np.ndarray], device: torch.device) -> StepBatch:
-    """One copy for all arrays."""
-    flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays.values()]).astype(np.int32))
-    if device.type == "cuda":
-        flat = flat.pin_memory().to(device, non_blocking=True)
-    found, at = {}, 0
+    """One copy for all arrays. Each starts at a multiple of 16 bytes: Triton compiles kernels anew for others."""
+    starts = np.cumsum([0] + [-(-array.size // 4) * 4 for array in arrays.values()]).tolist()
+    flat = torch.zeros(starts[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
+    parts = {name: slice(at, at + array.size) for at, (name, array) in zip(starts, arrays.items(), strict=False)}
     for name, array in arrays.items():
-        found[name] = flat[at : at + array.size].view(array.shape)
-        at += array.size
+        flat.numpy()[parts[name]] = array.ravel()
+    flat = flat.to(device, non_blocking=True)
+    found = {name: flat[parts[name]].view(array.shape) for name, array in arrays.items()}
     sizes = np.diff(arrays["starts"])
+    decodes = len(sizes) - (len(arrays["query_starts"]) - 1 if "query_starts" in arrays else 0)
     prompts = Prompts(found["query_starts"], found["kv_starts"], found["kv_slots"]) if "kv_slots" in found else None
     return StepBatch(
         found["ids"], found["positions"], found["slots"], found["starts"], found["context"], found["table"],
-        found["logit_rows"], found.get("adapter"), prompts, int((sizes == 1).sum()), int(sizes.max(initial=0)),
+        found["logit_rows"], found.get("adapter"), prompts, decodes, int(sizes.max(initial=0)),
         int(arrays["context"].max(initial=0)),
     )  # fmt: skip

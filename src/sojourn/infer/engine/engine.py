@@ -100,12 +100,10 @@ class DecodeLoop:
         """Compiles kernels and captures CUDA graphs: the first request should not wait for that."""
         self._forward.warm_up(self._last_tokens)
         length = min(self.options.max_tokens, self.options.context - 2, (self.options.blocks - 1) * BLOCK - 2)
-        while length >= 1:  # libraries load other kernels for other sizes
-            self.add(Request("warm-up", [0] * length, SamplingParams(), 0, 2))
-            while self.has_work:
-                self.step()
-            self.scheduler.pool.forget_all()
-            length = length * 2 // 3 if self.device.type == "cuda" else 0
+        self.add(Request("warm-up", [0] * length, SamplingParams(), 0, 2))
+        while self.has_work:
+            self.step()
+        self.scheduler.pool.forget_all()
 
     @torch.no_grad()
     def step(self) -> list[Output]:
@@ -179,7 +177,7 @@ class Engine(DecodeLoop):
         if decoder.device.type == "cuda":
             from sojourn.infer.engine.cuda.graphs import GraphedForward
 
-            forward = GraphedForward(forward, options.max_rows, options.context, self.adapters)
+            forward = GraphedForward(forward, options.max_rows, options.max_tokens, options.context, self.adapters)
         else:
             forward = PlainForward(forward, self.adapters)
         super().__init__(forward, decoder.device, options)

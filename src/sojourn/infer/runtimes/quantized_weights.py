@@ -4,6 +4,7 @@ with their source."""
 from __future__ import annotations
 
 import json
+from copy import copy
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -40,15 +41,22 @@ def _is_known(tensor: Any) -> bool:
     return tensor.is_floating_point() or hasattr(tensor, "dequantize") or hasattr(tensor, "quant_state")
 
 
-def _plain(tensor: Any) -> Any:
-    state = getattr(tensor, "quant_state", None)
-    if state is not None:
-        from bitsandbytes import functional
+def dequantize_4bit(tensor: Any) -> Any:
+    """A weight that bitsandbytes quantized, in fp32."""
+    from bitsandbytes import functional
 
-        data = tensor.data
-        if getattr(state, "packing_format_for_cpu", False):  # after a forward on some CPUs
-            data, state = functional._convert_weight_packed_for_cpu_inverse(data, state)
-        return functional.dequantize_4bit(data, state).float().cpu()
+    data, state = tensor.data, copy(tensor.quant_state)
+    if getattr(state, "packing_format_for_cpu", False):  # after a forward on some CPUs
+        data, state = functional._convert_weight_packed_for_cpu_inverse(data, state)
+    import torch
+
+    state.dtype = torch.float32
+    return functional.dequantize_4bit(data, state)
+
+
+def _plain(tensor: Any) -> Any:
+    if getattr(tensor, "quant_state", None) is not None:
+        return dequantize_4bit(tensor).cpu()
     if not type(tensor.data).__module__.startswith("torchao"):
         return tensor.detach().float().cpu()
     try:

@@ -13,15 +13,15 @@ from torch import Tensor
 from sojourn.infer.engine.batch import StepBatch
 from sojourn.infer.engine.block_pool import BLOCK
 from sojourn.infer.engine.decoder import AttentionSpec
+from sojourn.model.kernels.early_launch import early_launch, wait_for_inputs
 
 _CHUNK = tl.constexpr(64)  # tokens of the KV cache that attention reads at a time
-_BLOCK_I = 512  # inputs that a matrix-vector kernel reads at a time
-_LARGE = 8192  # inputs or outputs; sizes and these limits are the fastest of those tried on an H200
+_BLOCK_I = 512  # inputs that a matrix-vector kernel reads at a time: the fastest of those tried on an H200
 _MIN_PROGRAMS = 264  # two a multiprocessor of the largest GPUs
 
 
 @triton.jit
-def _activate(gate, up, IS_SILU: tl.constexpr):  # type: ignore[no-untyped-def]
+def activate(gate, up, IS_SILU: tl.constexpr):  # type: ignore[no-untyped-def]
     if IS_SILU:
         return gate / (1.0 + tl.exp(-gate)) * up
     inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
@@ -30,130 +30,81 @@ def _activate(gate, up, IS_SILU: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _matvec_kernel(  # type: ignore[no-untyped-def]
-    x, weight, scale, bias, out, inputs, outputs,
-    HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, GATED: tl.constexpr,
-    IS_SILU: tl.constexpr, EVEN: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, UNROLL: tl.constexpr,
+    x, weight, bias, out, inputs, outputs, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, GATED: tl.constexpr,
+    IS_SILU: tl.constexpr, EVEN: tl.constexpr, BLOCK_I: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One token."""
-    rows = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
-    inside = rows < outputs
-    lines = weight + rows.to(tl.int64)[:, None] * inputs
-    sums = tl.zeros([BLOCK_O, BLOCK_I], tl.float32)
-    up_sums = tl.zeros([BLOCK_O, BLOCK_I], tl.float32)
-    for start in tl.range(0, inputs, BLOCK_I, loop_unroll_factor=UNROLL):
-        columns = start + tl.arange(0, BLOCK_I)
-        column_mask = columns < inputs
-        mask = inside[:, None] if EVEN else inside[:, None] & column_mask[None, :]
-        values = tl.load(x + columns, mask=None if EVEN else column_mask, other=None if EVEN else 0.0).to(tl.float32)
-        part = tl.load(lines + columns[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
-        sums += part.to(tl.float32) * values[None, :]
+    """One output of one token."""
+    row = tl.program_id(0)
+    line = weight + row.to(tl.int64) * inputs
+    up_line = line + outputs.to(tl.int64) * inputs
+    sums, up_sums = tl.zeros([BLOCK_I], tl.float32), tl.zeros([BLOCK_I], tl.float32)
+    wait_for_inputs(EARLY)
+    for start in tl.range(0, inputs, BLOCK_I, loop_unroll_factor=2):
+        column = start + tl.arange(0, BLOCK_I)
+        mask = None if EVEN else column < inputs
+        other = None if EVEN else 0.0
+        values = tl.load(x + column, mask=mask, other=other).to(tl.float32)
+        sums += tl.load(line + column, mask=mask, other=other, eviction_policy="evict_first").to(tl.float32) * values
         if GATED:
-            up_lines = lines + outputs.to(tl.int64) * inputs
-            part = tl.load(up_lines + columns[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
-            up_sums += part.to(tl.float32) * values[None, :]
-    result = tl.sum(sums, 1)
-    up = tl.sum(up_sums, 1)
-    if HAS_SCALE:
-        result *= tl.load(scale + rows, mask=inside, other=0.0)
-        if GATED:
-            up *= tl.load(scale + outputs + rows, mask=inside, other=0.0)
+            part = tl.load(up_line + column, mask=mask, other=other, eviction_policy="evict_first")
+            up_sums += part.to(tl.float32) * values
+    result = tl.sum(sums, 0)
     if HAS_BIAS:
-        result += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)
+        result += tl.load(bias + row).to(tl.float32)
     if GATED:
-        result = _activate(result, up, IS_SILU)
+        result = activate(result, tl.sum(up_sums, 0), IS_SILU)
     if ADDS:
-        result += tl.load(out + rows, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + rows, result.to(out.dtype.element_ty), mask=inside)
+        result += tl.load(out + row).to(tl.float32)
+    tl.store(out + row, result.to(out.dtype.element_ty))
 
 
 def matvec(
     x_1I: Tensor,
     weight_OI: Tensor,
-    scale_O: Tensor | None = None,
     bias_O: Tensor | None = None,
     add_to: Tensor | None = None,
     activation: str | None = None,
 ) -> Tensor:
-    """`linear` of one token. `scale_O`: of quantized weights. `add_to`: the outputs are added there.
-    `activation`: the first half of the outputs is activated and multiplied by the second."""
+    """`linear` of one token. `add_to`: the outputs are added there. `activation`: the first half of the outputs is
+    activated and multiplied by the second."""
     outputs, inputs = weight_OI.shape
     outputs = outputs if activation is None else outputs // 2
     out = x_1I.new_empty(1, outputs) if add_to is None else add_to
-    large = scale_O is None or inputs > _LARGE or outputs > _LARGE
-    block_o, warps = (1, 1) if large else (2, 2)
-    unroll = 4 if scale_O is not None and inputs > _LARGE else 2
-    _matvec_kernel[(triton.cdiv(outputs, block_o),)](
-        x_1I, weight_OI, scale_O, bias_O, out, inputs, outputs,
-        HAS_SCALE=scale_O is not None, HAS_BIAS=bias_O is not None,
-        ADDS=add_to is not None, GATED=activation is not None, IS_SILU=activation == "silu",
-        EVEN=inputs % _BLOCK_I == 0, BLOCK_O=block_o, BLOCK_I=_BLOCK_I, UNROLL=unroll, num_warps=warps,
+    _matvec_kernel[(outputs,)](
+        x_1I, weight_OI, bias_O, out, inputs, outputs, HAS_BIAS=bias_O is not None, ADDS=add_to is not None,
+        GATED=activation is not None, IS_SILU=activation == "silu", EVEN=inputs % _BLOCK_I == 0, BLOCK_I=_BLOCK_I,
+        num_warps=1, **early_launch(),
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def _skinny_kernel(  # type: ignore[no-untyped-def]
-    x, weight, scale, bias, out, tokens, inputs, outputs,
-    HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
-):  # fmt: skip
-    """Few tokens and quantized weights, which are converted on the way to the tensor cores."""
-    rows = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
-    token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = rows < outputs
-    lines = weight + rows.to(tl.int64)[:, None] * inputs
-    sums = tl.zeros([BLOCK_O, BLOCK_M], tl.float32)
-    for start in range(0, inputs, BLOCK_I):
-        columns = start + tl.arange(0, BLOCK_I)
-        column_mask = columns < inputs
-        weights = tl.load(lines + columns[None, :], mask=inside[:, None] & column_mask[None, :], other=0.0)
-        values = tl.load(
-            x + token[None, :] * inputs + columns[:, None],
-            mask=(token < tokens)[None, :] & column_mask[:, None], other=0.0,
-        )  # fmt: skip
-        sums = tl.dot(weights.to(values.dtype), values, sums)
-    sums *= tl.load(scale + rows, mask=inside, other=0.0)[:, None]
-    if HAS_BIAS:
-        sums += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)[:, None]
-    where = out + token[None, :] * outputs + rows[:, None]
-    mask = inside[:, None] & (token < tokens)[None, :]
-    if ADDS:
-        sums += tl.load(where, mask=mask, other=0.0).to(tl.float32)
-    tl.store(where, sums.to(out.dtype.element_ty), mask=mask)
-
-
-def skinny_linear(
-    x_MI: Tensor, weight_OI: Tensor, scale_O: Tensor, bias_O: Tensor | None, add_to: Tensor | None
-) -> Tensor:
-    tokens, inputs = x_MI.shape
-    outputs = weight_OI.shape[0]
-    out = x_MI.new_empty(tokens, outputs) if add_to is None else add_to
-    block_m = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
-    _skinny_kernel[(triton.cdiv(outputs, 32), triton.cdiv(tokens, block_m))](
-        x_MI, weight_OI, scale_O, bias_O, out, tokens, inputs, outputs, HAS_BIAS=bias_O is not None,
-        ADDS=add_to is not None, BLOCK_M=block_m, BLOCK_O=32, BLOCK_I=256, num_warps=4, num_stages=5,
-    )  # fmt: skip
-    return out
-
-
-@triton.jit
-def _gated_kernel(gate_up, out, size, IS_SILU: tl.constexpr, BLOCK_F: tl.constexpr):  # type: ignore[no-untyped-def]
+def _gated_kernel(  # type: ignore[no-untyped-def]
+    gate_up, out, size, IS_SILU: tl.constexpr, BLOCK_F: tl.constexpr, EARLY: tl.constexpr
+):
+    wait_for_inputs(EARLY)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     mask = columns < size
     gate = tl.load(gate_up + token * 2 * size + columns, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + token * 2 * size + size + columns, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + token * size + columns, _activate(gate, up, IS_SILU).to(out.dtype.element_ty), mask=mask)
+    tl.store(out + token * size + columns, activate(gate, up, IS_SILU).to(out.dtype.element_ty), mask=mask)
 
 
 def gated_act(gate_up_TF: Tensor, activation: str) -> Tensor:
     tokens, size = gate_up_TF.shape[0], gate_up_TF.shape[1] // 2
     out = gate_up_TF.new_empty(tokens, size)
-    _gated_kernel[(tokens, triton.cdiv(size, 1024))](gate_up_TF, out, size, IS_SILU=activation == "silu", BLOCK_F=1024)
+    _gated_kernel[(tokens, triton.cdiv(size, 1024))](
+        gate_up_TF, out, size, IS_SILU=activation == "silu", BLOCK_F=1024, **early_launch()
+    )
     return out
 
 
 @triton.jit
-def _norm_kernel(x, weight, out, size, eps, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
+def _norm_kernel(  # type: ignore[no-untyped-def]
+    x, weight, out, size, eps, BLOCK_D: tl.constexpr, EARLY: tl.constexpr
+):
+    wait_for_inputs(EARLY)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK_D)
     mask = columns < size
@@ -166,7 +117,9 @@ def _norm_kernel(x, weight, out, size, eps, BLOCK_D: tl.constexpr):  # type: ign
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(x_TD)
     size = x_TD.shape[-1]
-    _norm_kernel[(x_TD.numel() // size,)](x_TD, weight_D, out, size, eps, BLOCK_D=triton.next_power_of_2(size))
+    _norm_kernel[(x_TD.numel() // size,)](
+        x_TD, weight_D, out, size, eps, BLOCK_D=triton.next_power_of_2(size), **early_launch()
+    )
     return out
 
 
@@ -174,8 +127,10 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 def _rope_store_kernel(  # type: ignore[no-untyped-def]
     qkv, positions, slots, cos, sin, q_norm, k_norm, query, keys, values, heads, kv_heads, eps,
     HEAD: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr, HAS_NORM: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One head of one token. Heads are those of queries, keys, values."""
+    wait_for_inputs(EARLY)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     source = qkv + (token * (heads + 2 * kv_heads) + head) * HEAD
     slot = tl.load(slots + token).to(tl.int64)
@@ -186,13 +141,13 @@ def _rope_store_kernel(  # type: ignore[no-untyped-def]
     inside = whole < HEAD
     all_values = tl.load(source + whole, mask=inside, other=0.0).to(tl.float32)
     factor = 1.0
-    if HAS_NORM:  # noqa: SIM102 (decided when the kernel is compiled)
+    if HAS_NORM:
         if not is_value:
             factor = tl.rsqrt(tl.sum(all_values * all_values, 0) / HEAD + eps)
             weights = q_norm if is_query else k_norm
             all_values *= factor * tl.load(weights + whole, mask=inside, other=0.0).to(tl.float32)
     tl.store(target + whole, all_values.to(target.dtype.element_ty), mask=inside)
-    if HALF > 0:  # noqa: SIM102
+    if HALF > 0:
         if not is_value:
             at = tl.arange(0, HALF_BLOCK)
             half = at < HALF
@@ -218,18 +173,19 @@ def rope_store(qkv_TE: Tensor, cache: Tensor, batch: StepBatch, spec: AttentionS
         qkv_TE, batch.positions_T, batch.slots_T, spec.cos_PR, spec.sin_PR, spec.q_norm_D, spec.k_norm_D,
         query, cache[0], cache[1], heads, kv_heads, spec.eps, HEAD=head, HALF=half,
         HALF_BLOCK=triton.next_power_of_2(max(half, 1)), HEAD_BLOCK=triton.next_power_of_2(head),
-        HAS_NORM=spec.q_norm_D is not None, num_warps=1,
+        HAS_NORM=spec.q_norm_D is not None, num_warps=1, **early_launch(),
     )  # fmt: skip
     return query
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks", "window"])
 def _decode_attention_kernel(  # type: ignore[no-untyped-def]
     query, keys, values, table, context, partial, sums, scale, kv_heads, blocks, window,
     GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One token's queries of one key/value head, over one part of its context."""
+    wait_for_inputs(EARLY)
     sequence, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(context + sequence)
     begin = tl.maximum(0, length - window)
@@ -268,7 +224,10 @@ def _decode_attention_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _combine_kernel(partial, sums, out, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, SPLITS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _combine_kernel(  # type: ignore[no-untyped-def]
+    partial, sums, out, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr
+):
+    wait_for_inputs(EARLY)
     head = tl.program_id(0).to(tl.int64)
     split, width = tl.arange(0, SPLITS), tl.arange(0, HEAD_BLOCK)
     in_head = width < HEAD
@@ -295,10 +254,10 @@ def decode_attention(
     _decode_attention_kernel[(sequences, kv_heads, splits)](
         query_SHD, cache[0], cache[1], table_SB, context_S, partial, sums, spec.scale, kv_heads, table_SB.stride(0),
         spec.window or 2**30, GROUP=group, GROUP_BLOCK=max(16, triton.next_power_of_2(group)), HEAD=head,
-        HEAD_BLOCK=head_block, SPLITS=splits, BLOCK=BLOCK, num_warps=4,
+        HEAD_BLOCK=head_block, SPLITS=splits, BLOCK=BLOCK, num_warps=4, **early_launch(),
     )  # fmt: skip
     out = torch.empty_like(query_SHD)
     _combine_kernel[(sequences * heads,)](
-        partial, sums, out, HEAD=head, HEAD_BLOCK=head_block, SPLITS=splits, num_warps=2
+        partial, sums, out, HEAD=head, HEAD_BLOCK=head_block, SPLITS=splits, num_warps=2, **early_launch()
     )
     return out

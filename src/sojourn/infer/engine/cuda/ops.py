@@ -3,43 +3,28 @@ of single tokens over block tables, of prompts by torch's variable-length flash 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sojourn.errors import UserError
 from sojourn.infer.engine.batch import StepBatch
 from sojourn.infer.engine.block_pool import BLOCK
 from sojourn.infer.engine.cuda import kernels
 from sojourn.infer.engine.decoder import AttentionSpec
 from sojourn.model.attention import varlen_attention
-
-_MOST_SKINNY = 256  # tokens; for more, unpacking the weights first is faster
-
-
-@dataclass(frozen=True)
-class Quantized:
-    """Weights in FP8 or int8, with a scale for each output."""
-
-    weight_OI: Tensor
-    scale_O: Tensor
-
-
-def quantize(weight_OI: Tensor, kind: str) -> Quantized:
-    most = weight_OI.float().abs().amax(1).clamp(min=1e-12)
-    if kind == "fp8":
-        scale = most / torch.finfo(torch.float8_e4m3fn).max
-        return Quantized((weight_OI.float() / scale[:, None]).to(torch.float8_e4m3fn), scale)
-    scale = most / 127
-    return Quantized((weight_OI.float() / scale[:, None]).round().to(torch.int8), scale)
+from sojourn.model.kernels import quantized_linear
+from sojourn.model.kernels.quantized_linear import Quantized, quantize
 
 
 class CudaOps:
-    """`quantization`: of the matrices: None, fp8 or int8."""
+    """`quantization`: of the matrices: None, fp8, int8 or nf4."""
 
     def __init__(self, quantization: str | None = None) -> None:
+        if quantization == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+            raise UserError("--quantize fp8 needs a GPU of Ada's, Hopper's or a later generation; try: --quantize int8")
         self._quantization = quantization
 
     def pack(self, weight_OI: Tensor) -> Any:
@@ -47,27 +32,18 @@ class CudaOps:
 
     def linear(self, x_TI: Tensor, packed: Any, bias_O: Tensor | None = None) -> Tensor:
         if isinstance(packed, Quantized):
-            return self._quantized(x_TI, packed, bias_O, None)
-        return kernels.matvec(x_TI, packed, bias_O=bias_O) if len(x_TI) == 1 else F.linear(x_TI, packed, bias_O)
+            return quantized_linear.linear(x_TI, packed, bias_O)
+        return kernels.matvec(x_TI, packed, bias_O) if len(x_TI) == 1 else F.linear(x_TI, packed, bias_O)
 
     def linear_add_(self, sum_TO: Tensor, x_TI: Tensor, packed: Any, bias_O: Tensor | None = None) -> None:
         if isinstance(packed, Quantized):
-            self._quantized(x_TI, packed, bias_O, sum_TO)
+            quantized_linear.linear(x_TI, packed, bias_O, add_to=sum_TO)
         elif len(x_TI) == 1:
-            kernels.matvec(x_TI, packed, bias_O=bias_O, add_to=sum_TO)
+            kernels.matvec(x_TI, packed, bias_O, sum_TO)
         else:
             sum_TO.addmm_(x_TI, packed.T)
             if bias_O is not None:
                 sum_TO += bias_O
-
-    def _quantized(self, x_TI: Tensor, packed: Quantized, bias_O: Tensor | None, add_to: Tensor | None) -> Tensor:
-        if len(x_TI) == 1:
-            return kernels.matvec(x_TI, packed.weight_OI, packed.scale_O, bias_O, add_to=add_to)
-        if len(x_TI) <= _MOST_SKINNY:
-            return kernels.skinny_linear(x_TI, packed.weight_OI, packed.scale_O, bias_O, add_to)
-        weight = packed.weight_OI.to(x_TI.dtype) * packed.scale_O[:, None].to(x_TI.dtype)
-        y_TO = F.linear(x_TI, weight, bias_O)
-        return y_TO if add_to is None else add_to.add_(y_TO)
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         return kernels.rms_norm(x_TD, weight_D, eps)
@@ -81,11 +57,10 @@ class CudaOps:
         return kernels.gated_act(gate_up_TF, activation)
 
     def norm_gated(self, x_TD: Tensor, weight_D: Tensor, eps: float, packed: Any, activation: str) -> Tensor:
-        if len(x_TD) > 1:
-            return self.gated_act(self.norm_linear(x_TD, weight_D, eps, packed), activation)
-        weight_OI, scale_O = _parts(packed)
         normed = self.rms_norm(x_TD, weight_D, eps)
-        return kernels.matvec(normed, weight_OI, scale_O, activation=activation)
+        if len(x_TD) == 1 and not isinstance(packed, Quantized):
+            return kernels.matvec(normed, packed, activation=activation)
+        return self.gated_act(self.linear(normed, packed), activation)
 
     def new_cache(self, blocks: int, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros(2, blocks * BLOCK, spec.kv_heads, spec.head_dim, dtype=dtype, device=device)
@@ -105,7 +80,3 @@ class CudaOps:
             lengths = (prompts.query_starts, prompts.kv_starts, batch.max_query, batch.max_context)
             parts.append(varlen_attention(query_THD[count:], key, value, *lengths, spec.scale, spec.window))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
-
-
-def _parts(packed: Any) -> tuple[Tensor, Tensor | None]:
-    return (packed.weight_OI, packed.scale_O) if isinstance(packed, Quantized) else (packed, None)
