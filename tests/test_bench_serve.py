@@ -11,7 +11,7 @@ import pytest
 
 from conftest import sojourn
 from serve_engine import ThreadEngine, long_base, serving
-from sojourn.bench.serve.load import Seen, closed_loop, make_requests, open_loop, summarize
+from sojourn.bench.serve.load import Seen, closed_loop, make_requests, open_loop, read_events, summarize
 from sojourn.bench.serve.measure import make_bench
 from sojourn.errors import UserError
 from sojourn.infer.load import load_model
@@ -32,6 +32,18 @@ def test_the_summary_counts_what_clients_saw() -> None:
     assert (row["requests"], row["errors"], row["tokens_per_second"], row["first_error"]) == (3, 1, 10.0, "429: full")
     assert row["ttft_ms"] == {"p50": 300.0, "p90": 300.0, "p99": 300.0}
     assert row["itl_ms"] == {"p50": 50.0, "p90": 100.0, "p99": 400.0}
+
+
+def test_an_event_has_come_when_its_end_has_and_an_error_in_a_stream_is_one() -> None:
+    seen = Seen(pieces=[
+        (1.0, b'data: {"choices":[{"text":"a"}]}\n\ndata: {"choi'), (2.0, b'ces":[{"text":"b"}]}\n'), (3.5, b"\n"),
+        (4.0, b'data: {"choices":[],"usage":{"completion_tokens":2}}\n\ndata: [DONE]\n\n'),
+    ])  # fmt: skip
+    read_events(seen)
+    assert (seen.first, seen.gaps, seen.tokens, seen.error) == (1.0, [2.5], 2, None)
+    failed = Seen(pieces=[(1.0, b'data: {"error":{"message":"the engine stopped"}}\n\n')])
+    read_events(failed)
+    assert "the engine stopped" in str(failed.error)
 
 
 @pytest.mark.parametrize("wrong", [{"lengths": "12by4"}, {"lengths": "0x4"}, {"clients": "0"}, {"clients": "one"}])

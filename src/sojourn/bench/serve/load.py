@@ -37,6 +37,7 @@ class Seen:
     tokens: int = 0
     gaps: list[float] = field(default_factory=list)
     error: str | None = None
+    pieces: list[tuple[float, bytes]] = field(default_factory=list)  # of the answer, until `read_events`
 
 
 def make_requests(ids: Sequence[int], count: int, lengths: str, seed: int = 0) -> list[Asked]:
@@ -64,7 +65,10 @@ async def closed_loop(client: Any, model: str, asked: Sequence[Asked], clients: 
 
     began = time.perf_counter()
     await asyncio.gather(*(work() for _ in range(clients)))
-    return seen, time.perf_counter() - began
+    seconds = time.perf_counter() - began
+    for one in seen:
+        read_events(one)
+    return seen, seconds
 
 
 async def open_loop(
@@ -77,38 +81,55 @@ async def open_loop(
         tasks.append(asyncio.create_task(_send(client, model, request)))
         await asyncio.sleep(rng.expovariate(rate))
     seen = list(await asyncio.gather(*tasks))
-    return seen, time.perf_counter() - began
+    seconds = time.perf_counter() - began
+    for one in seen:
+        read_events(one)
+    return seen, seconds
 
 
 async def _send(client: Any, model: str, asked: Asked) -> Seen:
+    """Keeps what comes, and when: `read_events` looks at it when the load is over. A client that parses each token
+    while others wait would measure itself."""
     body = {
         "model": model, "prompt": list(asked.prompt), "max_tokens": asked.tokens, "temperature": 0, "stream": True,
         "ignore_eos": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
     seen, began = Seen(), time.perf_counter()
-    last = began
+    options = {"json": body, "timeout": _TIMEOUT, "headers": {"accept-encoding": "identity"}}
     try:
-        async with client.stream("POST", "/v1/completions", json=body, timeout=_TIMEOUT) as answer:
+        async with client.stream("POST", "/v1/completions", **options) as answer:
             if answer.status_code != 200:
                 seen.error = f"{answer.status_code}: {(await answer.aread()).decode(errors='replace')[:200]}"
                 return seen
-            async for line in answer.aiter_lines():
-                if not line.startswith("data: ") or line == "data: [DONE]":
-                    continue
-                chunk, now = json.loads(line[6:]), time.perf_counter()
-                if usage := chunk.get("usage"):
-                    seen.tokens = usage["completion_tokens"]
-                if not chunk["choices"]:
-                    continue
-                if not seen.first:
-                    seen.first = now - began
-                else:
-                    seen.gaps.append(now - last)
-                last = now
+            async for data in answer.aiter_raw():
+                seen.pieces.append((time.perf_counter() - began, data))
     except Exception as error:  # whatever the connection raises
         seen.error = f"{type(error).__name__}: {error}"[:200]
     seen.total = time.perf_counter() - began
     return seen
+
+
+def read_events(seen: Seen) -> None:
+    """Tokens and times of a stream: an event has come when its end has."""
+    pieces, seen.pieces = seen.pieces, []
+    last, rest = 0.0, b""
+    for came, data in pieces:
+        *events, rest = (rest + data).split(b"\n\n")
+        for event in events:
+            if not event.startswith(b"data: {"):
+                continue
+            chunk = json.loads(event[6:])
+            if "error" in chunk:
+                seen.error = str(chunk["error"])[:200]
+            if usage := chunk.get("usage"):
+                seen.tokens = usage["completion_tokens"]
+            if not chunk.get("choices"):
+                continue
+            if not seen.first:
+                seen.first = came
+            else:
+                seen.gaps.append(came - last)
+            last = came
 
 
 def summarize(seen: Sequence[Seen], seconds: float) -> dict[str, Any]:
