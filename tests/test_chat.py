@@ -90,15 +90,19 @@ def test_what_is_saved_is_read_by_prepare_and_loaded_again(generator: Generator,
 
 
 def test_a_reply_in_a_conversation_is_that_of_the_whole_prompt(generator: Generator) -> None:
-    """The KV cache of earlier turns is used again, also after /retry, /system and /reset, and changes nothing."""
+    """The prefix cache has earlier turns, also after /retry, /system and /reset, and changes nothing."""
     chat = make_chat(generator)
     for text in ("What colour is the cat?", "And the boat of house 3?"):
         reply = say(chat, text)
+        generator._engine.scheduler.pool.forget_all()
         fresh = make_chat(generator)
         fresh.turns = chat.turns[:-2]
         assert say(fresh, text) == reply
+    scheduler = generator._engine.scheduler
+    known = scheduler.prefix_tokens
     chat.retry(lambda piece: None, lambda: False)
     assert chat.turns[-1].content == reply and len(chat.turns) == 4
+    assert scheduler.prefix_tokens - known >= 32
     chat.reset()
     assert say(chat, "What colour is the cat?") == say(make_chat(generator), "What colour is the cat?")
 

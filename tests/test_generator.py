@@ -70,7 +70,13 @@ def run(loop: DecodeLoop, prompts: list[list[int]], params: SamplingParams, at: 
     return [request.tokens for request in requests]
 
 
-@pytest.mark.parametrize("family", [*PAGED, *SERIAL])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(one, marks=() if one in ("gpt2", "gemma2", "lfm2") else pytest.mark.slow)
+        for one in (*PAGED, *SERIAL)
+    ],
+)
 def test_any_model_of_transformers_generates_in_the_loop_what_it_does_alone(family: str) -> None:
     model, prompts, expected = make_model(family), make_prompts(4), []
     for ids in prompts:
