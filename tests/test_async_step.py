@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sojourn.errors import Stopped
 from sojourn.train import step as step_module
 from sojourn.train.batcher import Prefetcher
+from sojourn.train.distributed import open as engines
 from sojourn.train.fault_tolerant_step import FaultTolerantStep
 from sojourn.train.optim.optimizers import Optimizer
 from tiny import LORA, events, losses, run_train, same_weights, stop_after, weights
@@ -22,6 +23,7 @@ def ahead(tiny, monkeypatch):
     """The CPU's AdamW has the same kernel as the GPU's. Returns the speculative steps."""
     for kind in ((), LORA, DROPOUT):
         tiny.whole(*kind)  # steps one after another, to compare with
+    monkeypatch.setattr(engines, "has_cpu_kernels", lambda model: False)  # as on a GPU: torch's fused AdamW
     monkeypatch.setattr(Optimizer, "fuses_clipping", property(lambda self: bool(self.torch.defaults.get("fused"))))
     monkeypatch.setattr(Prefetcher, "has", lambda self, step: self._next is not None and self._next[0] == step)
     launched, real = [], FaultTolerantStep._launch_speculative_step

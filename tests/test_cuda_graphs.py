@@ -18,6 +18,7 @@ from sojourn.run.home import run_folder
 from sojourn.train import step as step_module
 from sojourn.train.batcher import DeviceBatch, Prefetcher
 from sojourn.train.cuda_graphs import CudaGraphs, GpuCapture, graph_shape, pad_to_shape
+from sojourn.train.distributed import open as engines
 from sojourn.train.faults.memory_pressure import MemoryPressure
 from sojourn.train.optim.optimizers import Optimizer
 from sojourn.train.ranks import Ranks
@@ -92,6 +93,7 @@ def fake_graphs(tiny, rows, monkeypatch):
 
     monkeypatch.setattr(step_module, "CudaGraphs", make)
     monkeypatch.setattr(kernels, "cuda_graphs_unsupported_reason", lambda device: None)
+    monkeypatch.setattr(engines, "has_cpu_kernels", lambda model: False)  # as on a GPU: torch's fused AdamW
     monkeypatch.setattr(Optimizer, "fuses_clipping", property(lambda self: bool(self.torch.defaults.get("fused"))))
     monkeypatch.setattr(Prefetcher, "has", lambda self, step: self._next is not None and self._next[0] == step)
     return kept

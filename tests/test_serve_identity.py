@@ -120,10 +120,6 @@ def check(model: Path, requests: int, clients: int, kv_bytes: int, seed: int) ->
         assert not served.lines("internal_error")
 
 
-def test_twelve_clients_get_what_each_would_get_alone(tiny) -> None:
-    check(long_base(tiny.base), requests=24, clients=12, kv_bytes=KV_TINY, seed=1)
-
-
 @pytest.mark.slow
 def test_a_large_cache_gives_what_a_small_one_gives(tiny) -> None:
     bodies = make_bodies(100, random.Random(9))

@@ -46,7 +46,7 @@ def _train(run: RunFolder, tracker: str, losses: list[float], first: int = 0) ->
     with Meters(run, _config(tracker), 10, first, MfuInputs()) as meters:
         for step, loss in enumerate(losses, first + 1):
             meters.count_step(10, 0.0)
-            meters.log(step, loss, 0.125, 1.0, 0.1, spent=None)
+            meters.log(step, loss, 0.125, 1.0, 0.1, 100, spent=None)
         meters.log_eval(step, EvalScores(1.5, 4.5, 0.4))
         meters.log_samples(step, [("Hello", f"World {step}")])
 
@@ -218,5 +218,5 @@ def test_a_tracker_that_is_not_installed_is_reported_before_training(run):
 def test_a_run_without_trackers_has_no_identity_elsewhere(run):
     with Meters(run, _config(), 10, 0, MfuInputs()) as meters:
         meters.count_step(10, 0.0)
-        meters.log(1, 4.0, 0.1, 1.0, 0.1, spent=None)
+        meters.log(1, 4.0, 0.1, 1.0, 0.1, 100, spent=None)
     assert not (run.path / "trackers.json").exists()

@@ -365,5 +365,5 @@ def test_ranks_above_0_write_no_curves_and_start_no_trackers(tmp_path):
     run = RunFolder(tmp_path, is_main_process=False)
     config = load_run(["smoke", "log.tensorboard=on", "log.trackers=[wandb]"]).config
     with Meters(run, config, 10, 0, MfuInputs()) as meters:
-        meters.log(1, 2.0, 1e-3, 1.0, 0.1, spent=None)
+        meters.log(1, 2.0, 1e-3, 1.0, 0.1, 100, spent=None)
     assert list(tmp_path.iterdir()) == []
