@@ -411,6 +411,28 @@ def test_a_mirror_that_can_only_be_read_still_gives_all_back():
         (mirror.root / "checkpoints").chmod(0o700)
 
 
+@pytest.mark.parametrize("when", ["before", "in the midst"])
+def test_a_drive_that_has_gone_is_not_made_anew_as_a_folder(tmp_path, monkeypatch, when):
+    source, drive = checkpoint(tmp_path / "source"), tmp_path / "drive"
+    mirror = PathMirror(drive / "run")
+    mirror.put(source, FIRST)
+    if when == "before":
+        drive.rename(tmp_path / "away")
+    else:
+        real = disk.make_folder
+
+        def unmounted(path):
+            real(path)
+            drive.rename(tmp_path / "away")
+
+        monkeypatch.setattr(disk, "make_folder", unmounted)
+    with pytest.raises(MirrorFailed, match="check that the disk is mounted"):
+        mirror.put(source, "checkpoints/step-00000080")
+    with pytest.raises(MirrorFailed, match="check that the disk is mounted"):
+        mirror.put_file(source / "manifest.json", "file.json")
+    assert not drive.exists()
+
+
 def test_a_run_cannot_be_its_own_mirror(tmp_path):
     source = checkpoint(tmp_path / "runs" / "x" / "final")
     with pytest.raises(MirrorFailed, match=r"cannot be its own mirror; set save\.mirror"):

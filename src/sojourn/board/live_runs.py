@@ -84,7 +84,7 @@ class LiveRuns:
     def get(self, run_id: str) -> KnownRun | None:
         found = self._local.get(run_id) or self._remote.get(run_id)
         if found is None:
-            self.look()  # it may have begun this second
+            self.look()  # it may have started this second
             found = self._local.get(run_id)
         if found is not None and found.folder is not None:
             seen = self._seen.get(found.folder.path)

@@ -14,7 +14,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from sojourn.storage.verified_copy import (
     check_free_space,
     copy_files,
     discard,
+    make_folders,
     remove_abandoned_stages,
     replace_file,
     staged_path,
@@ -49,9 +50,10 @@ _NOT_PERMITTED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 @dataclass(frozen=True)
 class PathMirror:
-    """`root`: one folder for each run."""
+    """`root`: one folder for each run. It is made for the first entry; where it is gone later, so is its drive."""
 
     root: Path
+    _made: list[Path] = field(default_factory=list, init=False, compare=False)
 
     @property
     def location(self) -> str:
@@ -66,6 +68,7 @@ class PathMirror:
             if not _is_up_to_date(target, folder):
                 files = list_files(folder)
                 check_free_space(target, sum((folder / file).stat().st_size for file in files), name)
+                self._make(target.parent)
                 with staged_path(target) as stage:
                     disk.make_folder(stage)
                     digests = copy_files(folder, stage, files)
@@ -85,6 +88,7 @@ class PathMirror:
             trusted = [old] if old in _sealed_hashes(target) else []
             if trusted == [new]:
                 return
+            self._make(target.parent)
             # The seal lists both hashes until the new content has replaced the old one.
             replace_file(_file_seal(target), json.dumps([new, *trusted]).encode())
             replace_file(target, data)
@@ -109,7 +113,9 @@ class PathMirror:
                 with staged(into) as stage:
                     check_unchanged(f"{self.location}: {name}", digests, copy_files(entry, stage, digests))
             elif target.is_file():
-                replace_file(into, _read_sealed(target))
+                data = _read_sealed(target)
+                into.parent.mkdir(parents=True, exist_ok=True)
+                replace_file(into, data)
             else:
                 raise missing_entry_error(self, name)
 
@@ -139,6 +145,12 @@ class PathMirror:
                 _unseal(folder)  # a drive may not be able to rename
             with contextlib.suppress(OSError):
                 disk.rename(target, target.with_name(f"damaged-{target.name}"))
+
+    def _make(self, folder: Path) -> None:
+        if not self._made:
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._made.append(self.root)
+        make_folders(folder, self.root)
 
     @contextmanager
     def _os_errors_as_mirror_failed(

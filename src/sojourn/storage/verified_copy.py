@@ -46,10 +46,20 @@ def discard(path: Path) -> None:
             disk.unlink(path)
 
 
+def make_folders(folder: Path, below: Path) -> None:
+    """`folder` and what is missing between it and `below`, which must be there: where a drive has gone, no folder of
+    its name may take its place."""
+    missing = []
+    while folder != below and not folder.is_dir():
+        missing.append(folder)
+        folder = folder.parent
+    for one in reversed(missing):
+        one.mkdir(exist_ok=True)
+
+
 @contextmanager
 def staged_path(target: Path) -> Iterator[Path]:
     """A path beside `target` whose name holds pid, start time and host of its process."""
-    target.parent.mkdir(parents=True, exist_ok=True)
     pid, started = current_process()
     stage = target.with_name(f".stage-mirror-{pid}-{started:.2f}-{_host_name()}-{target.name}")
     discard(stage)
@@ -85,7 +95,7 @@ def copy_files(source: Path, target: Path, files: Iterable[str]) -> dict[str, Fi
     digests = {}
     for file in files:
         new = target / file
-        new.parent.mkdir(parents=True, exist_ok=True)
+        make_folders(new.parent, target)
         digest, size = hashlib.sha256(), 0
         with (source / file).open("rb") as reader, new.open("xb", buffering=0) as writer:
             while chunk := reader.read(_CHUNK_BYTES):
