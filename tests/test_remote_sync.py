@@ -17,6 +17,7 @@ from plain_sshd import PlainSshd, needs_sshd, plain_sshd
 from slow_link import slow_link
 from sojourn.errors import UserError
 from sojourn.remote import sync
+from sojourn.remote.box.hashes import UPLOAD, new_hash
 from sojourn.remote.box.tree import Entry
 from sojourn.remote.box_client import Box
 from sojourn.remote.download import MissingOnBox
@@ -150,7 +151,7 @@ def test_nothing_is_written_through_a_link_that_leads_out(box: Box, tmp_path: Pa
 @pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../../x", "a//b", ".", ""])
 def test_the_agent_refuses_paths_outside(box: Box, tmp_path: Path, name: str) -> None:
     (tmp_path / "root").mkdir()
-    line = [name, 1, 0o644, 0, hashlib.sha256(b"1").hexdigest()]
+    line = [name, 1, 0o644, 0, new_hash(UPLOAD, b"1").hexdigest()]
     with box.agent() as agent:
         answer, _ = agent.ask("put_many", b"1", root=str(tmp_path / "root"), cache="/nowhere", files=[line], sync=False)
     assert "is not a path inside" in answer["failed"][0][1]

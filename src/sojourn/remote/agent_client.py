@@ -16,7 +16,7 @@ from sojourn.remote.connection import Channel, Connection, ConnectionLost
 from sojourn.remote.hosts import Host
 
 PYTHONS = ("python3", "python", "/root/miniconda3/bin/python", "/opt/conda/bin/python", "/usr/bin/python3")
-_MODULES = ("transfer", "tree", "hashes", "agent")
+_MODULES = ("hashes", "transfer", "tree", "agent")
 _TOO_OLD = 97
 
 

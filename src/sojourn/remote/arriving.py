@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sojourn.remote.box.hashes import DOWNLOAD
 from sojourn.remote.box.transfer import FollowingHash, Partial, Paths
 from sojourn.remote.manifest import content_key
 from sojourn.remote.sync import Pieces
@@ -54,7 +55,7 @@ class Arriving:
         self.partial = Partial(str(self.path()), key, size)
         self.pieces = Pieces(size, self.partial.begin(), self.download.chunk)
         self.download.meter.done += size - self.pieces.missing_bytes
-        self.hash = FollowingHash(self.partial.path)
+        self.hash = FollowingHash(self.partial.path, DOWNLOAD)
         self.hash.extend(self.pieces.prefix)
 
     def arrived(self, start: int, end: int) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from sojourn.remote.agent_client import Agent
 from sojourn.remote.arriving import CHANGED, Arriving, Remote
+from sojourn.remote.box.hashes import DOWNLOAD
 from sojourn.remote.box.transfer import PREFIX, Paths, Refused
 from sojourn.remote.box.tree import make_links_and_folders, scan
 from sojourn.remote.download_large import receive_large
@@ -40,7 +41,7 @@ class Download:
     ) -> None:
         self.box, self.remote, self.local, self.ignore = box, remote.rstrip("/") or "/", local, ignore
         self.meter = Meter(progress)
-        self.cache = local_cache()
+        self.cache = local_cache(DOWNLOAD)
         self.result = Synced()
         self.failed: list[str] = []
         self.chunk = 2 * CHUNK_BYTES  # the first attempt halves it
@@ -88,7 +89,7 @@ class Download:
         if self.local.is_file():
             sizes = {self.remote.rpartition("/")[2]: self.local.stat().st_size}
         blob = zlib.compress(json.dumps(sizes).encode(), 1)
-        cache = remote_cache(self.box.host.home, self.remote)
+        cache = remote_cache(self.box.host.home, self.remote, DOWNLOAD)
         answer, blob = agent.ask("manifest", blob, root=self.remote, cache=cache, small=SMALL_BYTES)
         if not answer["exists"]:
             raise MissingOnBox(f"{self.box.host.name}: there is no {self.remote} on the box")

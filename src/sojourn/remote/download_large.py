@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from sojourn.remote.agent_client import Agent, AgentFailed
 from sojourn.remote.arriving import CHANGED, Arriving
+from sojourn.remote.box.hashes import DOWNLOAD
 from sojourn.remote.box.transfer import Refused
 from sojourn.remote.manifest import remote_cache
 from sojourn.remote.streams import Streams
@@ -88,7 +89,7 @@ def _begin(download: Download, agent: Agent, file: Arriving, active: list[Arrivi
             "hash",
             root=file.root,
             rel=file.entry.rel,
-            cache=remote_cache(download.box.host.home, download.remote),
+            cache=remote_cache(download.box.host.home, download.remote, DOWNLOAD),
         )
 
 

@@ -40,15 +40,15 @@ class Tree:
         return zlib.compress(json.dumps(lines).encode(), 1)
 
 
-def local_cache() -> HashCache:
+def local_cache(algorithm: str) -> HashCache:
     """Hashes of this machine's files."""
-    return HashCache(str(config_folder() / "cache" / "hashes"))
+    return HashCache(str(config_folder() / "cache" / f"hashes.{algorithm}"), algorithm)
 
 
-def remote_cache(home: str, root: str) -> str:
+def remote_cache(home: str, root: str, algorithm: str) -> str:
     """The file on the box that keeps the hashes of `root`."""
     name = hashlib.sha256(os.fsencode(root)).hexdigest()[:16]
-    return f"{home or '~'}/.sojourn/cache/{name}.hashes"
+    return f"{home or '~'}/.sojourn/cache/{name}.{algorithm}"
 
 
 def first_push(host: Host, root: str) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sojourn.errors import UserError
 from sojourn.remote.agent_client import Agent, AgentFailed
-from sojourn.remote.box.hashes import HashCache
+from sojourn.remote.box.hashes import UPLOAD, HashCache
 from sojourn.remote.box.tree import Entry
 from sojourn.remote.ignore import Ignore
 from sojourn.remote.manifest import Tree, first_push, list_trees, local_cache, remote_cache
@@ -55,7 +55,7 @@ class Upload:
                 raise UserError(f"{local}: there is no such file or folder")
         self.box, self.items, self.ignore, self.delete, self.durable = box, items, ignore, delete, durable
         self.meter = Meter(progress)
-        self.cache: HashCache = local_cache()
+        self.cache: HashCache = local_cache(UPLOAD)
         self.ahead = ReadAhead(self.cache)
         self.result = Synced()
         self.failed: list[str] = []
@@ -148,7 +148,7 @@ class Upload:
         return numbers
 
     def cache_of(self, tree: Tree) -> str:
-        return remote_cache(self.box.host.home, tree.root)
+        return remote_cache(self.box.host.home, tree.root, UPLOAD)
 
     def _send(self, agent: Agent, needed: list[tuple[Tree, Entry]]) -> bool:
         if not needed:

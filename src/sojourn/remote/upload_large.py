@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sojourn.remote.agent_client import Agent, AgentFailed
-from sojourn.remote.box.hashes import sha256, stamp
+from sojourn.remote.box.hashes import UPLOAD, hash_file, stamp
 from sojourn.remote.box.tree import Entry
 from sojourn.remote.manifest import Tree, upload_key
 from sojourn.remote.streams import Streams
@@ -147,7 +147,7 @@ def _begin(
         file.in_order = in_order and fresh
         if not fresh and file.digest is None:
             # What an earlier connection sent is checked too, so this end's hash is needed.
-            file.local = hasher.submit(sha256, file.entry.path)
+            file.local = hasher.submit(hash_file, file.entry.path, UPLOAD)
         started.append(file)
     return started
 

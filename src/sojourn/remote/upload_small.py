@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sojourn.remote.agent_client import Agent, AgentFailed
-from sojourn.remote.box.hashes import HashCache, stamp
+from sojourn.remote.box.hashes import UPLOAD, HashCache, new_hash, stamp
 from sojourn.remote.box.tree import Entry
 from sojourn.remote.manifest import Tree
 from sojourn.remote.sync import BATCH_BYTES, BATCH_FILES, SMALL_BYTES, compressed
@@ -36,7 +35,7 @@ class Content:
 def _read(path: str) -> Content:
     with open(path, "rb", buffering=0) as file:  # noqa: PTH123 -- a Path for each of thousands takes as long as the read
         data, status = file.readall(), os.fstat(file.fileno())
-    return Content(data, status, hashlib.sha256(data).hexdigest())
+    return Content(data, status, new_hash(UPLOAD, data).hexdigest())
 
 
 class ReadAhead:

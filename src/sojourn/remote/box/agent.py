@@ -7,7 +7,6 @@ source, and ends with it: nothing is installed.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import stat
@@ -16,7 +15,7 @@ import sys
 import time
 import zlib
 
-from sojourn.remote.box.hashes import HashCache
+from sojourn.remote.box.hashes import DOWNLOAD, UPLOAD, HashCache, new_hash
 from sojourn.remote.box.transfer import ArrivingHash, FollowingHash, Partial, Paths, Refused, write_whole
 from sojourn.remote.box.tree import describe, make_links_and_folders, scan
 
@@ -142,10 +141,10 @@ class Agent:
 
     # trees
 
-    def _cache(self, name: str, fresh: bool = False) -> HashCache:
+    def _cache(self, name: str, algorithm: str, fresh: bool = False) -> HashCache:
         """`fresh`: with what other agents have written into it."""
         if fresh or name not in self._caches:
-            self._caches[name] = HashCache(os.path.expanduser(name))
+            self._caches[name] = HashCache(os.path.expanduser(name), algorithm)
         return self._caches[name]
 
     def _root(self, root: str) -> Paths:
@@ -156,7 +155,7 @@ class Agent:
         """`blob`: the other end's manifest, with null for what it does not ask about. Which of its files are missing or
         different here, by number; and for those whose hash it does not know, the hash of the file of the same size
         here."""
-        known, paths = self._cache(cache, fresh=True), self._root(root)
+        known, paths = self._cache(cache, UPLOAD, fresh=True), self._root(root)
         need, hashes = [], {}
         for index, line in enumerate(json.loads(zlib.decompress(blob))):
             if line is None:
@@ -181,7 +180,7 @@ class Agent:
 
     def do_manifest(self, blob: bytes, root: str, cache: str, small: int) -> Any:
         """`blob`: sizes of the files that the other end has, by path; only the same size is worth a hash here."""
-        root, known = os.path.expanduser(root), self._cache(cache, fresh=True)
+        root, known = os.path.expanduser(root), self._cache(cache, DOWNLOAD, fresh=True)
         theirs = json.loads(zlib.decompress(blob)) if blob else {}
         entries: list[list[Any]] = []
         skipped: list[str] = []
@@ -200,12 +199,12 @@ class Agent:
         )
 
     def do_put_many(self, blob: bytes, root: str, cache: str, files: list[Any], sync: bool) -> Any:
-        paths, known, at, view, failed = self._root(root), self._cache(cache), 0, memoryview(blob), []
+        paths, known, at, view, failed = self._root(root), self._cache(cache, UPLOAD), 0, memoryview(blob), []
         for index, (rel, size, mode, mtime_ns, digest) in enumerate(files):
             data = view[at : at + size]
             at += size
             try:
-                if hashlib.sha256(data).hexdigest() != digest:
+                if new_hash(UPLOAD, data).hexdigest() != digest:
                     raise Refused("%s: the bytes that arrived are not those that were sent" % rel)
                 path = paths.of(rel, make=True)
                 known.remember(path, write_whole(path, data, mode, mtime_ns, sync), digest)
@@ -247,7 +246,7 @@ class Agent:
 
     def do_hash_to(self, blob: bytes, key: str, upto: int) -> None:
         if key not in self._hashes:
-            self._hashes[key] = FollowingHash(self._partials[key].path)
+            self._hashes[key] = FollowingHash(self._partials[key].path, UPLOAD)
         self._hashes[key].extend(upto)
 
     def do_commit(
@@ -257,8 +256,8 @@ class Agent:
         if arriving is not None and arriving.size == partial.size:
             found = arriving.digest()
         else:
-            found = (self._hashes.pop(key, None) or FollowingHash(partial.path)).digest(partial.size)
-        known = self._cache(cache)
+            found = (self._hashes.pop(key, None) or FollowingHash(partial.path, UPLOAD)).digest(partial.size)
+        known = self._cache(cache, UPLOAD)
         known.remember(partial.target, partial.finish(found, digest, mode, mtime_ns, sync), found)
         known.save()
         return {"digest": found}
@@ -285,7 +284,7 @@ class Agent:
             except (OSError, Refused) as error:
                 sizes.append([-1, str(error)])
                 continue
-            sizes.append([len(data), hashlib.sha256(data).hexdigest()])
+            sizes.append([len(data), new_hash(DOWNLOAD, data).hexdigest()])
             parts.append(data)
         data = b"".join(parts)
         return {"sizes": sizes, "packed": pack}, zlib.compress(data, 1) if pack else data
@@ -306,7 +305,7 @@ class Agent:
 
     def do_hash(self, blob: bytes, root: str, rel: str, cache: str) -> Any:
         path = self._root(root).of(rel)
-        known = self._cache(cache)
+        known = self._cache(cache, DOWNLOAD)
         digest = known.of(path, os.stat(path))
         known.save()
         return {"digest": digest}

@@ -7,12 +7,13 @@ so whoever writes to it writes the same bytes, and no lock is needed.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import os
 import stat
 import threading
 import time
+
+from sojourn.remote.box.hashes import UPLOAD, new_hash
 
 PREFIX = ".sojourn-"  # of every temporary file; no manifest lists them
 _OLD_SECONDS = 7 * 86400
@@ -206,11 +207,11 @@ class Partial:
 
 
 class FollowingHash:
-    """SHA-256 of a file in order, in a thread of its own, as far as its bytes are there."""
+    """Hash of a file in order, in a thread of its own, as far as its bytes are there."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, algorithm: str) -> None:
         self._path = path
-        self._digest = hashlib.sha256()
+        self._digest = new_hash(algorithm)
         self._at = self._upto = 0
         self._changed = threading.Condition()
         self._error: OSError | None = None
@@ -262,12 +263,12 @@ class FollowingHash:
 
 
 class ArrivingHash:
-    """SHA-256 of blocks that come in order, in a thread of its own, without reading them back."""
+    """Hash of blocks that come in order, in a thread of its own, without reading them back."""
 
     def __init__(self) -> None:
         import queue
 
-        self._digest = hashlib.sha256()
+        self._digest = new_hash(UPLOAD)
         self._blocks: queue.Queue[bytes | None] = queue.Queue(8)
         self.size = 0
         self._thread = threading.Thread(target=self._update, daemon=True)
