@@ -6,11 +6,11 @@ import asyncio
 import json
 import time
 
-import httpx
 import pytest
 
 from conftest import sojourn
 from serve_engine import ThreadEngine, long_base, serving
+from sojourn.bench.serve.client import Address
 from sojourn.bench.serve.load import Seen, closed_loop, make_requests, open_loop, read_events, summarize
 from sojourn.bench.serve.measure import make_bench
 from sojourn.errors import UserError
@@ -35,14 +35,14 @@ def test_the_summary_counts_what_clients_saw() -> None:
 
 
 def test_an_event_has_come_when_its_end_has_and_an_error_in_a_stream_is_one() -> None:
-    seen = Seen(pieces=[
+    seen, failed = Seen(), Seen()
+    pieces = [
         (1.0, b'data: {"choices":[{"text":"a"}]}\n\ndata: {"choi'), (2.0, b'ces":[{"text":"b"}]}\n'), (3.5, b"\n"),
         (4.0, b'data: {"choices":[],"usage":{"completion_tokens":2}}\n\ndata: [DONE]\n\n'),
-    ])  # fmt: skip
-    read_events(seen)
+    ]  # fmt: skip
+    read_events(seen, pieces)
     assert (seen.first, seen.gaps, seen.tokens, seen.error) == (1.0, [2.5], 2, None)
-    failed = Seen(pieces=[(1.0, b'data: {"error":{"message":"the engine stopped"}}\n\n')])
-    read_events(failed)
+    read_events(failed, [(1.0, b'data: {"error":{"message":"the engine stopped"}}\n\n')])
     assert "the engine stopped" in str(failed.error)
 
 
@@ -59,8 +59,8 @@ def test_both_loops_measure_a_real_server(tiny) -> None:
     with serving(ThreadEngine(loaded)) as served:
 
         async def both() -> list[tuple[list[Seen], float]]:
-            async with httpx.AsyncClient(base_url=served.url) as client:
-                return [await closed_loop(client, "tiny", asked, 2), await open_loop(client, "tiny", asked, 50.0)]
+            server = Address(int(served.url.rpartition(":")[2]))
+            return [await closed_loop(server, "tiny", asked, 2), await open_loop(server, "tiny", asked, 50.0)]
 
         began = time.perf_counter()
         for seen, seconds in asyncio.run(both()):
@@ -69,6 +69,11 @@ def test_both_loops_measure_a_real_server(tiny) -> None:
             assert [one.tokens for one in seen] == [6] * 5 and 0 < row["ttft_ms"]["p50"] / 1000 < seconds
         assert row["tokens_per_second"] * row["seconds"] == pytest.approx(30, rel=0.05)
         assert time.perf_counter() - began >= row["seconds"]
+        server = Address(int(served.url.rpartition(":")[2]))
+        refused, _ = asyncio.run(closed_loop(server, "another", asked[:1], 1))
+        assert "404" in str(refused[0].error)
+    gone, _ = asyncio.run(closed_loop(server, "tiny", asked[:1], 1))
+    assert "ConnectionRefusedError" in str(gone[0].error)
 
 
 @pytest.mark.slow  # a server of its own, and transformers beside it

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-_TIMEOUT = 3600.0  # seconds
+from sojourn.bench.serve.client import Address, Sent, post
+
 # Tokens of prompts (with a chat template) and of answers in instruction data, from the 5th to the 95th percentile
 _PROMPT_TOKENS = (27, 29, 31, 32, 33, 35, 38, 41, 47, 62)
 _ANSWER_TOKENS = (8, 14, 25, 47, 84, 128, 188, 259, 320, 401)
@@ -37,7 +38,6 @@ class Seen:
     tokens: int = 0
     gaps: list[float] = field(default_factory=list)
     error: str | None = None
-    pieces: list[tuple[float, bytes]] = field(default_factory=list)  # of the answer, until `read_events`
 
 
 def make_requests(ids: Sequence[int], count: int, lengths: str, seed: int = 0) -> list[Asked]:
@@ -54,64 +54,61 @@ def make_requests(ids: Sequence[int], count: int, lengths: str, seed: int = 0) -
     return asked
 
 
-async def closed_loop(client: Any, model: str, asked: Sequence[Asked], clients: int) -> tuple[list[Seen], float]:
+async def closed_loop(server: Address, model: str, asked: Sequence[Asked], clients: int) -> tuple[list[Seen], float]:
     """What each request saw, and seconds in all."""
     waiting = iter(asked)
-    seen: list[Seen] = []
+    sent: list[Seen | Sent] = []
 
     async def work() -> None:
         for request in waiting:
-            seen.append(await _send(client, model, request))
+            sent.append(await _send(server, model, request))
 
     began = time.perf_counter()
     await asyncio.gather(*(work() for _ in range(clients)))
     seconds = time.perf_counter() - began
-    for one in seen:
-        read_events(one)
-    return seen, seconds
+    return [_read(one) for one in sent], seconds
 
 
 async def open_loop(
-    client: Any, model: str, asked: Sequence[Asked], rate: float, seed: int = 0
+    server: Address, model: str, asked: Sequence[Asked], rate: float, seed: int = 0
 ) -> tuple[list[Seen], float]:
     rng = random.Random(seed)  # noqa: S311
     began = time.perf_counter()
     tasks = []
     for request in asked:
-        tasks.append(asyncio.create_task(_send(client, model, request)))
+        tasks.append(asyncio.create_task(_send(server, model, request)))
         await asyncio.sleep(rng.expovariate(rate))
-    seen = list(await asyncio.gather(*tasks))
+    sent = await asyncio.gather(*tasks)
     seconds = time.perf_counter() - began
-    for one in seen:
-        read_events(one)
-    return seen, seconds
+    return [_read(one) for one in sent], seconds
 
 
-async def _send(client: Any, model: str, asked: Asked) -> Seen:
-    """Keeps what comes, and when: `read_events` looks at it when the load is over. A client that parses each token
-    while others wait would measure itself."""
+async def _send(server: Address, model: str, asked: Asked) -> Seen | Sent:
     body = {
         "model": model, "prompt": list(asked.prompt), "max_tokens": asked.tokens, "temperature": 0, "stream": True,
         "ignore_eos": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
-    seen, began = Seen(), time.perf_counter()
-    options = {"json": body, "timeout": _TIMEOUT, "headers": {"accept-encoding": "identity"}}
     try:
-        async with client.stream("POST", "/v1/completions", **options) as answer:
-            if answer.status_code != 200:
-                seen.error = f"{answer.status_code}: {(await answer.aread()).decode(errors='replace')[:200]}"
-                return seen
-            async for data in answer.aiter_raw():
-                seen.pieces.append((time.perf_counter() - began, data))
-    except Exception as error:  # whatever the connection raises
-        seen.error = f"{type(error).__name__}: {error}"[:200]
-    seen.total = time.perf_counter() - began
+        return await post(server, "/v1/completions", body)
+    except (OSError, asyncio.TimeoutError) as error:
+        return Seen(error=f"{type(error).__name__}: {error}"[:200])
+
+
+def _read(sent: Seen | Sent) -> Seen:
+    """What a client saw, when the load is over."""
+    if isinstance(sent, Seen):
+        return sent
+    answer = sent.read()
+    seen = Seen(total=answer.seconds)
+    if answer.status != 200:
+        seen.error = f"{answer.status}: {answer.body.decode(errors='replace')[:200]}"
+    else:
+        read_events(seen, answer.pieces)
     return seen
 
 
-def read_events(seen: Seen) -> None:
+def read_events(seen: Seen, pieces: Sequence[tuple[float, bytes]]) -> None:
     """Tokens and times of a stream: an event has come when its end has."""
-    pieces, seen.pieces = seen.pieces, []
     last, rest = 0.0, b""
     for came, data in pieces:
         *events, rest = (rest + data).split(b"\n\n")

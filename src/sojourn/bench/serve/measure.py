@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from sojourn.bench.serve.client import Address
 from sojourn.bench.serve.load import Asked, Seen, closed_loop, make_requests, open_loop, summarize
 from sojourn.bench.serve.servers import our_server, transformers_rows, vllm_server
 from sojourn.errors import RunFailed, UserError
@@ -64,8 +65,8 @@ def measure(bench: ServeBench, echo: Callable[[str], None]) -> dict[str, Any]:
 
     echo(HEADER)
     rows = ["--max-requests", str(max(MAX_ROWS, *bench.clients))]
-    with our_server(bench.model, ["--device", bench.device, *rows, *bench.arguments]) as client:
-        asyncio.run(_loads(bench, client, ids, partial(add, "sojourn")))
+    with our_server(bench.model, ["--device", bench.device, *rows, *bench.arguments]) as server:
+        asyncio.run(_loads(bench, server, ids, partial(add, "sojourn")))
     if not bench.peers:
         return result
     few = make_requests(ids, _MOST_SEQUENTIAL, bench.lengths)
@@ -73,20 +74,22 @@ def measure(bench: ServeBench, echo: Callable[[str], None]) -> dict[str, Any]:
         answers, seconds = transformers_rows(bench.model, bench.device, few)
         seen = [Seen(one["first"], one["total"], one["tokens"], _gaps(one)) for one in answers]
         add("transformers", "1 by 1", summarize(seen, seconds))
-    with _said(echo, "vLLM"), vllm_server(_plain_folder(found.path), _longest(few, bench)) as client:
-        asyncio.run(_loads(bench, client, ids, partial(add, "vLLM")))
+    with _said(echo, "vLLM"), vllm_server(_plain_folder(found.path), _longest(few, bench)) as server:
+        asyncio.run(_loads(bench, server, ids, partial(add, "vLLM")))
     return result
 
 
-async def _loads(bench: ServeBench, client: Any, ids: list[int], add: Callable[[str, dict[str, Any]], None]) -> None:
-    await closed_loop(client, "model", make_requests(ids, 2, "16x4", seed=1), 2)  # warm-up
+async def _loads(
+    bench: ServeBench, server: Address, ids: list[int], add: Callable[[str, dict[str, Any]], None]
+) -> None:
+    await closed_loop(server, "model", make_requests(ids, 2, "16x4", seed=1), 2)  # warm-up
     if bench.rate is not None:
         asked = make_requests(ids, bench.requests or 100, bench.lengths)
-        add(f"{bench.rate:g}/s", summarize(*await open_loop(client, "model", asked, bench.rate)))
+        add(f"{bench.rate:g}/s", summarize(*await open_loop(server, "model", asked, bench.rate)))
         return
     for clients in bench.clients:
         asked = make_requests(ids, bench.requests or max(4, clients * _REQUESTS_PER_CLIENT), bench.lengths)
-        add(str(clients), summarize(*await closed_loop(client, "model", asked, clients)))
+        add(str(clients), summarize(*await closed_loop(server, "model", asked, clients)))
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from sojourn.bench.serve.client import Address
 from sojourn.bench.serve.load import Asked
 from sojourn.errors import RunFailed, UserError
 
@@ -20,10 +21,8 @@ _START_SECONDS = 900.0
 
 
 @contextlib.contextmanager
-def our_server(model: str, arguments: list[str]) -> Iterator[Any]:
-    """An httpx client of `sojourn serve`."""
-    import httpx
-
+def our_server(model: str, arguments: list[str]) -> Iterator[Address]:
+    """`sojourn serve`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -33,7 +32,7 @@ def our_server(model: str, arguments: list[str]) -> Iterator[Any]:
     ) as child:
         try:
             _wait(f"http://127.0.0.1:{port}", child)
-            yield httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", limits=httpx.Limits(max_connections=None))
+            yield Address(port)
         finally:
             child.terminate()
             try:
@@ -59,9 +58,7 @@ def _wait(url: str, child: subprocess.Popen[bytes]) -> None:
 
 
 @contextlib.contextmanager
-def vllm_server(model: Path, max_length: int) -> Iterator[Any]:
-    import httpx
-
+def vllm_server(model: Path, max_length: int) -> Iterator[Address]:
     from sojourn.infer.runtimes.managed_environment import VLLM
     from sojourn.infer.runtimes.vllm_server import VllmServer
 
@@ -69,8 +66,7 @@ def vllm_server(model: Path, max_length: int) -> Iterator[Any]:
         raise UserError(reason)
     server = VllmServer([str(model), "--served-model-name", "model", "--max-model-len", str(max_length)])
     try:
-        transport = httpx.AsyncHTTPTransport(uds=str(server.socket), limits=httpx.Limits(max_connections=None))
-        yield httpx.AsyncClient(transport=transport, base_url="http://vllm")
+        yield Address(path=str(server.socket))
     finally:
         server.close()
 
