@@ -2,19 +2,24 @@
 
 import json
 from dataclasses import replace
+from datetime import date
+from decimal import Decimal
 from unicodedata import east_asian_width
 
 import pytest
 
 from conftest import called
+from sojourn.catalog import staleness
 from sojourn.catalog.gpus import find_gpu
 from sojourn.catalog.models import find_model
 from sojourn.catalog.platforms import platforms
 from sojourn.config.load import load_run
+from sojourn.config.quantities import Money
 from sojourn.errors import UserError
 from sojourn.estimate.memory import memory
 from sojourn.estimate.step_time import step_time
 from sojourn.plan.advice import advise, advise_for, faster, what_fits
+from sojourn.plan.arguments import known_platform, to_memory
 from sojourn.plan.money import bill
 from sojourn.plan.offers import TOO_SMALL, fit_on, make_plan, plan_device, resolve_for
 from sojourn.resolve.model_spec import model_spec_of
@@ -53,14 +58,97 @@ def test_a_vocabulary_that_only_the_data_decides_is_said_to_be_assumed(home):
         assert (f"note: {line}" in " ".join(called(*args).stdout.split())) == (reason is not None)
 
 
+# --- what is typed
+
+
+def test_a_plan_that_finds_nothing_exits_with_4(home):
+    limited = ("plan", "qlora-7b", "train.steps=1000", "--platform", "autodl")
+    assert called(*limited, "--budget", "¥30", "--deadline", "1d").returncode == 0
+    assert called(*limited, "--budget", "¥0.01").returncode == 4
+    assert called(*limited, "--deadline", "1m", "--json").returncode == 4
+    assert called("plan", "full-7b", "train.steps=10", "--gpu", "4090").returncode == 4
+    assert called("plan", "medium", "--gpu", "P100").returncode == 4
+    assert called("plan", "medium", "--gpu", "M2 Max", "--budget", "¥1").returncode == 0, "one's own costs nothing"
+    assert called("plan", "medium", "--gpu", "A30", "--budget", "¥1").returncode == 4, "nobody knows what it costs"
+    assert called("plan", "medium", "--gpu", "A30", "--deadline", "1d").returncode == 0
+
+
+def test_the_first_line_is_the_answer(home):
+    first = called("plan", "qlora-7b", "train.steps=1000", "--platform", "autodl").stdout.splitlines()[0]
+    assert first.startswith("cheapest that fits: ") and "on AutoDL: ¥" in first
+    first = called("plan", "full-7b", "train.steps=10", "--gpu", "4090").stdout.splitlines()[0]
+    assert first.startswith("it fits on none of these GPUs")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--gpu", "2xT4"), ("--gpu", "T4x2"), ("--gpu", "T4", "--gpus", "2"), ("--gpu", "T4", "--gpus=2"),
+     ("--gpu", "T4", "parallel.gpus=2"), ("--gpu", "2xT4", "--gpus", "2"), ("--gpu", "T4", "--gpus", "0,1")],
+)  # fmt: skip
+def test_a_number_of_gpus_is_a_number_in_a_plan(home, words):
+    found = json.loads(called("plan", "medium", *words, "--json").stdout)
+    assert {offer["count"] for offer in found["offers"]} == {2}
+    counted = words[-1] in ("2", "--gpus=2", "parallel.gpus=2")
+    assert any("planned as 2 GPUs" in note for note in found["notes"]) == counted
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--deadline", "12"), "write 12h"),
+        (("--gpu", "2xT4", "--gpu", "4xA100 80GB"), "one number of GPUs"),
+        (("--gpu", "2xT4", "--gpus", "4"), "--gpu says 2"),
+        (("--gpu", "Ascend 910B"), "torch_npu"),
+        (("--platform", "恒园云"), "no platform called"),
+    ],
+)
+def test_what_cannot_be_meant_is_one_line(home, words, says):
+    said = called("plan", "medium", *words)
+    assert said.returncode == 2 and says in said.stderr and len(said.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [("恒源云", "gpushare"), ("矩池云", "matpool"), ("ＡｕｔｏＤＬ", "autodl"), ("Google Cloud", "gcp"),
+     ("阿里云", "aliyun")],
+)  # fmt: skip
+def test_a_platform_is_known_by_the_words_of_its_title(typed, name):
+    assert known_platform(typed) == name
+
+
+def test_a_size_in_gb_is_a_card_of_that_size():
+    assert to_memory("24GB") == to_memory("24") == to_memory("２４ gb")
+    size, words = to_memory("24GB")
+    assert size == int(23.5 * 2**30) and "24 GB" in words
+    assert to_memory("24GiB")[0] == 24 * 2**30
+
+
+def test_a_model_may_stand_in_the_place_of_a_run(home):
+    found = json.loads(called("plan", "Qwen/Qwen2.5-7B-Instruct", "train.steps=10", "--gpu", "4090", "--json").stdout)
+    assert found["model"]["name"] == "qwen2.5-7b" and not any("no run named" in note for note in found["notes"])
+    said = called("plan", "qwen2.5-7c")
+    assert said.returncode == 2 and "neither a preset nor a file" in said.stderr
+
+
+def test_a_card_that_was_never_run_says_so(home):
+    assert "never run" in called("plan", "medium", "--gpu", "MI300X").stdout
+
+
+def test_dates_of_prices_and_exchange_rates_are_shown_and_stale_ones_marked(home, monkeypatch):
+    monkeypatch.setattr(staleness, "today", lambda: date(2027, 3, 1))
+    text = " ".join(called("plan", "qlora-7b", "train.steps=10").stdout.split())
+    assert "AutoDL price page, 2026-08, stale: 182 days old" in text and "sojourn catalog refresh" in text
+    assert "exchange rates in CNY: USD" in text and "2026-05-08, stale" in text
+
+
 # --- how many GPUs
 
 
 def test_a_run_that_names_its_gpus_is_planned_and_paid_for_so_many():
     words = ("full-7b", "train.optimizer=adamw", "train.steps=100")
-    (alone,) = plan_of(*words, only=[A100]).offers
+    (alone,) = plan_of(*words, only=[A100], platform="autodl").offers
     assert not alone.fits
-    (four,) = plan_of(*words, "--gpus", "0,1,2,3", only=[A100]).offers
+    (four,) = plan_of(*words, "--gpus", "0,1,2,3", only=[A100], platform="autodl").offers
     assert four.count == four.fit.workload.world_size == 4 and four.fit.workload.engine == "fsdp"
     assert four.bill.amount == pytest.approx(4 * 5.98 * four.bill.hours)
     assert four.bill.hours == pytest.approx(four.run_time.seconds / 3600)
@@ -68,8 +156,9 @@ def test_a_run_that_names_its_gpus_is_planned_and_paid_for_so_many():
 
 def test_machines_exchange_more_slowly_than_gpus_of_one():
     words = ("full-7b", "train.optimizer=adamw", "train.steps=100")
-    (one,) = plan_of(*words, "--gpus", "0,1,2,3", only=[A100]).offers
-    (two,) = plan_of(*words, "--gpus", "0,1", "parallel.nodes=2", "parallel.master=10.0.0.1", only=[A100]).offers
+    (one,) = plan_of(*words, "--gpus", "0,1,2,3", only=[A100], platform="autodl").offers
+    machines = ("--gpus", "0,1", "parallel.nodes=2", "parallel.master=10.0.0.1")
+    (two,) = plan_of(*words, *machines, only=[A100], platform="autodl").offers
     assert two.count == 4 and two.fit.workload.nodes == 2 and one.fit.workload.world_size == two.fit.workload.world_size
     assert two.run_time.seconds > 3 * one.run_time.seconds
 
@@ -78,7 +167,7 @@ def test_what_is_advised_is_what_the_plan_then_says():
     words = ("full-7b", "train.steps=100")
     config = load_run(list(words)).config
     found = next(one for one in advise(config, A100) if one.changes[0].count == 4)
-    (then,) = plan_of(*words, *found.arguments.split(), only=[A100]).offers
+    (then,) = plan_of(*words, *found.arguments.split(), only=[A100], platform="autodl").offers
     assert then.step.tokens_per_second == pytest.approx(found.tokens_per_second)
     assert then.fit.memory.device == found.memory
 
@@ -210,7 +299,7 @@ def test_what_cannot_run_it_is_not_said_to_be_too_small(home):
 
 
 def test_the_memory_shown_is_of_a_gpu_whose_speed_is_known():
-    found = plan_of("full-7b", "train.optimizer=adamw", "train.steps=10")
+    found = plan_of("full-7b", "train.optimizer=adamw", "train.steps=10", budget=Money(Decimal(0)))
     assert found.best is None and found.shown.step is not None and not found.shown.gpu.unified
 
 
@@ -218,7 +307,7 @@ def test_the_memory_shown_is_of_a_gpu_whose_speed_is_known():
 
 
 def test_a_card_on_another_board_has_the_price_of_its_sister():
-    (found,) = plan_of("medium", only=[find_gpu("A100 80GB PCIe")]).offers
+    (found,) = plan_of("medium", only=[find_gpu("A100 80GB PCIe")], platform="autodl").offers
     assert found.bill.platform == "autodl" and found.bill.per_hour == 5.98
 
 
@@ -249,8 +338,8 @@ def test_platforms_are_known_in_any_case_and_gpus_named_twice_are_one(home):
 
 
 def test_a_currency_without_a_rate_says_what_to_add(home):
-    said = called("plan", "medium", "--budget", "1000 JPY")
-    assert said.returncode == 2 and "[currencies.JPY]" in said.stderr and len(said.stderr.splitlines()) == 1
+    said = called("plan", "medium", "--budget", "1000 THB")
+    assert said.returncode == 2 and "[currencies.THB]" in said.stderr and len(said.stderr.splitlines()) == 1
 
 
 def test_a_price_of_ones_own_is_on_no_platform_in_particular(home):
@@ -443,7 +532,7 @@ def test_what_fits_the_other_way_round_fits_in_a_plan_too():
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--fit", "24"), "write 24GiB"),
+        (("--fit", "24MB"), "at least 1GiB"),
         (("--fit", "0"), "at least 1GiB"),
         (("--fit", "24GiB", "--gpu", "4090"), "--gpu"),
     ],

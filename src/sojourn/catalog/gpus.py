@@ -6,14 +6,22 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
-from sojourn.catalog.tables import load_rows, to_row, user_file
+from sojourn.catalog.tables import load_rows, read_once, to_row, user_file
 from sojourn.config.messages import printable
 from sojourn.errors import UserError
 
 _PCIE_LANE_GBS = {3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}  # one lane, one direction
-_NOISE = re.compile(r"^(nvidia|geforce|tesla|quadro|apple|gpu|graphics|card|rtx|hbm\d?e?|sxm\d?)$")
+_NOISE = re.compile(
+    r"^(nvidia|geforce|tesla|quadro|apple|amd|instinct|huawei|ascend|昇腾|gpu|graphics|card|rtx|hbm\d?e?|sxm\d?"
+    r"|generation|blackwell|server|workstation|edition|ac)$"
+)
 _MEMORY = re.compile(r"^(\d+)(gb|gib|g)$")
+_COUNTED = (  # "2xT4", "2 × T4", "T4x2", "T4*2", "T4:2"
+    re.compile(r"(?P<count>[1-9]\d{0,2})\s*[x×*]\s*(?P<name>[^\W_].*)", re.IGNORECASE),
+    re.compile(r"(?P<name>.+?)\s*(?:[x×*:])\s*(?P<count>[1-9]\d{0,2})", re.IGNORECASE),
+)
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,8 @@ class Gpu:
     pcie_lanes: int = 16
     unified: bool = False
     note: str = ""
+    not_run: str = ""
+    refused: str = ""
 
     @property
     def plan_gib(self) -> float:
@@ -53,6 +63,7 @@ class Gpu:
         return None if lane is None else lane * self.pcie_lanes
 
 
+@read_once
 def gpus(user: Path | None = None) -> tuple[Gpu, ...]:
     """Every GPU of the catalogue and of the user's own file."""
     return tuple(_gpu(name, row, f'{where}: gpu."{name}"') for name, (row, where) in load_rows("gpu", user).items())
@@ -74,14 +85,15 @@ def _gpu(name: str, row: dict[str, Any], where: str) -> Gpu:
 def _parts(name: str) -> tuple[str, float | None, bool]:
     """The model as one word, the memory if the name has it, and whether it has PCIe."""
     model, memory, pcie = [], None, False
-    for word in re.split(r"[\s\-_/()]+", name.lower().replace("rtx", "rtx ")):
+    name = normalize("NFKC", name).lower()  # full-width letters and digits are ordinary ones
+    for word in re.split(r"[\s\-_/()]+", re.sub("(rtx|昇腾|ascend)", r"\1 ", name)):
         if found := _MEMORY.match(word):
             memory = float(found[1])
         elif word == "pcie":
             pcie = True
         elif word and not _NOISE.match(word):
             model.append(word)
-    if len(model) > 1 and re.fullmatch(r"\d{1,4}", model[-1]) and memory is None:  # "a100 80", "4060 Ti 16"
+    if len(model) > 1 and re.fullmatch(r"\d{1,3}", model[-1]) and memory is None:  # "a100 80", "4060 Ti 16"
         memory = float(model.pop())
     return "".join(model), memory, pcie
 
@@ -115,6 +127,15 @@ def find_gpu(name: str, memory_gib: float | None = None, user: Path | None = Non
     )
 
 
+def split_count(text: str) -> tuple[str, int | None]:
+    """A GPU's name and how many of it are meant, if the text says: `2xT4`, `T4x2`, `2 × RTX 4090`."""
+    text = normalize("NFKC", text).strip()
+    for pattern in _COUNTED:
+        if found := pattern.fullmatch(text):
+            return found["name"].strip(), int(found["count"])
+    return text, None
+
+
 def is_same_model(one: Gpu, other: Gpu) -> bool:
     """Whether two rows are one card on different boards (PCIe, SXM)."""
     return _parts(one.name)[:2] == _parts(other.name)[:2]
@@ -128,7 +149,9 @@ def _is_sold_as(said_gib: float, row: Gpu) -> bool:
 
 
 def _unknown(name: str, model: str, catalogue: tuple[Gpu, ...]) -> str:
-    known = {_parts(row.name)[0]: row.name for row in catalogue}
+    """Suggests names of the same kind: an Apple chip only for what looks like one."""
+    apple = "apple" in name.casefold() or re.match(r"m\d", model) is not None
+    known = {_parts(row.name)[0]: row.name for row in catalogue if row.unified == apple and not row.refused}
     close = difflib.get_close_matches(model[:60], known, n=3, cutoff=0.5)
     guess = (
         f"did you mean {' or '.join(known[c] for c in close)}?"

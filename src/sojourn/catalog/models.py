@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sojourn.catalog.tables import load_rows, to_row, user_file
+from sojourn.catalog.tables import load_rows, read_once, to_row, user_file
 from sojourn.config.messages import printable
 from sojourn.errors import UserError
 
@@ -123,6 +123,7 @@ class ModelSpec:
         return self.layers // self.full_every if self.full_every else 0
 
 
+@read_once
 def models(user: Path | None = None) -> tuple[ModelSpec, ...]:
     """Every model of the catalogue and of the user's own file."""
     return tuple(

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sojourn.catalog.tables import load_rows, to_row
+from sojourn.catalog.tables import load_rows, read_once, to_row
 from sojourn.errors import UserError
 
 
@@ -45,6 +45,7 @@ class PlatformFacts:
     session_hours: float | None = None
     idle_minutes: float | None = None
     weekly_gpu_hours: float | None = None
+    most_gpus: int | None = None
     released_after_days: float | None = None
     currency: str | None = None
     no_gpu_per_hour: float | None = None
@@ -58,6 +59,7 @@ class PlatformFacts:
     note: str = ""
 
 
+@read_once
 def platforms(user: Path | None = None) -> tuple[PlatformFacts, ...]:
     """Every platform, in the order of detection; `generic` matches nothing and means none of them."""
     return tuple(

@@ -7,7 +7,7 @@ from typing import Any
 from sojourn.catalog.gpus import Gpu, find_gpu, gpus, is_same_model
 from sojourn.catalog.live_prices import live_prices
 from sojourn.catalog.platforms import platforms
-from sojourn.catalog.tables import load_rows, to_row
+from sojourn.catalog.tables import load_rows, read_once, to_row, user_file
 from sojourn.config.messages import did_you_mean
 from sojourn.errors import UserError
 
@@ -40,6 +40,7 @@ class Currency:
     date: str
 
 
+@read_once
 def currencies(user: Path | None = None) -> dict[str, Currency]:
     """Every currency with a rate, by its three letters; rates are in CNY."""
     found = {
@@ -52,17 +53,24 @@ def currencies(user: Path | None = None) -> dict[str, Currency]:
 def prices(user: Path | None = None) -> tuple[Price, ...]:
     """Every price, platform by platform. Of a card's prices on one platform, the user's own counts; else a live one of
     the last day; else ours."""
-    found, rates = load_rows("price", user), currencies(user)
+    by_place, own = _listed(user)
+    live = {place: price for place, price in _live(currencies(user), user).items() if place not in own}
+    return tuple({**by_place, **live}.values())
+
+
+@read_once
+def _listed(user: Path | None = None) -> tuple[dict[tuple[str, str], Price], frozenset[tuple[str, str]]]:
+    """Prices of the catalogue's files by platform and card, and which of them are the user's own."""
+    rates, mine = currencies(user), str(user or user_file())
     by_place: dict[tuple[str, str], Price] = {}
     own: set[tuple[str, str]] = set()
-    for row, where in found.values():
+    for row, where in load_rows("price", user).values():
         place = f'{where}: price.{row["platform"]}."{row["gpu"]}"'
         price = _price(row if where == "prices.toml" else _with_our_names(row, place, user), place, rates)
         by_place[price.platform, price.gpu] = price
-        if where != "prices.toml":
+        if where == mine:
             own.add((price.platform, price.gpu))
-    by_place.update({place: price for place, price in _live(rates, user).items() if place not in own})
-    return tuple(by_place.values())
+    return by_place, frozenset(own)
 
 
 def _live(rates: dict[str, Currency], user: Path | None) -> dict[tuple[str, str], Price]:

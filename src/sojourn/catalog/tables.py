@@ -1,4 +1,5 @@
-"""Reads the catalogue's TOML tables, merges the user's own file into them, and turns rows into dataclasses."""
+"""Reads the catalogue's TOML tables, merges the refreshed and the user's own file into them, and turns rows into
+dataclasses."""
 
 import dataclasses
 import importlib
@@ -6,8 +7,9 @@ import os
 import sys
 import types
 import typing
+from collections.abc import Callable
 from datetime import datetime, timezone
-from functools import cache
+from functools import cache, lru_cache, wraps
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
@@ -52,6 +54,37 @@ def user_file() -> Path:
     return Path(user_config_dir("sojourn", appauthor=False)) / "catalog.toml"
 
 
+def refreshed_file() -> Path:
+    """Rows that `sojourn catalog refresh` wrote: between ours and the user's, where they are newer than ours."""
+    from platformdirs import user_config_dir
+
+    home = os.environ.get("SOJOURN_HOME")
+    folder = Path(home).expanduser() if home else Path(user_config_dir("sojourn", appauthor=False))
+    return folder / "catalog-refreshed.toml"
+
+
+def read_once(read: Callable[[Path | None], RowType]) -> Callable[..., RowType]:
+    """Caches what is read from the catalogue until one of its files changes: a plan asks for every GPU."""
+
+    @lru_cache(8)
+    def read_version(user: Path | None, _: tuple[object, ...]) -> RowType:
+        return read(user)
+
+    @wraps(read)
+    def cached(user: Path | None = None) -> RowType:
+        return read_version(user, tuple(map(_version, (user or user_file(), refreshed_file()))))
+
+    return cached
+
+
+def _version(path: Path) -> tuple[str, int, int] | None:
+    try:
+        facts = path.stat()
+    except OSError:
+        return None
+    return str(path), facts.st_mtime_ns, facts.st_size
+
+
 @cache
 def _packaged(kind: str) -> Table:
     text = resources.files("sojourn.catalog").joinpath(f"{KINDS[kind]}.toml").read_text(encoding="utf-8")
@@ -61,12 +94,18 @@ def _packaged(kind: str) -> Table:
 
 def _user_tables(path: Path) -> Table:
     try:
-        content: Table = _toml.loads(path.read_text(encoding="utf-8"))
+        return parse_tables(path.read_text(encoding="utf-8"), str(path))
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error})") from error
-    except _toml.TOMLDecodeError as error:
+
+
+def parse_tables(text: str, path: str) -> Table:
+    """The tables of a catalogue file by kind; `path` is for messages."""
+    try:
+        content: Table = _toml.loads(text)
+    except (_toml.TOMLDecodeError, RecursionError) as error:
         raise UserError(f"{path}: not valid TOML: {error}") from error
     singular = {plural: kind for kind, plural in KINDS.items()}
     tables: Table = {}
@@ -85,22 +124,34 @@ def _user_tables(path: Path) -> Table:
 def load_rows(kind: str, user: Path | None = None) -> dict[str, tuple[Table, str]]:
     """Every row of one kind by name, with the file it came from; the user's keys override ours."""
     ours = f"{KINDS[kind]}.toml"
-    merged = {name: (dict(row), ours) for name, row in _flat(kind, _packaged(kind), ours).items()}
+    merged = {name: (dict(row), ours) for name, row in flat_rows(kind, _packaged(kind), ours).items()}
+    when = date_key(kind)
+    newer = refreshed_file()
+    for name, row, base in _overrides(kind, merged, newer):
+        if str(row.get(when, "")) >= str(base.get(when, "")):
+            merged[name] = ({**base, **row}, str(newer))
     path = user or user_file()
-    own = _user_tables(path).get(kind, {})
-    if not own:
-        return merged
-    written = datetime.fromtimestamp(path.stat().st_mtime, timezone.utc).strftime("%Y-%m")
-    when = "month" if kind == "price" else "date"
-    spelled = {_key(name): name for name in merged}
-    for typed, row in _flat(kind, own, str(path)).items():
-        name = spelled.get(_key(typed), typed)
-        base = merged.get(name, ({}, ""))[0]
-        stale = {key for changed in (kind, *row) for key in _STALE.get(changed, ())}
-        base = {key: value for key, value in base.items() if key not in stale}
+    for name, row, base in _overrides(kind, merged, path):
+        written = datetime.fromtimestamp(path.stat().st_mtime, timezone.utc).strftime("%Y-%m-%d")
         # A value from the user's file does not keep our source and date.
         merged[name] = ({**base, "source": str(path), when: written, **row, **_our_names(kind, base)}, str(path))
     return merged
+
+
+def date_key(kind: str) -> str:
+    return "month" if kind == "price" else "date"
+
+
+def _overrides(
+    kind: str, merged: dict[str, tuple[Table, str]], path: Path
+) -> typing.Iterator[tuple[str, Table, Table]]:
+    """Each row of a file: our spelling of its name, its keys, and those of our row that still hold."""
+    spelled = {_key(name): name for name in merged}
+    for typed, row in flat_rows(kind, _user_tables(path).get(kind, {}), str(path)).items():
+        name = spelled.get(_key(typed), typed)
+        base = merged.get(name, ({}, ""))[0]
+        stale = {key for changed in (kind, *row) for key in _STALE.get(changed, ())}
+        yield name, row, {key: value for key, value in base.items() if key not in stale}
 
 
 def _key(name: str) -> str:
@@ -112,7 +163,7 @@ def _our_names(kind: str, base: Table) -> Table:
     return {key: base[key] for key in ("platform", "gpu") if key in base} if kind == "price" else {}
 
 
-def _flat(kind: str, table: Table, where: str) -> dict[str, Table]:
+def flat_rows(kind: str, table: Table, where: str) -> dict[str, Table]:
     """Prices are nested as [price.PLATFORM."GPU"]; their name is "PLATFORM/GPU"."""
     flat: dict[str, Table] = {}
     for name, row in table.items():

@@ -99,7 +99,7 @@ def _exit_on_signal(number: int, _: object) -> None:
 
 
 def main() -> None:
-    """The console script. Exit codes: 0 done, 1 failed, 2 wrong input, 3 stopped and resumable."""
+    """The console script. Exit codes: 0 done, 1 failed, 2 wrong input, 3 stopped and resumable; `plan` also 4."""
     open_missing_streams()
     accept_any_encoding()
     for number in STOP_SIGNALS:

@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 
 def plan(
     args: RunArgs = [],  # noqa: B006 (typer makes a new list)
-    gpu: list[str] | None = typer.Option(None, "--gpu", help="Only this GPU (RTX 4090, A100 80GB, …). Repeatable."),
+    gpu: list[str] | None = typer.Option(
+        None, "--gpu", help="Only this GPU (RTX 4090, A100 80GB, 2xT4, …). Repeatable."
+    ),
     platform: str | None = typer.Option(None, "--platform", help="Only offers of this platform (autodl, kaggle, …)."),
     budget: str | None = typer.Option(None, "--budget", help="Maximum cost: 30, ¥30, $5. Default: limits.budget."),
     deadline: str | None = typer.Option(None, "--deadline", help="Maximum time: 12h, 3d. Default: limits.time."),
     fit: str | None = typer.Option(
-        None, "--fit", metavar="SIZE", help="Show what fits into this much GPU memory: 24GiB."
+        None, "--fit", metavar="SIZE", help="Show what fits into this much GPU memory: 24GB is a card of 24 GB."
     ),
     explain: bool = typer.Option(False, "--explain", help="Show every memory and time term with its formula."),
     calibrate: bool = typer.Option(
@@ -35,11 +37,15 @@ def plan(
     ),
     json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
-    """Estimate memory, time and cost of a run on each GPU. Needs no torch, no GPU and no network."""
-    from sojourn.catalog.gpus import find_gpu
-    from sojourn.config.load import load_run
+    """Estimate memory, time and cost of a run on each GPU. RUN may also be a model. Needs no torch and no GPU, and the
+    network only for the config.json of a model of the hub that the catalogue does not have.
+
+    Exit codes: 0 something fits and meets the budget and the deadline; 4 nothing does; 2 wrong input. So
+    `sojourn plan RUN --budget ¥30 && sojourn train RUN` trains only what the budget allows.
+    """
     from sojourn.errors import UserError
-    from sojourn.plan.arguments import alone
+    from sojourn.plan.arguments import alone, named_gpus, with_gpu_count
+    from sojourn.plan.run_argument import load_planned
 
     if context is not None and not serve:
         raise UserError("--context: for --serve; a run's is data.max_length")
@@ -56,25 +62,25 @@ def plan(
         _serve(args, gpu, context, {"--fit": fit, **{k: v for k, v in others.items() if k != "--gpu"}}, json)
         return
     alone("--fit", fit, others)
-    loaded = load_run(args)
-    config = loaded.config
-    cards = list(dict.fromkeys(find_gpu(name) for name in gpu)) if gpu else None
+    cards, count = named_gpus(gpu)
+    args, notes = with_gpu_count(args, count)
+    loaded = load_planned(args)
     if fit is not None:
-        _inverse(config, fit, json)
+        _inverse(loaded.config, fit, json)
         return
-    _plan(loaded, cards, platform, budget, deadline, explain, json)
+    _plan(loaded, [*loaded.notes, *notes], cards, platform, budget, deadline, explain, json)
 
 
 def _serve(args: list[str], gpu: list[str] | None, context: int | None, others: dict[str, object], json: bool) -> None:
-    from sojourn.catalog.gpus import find_gpu, gpus
-    from sojourn.plan.arguments import alone
+    from sojourn.catalog.gpus import gpus
+    from sojourn.plan.arguments import alone, named_gpus
     from sojourn.plan.serving import default_context, model_to_serve, serving_lines, serving_values
     from sojourn.plan.show import folded, screen_width
 
     alone("--serve", True, others)
     model = model_to_serve(args)
     context = context or default_context(model)
-    cards = list(dict.fromkeys(map(find_gpu, gpu))) if gpu else [one for one in gpus() if not one.unified]
+    cards = named_gpus(gpu)[0] or [one for one in gpus() if not one.unified and not one.refused]
     if json:
         _print_json(serving_values(model, cards, context))
         return
@@ -82,8 +88,8 @@ def _serve(args: list[str], gpu: list[str] | None, context: int | None, others: 
 
 
 def _plan(
-    loaded: Loaded, cards: list[Gpu] | None, platform: str | None, budget: str | None, deadline: str | None,
-    explain: bool, json: bool,
+    loaded: Loaded, notes: list[str], cards: list[Gpu] | None, platform: str | None, budget: str | None,
+    deadline: str | None, explain: bool, json: bool,
 ) -> None:  # fmt: skip
     from sojourn.plan.advice import advise_for, faster
     from sojourn.plan.arguments import known_platform, to_budget, to_seconds
@@ -101,8 +107,9 @@ def _plan(
         summary_lines,
         table_lines,
     )
+    from sojourn.plan.verdict import exit_code
 
-    config, notes = loaded.config, loaded.notes
+    config = loaded.config
     money = to_budget(budget) if budget is not None else config.limits.budget
     seconds = to_seconds(deadline) if deadline is not None else config.limits.time
     place = known_platform(platform)
@@ -111,14 +118,16 @@ def _plan(
     sooner = faster(config, found)
     if json:
         _print_json({**plan_values(config, found, advice, sooner), "notes": notes})
-        return
+        raise typer.Exit(exit_code(found, money, seconds))
     width, shown = screen_width(), found.shown
     card = shown.gpu if shown else cards[0] if cards else None
     where = f" on {'each ' if shown and shown.count > 1 else ''}{card.name}" if card else ""
-    lines = [*summary_lines(config, found, cards is not None), *(f"note: {note}" for note in notes)]
-    lines += [*memory_lines(found.fit, where), ""]
     asked = " and the ".join(word for word, given in (("deadline", seconds), ("budget", money)) if given is not None)
-    lines += [*table_lines(found, cards is not None, width), "", *best_lines(found, asked, bool(advice))]
+    answer, *reasons = best_lines(found, asked, bool(advice))
+    lines = [answer, "", *summary_lines(config, found, cards is not None), *(f"note: {note}" for note in notes)]
+    lines += [*memory_lines(found.fit, where), ""]
+    currency = money.currency if money else None
+    lines += [*table_lines(found, cards is not None, width, place, currency), "", *reasons]
     if sooner is not None:
         lines.append(faster_line(sooner))
     if target is not None:
@@ -128,19 +137,21 @@ def _plan(
     if explain:
         lines += ["", *explain_lines(found)]
     print("\n".join(folded(lines, width)))
+    raise typer.Exit(exit_code(found, money, seconds))
 
 
 def _inverse(config: RunConfig, size: str, json: bool) -> None:
     from sojourn.plan.advice import what_fits
-    from sojourn.plan.arguments import to_bytes
+    from sojourn.plan.arguments import to_memory
     from sojourn.plan.as_json import capacity_values
     from sojourn.plan.show import capacity_lines, folded, screen_width
 
-    found = what_fits(config, to_bytes(size))
+    memory, words = to_memory(size)
+    found = what_fits(config, memory)
     if json:
         _print_json(capacity_values(found))
         return
-    print("\n".join(folded(capacity_lines(found), screen_width())))
+    print("\n".join(folded(capacity_lines(found, words), screen_width())))
 
 
 def _calibrate(json: bool, silent: bool) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from sojourn.catalog.platforms import PlatformFacts
 from sojourn.catalog.prices import Price, currencies
+from sojourn.catalog.staleness import with_age
 from sojourn.catalog.tables import user_file
 from sojourn.config.quantities import Money
 from sojourn.errors import UserError
@@ -56,7 +57,7 @@ def bill(price: Price, platform: PlatformFacts | None, seconds: float, again: fl
         per_hour, currency, seen = float(own.amount), own.currency or price.currency, "your price"
     else:
         per_hour = price.per_hour if price.per_hour is not None else price.cny_per_hour
-        currency, seen = price.currency, f"{price.source}, {price.month}"
+        currency, seen = price.currency, f"{price.source}, {with_age(price.month)}"
     notes = []
     if sessions > 1:
         notes.append(f"{sessions} sessions of {session:g} h")

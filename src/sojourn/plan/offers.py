@@ -81,7 +81,7 @@ def make_plan(
     model, length, learned = model_spec_of(config), run_length(config), correction()
     offers = [
         offer
-        for gpu in (only or gpus())
+        for gpu in (only or [gpu for gpu in gpus() if not gpu.refused])
         for offer in _offers_on(gpu, config, model, length, learned, prices_on(gpu, config, platform, only is not None))
     ]
     if platform is not None and not offers:
@@ -180,6 +180,8 @@ def _unpriced(
 def _unsupported_reason(gpu: Gpu, count: int, config: RunConfig) -> str | None:
     """Why this kind of GPU cannot run it, beside what `resolve` refuses."""
     train, qlora = config.train, config.method.kind == "qlora"
+    if gpu.refused:
+        return gpu.refused
     if count > train.global_batch:
         return f"train.global_batch={train.global_batch} is fewer rows than GPUs"
     if gpu.capability is not None and gpu.capability < _OLDEST:

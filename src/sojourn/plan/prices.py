@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from sojourn.catalog.gpus import Gpu
-from sojourn.catalog.prices import Price, prices, prices_of
+from sojourn.catalog.platforms import platforms
+from sojourn.catalog.prices import Price, currencies, prices, prices_of
+from sojourn.catalog.staleness import with_age
 from sojourn.catalog.tables import user_file
 from sojourn.config.schema import RunConfig
 
@@ -17,8 +20,11 @@ def gpus_named(config: RunConfig) -> int | None:
 
 
 def prices_on(gpu: Gpu, config: RunConfig, platform: str | None, named: bool) -> list[Price] | list[None]:
-    """None among them: no price is known. A card that the user named has the prices of its other boards too."""
+    """None among them: no price is known, or the user's own counts. A card that the user named has the prices of its
+    other boards too."""
     asked, own = gpus_named(config), config.limits.price_per_hour
+    if own is not None and platform is None:
+        return [None]
     known = prices_of(gpu) if named else [price for price in prices() if price.gpu == gpu.name]
     there = [price for price in known if platform in (None, price.platform)]
     found = [
@@ -32,17 +38,32 @@ def prices_on(gpu: Gpu, config: RunConfig, platform: str | None, named: bool) ->
 
 def _for_so_many(price: Price, asked: int) -> Price | None:
     """By the machine of so many cards as the price is for; of what is free there is one machine."""
-    if asked > price.count and price.cny_per_hour == 0:
+    if asked > price.count and (price.cny_per_hour == 0 or asked > _most_on(price.platform)):
         return None
     times = -(-asked // price.count)
     each = None if price.per_hour is None else times * price.per_hour
     return replace(price, count=asked, cny_per_hour=times * price.cny_per_hour, per_hour=each)
 
 
+def _most_on(platform: str) -> float:
+    return next((row.most_gpus for row in platforms() if row.name == platform and row.most_gpus), math.inf)
+
+
 def most_gpus(gpu: Gpu, platform: str | None) -> int | None:
     """How many of a kind one can have on a platform; None where that is a question of money."""
     free = [p.count for p in prices() if p.platform == platform and p.gpu == gpu.name and p.cny_per_hour == 0]
     return max(free, default=None)
+
+
+def describe_rates(used: set[str]) -> str | None:
+    """The exchange rates by which amounts in so many currencies were compared, with their dates."""
+    known = currencies()
+    if len(used) < 2:
+        return None
+    rates = [known[name] for name in sorted(used) if name in known and name != "CNY"]
+    shown = ", ".join(f"{rate.name} {rate.cny:g}" for rate in rates)
+    seen = dict.fromkeys(f"{rate.source}, {with_age(rate.date)}" for rate in rates)
+    return f"exchange rates in CNY: {shown} ({'; '.join(seen)})"
 
 
 def describe_no_price(platform: str, only: list[Gpu] | None, asked: int | None) -> str:

@@ -11,14 +11,17 @@ from sojourn.config.schema import RunConfig
 from sojourn.estimate.model_states import host_bytes
 from sojourn.plan.advice import Advice, Capacity
 from sojourn.plan.calibration import Correction
-from sojourn.plan.money import money_text
+from sojourn.plan.money import Bill, money_text
 from sojourn.plan.offers import TOO_SMALL, Offer, Plan
+from sojourn.plan.prices import describe_rates
 from sojourn.plan.vocabulary import assumed_vocabulary
 from sojourn.resolve.micro_batch import Fit
 
 _GIB = 2**30
 _UNSURE = 0.25  # share of a step in kernel launch overhead, and of the run in steps, from which on a plan warns
 _BAR = 56
+_MOST_ROWS = 14  # of the table where neither a GPU nor a platform is named
+_MOST_NAMES = 12  # of GPUs without a price that fit
 _OUTSIDE = "CUDA context and fragmentation"  # memory that torch does not count as allocated
 _COLUMNS = {"mb": 6, "max mb": 8, "GiB": 7, "tok/s": 11, "time": 7, "cost": 10}
 _MARKS = {"weights": "█", "adapters": "▪", "gradients": "▓", "optimizer states": "▒", "activations": "▚",
@@ -87,11 +90,17 @@ def memory_lines(fit: Fit, where: str = "") -> list[str]:
     ]
 
 
-def table_lines(plan: Plan, everything: bool, width: int) -> list[str]:
-    """Offers with a price, one a line; the others in one line each for those that fit and those that do not."""
+def table_lines(
+    plan: Plan, everything: bool, width: int, platform: str | None = None, currency: str | None = None
+) -> list[str]:
+    """Offers with a price, one a line; the others in one line each for those that fit and those that do not. Without a
+    GPU or a platform named, the cheapest offer of each card. `currency`: of the budget."""
     asked = [o for o in plan.offers if everything or o.bill is not None]
     refused = {_card(o): o for o in asked if not o.fits}  # once, wherever it might be rented
-    listed = [*(o for o in asked if o.fits), *refused.values()]
+    fitting = [o for o in asked if o.fits]
+    shown = fitting if everything or platform else _shortened(fitting)
+    left = len(fitting) - len(shown)
+    listed = [*shown, *refused.values()]
     first = 1 + max((len(_card(o)) for o in listed), default=0)
     title = f"{'GPU':<{first}}" + "".join(f"{name:>{size}}" for name, size in _COLUMNS.items()) + "  where"
     lines = [title] if listed else []
@@ -102,11 +111,31 @@ def table_lines(plan: Plan, everything: bool, width: int) -> list[str]:
             lines += [row, f"    {notes}"]
         else:
             lines.append(f"{row} ({notes})" if notes else row)
-    seen = list(dict.fromkeys(o.bill.seen for o in listed if o.bill))
     lines += [explained] if any(o.fits for o in listed) else []
-    lines += [f"prices: {'; '.join(map(_unbroken, seen))}"] if seen else []
+    lines += _sources([o.bill for o in listed if o.bill], currency)
+    if left:
+        lines.append(f"{left} more offers: --gpu NAME lists those of a GPU, --platform NAME those of a platform")
     if not everything:
         lines += _rest(plan, [o for o in plan.offers if o.bill is None])
+    return lines
+
+
+def _shortened(offers: list[Offer]) -> list[Offer]:
+    """Of each card the cheapest, and of those the cheapest that a screen has room for."""
+    by_card: dict[str, Offer] = {}
+    for offer in offers:  # the cheapest first
+        by_card.setdefault(_card(offer), offer)
+    return list(by_card.values())[:_MOST_ROWS]
+
+
+def _sources(bills: list[Bill], currency: str | None) -> list[str]:
+    """Where prices and exchange rates are from, and their dates; `currency`: of the budget."""
+    seen = dict.fromkeys(bill.seen for bill in bills)
+    lines = [f"prices: {'; '.join(map(_unbroken, seen))}"] if seen else []
+    rates = describe_rates({bill.currency for bill in bills if bill.amount} | ({currency} if currency else set()))
+    lines += [rates] if rates else []
+    if any("stale:" in text for text in (*seen, rates or "")):
+        lines.append("stale ones: sojourn catalog refresh, or sojourn cloud offers --save")
     return lines
 
 
@@ -122,7 +151,10 @@ def _rest(plan: Plan, offers: list[Offer]) -> list[str]:
         names += [_unbroken("every Apple chip")] if muon_groups else []
         return [f"{title}: {', '.join(dict.fromkeys(names))}"] if names else []
 
-    lines = listed("fits, no price known", [o for o in offers if o.fits])
+    fitting = [o for o in offers if o.fits]
+    lines = listed("fits, no price known", fitting[:_MOST_NAMES])
+    if len(fitting) > _MOST_NAMES:
+        lines[0] += f", and {len(fitting) - _MOST_NAMES} slower ones"
     for why in dict.fromkeys(o.reason_not for o in offers if not o.fits):
         title = "does not fit" if why == TOO_SMALL else f"cannot run it ({why})"
         lines += listed(title, [o for o in offers if o.reason_not == why])
@@ -156,7 +188,8 @@ def _notes(offer: Offer) -> list[str]:
         return []
     how = [f"--gpus all, by {offer.fit.workload.engine}"] if offer.count > 1 else []
     unknown = ["its speed is not known"] if offer.step is None else []
-    return [*how, *unknown, *(offer.bill.notes if offer.bill else ())]
+    untried = ["planned only: Sojourn was never run on one"] if offer.gpu.not_run else []
+    return [*how, *unknown, *untried, *(offer.bill.notes if offer.bill else ())]
 
 
 def best_lines(plan: Plan, limits: str, helped: bool) -> list[str]:
@@ -262,11 +295,12 @@ def corrected_line(learned: Correction) -> str:
     )
 
 
-def capacity_lines(found: Capacity) -> list[str]:
+def capacity_lines(found: Capacity, room: str) -> list[str]:
+    """`room`: the memory in words."""
     titles = {"full": "all weights", "lora": "LoRA", "qlora": "QLoRA"}
     rows, most, batch = found.micro_batch or "none", found.micro_batch_checkpointed or "none", found.global_batch
     lines = [
-        f"into {_size(found.size)} fit, of this run:",
+        f"into {room} fit, of this run:",
         f"  a micro batch of {rows} of the {batch:,} rows of a step as it is set, {most} with "
         "train.activation_checkpointing=full",
         f"  a sequence length of {f'up to {found.length:,}' if found.length else 'not even 256'} tokens, with a micro "
@@ -281,10 +315,6 @@ def capacity_lines(found: Capacity) -> list[str]:
             model, size = largest
             lines.append(f"  {titles[method]}: up to {model.name} ({_count(model.parameters)}), {size / _GIB:.1f} GiB")
     return [*lines, "as in every plan, 3 % of the memory is left free"]
-
-
-def _size(count: int) -> str:
-    return f"{count / _GIB:.4g} GiB" if count < 1000 * _GIB else f"{count / _GIB:,.0f} GiB"
 
 
 def explain_lines(plan: Plan) -> list[str]:
