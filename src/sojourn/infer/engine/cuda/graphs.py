@@ -34,7 +34,6 @@ class GraphedForward:
         self._sizes = [size for size in _SIZES if size < max_rows] + [max_rows] if max_rows <= _SIZES[-1] else [*_SIZES]
         self._graphs: dict[tuple[int, bool], _Graph] = {}  # by size, and whether there are adapters
         self._changes = adapters.changes
-        self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, last_tokens: Tensor) -> None:
         """Captures all graphs, the largest first: smaller ones use its memory."""
@@ -97,7 +96,9 @@ class GraphedForward:
             run()  # compiles kernels, and lets cuBLAS allocate
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Not a handle kept from before: a pool is gone with its last graph.
+        pool = next((one.graph.pool() for one in self._graphs.values()), None)
+        with torch.cuda.graph(graph, pool=pool):
             logits = run()
         return _Graph(graph, batch, logits)
 
