@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 from sojourn.catalog.tables import load_rows, read_once, to_row
+from sojourn.config.messages import did_you_mean, printable
 from sojourn.errors import UserError
 
 
@@ -65,6 +67,25 @@ def platforms(user: Path | None = None) -> tuple[PlatformFacts, ...]:
     return tuple(
         _platform(name, row, f"{where}: platform.{name}") for name, (row, where) in load_rows("platform", user).items()
     )
+
+
+def find_platform(name: str) -> PlatformFacts:
+    """By its name or title, or by a word of its title that no other has: 恒源云."""
+    rows, typed = platforms(), normalize("NFKC", name).strip().casefold()
+    for spelled in (_names, _title_words):
+        meant = [row for row in rows if typed in spelled(row)]
+        if len(meant) == 1:
+            return meant[0]
+    names = [row.name for row in rows]
+    raise UserError(f"no platform called “{printable(name)}”{did_you_mean(name, names)} (of {', '.join(names)})")
+
+
+def _names(row: PlatformFacts) -> set[str]:
+    return {row.name.casefold(), row.title.casefold()}
+
+
+def _title_words(row: PlatformFacts) -> set[str]:
+    return set(row.title.casefold().replace("(", " ").replace(")", " ").split())
 
 
 def _platform(name: str, row: dict[str, Any], where: str) -> PlatformFacts:

@@ -146,15 +146,16 @@ def _overrides(
     kind: str, merged: dict[str, tuple[Table, str]], path: Path
 ) -> typing.Iterator[tuple[str, Table, Table]]:
     """Each row of a file: our spelling of its name, its keys, and those of our row that still hold."""
-    spelled = {_key(name): name for name in merged}
+    spelled = {name_key(name): name for name in merged}
     for typed, row in flat_rows(kind, _user_tables(path).get(kind, {}), str(path)).items():
-        name = spelled.get(_key(typed), typed)
+        name = spelled.get(name_key(typed), typed)
         base = merged.get(name, ({}, ""))[0]
         stale = {key for changed in (kind, *row) for key in _STALE.get(changed, ())}
         yield name, row, {key: value for key, value in base.items() if key not in stale}
 
 
-def _key(name: str) -> str:
+def name_key(name: str) -> str:
+    """Names that differ in case and spaces only are one."""
     return "".join(name.casefold().split())
 
 

@@ -228,14 +228,13 @@ def _each(named: str | None, call: Callable[[Cloud], Found]) -> dict[str, Found]
 
 def _platforms(named: str | None) -> list[str]:
     from sojourn.errors import UserError
-    from sojourn.remote.platforms.registry import CLOUD_NAMES, token_variable, with_token
+    from sojourn.remote.platforms.registry import token_hint, with_token
 
     if named is not None:
         return [named]
     if found := with_token():
         return found
-    variables = ", ".join(f"{token_variable(name)} ({name})" for name in CLOUD_NAMES)
-    raise UserError(f"no platform's token is known; set one of {variables}, or keep it: sojourn host secret set NAME")
+    raise UserError(token_hint())
 
 
 def _check_new_host(name: str | None) -> None:

@@ -16,6 +16,7 @@ from sojourn import __version__
 from sojourn.cli.bench import bench_app
 from sojourn.cli.board import board
 from sojourn.cli.bundle import bundle
+from sojourn.cli.catalog import catalog_app
 from sojourn.cli.chat import chat
 from sojourn.cli.cloud import cloud_app
 from sojourn.cli.config import config_app
@@ -171,6 +172,7 @@ app.command(context_settings=_RUN_ARGS)(rehearse)
 app.command(context_settings=_RUN_ARGS)(train)
 app.command(name="launch-line", context_settings=_RUN_ARGS)(launch_line)
 app.command(name="verify-resume", context_settings=_RUN_ARGS)(verify_resume)
+app.add_typer(catalog_app, name="catalog")
 app.add_typer(bench_app, name="bench")
 app.add_typer(runs_app, name="runs")
 app.add_typer(host_app, name="host")

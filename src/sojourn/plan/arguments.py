@@ -8,8 +8,8 @@ from statistics import median
 from unicodedata import normalize
 
 from sojourn.catalog.gpus import Gpu, find_gpu, gpus, split_count
-from sojourn.catalog.platforms import PlatformFacts, platforms
-from sojourn.config.messages import did_you_mean, printable
+from sojourn.catalog.platforms import find_platform
+from sojourn.config.messages import printable
 from sojourn.config.quantities import Duration, Money, Size
 from sojourn.errors import UserError
 
@@ -107,26 +107,10 @@ def _usable_gib(sold: int) -> float:
 
 
 def known_platform(name: str | None) -> str | None:
-    """By its name or title, or by a word of its title that no other has: 恒源云."""
-    if name is None:
-        return None
-    rows, typed = platforms(), normalize("NFKC", name).strip().casefold()
-    for spelled in (_names, _title_words):
-        meant = [row.name for row in rows if typed in spelled(row)]
-        if len(meant) == 1:
-            return meant[0]
-    names = [row.name for row in rows]
-    raise UserError(
-        f"--platform: no platform called “{printable(name)}”{did_you_mean(name, names)} (of {', '.join(names)})"
-    )
-
-
-def _names(row: PlatformFacts) -> set[str]:
-    return {row.name.casefold(), row.title.casefold()}
-
-
-def _title_words(row: PlatformFacts) -> set[str]:
-    return set(row.title.casefold().replace("(", " ").replace(")", " ").split())
+    try:
+        return None if name is None else find_platform(name).name
+    except UserError as error:
+        raise UserError(f"--platform: {error}") from None
 
 
 def alone(option: str, asked: object, others: Mapping[str, object]) -> None:

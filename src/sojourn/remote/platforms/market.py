@@ -9,6 +9,7 @@ from pathlib import Path
 
 from sojourn.catalog.live_prices import LivePrice, save_live_prices
 from sojourn.catalog.prices import currencies
+from sojourn.catalog.refresh import Refreshed
 from sojourn.errors import UserError
 from sojourn.remote.platforms.base import Cloud, Offer, OutOfStock
 
@@ -75,3 +76,18 @@ def keep(market: Market) -> tuple[Path, int]:
         source = f"{titles.get(offer.platform, offer.platform)}'s API"
         best[place] = LivePrice(*place, offer.count, float(offer.price_per_hour), offer.currency, source, now)
     return save_live_prices(best.values()), len(best)
+
+
+def refresh_live_prices() -> Refreshed:
+    """Today's prices of every platform whose token is known."""
+    from sojourn.remote.platforms.registry import open_cloud, token_hint, with_token
+
+    names = with_token()
+    if not names:
+        raise UserError(f"prices: {token_hint()}")
+    market = ask(names, open_cloud)
+    if not market.asked:
+        raise UserError(f"prices: {'; '.join(market.problems)}")
+    keep(market)
+    places = {(offer.platform, offer.gpu) for offer in market.offers if offer.platform != "autodl"}
+    return Refreshed(changed=sorted(f"price {platform}/{gpu}" for platform, gpu in places))

@@ -65,6 +65,12 @@ def token_variable(name: str) -> str:
     return _entry(name).variable
 
 
+def token_hint() -> str:
+    """What to type where no platform can be asked."""
+    variables = ", ".join(f"{token_variable(name)} ({name})" for name in CLOUD_NAMES)
+    return f"no platform's token is known; set one of {variables}, or keep it: sojourn host secret set NAME"
+
+
 def _entry(name: str) -> _Entry:
     if name not in _CLOUDS:
         raise UserError(
