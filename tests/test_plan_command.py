@@ -362,7 +362,7 @@ def test_a_price_for_every_gpu_is_said(home):
 
 def test_every_session_downloads_the_base_again():
     """A 7B in 16 bits is 15.2 GB: over eight minutes at 30 MB/s, at the start of each session."""
-    (found,) = plan_of("qlora-7b", "train.steps=3000", platform="colab").offers
+    (found,) = plan_of("qlora-7b", "train.steps=2000", platform="colab").offers
     again = 30 + 15.23e9 / 500e6 + 15.23e9 / 30e6 + (60 if found.fit.workload.compiled else 0)
     assert found.run_time.again == pytest.approx(again, rel=0.01)
     assert found.bill.sessions == 3
@@ -396,7 +396,7 @@ def test_no_line_is_wider_than_the_screen(home, monkeypatch, words, width):
 def test_sessions_sources_and_dates_are_on_the_screen(home, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     text = " ".join(called("plan", "qlora-7b", "train.steps=10000").stdout.split())
-    assert "4 sessions of 12 h" in text and "2 weeks at 30 GPU-hours a week" in text
+    assert "13 sessions of 12 h" in text and "3 weeks at 30 GPU-hours a week" in text
     assert "AutoDL price page, 2026-08" in text
 
 
@@ -473,7 +473,7 @@ def test_what_is_recomputed_is_chosen_by_its_speed():
 def test_a_gpu_of_unknown_speed_keeps_activations_where_a_fair_micro_batch_fits():
     config = load_run(["lora-100k", "train.micro_batch=auto"]).config
     card, shape = find_gpu("T4"), model_spec_of(config)
-    rates = {"fp32_tflops": None, "tf32_tflops": None, "bf16_tflops": None, "fp16_tflops": None, "fp8_tflops": None}
+    rates = dict.fromkeys(f"{kind}_tflops" for kind in ("fp32", "tf32", "bf16", "fp16", "fp8", "matmul"))
     found = fit_on(config, shape, plan_device(config, replace(card, **rates)))
     assert (found.workload.activation_checkpointing, found.workload.micro_batch) == ("full", 16)
     small = fit_on(config, shape, plan_device(config, replace(card, **rates, usable_gib=30.0)))
@@ -490,7 +490,7 @@ def test_a_run_that_leaves_memory_unused_is_told_what_it_would_buy(home):
     left = plan_of(*words, *found.arguments.split(), only=[card]).shown
     assert found.tokens_per_second == pytest.approx(left.step.tokens_per_second)
     assert found.tokens_per_second > 1.25 * plan.shown.step.tokens_per_second
-    assert found.arguments == "train.activation_checkpointing=auto"  # more rows at a time gain too little
+    assert found.arguments == "train.activation_checkpointing=auto train.micro_batch=auto"
     text = " ".join(called("plan", *words, "--gpu", "4090").stdout.split())
     says = f"the same result sooner on RTX 4090, in the memory that is left: {found.tokens_per_second:,.0f} tok/s"
     assert says in text

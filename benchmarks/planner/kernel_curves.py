@@ -15,6 +15,15 @@ _FP8 = ("tflops", "tflops", "tflops_weight")
 
 # What no kernel tells. [traffic], [launch] and [update] begin here and end where whole steps have them.
 _ASSUMED = """
+[attention_kernels]
+# FlashAttention 2 over cuDNN on Hopper (measured on an H200: 6.218 and 3.178 ms). Elsewhere: attention over matmuls,
+# relative to Hopper, by compute capability from which on: memory-efficient kernels before 8.0 (assumed);
+# FlashAttention 2 on an A100 (its paper: 187 TFLOP/s, causal, 16k tokens); GeForce and workstation cards (assumed)
+flash = 0.511
+by_capability = { "7.0" = 0.5, "8.0" = 0.78, "8.6" = 0.9, "10.0" = 0.8, "12.0" = 0.9 }
+# tokens of the documents that `sojourn doctor --measure` measures attention with
+measured_length = 4096
+
 [memory]
 # assumed: share of transient tensors lost between the allocator's segments (measured on an H200: mostly 0 to 12 %);
 # MiB of a CUDA context by compute capability (measured: 426 of a bare one on an RTX 6000 Ada, 747 to 849 with the
@@ -25,8 +34,11 @@ cuda_graph_mib = 80
 context_mib = { "6.0" = 500, "8.0" = 650, "9.0" = 768, "10.0" = 850 }
 
 [traffic]
-# share of the bandwidth that elementwise kernels reach; a copy on an H200 reaches 89 %
+# share of the bandwidth that elementwise kernels and a copy reach (measured on an H200, of so many GB/s): kernels lose
+# more of a faster memory
 share = 0.80
+copy = 0.89
+measured_gbs = 4800
 # bytes moved, over those of compiled layers: by eager fused forwards, and by transformers' own eager forwards
 eager_fused = 1.7
 eager_plain = 3.0
@@ -82,14 +94,33 @@ share_8bit = 0.2
 loop_ms = 3
 
 [links]
-# assumed: share of a link's bandwidth that collectives reach, and share of the backward that they overlap with; GB/s
-# between machines, four fifths of 25 Gbit/s
-nvlink = 0.70
-pcie = 0.55
-network_gbs = 2.5
-hidden = 0.6
+# share of a link's bandwidth that collectives reach: of NVLink (published: 80 % by all-gather and reduce-scatter on 8
+# H200, 78 % by all-reduce on 8 A100), of PCIe (assumed: without peer-to-peer copies), of a network (assumed)
+nvlink = 0.80
+pcie = 0.45
+network = 0.80
+# assumed: GB/s between rented machines: 25 Gbit/s
+network_gbs = 3.125
+# assumed: shares of the work beside them that collectives overlap with, and of a micro batch that is its backward
+hidden = 0.9
+backward = 0.6
+# bytes of memory that move for each byte that is communicated, and so take time from other kernels: fitted to published
+# runs (benchmarks/published.py --folds: 4.5 from one half of them, 6 from the other)
+copies = 4.5
 # measured: 18.5 GB of a checkpoint copied from an H200 to its host in 0.347 s, 85 % of the bus's bandwidth
 host = 0.85
+
+[spread]
+# assumed: by how much steps may be shorter or longer, as a share of matmuls and elementwise kernels, by what is known
+# of the card; of attention so many times as much; of kernel launches and communication that were not measured there;
+# at most, where something is known
+measured = 0.08
+published = 0.18
+"data sheet" = 0.30
+attention = 1.5
+launch = 0.35
+communication = 0.5
+widest = 0.35
 
 [seconds]
 # assumed: starting Python and CUDA, compiling the first layer's graphs, MB/s of downloads and of a usual disk

@@ -22,11 +22,17 @@ _COUNTED = (  # "2xT4", "2 × T4", "T4x2", "T4*2", "T4:2"
     re.compile(r"(?P<count>[1-9]\d{0,2})\s*[x×*]\s*(?P<name>[^\W_].*)", re.IGNORECASE),
     re.compile(r"(?P<name>.+?)\s*(?:[x×*:])\s*(?P<count>[1-9]\d{0,2})", re.IGNORECASE),
 )
+SUSTAINED = ("matmul_tflops", "attention_tflops", "copy_gbs", "launch_us", "allreduce_gbs")
+RATES = ("measured", "published", "data sheet")  # how well a card's sustained rates are known
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. TFLOP/s are dense with 32-bit accumulation; None where the hardware or the vendor gives none."""
+    """One GPU. TFLOP/s are dense with 32-bit accumulation; None where the hardware or the vendor gives none.
+
+    Data sheets give the rates of the boost clock. What a card sustains (`matmul_tflops` and the four below it) stands
+    beside them where somebody measured it; `rates` says who: "measured" is by us, "published" by others.
+    """
 
     name: str
     memory_gib: float
@@ -48,6 +54,14 @@ class Gpu:
     note: str = ""
     not_run: str = ""
     refused: str = ""
+    watts: float | None = None
+    matmul_tflops: float | None = None
+    attention_tflops: float | None = None
+    copy_gbs: float | None = None
+    launch_us: float | None = None
+    allreduce_gbs: float | None = None
+    rates: str = "data sheet"
+    rates_source: str = ""
 
     @property
     def plan_gib(self) -> float:
@@ -71,11 +85,13 @@ def gpus(user: Path | None = None) -> tuple[Gpu, ...]:
 
 def _gpu(name: str, row: dict[str, Any], where: str) -> Gpu:
     found = to_row(Gpu, {"name": name, **row}, where, "GPU")
-    for key in ("memory_gib", "bandwidth_gbs"):
+    for key in ("memory_gib", "bandwidth_gbs", *SUSTAINED):
         if getattr(found, key) == 0:
             raise UserError(f"{where}: `{key}` is 0: no GPU has that")
     if found.usable_gib is not None and not 0 < found.usable_gib <= found.memory_gib:
         raise UserError(f"{where}: `usable_gib` is {found.usable_gib:g}: it must be between 0 and memory_gib")
+    if found.rates not in RATES:
+        raise UserError(f"{where}: `rates` is '{printable(found.rates)}': it must be {', '.join(RATES)}")
     if found.pcie_gen is not None and found.pcie_gen not in _PCIE_LANE_GBS:
         raise UserError(f"{where}: `pcie_gen` is {found.pcie_gen}: known are {', '.join(map(str, _PCIE_LANE_GBS))}")
     return found

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from sojourn.catalog.gpus import Gpu
 from sojourn.estimate.activations import layer_parameters
+from sojourn.estimate.ceilings import attention_rate, fp8_rate, link_rate, matmul_rate, memory_rate
 from sojourn.estimate.constants import constants
 from sojourn.estimate.kernel_launch import SLOW_CPU, fuses_clipping, launch_seconds, step_seconds
 from sojourn.estimate.memory import chunk_rows
@@ -18,9 +19,8 @@ from sojourn.estimate.model_states import (
     embedding_and_head_parameters,
     lm_head_is_trained,
 )
+from sojourn.estimate.uncertainty import ATTENTION, COMMUNICATION, LAUNCH_OVERHEAD, spread
 from sojourn.estimate.workload import LINEAR, Workload, layer_groups
-
-LAUNCH_OVERHEAD = "kernel launch overhead"
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,12 @@ class Part:
 
 @dataclass(frozen=True)
 class StepTime:
+    """`spread`: the share of it by which a step may be shorter or longer."""
+
     parts: tuple[Part, ...]
     step_seconds: float
     tokens: int  # of a step, of all ranks
+    spread: float
 
     @property
     def tokens_per_second(self) -> float:
@@ -59,13 +62,14 @@ def step_time(workload: Workload, gpu: Gpu) -> StepTime:
     parts.append(Part(LAUNCH_OVERHEAD, waiting, f"launching {launched}, where the GPU waits for the CPU"))
     parts.append(
         Part(
-            "communication",
+            COMMUNICATION,
             _communication(workload, gpu, busy),
-            "bytes / link, without what overlaps with the backward",
+            "bytes / link, without what overlaps; and what overlaps takes memory bandwidth",
         )
     )
     total = sum(part.seconds for part in parts)
-    return StepTime(tuple(parts), total, workload.tokens * workload.gradient_accumulation * workload.world_size)
+    tokens = workload.tokens * workload.gradient_accumulation * workload.world_size
+    return StepTime(tuple(parts), total, tokens, spread({part.name: part.seconds for part in parts}, gpu))
 
 
 def is_launch_bound(workload: Workload, gpu: Gpu) -> bool:
@@ -80,7 +84,7 @@ def _gpu_parts(workload: Workload, gpu: Gpu) -> list[Part]:
     return [
         Part("matmuls", passes * _matmuls(workload, gpu), "sum over the linear layers"),
         Part("LM head and loss", passes * _lm_head(workload, gpu), "matmuls of V·D, and passes over the logits"),
-        Part("attention", passes * _attention(workload, gpu), "3.5·FLOPs of the forward / (share·dense rate)"),
+        Part(ATTENTION, passes * _attention(workload, gpu), "3.5·FLOPs of the forward / sustained rate"),
         Part("elementwise kernels", passes * _elementwise(workload, gpu), "bytes / (share·bandwidth)"),
         Part(
             "optimizer step",
@@ -90,25 +94,10 @@ def _gpu_parts(workload: Workload, gpu: Gpu) -> list[Part]:
     ]
 
 
-def has_rate(gpu: Gpu) -> bool:
-    """Some vendors publish no FLOP/s; then the time of a run cannot be estimated."""
-    return any((gpu.bf16_tflops, gpu.fp16_tflops, gpu.fp32_tflops))
-
-
-def rate(workload: Workload, gpu: Gpu) -> float:
-    """The GPU's dense FLOP/s in the compute dtype."""
-    known = {"bf16": gpu.bf16_tflops, "fp16": gpu.fp16_tflops, "fp32": gpu.tf32_tflops or gpu.fp32_tflops}
-    tflops = known[workload.precision] or gpu.fp16_tflops or gpu.fp32_tflops or 5.0
-    if gpu.capability is not None and gpu.capability < (7, 0):
-        tflops = gpu.fp32_tflops or tflops
-    return 1e12 * tflops
-
-
-def matmul(gpu: Gpu, peak: float, m: float, k: float, n: float, e: int, slowness: float | None = None) -> float:
-    """Seconds of one matmul."""
-    curve = constants()["matmul"]
-    least = e * (m * k + k * n + m * n) / (constants()["traffic"]["share"] * 1e9 * gpu.bandwidth_gbs)
-    return float(max((slowness or curve["slowness"]) * 2 * m * k * n / peak, least) + curve["start"])
+def matmul(gpu: Gpu, rate: float, m: float, k: float, n: float, e: int) -> float:
+    """Seconds of one matmul, of a card that sustains so many FLOP/s."""
+    least = e * (m * k + k * n + m * n) / memory_rate(gpu)
+    return float(max(2 * m * k * n / rate, least) + constants()["matmul"]["start"])
 
 
 def linear_shapes(workload: Workload) -> dict[str, tuple[int, int]]:
@@ -127,14 +116,14 @@ def _matmuls(workload: Workload, gpu: Gpu) -> float:
 
 
 def _matmuls_of(workload: Workload, gpu: Gpu) -> float:
-    (peak, slowness), m, e = _rate_and_slowness(workload, gpu), workload.tokens, workload.compute_bytes
-    forward_peak, forward_slowness = (rate(workload, gpu), None) if workload.fp8 == "backward" else (peak, slowness)
+    rate, m, e = _layer_rate(workload, gpu), workload.tokens, workload.compute_bytes
+    forward_rate = matmul_rate(workload.precision, gpu) if workload.fp8 == "backward" else rate
     total = 0.0
     for name, (k, n) in _fused_shapes(workload).items():
-        forward = matmul(gpu, forward_peak, m, k, n, e, forward_slowness)
+        forward = matmul(gpu, forward_rate, m, k, n, e)
         again = forward if workload.activation_checkpointing == "full" and name != "down_proj" else 0.0
-        of_weights = 0.0 if workload.uses_lora else matmul(gpu, peak, k, m, n, e, slowness)
-        total += forward + again + matmul(gpu, peak, m, n, k, e, slowness) + of_weights
+        of_weights = 0.0 if workload.uses_lora else matmul(gpu, rate, k, m, n, e)
+        total += forward + again + matmul(gpu, rate, m, n, k, e) + of_weights
     return total + _small_kernels(workload)
 
 
@@ -161,18 +150,17 @@ def _fused_shapes(workload: Workload) -> dict[str, tuple[int, int]]:
     return shapes
 
 
-def _rate_and_slowness(workload: Workload, gpu: Gpu) -> tuple[float, float | None]:
-    """Dense FLOP/s of the layers' matmuls, and their slowness; None: the usual one."""
-    if workload.fp8 != "off" and gpu.fp8_tflops:
-        return 1e12 * gpu.fp8_tflops, constants()["matmul"]["fp8_slowness"]
-    return rate(workload, gpu), None
+def _layer_rate(workload: Workload, gpu: Gpu) -> float:
+    """FLOP/s of the layers' matmuls."""
+    in_fp8 = workload.fp8 != "off" and gpu.fp8_tflops
+    return fp8_rate(gpu) if in_fp8 else matmul_rate(workload.precision, gpu)
 
 
 def _lm_head(workload: Workload, gpu: Gpu) -> float:
     m, e, model, trained = workload.tokens, workload.compute_bytes, workload.model, lm_head_is_trained(workload)
     in_fp8 = workload.fp8 == "on" and trained
-    peak, slowness = _rate_and_slowness(workload, gpu) if in_fp8 else (rate(workload, gpu), None)
-    each = matmul(gpu, peak, m, model.hidden, model.vocab, e, slowness)
+    rate = _layer_rate(workload, gpu) if in_fp8 else matmul_rate(workload.precision, gpu)
+    each = matmul(gpu, rate, m, model.hidden, model.vocab, e)
     times = 3 if trained else 2
     if workload.full_logits:
         passes = 2 + 6 + 12 + 12 + 8  # logits, in fp32, log-softmax, its gradient, cast back
@@ -197,7 +185,7 @@ def _embedding_and_head_bytes(workload: Workload) -> float:
 
 def _attention(workload: Workload, gpu: Gpu) -> float:
     """A token attends to its own document; a dense mask computes the scores that it hides."""
-    model, curve, m = workload.model, constants()["attention"], workload.tokens
+    model, m = workload.model, workload.tokens
     seen = float(
         workload.document_length if workload.is_packed and workload.document_length else workload.sequence_length
     )
@@ -207,15 +195,12 @@ def _attention(workload: Workload, gpu: Gpu) -> float:
     windows = model.sliding_window
     full = model.full_layers if windows is not None and windows < seen else model.layers
     near = min(seen, 2.0 * (windows or seen))
-    share = curve["peak"] * seen / (seen + curve["half"]) * (min(128, model.head_dim) / 128) ** curve["narrow"]
-    if workload.is_packed and workload.attention_backend.varlen:
-        share *= curve["varlen"]
     context = (full * seen + (model.layers - full) * near) / model.layers
     forward = 2.0 * m * context * model.heads * model.head_dim
     times = 3.5 + (
         0.8 if workload.activation_checkpointing == "full" else 0.0
     )  # the forward is faster than the backward
-    seconds = model.layers * times * forward / (share * rate(workload, gpu))
+    seconds = model.layers * times * forward / attention_rate(workload, gpu, seen)
     if workload.attention_backend.saves_scores:
         seconds += _traffic(gpu, model.layers * m * workload.sequence_length * model.heads * 4 * 12)
     return float(seconds)
@@ -281,7 +266,8 @@ def _optimizer(workload: Workload, gpu: Gpu) -> float:
     seconds = _traffic(gpu, count * (slow * (4 + 8 + states) + norm))
     if workload.optimizer == "muon" and not workload.uses_lora:
         newton_schulz = 5 * 6.0 * workload.model.hidden * (count - embedding_and_head_parameters(workload))
-        seconds += newton_schulz / (0.5 * rate(workload, gpu))
+        dense = float(constants()["matmul"]["slowness"]) * matmul_rate(workload.precision, gpu)
+        seconds += newton_schulz / (0.5 * dense)
     bus = float(constants()["links"]["host"]) * 1e9 * (gpu.pcie_gbs or 16.0)
     if workload.offload != "off":
         seconds += 16 * count / bus
@@ -290,29 +276,26 @@ def _optimizer(workload: Workload, gpu: Gpu) -> float:
     return seconds
 
 
-def link_bytes(workload: Workload, gpu: Gpu) -> float:
-    """Bytes per second that collectives reach between GPUs, in one direction; a ring is as fast as its slowest link."""
-    links = constants()["links"]
-    if workload.nodes > 1:
-        return 1e9 * min(float(links["network_gbs"]), float(links["pcie"]) * (gpu.pcie_gbs or 8.0))
-    if gpu.nvlink_gbs is not None and (gpu.nvlink_peers or 0) >= workload.world_size and (gpu.nvlink_peers or 0) > 2:
-        return float(links["nvlink"]) * 1e9 * gpu.nvlink_gbs / 2
-    return float(links["pcie"]) * 1e9 * (gpu.pcie_gbs or 8.0)
-
-
-def _communication(workload: Workload, gpu: Gpu, busy: float) -> float:
-    """Gradients are all-reduced once per step; sharded weights are gathered in every micro batch."""
+def communicated_bytes(workload: Workload) -> float:
+    """Bytes that one GPU sends in a step: gradients once per step; sharded weights in every micro batch."""
     if workload.world_size == 1:
         return 0.0
     share = (workload.world_size - 1) / workload.world_size
-    sent = 2 * share * 4 * workload.trainable_parameters
-    if workload.is_sharded:
-        whole = workload.compute_bytes if workload.method != "qlora" else workload.quantized_bytes
-        gathers = (2 if workload.reshard_after_forward else 1) * whole * workload.model.parameters
-        sent = share * workload.gradient_accumulation * (gathers + (4 * workload.trainable_parameters))
-    seconds, hidden = sent / link_bytes(workload, gpu), float(constants()["links"]["hidden"])
-    return max(0.05 * seconds, seconds - hidden * busy)
+    if not workload.is_sharded:
+        return 2 * share * 4 * workload.trainable_parameters
+    whole = workload.compute_bytes if workload.method != "qlora" else workload.quantized_bytes
+    gathers = (2 if workload.reshard_after_forward else 1) * whole * workload.model.parameters
+    return share * workload.gradient_accumulation * (gathers + 4 * workload.trainable_parameters)
+
+
+def _communication(workload: Workload, gpu: Gpu, busy: float) -> float:
+    """What does not overlap with other work, and what it costs that work: packing, NCCL's buffers and unpacking take
+    the memory bandwidth that other kernels run on, and the SMs."""
+    links, sent = constants()["links"], communicated_bytes(workload)
+    beside = busy if workload.is_sharded else float(links["backward"]) * busy / workload.gradient_accumulation
+    exposed = max(0.0, sent / link_rate(workload, gpu) - float(links["hidden"]) * beside)
+    return exposed + _traffic(gpu, float(links["copies"]) * sent)
 
 
 def _traffic(gpu: Gpu, size: float) -> float:
-    return float(size / (constants()["traffic"]["share"] * 1e9 * gpu.bandwidth_gbs))
+    return size / memory_rate(gpu)

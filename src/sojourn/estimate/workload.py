@@ -25,6 +25,7 @@ class Workload:
     with_evaluation   the run evaluates, too
     in_training_loop  with what a run does between steps: reading rows, logging, watching the clock
     cpu_slowness      time to launch a kernel, over that of a usual CPU
+    network_gbs       GB/s of one machine's links to the others, in one direction; None: those of rented ones
     """
 
     model: ModelSpec
@@ -62,6 +63,7 @@ class Workload:
     with_evaluation: bool = True
     in_training_loop: bool = True
     cpu_slowness: float = 1.0
+    network_gbs: float | None = None
 
     @property
     def tokens(self) -> int:

@@ -13,8 +13,9 @@ from sojourn.catalog.prices import Price
 from sojourn.config.quantities import Money
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
+from sojourn.estimate.ceilings import has_rate
 from sojourn.estimate.memory import memory
-from sojourn.estimate.step_time import StepTime, has_rate, step_time
+from sojourn.estimate.step_time import StepTime, step_time
 from sojourn.plan.calibration import Correction, correction
 from sojourn.plan.money import Bill, bill, with_disk, within
 from sojourn.plan.prices import describe_no_price, gpus_named, prices_on

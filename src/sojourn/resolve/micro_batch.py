@@ -8,8 +8,9 @@ from itertools import islice
 
 from sojourn.catalog.models import ModelSpec
 from sojourn.config.schema import RunConfig
+from sojourn.estimate.ceilings import has_rate
 from sojourn.estimate.memory import SAFE_SHARE, MemoryEstimate, memory
-from sojourn.estimate.step_time import has_rate, step_time
+from sojourn.estimate.step_time import step_time
 from sojourn.estimate.workload import Workload
 from sojourn.resolve.cuda_graphs import with_cuda_graphs
 from sojourn.resolve.device_spec import DeviceSpec

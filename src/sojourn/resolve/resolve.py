@@ -7,8 +7,9 @@ from typing import Any
 
 from sojourn.catalog.models import ModelSpec
 from sojourn.config.schema import RunConfig
+from sojourn.estimate.ceilings import has_rate
 from sojourn.estimate.memory import MemoryEstimate, memory
-from sojourn.estimate.step_time import has_rate, step_time
+from sojourn.estimate.step_time import step_time
 from sojourn.estimate.workload import Workload
 from sojourn.resolve.compile import choose_compile
 from sojourn.resolve.cuda_graphs import choose_cuda_graphs, with_cuda_graphs
