@@ -188,6 +188,7 @@ class Served:
         return OpenAI(**{"base_url": self.url + "/v1", "api_key": "none", "max_retries": 0, "timeout": 60, **given})
 
     def lines(self, event: str = "request") -> list[dict[str, Any]]:
+        self.gateway.log.wait()
         found = [json.loads(line) for line in self._log.getvalue().splitlines()]
         return [line for line in found if line["event"] == event]
 
@@ -219,6 +220,7 @@ def serving(
         server.should_exit = True
         server.force_exit = True
         thread.join(10)
+        gateway.log.close()
     assert not thread.is_alive()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import signal
 import threading
@@ -21,6 +22,7 @@ from sojourn.errors import UserError
 from sojourn.infer.load import LoadedModel, load_model
 from sojourn.serve.deployment import Deployment
 from sojourn.serve.engines.base import EngineInfo, EngineStats
+from sojourn.serve.request_log import RequestLog
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "What colour is the cat?"}], "max_tokens": 4}
 LONG = {**CHAT, "max_tokens": 60, "ignore_eos": True, "temperature": 0}
@@ -295,6 +297,36 @@ def test_a_slow_reader_holds_up_nobody(loaded: LoadedModel) -> None:
         assert asyncio.run(asyncio.wait_for(asyncio.to_thread(say, served), 20))
         wait_until(lambda: served.gateway.taken == 0, 20)
         slow.close()
+
+
+class PausedStream(io.StringIO):
+    """A terminal that was paused: writing waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_on = threading.Event()
+
+    def write(self, text: str) -> int:
+        self.goes_on.wait(60)
+        return super().write(text)
+
+
+def test_a_log_that_nobody_reads_holds_up_nobody_and_says_what_it_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sojourn.serve.request_log._MOST_LINES", 3)
+    monkeypatch.setattr("sojourn.serve.request_log._END_SECONDS", 0.01)
+    stream = PausedStream()
+    log = RequestLog(stream)
+    log.write("request", number=0)
+    wait_until(log._lines.empty)  # the thread has it, and waits
+    for number in range(1, 10):
+        log.write("request", number=number)
+    log.close()  # does not wait for ever
+    stream.goes_on.set()
+    log.wait()
+    log.write("request", number=10)
+    log.wait()
+    found = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [line["number"] for line in found] == [0, 1, 2, 3, 10] and found[-1]["lines_lost_before"] == 6
 
 
 def test_the_page_is_at_the_root_and_hides_no_route(loaded: LoadedModel) -> None:

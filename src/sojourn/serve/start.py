@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,8 +38,8 @@ def start(
 
     deployments = _deployments(models, options)
     opinions = feedback_folder(feedback, is_loopback(settings.host))
-    with bind(settings.host, settings.port) as listening:
-        gateway = Gateway(deployments, settings, keys, RequestLog(), opinions)
+    with bind(settings.host, settings.port) as listening, closing(RequestLog()) as log:
+        gateway = Gateway(deployments, settings, keys, log, opinions)
         address = f"http://{settings.host}:{listening.getsockname()[1]}"
         names = ", ".join(one.name for one in deployments)
         saved = f"; thumbs and corrections go to {opinions.folder} (--feedback off: nowhere)" if opinions else ""

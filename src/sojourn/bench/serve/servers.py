@@ -8,10 +8,11 @@ import json
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from sojourn.bench.serve.client import Address
 from sojourn.bench.serve.load import Asked
@@ -27,28 +28,29 @@ def our_server(model: str, arguments: list[str]) -> Iterator[Address]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "sojourn", "serve", model, "--port", str(port), "--name", "model", *arguments]
-    with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    ) as child:
+    with (
+        tempfile.TemporaryFile() as log,
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log) as child,
+    ):
         try:
-            _wait(f"http://127.0.0.1:{port}", child)
+            _wait(f"http://127.0.0.1:{port}", child, log)
             yield Address(port)
         finally:
             child.terminate()
             try:
-                child.communicate(timeout=60)
+                child.wait(timeout=60)
             except subprocess.TimeoutExpired:
                 child.kill()
 
 
-def _wait(url: str, child: subprocess.Popen[bytes]) -> None:
+def _wait(url: str, child: subprocess.Popen[bytes], log: IO[bytes]) -> None:
     import httpx
 
     deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline:
         if child.poll() is not None:
-            _, errors = child.communicate()
-            last = (errors.decode(errors="replace").strip().splitlines() or ["no message"])[-1]
+            log.seek(0)
+            last = (log.read().decode(errors="replace").strip().splitlines() or ["no message"])[-1]
             raise RunFailed(f"sojourn serve ended with code {child.returncode}: {last}")
         with contextlib.suppress(httpx.TransportError):
             if httpx.get(f"{url}/health", timeout=5).status_code == 200:
