@@ -9,7 +9,7 @@ export PATH := $(PATH):/usr/sbin:/sbin  # mkfs.ext4, fsfreeze, ip: not on every 
 RANDOM_INPUTS := $(addprefix tests/test_,prepare_fuzz.py config.py masks.py bpe.py token_cache.py readers.py)
 PARALLEL := $(addprefix tests/test_,engines.py nodes.py guides_commands.py launch.py launch_line.py bench_scaling.py)
 
-.PHONY: help setup packages demo test test-budget test-kill test-remote test-export test-serve test-parallel test-long fuzz real real-model lint format bench golden clean
+.PHONY: help setup packages demo test test-budget test-kill test-remote test-export test-serve test-board test-parallel test-long fuzz real real-model lint format bench golden clean
 
 help:
 	@echo "make demo    set up, then the whole journey: plan, prepare, train, kill, resume, ask (under 4 minutes)"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-remote  cut connections, killed laptops, supervisors and trainers, limits and faults on a rented box"
 	@echo "make test-export  exports killed at random moments, replayed in llama.cpp, onnxruntime and vLLM where installed"
 	@echo "make test-serve  ten times the load a server can do, among hostile clients (MINUTES=10), llama.cpp and vLLM where installed"
+	@echo "make test-board  the board in Chromium: access, a real box, export and chat, faults, five browsers at once (MINUTES=5)"
 	@echo "make test-parallel  every method on every engine, 1 to 4 ranks, two nodes, every failure, every command of the guides"
 	@echo "make test-long  what make test leaves out: repeats of bench, the planner's fit, 1,000 inputs through prepare"
 	@echo "make fuzz    10,000 random and damaged inputs through prepare (a few minutes)"
@@ -86,6 +87,10 @@ test-export: setup
 
 test-serve: setup
 	SOJOURN_OVERLOAD_MINUTES=$(or $(MINUTES),10) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/serve -rs -s
+
+test-board: setup packages
+	SOJOURN_BOARD_MINUTES=$(or $(MINUTES),5) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/board -rs -s
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_board_page.py -m slow -rs
 
 test-parallel: setup packages
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m "slow or not slow" -n 2 -rs

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +18,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from conftest import called
+from sojourn.board import actions
 from sojourn.board.app import make_app, make_board
+from sojourn.board.chinese import in_chinese
 from sojourn.board.guard import HEADER
 from sojourn.board.report import report_html
 from sojourn.board.series import RunSeries, SeriesCache, Sparklines, thin_out
@@ -403,3 +407,55 @@ def test_report_is_a_command(home):
     assert called("report", "one").returncode == 0 and (home / "one.html").is_file()
     wrong = called("report", "one", "--language", "fr")
     assert wrong.returncode == 2 and "allowed: en, zh" in wrong.stderr
+
+
+# -- Chinese --
+
+
+def _messages_of_the_board() -> list[str]:
+    """What its files say to people, with X for values."""
+    found = []
+    files = Path(actions.__file__).parent.glob("*.py")
+    for path in (path for path in files if path.name not in ("start.py", "on_box.py")):  # those speak in a terminal
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in (
+                "UserError",
+                "HTTPException",
+                "RunFailed",
+            ):
+                found.append(_text_of(node.args[-1]))
+            elif isinstance(node, ast.Return) and path.name == "guard.py" and isinstance(node.value, ast.Tuple):
+                found.append(_text_of(node.value.elts[-1]))
+    return [text for text in found if text.strip("X: ,.")]
+
+
+def _text_of(node: ast.expr) -> str:
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text_of(part) for part in node.values)
+    return str(node.value) if isinstance(node, ast.Constant) else "123"
+
+
+def test_every_message_of_the_board_is_there_in_chinese():
+    messages = _messages_of_the_board()
+    assert len(messages) > 20
+    for message in messages:
+        chinese = in_chinese(message)
+        before_command = re.split(r"sojourn (?!board 打印)|pip install", chinese)[0]
+        words = set(re.findall(r"[A-Za-z]{3,}", before_command))
+        assert words <= {"Host", "sojourn", "board", "launch", "name", "what", "verify"}, f"{message}: {chinese}"
+
+
+def test_errors_and_notes_are_in_the_language_of_the_page(page):
+    zh = {"accept-language": "zh"}
+    assert page.get("/api/runs/none", headers=zh).json()["error"] == "没有名为 'none' 的训练"
+    assert page.get("/api/runs/none").json()["error"] == "no run is called 'none'"
+    form = {"preset": "smoke", "settings": {"train.steps": "abc"}}
+    assert "1 到 1,000,000,000 的整数，或 null" in page.post("/api/form", json=form, headers=zh).json()["errors"][0]
+    form = {"preset": "smoke", "settings": {"trian.lr": 1}}
+    assert page.post("/api/form", json=form, headers=zh).json()["errors"][0].endswith("没有这个设置；是不是 train？")
+    form = {"preset": "smoke", "settings": {"train.steps": 3, "train.epochs": 2}}
+    assert page.post("/api/form", json=form, headers=zh).json()["notes"] == [
+        "长度由 train.steps=3 决定；train.epochs=2 未使用"
+    ]
+    wrong = page.post("/api/form", json={}, headers={**zh, HEADER: "other"})
+    assert wrong.status_code == 403 and "重新加载" in wrong.json()["error"]

@@ -79,7 +79,8 @@ def test_a_host_that_does_not_answer_is_named_and_nothing_waits(host, home, monk
     save_host(replace(host, name="gone", port=1), replace=True)
     runs = LiveRuns([home / "runs"], home / "tags.json")
     assert runs.snapshot()["hosts"] == []  # before any host was asked
-    runs.look_at_hosts()
+    for thread in runs.look_at_hosts():
+        thread.join(60)
     states = {one["name"]: one for one in runs.snapshot()["hosts"]}
     assert states["gone"]["state"] == "unreachable" and "gone" in states["gone"]["error"]
     assert states["box"]["state"] == "ok"

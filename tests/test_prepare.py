@@ -370,6 +370,10 @@ def test_nothing_is_cleaned_unless_asked_and_duplicates_are_counted(fixed, home)
     plain = reading(fixed, path, eval_fraction=0.0)
     report = prepare(plain, home / "p").report
     assert (report["train"]["documents"], report["duplicates"]) == (25, 5)
+    examples = report["duplicate_examples"]
+    assert [one["where"] for one in examples] == [[f"{path}:{line}"] for line in range(21, 26)]
+    assert all(one["kind"] == "exact" and one["count"] == 1 for one in examples)
+    assert pairs(1)[0]["completion"] in examples[0]["text"]
     report = prepare(plain.model_copy(update={"clean": CleanConfig(duplicates="exact")}), home / "p").report
     assert (report["train"]["documents"], report["duplicates"]) == (20, 5)
 
@@ -388,6 +392,8 @@ def test_near_duplicates_lengths_and_languages_are_filtered_and_counted(fixed, h
     report = prepare(reading(fixed, path, eval_fraction=0.0, clean=clean), home / "p").report
     assert report["left_out"] == {"too_short": 1, "too_long": 1, "other_languages": 1}
     assert (report["near_duplicates"], report["train"]["documents"]) == (1, 1)
+    near = report["duplicate_examples"][0]
+    assert (near["kind"], near["where"]) == ("near", [f"{path}:2"]) and near["text"].startswith("the old sailor")
 
 
 # Told

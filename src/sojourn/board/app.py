@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 
 from sojourn import __version__
 from sojourn.board import actions, data_sets, details, forms
+from sojourn.board.chinese import localized
 from sojourn.board.guard import Guard
 from sojourn.board.live_runs import KnownRun, LiveRuns
 from sojourn.board.remote_copies import RemoteCopies
@@ -72,6 +73,7 @@ def make_app(board: Board, hosts: tuple[str, ...] = ()) -> Any:
     app = FastAPI(title="Sojourn board", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_exception_handler(UserError, _user_error)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(OSError, _disk_error)
     app.add_exception_handler(RequestValidationError, _wrong_request)
     _add_run_routes(app, board)
     _add_other_routes(app, board)
@@ -79,21 +81,34 @@ def make_app(board: Board, hosts: tuple[str, ...] = ()) -> Any:
     return Guard(app, board.token, board.local, hosts)
 
 
-async def _user_error(_: Request, error: Exception) -> Response:
-    return JSONResponse({"error": str(error)}, 400)
+async def _user_error(request: Request, error: Exception) -> Response:
+    return _refusal(request, str(error), 400)
 
 
-async def _http_error(_: Request, error: Exception) -> Response:
-    status = getattr(error, "status_code", 500)
-    return JSONResponse({"error": str(getattr(error, "detail", error))}, status)
+async def _http_error(request: Request, error: Exception) -> Response:
+    return _refusal(request, str(getattr(error, "detail", error)), getattr(error, "status_code", 500))
 
 
-async def _wrong_request(_: Request, error: Exception) -> Response:
+async def _disk_error(request: Request, error: Exception) -> Response:
+    """The disk of SOJOURN_HOME is full, or read-only."""
+    reason, file = getattr(error, "strerror", None) or str(error), getattr(error, "filename", None)
+    return _refusal(request, f"{file}: {reason}" if file else reason, 503)
+
+
+def _refusal(request: Request, message: str, status: int) -> Response:
+    return JSONResponse({"error": localized(message, _language(request))}, status)
+
+
+def _language(request: Request) -> str:
+    return request.headers.get("accept-language", "")
+
+
+async def _wrong_request(request: Request, error: Exception) -> Response:
     """In one line: which field, and what is wrong with it."""
     found = error.errors()[0] if isinstance(error, RequestValidationError) else {}
     where = ".".join(str(part) for part in found.get("loc", ())[1:])
     message = f"{where}: {found.get('msg', 'not valid')}" if where else str(found.get("msg", "not valid"))
-    return JSONResponse({"error": message[:300].encode(errors="replace").decode()}, 400)
+    return _refusal(request, message[:300].encode(errors="replace").decode(), 400)
 
 
 def _run(board: Board, run_id: str) -> KnownRun:
@@ -258,16 +273,16 @@ def _add_other_routes(app: FastAPI, board: Board) -> None:
         return forms.catalogue()
 
     @app.post("/api/form")
-    def form(body: Form) -> dict[str, Any]:
-        return forms.describe(body)
+    def form(body: Form, request: Request) -> dict[str, Any]:
+        return _localized_lists(forms.describe(body), _language(request))
 
     @app.post("/api/plan")
-    def plan(body: Form) -> dict[str, Any]:
-        return forms.plan(body)
+    def plan(body: Form, request: Request) -> dict[str, Any]:
+        return _localized_lists(forms.plan(body), _language(request))
 
     @app.post("/api/preview")
-    def preview(body: Form) -> dict[str, Any]:
-        return forms.preview(body, board.roots)
+    def preview(body: Form, request: Request) -> dict[str, Any]:
+        return _localized_lists(forms.preview(body, board.roots), _language(request))
 
     @app.post("/api/start")
     def start(body: Form) -> dict[str, Any]:
@@ -288,6 +303,15 @@ def _add_other_routes(app: FastAPI, board: Board) -> None:
     @app.get("/api/data/{name}/examples")
     def examples(name: str, start: int = 0, count: int = 20, search: str = "", split: str = "train") -> dict[str, Any]:
         return data_sets.examples(_artefact(board, name), split, start, count, search[:200])
+
+
+def _localized_lists(answer: dict[str, Any], language: str) -> dict[str, Any]:
+    """Errors and notes in the language of the page."""
+    found: dict[str, Any] = {}
+    for key in ("errors", "notes"):
+        if key in answer:
+            found[key] = [localized(str(one), language) for one in answer[key]]
+    return {**answer, **found}
 
 
 def _start(board: Board, form: Form) -> dict[str, Any]:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sojourn.errors import UserError
 from sojourn.storage.files import read_json_object
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from sojourn.data.artefact import Split
+
 _MOST_EXAMPLES = 50
-_MOST_SCANNED = 20_000  # rows that a search reads at most
+_SEARCH_SECONDS = 1.5  # of one answer
+_BLOCK = 64  # rows decoded at a time
 _MOST_TOKENS = 4096  # of a row that are shown
 
 
@@ -50,7 +57,8 @@ def report(path: Path) -> dict[str, Any]:
 
 
 def examples(path: Path, split: str, first: int, count: int, search: str) -> dict[str, Any]:
-    """Rows as text, in parts that are trained on and parts that are not. `search`: only rows with this text."""
+    """Rows as text, in parts that are trained on and parts that are not. `search`: only rows with this text. `next`:
+    where to go on; a search of many rows is answered in parts."""
     try:
         from tokenizers import Tokenizer
 
@@ -61,15 +69,24 @@ def examples(path: Path, split: str, first: int, count: int, search: str) -> dic
     rows = artefact.train if split == "train" else artefact.eval
     tokenizer = Tokenizer.from_file(str(artefact.tokenizer / "tokenizer.json"))
     found: list[dict[str, Any]] = []
-    row, count = max(0, first), min(count, _MOST_EXAMPLES)
-    end = min(len(rows), row + _MOST_SCANNED)
-    while row < end and len(found) < count:
-        ids, mask, starts = rows.row(row)
-        if not search or search.casefold() in tokenizer.decode(ids.tolist(), skip_special_tokens=False).casefold():
+    row, count, until = max(0, first), min(count, _MOST_EXAMPLES), time.monotonic() + _SEARCH_SECONDS
+    while row < len(rows) and len(found) < count and time.monotonic() < until:
+        block = range(row, min(len(rows), row + (_BLOCK if search else count - len(found))))
+        for row in _rows_with(search, rows, tokenizer, block):
+            ids, mask, starts = rows.row(row)
             shown = _parts(tokenizer, ids[:_MOST_TOKENS].tolist(), mask[:_MOST_TOKENS].tolist())
             found.append({"row": row, "tokens": len(ids), "documents": len(starts), "text_parts": shown})
-        row += 1
-    return {"examples": found, "next": row if row < len(rows) else None, "total": len(rows), "scanned": row - first}
+            if len(found) == count:
+                break
+        row = found[-1]["row"] + 1 if len(found) == count else block.stop
+    return {"examples": found, "next": row if row < len(rows) else None, "total": len(rows)}
+
+
+def _rows_with(search: str, rows: Split, tokenizer: Tokenizer, block: range) -> list[int]:
+    if not search:
+        return list(block)
+    texts = tokenizer.decode_batch([rows.row(row)[0].tolist() for row in block], skip_special_tokens=False)
+    return [row for row, text in zip(block, texts, strict=True) if search.casefold() in text.casefold()]
 
 
 def _parts(tokenizer: Any, ids: list[int], mask: list[int]) -> list[dict[str, Any]]:

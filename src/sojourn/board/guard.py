@@ -15,6 +15,7 @@ from http.cookies import CookieError, SimpleCookie
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from sojourn.board.chinese import localized
 from sojourn.web.address import is_loopback
 
 Message = MutableMapping[str, Any]
@@ -48,7 +49,8 @@ class Guard:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         refusal = self._refusal(scope, headers)
         if refusal is not None:
-            await _answer(send, *refusal)
+            status, message = refusal
+            await _answer(send, status, localized(message, headers.get("accept-language", "")))
             return
         if not self._local and scope["path"] == "/" and self._matches(_token_in_address(scope)):
             await _answer(send, 303, "", ((b"location", b"/"), (b"set-cookie", self._cookie())))

@@ -9,16 +9,21 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shutil import which
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sojourn.errors import UserError
 from sojourn.machine.gpus import gpu_use
 from sojourn.run.folder import RunFolder
 from sojourn.run.listing import RunSummary, is_run, summarize
-from sojourn.storage.files import read_json_object, read_last_json_lines, write_json
+from sojourn.storage.files import last_json_lines, read_json_object, write_json
+
+if TYPE_CHECKING:
+    from sojourn.remote.hosts import Host
+    from sojourn.remote.listing import HostAnswer
 
 _LOCAL_SECONDS = 1.0
 _HOST_SECONDS = 15.0
+_HOST_PATIENCE = 10.0
 _GPU_SECONDS = 3.0
 _FIRST_SECONDS = 5.0  # that the first to ask waits for the first look at this machine
 _BETWEEN_FACTS = 0.02
@@ -53,6 +58,9 @@ class LiveRuns:
         self._local: dict[str, KnownRun] = {}
         self._remote: dict[str, KnownRun] = {}
         self._hosts: list[dict[str, Any]] = []
+        self._answers: dict[str, HostAnswer | None] = {}  # of each host the last one
+        self._asking: set[str] = set()
+        self._answered = threading.Lock()
         self._gpus: list[dict[str, Any]] = []  # of this machine
         self._seen: dict[Path, _Seen] = {}
         self._asked, self._stopped = time.monotonic(), threading.Event()
@@ -74,10 +82,11 @@ class LiveRuns:
     def snapshot(self) -> dict[str, Any]:
         self._asked = time.monotonic()
         self._seen_once.wait(_FIRST_SECONDS)
-        runs = [
-            {**run.values, "tags": self._tags.get(run.id, [])}
-            for run in (*self._local.values(), *self._remote.values())
-        ]
+        here = _together(self._gpus)
+        local = [{**run.values, "gpu": here} if run.values["state"] == "running" else run.values
+                 for run in self._local.values()]  # fmt: skip
+        found = [*local, *(run.values for run in self._remote.values())]
+        runs = [{**run, "tags": self._tags.get(run["id"], [])} for run in found]
         return {"runs": sorted(runs, key=lambda run: -run["updated"]), "hosts": self._hosts, "gpus": self._gpus,
                 "now": time.time()}  # fmt: skip
 
@@ -162,24 +171,49 @@ class LiveRuns:
                 self.look_at_hosts()
             self._stopped.wait(_HOST_SECONDS)
 
-    def look_at_hosts(self) -> None:
+    def look_at_hosts(self) -> list[threading.Thread]:
+        """At each in a thread of its own: one that is slow holds up no other. The threads."""
         from sojourn.remote.hosts import load_hosts
-        from sojourn.remote.listing import list_remote_runs
 
         try:
             hosts = load_hosts()
-            self._hosts = self._hosts or [_host(name, "asking") for name in hosts]
-            runs, silent = list_remote_runs(patience=10.0) if hosts else ([], [])
         except UserError as error:
             self._hosts = [_host("hosts", "unreachable", str(error))]
-            return
-        errors = {answer.host.name: answer.error for answer in silent}
-        self._hosts = [_host(name, "unreachable" if name in errors else "ok", errors.get(name)) for name in hosts]
+            return []
+        with self._answered:
+            self._answers = {name: self._answers.get(name) for name in hosts}
+            due = [host for name, host in hosts.items() if name not in self._asking]
+            self._asking |= {host.name for host in due}
+            self._show_hosts()
+        threads = [threading.Thread(target=self._ask_host, args=(host,), name="host", daemon=True) for host in due]
+        for thread in threads:
+            thread.start()
+        return threads
+
+    def _ask_host(self, host: Host) -> None:
+        from sojourn.remote.listing import ask_host
+
+        try:
+            answer = ask_host(host, _HOST_PATIENCE, gpus=True)
+        finally:
+            with self._answered:
+                self._asking.discard(host.name)
+        with self._answered:
+            if host.name in self._answers:
+                self._answers[host.name] = answer
+                self._show_hosts()
+
+    def _show_hosts(self) -> None:
+        from sojourn.remote.listing import runs_of
+
+        answers = {name: answer for name, answer in self._answers.items() if answer is not None}
+        unasked = frozenset(self._answers.keys() - answers.keys())
+        self._hosts = [_host_values(name, answer) for name, answer in self._answers.items()]
         found = {}
-        for run in runs:
-            run_id = f"{run.host}:{run.name}"
+        for run in runs_of(list(answers.values()), except_on=unasked):
+            run_id, running = f"{run.host}:{run.name}", run.state == "running"
             values = {
-                **asdict(run), "id": run_id, "tokens_per_second": None, "memory": None, "mfu": None, "gpu": None,
+                **asdict(run), "id": run_id, "gpu": _together(answers[run.host].gpus) if running else None,
                 "resumable": run.state in ("stopped", "failed", "lost"), "limits": {}, "method": None, "model": None,
             }  # fmt: skip
             found[run_id] = KnownRun(run_id, None, values)
@@ -211,10 +245,9 @@ def _stamp(path: Path) -> tuple[int, ...]:
 
 def _last_train_line(run: RunFolder) -> dict[str, Any]:
     try:
-        lines = read_last_json_lines(run.metrics, 1 << 14)
+        return next((line for line in last_json_lines(run.metrics) if line.get("kind") == "train"), {})
     except (OSError, UserError):
         return {}
-    return next((line for line in reversed(lines) if line.get("kind") == "train"), {})
 
 
 def _facts(run: RunFolder) -> dict[str, Any]:
@@ -245,5 +278,23 @@ def _values(run_id: str, seen: _Seen) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _host(name: str, state: str, error: str | None = None) -> dict[str, Any]:
-    return {"name": name, "state": state, "error": error, "seen": time.time()}
+def _host(name: str, state: str, error: str | None = None, gpus: tuple[dict[str, Any], ...] = ()) -> dict[str, Any]:
+    return {"name": name, "state": state, "error": error, "gpus": gpus, "seen": time.time()}
+
+
+def _host_values(name: str, answer: HostAnswer | None) -> dict[str, Any]:
+    if answer is None:
+        return _host(name, "asking")
+    return _host(name, "ok" if answer.error is None else "unreachable", answer.error, tuple(answer.gpus))
+
+
+def _together(gpus: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """All GPUs of a machine: their mean use, and their memory together; None where nothing is known."""
+    use = [one["utilization"] for one in gpus if one["utilization"] is not None]
+    memory = [(one["memory_used"], one["memory_total"]) for one in gpus if one["memory_used"] is not None]
+    if not use and not memory:
+        return None
+    return {
+        "count": len(gpus), "utilization": sum(use) / len(use) if use else None,
+        "memory_used": sum(used for used, _ in memory), "memory_total": sum(total or 0 for _, total in memory),
+    }  # fmt: skip

@@ -22,13 +22,13 @@ _TEXTS = {
     "en": {
         "state": "state", "step": "step", "loss": "Loss", "time": "time", "cost": "Cost", "lr": "Learning rate",
         "grad_norm": "Gradient norm", "speed": "Tokens per second", "mfu": "Model FLOPs utilization",
-        "memory": "Memory, bytes", "settings": "Settings", "auto": "What auto became", "environment": "Environment",
+        "memory": "Memory, GiB", "settings": "Settings", "auto": "What auto became", "environment": "Environment",
         "samples": "Samples", "events": "Events", "command": "Command", "made": "made by Sojourn",
         "training": "training", "held_out": "held-out", "last_loss": "last loss", "best_loss": "best held-out loss",
     },
     "zh": {
         "state": "状态", "step": "步数", "loss": "损失", "time": "用时", "cost": "费用", "lr": "学习率",
-        "grad_norm": "梯度范数", "speed": "每秒词元数", "mfu": "算力利用率 (MFU)", "memory": "显存（字节）",
+        "grad_norm": "梯度范数", "speed": "每秒词元数", "mfu": "算力利用率 (MFU)", "memory": "显存（GiB）",
         "settings": "设置", "auto": "自动选择的结果", "environment": "环境", "samples": "生成样例", "events": "事件",
         "command": "命令", "made": "由 Sojourn 生成", "training": "训练", "held_out": "验证",
         "last_loss": "最新损失", "best_loss": "最佳验证损失",
@@ -108,7 +108,8 @@ def _chart(series: RunSeries, title: str, keys: tuple[str, ...], texts: dict[str
     for key in keys:
         xs, ys = series.chart(key, "step", _POINTS)
         if xs:
-            lines.append((names.get(key, key), list(zip(xs, ys, strict=True))))
+            values = [y / 2**30 for y in ys] if title == "memory" else ys
+            lines.append((names.get(key, key), list(zip(xs, values, strict=True))))
     if not lines:
         return ""
     marks = legend([name for name, _ in lines]) if len(lines) > 1 else ""

@@ -23,12 +23,7 @@ def start(
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"board needs {', '.join(missing)}; type: pip install 'sojourn[board]'")
-    import uvicorn
-
-    from sojourn.board.app import make_app, make_board
-
     local, token = is_loopback(host), secrets.token_urlsafe(24)
-    board = make_board(home(), [folder.absolute() for folder in folders], token, local)
     with bind(host, port) as listening:
         address = f"http://{host}:{listening.getsockname()[1]}/"
         shown = address if local else f"{address}?token={token}"
@@ -36,6 +31,11 @@ def start(
         say(f"board: {shown} (Ctrl-C ends it; runs go on)")
         if browser:
             webbrowser.open(shown)
+        import uvicorn  # takes as long as a browser to start: requests wait in the socket meanwhile
+
+        from sojourn.board.app import make_app, make_board
+
+        board = make_board(home(), [folder.absolute() for folder in folders], token, local)
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # requests that its end cuts short are no errors
         config = uvicorn.Config(
             make_app(board, hosts), ws="none", log_config=None, access_log=False, server_header=False,

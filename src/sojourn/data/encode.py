@@ -59,6 +59,7 @@ class EncodedChunk:
     fingerprints: np.ndarray
     sizes: np.ndarray
     kinds: np.ndarray
+    where: list[str]  # file and line of each document
     records: int
     bad: list[tuple[str, str]]
     left_out: Counter[str]  # records that a mark or `data.clean` leaves out
@@ -111,9 +112,9 @@ class Encoder:
         np.maximum.at(lengths, owners, lengths[owners] + counts)
         near = self._config.clean.duplicates == "near"
         return EncodedChunk(
-            *pieces, lengths, fingerprints, sizes, kinds, parsed.records, bad, left_out, parsed.unused, escaped,
-            parsed.placeholders,
-            int((ids == self._unknown).sum()), self._language_samples(accepted, fingerprints),
+            *pieces, lengths, fingerprints, sizes, kinds, [d.where for d in accepted], parsed.records, bad, left_out,
+            parsed.unused, escaped, parsed.placeholders, int((ids == self._unknown).sum()),
+            self._language_samples(accepted, fingerprints),
             [_signature(d) for d in accepted] if near else None,
         )  # fmt: skip
 

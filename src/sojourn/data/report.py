@@ -12,6 +12,7 @@ from sojourn.plot.data_report import histogram_text
 _GREEN, _DIM, _RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 _MAX_CHARACTERS = 700
 _MAX_NAMES = 20
+_MAX_DUPLICATES, _DUPLICATE_CHARACTERS = 3, 80
 
 
 def print_examples(
@@ -67,6 +68,8 @@ def format_report(report: Mapping[str, Any], global_batch: int | None = None) ->
         yield f"columns of {source['path']} that are not used: {format_names(source['columns'])}"
     if report["duplicates"]:
         yield f"exact duplicates: {report['duplicates']:,} documents (leave them out with data.clean.duplicates=exact)"
+    for one in report.get("duplicate_examples", [])[:_MAX_DUPLICATES]:
+        yield f"  {one['where'][0]}: {_printable(one['text'][:_DUPLICATE_CHARACTERS])}"
     if report["special_token_texts"]:
         yield f"documents with the text of a special token, read as plain text: {report['special_token_texts']:,}"
     if report.get("media_placeholders"):

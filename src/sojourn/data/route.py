@@ -90,14 +90,16 @@ class Router:
         """Which documents are not duplicates of earlier ones; all of them, if duplicates are kept."""
         new = np.ones(len(stays), bool)
         new[stays] = self.exact.add(encoded.fingerprints[stays])
-        self.tally.duplicates += int((~new).sum())
+        self.tally.add_duplicates(encoded, ~new, "exact")
         if self.data.clean.duplicates == "keep":
             return np.ones(len(stays), bool)
         if self.near is not None and encoded.signatures is not None:
             left = np.flatnonzero(new & stays)
             distinct = self.near.add([encoded.signatures[index] for index in left])
-            self.tally.near_duplicates += int((~distinct).sum())
-            new[left[~distinct]] = False
+            alike = np.zeros(len(stays), bool)
+            alike[left[~distinct]] = True
+            self.tally.add_duplicates(encoded, alike, "near")
+            new &= ~alike
         return new
 
     def _write(self, writer: RowWriter, encoded: EncodedChunk, times: np.ndarray) -> None:

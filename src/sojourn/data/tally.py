@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from sojourn.data.truncate import DROPPED, SPLIT, TRUNCATED
 from sojourn.errors import UserError
 
 _MAX_EXAMPLES = 20
+_MAX_PLACES = 5  # of documents with the same text
+_MAX_TOKENS = 60  # of a duplicate that are shown
 
 
 @dataclass
@@ -67,6 +69,17 @@ class Counts:
 
 
 @dataclass
+class Duplicate:
+    """A document that had come before: `ids` are its first tokens, `where` the places of some of its repeats, `count`
+    of how many."""
+
+    kind: Literal["exact", "near"]
+    ids: list[int]
+    where: list[str] = field(default_factory=list)
+    count: int = 0
+
+
+@dataclass
 class Tally:
     """Everything that was read."""
 
@@ -80,6 +93,7 @@ class Tally:
     unused: dict[str, Counter[str]] = field(default_factory=dict)  # of each source: records by column
     duplicates: int = 0
     near_duplicates: int = 0
+    duplicate_examples: dict[int, Duplicate] = field(default_factory=dict)  # by fingerprint
     escaped: int = 0
     placeholders: int = 0
     unknown: int = 0
@@ -102,6 +116,24 @@ class Tally:
         # Fail early where the limit is far exceeded.
         if self.records >= 10_000 and self.bad > 10 * self.data.max_bad * self.records:
             self.check_bad()
+
+    def add_duplicates(self, encoded: EncodedChunk, which: np.ndarray, kind: Literal["exact", "near"]) -> None:
+        """Counts them, and keeps the first as examples."""
+        if kind == "exact":
+            self.duplicates += int(which.sum())
+        else:
+            self.near_duplicates += int(which.sum())
+        examples = self.duplicate_examples
+        for index in np.flatnonzero(which):
+            fingerprint = int(encoded.fingerprints[index])
+            if fingerprint not in examples and len(examples) < _MAX_EXAMPLES:
+                examples[fingerprint] = Duplicate(kind, _first_tokens(encoded, int(index)))
+            found = examples.get(fingerprint)
+            if found is None:
+                continue
+            found.count += 1
+            if len(found.where) < _MAX_PLACES:
+                found.where.append(encoded.where[index])
 
     def check_bad(self) -> None:
         """Fails if the share of bad records exceeds `data.max_bad`."""
@@ -133,3 +165,12 @@ class Tally:
             "unknown_tokens": self.unknown,
             "languages": {code: round(size / whole, 4) for code, size in shares} if whole else {},
         }
+
+
+def _first_tokens(encoded: EncodedChunk, document: int) -> list[int]:
+    pieces = np.flatnonzero(encoded.document == document)
+    if not len(pieces):  # too long, and left out
+        return []
+    start = int(encoded.lengths[: pieces[0]].sum())
+    ids: list[int] = encoded.ids[start : start + min(int(encoded.lengths[pieces[0]]), _MAX_TOKENS)].tolist()
+    return ids

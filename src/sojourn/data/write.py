@@ -28,6 +28,7 @@ from sojourn.data.sources.chunks import Chunk
 from sojourn.data.sources.document import Message
 from sojourn.data.sources.source import OpenedSource
 from sojourn.data.sources.values import BadRecord
+from sojourn.data.tally import Tally
 from sojourn.data.tokenize.chat_template import Template
 from sojourn.data.tokenize.tokenizer import TokenizerBundle
 from sojourn.data.train_tokenizer import train_on_sample
@@ -134,6 +135,7 @@ def _write_facts(
     splits = {name: {**getattr(tally, name).facts(), **writers[name].facts()} for name in writers}
     report = {
         **splits, **tally.facts(), **more, "max_length": data.max_length,
+        "duplicate_examples": _duplicates(tally, tokenizer),
         "samples": inputs.samples(),
         "held_out": inputs.held_out and {"documents": tally.eval.documents, "of": inputs.held_out.total},
         "converted": {"encoding": data.encoding, "files": preview.converted} if preview.converted else None,
@@ -153,6 +155,15 @@ def _write_facts(
         "pad_id": tokenizer.pad_id, "stop_ids": list(dict.fromkeys(map(tokenizer.id_of, stops))),
         "chat": bool(tally.train.chats), "files": files,
     })  # fmt: skip
+
+
+def _duplicates(tally: Tally, tokenizer: TokenizerBundle) -> list[dict[str, Any]]:
+    """The first documents that had come before, with the beginnings of their texts."""
+    return [
+        {"kind": one.kind, "count": one.count, "where": one.where,
+         "text": tokenizer.tokenizer.decode(one.ids, skip_special_tokens=False)[:300]}
+        for one in tally.duplicate_examples.values()
+    ]  # fmt: skip
 
 
 def _plotted(report: dict[str, Any]) -> dict[str, Any]:

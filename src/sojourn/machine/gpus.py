@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 GIB = 1024**3
+GPU_USE_FIELDS = "index,name,utilization.gpu,memory.used,memory.total,temperature.gpu,power.draw"
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,15 @@ def driver_gpus() -> list[DetectedGpu]:
 def gpu_use() -> list[dict[str, Any]]:
     """How busy each GPU is: percent, bytes, °C, W; None where the driver does not know. [] where it does not answer."""
     try:
-        rows = _ask("index,name,utilization.gpu,memory.used,memory.total,temperature.gpu,power.draw") or []
+        return gpu_use_of_rows(_ask(GPU_USE_FIELDS) or [])
     except RuntimeError:
         return []
+
+
+def gpu_use_of_rows(rows: list[list[str]]) -> list[dict[str, Any]]:
+    """Of cells in the order of GPU_USE_FIELDS."""
     found = []
-    for index, name, *cells in rows:
+    for index, name, *cells in (row for row in rows if len(row) == GPU_USE_FIELDS.count(",") + 1):
         utilization, used, total, temperature, power = (_number(cell) for cell in cells)
         found.append({
             "index": index, "name": name, "utilization": utilization, "temperature": temperature, "power": power,
@@ -92,9 +97,8 @@ def torch_gpus() -> list[DetectedGpu]:
 
 def _ask(fields: str) -> list[list[str]] | None:
     """Rows of a query; [] when there is no nvidia-smi or no GPU, None when it does not know a field."""
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=15, check=False)
+        done = subprocess.run(gpu_query(fields), capture_output=True, text=True, timeout=15, check=False)
     except FileNotFoundError:
         return []
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -106,7 +110,15 @@ def _ask(fields: str) -> list[list[str]] | None:
         return []
     if done.returncode != 0:
         raise RuntimeError(f"nvidia-smi failed: {output.splitlines()[0] if output else done.returncode}")
-    return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
+    return split_rows(done.stdout)
+
+
+def gpu_query(fields: str) -> list[str]:
+    return ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+
+
+def split_rows(output: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split(",")] for line in output.splitlines() if line.strip()]
 
 
 def _driver_cuda() -> tuple[int, int] | None:

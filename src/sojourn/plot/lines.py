@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from html import escape
+from itertools import pairwise
 
 from sojourn.plot.loss import ticks
-from sojourn.plot.svg import abbreviate
 
 Point = tuple[float, float]
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 560, 220, 62, 24, 12
+_UNITS = ((1e9, "B"), (1e6, "M"), (1e3, "k"))
 _COLOURS = ("#2f6fb5", "#d9822b", "#2f8f6b", "#a3457a")
 
 
@@ -30,12 +32,12 @@ def lines_svg(title: str, lines: Sequence[tuple[str, Sequence[Point]]]) -> str:
     for mark in marks:
         y = place((left, mark))[1]
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - 8}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{_number(mark)}</text>')
-    for part in range(5):
-        x = left + width * part / 4
-        at = place((x, marks[0]))[0]
-        anchor = "start" if part == 0 else "end" if part == 4 else "middle"
-        parts.append(f'<text x="{at:.1f}" y="{_HEIGHT - 6}" text-anchor="{anchor}">{abbreviate(round(x))}</text>')
+        parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{_label(mark, marks)}</text>')
+    steps = [max(step, left) for step in ticks([left, right], 5) if step <= right]
+    for step in steps:
+        at = place((step, marks[0]))[0]
+        anchor = "end" if at > _WIDTH - 30 else "middle"
+        parts.append(f'<text x="{at:.1f}" y="{_HEIGHT - 6}" text-anchor="{anchor}">{_label(step, steps)}</text>')
     for number, (name, line) in enumerate(lines):
         colour = _COLOURS[number % len(_COLOURS)]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(place, line))
@@ -52,5 +54,15 @@ def legend(names: Sequence[str]) -> str:
     return f'<p class="legend">{"".join(marks)}</p>'
 
 
-def _number(value: float) -> str:
-    return abbreviate(round(value)) if abs(value) >= 10_000 else f"{value:.4g}"
+def _label(value: float, all_of_them: Sequence[float]) -> str:
+    """With one unit for the axis, and as many digits as tell its numbers apart: 14.2k and 14.4k, 0.0001 as 1e-4."""
+    largest = max(map(abs, all_of_them))
+    if value == 0 or (largest >= 1e4 and abs(value) < 1000):
+        return f"{value:g}"
+    if largest < 1e-3:
+        digits, _, power = f"{value:.3e}".partition("e")
+        return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
+    unit, letter = next((found for found in _UNITS if largest >= found[0] * 10), (1.0, ""))
+    distance = min((abs(b - a) for a, b in pairwise(all_of_them)), default=largest) / unit
+    decimals = max(0, math.ceil(-math.log10(distance) - 1e-9)) if distance else 0
+    return f"{value / unit:,.{decimals}f}{letter}"

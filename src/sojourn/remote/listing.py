@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sojourn.errors import UserError
+from sojourn.machine.gpus import GPU_USE_FIELDS, gpu_query, gpu_use_of_rows, split_rows
 from sojourn.remote.box.report import MARK
 from sojourn.remote.hosts import Host, load_hosts
 from sojourn.remote.job import BoxPaths, Job, all_jobs
@@ -37,19 +38,28 @@ class RemoteRun:
     path: str
     message: str = ""
     at_home: bool = False
+    tokens_per_second: float | None = None
+    memory: float | None = None
+    mfu: float | None = None
 
 
 @dataclass
 class HostAnswer:
     host: Host
     jobs: list[dict[str, Any]] = field(default_factory=list)
+    gpus: list[dict[str, Any]] = field(default_factory=list)  # where they were asked for
     error: str | None = None
 
 
 def list_remote_runs(patience: float = PATIENCE) -> tuple[list[RemoteRun], list[HostAnswer]]:
     """Newest first, and the hosts that did not answer."""
+    answers = _ask_all(list(load_hosts().values()), patience)
+    return runs_of(answers), [answer for answer in answers if answer.error is not None]
+
+
+def runs_of(answers: list[HostAnswer], except_on: frozenset[str] = frozenset()) -> list[RemoteRun]:
+    """Newest first. Runs that nobody reported are as they were last seen, but for those on `except_on`."""
     hosts, jobs = load_hosts(), {job.run: job for job in all_jobs()}
-    answers = _ask_all(list(hosts.values()), patience)
     runs: list[RemoteRun] = []
     for answer in answers:
         for report in answer.jobs:
@@ -59,23 +69,34 @@ def list_remote_runs(patience: float = PATIENCE) -> tuple[list[RemoteRun], list[
                 mine.seen(report)
             runs.append(_remote_run(answer.host, report, job))
     asked = {(run.name, run.host) for run in runs}
-    silent = {answer.host.name: answer for answer in answers if answer.error is not None}
-    runs += [_last_known(job, hosts.get(job.host)) for job in jobs.values() if (job.run, job.host) not in asked]
-    return sorted(runs, key=lambda run: -run.updated), list(silent.values())
+    others = [job for job in jobs.values() if (job.run, job.host) not in asked and job.host not in except_on]
+    runs += [_last_known(job, hosts.get(job.host)) for job in others]
+    return sorted(runs, key=lambda run: -run.updated)
+
+
+def ask_host(host: Host, patience: float, gpus: bool = False) -> HostAnswer:
+    """`gpus`: how busy they are, too."""
+    answer = _unanswered(host, patience)
+    _ask(answer, patience, gpus)
+    return answer
+
+
+def _unanswered(host: Host, patience: float) -> HostAnswer:
+    return HostAnswer(host, error=f"{host.name}: no answer within {patience:g} s")
 
 
 def _ask_all(hosts: list[Host], patience: float) -> list[HostAnswer]:
-    answers = [HostAnswer(host, error=f"{host.name}: no answer within {patience:g} s") for host in hosts]
+    answers = [_unanswered(host, patience) for host in hosts]
     threads = [threading.Thread(target=_ask, args=(answer, patience), daemon=True) for answer in answers]
     for thread in threads:
         thread.start()
     until = time.monotonic() + patience
     for thread in threads:
         thread.join(max(0.0, until - time.monotonic()))
-    return [HostAnswer(answer.host, list(answer.jobs), answer.error) for answer in answers]
+    return [HostAnswer(answer.host, list(answer.jobs), error=answer.error) for answer in answers]
 
 
-def _ask(answer: HostAnswer, patience: float) -> None:
+def _ask(answer: HostAnswer, patience: float, gpus: bool = False) -> None:
     from sojourn.remote.connection import connect
 
     host, paths = answer.host, BoxPaths(answer.host)
@@ -84,6 +105,10 @@ def _ask(answer: HostAnswer, patience: float) -> None:
         try:
             argv = [host.python or "python3", f"{paths.tools}/report.py", host.home]
             done = connection.run(argv, timeout=patience)
+            if gpus:
+                asked = connection.run(gpu_query(GPU_USE_FIELDS), timeout=patience)
+                rows = split_rows(asked.stdout.decode(errors="replace")) if asked.code == 0 else []
+                answer.gpus = gpu_use_of_rows(rows)
         finally:
             connection.close()
     except UserError as error:
@@ -114,6 +139,7 @@ def _remote_run(host: Host, report: dict[str, Any], job: Job | None) -> RemoteRu
         report["total_steps"], report["loss"], report["seconds"], report["money"],
         str(report["currency"] or host.currency), left, projected, report["updated"],
         f"{host.name}:{BoxPaths(host, str(report['run'])).run_folder}", message, at_home,
+        report.get("tokens_per_second"), report.get("memory"), report.get("mfu"),
     )  # fmt: skip
 
 

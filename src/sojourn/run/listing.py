@@ -9,7 +9,7 @@ from typing import Any
 from sojourn.errors import RunFailed
 from sojourn.run.folder import RunFolder
 from sojourn.run.ledger import is_amount
-from sojourn.storage.files import read_json_object, read_last_json_lines
+from sojourn.storage.files import last_json_lines, read_json_object
 
 _SIGNS = ("run.yaml", "status.json", "metrics.jsonl", "identity.json")  # of a run, perhaps with the others lost
 
@@ -70,7 +70,7 @@ def summarize(run: RunFolder) -> RunSummary:
 
 
 def _last_loss(run: RunFolder) -> float | None:
-    for line in reversed(read_last_json_lines(run.metrics)):
+    for line in last_json_lines(run.metrics):
         loss: Any = line.get("loss")
         if line.get("kind") == "train" and type(loss) in (int, float):
             return float(loss)

@@ -233,17 +233,18 @@ def _open_to_append(path: Path) -> BinaryIO:
         raise
 
 
-def read_last_json_lines(path: Path, most: int = 1 << 16) -> list[dict[str, Any]]:
-    """The complete lines within the last `most` bytes, for a quick look at a long file. Raises `CannotRead`."""
-    lines: list[dict[str, Any]] = []
+def last_json_lines(path: Path, most: int = 1 << 16) -> Iterator[dict[str, Any]]:
+    """The complete lines within the last `most` bytes, newest first, each parsed when it is asked for: a quick look at
+    a long file. Raises `CannotRead`."""
+    data = b""
     with contextlib.suppress(FileNotFoundError, NotValid), open_regular(path) as file, _read_errors(path):
         file.seek(max(0, os.fstat(file.fileno()).st_size - most))
-        for line in file.read(most).splitlines():
-            with contextlib.suppress(NotValid):
-                value = parse_json(line)
-                if isinstance(value, dict):
-                    lines.append(value)
-    return lines
+        data = file.read(most)
+    for line in reversed(data.splitlines()):
+        with contextlib.suppress(NotValid):
+            value = parse_json(line)
+            if isinstance(value, dict):
+                yield value
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:

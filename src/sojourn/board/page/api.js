@@ -1,4 +1,5 @@
 // Requests to the board, and asking again and again without one request overtaking another.
+import { current } from "./i18n.js";
 
 export class Failure extends Error {
   constructor(status, message) {
@@ -37,7 +38,7 @@ async function send(path, body, type) {
 async function request(path, options = {}) {
   let response;
   try {
-    response = await fetch(path, { ...options, cache: "no-store" });
+    response = await fetch(path, { ...options, headers: { ...options.headers, "accept-language": current() }, cache: "no-store" });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new Failure(0, "");

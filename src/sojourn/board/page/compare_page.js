@@ -13,7 +13,7 @@ const MISSING = "–";
 export function showCompare(root, list) {
   const ids = list.split(",").filter(Boolean).slice(0, MOST);
   if (!ids.length) {
-    root.append(h("div", { class: "empty" }, h("h2", {}, t("compare")), h("p", {}, t("compare_none")), h("a", { class: "button", href: "#/runs" }, t("nav_runs"))));
+    root.append(h("div", { class: "empty" }, h("h1", {}, t("compare")), h("p", {}, t("compare_none")), h("a", { class: "button", href: "#/runs" }, t("nav_runs"))));
     return undefined;
   }
   const runs = ids.map((id) => ({ id, name: id, currency: findRun(id)?.currency ?? "" }));
@@ -21,7 +21,7 @@ export function showCompare(root, list) {
   const results = h("div", { class: "scroll" }), settings = h("div"), samples = h("div");
   const csv = h("button", { type: "button", onclick: () => download("runs.csv", "text/csv", toCsv(ids, settings.rows ?? [])) }, icon("save"), "CSV");
   root.append(h("a", { class: "back", href: "#/runs" }, icon("left"), t("nav_runs")),
-    h("header", { class: "page-head" }, h("h1", {}, t("compare_n", { n: ids.length })), csv), results, curves.element, h("h2", {}, t("differing")), settings, h("h2", {}, t("tab_samples")), samples);
+    h("header", { class: "page-head" }, h("h1", {}, t("compare_n", { n: ids.length })), csv), results, h("h2", { class: "hidden" }, t("curves")), curves.element, h("h2", {}, t("differing")), settings, h("h2", {}, t("tab_samples")), samples);
   const end = onLive(() => drawResults(results, ids));
   load(ids, settings, samples);
   return () => {

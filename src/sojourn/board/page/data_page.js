@@ -31,10 +31,10 @@ function drawList(artefacts) {
 export function showArtefact(root, name) {
   const report = h("div", {}, h("p", { class: "empty" }, t("loading"))), rows = new Rows(name);
   root.append(h("a", { class: "back", href: "#/data" }, icon("left"), t("nav_data")), h("header", { class: "page-head" }, h("h1", { class: "mono" }, name.slice(0, 16))), report, rows.element);
-  get(path(name)).then((found) => report.replaceChildren(...drawReport(found)), (error) => report.replaceChildren(failed(error)));
+  get(path(name)).then((found) => report.replaceChildren(...drawReport(found, (text) => rows.search(text))), (error) => report.replaceChildren(failed(error)));
 }
 
-function drawReport(report) {
+function drawReport(report, search) {
   const train = report.train ?? {}, held = report.eval ?? {};
   const figures = [
     [t("documents"), format.count(train.documents), held.documents ? t("held_out", { n: format.count(held.documents) }) : ""],
@@ -51,10 +51,16 @@ function drawReport(report) {
   if (languages.length) parts.push(h("h2", {}, t("languages")), h("p", {}, languages.slice(0, 8).map(([code, share]) => `${code} ${format.percent(share)}`).join(" · ")));
   const left = Object.entries(report.left_out ?? {}).filter(([, n]) => n);
   if (left.length) parts.push(h("h2", {}, t("left_out")), h("ul", { class: "plain" }, ...left.map(([why, n]) => h("li", {}, `${why.replaceAll("_", " ")}: ${format.count(n)}`))));
-  for (const [title, found] of [["bad_records", report.damaged_examples], ["duplicates", report.duplicate_examples]]) {
-    if (found?.length) parts.push(h("h2", {}, t(title)), h("ul", { class: "plain" }, ...found.slice(0, 10).map((one) => h("li", {}, h("code", {}, [].concat(one).join(": "))))));
-  }
+  if (report.damaged_examples?.length) parts.push(h("h2", {}, t("bad_records")), h("ul", { class: "plain" }, ...report.damaged_examples.map((one) => h("li", {}, h("code", {}, one.join(": "))))));
+  if (report.duplicate_examples?.length) parts.push(h("h2", {}, t("duplicates")), h("ul", { class: "plain duplicates" }, ...report.duplicate_examples.map((one) => drawDuplicate(one, search))));
   return parts;
+}
+
+// A text that came again, where, and a way to its rows.
+function drawDuplicate({ kind, count, where, text }, search) {
+  const more = count > where.length ? ` ${t("and_more", { n: format.count(count - where.length) })}` : "";
+  const words = text.replace(/<\|[^|]*\|>\S*/g, "\n").split("\n").map((line) => line.trim()).sort((a, b) => b.length - a.length)[0].slice(0, 60);
+  return h("li", {}, h("p", { class: "written" }, text), h("small", {}, h("span", { class: "tag" }, t(`duplicate_${kind}`)), ` ${t("repeated_at", { where: where.join(", ") })}${more} `), words ? h("button", { type: "button", class: "quiet", onclick: () => search(words) }, icon("search"), t("show_rows")) : null);
 }
 
 function histogram(bins, maxLength) {
@@ -71,12 +77,22 @@ function histogram(bins, maxLength) {
 class Rows {
   constructor(name) {
     this.name = name;
-    this.input = h("input", { type: "search", placeholder: t("search_rows"), "aria-label": t("search_rows"), oninput: () => this.ask(0) });
+    this.input = h("input", { type: "search", placeholder: t("search_rows"), "aria-label": t("search_rows"), oninput: () => this.search() });
     this.list = h("div", { class: "examples" });
-    this.more = h("button", { type: "button", hidden: true, onclick: () => this.ask(this.next) }, t("more_rows"));
+    this.more = h("button", { type: "button", hidden: true, onclick: () => ((this.wanted = this.list.children.length + ROWS), this.ask(this.next)) }, t("more_rows"));
     this.note = h("p", { class: "faint", role: "status" });
     this.element = h("section", {}, h("h2", {}, t("rows_with_mask")), h("p", { class: "faint" }, t("mask_legend")), h("div", { class: "toolbar" }, this.input), this.list, this.note, this.more);
+    this.wanted = ROWS;
     this.ask = latest((start, signal) => get(path(name, `/examples?start=${start}&count=${ROWS}&search=${encodeURIComponent(this.input.value.trim())}`), signal), (found, start) => this.draw(found, start), (error) => this.list.replaceChildren(failed(error)), 250);
+    this.ask(0);
+  }
+
+  search(text = null) {
+    if (text !== null) {
+      this.input.value = text;
+      this.input.focus();
+    }
+    this.wanted = ROWS;
     this.ask(0);
   }
 
@@ -86,6 +102,9 @@ class Rows {
     else this.list.replaceChildren(...drawn);
     this.next = found.next;
     this.more.hidden = found.next === null || found.next === undefined;
-    this.note.textContent = this.list.children.length ? "" : this.input.value ? t("nothing_found") : t("no_rows");
+    const searched = this.input.value.trim(), done = this.more.hidden;
+    if (searched && !done) this.note.textContent = t("searched_rows", { n: format.count(found.next), total: format.count(found.total) });
+    else this.note.textContent = this.list.children.length ? "" : searched ? t("nothing_found") : t("no_rows");
+    if (searched && !done && this.list.children.length < this.wanted && this.element.isConnected) this.ask(found.next); // the search goes on
   }
 }

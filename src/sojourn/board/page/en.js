@@ -51,8 +51,8 @@ export default {
   offers: "Offers", micro_batch: "Micro batch", sessions: "{n} sessions", cards_left_out: "{n} cards do not fit", advice: "To fit a smaller card", all_offers: "All offers",
 
   no_data: "No prepared data yet", no_data_text: "Data is prepared when a run starts, or before:", sources: "Sources", documents: "Documents", tokens: "Tokens", rows: "Rows", prepared_at: "Prepared", n_documents: "{n} documents",
-  held_out: "{n} held out", trained: "{n} trained on", of_tokens: "of {n} tokens", fill: "Rows filled", duplicates: "Duplicates", near_duplicates: "{n} near duplicates", exact: "exact", bad_records: "Bad records", of_records: "of {n}", lengths: "Documents by length in tokens", languages: "Languages", left_out: "Left out",
-  rows_with_mask: "Rows as the model sees them", search_rows: "Search in the rows", more_rows: "More rows", nothing_found: "Nothing found.", no_rows: "No rows.", row_title: "Row {row} · {tokens} tokens · documents: {documents}",
+  held_out: "{n} held out", trained: "{n} trained on", of_tokens: "of {n} tokens", fill: "Rows filled", duplicates: "Duplicates", near_duplicates: "{n} near duplicates", exact: "exact", duplicate_exact: "exact", duplicate_near: "near", repeated_at: "again at {where}", and_more: "and {n} more", show_rows: "Show its rows", bad_records: "Bad records", of_records: "of {n}", lengths: "Documents by length in tokens", languages: "Languages", left_out: "Left out",
+  rows_with_mask: "Rows as the model sees them", search_rows: "Search in the rows", more_rows: "More rows", nothing_found: "Nothing found.", searched_rows: "{n} of {total} rows searched", no_rows: "No rows.", row_title: "Row {row} · {tokens} tokens · documents: {documents}",
 
   compare_n: "{n} runs compared", compare_none: "Select two or more runs in the list, then Compare.", differing: "Settings that differ", same_settings: "Their settings are the same.",
   no_tasks: "Commands that you start here appear with their output.", task_running: "running", task_done: "done", task_failed: "failed", task_stopped: "stopped", open_chat: "Open the chat", show_run: "Show the run", stop: "Stop",

@@ -28,5 +28,5 @@ export function drawParts(title, parts) {
     shown.push(trained ? h("mark", { title: t("trained_on") }, piece) : h("span", {}, piece));
   }
   if (left <= 0) shown.push(h("span", { class: "faint" }, " […]"));
-  return h("article", { class: "example" }, h("h4", {}, title), h("div", { class: "example-text", tabIndex: 0 }, ...shown));
+  return h("article", { class: "example" }, h("h3", {}, title), h("div", { class: "example-text", tabIndex: 0 }, ...shown));
 }

@@ -2,7 +2,7 @@
 import { get, poll } from "./api.js";
 
 const SECONDS = 2;
-export const live = { runs: [], hosts: [], now: 0, loaded: false };
+export const live = { runs: [], hosts: [], gpus: [], now: 0, loaded: false };
 const listeners = new Set();
 let poller;
 

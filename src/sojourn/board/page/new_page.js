@@ -124,7 +124,7 @@ class NewPage {
     const parts = partsOf(plan.memory.by_kind, plan.memory.allocated, plan.memory.device);
     const notes = [plan.assumed, ...(plan.notes ?? [])].filter(Boolean);
     const cheap = plan.offers.filter((offer) => offer.fits && offer.bill).slice(0, 4);
-    this.plan.replaceChildren(planFigures(plan), h("h3", {}, one ? t("memory_on", { card: offerName(one) }) : t("memory")), memoryBar(parts, usable), memoryLegend(parts),
+    this.plan.replaceChildren(planFigures(plan), h("h2", { class: "small" }, one ? t("memory_on", { card: offerName(one) }) : t("memory")), memoryBar(parts, usable), memoryLegend(parts),
       cheap.length ? h("ul", { class: "cheap" }, ...cheap.map((offer) => h("li", {}, h("b", {}, offerName(offer)), ` ${offer.bill.title} `, h("span", {}, `${format.hours(offer.hours)} · ${cost(offer)}`)))) : h("p", { class: "note" }, t("nothing_fits")),
       ...notes.map((note) => h("p", { class: "note" }, note)), h("a", { href: "#/plan" }, t("all_offers")));
   }
@@ -162,8 +162,8 @@ class NewPage {
   drawPreview(found) {
     this.preview.classList.remove("old");
     if (!found) return this.preview.replaceChildren(h("p", { class: "empty" }, t("no_data_yet")));
-    if (found.error) return this.preview.replaceChildren(h("h3", {}, t("nav_data")), h("p", { class: "error" }, found.error));
+    if (found.error) return this.preview.replaceChildren(h("h2", { class: "small" }, t("nav_data")), h("p", { class: "error" }, found.error));
     const formats = (found.formats ?? []).map(([name, kind]) => h("p", {}, h("code", {}, name), ` ${kind}`));
-    this.preview.replaceChildren(h("h3", {}, t("data_seen")), ...formats, found.examples.some(({ spans }) => spans) ? h("p", { class: "faint" }, t("mask_legend")) : "", ...found.examples.map(drawExample), ...(found.notes ?? []).map((note) => h("p", { class: "note" }, note)));
+    this.preview.replaceChildren(h("h2", { class: "small" }, t("data_seen")), ...formats, found.examples.some(({ spans }) => spans) ? h("p", { class: "faint" }, t("mask_legend")) : "", ...found.examples.map(drawExample), ...(found.notes ?? []).map((note) => h("p", { class: "note" }, note)));
   }
 }

@@ -5,7 +5,7 @@ import { h, icon } from "./dom.js";
 import * as format from "./format.js";
 import { t } from "./i18n.js";
 import { findRun, isRunning, live, onLive } from "./live.js";
-import { actionsOf, drawProgress, drawState, moneyLine, tagList } from "./run_parts.js";
+import { actionsOf, drawProgress, drawState, gpuUse, moneyLine, tagList } from "./run_parts.js";
 import { drawCheckpoints, drawConfig, drawEnvironment, drawEvents, drawLogs, drawSamples } from "./run_tabs.js";
 
 const TABS = { curves: null, samples: drawSamples, checkpoints: drawCheckpoints, config: drawConfig, events: drawEvents, logs: drawLogs, environment: drawEnvironment };
@@ -20,6 +20,7 @@ export function showRun(root, id) {
   const update = () => {
     const run = findRun(id);
     Object.assign(message, { hidden: Boolean(run) || !live.loaded, textContent: t("run_gone", { name: id }) });
+    if (!run && !head.childElementCount) head.replaceChildren(h("h1", {}, id));
     if (!run) return;
     curves.setCurrency(run.currency);
     drawHead(head, run);
@@ -46,7 +47,7 @@ function drawHead(head, run) {
 
 function drawFacts(facts, run) {
   const limits = Object.entries(run.limits ?? {}).filter(([, value]) => value && value !== "auto" && value !== "off").map(([name, value]) => `${t(`limit_${name}`)} ${value}`);
-  const gpu = run.gpu ? [Number.isFinite(run.gpu.utilization) ? format.percent(run.gpu.utilization > 1 ? run.gpu.utilization / 100 : run.gpu.utilization) : "", run.gpu.memory_total ? `${format.gib(run.gpu.memory_used)} / ${format.bytes(run.gpu.memory_total)}` : ""].filter(Boolean).join(" · ") : "";
+  const gpu = gpuUse(run.gpu);
   const all = [
     [t("progress"), drawProgress(run), "wide"],
     [t("column_loss"), format.number(run.loss)],
@@ -66,7 +67,8 @@ class Tabs {
     this.buttons = Object.keys(TABS).map((name) => h("button", { type: "button", role: "tab", id: `tab-${name}`, "aria-controls": "tab-panel", onclick: () => this.choose(name) }, t(`tab_${name}`)));
     this.list = h("div", { class: "tabs", role: "tablist", onkeydown: (event) => this.key(event) }, ...this.buttons);
     this.other = h("div");
-    this.panel = h("div", { id: "tab-panel", role: "tabpanel" }, this.curves, this.other);
+    this.title = h("h2", { class: "hidden" });
+    this.panel = h("div", { id: "tab-panel", role: "tabpanel" }, this.title, this.curves, this.other);
     this.error = h("p", { class: "error", role: "alert", hidden: true });
     this.element = h("section", { class: "tabbed" }, this.list, this.error, this.panel);
     this.stopper = new AbortController();
@@ -92,6 +94,7 @@ class Tabs {
       this.buttons[i].tabIndex = one === name ? 0 : -1;
     });
     this.panel.setAttribute("aria-labelledby", `tab-${name}`);
+    this.title.textContent = t(`tab_${name}`);
     this.curves.hidden = name !== "curves";
     this.other.hidden = name === "curves";
     if (name !== "curves") this.show();

@@ -47,6 +47,13 @@ export function moneyLine(run) {
   return parts.join(" · ");
 }
 
+// How busy GPUs are: { utilization: percent, memory_used, memory_total: bytes }.
+export function gpuUse(gpu) {
+  if (!gpu) return "";
+  const memory = gpu.memory_total ? `${format.gib(gpu.memory_used)} / ${format.gib(gpu.memory_total)}\u00a0GiB` : "";
+  return [Number.isFinite(gpu.utilization) ? format.percent(gpu.utilization / 100) : "", memory].filter(Boolean).join(" · ");
+}
+
 export function tagList(run) {
   return (run.tags ?? []).map((tag) => h("span", { class: "tag" }, tag));
 }

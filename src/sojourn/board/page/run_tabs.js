@@ -119,7 +119,7 @@ function entriesOf(values, prefix = "") {
 export async function drawEnvironment({ get }) {
   const { environment = {} } = await get("");
   if (!Object.keys(environment).length) return { element: empty(t("no_environment")), key: "none" };
-  const sections = Object.entries(flatten(environment)).map(([name, values]) => h("section", {}, h("h4", {}, name || t("machine")), keyValues(values)));
+  const sections = Object.entries(flatten(environment)).map(([name, values]) => h("section", {}, h("h3", {}, name || t("machine")), keyValues(values)));
   return { element: h("div", { class: "sections" }, ...sections), key: JSON.stringify(environment) };
 }
 

@@ -6,7 +6,7 @@ import * as format from "./format.js";
 import { t } from "./i18n.js";
 import { askNow, isRunning, live, onLive } from "./live.js";
 import { menu } from "./menu.js";
-import { actionsOf, drawProgress, drawState, moneyLine, runLink, sparkline, stateName, tagList } from "./run_parts.js";
+import { actionsOf, drawProgress, drawState, gpuUse, moneyLine, runLink, sparkline, stateName, tagList } from "./run_parts.js";
 
 const GROUPS = { all: () => true, running: isRunning, stopped: (run) => run.state === "stopped", done: (run) => run.state === "done", failed: (run) => ["failed", "lost", "unknown", "unreachable"].includes(run.state) };
 const value = (number, other = -Infinity) => (Number.isFinite(number) ? number : other);
@@ -89,10 +89,12 @@ class RunsPage {
   }
 
   drawHosts() {
-    const key = JSON.stringify(live.hosts.map(({ name, state, error }) => [name, state, error]));
+    const here = live.gpus.length ? [{ name: t("this_machine"), state: "ok", gpus: live.gpus }] : [];
+    const all = [...here, ...live.hosts], key = JSON.stringify(all.map(({ name, state, error, gpus }) => [name, state, error, gpus]));
     if (this.hosts.dataset.key === key) return;
     this.hosts.dataset.key = key;
-    this.hosts.replaceChildren(...live.hosts.map(({ name, state, error }) => h("span", { class: `host ${state}`, title: error ?? "" }, h("span", { class: `dot ${state === "ok" ? "done" : state === "asking" ? "starting" : "failed"}` }), `${name}: ${t(`host_${state}`)}`, error ? h("small", {}, ` ${error}`) : null)));
+    this.hosts.replaceChildren(...all.map(({ name, state, error, gpus }) => h("span", { class: `host ${state}`, title: error ?? "" }, h("span", { class: `dot ${state === "ok" ? "done" : state === "asking" ? "starting" : "failed"}` }),
+      gpus.length && state === "ok" ? `${name}:` : `${name}: ${t(`host_${state}`)}`, error ? h("small", {}, ` ${error}`) : null, ...gpus.map((gpu) => h("small", { class: "gpu" }, ` ${gpu.name.replace(/^NVIDIA (GeForce )?/, "")} ${gpuUse(gpu)}`)))));
   }
 
   drawEmpty(shown) {
@@ -166,9 +168,9 @@ class Row {
     this.set("state", drawState(run), h("small", { title: run.message || "" }, run.message && ["failed", "unknown", "unreachable"].includes(run.state) ? run.message : format.ago(run.updated, live.now)));
     this.set("progress", drawProgress(run));
     this.loss.textContent = format.number(run.loss);
-    const memory = Number.isFinite(run.memory) ? format.bytes(run.memory) : "", use = run.gpu?.utilization;
+    const memory = Number.isFinite(run.memory) ? format.bytes(run.memory) : "", gpu = gpuUse(run.gpu);
     this.set("speed", h("b", {}, Number.isFinite(run.tokens_per_second) ? t("per_second", { n: format.compact(run.tokens_per_second) }) : format.NONE),
-      h("small", {}, [Number.isFinite(use) ? `GPU ${format.percent(use > 1 ? use / 100 : use)}` : "", Number.isFinite(run.mfu) ? `MFU ${format.percent(run.mfu, 1)}` : "", memory].filter(Boolean).join(" · ")));
+      h("small", {}, [gpu && `GPU ${gpu}`, Number.isFinite(run.mfu) ? `MFU ${format.percent(run.mfu, 1)}` : "", gpu ? "" : memory].filter(Boolean).join(" · ")));
     this.set("money", h("b", {}, run.money || run.currency ? format.money(run.money, run.currency) : format.NONE), h("small", {}, moneyLine(run)));
     const limit = run.limits?.time ? t("of_limit", { limit: run.limits.time }) : "";
     this.set("left", h("b", {}, Number.isFinite(run.left) ? t("left", { time: format.duration(run.left) }) : format.NONE), h("small", {}, [t("spent_time", { time: format.duration(run.seconds) }), limit].filter(Boolean).join(" · ")));

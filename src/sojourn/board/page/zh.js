@@ -51,8 +51,8 @@ export default {
   offers: "报价", micro_batch: "微批大小", sessions: "{n} 次会话", cards_left_out: "{n} 种显卡放不下", advice: "放进更小的显卡", all_offers: "全部报价",
 
   no_data: "还没有准备好的数据", no_data_text: "数据在训练开始时准备，也可以事先准备：", sources: "来源", documents: "文档", tokens: "token", rows: "行", prepared_at: "准备时间", n_documents: "{n} 篇文档",
-  held_out: "留出 {n}", trained: "{n} 参与训练", of_tokens: "每行 {n} 个 token", fill: "行填充率", duplicates: "重复", near_duplicates: "近似重复 {n}", exact: "完全相同", bad_records: "坏记录", of_records: "共 {n}", lengths: "文档长度（token）", languages: "语言", left_out: "已排除",
-  rows_with_mask: "模型看到的行", search_rows: "在行中搜索", more_rows: "更多行", nothing_found: "没有找到。", no_rows: "没有行。", row_title: "第 {row} 行 · {tokens} 个 token · {documents} 篇文档",
+  held_out: "留出 {n}", trained: "{n} 参与训练", of_tokens: "每行 {n} 个 token", fill: "行填充率", duplicates: "重复", near_duplicates: "近似重复 {n}", exact: "完全相同", duplicate_exact: "完全相同", duplicate_near: "近似", repeated_at: "再次出现于 {where}", and_more: "另有 {n} 处", show_rows: "查看所在的行", bad_records: "坏记录", of_records: "共 {n}", lengths: "文档长度（token）", languages: "语言", left_out: "已排除",
+  rows_with_mask: "模型看到的行", search_rows: "在行中搜索", more_rows: "更多行", nothing_found: "没有找到。", searched_rows: "已搜索 {n} / {total} 行", no_rows: "没有行。", row_title: "第 {row} 行 · {tokens} 个 token · {documents} 篇文档",
 
   compare_n: "对比 {n} 个训练", compare_none: "请在列表中选择两个以上的训练，再点“对比”。", differing: "不同的设置", same_settings: "设置完全相同。",
   no_tasks: "从这里启动的命令及其输出会显示在这里。", task_running: "运行中", task_done: "已完成", task_failed: "失败", task_stopped: "已停止", open_chat: "打开对话", show_run: "查看训练", stop: "停止",

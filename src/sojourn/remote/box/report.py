@@ -49,6 +49,9 @@ def report(home: str, name: str) -> dict[str, Any]:
         "train_seconds": ledger.get("seconds", 0.0),
         "run_id": read(os.path.join(run, "identity.json")).get("run_id", ""),
         "loss": losses[-1]["loss"] if losses else None,
+        "tokens_per_second": losses[-1].get("tokens_per_second") if losses else None,
+        "memory": losses[-1].get("memory") if losses else None,
+        "mfu": losses[-1].get("mfu") if losses else None,
         "seconds_a_step": seconds_a_step(losses),
         "final": os.path.isdir(os.path.join(run, "final")),
     }
