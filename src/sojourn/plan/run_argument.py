@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from sojourn.catalog.models import find_model
@@ -10,8 +9,8 @@ from sojourn.config.command_line import parse_args
 from sojourn.config.load import Loaded, load_run
 from sojourn.config.preset import find_preset
 from sojourn.errors import UserError
+from sojourn.storage.hub_config import is_hub_name
 
-_ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)  # ORG/NAME
 _FILE_ENDINGS = (".yaml", ".yml", ".json", ".toml", ".jsonl", ".txt")
 
 
@@ -38,7 +37,7 @@ def names_a_model(word: str) -> bool:
         return False
     if path.suffix.lower() in _FILE_ENDINGS:
         return False
-    if _ON_HUB.fullmatch(word):
+    if is_hub_name(word):
         return True
     try:
         find_model(word)

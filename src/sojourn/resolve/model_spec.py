@@ -1,6 +1,6 @@
-"""The ModelSpec of a new model, of one in the catalogue, or of one whose config.json is on this machine.
+"""The ModelSpec of a new model, of one in the catalogue, or of one whose config.json is here or on the hub.
 
-Nothing is downloaded and no weight is read.
+Nothing but a config.json is downloaded, and no weight is read.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from sojourn.config.messages import printable
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
 from sojourn.resolve.new_model import new_model_spec
+from sojourn.storage.hub_config import hub_config, is_hub_name
 
 _MAX_FILE_BYTES = 4 << 20  # of a config.json; real ones have a few kilobytes
 _LARGEST = {"layers": 1000, "hidden": 200_000, "heads": 4096, "head_dim": 4096, "ffn": 2_000_000,
@@ -55,7 +56,7 @@ def model_spec_of(config: RunConfig) -> ModelSpec:
 
 
 def of_base(word: str) -> ModelSpec:
-    """A folder or file at hand before a name; names are looked up in the catalogue."""
+    """A folder or file at hand before a name; names are looked up in the catalogue, then on the hub."""
     path = Path(word).expanduser()
     if path.is_file() and path.suffix != ".gguf":
         return of_file(path)
@@ -71,7 +72,12 @@ def of_base(word: str) -> ModelSpec:
     try:
         return find_model(word)
     except UserError as error:
-        raise UserError(f"model.base: {error}; or give a folder with the model's config.json") from None
+        if not is_hub_name(word):
+            raise UserError(f"model.base: {error}; or give a folder with the model's config.json") from None
+    try:
+        return of_file(hub_config(word))
+    except UserError as error:
+        raise type(error)(f"model.base: {error}") from None
 
 
 def of_file(path: Path) -> ModelSpec:

@@ -24,11 +24,10 @@ _unreachable: dict[str, str] = {}  # endpoints that did not answer, and why; eac
 
 def offline_reason(say: Say | None) -> str:
     """Why nothing can be downloaded; empty where the hub can be reached."""
-    endpoint = _endpoint()
+    endpoint = hub_endpoint()
     if endpoint not in _unreachable:
-        for name in _OFFLINE_SWITCHES:
-            if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE"):
-                return f"{name} is set (unset it to download)"
+        if switch := offline_switch():
+            return f"{switch} is set (unset it to download)"
         if not (problem := _probe(endpoint)):
             return ""
         _unreachable[endpoint] = f"{_host()} cannot be reached ({problem})"
@@ -39,6 +38,12 @@ def offline_reason(say: Say | None) -> str:
         if say:
             say(f"{_unreachable[endpoint]}: only the local cache is used")
     return _unreachable[endpoint]
+
+
+def offline_switch() -> str:
+    """The variable by which the user forbids downloads, or an empty string."""
+    given = (name for name in _OFFLINE_SWITCHES if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE"))
+    return next(given, "")
 
 
 def silence_logging(*libraries: Any) -> None:
@@ -80,7 +85,7 @@ def unreadable_error(name: str, error: BaseException) -> UserError:
     return UserError(f"{name} cannot be read as a table ({printable(error, 200)}): copy its files and give their path")
 
 
-def _endpoint() -> str:
+def hub_endpoint() -> str:
     endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/") or "https://huggingface.co"
     if urlsplit(endpoint).scheme not in ("http", "https"):
         raise UserError("HF_ENDPOINT must begin with https://, like https://hf-mirror.com")
@@ -88,7 +93,7 @@ def _endpoint() -> str:
 
 
 def _host() -> str:
-    return urlsplit(_endpoint()).netloc.rpartition("@")[2]
+    return urlsplit(hub_endpoint()).netloc.rpartition("@")[2]
 
 
 def _probe(endpoint: str, seconds: float = 3) -> str:
