@@ -9,6 +9,7 @@ of an element of the residual stream.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from sojourn.estimate.activations import (
     activations_outside_layers,
@@ -92,6 +93,7 @@ def memory_budget(free: float, ranks: int) -> float:
     return SAFE_SHARE * free - (_NCCL_BYTES if ranks > 1 else 0)
 
 
+@lru_cache(4096)  # GPUs of a generation have the same workloads
 def memory(workload: Workload) -> MemoryEstimate:
     phases = [
         _loading(workload),
