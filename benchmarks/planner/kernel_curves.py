@@ -121,6 +121,8 @@ attention = 1.5
 launch = 0.35
 communication = 0.5
 widest = 0.35
+# and of starting, downloads, compilation and saves
+other = 0.4
 
 [seconds]
 # assumed: starting Python and CUDA, compiling the first layer's graphs, MB/s of downloads and of a usual disk

@@ -28,7 +28,7 @@ def spread(seconds: dict[str, float], gpu: Gpu) -> float:
     return off if gpu.rates == DATA_SHEET else min(off, float(shares["widest"]))
 
 
-def reason(gpu: Gpu, count: int) -> str:
+def range_reason(gpu: Gpu, count: int) -> str:
     """Why a range is as wide as it is, in a few words."""
     several = count > 1 and gpu.allreduce_gbs is None
     if gpu.rates == MEASURED:

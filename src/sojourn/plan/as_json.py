@@ -9,6 +9,7 @@ from sojourn.config.schema import RunConfig
 from sojourn.estimate.memory import MemoryEstimate
 from sojourn.plan.advice import Advice, Capacity
 from sojourn.plan.offers import Offer, Plan
+from sojourn.plan.ranges import known_digits
 from sojourn.plan.vocabulary import assumed_vocabulary
 
 
@@ -33,7 +34,7 @@ def plan_values(config: RunConfig, plan: Plan, advice: list[Advice], sooner: Adv
 def _advice_values(one: Advice) -> dict[str, Any]:
     return {
         "changes": [change.description for change in one.changes], "arguments": one.arguments, "gpu": one.gpu.name,
-        "tokens_per_second": round(one.tokens_per_second, 1), "memory": one.memory,
+        "tokens_per_second": known_digits(one.tokens_per_second, one.gpu), "memory": one.memory,
     }  # fmt: skip
 
 
@@ -59,11 +60,27 @@ def _offer_values(offer: Offer) -> dict[str, Any]:
         "engine": found.workload.engine if found else None,
         "allocated": found.memory.allocated if found else None, "device": found.memory.device if found else None,
         "by_kind": _by_kind(found.memory) if found else None,
-        "tokens_per_second": round(offer.step.tokens_per_second, 1) if offer.step else None,
+        "tokens_per_second": known_digits(offer.step.tokens_per_second, offer.gpu, offer.count) if offer.step else None,
         "step_seconds": round(offer.step.step_seconds, 5) if offer.step else None,
         "hours": round(offer.run_time.seconds / 3600, 4) if offer.run_time else None,
         "platform": bill.platform if bill else None, "cost": round(bill.amount, 4) if bill else None,
-        "bill": asdict(bill) if bill else None,
+        "bill": asdict(bill) if bill else None, "range_reason": offer.range_reason,
+        "low": _end_values(offer, -1), "high": _end_values(offer, 1),
+    }  # fmt: skip
+
+
+def _end_values(offer: Offer, way: int) -> dict[str, Any] | None:
+    """One end of the range: the shortest (-1) or the longest (1) that a run may take."""
+    if offer.step is None or offer.run_time is None:
+        return None
+    end = None if offer.bill is None else offer.bill.high if way > 0 else offer.bill.low
+    seconds = offer.run_time.between[1 if way > 0 else 0]
+    return {
+        "hours": round(end.hours if end else seconds / 3600, 4), "cost": round(end.amount, 4) if end else None,
+        "step_seconds": round(offer.step.step_seconds * (1 + way * offer.step.spread), 5),
+        "tokens_per_second": known_digits(
+            offer.step.tokens_per_second / (1 + way * offer.step.spread), offer.gpu, offer.count
+        ),
     }  # fmt: skip
 
 

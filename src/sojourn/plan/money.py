@@ -17,8 +17,21 @@ _WEEK = 168.0
 
 
 @dataclass(frozen=True)
+class End:
+    """One end of the range that a bill lies in."""
+
+    amount: float
+    cny: float
+    hours: float
+    elapsed: float
+    sessions: int
+    weeks: int
+
+
+@dataclass(frozen=True)
 class Bill:
-    """`hours` on the GPU, `elapsed` from start to end with the weeks that a quota makes one wait; `amount` of all."""
+    """`hours` on the GPU, `elapsed` from start to end with the weeks that a quota makes one wait; `amount` of all.
+    These are what is expected; `low` and `high` are where they may end."""
 
     platform: str
     title: str
@@ -32,42 +45,55 @@ class Bill:
     sessions: int
     weeks: int
     seen: str
+    low: End
+    high: End
     notes: tuple[str, ...] = ()
     no_gpu_per_hour: float | None = None
     disk_suffices: bool = True
 
-    @property
-    def shown(self) -> str:
-        return "free" if self.amount == 0 else money_text(self.amount, self.currency)
+
+def money_text(amount: float, currency: str, most: float | None = None) -> str:
+    """`most`: the upper end, where `amount` is the lower one."""
+    low, high, sign = f"{amount:,.2f}", f"{amount if most is None else most:,.2f}", _SIGNS.get(currency)
+    between = high if low == high else f"{low}–{high}"
+    return f"{sign}{between}" if sign else f"{between} {currency}".strip()
 
 
-def money_text(amount: float, currency: str) -> str:
-    sign = _SIGNS.get(currency)
-    return f"{sign}{amount:,.2f}" if sign else f"{amount:,.2f} {currency}".strip()
-
-
-def bill(price: Price, platform: PlatformFacts | None, seconds: float, again: float, own: Money | None = None) -> Bill:
-    """`again`: seconds that every further session pays to start; `own`: the user's price for an hour."""
+def bill(
+    price: Price, platform: PlatformFacts | None, seconds: float, again: float, own: Money | None = None,
+    between: tuple[float, float] | None = None,
+) -> Bill:  # fmt: skip
+    """`again`: seconds that every further session pays to start; `own`: the user's price for an hour; `between`: the
+    seconds that it may take."""
     session = platform.session_hours if platform else None
     quota = platform.weekly_gpu_hours if platform else None
-    hours, sessions = _sessions(seconds / 3600, again / 3600, session)
-    weeks = max(1, math.ceil(hours / quota - 1e-9)) if quota else 1
-    elapsed = hours if weeks == 1 else (weeks - 1) * _WEEK + (hours - (weeks - 1) * (quota or 0.0))
     if own is not None:
         per_hour, currency, seen = float(own.amount), own.currency or price.currency, "your price"
     else:
         per_hour = price.per_hour if price.per_hour is not None else price.cny_per_hour
         currency, seen = price.currency, f"{price.source}, {with_age(price.month)}"
+
+    def end(taken: float) -> End:
+        hours, sessions = _sessions(taken / 3600, again / 3600, session)
+        weeks = max(1, math.ceil(hours / quota - 1e-9)) if quota else 1
+        elapsed = hours if weeks == 1 else (weeks - 1) * _WEEK + (hours - (weeks - 1) * (quota or 0.0))
+        return End(per_hour * hours, in_cny(per_hour * hours, currency), hours, elapsed, sessions, weeks)
+
+    usual, (low, high) = end(seconds), map(end, between or (seconds, seconds))
     notes = []
-    if sessions > 1:
-        notes.append(f"{sessions} sessions of {session:g} h")
-    if weeks > 1:
-        notes.append(f"{weeks} weeks at {quota:g} GPU-hours a week")
+    if high.sessions > 1:
+        notes.append(f"{_counts(low.sessions, high.sessions)} sessions of {session:g} h")
+    if high.weeks > 1:
+        notes.append(f"{_counts(low.weeks, high.weeks)} weeks at {quota:g} GPU-hours a week")
     return Bill(
-        price.platform, platform.title if platform else "", price.count, per_hour, currency, per_hour * hours,
-        in_cny(per_hour * hours, currency), hours, elapsed, sessions, weeks, seen, tuple(notes),
+        price.platform, platform.title if platform else "", price.count, per_hour, currency, usual.amount, usual.cny,
+        usual.hours, usual.elapsed, usual.sessions, usual.weeks, seen, low, high, tuple(notes),
         platform.no_gpu_per_hour if platform else None,
     )  # fmt: skip
+
+
+def _counts(low: int, high: int) -> str:
+    return str(high) if low == high else f"{low} to {high}"
 
 
 def _sessions(hours: float, again: float, session: float | None) -> tuple[float, int]:
@@ -90,12 +116,13 @@ def in_cny(amount: float, currency: str) -> float:
 
 
 def within(one: Bill, budget: Money | None, deadline: float | None) -> bool:
-    """`deadline` in seconds from now. Where two checkpoints have no room, a run cannot be kept."""
+    """Even if it takes as long as it may; `deadline` in seconds from now. Where two checkpoints have no room, a run
+    cannot be kept."""
     if not one.disk_suffices:
         return False
-    if budget is not None and one.cny > in_cny(float(budget.amount), budget.currency or one.currency):
+    if budget is not None and one.high.cny > in_cny(float(budget.amount), budget.currency or one.currency):
         return False
-    return deadline is None or 3600 * one.elapsed <= deadline
+    return deadline is None or 3600 * one.high.elapsed <= deadline
 
 
 def with_disk(one: Bill, platform: PlatformFacts | None, least: float, usual: float) -> Bill:

@@ -16,6 +16,7 @@ from sojourn.errors import UserError
 from sojourn.estimate.ceilings import has_rate
 from sojourn.estimate.memory import memory
 from sojourn.estimate.step_time import StepTime, step_time
+from sojourn.estimate.uncertainty import MEASURED, range_reason
 from sojourn.plan.calibration import Correction, correction
 from sojourn.plan.money import Bill, bill, with_disk, within
 from sojourn.plan.prices import describe_no_price, gpus_named, prices_on
@@ -37,6 +38,7 @@ class Offer:
     """`count` GPUs of a kind for this run; without a fit not even one row fits, without a bill no price is known.
 
     reason_not           why it does not fit, or cannot run
+    range_reason         why its time is known as well as it is
     largest_micro_batch  that would fit, whatever is set
     """
 
@@ -49,6 +51,7 @@ class Offer:
     reason_not: str = ""
     largest_micro_batch: int | None = None
     priced: bool = False
+    range_reason: str = ""
 
     @property
     def fits(self) -> bool:
@@ -89,8 +92,8 @@ def make_plan(
         raise UserError(describe_no_price(platform, only, gpus_named(config)))
     offers.sort(key=_order)
     meeting = [o for o in offers if o.fits and o.bill is not None and within(o.bill, budget, deadline)]
-    best = min(meeting, key=lambda o: (o.bill.cny, o.bill.elapsed) if o.bill else (0.0, 0.0), default=None)
-    fastest = min(meeting, key=lambda o: o.bill.elapsed if o.bill else 0.0, default=None)
+    best = min(meeting, key=lambda o: (o.bill.high.cny, o.bill.high.elapsed) if o.bill else (0.0, 0.0), default=None)
+    fastest = min(meeting, key=lambda o: o.bill.high.elapsed if o.bill else 0.0, default=None)
     shown = best or next((o for o in offers if o.fits), None)
     fit = shown.fit if shown and shown.fit else _smallest_fit(config, model, only[0] if only else None)
     one_epoch = length.tokens if config.train.epochs is None else int(length.tokens / config.train.epochs)
@@ -139,7 +142,10 @@ def _smallest_fit(config: RunConfig, model: ModelSpec, gpu: Gpu | None) -> Fit:
 
 
 def timed(config: RunConfig, fit: Fit, gpu: Gpu, steps: int, learned: Correction) -> tuple[StepTime, RunTime]:
+    """A card on which runs were measured here is as well known as one that we measured."""
     step = step_time(fit.workload, gpu)
+    if gpu.name in learned.times:
+        step = replace(step, spread=step_time(fit.workload, replace(gpu, rates=MEASURED)).spread)
     step = replace(step, step_seconds=step.step_seconds * learned.time_on(gpu.name))
     return step, run_time(config, fit.workload, gpu, step, steps)
 
@@ -175,7 +181,8 @@ def _unpriced(
     if not has_rate(gpu):
         return Offer(gpu, count, fit, largest_micro_batch=largest)
     step, whole = timed(config, fit, gpu, length.steps, learned)
-    return Offer(gpu, count, fit, step, whole, largest_micro_batch=largest)
+    why = "corrected by runs measured here" if gpu.name in learned.times else range_reason(gpu, count)
+    return Offer(gpu, count, fit, step, whole, largest_micro_batch=largest, range_reason=why)
 
 
 def _unsupported_reason(gpu: Gpu, count: int, config: RunConfig) -> str | None:
@@ -208,12 +215,14 @@ def _billed(offer: Offer, price: Price | None, config: RunConfig) -> Offer:
         return offer
     platform = next((p for p in platforms() if price and p.name == price.platform), None)
     charged = price or Price("generic", offer.gpu.name, 0.0, "your price", "")
-    found = bill(charged, platform, offer.run_time.seconds, offer.run_time.again, own)
+    whole = offer.run_time
+    found = bill(charged, platform, whole.seconds, whole.again, own, whole.between)
     size = checkpoint_bytes(offer.fit.workload)
     return replace(offer, bill=with_disk(found, platform, 2 * size, (config.save.keep + 2) * size))
 
 
 def _order(offer: Offer) -> tuple[bool, bool, float, float]:
-    cost = offer.bill.cny if offer.bill else 0.0
-    seconds = offer.run_time.seconds if offer.run_time else float("inf")
+    """By what it may cost and take at most."""
+    cost = offer.bill.high.cny if offer.bill else 0.0
+    seconds = offer.run_time.between[1] if offer.run_time else float("inf")
     return not offer.fits, offer.bill is None, cost, seconds

@@ -11,20 +11,29 @@ from sojourn.estimate.model_states import optimizer_states
 from sojourn.estimate.step_time import StepTime
 from sojourn.estimate.workload import Workload
 
+_COMPUTING = ("steps", "evaluations")
 _PREPARED_PER_SECOND = 1.26e6  # tokens, on two cores: sojourn bench prepare, 2026-11-15
 
 
 @dataclass(frozen=True)
 class RunTime:
     """Seconds, by what takes them; `again`: what each further session takes before its first step, since downloads are
-    lost with the session."""
+    lost with the session; `spread`: by what share steps may be shorter or longer."""
 
     parts: dict[str, float]
     again: float
+    spread: float
 
     @property
     def seconds(self) -> float:
         return sum(self.parts.values())
+
+    @property
+    def between(self) -> tuple[float, float]:
+        """The seconds that it may take."""
+        computing = sum(self.parts[name] for name in _COMPUTING)
+        off = self.spread * computing + float(constants()["spread"]["other"]) * (self.seconds - computing)
+        return self.seconds - off, self.seconds + off
 
 
 def run_time(config: RunConfig, workload: Workload, gpu: Gpu, step: StepTime, steps: int) -> RunTime:
@@ -44,7 +53,7 @@ def run_time(config: RunConfig, workload: Workload, gpu: Gpu, step: StepTime, st
     }
     if config.train.rehearse == "on":
         parts["rehearsing"] = 3 * step.step_seconds + checkpoint_bytes(workload) / (1e6 * fixed["disk_mbs"])
-    return RunTime(parts, starting + downloading + compiling)
+    return RunTime(parts, starting + downloading + compiling, step.spread)
 
 
 def checkpoint_bytes(workload: Workload) -> int:

@@ -14,6 +14,7 @@ from sojourn.plan.calibration import Correction
 from sojourn.plan.money import Bill, money_text
 from sojourn.plan.offers import TOO_SMALL, Offer, Plan
 from sojourn.plan.prices import describe_rates
+from sojourn.plan.ranges import cost_range, rate_text, time_range, time_text
 from sojourn.plan.vocabulary import assumed_vocabulary
 from sojourn.resolve.micro_batch import Fit
 
@@ -23,7 +24,7 @@ _BAR = 56
 _MOST_ROWS = 14  # of the table where neither a GPU nor a platform is named
 _MOST_NAMES = 12  # of GPUs without a price that fit
 _OUTSIDE = "CUDA context and fragmentation"  # memory that torch does not count as allocated
-_COLUMNS = {"mb": 6, "max mb": 8, "GiB": 7, "tok/s": 11, "time": 7, "cost": 10}
+_COLUMNS = {"mb": 4, "max mb": 8, "GiB": 6, "tok/s": 9, "time": 10, "cost": 14}
 _MARKS = {"weights": "█", "adapters": "▪", "gradients": "▓", "optimizer states": "▒", "activations": "▚",
           "logits": "▞", "temporary buffers": "░", _OUTSIDE: "·"}  # fmt: skip
 
@@ -162,7 +163,19 @@ def _rest(plan: Plan, offers: list[Offer]) -> list[str]:
 
 
 def _if_known(offer: Offer) -> str:
-    return f" ({_time(offer.run_time.seconds / 3600)})" if offer.run_time else ""
+    return f" ({_hours(offer)})" if offer.run_time else ""
+
+
+def _hours(offer: Offer) -> str:
+    """How long it may take, with every start of a further session."""
+    if offer.run_time is None:
+        return "?"
+    low, high = (
+        (offer.bill.low.hours, offer.bill.high.hours)
+        if offer.bill
+        else (seconds / 3600 for seconds in offer.run_time.between)
+    )
+    return time_range(low, high)
 
 
 def _card(offer: Offer) -> str:
@@ -173,12 +186,12 @@ def _row(offer: Offer, first: int) -> str:
     name, where = f"{_card(offer):<{first}}", offer.bill.title if offer.bill else ""
     if offer.fit is None:
         return f"{name} {'does not fit' if offer.reason_not == TOO_SMALL else f'cannot run it: {offer.reason_not}'}"
-    bill, fast, whole = offer.bill, offer.step, offer.run_time
-    hours = bill.hours if bill else whole.seconds / 3600 if whole else None
+    bill, fast = offer.bill, offer.step
     cells = {
         "mb": f"{offer.fit.workload.micro_batch:,}", "max mb": f"{offer.largest_micro_batch:,}",
-        "GiB": f"{offer.fit.memory.device / _GIB:.1f}", "tok/s": f"{fast.tokens_per_second:,.0f}" if fast else "?",
-        "time": _time(hours) if hours is not None else "?", "cost": bill.shown if bill else "",
+        "GiB": f"{offer.fit.memory.device / _GIB:.1f}",
+        "tok/s": rate_text(fast.tokens_per_second, offer.gpu, offer.count) if fast else "?", "time": _hours(offer),
+        "cost": cost_range(bill) if bill else "",
     }  # fmt: skip
     return (name + "".join(f"{cells[key]:>{size}}" for key, size in _COLUMNS.items()) + f"  {where}").rstrip()
 
@@ -207,9 +220,9 @@ def best_lines(plan: Plan, limits: str, helped: bool) -> list[str]:
         lines.append(f"cheapest of those that cost: {_named(paid[0])}: {_billed(paid[0])}")
     if best.run_time is not None:
         parts = {name: took for name, took in best.run_time.parts.items() if took >= 0.01 * best.run_time.seconds}
-        lines.append("time goes to: " + ", ".join(f"{name} {_time(took / 3600)}" for name, took in parts.items()))
+        lines.append("time goes to: " + ", ".join(f"{name} {time_text(took / 3600)}" for name, took in parts.items()))
     lines += _unsure(best)
-    took, size = _time(plan.preparing_seconds / 3600), plan.checkpoint_bytes / _GIB
+    took, size = time_text(plan.preparing_seconds / 3600), plan.checkpoint_bytes / _GIB
     lines.append(
         f"prepare the data first, where no GPU is paid for ({_without_gpu(best)}): about {took} on two cores; "
         f"a checkpoint takes {size:.2f} GiB"
@@ -232,8 +245,8 @@ def _no_choice(plan: Plan, limits: str, helped: bool) -> str:
     billed = [(o.bill, o) for o in fitting if o.bill]
     enough_disk = [(bill, o) for bill, o in billed if bill.disk_suffices]
     if enough_disk and limits:
-        cheap = min(enough_disk, key=lambda one: (one[0].cny, one[0].elapsed))[1]
-        quick = min(enough_disk, key=lambda one: one[0].elapsed)[1]
+        cheap = min(enough_disk, key=lambda one: (one[0].high.cny, one[0].high.elapsed))[1]
+        quick = min(enough_disk, key=lambda one: one[0].high.elapsed)[1]
         least = "" if quick is cheap else f"; the fastest is {_named(quick)}: {_billed(quick)}"
         return f"nothing meets the {limits}; the cheapest is {_named(cheap)}: {_billed(cheap)}{least}"
     if billed:
@@ -263,10 +276,10 @@ def _named(offer: Offer) -> str:
 def _billed(offer: Offer) -> str:
     if offer.bill is None:
         return ""
-    parts = [offer.bill.shown, _time(offer.bill.hours), *offer.bill.notes]
-    if offer.bill.weeks > 1:
-        parts.append(f"done after {offer.bill.elapsed / 24:.1f} days")
-    return ", ".join(parts)
+    parts = [cost_range(offer.bill), _hours(offer), *offer.bill.notes]
+    if offer.bill.high.weeks > 1:
+        parts.append(f"done after at most {offer.bill.high.elapsed / 24:.1f} days")
+    return f"{', '.join(parts)}; {offer.range_reason}"
 
 
 def advice_lines(advice: list[Advice], gpu: str) -> list[str]:
@@ -275,14 +288,13 @@ def advice_lines(advice: list[Advice], gpu: str) -> list[str]:
     lines = [f"to fit on {gpu}, fastest first:"]
     for one in advice:
         changes = ", ".join(change.description for change in one.changes)
-        lines.append(
-            f"  {changes}: {one.tokens_per_second:,.0f} tok/s, {one.memory / _GIB:.1f} GiB   ({one.arguments})"
-        )
+        speed = f"{rate_text(one.tokens_per_second, one.gpu)} tok/s"
+        lines.append(f"  {changes}: {speed}, {one.memory / _GIB:.1f} GiB   ({one.arguments})")
     return lines
 
 
 def faster_line(one: Advice) -> str:
-    gained = f"{one.tokens_per_second:,.0f} tok/s, {one.memory / _GIB:.1f} GiB"
+    gained = f"{rate_text(one.tokens_per_second, one.gpu)} tok/s, {one.memory / _GIB:.1f} GiB"
     return f"the same result sooner on {one.gpu.name}, in the memory that is left: {gained}   ({one.arguments})"
 
 
@@ -332,7 +344,7 @@ def explain_lines(plan: Plan) -> list[str]:
         lines.append(f"a step on {shown.gpu.name}: {1e3 * shown.step.step_seconds:.1f} ms")
         lines += [f"  {1e3 * p.seconds:>9.2f} ms  {p.name} = {p.formula}" for p in shown.step.parts]
     if shown is not None and shown.run_time is not None:
-        lines.append(f"the whole run there: {_time(shown.run_time.seconds / 3600)}")
+        lines.append(f"the whole run there: {time_text(shown.run_time.seconds / 3600)}")
         lines += [f"  {took:>9.1f} s  {name}" for name, took in shown.run_time.parts.items()]
     return lines
 
@@ -342,9 +354,3 @@ def _count(number: float) -> str:
         if number >= size:
             return f"{number / size:.2f}{unit}" if number < 10 * size else f"{number / size:.1f}{unit}"
     return f"{number:.0f}"
-
-
-def _time(hours: float) -> str:
-    if hours < 1 / 60:
-        return f"{hours * 3600:.0f}s"
-    return f"{hours * 60:.0f}m" if hours < 1 else f"{hours:.1f}h" if hours < 100 else f"{hours:,.0f}h"

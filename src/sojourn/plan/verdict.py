@@ -20,4 +20,4 @@ def _meets(offer: Offer, budget: Money | None, deadline: float | None) -> bool:
         return False
     if budget is not None and not offer.gpu.unified:
         return False
-    return deadline is None or (offer.run_time is not None and offer.run_time.seconds <= deadline)
+    return deadline is None or (offer.run_time is not None and offer.run_time.between[1] <= deadline)

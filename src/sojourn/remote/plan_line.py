@@ -35,18 +35,20 @@ def plan_line(config: RunConfig, host: Host, terms: Terms) -> str:
 
 
 def _describe_offer(offer: Any, config: RunConfig, host: Host, terms: Terms) -> str:
-    from sojourn.config.quantities import Duration
+    from sojourn.plan.ranges import time_range
 
     memory = offer.fit.memory.device / 2**30
-    seconds = offer.run_time.seconds if offer.run_time is not None else None
+    between = offer.run_time.between if offer.run_time is not None else None
     price = terms.price_on(host)
     line = f"plan for {host.name} ({offer.gpu.name}): {memory:.1f} of {offer.gpu.memory_gib:.0f} GiB"
-    if seconds is None:
+    if between is None:
         return line
-    line += f", about {Duration(round(seconds / 60) * 60 or 60)}"
+    low, high = (seconds / 3600 for seconds in between)
+    line += f", {time_range(low, high)}"
     if price is not None:
-        cost = float(price.amount) * seconds / 3600
-        line += f", {cost:.2f} {price.currency}".rstrip()
-        if terms.budget is not None and cost > float(terms.budget.amount):
-            line += f"; the budget of {terms.budget} ends it before: it will stop there, saved and resumable"
-    return line
+        costs = [float(price.amount) * hours for hours in (low, high)]
+        line += f", {costs[0]:.2f}–{costs[1]:.2f} {price.currency}".rstrip()
+        if terms.budget is not None and costs[1] > float(terms.budget.amount):
+            ends = "ends it before" if costs[0] > float(terms.budget.amount) else "may end it before"
+            line += f"; the budget of {terms.budget} {ends}: it will stop there, saved and resumable"
+    return f"{line}; {offer.range_reason}"

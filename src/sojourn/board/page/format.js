@@ -63,6 +63,8 @@ export function duration(seconds) {
   return parts([Math.floor(whole / 86400), "unit_d"], ...(whole % 86400 >= 3600 ? [[Math.floor((whole % 86400) / 3600), "unit_h"]] : []));
 }
 
+// A range; one value where both ends read alike.
+export const between = (low, high, text) => (text(low) === text(high) ? text(high) : `${text(low)} – ${text(high)}`);
 export const hours = (value) => duration(isNumber(value) ? value * 3600 : NaN);
 
 export function ago(then, now) {

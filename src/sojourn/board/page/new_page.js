@@ -6,7 +6,7 @@ import { drawExample } from "./examples.js";
 import * as format from "./format.js";
 import { t } from "./i18n.js";
 import { memoryBar, memoryLegend, partsOf } from "./memory_bar.js";
-import { cost, offerName } from "./offers.js";
+import { cost, offerName, time } from "./offers.js";
 import { planBody, planFigures } from "./plan_page.js";
 import { field, planned as state, RunForm } from "./run_form.js";
 import { openTask } from "./tasks.js";
@@ -125,7 +125,7 @@ class NewPage {
     const notes = [plan.assumed, ...(plan.notes ?? [])].filter(Boolean);
     const cheap = plan.offers.filter((offer) => offer.fits && offer.bill).slice(0, 4);
     this.plan.replaceChildren(planFigures(plan), h("h2", { class: "small" }, one ? t("memory_on", { card: offerName(one) }) : t("memory")), memoryBar(parts, usable), memoryLegend(parts),
-      cheap.length ? h("ul", { class: "cheap" }, ...cheap.map((offer) => h("li", {}, h("b", {}, offerName(offer)), ` ${offer.bill.title} `, h("span", {}, `${format.hours(offer.hours)} · ${cost(offer)}`)))) : h("p", { class: "note" }, t("nothing_fits")),
+      cheap.length ? h("ul", { class: "cheap" }, ...cheap.map((offer) => h("li", {}, h("b", {}, offerName(offer)), ` ${offer.bill.title} `, h("span", {}, `${time(offer)} · ${cost(offer)}`)))) : h("p", { class: "note" }, t("nothing_fits")),
       ...notes.map((note) => h("p", { class: "note" }, note)), h("a", { href: "#/plan" }, t("all_offers")));
   }
 

@@ -8,7 +8,8 @@ import { hourTicks, scale, ticks } from "./scale.js";
 const HEIGHT = 300, LEFT = 58, RIGHT = 16, TOP = 14, BOTTOM = 34;
 export const offerName = (offer) => `${offer.count > 1 ? `${offer.count} × ` : ""}${offer.gpu.name}`;
 export const same = (one, other) => Boolean(one && other && one.gpu.name === other.gpu.name && one.count === other.count && one.platform === other.platform);
-export const cost = (offer) => (offer.bill ? format.money(offer.bill.amount, offer.bill.currency) : t("no_price"));
+export const cost = (offer) => (offer.bill ? format.between(offer.bill.low.amount, offer.bill.high.amount, (value) => format.money(value, offer.bill.currency)) : t("no_price"));
+export const time = (offer) => (offer.low ? format.between(offer.low.hours, offer.high.hours, format.hours) : format.hours(offer.hours));
 const place = (offer) => offer.bill?.title ?? offer.platform ?? t("no_platform");
 
 // Hours across, money up; what meets budget and deadline is full, the cheapest of it is named.
@@ -27,10 +28,10 @@ export function scatter(plan, { budget, hours }, room) {
   const limit = (at, line, text) => drawing.append(svg("line", { class: "limit", ...line }), svg("text", { class: "limit", ...at }, text));
   if (budget && budget <= most) limit({ x: width - RIGHT, y: y(budget) - 5, "text-anchor": "end" }, { x1: LEFT, x2: width - RIGHT, y1: y(budget), y2: y(budget) }, t("budget"));
   if (hours && hours <= domain[1]) limit({ x: x(hours) - 5, y: TOP + 8, "text-anchor": "end" }, { x1: x(hours), x2: x(hours), y1: TOP, y2: HEIGHT - BOTTOM }, t("deadline"));
-  const meets = (one) => (!budget || one.bill.cny <= budget) && (!hours || one.hours <= hours);
+  const meets = (one) => (!budget || one.bill.high.cny <= budget) && (!hours || one.bill.high.elapsed <= hours);
   const marked = offers.filter((one) => same(one, plan.best));
   for (const one of offers) {
-    const text = `${offerName(one)}, ${place(one)}: ${format.hours(one.hours)}, ${cost(one)}`;
+    const text = `${offerName(one)}, ${place(one)}: ${time(one)}, ${cost(one)}`;
     const kind = same(one, plan.best) ? "best" : same(one, plan.fastest) ? "fastest" : meets(one) ? "meets" : "misses";
     drawing.append(svg("circle", { class: `offer ${kind}`, cx: x(one.hours), cy: y(one.bill.cny), r: kind === "best" ? 7 : 5, tabindex: 0, role: "img", "aria-label": text }, svg("title", {}, text)));
   }
@@ -56,8 +57,8 @@ function drawOffer(plan, one, chosen, choose) {
   const name = choose ? h("button", { type: "button", class: "link", "aria-pressed": String(chosen === one.gpu.name), onclick: () => choose(one.gpu.name) }, offerName(one)) : h("b", {}, offerName(one));
   const usable = one.gpu.usable_gib ?? one.gpu.memory_gib;
   return h("tr", { class: one.fits ? "" : "misses" },
-    h("td", { class: "o-card" }, name, " ", ...marks), h("td", { class: "o-platform" }, place(one), one.bill?.sessions > 1 ? h("small", {}, ` ${t("sessions", { n: one.bill.sessions })}`) : null),
+    h("td", { class: "o-card" }, name, " ", ...marks), h("td", { class: "o-platform" }, place(one), one.bill?.high.sessions > 1 ? h("small", {}, ` ${t("sessions", { n: format.between(one.bill.low.sessions, one.bill.high.sessions, String) })}`) : null),
     h("td", { class: "o-memory" }, parts.length ? memoryBar(parts, usable) : "", h("small", {}, `${format.gib(one.device)} / ${format.number(usable, 3)} GiB`)),
     h("td", { class: "number o-micro_batch" }, format.count(one.micro_batch)), h("td", { class: "number o-column_speed" }, format.compact(one.tokens_per_second)),
-    h("td", { class: "number nowrap" }, format.hours(one.hours)), h("td", { class: "number nowrap" }, h("b", {}, cost(one))));
+    h("td", { class: "number nowrap", title: one.range_reason }, time(one)), h("td", { class: "number nowrap" }, h("b", {}, cost(one))));
 }

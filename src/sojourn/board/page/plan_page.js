@@ -4,7 +4,7 @@ import { copyButton, h, icon } from "./dom.js";
 import * as format from "./format.js";
 import { t } from "./i18n.js";
 import { memoryBar, memoryLegend, partsOf } from "./memory_bar.js";
-import { cost, offerName, offersTable, scatter } from "./offers.js";
+import { cost, offerName, offersTable, scatter, time } from "./offers.js";
 import { field, planned as state, RunForm } from "./run_form.js";
 
 export function showPlan(root) {
@@ -78,7 +78,7 @@ export function planFigures(plan) {
     [t("model"), `${format.compact(plan.parameters)}`, plan.model.name],
     [t("length"), t("n_steps", { n: format.count(plan.steps) }), t("n_tokens", { n: format.compact(plan.tokens) })],
     [t("memory"), `${format.gib(plan.memory.device)} GiB`, t("at_peak")],
-    [t("time"), plan.best ? format.hours(plan.best.hours) : format.NONE, range(hours, format.hours)],
+    [t("time"), plan.best ? time(plan.best) : format.NONE, range(hours, format.hours)],
     [t("column_money"), plan.best ? cost(plan.best) : format.NONE, range(paid.map((one) => one.bill.cny), (value) => format.money(value, "CNY"))],
     [t("cheapest"), plan.best ? offerName(plan.best) : t("nothing_fits"), plan.best ? (plan.best.bill?.title ?? "") : ""],
   ];
