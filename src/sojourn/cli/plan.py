@@ -11,6 +11,7 @@ from sojourn.cli.run_args import RunArgs
 if TYPE_CHECKING:
     from sojourn.catalog.gpus import Gpu
     from sojourn.config.load import Loaded
+    from sojourn.config.quantities import Money
     from sojourn.config.schema import RunConfig
 
 
@@ -21,9 +22,14 @@ def plan(
     ),
     platform: str | None = typer.Option(None, "--platform", help="Only offers of this platform (autodl, kaggle, …)."),
     budget: str | None = typer.Option(None, "--budget", help="Maximum cost: 30, ¥30, $5. Default: limits.budget."),
-    deadline: str | None = typer.Option(None, "--deadline", help="Maximum time: 12h, 3d. Default: limits.time."),
+    deadline: str | None = typer.Option(
+        None, "--deadline", "--time", help="Maximum time: 12h, 3d. Default: limits.time."
+    ),
     fit: str | None = typer.Option(
         None, "--fit", metavar="SIZE", help="Show what fits into this much GPU memory: 24GB is a card of 24 GB."
+    ),
+    compare: bool = typer.Option(
+        False, "--compare", help="Full fine-tuning, LoRA and QLoRA side by side; RUN is a model or a run."
     ),
     explain: bool = typer.Option(False, "--explain", help="Show every memory and time term with its formula."),
     calibrate: bool = typer.Option(
@@ -53,9 +59,14 @@ def plan(
         _calibrate(json, json and bool(args))
         if not args:
             return
+    if not args and (budget is not None or deadline is not None):
+        alone("--budget and --time without a run", True, {"--fit": fit, "--serve": serve, "--explain": explain})
+        _affordable(gpu, platform, budget, deadline, json)
+        return
     if not args:
         raise UserError(
-            "plan: name a run: a preset (sojourn presets list) or a YAML file, such as: sojourn plan medium"
+            "plan: name a run: a preset (sojourn presets list), a YAML file or a model, such as: sojourn plan medium; "
+            "or ask what a budget trains: sojourn plan --budget ¥20"
         )
     others = {"--gpu": gpu, "--platform": platform, "--budget": budget, "--deadline": deadline, "--explain": explain}
     if serve:
@@ -68,7 +79,29 @@ def plan(
     if fit is not None:
         _inverse(loaded.config, fit, json)
         return
+    if compare:
+        alone("--compare", True, {"--explain": explain})
+        _compare(loaded.config, cards, platform, budget, deadline, json)
+        return
     _plan(loaded, [*loaded.notes, *notes], cards, platform, budget, deadline, explain, json)
+
+
+def _affordable(gpu: list[str] | None, platform: str | None, budget: str | None, time: str | None, json: bool) -> None:
+    from sojourn.plan.affordable import affordable
+    from sojourn.plan.arguments import known_platform, named_gpus, to_budget, to_seconds
+    from sojourn.plan.show import folded, screen_width
+    from sojourn.plan.show_affordable import affordable_lines, affordable_values
+    from sojourn.plan.verdict import NOTHING_MEETS
+
+    money, seconds = to_budget(budget), to_seconds(time, "--time")
+    hours = None if seconds is None else seconds / 3600
+    table, new = affordable(money, hours, named_gpus(gpu)[0], known_platform(platform))
+    if json:
+        _print_json(affordable_values(table, new))
+    else:
+        print("\n".join(folded(affordable_lines(table, new, money, hours), screen_width())))
+    if new is None and not any(one for row in table.values() for one in row.values()):
+        raise typer.Exit(NOTHING_MEETS)
 
 
 def _serve(args: list[str], gpu: list[str] | None, context: int | None, others: dict[str, object], json: bool) -> None:
@@ -92,7 +125,7 @@ def _plan(
     deadline: str | None, explain: bool, json: bool,
 ) -> None:  # fmt: skip
     from sojourn.plan.advice import advise_for, faster
-    from sojourn.plan.arguments import known_platform, to_budget, to_seconds
+    from sojourn.plan.arguments import known_platform
     from sojourn.plan.as_json import plan_values
     from sojourn.plan.offers import make_plan
     from sojourn.plan.show import (
@@ -110,8 +143,7 @@ def _plan(
     from sojourn.plan.verdict import exit_code
 
     config = loaded.config
-    money = to_budget(budget) if budget is not None else config.limits.budget
-    seconds = to_seconds(deadline) if deadline is not None else config.limits.time
+    money, seconds = _limits(config, budget, deadline)
     place = known_platform(platform)
     found = make_plan(config, cards, place, money, seconds)
     target, advice = advise_for(config, found, cards, place)
@@ -122,7 +154,7 @@ def _plan(
     width, shown = screen_width(), found.shown
     card = shown.gpu if shown else cards[0] if cards else None
     where = f" on {'each ' if shown and shown.count > 1 else ''}{card.name}" if card else ""
-    asked = " and the ".join(word for word, given in (("deadline", seconds), ("budget", money)) if given is not None)
+    asked = _asked(money, seconds)
     answer, *reasons = best_lines(found, asked, bool(advice))
     lines = [answer, "", *summary_lines(config, found, cards is not None), *(f"note: {note}" for note in notes)]
     lines += [*memory_lines(found.fit, where), ""]
@@ -138,6 +170,36 @@ def _plan(
         lines += ["", *explain_lines(found)]
     print("\n".join(folded(lines, width)))
     raise typer.Exit(exit_code(found, money, seconds))
+
+
+def _compare(
+    config: RunConfig, cards: list[Gpu] | None, platform: str | None, budget: str | None, deadline: str | None,
+    json: bool,
+) -> None:  # fmt: skip
+    from sojourn.plan.arguments import known_platform
+    from sojourn.plan.as_json import plan_values
+    from sojourn.plan.compare import compare, compare_lines
+    from sojourn.plan.show import folded, screen_width
+    from sojourn.plan.verdict import exit_code
+
+    money, seconds = _limits(config, budget, deadline)
+    found = compare(config, cards, known_platform(platform), money, seconds)
+    if json:
+        _print_json({one.method: one.plan and plan_values(config, one.plan, [], None) for one in found})
+    else:
+        print("\n".join(folded(compare_lines(found, _asked(money, seconds)), screen_width())))
+    raise typer.Exit(min(exit_code(one.plan, money, seconds) for one in found if one.plan is not None))
+
+
+def _limits(config: RunConfig, budget: str | None, deadline: str | None) -> tuple[Money | None, float | None]:
+    from sojourn.plan.arguments import to_budget, to_seconds
+
+    money = to_budget(budget) if budget is not None else config.limits.budget
+    return money, to_seconds(deadline) if deadline is not None else config.limits.time
+
+
+def _asked(budget: Money | None, deadline: float | None) -> str:
+    return " and the ".join(word for word, given in (("deadline", deadline), ("budget", budget)) if given is not None)
 
 
 def _inverse(config: RunConfig, size: str, json: bool) -> None:

@@ -114,7 +114,7 @@ def known_platform(name: str | None) -> str | None:
 
 
 def alone(option: str, asked: object, others: Mapping[str, object]) -> None:
-    """`--fit` and `--serve` ask about memory and about nothing else."""
+    """`--fit` and `--serve` ask about memory and about nothing else; a question without a run about money and time."""
     given = [name for name, value in others.items() if value]
     if asked and given:
-        raise UserError(f"{option}: a plan of memory alone has no {given[0]}; leave out one of the two")
+        raise UserError(f"{option}: has no {given[0]}; leave out one of the two")

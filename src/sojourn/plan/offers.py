@@ -92,6 +92,7 @@ def make_plan(
         raise UserError(describe_no_price(platform, only, gpus_named(config)))
     offers.sort(key=_order)
     meeting = [o for o in offers if o.fits and o.bill is not None and within(o.bill, budget, deadline)]
+    meeting = [o for o in meeting if not o.gpu.not_run] or meeting
     best = min(meeting, key=lambda o: (o.bill.high.cny, o.bill.high.elapsed) if o.bill else (0.0, 0.0), default=None)
     fastest = min(meeting, key=lambda o: o.bill.high.elapsed if o.bill else 0.0, default=None)
     shown = best or next((o for o in offers if o.fits), None)
@@ -167,7 +168,7 @@ def _offers_on(
 def _unpriced(
     gpu: Gpu, count: int, config: RunConfig, model: ModelSpec, length: RunLength, learned: Correction
 ) -> Offer:
-    if reason := _unsupported_reason(gpu, count, config):
+    if reason := unsupported_reason(gpu, count, config):
         return Offer(gpu, count, None, reason_not=reason)
     device = plan_device(config, gpu, count, learned)
     try:
@@ -185,7 +186,7 @@ def _unpriced(
     return Offer(gpu, count, fit, step, whole, largest_micro_batch=largest, range_reason=why)
 
 
-def _unsupported_reason(gpu: Gpu, count: int, config: RunConfig) -> str | None:
+def unsupported_reason(gpu: Gpu, count: int, config: RunConfig) -> str | None:
     """Why this kind of GPU cannot run it, beside what `resolve` refuses."""
     train, qlora = config.train, config.method.kind == "qlora"
     if gpu.refused:

@@ -12,7 +12,7 @@ from sojourn.errors import UserError
 from sojourn.estimate.workload import LINEAR, Workload
 from sojourn.resolve.device_spec import DeviceSpec
 
-_USUAL_DOCUMENT = 480  # tokens of a chat in usual data sets
+USUAL_DOCUMENT = 480  # tokens of a chat in usual data sets
 
 
 def workload_of(config: RunConfig, model: ModelSpec, device: DeviceSpec) -> Workload:
@@ -64,7 +64,7 @@ def usual_document_length(config: RunConfig) -> int | None:
     """Tokens of a usual document, where several share a row."""
     if config.data.packing == "off" or config.method.kind == "pretrain":
         return None
-    return min(_USUAL_DOCUMENT, config.data.max_length)
+    return min(USUAL_DOCUMENT, config.data.max_length)
 
 
 def _zero(config: RunConfig) -> tuple[int, str]:
