@@ -82,8 +82,8 @@ class Shared:
     @cached_property
     def _base(self) -> Path:
         from sojourn.config.load import load_run
-        from sojourn.data.inputs import data_settings
         from sojourn.data.prepare import prepare
+        from sojourn.data.settings import data_settings
 
         home = self._folder / "base"
         shutil.copytree(self._prepared, home / "prepared")

@@ -9,8 +9,9 @@ import pytest
 
 from sojourn.config.load import load_run, read_config
 from sojourn.data.artefact import read_batch
-from sojourn.data.inputs import data_settings, open_inputs
+from sojourn.data.inputs import open_inputs
 from sojourn.data.prepare import prepare, prepare_run
+from sojourn.data.settings import data_settings
 from sojourn.data.tokenize.tokenizer import open_tokenizer
 from sojourn.errors import UserError
 from sojourn.storage.file_digests import FileDigests

@@ -250,24 +250,18 @@ def test_zero_shards_what_its_stage_says():
 # --- how long it is
 
 
-@pytest.mark.parametrize("source", ["wikitext2", "Open-Orca/OpenOrca", "hub:some/thing", "allenai/c4:en"])
+@pytest.mark.parametrize("source", ["Open-Orca/OpenOrca", "hub:some/thing", "allenai/c4:en"])
 def test_a_data_set_of_the_hub_is_planned_with_an_assumed_length(home, source):
-    text = " ".join(called("plan", "lora-20k", f"data.sources={source}", "--gpu", "T4").stdout.split())
-    assert f"note: the size of {source} is not known here, so 1,000 steps are assumed; give train.tokens" in text
+    for preset, assumed in (("lora-20k", "20,000 examples of 480 tokens"), ("qlora-7b", "1,000 steps")):
+        text = " ".join(called("plan", preset, f"data.sources={source}", "--gpu", "T4").stdout.split())
+        assert f"note: the size of {source} is not known here, so {assumed} are assumed; give train.tokens" in text
 
 
 @pytest.mark.parametrize("source", ["nothing.jsonl", "data/mistyped.jsonl", "empty", "/nowhere", "../nowhere"])
 def test_data_that_is_not_there_is_one_line(home, source):
     (home / "empty").mkdir()
     said = called("plan", "lora-20k", f"data.sources={source}")
-    assert said.returncode == 2 and "train.steps" in said.stderr and len(said.stderr.splitlines()) == 1
-
-
-def test_compressed_files_weigh_what_is_in_them(home):
-    for name in ("a.jsonl", "a.jsonl.gz"):
-        (home / name).write_bytes(b"x" * 4_000_000)
-    plain, packed = (plan_of("lora-20k", f"data.sources={name}").length.tokens for name in ("a.jsonl", "a.jsonl.gz"))
-    assert packed == 4 * plain
+    assert said.returncode == 2 and source in said.stderr and len(said.stderr.splitlines()) == 1
 
 
 # --- which GPUs cannot run it

@@ -11,7 +11,8 @@ import pytest
 
 from shared import Shared
 from sojourn.config.load import load_run, read_config, to_yaml
-from sojourn.data.inputs import data_settings, open_inputs
+from sojourn.data.inputs import open_inputs
+from sojourn.data.settings import data_settings
 from sojourn.errors import UserError
 from sojourn.remote.portability import Destination, Shipment, make_shipment
 from sojourn.storage.file_digests import FileDigests

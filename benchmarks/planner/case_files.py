@@ -115,7 +115,8 @@ def _write_rows(case: Case, config: RunConfig, folder: Path) -> None:
     import numpy as np
 
     from sojourn.data.artefact import FORMAT
-    from sojourn.data.inputs import data_settings, open_inputs
+    from sojourn.data.inputs import open_inputs
+    from sojourn.data.settings import data_settings
     from sojourn.storage.file_digests import FileDigests
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -95,8 +95,9 @@ def preview(form: Form, roots: list[Path]) -> dict[str, Any]:
     try:
         from sojourn.data.encode import Encoder
         from sojourn.data.examples import make_examples
-        from sojourn.data.inputs import data_settings, open_inputs
+        from sojourn.data.inputs import open_inputs
         from sojourn.data.preview import make_preview
+        from sojourn.data.settings import data_settings
         from sojourn.data.write import encoder_config
     except ImportError as error:
         raise UserError(f"looking at data needs {error.name}; type: pip install 'sojourn[train]'") from None

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from sojourn.config.data import DataConfig
-from sojourn.config.schema import RunConfig
 from sojourn.data.artefact import FORMAT
 from sojourn.data.sources.chunks import Sample
 from sojourn.data.sources.dataset_info import named_sources
@@ -27,14 +26,6 @@ _HASHED = (
 _ONE_PROCESS_BYTES = 8_000_000  # less is done before workers have started
 _MAX_WORKERS = 6  # more would take over a gigabyte together
 _HASHED_FOR_NEW_TOKENIZER = ("vocab_size", "special_tokens")
-
-
-def data_settings(config: RunConfig) -> DataConfig:
-    """A run's data section, with the base model's tokenizer where none is named."""
-    base, revision = config.model.base, config.model.revision
-    if not base or config.data.tokenizer != "auto":
-        return config.data
-    return config.data.model_copy(update={"tokenizer": f"{base}@{revision}" if revision else base})
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,11 @@ from typing import Any
 from sojourn.config.schema import RunConfig
 from sojourn.data.artefact import Artefact
 from sojourn.data.encode import EncodedChunk, Encoder
-from sojourn.data.inputs import Inputs, data_settings, open_inputs
+from sojourn.data.inputs import Inputs, open_inputs
 from sojourn.data.preview import Preview, make_preview
 from sojourn.data.route import Router
 from sojourn.data.sample import hold_out, take_sample
+from sojourn.data.settings import data_settings
 from sojourn.data.sources.chunks import parse_chunk
 from sojourn.data.sources.document import Document, Message
 from sojourn.data.tokenize.tokenizer import open_tokenizer

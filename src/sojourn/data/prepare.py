@@ -10,9 +10,10 @@ from pathlib import Path
 from sojourn.config.data import DataConfig
 from sojourn.config.schema import RunConfig
 from sojourn.data.artefact import Artefact
-from sojourn.data.inputs import data_settings, open_inputs
+from sojourn.data.inputs import open_inputs
 from sojourn.data.preview import make_preview
 from sojourn.data.sample import hold_out, take_sample
+from sojourn.data.settings import data_settings
 from sojourn.data.write import Say, Show, write_artefact
 from sojourn.errors import RunFailed
 from sojourn.storage.disk import sync_file, sync_folder

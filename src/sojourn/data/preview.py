@@ -37,7 +37,7 @@ class Preview:
 
 def make_preview(inputs: Inputs) -> Preview:
     data = inputs.data
-    template, template_error = _open_template(data, inputs.tokenizer)
+    template, template_error = open_template(data, inputs.tokenizer)
     formats: list[tuple[str, str]] = []
     documents: list[Document] = []
     for opened in inputs.sources:
@@ -75,7 +75,7 @@ def _read_beginning(chunks: Iterator[Chunk], fail: bool) -> tuple[str, list[Docu
     return name, []
 
 
-def _open_template(data: DataConfig, tokenizer: TokenizerBundle | None) -> tuple[Template | None, str]:
+def open_template(data: DataConfig, tokenizer: TokenizerBundle | None) -> tuple[Template | None, str]:
     if tokenizer is None:
         return _template_for_new_tokenizer(data), ""
     try:

@@ -40,11 +40,14 @@ class RowWriter:
     added: int = 0
 
     def __post_init__(self) -> None:
-        self.folder.mkdir()
         self._block_tokens = min(max(1024 * self.row_length, _MIN_BLOCK_TOKENS), _MAX_BLOCK_TOKENS)
         self._buffer: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self._buffered_tokens = 0
         self._files: dict[str, IO[bytes]] = {}
+        self._open_files()
+
+    def _open_files(self) -> None:
+        self.folder.mkdir()
         for name in ("tokens", "mask", "documents", "rows"):
             self._files[name] = (self.folder / f"{name}.bin").open("wb")
             self.digests[name] = hashlib.sha256()
@@ -103,3 +106,20 @@ class RowWriter:
             "pieces": self.pieces, "tokens": self.tokens, "trained_tokens": self.trained_tokens, "rows": self.rows,
             "fill": round(fill, 4),
         }  # fmt: skip
+
+
+@dataclass
+class RowCounter(RowWriter):
+    """Counts the rows that a `RowWriter` would write, and keeps the lengths of their pieces."""
+
+    lengths: list[np.ndarray] = field(default_factory=list)
+
+    def _open_files(self) -> None:
+        pass
+
+    def _append(self, name: str, values: np.ndarray) -> None:
+        pass
+
+    def add(self, ids: np.ndarray, mask: np.ndarray, lengths: np.ndarray) -> None:
+        self.lengths.append(lengths)
+        super().add(ids, mask, lengths)

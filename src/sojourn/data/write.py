@@ -78,7 +78,7 @@ def write_artefact(inputs: Inputs, preview: Preview, stage: Path, say: Say, show
     examples = [asdict(example) for example in shown]
     show([], examples)
     try:
-        for opened, for_eval, encoded in _encode_all(inputs, config, router, say):
+        for opened, for_eval, encoded in encode_all(inputs, config, router, say):
             router.add(opened, for_eval, encoded)
         router.tally.check_bad()
     finally:
@@ -99,7 +99,7 @@ def encoder_config(inputs: Inputs, tokenizer: TokenizerBundle, preview: Preview,
     )  # fmt: skip
 
 
-def _encode_all(
+def encode_all(
     inputs: Inputs, config: EncoderConfig, router: Router, say: Say
 ) -> Iterator[tuple[OpenedSource, bool, EncodedChunk]]:
     """All chunks of all sources, encoded; each with its source and whether that is for evaluation only."""

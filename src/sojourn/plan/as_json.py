@@ -8,6 +8,7 @@ from typing import Any
 from sojourn.config.schema import RunConfig
 from sojourn.estimate.memory import MemoryEstimate
 from sojourn.plan.advice import Advice, Capacity
+from sojourn.plan.epoch import Epoch
 from sojourn.plan.offers import Offer, Plan
 from sojourn.plan.ranges import known_digits
 from sojourn.plan.vocabulary import assumed_vocabulary
@@ -18,7 +19,8 @@ def plan_values(config: RunConfig, plan: Plan, advice: list[Advice], sooner: Adv
     return {
         "name": config.name, "model": asdict(plan.model), "parameters": plan.model.parameters,
         "active_parameters": plan.model.active_parameters, "steps": plan.length.steps, "tokens": plan.length.tokens,
-        "assumed": plan.length.assumed, "assumed_vocabulary": assumed_vocabulary(config),
+        "exact": plan.length.exact, "assumed": plan.length.assumed, "data_notes": list(plan.length.notes),
+        "epoch": _epoch_values(plan.length.epoch), "assumed_vocabulary": assumed_vocabulary(config),
         "memory": _memory_values(plan.fit.memory),
         "workload": {key: value for key, value in asdict(plan.fit.workload).items() if key != "model"},
         "checkpoint_bytes": plan.checkpoint_bytes, "preparing_seconds": round(plan.preparing_seconds, 1),
@@ -29,6 +31,13 @@ def plan_values(config: RunConfig, plan: Plan, advice: list[Advice], sooner: Adv
         "faster": None if sooner is None else _advice_values(sooner),
         "correction": asdict(plan.correction),
     }  # fmt: skip
+
+
+def _epoch_values(epoch: Epoch | None) -> dict[str, Any] | None:
+    if epoch is None:
+        return None
+    return {"rows": round(epoch.rows), "tokens": round(epoch.tokens), "exact": epoch.exact, "assumed": epoch.assumed,
+            "mean_document": round(sum(epoch.lengths) / len(epoch.lengths), 1) if epoch.lengths else None}  # fmt: skip
 
 
 def _advice_values(one: Advice) -> dict[str, Any]:

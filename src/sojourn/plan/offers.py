@@ -18,6 +18,7 @@ from sojourn.estimate.memory import memory
 from sojourn.estimate.step_time import StepTime, step_time
 from sojourn.estimate.uncertainty import MEASURED, range_reason
 from sojourn.plan.calibration import Correction, correction
+from sojourn.plan.epoch import timed_workload
 from sojourn.plan.money import Bill, bill, with_disk, within
 from sojourn.plan.prices import describe_no_price, gpus_named, prices_on
 from sojourn.plan.run_length import RunLength, run_length
@@ -142,13 +143,14 @@ def _smallest_fit(config: RunConfig, model: ModelSpec, gpu: Gpu | None) -> Fit:
     return smallest(usual)
 
 
-def timed(config: RunConfig, fit: Fit, gpu: Gpu, steps: int, learned: Correction) -> tuple[StepTime, RunTime]:
+def timed(config: RunConfig, fit: Fit, gpu: Gpu, length: RunLength, learned: Correction) -> tuple[StepTime, RunTime]:
     """A card on which runs were measured here is as well known as one that we measured."""
-    step = step_time(fit.workload, gpu)
+    workload = timed_workload(fit.workload, length.lengths, config.data.packing)
+    step = step_time(workload, gpu)
     if gpu.name in learned.times:
-        step = replace(step, spread=step_time(fit.workload, replace(gpu, rates=MEASURED)).spread)
+        step = replace(step, spread=step_time(workload, replace(gpu, rates=MEASURED)).spread)
     step = replace(step, step_seconds=step.step_seconds * learned.time_on(gpu.name))
-    return step, run_time(config, fit.workload, gpu, step, steps)
+    return step, run_time(config, fit.workload, gpu, step, length.steps)
 
 
 def _offers_on(
@@ -181,7 +183,7 @@ def _unpriced(
     largest = _largest_micro_batch(fit, config, device)
     if not has_rate(gpu):
         return Offer(gpu, count, fit, largest_micro_batch=largest)
-    step, whole = timed(config, fit, gpu, length.steps, learned)
+    step, whole = timed(config, fit, gpu, length, learned)
     why = "corrected by runs measured here" if gpu.name in learned.times else range_reason(gpu, count)
     return Offer(gpu, count, fit, step, whole, largest_micro_batch=largest, range_reason=why)
 

@@ -11,6 +11,7 @@ from sojourn.config.schema import RunConfig
 from sojourn.estimate.model_states import host_bytes
 from sojourn.plan.advice import Advice, Capacity
 from sojourn.plan.calibration import Correction
+from sojourn.plan.epoch import Epoch
 from sojourn.plan.money import Bill, money_text
 from sojourn.plan.offers import TOO_SMALL, Offer, Plan
 from sojourn.plan.prices import describe_rates
@@ -57,8 +58,9 @@ def summary_lines(config: RunConfig, plan: Plan, named: bool) -> list[str]:
     active = f" ({_count(model.active_parameters)} active)" if model.experts else ""
     how = {"pretrain": "from scratch", "full": "all weights"}.get(method.kind, f"{method.kind}, rank {method.rank}")
     name = f"{config.name}: {model.name}" if config.name else model.name
-    steps, tokens = plan.length.steps, _count(plan.length.tokens)
-    lines = [f"{name}, {size} parameters{active}, {how}; {steps:,} steps, about {tokens} tokens"]
+    length, about = plan.length, "" if plan.length.exact else "about "
+    tokens = f"about {_count(length.tokens)} tokens"
+    lines = [f"{name}, {size} parameters{active}, {how}; {about}{length.steps:,} steps, {tokens}"]
     if model.note and not model.hub:
         lines.append(f"note: {model.note}")
     if 0 < model.positions < config.data.max_length:
@@ -69,8 +71,20 @@ def summary_lines(config: RunConfig, plan: Plan, named: bool) -> list[str]:
         lines.append("note: train.device is cpu, whose speed is not estimated; what follows is for GPUs")
     if config.limits.price_per_hour is not None and not named:
         lines.append("note: limits.price_per_hour is used for every GPU below; name yours with --gpu")
-    assumed = (assumed_vocabulary(config), plan.length.assumed)
-    return [*lines, *(f"note: {text}" for text in assumed if text)]
+    assumed = (assumed_vocabulary(config), length.assumed, *length.notes)
+    return [*lines, *_documents(config, length.epoch), *(f"note: {text}" for text in assumed if text)]
+
+
+def _documents(config: RunConfig, epoch: Epoch | None) -> list[str]:
+    """How long the documents are, and what of a row they fill."""
+    if epoch is None or epoch.assumed:
+        return []
+    row, packing, about = config.data.max_length, config.data.packing, "" if epoch.exact else "about "
+    mean = sum(epoch.lengths) / len(epoch.lengths)
+    how = {"off": "one document each, no wider than the longest of a micro batch", "padded": "one document each"}
+    rows = f"{about}{round(epoch.rows):,} rows of {row:,}, {how.get(packing, packing)}"
+    filled = f"{100 * epoch.tokens / epoch.rows / row:.0f} % filled"
+    return [f"data: {about}{_count(epoch.tokens)} tokens in documents of {mean:,.0f} on average; {rows}, {filled}"]
 
 
 def memory_lines(fit: Fit, where: str = "") -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sojourn.config.messages import printable
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
-from sojourn.plan.run_length import BYTES_PER_TOKEN, estimate_tokens
+from sojourn.plan.epoch import text_bytes
 
 _BYTES_PER_ENTRY = 16  # text of which BPE finds all the entries asked for; WikiText-2 needs 12 for 8,192
 
@@ -28,7 +28,7 @@ def assumed_vocabulary(config: RunConfig) -> str | None:
 
 def _is_small(config: RunConfig) -> bool:
     try:
-        size = BYTES_PER_TOKEN * estimate_tokens(config.data)
+        size = sum(source.weight * text_bytes(source) for source in config.data.sources)
     except UserError:  # a data set of which only the name is known
         return False
     return 0 < size < _BYTES_PER_ENTRY * config.data.vocab_size

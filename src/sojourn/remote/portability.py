@@ -228,8 +228,8 @@ def _prepare_here(config: RunConfig, files: TravellingFiles, say: Say) -> Path |
         why = f"{', '.join(missing)} not installed here" if missing else "its sources are on the hub"
         files.notes.append(f"the box prepares the data: {why}")
         return None
-    from sojourn.data.inputs import data_settings
     from sojourn.data.prepare import prepare_run
+    from sojourn.data.settings import data_settings
     from sojourn.data.tokenize.tokenizer import open_tokenizer
 
     if files.from_hub:  # which the box may reach where this machine does not

@@ -23,16 +23,23 @@ class FileDigests:
         self._changed = False
         self._used: dict[Path, list[int]] = {}
 
+    def known(self, file: Path) -> str | None:
+        """The digest of a file that is unchanged since it was read; None for any other."""
+        path = file.resolve()
+        return self._known(path, path.stat())
+
+    def _known(self, path: Path, stat: os.stat_result) -> str | None:
+        cached = self._cached.get(str(path))
+        return str(cached[-1]) if isinstance(cached, list) and cached[:-1] == _stamp(stat) else None
+
     def of(self, file: Path) -> str:
         path = file.resolve()
         try:
             stat = path.stat()
             self._used[path] = _content_stamp(stat)
-            # Nobody can set the change time back, as `cp -p`, rsync and archives do with the modification time.
-            stamp = [*_content_stamp(stat), stat.st_ctime_ns]
-            cached = self._cached.get(str(path))
-            if isinstance(cached, list) and cached[:-1] == stamp:
-                return str(cached[-1])
+            if (known := self._known(path, stat)) is not None:
+                return known
+            stamp = _stamp(stat)
             began = time.time_ns()
             digest = sha256(path)
         except OSError as error:
@@ -51,6 +58,11 @@ class FileDigests:
     def save(self) -> None:
         if self._changed:
             write_json(self._cache_file, self._cached)
+
+
+def _stamp(stat: os.stat_result) -> list[int]:
+    # Nobody can set the change time back, as `cp -p`, rsync and archives do with the modification time.
+    return [*_content_stamp(stat), stat.st_ctime_ns]
 
 
 def _content_stamp(stat: os.stat_result) -> list[int]:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from sojourn.config.load import Loaded, read_config, with_settings
 from sojourn.config.schema import RunConfig
-from sojourn.data.inputs import data_settings, open_inputs
+from sojourn.data.inputs import open_inputs
+from sojourn.data.settings import data_settings
 from sojourn.errors import UserError
 from sojourn.resolve.new_model import new_model_spec
 from sojourn.resolve.resolved import Resolved

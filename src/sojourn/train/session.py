@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ from sojourn.data.report import print_examples
 from sojourn.data.tokenize.tokenizer import TRAINED
 from sojourn.errors import UserError
 from sojourn.resolve.resolve import Resolution
+from sojourn.resolve.run_steps import run_steps
 from sojourn.run.folder import RunFolder
 from sojourn.run.home import prepared_folder
 from sojourn.run.identity import Identity, read_identity
@@ -274,11 +274,5 @@ def _mfu_inputs(config: RunConfig, artefact: Artefact, ranks: Ranks) -> MfuInput
 
 def _run_length(config: RunConfig, artefact: Artefact) -> tuple[int, int | None]:
     """The number of steps, and the row (counted over all epochs) that ends the run, if it ends by epochs."""
-    train, rows = config.train, len(artefact.train)
-    if train.steps is not None:
-        return train.steps, None
-    if train.tokens is not None:
-        per_step = train.global_batch * max(1.0, float(artefact.train.rows[-1]) / rows)
-        return max(1, round(train.tokens / per_step)), None
-    last_row = max(1, round((train.epochs or 1.0) * rows))
-    return math.ceil(last_row / train.global_batch), last_row
+    rows = len(artefact.train)
+    return run_steps(config.train, rows, float(artefact.train.rows[-1]) / rows)

@@ -44,6 +44,11 @@ def suffix_of(path: Path) -> Suffix | None:
     return Suffix(inner, compression) if inner in _TYPES and not (compression and inner == ".parquet") else None
 
 
+def is_compressed(file: Path) -> bool:
+    suffix = suffix_of(file)
+    return suffix is not None and (bool(suffix.compression) or suffix.inner == ".parquet")
+
+
 def user_path(text: str, key: str) -> Path:
     """What the user wrote as a path, which may not exist."""
     try:

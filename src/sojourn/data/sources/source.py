@@ -18,7 +18,7 @@ from sojourn.data import builtin
 from sojourn.data.sources.chunks import Chunk, Sample, parse_record
 from sojourn.data.sources.columns import rename_columns
 from sojourn.data.sources.document import Document, Message
-from sojourn.data.sources.files import find_files, needs_conversion, suffix_of, user_path
+from sojourn.data.sources.files import find_files, is_compressed, needs_conversion, suffix_of, user_path
 from sojourn.data.sources.formats import detect_format
 from sojourn.data.sources.readers import group_records, read_file
 from sojourn.data.sources.texts import split_documents
@@ -72,6 +72,11 @@ class OpenedSource:
         return self.source.path.startswith("builtin:")
 
     @property
+    def builtin_questions(self) -> int:
+        """How many `builtin:instructions` makes."""
+        return int(self.source.take or _DEFAULT_QUESTIONS)
+
+    @property
     def limits(self) -> Source:
         """The source's `weight`, `take` and `size`; built-in data is made as long as they say."""
         return self.source.model_copy(update={"take": None, "size": None}) if self.is_builtin else self.source
@@ -102,7 +107,7 @@ def open_source(
         hint = did_you_mean(path, [row.name for row in datasets()])
         raise UserError(f"data.sources: {path}: no such file or folder, and no data set of that name{hint}")
     files = find_files(path)
-    size = sum(file.stat().st_size * (COMPRESSION_RATIO if _is_compressed(file) else 1) for file in files)
+    size = sum(file.stat().st_size * (COMPRESSION_RATIO if is_compressed(file) else 1) for file in files)
     read = [
         SourcePart(str(file), partial(read_file, file, encoding=encoding), partial(needs_conversion, file, encoding))
         for file in files
@@ -143,11 +148,6 @@ def _is_hub_name(path: str) -> bool:
     from sojourn.data.sources.hub import is_hub_name
 
     return is_hub_name(path)
-
-
-def _is_compressed(file: Path) -> bool:
-    suffix = suffix_of(file)
-    return suffix is not None and (bool(suffix.compression) or suffix.inner == ".parquet")
 
 
 def _table_chunks(table: HubTable) -> Iterator[Chunk]:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from sojourn.config.schema import RunConfig
 from sojourn.data.artefact import Artefact
-from sojourn.data.inputs import data_settings, open_inputs
+from sojourn.data.inputs import open_inputs
+from sojourn.data.settings import data_settings
 from sojourn.data.sources.chunks import parse_record
 from sojourn.errors import UserError
 from sojourn.train.objective.base import Objective

@@ -1,0 +1,264 @@
+"""What `prepare` would make of a run's data: rows, tokens and lengths. Nothing is written, downloaded or trained.
+
+Counts of the prepared artefact come first; small data is read and tokenized as `prepare` does it, to the row; of more
+data an excerpt is (`sources/excerpt.py`), and the rest is extrapolated. Without the tokenizer, tokens are estimated.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from sojourn.config.data import DataConfig, Source
+from sojourn.data.artefact import Artefact
+from sojourn.data.encode import PAIR, TEXT, Encoder, filter_reason
+from sojourn.data.inputs import Inputs, open_inputs
+from sojourn.data.packing import pack_best_fit
+from sojourn.data.preview import Preview, make_preview, open_template
+from sojourn.data.route import Router
+from sojourn.data.row_writer import RowCounter
+from sojourn.data.sample import hold_out, take_sample
+from sojourn.data.sources.chunks import Chunk, parse_chunk
+from sojourn.data.sources.document import Document
+from sojourn.data.sources.excerpt import read_excerpt, record_size
+from sojourn.data.sources.source import OpenedSource, open_source
+from sojourn.data.sources.values import BadRecord
+from sojourn.data.tokenize.chat_template import Template
+from sojourn.data.tokenize.estimate_tokens import TokenEstimate
+from sojourn.data.tokenize.tokenizer import TRAINED, TokenizerBundle
+from sojourn.data.write import encode_all, encoder_config
+from sojourn.errors import UserError
+from sojourn.storage.file_digests import FileDigests
+
+_WHOLE_BYTES = 1_500_000  # of sources: so much is read and tokenized in about half a second
+_EXCERPT_BYTES = 2 << 20
+_TOKENIZED_BYTES = 300_000
+_HASHED_BYTES = 128 << 20  # of files whose digest is not known yet: more take too long to hash
+_SIMULATED_ROWS, _SIMULATED_PIECES = 256, 20_000
+_QUANTILES = 512
+_MIN_FITTED = 8
+_FIRST = 20
+
+
+@dataclass(frozen=True)
+class MeasuredRows:
+    """One epoch of training rows; `lengths` are quantiles of the tokens of their pieces."""
+
+    rows: int
+    tokens: int
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class MeasuredSource:
+    """All of a source, before `take`, `weight` and evaluation.
+
+    bytes      of the texts
+    tokens     after truncation
+    lengths    quantiles of the tokens of pieces
+    records    that were tokenized; `bad` of them cannot be used, `first_bad` says why
+    """
+
+    documents: float
+    bytes: float
+    tokens: float
+    lengths: tuple[int, ...]
+    records: int = 0
+    bad: int = 0
+    first_bad: str = ""
+
+
+def find_prepared(data: DataConfig, folder: Path, split_digits: bool) -> MeasuredRows | None:
+    """The artefact of these settings, where it is in `folder`."""
+    digests = FileDigests(folder / ".digests.json")
+    if not any(folder.glob("*/artefact.json")):
+        return None
+    inputs = open_inputs(data, _ignore, split_digits)
+    opened = [one for one in (*inputs.sources, *inputs.eval_sources) if not one.is_builtin]
+    files = [Path(part.name) for one in opened for part in one.parts]
+    if sum(file.stat().st_size for file in files if digests.known(file) is None) > _HASHED_BYTES:
+        return None
+    target = folder / inputs.artefact_hash(digests)
+    if not (target / "artefact.json").is_file():
+        return None
+    train = Artefact(target).train
+    ends = np.append(train.documents[1:], train.rows[-1:]) if len(train.documents) else train.documents
+    return MeasuredRows(len(train), int(train.rows[-1]), _quantiles(ends - train.documents))
+
+
+def count_rows(data: DataConfig, split_digits: bool) -> MeasuredRows | None:
+    """Every row, by the code of `prepare`; None where there is too much data, or its tokenizer is not trained yet."""
+    if data.tokenizer in TRAINED:
+        return None
+    inputs = open_inputs(data.model_copy(update={"workers": 1}), _ignore, split_digits)
+    tokenizer = inputs.tokenizer
+    if tokenizer is None or sum(opened.size for opened in inputs.sources) > _WHOLE_BYTES:
+        return None
+    inputs = hold_out(take_sample(replace(inputs, eval_sources=[]), _ignore), _ignore)
+    preview = make_preview(inputs)
+    unit = 2 if preview.pairs else 1
+    with tempfile.TemporaryDirectory() as folder:
+        writers = {
+            name: RowCounter(Path(), np.dtype("<u4"), data.max_length * unit, data.packing, unit)
+            for name in ("train", "eval")
+        }
+        router = Router(inputs.data, inputs.held_out, dict(writers), unit)
+        config = encoder_config(inputs, tokenizer, preview, _tokenizer_file(tokenizer, Path(folder)))
+        config = replace(config, language_sample=0.0)
+        for opened, for_eval, encoded in encode_all(inputs, config, router, _ignore):
+            router.add(opened, for_eval, encoded)
+        router.tally.check_bad()
+    for writer in writers.values():
+        writer.close()
+    train = writers["train"]
+    if not train.pieces:
+        raise UserError("data.sources: no document to train on")
+    return MeasuredRows(train.rows, train.tokens, _quantiles(np.concatenate(train.lengths)))
+
+
+def measure_source(
+    source: Source, data: DataConfig, tokenizer: TokenizerBundle | None, estimate: TokenEstimate
+) -> MeasuredSource:
+    """Extrapolated from an excerpt of a source on this machine; tokens are estimated where there is no tokenizer."""
+    opened = open_source(source, data.columns, False, _ignore, data.encoding)
+    excerpt = read_excerpt(opened, _EXCERPT_BYTES)
+    chunks = excerpt.thinned(_TOKENIZED_BYTES)
+    if why := _unusable(chunks):
+        return MeasuredSource(0.0, 0.0, 0.0, (), first_bad=why)
+    template, template_error = open_template(data, tokenizer)
+    if tokenizer is None:
+        found = _estimated(chunks, data, template, estimate)
+    else:
+        preview = Preview([], [], False, template, template_error, [])
+        found = _encoded(opened, chunks, data, tokenizer, preview)
+    if not found.documents:
+        return MeasuredSource(0.0, 0.0, 0.0, (), found.records, found.bad, found.first_bad)
+    taken = np.array([record_size(record) for chunk in chunks for record in chunk.records], np.float64)
+    pieces = _pieces(_predicted(found.document_lengths, taken, excerpt.sizes), data, found.is_chat)
+    usable, times = found.documents / len(taken), excerpt.records / len(excerpt.sizes)
+    size = found.bytes / taken.sum() * excerpt.sizes.sum() * times
+    tokens = usable * times * float(pieces.sum()) * found.sides
+    return MeasuredSource(
+        usable * excerpt.records, size, tokens, _quantiles(pieces), found.records, found.bad, found.first_bad
+    )
+
+
+def simulate_fill(groups: list[tuple[tuple[int, ...], float]], row_length: int) -> float:
+    """The share of packed rows that holds tokens, by packing pieces of each group's lengths in these numbers."""
+    total = sum(count for _, count in groups)
+    tokens = sum(count * sum(lengths) / len(lengths) for lengths, count in groups if lengths)
+    wanted = min(total, _SIMULATED_PIECES, max(1.0, total * _SIMULATED_ROWS * row_length / max(1.0, tokens)))
+    parts = [
+        np.resize(np.random.default_rng(0).permutation(lengths), max(1, round(wanted * count / total)))
+        for lengths, count in groups
+        if lengths and count
+    ]
+    pieces = np.minimum(np.concatenate(parts), row_length)
+    return float(pieces.sum() / (row_length * len(pack_best_fit(pieces, row_length))))
+
+
+def _ignore(line: str) -> None:
+    pass
+
+
+def _quantiles(lengths: np.ndarray) -> tuple[int, ...]:
+    ordered = np.sort(lengths)
+    if len(ordered) > _QUANTILES:
+        ordered = ordered[((np.arange(_QUANTILES) + 0.5) * len(ordered) / _QUANTILES).astype(np.int64)]
+    return tuple(int(one) for one in ordered)
+
+
+def _tokenizer_file(tokenizer: TokenizerBundle, folder: Path) -> Path:
+    if tokenizer.fast_file is not None:
+        return tokenizer.fast_file
+    tokenizer.tokenizer.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+def _unusable(chunks: list[Chunk]) -> str:
+    """Why the first records cannot be used, where none of them can: then the others are not looked at."""
+    for chunk in chunks[:1]:
+        parsed = parse_chunk(replace(chunk, records=chunk.records[:_FIRST], lines=chunk.lines[:_FIRST]))
+        if not parsed.documents and parsed.bad:
+            return ": ".join(parsed.bad[0])
+    return ""
+
+
+@dataclass(frozen=True)
+class _Tokenized:
+    """Some records: how many there are, documents in them, bytes of their texts, tokens of each before truncation;
+    `sides` of a document: 2 for preference pairs."""
+
+    records: int
+    documents: int
+    bytes: int
+    document_lengths: np.ndarray
+    is_chat: bool
+    sides: int
+    bad: int
+    first_bad: str
+
+
+def _predicted(lengths: np.ndarray, sizes: np.ndarray, all_sizes: np.ndarray) -> np.ndarray:
+    """The tokens of each record from its bytes, by those that were tokenized."""
+    if len(lengths) == len(sizes) > _MIN_FITTED and sizes.std() > 0:
+        slope = float(np.cov(sizes, lengths)[0, 1] / sizes.var(ddof=1))
+        start = float(lengths.mean() - slope * sizes.mean())
+        if slope > 0 and start > -0.5 * lengths.mean():
+            return np.asarray(np.maximum(1, np.rint(start + slope * all_sizes)), np.int64)
+    per_byte = float(lengths.mean() / sizes.mean())
+    return np.asarray(np.maximum(1, np.rint(all_sizes * per_byte)), np.int64)
+
+
+def _pieces(lengths: np.ndarray, data: DataConfig, is_chat: bool) -> np.ndarray:
+    """The lengths of what `truncate` makes of documents of these lengths."""
+    most, choice = data.max_length, data.long_chats if is_chat else data.long_texts
+    if choice != "split":
+        return np.minimum(lengths, most) if choice == "truncate" else lengths[lengths <= most]
+    whole, rest = np.divmod(lengths, most)
+    return np.concatenate([np.full(int(whole.sum()), most), rest[rest > 1]])
+
+
+def _encoded(
+    opened: OpenedSource, chunks: list[Chunk], data: DataConfig, tokenizer: TokenizerBundle, preview: Preview
+) -> _Tokenized:
+    with nullcontext() if tokenizer.fast_file else tempfile.TemporaryDirectory() as folder:
+        file = _tokenizer_file(tokenizer, Path(folder or "."))
+        config = encoder_config(Inputs(data, [opened], [], tokenizer), tokenizer, preview, file)
+        encoder = Encoder(replace(config, language_sample=0.0))
+        found = [encoder(chunk) for chunk in chunks]
+    kinds, lengths, sizes = (
+        np.concatenate([np.zeros(0, np.int64), *parts])
+        for parts in zip(*((one.kinds, one.document_lengths, one.sizes) for one in found), strict=True)
+    )
+    bad = [one for chunk in found for one in chunk.bad]
+    return _Tokenized(
+        sum(one.records for one in found), len(kinds), int(sizes.sum()), lengths, bool((kinds != TEXT).any()),
+        2 if (kinds == PAIR).any() else 1, len(bad), ": ".join(bad[0]) if bad else "",
+    )  # fmt: skip
+
+
+def _estimated(chunks: list[Chunk], data: DataConfig, template: Template | None, estimate: TokenEstimate) -> _Tokenized:
+    parsed = [parse_chunk(chunk) for chunk in chunks]
+    documents = [one for chunk in parsed for one in chunk.documents if not filter_reason(one, data.clean)]
+    lengths = [max(map(estimate, _texts(one, template))) + (not one.is_chat) for one in documents]
+    bad = [one for chunk in parsed for one in chunk.bad]
+    return _Tokenized(
+        sum(chunk.records for chunk in parsed), len(documents), sum(one.size for one in documents),
+        np.array(lengths, np.int64), any(one.is_chat for one in documents),
+        2 if any(one.rejected for one in documents) else 1, len(bad), ": ".join(bad[0]) if bad else "",
+    )  # fmt: skip
+
+
+def _texts(document: Document, template: Template | None) -> list[str]:
+    if not document.is_chat:
+        return [document.text]
+    if template is not None:
+        with suppress(BadRecord):
+            sides = (document.messages, document.rejected)
+            return [template.text(side, document.tools) for side in sides if side]
+    return ["\n".join(document.contents())]
