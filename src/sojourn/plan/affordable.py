@@ -19,6 +19,7 @@ from sojourn.plan.calibration import Correction, correction
 from sojourn.plan.money import in_cny
 from sojourn.plan.offers import fit_on, plan_device, timed, unsupported_reason
 from sojourn.plan.prices import prices_on
+from sojourn.plan.run_length import RunLength
 from sojourn.plan.run_time import run_time
 from sojourn.resolve.model_spec import model_spec_of
 
@@ -151,7 +152,7 @@ def _on(config: RunConfig, model: ModelSpec, one: _Candidate, learned: Correctio
     fit = fit_on(config, model, plan_device(config, one.gpu, one.price.count, learned))
     if fit is None:
         return None
-    step, short = timed(config, fit, one.gpu, 1000, learned)
+    step, short = timed(config, fit, one.gpu, RunLength(1000, 0), learned)
     long = run_time(config, fit.workload, one.gpu, step, 2000)
     each = (long.between[1] - short.between[1]) / 1000
     fixed = max(0.0, short.between[1] - 1000 * each)

@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 
+_COMMIT = re.compile(r"[0-9a-f]{6,64}")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
@@ -21,7 +22,7 @@ def cached_snapshot(model: str, revision: str | None = None) -> Path | None:
     except (OSError, UnicodeDecodeError):
         return None
     found = folder / "snapshots" / commit
-    return found if commit and found.is_dir() else None
+    return found if _COMMIT.fullmatch(commit) and found.is_dir() else None
 
 
 def _cache() -> Path:

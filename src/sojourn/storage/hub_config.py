@@ -12,6 +12,7 @@ from sojourn.catalog.download import DownloadFailed, download_text, host_of
 from sojourn.config.messages import printable
 from sojourn.errors import RunFailed, UserError
 from sojourn.storage.hub_access import hub_endpoint, offline_switch
+from sojourn.storage.hub_cache import cached_snapshot
 
 _ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)  # ORG/NAME
 _VALID_SECONDS = 30 * 86400
@@ -76,15 +77,8 @@ def _as_user_error(error: DownloadFailed, name: str, missing: str, host: str) ->
 
 def _in_hub_cache(name: str) -> Path | None:
     """Where huggingface_hub keeps what was downloaded before."""
-    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
-    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
-    folder = cache / f"models--{name.replace('/', '--')}"
-    try:
-        revision = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        return None
-    found = folder / "snapshots" / revision / "config.json"
-    return found if re.fullmatch(r"[0-9a-f]{6,64}", revision) and found.is_file() else None
+    snapshot = cached_snapshot(name)
+    return snapshot / "config.json" if snapshot and (snapshot / "config.json").is_file() else None
 
 
 def _folder() -> Path:
