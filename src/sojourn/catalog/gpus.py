@@ -22,7 +22,7 @@ _COUNTED = (  # "2xT4", "2 × T4", "T4x2", "T4*2", "T4:2"
     re.compile(r"(?P<count>[1-9]\d{0,2})\s*[x×*]\s*(?P<name>[^\W_].*)", re.IGNORECASE),
     re.compile(r"(?P<name>.+?)\s*(?:[x×*:])\s*(?P<count>[1-9]\d{0,2})", re.IGNORECASE),
 )
-SUSTAINED = ("matmul_tflops", "attention_tflops", "copy_gbs", "launch_us", "allreduce_gbs")
+SUSTAINED = ("matmul_tflops", "attention_tflops", "copy_gbs", "launch_us", "allreduce_gbs", "disk_mbs")
 RATES = ("measured", "published", "data sheet")  # how well a card's sustained rates are known
 
 
@@ -30,7 +30,7 @@ RATES = ("measured", "published", "data sheet")  # how well a card's sustained r
 class Gpu:
     """One GPU. TFLOP/s are dense with 32-bit accumulation; None where the hardware or the vendor gives none.
 
-    Data sheets give the rates of the boost clock. What a card sustains (`matmul_tflops` and the four below it) stands
+    Data sheets give the rates of the boost clock. What a card sustains (`matmul_tflops` and the five below it) stands
     beside them where somebody measured it; `rates` says who: "measured" is by us, "published" by others.
     """
 
@@ -60,6 +60,7 @@ class Gpu:
     copy_gbs: float | None = None
     launch_us: float | None = None
     allreduce_gbs: float | None = None
+    disk_mbs: float | None = None
     rates: str = "data sheet"
     rates_source: str = ""
 

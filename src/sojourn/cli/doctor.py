@@ -18,8 +18,14 @@ _COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
     home: Annotated[Path | None, typer.Option(help="Folder for runs. Default: chosen for this platform.")] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure the GPU for half a minute; plans for that card then use it.")
+    ] = False,
 ) -> None:
     """Check this machine by using it: platform, GPU, precision, attention, disks, persistent storage.
+
+    --measure measures what the GPU sustains (matmuls, attention, memory, kernel launches, disk, an all-reduce between
+    several) and writes it into your catalogue: plans for this card become as exact as they can be.
 
     Under torchrun (torchrun --nproc_per_node=GPUS -m sojourn doctor, on each machine) it compares the ranks instead:
     versions, GPUs, clocks, and the speed of an all-reduce.
@@ -47,7 +53,30 @@ def doctor(
             _show(findings, Console(highlight=False), next_step(findings))
         return exit_code(findings)
 
+    if measure:
+        _measure(folder, json)
+        return
     raise typer.Exit(examine_ranks(show) if is_multi_rank() else show(examine(folder, platform=platform)))
+
+
+def _measure(home: Path, json: bool) -> None:
+    from sojourn.machine.gpus import gpus
+    from sojourn.machine.measure import describe, measure, write_row
+
+    home.mkdir(parents=True, exist_ok=True)
+    cards = gpus()
+    if not json:
+        print(f"measuring {cards[0].name if cards else 'this CPU'}: about half a minute …", flush=True)
+    found = measure(home, cards)
+    written = write_row(found, cards[0]) if found.device == "cuda" else None
+    if json:
+        from json import dumps
+
+        path, name = written or (None, None)
+        facts = {"gpu": name, "catalogue": path and str(path), "measured": found.values, "failed": found.failed}
+        print(dumps(facts, indent=2), flush=True)
+        return
+    print("\n".join(describe(found, cards, written)))
 
 
 def _show(findings: list[Finding], console: Console, next_step: str) -> None:

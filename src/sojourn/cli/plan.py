@@ -41,6 +41,9 @@ def plan(
     context: int | None = typer.Option(
         None, "--context", min=16, help="With --serve: tokens of a prompt and its answer; default: 4096."
     ),
+    share: bool = typer.Option(
+        False, "--share", help="Print what `sojourn doctor --measure` measured here, to send to us."
+    ),
     json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
     """Estimate memory, time and cost of a run on each GPU. RUN may also be a model. Needs no torch and no GPU, and the
@@ -55,6 +58,11 @@ def plan(
 
     if context is not None and not serve:
         raise UserError("--context: for --serve; a run's is data.max_length")
+    if share:
+        from sojourn.plan.share import share_lines
+
+        print("\n".join(share_lines()))
+        return
     if calibrate:
         _calibrate(json, json and bool(args))
         if not args:

@@ -7,7 +7,7 @@ from the code. M tokens of a micro batch, K inputs, N outputs of a matmul.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sojourn.catalog.gpus import Gpu
 from sojourn.estimate.activations import layer_parameters
@@ -53,6 +53,8 @@ class StepTime:
 
 
 def step_time(workload: Workload, gpu: Gpu) -> StepTime:
+    if gpu.launch_us is not None and workload.cpu_slowness == 1.0:
+        workload = replace(workload, cpu_slowness=gpu.launch_us / float(constants()["launch"]["usual_us"]))
     parts = _gpu_parts(workload, gpu)
     busy = sum(part.seconds for part in parts)
     head, update = parts[1].seconds, parts[-1].seconds

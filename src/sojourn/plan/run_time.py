@@ -37,9 +37,9 @@ class RunTime:
 
 
 def run_time(config: RunConfig, workload: Workload, gpu: Gpu, step: StepTime, steps: int) -> RunTime:
-    fixed = constants()["seconds"]
+    fixed, disk = constants()["seconds"], _disk(gpu)
     base_bytes = 2 * workload.model.parameters if config.model.base is not None else 0
-    starting = float(fixed["start"]) + base_bytes / (1e6 * fixed["disk_mbs"])
+    starting = float(fixed["start"]) + base_bytes / disk
     downloading = base_bytes / (1e6 * fixed["download_mbs"])
     compiling = float(fixed["compile"]) if workload.compiled else 0.0
     stepping = steps * step.step_seconds
@@ -52,7 +52,7 @@ def run_time(config: RunConfig, workload: Workload, gpu: Gpu, step: StepTime, st
         "saves": _saves(config, workload, gpu, stepping),
     }
     if config.train.rehearse == "on":
-        parts["rehearsing"] = 3 * step.step_seconds + checkpoint_bytes(workload) / (1e6 * fixed["disk_mbs"])
+        parts["rehearsing"] = 3 * step.step_seconds + checkpoint_bytes(workload) / disk
     return RunTime(parts, starting + downloading + compiling, step.spread)
 
 
@@ -78,5 +78,10 @@ def _saves(config: RunConfig, workload: Workload, gpu: Gpu, stepping: float) -> 
     """Training waits while weights are copied to the host; a thread writes them to disk."""
     times = 1 + stepping / max(60.0, float(config.save.every))
     copying = checkpoint_bytes(workload) / (0.5e9 * (gpu.pcie_gbs or 8.0))
-    writing = checkpoint_bytes(workload) / (1e6 * float(constants()["seconds"]["disk_mbs"]))
+    writing = checkpoint_bytes(workload) / _disk(gpu)
     return times * copying + writing
+
+
+def _disk(gpu: Gpu) -> float:
+    """Bytes per second."""
+    return 1e6 * (gpu.disk_mbs or float(constants()["seconds"]["disk_mbs"]))

@@ -6,10 +6,14 @@ import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from sojourn.estimate.step_time import step_time
+from sojourn.estimate.uncertainty import MEASURED
 from sojourn.estimate.workload import Workload
+from sojourn.machine.gpus import torch_gpus
+from sojourn.machine.measure import Size, measure, write_row
 from sojourn.plan.calibration import note
 from sojourn.resolve.cuda_graphs import with_cuda_graphs
 from sojourn.resolve.resolved import with_value
@@ -39,6 +43,20 @@ def record_rehearsal(session: Session, step_seconds: float, memory: int | None) 
     if session.stepper.batcher.device == "cuda" and memory is not None:
         with _ignoring_errors():
             _record(session, "rehearsal", memory, step_seconds)
+
+
+def measure_unknown_card(home: Path) -> str | None:
+    """What this GPU sustains, into the user's catalogue, unless it is known: by `doctor --measure`, by an earlier
+    rehearsal, or to us. The line that says so."""
+    card, said = local_gpu(), list[str]()
+    if card is not None and card.rates == MEASURED:
+        return None
+    with _ignoring_errors():
+        cards = torch_gpus()
+        found = measure(home, cards, Size(seconds=3.0))
+        _, name = write_row(found, cards[0])
+        said.append(f"{name} measured for later plans: {found.values['matmul_tflops']:g} TFLOP/s of matmuls")
+    return said[0] if said else None
 
 
 def record_run(session: Session) -> None:

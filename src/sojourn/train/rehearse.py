@@ -25,7 +25,7 @@ from sojourn.run.folder import RunFolder
 from sojourn.run.ledger import Ledger
 from sojourn.storage.disk import remove_folder
 from sojourn.train.batcher import Prefetcher
-from sojourn.train.calibration import record_rehearsal, workload_of_session
+from sojourn.train.calibration import measure_unknown_card, record_rehearsal, workload_of_session
 from sojourn.train.checkpoint.checkpoint import load_newest
 from sojourn.train.checkpoint.mirroring import open_run_mirror
 from sojourn.train.checkpoint.saving import Saver
@@ -114,6 +114,8 @@ def _try_once(config: RunConfig, run: RunFolder, scratch: RunFolder, ranks: Rank
     if not ranks.is_main:
         return True
     record_rehearsal(session, seconds, report.facts.get("memory"))
+    if session.stepper.batcher.device == "cuda" and (measured := measure_unknown_card(scratch.path)):
+        report.add("ok", "card", measured)
     if "checkpoint_bytes" in report.facts:
         _disk(session, run, report)
     _time(session, guard, seconds, saving, report)
