@@ -11,8 +11,8 @@ import pytest
 from sojourn.config.load import load_run
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
-from sojourn.train.distributed.ds_config import config_from_file, default_config
-from sojourn.train.distributed.ds_fields import KNOWN, PASSED_THROUGH
+from sojourn.resolve.ds_config import config_from_file, default_config
+from sojourn.resolve.ds_fields import KNOWN, PASSED_THROUGH
 
 WORDS = (
     "small", "train.global_batch=32", "train.micro_batch=4", "train.lr=2e-5", "train.precision=bf16", "train.clip=1",

@@ -233,6 +233,36 @@ def test_a_deepspeed_file_that_is_not_there_is_one_line(home):
     assert said.returncode == 2 and "nowhere.json" in said.stderr and len(said.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[1]", "is an object"), ('{"zero_optimization": 3}', "it takes an object"), ("not json", "not valid JSON"),
+        ('{"zero_optimization": {"stage": 9}}', "allowed: 0, 1, 2, 3"), ('{"zero_optimisation": {}}', None),
+        ('{"zero_optimisation": {"stage": 2}}', "did you mean zero_optimization.stage"),
+        ('{"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}}', "it takes an object"),
+        ('{"zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}}}', "needs 3 or above"),
+        ('{"train_batch_size": 7, "zero_optimization": {"stage": 2}}', "train.global_batch is 64"),
+    ],
+)  # fmt: skip
+def test_a_deepspeed_file_is_checked_as_a_run_checks_it(home, text, says):
+    (home / "ds.json").write_text(text)
+    words = (
+        "full-7b",
+        "train.optimizer=adamw",
+        "train.offload=off",
+        "train.steps=10",
+        "--gpus",
+        "4",
+        "--deepspeed",
+        "ds.json",
+    )
+    said = called("plan", *words, "--gpu", "H200", "--platform", "runpod")
+    if says is None:
+        assert said.returncode == 0
+    else:
+        assert said.returncode == 2 and says in said.stderr and len(said.stderr.splitlines()) == 1
+
+
 def test_zero_shards_what_its_stage_says():
     """By hand: 2 bytes of weights, 2 of gradients, 12 of fp32 masters and optimizer states, over four GPUs."""
     count, shape = 7_615_616_512, find_model("qwen2.5-7b")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from pathlib import Path
 
 from sojourn.catalog.gpus import Gpu, gpus
 from sojourn.catalog.models import ModelSpec
@@ -24,6 +25,7 @@ from sojourn.plan.prices import describe_no_price, gpus_named, prices_on
 from sojourn.plan.run_length import RunLength, run_length
 from sojourn.plan.run_time import RunTime, checkpoint_bytes, preparing_seconds, run_time
 from sojourn.resolve.device_spec import DeviceSpec, catalog_device
+from sojourn.resolve.ds_config import config_from_file
 from sojourn.resolve.micro_batch import Fit, divisors
 from sojourn.resolve.model_spec import model_spec_of
 from sojourn.resolve.resolve import Resolution, resolve
@@ -98,11 +100,19 @@ def make_plan(
     fastest = min(meeting, key=lambda o: o.bill.high.elapsed if o.bill else 0.0, default=None)
     shown = best or next((o for o in offers if o.fits), None)
     fit = shown.fit if shown and shown.fit else _smallest_fit(config, model, only[0] if only else None)
+    if config.parallel.deepspeed is not None and shown is not None:
+        _check_deepspeed_file(config, model, shown)
     one_epoch = length.tokens if config.train.epochs is None else int(length.tokens / config.train.epochs)
     return Plan(
         model, length, tuple(offers), best, fastest, shown, fit, checkpoint_bytes(fit.workload),
         preparing_seconds(one_epoch), learned,
     )  # fmt: skip
+
+
+def _check_deepspeed_file(config: RunConfig, model: ModelSpec, offer: Offer) -> None:
+    """As a run checks it, with the settings that a run there would have."""
+    found = resolve_for(config, model, plan_device(config, offer.gpu, offer.count))
+    config_from_file(Path(str(config.parallel.deepspeed)).expanduser(), found.config, offer.count)
 
 
 def plan_device(config: RunConfig, gpu: Gpu, count: int = 1, learned: Correction | None = None) -> DeviceSpec:

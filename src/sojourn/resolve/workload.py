@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 from sojourn.catalog.models import ModelSpec
 from sojourn.config.schema import RunConfig
-from sojourn.errors import UserError
 from sojourn.estimate.workload import LINEAR, Workload
 from sojourn.resolve.device_spec import DeviceSpec
+from sojourn.resolve.ds_config import zero_from_file
 
 USUAL_DOCUMENT = 480  # tokens of a chat in usual data sets
 
@@ -72,17 +70,4 @@ def _zero(config: RunConfig) -> tuple[int, str]:
     offload: str = config.train.offload
     if config.parallel.deepspeed is None:
         return (3 if offload == "all" else 2), offload
-    path = Path(config.parallel.deepspeed).expanduser()
-    try:
-        given: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        fix = "correct parallel.deepspeed, or remove it for ZeRO-2"
-        raise UserError(f"{path}: cannot be read as a DeepSpeed file; {fix}") from None
-    zero: Any = given.get("zero_optimization") if isinstance(given, dict) else None
-    zero = zero if isinstance(zero, dict) else {}
-    stage = zero.get("stage", 0)
-    for part, where in (("offload_param", "all"), ("offload_optimizer", "optimizer")):
-        if isinstance(zero.get(part), dict) and zero[part].get("device") == "cpu":
-            offload = where
-            break
-    return (stage if stage in (0, 1, 2, 3) else 2), offload
+    return zero_from_file(Path(config.parallel.deepspeed).expanduser(), config)

@@ -20,7 +20,7 @@ from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
 from sojourn.model.network import Network
 from sojourn.model.weights import check_state_dict, trainable_state_dict
-from sojourn.train.distributed.ds_config import config_from_file, default_config
+from sojourn.resolve.ds_config import config_from_file, default_config
 from sojourn.train.distributed.engine import Engine
 from sojourn.train.distributed.root_module import RootModule
 from sojourn.train.optim.optimizers import Optimizer, set_learning_rate

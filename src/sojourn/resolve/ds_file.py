@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from sojourn.config.messages import printable
 from sojourn.errors import UserError
-from sojourn.train.distributed.ds_fields import IGNORED, REFUSED
+from sojourn.resolve.ds_fields import IGNORED, REFUSED
 
 
 def read(path: Path, name: str) -> dict[str, Any]:

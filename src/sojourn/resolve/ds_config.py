@@ -14,7 +14,7 @@ from typing import Any
 from sojourn.config.messages import did_you_mean, printable
 from sojourn.config.schema import RunConfig, TrainConfig
 from sojourn.errors import UserError
-from sojourn.train.distributed.ds_fields import (
+from sojourn.resolve.ds_fields import (
     COMPARED_TOGETHER,
     FIXED,
     IGNORED,
@@ -26,7 +26,7 @@ from sojourn.train.distributed.ds_fields import (
     TRAIN_KEYS,
     Fields,
 )
-from sojourn.train.distributed.ds_file import flatten, format_value, is_equal, is_off, parse_flag, parse_number, read
+from sojourn.resolve.ds_file import flatten, format_value, is_equal, is_off, parse_flag, parse_number, read
 
 _OR_AUTO = 'or write "auto" in the file'
 _NEVER = 10**12  # steps between two progress lines of DeepSpeed
@@ -71,6 +71,22 @@ def config_from_file(path: Path, config: RunConfig, world_size: int) -> tuple[di
             "DeepSpeed supports that only with ZeRO; remove it, or write zero_optimization.stage 1, 2 or 3"
         )
     return _complete(settings, train, world_size), notes
+
+
+def zero_from_file(path: Path, config: RunConfig) -> tuple[int, str]:
+    """ZeRO's stage and what it offloads to the host, for plans: `config` may still have `auto`, so only names and
+    ZeRO's own values are checked."""
+    name, settings = printable(path, 200), dict[str, Any]()
+    for field, value in flatten(read(path, name)):
+        if field in PASSED_THROUGH:
+            _pass_through(settings, f"{name}: {field}", field, value)
+        elif field not in KNOWN:
+            raise _unknown(name, field, value)
+    zero = _zero(f"{name}: zero_optimization", settings.get("zero_optimization", {}), config.train)
+    for part, where in (("offload_param", "all"), ("offload_optimizer", "optimizer")):
+        if zero.get(part, {}).get("device") == "cpu":
+            return zero["stage"], where
+    return zero["stage"], "off"
 
 
 def default_config(config: RunConfig, world_size: int) -> dict[str, Any]:
