@@ -11,7 +11,7 @@ import torch
 from conftest import called
 from sojourn.catalog.gpus import find_gpu
 from sojourn.catalog.models import find_model
-from sojourn.estimate.serving import BLOCK, kv_bytes_per_token, kv_memory, users_in, weight_bytes
+from sojourn.estimate.serving import BLOCK, decode_rate, kv_bytes_per_token, kv_memory, users_in, weight_bytes
 from sojourn.plan.serving import plan_serving, serving_lines
 from sojourn.resolve.model_spec import of_file
 
@@ -43,6 +43,29 @@ def test_weights_cache_and_the_rest_are_the_card() -> None:
     quantized = plan_serving(QWEN, CARD, quantized=True)
     assert plan.weights / 2 < quantized.weights < plan.weights * 0.56 and quantized.users(4096) > plan.users(4096)
     assert kv_memory(100, "cpu", 2) * 2 <= kv_memory(100, "cpu") and kv_memory(1 << 30, "cuda") == 0
+
+
+@pytest.mark.parametrize(
+    ("users", "quantization", "measured"),
+    [(1, None, 257), (8, None, 1732), (32, None, 6672), (128, None, 21485), (1, "int8", 385), (32, "int8", 9946)],
+)
+def test_decoding_is_planned_as_fast_as_it_was_measured_on_an_h200(users, quantization, measured) -> None:
+    """benchmarks/LOG.md, 2026-11-18: 7B shape, prompts and answers of 128 tokens."""
+    planned = decode_rate(QWEN, find_gpu("H200"), users, 192, quantization)
+    assert planned == pytest.approx(measured, rel=0.15)
+
+
+def test_more_users_are_faster_together_and_slower_each_and_longer_caches_slow_down() -> None:
+    rates = [decode_rate(QWEN, CARD, users, 2048) for users in (1, 2, 8, 32)]
+    assert rates == sorted(rates) and [r / n for r, n in zip(rates, (1, 2, 8, 32), strict=True)] == sorted(
+        (r / n for r, n in zip(rates, (1, 2, 8, 32), strict=True)), reverse=True
+    )
+    assert decode_rate(QWEN, CARD, 8, 8192) < decode_rate(QWEN, CARD, 8, 1024)
+    sparse = find_model("qwen3-30b-a3b")
+    assert decode_rate(sparse, find_gpu("H200"), 1, 1024) > decode_rate(
+        find_model("qwen3-32b"), find_gpu("H200"), 1, 1024
+    )
+    assert decode_rate(QWEN, find_gpu("M2 Max"), 1, 1024) is None
 
 
 def test_the_answer_is_the_first_sentence() -> None:

@@ -1,8 +1,12 @@
-"""Memory of a served model: its weights, and the KV cache in what they leave. For the engine and `plan --serve`."""
+"""Memory of a served model, its weights and the KV cache in what they leave, and how fast it decodes. For the engine
+and `plan --serve`."""
 
 from __future__ import annotations
 
+from sojourn.catalog.gpus import Gpu
 from sojourn.catalog.models import ModelSpec
+from sojourn.estimate.ceilings import has_rate, matmul_rate
+from sojourn.estimate.constants import constants
 
 BLOCK = 16  # tokens of a block of the KV cache
 MAX_ROWS = 64  # requests at a time, unless --max-requests says otherwise
@@ -40,3 +44,30 @@ def users_in(kv_bytes: float, per_token: int, context: int) -> int:
     """Requests of so many tokens that a KV cache holds at a time."""
     blocks = -(-context // BLOCK)
     return int(kv_bytes // (per_token * BLOCK)) // blocks
+
+
+def decode_rate(model: ModelSpec, gpu: Gpu, users: int, context: int, quantization: str | None = None) -> float | None:
+    """Tokens a second of all users together, each with so many tokens in its cache; None where nothing is known."""
+    if gpu.unified or not has_rate(gpu):
+        return None
+    decode = constants()["decode"]
+    share = float(decode["quantized_share" if quantization else "share"])
+    weights = weight_bytes(model, quantization=quantization) - 2 * model.embedding_parameters * (not model.tied)
+    read = weights * _visited_share(model, users) + users * context * kv_bytes_per_token(model)
+    computed = 2 * model.active_parameters * users / matmul_rate("bf16", gpu)
+    step = max(read / (share * 1e9 * gpu.bandwidth_gbs), computed) + 1e-6 * float(decode["request_us"]) * users
+    return users / step
+
+
+def prefill_rate(model: ModelSpec, gpu: Gpu) -> float | None:
+    """Tokens of prompts a second, by their matmuls."""
+    return matmul_rate("bf16", gpu) / (2 * model.active_parameters) if has_rate(gpu) and not gpu.unified else None
+
+
+def _visited_share(model: ModelSpec, users: int) -> float:
+    """Of the weights, those that a step of so many tokens reads: each token visits other experts."""
+    if not model.experts or not model.active_experts:
+        return 1.0
+    idle = (1 - model.active_experts / model.experts) ** users
+    least = model.active_parameters / model.parameters
+    return max(least, 1 - idle * (1 - least))

@@ -15,11 +15,14 @@ from sojourn.estimate.allocator import context_bytes
 from sojourn.estimate.serving import (
     FAMILIES,
     MAX_ROWS,
+    decode_rate,
     kv_bytes_per_token,
     kv_memory,
+    prefill_rate,
     users_in,
     weight_bytes,
 )
+from sojourn.plan.ranges import rate_text
 from sojourn.resolve.model_spec import model_spec_of, of_base
 from sojourn.run.home import home
 
@@ -44,6 +47,10 @@ class Serving:
     def users(self, context: int) -> int:
         """At a time, each with a prompt and an answer of so many tokens together."""
         return users_in(self.kv, self.kv_per_token, context)
+
+    def rate(self, users: int, context: int) -> float | None:
+        """Tokens a second of so many users together."""
+        return decode_rate(self.model, self.gpu, users, context, None if self.dtype == "bf16" else "int8")
 
 
 def model_to_serve(args: list[str]) -> ModelSpec:
@@ -93,7 +100,7 @@ def serving_lines(model: ModelSpec, cards: Sequence[Gpu], context: int, named: b
         lines += _notes(model, context) if whole is plans[0][0] else ()
         fitting = next((plan for plan in (whole, quantized) if plan.users(context)), None)
         if fitting is not None:
-            lines += [_memory(fitting), "", *_context_table(whole, quantized, context)]
+            lines += [_memory(fitting), *_speed(fitting, context), "", *_context_table(whole, quantized, context)]
     return lines
 
 
@@ -151,6 +158,19 @@ def _memory(plan: Serving) -> str:
     )
 
 
+def _speed(plan: Serving, context: int) -> list[str]:
+    """For one user, for as many as there are at a time, and of prompts."""
+    users = min(plan.users(context), MAX_ROWS)
+    one, many, prompts = plan.rate(1, context), plan.rate(users, context), prefill_rate(plan.model, plan.gpu)
+    if one is None or many is None or prompts is None:
+        return []
+    said = f"about {rate_text(one, plan.gpu)} tok/s for one user"
+    if users > 1:
+        said += f", {rate_text(many, plan.gpu)} for {users} together ({rate_text(many / users, plan.gpu)} each)"
+    tried = "" if plan.gpu.rates == "measured" else "; only an H200 was measured"
+    return [f"speed in {plan.dtype}: {said}; prompts are read at about {rate_text(prompts, plan.gpu)} tok/s{tried}"]
+
+
 def _context_table(whole: Serving, quantized: Serving, asked: int) -> list[str]:
     lines = [f"{'context':>9}{'a user':>10}{'bf16':>8}{_QUANTIZED:>13}"]
     for context in contexts_of(whole.model, asked):
@@ -164,13 +184,27 @@ def _context_table(whole: Serving, quantized: Serving, asked: int) -> list[str]:
 
 def _card_table(plans: Sequence[tuple[Serving, Serving]], context: int) -> list[str]:
     width = 2 + max(len(whole.gpu.name) for whole, _ in plans)
-    lines = [f"{'GPU':<{width}}{'GiB':>6}{'bf16':>8}{_QUANTIZED:>13}"]
+    lines = [f"{'GPU':<{width}}{'GiB':>6}{'bf16':>8}{_QUANTIZED:>13}{'tok/s':>8}{'together':>10}"]
     for whole, quantized in sorted(plans, key=lambda one: one[0].usable):
         users = (whole.users(context), quantized.users(context))
         if any(users):
-            lines.append(f"{whole.gpu.name:<{width}}{whole.usable / _GIB:>6.0f}{users[0]:>8,}{users[1]:>13,}")
+            lines.append(
+                f"{whole.gpu.name:<{width}}{whole.usable / _GIB:>6.0f}{users[0]:>8,}{users[1]:>13,}"
+                + "".join(_rates(whole if users[0] else quantized, context))
+            )
     runs = f"sojourn serve runs {MAX_ROWS} unless --max-requests says more"
-    return [*lines, f"users at a time with {context:,} tokens each; {runs}"]
+    return [
+        *lines,
+        f"users at a time with {context:,} tokens each; {runs}",
+        f"tok/s: about, for one user and for all of them, {MAX_ROWS} at most; only an H200 was measured",
+    ]
+
+
+def _rates(plan: Serving, context: int) -> tuple[str, str]:
+    users = min(plan.users(context), MAX_ROWS)
+    one, many = plan.rate(1, context), plan.rate(users, context)
+    shown = (rate_text(one, plan.gpu), rate_text(many, plan.gpu)) if one and many else ("?", "?")
+    return f"{shown[0]:>8}", f"{shown[1]:>10}"
 
 
 def serving_values(model: ModelSpec, cards: Sequence[Gpu], context: int) -> dict[str, object]:
@@ -179,8 +213,12 @@ def serving_values(model: ModelSpec, cards: Sequence[Gpu], context: int) -> dict
     for card in cards:
         for plan in (plan_serving(model, card), plan_serving(model, card, quantized=True)):
             users = {str(one): plan.users(one) for one in contexts_of(model, context)}
+            together = min(plan.users(context), MAX_ROWS)
             rows.append({
                 "gpu": card.name, "dtype": plan.dtype, "usable_bytes": plan.usable, "weight_bytes": plan.weights,
                 "kv_bytes": plan.kv, "kv_bytes_per_token": plan.kv_per_token, "users": users,
+                "tokens_per_second": plan.rate(1, context) if together else None,
+                "tokens_per_second_together": plan.rate(together, context) if together else None,
+                "prompt_tokens_per_second": prefill_rate(model, card),
             })  # fmt: skip
     return {"model": model.name, "context": context, "gpus": rows}
