@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from sojourn.infer.grammar import GrammarMask
@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "error", "cancelled"]
 
 
-@dataclass(frozen=True)
-class Token:
+class Token(NamedTuple):
     """A generated token. `logprob` and `top` (the most likely tokens, with theirs): where the request wants them."""
 
     id: int

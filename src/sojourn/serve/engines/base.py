@@ -8,9 +8,9 @@ after authentication, limits and validation.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from sojourn.infer.engine.request import Token
 
@@ -51,8 +51,7 @@ class GenerationRequest:
     grammar: Grammar | None = None
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """New tokens of one sequence; a stop token that ended it is the last one. The last output has a `finish_reason`.
     `cached_tokens`: of the prompt, from the prefix cache. `prompt_logprobs`: in the first output, one entry a prompt
     token, of which the first is None."""
@@ -65,8 +64,8 @@ class Output:
 
     def then(self, later: Output) -> Output:
         """Both as one: what a busy gateway makes of outputs that wait."""
-        return replace(
-            later, tokens=self.tokens + later.tokens, cached_tokens=self.cached_tokens + later.cached_tokens,
+        return later._replace(
+            tokens=self.tokens + later.tokens, cached_tokens=self.cached_tokens + later.cached_tokens,
             prompt_logprobs=self.prompt_logprobs or later.prompt_logprobs,
         )  # fmt: skip
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sojourn.errors import RunFailed, UserError
+from sojourn.infer.engine.request import Token
 from sojourn.serve.engines.base import EngineDied, EngineInfo, EngineStats, GenerationRequest, Output
 from sojourn.serve.engines.builtin_process import ModelToServe, run
 
@@ -58,9 +59,10 @@ class _Child:
     def _take(self, message: tuple[Any, ...]) -> None:
         kind, *args = message
         if kind == "outputs":
-            for request_id, output in args[0]:
-                queue = self._queues.get(request_id)
-                if queue is not None:
+            tokens, outputs = args
+            outputs += [(request_id, Output((Token(token),))) for request_id, token in tokens.items()]
+            for request_id, output in outputs:
+                if (queue := self._queues.get(request_id)) is not None:
                     queue.put_nowait(output)
         elif kind == "stats":
             self.stats = args[0]

@@ -1,6 +1,7 @@
 """The process of an engine that takes token ids: reads commands from a pipe, computes, and writes what became of them.
 
-One message a step carries the new tokens of all requests. Commands are taken between steps, so a cancelled request
+One message a step carries the new tokens of all requests, most of them as bare numbers: 128 objects take a tenth of a
+step to write, and another to read. Commands are taken between steps, so a cancelled request
 frees its row before the next one.
 """
 
@@ -112,10 +113,20 @@ class _Process:
                 self._commands[command](self, *args)
             if not self._engine.has_work:
                 self._check_alive()
-            outputs = [self._output(one) for one in self._engine.step()]
-            if outputs:
-                self._connection.send(("outputs", outputs))
+            self._send_outputs(self._engine.step())
             self._send_stats()
+
+    def _send_outputs(self, outputs: list[builtin.Output]) -> None:
+        tokens, others = {}, []
+        for one in outputs:
+            request = one.request
+            is_plain = len(one.tokens) == 1 < len(request.tokens) and request.finish_reason is None
+            if is_plain and request.logprobs is None:
+                tokens[request.id] = one.tokens[0].id
+            else:
+                others.append(self._output(one))
+        if outputs:
+            self._connection.send(("outputs", tokens, others))
 
     def _add(self, asked: GenerationRequest) -> None:
         from sojourn.infer.engine.request import Request
@@ -124,7 +135,7 @@ class _Process:
             self._check(asked)
             mask = None if asked.grammar is None else self._compiler().mask(asked.grammar.kind, asked.grammar.text)
         except UserError as error:
-            self._connection.send(("outputs", [(asked.id, Output(finish_reason="error", error=str(error)))]))
+            self._connection.send(("outputs", {}, [(asked.id, Output(finish_reason="error", error=str(error)))]))
             return
         request = Request(
             asked.id, asked.prompt, asked.params, asked.key, asked.max_tokens, asked.stop_ids, asked.adapter,
