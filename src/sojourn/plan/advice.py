@@ -14,28 +14,38 @@ from sojourn.config.load import with_settings
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
 from sojourn.estimate.memory import memory
+from sojourn.estimate.model_states import host_bytes
 from sojourn.estimate.step_time import step_time
 from sojourn.estimate.workload import Workload
 from sojourn.plan.calibration import correction
-from sojourn.plan.offers import TOO_SMALL, Plan, fit_on, plan_device, resolve_for
+from sojourn.plan.offers import TOO_SMALL, Plan, fit_on, plan_device, resolve_for, unsupported_reason
 from sojourn.plan.prices import gpus_named, most_gpus
 from sojourn.resolve.device_spec import DeviceSpec, catalog_device
 from sojourn.resolve.micro_batch import divisors, sized
 from sojourn.resolve.model_spec import model_spec_of
 from sojourn.resolve.resolve import WORTH
 
-_MAX_CHANGES = 3
+_MAX_CHANGES, _MIN_FOUND, _MAX_SHOWN = 3, 3, 8
 _BF16_CAPABILITY = (8, 6)
 _SHORTEST, _LONG = 256, 32_768  # tokens of a row: not halved further, and halved more often
 
 
 @dataclass(frozen=True)
 class Change:
-    """`settings` as they are typed, and what they do; `count` GPUs are needed then."""
+    """`settings` as they are typed, and what they do; `count` GPUs are needed then.
+
+    keeps_result  the model learns the same, but for rounding and for the optimizer's precision
+    kind          of which one change is enough; each is of its own unless it is said
+    """
 
     description: str
     settings: dict[str, Any]
     count: int = 1
+    keeps_result: bool = True
+    kind: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", self.kind or self.description)
 
 
 @dataclass(frozen=True)
@@ -46,31 +56,38 @@ class Advice:
     gpu: Gpu
     tokens_per_second: float
     memory: int
+    host_memory: int = 0
+
+    @property
+    def keeps_result(self) -> bool:
+        return all(change.keeps_result for change in self.changes)
 
     @property
     def arguments(self) -> str:
         """To be added to the command line."""
-        given = [f"{key}={value}" for change in self.changes for key, value in change.settings.items()]
+        settings = {key: value for change in self.changes for key, value in change.settings.items()}
+        given = [f"{key}={value}" for key, value in settings.items()]
         count = max(change.count for change in self.changes)
         return " ".join([*given, *([f"--gpus {','.join(map(str, range(count)))}"] if count > 1 else [])])
 
 
 def advise(config: RunConfig, gpu: Gpu, most: int | None = None) -> list[Advice]:
-    """The fastest first; of combinations only those of which no part suffices alone. `most`: GPUs that there are."""
+    """The fastest first; of combinations only those of which no part suffices alone, of more GPUs the fewest, of
+    shorter rows the longest. `most`: GPUs that there are."""
     model, found, enough = model_spec_of(config), list[Advice](), list[frozenset[str]]()
     changes = [change for change in _changes(config) if most is None or change.count <= most]
     for size in range(1, _MAX_CHANGES + 1):
         for group in combinations(changes, size):
-            names = frozenset(change.description for change in group)
-            if any(less <= names for less in enough) or _clash(group):
+            kinds = frozenset(change.kind for change in group)
+            if any(less <= kinds for less in enough) or _clash(group):
                 continue
             advice = _with_changes(config, model, gpu, group, gpus_named(config) or 1)
             if advice is not None:
                 found.append(advice)
-                enough.append(names)
-        if len(found) >= 3:
+                enough.append(kinds)
+        if len(found) >= _MIN_FOUND and any(advice.keeps_result for advice in found):
             break
-    return sorted(found, key=lambda advice: -advice.tokens_per_second)[:6]
+    return sorted(found, key=lambda advice: -advice.tokens_per_second)[:_MAX_SHOWN]
 
 
 def advise_for(
@@ -107,40 +124,59 @@ def faster(config: RunConfig, plan: Plan) -> Advice | None:
 
 
 def _changes(config: RunConfig) -> Iterator[Change]:
+    """Of each kind the one that costs least time first."""
     train, method, length = config.train, config.method, config.data.max_length
     if train.micro_batch not in (1, "auto"):
-        yield Change("one row at a time", {"train.micro_batch": 1})
+        yield Change("as many rows at a time as fit", {"train.micro_batch": "auto"})
     if train.activation_checkpointing in ("off", "selective"):
-        yield Change("activation checkpointing", {"train.activation_checkpointing": "full"})
+        yield Change("activation checkpointing as needed", {"train.activation_checkpointing": "auto"})
     if config.advanced.chunked_loss == "off":
         yield Change("logits in chunks", {"advanced.chunked_loss": "on"})
-    if method.kind in ("full", "pretrain") and train.optimizer == "adamw" and train.offload == "off":
-        yield Change("8-bit optimizer states", {"train.optimizer": "adamw_8bit"})
-        yield Change("optimizer states in host memory", {"train.offload": "optimizer"})
+    if method.kind in ("full", "pretrain"):
+        yield from _optimizer_changes(config)
     if method.kind == "lora":
-        yield Change("base in NF4", {"method.kind": "qlora"})
+        yield Change("base in NF4", {"method.kind": "qlora"}, keeps_result=False)
     if method.kind == "full":
-        yield Change("LoRA", {"method.kind": "lora"})
-        yield Change("LoRA on a base in NF4", {"method.kind": "qlora"})
+        yield Change("LoRA", {"method.kind": "lora"}, keeps_result=False)
+        yield Change("LoRA on a base in NF4", {"method.kind": "qlora"}, keeps_result=False)
     for part in (2, 4) if length < _LONG else (2, 4, 8, 16):
         if length // part >= _SHORTEST:
-            yield Change(f"rows of {length // part:,} tokens", {"data.max_length": length // part})
-    other = {} if train.optimizer == "adamw" else {"train.optimizer": "adamw"}  # which FSDP can shard
-    if config.parallel.engine == "single":
-        other["parallel.engine"] = "auto"
+            shorter = {"data.max_length": length // part}
+            yield Change(f"rows of {length // part:,} tokens", shorter, keeps_result=False, kind="rows")
+    engine = {"parallel.engine": "auto"} if config.parallel.engine == "single" else {}
     for count in (2, 4, 8):
         if (gpus_named(config) or 1) < count <= train.global_batch:
-            yield Change(f"{count} GPUs", other, count)
+            yield Change(f"{count} GPUs", {**_plain_adamw(config), **engine}, count, kind="GPUs")
+
+
+def _optimizer_changes(config: RunConfig) -> Iterator[Change]:
+    """Optimizer states that take less memory of the GPU, or none."""
+    train, engine = config.train, config.parallel.engine
+    if train.offload == "off":
+        if train.optimizer in ("adamw", "paged_adamw"):
+            yield Change("8-bit optimizer states", {"train.optimizer": "adamw_8bit"})
+        if train.optimizer in ("adamw", "adamw_8bit"):
+            yield Change("paged 8-bit optimizer states", {"train.optimizer": "paged_adamw_8bit"})
+        if engine != "deepspeed":
+            yield Change("optimizer states in host memory", {**_plain_adamw(config), "train.offload": "optimizer"})
+    if train.offload != "all" and engine != "deepspeed":
+        auto = {} if engine in ("auto", "fsdp") else {"parallel.engine": "auto"}
+        everything = {**_plain_adamw(config), **auto, "train.offload": "all"}
+        yield Change("weights and optimizer states in host memory", everything)
+
+
+def _plain_adamw(config: RunConfig) -> dict[str, Any]:
+    """What FSDP and offloading need."""
+    return {} if config.train.optimizer == "adamw" else {"train.optimizer": "adamw"}
 
 
 def _clash(group: tuple[Change, ...]) -> bool:
-    keys = [key for change in group for key in change.settings]
-    adapters = any(change.settings.get("method.kind") for change in group)
-    optimizer = any(key in ("train.optimizer", "train.offload") for key in keys)
-    both = {"train.optimizer", "train.offload"} <= set(keys)
-    return (
-        len(keys) > len(set(keys)) or sum(change.count > 1 for change in group) > 1 or (adapters and optimizer) or both
-    )
+    """Two values of one setting, two numbers of GPUs, or adapters whose few optimizer states need no other place."""
+    pairs = {(key, value) for change in group for key, value in change.settings.items()}
+    keys = [key for key, _ in pairs]
+    kinds = [change.kind for change in group]
+    adapters = "method.kind" in keys and any(key in ("train.optimizer", "train.offload") for key in keys)
+    return len(keys) > len(set(keys)) or len(kinds) > len(set(kinds)) or adapters
 
 
 def _with_changes(
@@ -152,10 +188,13 @@ def _with_changes(
         changed = with_settings(config, settings)
     except UserError:
         return None
+    if unsupported_reason(gpu, count, changed):
+        return None
     fit = fit_on(changed, model, plan_device(changed, gpu, count))  # no change is to the model
     if fit is None:
         return None
-    return Advice(group, gpu, step_time(fit.workload, gpu).tokens_per_second, fit.memory.device)
+    speed = step_time(fit.workload, gpu).tokens_per_second
+    return Advice(group, gpu, speed, fit.memory.device, int(host_bytes(fit.workload)))
 
 
 @dataclass(frozen=True)

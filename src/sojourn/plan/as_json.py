@@ -44,6 +44,7 @@ def _advice_values(one: Advice) -> dict[str, Any]:
     return {
         "changes": [change.description for change in one.changes], "arguments": one.arguments, "gpu": one.gpu.name,
         "tokens_per_second": known_digits(one.tokens_per_second, one.gpu), "memory": one.memory,
+        "host_memory": one.host_memory, "keeps_result": one.keeps_result,
     }  # fmt: skip
 
 

@@ -32,6 +32,7 @@ from sojourn.resolve.resolve import Resolution, resolve
 from sojourn.resolve.resolved import Unsupported, with_value
 
 _OLDEST = (7, 0)  # current torch has no kernels for GPUs of an older compute capability
+_IN_ALL_BUILDS = (7, 5)  # pytorch/pytorch issue 172352, pull request 175253: 2.11 dropped Volta but for CUDA 12.6
 _FOR_NO_GPU = "H200"  # described where the user names no GPU and the run fits on none
 TOO_SMALL = "too small"
 
@@ -113,6 +114,13 @@ def _check_deepspeed_file(config: RunConfig, model: ModelSpec, offer: Offer) -> 
     """As a run checks it, with the settings that a run there would have."""
     found = resolve_for(config, model, plan_device(config, offer.gpu, offer.count))
     config_from_file(Path(str(config.parallel.deepspeed)).expanduser(), found.config, offer.count)
+
+
+def torch_build(gpu: Gpu) -> str | None:
+    """What to install for a GPU that torch's default builds no longer carry."""
+    if gpu.capability is None or gpu.capability >= _IN_ALL_BUILDS:
+        return None
+    return "needs torch's CUDA 12.6 build: from 2.11 on the others have no kernels for Volta"
 
 
 def plan_device(config: RunConfig, gpu: Gpu, count: int = 1, learned: Correction | None = None) -> DeviceSpec:

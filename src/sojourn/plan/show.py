@@ -13,7 +13,7 @@ from sojourn.plan.advice import Advice, Capacity
 from sojourn.plan.calibration import Correction
 from sojourn.plan.epoch import Epoch
 from sojourn.plan.money import Bill, money_text
-from sojourn.plan.offers import TOO_SMALL, Offer, Plan
+from sojourn.plan.offers import TOO_SMALL, Offer, Plan, torch_build
 from sojourn.plan.prices import describe_rates
 from sojourn.plan.ranges import cost_range, rate_text, time_range, time_text
 from sojourn.plan.vocabulary import assumed_vocabulary
@@ -216,7 +216,8 @@ def _notes(offer: Offer) -> list[str]:
     how = [f"--gpus all, by {offer.fit.workload.engine}"] if offer.count > 1 else []
     unknown = ["its speed is not known"] if offer.step is None else []
     untried = ["planned only: Sojourn was never run on one"] if offer.gpu.not_run else []
-    return [*how, *unknown, *untried, *(offer.bill.notes if offer.bill else ())]
+    build = [note] if (note := torch_build(offer.gpu)) else []
+    return [*how, *unknown, *untried, *build, *(offer.bill.notes if offer.bill else ())]
 
 
 def best_lines(plan: Plan, limits: str, helped: bool) -> list[str]:
@@ -235,6 +236,8 @@ def best_lines(plan: Plan, limits: str, helped: bool) -> list[str]:
     if best.run_time is not None:
         parts = {name: took for name, took in best.run_time.parts.items() if took >= 0.01 * best.run_time.seconds}
         lines.append("time goes to: " + ", ".join(f"{name} {time_text(took / 3600)}" for name, took in parts.items()))
+    if build := torch_build(best.gpu):
+        lines.append(f"{best.gpu.name} {build}")
     lines += _unsure(best)
     took, size = time_text(plan.preparing_seconds / 3600), plan.checkpoint_bytes / _GIB
     lines.append(
@@ -303,7 +306,8 @@ def advice_lines(advice: list[Advice], gpu: str) -> list[str]:
     for one in advice:
         changes = ", ".join(change.description for change in one.changes)
         speed = f"{rate_text(one.tokens_per_second, one.gpu)} tok/s"
-        lines.append(f"  {changes}: {speed}, {one.memory / _GIB:.1f} GiB   ({one.arguments})")
+        host = f" and {one.host_memory / _GIB:.0f} GiB of host memory" if one.host_memory else ""
+        lines.append(f"  {changes}: {speed}, {one.memory / _GIB:.1f} GiB{host}   ({one.arguments})")
     return lines
 
 
