@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from conftest import called
-from sojourn.board import actions
+from sojourn.board import actions, series
 from sojourn.board.app import make_app, make_board
 from sojourn.board.chinese import in_chinese
 from sojourn.board.guard import HEADER
@@ -116,6 +117,45 @@ def test_axes_are_step_time_tokens_and_money(tmp_path):
     assert series.chart("absent", "step", 10) == ([], [])
 
 
+def test_long_files_read_in_the_background_are_forgotten_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(series, "_LONG_BYTES", 1000)
+    text = "".join(json.dumps(_line(step)) + "\n" for step in range(1, 101))
+    cache = SeriesCache(most_values=700)
+    for number in range(8):
+        (tmp_path / f"{number}.jsonl").write_text(text)
+        cache.open(tmp_path / f"{number}.jsonl")
+    until = time.monotonic() + 30
+    while any(thread.name == "metrics" for thread in threading.enumerate()):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert sum(one.size for one in cache._held.values()) <= 700
+
+
+def test_rows_that_are_added_together_are_as_if_added_one_by_one(tmp_path, monkeypatch):
+    """Restarts, null, booleans, evaluations between, clocks that go back, keys that come and go."""
+    draw, step, lines = random.Random(0), 0, []
+    for _ in range(600):
+        step = max(1, step - draw.randrange(20)) if draw.random() < 0.02 else step + 1
+        more: dict[str, Any] = (
+            {"loss": draw.choice((None, 2.0, 3, 1e999, True)), "flag": True} if draw.random() < 0.1 else {}
+        )
+        more |= {"mfu": 0.4} if draw.random() < 0.5 else {}
+        lines.append(_line(step, draw.choice(("train", "train", "train", "eval", "odd")), **more))
+        lines[-1]["time"] -= draw.choice((0, 0, 0, 500))
+    lines.insert(100, {"kind": "train", "step": 10**400, "time": 1.0})
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines).replace("Infinity", "1e999"))
+    (together := RunSeries(file)).update()
+    monkeypatch.setattr(RunSeries, "_add_rows", lambda self, keys, rows: False)
+    (alone := RunSeries(file)).update()
+    keys = alone.keys()
+    assert sorted(together.keys()) == sorted(keys) and "eval/loss" in keys and "flag" not in keys
+    for key in keys:
+        for x in ("step", "time", "tokens"):
+            assert together.chart(key, x, 5000) == alone.chart(key, x, 5000), (key, x)
+            assert together.gaps(key, x, 5000, -1e9, 1e9) == alone.gaps(key, x, 5000, -1e9, 1e9)
+
+
 def test_the_cache_forgets_what_was_not_looked_at(tmp_path):
     files = []
     for number in range(3):
@@ -172,7 +212,7 @@ def test_runs_their_curves_and_details(home, page):
     assert (
         csv[0] == "step,loss,eval/loss" and csv[-1].startswith("40.0,") and csv[-1].endswith("1.25") and len(csv) == 41
     )
-    assert page.get("/api/sparklines?ids=one,absent").json()["one"]
+    assert page.get("/api/sparklines?id=one&id=absent").json()["one"]
 
 
 def test_a_run_is_tagged(home, page):

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from anyio import to_thread
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
@@ -34,6 +34,7 @@ from sojourn.web.static import add_page
 
 _MOST_POINTS, _MOST_KEYS, _MOST_IDS = 4000, 40, 50
 _MOST_TAIL = 1 << 20
+_THREADS = 8  # that answer requests; each keeps some memory
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ def make_board(home: Path, folders: list[Path], token: str, local: bool, ask_hos
 def make_app(board: Board, hosts: tuple[str, ...] = ()) -> Any:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        to_thread.current_default_thread_limiter().total_tokens = _THREADS
         await to_thread.run_sync(board.runs.start)
         yield
         board.runs.stop()
@@ -130,8 +132,8 @@ def _add_run_routes(app: FastAPI, board: Board) -> None:
         return board.runs.snapshot()
 
     @app.get("/api/sparklines")
-    def sparklines(ids: str = "") -> dict[str, list[float]]:
-        found = {one: board.runs.get(one) for one in ids.split(",")[:_MOST_IDS] if one}
+    def sparklines(id: Annotated[list[str], Query()] = []) -> dict[str, list[float]]:  # noqa: B006
+        found = {one: board.runs.get(one) for one in id[:_MOST_IDS]}
         here = {one: run.folder for one, run in found.items() if run is not None and run.folder is not None}
         return {one: board.sparklines.of(folder.metrics) for one, folder in here.items()}
 

@@ -65,7 +65,9 @@ class LiveRuns:
         self._seen: dict[Path, _Seen] = {}
         self._asked, self._stopped = time.monotonic(), threading.Event()
         self._looked, self._seen_once = threading.Lock(), threading.Event()
-        self._tags = {str(run): tags for run, tags in read_json_object(tags_file).items() if isinstance(tags, list)}
+        self._tags: dict[str, list[str]] = {}
+        self._tags_seen, self._tagging = (0, 0), threading.Lock()
+        self._read_tags()
 
     def start(self) -> None:
         threading.Thread(target=self._watch, name="runs", daemon=True).start()
@@ -107,11 +109,23 @@ class LiveRuns:
 
     def set_tags(self, run_id: str, tags: list[str]) -> list[str]:
         clean = list(dict.fromkeys(tag.strip()[:_MOST_TAG_LENGTH] for tag in tags if tag.strip()))[:_MOST_TAGS]
-        kept = {**self._tags, run_id: clean}
-        self._tags = {run: found for run, found in kept.items() if found}
-        self._tags_file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(self._tags_file, self._tags)
+        with self._tagging:
+            self._read_tags()
+            kept = {run: found for run, found in {**self._tags, run_id: clean}.items() if found}
+            self._tags_file.parent.mkdir(parents=True, exist_ok=True)
+            write_json(self._tags_file, kept)
+            self._read_tags()
         return clean
+
+    def _read_tags(self) -> None:
+        """Another board of this home may have written them."""
+        try:
+            stat = self._tags_file.stat()
+        except OSError:
+            return
+        if (stat.st_mtime_ns, stat.st_ino) != self._tags_seen:
+            self._tags_seen, known = (stat.st_mtime_ns, stat.st_ino), read_json_object(self._tags_file)
+            self._tags = {str(run): tags for run, tags in known.items() if isinstance(tags, list)}
 
     # -- This machine --
 
@@ -143,6 +157,7 @@ class LiveRuns:
     def _watch(self) -> None:
         while True:
             with contextlib.suppress(OSError):
+                self._read_tags()
                 self.look()
                 self._read_facts()
             if self._stopped.wait(_LOCAL_SECONDS):

@@ -7,9 +7,13 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sojourn.errors import UserError
 from sojourn.run.folder import RunFolder
+
+if TYPE_CHECKING:
+    from sojourn.remote.box_client import Box
 
 _SECONDS = 3.0  # between two looks
 _IDLE_SECONDS = 30.0  # without anybody asking, the thread ends
@@ -60,23 +64,33 @@ class RemoteCopies:
         from sojourn.remote.box_client import Box
         from sojourn.remote.hosts import get_host
         from sojourn.remote.job import BoxPaths
+        from sojourn.remote.private_files import try_lock
 
         host = get_host(key[0])
         there = BoxPaths(host, key[1]).run_folder
-        with Box(host, say=lambda line: None, patience=10) as box:
-            while self._is_wanted(key):
-                identity = box.read_bytes(f"{there}/identity.json") or b""
-                _start_anew_if_other(path, identity)
-                for name in _SMALL:
-                    data = box.read_bytes(f"{there}/{name}", _MOST)
-                    if data is not None:
-                        (path / name).write_bytes(data)
-                for name in _GROWING:
-                    with (path / name).open("ab") as file:
-                        while new := box.tail(f"{there}/{name}", file.tell(), most=_MOST):
-                            file.write(new)
-                self._errors.pop(key, None)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.with_name(f".{path.name}.lock").open("ab") as lock:
+            while not try_lock(lock.fileno()):  # another board of this home copies it: both read the same copy
+                if not self._is_wanted(key):
+                    return
                 time.sleep(_SECONDS)
+            with Box(host, say=lambda line: None, patience=10) as box:
+                self._copy(key, path, there, box)
+
+    def _copy(self, key: tuple[str, str], path: Path, there: str, box: Box) -> None:
+        while self._is_wanted(key):
+            identity = box.read_bytes(f"{there}/identity.json") or b""
+            _start_anew_if_other(path, identity)
+            for name in _SMALL:
+                data = box.read_bytes(f"{there}/{name}", _MOST)
+                if data is not None:
+                    (path / name).write_bytes(data)
+            for name in _GROWING:
+                with (path / name).open("ab") as file:
+                    while new := box.tail(f"{there}/{name}", file.tell(), most=_MOST):
+                        file.write(new)
+            self._errors.pop(key, None)
+            time.sleep(_SECONDS)
 
 
 def _start_anew_if_other(path: Path, identity: bytes) -> None:

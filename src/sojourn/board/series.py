@@ -14,7 +14,11 @@ from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, groupby
+from math import isfinite
+from operator import lt
 from pathlib import Path
+from time import sleep
 from typing import Any, BinaryIO, TypeGuard
 
 from sojourn.storage.files import NotValid, open_regular, parse_json
@@ -22,9 +26,11 @@ from sojourn.storage.files import NotValid, open_regular, parse_json
 X_AXES = ("step", "time", "tokens", "money")
 _X_KEYS = {"tokens": "tokens", "money": "spent"}  # in metrics.jsonl
 _NOT_DRAWN = frozenset(("kind", "step", "time", "best", "prompt", "text"))
+_TEXTS = frozenset(("kind", "best", "prompt", "text"))
 _NUMBERS = (float, int)
 _KINDS = ("train", "eval")
-_READ_BYTES = 4 << 20
+_READ_BYTES = 256 << 10  # parsed at a time: nothing else in this process runs meanwhile
+_PAUSE = 0.002  # seconds between two such blocks of a long file: requests come first
 _MOST_VALUES = 6_000_000  # held of all runs together: about 100 MB
 _MOST_LINE = 1 << 20
 _SPARKLINE_LINE = 2048  # bytes in which a line is found
@@ -56,7 +62,7 @@ class _Table:
             self._forget_from(bisect_left(steps, step))
         row, columns = len(steps), self.columns
         steps.append(step)
-        self.times.append(time)
+        self.times.append(max(time, self.times[-1]) if self.times else time)  # a clock may be set back
         for key, value in values.items():
             column = columns.get(key)
             if value is None and column is not None and column.rows and column.rows[-1] == row - 1:
@@ -68,6 +74,17 @@ class _Table:
             column.rows.append(row)
             column.values.append(value)
 
+    def extend(self, columns: dict[str, array[float]]) -> None:
+        first, count = len(self.steps), len(columns["step"])
+        self.steps.extend(columns["step"])
+        last = self.times[-1] if self.times else columns["time"][0]
+        self.times.extend(accumulate(columns["time"], max, initial=last))
+        del self.times[first]
+        for key in (key for key in columns if key not in _NOT_DRAWN):
+            column = self.columns.setdefault(key, _Column())
+            column.rows.extend(range(first, first + count))
+            column.values.extend(columns[key])
+
     def _forget_from(self, row: int) -> None:
         del self.steps[row:], self.times[row:]
         for column in self.columns.values():
@@ -76,10 +93,11 @@ class _Table:
 
 
 class RunSeries:
-    """The metrics of one run. Used by one thread at a time (`lock`)."""
+    """The metrics of one run. Used by one thread at a time (`lock`). `cache`: where it is held."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, cache: SeriesCache | None = None) -> None:
         self._path, self._offset, self._inode = path, 0, 0
+        self._cache = cache
         self._tables: dict[str, _Table] = {}
         self.is_partial = False  # a first impression
         self.lock = threading.Lock()
@@ -114,13 +132,17 @@ class RunSeries:
     def _read_all(self) -> None:
         whole = RunSeries(self._path)
         with _ONE_AT_A_TIME:
-            whole.update()
+            if self._cache is not None and not self._cache.holds(self):
+                return  # nobody looks at it any more
+            whole.update(_PAUSE)
         with self.lock:
             self._offset, self._inode, self._tables = whole._offset, whole._inode, whole._tables
             self.is_partial = False
+        if self._cache is not None:
+            self._cache.forget_oldest()
 
-    def update(self) -> None:
-        """Reads what has been appended."""
+    def update(self, pause: float = 0.0) -> None:
+        """Reads what has been appended, with a pause of so many seconds now and then."""
         if self.is_partial:
             return
         try:
@@ -139,6 +161,8 @@ class RunSeries:
                     self._add_lines(block[:end].splitlines())
                     self._offset += end
                     file.seek(self._offset)
+                    if pause:
+                        sleep(pause)
         except (FileNotFoundError, NotValid, OSError):
             return
 
@@ -147,7 +171,32 @@ class RunSeries:
             parsed = parse_json(b"[" + b",".join(lines) + b"]")  # twice as fast as line by line
         except NotValid:
             parsed = map(_parse, lines)
-        for values in parsed:
+        for keys, same in groupby(parsed, _keys):
+            rows = list(same)
+            if not self._add_rows(keys, rows):
+                self._add_one_by_one(rows)
+
+    def _add_rows(self, keys: tuple[str, ...], rows: list[dict[str, Any]]) -> bool:
+        """Column by column, which is faster than row by row. False where the rows are not plain: of one kind, with
+        steps that go up, and numbers in every column."""
+        kind = rows[0].get("kind") if keys else None
+        if kind not in _KINDS or any(row["kind"] != kind for row in rows) or not {"step", "time"} <= set(keys):
+            return False
+        try:
+            drawn = [key for key in keys if key not in _TEXTS and type(rows[0][key]) is not bool]
+            columns = {key: array("d", [row[key] for row in rows]) for key in drawn}
+        except (TypeError, OverflowError):  # null where a metric was NaN
+            return False
+        table = self._tables.setdefault(kind, _Table())
+        steps = columns["step"]
+        goes_up = all(map(lt, steps, steps[1:])) and (not table.steps or table.steps[-1] < steps[0])
+        if not goes_up or not all(isfinite(sum(column)) for column in columns.values()):
+            return False
+        table.extend(columns)
+        return True
+
+    def _add_one_by_one(self, rows: list[Any]) -> None:
+        for values in rows:
             if not isinstance(values, dict):
                 continue
             kind, step, time = values.get("kind"), values.get("step"), values.get("time")
@@ -193,7 +242,7 @@ class RunSeries:
         if x == "step" or train is None or not train.steps:
             return step if x == "step" and _is_number(step) else None
         if x == "time":
-            return time - self._start(x) if _is_number(time) else None
+            return max(0.0, time - self._start(x)) if _is_number(time) else None
         places = self._places(train, x)
         if places is None or not _is_number(step):
             return None
@@ -234,6 +283,11 @@ def thin_out(values: Sequence[float], first: int, last: int, points: int) -> lis
     return sorted(chosen)
 
 
+def _keys(values: Any) -> tuple[str, ...]:
+    """Rows with the same keys are added together."""
+    return tuple(values) if isinstance(values, dict) else ()
+
+
 def _full_name(kind: str, key: str) -> str:
     return key if kind == "train" else f"{kind}/{key}"
 
@@ -252,15 +306,22 @@ class SeriesCache:
     def open(self, path: Path) -> RunSeries:
         """Up to date. The caller holds its lock while reading."""
         with self._lock:
-            found = self._held.pop(path, None) or RunSeries(path)
+            found = self._held.pop(path, None) or RunSeries(path, self)
             self._held[path] = found
         with found.lock, contextlib.suppress(OSError, NotValid):
             found.open_quickly()
+        self.forget_oldest()
+        return found
+
+    def holds(self, series: RunSeries) -> bool:
+        with self._lock:
+            return any(one is series for one in self._held.values())
+
+    def forget_oldest(self) -> None:
         with self._lock:
             total = sum(one.size for one in self._held.values())
             while total > self._most and len(self._held) > 1:
                 total -= self._held.popitem(last=False)[1].size
-        return found
 
 
 class Sparklines:

@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from sojourn.machine.process import start_time
+
 
 def main() -> None:
     folder, words = Path(sys.argv[1]), sys.argv[2:]
@@ -21,7 +23,8 @@ def main() -> None:
             child = subprocess.Popen(
                 [sys.executable, "-m", "sojourn", *words], stdin=subprocess.DEVNULL, stdout=output, stderr=output
             )
-            _write(folder, "process.json", {"pid": os.getpid(), "child": child.pid})
+            ours = {"pid": os.getpid(), "process_started": start_time(os.getpid())}  # the board may be gone by now
+            _write(folder, "process.json", {**ours, "child": child.pid})
             code = child.wait()
         except OSError as error:
             output.write(f"sojourn: {error}\n".encode())

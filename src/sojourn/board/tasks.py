@@ -60,9 +60,9 @@ class Tasks:
         facts = read_json_object(folder / "task.json") if folder is not None else {}
         if folder is None or not facts:
             return None
-        end = read_json_object(folder / "end.json")
+        end, process = read_json_object(folder / "end.json"), read_json_object(folder / "process.json") or facts
         code = end.get("code")
-        if code is None and not is_alive(int(facts.get("pid", 0)), float(facts.get("process_started", 0.0))):
+        if code is None and not is_alive(int(process.get("pid", 0)), float(process.get("process_started", 0.0))):
             code = -1  # killed, with the machine perhaps
         state = "running" if code is None else "done" if code == 0 else "stopped" if code == 3 else "failed"
         return {

@@ -74,7 +74,7 @@ def locked(path: Path) -> Iterator[None]:
     handle = os.open(lock, os.O_RDWR | os.O_CREAT, _OWNER_ONLY)
     try:
         until = time.monotonic() + _LOCK_SECONDS
-        while not _try_lock(handle):
+        while not try_lock(handle):
             if time.monotonic() > until:
                 raise UserError(f"{path}: another sojourn has been changing it for {_LOCK_SECONDS:.0f} s; try again")
             time.sleep(0.01)
@@ -83,7 +83,8 @@ def locked(path: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _try_lock(handle: int) -> bool:
+def try_lock(handle: int) -> bool:
+    """An open file; False: another process has it. It ends with the process, or when the file is closed."""
     try:
         if os.name == "nt":
             import msvcrt

@@ -10,8 +10,8 @@ import { drawState, runLink } from "./run_parts.js";
 const MOST = 6;
 const MISSING = "–";
 
-export function showCompare(root, list) {
-  const ids = list.split(",").filter(Boolean).slice(0, MOST);
+export function showCompare(root, _, names) {
+  const ids = names.filter(Boolean).slice(0, MOST);
   if (!ids.length) {
     root.append(h("div", { class: "empty" }, h("h1", {}, t("compare")), h("p", {}, t("compare_none")), h("a", { class: "button", href: "#/runs" }, t("nav_runs"))));
     return undefined;

@@ -34,9 +34,9 @@ function route() {
   leave();
   const root = h("div", { class: `page ${name || "runs"}` });
   $("page").replaceChildren(root);
-  const decoded = safelyDecoded(argument);
-  leave = page.show(root, decoded) ?? (() => {});
-  document.title = `${page.title(decoded)} · Sojourn`;
+  const names = argument.split(",").map(safelyDecoded), whole = names.join(",");
+  leave = page.show(root, whole, names) ?? (() => {});
+  document.title = `${page.title(whole)} · Sojourn`;
   for (const link of $("nav").querySelectorAll("a")) {
     if (link.dataset.page === page.side) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");

@@ -123,7 +123,7 @@ class RunsPage {
     const wanted = this.shown().filter((run) => !sparklines.has(run.id) || isRunning(run)).map((run) => run.id);
     for (let at = 0; at < wanted.length; at += MOST_IDS) {
       const ids = wanted.slice(at, at + MOST_IDS);
-      const found = await get(`/api/sparklines?ids=${ids.map(encodeURIComponent).join(",")}`, signal);
+      const found = await get(`/api/sparklines?${new URLSearchParams(ids.map((id) => ["id", id]))}`, signal);
       for (const id of ids) sparklines.set(id, found[id] ?? []);
       for (const id of ids) this.rows.get(id)?.drawSparkline();
     }
