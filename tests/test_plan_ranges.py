@@ -82,11 +82,13 @@ def test_the_cheapest_is_the_one_whose_upper_end_is_lowest():
     assert plan.fastest.bill.high.elapsed == min(o.bill.high.elapsed for o in paid)
 
 
-def test_sessions_are_a_range_where_the_ends_differ():
+def test_sessions_are_a_range_unless_one_might_do():
     place = next(one for one in platforms() if one.name == "colab")
     found = bill(Price("colab", "T4", 0.0, "x", "2026-11"), place, 3600 * 11, 600, None, (3600 * 9, 3600 * 13))
-    assert found.notes == ("1 to 2 sessions of 12 h",) and (found.low.sessions, found.high.sessions) == (1, 2)
+    assert found.notes == ("2 sessions of 12 h",) and (found.low.sessions, found.high.sessions) == (1, 2)
     assert cost_range(found) == "free"
+    longer = bill(Price("colab", "T4", 0.0, "x", "2026-11"), place, 3600 * 40, 600, None, (3600 * 30, 3600 * 50))
+    assert longer.notes == ("3 to 5 sessions of 12 h",)
 
 
 def test_runs_measured_here_make_a_range_narrow(monkeypatch):

@@ -93,7 +93,8 @@ def bill(
 
 
 def _counts(low: int, high: int) -> str:
-    return str(high) if low == high else f"{low} to {high}"
+    """Whoever may need two has to plan for two."""
+    return str(high) if low in (1, high) else f"{low} to {high}"
 
 
 def _sessions(hours: float, again: float, session: float | None) -> tuple[float, int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from sojourn.catalog.gpus import SUSTAINED, Gpu, gpus
 from sojourn.catalog.tables import user_file
 from sojourn.catalog.user_rows import row_text
-from sojourn.errors import UserError
 from sojourn.estimate.uncertainty import MEASURED
 from sojourn.plan.calibration import correction
 
@@ -19,7 +18,7 @@ def share_lines() -> list[str]:
     """Rows with what was measured, and how far runs here were from their plans; no path, no name of a run or a user."""
     cards, learned = measured_here(), correction()
     if not cards:
-        raise UserError("--share: no card was measured here yet; on its machine, type: sojourn doctor --measure")
+        return ["no card was measured here yet; on its machine, type: sojourn doctor --measure"]
     lines = ["# Measured by `sojourn doctor --measure`. To send it: an issue of the project, or a change of gpus.toml."]
     for card in cards:
         known = {key: value for key in SUSTAINED if (value := getattr(card, key)) is not None}
