@@ -397,7 +397,7 @@ def test_sliding_windows_are_read_as_transformers_reads_them(family, changed, wi
 
 
 def test_a_family_that_is_not_known_is_planned_with_a_warning(tmp_path, home):
-    for family, warned in (("gpt2", True), ("qwen3", False)):
+    for family, warned in (("someday", True), ("gpt2", False), ("qwen3", False)):
         (tmp_path / "config.json").write_text(f'{{{GOOD}, "model_type": "{family}"}}')
         text = called("plan", "lora-20k", f"model.base={tmp_path}").stdout
         assert (f"models of type {family} are planned like a Llama" in text) == warned

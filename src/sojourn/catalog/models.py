@@ -48,30 +48,67 @@ class ModelSpec:
     shared_ffn: int | None = None
     sliding_window: int | None = None
     full_every: int | None = None
+    dense_layers: int | None = None
+    gated: bool = True
+    q_rank: int | None = None
+    kv_rank: int | None = None
+    rope_dim: int | None = None
+    v_dim: int | None = None
+    sinks: bool = False
+    router_bias: bool = False
+    learned_positions: bool = False
     softcap: bool = False
     attention_dropout: bool = False
     published: int | None = None
     note: str = ""
+    stored: str = ""
 
     @property
     def attention_parameters(self) -> int:
         """Of one layer: queries, keys, values and the output, with their biases and norms."""
+        if self.kv_rank is not None:
+            return sum(inputs * outputs for inputs, outputs in self.attention_shapes.values()) + self._latent_norms
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         made = queries + 2 * keys
         biases = made * self.qkv_bias + self.hidden * self.o_bias
-        return self.hidden * (made + queries) + biases + 2 * self.head_dim * self.qk_norm
+        return self.hidden * (made + queries) + biases + 2 * self.head_dim * self.qk_norm + self.heads * self.sinks
+
+    @property
+    def attention_shapes(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of the linear layers of attention. Multi-head latent attention (`kv_rank`) has low-rank
+        queries, keys and values."""
+        d, q, k = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        if self.kv_rank is None:
+            return {"q_proj": (d, q), "k_proj": (d, k), "v_proj": (d, k), "o_proj": (q, d)}
+        rope, values = self.rope_dim or 0, self.heads * (self.v_dim or self.head_dim)
+        low = {"q_a_proj": (d, self.q_rank), "q_b_proj": (self.q_rank, q)} if self.q_rank else {"q_proj": (d, q)}
+        expanded = self.heads * (self.head_dim - rope) + values
+        keys = {"kv_a_proj_with_mqa": (d, self.kv_rank + rope), "kv_b_proj": (self.kv_rank, expanded)}
+        return {**low, **keys, "o_proj": (values, d)}
+
+    @property
+    def _latent_norms(self) -> int:
+        return (self.q_rank or 0) + (self.kv_rank or 0)
 
     def _feed_forward(self, size: int) -> int:
-        """A gated feed-forward: two matrices up, one down."""
-        return 3 * self.hidden * size + (2 * size + self.hidden) * self.mlp_bias
+        """Two matrices up and one down where it is gated, else one up."""
+        ups = 2 if self.gated else 1
+        return (ups + 1) * self.hidden * size + (ups * size + self.hidden) * self.mlp_bias
 
-    def ffn_parameters(self, active: bool = False) -> int:
-        """Of one layer; `active`: only what one token visits."""
+    def _all_feed_forwards(self, active: bool = False) -> int:
+        """Of all layers; `active`: only what one token visits."""
         if self.experts is None:
-            return self._feed_forward(self.ffn)
+            return self.layers * self._feed_forward(self.ffn)
+        dense = self.dense_layers or 0
         visited = (self.active_experts if active else self.experts) or 0
         shared = self._feed_forward(self.shared_ffn) if self.shared_ffn else 0
-        return self.hidden * self.experts + visited * self._feed_forward(self.expert_ffn or 0) + shared
+        router = (self.hidden + self.router_bias) * self.experts
+        sparse = router + visited * self._feed_forward(self.expert_ffn or 0) + shared
+        return dense * self._feed_forward(self.ffn) + (self.layers - dense) * sparse
+
+    def ffn_parameters(self, active: bool = False) -> int:
+        """Of one layer, on average where some layers have no experts; `active`: only what one token visits."""
+        return round(self._all_feed_forwards(active) / self.layers)
 
     def layer_parameters(self, active: bool = False) -> int:
         return self.attention_parameters + self.ffn_parameters(active) + self.norms * self._norm
@@ -91,29 +128,41 @@ class ModelSpec:
 
     @property
     def parameters(self) -> int:
-        return self.layers * self.layer_parameters() + self._ends
+        return self._attention_and_norms + self._all_feed_forwards() + self._ends
 
     @property
     def active_parameters(self) -> int:
-        """What one token is computed with: all, but for the experts that it does not visit."""
-        return self.layers * self.layer_parameters(active=True) + self._ends
+        """What one token is computed with: all, but for the experts that it does not visit and, beside them, the input
+        embedding, which is a lookup."""
+        return self.parameters if self.experts is None else self._computed_parameters
+
+    @property
+    def _computed_parameters(self) -> int:
+        lookup = 0 if self.tied else self.embedding_parameters
+        return self._attention_and_norms + self._all_feed_forwards(active=True) + self._ends - lookup
+
+    @property
+    def _attention_and_norms(self) -> int:
+        return self.layers * (self.attention_parameters + self.norms * self._norm)
 
     @property
     def _ends(self) -> int:
-        return self.embedding_parameters + self._norm + self.head_parameters
+        positions = self.positions * self.hidden * self.learned_positions
+        return self.embedding_parameters + positions + self._norm + self.head_parameters
 
     def flops_per_token(self, length: float, frozen: bool = False) -> float:
         """Forward and backward; the input embedding is a lookup and costs none. Frozen weights get no gradients."""
-        lookup = 0 if self.tied else self.embedding_parameters
         attention = 12 * self.layers * self.heads * self.head_dim * length
-        return (4 if frozen else 6) * (self.active_parameters - lookup) + attention
+        return (4 if frozen else 6) * self._computed_parameters + attention
 
     @property
     def active_ffn(self) -> int:
-        """The feed-forward size that one token is computed with."""
+        """The feed-forward size that one token is computed with, on average where some layers have no experts."""
         if self.experts is None:
             return self.ffn
-        return (self.active_experts or 1) * (self.expert_ffn or self.ffn) + (self.shared_ffn or 0)
+        dense = self.dense_layers or 0
+        sparse = (self.active_experts or 1) * (self.expert_ffn or self.ffn) + (self.shared_ffn or 0)
+        return round((dense * self.ffn + (self.layers - dense) * sparse) / self.layers)
 
     @property
     def full_layers(self) -> int:
@@ -170,6 +219,10 @@ def _wrong(shape: ModelSpec) -> str | None:
                 return f"`{key}` is missing; a model with experts needs it"
         if (shape.active_experts or 0) > (shape.experts or 0):
             return f"`active_experts` is {shape.active_experts}: there are only {shape.experts} experts"
+    if (shape.dense_layers or 0) > shape.layers:
+        return f"`dense_layers` is {shape.dense_layers}: there are only {shape.layers} layers"
+    if shape.kv_rank is not None and not 0 < (shape.rope_dim or 0) < shape.head_dim:
+        return "`rope_dim` goes with `kv_rank`, and is less than `head_dim`"
     if shape.full_every and shape.sliding_window is None:
         return "`full_every` goes with `sliding_window`, which is missing"
     if shape.published not in (None, shape.parameters):

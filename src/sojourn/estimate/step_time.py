@@ -105,10 +105,9 @@ def matmul(gpu: Gpu, rate: float, m: float, k: float, n: float, e: int) -> float
 def linear_shapes(workload: Workload) -> dict[str, tuple[int, int]]:
     """Inputs and outputs of a layer's linear layers, of the experts that one token visits."""
     model = workload.model
-    d, q, k = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
-    wide = model.active_ffn
-    return {"q_proj": (d, q), "k_proj": (d, k), "v_proj": (d, k), "o_proj": (q, d), "gate_proj": (d, wide),
-            "up_proj": (d, wide), "down_proj": (wide, d)}  # fmt: skip
+    d, wide = model.hidden, model.active_ffn
+    gate = {"gate_proj": (d, wide)} if model.gated else {}
+    return {**model.attention_shapes, **gate, "up_proj": (d, wide), "down_proj": (wide, d)}
 
 
 def _matmuls(workload: Workload, gpu: Gpu) -> float:
@@ -146,7 +145,7 @@ def _fused_shapes(workload: Workload) -> dict[str, tuple[int, int]]:
     if not (workload.fused_forwards and workload.has_triton) or workload.uses_lora:
         return shapes
     groups = [("gate_proj", "up_proj")] + ([] if workload.model.qk_norm else [("q_proj", "k_proj", "v_proj")])
-    for first, *others in groups:
+    for first, *others in [group for group in groups if set(group) <= set(shapes)]:
         inputs, outputs = shapes[first]
         shapes[first] = inputs, outputs + sum(shapes.pop(name)[1] for name in others)
     return shapes

@@ -17,6 +17,7 @@ from sojourn.plan.offers import TOO_SMALL, Offer, Plan, torch_build
 from sojourn.plan.prices import describe_rates
 from sojourn.plan.ranges import cost_range, rate_text, time_range, time_text
 from sojourn.plan.vocabulary import assumed_vocabulary
+from sojourn.resolve.families import describe_stored
 from sojourn.resolve.micro_batch import Fit
 
 _GIB = 2**30
@@ -71,7 +72,8 @@ def summary_lines(config: RunConfig, plan: Plan, named: bool) -> list[str]:
         lines.append("note: train.device is cpu, whose speed is not estimated; what follows is for GPUs")
     if config.limits.price_per_hour is not None and not named:
         lines.append("note: limits.price_per_hour is used for every GPU below; name yours with --gpu")
-    assumed = (assumed_vocabulary(config), length.assumed, *length.notes)
+    stored = describe_stored(model.stored, method.kind)
+    assumed = (stored, assumed_vocabulary(config), length.assumed, *length.notes)
     return [*lines, *_documents(config, length.epoch), *(f"note: {text}" for text in assumed if text)]
 
 

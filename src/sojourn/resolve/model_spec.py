@@ -14,6 +14,7 @@ from sojourn.catalog.models import ModelSpec, find_model, models
 from sojourn.config.messages import printable
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
+from sojourn.resolve.families import check_trainable, stored_as
 from sojourn.resolve.new_model import new_model_spec
 from sojourn.storage.hub_config import hub_config, is_hub_name
 
@@ -31,13 +32,27 @@ _NAMES = {
     "ffn": ("intermediate_size", "n_inner", "ffn_hidden_size"),
     "vocab": ("vocab_size", "padded_vocab_size"),
     "positions": ("max_position_embeddings", "n_positions", "seq_length"),
-    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
-    "active_experts": ("num_experts_per_tok", "num_experts_per_token"),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+    "active_experts": ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_k"),
     "expert_ffn": ("moe_intermediate_size",),
+    "q_rank": ("q_lora_rank",),
+    "kv_rank": ("kv_lora_rank",),
+    "rope_dim": ("qk_rope_head_dim",),
+    "nope_dim": ("qk_nope_head_dim",),
+    "v_dim": ("v_head_dim",),
     "window": ("sliding_window",),
 }
 _BIASED = ("qwen2", "qwen2_moe", "glm4", "glm", "chatglm")  # on queries, keys and values, though their files do not say
 _QK_NORM = ("qwen3", "qwen3_moe", "gemma3_text", "gemma3", "olmo2")
+_BIASED_THROUGHOUT = ("gpt2", "gpt_neox", "gpt_bigcode", "opt", "bloom", "phi", "starcoder2")  # and LayerNorm's bias
+_UNGATED = (*_BIASED_THROUGHOUT, "falcon", "mpt", "gptj", "codegen", "nemotron", "persimmon", "arcee")
+_LEARNED_POSITIONS = ("gpt2", "gpt_bigcode", "opt")
+_ROUTER_BIAS = ("gpt_oss", "deepseek_v3", "glm4_moe", "ernie4_5_moe")
+# Planned by formulas of their own, beside those that the catalogue has.
+_KNOWN = (
+    *(*_UNGATED, *_ROUTER_BIAS, "deepseek_v2", "llama4_text", "llama4", "mixtral", "qwen2_moe", "qwen3_moe", "olmo"),
+    *("cohere", "granite", "internlm2", "internlm3", "stablelm", "ministral", "seed_oss", "minicpm", "baichuan", "yi"),
+)
 _FOUR_NORMS = ("gemma2", "gemma3_text", "gemma3", "glm4")
 # What transformers fills in where a file is silent, as the publisher's own files of Gemma 3 that also sees are.
 _SILENT = {
@@ -70,12 +85,13 @@ def of_base(word: str) -> ModelSpec:
             f"model.base: {printable(word)}: {what}; plan with its name, or with the folder of its config.json"
         )
     try:
-        return find_model(word)
+        return replace(find_model(word), stored=stored_as(word))
     except UserError as error:
         if not is_hub_name(word):
             raise UserError(f"model.base: {error}; or give a folder with the model's config.json") from None
     try:
-        return of_file(hub_config(word))
+        found = of_file(hub_config(word))
+        return replace(found, stored=found.stored or stored_as(word))
     except UserError as error:
         raise type(error)(f"model.base: {error}") from None
 
@@ -94,14 +110,17 @@ def of_file(path: Path) -> ModelSpec:
         raise UserError(f"{path}: no model's config.json has such numbers or nesting; {_FIX}") from None
     if not isinstance(settings, dict):
         raise UserError(f"{path}: a model's config.json is a table, but this is a {type(settings).__name__}; {_FIX}")
+    check_trainable(settings, str(path))
     inner = settings.get("text_config")
     if isinstance(inner, dict):  # of models that also see or hear
-        settings = {**{key: settings[key] for key in ("tie_word_embeddings",) if key in settings}, **inner}
+        outer = ("tie_word_embeddings", "quantization_config")
+        settings = {**{key: settings[key] for key in outer if key in settings}, **inner}
+        check_trainable(settings, str(path))
     return _noted(of_settings(settings, str(path)))
 
 
 def _noted(shape: ModelSpec) -> ModelSpec:
-    known = {*(one.family for one in models()), *_BIASED, *_QK_NORM}
+    known = {*(one.family for one in models()), *_BIASED, *_QK_NORM, *_KNOWN}
     if shape.family in known:
         return shape
     return replace(
@@ -122,18 +141,29 @@ def of_settings(settings: dict[str, Any], where: str) -> ModelSpec:
     kv_heads = found["kv_heads"] or heads
     if heads % kv_heads:
         raise UserError(f"{where}: {kv_heads} key/value heads do not divide {heads} heads")
-    if found["head_dim"] is None and hidden % heads:
+    head_dim = (found["nope_dim"] or 0) + (found["rope_dim"] or 0) if found["kv_rank"] else found["head_dim"]
+    if not head_dim and hidden % heads:
         raise UserError(f"{where}: {heads} heads do not divide a width of {hidden}, and no `head_dim` is given")
     experts = found["experts"] if (found["experts"] or 0) > 1 else None
+    biased = _BIASED_THROUGHOUT
     tied = settings.get("tie_word_embeddings")
     ffn = found["ffn"] or 4 * hidden
     window, full_every = _sliding_window(settings, family, found["window"], found["layers"] or 0)
     shape = ModelSpec(
         name=Path(where).parent.name or where, hub="", family=family, hidden=hidden, layers=found["layers"] or 0,
-        heads=heads, kv_heads=kv_heads, head_dim=found["head_dim"] or hidden // heads, ffn=ffn,
+        heads=heads, kv_heads=kv_heads, head_dim=head_dim or hidden // heads, ffn=ffn,
         vocab=found["vocab"] or 0, positions=found["positions"] or 0, source=where, date="",
         tied=bool(tied) if isinstance(tied, bool) else family in _TIED,
-        qkv_bias=bool(settings.get("attention_bias")) or family in _BIASED, qk_norm=family in _QK_NORM,
+        qkv_bias=(bool(settings.get("attention_bias")) and not found["kv_rank"]) or family in (*_BIASED, *biased),
+        o_bias=family in (*biased, "gpt_oss"),
+        mlp_bias=bool(settings.get("mlp_bias")) or family in (*biased, "gpt_oss"),
+        norm_bias=family in biased, gated=family not in _UNGATED, learned_positions=family in _LEARNED_POSITIONS,
+        qk_norm=family in _QK_NORM or (family == "glm4_moe" and settings.get("use_qk_norm") is True),
+        q_rank=found["q_rank"] if found["kv_rank"] else None, kv_rank=found["kv_rank"],
+        rope_dim=found["rope_dim"] if found["kv_rank"] else None, v_dim=found["v_dim"] if found["kv_rank"] else None,
+        sinks=family == "gpt_oss", router_bias=family in _ROUTER_BIAS,
+        stored=stored_as((settings.get("quantization_config") or {}).get("quant_method")
+                         if isinstance(settings.get("quantization_config"), dict) else None),
         norms=4 if family in _FOUR_NORMS else 2, sliding_window=window, full_every=full_every,
         softcap=settings.get("attn_logit_softcapping") is not None,
         attention_dropout=bool(settings.get("attention_dropout") or settings.get("attn_pdrop")),
@@ -173,12 +203,33 @@ def _with_experts(
             f"{where}: `num_experts_per_tok` is {active}, with {experts} experts; it must be 1 to {experts}"
         )
     expert_ffn = found["expert_ffn"] or shape.ffn
+    if shape.family in ("llama4_text", "llama4"):  # its `intermediate_size` is that of an expert
+        whole = settings.get("intermediate_size_mlp")
+        ffn = whole if isinstance(whole, int) and 0 < whole <= _LARGEST["ffn"] else shape.ffn
+        shape = replace(shape, ffn=ffn)
+        settings = {**settings, "n_shared_experts": 1}
+    shape = replace(shape, dense_layers=_dense_layers(settings, shape.layers) or None)
     shared = settings.get("n_shared_experts")
     size = settings.get("shared_expert_intermediate_size")
     if not isinstance(size, int) or isinstance(size, bool) or not 0 < size <= _LARGEST["ffn"]:
         count = shared if isinstance(shared, int) and not isinstance(shared, bool) and 0 < shared < 1000 else 0
         size = count * expert_ffn or None
     return replace(shape, experts=experts, active_experts=active, expert_ffn=expert_ffn, shared_ffn=size)
+
+
+def _dense_layers(settings: dict[str, Any], layers: int) -> int:
+    """Layers without experts: the first ones, those that are listed, or all but every n-th."""
+
+    def count(key: str) -> int:
+        value = settings.get(key)
+        return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= layers else 0
+
+    listed, sparse = settings.get("mlp_only_layers"), settings.get("moe_layers")
+    if isinstance(sparse, list) and sparse:
+        return max(0, layers - len(sparse))
+    every = max(count("interleave_moe_layer_step"), count("decoder_sparse_step"), count("moe_layer_freq"), 1)
+    first = count("first_k_dense_replace") + (len(listed) if isinstance(listed, list) else 0)
+    return min(layers, first + (layers - first) - (layers - first) // every)
 
 
 def _number(settings: dict[str, Any], key: str, where: str) -> int | None:
