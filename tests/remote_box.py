@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 
 PASSWORD = "canary-password-7391"
+NOT_STARTED = "before the supervisor"
 _NEEDED = ("ip", "unshare", "nsenter", "sshd", "ssh-keygen", "chpasswd", "mount")
 _NUMBERS = itertools.count()
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -296,7 +297,7 @@ class RemoteBox:
 
     def phase_of(self, run: str) -> str:
         status = self.status_of(run)
-        return str(status.get("phase") or "before the supervisor") if status else "before the supervisor"
+        return str(status.get("phase") or NOT_STARTED) if status else NOT_STARTED
 
     @contextlib.contextmanager
     def unplugged(self) -> Iterator[None]:

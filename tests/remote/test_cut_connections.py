@@ -9,7 +9,7 @@ from collections import Counter
 from random import Random
 
 from laptop import RUN, Laptop
-from remote_box import PASSWORD, RemoteBox, files_with, needs_box
+from remote_box import NOT_STARTED, PASSWORD, RemoteBox, files_with, needs_box
 
 pytestmark = needs_box
 
@@ -19,19 +19,24 @@ CUTS, CUTS_A_LAUNCH = 100, 16
 def test_a_hundred_cut_connections_change_nothing(box: RemoteBox, laptop: Laptop) -> None:
     rng, cuts, launches, where = Random("cuts"), 0, 0, Counter[str]()
     while cuts < CUTS:
-        run, cuts_here = f"cut-{launches}", 0
-        shutil.rmtree(box.root / "root/autodl-tmp/.sojourn/envs", ignore_errors=True)  # it is installed anew
+        run, cuts_here, late = f"cut-{launches}", 0, launches % 2 == 1  # late: not before the job has started there
+        if not late:
+            shutil.rmtree(box.root / "root/autodl-tmp/.sojourn/envs", ignore_errors=True)  # it is installed anew
         process = laptop.start("launch", *RUN, f"name={run}", "--on", "box")
         while process.poll() is None:
-            time.sleep(rng.uniform(0.0, 1.5))
-            if process.poll() is None and cuts_here < CUTS_A_LAUNCH and box.cut():
+            time.sleep(rng.uniform(0.0, 0.6 if late else 1.5))
+            phase = box.phase_of(run)
+            if (late and phase == NOT_STARTED) or process.poll() is not None or cuts_here == CUTS_A_LAUNCH:
+                continue
+            if box.cut():
                 cuts, cuts_here = cuts + 1, cuts_here + 1
-                where[box.phase_of(run)] += 1
+                where[phase] += 1
         out, err = process.communicate()
         assert process.returncode == 0, out + err
         assert laptop.weights(run) == laptop.weights("undisturbed")
         launches += 1
     print(f"{cuts} cuts in {launches} launches: {dict(where)}")
+    assert len(where) > 2 and where[NOT_STARTED] < 0.9 * cuts, where
     assert files_with(PASSWORD, laptop.folder, box.root / "root") == []
 
 
