@@ -29,7 +29,7 @@ from sojourn.remote.hosts import Host
 T = TypeVar("T")
 Self = TypeVar("Self", bound="BoxLink")
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 15.0
-_FIRST_PATIENCE = 20.0  # before the first success, the box is more likely off than its link broken
+_FIRST_PATIENCE = 45.0  # before the first success, the box is more likely off than its link broken
 _AGENT_STARTS = 3
 
 
