@@ -568,9 +568,9 @@ def test_the_inverse_question_has_the_largest_answer():
 def test_records_teach_a_correction_that_plans_use(tmp_path, monkeypatch):
     monkeypatch.setenv("SOJOURN_HOME", str(tmp_path))
     assert correction().records == 0
-    planned = memory(LORA).allocated
+    planned, seconds = memory(LORA).allocated, step_time(LORA, find_gpu("H200")).step_seconds
     for times in (1.08, 1.10, 1.50):
-        note(LORA, "NVIDIA H200", "run", {"memory": times * planned, "step_seconds": 0.6}, 0.5)
+        note(LORA, "NVIDIA H200", "run", {"memory": times * planned, "step_seconds": 1.2 * seconds}, seconds)
     with (tmp_path / "plan/records.jsonl").open("a") as file:
         file.write('{"measured": 3}\n{"measured": {"memory": 9e9}, "planned": {"memory": 1}}\n{"torn')
     learned = calibrate()
@@ -584,7 +584,21 @@ def test_records_teach_a_correction_that_plans_use(tmp_path, monkeypatch):
         1.2 * slower, rel=0.01
     )
     (tmp_path / "plan/calibration.json").write_text('{"memory": "x", "time": 1e9}')
-    assert correction().memory == 1.0
+    assert correction() == learned  # from the records again
+
+
+def test_a_correction_of_another_planner_s_errors_is_made_anew(tmp_path, monkeypatch):
+    """The record was planned half as fast as now, and the card was measured since."""
+    monkeypatch.setenv("SOJOURN_HOME", str(tmp_path))
+    seconds = step_time(LORA, find_gpu("RTX 4090")).step_seconds
+    note(LORA, "RTX 4090", "run", {"step_seconds": 1.1 * seconds}, 2 * seconds)
+    (tmp_path / "plan/calibration.json").write_text(
+        '{"memory": 1.0, "time": 0.55, "records": 1, "times": {"RTX 4090": 0.55}}'
+    )
+    assert correction().times == {"RTX 4090": pytest.approx(1.1)}
+    (tmp_path / "catalog.toml").write_text('[gpus."RTX 4090"]\nmatmul_tflops = 120\nrates = "measured"\n')
+    now = step_time(LORA, find_gpu("RTX 4090")).step_seconds
+    assert now > 1.1 * seconds and correction().times == {"RTX 4090": pytest.approx(1.1 * seconds / now)}
 
 
 def test_a_finished_run_on_a_gpu_leaves_a_record(tmp_path, monkeypatch):

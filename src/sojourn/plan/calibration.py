@@ -1,27 +1,33 @@
 """Calibration: records of planned and measured memory and step time, and the correction that follows from them.
 
 `plan/records.jsonl` under SOJOURN_HOME has one line a run; `sojourn plan --calibrate` folds them into
-`plan/calibration.json`, which later plans use.
+`plan/calibration.json`, which later plans use. Recorded runs are planned anew, by the planner and the rates of cards as
+they are now: a correction of another planner's errors would be an error itself.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import statistics
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from sojourn.catalog.gpus import find_gpu
+from sojourn.catalog.gpus import find_gpu, gpus
+from sojourn.catalog.models import ModelSpec
 from sojourn.errors import UserError
+from sojourn.estimate.constants import constants
 from sojourn.estimate.memory import memory
+from sojourn.estimate.step_time import step_time
 from sojourn.estimate.workload import Workload
 from sojourn.run.home import home
 from sojourn.storage.files import read_json, read_json_lines, write_json
 
 _MIN_RATIO, _MAX_RATIO = 0.5, 2.0  # measured over planned; beyond these a record is wrong
+_NEWEST = 500  # records that count
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,8 @@ def correction() -> Correction:
     found = read_json(folder() / "calibration.json")
     if not isinstance(found, dict):
         return Correction()
+    if found.get("planner") != _planner():
+        return calibrate()
     times = found.get("times", {})
     factors = [found.get("memory"), found.get("time"), *(times.values() if isinstance(times, dict) else [None])]
     if not all(isinstance(one, (int, float)) and _MIN_RATIO <= one <= _MAX_RATIO for one in factors):
@@ -80,7 +88,8 @@ def correction() -> Correction:
 def calibrate() -> Correction:
     """The median ratio of measured to planned, saved for later plans; records out of range are ignored."""
     keys = ("memory", "step_seconds")
-    lines = [line for line in records() if any(_ratio(line, key) is not None for key in keys)]
+    known = [{**line, "planned": _planned_now(line)} for line in records()[-_NEWEST:]]
+    lines = [line for line in known if any(_ratio(line, key) is not None for key in keys)]
     cards: dict[str, list[dict[str, Any]]] = {}
     for line in lines:
         if _ratio(line, keys[1]) is not None:
@@ -90,9 +99,34 @@ def calibrate() -> Correction:
     found = Correction(_median_ratio(lines, keys[0]), _median_ratio(lines, keys[1]), len(lines), times)
     if not lines:
         return found
-    folder().mkdir(parents=True, exist_ok=True)
-    write_json(folder() / "calibration.json", asdict(found))
+    with suppress(OSError):
+        folder().mkdir(parents=True, exist_ok=True)
+        write_json(folder() / "calibration.json", {**asdict(found), "planner": _planner()})
     return found
+
+
+def _planner() -> str:
+    """Changes with the constants of the estimate and with what is known of cards."""
+    return hashlib.blake2b(repr((constants(), gpus())).encode(), digest_size=8).hexdigest()
+
+
+def _planned_now(line: dict[str, Any]) -> Any:
+    """By the present planner, where the record has what it needs; else as it was planned then."""
+    try:
+        model = ModelSpec(**_known(ModelSpec, line["model"]))
+        workload = Workload(model, **_known(Workload, line["settings"]))
+        planned: dict[str, Any] = {"memory": memory(workload).allocated}
+        with suppress(UserError):  # a card that the catalogue does not know
+            planned["step_seconds"] = step_time(workload, find_gpu(str(line.get("gpu")))).step_seconds
+        return planned
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
+        return line.get("planned")
+
+
+def _known(cls: type, values: dict[str, Any]) -> dict[str, Any]:
+    """Of a record that another version wrote, what this one has too."""
+    names = {field.name for field in fields(cls)}
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items() if key in names}
 
 
 def _median_ratio(lines: list[dict[str, Any]], key: str) -> float:
