@@ -16,6 +16,13 @@ _SAME_SHAPE = {  # words in a name that do not change a shape: how it was tuned,
 }
 
 
+_SEES = re.compile(r"(^|[-_/.\d])(vl|vlm|vision|omni|llava|internvl|minicpm-v|pixtral)([-_/.\d:]|$)")
+
+
+class RefusedModel(UserError):
+    """A model that is known and cannot be trained or served here."""
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """A decoder of a language model. See models.toml for the keys; everything else follows from them."""
@@ -49,6 +56,9 @@ class ModelSpec:
     sliding_window: int | None = None
     full_every: int | None = None
     dense_layers: int | None = None
+    attention_total: int | None = None
+    softmax_layers: int | None = None
+    other: int | None = None
     gated: bool = True
     q_rank: int | None = None
     kv_rank: int | None = None
@@ -61,11 +71,15 @@ class ModelSpec:
     attention_dropout: bool = False
     published: int | None = None
     note: str = ""
+    caveat: str = ""
     stored: str = ""
 
     @property
     def attention_parameters(self) -> int:
-        """Of one layer: queries, keys, values and the output, with their biases and norms."""
+        """Of one layer: queries, keys, values and the output, with their biases and norms; in the mean, where layers
+        differ."""
+        if self.attention_total is not None:
+            return self.attention_total // self.layers
         if self.kv_rank is not None:
             return sum(inputs * outputs for inputs, outputs in self.attention_shapes.values()) + self._latent_norms
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
@@ -138,21 +152,22 @@ class ModelSpec:
 
     @property
     def _computed_parameters(self) -> int:
-        lookup = 0 if self.tied else self.embedding_parameters
+        lookup = (0 if self.tied else self.embedding_parameters) + (self.other or 0)
         return self._attention_and_norms + self._all_feed_forwards(active=True) + self._ends - lookup
 
     @property
     def _attention_and_norms(self) -> int:
-        return self.layers * (self.attention_parameters + self.norms * self._norm)
+        attention = self.attention_total or self.layers * self.attention_parameters
+        return attention + self.layers * self.norms * self._norm
 
     @property
     def _ends(self) -> int:
         positions = self.positions * self.hidden * self.learned_positions
-        return self.embedding_parameters + positions + self._norm + self.head_parameters
+        return self.embedding_parameters + positions + self._norm + self.head_parameters + (self.other or 0)
 
     def flops_per_token(self, length: float, frozen: bool = False) -> float:
         """Forward and backward; the input embedding is a lookup and costs none. Frozen weights get no gradients."""
-        attention = 12 * self.layers * self.heads * self.head_dim * length
+        attention = 12 * (self.softmax_layers or self.layers) * self.heads * self.head_dim * length
         return (4 if frozen else 6) * self._computed_parameters + attention
 
     @property
@@ -168,7 +183,7 @@ class ModelSpec:
     def full_layers(self) -> int:
         """Layers whose attention looks back to the start."""
         if self.sliding_window is None:
-            return self.layers
+            return self.softmax_layers or self.layers
         return self.layers // self.full_every if self.full_every else 0
 
 
@@ -186,6 +201,10 @@ def find_model(name: str, user: Path | None = None) -> ModelSpec:
     found = known.get(_key(name))
     if found is not None:
         return found
+    if _SEES.search(name.lower()):
+        raise RefusedModel(
+            f"'{printable(name)}' sees images: Sojourn trains text alone; take the text model it is made from"
+        )
     close = difflib.get_close_matches(_key(name)[:60], known, n=6, cutoff=0.6)
     names = list(dict.fromkeys(known[key].name for key in close))[:3]
     guess = f"did you mean {' or '.join(names)}?" if names else "it knows models like qwen2.5-7b or llama-3.1-8b."
@@ -221,6 +240,8 @@ def _wrong(shape: ModelSpec) -> str | None:
             return f"`active_experts` is {shape.active_experts}: there are only {shape.experts} experts"
     if (shape.dense_layers or 0) > shape.layers:
         return f"`dense_layers` is {shape.dense_layers}: there are only {shape.layers} layers"
+    if (shape.softmax_layers or 0) > shape.layers:
+        return f"`softmax_layers` is {shape.softmax_layers}: there are only {shape.layers} layers"
     if shape.kv_rank is not None and not 0 < (shape.rope_dim or 0) < shape.head_dim:
         return "`rope_dim` goes with `kv_rank`, and is less than `head_dim`"
     if shape.full_every and shape.sliding_window is None:

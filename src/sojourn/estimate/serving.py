@@ -25,8 +25,8 @@ def kv_memory(free: float, device: str, models: int = 1) -> int:
 
 
 def kv_bytes_per_token(model: ModelSpec, element: int = 2) -> int:
-    """Keys and values of all layers; those with a sliding window keep all tokens, too."""
-    return 2 * model.layers * model.kv_heads * model.head_dim * element
+    """Keys and values of all layers but those with linear attention; those with a sliding window keep all tokens."""
+    return 2 * (model.softmax_layers or model.layers) * model.kv_heads * model.head_dim * element
 
 
 def weight_bytes(model: ModelSpec, element: int = 2, quantization: str | None = None) -> int:

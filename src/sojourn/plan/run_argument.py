@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sojourn.catalog.models import find_model
+from sojourn.catalog.models import RefusedModel, find_model
 from sojourn.config.command_line import parse_args
 from sojourn.config.load import Loaded, load_run
 from sojourn.config.preset import find_preset
@@ -41,6 +41,8 @@ def names_a_model(word: str) -> bool:
         return True
     try:
         find_model(word)
+    except RefusedModel:
+        return True
     except UserError:
         return False
     return True

@@ -142,7 +142,7 @@ def _size(size: float) -> str:
 
 
 def _notes(model: ModelSpec, context: int) -> list[str]:
-    notes = []
+    notes = [model.caveat] if model.caveat else []
     if model.family not in FAMILIES:
         notes.append(f"the builtin engine does not compute {model.family}; --engine vllm does, whose memory differs")
     if 0 < model.positions < context:

@@ -64,6 +64,8 @@ def summary_lines(config: RunConfig, plan: Plan, named: bool) -> list[str]:
     lines = [f"{name}, {size} parameters{active}, {how}; {about}{length.steps:,} steps, {tokens}"]
     if model.note and not model.hub:
         lines.append(f"note: {model.note}")
+    if model.caveat:
+        lines.append(f"note: {model.caveat}")
     if 0 < model.positions < config.data.max_length:
         lines.append(
             f"note: data.max_length is {config.data.max_length:,}, but this model holds {model.positions:,} tokens"

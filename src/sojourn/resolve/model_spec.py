@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sojourn.catalog.models import ModelSpec, find_model, models
+from sojourn.catalog.models import ModelSpec, RefusedModel, find_model, models
 from sojourn.config.messages import printable
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
@@ -86,6 +86,8 @@ def of_base(word: str) -> ModelSpec:
         )
     try:
         return replace(find_model(word), stored=stored_as(word))
+    except RefusedModel as error:
+        raise RefusedModel(f"model.base: {error}") from None
     except UserError as error:
         if not is_hub_name(word):
             raise UserError(f"model.base: {error}; or give a folder with the model's config.json") from None
@@ -120,7 +122,8 @@ def of_file(path: Path) -> ModelSpec:
 
 
 def _noted(shape: ModelSpec) -> ModelSpec:
-    known = {*(one.family for one in models()), *_BIASED, *_QK_NORM, *_KNOWN}
+    usual = (one.family for one in models() if not (one.attention_total or one.other))
+    known = {*usual, *_BIASED, *_QK_NORM, *_KNOWN}
     if shape.family in known:
         return shape
     return replace(
