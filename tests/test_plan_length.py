@@ -59,7 +59,7 @@ def tokenizer(tmp_path_factory):
 
 def compare(*words):
     """The planned and the real number of steps, and the planned length."""
-    config = load_run(["small", *map(str, words)]).config
+    config = load_run([*([] if words[0] == "smoke" else ["small"]), *map(str, words)]).config
     planned = run_length(config)
     train = prepare_run(config, prepared_folder()).train
     steps, _ = run_steps(config.train, len(train), float(train.rows[-1]) / len(train))
@@ -144,6 +144,11 @@ def test_what_is_prepared_is_planned_with_its_own_counts(home, tokenizer, monkey
     assert not before.exact and after.exact and (after.steps, after.epoch.tokens) == (steps, tokens) == (again, tokens)
 
 
+def test_our_own_data_is_planned_within_a_tenth(home):
+    planned, steps, _ = compare("smoke")
+    assert planned.steps == pytest.approx(steps, rel=0.1)
+
+
 def test_escaped_json_is_not_longer(home):
     for name, escaped in (("plain.jsonl", False), ("escaped.jsonl", True)):
         write_chats(home / name, documents(500, chinese=True), escaped)
@@ -208,6 +213,12 @@ def test_rows_of_one_document_each_are_not_cheaper_per_document_than_packed_ones
     )
     assert padded.length.steps > 2 * packed.length.steps and padded.length.tokens == packed.length.tokens
     assert padded.offers[0].run_time.parts["steps"] > 2 * packed.offers[0].run_time.parts["steps"]
+
+
+def test_one_line_may_be_a_whole_book(home):
+    (home / "book.jsonl").write_text(json.dumps({"text": "A boat on the sea. " * 400_000}) + "\n")
+    length = run_length(load_run(["lora-20k", "data.sources=book.jsonl", "train.epochs=1"]).config)
+    assert length.tokens == pytest.approx(2.2e6, rel=0.3) and not length.assumed
 
 
 @pytest.mark.parametrize(

@@ -91,8 +91,9 @@ def _epoch(config: RunConfig, data: DataConfig, sources: list[tuple[Source, Data
         if exact is not None:
             return exact
     sizes, notes, assumed = list[tuple[Source, SourceSize]](), list[str](), None
-    vocabulary, tokenizer = _vocabulary(config, data), _open_tokenizer(data)
+    tokenizer = _open_tokenizer(data)
     for source, facts in sources:
+        vocabulary = _vocabulary(config, data, source)
         if _is_local(source):
             size, bad = _measured(source, data, tokenizer, vocabulary)
             notes += bad
@@ -193,12 +194,13 @@ def _open_tokenizer(data: DataConfig) -> TokenizerBundle | None:
     return None
 
 
-def _vocabulary(config: RunConfig, data: DataConfig) -> TokenEstimate:
+def _vocabulary(config: RunConfig, data: DataConfig, source: Source) -> TokenEstimate:
     from sojourn.data.tokenize.tokenizer import TRAINED
 
     if data.tokenizer == "char":
         return TokenEstimate(0, by_character=True)
-    return TokenEstimate(model_spec_of(config).vocab, trained=data.tokenizer in TRAINED)
+    is_ours = source.path.startswith("builtin:text")
+    return TokenEstimate(model_spec_of(config).vocab, trained=data.tokenizer in TRAINED, builtin=is_ours)
 
 
 def _no_tokenizer(data: DataConfig) -> str:

@@ -117,7 +117,9 @@ def _file_excerpt(part: SourcePart, size: int) -> Excerpt:
         if suffix.inner in (".txt", ".md"):
             return _text_windows(path, packed, size)
         if suffix.inner not in (".csv", ".tsv") and _has_lines(path, suffix.inner != ".json"):
-            return _line_windows(path, packed, size)
+            found = _line_windows(path, packed, size)
+            if found is not None:
+                return found
     chunks, ended = _beginning(part.read(), size)
     records, read = sum(len(chunk.records) for chunk in chunks), sum(map(chunk_size, chunks))
     if ended or not read:
@@ -143,8 +145,9 @@ def _has_lines(path: Path, lines: bool) -> bool:
     return json_layout(iter([head]), lines)[0] == "lines"
 
 
-def _line_windows(path: Path, packed: int, size: int) -> Excerpt:
-    """The lines that begin in any of some windows: each line is as likely as any other, long or short."""
+def _line_windows(path: Path, packed: int, size: int) -> Excerpt | None:
+    """The lines that begin in any of some windows: each line is as likely as any other, long or short. None where no
+    line is short enough."""
     width, records = size // _WINDOWS, list[bytes]()
     with path.open("rb") as file:
         for number in range(_WINDOWS):
@@ -157,10 +160,11 @@ def _line_windows(path: Path, packed: int, size: int) -> Excerpt:
                 continue
             block = file.read(left)
             block += b"" if _ends(block) else file.readline(_MAX_LINE)
-            records += [line for line in block.split(b"\n") if line.strip()]
+            whole = block if _ends(block) or file.tell() == packed else block[: block.rfind(b"\n") + 1]
+            records += [line for line in whole.split(b"\n") if line.strip()]
         sizes = _line_sizes(path) if packed <= _COUNTED_BYTES else np.zeros(0, np.int64)
     if not records:
-        raise UserError(f"{path}: its lines are longer than {_MAX_LINE >> 20} MiB; one line holds one example")
+        return None
     share = min(1.0, sum(len(line) + 1 for line in records) / packed)
     chunk = Chunk(str(path), "json", range(1, len(records) + 1), records)
     return Excerpt([chunk], len(sizes) or len(records) / share, share, sizes)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 
 from sojourn.config.data import DataConfig
 
 _UNITS = re.compile(
-    r"(?P<word>[A-Za-zÀ-ÿ]+)|(?P<digit>\d)|(?P<cjk>[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff])"
+    r"(?P<special><\|[^|<>\s]{1,40}\|>)|(?P<word>[A-Za-zÀ-ÿ]+)|(?P<digit>\d)|(?P<cjk>[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff])"
     r"|(?P<cjk_sign>[\u3000-\u303f\uff00-\uffef])|(?P<line>\n[ \t]*)|(?P<sign>[!-/:-@\[-`{-~])|(?P<other>\S)"
 )
 _WORD, _DIGIT, _CJK, _CJK_SIGN, _LINE, _SIGN, _OTHER = "word", "digit", "cjk", "cjk_sign", "line", "sign", "other"
@@ -26,6 +27,7 @@ _TOKENS_PER_UNIT: dict[int, dict[str, float]] = {
 }
 # Of a BPE that is trained on the run's own text, by its size: tokens over those of Qwen2's vocabulary.
 _TRAINED = {256: 4.2, 1024: 1.65, 2048: 1.36, 4096: 1.2, 8192: 1.09, 16_384: 1.02, 32_768: 0.97, 65_536: 0.94}
+_TRAINED_ON_BUILTIN = {1024: 1.61, 4096: 0.95, 8192: 0.77, 16_384: 0.72}  # the same, on `builtin:text`
 
 
 _SAMPLES = {
@@ -38,20 +40,23 @@ _SAMPLES = {
 
 
 class TokenEstimate:
-    """Estimates for a vocabulary of a size; `trained`: it is to be trained on the text itself; `by_character`: it has a
-    token for each character."""
+    """Estimates for a vocabulary of a size; `trained`: it is to be trained on the text itself, which `builtin` says is
+    our own; `by_character`: it has a token for each character."""
 
-    def __init__(self, vocab_size: int, trained: bool = False, by_character: bool = False) -> None:
+    def __init__(
+        self, vocab_size: int, trained: bool = False, by_character: bool = False, builtin: bool = False
+    ) -> None:
         nearest = min(_TOKENS_PER_UNIT, key=lambda size: abs(math.log(size / max(1, vocab_size))))
         self._per_unit = _TOKENS_PER_UNIT[151_936 if trained else nearest]
-        self._factor = _between(_TRAINED, vocab_size) if trained else 1.0
+        self._factor = _between(_TRAINED_ON_BUILTIN if builtin else _TRAINED, vocab_size) if trained else 1.0
         self._by_character = by_character
 
     def __call__(self, text: str) -> int:
         if self._by_character:
             return len(text)
-        per_unit = self._per_unit
-        return max(1, round(self._factor * sum(per_unit[str(unit.lastgroup)] for unit in _UNITS.finditer(text))))
+        counts = Counter(unit.lastgroup for unit in _UNITS.finditer(text))
+        special = counts.pop("special", 0)
+        return max(1, special + round(self._factor * sum(self._per_unit[str(name)] * n for name, n in counts.items())))
 
 
 def tokens_per_byte(estimate: TokenEstimate, language: str) -> float:
