@@ -105,9 +105,9 @@ def test_expandable_segments_are_the_default_and_a_users_own_setting_wins(monkey
     for name in names:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(main.sys, "platform", "linux")
-    main._use_expandable_segments()
+    main.use_expandable_segments()
     assert {os.environ[name] for name in names} == {"expandable_segments:True"}
     monkeypatch.delenv(names[0])
     monkeypatch.setenv(names[1], "max_split_size_mb:128")
-    main._use_expandable_segments()
+    main.use_expandable_segments()
     assert names[0] not in os.environ and os.environ[names[1]] == "max_split_size_mb:128"

@@ -10,6 +10,7 @@ import typer
 
 from benchmarks.planner.measure import make_plan, measure, read_again
 from sojourn.cli.bench import print_measurement
+from sojourn.cli.main import use_expandable_segments
 from sojourn.errors import UserError
 
 
@@ -59,6 +60,7 @@ def planner(
 
 
 if __name__ == "__main__":
+    use_expandable_segments()  # as the command that trains does; the processes that measure inherit it
     try:
         typer.run(planner)
     except UserError as error:

@@ -87,7 +87,7 @@ def _root(
     pass
 
 
-def _use_expandable_segments() -> None:
+def use_expandable_segments() -> None:
     """Reduces fragmentation of GPU memory, which otherwise wastes up to a fifth. Set before torch is imported; a
     user's own setting wins."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # since torch 2.9, and before
@@ -106,7 +106,7 @@ def main() -> None:
     for number in STOP_SIGNALS:
         if number != signal.SIGINT and signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, _exit_on_signal)  # clean up as after Ctrl-C
-    _use_expandable_segments()
+    use_expandable_segments()
     with lossy("stderr"):
         sys.exit(_run())
 

@@ -42,10 +42,11 @@ def bare_network(config: RunConfig, artefact: Artefact, device: str, empty: bool
     else:
         model = _load_base(config, artefact, device, empty)
     model.config.use_cache = False
-    if config.advanced.fused_forwards == "off":
-        return wrap_model(model, train.attention)
-    from sojourn.model.kernels.fused_forwards import apply_fused_forwards
+    from sojourn.model.kernels.fused_forwards import apply_fused_forwards, apply_nf4_linear
 
+    if config.advanced.fused_forwards == "off":
+        apply_nf4_linear(model)
+        return wrap_model(model, train.attention)
     # Autocast instead: the range of fp16 is too small for the residual stream, and DoRA computes inside peft.
     casts_itself = train.precision == "bf16" and not config.method.dora
     network = wrap_model(model, train.attention, torch.bfloat16 if casts_itself else None)

@@ -59,7 +59,15 @@ def apply_fused_forwards(model: nn.Module) -> None:
         for layer in decoder_layer.modules():
             if type(layer) is nn.Linear:
                 _swap_forward(layer, _linear, linear_fn=F.linear)
-            elif type(layer).__name__ == "Linear4bit" and hasattr(layer, "quant_state"):  # of bitsandbytes
+    apply_nf4_linear(model)
+
+
+def apply_nf4_linear(model: nn.Module) -> None:
+    """For any family: torch.compile cannot look into bitsandbytes' own layers, and around what it cannot look into,
+    activation checkpointing stores everything."""
+    for decoder_layer in decoder_layers(model):
+        for layer in decoder_layer.modules():
+            if type(layer).__name__ == "Linear4bit" and hasattr(layer, "quant_state"):  # of bitsandbytes
                 _swap_forward(layer, _linear_nf4)
 
 
@@ -101,7 +109,8 @@ def _linear_nf4(self: Any, x: Tensor) -> Tensor:
     state = getattr(self.weight, "quant_state", None) or self.quant_state  # FSDP's parameters lose it
     if x.device.type != "cuda" or state is None or state.quant_type != "nf4":
         return self.original_forward(x)
-    return nf4_linear(x, self.weight, state, self.bias)
+    compute_dtype = self.compute_dtype or x.dtype
+    return nf4_linear(x.to(compute_dtype), self.weight, state, self.bias).to(x.dtype)
 
 
 def _rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
