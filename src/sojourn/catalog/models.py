@@ -3,6 +3,7 @@
 import difflib
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ class ModelSpec:
     caveat: str = ""
     stored: str = ""
 
-    @property
+    @cached_property
     def attention_parameters(self) -> int:
         """Of one layer: queries, keys, values and the output, with their biases and norms; in the mean, where layers
         differ."""
@@ -140,27 +141,27 @@ class ModelSpec:
         """The output matrix where it is not the embedding, and its bias."""
         return self.embedding_parameters * (not self.tied) + self.vocab * self.head_bias
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         return self._attention_and_norms + self._all_feed_forwards() + self._ends
 
-    @property
+    @cached_property
     def active_parameters(self) -> int:
         """What one token is computed with: all, but for the experts that it does not visit and, beside them, the input
         embedding, which is a lookup."""
         return self.parameters if self.experts is None else self._computed_parameters
 
-    @property
+    @cached_property
     def _computed_parameters(self) -> int:
         lookup = (0 if self.tied else self.embedding_parameters) + (self.other or 0)
         return self._attention_and_norms + self._all_feed_forwards(active=True) + self._ends - lookup
 
-    @property
+    @cached_property
     def _attention_and_norms(self) -> int:
         attention = self.attention_total or self.layers * self.attention_parameters
         return attention + self.layers * self.norms * self._norm
 
-    @property
+    @cached_property
     def _ends(self) -> int:
         positions = self.positions * self.hidden * self.learned_positions
         return self.embedding_parameters + positions + self._norm + self.head_parameters + (self.other or 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from sojourn.catalog.models import ModelSpec
 from sojourn.config.attention_backends import ATTENTION_BACKENDS, AttentionBackend
@@ -99,7 +100,7 @@ class Workload:
     def attention_backend(self) -> AttentionBackend:
         return ATTENTION_BACKENDS[self.attention]
 
-    @property
+    @cached_property
     def trainable_parameters(self) -> int:
         model, whole = self.model, self.modules_to_save
         if not self.uses_lora:
@@ -108,7 +109,7 @@ class Workload:
         copies = (embedding or head) if model.tied else embedding + head
         return self.lora_parameters + copies * model.embedding_parameters
 
-    @property
+    @cached_property
     def lora_parameters(self) -> int:
         """Parameters of the LoRA adapters of all layers."""
         model = self.model

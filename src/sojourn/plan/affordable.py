@@ -31,6 +31,7 @@ TOKENS_PER_PARAMETER = 20  # of a model from scratch
 _NEW_SIZES = ("10M", "20M", "40M", "80M", "160M", "320M", "640M", "1.3B")
 _ROWS = {"qwen2.5-0.5b": 4, "qwen2.5-1.5b": 2}  # of a micro batch; larger models are as fast with one
 _LEAST_TOKENS = 100_000
+_BEST_SHARE = 0.85  # of a step in matmuls at the rate that a GPU sustains; no planned step has more
 _LEAST_BYTES = {"full": 12.0, "lora": 2.0, "qlora": 0.5, "pretrain": 12.0}  # of a parameter, on all GPUs together
 
 
@@ -133,11 +134,11 @@ def _gpu_hours(price: Price, platform: PlatformFacts | None, budget: Money | Non
 
 
 def _most_tokens(config: RunConfig, candidates: Sequence[_Candidate]) -> Affordable | None:
-    """Goes on as long as another offer might be better, if it did nothing but matmuls."""
+    """Goes on as long as another offer might be better, if it did hardly anything but matmuls."""
     model, best, worth, learned = model_spec_of(config), None, 0.0, correction()
     each = model.flops_per_token(0, frozen=config.method.kind in ("lora", "qlora"))
     for one in candidates:
-        if one.weight * one.flops / each < worth:
+        if _BEST_SHARE * one.weight * one.flops / each < worth:
             break
         least = _LEAST_BYTES[config.method.kind] * model.parameters / one.price.count
         found = _on(config, model, one, learned) if least < one.gpu.plan_gib * 2**30 else None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sojourn.catalog.gpus import Gpu
+from sojourn.catalog.gpus import Gpu, gpus
+from sojourn.catalog.prices import prices
 from sojourn.config.load import with_settings
 from sojourn.config.quantities import Money
 from sojourn.config.schema import RunConfig
@@ -31,16 +32,22 @@ def compare(
 ) -> list[Compared]:
     if config.model.base is None:
         raise UserError("--compare: adapters need a model to start from, such as: sojourn plan qwen2.5-7b --compare")
-    found = []
+    found, offered = [], cards or _offered(config)
     for method in METHODS:
         try:
             changed = with_settings(config, {"method.kind": method})
-            found.append(Compared(method, make_plan(changed, cards, platform, budget, deadline)))
+            found.append(Compared(method, make_plan(changed, offered, platform, budget, deadline)))
         except UserError as error:
             found.append(Compared(method, None, str(error)))
     if all(one.plan is None for one in found):
         raise UserError(found[0].reason)
     return found
+
+
+def _offered(config: RunConfig) -> list[Gpu] | None:
+    """The GPUs that somebody rents out, which a comparison names; None where the user gives a price for every GPU."""
+    rented = {price.gpu for price in prices()}
+    return None if config.limits.price_per_hour else [gpu for gpu in gpus() if gpu.name in rented]
 
 
 def compare_lines(found: list[Compared], limits: str) -> list[str]:
