@@ -11,8 +11,7 @@ from sojourn.config.quantities import Money
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
 from sojourn.plan.offers import Offer, Plan, make_plan
-from sojourn.plan.ranges import cost_range, time_range
-from sojourn.plan.show import _count as count_text
+from sojourn.plan.ranges import cost_range, count_text, time_range
 
 METHODS = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
 _GIB = 2**30

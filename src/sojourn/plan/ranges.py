@@ -1,4 +1,4 @@
-"""Planned times, costs and speeds as text: ranges, and no more digits than are known."""
+"""Planned times, costs, speeds and counts as text: ranges, and no more digits than are known."""
 
 from __future__ import annotations
 
@@ -26,6 +26,13 @@ def cost_range(bill: Bill) -> str:
     if bill.high.amount == 0:
         return "free"
     return money_text(bill.low.amount, bill.currency, bill.high.amount)
+
+
+def count_text(number: float) -> str:
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.2f}{unit}" if number < 10 * size else f"{number / size:.1f}{unit}"
+    return f"{number:.0f}"
 
 
 def rate_text(tokens_per_second: float, gpu: Gpu, count: int = 1) -> str:

@@ -15,7 +15,7 @@ from sojourn.plan.epoch import Epoch
 from sojourn.plan.money import Bill, money_text
 from sojourn.plan.offers import TOO_SMALL, Offer, Plan, torch_build
 from sojourn.plan.prices import describe_rates
-from sojourn.plan.ranges import cost_range, rate_text, time_range, time_text
+from sojourn.plan.ranges import cost_range, count_text, rate_text, time_range, time_text
 from sojourn.plan.vocabulary import assumed_vocabulary
 from sojourn.resolve.families import describe_stored
 from sojourn.resolve.micro_batch import Fit
@@ -55,12 +55,12 @@ def _unbroken(text: str) -> str:
 
 def summary_lines(config: RunConfig, plan: Plan, named: bool) -> list[str]:
     model, method = plan.model, config.method
-    size = _count(model.parameters)
-    active = f" ({_count(model.active_parameters)} active)" if model.experts else ""
+    size = count_text(model.parameters)
+    active = f" ({count_text(model.active_parameters)} active)" if model.experts else ""
     how = {"pretrain": "from scratch", "full": "all weights"}.get(method.kind, f"{method.kind}, rank {method.rank}")
     name = f"{config.name}: {model.name}" if config.name else model.name
     length, about = plan.length, "" if plan.length.exact else "about "
-    tokens = f"about {_count(length.tokens)} tokens"
+    tokens = f"about {count_text(length.tokens)} tokens"
     lines = [f"{name}, {size} parameters{active}, {how}; {about}{length.steps:,} steps, {tokens}"]
     if model.note and not model.hub:
         lines.append(f"note: {model.note}")
@@ -88,7 +88,7 @@ def _documents(config: RunConfig, epoch: Epoch | None) -> list[str]:
     how = {"off": "one document each, no wider than the longest of a micro batch", "padded": "one document each"}
     rows = f"{about}{round(epoch.rows):,} rows of {row:,}, {how.get(packing, packing)}"
     filled = f"{100 * epoch.tokens / epoch.rows / row:.0f} % filled"
-    return [f"data: {about}{_count(epoch.tokens)} tokens in documents of {mean:,.0f} on average; {rows}, {filled}"]
+    return [f"data: {about}{count_text(epoch.tokens)} tokens in documents of {mean:,.0f} on average; {rows}, {filled}"]
 
 
 def memory_lines(fit: Fit, where: str = "") -> list[str]:
@@ -347,7 +347,9 @@ def capacity_lines(found: Capacity, room: str) -> list[str]:
             lines.append(f"  {titles[method]}: no model")
         else:
             model, size = largest
-            lines.append(f"  {titles[method]}: up to {model.name} ({_count(model.parameters)}), {size / _GIB:.1f} GiB")
+            lines.append(
+                f"  {titles[method]}: up to {model.name} ({count_text(model.parameters)}), {size / _GIB:.1f} GiB"
+            )
     return [*lines, "as in every plan, 3 % of the memory is left free"]
 
 
@@ -369,10 +371,3 @@ def explain_lines(plan: Plan) -> list[str]:
         lines.append(f"the whole run there: {time_text(shown.run_time.seconds / 3600)}")
         lines += [f"  {took:>9.1f} s  {name}" for name, took in shown.run_time.parts.items()]
     return lines
-
-
-def _count(number: float) -> str:
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.2f}{unit}" if number < 10 * size else f"{number / size:.1f}{unit}"
-    return f"{number:.0f}"

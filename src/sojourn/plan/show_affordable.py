@@ -15,8 +15,7 @@ from sojourn.plan.affordable import (
 )
 from sojourn.plan.money import money_text
 from sojourn.plan.prices import describe_rates
-from sojourn.plan.ranges import time_text
-from sojourn.plan.show import _count as count_text
+from sojourn.plan.ranges import count_text, time_text
 from sojourn.resolve.workload import USUAL_DOCUMENT
 
 _ENOUGH = 5_000_000  # tokens: some ten thousand examples
