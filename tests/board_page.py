@@ -47,8 +47,8 @@ def write_run(home: Path, name: str, steps: int, state: str = "stopped", **more:
 
 
 @contextmanager
-def running_board(home: Path, port: int = 0) -> Iterator[str]:
-    environment = {**os.environ, "SOJOURN_HOME": str(home), "OMP_NUM_THREADS": "1"}
+def running_board(home: Path, port: int = 0, env: dict[str, str] | None = None) -> Iterator[str]:
+    environment = {**(os.environ if env is None else env), "SOJOURN_HOME": str(home), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "sojourn", "board", "--no-browser", "--port", str(port)]
     board = subprocess.Popen(command, env=environment, cwd=home, stdout=subprocess.PIPE, text=True)
     try:

@@ -55,7 +55,7 @@ def test_every_page_can_be_read_and_has_names_and_headings(styled: Browser, boar
         assert styled.js("return document.documentElement.lang") == {"en": "en", "zh": "zh-CN"}[language]
     show(styled, board, "#/data", "document.querySelector('.data-table a')")
     styled.click(".data-table a")
-    styled.wait("document.querySelector('.example mark') && document.querySelector('.duplicates li')")
+    styled.wait("document.querySelector('.example mark') && document.querySelector('.duplicates article')")
     wrong |= {"artefact": found} if (found := problems(styled)) else {}
     show(styled, board, "#/run/tiny", CURVES)
     for tab, ready in TABS.items():

@@ -27,7 +27,7 @@ _HOST_PATIENCE = 10.0
 _GPU_SECONDS = 3.0
 _FIRST_SECONDS = 5.0  # that the first to ask waits for the first look at this machine
 _BETWEEN_FACTS = 0.02
-_IDLE_SECONDS = 60.0  # without anybody asking, hosts are left alone
+_IDLE_SECONDS = 60.0  # without anybody asking, nothing is looked at
 _LIVE = ("loss", "tokens_per_second", "memory", "mfu", "eta", "spent", "projected")
 _MOST_TAGS, _MOST_TAG_LENGTH = 10, 40
 _NO_FACTS: dict[str, Any] = {"method": None, "model": None, "limits": {}}
@@ -82,8 +82,10 @@ class LiveRuns:
     # -- What is asked for --
 
     def snapshot(self) -> dict[str, Any]:
-        self._asked = time.monotonic()
+        was_idle, self._asked = self._is_idle(), time.monotonic()
         self._seen_once.wait(_FIRST_SECONDS)
+        if was_idle:
+            self.look()
         here = _together(self._gpus)
         local = [{**run.values, "gpu": here} if run.values["state"] == "running" else run.values
                  for run in self._local.values()]  # fmt: skip
@@ -91,6 +93,9 @@ class LiveRuns:
         runs = [{**run, "tags": self._tags.get(run["id"], [])} for run in found]
         return {"runs": sorted(runs, key=lambda run: -run["updated"]), "hosts": self._hosts, "gpus": self._gpus,
                 "now": time.time()}  # fmt: skip
+
+    def _is_idle(self) -> bool:
+        return time.monotonic() - self._asked > _IDLE_SECONDS
 
     def get(self, run_id: str) -> KnownRun | None:
         found = self._local.get(run_id) or self._remote.get(run_id)
@@ -156,10 +161,11 @@ class LiveRuns:
 
     def _watch(self) -> None:
         while True:
-            with contextlib.suppress(OSError):
-                self._read_tags()
-                self.look()
-                self._read_facts()
+            if not self._is_idle():
+                with contextlib.suppress(OSError):
+                    self._read_tags()
+                    self.look()
+                    self._read_facts()
             if self._stopped.wait(_LOCAL_SECONDS):
                 return
 
@@ -174,7 +180,7 @@ class LiveRuns:
 
     def _watch_gpus(self) -> None:
         while not self._stopped.is_set():
-            if time.monotonic() - self._asked < _IDLE_SECONDS:
+            if not self._is_idle():
                 self._gpus = gpu_use()
             self._stopped.wait(_GPU_SECONDS)
 
@@ -182,7 +188,7 @@ class LiveRuns:
 
     def _watch_hosts(self) -> None:
         while not self._stopped.is_set():
-            if time.monotonic() - self._asked < _IDLE_SECONDS:
+            if not self._is_idle():
                 self.look_at_hosts()
             self._stopped.wait(_HOST_SECONDS)
 

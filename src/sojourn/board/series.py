@@ -36,7 +36,6 @@ _MOST_LINE = 1 << 20
 _SPARKLINE_LINE = 2048  # bytes in which a line is found
 _LONG_BYTES = 2 << 20  # a file that takes longer to read than a page should wait
 _OVERVIEW = 600  # lines of such a file that are read first
-_ONE_AT_A_TIME = threading.Lock()  # long files are read one after the other: Python computes one thing at a time
 
 
 @dataclass
@@ -119,27 +118,22 @@ class RunSeries:
         return [_full_name(kind, key) for kind, table in self._tables.items() for key in table.columns]
 
     def open_quickly(self) -> None:
-        """A long file that nobody has read yet is answered from lines spread over it, until a thread has read all."""
-        if self._offset or self.is_partial or not _is_long(self._path):
+        """A long file that nobody has read yet is answered from lines spread over it, until the cache has read all."""
+        if self._cache is None or self._offset or self.is_partial or not _is_long(self._path):
             self.update()
             return
         self.is_partial = True
         with open_regular(self._path) as file:
             size = os.fstat(file.fileno()).st_size
             self._add_lines([line for block in _spread(file, size, _OVERVIEW) for line in block.splitlines()[-1:]])
-        threading.Thread(target=self._read_all, name="metrics", daemon=True).start()
+        self._cache.read_soon(self)
 
-    def _read_all(self) -> None:
+    def read_all(self) -> None:
         whole = RunSeries(self._path)
-        with _ONE_AT_A_TIME:
-            if self._cache is not None and not self._cache.holds(self):
-                return  # nobody looks at it any more
-            whole.update(_PAUSE)
+        whole.update(_PAUSE)
         with self.lock:
             self._offset, self._inode, self._tables = whole._offset, whole._inode, whole._tables
             self.is_partial = False
-        if self._cache is not None:
-            self._cache.forget_oldest()
 
     def update(self, pause: float = 0.0) -> None:
         """Reads what has been appended, with a pause of so many seconds now and then."""
@@ -297,11 +291,12 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 
 class SeriesCache:
-    """The runs looked at last."""
+    """The runs looked at last. Long files are read in one thread, one after the other, the one asked for last first:
+    Python computes one thing at a time, and each further thread would keep memory of its own."""
 
     def __init__(self, most_values: int = _MOST_VALUES) -> None:
         self._most, self._held = most_values, OrderedDict[Path, RunSeries]()
-        self._lock = threading.Lock()
+        self._lock, self._waiting, self._is_reading = threading.Lock(), list[RunSeries](), False
 
     def open(self, path: Path) -> RunSeries:
         """Up to date. The caller holds its lock while reading."""
@@ -313,9 +308,30 @@ class SeriesCache:
         self.forget_oldest()
         return found
 
-    def holds(self, series: RunSeries) -> bool:
+    def read_soon(self, series: RunSeries) -> None:
         with self._lock:
-            return any(one is series for one in self._held.values())
+            self._waiting.append(series)
+            if not self._is_reading:
+                self._is_reading = True
+                threading.Thread(target=self._read_waiting, name="metrics", daemon=True).start()
+
+    def _read_waiting(self) -> None:
+        try:
+            while (series := self._next_waiting()) is not None:
+                series.read_all()
+                self.forget_oldest()
+        finally:
+            self._is_reading = False
+
+    def _next_waiting(self) -> RunSeries | None:
+        """Those that nobody looks at any more are passed over."""
+        with self._lock:
+            while self._waiting:
+                series = self._waiting.pop()
+                if any(one is series for one in self._held.values()):
+                    return series
+            self._is_reading = False  # before the lock is free: what is asked for next starts a thread
+            return None
 
     def forget_oldest(self) -> None:
         with self._lock:

@@ -47,12 +47,12 @@ function drawReport(report, search) {
   const parts = [h("dl", { class: "facts" }, ...figures.map(([name, value, more]) => h("div", {}, h("dt", {}, name), h("dd", {}, value, h("small", {}, more)))))];
   if (report.sources?.length) parts.push(h("h2", {}, t("sources")), h("ul", { class: "plain" }, ...report.sources.map((one) => h("li", {}, typeof one === "string" ? one : [one.name ?? one.path, one.format, one.documents !== undefined ? t("n_documents", { n: format.count(one.documents) }) : ""].filter(Boolean).join(" · ")))));
   if (train.lengths?.length) parts.push(h("h2", {}, t("lengths")), histogram(train.lengths, report.max_length));
-  const languages = Object.entries(report.languages ?? {});
+  const languages = Object.entries(report.languages ?? {}).filter(([, share]) => share >= 0.005);
   if (languages.length) parts.push(h("h2", {}, t("languages")), h("p", {}, languages.slice(0, 8).map(([code, share]) => `${code} ${format.percent(share)}`).join(" · ")));
   const left = Object.entries(report.left_out ?? {}).filter(([, n]) => n);
   if (left.length) parts.push(h("h2", {}, t("left_out")), h("ul", { class: "plain" }, ...left.map(([why, n]) => h("li", {}, `${why.replaceAll("_", " ")}: ${format.count(n)}`))));
   if (report.damaged_examples?.length) parts.push(h("h2", {}, t("bad_records")), h("ul", { class: "plain" }, ...report.damaged_examples.map((one) => h("li", {}, h("code", {}, one.join(": "))))));
-  if (report.duplicate_examples?.length) parts.push(h("h2", {}, t("duplicates")), h("ul", { class: "plain duplicates" }, ...report.duplicate_examples.map((one) => drawDuplicate(one, search))));
+  if (report.duplicate_examples?.length) parts.push(h("h2", {}, t("duplicates")), h("div", { class: "examples duplicates" }, ...report.duplicate_examples.map((one) => drawDuplicate(one, search))));
   return parts;
 }
 
@@ -60,7 +60,9 @@ function drawReport(report, search) {
 function drawDuplicate({ kind, count, where, text }, search) {
   const more = count > where.length ? ` ${t("and_more", { n: format.count(count - where.length) })}` : "";
   const words = text.replace(/<\|[^|]*\|>\S*/g, "\n").split("\n").map((line) => line.trim()).sort((a, b) => b.length - a.length)[0].slice(0, 60);
-  return h("li", {}, h("p", { class: "written" }, text), h("small", {}, h("span", { class: "tag" }, t(`duplicate_${kind}`)), ` ${t("repeated_at", { where: where.join(", ") })}${more} `), words ? h("button", { type: "button", class: "quiet", onclick: () => search(words) }, icon("search"), t("show_rows")) : null);
+  const button = words ? h("button", { type: "button", class: "quiet", onclick: () => search(words) }, icon("search"), t("show_rows")) : null;
+  const head = h("h3", {}, h("span", { class: "tag" }, t(`duplicate_${kind}`)), ` ${t("repeated_at", { where: where.join(", ") })}${more}`, button);
+  return h("article", { class: "example" }, head, h("div", { class: "example-text", tabIndex: 0 }, text));
 }
 
 function histogram(bins, maxLength) {

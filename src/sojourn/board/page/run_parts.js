@@ -50,7 +50,7 @@ export function moneyLine(run) {
 // How busy GPUs are: { utilization: percent, memory_used, memory_total: bytes }.
 export function gpuUse(gpu) {
   if (!gpu) return "";
-  const memory = gpu.memory_total ? `${format.gib(gpu.memory_used)} / ${format.gib(gpu.memory_total)}\u00a0GiB` : "";
+  const memory = gpu.memory_total ? `${format.gib(gpu.memory_used)}\u00a0/\u00a0${format.gib(gpu.memory_total)}\u00a0GiB` : "";
   return [Number.isFinite(gpu.utilization) ? format.percent(gpu.utilization / 100) : "", memory].filter(Boolean).join(" · ");
 }
 

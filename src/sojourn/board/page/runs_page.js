@@ -168,9 +168,9 @@ class Row {
     this.set("state", drawState(run), h("small", { title: run.message || "" }, run.message && ["failed", "unknown", "unreachable"].includes(run.state) ? run.message : format.ago(run.updated, live.now)));
     this.set("progress", drawProgress(run));
     this.loss.textContent = format.number(run.loss);
-    const memory = Number.isFinite(run.memory) ? format.bytes(run.memory) : "", gpu = gpuUse(run.gpu);
+    const memory = Number.isFinite(run.memory) ? format.bytes(run.memory) : "", use = run.gpu?.utilization;
     this.set("speed", h("b", {}, Number.isFinite(run.tokens_per_second) ? t("per_second", { n: format.compact(run.tokens_per_second) }) : format.NONE),
-      h("small", {}, [gpu && `GPU ${gpu}`, Number.isFinite(run.mfu) ? `MFU ${format.percent(run.mfu, 1)}` : "", gpu ? "" : memory].filter(Boolean).join(" · ")));
+      h("small", {}, [Number.isFinite(use) ? `GPU\u00a0${format.percent(use / 100)}` : "", Number.isFinite(run.mfu) ? `MFU\u00a0${format.percent(run.mfu, 1)}` : "", memory].filter(Boolean).join(" · ")));
     this.set("money", h("b", {}, run.money || run.currency ? format.money(run.money, run.currency) : format.NONE), h("small", {}, moneyLine(run)));
     const limit = run.limits?.time ? t("of_limit", { limit: run.limits.time }) : "";
     this.set("left", h("b", {}, Number.isFinite(run.left) ? t("left", { time: format.duration(run.left) }) : format.NONE), h("small", {}, [t("spent_time", { time: format.duration(run.seconds) }), limit].filter(Boolean).join(" · ")));
