@@ -320,8 +320,9 @@ class SeriesCache:
             while (series := self._next_waiting()) is not None:
                 series.read_all()
                 self.forget_oldest()
-        finally:
+        except BaseException:
             self._is_reading = False
+            raise
 
     def _next_waiting(self) -> RunSeries | None:
         """Those that nobody looks at any more are passed over."""
