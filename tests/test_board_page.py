@@ -365,7 +365,7 @@ def test_the_page_says_when_the_board_is_gone_and_goes_on_when_it_is_back(opened
     opened.open("about:blank")
 
 
-ADDRESSES = ("#/runs", "#/run/phone", "#/new", "#/plan", "#/data", "#/compare/phone,watched")
+ADDRESSES = ("#/runs", "#/run/phone", "#/new", "#/plan", "#/data", "#/compare/phone,beside")
 
 
 @in_browser
@@ -374,8 +374,9 @@ ADDRESSES = ("#/runs", "#/run/phone", "#/new", "#/plan", "#/data", "#/compare/ph
 def test_every_page_fits_a_phone_and_names_its_controls(
     page: Browser, board: str, home: Path, language: str, tmp_path: Path
 ) -> None:
-    if not (home / "runs" / "phone").exists():
-        write_run(home, "phone", 100)
+    for name in ("phone", "beside"):
+        if not (home / "runs" / name).exists():
+            write_run(home, name, 100)
     page.js("localStorage.setItem('sojourn.language', arguments[0])", language)
     unnamed = (
         "return [...document.querySelectorAll('button, select, a, input:not([hidden]), textarea, [role=group]')]"

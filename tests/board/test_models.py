@@ -49,6 +49,7 @@ def test_two_checkpoints_answer_side_by_side(page: Browser, board: str, shared_h
     page.wait("/http.*:\\d+/.test(document.querySelector('#tasks .output')?.textContent)", seconds=LONG)
     page.open(url)
     page.wait("document.querySelectorAll('#model option').length === 2", seconds=LONG)
+    page.log()  # 503 while they are loaded
     names = page.js("return [...document.querySelectorAll('#model option')].map(one => one.value)")
     assert len(set(names)) == 2
     page.click("#compare")

@@ -28,10 +28,11 @@ _TEXTS = {
     },
     "zh": {
         "state": "状态", "step": "步数", "loss": "损失", "time": "用时", "cost": "费用", "lr": "学习率",
-        "grad_norm": "梯度范数", "speed": "每秒词元数", "mfu": "算力利用率 (MFU)", "memory": "显存（GiB）",
+        "grad_norm": "梯度范数", "speed": "每秒 token 数", "mfu": "算力利用率 (MFU)", "memory": "显存（GiB）",
         "settings": "设置", "auto": "自动选择的结果", "environment": "环境", "samples": "生成样例", "events": "事件",
         "command": "命令", "made": "由 Sojourn 生成", "training": "训练", "held_out": "验证",
-        "last_loss": "最新损失", "best_loss": "最佳验证损失",
+        "last_loss": "最新损失", "best_loss": "最佳验证损失", "state_starting": "启动中", "state_running": "运行中",
+        "state_stopped": "已停止", "state_done": "已完成", "state_failed": "失败", "state_unknown": "未知",
     },
 }  # fmt: skip
 LANGUAGES = tuple(_TEXTS)
@@ -46,7 +47,7 @@ dl.facts { display: flex; flex-wrap: wrap; gap: 0.5rem 2rem; margin: 1rem 0; } d
 dt { color: var(--faint); font-size: 0.82rem; } dd { margin: 0; font-variant-numeric: tabular-nums; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1rem 2rem; }
 figure { margin: 0; } figcaption { font-weight: 600; font-size: 0.92rem; }
-svg { width: 100%; height: auto; } svg text { fill: var(--faint); font-size: 11px; } .grid { stroke: var(--line); }
+svg { width: 100%; height: auto; } svg text { fill: var(--faint); font-size: 14px; } .grid { stroke: var(--line); }
 .legend { margin: 0; display: flex; gap: 1rem; color: var(--faint); font-size: 0.82rem; }
 .legend i { display: inline-block; width: 0.8rem; height: 0.2rem; margin-right: 0.35rem; vertical-align: middle; }
 table { border-collapse: collapse; width: 100%; font-size: 0.88rem; }
@@ -91,7 +92,7 @@ def _facts(run: RunFolder, series: RunSeries, texts: dict[str, str]) -> str:
     summary = summarize(run)
     held_out = series.chart("eval/loss", "step", _POINTS)[1]
     facts = [
-        (texts["state"], summary.state),
+        (texts["state"], texts.get(f"state_{summary.state}", summary.state)),
         (texts["step"], f"{summary.step:,} / {summary.total_steps:,}"),
         (texts["last_loss"], "" if summary.loss is None else f"{summary.loss:.4f}"),
         (texts["best_loss"], f"{min(held_out):.4f}" if held_out else ""),

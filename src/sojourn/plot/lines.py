@@ -10,7 +10,7 @@ from itertools import pairwise
 from sojourn.plot.loss import ticks
 
 Point = tuple[float, float]
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 560, 220, 62, 24, 12
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 560, 230, 66, 28, 14
 _UNITS = ((1e9, "B"), (1e6, "M"), (1e3, "k"))
 _COLOURS = ("#2f6fb5", "#d9822b", "#2f8f6b", "#a3457a")
 
