@@ -121,6 +121,19 @@ def started() -> float:
     return start_time(os.getpid()) or 0.0
 
 
+@in_browser
+def test_a_page_whose_files_could_not_be_fetched_is_loaded_again(page: Browser, board: str) -> None:
+    page.cdp("Network.enable")
+    page.cdp("Network.setBlockedURLs", urls=["*/page/theme.js"])
+    page.open("about:blank")
+    page.open(f"{board}/#/runs")
+    page.wait("Number(sessionStorage.getItem('sojourn.reloads')) >= 1")
+    page.cdp("Network.setBlockedURLs", urls=[])
+    page.wait("document.querySelector('.page')")
+    page.wait("sessionStorage.getItem('sojourn.reloads') === null")
+    page.log()
+
+
 # -- Slow: with training processes, and everything that a person may do --
 
 

@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from fastapi.responses import Response
 
 ASSETS = Path(__file__).with_name("assets")
+_NO_MODULE = "reload.js"
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
 
@@ -49,7 +50,7 @@ def add_page(app: FastAPI, folder: Path, missing: Callable[[str], Exception], im
 
 def _preloads(files: dict[str, Path]) -> str:
     """All modules are asked for at once, not level by level as one imports another: over a tunnel that is seconds."""
-    names = (name for name, path in files.items() if path.suffix == ".js")
+    names = (name for name, path in files.items() if path.suffix == ".js" and name != _NO_MODULE)
     return "".join(f'  <link rel="modulepreload" href="/page/{name}">\n' for name in names)
 
 
