@@ -41,9 +41,10 @@ def test_every_verb_explains_itself(verb):
 
 
 _ON_A_LAPTOP = (
-    "--help", "--version", "presets list", "presets show small", "config check small", "config check x", "plan medium",
-    "train --help",
+    "--help", "--version", "presets list", "presets show small", "config check small", "config check x", "train --help",
+    "plan medium",
 )  # fmt: skip
+# A plan measures the run's data, which takes numpy.
 _HEAVY = ("torch", "transformers", "numpy", "tokenizers", "datasets", "peft", "safetensors", "asyncssh", "httpx")
 
 
@@ -55,7 +56,7 @@ def test_the_laptop_side_imports_no_heavy_library(home):
         "    sys.argv = ['sojourn', *line.split()]\n"
         "    try:\n        main()\n"
         "    except SystemExit as end:\n        assert (end.code or 0) == (2 if line.endswith(' x') else 0), line\n"
-        f"    heavy = set({_HEAVY!r}) & set(sys.modules)\n"
+        f"    heavy = set({_HEAVY!r}) & set(sys.modules) - ({{'numpy'}} if line.startswith('plan') else set())\n"
         "    assert not heavy, (line, heavy)\n"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -26,7 +26,7 @@ _BAR = 56
 _MOST_ROWS = 14  # of the table where neither a GPU nor a platform is named
 _MOST_NAMES = 12  # of GPUs without a price that fit
 _OUTSIDE = "CUDA context and fragmentation"  # memory that torch does not count as allocated
-_COLUMNS = {"mb": 4, "max mb": 8, "GiB": 6, "tok/s": 9, "time": 10, "cost": 14}
+_COLUMNS = {"mb": 4, "max mb": 8, "GiB": 6, "tok/s": 10, "time": 10, "cost": 14}
 _MARKS = {"weights": "█", "adapters": "▪", "gradients": "▓", "optimizer states": "▒", "activations": "▚",
           "logits": "▞", "temporary buffers": "░", _OUTSIDE: "·"}  # fmt: skip
 
