@@ -149,7 +149,8 @@ def _line(one: Published) -> str:
 
 
 def _folds() -> None:
-    """`links.copies` is the one constant that was fitted to these rows: from every second row, scored on the others."""
+    """`links.copies`, fitted to every second row and scored on the others. The other rates come from their sources, but
+    were chosen with these rows in sight, so rows that nobody has seen will be further off."""
     links = constants()["links"]
     kept = links["copies"]
     try:

@@ -35,7 +35,10 @@ def affordable_lines(table: Table, new: Affordable | None, budget: Money | None,
         lines.append((f"{name:<{width}}" + "".join(f"{_cell(one):<21}" for one in row.values())).rstrip())
     if new is not None:
         size, tokens = count_text(new.model.parameters), count_text(new.tokens)
-        lines.append(f"from scratch: {size} parameters, {TOKENS_PER_PARAMETER} tokens each; {tokens} on {_card(new)}")
+        lines.append(
+            f"from scratch: up to {size} parameters, which want {TOKENS_PER_PARAMETER} tokens each; "
+            f"{tokens} on {_card(new)}"
+        )
     offers = dict.fromkeys(_offer(one) for one in [*found, *([new] if new else [])])
     lines += ["", *(f"{offer}" for offer in offers)]
     used = {one.price.currency for one in found if one.price.cny_per_hour} | ({budget.currency} if budget else set())
