@@ -21,6 +21,7 @@ from pathlib import Path
 from time import sleep
 from typing import Any, BinaryIO, TypeGuard
 
+from sojourn.board.freed_memory import give_back
 from sojourn.storage.files import NotValid, open_regular, parse_json
 
 X_AXES = ("step", "time", "tokens", "money")
@@ -320,6 +321,7 @@ class SeriesCache:
             while (series := self._next_waiting()) is not None:
                 series.read_all()
                 self.forget_oldest()
+                give_back()
         except BaseException:
             self._is_reading = False
             raise

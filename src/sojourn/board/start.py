@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import importlib.util
 import logging
 import secrets
-import sys
 import webbrowser
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +14,6 @@ from sojourn.run.home import home
 from sojourn.web.address import bind, is_loopback
 
 _NEEDED = ("fastapi", "uvicorn")
-_M_ARENA_MAX = -8  # of malloc.h
 
 
 def start(
@@ -38,8 +34,9 @@ def start(
         import uvicorn  # takes as long as a browser to start: requests wait in the socket meanwhile
 
         from sojourn.board.app import make_app, make_board
+        from sojourn.board.freed_memory import use_few_arenas
 
-        _keep_little_freed_memory()
+        use_few_arenas()
         board = make_board(home(), [folder.absolute() for folder in folders], token, local)
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # requests that its end cuts short are no errors
         config = uvicorn.Config(
@@ -47,10 +44,3 @@ def start(
             timeout_graceful_shutdown=2,
         )  # fmt: skip
         uvicorn.Server(config).run([listening])
-
-
-def _keep_little_freed_memory() -> None:
-    """glibc keeps what threads free in up to 8 arenas a core, which took half of the board's memory; two are enough."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL("libc.so.6").mallopt(_M_ARENA_MAX, 2)
