@@ -104,8 +104,8 @@ class LiveRuns:
             found = self._local.get(run_id)
         if found is not None and found.folder is not None:
             seen = self._seen.get(found.folder.path)
-            if seen is not None and seen.facts is None:
-                seen.facts = _facts(found.folder)
+            if seen is not None:
+                seen.facts = seen.facts or _facts(found.folder)  # perhaps read since the last look
                 found = replace(found, values=_values(run_id, seen))
         return found
 
