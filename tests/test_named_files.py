@@ -34,7 +34,7 @@ def words(base, chats, home):
         ("data.tokenizer=./absent", "data.tokenizer: ./absent: no such file or folder"),
         ("data.template=absent.jinja", "data.template: “absent.jinja”: no such template"),
         ("data.eval_sources=absent.jsonl", "absent.jsonl"),
-        ("parallel.deepspeed=absent.json", "absent.json: cannot be read"),
+        ("parallel.deepspeed=absent.json", "absent.json: no such file"),
         ("train.optimizer=adamw_8bit", "train.optimizer: adamw_8bit needs the package bitsandbytes"),
         ("method.kind=qlora", "method.kind: qlora needs the package bitsandbytes"),
     ],

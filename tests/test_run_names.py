@@ -46,7 +46,7 @@ def test_commands_of_different_sizes_are_different_runs_and_each_finds_its_own_a
         "runs/64x1 was started with other settings (train.global_batch was 2, now 4); this run is called 64x1-2" in out
     )
     assert runs(home) == {"64x1", "64x2", "64x1-2"}
-    assert "runs/64x1-2: already done" in train(*first, "--batch_size", "4") and "-2" not in train(*first)
+    assert "runs/64x1-2: already done" in train(*first, "--batch_size", "4") and "64x1-2" not in train(*first)
     assert runs(home) == {"64x1", "64x2", "64x1-2"}
 
 
