@@ -6,7 +6,6 @@ weights are cast or quantised one by one, by the same code.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -18,53 +17,21 @@ def shorten_opening(device: str) -> None:
 
     build: Any = import_module("sojourn.train.build")
     session: Any = import_module("sojourn.train.session")
-    loading: Any = import_module("transformers.modeling_utils")
-    opened, built, reads = build.load_base_model, build.build_model, loading.safe_open
+    streaming: Any = import_module("sojourn.model.streamed_loading")
+    opened, built = build.load_base_model, build.build_model
 
     def made(*given: Any) -> Any:
         with torch.device(device):
             return built(*given)
 
+    def hollow(_: Any, file: Any, name: str) -> Any:
+        return torch.zeros(file.entries[name].shape, dtype=torch.bfloat16, device=device)
+
     build.load_base_model = lambda *given: filled(opened(*given))
     build.build_model = made
     build.check_parity = lambda *given: None
     session.check_free_space = lambda *given: None
-    loading.safe_open = lambda *given, **named: _Hollow(reads(*given, **named), device)
-
-
-@dataclass(frozen=True, eq=False)
-class _Hollow:
-    """An opened file of weights that knows their names and shapes, and has zeros for them."""
-
-    file: Any
-    device: str
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.file, name)
-
-    def __enter__(self) -> _Hollow:
-        self.file.__enter__()
-        return self
-
-    def __exit__(self, *given: Any) -> None:
-        self.file.__exit__(*given)
-
-    def get_slice(self, name: str) -> Any:
-        return _Zeros(self.file.get_slice(name), self.device)
-
-
-@dataclass(frozen=True, eq=False)
-class _Zeros:
-    tensor: Any
-    device: str
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.tensor, name)
-
-    def __getitem__(self, which: Any) -> Any:
-        import torch
-
-        return torch.zeros(self.tensor.get_shape(), dtype=torch.bfloat16, device=self.device)[which]
+    streaming.StagedReads.load = hollow
 
 
 def filled(model: Any) -> Any:

@@ -11,10 +11,10 @@ from sojourn.config.schema import RunConfig
 from sojourn.data.artefact import Artefact
 from sojourn.errors import UserError
 from sojourn.infer.adapter_weights import AdapterWeights
-from sojourn.infer.safetensors_reader import SafetensorsFile
 from sojourn.infer.weight_source import check_finite, file_stamp
 from sojourn.model.adapter_check import ADAPTER_FILE
 from sojourn.model.base import base_of, meta_model
+from sojourn.model.safetensors_reader import SafetensorsFile
 from sojourn.model.weights import add_stop_tokens, torch_dtype
 from sojourn.resolve.training import lora_alpha
 from sojourn.storage.files import read_json_object

@@ -13,9 +13,9 @@ from sojourn.export.open_source import Source
 from sojourn.export.progress import Progress
 from sojourn.export.ranges import Part
 from sojourn.export.stage import ExportStage
-from sojourn.infer.safetensors_reader import torch_dtypes
 from sojourn.infer.weight_source import WeightSource, row_pieces
 from sojourn.model.folder_check import INDEX_FILE, WEIGHTS_FILE
+from sojourn.model.safetensors_reader import torch_dtypes
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype

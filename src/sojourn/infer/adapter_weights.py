@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from sojourn.config.messages import printable
 from sojourn.errors import UserError
-from sojourn.infer.safetensors_reader import SafetensorsFile
 from sojourn.infer.weight_source import check_finite, file_stamp
 from sojourn.model.adapter_check import ADAPTER_FILE, ADAPTER_WEIGHTS, check_adapter
+from sojourn.model.safetensors_reader import SafetensorsFile
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sojourn.errors import UserError
-from sojourn.infer.safetensors_reader import SafetensorsFile
 from sojourn.model.folder_check import check_model, weight_files
+from sojourn.model.safetensors_reader import SafetensorsFile
 from sojourn.model.weights import is_finite
 from sojourn.storage.files import read_json_object
 

@@ -15,8 +15,9 @@ from sojourn.config.schema import RunConfig
 from sojourn.errors import RunFailed, UserError
 from sojourn.model.folder_check import check_model
 from sojourn.model.quiet import quiet_transformers, suppress_stderr
+from sojourn.model.streamed_loading import streamed_loading
 from sojourn.model.weights import is_finite
-from sojourn.storage.files import read_json_object
+from sojourn.storage.files import CannotRead, read_json_object
 from sojourn.storage.gguf_cache import GgufCache
 from sojourn.storage.gguf_header import check_gguf
 from sojourn.storage.hub_access import not_cached_error, offline_reason
@@ -131,10 +132,17 @@ def _from_pretrained(base: BaseModelSource, given: dict[str, Any], dtype: Any, d
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
+    loading: contextlib.AbstractContextManager[None] = contextlib.nullcontext()  # a CPU computes from mapped files
     if base.quant_bits is not None or device == "cuda":
         given = {**given, "device_map": {"": device}}
+        loading = streamed_loading(device, check_finite=base.quant_bits is not None)
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(**given, dtype=dtype, output_loading_info=True)
+        with loading:
+            model, info = AutoModelForCausalLM.from_pretrained(**given, dtype=dtype, output_loading_info=True)
+    except CannotRead:
+        raise
+    except UserError as error:
+        raise type(error)(f"model.base: {base.name_or_path}: {error}") from None
     except (*_BAD_MODEL, SafetensorError) as error:
         raise _load_error(base, error) from None
     except RuntimeError as error:

@@ -11,11 +11,11 @@ from sojourn.errors import RunFailed, UserError
 from sojourn.infer.load import context_length
 from sojourn.infer.runtimes.quantized_weights import dequantized, why_not_here
 from sojourn.infer.runtimes.transformers_tokenizer import TokenizerRuntime, as_ids, open_tokenizer
-from sojourn.infer.safetensors_reader import SafetensorsFile
 from sojourn.model.adapter import load_adapter
 from sojourn.model.adapter_check import ADAPTER_FILE, check_adapter
 from sojourn.model.base import BaseModelSource, load_base_model
 from sojourn.model.quiet import quiet_transformers, suppress_stderr
+from sojourn.model.safetensors_reader import SafetensorsFile
 from sojourn.run.moved_paths import path_here
 from sojourn.storage.files import read_json_object
 from sojourn.storage.gguf_header import check_gguf

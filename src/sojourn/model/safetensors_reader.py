@@ -33,6 +33,13 @@ class SafetensorsFile:
         if unknown is not None:
             raise UserError(f"{path}: weights of the dtype {unknown.dtype} cannot be read here; take another copy")
 
+    def close(self) -> None:
+        """The next read opens it again."""
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+            self._file = None
+
     def dtype(self, name: str) -> Any:
         return torch_dtypes()[self.entries[name].dtype]
 
@@ -53,14 +60,17 @@ class SafetensorsFile:
         tensor = torch.empty(shape, dtype=torch_dtypes()[entry.dtype])
         if tensor.numel() == 0:
             return tensor
-        view = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+        self.read_bytes(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()), entry.start + offset)
+        return tensor
+
+    def read_bytes(self, view: memoryview, start: int) -> None:
+        """Fills `view` from the file's byte `start` on."""
         try:
-            count = self._read_into(view, entry.start + offset)
+            count = self._read_into(view, start)
         except OSError as error:
             raise CannotRead(self.path, error) from error
         if count != len(view):
             raise RunFailed(f"{self.path}: was cut short while it was read; copy or download it again")
-        return tensor
 
     def _read_into(self, view: memoryview, start: int) -> int:
         """How many bytes there were. Several threads may read at once."""
@@ -83,8 +93,10 @@ def torch_dtypes() -> dict[str, Any]:
     """The format's names."""
     import torch
 
-    return {
+    newer = {"F8_E8M0": torch.float8_e8m0fnu} if hasattr(torch, "float8_e8m0fnu") else {}
+    return newer | {
         "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
         "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
-        "I16": torch.int16, "I8": torch.int8, "U32": torch.uint32, "U8": torch.uint8, "BOOL": torch.bool,
+        "I16": torch.int16, "I8": torch.int8, "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16,
+        "U8": torch.uint8, "BOOL": torch.bool,
     }  # fmt: skip
