@@ -2,19 +2,13 @@
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 import golden
-from fork_server import ForkServer, needs_fork
-
-pytestmark = needs_fork
 
 
 @pytest.fixture(scope="module")
@@ -34,21 +28,15 @@ def home(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def demo_losses(machine_type: str, fork_server: ForkServer) -> Callable[[Path], list[float]]:
-    """Of a forked process with as many threads as a new one has."""
-    threads = re.search(r"(\d+) threads$", machine_type)[1]
-    preamble = f"import torch; torch.set_num_threads({threads})"
-    return lambda home: golden.demo_losses(home, lambda args, env: fork_server.start(*args, env=env, preamble=preamble))
+def losses(home):
+    """Of a new process: some of torch's libraries keep the number of threads that a forked one's parent started with,
+    and then sum in another order."""
+    return golden.demo_losses(home)
 
 
-@pytest.fixture(scope="module")
-def losses(home, demo_losses):
-    return demo_losses(home)
-
-
-def test_the_first_losses_are_identical_on_every_run(losses, demo_losses, home, tmp_path):
+def test_the_first_losses_are_identical_on_every_run(losses, home, tmp_path):
     shutil.copytree(home / "prepared", tmp_path / "prepared")
-    assert demo_losses(tmp_path) == losses
+    assert golden.demo_losses(tmp_path) == losses
 
 
 def test_the_first_losses_are_the_recorded_ones(losses, machine_type):

@@ -339,7 +339,7 @@ def test_stages_of_the_dead_go_and_of_the_living_stay(mirror, tmp_path):
     host = os.uname().nodename.replace("-", "_")
     parent = mirror.root / "checkpoints"
     dead = parent / f".stage-mirror-{int(gone.stdout)}-{started:.2f}-{host}-step-00000010"
-    again = parent / f".stage-mirror-{pid}-{started - 500:.2f}-{host}-step-00000020"  # the number has come again
+    again = parent / f".stage-mirror-{pid}-{started / 2:.2f}-{host}-step-00000020"  # the number has come again
     living = parent / f".stage-mirror-{pid}-{started:.2f}-{host}-step-00000030"
     afar, forgotten = (parent / f".stage-mirror-1-1.00-another_{n}-step-00000040" for n in "12")
     foreign = parent / ".stage-1234-step-00000040"

@@ -124,7 +124,7 @@ def test_fp16_is_near_and_half_the_size(tmp_path: Path) -> None:
     wanted = transformers_logits(model, IDS[None], np.ones((1, 40), int), [40])[0]
     found = runtime.logits(IDS.tolist())
     assert found is not None and found.dtype == np.float32
-    assert 1e-5 < difference(found, wanted) < 5e-3
+    assert 1e-5 < difference(found, wanted) < 2e-2  # a CPU with fp16 arithmetic sums in fp16, too
     sizes = [(folder / "model.onnx.data").stat().st_size for folder in (half, whole)]
     assert sizes[0] < 0.55 * sizes[1]
 
