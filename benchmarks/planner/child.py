@@ -21,12 +21,12 @@ from benchmarks.planner.protocol import ASK, DONE, GO, LEAVE, OPENED, READY, Lin
 from sojourn.config.load import dump
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
+from sojourn.machine.measure import launch_us
 
 _WARM, _WARM_SECONDS = 2, 0.3  # steps that start everything up, and the clocks of a GPU
 _MOST, _LEAST, _SECONDS = 30, 5, 2.5  # steps that are timed, and about how long
 _FEW, _LONG = 2, 10.0  # enough of steps that take so long together
 _CAPTURED = 8  # steps within which CUDA graphs are captured, if they can be
-_OPERATIONS, _TIMES = 200, 5  # by which the CPU's speed is measured
 _LINE = 300
 
 Found = dict[str, Any]
@@ -107,7 +107,7 @@ def _run(task: Task, line: Line, found: Found) -> None:
     line.say(ASK)
     line.wait_for(GO)
     waited = wait_for_calm() if device == "cuda" else 0.0
-    before = _cpu_us(device)
+    before = launch_us(device)
     times, loss = _timed(session, batches)
     found["measured"] = {
         "parameters": sum(p.numel() for p in session.stepper.network.model.parameters()),
@@ -115,7 +115,7 @@ def _run(task: Task, line: Line, found: Found) -> None:
         "tokens": session.tokens(0),
         "step_seconds": statistics.median(times), "steps": [round(one, 5) for one in times],
         "recorded": session.stepper.has_cuda_graphs,
-        "waited": round(waited, 3), "cpu_us": round(min(before, _cpu_us(device)), 2),
+        "waited": round(waited, 3), "cpu_us": round(min(before, launch_us(device)), 2),
         **_memory(device, loading), **pieces,
     }  # fmt: skip
 
@@ -204,22 +204,6 @@ def _timed(session: Any, batches: list[Any]) -> tuple[list[float], float]:
         least = _LEAST if sum(times) < _LONG else _FEW
         if len(times) >= _MOST or (len(times) >= least and sum(times) >= _SECONDS):
             return times, loss
-
-
-def _cpu_us(device: str) -> float:
-    """Microseconds of one small operation, forward and back, for the CPU that asks for it."""
-    import torch
-
-    one, times = torch.ones(1, device=device, requires_grad=True), []
-    for _ in range(_TIMES):
-        if device == "cuda":
-            torch.cuda.synchronize()  # else a GPU that is behind makes it wait
-        began, made = time.perf_counter(), one
-        for _ in range(_OPERATIONS):
-            made = made * 1.0
-        torch.autograd.grad(made, one)
-        times.append(time.perf_counter() - began)
-    return 1e6 * statistics.median(times) / _OPERATIONS
 
 
 def _step(session: Any, now: list[Any], then: list[Any], speculative: list[Any]) -> float:

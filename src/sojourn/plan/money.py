@@ -29,7 +29,7 @@ class End:
 
 
 @dataclass(frozen=True)
-class Bill:
+class Bill(End):
     """`hours` on the GPU, `elapsed` from start to end with the weeks that a quota makes one wait; `amount` of all.
     These are what is expected; `low` and `high` are where they may end."""
 
@@ -38,12 +38,6 @@ class Bill:
     count: int
     per_hour: float
     currency: str
-    amount: float
-    cny: float
-    hours: float
-    elapsed: float
-    sessions: int
-    weeks: int
     seen: str
     low: End
     high: End
@@ -86,9 +80,9 @@ def bill(
     if high.weeks > 1:
         notes.append(f"{_counts(low.weeks, high.weeks)} weeks at {quota:g} GPU-hours a week")
     return Bill(
-        price.platform, platform.title if platform else "", price.count, per_hour, currency, usual.amount, usual.cny,
-        usual.hours, usual.elapsed, usual.sessions, usual.weeks, seen, low, high, tuple(notes),
-        platform.no_gpu_per_hour if platform else None,
+        **vars(usual), platform=price.platform, title=platform.title if platform else "", count=price.count,
+        per_hour=per_hour, currency=currency, seen=seen, low=low, high=high, notes=tuple(notes),
+        no_gpu_per_hour=platform.no_gpu_per_hour if platform else None,
     )  # fmt: skip
 
 

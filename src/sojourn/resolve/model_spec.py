@@ -47,12 +47,13 @@ _QK_NORM = ("qwen3", "qwen3_moe", "gemma3_text", "gemma3", "olmo2")
 _BIASED_THROUGHOUT = ("gpt2", "gpt_neox", "gpt_bigcode", "opt", "bloom", "phi", "starcoder2")  # and LayerNorm's bias
 _UNGATED = (*_BIASED_THROUGHOUT, "falcon", "mpt", "gptj", "codegen", "nemotron", "persimmon", "arcee")
 _LEARNED_POSITIONS = ("gpt2", "gpt_bigcode", "opt")
-_ROUTER_BIAS = ("gpt_oss", "deepseek_v3", "glm4_moe", "ernie4_5_moe")
+_ROUTER_BIAS = ("gpt_oss", "ernie4_5_moe")  # trained; DeepSeek-V3 and GLM-4.5 have a buffer
 # Planned by formulas of their own, beside those that the catalogue has.
 _KNOWN = (
-    *(*_UNGATED, *_ROUTER_BIAS, "deepseek_v2", "llama4_text", "llama4", "mixtral", "qwen2_moe", "qwen3_moe", "olmo"),
+    *_UNGATED, *_ROUTER_BIAS,
+    *("deepseek_v2", "deepseek_v3", "glm4_moe", "llama4_text", "llama4", "mixtral", "qwen2_moe", "qwen3_moe", "olmo"),
     *("cohere", "granite", "internlm2", "internlm3", "stablelm", "ministral", "seed_oss", "minicpm", "baichuan", "yi"),
-)
+)  # fmt: skip
 _FOUR_NORMS = ("gemma2", "gemma3_text", "gemma3", "glm4")
 # What transformers fills in where a file is silent, as the publisher's own files of Gemma 3 that also sees are.
 _SILENT = {
