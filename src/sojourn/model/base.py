@@ -132,10 +132,14 @@ def _from_pretrained(base: BaseModelSource, given: dict[str, Any], dtype: Any, d
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
-    loading: contextlib.AbstractContextManager[None] = contextlib.nullcontext()  # a CPU computes from mapped files
+    from sojourn.model.experts import apply_expert_forwards, quantize_experts_on_load
+
+    loading = contextlib.ExitStack()  # a CPU computes from mapped files
     if base.quant_bits is not None or device == "cuda":
         given = {**given, "device_map": {"": device}}
-        loading = streamed_loading(device, check_finite=base.quant_bits is not None)
+        loading.enter_context(streamed_loading(device, check_finite=base.quant_bits is not None))
+    if base.quant_bits == 4:
+        loading.enter_context(quantize_experts_on_load())
     try:
         with loading:
             model, info = AutoModelForCausalLM.from_pretrained(**given, dtype=dtype, output_loading_info=True)
@@ -156,6 +160,8 @@ def _from_pretrained(base: BaseModelSource, given: dict[str, Any], dtype: Any, d
             f"{sorted(missing)[0]}; is it complete, and a causal language model?"
         )
     _refuse_nan(base, model)
+    if base.quant_bits == 4:
+        apply_expert_forwards(model)
     return model if "device_map" in given else model.to(device)
 
 

@@ -37,7 +37,7 @@ from sojourn.model.kernels import fp8, hopper
 from sojourn.model.kernels.cpu.decoder_layer import layer_on_cpu, rms_norm
 from sojourn.model.kernels.cpu.library import cpu_kernels_take
 from sojourn.model.kernels.nf4 import nf4_linear
-from sojourn.model.kernels.triton_support import supports_triton
+from sojourn.model.kernels.triton_support import fused, supports_triton
 from sojourn.model.layers import decoder_layers
 from sojourn.model.layout import Layout
 
@@ -137,7 +137,7 @@ def _mlp(self: Any, x: Tensor) -> Tensor:
                 return out
         return self.down_proj(swiglu(linear_fn(x, weight, bias)))
     gate, up = self.gate_proj(x), self.up_proj(x)
-    return self.down_proj(_fused(_swiglu, x)(gate, up))
+    return self.down_proj(fused(_swiglu, x)(gate, up))
 
 
 def _attention(self: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any) -> Any:
@@ -242,7 +242,7 @@ def _qkv_rope(self: Any, x: Tensor, position_embeddings: tuple[Tensor, Tensor]) 
     query_BTHD, key_BTKD, value_BTKD = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in layers)
     if hasattr(self, "q_norm"):
         query_BTHD, key_BTKD = self.q_norm(query_BTHD), self.k_norm(key_BTKD)
-    return *_fused(_apply_rope, x)(query_BTHD, key_BTKD, *position_embeddings), value_BTKD
+    return *fused(_apply_rope, x)(query_BTHD, key_BTKD, *position_embeddings), value_BTKD
 
 
 def _head_counts(self: Any) -> list[int]:
@@ -275,13 +275,3 @@ def _apply_rope(query_BTHD: Tensor, key_BTKD: Tensor, cos_BTD: Tensor, sin_BTD: 
         return x * cos + torch.cat((-second, first), -1) * sin
 
     return rotate(query_BTHD), rotate(key_BTKD)
-
-
-def _fused(function: Callable[..., Any], x: Tensor) -> Callable[..., Any]:
-    """On a GPU, compiled to one kernel where possible; in a compiled layer it becomes part of that."""
-    return function if x.device.type != "cuda" or torch.compiler.is_compiling() else _compiled(function)
-
-
-@cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True) if supports_triton() else function

@@ -18,11 +18,15 @@ from sojourn.model.kernels.triton_support import supports_triton
 
 def nf4_linear(x: Tensor, packed: Tensor, state: Any, bias_N: Tensor | None) -> Tensor:
     """Like `F.linear`, with a weight that bitsandbytes quantized to `packed` and the QuantState `state`."""
+    y = _nf4_linear(x.flatten(0, -2), packed, *quantized_args(state), *state.shape).view(*x.shape[:-1], -1)
+    return y if bias_N is None else y + bias_N.to(y.dtype)
+
+
+def quantized_args(state: Any) -> tuple[Any, ...]:
+    """What `dequantize` needs of a QuantState, in its order."""
     state2 = state.state2
     nested = (state.offset, state2.absmax, state2.code, state2.blocksize) if state.nested else (None, None, None, 0)
-    quantized = (packed, state.absmax, state.code, state.blocksize, *nested, *state.shape)
-    y = _nf4_linear(x.flatten(0, -2), *quantized).view(*x.shape[:-1], -1)
-    return y if bias_N is None else y + bias_N.to(y.dtype)
+    return (state.absmax, state.code, state.blocksize, *nested)
 
 
 @torch.library.custom_op("sojourn::nf4_linear", mutates_args=())
@@ -32,7 +36,7 @@ def _nf4_linear(
     out_features: int, in_features: int,
 ) -> torch.Tensor:  # fmt: skip
     quantized = (packed, absmax, code, block_size, offset, absmax2, code2, block_size2, out_features, in_features)
-    return x_MK @ _dequantize(x_MK.dtype, *quantized).t()
+    return x_MK @ dequantize(x_MK.dtype, *quantized).t()
 
 
 @torch.library.custom_op("sojourn::nf4_grad_input", mutates_args=())
@@ -42,7 +46,7 @@ def _nf4_grad_input(
     out_features: int, in_features: int,
 ) -> torch.Tensor:  # fmt: skip
     quantized = (packed, absmax, code, block_size, offset, absmax2, code2, block_size2, out_features, in_features)
-    return grad_MN @ _dequantize(grad_MN.dtype, *quantized)
+    return grad_MN @ dequantize(grad_MN.dtype, *quantized)
 
 
 @_nf4_linear.register_fake
@@ -55,7 +59,7 @@ def _(grad_MN: Tensor, *quantized: Any) -> Tensor:
     return grad_MN.new_empty(grad_MN.shape[0], quantized[-1])
 
 
-def _dequantize(
+def dequantize(
     dtype: torch.dtype, packed: Tensor, absmax: Tensor, code: Tensor, block_size: int, offset: Tensor | None,
     absmax2: Tensor | None, code2: Tensor | None, block_size2: int, out_features: int, in_features: int,
 ) -> Tensor:  # fmt: skip

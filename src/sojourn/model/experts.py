@@ -1,0 +1,200 @@
+"""The experts of mixture-of-experts models, which transformers holds as one (E, out, in) parameter per projection.
+
+bitsandbytes quantizes linear layers only. Here experts are quantized, too, while the model is loaded: one projection of
+one layer at a time, expert by expert, in bitsandbytes' own format. Frozen experts then compute by kernels/experts.py.
+Adapters on experts are peft's (`target_parameters`); peft itself would compute whole weights from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sojourn.model.kernels import experts as kernels
+
+WEIGHTS = ("gate_up_proj", "down_proj")
+_BLOCK_SIZE = 64  # weights with one scale, as bitsandbytes' default
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether this module holds a layer's experts, in a form that we compute."""
+    known = getattr(module, "has_gate", False) and not getattr(module, "has_post_expert_norm", False)
+    return known and all(name in module._parameters for name in WEIGHTS)
+
+
+def expert_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(name, module) for name, module in model.named_modules() if is_experts(module)]
+
+
+def quantize_expert_weight(slices: Iterable[Tensor], shape: tuple[int, ...], double_quant: bool) -> nn.Parameter:
+    """A parameter of bitsandbytes with NF4 weights of `shape`, from consecutive parts of it, such as one expert each.
+
+    The same as quantizing the whole tensor at once.
+    """
+    from bitsandbytes.functional import QuantState, get_4bit_type, quantize_4bit, quantize_blockwise
+    from bitsandbytes.nn import Params4bit
+
+    parts = [quantize_4bit(part.contiguous(), blocksize=_BLOCK_SIZE, quant_type="nf4") for part in slices]
+    dtype, device = parts[0][1].dtype, parts[0][0].device
+    packed, absmax = torch.cat([one for one, _ in parts]), torch.cat([state.absmax for _, state in parts])
+    offset = state2 = None
+    if double_quant:
+        offset = absmax.mean()
+        absmax, state2 = quantize_blockwise(absmax - offset, blocksize=256)
+    state = QuantState(
+        absmax=absmax, shape=torch.Size(shape), code=get_4bit_type("nf4", device=device), blocksize=_BLOCK_SIZE,
+        quant_type="nf4", dtype=dtype, offset=offset, state2=state2,
+    )  # fmt: skip
+    parameter: nn.Parameter = Params4bit(
+        packed, quant_state=state, blocksize=_BLOCK_SIZE, compress_statistics=double_quant, quant_type="nf4",
+        bnb_quantized=True,
+    )  # fmt: skip
+    return parameter
+
+
+def _expert_slices(weight_EOI: Tensor) -> Iterable[Tensor]:
+    """Experts one by one, where blocks do not cross them."""
+    return weight_EOI.unbind() if weight_EOI[0].numel() % _BLOCK_SIZE == 0 else [weight_EOI]
+
+
+@contextmanager
+def quantize_experts_on_load() -> Iterator[None]:
+    """Within it, transformers' NF4 quantizer quantizes experts as well as linear layers."""
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+
+    key = "bitsandbytes_4bit"
+    original = AUTO_QUANTIZER_MAPPING[key]
+    AUTO_QUANTIZER_MAPPING[key] = _quantizer_class(original)
+    try:
+        yield
+    finally:
+        AUTO_QUANTIZER_MAPPING[key] = original
+
+
+@cache
+def _quantizer_class(original: Any) -> Any:
+    from transformers.integrations.bitsandbytes import Bnb4bitQuantize
+
+    class ExpertQuantizer(original):  # type: ignore[misc]
+        def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+            module, _, name = param_name.rpartition(".")
+            is_weight = name in WEIGHTS and is_experts(model.get_submodule(module))
+            return is_weight or bool(super().param_needs_quantization(model, param_name, **kwargs))
+
+        def get_quantize_ops(self) -> Any:
+            return ExpertQuantize(self)
+
+    class ExpertQuantize(Bnb4bitQuantize):  # type: ignore[misc]
+        def convert(self, input_dict: dict[str, Any], model: Any = None, **kwargs: Any) -> dict[str, Any]:
+            (name, value), *_ = input_dict.items()
+            if not is_experts(model.get_submodule(name.rpartition(".")[0])):
+                found: dict[str, Any] = super().convert(input_dict, model=model, **kwargs)
+                return found
+            weight = value[0] if isinstance(value, list) else value
+            double_quant = self.hf_quantizer.quantization_config.bnb_4bit_use_double_quant
+            return {name: quantize_expert_weight(_expert_slices(weight), tuple(weight.shape), double_quant)}
+
+    return ExpertQuantizer
+
+
+@contextmanager
+def unpacked_shapes(model: nn.Module) -> Iterator[None]:
+    """Within it, NF4 experts have parameters of their true shape and without memory, which peft reads for adapters."""
+    packed = [(m, n, m._parameters[n]) for _, m in expert_modules(model) for n in WEIGHTS if is_packed(m, n)]
+    for module, name, weight in packed:
+        state: Any = weight.quant_state  # type: ignore[union-attr]
+        empty = torch.empty((), dtype=state.dtype, device=state.absmax.device).expand(state.shape)
+        module._parameters[name] = nn.Parameter(empty, requires_grad=False)
+    try:
+        yield
+    finally:
+        for module, name, weight in packed:
+            module._parameters[name] = weight
+
+
+def is_packed(experts: nn.Module, name: str) -> bool:
+    return getattr(experts._parameters[name], "quant_state", None) is not None
+
+
+def apply_expert_forwards(model: nn.Module) -> None:
+    """Experts, and peft's adapters on them, compute by our kernels from now on. For frozen experts."""
+    for _, module in expert_modules(model):
+        module.__class__ = _class_with_forward(type(module), _experts_forward)
+    for module in model.modules():
+        if hasattr(module, "parameter_name") and is_experts(_innermost(module)):
+            module.__class__ = _class_with_forward(type(module), _adapter_forward)
+
+
+@cache
+def _class_with_forward(module_class: Any, forward: Any) -> Any:
+    if module_class.forward is forward:
+        return module_class
+    return type(module_class.__name__, (module_class,), {"forward": forward, "__module__": module_class.__module__})
+
+
+def _innermost(module: nn.Module) -> nn.Module:
+    """What peft's wrappers wrap: one per parameter, around each other."""
+    while hasattr(module, "base_layer"):
+        module = module.base_layer
+    return module
+
+
+def _experts_forward(
+    self: Any,
+    hidden_TD: Tensor,
+    experts_Tk: Tensor,
+    weights_Tk: Tensor,
+    lora: dict[str, kernels.ExpertLora] | None = None,
+) -> Tensor:
+    lora, device_type = lora or {}, hidden_TD.device.type
+    autocast = torch.is_autocast_enabled(device_type)
+    x_TD = hidden_TD.to(torch.get_autocast_dtype(device_type)) if autocast else hidden_TD
+    route = kernels.sort_by_expert(experts_Tk, weights_Tk, self.num_experts)
+    where, transposed = (route.tokens_S, route.rows_S), self.is_transposed
+    x_SD = kernels.dispatch(x_TD, *where)
+    gate_up_SF = kernels.experts_linear(
+        x_SD, route.offsets_E, self.gate_up_proj, transposed, lora.get("gate_up_proj")
+    )
+    if self.has_bias:
+        gate_up_SF = gate_up_SF + self.gate_up_proj_bias.to(x_SD.dtype)[route.experts_S]
+    x_SF = _weighted_gate(self, gate_up_SF, route.weights_S)
+    # Before the down projection: what follows that saves nothing for the backward, so nothing of it is recomputed.
+    bias_TD = _down_bias(self, experts_Tk, weights_Tk, x_TD.dtype) if self.has_bias else None
+    y_SD = kernels.experts_linear(x_SF, route.offsets_E, self.down_proj, transposed, lora.get("down_proj"))
+    y_TD = kernels.combine(y_SD, *where, len(x_TD))
+    return (y_TD if bias_TD is None else y_TD + bias_TD).to(hidden_TD.dtype)
+
+
+def _weighted_gate(self: Any, gate_up_SF: Tensor, weights_S: Tensor) -> Tensor:
+    if isinstance(getattr(self, "act_fn", None), nn.SiLU) and self.is_concatenated:
+        return kernels.weighted_swiglu(gate_up_SF, weights_S)
+    if hasattr(self, "limit") and not self.is_concatenated:
+        return kernels.weighted_clamped_swiglu(gate_up_SF, weights_S, self.alpha, self.limit)
+    return (self._apply_gate(gate_up_SF) * weights_S[:, None]).to(gate_up_SF.dtype)
+
+
+def _down_bias(self: Any, experts_Tk: Tensor, weights_Tk: Tensor, dtype: torch.dtype) -> Tensor:
+    weights_TE = weights_Tk.new_zeros(len(weights_Tk), self.num_experts).scatter(1, experts_Tk, weights_Tk)
+    return weights_TE.to(dtype) @ self.down_proj_bias.to(dtype)
+
+
+def _adapter_forward(self: Any, hidden_TD: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
+    lora, module = {}, self
+    while hasattr(module, "base_layer"):
+        if not module.disable_adapters:
+            lora[module.parameter_name] = _expert_lora(module, module.active_adapters[0])
+        module = module.base_layer
+    out_TD: Tensor = module(hidden_TD, experts_Tk, weights_Tk, lora)
+    return out_TD
+
+
+def _expert_lora(wrapper: Any, adapter: str) -> kernels.ExpertLora:
+    a, b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
+    experts = wrapper.num_experts
+    a_ERI, b_EOR = a.view(experts, -1, a.shape[1]), b.view(len(b), -1, experts).permute(2, 0, 1)
+    return kernels.ExpertLora(a_ERI, b_EOR, wrapper.scaling[adapter])
