@@ -19,6 +19,7 @@ from sojourn.resolve.training import lora_alpha
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+EXPERTS = "experts"  # in method.targets
 _MATCHING_SECONDS = 2.0
 
 
@@ -60,35 +61,95 @@ def add_adapter(model: nn.Module, method: MethodConfig, seed: int) -> nn.Module:
     import torch
     from peft import LoraConfig, get_peft_model
 
-    alpha, targets = lora_alpha(method), check_adapter_names(model, method)
+    alpha, (targets, parameters) = lora_alpha(method), check_adapter_names(model, method)
     config = LoraConfig(
         r=method.rank,
         lora_alpha=int(alpha) if alpha == int(alpha) else alpha,  # some loaders require an integer
         lora_dropout=method.dropout,
         target_modules=targets,
+        target_parameters=parameters or None,
         use_rslora=method.rslora,
         use_dora=method.dora,
         modules_to_save=list(method.modules_to_save) or None,
         task_type="CAUSAL_LM",
     )
+    if "all-linear" in method.targets and expert_parameters(model):
+        print(_unadapted_note(model, targets, bool(parameters)), flush=True)
     torch.manual_seed(seed)
     try:
-        return get_peft_model(model, config)
+        with _experts_for_peft(model):
+            return get_peft_model(model, config)
     except (ValueError, TypeError) as error:
         raise UserError(f"method: no adapter fits this model: {' '.join(str(error).split())[:200]}") from None
 
 
-def check_adapter_names(model: nn.Module, method: MethodConfig) -> list[str]:
-    """The layers that get an adapter. peft ignores names that the model does not have; here they are errors."""
+@contextmanager
+def _experts_for_peft(model: nn.Module) -> Iterator[None]:
+    """Within it, peft can add an adapter to experts; afterwards they compute by our kernels."""
+    from sojourn.model.experts import apply_expert_forwards, unpacked_shapes
+
+    with unpacked_shapes(model):
+        yield
+    apply_expert_forwards(model)
+
+
+def check_adapter_names(model: nn.Module, method: MethodConfig) -> tuple[list[str], list[str]]:
+    """The layers and the parameters (of experts) that get an adapter. peft ignores names that the model does not have;
+    here they are errors."""
     linear = _target_names(model.get_decoder(), linear=True)
     if not linear:
         raise UserError("method.kind: this model has no linear layers for an adapter")
     _check_tied(model, method.targets)
     _check_names(method.modules_to_save, _module_names(model), "modules_to_save")
-    if method.targets == ["all-linear"]:
-        return linear
-    _check_names(method.targets, _target_names(model, linear=False), "targets")
-    return list(method.targets)
+    experts = expert_parameters(model)
+    named = [name for name in method.targets if name != EXPERTS]
+    parameters = experts if EXPERTS in method.targets else []
+    _check_expert_targets(method, experts)
+    taken = _taken_for_experts(model, linear) if experts else []
+    if named == ["all-linear"]:
+        return [name for name in linear if name not in taken], parameters
+    _check_names(named, _target_names(model, linear=False), "targets")
+    if clash := [name for name in named if name in taken]:
+        raise UserError(f"method.targets: peft takes {clash[0]} for this model's experts; use {EXPERTS} instead")
+    return named, parameters
+
+
+def expert_parameters(model: nn.Module) -> list[str]:
+    """The parameters that hold a model's experts, as peft's `target_parameters` names them; none without experts."""
+    from sojourn.model.experts import WEIGHTS, expert_modules
+
+    ends = dict.fromkeys(name.rpartition(".")[2] for name, _ in expert_modules(model))
+    return [f"{end}.{weight}" for end in ends for weight in WEIGHTS]
+
+
+def _check_expert_targets(method: MethodConfig, experts: list[str]) -> None:
+    if EXPERTS not in method.targets:
+        return
+    if not experts:
+        raise UserError(f"method.targets: {EXPERTS} are for mixture-of-experts models, and this is none; remove it")
+    for key, none in (("dropout", "0"), ("dora", "false")):
+        if getattr(method, key):
+            raise UserError(f"method.{key}: peft has no {key} for adapters on experts; set method.{key}={none}")
+
+
+def _taken_for_experts(model: nn.Module, names: list[str]) -> list[str]:
+    """The linear layers whose names peft takes for experts, as they were called in transformers 4."""
+    from peft import LoraConfig
+
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:  # an older version does not
+        return []
+    config = LoraConfig(target_modules=list(names))
+    convert_peft_config_for_transformers(config, model, None)
+    return [name for name in names if name not in (config.target_modules or ())]
+
+
+def _unadapted_note(model: nn.Module, targets: list[str], with_experts: bool) -> str:
+    others = [name for name in _target_names(model.get_decoder(), linear=True) if name not in targets]
+    left = [*([] if with_experts else ["experts"]), "router", *others]
+    hint = "" if with_experts else f"; method.targets=all-linear,{EXPERTS} adapts experts, too"
+    return f"note: method.targets: all-linear adapts {', '.join(targets)}; not {', '.join(left)}{hint}"
 
 
 def refuse_missing_adapter(folder: str | Path) -> Path:
@@ -106,7 +167,8 @@ def load_adapter(model: nn.Module, folder: str | Path, trainable: bool) -> nn.Mo
     path = refuse_missing_adapter(folder)
     _check_foreign(model, path)
     try:
-        return PeftModel.from_pretrained(model, str(path), is_trainable=trainable)
+        with _experts_for_peft(model):
+            return PeftModel.from_pretrained(model, str(path), is_trainable=trainable)
     except (OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         why = " ".join(str(error).split())[:200]
         raise UserError(f"method.adapter: {folder} does not fit model.base: {why}") from None
@@ -135,7 +197,8 @@ def empty_adapter(model: nn.Module, folder: str | Path, trainable: bool) -> nn.M
     _check_foreign(model, Path(folder).expanduser())
     config = PeftConfig.from_pretrained(str(Path(folder).expanduser()))
     config.inference_mode = not trainable
-    return get_peft_model(model, config)
+    with _experts_for_peft(model):
+        return get_peft_model(model, config)
 
 
 def disable_adapter_upcast(model: nn.Module) -> None:
@@ -154,6 +217,8 @@ def write_adapter(model: nn.Module, weights: dict[str, Tensor], folder: Path, ba
     config.revision = revision
     if not isinstance(config.target_modules, str):  # a pattern
         config.target_modules = sorted(config.target_modules)
+    if config.target_parameters is not None:
+        config.target_parameters = sorted(config.target_parameters)
     model.save_pretrained(str(folder), save_embedding_layers=False, state_dict=weights)
     (folder / "README.md").unlink(missing_ok=True)
 
