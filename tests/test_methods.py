@@ -298,10 +298,15 @@ def test_an_adapter_written_by_peft_is_loaded_and_trained_further(words, base, h
 
 @pytest.mark.parametrize(
     "kind",
-    [["qlora"], ["lora", "method.dropout=0.3"], ["full"], pytest.param(["lora"], marks=pytest.mark.slow)],
+    [
+        ["qlora"], ["lora", "method.dropout=0.3"], ["full"], pytest.param(["lora"], marks=pytest.mark.slow),
+        ["qlora", "method.targets=[q_proj,experts]"],
+    ],
     ids=str,
-)
-def test_a_stopped_run_resumes_exactly(words, kind, monkeypatch):
+)  # fmt: skip
+def test_a_stopped_run_resumes_exactly(words, chats, home, kind, monkeypatch):
+    if "experts" in kind[-1]:
+        words = [*words, f"model.base={make_base(chats, home, 'qwen3_moe', **MIXTURES['qwen3_moe'])}"]
     chosen = [*words, f"method.kind={kind[0]}", *kind[1:], "save.every_steps=3", "train.steps=6"]
     whole = _train([*chosen, "name=whole"])
     from sojourn.train.faults.guard import Guard
@@ -364,6 +369,32 @@ def test_every_family_trains_as_plain_transformers_does(words, chats, home, fami
     )
     reference = _reference(model if kind == "full" else _with_peft(model), run, steps=2)
     assert _losses(run) == pytest.approx(reference, rel=1e-5)
+
+
+ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MIXTURES = {  # of experts
+    "qwen3_moe": {"num_experts": 8, **ROUTED},
+    "mixtral": {"num_local_experts": 4, "sliding_window": None},
+    "glm4_moe": {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, **ROUTED},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("qwen3_moe", "train.activation_checkpointing=full"),
+        ("glm4_moe", "train.micro_batch=8"),
+        pytest.param("mixtral", "train.activation_checkpointing=selective", marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_on_experts_train_as_plain_pefts_do(words, chats, home, family, change):
+    base = make_base(chats, home, family, **MIXTURES[family])
+    run = _train([*words, f"model.base={base}", *_LORA, "method.targets=[q_proj,experts]", "train.steps=3", change])
+    targets = {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj", "experts.gate_up_proj"]}
+    reference = _reference(_with_peft(_plain(base), **targets), run, steps=3)
+    assert _losses(run) == pytest.approx(reference, rel=1e-5)
+    [message] = [line for line in called("export", "t", "--to", "hf").stderr.splitlines() if line]
+    assert "trained with target_parameters, which is not merged here" in message
 
 
 def test_a_model_that_cannot_keep_documents_apart_is_refused_but_trains_unpacked(words, chats, home):

@@ -25,6 +25,7 @@ class PairLoss:
 
     is_per_token = False
     needs_documents = True
+    needs_padding = False
 
     def weight(self, batch: Batch) -> int:
         has_target = batch.labels >= 0

@@ -70,6 +70,7 @@ class ModelSpec:
     learned_positions: bool = False
     softcap: bool = False
     attention_dropout: bool = False
+    router_aux_loss_coef: float = 0.0
     published: int | None = None
     note: str = ""
     caveat: str = ""

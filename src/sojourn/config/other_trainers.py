@@ -81,6 +81,7 @@ VALUE_FLAGS = {
     "adam_beta1": "train.beta1",
     "adam_beta2": "train.beta2",
     "max_grad_norm": "train.clip",
+    "router_aux_loss_coef": "train.router_aux_loss_coef",
     "neftune_noise_alpha": "train.neftune_noise_alpha",
     "optim": "train.optimizer",
     "seed": "train.seed",

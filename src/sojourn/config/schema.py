@@ -152,6 +152,7 @@ class TrainConfig(Section):
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
     clip: Annotated[float, Field(ge=0, le=1_000_000)] = 1.0
+    router_aux_loss_coef: Annotated[float, Field(ge=0, le=1000)] | None = None
     neftune_noise_alpha: Annotated[float, Field(ge=0, le=1000)] = 0.0
     seed: Annotated[int, WholeNumber, Field(ge=0, le=2**63 - 1)] = 0
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"

@@ -132,7 +132,7 @@ def _from_pretrained(base: BaseModelSource, given: dict[str, Any], dtype: Any, d
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
-    from sojourn.model.experts import apply_expert_forwards, quantize_experts_on_load
+    from sojourn.model.experts import apply_expert_forwards, expert_modules, quantize_experts_on_load
 
     loading = contextlib.ExitStack()  # a CPU computes from mapped files
     if base.quant_bits is not None or device == "cuda":
@@ -161,6 +161,8 @@ def _from_pretrained(base: BaseModelSource, given: dict[str, Any], dtype: Any, d
         )
     _refuse_nan(base, model)
     if base.quant_bits == 4:
+        if base.sharded and expert_modules(model):
+            raise UserError("parallel.engine: fsdp cannot shard experts in NF4; use ddp, or method.kind=lora")
         apply_expert_forwards(model)
     return model if "device_map" in given else model.to(device)
 

@@ -61,17 +61,24 @@ class Network:
         layout: Layout | None,
         target_indices_N: Tensor | None = None,
         noise: EmbeddingNoise | None = None,
+        router_logits: list[Tensor] | None = None,
     ) -> Tensor:
-        """Of all tokens (BTD), or of those at `target_indices_N` (ascending) in the flattened batch (ND)."""
+        """Of all tokens (BTD), or of those at `target_indices_N` (ascending) in the flattened batch (ND).
+        `router_logits`: a list that gets those of each mixture-of-experts layer."""
         kwargs = {"position_ids": positions_BT, "use_cache": False}
+        if router_logits is not None:
+            kwargs["output_router_logits"] = True
         if layout is not None:
             kwargs["layout"] = layout
         if self.last_layer_pruned:
             kwargs["target_indices_N"] = target_indices_N
         if self.compute_dtype is None and noise is None:
-            hidden = self.decoder(input_ids=ids_BT, **kwargs).last_hidden_state
+            output = self.decoder(input_ids=ids_BT, **kwargs)
         else:
-            hidden = self._decode_embeddings(ids_BT, noise, kwargs)
+            output = self._decode_embeddings(ids_BT, noise, kwargs)
+        if router_logits is not None:
+            router_logits += output.router_logits
+        hidden = output.last_hidden_state
         if target_indices_N is None:
             return hidden
         if self.last_layer_pruned:
@@ -79,13 +86,13 @@ class Network:
         flat_D = hidden.flatten(0, 1)
         return flat_D if len(target_indices_N) == len(flat_D) else flat_D.index_select(0, target_indices_N)
 
-    def _decode_embeddings(self, ids_BT: Tensor, noise: EmbeddingNoise | None, kwargs: dict[str, Any]) -> Tensor:
+    def _decode_embeddings(self, ids_BT: Tensor, noise: EmbeddingNoise | None, kwargs: dict[str, Any]) -> Any:
         decoder, casts_itself = self.decoder, self.compute_dtype is not None
         with torch.autocast(ids_BT.device.type, enabled=False) if casts_itself else nullcontext():
             embeddings_BTD = decoder.get_input_embeddings()(ids_BT)
             if noise is not None:
                 embeddings_BTD = noise.add_to(embeddings_BTD)
-            return decoder(inputs_embeds=embeddings_BTD.to(self.compute_dtype), **kwargs).last_hidden_state
+            return decoder(inputs_embeds=embeddings_BTD.to(self.compute_dtype), **kwargs)
 
     @contextmanager
     def transformers_attention(self) -> Iterator[nn.Module]:

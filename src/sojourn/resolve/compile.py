@@ -16,6 +16,8 @@ def choose_compile(config: RunConfig, model: ModelSpec, device: DeviceSpec) -> t
         return "off", "compiling is for GPUs"
     if not device.has_triton:
         return "off", "triton is not installed, or does not support so old a GPU"
+    if model.experts is not None and (config.method.kind in ("lora", "qlora") or train.router_aux_loss_coef):
+        return "off", "experts have kernels of their own, and router logits are read out of layers"
     tokens = train.steps * train.global_batch * length if train.steps else int(train.tokens or 0)
     if tokens and model.flops_per_token(length) * tokens / _FLOPS_PER_SECOND < _WORTH_SECONDS:
         return "off", "compiling costs more time than it saves on so short a run"

@@ -14,6 +14,7 @@ from sojourn.estimate.workload import Workload
 from sojourn.resolve.compile import choose_compile
 from sojourn.resolve.cuda_graphs import choose_cuda_graphs, with_cuda_graphs
 from sojourn.resolve.device_spec import DeviceSpec
+from sojourn.resolve.experts import resolve_experts
 from sojourn.resolve.kernels import (
     resolve_attention,
     resolve_cpu_kernels,
@@ -55,6 +56,7 @@ def resolve(
     if config.model.base is None:
         resolve_new_model(resolved, model)
     resolve_method(resolved, model)
+    resolve_experts(resolved, model)
     resolve_tensorboard(resolved, device)
     resolve_precision(resolved, device, started)
     resolve_attention(resolved, model, device)

@@ -35,6 +35,7 @@ class DeviceBatch:
     """A micro batch on its device. `target_indices_N`: of the target tokens in the flattened batch, in order.
 
     `target_documents_N`: the document of each target token, counted over all rows; None unless the objective needs it.
+    `is_real_BT`: which tokens are not padding; None unless the objective needs it.
     """
 
     ids_BT: Tensor
@@ -44,11 +45,12 @@ class DeviceBatch:
     layout: Layout | None
     target_documents_N: Tensor | None = None
     noise: EmbeddingNoise | None = None
+    is_real_BT: Tensor | None = None
 
-    def target_hidden(self, network: Network) -> Tensor:
-        """Hidden states of the target tokens, shape (N, D)."""
+    def target_hidden(self, network: Network, router_logits: list[Tensor] | None = None) -> Tensor:
+        """Hidden states of the target tokens, shape (N, D). `router_logits`: see Network.hidden_states."""
         hidden: Tensor = network.hidden_states(
-            self.ids_BT, self.positions_BT, self.layout, self.target_indices_N, self.noise
+            self.ids_BT, self.positions_BT, self.layout, self.target_indices_N, self.noise, router_logits
         )
         return hidden
 
@@ -65,6 +67,7 @@ class Batcher:
     windows: tuple[int, ...] = ()
     unpad: bool = False  # all real tokens in one row, where that saves computing: see length_buckets.py
     needs_documents: bool = False  # of target tokens: see Objective
+    needs_padding: bool = False  # which tokens are padding: see Objective
     neftune_alpha: float = 0.0  # 0: no noise
     seed: int = 0  # of the noise
 
@@ -99,6 +102,7 @@ class Batcher:
             layout,
             self._copy(number_documents(batch)[target_indices]) if self.needs_documents else None,
             None if batch.noise_keys is None else self._noise(batch, batch.noise_keys),
+            self._copy(batch.documents >= 0) if self.needs_padding else None,
         )
 
     def _noise(self, batch: Batch, keys: np.ndarray) -> EmbeddingNoise:

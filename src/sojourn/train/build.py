@@ -42,6 +42,7 @@ def bare_network(config: RunConfig, artefact: Artefact, device: str, empty: bool
     else:
         model = _load_base(config, artefact, device, empty)
     model.config.use_cache = False
+    _check_router_loss(model, config)
     from sojourn.model.kernels.fused_forwards import apply_fused_forwards, apply_nf4_linear
 
     if config.advanced.fused_forwards == "off":
@@ -51,9 +52,15 @@ def bare_network(config: RunConfig, artefact: Artefact, device: str, empty: bool
     casts_itself = train.precision == "bf16" and not config.method.dora
     network = wrap_model(model, train.attention, torch.bfloat16 if casts_itself else None)
     apply_fused_forwards(network.base_model)
-    if train.device == "cpu" and train.compile != "on":
+    if train.device == "cpu" and train.compile != "on" and not train.router_aux_loss_coef:
         network = prune_last_layer(network)
     return network
+
+
+def _check_router_loss(model: Any, config: RunConfig) -> None:
+    if config.train.router_aux_loss_coef and not hasattr(model.config.get_text_config(), "router_aux_loss_coef"):
+        family = model.config.model_type
+        raise UserError(f"train.router_aux_loss_coef: transformers has no such loss for {family}; set it to 0")
 
 
 def save_memory(network: Network, config: RunConfig) -> None:

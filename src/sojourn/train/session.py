@@ -225,6 +225,7 @@ def _make_stepper(config: RunConfig, artefact: Artefact, objective: Objective, e
         windows=network.sliding_windows,
         unpad=network.last_layer_pruned,
         needs_documents=objective.needs_documents,
+        needs_padding=objective.needs_padding,
         neftune_alpha=train.neftune_noise_alpha,
         seed=train.seed,
     )

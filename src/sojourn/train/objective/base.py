@@ -27,6 +27,10 @@ class Objective(Protocol):
     def needs_documents(self) -> bool:
         """Whether `loss_sum` reads `DeviceBatch.target_documents_N`."""
 
+    @property
+    def needs_padding(self) -> bool:
+        """Whether `loss_sum` reads `DeviceBatch.is_real_BT`."""
+
     def weight(self, batch: Batch) -> int:
         """What a micro batch adds to the denominator, such as its target tokens or pairs. 0: nothing to learn from."""
 
