@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sojourn.catalog.fused_families import FUSED_FAMILIES
+from sojourn.catalog.fused_families import FUSED_FAMILIES, FUSED_MIXTURES
 from sojourn.catalog.models import ModelSpec
 from sojourn.config.attention_backends import ATTENTION_BACKENDS
 from sojourn.config.schema import RunConfig
@@ -47,12 +47,12 @@ def resolve_attention(resolved: Resolved, model: ModelSpec, device: DeviceSpec) 
 def resolve_forwards(resolved: Resolved, model: ModelSpec, device: DeviceSpec) -> None:
     """Fused forwards, FP8, and the loss in chunks."""
     train, advanced = resolved.config.train, resolved.config.advanced
-    has_fused = model.family in FUSED_FAMILIES
+    has_fused = model.family in FUSED_FAMILIES | FUSED_MIXTURES
     if advanced.fused_forwards == "auto":
         reason = f"{model.family} has fused RMSNorm, RoPE and SwiGLU" if has_fused else f"only {_FAMILIES} have them"
         resolved.choose("advanced", "fused_forwards", "on" if has_fused else "off", reason)
     elif advanced.fused_forwards == "on" and not has_fused:
-        names = ", ".join(FUSED_FAMILIES)
+        names = ", ".join(FUSED_FAMILIES | FUSED_MIXTURES)
         raise Unsupported(f"advanced.fused_forwards: {model.family} has no fused forwards ({names} have); use auto")
     if train.fp8 != "off":
         no_fp8 = fp8_unsupported_reason(device, str(train.precision), resolved.config.advanced.fused_forwards == "on")

@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sojourn.catalog.fused_families import FUSED_FAMILIES
+from sojourn.catalog.fused_families import FUSED_FAMILIES, FUSED_MIXTURES
 from sojourn.model.attention import AttentionParams, attend, uses_flash_attention_4
 from sojourn.model.kernels import fp8, hopper
 from sojourn.model.kernels.cpu.decoder_layer import layer_on_cpu, rms_norm
@@ -45,13 +45,15 @@ _MIN_FP8_SIZE = 256  # features; smaller layers (adapters) gain nothing
 
 
 def apply_fused_forwards(model: nn.Module) -> None:
-    prefix = FUSED_FAMILIES[model.config.get_text_config().model_type]
+    family = model.config.get_text_config().model_type
+    prefix = (FUSED_FAMILIES | FUSED_MIXTURES)[family]
     forwards: dict[str, Any] = {
         f"{prefix}RMSNorm": _rms_norm,
         f"{prefix}Attention": _attention,
         f"{prefix}MLP": _mlp,
-        f"{prefix}DecoderLayer": _decoder_layer,
     }
+    if family in FUSED_FAMILIES:
+        forwards[f"{prefix}DecoderLayer"] = _decoder_layer
     for module in model.modules():
         if (forward := forwards.get(type(module).__name__)) is not None:
             _swap_forward(module, forward, use_triton=supports_triton(), cpu_kernels=False, fits_cpu_layer=None)
@@ -148,8 +150,8 @@ def _attention(self: Any, hidden_states: Tensor, position_embeddings: tuple[Tens
 
 
 def _attention_params(self: Any) -> AttentionParams:
-    # Qwen's attention layers have the attribute, Mistral has one window for all layers, Llama none.
-    default_window = self.config.sliding_window if self.config.model_type == "mistral" else None
+    # Qwen's attention layers have the attribute, Mistral and Mixtral have one window for all layers, Llama none.
+    default_window = self.config.sliding_window if self.config.model_type in ("mistral", "mixtral") else None
     window = getattr(self, "sliding_window", default_window)
     return AttentionParams(self.scaling, window, None, self.attention_dropout if self.training else 0.0)
 
@@ -193,7 +195,7 @@ def _decoder_layer(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
 
 def uses_cpu_layer(self: Any, hidden_states: Tensor, kwargs: dict[str, Any]) -> bool:
     """Whether the whole layer is one function of kernels/cpu/."""
-    if not (self.cpu_kernels and cpu_kernels_take(hidden_states)):
+    if not (getattr(self, "cpu_kernels", False) and cpu_kernels_take(hidden_states)):
         return False
     if self.fits_cpu_layer is None:
         self.fits_cpu_layer = _fits_cpu_layer(self)
