@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sojourn.model.kernels import experts as kernels
+from sojourn.model.layers import swap_forward
 
 WEIGHTS = ("gate_up_proj", "down_proj")
 _BLOCK_SIZE = 64  # weights with one scale, as bitsandbytes' default
@@ -107,7 +108,7 @@ def unpacked_shapes(model: nn.Module) -> Iterator[None]:
     """Within it, NF4 experts have parameters of their true shape and without memory, which peft reads for adapters."""
     packed = [(m, n, m._parameters[n]) for _, m in expert_modules(model) for n in WEIGHTS if is_packed(m, n)]
     for module, name, weight in packed:
-        state: Any = weight.quant_state  # type: ignore[union-attr]
+        state: Any = getattr(weight, "quant_state", None)
         empty = torch.empty((), dtype=state.dtype, device=state.absmax.device).expand(state.shape)
         module._parameters[name] = nn.Parameter(empty, requires_grad=False)
     try:
@@ -123,18 +124,11 @@ def is_packed(experts: nn.Module, name: str) -> bool:
 
 def apply_expert_forwards(model: nn.Module) -> None:
     """Experts, and peft's adapters on them, compute by our kernels from now on. For frozen experts."""
-    for _, module in expert_modules(model):
-        module.__class__ = _class_with_forward(type(module), _experts_forward)
     for module in model.modules():
-        if hasattr(module, "parameter_name") and is_experts(_innermost(module)):
-            module.__class__ = _class_with_forward(type(module), _adapter_forward)
-
-
-@cache
-def _class_with_forward(module_class: Any, forward: Any) -> Any:
-    if module_class.forward is forward:
-        return module_class
-    return type(module_class.__name__, (module_class,), {"forward": forward, "__module__": module_class.__module__})
+        forward: Any = _experts_forward if is_experts(module) else _adapter_forward
+        wraps_experts = hasattr(module, "parameter_name") and is_experts(_innermost(module))
+        if (is_experts(module) or wraps_experts) and type(module).forward is not forward:
+            swap_forward(module, forward)
 
 
 def _innermost(module: nn.Module) -> nn.Module:
@@ -157,9 +151,7 @@ def _experts_forward(
     route = kernels.sort_by_expert(experts_Tk, weights_Tk, self.num_experts)
     where, transposed = (route.tokens_S, route.rows_S), self.is_transposed
     x_SD = kernels.dispatch(x_TD, *where)
-    gate_up_SF = kernels.experts_linear(
-        x_SD, route.offsets_E, self.gate_up_proj, transposed, lora.get("gate_up_proj")
-    )
+    gate_up_SF = kernels.experts_linear(x_SD, route.offsets_E, self.gate_up_proj, transposed, lora.get("gate_up_proj"))
     if self.has_bias:
         gate_up_SF = gate_up_SF + self.gate_up_proj_bias.to(x_SD.dtype)[route.experts_S]
     x_SF = _weighted_gate(self, gate_up_SF, route.weights_S)

@@ -218,7 +218,7 @@ def _with_experts(
     if not isinstance(size, int) or isinstance(size, bool) or not 0 < size <= _LARGEST["ffn"]:
         count = shared if isinstance(shared, int) and not isinstance(shared, bool) and 0 < shared < 1000 else 0
         size = count * expert_ffn or None
-    coefficient = settings.get("router_aux_loss_coef") if settings.get("output_router_logits") is True else 0.0
+    coefficient: Any = settings.get("router_aux_loss_coef") if settings.get("output_router_logits") is True else 0.0
     shape = replace(shape, experts=experts, active_experts=active, expert_ffn=expert_ffn, shared_ffn=size)
     known = isinstance(coefficient, int | float) and 0 <= coefficient <= 1000
     return replace(shape, router_aux_loss_coef=float(coefficient)) if known else shape

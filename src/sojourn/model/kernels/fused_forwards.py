@@ -23,8 +23,7 @@ Shapes as in attention.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ from sojourn.model.kernels.cpu.decoder_layer import layer_on_cpu, rms_norm
 from sojourn.model.kernels.cpu.library import cpu_kernels_take
 from sojourn.model.kernels.nf4 import nf4_linear
 from sojourn.model.kernels.triton_support import fused, supports_triton
-from sojourn.model.layers import decoder_layers
+from sojourn.model.layers import decoder_layers, swap_forward
 from sojourn.model.layout import Layout
 
 _MIN_FP8_SIZE = 256  # features; smaller layers (adapters) gain nothing
@@ -56,11 +55,11 @@ def apply_fused_forwards(model: nn.Module) -> None:
         forwards[f"{prefix}DecoderLayer"] = _decoder_layer
     for module in model.modules():
         if (forward := forwards.get(type(module).__name__)) is not None:
-            _swap_forward(module, forward, use_triton=supports_triton(), cpu_kernels=False, fits_cpu_layer=None)
+            swap_forward(module, forward, use_triton=supports_triton(), cpu_kernels=False, fits_cpu_layer=None)
     for decoder_layer in decoder_layers(model):
         for layer in decoder_layer.modules():
             if type(layer) is nn.Linear:
-                _swap_forward(layer, _linear, linear_fn=F.linear)
+                swap_forward(layer, _linear, linear_fn=F.linear)
     apply_nf4_linear(model)
 
 
@@ -70,7 +69,7 @@ def apply_nf4_linear(model: nn.Module) -> None:
     for decoder_layer in decoder_layers(model):
         for layer in decoder_layer.modules():
             if type(layer).__name__ == "Linear4bit" and hasattr(layer, "quant_state"):  # of bitsandbytes
-                _swap_forward(layer, _linear_nf4)
+                swap_forward(layer, _linear_nf4)
 
 
 def apply_fp8(model: nn.Module, mode: str) -> None:
@@ -83,24 +82,11 @@ def apply_fp8(model: nn.Module, mode: str) -> None:
         for layer in decoder_layer.modules():
             large = getattr(layer, "linear_fn", None) is F.linear and min(layer.weight.shape) >= _MIN_FP8_SIZE
             if large and fp8.supports_layer(layer):
-                _swap_forward(layer, _linear, linear_fn=linear_fn)
+                swap_forward(layer, _linear, linear_fn=linear_fn)
     lm_head = model.get_output_embeddings()
     trained = type(lm_head) is nn.Linear and lm_head.weight.requires_grad and lm_head.bias is None
     if mode == "on" and trained and fp8.supports_layer(lm_head):
         lm_head.fp8 = True
-
-
-def _swap_forward(module: nn.Module, forward: Callable[..., Any], **attributes: Any) -> None:
-    module_class: Any = type(module)
-    module.__class__ = _class_with_forward(module_class, forward, **attributes)
-
-
-@cache
-def _class_with_forward(module_class: Any, forward: Callable[..., Any], **attributes: Any) -> Any:
-    """A subclass with another forward, which may call `original_forward`, and with class attributes for it."""
-    members = {name: staticmethod(value) if callable(value) else value for name, value in attributes.items()}
-    members |= {"forward": forward, "original_forward": module_class.forward, "__module__": module_class.__module__}
-    return type(module_class.__name__, (module_class,), members)
 
 
 def _linear(self: Any, x: Tensor) -> Tensor:

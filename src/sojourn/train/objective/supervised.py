@@ -35,15 +35,15 @@ class Supervised:
 
     def loss_sum(self, network: Network, batch: DeviceBatch) -> Tensor:
         if batch.is_real_BT is None:
-            return self._cross_entropy(network, batch.target_hidden(network), batch)
+            return self._cross_entropy(network, batch, batch.target_hidden(network))
         router_logits: list[Tensor] = []
-        total = self._cross_entropy(network, batch.target_hidden(network, router_logits), batch)
+        total = self._cross_entropy(network, batch, batch.target_hidden(network, router_logits))
         top_k = network.base_model.config.get_text_config().num_experts_per_tok
         balance = load_balancing_loss(router_logits, top_k, batch.is_real_BT.flatten())
         return total + self.router_aux_loss_coef * len(batch.labels_N) * balance
 
-    def _cross_entropy(self, network: Network, hidden_ND: Tensor, batch: DeviceBatch) -> Tensor:
-        total: Tensor = loss.cross_entropy_sum(network.lm_head, hidden_ND, batch.labels_N, self.chunked)
+    def _cross_entropy(self, network: Network, batch: DeviceBatch, hidden: Tensor) -> Tensor:
+        total: Tensor = loss.cross_entropy_sum(network.lm_head, hidden, batch.labels_N, self.chunked)
         return total
 
     def score(self, network: Network, batch: DeviceBatch) -> tuple[Tensor, Tensor]:
