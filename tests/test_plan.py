@@ -338,6 +338,16 @@ def test_experts_count_in_memory_but_only_the_active_ones_in_time():
     )
 
 
+def test_experts_in_nf4_fit_a_card_of_24_gb_with_their_dequantized_weights():
+    mixture = find_model("qwen3-30b-a3b")
+    work = Workload(mixture, "qlora", 2, 4096, compiled=False, activation_checkpointing="full")
+    assert 17 < memory(work).allocated / 2**30 < 20
+    in_int8 = replace(work, quant_bits=8)  # which bitsandbytes has for linear layers only
+    assert memory(in_int8).allocated > 2 * 0.9 * mixture.parameters
+    adapted = replace(work, adapts_experts=True)
+    assert memory(adapted).allocated - memory(work).allocated > 12 * 128 * 48 * 16 * (2 * 2048 + 3 * 768)
+
+
 # --- what is planned
 
 

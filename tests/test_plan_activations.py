@@ -25,12 +25,15 @@ SIZES = {
     "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256, "tie_word_embeddings": False,
 }  # fmt: skip
 
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
+
 
 def _network(family: str, adapters: bool, targets: list[str], numbers: str, how: str):
     import transformers
 
-    prefix = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]
-    model = getattr(transformers, f"{prefix}ForCausalLM")(getattr(transformers, f"{prefix}Config")(**SIZES))
+    prefix = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}[family]
+    sizes = SIZES if family != "qwen3_moe" else SIZES | EXPERTS
+    model = getattr(transformers, f"{prefix}ForCausalLM")(getattr(transformers, f"{prefix}Config")(**sizes))
     model.config.use_cache = False
     if adapters:
         model.requires_grad_(False)
@@ -105,6 +108,20 @@ def test_a_block_keeps_what_the_table_says(family, targets, how, numbers):
     # Of adapters, the first block's input needs no gradient: its norm keeps nothing.
     planned -= work.tokens * (4 * 128 + 4) if targets and how == "off" else 0
     assert planned == pytest.approx(found, rel=0.02)
+
+
+@pytest.mark.parametrize("how", ["off", "full"])
+@pytest.mark.parametrize("targets", [["all-linear"], ["q_proj", "experts"]], ids=str)
+def test_frozen_experts_keep_what_the_table_says(targets, how):
+    network = _network("qwen3_moe", True, targets, "fp32", how)
+    work = Workload(
+        of_settings({**SIZES, **EXPERTS, "model_type": "qwen3_moe"}, "test"), "lora", ROWS, LENGTH, device_type="cpu",
+        precision="fp32", compiled=False, has_triton=False, attention="sdpa", activation_checkpointing=how,
+        lora_rank=RANK, lora_targets=LINEAR if targets == ["all-linear"] else ("q_proj",),
+        adapts_experts="experts" in targets, with_evaluation=False,
+    )  # fmt: skip
+    assert work.lora_parameters == sum(p.numel() for p in network.model.parameters() if p.requires_grad)
+    assert _planned(work) == pytest.approx(_counted(network, False), rel=0.05)
 
 
 @pytest.mark.parametrize("targets", [["all-linear"], ["q_proj", "down_proj"]])

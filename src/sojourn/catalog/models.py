@@ -118,9 +118,23 @@ class ModelSpec:
         dense = self.dense_layers or 0
         visited = (self.active_experts if active else self.experts) or 0
         shared = self._feed_forward(self.shared_ffn) if self.shared_ffn else 0
-        router = (self.hidden + self.router_bias) * self.experts
-        sparse = router + visited * self._feed_forward(self.expert_ffn or 0) + shared
-        return dense * self._feed_forward(self.ffn) + (self.layers - dense) * sparse
+        sparse = visited * self._feed_forward(self.expert_ffn or 0) + shared
+        return dense * self._feed_forward(self.ffn) + self.sparse_layers * sparse + self.router_parameters
+
+    @property
+    def sparse_layers(self) -> int:
+        """Layers with experts."""
+        return 0 if self.experts is None else self.layers - (self.dense_layers or 0)
+
+    @property
+    def router_parameters(self) -> int:
+        """Of all layers."""
+        return self.sparse_layers * (self.hidden + self.router_bias) * (self.experts or 0)
+
+    @property
+    def routed_width(self) -> int:
+        """The size of all experts that one token visits, in a layer that has experts."""
+        return (self.active_experts or 0) * (self.expert_ffn or 0)
 
     def ffn_parameters(self, active: bool = False) -> int:
         """Of one layer, on average where some layers have no experts; `active`: only what one token visits."""

@@ -148,7 +148,9 @@ def _feed_forward(workload: Workload) -> Iterator[SavedTensor]:
     model, e, wide = workload.model, workload.compute_bytes, workload.model.active_ffn
     yield from _norm(workload, "second norm", model.hidden, not workload.uses_lora)
     yield from _linear_input(workload, "feed-forward input", model.hidden, "gate_proj", "up_proj")
-    if model.experts is not None:
+    if model.experts is not None and workload.uses_lora:
+        yield from _routed_by_frozen_experts(workload)
+    elif model.experts is not None:
         times = (model.active_experts or 1) + (1 if model.shared_ffn else 0)
         yield SavedTensor("tokens sorted by expert", 2 * times * model.hidden * e, "2·active·D·e")
         yield SavedTensor("router", 3 * 4 * model.experts, "3·4·experts")
@@ -160,3 +162,15 @@ def _feed_forward(workload: Workload) -> Iterator[SavedTensor]:
     yield SavedTensor("LoRA intermediates", _lora_intermediate(workload, *names), "rank·e each")
     for number in range(model.norms - 2):
         yield from _norm(workload, f"norm {number + 3}", model.hidden, not workload.uses_lora)
+
+
+def _routed_by_frozen_experts(workload: Workload) -> Iterator[SavedTensor]:
+    """What model/experts.py saves besides gate and up; for adapters on experts, the inputs of both projections."""
+    model, e, wide = workload.model, workload.compute_bytes, workload.model.routed_width
+    active, share = model.active_experts or 1, model.sparse_layers / model.layers
+    yield SavedTensor("router", share * (4 * (model.experts or 0) + 6 * 8 * active), "4·experts + 6·8·active")
+    if workload.device_type == "cpu" or not workload.has_triton:
+        yield SavedTensor("SwiGLU before routing weights", share * wide * e, "active·F·e")
+    if workload.adapts_experts:
+        rows = active * model.hidden + wide + 2 * active * workload.lora_rank
+        yield SavedTensor("rows of experts, for adapters", share * rows * e, "active·(D + F + 2·rank)·e")

@@ -247,6 +247,7 @@ def _backward_buffers(workload: Workload) -> list[Term]:
         if workload.compiled and workload.uses_lora:
             sides = _lora_outputs(workload) * e
             terms.append(Term(_TEMPORARY, "LoRA outputs, before they are added", t * sides, f"T·{sides:g}"))
+    terms += _expert_buffers(workload)
     if not workload.uses_lora and not workload.is_sharded:
         times = 4 if workload.compiled else 4 / 3  # compiled layers return all gradients of their weights at once
         own = times * layer_parameters(workload)
@@ -254,6 +255,19 @@ def _backward_buffers(workload: Workload) -> list[Term]:
             Term(_TEMPORARY, "gradients of a layer's weights", own, "4·layer; of its largest weight if not compiled")
         )
     return terms
+
+
+def _expert_buffers(workload: Workload) -> list[Term]:
+    """Of frozen experts, in the backward: rows sorted by expert, and one weight as it is dequantized."""
+    model, e = workload.model, workload.compute_bytes
+    if model.experts is None or not workload.uses_lora:
+        return []
+    rows = workload.tokens * e * (model.active_experts or 1) * model.hidden
+    dequantized = e * workload.expert_weight if workload.quantizes_experts else 0
+    return [
+        Term(_TEMPORARY, "gradients of rows sorted by expert", rows, "T·active·D·e"),
+        Term(_TEMPORARY, "experts of a layer, dequantized", dequantized, "e·experts·2·F·D"),
+    ]
 
 
 def _lora_outputs(workload: Workload) -> int:
@@ -337,4 +351,8 @@ def _evaluation(workload: Workload) -> Phase:
 def _loading(workload: Workload) -> Phase:
     """The weights, and one tensor as it is read and cast."""
     loading = 2 * 4 * workload.largest_parameter
-    return Phase("loading", (*weights(workload), Term(_TEMPORARY, "tensor being loaded", loading, "2·4·largest")))
+    terms = [*weights(workload), Term(_TEMPORARY, "tensor being loaded", loading, "2·4·largest")]
+    if workload.quantizes_experts:  # one by one, stacked, and gate and up concatenated
+        size = 3 * workload.compute_bytes * workload.expert_weight
+        terms.append(Term(_TEMPORARY, "experts of a layer, before they are quantized", size, "3·e·experts·2·F·D"))
+    return Phase("loading", tuple(terms))

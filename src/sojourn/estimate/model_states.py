@@ -51,7 +51,9 @@ def weights(workload: Workload) -> list[Term]:
         terms.append(Term("weights", "base", 0 if offloaded else e * count / w, f"e·P / {w} = {e}·{count:,}"))
     else:
         inside = model.layers * (model.layer_parameters() - model.norms * model.hidden)
-        if model.experts is not None:  # bitsandbytes leaves experts as they are
+        if workload.quantizes_experts:
+            inside -= model.router_parameters
+        elif model.experts is not None:  # bitsandbytes leaves experts as they are
             inside = model.layers * model.attention_parameters
         size = workload.quantized_bytes
         terms.append(
@@ -62,11 +64,11 @@ def weights(workload: Workload) -> list[Term]:
                 f"{size:.4f}·{inside:,} / {w}",
             )
         )
-        rest = count - inside
+        rest, keeps_experts = count - inside, model.experts is not None and not workload.quantizes_experts
         terms.append(
             Term(
                 "weights",
-                "embedding, LM head, norms" if model.experts is None else "embedding, LM head, experts",
+                "embedding, LM head, experts" if keeps_experts else "embedding, LM head, norms",
                 e * rest / w,
                 f"e·{rest:,} / {w}",
             )

@@ -218,6 +218,9 @@ def _elementwise(workload: Workload, gpu: Gpu) -> float:
     if model.qk_norm:
         normed = q + model.kv_heads * model.head_dim
         forward, backward = forward + 2 * normed * e, backward + 3 * normed * e
+    if model.experts is not None:
+        sorted_rows = (model.active_experts or 1) * d * e * model.sparse_layers // model.layers
+        forward, backward = forward + 3 * sorted_rows, backward + 3 * sorted_rows
     adapted = [size for name, size in linear_shapes(workload).items() if workload.has_adapter(name)]
     forward += e * sum(k + 3 * n for k, n in adapted)
     backward += e * sum(2 * k + 3 * n for k, n in adapted)
@@ -244,9 +247,11 @@ def _weight_bytes(workload: Workload) -> float:
     """Bytes of one layer's weights in one micro batch: casts, NF4 dequantization per use, gradient accumulation."""
     count = layer_parameters(workload)
     if workload.model.experts is not None:  # all experts are read
-        times = 3 if workload.activation_checkpointing == "full" else 2
-        reads = times * workload.compute_bytes * workload.model.ffn_parameters()
-        return reads + (0 if workload.uses_lora else 12 * count)
+        times = 3.0 if workload.activation_checkpointing == "full" else 2.0
+        each = float(workload.compute_bytes)
+        if workload.quantizes_experts:
+            each, times = each + workload.quantized_bytes + 2, times - (times - 2) / 3  # down is not recomputed
+        return times * each * workload.model.ffn_parameters() + (0 if workload.uses_lora else 12 * count)
     if workload.method == "qlora":
         uses = 2 + (1 if workload.activation_checkpointing == "full" else 0)
         return uses * count * (workload.quantized_bytes + 2)

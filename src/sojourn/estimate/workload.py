@@ -10,6 +10,7 @@ from sojourn.config.attention_backends import ATTENTION_BACKENDS, AttentionBacke
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 EXPERTS = ("gate_proj", "up_proj", "down_proj")
+_UNPACKED_EXPERTS = ("llama4", "llama4_text")  # experts in a form of their own, which stay as they are
 _NF4_BLOCK, _NF4_GROUP = 64, 256  # weights per scale, and scales per second scale (double quantization)
 
 
@@ -52,6 +53,7 @@ class Workload:
     offload: str = "off"
     lora_rank: int = 16
     lora_targets: tuple[str, ...] = LINEAR
+    adapts_experts: bool = False
     lora_dropout: float = 0.0
     modules_to_save: tuple[str, ...] = ()
     quant_bits: int = 4
@@ -116,14 +118,18 @@ class Workload:
         q, k, d = model.heads * model.head_dim, model.kv_heads * model.head_dim, model.hidden
         sizes = {"q_proj": d + q, "k_proj": d + k, "v_proj": d + k, "o_proj": q + d}
         sizes |= dict.fromkeys(EXPERTS, d + model.ffn)
-        return model.layers * self.lora_rank * sum(size for name, size in sizes.items() if self.has_adapter(name))
+        linear = model.layers * sum(size for name, size in sizes.items() if self.has_adapter(name))
+        each = 2 * d + 3 * (model.expert_ffn or 0)  # gate and up are one matrix
+        experts = model.sparse_layers * (model.experts or 0) * each if self.adapts_experts else 0
+        return self.lora_rank * (linear + experts)
 
     @property
     def largest_parameter(self) -> int:
         """Elements of the largest trained tensor."""
         model = self.model
         if self.uses_lora:
-            return self.lora_rank * max(model.ffn, model.hidden, model.heads * model.head_dim)
+            experts = (model.experts or 0) * max(2 * (model.expert_ffn or 0), model.hidden) * self.adapts_experts
+            return self.lora_rank * max(model.ffn, model.hidden, model.heads * model.head_dim, experts)
         return max(model.embedding_parameters, model.hidden * model.ffn)
 
     @property
@@ -135,9 +141,20 @@ class Workload:
         return 0.5 + scale / _NF4_BLOCK
 
     def has_adapter(self, name: str) -> bool:
-        """Whether this linear layer has a LoRA adapter. Experts have none: transformers stores them as one tensor."""
+        """Whether this linear layer has a LoRA adapter. Experts are no linear layers: see `adapts_experts`."""
         adaptable = self.model.experts is None or name not in EXPERTS
         return self.uses_lora and adaptable and name in self.lora_targets
+
+    @property
+    def quantizes_experts(self) -> bool:
+        """NF4 only: bitsandbytes' int8 is for linear layers."""
+        known = self.model.experts is not None and self.model.family not in _UNPACKED_EXPERTS
+        return known and self.method == "qlora" and self.quant_bits == 4
+
+    @property
+    def expert_weight(self) -> int:
+        """Elements of the larger weight of one layer's experts: gate and up."""
+        return 2 * (self.model.experts or 0) * (self.model.expert_ffn or 0) * self.model.hidden
 
     def saves_input(self, name: str) -> bool:
         """Whether this linear layer's input is saved for a gradient of weights."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sojourn.catalog.models import ModelSpec
-from sojourn.config.schema import RunConfig
+from sojourn.config.schema import MethodConfig, RunConfig
 from sojourn.estimate.workload import LINEAR, Workload
 from sojourn.resolve.device_spec import DeviceSpec
 from sojourn.resolve.ds_config import zero_from_file
@@ -41,7 +41,8 @@ def workload_of(config: RunConfig, model: ModelSpec, device: DeviceSpec) -> Work
         optimizer=train.optimizer,
         offload=offload,
         lora_rank=method.rank,
-        lora_targets=tuple(name for name in method.targets if name in LINEAR) or LINEAR,  # other families' names: all
+        lora_targets=_lora_targets(method),
+        adapts_experts="experts" in method.targets,
         lora_dropout=method.dropout,
         modules_to_save=tuple(method.modules_to_save),
         quant_bits=method.bits,
@@ -52,6 +53,13 @@ def workload_of(config: RunConfig, model: ModelSpec, device: DeviceSpec) -> Work
         zero_stage=zero_stage,
         reshard_after_forward=config.advanced.reshard_after_forward,
     )
+
+
+def _lora_targets(method: MethodConfig) -> tuple[str, ...]:
+    """All, too, where other families have other names."""
+    if method.targets == ["experts"]:
+        return ()
+    return tuple(name for name in method.targets if name in LINEAR) or LINEAR
 
 
 def accumulation_steps(global_batch: int, micro_batch: int, ranks: int) -> int:
