@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from sojourn.catalog.fused_families import FUSED_FAMILIES
+from sojourn.catalog.fused_families import LAYERS_LIKE_LLAMA
 from sojourn.config.load import load_run
 from sojourn.data.artefact import Batch
 from sojourn.errors import UserError
@@ -116,6 +116,7 @@ def _loss_and_gradients(network, batch):
 
 def _model(family, width, head_dim, **sizes):
     sizes |= {"hidden_size": width, "head_dim": head_dim, "num_attention_heads": 4, "intermediate_size": 96}
+    sizes |= {"pad_token_id": None, "no_rope_layers": [1, 0]}  # of SmolLM3
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, vocab_size=128, **sizes))
 
 
@@ -135,7 +136,7 @@ def _batch():
     return Batch(ids, np.roll(ids, -1, 1), np.tile(np.arange(32), (2, 1)), np.zeros((2, 32), np.int32))
 
 
-@pytest.mark.parametrize("family", FUSED_FAMILIES)
+@pytest.mark.parametrize("family", LAYERS_LIKE_LLAMA)
 def test_decoder_layers_compute_the_same_with_hopper_kernels(family, by_torch, monkeypatch):
     network = _network(family)
     found, by = _loss_and_gradients(network, _batch())
@@ -192,7 +193,9 @@ def test_hopper_kernels_where_they_are_unsupported_are_refused_with_the_reason()
         return resolve_here(load_run(["tiny", *words, "train.device=cpu"]).config).config
 
     cpu = DeviceSpec("cpu", "cpu", "fp32")
-    assert settings().advanced.hopper_kernels == "off" and "on cpu" in hopper_unsupported_reason(settings(), cpu)
+    assert settings().advanced.hopper_kernels == "off" and "on cpu" in hopper_unsupported_reason(
+        settings(), cpu, "llama"
+    )
     with pytest.raises(
         UserError, match=r"advanced\.hopper_kernels: needs an H100 or H200, but this run is on cpu; use auto"
     ):
@@ -200,16 +203,17 @@ def test_hopper_kernels_where_they_are_unsupported_are_refused_with_the_reason()
     ready = {"device": "cuda", "precision": "bf16", "fp8": "off", "deterministic": "off"}
     h200 = DeviceSpec("cuda", "H200", "bf16", compute_capability=(9, 0), packages=HOPPER_PACKAGES)
 
-    def reason(kind="pretrain", engine="single", device=h200, **changes):
+    def reason(kind="pretrain", engine="single", device=h200, family="llama", **changes):
         advanced = {"fused_forwards": changes.pop("fused", "on")}
         parts = {"train": {**ready, **changes}, "advanced": advanced, "method": {"kind": kind},
                  "parallel": {"engine": engine}}  # fmt: skip
         config = SimpleNamespace(**{name: SimpleNamespace(**part) for name, part in parts.items()})
-        return hopper_unsupported_reason(config, device)
+        return hopper_unsupported_reason(config, device, family)
 
     assert reason() is None is reason(engine="ddp")
     reasons = (reason("lora"), reason(engine="fsdp"), reason(fused="off"), reason(fp8="on"), reason(precision="fp16"))
     reasons += (reason(deterministic="on"),)
+    assert "only the fused forwards of Llama, " in reason(family="gemma3_text")
     for word, found in zip(("lora", "fsdp", "fused", "fp8", "fp16", "deterministic"), reasons, strict=True):
         assert word in found
     assert "pip install 'sojourn[hopper]'" in reason(device=replace(h200, packages=frozenset({"quack"})))

@@ -325,23 +325,23 @@ def test_a_stopped_run_resumes_exactly(words, chats, home, kind, monkeypatch):
     assert all("lora" in key for key in checkpoint) == (kind[0] != "full")
 
 
+_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 FUSED_CHANGES = {
     "llama": {"tie_word_embeddings": True, "attention_bias": True},
     "qwen2": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
     "mistral": {"sliding_window": 7},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "gemma3_text": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
+    "phi3": {"sliding_window": 7, "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}},
 }
 
 
 OTHER_FAMILIES = {
-    "glm4": {},
     "gemma2": {"sliding_window": 7, "final_logit_softcapping": 5.0, "attn_logit_softcapping": 3.0},
-    "phi3": {"sliding_window": 7},
     "gpt2": {"n_positions": 128, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
     "cohere": {"logit_scale": 0.5},
     "glm": {},
-    "smollm3": {},
     "gemma": {},
-    "gemma3_text": {"sliding_window": 7},
     "phi": {},
     "granite": {"logits_scaling": 4.0},
 }
@@ -349,7 +349,7 @@ OTHER_FAMILIES = {
 # soft-capping and scaling, linear layers that are no nn.Linear (gpt2's, which matters to adapters).
 IN_SHORT = {("llama", "full"), ("llama", "lora"), ("qwen2", "lora"), ("qwen3", "full"), ("mistral", "lora"),
             ("gemma2", "full"), ("gpt2", "lora"), ("cohere", "full"), ("gemma3_text", "full"), ("granite", "full"),
-            ("phi3", "full")}  # fmt: skip
+            ("phi3", "full"), ("glm4", "lora"), ("smollm3", "full")}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from sojourn.resolve.cuda_graphs import with_cuda_graphs
 from sojourn.resolve.device_spec import DeviceSpec, catalog_device
 from sojourn.resolve.model_spec import model_spec_of, of_base, of_file, of_settings
 from sojourn.resolve.new_model import llama_spec
-from sojourn.resolve.resolve import describe_faster_settings, resolve
+from sojourn.resolve.resolve import describe_faster_settings, describe_plain_forwards, resolve
 
 GIB = 2**30
 ROOT = Path(__file__).parents[1]
@@ -541,6 +541,15 @@ def test_settings_that_leave_memory_unused_are_noted(words, gib):
     train = free.config.train
     best = f"train.micro_batch={train.micro_batch} train.activation_checkpointing={train.activation_checkpointing}"
     assert re.fullmatch(rf"the same result \d+% sooner, by its plan, in the memory here: {best}", note)
+
+
+def test_what_it_costs_to_have_no_fused_forwards_is_noted():
+    config = load_run(["qlora-7b", "train.steps=100", "train.compile=off"]).config
+    spec, device = model_spec_of(config), catalog_device(config, find_gpu("RTX 4090"))
+    assert describe_plain_forwards(resolve(config, spec, device), spec, device) is None
+    other = replace(spec, family="gemma2")
+    note = describe_plain_forwards(resolve(config, other, device), other, device)
+    assert re.fullmatch(r"gemma2 has no fused forwards: [1-9]\d?% slower than with them, by its plan", note)
 
 
 # --- advice

@@ -32,11 +32,17 @@ UNPACKED = ([48], [20], [31])
 FAMILIES = {
     **{family: {} for family in FUSED_FAMILIES},
     "mistral": {"sliding_window": 5},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "smollm3, no rope in the first": {"no_rope_layers": [0, 1]},
+    "gemma3_text": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    "phi3": {"sliding_window": 5},
+    "phi3, partial": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     "mistral, its window beyond every document": {"sliding_window": 40},
 }
 SIZES = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": None, "bos_token_id": None,
+    "eos_token_id": None,
 }  # fmt: skip
 
 
@@ -60,7 +66,11 @@ def _batch(lengths, trained: float) -> Batch:
 def _model(family: str):
     torch.manual_seed(0)
     kind = AutoConfig.for_model(family.split(",", maxsplit=1)[0], **SIZES, **FAMILIES[family])
-    return AutoModelForCausalLM.from_config(kind).train()
+    model = AutoModelForCausalLM.from_config(kind).train()
+    for name, one in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(one, 0.5, 1.5)  # so that one that is forgotten, or another's, shows
+    return model
 
 
 def _both(family: str, checkpointing: str = "off"):

@@ -1,8 +1,7 @@
 """The last decoder layer computes its MLP for target tokens only.
 
 After attention no token reads another, so the hidden states of the target tokens, the loss and all gradients stay the
-same, and the MLP of tokens without a label is saved. For families with fused forwards, whose layers have the same
-structure. Shapes as in network.py.
+same, and the MLP of tokens without a label is saved. For families with fused forwards. Shapes as in network.py.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sojourn.model.kernels.fused_forwards import uses_cpu_layer
+from sojourn.model.kernels.fused_forwards import attention_block, mlp_block, uses_cpu_layer
 from sojourn.model.network import Network
 
 _MOST = 0.75  # of all tokens: with more targets than that, a layer that is one function is faster as a whole
@@ -37,9 +36,8 @@ def _pruned_class(layer_class: Any) -> Any:
         tokens = hidden_states.shape[0] * hidden_states.shape[1]
         if len(target_indices_N) > _MOST * tokens and uses_cpu_layer(self, hidden_states, kwargs):
             return original_forward(self, hidden_states, **kwargs).flatten(0, 1).index_select(0, target_indices_N)[None]
-        attention_BTD, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
-        hidden_1ND = (hidden_states + attention_BTD).flatten(0, 1).index_select(0, target_indices_N)[None]
-        return hidden_1ND + self.mlp(self.post_attention_layernorm(hidden_1ND))
+        attended_BTD = attention_block(self, hidden_states, **kwargs)
+        return mlp_block(self, attended_BTD.flatten(0, 1).index_select(0, target_indices_N)[None])
 
     members = {"forward": forward, "__module__": layer_class.__module__}
     return type(layer_class.__name__, (layer_class,), members)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from sojourn.catalog.fused_families import FUSED_FAMILIES, FUSED_MIXTURES
+from collections.abc import Iterable
+
+from sojourn.catalog.fused_families import FUSED_FAMILIES, FUSED_MIXTURES, LAYERS_LIKE_LLAMA
 from sojourn.catalog.models import ModelSpec
 from sojourn.config.attention_backends import ATTENTION_BACKENDS
 from sojourn.config.schema import RunConfig
@@ -12,7 +14,13 @@ from sojourn.resolve.device_spec import HOPPER_PACKAGES, DeviceSpec
 from sojourn.resolve.resolved import Resolved, Unsupported
 
 _FP8_CAPABILITY = (8, 9)
-_FAMILIES = " and ".join(", ".join(FUSED_FAMILIES.values()).rsplit(", ", 1))
+
+
+def _names(families: Iterable[str]) -> str:
+    return " and ".join(", ".join(FUSED_FAMILIES[one] for one in families).rsplit(", ", 1))
+
+
+_FAMILIES = _names(FUSED_FAMILIES)
 
 
 def resolve_precision(resolved: Resolved, device: DeviceSpec, started: RunConfig | None) -> None:
@@ -49,7 +57,9 @@ def resolve_forwards(resolved: Resolved, model: ModelSpec, device: DeviceSpec) -
     train, advanced = resolved.config.train, resolved.config.advanced
     has_fused = model.family in FUSED_FAMILIES | FUSED_MIXTURES
     if advanced.fused_forwards == "auto":
-        reason = f"{model.family} has fused RMSNorm, RoPE and SwiGLU" if has_fused else f"only {_FAMILIES} have them"
+        reason = (
+            f"{model.family} has fused RMSNorm, RoPE and MLP activation" if has_fused else f"only {_FAMILIES} have them"
+        )
         resolved.choose("advanced", "fused_forwards", "on" if has_fused else "off", reason)
     elif advanced.fused_forwards == "on" and not has_fused:
         names = ", ".join(FUSED_FAMILIES | FUSED_MIXTURES)
@@ -78,8 +88,9 @@ def fp8_unsupported_reason(device: DeviceSpec, precision: str, fused: bool) -> s
     return None
 
 
-def resolve_hopper(resolved: Resolved, device: DeviceSpec) -> None:
-    setting, reason = resolved.config.advanced.hopper_kernels, hopper_unsupported_reason(resolved.config, device)
+def resolve_hopper(resolved: Resolved, model: ModelSpec, device: DeviceSpec) -> None:
+    setting = resolved.config.advanced.hopper_kernels
+    reason = hopper_unsupported_reason(resolved.config, device, model.family)
     if setting == "on" and reason is not None:
         raise Unsupported(f"advanced.hopper_kernels: {reason}; use auto")
     if setting != "auto":
@@ -94,11 +105,11 @@ def resolve_hopper(resolved: Resolved, device: DeviceSpec) -> None:
         resolved.choose("advanced", "hopper_kernels", "on", "quack and FlashAttention-4 are installed")
 
 
-def hopper_unsupported_reason(config: RunConfig, device: DeviceSpec) -> str | None:
+def hopper_unsupported_reason(config: RunConfig, device: DeviceSpec, family: str) -> str | None:
     """Why a run cannot use the kernels of model/kernels/hopper.py, or None."""
     train = config.train
-    if config.advanced.fused_forwards != "on":
-        return f"only the fused forwards of {_FAMILIES} have Hopper kernels"
+    if config.advanced.fused_forwards != "on" or family not in LAYERS_LIKE_LLAMA:
+        return f"only the fused forwards of {_names(LAYERS_LIKE_LLAMA)} have Hopper kernels"
     if config.method.kind in ("lora", "qlora"):
         return f"for runs that train all weights, but method.kind is {config.method.kind}"
     if device.device_type != "cuda":

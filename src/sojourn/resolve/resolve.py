@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from sojourn.catalog.fused_families import FUSED_FAMILIES, FUSED_MIXTURES
 from sojourn.catalog.models import ModelSpec
 from sojourn.config.schema import RunConfig
 from sojourn.estimate.ceilings import has_rate
@@ -68,7 +69,7 @@ def resolve(
         section, name = key.split(".")
         if saves_more_memory(key, value, getattr(getattr(resolved.config, section), name)):
             resolved.choose(section, name, value, "memory ran out with more (ladder.json)")
-    resolve_hopper(resolved, device)
+    resolve_hopper(resolved, model, device)
     resolve_cpu_kernels(resolved, device)
     workload = workload_of(resolved.config, model, device)
     captured = with_cuda_graphs(resolved.config, workload, device)
@@ -92,3 +93,14 @@ def describe_faster_settings(config: RunConfig, found: Resolution, model: ModelS
     train = free.config.train
     settings = f"train.micro_batch={train.micro_batch} train.activation_checkpointing={train.activation_checkpointing}"
     return f"the same result {gain - 1:.0%} sooner, by its plan, in the memory here: {settings}"
+
+
+def describe_plain_forwards(found: Resolution, model: ModelSpec, device: DeviceSpec) -> str | None:
+    """What it costs that a family has no fused forwards."""
+    gpu = device.gpu
+    has_fused = model.family in FUSED_FAMILIES | FUSED_MIXTURES
+    if has_fused or gpu is None or device.device_type != "cuda" or not has_rate(gpu):
+        return None
+    fused = replace(found.workload, fused_forwards=True)
+    slower = step_time(fused, gpu).tokens_per_second / step_time(found.workload, gpu).tokens_per_second - 1
+    return f"{model.family} has no fused forwards: {max(0.0, slower):.0%} slower than with them, by its plan"

@@ -6,7 +6,7 @@ from typing import Any
 
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
-from sojourn.resolve.resolve import Resolution, describe_faster_settings, resolve
+from sojourn.resolve.resolve import Resolution, describe_faster_settings, describe_plain_forwards, resolve
 from sojourn.train.local_device import local_device
 from sojourn.train.model_spec import local_model_spec
 
@@ -14,7 +14,8 @@ from sojourn.train.model_spec import local_model_spec
 def resolve_here(
     config: RunConfig, started: RunConfig | None = None, oom_fallback: dict[str, Any] | None = None, ranks: int = 1
 ) -> Resolution:
-    """See `resolve.resolve`. Prints a note where the settings leave memory unused that would make the run faster."""
+    """See `resolve.resolve`. Prints a note where the settings leave memory unused that would make the run faster, and
+    where the model has no fused forwards."""
     model = local_model_spec(config)
     if config.model.base is not None and 0 < model.positions < config.data.max_length:
         raise UserError(
@@ -23,7 +24,8 @@ def resolve_here(
         )
     device = local_device(config, model, ranks)
     found = resolve(config, model, device, started, oom_fallback)
-    note = None if oom_fallback else describe_faster_settings(config, found, model, device)
-    if note is not None:
-        print(f"note: {note}", flush=True)
+    faster = None if oom_fallback else describe_faster_settings(config, found, model, device)
+    for note in (faster, describe_plain_forwards(found, model, device)):
+        if note is not None:
+            print(f"note: {note}", flush=True)
     return found

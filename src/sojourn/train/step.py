@@ -174,8 +174,8 @@ def make_cuda_graphs(
     """None, with a note, where forward+backward cannot be captured."""
     network = engine.network
     reason = None
-    if not engine.has_direct_gradients or network.sliding_windows:
-        reason = "only for one rank, without sliding windows or fp16"
+    if not engine.has_direct_gradients:
+        reason = "only for one rank, without fp16"
     elif network.has_dropout and activation_checkpointing:
         reason = "dropout needs train.activation_checkpointing=off"
     if reason is not None:

@@ -9,21 +9,24 @@ is off. fp16 and DoRA are left to autocast. On a GPU, q, k and v of trained weig
 and rotated (RoPE) by one kernel; gate and up come from one matmul followed by one SwiGLU kernel.
 
 To add a model family: add its `model_type` and class prefix to catalog/fused_families.py. That is all where
-- its classes are called prefix + RMSNorm, Attention, MLP, DecoderLayer, with Llama's attribute names;
-- its layers are `x + attention(norm(x))`, then `x + mlp(norm(x))`, without multipliers, further norms or dropout on the
-  residual stream (prune_last_layer.py and the Hopper kernels compute this themselves);
-- RMSNorm multiplies by `weight`, not by `1 + weight`; the MLP is SwiGLU;
-- every layer has RoPE over whole heads, in halves as Llama's; `q_norm` and `k_norm`, if any, are per head.
-What differs needs code here. Tests compare every family of the list with transformers (test_methods.py,
-test_prune_last_layer.py, test_hopper.py), and parity_check.py every opened model. Plans have tables of families in
-resolve/model_spec.py (biases, norms, sliding windows).
+- its classes are called prefix + RMSNorm, Attention, MLP, DecoderLayer, with Llama's attribute names, or Phi-3's
+  `qkv_proj` and `gate_up_proj`;
+- its layers are `x + attention(norm(x))`, then `x + mlp(norm(x))`, without multipliers on the residual stream; what
+  attention and MLP give may be normalized again (`attention_block`, `mlp_block`);
+- RMSNorm multiplies by `weight`, or by `1 + weight` if the class is in `_ONE_PLUS_WEIGHT`; the MLP is SwiGLU or GeGLU;
+- RoPE is over whole heads or their first dimensions, in halves as Llama's, or interleaved if the family is in
+  `_INTERLEAVED_ROPE`; layers may have none; `q_norm` and `k_norm`, if any, are per head.
+What differs needs code here. Hopper and CPU kernels take layers like Llama's only. Tests compare every family of the
+list with transformers (test_methods.py, test_prune_last_layer.py, test_hopper.py), and parity_check.py every opened
+model. Plans have tables of families in resolve/model_spec.py (biases, norms, sliding windows).
 
 Shapes as in attention.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -41,13 +44,20 @@ from sojourn.model.layers import decoder_layers, swap_forward
 from sojourn.model.layout import Layout
 
 _MIN_FP8_SIZE = 256  # features; smaller layers (adapters) gain nothing
+_ONE_PLUS_WEIGHT = ("Gemma3",)  # class prefixes
+_INTERLEAVED_ROPE = ("glm4",)
+_ONE_WINDOW = (
+    "mistral",
+    "mixtral",
+    "phi3",
+)  # config.sliding_window is that of all layers; elsewhere a layer knows its own
 
 
 def apply_fused_forwards(model: nn.Module) -> None:
     family = model.config.get_text_config().model_type
     prefix = (FUSED_FAMILIES | FUSED_MIXTURES)[family]
     forwards: dict[str, Any] = {
-        f"{prefix}RMSNorm": _rms_norm,
+        f"{prefix}RMSNorm": _rms_norm_one_plus_weight if prefix in _ONE_PLUS_WEIGHT else _rms_norm,
         f"{prefix}Attention": _attention,
         f"{prefix}MLP": _mlp,
     }
@@ -108,45 +118,72 @@ def _rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
     return F.rms_norm(hidden_states, weight.shape, weight, self.variance_epsilon)
 
 
-def _mlp(self: Any, x: Tensor) -> Tensor:
-    if self.config.hidden_act != "silu":
-        return self.original_forward(x)
-    layers = (self.gate_proj, self.up_proj)
-    if self.use_triton and x.device.type == "cuda" and _can_concatenate(layers):
-        from sojourn.model.kernels.swiglu import swiglu
+def _rms_norm_one_plus_weight(self: Any, x: Tensor) -> Tensor:
+    return fused(_one_plus_weight_norm(self.eps), x)(x, self.weight)
 
+
+@cache
+def _one_plus_weight_norm(eps: float) -> Callable[[Tensor, Tensor], Tensor]:
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        """In fp32, as transformers: 1 + weight in bf16 would be another number."""
+        return F.rms_norm(x.float(), weight.shape, 1.0 + weight.float(), eps).to(x.dtype)
+
+    return norm
+
+
+def _mlp(self: Any, x: Tensor) -> Tensor:
+    gated = _GATED.get(_activation(self.config))
+    if gated is None:
+        return self.original_forward(x)
+    layers = (self.gate_up_proj,) if hasattr(self, "gate_up_proj") else (self.gate_proj, self.up_proj)
+    on_gpu = self.use_triton and x.device.type == "cuda"
+    if on_gpu and _can_concatenate(layers):
         linear_fn = layers[0].linear_fn
         weight, bias = _concatenate(layers, x)
-        all_fp8 = linear_fn is not F.linear and _can_concatenate((*layers, self.down_proj))
+        all_fp8 = gated is _swiglu and linear_fn is not F.linear and _can_concatenate((*layers, self.down_proj))
         if all_fp8 and bias is None and self.down_proj.bias is None:
             down = self.down_proj.weight.to(x.dtype)
             out = fp8.swiglu_mlp(x, weight, down, forward=linear_fn is fp8.fp8_linear)
             if out is not None:
                 return out
-        return self.down_proj(swiglu(linear_fn(x, weight, bias)))
-    gate, up = self.gate_proj(x), self.up_proj(x)
-    return self.down_proj(fused(_swiglu, x)(gate, up))
+        return self.down_proj(_gated_halves(gated, linear_fn(x, weight, bias), on_gpu))
+    if len(layers) == 1:
+        return self.down_proj(_gated_halves(gated, layers[0](x), on_gpu))
+    gate, up = (layer(x) for layer in layers)
+    return self.down_proj(fused(gated, x)(gate, up))
+
+
+def _gated_halves(gated: Callable[..., Tensor], gate_up: Tensor, on_gpu: bool) -> Tensor:
+    """Gate and up came from one matmul."""
+    if gated is _swiglu and on_gpu:
+        from sojourn.model.kernels.swiglu import swiglu
+
+        return swiglu(gate_up)
+    return fused(_GATED_HALVES[gated], gate_up)(gate_up)
+
+
+def _activation(config: Any) -> str:
+    return str(getattr(config, "hidden_activation", None) or config.hidden_act)
 
 
 def _attention(self: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any) -> Any:
     layout = kwargs.get("layout")
-    if layout is None or kwargs.get("past_key_values") is not None:
+    if layout is None or kwargs.get("past_key_values") is not None or not getattr(self, "is_causal", True):
         return self.original_forward(hidden_states, position_embeddings, **kwargs)
     return self.o_proj(_attend(self, hidden_states, position_embeddings, layout)), None
 
 
 def _attention_params(self: Any) -> AttentionParams:
-    # Qwen's attention layers have the attribute, Mistral and Mixtral have one window for all layers, Llama none.
-    default_window = self.config.sliding_window if self.config.model_type in ("mistral", "mixtral") else None
+    default_window = self.config.sliding_window if self.config.model_type in _ONE_WINDOW else None
     window = getattr(self, "sliding_window", default_window)
     return AttentionParams(self.scaling, window, None, self.attention_dropout if self.training else 0.0)
 
 
 def _attend(self: Any, x: Tensor, position_embeddings: tuple[Tensor, Tensor], layout: Layout) -> Tensor:
     """The outputs of all heads, side by side, before o_proj."""
-    params = _attention_params(self)
-    layers = (self.q_proj, self.k_proj, self.v_proj)
-    if uses_flash_attention_4(x, layout, params) and _can_concatenate(layers, F.linear) and not hasattr(self, "q_norm"):
+    params, layers = _attention_params(self), _qkv_layers(self)
+    fits = _fits_qkv_kernels(self, position_embeddings) and _can_concatenate(layers, F.linear)
+    if fits and uses_flash_attention_4(x, layout, params):
         qkv = _concatenate(layers, x)
         return hopper.qkv_rope_attention(x, *qkv, *position_embeddings, *_head_counts(self), self.scaling)[0]
     return attend(*_qkv_rope(self, x, position_embeddings), layout, params).flatten(2)
@@ -158,14 +195,14 @@ def _decoder_layer(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     if uses_cpu_layer(self, hidden_states, kwargs):
         return _decoder_layer_on_cpu(self, hidden_states, kwargs["position_embeddings"], layout)
     attention, mlp = self.self_attn, self.mlp
-    layers = (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    layers = (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj) if _is_like_llama(self) else ()
     usable = (
         hopper.HopperKernels.gemm
+        and layers
         and hidden_states.dtype == torch.bfloat16
         and not getattr(self, "selective_checkpointing", False)  # would not recognize these GEMMs
         and layout is not None
         and kwargs.get("past_key_values") is None
-        and mlp.config.hidden_act == "silu"
         and _can_concatenate(layers, F.linear)
         and all(hopper.supports_layer(layer) for layer in layers)
     )
@@ -179,21 +216,58 @@ def _decoder_layer(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     return hopper.o_proj_mlp(*flat, *weights, norm.variance_epsilon)[0].view_as(hidden_states)
 
 
+def attention_block(layer: Any, x: Tensor, **kwargs: Any) -> Tensor:
+    """The first half of a decoder layer: x + attention(norm(x))."""
+    attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(x), **kwargs)
+    return x + _around_mlp(layer)[0](attended)
+
+
+def mlp_block(layer: Any, h: Tensor) -> Tensor:
+    """The second half, token by token: h + mlp(norm(h))."""
+    _, before, after = _around_mlp(layer)
+    return h + after(layer.mlp(before(h)))
+
+
+def _around_mlp(layer: Any) -> tuple[Any, Any, Any]:
+    """What follows attention, and what precedes and follows the MLP."""
+    if hasattr(layer, "pre_feedforward_layernorm"):  # Gemma 3
+        return layer.post_attention_layernorm, layer.pre_feedforward_layernorm, layer.post_feedforward_layernorm
+    if hasattr(layer, "post_mlp_layernorm"):  # GLM-4
+        return layer.post_self_attn_layernorm, layer.post_attention_layernorm, layer.post_mlp_layernorm
+    dropouts = (getattr(layer, f"resid_{part}_dropout", _identity) for part in ("attn", "mlp"))  # Phi-3
+    after_attention, after_mlp = dropouts
+    return after_attention, layer.post_attention_layernorm, after_mlp
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
+def _is_like_llama(layer: Any) -> bool:
+    """As Hopper and CPU kernels have it: two norms, gate and up apart, SwiGLU."""
+    after_attention, _, after_mlp = _around_mlp(layer)
+    return (
+        after_attention is after_mlp is _identity
+        and hasattr(layer.mlp, "gate_proj")
+        and _activation(layer.mlp.config) == "silu"
+    )
+
+
 def uses_cpu_layer(self: Any, hidden_states: Tensor, kwargs: dict[str, Any]) -> bool:
     """Whether the whole layer is one function of kernels/cpu/."""
     if not (getattr(self, "cpu_kernels", False) and cpu_kernels_take(hidden_states)):
         return False
     if self.fits_cpu_layer is None:
-        self.fits_cpu_layer = _fits_cpu_layer(self)
+        self.fits_cpu_layer = _fits_cpu_layer(self, kwargs["position_embeddings"])
     return self.fits_cpu_layer and kwargs.get("layout") is not None and kwargs.get("past_key_values") is None
 
 
-def _fits_cpu_layer(self: Any) -> bool:
-    attention, layers = self.self_attn, _linear_layers(self)
+def _fits_cpu_layer(self: Any, position_embeddings: tuple[Tensor, Tensor]) -> bool:
+    if not (_is_like_llama(self) and _fits_qkv_kernels(self.self_attn, position_embeddings)):
+        return False
+    layers = _linear_layers(self)
     return (
         not getattr(self, "selective_checkpointing", False)  # stores what the kernels overwrite
-        and attention.config.hidden_act == "silu"
-        and not hasattr(attention, "q_norm")
         and _can_concatenate(layers, F.linear)
         and all(layer.bias is None and cpu_kernels_take(layer.weight) for layer in layers)
     )
@@ -214,28 +288,55 @@ def _decoder_layer_on_cpu(self: Any, x: Tensor, position_embeddings: tuple[Tenso
 
 def _qkv_rope(self: Any, x: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys with RoPE, and values."""
-    layers = (self.q_proj, self.k_proj, self.v_proj)
-    if self.use_triton and x.device.type == "cuda" and _can_concatenate(layers) and not hasattr(self, "q_norm"):
-        from sojourn.model.kernels.rope import split_qkv_rope
-
-        linear_fn, head_counts = layers[0].linear_fn, _head_counts(self)
-        weight, bias = _concatenate(layers, x)
-        qkv = None
-        if linear_fn is not F.linear and bias is None:
-            qkv = fp8.qkv_rope(x, weight, *position_embeddings, head_counts, forward=linear_fn is fp8.fp8_linear)
-        if qkv is None:
-            qkv = split_qkv_rope(linear_fn(x, weight, bias), *position_embeddings, *head_counts)
-        query_BTHD, key_BTKD, value_BTKD = qkv
-        return query_BTHD, key_BTKD, value_BTKD
-    query_BTHD, key_BTKD, value_BTKD = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in layers)
+    layers = _qkv_layers(self)
+    on_gpu = self.use_triton and x.device.type == "cuda" and _fits_qkv_kernels(self, position_embeddings)
+    if on_gpu and (len(layers) == 1 or _can_concatenate(layers)):
+        return _qkv_rope_on_gpu(self, x, position_embeddings)
+    projected = layers[0](x).split(_qkv_sizes(self), -1) if len(layers) == 1 else [layer(x) for layer in layers]
+    query_BTHD, key_BTKD, value_BTKD = (one.unflatten(-1, (-1, self.head_dim)) for one in projected)
     if hasattr(self, "q_norm"):
         query_BTHD, key_BTKD = self.q_norm(query_BTHD), self.k_norm(key_BTKD)
-    return *fused(_apply_rope, x)(query_BTHD, key_BTKD, *position_embeddings), value_BTKD
+    if getattr(self, "use_rope", True):
+        apply_rope = _apply_interleaved_rope if self.config.model_type in _INTERLEAVED_ROPE else _apply_rope
+        query_BTHD, key_BTKD = fused(apply_rope, x)(query_BTHD, key_BTKD, *position_embeddings)
+    return query_BTHD, key_BTKD, value_BTKD
+
+
+def _qkv_rope_on_gpu(self: Any, x: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    from sojourn.model.kernels.rope import split_qkv_rope
+
+    layers, head_counts, qkv = _qkv_layers(self), _head_counts(self), None
+    if _can_concatenate(layers):
+        linear_fn = layers[0].linear_fn
+        weight, bias = _concatenate(layers, x)
+        if linear_fn is not F.linear and bias is None:
+            qkv = fp8.qkv_rope(x, weight, *position_embeddings, head_counts, forward=linear_fn is fp8.fp8_linear)
+        projected = linear_fn(x, weight, bias) if qkv is None else None
+    else:  # one frozen layer, maybe with an adapter
+        projected = layers[0](x)
+    query, key, value = qkv or split_qkv_rope(projected, *position_embeddings, *head_counts)
+    return query, key, value
+
+
+def _fits_qkv_kernels(self: Any, position_embeddings: tuple[Tensor, Tensor]) -> bool:
+    """Whether RoPE follows the matmuls at once, over whole heads, in halves."""
+    whole_heads = position_embeddings[0].shape[-1] == self.head_dim
+    in_halves = self.config.model_type not in _INTERLEAVED_ROPE
+    return whole_heads and in_halves and bool(getattr(self, "use_rope", True)) and not hasattr(self, "q_norm")
+
+
+def _qkv_layers(self: Any) -> tuple[nn.Module, ...]:
+    return (self.qkv_proj,) if hasattr(self, "qkv_proj") else (self.q_proj, self.k_proj, self.v_proj)
 
 
 def _head_counts(self: Any) -> list[int]:
     """Of queries, and of keys and values."""
-    return [layer.out_features // self.head_dim for layer in (self.q_proj, self.k_proj)]
+    return [self.config.num_attention_heads, self.config.num_key_value_heads]
+
+
+def _qkv_sizes(self: Any) -> list[int]:
+    heads, kv_heads = _head_counts(self)
+    return [heads * self.head_dim, kv_heads * self.head_dim, kv_heads * self.head_dim]
 
 
 def _can_concatenate(layers: Sequence[nn.Module], linear_fn: Any = None) -> bool:
@@ -247,6 +348,9 @@ def _can_concatenate(layers: Sequence[nn.Module], linear_fn: Any = None) -> bool
 
 def _concatenate(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, Tensor | None]:
     """Weights and biases as of one layer. Concatenating costs less than separate matmuls."""
+    if len(layers) == 1:
+        bias = layers[0].bias
+        return layers[0].weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     weight = torch.cat([layer.weight.to(x.dtype) for layer in layers])
     return weight, None if layers[0].bias is None else torch.cat([layer.bias.to(x.dtype) for layer in layers])
 
@@ -255,11 +359,44 @@ def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def _apply_rope(query_BTHD: Tensor, key_BTKD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> tuple[Tensor, Tensor]:
-    cos, sin = cos_BTD[:, :, None], sin_BTD[:, :, None]
+def _geglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def _swiglu_halves(gate_up: Tensor) -> Tensor:
+    return _swiglu(*gate_up.chunk(2, -1))
+
+
+def _geglu_halves(gate_up: Tensor) -> Tensor:
+    return _geglu(*gate_up.chunk(2, -1))
+
+
+_GATED = {"silu": _swiglu, "gelu_pytorch_tanh": _geglu}
+_GATED_HALVES = {_swiglu: _swiglu_halves, _geglu: _geglu_halves}
+
+
+def _apply_rope(query_BTHD: Tensor, key_BTKD: Tensor, cos_BTR: Tensor, sin_BTR: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotates the first R dimensions of each head."""
+    cos, sin = cos_BTR[:, :, None], sin_BTR[:, :, None]
 
     def rotate(x: Tensor) -> Tensor:
         first, second = x.chunk(2, -1)
         return x * cos + torch.cat((-second, first), -1) * sin
 
-    return rotate(query_BTHD), rotate(key_BTKD)
+    return _on_first(cos_BTR.shape[-1], rotate, query_BTHD), _on_first(cos_BTR.shape[-1], rotate, key_BTKD)
+
+
+def _apply_interleaved_rope(
+    query_BTHD: Tensor, key_BTKD: Tensor, cos_BTR: Tensor, sin_BTR: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The same with pairs of neighbours instead of halves. The second half of `cos` and `sin` repeats the first."""
+    cos, sin = (x.chunk(2, -1)[0].repeat_interleave(2, -1)[:, :, None] for x in (cos_BTR, sin_BTR))
+
+    def rotate(x: Tensor) -> Tensor:
+        return x * cos + torch.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2) * sin
+
+    return _on_first(cos_BTR.shape[-1], rotate, query_BTHD), _on_first(cos_BTR.shape[-1], rotate, key_BTKD)
+
+
+def _on_first(size: int, rotate: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return rotate(x) if size == x.shape[-1] else torch.cat((rotate(x[..., :size]), x[..., size:]), -1)
