@@ -55,6 +55,22 @@ def bitsandbytes_weights() -> None:
     assert float((ours - theirs).norm() / theirs.norm()) < 3e-3  # bf16 codes, fp16 scales
 
 
+def expert_weights() -> None:
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    from sojourn.model.kernels.gather_sum import gather_sum
+    from sojourn.model.kernels.nf4 import quantized_args
+    from sojourn.model.kernels.nf4_dequant import dequantize_nf4
+
+    for shape in ((192, 128), (5, 448), (96, 72), (100, 65)):
+        for double_quant in (True, False):
+            packed, state = quantize_4bit(torch.randn(shape), compress_statistics=double_quant, quant_type="nf4")
+            ours = dequantize_nf4(torch.float32, packed, *quantized_args(state), *shape)
+            check(f"NF4 of {shape}", ours, dequantize_4bit(packed, state))
+    rows, of_tokens = torch.randn(60, 1100), torch.randint(0, 60, (20, 3))
+    check("sum of rows", gather_sum(rows, of_tokens), rows[of_tokens].sum(1))
+
+
 def step() -> None:
     """Two sequences of one token, over blocks; a window; norms of queries and keys; half of a head is rotated."""
     cos, sin = torch.randn(64, 4), torch.randn(64, 4)
@@ -109,6 +125,6 @@ def accept_new_numpy() -> None:
 if __name__ == "__main__":
     torch.manual_seed(0)
     accept_new_numpy()
-    for part in (quantized_weights, bitsandbytes_weights, step, top_tokens):
+    for part in (quantized_weights, bitsandbytes_weights, expert_weights, step, top_tokens):
         part()
         print(part.__name__)

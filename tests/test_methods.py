@@ -376,7 +376,9 @@ MIXTURES = {  # of experts
     "qwen3_moe": {"num_experts": 8, **ROUTED},
     "mixtral": {"num_local_experts": 4, "sliding_window": None},
     "glm4_moe": {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, **ROUTED},
-}
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8,
+                "layer_types": ["sliding_attention", "full_attention"]},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -384,6 +386,7 @@ MIXTURES = {  # of experts
     [
         ("qwen3_moe", "train.activation_checkpointing=full"),
         ("glm4_moe", "train.micro_batch=8"),
+        ("gpt_oss", "data.packing=off"),
         pytest.param("mixtral", "train.activation_checkpointing=selective", marks=pytest.mark.slow),
     ],
 )
@@ -393,8 +396,21 @@ def test_adapters_on_experts_train_as_plain_pefts_do(words, chats, home, family,
     targets = {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj", "experts.gate_up_proj"]}
     reference = _reference(_with_peft(_plain(base), **targets), run, steps=3)
     assert _losses(run) == pytest.approx(reference, rel=1e-5)
+    if family != "qwen3_moe":
+        return
     [message] = [line for line in called("export", "t", "--to", "hf").stderr.splitlines() if line]
     assert "trained with target_parameters, which is not merged here" in message
+
+
+@pytest.mark.slow
+def test_adapters_beside_experts_are_merged_by_an_export(words, chats, home):
+    base = make_base(chats, home, "qwen3_moe", **MIXTURES["qwen3_moe"])
+    run = _train([*words, f"model.base={base}", "method.kind=qlora", "method.rank=4", "train.steps=2"])
+    assert called("export", "t", "--to", "hf").returncode == 0
+    merged, theirs = _plain(home / "exports" / "t-hf"), PeftModel.from_pretrained(_plain(base), run.final).eval()
+    ids = torch.randint(0, 300, (2, 12))
+    with torch.no_grad():
+        torch.testing.assert_close(merged(ids).logits, theirs(ids).logits, rtol=1e-3, atol=1e-4)
 
 
 def test_a_model_that_cannot_keep_documents_apart_is_refused_but_trains_unpacked(words, chats, home):

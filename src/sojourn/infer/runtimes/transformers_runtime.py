@@ -63,7 +63,7 @@ class TransformersRuntime(TokenizerRuntime):
         if hasattr(self._model, "peft_config"):
             return None
         is_quantized = getattr(self._model.config, "quantization_config", None) is not None
-        return dequantized(self._model) if is_quantized else self._model.state_dict().items()
+        return dequantized(self._model) if is_quantized else _stored_weights(self._model).items()
 
     def _tensor(self, ids: list[int]) -> Any:
         import torch
@@ -72,6 +72,16 @@ class TransformersRuntime(TokenizerRuntime):
 
     def close(self) -> None:
         self._model = None
+
+
+def _stored_weights(model: Any) -> dict[str, Any]:
+    """By the names in its files: transformers stacks experts that are stored one by one."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    from sojourn.model.experts import expert_modules
+
+    weights: dict[str, Any] = model.state_dict()
+    return revert_weight_conversion(model, weights) if expert_modules(model) else weights
 
 
 def unavailable() -> str:
