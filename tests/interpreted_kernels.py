@@ -59,14 +59,19 @@ def expert_weights() -> None:
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     from sojourn.model.kernels.gather_sum import gather_sum
-    from sojourn.model.kernels.nf4 import quantized_args
+    from sojourn.model.kernels.nf4 import dequantize, quantized_args
     from sojourn.model.kernels.nf4_dequant import dequantize_nf4
+    from sojourn.model.mxfp4 import mxfp4_parameter
 
     for shape in ((192, 128), (5, 448), (96, 72), (100, 65)):
         for double_quant in (True, False):
             packed, state = quantize_4bit(torch.randn(shape), compress_statistics=double_quant, quant_type="nf4")
             ours = dequantize_nf4(torch.float32, packed, *quantized_args(state), *shape)
             check(f"NF4 of {shape}", ours, dequantize_4bit(packed, state))
+    blocks, scales = torch.randint(0, 256, (3, 8, 5, 16)).byte(), torch.randint(118, 123, (3, 8, 5)).byte()
+    stored = mxfp4_parameter(blocks, scales, torch.float32)
+    args = (torch.float32, stored.data, *quantized_args(stored.quant_state), 24, 160)
+    check("MXFP4", dequantize_nf4(*args), dequantize(*args))
     rows, of_tokens = torch.randn(60, 1100), torch.randint(0, 60, (20, 3))
     check("sum of rows", gather_sum(rows, of_tokens), rows[of_tokens].sum(1))
 

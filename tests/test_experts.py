@@ -1,12 +1,14 @@
 """LoRA and QLoRA of mixture-of-experts models against plain transformers and peft, on a CPU in fp32."""
 
 import copy
+import json
 
 import numpy as np
 import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from peft import PeftModel
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sojourn.config.schema import MethodConfig
@@ -135,6 +137,39 @@ def test_activation_checkpointing_changes_nothing_and_skips_the_down_projection(
     gate_up, down = torch.Size((64, 64)), torch.Size((32, 64))
     # In each of two layers: forward, gradient of the input (which is (64, 32) for down), and with `full` recomputing.
     assert calls.count(down) == 2 and calls.count(gate_up) == (6 if mode == "full" else 4)
+
+
+@pytest.fixture(scope="module")
+def in_mxfp4(bases, tmp_path_factory):
+    """A tiny gpt-oss whose experts are stored as OpenAI stores them."""
+    folder = tmp_path_factory.mktemp("mxfp4")
+    model = AutoModelForCausalLM.from_pretrained(bases / "gpt_oss", dtype=torch.bfloat16)
+    stored = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith(WEIGHTS)}
+    for name, module in expert_modules(model):
+        for weight in WEIGHTS:
+            experts, inputs, outputs = getattr(module, weight).shape
+            stored[f"{name}.{weight}_blocks"] = torch.randint(0, 256, (experts, outputs, inputs // 32, 16)).byte()
+            stored[f"{name}.{weight}_scales"] = torch.randint(118, 123, (experts, outputs, inputs // 32)).byte()
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    model.config.save_pretrained(folder)
+    settings = json.loads((folder / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head", "self_attn"]}
+    (folder / "config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_experts_in_mxfp4_stay_so_and_compute_what_transformers_dequantizes(in_mxfp4, tmp_path):
+    quantized, plain = _open(in_mxfp4, bits=4), _open(in_mxfp4).float()
+    packed = [m._parameters[w] for _, m in expert_modules(quantized) for w in WEIGHTS]
+    assert all(one.dtype == torch.uint8 and one.quant_state.quant_type == "mxfp4" for one in packed)
+    for name, parameter in plain.named_parameters():
+        module, _, weight = name.rpartition(".")
+        state = getattr(quantized.get_submodule(module)._parameters[weight], "quant_state", None)
+        if state is not None and state.quant_type == "nf4":
+            parameter.data = dequantize_4bit(quantized.get_submodule(module).weight.data, state).view_as(parameter)
+    ours = _with_adapter(quantized, "q_proj", "experts")
+    theirs = PeftModel.from_pretrained(plain, _save(ours, tmp_path, in_mxfp4), is_trainable=True)
+    _assert_alike(_loss_and_gradients(ours), _loss_and_gradients(theirs))
 
 
 def test_experts_that_no_token_visits_and_odd_ranks_are_fine(bases):

@@ -91,7 +91,16 @@ def load_base_model(base: BaseModelSource, dtype: Any, device: str) -> Any:
         given["quantization_config"] = base.quantization_config
     if base.quant_bits is not None:
         given["quantization_config"] = _quantization_config(base, dtype)
-    if _is_compressed(Path(given["pretrained_model_name_or_path"])):
+    stored = _quant_method(Path(given["pretrained_model_name_or_path"]))
+    if stored == "mxfp4" and base.quant_bits is None:
+        from transformers import Mxfp4Config
+
+        given.setdefault("quantization_config", Mxfp4Config(dequantize=True))  # transformers' kernels have no backward
+    elif stored == "mxfp4" and base.quant_bits == 4:
+        from sojourn.model.mxfp4 import config_without_quantization
+
+        given["config"] = config_without_quantization(_read_config(base, base.from_pretrained_args))
+    if stored == "compressed-tensors":
         from transformers import CompressedTensorsConfig
 
         given["quantization_config"] = CompressedTensorsConfig(dequantize=True)  # here, not in the first forward
@@ -100,10 +109,10 @@ def load_base_model(base: BaseModelSource, dtype: Any, device: str) -> Any:
     return _from_pretrained(base, given, dtype, device)
 
 
-def _is_compressed(folder: Path) -> bool:
-    """Whether a folder's weights are in compressed-tensors, which llm-compressor writes for vLLM."""
+def _quant_method(folder: Path) -> str | None:
+    """How a folder's weights are quantized: compressed-tensors, which llm-compressor writes for vLLM; mxfp4; …"""
     found = read_json_object(folder / "config.json").get("quantization_config")
-    return isinstance(found, dict) and found.get("quant_method") == "compressed-tensors"
+    return found.get("quant_method") if isinstance(found, dict) else None
 
 
 def _load_gguf(base: BaseModelSource, file: Path, dtype: Any, device: str) -> Any:
@@ -133,13 +142,14 @@ def _from_pretrained(base: BaseModelSource, given: dict[str, Any], dtype: Any, d
     from transformers import AutoModelForCausalLM
 
     from sojourn.model.experts import apply_expert_forwards, expert_modules, quantize_experts_on_load
+    from sojourn.model.mxfp4 import load_mxfp4_experts
 
     loading = contextlib.ExitStack()  # a CPU computes from mapped files
     if base.quant_bits is not None or device == "cuda":
         given = {**given, "device_map": {"": device}}
         loading.enter_context(streamed_loading(device, check_finite=base.quant_bits is not None))
     if base.quant_bits == 4:
-        loading.enter_context(quantize_experts_on_load())
+        loading.enter_context(quantize_experts_on_load(leave_out="config" in given))
     try:
         with loading:
             model, info = AutoModelForCausalLM.from_pretrained(**given, dtype=dtype, output_loading_info=True)
@@ -153,7 +163,9 @@ def _from_pretrained(base: BaseModelSource, given: dict[str, Any], dtype: Any, d
         if "memory" in str(error).lower():
             raise
         raise _load_error(base, error) from None
-    missing = [*info["missing_keys"], *(str(one[0]) for one in info["mismatched_keys"])]
+    missing = {*info["missing_keys"], *(str(one[0]) for one in info["mismatched_keys"])}
+    if "config" in given:
+        missing -= load_mxfp4_experts(model, Path(given["pretrained_model_name_or_path"]), dtype, device)
     if missing:  # transformers would initialize them at random
         raise UserError(
             f"model.base: {base.name_or_path} lacks {len(missing)} of the weights of a {type(model).__name__}, such as "

@@ -64,13 +64,13 @@ def _expert_slices(weight_EOI: Tensor) -> Iterable[Tensor]:
 
 
 @contextmanager
-def quantize_experts_on_load() -> Iterator[None]:
-    """Within it, transformers' NF4 quantizer quantizes experts as well as linear layers."""
+def quantize_experts_on_load(leave_out: bool = False) -> Iterator[None]:
+    """Within it, transformers' NF4 quantizer quantizes experts as well as linear layers; or leaves them empty."""
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
     key = "bitsandbytes_4bit"
     original = AUTO_QUANTIZER_MAPPING[key]
-    AUTO_QUANTIZER_MAPPING[key] = _quantizer_class(original)
+    AUTO_QUANTIZER_MAPPING[key] = _quantizer_class(original, leave_out)
     try:
         yield
     finally:
@@ -78,10 +78,16 @@ def quantize_experts_on_load() -> Iterator[None]:
 
 
 @cache
-def _quantizer_class(original: Any) -> Any:
+def _quantizer_class(original: Any, leave_out: bool) -> Any:
     from transformers.integrations.bitsandbytes import Bnb4bitQuantize
 
     class ExpertQuantizer(original):  # type: ignore[misc]
+        def _process_model_before_weight_loading(self, model: Any, *args: Any, **kwargs: Any) -> None:
+            super()._process_model_before_weight_loading(model, *args, **kwargs)
+            for _, module in expert_modules(model) if leave_out else ():
+                for name in WEIGHTS:
+                    module._parameters[name] = nn.Parameter(torch.empty(0, device="meta"))
+
         def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
             module, _, name = param_name.rpartition(".")
             is_weight = name in WEIGHTS and is_experts(model.get_submodule(module))
@@ -109,13 +115,20 @@ def unpacked_shapes(model: nn.Module) -> Iterator[None]:
     packed = [(m, n, m._parameters[n]) for _, m in expert_modules(model) for n in WEIGHTS if is_packed(m, n)]
     for module, name, weight in packed:
         state: Any = getattr(weight, "quant_state", None)
-        empty = torch.empty((), dtype=state.dtype, device=state.absmax.device).expand(state.shape)
+        shape = state.shape if not _is_mxfp4(weight) else (state.shape[0], state.shape[2], state.shape[1])
+        empty = torch.empty((), dtype=state.dtype, device=state.absmax.device).expand(shape)
         module._parameters[name] = nn.Parameter(empty, requires_grad=False)
     try:
         yield
     finally:
         for module, name, weight in packed:
             module._parameters[name] = weight
+
+
+def _is_mxfp4(weight: Any) -> bool:
+    """Then it is (E, out, in), also in experts whose weights are (E, in, out)."""
+    state = getattr(weight, "quant_state", None)
+    return state is not None and bool(state.quant_type == "mxfp4")
 
 
 def is_packed(experts: nn.Module, name: str) -> bool:
@@ -149,7 +162,8 @@ def _experts_forward(
     autocast = torch.is_autocast_enabled(device_type)
     x_TD = hidden_TD.to(torch.get_autocast_dtype(device_type)) if autocast else hidden_TD
     route = kernels.sort_by_expert(experts_Tk, weights_Tk, self.num_experts)
-    where, transposed = (route.tokens_S, route.rows_S), self.is_transposed
+    where = (route.tokens_S, route.rows_S)
+    transposed = self.is_transposed and not _is_mxfp4(self.gate_up_proj)
     x_SD = kernels.dispatch(x_TD, *where)
     gate_up_SF = kernels.experts_linear(x_SD, route.offsets_E, self.gate_up_proj, transposed, lora.get("gate_up_proj"))
     if self.has_bias:

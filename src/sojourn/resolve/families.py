@@ -84,6 +84,8 @@ def describe_stored(stored: str, method: str) -> str | None:
     """What to know of a base whose weights are quantized."""
     if not stored:
         return None
+    if stored == "MXFP4" and method == "qlora":
+        return "the base's experts are stored in MXFP4 and stay so; planned as NF4, which takes 3 % less"
     if stored in _DEQUANTIZED:
         return f"the base is stored as {stored} and dequantized when it is opened; planned so"
     if stored == "bitsandbytes" and method == "qlora":

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from sojourn.model.kernels.triton_support import supports_triton
 
+MXFP4_BLOCK = 32  # weights with one scale; bitsandbytes has 64
+
 
 def nf4_linear(x: Tensor, packed: Tensor, state: Any, bias_N: Tensor | None) -> Tensor:
     """Like `F.linear`, with a weight that bitsandbytes quantized to `packed` and the QuantState `state`."""
@@ -69,6 +71,11 @@ def dequantize(
         return dequantize_nf4(
             dtype, packed, absmax, code, block_size, offset, absmax2, code2, block_size2, out_features, in_features
         )
+    if block_size == MXFP4_BLOCK and code2 is not None and absmax2 is not None:
+        scales = code2[absmax.long()] * absmax2[torch.arange(len(absmax), device=absmax.device) // block_size2] + offset
+        halves = torch.stack([packed.flatten() >> 4, packed.flatten() & 15], 1)
+        values = code[halves.long()].view(-1, block_size) * scales[:, None]
+        return values.to(dtype).view(out_features, in_features)
     from bitsandbytes.functional import QuantState, dequantize_4bit
 
     state2 = None
