@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from sojourn.catalog.fused_families import FUSED_FAMILIES
 from sojourn.config.load import load_run
 from sojourn.data.artefact import Batch
 from sojourn.errors import UserError
@@ -103,6 +104,50 @@ def test_fp8_queries_keys_and_values_are_near_fp32(forward):
     assert all(_relative_error(a, b) < most and a.dtype == torch.bfloat16 for a, b in zip(ours, plain, strict=True))
     assert all(0.01 < _relative_error(a, b) < 0.1 and a.dtype == b.dtype for a, b in zip(found, wanted, strict=True))
     assert fp8.qkv_rope(x[:1, :7], joined, angles, angles, (4, 2)) is None
+
+
+_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+_FAMILY_SETTINGS = {
+    "mistral": {"sliding_window": 9},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "gemma3_text": {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
+    "phi3": {"sliding_window": 9},
+    "phi3, partial": {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}},
+}
+
+
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
+@pytest.mark.parametrize("family", [*FUSED_FAMILIES, "phi3, partial"])
+def test_bf16_forwards_of_every_family_are_near_transformers_in_fp32(family, trained):
+    """On a GPU, by the kernels that it has for them."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128, "pad_token_id": None}  # fmt: skip
+    kind = AutoConfig.for_model(family.partition(",")[0], **sizes, **_FAMILY_SETTINGS.get(family, {}))
+    plain = AutoModelForCausalLM.from_config(kind).to(DEVICE)
+    for name, weight in plain.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(weight, 0.5, 1.5)
+    ids = np.random.default_rng(0).integers(0, 128, (2, 33))
+    documents = np.repeat([[0] * 20 + [1] * 12], 2, 0)
+    batch = Batch(ids[:, :-1], ids[:, 1:], np.tile(np.r_[:20, :12], (2, 1)), documents)
+    found = []
+    for dtype in (None, torch.bfloat16):
+        model = deepcopy(plain)
+        network = wrap_model(model, "sdpa", dtype)
+        if dtype is not None:
+            forwards.apply_fused_forwards(model)
+            for weight in model.model.layers.parameters():
+                weight.requires_grad_(trained)
+        batcher = Batcher(2, 32, 0, DEVICE, "fp32" if dtype is None else "bf16", windows=network.sliding_windows)
+        loss = Supervised().loss_sum(network, batcher.to_device(batch))
+        loss.backward()
+        found.append((float(loss.detach()), {name: p.grad for name, p in model.named_parameters()}))
+    (wanted, gradients), (near, others) = found
+    assert near == pytest.approx(wanted, rel=5e-3)
+    errors = {name: _relative_error(others[name], gradients[name]) for name in others if others[name] is not None}
+    assert len(errors) == len(gradients) if trained else "model.embed_tokens.weight" in errors
+    assert max(errors.values()) < 0.08, errors
 
 
 @pytest.mark.slow

@@ -552,6 +552,12 @@ def test_what_it_costs_to_have_no_fused_forwards_is_noted():
     assert re.fullmatch(r"gemma2 has no fused forwards: [1-9]\d?% slower than with them, by its plan", note)
 
 
+def test_a_model_with_sliding_windows_is_captured():
+    config = load_run(["qlora-7b", "train.steps=100", "train.cuda_graphs=on"]).config
+    windows = replace(model_spec_of(config), family="gemma3_text", sliding_window=512, full_every=6)
+    assert resolve(config, windows, catalog_device(config, find_gpu("H200"))).workload.cuda_graphs
+
+
 # --- advice
 
 
