@@ -20,7 +20,7 @@ from sojourn.storage.safetensors_header import TensorEntry
 if TYPE_CHECKING:
     from torch import Tensor
 
-_AHEAD_BYTES = 16 << 20
+_AHEAD_BYTES, _ADVICE_BYTES = 32 << 20, 1 << 20  # the kernel takes about a MiB of each advice
 
 
 class SafetensorsFile:
@@ -82,7 +82,8 @@ class SafetensorsFile:
             self._file = self._file or open_regular(self.path)
         handle, done = self._file.fileno(), 0
         if hasattr(os, "posix_fadvise"):  # the disk reads on while this piece is worked on
-            os.posix_fadvise(handle, start + len(view), _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
+            for ahead in range(len(view), len(view) + min(len(view), _AHEAD_BYTES), _ADVICE_BYTES):
+                os.posix_fadvise(handle, start + ahead, _ADVICE_BYTES, os.POSIX_FADV_WILLNEED)
         while done < len(view) and (count := os.preadv(handle, [view[done:]], start + done)):
             done += count
         return done
