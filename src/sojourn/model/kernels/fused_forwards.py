@@ -119,7 +119,8 @@ def _rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _rms_norm_one_plus_weight(self: Any, x: Tensor) -> Tensor:
-    return fused(_one_plus_weight_norm(self.eps), x)(x, self.weight)
+    flat = x.flatten(0, -2)  # of tokens or of their heads: compiled once for both
+    return fused(_one_plus_weight_norm(self.eps), x)(flat, self.weight).view_as(x)
 
 
 @cache
