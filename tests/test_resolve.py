@@ -77,6 +77,8 @@ def _drawn(draw, bases):
         "train.precision": ("auto", "auto", "auto", "fp16", "fp32"), "train.compile": ("auto", "auto", "on", "off"),
         "train.attention": ("auto", "auto", "auto", "varlen", "sdpa"), "train.cuda_graphs": ("auto", "auto", "on"),
         "train.fp8": ("off", "off", "off", "on"), "train.offload": ("off", "off", "off", "optimizer", "all"),
+        "train.master_weights": ("fp32", "fp32", "fp32", "bf16", "bf16_kahan"), "train.clip": (0, 1.0),
+        "train.optimizer_in_backward": ("off", "off", "off", "on"),
     }  # fmt: skip
     method = draw.choice(("pretrain", "full", "lora", "qlora"))
     settings = {key: draw.choice(values) for key, values in choices.items()}

@@ -41,6 +41,7 @@ else:
     Attention = Literal[_VALUES]
 Tracker = Literal["wandb", "swanlab", "mlflow", "trackio"]
 Precision = Literal["bf16", "fp16", "fp32"]
+MasterWeights = Literal["fp32", "bf16", "bf16_kahan"]
 MethodKind = Literal["pretrain", "full", "lora", "qlora"]
 
 
@@ -144,6 +145,8 @@ class TrainConfig(Section):
     global_batch: Rows = 32
     micro_batch: Rows | Auto = "auto"
     optimizer: OptimizerName = "adamw"
+    optimizer_in_backward: OnOff = "off"
+    master_weights: MasterWeights = "fp32"
     lr: Annotated[float, Field(gt=0, le=10)] | Auto = "auto"
     min_lr: Fraction = 0.1
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
@@ -191,10 +194,36 @@ class TrainConfig(Section):
         if self.offload != "off" and self.optimizer != "adamw":
             message = f"{self.offload} needs adamw, but train.optimizer is {self.optimizer}; change one"
             raise conflict("offload", message, "optimizer")
+        self._check_low_memory()
         if self.warmup > 1 and self.warmup != int(self.warmup):
             message = f"{self.warmup} given; allowed: a share of the run up to 1, or a whole number of steps"
             raise conflict("warmup", message)
         return self
+
+    def _check_low_memory(self) -> None:
+        """What bf16 weights, and updates in the backward, cannot be combined with."""
+        if self.master_weights != "fp32":
+            if self.optimizer == "muon":
+                message = f"{self.master_weights} needs adamw or adamw_8bit, but train.optimizer is muon; change one"
+                raise conflict("master_weights", message, "optimizer")
+            if self.precision not in ("auto", "bf16"):
+                message = f"{self.master_weights} needs train.precision=bf16, but it is {self.precision}; change one"
+                raise conflict("master_weights", message, "precision")
+        if self.optimizer_in_backward == "off":
+            return
+        clashes = {
+            "optimizer": (self.optimizer == "muon", "muon updates several matrices at once; use adamw or adamw_8bit"),
+            "clip": (self.clip > 0, "clipping needs all gradients at once; set train.clip=0"),
+            "micro_batch": (
+                self.micro_batch not in ("auto", self.global_batch),
+                f"gradients cannot be accumulated; set train.micro_batch={self.global_batch}, the global batch",
+            ),
+            "precision": (self.precision == "fp16", "fp16 scales gradients by all of them; use bf16"),
+            "cuda_graphs": (self.cuda_graphs == "on", "a CUDA graph has no optimizer in it; set train.cuda_graphs=off"),
+        }
+        for key, (clash, message) in clashes.items():
+            if clash:
+                raise conflict("optimizer_in_backward", f"on, but train.{key} is {getattr(self, key)}: {message}", key)
 
 
 class ParallelConfig(Section):
@@ -321,6 +350,7 @@ class RunConfig(Section):
                 if getattr(self.model, key) is None:
                     tail = "set it, or model.depth, or model.base, or start from a preset (extends: small)"
                     raise conflict(f"model.{key}", f"not set, but a new model needs it; {tail}")
+        self._check_low_memory()
         if self.train.precision == "fp16" and device == "cpu":
             raise conflict(
                 "train.precision", "fp16 needs a GPU, but train.device is cpu; use fp32 or auto", "train.device"
@@ -328,3 +358,17 @@ class RunConfig(Section):
         if device == "mps" and kind == "qlora":
             raise conflict("train.device", "mps cannot run qlora; set method.kind to lora, or use cuda", "method.kind")
         return self
+
+    def _check_low_memory(self) -> None:
+        train, kind, engine = self.train, self.method.kind, self.parallel.engine
+        masters = train.master_weights
+        if masters != "fp32" and kind != "full":
+            message = f"{masters} is for method.kind=full, but it is {kind}; remove it or set another kind"
+            raise conflict("train.master_weights", message, "method.kind")
+        sharded = engine in ("fsdp", "deepspeed") or self.parallel.deepspeed is not None or train.offload == "all"
+        if masters != "fp32" and sharded:
+            message = f"{masters} needs whole weights on a GPU; use parallel.engine=single or ddp, and not offload=all"
+            raise conflict("train.master_weights", message, "parallel.engine", "train.offload")
+        if train.optimizer_in_backward == "on" and (sharded or engine == "ddp" or self.parallel.nodes > 1):
+            message = "on is for one GPU; use parallel.engine=single, or set it off"
+            raise conflict("train.optimizer_in_backward", message, "parallel.engine", "parallel.nodes")

@@ -60,15 +60,26 @@ def activations_outside_layers(workload: Workload) -> list[SavedTensor]:
 
 
 def saved_weight_casts(workload: Workload) -> int:
-    """Bytes of the copies of one layer's fp32 weights that are saved for the backward: in the compute dtype, or in FP8.
+    """Bytes of the copies of one layer's weights that are saved for the backward: in the compute dtype, or in FP8.
 
-    FSDP gathers weights in the compute dtype already.
+    FSDP gathers weights in the compute dtype already. Of bf16 weights, those that share a matmul are concatenated.
     """
     if workload.fp8 != "off" and not workload.uses_lora:
         return layer_parameters(workload)
     if workload.compute_bytes == 4 or (workload.engine in ("fsdp", "deepspeed") and not workload.uses_lora):
         return 0
+    if workload.master_weights != "fp32":
+        return 2 * _concatenated_parameters(workload)
     return 2 * (workload.lora_parameters // workload.model.layers if workload.uses_lora else layer_parameters(workload))
+
+
+def _concatenated_parameters(workload: Workload) -> int:
+    """Of one layer's weights that model/kernels/fused_forwards.py concatenates."""
+    model = workload.model
+    if not (workload.fused_forwards and workload.has_triton and workload.device_type == "cuda"):
+        return 0
+    qkv = 0 if model.qk_norm else (model.heads + 2 * model.kv_heads) * model.head_dim
+    return model.hidden * (qkv + 2 * model.active_ffn)
 
 
 def layer_parameters(workload: Workload) -> int:

@@ -33,7 +33,8 @@ def step_seconds(workload: Workload, forward: float, passes: float, update: floa
 
 def fuses_clipping(workload: Workload) -> bool:
     """Whether the optimizer's kernel clips gradients, which saves a pass over them (train/optim/optimizers.py)."""
-    return workload.device_type == "cuda" and workload.optimizer == "adamw" and workload.offload == "off"
+    fused = workload.device_type == "cuda" and workload.optimizer == "adamw" and workload.offload == "off"
+    return fused and not workload.low_memory_optimizer
 
 
 def supports_async_step(workload: Workload) -> bool:
@@ -45,7 +46,8 @@ def supports_async_step(workload: Workload) -> bool:
 
 def waits_per_tensor(workload: Workload) -> bool:
     """Whether the CPU waits for each tensor's update, as bitsandbytes does."""
-    return "8bit" in workload.optimizer or "paged" in workload.optimizer
+    of_bitsandbytes = "8bit" in workload.optimizer or "paged" in workload.optimizer
+    return of_bitsandbytes and not workload.low_memory_optimizer
 
 
 def launch_seconds(workload: Workload) -> float:

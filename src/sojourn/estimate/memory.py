@@ -205,24 +205,30 @@ def _logits(workload: Workload) -> list[Term]:
         size, formula = (4 + 2 * e) * rows + e * after, "(chunk·(4 + 2e) + the next·e)·V"
     terms = [hidden, Term(_LOGITS, "logits of a chunk", size * v, f"{formula} = {size:,}·{v:,}")]
     if lm_head_is_trained(workload):
-        terms.append(Term(_LOGITS, "gradient of the LM head, accumulated", 4 * v * d, "4·V·D"))
+        own = workload.trained_bytes
+        terms.append(Term(_LOGITS, "gradient of the LM head, accumulated", own * v * d, f"{own}·V·D"))
         # Two chunks' gradients exist with one chunk's logits, then one with two; both are counted, since runs were
         # proven to fit into that.
-        terms.append(Term(_LOGITS, "gradient of the LM head, of a chunk", (2 if several else 1) * e * v * d, "2·V·D·e"))
-        if e < 4:
+        if own == 4:  # bf16 gradients are summed in the matmul
+            chunks = 2 if several else 1
+            terms.append(Term(_LOGITS, "gradient of the LM head, of a chunk", chunks * e * v * d, "2·V·D·e"))
+        if e < own:
             terms.append(Term(_LOGITS, "LM head in the compute dtype", e * v * d, "V·D·e"))
         if workload.fp8 == "on":
             terms.append(Term(_LOGITS, "LM head in FP8, twice", 2 * v * d, "2·V·D"))
     return terms
 
 
-def _loss_buffers(workload: Workload) -> list[Term]:
-    """The loss keeps its gradients until the backward ends, and hands on a copy."""
+def _loss_buffers(workload: Workload, at_start: bool) -> list[Term]:
+    """Gradients that the loss hands on. `at_start` of the backward the LM head's is not among the gradients yet, and a
+    tied one is not until the backward ends."""
     t, model = workload.tokens, workload.model
     terms = [Term(_LOGITS, "gradient of hidden states", t * model.hidden * workload.compute_bytes, "T·D·e")]
-    if lm_head_is_trained(workload) and not workload.full_logits:
-        held = 4 * model.vocab * model.hidden
-        terms.append(Term(_LOGITS, "gradient of the LM head, held by the loss", held, "4·V·D"))
+    # Of fp32 weights it is counted in all phases: runs were proven to fit into that.
+    counted = at_start or model.tied or not workload.low_memory_optimizer
+    if lm_head_is_trained(workload) and not workload.full_logits and counted:
+        held = workload.trained_bytes * model.vocab * model.hidden
+        terms.append(Term(_LOGITS, "gradient of the LM head, from the loss", held, f"{workload.trained_bytes}·V·D"))
     return terms
 
 
@@ -250,7 +256,7 @@ def _backward_buffers(workload: Workload) -> list[Term]:
     terms += _expert_buffers(workload)
     if not workload.uses_lora and not workload.is_sharded:
         times = 4 if workload.compiled else 4 / 3  # compiled layers return all gradients of their weights at once
-        own = times * layer_parameters(workload)
+        own = times * workload.trained_bytes / 4 * layer_parameters(workload)
         terms.append(
             Term(_TEMPORARY, "gradients of a layer's weights", own, "4·layer; of its largest weight if not compiled")
         )
@@ -281,26 +287,27 @@ def _lora_outputs(workload: Workload) -> int:
 def _last_layer(workload: Workload) -> Phase:
     layers = workload.model.layers
     held = _model_states(workload, keeps_gradients(workload), backward=True)
-    terms = [*held, *_activations(workload, layers), *_loss_buffers(workload), *_backward_buffers(workload)]
+    from_loss = _loss_buffers(workload, at_start=not workload.optimizer_in_backward)  # else applied by now
+    terms = [*held, *_activations(workload, layers), *from_loss, *_backward_buffers(workload)]
     return Phase("backward of the last layer", tuple(terms))
 
 
 def _first_layer(workload: Workload) -> Phase:
     """All gradients exist but the embedding's and this layer's."""
     held, whole = _model_states(workload, False, backward=True), gradients(workload)
-    missing = 0.0
-    if not keeps_gradients(workload) and not workload.uses_lora:
+    missing = whole.bytes if workload.optimizer_in_backward else 0.0
+    if not (missing or keeps_gradients(workload) or workload.uses_lora):
         share = embedding_and_head_parameters(workload) if workload.model.tied else workload.model.embedding_parameters
         missing = whole.bytes * (share + layer_parameters(workload)) / workload.model.parameters
     terms = [*held, Term(whole.kind, whole.name, whole.bytes - missing, whole.formula), *_activations(workload, 1)]
-    return Phase("backward of the first layer", (*terms, *_loss_buffers(workload), *_backward_buffers(workload)))
+    return Phase("backward of the first layer", (*terms, *_loss_buffers(workload, False), *_backward_buffers(workload)))
 
 
 def _end_of_backward(workload: Workload) -> Phase:
     """The embedding's gradient is added; where it is tied, to the LM head's."""
-    terms = [*_model_states(workload, True, backward=True), *_loss_buffers(workload)]
+    terms = [*_model_states(workload, True, backward=True), *_loss_buffers(workload, False)]
     if not workload.uses_lora:
-        size = 4 * workload.model.embedding_parameters
+        size = workload.trained_bytes * workload.model.embedding_parameters
         again = size if workload.model.tied or keeps_gradients(workload) else 0
         terms.append(Term(_TEMPORARY, "gradient of the embedding, before it is added", again, "4·V·D"))
     return Phase("end of the backward", tuple(terms))
@@ -315,7 +322,7 @@ def _update_buffers(workload: Workload) -> list[Term]:
     """Buffers of the optimizer step."""
     matrix = workload.largest_parameter if workload.uses_lora else workload.model.hidden * workload.model.ffn
     terms = []
-    if workload.offload == "optimizer" and workload.engine != "deepspeed":
+    if workload.offload == "optimizer" and workload.engine != "deepspeed" and not workload.low_memory_optimizer:
         fetched = 2 * 4 * (workload.largest_parameter + matrix)
         terms.append(
             Term(

@@ -11,6 +11,9 @@ from sojourn.estimate.workload import Workload
 
 _OPTIMIZER, _TEMPORARY = "optimizer states", "temporary buffers"  # kinds of terms
 _BNB_BLOCK = 256  # elements of an 8-bit optimizer state per scale
+MIN_HOST_ELEMENTS = 2**16  # of a parameter: states of smaller ones stay on the device (train/optim/low_memory_adamw.py)
+_HOST_CHUNK = 2**24  # elements whose states travel at once between host and device (train/optim/host_states.py)
+_HOST_BUFFER_BYTES, _MIN_HOST_BUFFERS = 2**29, 3
 
 
 @dataclass(frozen=True)
@@ -38,9 +41,9 @@ def weights(workload: Workload) -> list[Term]:
     offloaded = workload.offload == "all"
     terms: list[Term] = []
     if not workload.uses_lora:
-        each, formula = (2, "2·P") if workload.engine == "deepspeed" and e == 2 else (4, "4·P")
+        each = 2 if workload.engine == "deepspeed" and e == 2 else workload.trained_bytes
         terms.append(
-            Term("weights", "weights", 0 if offloaded else each * count / w, f"{formula} / {w} = {count:,}·{each}")
+            Term("weights", "weights", 0 if offloaded else each * count / w, f"{each}·P / {w} = {count:,}·{each}")
         )
         if workload.engine == "deepspeed" and e == 2:
             share = workload.world_size if workload.zero_stage >= 1 else 1
@@ -81,6 +84,9 @@ def weights(workload: Workload) -> list[Term]:
 def optimizer_states(workload: Workload) -> list[Term]:
     count = workload.trainable_parameters
     w = workload.world_size if _shards_optimizer(workload) else 1
+    if workload.low_memory_optimizer:
+        buffers = [_host_state_buffers(workload)] if streams_states(workload) else []
+        return [_low_memory_states(workload), *buffers]
     if workload.offload != "off":
         return [Term(_OPTIMIZER, "optimizer states, in host memory", 0, "0")]
     if workload.optimizer in ("paged_adamw", "paged_adamw_8bit"):
@@ -97,9 +103,52 @@ def optimizer_states(workload: Workload) -> list[Term]:
     return [Term(_OPTIMIZER, "AdamW states", 8 * count / w, f"8·N / {w} = 8·{count:,}")]
 
 
+def _low_memory_states(workload: Workload) -> Term:
+    if streams_states(workload):
+        return Term(_OPTIMIZER, "optimizer states, in host memory", 0, "0")
+    each = low_memory_state_bytes(workload)
+    name = "8-bit AdamW states" if "8bit" in workload.optimizer else "AdamW states"
+    name += ", Kahan compensation" if workload.master_weights == "bf16_kahan" else ""
+    return Term(_OPTIMIZER, name, each * workload.trainable_parameters, f"{each:g}·N")
+
+
+def streams_states(workload: Workload) -> bool:
+    """Whether states in host memory pass through buffers on the device (train/optim/host_states.py)."""
+    on_host = workload.offload == "optimizer" or workload.optimizer.startswith("paged_")
+    return workload.low_memory_optimizer and on_host
+
+
+def low_memory_state_bytes(workload: Workload) -> float:
+    """Of one parameter, by train/optim/low_memory_adamw.py."""
+    return state_bytes("8bit" in workload.optimizer, workload.master_weights == "bf16_kahan")
+
+
+def _host_state_buffers(workload: Workload) -> Term:
+    """On the device, for states in host memory."""
+    each = low_memory_state_bytes(workload)
+    chunk, count = host_buffers(workload.largest_parameter, workload.trainable_parameters, each)
+    return Term(
+        _TEMPORARY, "buffers for optimizer states in host memory", chunk * count * each, f"{count}·{chunk:,}·{each:g}"
+    )
+
+
+def state_bytes(eight_bit: bool, kahan: bool) -> float:
+    """Bytes of AdamW's states, for one parameter."""
+    return (2 + 2 * 4 / _BNB_BLOCK if eight_bit else 8) + (2 if kahan else 0)
+
+
+def host_buffers(largest: int, total: int, each: float) -> tuple[int, int]:
+    """For states in host memory of so many elements, `each` bytes an element, and of the largest parameter: elements of
+    a chunk, and how many chunks there is room for on the device."""
+    chunk = min(_HOST_CHUNK, -(-largest // _BNB_BLOCK) * _BNB_BLOCK)
+    return chunk, max(_MIN_HOST_BUFFERS, min(int(_HOST_BUFFER_BYTES // (chunk * each)), -(-total // chunk)))
+
+
 def host_bytes(workload: Workload) -> float:
     """Host memory of one machine for offloaded states: optimizer states, with DeepSpeed master weights and gradients
     too; with `offload=all` weights and gradients."""
+    if streams_states(workload):
+        return workload.world_size / workload.nodes * low_memory_state_bytes(workload) * workload.trainable_parameters
     if workload.offload == "off":
         return 0.0
     count, masters = workload.trainable_parameters, workload.engine == "deepspeed"
@@ -115,7 +164,11 @@ def gradients(workload: Workload) -> Term:
     """All gradients after a backward."""
     count = workload.trainable_parameters
     w = workload.world_size if _shards_gradients(workload) else 1
-    each = 2 if workload.engine == "deepspeed" and workload.compute_bytes == 2 and not workload.uses_lora else 4
+    half = workload.engine == "deepspeed" and workload.compute_bytes == 2 and not workload.uses_lora
+    each = 2 if half else workload.trained_bytes
+    if workload.optimizer_in_backward:
+        largest = each * workload.largest_parameter
+        return Term("gradients", "gradient of one parameter, until it is updated", largest, f"{each}·largest")
     if workload.offload == "all":
         return Term("gradients", "gradients, in host memory", 0, "0")
     return Term("gradients", "gradients", each * count / w, f"{each}·N / {w} = {each}·{count:,}")
@@ -160,10 +213,10 @@ def persistent_tensors(workload: Workload) -> list[tuple[float, int]]:
             (workload.compute_bytes * size, n) for size, n in ends
         ]
         return base + [(4 * size, (2 + len(optimizer_states(workload))) * count) for size, count in own]
-    copies = (
-        4 if workload.optimizer == "adamw" and workload.offload == "off" else 2
-    )  # weight, gradient, two optimizer states
-    return [(4 * size / shards, copies * count) for size, count in (*matrices, *ends)]
+    # weight, gradient, two optimizer states
+    copies = 4 if workload.optimizer == "adamw" and workload.offload == "off" else 2
+    copies -= 1 if workload.optimizer_in_backward else 0
+    return [(workload.trained_bytes * size / shards, copies * count) for size, count in (*matrices, *ends)]
 
 
 def keeps_gradients(workload: Workload) -> bool:

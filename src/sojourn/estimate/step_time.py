@@ -18,9 +18,13 @@ from sojourn.estimate.memory import chunk_rows
 from sojourn.estimate.model_states import (
     embedding_and_head_parameters,
     lm_head_is_trained,
+    low_memory_state_bytes,
+    streams_states,
 )
 from sojourn.estimate.uncertainty import ATTENTION, COMMUNICATION, LAUNCH_OVERHEAD, spread
 from sojourn.estimate.workload import LINEAR, Workload, layer_groups
+
+_BACKWARD_SHARE = 0.6  # of forward+backward
 
 
 @dataclass(frozen=True)
@@ -83,17 +87,18 @@ def is_launch_bound(workload: Workload, gpu: Gpu) -> bool:
 def _gpu_parts(workload: Workload, gpu: Gpu) -> list[Part]:
     """Kernels of a step; the optimizer step comes last."""
     passes = workload.gradient_accumulation
-    return [
+    parts = [
         Part("matmuls", passes * _matmuls(workload, gpu), "sum over the linear layers"),
         Part("LM head and loss", passes * _lm_head(workload, gpu), "matmuls of V·D, and passes over the logits"),
         Part(ATTENTION, passes * _attention(workload, gpu), "3.5·FLOPs of the forward / sustained rate"),
         Part("elementwise kernels", passes * _elementwise(workload, gpu), "bytes / (share·bandwidth)"),
-        Part(
-            "optimizer step",
-            _optimizer(workload, gpu),
-            "bytes of weights, gradients, optimizer states / (share·bandwidth)",
-        ),
     ]
+    backward = _BACKWARD_SHARE * sum(part.seconds for part in parts)
+    update = (
+        _low_memory_optimizer(workload, gpu, backward) if workload.low_memory_optimizer else _optimizer(workload, gpu)
+    )
+    formula = "bytes of weights, gradients, optimizer states / (share·bandwidth)"
+    return [*parts, Part("optimizer step", update, formula)]
 
 
 def matmul(gpu: Gpu, rate: float, m: float, k: float, n: float, e: int) -> float:
@@ -258,6 +263,7 @@ def _weight_bytes(workload: Workload) -> float:
     if workload.uses_lora:
         return 0.0
     cast = 6 if workload.compute_bytes == 2 and workload.engine not in ("fsdp", "deepspeed") else 0
+    cast = cast if workload.trained_bytes == 4 else 4  # bf16 weights that share a matmul are concatenated
     cast *= 2 if workload.activation_checkpointing != "off" else 1
     summed = (6 if workload.compute_bytes == 2 else 0) + (12 if workload.gradient_accumulation > 1 else 0)
     return count * (cast + summed)
@@ -282,13 +288,25 @@ def _optimizer(workload: Workload, gpu: Gpu) -> float:
     return seconds
 
 
+def _low_memory_optimizer(workload: Workload, gpu: Gpu, backward: float) -> float:
+    """Of train/optim/low_memory_adamw.py. States in host memory travel both ways at once; in the backward, what takes
+    longer than it remains."""
+    count, states = workload.trainable_parameters, low_memory_state_bytes(workload)
+    slow = 1 / float(constants()["update"]["share_8bit"]) if "8bit" in workload.optimizer else 1.0
+    seconds = _traffic(gpu, count * (4 * workload.trained_bytes + slow * 2 * states))
+    if not streams_states(workload):
+        return seconds
+    travelling = states * count / (float(constants()["links"]["host"]) * 1e9 * (gpu.pcie_gbs or 16.0))
+    return seconds + max(0.0, travelling - (backward if workload.optimizer_in_backward else 0.0))
+
+
 def communicated_bytes(workload: Workload) -> float:
     """Bytes that one GPU sends in a step: gradients once per step; sharded weights in every micro batch."""
     if workload.world_size == 1:
         return 0.0
     share = (workload.world_size - 1) / workload.world_size
     if not workload.is_sharded:
-        return 2 * share * 4 * workload.trainable_parameters
+        return 2 * share * workload.trained_bytes * workload.trainable_parameters
     whole = workload.compute_bytes if workload.method != "qlora" else workload.quantized_bytes
     gathers = (2 if workload.reshard_after_forward else 1) * whole * workload.model.parameters
     return share * workload.gradient_accumulation * (gathers + 4 * workload.trainable_parameters)

@@ -23,6 +23,8 @@ class Workload:
     full_logits       the logits of all tokens exist at once, instead of chunk by chunk
     cuda_graphs       forward+backward is captured as a CUDA graph and replayed
     graph_memory      the memory of a CUDA graph is counted: where one is captured, and where `auto` may capture one
+    master_weights    `train.master_weights`
+    optimizer_in_backward  parameters are updated in the backward, and their gradients freed
     async_step        `advanced.async_step`: the next step is launched before the last one's loss is read
     with_evaluation   the run evaluates, too
     in_training_loop  with what a run does between steps: reading rows, logging, watching the clock
@@ -50,6 +52,8 @@ class Workload:
     graph_memory: bool = False
     async_step: bool = True
     optimizer: str = "adamw"
+    master_weights: str = "fp32"
+    optimizer_in_backward: bool = False
     offload: str = "off"
     lora_rank: int = 16
     lora_targets: tuple[str, ...] = LINEAR
@@ -83,12 +87,23 @@ class Workload:
         return 4 if self.precision == "fp32" else 2
 
     @property
+    def trained_bytes(self) -> int:
+        """Bytes of an element of trained weights and of their gradients; adapters are fp32."""
+        return 4 if self.master_weights == "fp32" else 2
+
+    @property
+    def low_memory_optimizer(self) -> bool:
+        """Whether train/optim/low_memory_adamw.py updates: paged states are then in pinned host memory."""
+        return self.master_weights != "fp32" or self.optimizer_in_backward
+
+    @property
     def residual_bytes(self) -> int:
         """Bytes of an element of the residual stream: 2 in fused bf16 forwards and on a frozen 16-bit base; else
         autocast leaves it in the embedding's fp32."""
         if self.precision == "fp32":
             return 4
-        return 2 if self.uses_lora or (self.precision == "bf16" and self.fused_forwards) else 4
+        has_bf16_weights = self.uses_lora or self.master_weights != "fp32"
+        return 2 if has_bf16_weights or (self.precision == "bf16" and self.fused_forwards) else 4
 
     @property
     def is_packed(self) -> bool:

@@ -96,7 +96,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
-        return (*(None if grad is None else grad.mul_(upstream[0]) for grad in ctx.grads), None, None, None, None)
+        grads, ctx.grads = ctx.grads, None  # autograd alone holds them now, and makes no copy
+        return (*(None if grad is None else grad.mul_(upstream[0]) for grad in grads), None, None, None, None)
 
 
 def _all_chunks(
@@ -129,15 +130,21 @@ def _all_chunks(
         grad_CV = grad_CV.to(weight_VD.dtype)
         if head:
             grad_CD, chunk_grad_VD = head.backward(grad_CV)
+            grad_VD = _add(grad_VD, chunk_grad_VD, grad_dtype)
         else:
             grad_CD = grad_CV @ weight_VD if needs_hidden else None
-            chunk_grad_VD = grad_CV.T @ hidden_CD if needs_weight else None
+            if needs_weight and grad_VD is not None and grad_dtype == torch.bfloat16:
+                grad_VD.addmm_(grad_CV.T, hidden_CD)  # the matmul adds: the gradient of a chunk never exists
+            elif needs_weight:
+                grad_VD = _add(grad_VD, grad_CV.T @ hidden_CD, grad_dtype)
         if grad_ND is not None:
             grad_ND[start:end] = grad_CD
-        if chunk_grad_VD is not None:
-            grad_VD = chunk_grad_VD.to(grad_dtype) if grad_VD is None else grad_VD.add_(chunk_grad_VD)
     ctx.grads = (grad_ND, grad_VD, grad_V)
     return loss
+
+
+def _add(total_VD: Tensor | None, chunk_VD: Tensor, dtype: torch.dtype) -> Tensor:
+    return chunk_VD.to(dtype) if total_VD is None else total_VD.add_(chunk_VD)
 
 
 def _chunk_ranges(count: int, chunk: int, alignment: int) -> Iterator[tuple[int, int]]:

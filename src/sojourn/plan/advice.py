@@ -87,7 +87,14 @@ def advise(config: RunConfig, gpu: Gpu, most: int | None = None) -> list[Advice]
                 enough.append(kinds)
         if len(found) >= _MIN_FOUND and any(advice.keeps_result for advice in found):
             break
-    return sorted(found, key=lambda advice: -advice.tokens_per_second)[:_MAX_SHOWN]
+    return _shown(sorted(found, key=lambda advice: -advice.tokens_per_second))
+
+
+def _shown(ranked: list[Advice]) -> list[Advice]:
+    """The first ones; some of them keep the result, if any does."""
+    kept = [advice for advice in ranked if advice.keeps_result][:_MIN_FOUND]
+    others = [advice for advice in ranked if advice not in kept][: _MAX_SHOWN - len(kept)]
+    return [advice for advice in ranked if advice in kept or advice in others]
 
 
 def advise_for(
@@ -137,6 +144,7 @@ def _changes(config: RunConfig) -> Iterator[Change]:
     if method.kind == "lora":
         yield Change("base in NF4", {"method.kind": "qlora"}, keeps_result=False)
     if method.kind == "full":
+        yield from _bf16_changes(config)
         yield Change("LoRA", {"method.kind": "lora"}, keeps_result=False)
         yield Change("LoRA on a base in NF4", {"method.kind": "qlora"}, keeps_result=False)
     for part in (2, 4) if length < _LONG else (2, 4, 8, 16):
@@ -163,6 +171,28 @@ def _optimizer_changes(config: RunConfig) -> Iterator[Change]:
         auto = {} if engine in ("auto", "fsdp") else {"parallel.engine": "auto"}
         everything = {**_plain_adamw(config), **auto, "train.offload": "all"}
         yield Change("weights and optimizer states in host memory", everything)
+
+
+def _bf16_changes(config: RunConfig) -> Iterator[Change]:
+    """Without fp32 master weights; and without all gradients at once, where no gradients are accumulated."""
+    train = config.train
+    if (
+        train.master_weights != "fp32"
+        or train.offload != "off"
+        or config.parallel.engine not in ("auto", "single", "ddp")
+    ):
+        return
+    settings: dict[str, Any] = {"train.master_weights": "bf16", "train.optimizer": "paged_adamw_8bit"}
+    what, kind = "bf16 weights with stochastic rounding, a little noisier", "bf16 weights"
+    yield Change(what, settings, keeps_result=False, kind=kind)
+    if config.parallel.engine == "ddp" or (gpus_named(config) or 1) > 1:
+        return
+    whole: dict[str, Any] = (
+        {"train.micro_batch": "auto"} if train.micro_batch not in ("auto", train.global_batch) else {}
+    )
+    whole |= {"train.clip": 0} if train.clip else {}
+    updates = {**settings, "train.optimizer_in_backward": "on", **whole}
+    yield Change(f"{what}, updated in the backward without clipping", updates, keeps_result=False, kind=kind)
 
 
 def _plain_adamw(config: RunConfig) -> dict[str, Any]:

@@ -57,9 +57,11 @@ def run_time(config: RunConfig, workload: Workload, gpu: Gpu, step: StepTime, st
 
 
 def checkpoint_bytes(workload: Workload) -> int:
-    """Trained weights in fp32 and their optimizer states, wherever these are while training."""
+    """Trained weights and their optimizer states, wherever these are while training."""
     whole = replace(workload, offload="off", engine="single", optimizer=workload.optimizer.removeprefix("paged_"))
-    return int(4 * workload.trainable_parameters + sum(term.bytes for term in optimizer_states(whole)))
+    return int(
+        workload.trained_bytes * workload.trainable_parameters + sum(term.bytes for term in optimizer_states(whole))
+    )
 
 
 def preparing_seconds(tokens: int) -> float:

@@ -20,6 +20,7 @@ def can_capture(config: RunConfig, workload: Workload) -> bool:
     """One rank, rows of one shape, and a model that capturing was tested with."""
     model = workload.model
     alone = workload.device_type == "cuda" and workload.world_size == 1 and workload.engine == "single"
+    alone = alone and not workload.optimizer_in_backward
     tested = model.family in FUSED_FAMILIES and model.experts is None
     recomputes_dropout = workload.lora_dropout > 0 and workload.activation_checkpointing != "off"
     same_shapes = config.data.packing != "off" and workload.attention_backend.varlen
@@ -35,7 +36,10 @@ def choose_cuda_graphs(config: RunConfig, workload: Workload, device: DeviceSpec
     if device.gpu is None:
         return False, "the catalogue does not have this GPU's speed; set on to try"
     if workload.model.attention_dropout or not can_capture(config, workload):
-        return False, "for one rank and packed or padded rows, without recomputed dropout or fp16"
+        return (
+            False,
+            "for one rank and packed or padded rows, without recomputed dropout, fp16 or updates in the backward",
+        )
     if not is_launch_bound(workload, device.gpu):
         return False, "the GPU takes longer for its kernels than a slow CPU for launching them"
     return True, "launching kernels one by one might take the CPU longer than the GPU needs for them"

@@ -32,8 +32,19 @@ def resolve_precision(resolved: Resolved, device: DeviceSpec, started: RunConfig
         raise Unsupported(f"train.device: {train.device} given, but this is {kind}; use auto")
     if train.precision == "fp16" and kind != "cuda":
         raise Unsupported(f"train.precision: fp16 needs a CUDA GPU, but this run is on {kind}; use auto")
-    if train.precision != "auto":
-        return
+    if train.precision == "auto":
+        _choose_precision(resolved, device, started)
+    precision, masters = resolved.config.train.precision, train.master_weights
+    if masters != "fp32" and precision != "bf16":
+        raise Unsupported(
+            f"train.master_weights: {masters} needs train.precision=bf16, but here it is {precision}; use fp32"
+        )
+    if train.optimizer_in_backward == "on" and precision == "fp16":
+        raise Unsupported("train.optimizer_in_backward: on needs train.precision=bf16 or fp32, but here it is fp16")
+
+
+def _choose_precision(resolved: Resolved, device: DeviceSpec, started: RunConfig | None) -> None:
+    kind = device.device_type
     if started is not None and started.train.device == kind == "cpu" and started.train.precision != "auto":
         resolved.choose("train", "precision", started.train.precision, "as the run started")
     else:

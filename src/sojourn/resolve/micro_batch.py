@@ -78,7 +78,15 @@ def _describe_budget(device: DeviceSpec) -> str:
 
 
 def _smallest(config: RunConfig) -> int:
-    return config.train.micro_batch if isinstance(config.train.micro_batch, int) else 1
+    return _only_micro_batch(config) or 1
+
+
+def _only_micro_batch(config: RunConfig) -> int | None:
+    """The micro batch that is set, or that updates in the backward leave."""
+    train = config.train
+    if train.optimizer_in_backward == "on":
+        return train.global_batch
+    return train.micro_batch if isinstance(train.micro_batch, int) else None
 
 
 def _ways(config: RunConfig) -> tuple[str, ...]:
@@ -94,6 +102,8 @@ def _engines(config: RunConfig, device: DeviceSpec) -> list[tuple[str, str]]:
         raise Unsupported(f"parallel.engine: single is for one rank, but {ranks} were started; use auto")
     if train.offload == "all" and engine not in ("auto", "fsdp", "deepspeed"):
         raise Unsupported(f"train.offload: all needs parallel.engine=fsdp or deepspeed, not {engine}; use optimizer")
+    if train.optimizer_in_backward == "on" and ranks > 1:
+        raise Unsupported(f"train.optimizer_in_backward: on is for one GPU, but {ranks} were started; set it off")
     if engine != "auto":
         return [(engine, "")]
     if config.parallel.deepspeed is not None:
@@ -102,7 +112,9 @@ def _engines(config: RunConfig, device: DeviceSpec) -> list[tuple[str, str]]:
         return [("fsdp", "train.offload=all keeps weights in host memory")]
     if ranks == 1:
         return [("single", "one rank")]
-    cannot_shard = train.optimizer != "adamw" or (method.kind == "qlora" and method.bits == 8)
+    cannot_shard = (
+        train.optimizer != "adamw" or train.master_weights != "fp32" or (method.kind == "qlora" and method.bits == 8)
+    )
     if device.free_bytes is None or cannot_shard:
         return [("ddp", f"{ranks} ranks")]
     free = f"the {device.free_bytes / 2**30:.0f} GiB free on a GPU"
@@ -114,7 +126,7 @@ def _fastest(config: RunConfig, workload: Workload, device: DeviceSpec) -> Fit |
     not known, activations are kept if a fair micro batch then fits. None where not even one row fits."""
     length, total = workload.sequence_length, config.train.global_batch
     sizes_of_share = [n for n in divisors(-(-total // device.ranks)) if total % n == 0]  # as the config demands
-    given = config.train.micro_batch if isinstance(config.train.micro_batch, int) else None
+    given = _only_micro_batch(config)
     budget = math.inf if device.memory_budget is None else device.memory_budget
     on_gpu = device.device_type == "cuda"
     most = _MAX_TOKENS if on_gpu else _FAIR_TOKENS

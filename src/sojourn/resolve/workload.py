@@ -39,6 +39,8 @@ def workload_of(config: RunConfig, model: ModelSpec, device: DeviceSpec) -> Work
         fp8=train.fp8,
         async_step=config.advanced.async_step == "on",
         optimizer=train.optimizer,
+        master_weights=train.master_weights,
+        optimizer_in_backward=train.optimizer_in_backward == "on",
         offload=offload,
         lora_rank=method.rank,
         lora_targets=_lora_targets(method),

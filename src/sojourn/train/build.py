@@ -24,7 +24,8 @@ from sojourn.train.batcher import Batcher
 
 
 def build_network(config: RunConfig, artefact: Artefact, device: str) -> Network:
-    """Trained weights are fp32; frozen ones have the compute dtype (`train.precision`)."""
+    """Trained weights are fp32, or as `train.master_weights` says; frozen ones have the compute dtype
+    (`train.precision`)."""
     network = bare_network(config, artefact, device)
     if config.model.base is not None:
         network = _check_attention(network, config, device, packed=artefact.facts["packing"] != "off")
@@ -90,7 +91,8 @@ def prepare_for_steps(network: Network, config: RunConfig) -> None:
 def _load_base(config: RunConfig, artefact: Artefact, device: str, empty: bool) -> Any:
     """The base model; with an adapter for lora and qlora."""
     kind, frozen = config.method.kind, config.method.kind in ("lora", "qlora")
-    dtype = torch_dtype(str(config.train.precision)) if frozen else torch.float32
+    in_compute_dtype = frozen or config.train.master_weights != "fp32"
+    dtype = torch_dtype(str(config.train.precision)) if in_compute_dtype else torch.float32
     model = empty_base_model(base_of(config), dtype) if empty else load_base_model(base_of(config), dtype, device)
     rows = model.get_input_embeddings().weight.shape[0]
     if artefact.vocab_size > rows:

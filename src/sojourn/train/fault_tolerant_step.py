@@ -9,6 +9,9 @@ state put back:
 - a loss that is not finite, or a spike: the step is replayed once. Hardware faults rarely repeat; a bad batch does, and
   is then skipped, kept, or ends the run, as `train.on_nan` and `train.on_spike` say;
 - a signal: `Interrupted` leaves the step where it stands, if there is no time to finish it.
+
+With `train.optimizer_in_backward=on` the update includes the backward: the loss is checked before it, a signal waits
+for its end, and a gradient that is not finite leaves its parameter unchanged.
 """
 
 from __future__ import annotations
@@ -103,6 +106,11 @@ class FaultTolerantStep:
             return self._skip_batch(step, verdict, attempt)
         if not attempt.updated:
             self._run_update(self.stepper.update)
+        applied = self.stepper.engine.applied
+        if applied is not None:
+            attempt = replace(attempt, grad_norm=applied.norm)
+            if applied.not_finite and not self._continue_after_bad_gradients(step, applied.not_finite):
+                return StepResult("rolled_back")
         progress.recent_losses = [*progress.recent_losses, attempt.loss][-LOSS_WINDOW:]
         return StepResult("done", attempt.loss, attempt.grad_norm, self.session.tokens(step), attempt.data_wait)
 
@@ -183,7 +191,7 @@ class FaultTolerantStep:
         def read() -> list[Batch]:
             return list(batcher.batches(rows, longest[: batcher.micro_batch], self.session.progress.step))
 
-        self._gradients(self.stepper.gradients, rng_state, read=read)
+        self._gradients(self.stepper.gradients_without_update, rng_state, read=read)
         self.stepper.discard()
         set_rng_state(rng_state)
         if batcher.device == "cuda":
@@ -239,7 +247,7 @@ class FaultTolerantStep:
 
     def relieve_memory_pressure(self, message: str) -> None:
         """Falls back before memory really runs out: releases CUDA graphs, or makes the micro batch smaller."""
-        if self.stepper.engine.syncs_every_micro_batch:
+        if self.stepper.engine.syncs_every_micro_batch or self.stepper.engine.updates_in_backward:
             return
         if self.stepper.has_cuda_graphs or self.stepper.batcher.micro_batch > 1:
             self._fall_back(message)
@@ -316,6 +324,26 @@ class FaultTolerantStep:
             return StepResult("rolled_back")
         self.say(f"step {step + 1}: {values}; skipping that batch")
         return StepResult("skipped", attempt.loss, attempt.grad_norm)
+
+    def _continue_after_bad_gradients(self, step: int, count: int) -> bool:
+        """After an update in the backward, in which `count` parameters stayed as they were. False: the run went back to
+        its last checkpoint."""
+        progress, train = self.session.progress, self.session.config.train
+        values = f"the gradients of {count} parameters are not finite"
+        progress.bad_steps += 1
+        if train.on_nan == "stop" or progress.bad_steps > train.max_bad_steps:
+            rate = f"train.lr={float(train.lr) / 3:.1g}"
+            raise RunFailed(
+                f"step {step + 1}: {values}, so nothing more is saved; try a smaller rate: {rate} --fork NEWNAME"
+            )
+        self.session.run.event("bad_gradients", step=step + 1, parameters=count, policy=train.on_nan)
+        if train.on_nan == "rollback":
+            progress.skipped_steps = [*progress.skipped_steps, step]
+            if self._roll_back():
+                self.say(f"step {step + 1}: {values}; back to step {progress.step}, and on without that batch")
+                return False
+        self.say(f"step {step + 1}: {values}; these parameters are left unchanged")
+        return True
 
     def check_weights(self) -> bool:
         """Whether all weights are finite, and may be saved. If not, the run goes back to its last checkpoint."""

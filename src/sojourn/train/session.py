@@ -20,6 +20,7 @@ from sojourn.data.prepare import prepare_run
 from sojourn.data.report import print_examples
 from sojourn.data.tokenize.tokenizer import TRAINED
 from sojourn.errors import UserError
+from sojourn.estimate.model_states import state_bytes
 from sojourn.resolve.resolve import Resolution
 from sojourn.resolve.run_steps import run_steps
 from sojourn.run.folder import RunFolder
@@ -206,10 +207,12 @@ def _warn_without_held_out_rows(config: RunConfig, artefact: Artefact) -> None:
 
 
 def _check_disk(config: RunConfig, run: RunFolder, engine: Engine) -> None:
-    """Is there room for a checkpoint: fp32 weights and two optimizer states? Better now than at the first save."""
-    trained = sum(p.numel() for p in engine.network.model.parameters() if p.requires_grad)
+    """Is there room for a checkpoint: weights and optimizer states? Better now than at the first save."""
+    states = state_bytes("8bit" in config.train.optimizer, config.train.master_weights == "bf16_kahan")
+    trained = [p for p in engine.network.model.parameters() if p.requires_grad]
     folder = run.checkpoints if run.checkpoints.is_dir() else run.path  # checkpoints may be on another disk
-    check_free_space(folder, 12 * trained, int(config.save.min_free))
+    size = sum(p.numel() * (p.element_size() + states) for p in trained)
+    check_free_space(folder, int(size), int(config.save.min_free))
 
 
 def _make_stepper(config: RunConfig, artefact: Artefact, objective: Objective, engine: Engine) -> Stepper:

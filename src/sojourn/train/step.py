@@ -4,6 +4,9 @@ The loss is that of the whole global batch, whatever the micro batch and the num
 Nothing changes before the update, so the gradients of a step can be discarded and computed again at any time. The OOM
 fallback, the replay of suspicious steps and the abandoning of a step at a signal rely on that.
 
+With `train.optimizer_in_backward=on` the backward is a part of the update (`distributed/in_backward.py`): `gradients`
+computes the loss only, which is checked before anything changes.
+
 Async step. The weights must not change before loss and gradient norm are known to be good, but waiting for them leaves
 a GPU idle. The fused AdamW kernel can skip an update by itself (`found_inf`) and divide by the clipping factor
 (`grad_scale`). So, where it is used (one rank, CUDA, no gradient scaler), the device judges: we launch the update,
@@ -94,7 +97,8 @@ class Stepper:
         return self.cuda_graphs is None or self.cuda_graphs.is_settled
 
     def gradients(self, batches: list[Batch]) -> tuple[float, float]:
-        """Forward and backward of every micro batch. Returns the loss, and the gradient norm before clipping."""
+        """Forward and backward of every micro batch. Returns the loss, and the gradient norm before clipping (0 where
+        the backward is a part of the update)."""
         loss, norm = self.launch_gradients(batches).tolist()
         return loss, norm
 
@@ -157,15 +161,20 @@ class Stepper:
     def update(self) -> None:
         self.engine.optimizer_step()
 
+    def gradients_without_update(self, batches: list[Batch]) -> None:
+        """Forward and backward, wherever the update is: to find out whether memory suffices."""
+        self.gradients(batches)
+        self.engine.backward_without_update()
+
     def discard(self) -> None:
         """Throws the gradients away."""
         self.engine.discard_gradients()
 
     def step(self, batches: list[Batch]) -> tuple[float, float]:
         """Gradients and update, without any protection: for tests and measurements."""
-        loss_and_norm = self.gradients(batches)
+        loss, norm = self.gradients(batches)
         self.update()
-        return loss_and_norm
+        return loss, norm if self.engine.applied is None else self.engine.applied.norm
 
 
 def make_cuda_graphs(

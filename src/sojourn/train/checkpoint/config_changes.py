@@ -28,6 +28,7 @@ _HARMLESS = {
         "compile",
         "cuda_graphs",
         "offload",
+        "optimizer_in_backward",
         "eval_every",
         "eval_rows",
         "samples",

@@ -3,6 +3,7 @@
 | engine | weights | gradients | file |
 |---|---|---|---|
 | single | on the one rank | on the one rank | this one |
+| single | on the one rank | one at a time | `in_backward.py` |
 | ddp | on every rank | all-reduced in flat buckets during the last backward | `ddp.py` |
 | fsdp | sharded by torch's `fully_shard` | reduce-scattered | `fsdp.py` |
 | deepspeed | ZeRO 1 to 3, from the user's `ds_config.json` | ZeRO | `deepspeed.py` |
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -29,11 +31,21 @@ from sojourn.train.ranks import SINGLE, Ranks
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class AppliedGradients:
+    """Of an update in the backward: the gradient norm, and how many parameters had one that is not finite."""
+
+    norm: float
+    not_finite: int
+
+
 class Engine:
     """`syncs_every_micro_batch`: forward and backward contain collectives, so all ranks must run equally many micro
     batches. A rank that fails in one leaves the others waiting: then all restart from the last checkpoint."""
 
     syncs_every_micro_batch = False
+    updates_in_backward = False  # then `optimizer_step` runs the backward
+    applied: AppliedGradients | None = None  # of the last update in the backward
 
     def __init__(self, network: Network, optimizer: Optimizer, scaler: Any, ranks: Ranks = SINGLE) -> None:
         self.network, self.optimizer, self.scaler, self.ranks = network, optimizer, scaler, ranks
@@ -89,6 +101,9 @@ class Engine:
                 self.scaler.step(self.optimizer.torch)
                 self.scaler.update()
         self.optimizer.zero_grad()
+
+    def backward_without_update(self) -> None:
+        """Where `optimizer_step` would run the backward: the backward alone, which changes nothing."""
 
     def discard_gradients(self) -> None:
         """Drops the gradients, and the loss scaler's record of them."""

@@ -34,6 +34,10 @@ def open_engine(config: RunConfig, artefact: Artefact, ranks: Ranks) -> Engine:
         from sojourn.train.distributed.ddp import Ddp
 
         return Ddp(network, optimizer, scaler, ranks)
+    if config.train.optimizer_in_backward == "on":
+        from sojourn.train.distributed.in_backward import InBackward
+
+        return InBackward(network, optimizer, scaler, ranks)
     return Engine(network, optimizer, scaler, ranks)
 
 

@@ -1,7 +1,8 @@
 """Optimizers by name, the learning-rate schedule as a pure function of the step, and optimizer states as named tensors.
 
-AdamW of torch, 8-bit and paged AdamW of bitsandbytes, Muon. Weight decay applies to matrices; norms, biases, embeddings
-and the LM head are not decayed. States are saved as tensors under the names of the parameters.
+AdamW of torch, 8-bit and paged AdamW of bitsandbytes, our own for bf16 weights and for updates in the backward, Muon.
+Weight decay applies to matrices; norms, biases, embeddings and the LM head are not decayed. States are saved as tensors
+under the names of the parameters.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Optimizer:
             group["params"] = [local_shard(parameter) for parameter in group["params"]]
         self.names = [name for group in groups for name in group.pop("names")]
         self.torch = _make(groups, train, device, cpu_kernels)
-        self._kinds = _STATES[train.optimizer]
+        self._kinds = _STATES[train.optimizer] | ({"compensation"} if train.master_weights == "bf16_kahan" else set())
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -101,6 +102,7 @@ class Optimizer:
         """The states as PARAMETER/KEY; numbers become tensors."""
         import torch
 
+        self._synchronize()
         state = self.torch.state
         return {
             f"{name}/{key}": value if isinstance(value, torch.Tensor) else torch.tensor(value)
@@ -120,10 +122,16 @@ class Optimizer:
             name, key = full.rsplit("/", 1)
             state[name][key] = value
         if hasattr(self.torch, "init_state") or hasattr(self.torch, "make_state"):
+            self._synchronize()
             self._fill(state)
         else:
             numbered = {i: state[name] for i, name in enumerate(self.names) if state[name]}
             self.torch.load_state_dict({**self.torch.state_dict(), "state": numbered})
+
+    def _synchronize(self) -> None:
+        """Until states in host memory can be read and written."""
+        if hasattr(self.torch, "synchronize"):
+            self.torch.synchronize()
 
     def _fill(self, state: dict[str, dict[str, Any]]) -> None:
         """Copies into tensors that the optimizer allocates itself, so that they stay paged or offloaded."""
@@ -184,6 +192,8 @@ def _make(groups: list[dict[str, Any]], train: TrainConfig, device: str, cpu_ker
         from sojourn.train.optim.muon import Muon
 
         return Muon(groups, **settings)
+    if train.master_weights != "fp32" or train.optimizer_in_backward == "on":
+        return _low_memory(groups, train, settings)
     if train.offload == "optimizer":
         from sojourn.train.optim.offload import OffloadedAdamW
 
@@ -204,3 +214,12 @@ def _make(groups: list[dict[str, Any]], train: TrainConfig, device: str, cpu_ker
 
     kinds = {"adamw_8bit": "AdamW8bit", "paged_adamw": "PagedAdamW", "paged_adamw_8bit": "PagedAdamW8bit"}
     return getattr(bitsandbytes.optim, kinds[train.optimizer])(groups, **settings)
+
+
+def _low_memory(groups: list[dict[str, Any]], train: TrainConfig, settings: dict[str, Any]) -> Any:
+    from sojourn.train.optim.low_memory_adamw import LowMemoryAdamW
+
+    names = ("exp_avg", "exp_avg_sq") if train.optimizer == "adamw" else ("state1", "state2")
+    on_host = train.offload == "optimizer" or train.optimizer.startswith("paged_")
+    return LowMemoryAdamW(groups, **settings, rounding=train.master_weights, eight_bit="8bit" in train.optimizer,
+                          on_host=on_host, state_names=names)  # fmt: skip
