@@ -1,5 +1,5 @@
-"""Full fine-tuning of a model's shape within a given memory: random weights made on the GPU, a real session on made rows,
-some steps, and what they took.
+"""Full fine-tuning of a model's shape within a given memory: random weights made on the GPU, a real session on made
+rows, some steps, and what they took.
 
     python -m benchmarks.full_small_memory --memory 22.5 --steps 20 [KEY=VALUE ...]
 

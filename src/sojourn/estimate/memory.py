@@ -357,8 +357,9 @@ def _evaluation(workload: Workload) -> Phase:
 
 def _loading(workload: Workload) -> Phase:
     """The weights, and one tensor as it is read and cast."""
-    loading = 2 * 4 * workload.largest_parameter
-    terms = [*weights(workload), Term(_TEMPORARY, "tensor being loaded", loading, "2·4·largest")]
+    each = workload.trained_bytes
+    loading = 2 * each * workload.largest_parameter
+    terms = [*weights(workload), Term(_TEMPORARY, "tensor being loaded", loading, f"2·{each}·largest")]
     if workload.quantizes_experts:  # one by one, stacked, and gate and up concatenated
         size = 3 * workload.compute_bytes * workload.expert_weight
         terms.append(Term(_TEMPORARY, "experts of a layer, before they are quantized", size, "3·e·experts·2·F·D"))
