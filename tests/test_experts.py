@@ -190,6 +190,14 @@ def test_an_adapter_on_experts_is_loaded_again_on_nf4(bases, tmp_path):
     _assert_alike(_loss_and_gradients(again), _loss_and_gradients(ours))
 
 
+def test_experts_that_stay_as_they_are_are_counted(bases, capsys):
+    _open(bases / "mixtral", bits=4)
+    assert "stay as they are" not in capsys.readouterr().out
+    _open(bases / "mixtral", bits=8)
+    weights = 2 * 4 * 3 * 96 * 64
+    assert f"method.bits: {weights:,} weights of experts stay as they are; method.bits=4" in capsys.readouterr().out
+
+
 def test_what_all_linear_leaves_out_is_said(bases, capsys):
     _with_adapter(_open(bases / "glm4_moe"), "all-linear")
     assert "not experts, router, gate_proj, up_proj, down_proj" in capsys.readouterr().out

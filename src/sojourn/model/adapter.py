@@ -217,7 +217,7 @@ def write_adapter(model: nn.Module, weights: dict[str, Tensor], folder: Path, ba
     config.revision = revision
     if not isinstance(config.target_modules, str):  # a pattern
         config.target_modules = sorted(config.target_modules)
-    if config.target_parameters is not None:
+    if getattr(config, "target_parameters", None):
         config.target_parameters = sorted(config.target_parameters)
     model.save_pretrained(str(folder), save_embedding_layers=False, state_dict=weights)
     (folder / "README.md").unlink(missing_ok=True)

@@ -176,7 +176,17 @@ def _from_pretrained(base: BaseModelSource, given: dict[str, Any], dtype: Any, d
         if base.sharded and expert_modules(model):
             raise UserError("parallel.engine: fsdp cannot shard experts in NF4; use ddp, or method.kind=lora")
         apply_expert_forwards(model)
+    if base.quant_bits is not None:
+        _note_unquantized_experts(base, model)
     return model if "device_map" in given else model.to(device)
+
+
+def _note_unquantized_experts(base: BaseModelSource, model: Any) -> None:
+    """bitsandbytes quantizes linear layers only, and we quantize experts of the usual form to NF4 only."""
+    left = sum(p.numel() for p in model.parameters() if p.ndim == 3 and getattr(p, "quant_state", None) is None)
+    if left:
+        hint = "; method.bits=4 quantizes those of most models" if base.quant_bits == 8 else ""
+        print(f"note: method.bits: {left:,} weights of experts stay as they are{hint}", flush=True)
 
 
 def _refuse_nan(base: BaseModelSource, model: Any) -> None:

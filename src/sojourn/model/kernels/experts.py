@@ -12,6 +12,7 @@ of an expert, E experts, R rank of an adapter. An experts' weight is (E, out, in
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -49,10 +50,12 @@ class ExpertLora:
 
 def sort_by_expert(experts_Tk: Tensor, weights_Tk: Tensor, experts: int) -> Route:
     experts_S, pairs_S = torch.sort(experts_Tk.reshape(-1), stable=True)
-    rows_S = torch.empty_like(pairs_S).scatter_(0, pairs_S, torch.arange(len(pairs_S), device=pairs_S.device))
+    numbers_S = torch.arange(len(pairs_S), device=pairs_S.device, dtype=torch.int32)
+    rows_S = torch.empty_like(numbers_S).scatter_(0, pairs_S, numbers_S)
     bounds_E = torch.arange(1, experts + 1, device=experts_S.device)
     offsets_E = torch.searchsorted(experts_S, bounds_E, out_int32=True)
-    return Route(pairs_S // experts_Tk.shape[1], rows_S, experts_S, offsets_E, weights_Tk.reshape(-1)[pairs_S])
+    tokens_S = (pairs_S // experts_Tk.shape[1]).int()
+    return Route(tokens_S, rows_S, experts_S, offsets_E, weights_Tk.reshape(-1)[pairs_S])
 
 
 @custom_op("dispatch(Tensor x, Tensor tokens, Tensor rows) -> Tensor", lambda x, t, r: x.new_empty(len(t), x.shape[1]))
@@ -76,16 +79,16 @@ def combine(y_SD: Tensor, tokens_S: Tensor, rows_S: Tensor, count: int) -> Tenso
 
 
 def _setup_dispatch(ctx: Any, inputs: Any, output: Any) -> None:
-    x_TD, *ctx.route = inputs
-    ctx.count = len(x_TD)
+    ctx.save_for_backward(*inputs[1:])
+    ctx.count = len(inputs[0])
 
 
 def _setup_combine(ctx: Any, inputs: Any, output: Any) -> None:
-    _, *ctx.route, _ = inputs
+    ctx.route = inputs[1:3]  # see _setup_linear
 
 
 register_autograd(
-    "dispatch", _setup_dispatch, lambda ctx, grad_SD: (combine(grad_SD, *ctx.route, ctx.count), None, None)
+    "dispatch", _setup_dispatch, lambda ctx, grad_SD: (combine(grad_SD, *ctx.saved_tensors, ctx.count), None, None)
 )
 register_autograd("combine", _setup_combine, lambda ctx, grad_TD: (dispatch(grad_TD, *ctx.route), None, None, None))
 
@@ -100,8 +103,11 @@ def experts_linear(
     y_SO = _experts_linear(x_SI, offsets_E, weight, *quantized, *shape, transposed)
     if lora is None:
         return y_SO
-    low_SR = grouped_mm(x_SI, lora.a_ERI.to(x_SI.dtype).transpose(1, 2), offsets_E)
-    return y_SO + grouped_mm(low_SR, (lora.scaling * lora.b_EOR).to(x_SI.dtype).transpose(1, 2), offsets_E)
+    a_ERI, b_EOR = lora.a_ERI.to(x_SI.dtype), (lora.scaling * lora.b_EOR).to(x_SI.dtype)
+    if x_SI.is_cuda and (more := -a_ERI.shape[1] % _ALIGNMENT):
+        a_ERI, b_EOR = F.pad(a_ERI, (0, 0, 0, more)), F.pad(b_EOR, (0, more))
+    low_SR = grouped_mm(x_SI, a_ERI.transpose(1, 2), offsets_E)
+    return y_SO + grouped_mm(low_SR, b_EOR.transpose(1, 2), offsets_E)
 
 
 def _empty_output(x_SI: Tensor, *args: Any) -> Tensor:
@@ -145,6 +151,8 @@ def grouped_mm(x_SI: Tensor, weight_EIO: Tensor, offsets_E: Tensor) -> Tensor:
     """Each expert's rows times its matrix. Differentiable."""
     if _GROUPED_MM is not None and _supports_grouped_mm(x_SI, weight_EIO):
         return _GROUPED_MM(x_SI, weight_EIO, offs=offsets_E)
+    if x_SI.is_cuda:
+        _note_loop(str(x_SI.dtype).removeprefix("torch."))
     ends = offsets_E.tolist()
     rows = x_SI.split([end - start for start, end in zip([0, *ends], ends, strict=False)])
     return torch.cat([x @ weight for x, weight in zip(rows, weight_EIO, strict=True)])
@@ -153,6 +161,12 @@ def grouped_mm(x_SI: Tensor, weight_EIO: Tensor, offsets_E: Tensor) -> Tensor:
 def _supports_grouped_mm(x_SI: Tensor, weight_EIO: Tensor) -> bool:
     aligned = all(size % _ALIGNMENT == 0 for size in weight_EIO.shape[1:])
     return x_SI.is_cuda and x_SI.dtype == torch.bfloat16 and aligned and compute_capability() >= (8, 0)
+
+
+@cache
+def _note_loop(dtype: str) -> None:
+    need = "bf16, sizes in multiples of 8 and a GPU of compute capability 8.0 or newer"
+    print(f"note: experts compute one by one, in {dtype}: grouped GEMMs need {need}", flush=True)
 
 
 def weighted_swiglu(gate_up_SF: Tensor, weights_S: Tensor) -> Tensor:
