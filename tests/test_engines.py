@@ -326,6 +326,7 @@ def test_a_nan_step_is_skipped_by_every_engine(tiny, fork_server, nan_alone, eng
             (("parallel.engine=fsdp", "train.optimizer=muon"), "muon needs full tensors"),
             (("parallel.engine=ddp", "train.offload=all"), "all needs parallel.engine=fsdp or deepspeed"),
             (("train.global_batch=1",), "1 rows are fewer than the 2 ranks; use at least 2"),
+            (("train.optimizer_in_backward=on", "train.clip=0"), "on is for one GPU, but 2 were started"),
         ),
     ],
 )
@@ -351,6 +352,18 @@ def test_offloaded_weights_give_the_same_losses(tiny, fork_server):
     assert done.codes == [0, 0], done
     _same(run_of(words), tiny.whole(*RUN))
     assert "fsdp: train.offload=all" in read_json(run_of(words).environment)["auto"]["parallel.engine"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("masters", ["bf16", "bf16_kahan"])
+def test_bf16_weights_under_ddp_have_the_losses_of_a_single_rank(tiny, fork_server, masters):
+    """Each rank rounds alike, so that all keep the same weights."""
+    few = ("train.precision=bf16", f"train.master_weights={masters}", "train.global_batch=4", "train.steps=4")
+    words = tiny.words(*METHODS["full"], *few, "parallel.engine=ddp")
+    done = fork_server.run_ranks(2, words)
+    assert done.codes == [0, 0], done
+    alone = run_train(tiny.words(*METHODS["full"], *few))
+    assert losses(run_of(words)) == pytest.approx(losses(alone), rel=2e-3)
 
 
 def test_deepspeed_compiles_nothing_for_a_cpu(tiny, fork_server, tmp_path):

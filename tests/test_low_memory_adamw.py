@@ -257,6 +257,51 @@ def test_a_model_of_8b_parameters_is_planned_into_22_gib():
     assert memory(inside).allocated < 21 * 2**30 and 15 < host_bytes(inside) / 2**30 < 15.5
 
 
+_needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+@_needs_gpu
+@pytest.mark.parametrize("rounding", ["fp32", "bf16", "bf16_kahan"])
+@pytest.mark.parametrize("eight_bit", [False, True])
+def test_a_gpu_passes_the_kernels_smoke_test(capsys, rounding, eight_bit):
+    low_memory_adamw._kernel_or_torch.cache_clear()
+    found = low_memory_adamw._kernel_or_torch(torch.device("cuda"), rounding, eight_bit)
+    assert capsys.readouterr().out == "" and found is not low_memory_adamw.update_by_torch
+
+
+@_needs_gpu
+@pytest.mark.parametrize("rounding", ["fp32", "bf16", "bf16_kahan"])
+@pytest.mark.parametrize("eight_bit", [False, True])
+def test_on_a_gpu_states_in_host_memory_change_nothing(monkeypatch, rounding, eight_bit):
+    """With chunks in flight in both directions, of parameters that need many of them."""
+    monkeypatch.setattr(low_memory_adamw, "host_buffers", lambda *given: (2**16, 5))
+    dtype, ends = torch.float32 if rounding == "fp32" else torch.bfloat16, []
+    for on_host in (False, True):
+        torch.manual_seed(0)
+        parameters = [
+            torch.nn.Parameter(torch.randn(size, device="cuda").to(dtype)) for size in (2**21 + 7, 10**6, 300)
+        ]
+        optimizer = _optimizer(parameters, rounding, eight_bit, on_host)
+        for _ in range(5):
+            optimizer.start_step()
+            for parameter in parameters:
+                parameter.grad = torch.randn_like(parameter)
+                optimizer.update(parameter, low_memory_adamw.grad_norm(parameter.grad))
+        optimizer.synchronize()
+        states = [value.cpu() for p in parameters for key, value in optimizer.state[p].items() if "qmap" not in key]
+        ends.append([*(p.detach().cpu() for p in parameters), *states])
+    assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
+
+
+@_needs_gpu
+def test_on_a_gpu_a_gradient_that_is_not_finite_changes_nothing():
+    parameter = torch.nn.Parameter(torch.ones(10_000, device="cuda", dtype=torch.bfloat16))
+    optimizer = _optimizer([parameter], "bf16", eight_bit=True)
+    parameter.grad = torch.full_like(parameter, torch.nan)
+    optimizer.update(parameter, low_memory_adamw.grad_norm(parameter.grad))
+    assert (parameter == 1).all() and not optimizer.state[parameter]["absmax1"].any()
+
+
 @pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
 def test_the_kernel_computes_what_torch_computes():
     program = Path(__file__).with_name("interpreted_adamw.py")

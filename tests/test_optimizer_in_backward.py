@@ -1,6 +1,8 @@
 """`train.optimizer_in_backward` and `train.master_weights` in whole runs: results, faults, resuming."""
 
 import math
+import os
+import signal
 
 import pytest
 import torch
@@ -165,6 +167,23 @@ def test_memory_that_runs_out_in_the_backward_goes_back_to_the_last_checkpoint(t
     started = [event["step"] for event in events(run, "start")]
     assert started[0] == 0 and started[1] > 0 and started[1] == (event["step"] - 1) // 2 * 2
     assert losses(run)[-1] == pytest.approx(losses(tiny.whole(*IN_BACKWARD))[-1], rel=1e-5)
+
+
+def test_a_signal_in_the_backward_waits_for_the_end_of_the_step(tiny, monkeypatch):
+    real, calls = LowMemoryAdamW.update, []
+
+    def signalled(self, *given):
+        calls.append(1)
+        if len(calls) == 50:
+            os.kill(os.getpid(), signal.SIGTERM)
+        real(self, *given)
+
+    words = tiny.words(*IN_BACKWARD, "limits.grace=1")
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(LowMemoryAdamW, "update", signalled)
+        run_train(words)
+    assert len(calls) % 50 != 0  # the backward went on
+    assert same_weights(run_train(words), tiny.whole(*IN_BACKWARD))
 
 
 def test_the_rehearsed_backward_changes_nothing(tiny):

@@ -9,7 +9,7 @@ const NEAR = 7; // pixels between a pointer and what it means
 let made = 0;
 
 // Kinds of events: which are worth a line through the chart, and which are a small mark on the axis.
-const LINES = { out_of_memory: "warn", spike: "warn", bad_step: "warn", suspect_hardware: "warn", bad_weights: "warn", restarted: "edge", start: "edge", stopped: "edge", budget: "limit", limit: "limit", ended_early: "limit", failed: "bad", save_failed: "bad", damaged_checkpoint: "bad", config_changed: "edge" };
+const LINES = { out_of_memory: "warn", spike: "warn", bad_step: "warn", suspect_hardware: "warn", bad_weights: "warn", bad_gradients: "warn", restarted: "edge", start: "edge", stopped: "edge", budget: "limit", limit: "limit", ended_early: "limit", failed: "bad", save_failed: "bad", damaged_checkpoint: "bad", config_changed: "edge" };
 const MARKS = new Set(["saved", "best"]);
 export const eventClass = (kind) => LINES[kind] ?? (MARKS.has(kind) ? "mark" : "");
 

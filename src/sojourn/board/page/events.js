@@ -2,7 +2,7 @@
 import * as format from "./format.js";
 import { t } from "./i18n.js";
 
-const KNOWN = new Set(["start", "saved", "best", "out_of_memory", "restarted", "spike", "bad_step", "stopped", "budget", "failed", "done", "mirrored", "mirror_failed", "save_failed", "damaged_checkpoint", "config_changed", "ended_early", "suspect_hardware", "low_host_memory", "bad_weights"]);
+const KNOWN = new Set(["start", "saved", "best", "out_of_memory", "restarted", "spike", "bad_step", "stopped", "budget", "failed", "done", "mirrored", "mirror_failed", "save_failed", "damaged_checkpoint", "config_changed", "ended_early", "suspect_hardware", "low_host_memory", "bad_weights", "bad_gradients"]);
 const NOT_SAID = new Set(["kind", "time", "step", "x", "rows"]);
 
 // Where a run starts for the first time there is nothing to mark.
