@@ -257,7 +257,8 @@ class FaultTolerantStep:
         session, batcher = self.session, self.stepper.batcher
         train = session.config.train.model_copy(update={"micro_batch": batcher.micro_batch})
         config = session.config.model_copy(update={"train": train})
-        fallback = next_fallback(config, in_update, self.stepper.has_cuda_graphs)
+        without_activations = in_update and not self.stepper.engine.updates_in_backward
+        fallback = next_fallback(config, without_activations, self.stepper.has_cuda_graphs)
         step, message = session.progress.step + 1, message.strip().split("\n")[0][:200]
         if fallback is None:
             raise NoFallbackLeft(

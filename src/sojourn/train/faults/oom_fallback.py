@@ -39,18 +39,17 @@ def next_fallback(
 ) -> dict[str, Any] | None:
     """The next fallback, as settings by key; None where none is left. `has_cuda_graphs`: captured graphs hold memory.
 
-    In the optimizer step there are no activations to save: only optimizer states in host memory help there. Where it
-    runs in the backward, there are, but the micro batch must stay the global batch.
+    In the optimizer step there are no activations to save: only optimizer states in host memory help there.
     """
     train = config.train
-    in_backward = train.optimizer_in_backward == "on"
+    accumulates = train.optimizer_in_backward == "off"
     if has_cuda_graphs:
         return {"train.cuda_graphs": "off"}
     offload = {"train.offload": "optimizer"} if train.optimizer == "adamw" and train.offload == "off" else None
-    if in_optimizer_step and not in_backward and offload is not None:
+    if in_optimizer_step and offload is not None:
         return offload
     micro = int(train.micro_batch)
-    if micro > 1 and not in_backward:
+    if micro > 1 and accumulates:
         return {"train.micro_batch": max(n for n in range(1, micro) if train.global_batch % n == 0)}
     if train.activation_checkpointing != "full":
         return {
