@@ -185,6 +185,6 @@ def weighted_clamped_swiglu(gate_up_SF: Tensor, weights_S: Tensor, alpha: float,
 
 
 def _weighted_clamped_swiglu(gate_up_SF: Tensor, weights_S: Tensor, alpha: float, limit: float) -> Tensor:
-    gate_SF, up_SF = gate_up_SF.float().unflatten(-1, (-1, 2)).unbind(-1)
+    gate_SF, up_SF = gate_up_SF[:, ::2].float(), gate_up_SF[:, 1::2].float()
     gate_SF, up_SF = gate_SF.clamp(max=limit), up_SF.clamp(-limit, limit)
     return ((up_SF + 1) * gate_SF * torch.sigmoid(alpha * gate_SF) * weights_S[:, None].float()).to(gate_up_SF.dtype)
