@@ -82,7 +82,8 @@ def _planned(work: Workload) -> float:
     ends_bytes = sum(row.bytes for row in ends) if work.activation_checkpointing == "off" else sum(
         row.bytes for row in ends if row.name.startswith("final norm"))  # fmt: skip
     each = sum(row.bytes for row in saved_activations(work))
-    casts = layers * saved_weight_casts(work) if work.activation_checkpointing == "off" else 0
+    by_autograd = work.activation_checkpointing == "off" and not work.has_plain_lora(*work.lora_targets)
+    casts = layers * saved_weight_casts(work) if by_autograd else 0  # else lora_linear.py holds them
     return work.tokens * (layers * each + ends_bytes) + casts
 
 

@@ -17,6 +17,10 @@ HALF = ("bf16", "fp16")
 ALL_DTYPES = (*HALF, "fp32")
 
 
+# Tokens from which on SDPA's kernels for one document do without repeated keys and values; these are faster before.
+LONG_ROW = 16384
+
+
 @dataclass(frozen=True)
 class AttentionBackend:
     """One implementation of causal attention.

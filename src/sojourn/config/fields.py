@@ -74,7 +74,9 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 PositiveCount = Annotated[Count, Field(ge=1)]
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_parse_switch)]
 OnOff = Annotated[Literal["on", "off"], BeforeValidator(_parse_switch)]
-ActivationCheckpointing = Annotated[Literal["auto", "off", "selective", "full"], BeforeValidator(_parse_checkpointing)]
+ActivationCheckpointing = Annotated[
+    Literal["auto", "off", "selective", "full", "offload"], BeforeValidator(_parse_checkpointing)
+]
 Price = Annotated[Money, BeforeValidator(_strip_per_hour)]
 Name = Annotated[
     str,

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 from sojourn.estimate.workload import Workload
 
+MLP_TILE_TOKENS = 2048  # that an MLP computes at a time with activation_checkpointing=offload (offloaded_layers.py)
+
 
 @dataclass(frozen=True)
 class SavedTensor:
@@ -155,6 +157,13 @@ def _attention_saved(workload: Workload) -> Iterator[SavedTensor]:
     yield SavedTensor("attention output", q * e, "Q·e")
 
 
+def has_swiglu_kernel(workload: Workload) -> bool:
+    """Whether SwiGLU saves gate and up only. On a CPU one with adapters does (model/kernels/lora_linear.py)."""
+    if workload.device_type == "cpu":
+        return workload.has_plain_lora("gate_proj", "up_proj", "down_proj")
+    return workload.fused_forwards or workload.compiled
+
+
 def _feed_forward(workload: Workload) -> Iterator[SavedTensor]:
     model, e, wide = workload.model, workload.compute_bytes, workload.model.active_ffn
     yield from _norm(workload, "second norm", model.hidden, not workload.uses_lora)
@@ -166,7 +175,7 @@ def _feed_forward(workload: Workload) -> Iterator[SavedTensor]:
         yield SavedTensor("tokens sorted by expert", 2 * times * model.hidden * e, "2·active·D·e")
         yield SavedTensor("router", 3 * 4 * model.experts, "3·4·experts")
     yield SavedTensor("gate and up", 2 * wide * e, "2·F·e")
-    if workload.device_type == "cpu" or not (workload.fused_forwards or workload.compiled):  # no SwiGLU kernel
+    if not has_swiglu_kernel(workload):
         yield SavedTensor("SiLU of gate", wide * e, "F·e")
     yield from _linear_input(workload, "SwiGLU output", wide, "down_proj")
     names = ("gate_proj", "up_proj", "down_proj")

@@ -33,8 +33,9 @@ from sojourn.estimate.model_states import (
 )
 from sojourn.estimate.workload import Workload, layer_groups
 
-# Bytes of a chunk of fp32 logits; model/loss.py uses it, too. A CPU's should stay near its cache.
+# Bytes of a chunk of fp32 logits. A CPU's should stay near its cache.
 LOGIT_CHUNK_BYTES = {"triton": 2**30, "cuda": 2**28, "cpu": 2**24}
+SMALL_LOGIT_CHUNK_BYTES = 2**28  # at most, with activation_checkpointing=offload
 MIN_CHUNK_TOKENS = 256  # smaller matmuls leave the device idle
 _UPDATE = "optimizer step"
 _LOGITS, _TEMPORARY = "logits", "temporary buffers"  # kinds of terms
@@ -125,7 +126,13 @@ def chunk_rows(workload: Workload, trains: bool = True) -> int:
     """Target tokens whose logits exist at a time. Evaluation does not use the Triton kernel."""
     uses_triton = workload.device_type == "cuda" and workload.has_triton and trains
     kind = "triton" if uses_triton else "cpu" if workload.device_type == "cpu" else "cuda"
-    return max(MIN_CHUNK_TOKENS, LOGIT_CHUNK_BYTES[kind] // (4 * workload.model.vocab))
+    return logit_chunk_rows(workload.model.vocab, kind, workload.activation_checkpointing == "offload")
+
+
+def logit_chunk_rows(vocab_size: int, kind: str, small: bool) -> int:
+    """`kind`: triton, cuda or cpu; `small`: as small as is efficient."""
+    size = min(LOGIT_CHUNK_BYTES[kind], SMALL_LOGIT_CHUNK_BYTES) if small else LOGIT_CHUNK_BYTES[kind]
+    return max(MIN_CHUNK_TOKENS, size // (4 * vocab_size))
 
 
 def _model_states(

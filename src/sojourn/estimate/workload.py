@@ -171,6 +171,12 @@ class Workload:
         """Elements of the larger weight of one layer's experts: gate and up."""
         return 2 * (self.model.experts or 0) * (self.model.expert_ffn or 0) * self.model.hidden
 
+    def has_plain_lora(self, *names: str) -> bool:
+        """Whether linear layers and their adapters are functions of model/kernels/lora_linear.py."""
+        eager = self.fused_forwards and not self.compiled and self.precision != "fp16" and not self.lora_dropout
+        dense = self.method == "lora" or (self.device_type == "cuda" and self.quant_bits == 4)
+        return eager and dense and all(self.has_adapter(name) for name in names)
+
     def saves_input(self, name: str) -> bool:
         """Whether this linear layer's input is saved for a gradient of weights."""
         return not self.uses_lora or self.has_adapter(name)

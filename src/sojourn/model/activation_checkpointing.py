@@ -1,8 +1,8 @@
 """Activation checkpointing (gradient checkpointing): store less in the forward, recompute it in the backward.
 
 `full` stores each decoder layer's input only. `selective` also stores the outputs of matmuls and attention, so that
-only cheap elementwise operations are recomputed. It replaces the forward of a layer's class, inside what torch.compile
-sees, so layers still share one compiled graph.
+only cheap elementwise operations are recomputed. `offload` is in offloaded_layers.py. It replaces the forward of a
+layer's class, inside what torch.compile sees, so layers still share one compiled graph.
 """
 
 from __future__ import annotations
@@ -15,13 +15,17 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from sojourn.model.layers import decoder_layers
+from sojourn.model.offloaded_layers import offload_layer_inputs
 
 _EXPENSIVE_OPS = ("mm", "linear", "attention", "attn", "flash")  # parts of the names of ops whose outputs are stored
 
 
 def apply_activation_checkpointing(model: nn.Module, mode: str, preserve_rng_state: bool = True) -> None:
-    """`mode`: full or selective. Without dropout set `preserve_rng_state` to False: saving the RNG state costs CPU time
-    and cannot be captured in a CUDA graph."""
+    """`mode`: selective, full or offload. Without dropout set `preserve_rng_state` to False: saving the RNG state costs
+    CPU time and cannot be captured in a CUDA graph."""
+    if mode == "offload":
+        offload_layer_inputs(model, preserve_rng_state)
+        return
     for layer in decoder_layers(model):
         layer_class: Any = type(layer)
         layer.__class__ = _checkpointed_class(layer_class, mode == "selective", preserve_rng_state)

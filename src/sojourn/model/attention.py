@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
-from sojourn.config.attention_backends import ATTENTION_BACKENDS
+from sojourn.config.attention_backends import ATTENTION_BACKENDS, LONG_ROW
 from sojourn.model.kernels.hopper import HopperKernels
 from sojourn.model.layout import Layout, compute_cu_seqlens, make_layout, pad_cu_seqlens
 
@@ -145,9 +145,11 @@ def sdpa(query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, layout: Layou
 def _sdpa(
     query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, mask: Tensor | None, params: AttentionParams
 ) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in _repeat_kv(query_BTHD, key_BTKD, value_BTKD))
+    gqa = mask is None and query_BTHD.is_cuda and query_BTHD.shape[1] >= LONG_ROW
+    repeated = (query_BTHD, key_BTKD, value_BTKD) if gqa else _repeat_kv(query_BTHD, key_BTKD, value_BTKD)
+    q, k, v = (x.transpose(1, 2) for x in repeated)
     out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=params.dropout, is_causal=mask is None, scale=params.scale
+        q, k, v, attn_mask=mask, dropout_p=params.dropout, is_causal=mask is None, scale=params.scale, enable_gqa=gqa
     )
     return out.transpose(1, 2)
 

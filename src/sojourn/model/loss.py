@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sojourn.estimate.memory import LOGIT_CHUNK_BYTES, MIN_CHUNK_TOKENS
+from sojourn.estimate.memory import logit_chunk_rows
 from sojourn.model.kernels import fp8
 from sojourn.model.kernels.cpu.library import cpu_kernels_take
 from sojourn.model.kernels.cpu.library import cross_entropy_with_grad as cross_entropy_on_cpu
@@ -63,8 +63,8 @@ def token_losses(lm_head: nn.Module, hidden_ND: Tensor, labels_N: Tensor) -> tup
 
 def _chunk_size(lm_head: nn.Module, hidden_ND: Tensor, triton: bool = False) -> int:
     vocab_size, device_type = int(lm_head.weight.shape[0]), hidden_ND.device.type
-    chunk_bytes = LOGIT_CHUNK_BYTES["triton" if triton else "cpu" if device_type == "cpu" else "cuda"]
-    return max(MIN_CHUNK_TOKENS, chunk_bytes // (4 * vocab_size))
+    kind = "triton" if triton else "cpu" if device_type == "cpu" else "cuda"
+    return logit_chunk_rows(vocab_size, kind, getattr(lm_head, "small_chunks", False))
 
 
 def _uses_triton(tensor: Tensor) -> bool:

@@ -23,6 +23,7 @@ def prune_last_layer(network: Network) -> Network:
     layer = network.decoder.layers[-1]
     layer_class: Any = type(layer)
     layer.__class__ = _pruned_class(layer_class)
+    layer.blocks = None  # it is more than these two
     return replace(network, last_layer_pruned=True)
 
 

@@ -26,7 +26,7 @@ Shapes as in attention.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -38,7 +38,9 @@ from sojourn.model.attention import AttentionParams, attend, uses_flash_attentio
 from sojourn.model.kernels import fp8, hopper
 from sojourn.model.kernels.cpu.decoder_layer import layer_on_cpu, rms_norm
 from sojourn.model.kernels.cpu.library import cpu_kernels_take
-from sojourn.model.kernels.nf4 import nf4_linear
+from sojourn.model.kernels.kept_weights import KEEPS_WEIGHT, keep
+from sojourn.model.kernels.lora_linear import LoraGroup, LoraLayer, lora_linears, lora_swiglu_mlp
+from sojourn.model.kernels.nf4 import nf4_linear, nf4_weight, quant_state
 from sojourn.model.kernels.triton_support import fused, supports_triton
 from sojourn.model.layers import decoder_layers, swap_forward
 from sojourn.model.layout import Layout
@@ -63,13 +65,18 @@ def apply_fused_forwards(model: nn.Module) -> None:
     }
     if family in FUSED_FAMILIES:
         forwards[f"{prefix}DecoderLayer"] = _decoder_layer
+    switches = {"use_triton": supports_triton(), "cpu_kernels": False, "fits_cpu_layer": None, "skips_output": False}
     for module in model.modules():
         if (forward := forwards.get(type(module).__name__)) is not None:
-            swap_forward(module, forward, use_triton=supports_triton(), cpu_kernels=False, fits_cpu_layer=None)
+            swap_forward(module, forward, **switches, **KEEPS_WEIGHT)
     for decoder_layer in decoder_layers(model):
+        if family in FUSED_FAMILIES:
+            decoder_layer.blocks = (attention_block, mlp_block)
         for layer in decoder_layer.modules():
             if type(layer) is nn.Linear:
                 swap_forward(layer, _linear, linear_fn=F.linear)
+            elif type(layer).__module__.startswith("peft.tuners.lora") and hasattr(layer, "base_layer"):
+                swap_forward(layer, _linear_with_adapter)
     apply_nf4_linear(model)
 
 
@@ -79,7 +86,7 @@ def apply_nf4_linear(model: nn.Module) -> None:
     for decoder_layer in decoder_layers(model):
         for layer in decoder_layer.modules():
             if type(layer).__name__ == "Linear4bit" and hasattr(layer, "quant_state"):  # of bitsandbytes
-                swap_forward(layer, _linear_nf4)
+                swap_forward(layer, _linear_nf4, **KEEPS_WEIGHT)
 
 
 def apply_fp8(model: nn.Module, mode: str) -> None:
@@ -104,11 +111,51 @@ def _linear(self: Any, x: Tensor) -> Tensor:
 
 
 def _linear_nf4(self: Any, x: Tensor) -> Tensor:
-    state = getattr(self.weight, "quant_state", None) or self.quant_state  # FSDP's parameters lose it
-    if x.device.type != "cuda" or state is None or state.quant_type != "nf4":
+    state = quant_state(self)
+    if x.device.type != "cuda" or state is None:
         return self.original_forward(x)
     compute_dtype = self.compute_dtype or x.dtype
     return nf4_linear(x.to(compute_dtype), self.weight, state, self.bias).to(x.dtype)
+
+
+def _linear_with_adapter(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """peft's, or one function where the adapter is plain LoRA."""
+    if args or kwargs or not _are_plain_lora((self,), x):
+        return self.original_forward(x, *args, **kwargs)
+    return lora_linears(x, _lora_group((self,), x.dtype))[0]
+
+
+def _lora_group(layers: Sequence[Any], dtype: torch.dtype) -> LoraGroup:
+    return LoraGroup([_lora_layer(layer, dtype) for layer in layers], dtype)
+
+
+def _lora_layer(layer: Any, dtype: torch.dtype) -> LoraLayer:
+    name, base = layer.active_adapters[0], layer.base_layer
+    weight = partial(nf4_weight, base, dtype) if hasattr(base, "kept_weight") else lambda: base.weight
+    return LoraLayer(weight, base.bias, layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name])
+
+
+def _are_plain_lora(layers: Sequence[Any], x: Tensor) -> bool:
+    """Not in compiled layers: torch.compile fuses peft's own operations."""
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
+        return False
+    return all(hasattr(layer, "lora_A") and _is_plain_lora(layer, x) for layer in layers)
+
+
+def _is_plain_lora(self: Any, x: Tensor) -> bool:
+    names, base = self.active_adapters, self.base_layer
+    if len(names) != 1 or names[0] not in self.lora_A or self.disable_adapters or self.merged:
+        return False
+    layers = (self.lora_A[names[0]], self.lora_B[names[0]])
+    is_nf4 = hasattr(base, "kept_weight") and x.is_cuda and quant_state(base) is not None
+    is_dense = getattr(base, "linear_fn", None) is F.linear and base.weight.dtype == x.dtype
+    return (
+        (is_nf4 or is_dense)
+        and not base.weight.requires_grad
+        and names[0] not in self.lora_variant  # such as DoRA
+        and type(self.lora_dropout[names[0]]) is nn.Identity
+        and all(getattr(layer, "linear_fn", None) is F.linear and layer.bias is None for layer in layers)
+    )
 
 
 def _rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
@@ -138,6 +185,10 @@ def _mlp(self: Any, x: Tensor) -> Tensor:
         return self.original_forward(x)
     layers = (self.gate_up_proj,) if hasattr(self, "gate_up_proj") else (self.gate_proj, self.up_proj)
     on_gpu = self.use_triton and x.device.type == "cuda"
+    takes_lora = gated is _swiglu and len(layers) == 2 and (on_gpu or not x.is_cuda)
+    if takes_lora and _are_plain_lora((*layers, self.down_proj), x):
+        gate_up, down = keep(self, lambda: [_lora_group(group, x.dtype) for group in (layers, (self.down_proj,))])
+        return lora_swiglu_mlp(x, gate_up, down, self.skips_output)
     if on_gpu and _can_concatenate(layers):
         linear_fn = layers[0].linear_fn
         weight, bias = _concatenate(layers, x)
@@ -229,6 +280,10 @@ def mlp_block(layer: Any, h: Tensor) -> Tensor:
     return h + after(layer.mlp(before(h)))
 
 
+def normalizes_mlp_output(layer: Any) -> bool:
+    return isinstance(getattr(_around_mlp(layer)[2], "weight", None), Tensor)
+
+
 def _around_mlp(layer: Any) -> tuple[Any, Any, Any]:
     """What follows attention, and what precedes and follows the MLP."""
     if hasattr(layer, "pre_feedforward_layernorm"):  # Gemma 3
@@ -293,7 +348,11 @@ def _qkv_rope(self: Any, x: Tensor, position_embeddings: tuple[Tensor, Tensor]) 
     on_gpu = self.use_triton and x.device.type == "cuda" and _fits_qkv_kernels(self, position_embeddings)
     if on_gpu and (len(layers) == 1 or _can_concatenate(layers)):
         return _qkv_rope_on_gpu(self, x, position_embeddings)
-    projected = layers[0](x).split(_qkv_sizes(self), -1) if len(layers) == 1 else [layer(x) for layer in layers]
+    if len(layers) == 1:
+        projected = layers[0](x).split(_qkv_sizes(self), -1)
+    else:
+        is_lora = _are_plain_lora(layers, x)
+        projected = lora_linears(x, _lora_group(layers, x.dtype)) if is_lora else [layer(x) for layer in layers]
     query_BTHD, key_BTKD, value_BTKD = (one.unflatten(-1, (-1, self.head_dim)) for one in projected)
     if hasattr(self, "q_norm"):
         query_BTHD, key_BTKD = self.q_norm(query_BTHD), self.k_norm(key_BTKD)

@@ -13,9 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sojourn.model.kernels.kept_weights import keep
 from sojourn.model.kernels.triton_support import supports_triton
 
 MXFP4_BLOCK = 32  # weights with one scale; bitsandbytes has 64
+
+
+def quant_state(layer: Any) -> Any:
+    """Of an NF4 layer of bitsandbytes; None if it is quantized otherwise."""
+    state = getattr(layer.weight, "quant_state", None) or layer.quant_state  # FSDP's parameters lose it
+    return state if state is not None and state.quant_type == "nf4" else None
+
+
+def nf4_weight(layer: Any, dtype: torch.dtype) -> Tensor:
+    """The dequantized weight of an NF4 layer."""
+    state = quant_state(layer)
+    return keep(layer, lambda: dequantize(dtype, layer.weight, *quantized_args(state), *state.shape))
 
 
 def nf4_linear(x: Tensor, packed: Tensor, state: Any, bias_N: Tensor | None) -> Tensor:

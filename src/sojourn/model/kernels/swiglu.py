@@ -54,8 +54,16 @@ def swiglu_amax(gate_up: Tensor) -> tuple[Tensor, Tensor]:
 @custom_op("swiglu_backward(Tensor grad, Tensor gate_up) -> Tensor", _empty_grad)
 def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
     """The gradient of `gate_up`."""
-    grad_gate_up, grad = torch.empty_like(gate_up), grad.contiguous()
-    width = grad.shape[-1]
+    return _backward(grad, gate_up, torch.empty_like(gate_up))
+
+
+def swiglu_backward_(grad: Tensor, gate_up: Tensor) -> Tensor:
+    """The same; it overwrites `gate_up`."""
+    return _backward(grad, gate_up, gate_up)
+
+
+def _backward(grad: Tensor, gate_up: Tensor, grad_gate_up: Tensor) -> Tensor:
+    grad, width = grad.contiguous(), grad.shape[-1]
     grid = (grad.numel() // width, triton.cdiv(width, _BLOCK))
     _backward_kernel[grid](grad, gate_up, grad_gate_up, width, BLOCK=_BLOCK)
     return grad_gate_up
