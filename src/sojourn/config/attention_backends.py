@@ -18,7 +18,7 @@ ALL_DTYPES = (*HALF, "fp32")
 
 
 # Tokens from which on SDPA's kernels for one document do without repeated keys and values; these are faster before.
-LONG_ROW = 16384
+LONG_ROW = 32768
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from sojourn.config.attention_backends import LONG_ROW
 from sojourn.estimate.workload import Workload
 
 MLP_TILE_TOKENS = 2048  # that an MLP computes at a time with activation_checkpointing=offload (offloaded_layers.py)
@@ -27,13 +28,25 @@ class SavedTensor:
 
 def layer_activations(workload: Workload) -> list[SavedTensor]:
     """Saved by one layer without activation checkpointing."""
-    return [row for row in (*_attention(workload), *_feed_forward(workload)) if row.bytes]
+    return [*attention_activations(workload), *mlp_activations(workload)]
+
+
+def attention_activations(workload: Workload) -> list[SavedTensor]:
+    """Saved by the first half of a layer."""
+    return [row for row in _attention(workload) if row.bytes]
+
+
+def mlp_activations(workload: Workload) -> list[SavedTensor]:
+    """Saved by the second half of a layer."""
+    return [row for row in _feed_forward(workload) if row.bytes]
 
 
 def saved_activations(workload: Workload) -> list[SavedTensor]:
     """Saved by one layer from its forward to its backward, with the workload's activation checkpointing."""
     if workload.activation_checkpointing == "off":
         return layer_activations(workload)
+    if workload.offloads_inputs:
+        return []
     model, e, r = workload.model, workload.compute_bytes, workload.residual_bytes
     rows = [SavedTensor("layer input", model.hidden * r, "D·r")]
     if workload.activation_checkpointing == "selective":
@@ -143,8 +156,7 @@ def _attention(workload: Workload) -> Iterator[SavedTensor]:
 def _attention_saved(workload: Workload) -> Iterator[SavedTensor]:
     """What attention's backward reads. Its output is also the input of `o_proj`, and is saved once."""
     model, e = workload.model, workload.compute_bytes
-    q, k = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    seen = k if workload.attention_backend.native_gqa else q
+    q, seen = model.heads * model.head_dim, attended_key_size(workload)
     if workload.attention_backend.saves_scores:
         yield SavedTensor("queries, keys, values in fp32", 3 * q * 4, "3·Q·4")
         yield SavedTensor("scores", model.heads * workload.sequence_length * (4 + 1), "heads·T·(4 + mask)")
@@ -162,6 +174,14 @@ def has_swiglu_kernel(workload: Workload) -> bool:
     if workload.device_type == "cpu":
         return workload.has_plain_lora("gate_proj", "up_proj", "down_proj")
     return workload.fused_forwards or workload.compiled
+
+
+def attended_key_size(workload: Workload) -> int:
+    """Of all key heads as attention sees them: repeated for the queries that share them, where a backend needs that."""
+    model = workload.model
+    in_sdpa = workload.attention in ("sdpa", "varlen") and workload.device_type == "cuda" and not workload.is_packed
+    as_they_are = workload.attention_backend.native_gqa or (in_sdpa and workload.sequence_length >= LONG_ROW)
+    return (model.kv_heads if as_they_are else model.heads) * model.head_dim
 
 
 def _feed_forward(workload: Workload) -> Iterator[SavedTensor]:

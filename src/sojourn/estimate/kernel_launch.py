@@ -63,7 +63,8 @@ def launch_seconds(workload: Workload) -> float:
         each = each * (1.0 if workload.fused_forwards else launch["plain"]) + launch["quantised_ms"] * quantised
         each += launch["bias_ms"] * (model.qkv_bias and not workload.uses_lora)
     checkpointing, mode = workload.activation_checkpointing, "compiled" if workload.compiled else "eager"
-    again = 1.0 if checkpointing == "off" else launch[f"{checkpointing}_{mode}"]
+    recomputing = "full" if workload.recomputes_layers else checkpointing
+    again = 1.0 if checkpointing == "off" else launch[f"{recomputing}_{mode}"]
     layers = each * again * model.layers
     return float(1e-3 * workload.gradient_accumulation * (layers + launch["pass_ms"]))
 

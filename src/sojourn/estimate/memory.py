@@ -12,9 +12,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from sojourn.estimate.activations import (
+    MLP_TILE_TOKENS,
     activations_outside_layers,
+    attended_key_size,
+    attention_activations,
     layer_activations,
     layer_parameters,
+    mlp_activations,
     saved_activations,
     saved_weight_casts,
 )
@@ -229,6 +233,8 @@ def _logits(workload: Workload) -> list[Term]:
 def _loss_buffers(workload: Workload, at_start: bool) -> list[Term]:
     """Gradients that the loss hands on. `at_start` of the backward the LM head's is not among the gradients yet, and a
     tied one is not until the backward ends."""
+    if workload.offloads_inputs:  # they are freed before a layer's buffers are at their largest
+        return []
     t, model = workload.tokens, workload.model
     terms = [Term(_LOGITS, "gradient of hidden states", t * model.hidden * workload.compute_bytes, "T·D·e")]
     # Of fp32 weights it is counted in all phases: runs were proven to fit into that.
@@ -239,8 +245,30 @@ def _loss_buffers(workload: Workload, at_start: bool) -> list[Term]:
     return terms
 
 
+def _offload_buffers(workload: Workload) -> list[Term]:
+    """Of a layer's backward with `offload`, at the larger of two moments: its MLP, tile by tile, or its attention."""
+    model, e, t = workload.model, workload.compute_bytes, workload.tokens
+    wide, stream, tile = model.active_ffn, t * model.hidden * workload.residual_bytes, min(t, MLP_TILE_TOKENS)
+    attention = sum(row.bytes for row in attention_activations(workload))
+    held = [
+        Term("activations", "attention of one layer", t * attention, f"T·{attention:g}"),
+        Term("activations", "layer input, states between attention and MLP", 2 * stream, "2·T·D·r"),
+        Term(_TEMPORARY, "gradient of the residual stream", stream, "T·D·r"),
+    ]
+    if workload.method == "qlora" and workload.has_plain_lora(*workload.lora_targets):
+        dense = e * layer_parameters(workload)
+        held.append(Term(_TEMPORARY, "dequantized weights of one layer", dense, f"{e}·layer"))
+    saved = sum(row.bytes for row in mlp_activations(workload)) + wide * e * (1 if workload.uses_lora else 3)
+    mlp = Term(_TEMPORARY, "MLP of one tile, and its gradients", tile * saved, f"{tile:,}·{saved:g}")
+    heads = e * (4 * model.heads * model.head_dim + 2 * attended_key_size(workload))  # queries' gradients in fp32, too
+    grads = Term(_TEMPORARY, "gradients of attention", t * heads + 2 * stream, f"T·{heads:g} + 2·T·D·r")
+    return [*held, max(mlp, grads, key=lambda term: term.bytes)]
+
+
 def _backward_buffers(workload: Workload) -> list[Term]:
     """Buffers of a layer's backward at their largest, in the feed-forward."""
+    if workload.offloads_inputs:
+        return _offload_buffers(workload)
     model, e, t, wide = workload.model, workload.compute_bytes, workload.tokens, workload.model.active_ffn
     # The eager SwiGLU kernel writes gradients over gate and up, and frees what it has read.
     separate = workload.compiled or not (

@@ -145,8 +145,14 @@ def host_buffers(largest: int, total: int, each: float) -> tuple[int, int]:
 
 
 def host_bytes(workload: Workload) -> float:
-    """Host memory of one machine for offloaded states: optimizer states, with DeepSpeed master weights and gradients
-    too; with `offload=all` weights and gradients."""
+    """Host memory of one machine for what is offloaded: layer inputs; optimizer states, with DeepSpeed master weights
+    and gradients too; with `offload=all` weights and gradients."""
+    ranks, model = workload.world_size / workload.nodes, workload.model
+    inputs = workload.tokens * model.hidden * workload.residual_bytes * (model.layers - 1)
+    return _offloaded_states(workload) + (ranks * inputs if workload.offloads_inputs else 0.0)
+
+
+def _offloaded_states(workload: Workload) -> float:
     if streams_states(workload):
         return workload.world_size / workload.nodes * low_memory_state_bytes(workload) * workload.trainable_parameters
     if workload.offload == "off":

@@ -62,8 +62,11 @@ def step_time(workload: Workload, gpu: Gpu) -> StepTime:
     parts = _gpu_parts(workload, gpu)
     busy = sum(part.seconds for part in parts)
     head, update = parts[1].seconds, parts[-1].seconds
-    forward = head + (busy - head - update) / (3 - workload.uses_lora + (workload.activation_checkpointing == "full"))
+    forward = head + (busy - head - update) / (3 - workload.uses_lora + (workload.recomputes_layers))
     waiting = step_seconds(workload, forward / workload.gradient_accumulation, busy - update, update) - busy
+    if workload.offloads_inputs:
+        late = _late_inputs(workload, gpu, forward)
+        parts.append(Part(COMMUNICATION, late, "layer inputs that the host's link brings later than they are needed"))
     launched = "CUDA graph replays and updates" if workload.cuda_graphs else "layers and updates"
     parts.append(Part(LAUNCH_OVERHEAD, waiting, f"launching {launched}, where the GPU waits for the CPU"))
     parts.append(
@@ -127,7 +130,7 @@ def _matmuls_of(workload: Workload, gpu: Gpu) -> float:
     total = 0.0
     for name, (k, n) in _fused_shapes(workload).items():
         forward = matmul(gpu, forward_rate, m, k, n, e)
-        again = forward if workload.activation_checkpointing == "full" and name != "down_proj" else 0.0
+        again = forward if workload.recomputes_layers and name != "down_proj" else 0.0
         of_weights = 0.0 if workload.uses_lora else matmul(gpu, rate, k, m, n, e)
         total += forward + again + matmul(gpu, rate, m, n, k, e) + of_weights
     return total + _small_kernels(workload)
@@ -203,9 +206,7 @@ def _attention(workload: Workload, gpu: Gpu) -> float:
     near = min(seen, 2.0 * (windows or seen))
     context = (full * seen + (model.layers - full) * near) / model.layers
     forward = 2.0 * m * context * model.heads * model.head_dim
-    times = 3.5 + (
-        0.8 if workload.activation_checkpointing == "full" else 0.0
-    )  # the forward is faster than the backward
+    times = 3.5 + (0.8 if workload.recomputes_layers else 0.0)  # the forward is faster than the backward
     seconds = model.layers * times * forward / attention_rate(workload, gpu, seen)
     if workload.attention_backend.saves_scores:
         seconds += _traffic(gpu, model.layers * m * workload.sequence_length * model.heads * 4 * 12)
@@ -236,7 +237,7 @@ def _elementwise(workload: Workload, gpu: Gpu) -> float:
         backward += 4 * 3 * (d + wide) + 6 * (
             q + heads + d
         )  # row-major and transposed; six where amax must be computed
-    again = {"off": 0.0, "selective": 0.6, "full": 1.0}[workload.activation_checkpointing]
+    again = {"off": 0.0, "selective": 0.6}.get(workload.activation_checkpointing, 1.0)
     tokens = model.layers * m * (forward * (1 + again) + backward) * _eager_factor(workload)
     return _traffic(gpu, tokens + model.layers * _weight_bytes(workload))
 
@@ -252,13 +253,13 @@ def _weight_bytes(workload: Workload) -> float:
     """Bytes of one layer's weights in one micro batch: casts, NF4 dequantization per use, gradient accumulation."""
     count = layer_parameters(workload)
     if workload.model.experts is not None:  # all experts are read
-        times = 3.0 if workload.activation_checkpointing == "full" else 2.0
+        times = 3.0 if workload.recomputes_layers else 2.0
         each = float(workload.compute_bytes)
         if workload.quantizes_experts:
             each, times = each + workload.quantized_bytes + 2, times - (times - 2) / 3  # down is not recomputed
         return times * each * workload.model.ffn_parameters() + (0 if workload.uses_lora else 12 * count)
     if workload.method == "qlora":
-        uses = 2 + (1 if workload.activation_checkpointing == "full" else 0)
+        uses = 2 + (1 if workload.recomputes_layers else 0)
         return uses * count * (workload.quantized_bytes + 2)
     if workload.uses_lora:
         return 0.0
@@ -280,7 +281,7 @@ def _optimizer(workload: Workload, gpu: Gpu) -> float:
         newton_schulz = 5 * 6.0 * workload.model.hidden * (count - embedding_and_head_parameters(workload))
         dense = float(constants()["matmul"]["slowness"]) * matmul_rate(workload.precision, gpu)
         seconds += newton_schulz / (0.5 * dense)
-    bus = float(constants()["links"]["host"]) * 1e9 * (gpu.pcie_gbs or 16.0)
+    bus = _host_link(gpu)
     if workload.offload != "off":
         seconds += 16 * count / bus
     if workload.offload == "all":
@@ -296,8 +297,20 @@ def _low_memory_optimizer(workload: Workload, gpu: Gpu, backward: float) -> floa
     seconds = _traffic(gpu, count * (4 * workload.trained_bytes + slow * 2 * states))
     if not streams_states(workload):
         return seconds
-    travelling = states * count / (float(constants()["links"]["host"]) * 1e9 * (gpu.pcie_gbs or 16.0))
+    travelling = states * count / _host_link(gpu)
     return seconds + max(0.0, travelling - (backward if workload.optimizer_in_backward else 0.0))
+
+
+def _host_link(gpu: Gpu) -> float:
+    """Bytes a second between GPU and host memory, in one direction."""
+    return float(constants()["links"]["host"]) * 1e9 * (gpu.pcie_gbs or 16.0)
+
+
+def _late_inputs(workload: Workload, gpu: Gpu, forward: float) -> float:
+    """Seconds of a step: a layer's input is sent during its forward, and fetched during another's backward."""
+    model = workload.model
+    moved = workload.gradient_accumulation * workload.tokens * model.hidden * workload.residual_bytes
+    return 2 * model.layers * max(0.0, moved / _host_link(gpu) - forward / model.layers)
 
 
 def communicated_bytes(workload: Workload) -> float:

@@ -106,6 +106,16 @@ class Workload:
         return 2 if has_bf16_weights or (self.precision == "bf16" and self.fused_forwards) else 4
 
     @property
+    def recomputes_layers(self) -> bool:
+        """Whether the backward computes layers again, from their inputs."""
+        return self.activation_checkpointing in ("full", "offload")
+
+    @property
+    def offloads_inputs(self) -> bool:
+        """Whether layer inputs wait in host memory (model/offloaded_layers.py)."""
+        return self.activation_checkpointing == "offload" and self.device_type == "cuda"
+
+    @property
     def is_packed(self) -> bool:
         return self.document_length is not None and self.document_length < self.sequence_length
 

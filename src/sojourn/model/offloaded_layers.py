@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -44,10 +44,12 @@ def offload_layer_inputs(model: nn.Module, preserve_rng_state: bool) -> None:
 def _offloading_class(layer_class: Any, preserve_rng_state: bool) -> Any:
     original_forward = layer_class.forward
 
-    def forward(self: Any, hidden_states: Tensor, **kwargs: Any) -> Any:
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def whole(x: Tensor) -> Any:
+            return original_forward(self, x, *args, **kwargs)
+
         if not torch.is_grad_enabled():
-            return original_forward(self, hidden_states, **kwargs)
-        whole = partial(original_forward, self, **kwargs)
+            return whole(hidden_states)
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
         return _OffloadedLayer.apply(self, whole, kwargs, preserve_rng_state, hidden_states, *parameters)
 

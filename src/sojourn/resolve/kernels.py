@@ -131,6 +131,8 @@ def hopper_unsupported_reason(config: RunConfig, device: DeviceSpec, family: str
         return f"computes in bf16, but train.fp8 is {train.fp8}"
     if train.precision != "bf16":
         return f"computes in bf16, but train.precision is {train.precision}"
+    if train.activation_checkpointing == "offload":
+        return "computes whole layers, but train.activation_checkpointing is offload"
     if train.deterministic == "on":
         return "does not sum in the same order every time, as train.deterministic asks for"
     if config.parallel.engine not in ("single", "ddp"):

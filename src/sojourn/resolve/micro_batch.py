@@ -12,6 +12,7 @@ from sojourn.estimate.ceilings import has_rate
 from sojourn.estimate.memory import SAFE_SHARE, MemoryEstimate, memory
 from sojourn.estimate.step_time import step_time
 from sojourn.estimate.workload import Workload
+from sojourn.resolve.activation_offload import may_offload
 from sojourn.resolve.cuda_graphs import with_cuda_graphs
 from sojourn.resolve.device_spec import DeviceSpec
 from sojourn.resolve.resolved import Resolved, Unsupported
@@ -19,7 +20,7 @@ from sojourn.resolve.workload import accumulation_steps, workload_of
 
 _FAIR_TOKENS = 4096  # of a micro batch: fewer leave a GPU idle, and more gain nothing on a CPU
 _MAX_TOKENS = 65536  # of a micro batch: more gain nothing on a GPU
-CHECKPOINTING = ("off", "selective", "full")  # from the fastest to the one that saves most memory
+CHECKPOINTING = ("off", "selective", "full", "offload")  # from the fastest to the one that saves most memory
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ def sized(
     changed = replace(
         workload, micro_batch=micro_batch, gradient_accumulation=steps,
         activation_checkpointing=activation_checkpointing, cuda_graphs=False, graph_memory=False,
+        compiled=workload.compiled and activation_checkpointing != "offload",
     )  # fmt: skip
     return with_cuda_graphs(config, changed, device)
 
@@ -50,13 +52,13 @@ def sized(
 def resolve_memory(resolved: Resolved, model: ModelSpec, device: DeviceSpec) -> bool:
     """Chooses engine, micro batch and activation checkpointing; whether they fit. Where nothing fits, what needs the
     least memory is chosen."""
-    train, ways = resolved.config.train, _ways(resolved.config)
+    train, ways = resolved.config.train, _ways(resolved, device)
     fit: Fit | None = None
     config = resolved.config
     for engine, reason in _engines(config, device):
         if config.parallel.engine == "auto":
             resolved.choose("parallel", "engine", engine, reason)
-        fit = _fastest(resolved.config, workload_of(resolved.config, model, device), device)
+        fit = _fastest(resolved.config, workload_of(resolved.config, model, device), device, ways)
         if fit is not None:
             break
     rows = fit.workload.micro_batch if fit else _smallest(resolved.config)
@@ -89,10 +91,11 @@ def _only_micro_batch(config: RunConfig) -> int | None:
     return train.micro_batch if isinstance(train.micro_batch, int) else None
 
 
-def _ways(config: RunConfig) -> tuple[str, ...]:
-    return (
-        CHECKPOINTING if config.train.activation_checkpointing == "auto" else (config.train.activation_checkpointing,)
-    )
+def _ways(resolved: Resolved, device: DeviceSpec) -> tuple[str, ...]:
+    given = resolved.config.train.activation_checkpointing
+    if given != "auto":
+        return (given,)
+    return CHECKPOINTING if may_offload(resolved, device) else CHECKPOINTING[:-1]
 
 
 def _engines(config: RunConfig, device: DeviceSpec) -> list[tuple[str, str]]:
@@ -121,7 +124,7 @@ def _engines(config: RunConfig, device: DeviceSpec) -> list[tuple[str, str]]:
     return [("ddp", f"all weights fit into {free}"), ("fsdp", f"all weights are too large for {free}")]
 
 
-def _fastest(config: RunConfig, workload: Workload, device: DeviceSpec) -> Fit | None:
+def _fastest(config: RunConfig, workload: Workload, device: DeviceSpec, ways: tuple[str, ...]) -> Fit | None:
     """The fastest micro batch and activation checkpointing that fit, by the estimate for the GPU. Where its speed is
     not known, activations are kept if a fair micro batch then fits. None where not even one row fits."""
     length, total = workload.sequence_length, config.train.global_batch
@@ -134,7 +137,7 @@ def _fastest(config: RunConfig, workload: Workload, device: DeviceSpec) -> Fit |
     gpu = device.gpu if on_gpu and device.gpu is not None and has_rate(device.gpu) else None
     fair = rows[-1] if gpu else given or max([n for n in rows if n * length <= _FAIR_TOKENS], default=1)
     found = list[Fit]()
-    for way in _ways(config):
+    for way in ways:
         sizes = (sized(config, workload, device, n, way) for n in reversed(rows))
         fits = (Fit(size, memory(size)) for size in sizes)
         found += islice((fit for fit in fits if fit.memory.device <= budget), 1)

@@ -8,7 +8,7 @@ from typing import Any
 MEMORY_SAVING: dict[str, tuple[str, ...]] = {
     "train.cuda_graphs": ("auto", "on", "off"),
     "train.micro_batch": (),
-    "train.activation_checkpointing": ("auto", "off", "selective", "full"),
+    "train.activation_checkpointing": ("auto", "off", "selective", "full", "offload"),
     "advanced.chunked_loss": ("auto", "off", "on"),
     "train.offload": ("off", "optimizer", "all"),
 }

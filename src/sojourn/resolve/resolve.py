@@ -12,6 +12,7 @@ from sojourn.estimate.ceilings import has_rate
 from sojourn.estimate.memory import MemoryEstimate, memory
 from sojourn.estimate.step_time import step_time
 from sojourn.estimate.workload import Workload
+from sojourn.resolve.activation_offload import resolve_offload
 from sojourn.resolve.compile import choose_compile
 from sojourn.resolve.cuda_graphs import choose_cuda_graphs, with_cuda_graphs
 from sojourn.resolve.device_spec import DeviceSpec
@@ -69,6 +70,7 @@ def resolve(
         section, name = key.split(".")
         if saves_more_memory(key, value, getattr(getattr(resolved.config, section), name)):
             resolved.choose(section, name, value, "memory ran out with more (ladder.json)")
+    resolve_offload(resolved)
     resolve_hopper(resolved, model, device)
     resolve_cpu_kernels(resolved, device)
     workload = workload_of(resolved.config, model, device)

@@ -1,8 +1,8 @@
 """What a run does when memory runs out: one fallback after another. The result changes by rounding only.
 
-The ladder: no CUDA graphs → smaller micro batch → selective, then full activation checkpointing → chunked loss →
-optimizer states in host memory. Fallbacks are kept in the run's ladder.json, so that the next call on the same kind of
-device starts with them.
+The ladder: no CUDA graphs → smaller micro batch → selective, full, then offloaded activation checkpointing → chunked
+loss → optimizer states in host memory. Fallbacks are kept in the run's ladder.json, so that the next call on the same
+kind of device starts with them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 from sojourn.config.renamed import current
 from sojourn.config.schema import RunConfig
 from sojourn.errors import RunFailed
+from sojourn.resolve.activation_offload import offload_unsupported_reason
+from sojourn.resolve.micro_batch import CHECKPOINTING
 from sojourn.resolve.oom_fallback import is_fallback, saves_more_memory
 from sojourn.run.folder import RunFolder
 from sojourn.storage.files import read_json, write_json
@@ -51,10 +53,9 @@ def next_fallback(
     micro = int(train.micro_batch)
     if micro > 1 and accumulates:
         return {"train.micro_batch": max(n for n in range(1, micro) if train.global_batch % n == 0)}
-    if train.activation_checkpointing != "full":
-        return {
-            "train.activation_checkpointing": "full" if train.activation_checkpointing == "selective" else "selective"
-        }
+    order = CHECKPOINTING if train.device == "cuda" and not offload_unsupported_reason(config) else CHECKPOINTING[:-1]
+    if train.activation_checkpointing in order[:-1]:
+        return {"train.activation_checkpointing": order[order.index(train.activation_checkpointing) + 1]}
     if config.advanced.chunked_loss == "off":
         return {"advanced.chunked_loss": "on"}
     return offload
