@@ -95,6 +95,15 @@ def test_every_engine_has_the_losses_of_a_single_rank(tiny, fork_server, method,
     assert _samples(run_of(words)) == _samples(whole) != []
 
 
+@pytest.mark.parametrize(
+    ("method", "engine"), _slow(("lora", "fsdp"), ("full", "ddp"), ("full", "fsdp"), ("qlora", "ddp"))
+)
+def test_offloaded_layer_inputs_change_nothing(tiny, fork_server, method, engine):
+    words = tiny.words(*METHODS[method], *RUN, _engine(engine, tiny.home), "train.activation_checkpointing=offload")
+    assert fork_server.run_ranks(2, words).codes == [0, 0]
+    _same(run_of(words), tiny.whole(*METHODS[method], *RUN))
+
+
 _STOP = """
 from sojourn.train import steps
 from sojourn.train.faults.guard import Guard
