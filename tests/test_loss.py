@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from sojourn.estimate import memory
 from sojourn.model import loss
 from sojourn.model.loss import _chunk_ranges, cross_entropy_sum, loss_and_correct
 
@@ -32,7 +33,7 @@ def head(request):
 
 @pytest.mark.parametrize("rows", [1, 255, 256, 257, 1000])
 def test_chunks_change_nothing_but_rounding(head, rows, monkeypatch):
-    monkeypatch.setattr(loss, "LOGIT_CHUNK_BYTES", {"cpu": 1})
+    monkeypatch.setattr(memory, "LOGIT_CHUNK_BYTES", {"cpu": 1})
     hidden = torch.randn(rows, 24, requires_grad=True)
     labels = torch.randint(0, 500, (rows,))
     trained = [p for p in head.parameters() if p.requires_grad]
@@ -51,7 +52,7 @@ def test_chunks_change_nothing_but_rounding(head, rows, monkeypatch):
 @pytest.mark.parametrize("chunked", [False, True], ids=["full logits", "chunked"])
 def test_labels_below_0_are_ignored(head, chunked, monkeypatch):
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    monkeypatch.setattr(loss, "LOGIT_CHUNK_BYTES", dict.fromkeys(("cpu", "cuda", "triton"), 1))
+    monkeypatch.setattr(memory, "LOGIT_CHUNK_BYTES", dict.fromkeys(("cpu", "cuda", "triton"), 1))
     head, hidden = head.to(device), torch.randn(700, 24, device=device)
     labels = torch.randint(0, 500, (700,), device=device)
     trained = [p for p in head.parameters() if p.requires_grad]
@@ -113,7 +114,7 @@ def test_chunks_are_aligned_and_the_remainder_comes_last():
 
 
 def test_no_tensor_as_large_as_all_logits_is_ever_made(monkeypatch):
-    monkeypatch.setattr(loss, "LOGIT_CHUNK_BYTES", {"cpu": 1})
+    monkeypatch.setattr(memory, "LOGIT_CHUNK_BYTES", {"cpu": 1})
     from torch.utils._python_dispatch import TorchDispatchMode
 
     largest = []
