@@ -203,4 +203,7 @@ def _expert_lora(wrapper: Any, adapter: str) -> kernels.ExpertLora:
     a, b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
     experts = wrapper.num_experts
     a_ERI, b_EOR = a.view(experts, -1, a.shape[1]), b.view(len(b), -1, experts).permute(2, 0, 1)
+    # Before version 0.19 peft takes every expert's weight for (in, out): then A is on the side of the outputs.
+    if not (_innermost(wrapper).is_transposed or getattr(wrapper, "_did_swap_in_out_features", False)):
+        a_ERI, b_EOR = b_EOR.transpose(1, 2), a_ERI.transpose(1, 2)
     return kernels.ExpertLora(a_ERI, b_EOR, wrapper.scaling[adapter])
