@@ -32,7 +32,7 @@ from sojourn.train.optim.optimizers import Optimizer, learning_rate
 from sojourn.train.step import Stepper
 
 SIZES = {"tiny": (64, 2), "20m": (448, 8), "50m": (640, 10), "110m": (768, 16)}  # width, layers
-VARIANTS = [(masters, states) for masters in ("fp32", "bf16", "bf16_kahan") for states in ("adamw", "adamw_8bit")]
+VARIANTS = [f"{masters},{states}" for masters in ("fp32", "bf16", "bf16_kahan") for states in ("adamw", "adamw_8bit")]
 HELD_OUT = 0.05  # of the text, its end
 EVAL_BATCH = 2
 
@@ -47,10 +47,10 @@ def main() -> None:
     )
     found: dict[str, list[float]] = {}
     for seed in range(arguments.seeds):
-        for masters, states in VARIANTS:
+        for masters, states in (variant.split(",") for variant in arguments.variants):
             began = time.monotonic()
             loss, parameters = train(arguments, masters, states, seed, train_text, held_out, device)
-            found.setdefault(f"{masters}, {states}", []).append(loss)
+            found.setdefault(f"{masters},{states}", []).append(loss)
             seconds = time.monotonic() - began
             print(
                 f"seed {seed}: {masters:10} {states:10} {loss:.5f}  ({parameters:,} parameters, {seconds:.0f} s)",
@@ -70,6 +70,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--lr", type=float, default=6e-4)
     parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
     parser.add_argument("--eval-rows", type=int, default=128)
     parser.add_argument("--out", type=Path, help="a JSON file with every loss")
     return parser.parse_args()
@@ -130,7 +131,7 @@ def loss_of(stepper: Stepper, batch: Batch) -> Any:
 
 
 def show(found: dict[str, list[float]]) -> None:
-    reference = found["fp32, adamw"]
+    reference = found[VARIANTS[0]]
     print(f"{'weights, states':24} {'loss':>9} {'±':>8}   difference")
     for name, losses in found.items():
         relative = [100 * (loss / best - 1) for loss, best in zip(losses, reference, strict=True)]

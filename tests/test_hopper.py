@@ -200,7 +200,8 @@ def test_hopper_kernels_where_they_are_unsupported_are_refused_with_the_reason()
         UserError, match=r"advanced\.hopper_kernels: needs an H100 or H200, but this run is on cpu; use auto"
     ):
         settings("advanced.hopper_kernels=on")
-    ready = {"device": "cuda", "precision": "bf16", "fp8": "off", "deterministic": "off"}
+    ready = {"device": "cuda", "precision": "bf16", "fp8": "off", "deterministic": "off",
+             "activation_checkpointing": "off"}  # fmt: skip
     h200 = DeviceSpec("cuda", "H200", "bf16", compute_capability=(9, 0), packages=HOPPER_PACKAGES)
 
     def reason(kind="pretrain", engine="single", device=h200, family="llama", **changes):

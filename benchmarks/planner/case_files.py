@@ -42,8 +42,10 @@ def settings_of(case: Case, device: str, folder: Path) -> RunConfig:
         "lr": 1e-5, "warmup": 0, "schedule": "constant", "activation_checkpointing": case.checkpointing,
         "offload": case.offload, "fp8": "on" if case.fp8 else "off", "cuda_graphs": case.graphs, "device": device,
         "compile": "on" if case.compiled else "off",
-        "precision": "bf16" if device == "cuda" else "fp32", "rehearse": "off",
+        "precision": "bf16" if device == "cuda" else "fp32", "rehearse": "off", "master_weights": case.master_weights,
     }  # fmt: skip
+    if case.optimizer_in_backward:
+        train |= {"optimizer_in_backward": "on", "clip": 0}
     advanced = {
         "chunked_loss": "off" if case.whole else "on", "fused_forwards": "on" if case.fused else "off",
         "hopper_kernels": "off",

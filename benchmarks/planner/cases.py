@@ -44,6 +44,8 @@ class Case:
     rank: int = 16
     dropout: float = 0.0
     targets: tuple[str, ...] = ("all-linear",)
+    master_weights: str = "fp32"
+    optimizer_in_backward: bool = False
 
     @property
     def new(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import count, islice
 
 from benchmarks.planner.cases import DRAWN, METHODS, NEW, TINY, Case
@@ -13,6 +14,8 @@ _TOKENS = 32_768  # of a pass
 _NEW = tuple(name for name in NEW if name != "30k" and not name.startswith("thin"))
 _SMALL = ("smollm2-135m", "smollm2-360m", "qwen2.5-0.5b", "qwen3-0.6b", "llama-3.2-1b", "qwen2.5-1.5b", "qwen3-1.7b")
 _LARGE = ("qwen2.5-3b", "llama-3.2-3b", "qwen3-4b", "qwen2.5-7b", "mistral-7b-v0.3", "llama-3.1-8b", "qwen3-8b")
+_LITTLE_MEMORY = {"pretrain": ("offload", "backward"), "full": ("offload", "bf16", "bf16_kahan", "backward", "both"),
+                  "lora": ("offload",), "qlora": ("offload",)}  # fmt: skip
 _SHAPES = {"pretrain": _NEW, "full": _SMALL + _LARGE[:3], "lora": _SMALL + _LARGE, "qlora": _SMALL + _LARGE}
 
 
@@ -24,7 +27,8 @@ def drawn(wanted: int, seed: int, device: str, fits: Callable[[Case], bool]) -> 
 def _cases(seed: int, device: str) -> Iterator[Case]:
     draw = random.Random(seed)  # noqa: S311
     for number in count(1):
-        yield _case(f"{DRAWN}{seed}-{number}", draw) if device == "cuda" else _tiny(f"{DRAWN}{seed}-{number}", draw)
+        name = f"{DRAWN}{seed}-{number}"
+        yield _in_little_memory(_case(name, draw)) if device == "cuda" else _tiny(name, draw)
 
 
 def _case(name: str, draw: random.Random) -> Case:
@@ -46,6 +50,21 @@ def _case(name: str, draw: random.Random) -> Case:
         fp8=method in ("pretrain", "full") and fused and compiled and chance(0.25),
         rank=draw.choice((8, 16, 32, 64)), dropout=0.05 if adapters and chance(0.2) else 0.0,
     )  # fmt: skip
+
+
+def _in_little_memory(case: Case) -> Case:
+    """Half of the cases with one of the ways to train in less memory; drawn apart, so that the rest of a seed's runs is
+    what it was before there were these."""
+    draw = random.Random(case.name)  # noqa: S311
+    way, optimizer = draw.choice(_LITTLE_MEMORY[case.method]), draw.choice(("adamw", "adamw_8bit", "paged_adamw_8bit"))
+    if draw.random() < 0.5 or case.optimizer == "muon":
+        return case
+    if way == "offload":
+        return replace(case, checkpointing="offload", compiled=False, fp8=False)
+    case = replace(case, optimizer=optimizer, offload="off")
+    if way in ("backward", "both"):
+        case = replace(case, optimizer_in_backward=True, passes=1)
+    return case if way == "backward" else replace(case, master_weights="bf16" if way == "both" else way, fp8=False)
 
 
 def _tiny(name: str, draw: random.Random) -> Case:
