@@ -107,6 +107,17 @@ def test_adapters_on_attention_and_experts_equal_plain_pefts(bases, tmp_path, fa
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_s_gate_is_one_kernel(bases, monkeypatch, family):
+    """Transformers has had two classes for SiLU."""
+    computed = []
+    for name in ("weighted_swiglu", "weighted_clamped_swiglu"):
+        real = getattr(kernels, name)
+        monkeypatch.setattr(kernels, name, lambda *given, real=real: computed.append(1) or real(*given))
+    _loss_and_gradients(_with_adapter(_open(bases / family), "all-linear"))
+    assert len(computed) == len(expert_modules(_open(bases / family)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_experts_in_nf4_equal_the_same_weights_dequantized(bases, tmp_path, family):
     quantized = _open(bases / family, bits=4)
     plain = _dequantized(bases / family, quantized)

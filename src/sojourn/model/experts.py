@@ -19,6 +19,7 @@ from sojourn.model.kernels import experts as kernels
 from sojourn.model.layers import swap_forward
 
 WEIGHTS = ("gate_up_proj", "down_proj")
+_SILU = ("SiLU", "SiLUActivation")  # of torch; transformers' own
 _BLOCK_SIZE = 64  # weights with one scale, as bitsandbytes' default
 
 
@@ -177,7 +178,7 @@ def _experts_forward(
 
 
 def _weighted_gate(self: Any, gate_up_SF: Tensor, weights_S: Tensor) -> Tensor:
-    if isinstance(getattr(self, "act_fn", None), nn.SiLU) and self.is_concatenated:
+    if type(getattr(self, "act_fn", None)).__name__ in _SILU and self.is_concatenated:
         return kernels.weighted_swiglu(gate_up_SF, weights_S)
     if hasattr(self, "limit") and not self.is_concatenated:
         return kernels.weighted_clamped_swiglu(gate_up_SF, weights_S, self.alpha, self.limit)
