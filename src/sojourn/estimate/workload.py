@@ -184,6 +184,7 @@ class Workload:
     def has_plain_lora(self, *names: str) -> bool:
         """Whether linear layers and their adapters are functions of model/kernels/lora_linear.py."""
         eager = self.fused_forwards and not self.compiled and self.precision != "fp16" and not self.lora_dropout
+        eager = eager and self.activation_checkpointing != "selective"
         dense = self.method == "lora" or (self.device_type == "cuda" and self.quant_bits == 4)
         return eager and dense and all(self.has_adapter(name) for name in names)
 

@@ -29,6 +29,8 @@ def apply_activation_checkpointing(model: nn.Module, mode: str, preserve_rng_sta
     for layer in decoder_layers(model):
         layer_class: Any = type(layer)
         layer.__class__ = _checkpointed_class(layer_class, mode == "selective", preserve_rng_state)
+        for module in layer.modules() if mode == "selective" else ():
+            module.selective_checkpointing = True  # fused forwards must not overwrite what it stores
 
 
 @cache
@@ -42,7 +44,7 @@ def _checkpointed_class(layer_class: Any, selective: bool, preserve_rng_state: b
             return original_forward(self, *args, **kwargs)
         return checkpoint(original_forward, self, *args, **options, **kwargs)
 
-    members = {"forward": forward, "selective_checkpointing": selective, "__module__": layer_class.__module__}
+    members = {"forward": forward, "__module__": layer_class.__module__}
     return type(layer_class.__name__, (layer_class,), members)
 
 

@@ -146,6 +146,8 @@ def _is_plain_lora(self: Any, x: Tensor) -> bool:
     names, base = self.active_adapters, self.base_layer
     if len(names) != 1 or names[0] not in self.lora_A or self.disable_adapters or self.merged:
         return False
+    if getattr(self, "selective_checkpointing", False):  # it stores outputs of matmuls that would be added to
+        return False
     layers = (self.lora_A[names[0]], self.lora_B[names[0]])
     is_nf4 = hasattr(base, "kept_weight") and x.is_cuda and quant_state(base) is not None
     is_dense = getattr(base, "linear_fn", None) is F.linear and base.weight.dtype == x.dtype
