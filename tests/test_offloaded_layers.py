@@ -40,7 +40,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.i
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(offloaded_layers, "MLP_TILE_TOKENS", 7)
+    monkeypatch.setattr(offloaded_layers, "mlp_tile_tokens", lambda ffn: 7)
 
 
 def _network(family, mode, method, device="cpu", dtype=torch.float32, dropout=0.0, fused=True):
@@ -213,3 +213,23 @@ def test_a_run_has_the_losses_of_one_without(tiny):
 def test_the_workload_without_a_gpu_keeps_inputs():
     workload = Workload(find_model("llama-3.1-8b"), activation_checkpointing="offload", device_type="cpu")
     assert host_bytes(workload) == 0 < host_bytes(replace(workload, device_type="cuda"))
+
+
+@pytest.mark.parametrize(
+    ("model", "method", "length", "rows", "document", "gib"),
+    [
+        ("qwen2.5-7b", "qlora", 4096, 2, 480, 7.20),
+        ("qwen2.5-7b", "lora", 4096, 2, 480, 15.78),
+        ("llama-3.1-8b", "qlora", 32_768, 1, None, 9.93),
+        ("llama-3.1-8b", "qlora", 90_112, 1, None, 16.10),
+    ],
+)
+def test_plans_are_what_an_h200_needed(model, method, length, rows, document, gib):
+    """Measured by benchmarks/small_memory.py on 2026-11-18."""
+    words = [f"model.base={model}", f"method.kind={method}", "method.rank=16", "data.sources=none", "train.steps=10",
+             f"data.max_length={length}", f"train.global_batch={rows}", f"train.micro_batch={rows}",
+             "train.activation_checkpointing=offload"]  # fmt: skip
+    config = load_run(words).config
+    resolved = resolve_for(config, find_model(model), plan_device(config, find_gpu("H200"))).workload
+    planned = memory(replace(resolved, document_length=document, with_evaluation=False))
+    assert planned.allocated / 2**30 == pytest.approx(gib, rel=0.01)

@@ -16,7 +16,13 @@ from dataclasses import dataclass
 from sojourn.config.attention_backends import LONG_ROW
 from sojourn.estimate.workload import Workload
 
-MLP_TILE_TOKENS = 2048  # that an MLP computes at a time with activation_checkpointing=offload (offloaded_layers.py)
+_MLP_TILE_SIZE, _MLP_TILE_STEP = 2048 * 18_944, 1024
+
+
+def mlp_tile_tokens(ffn: int) -> int:
+    """Tokens that an MLP computes at a time with activation_checkpointing=offload (model/offloaded_layers.py): 2,048 of
+    a 7B, more of a small one, whose few kernels would wait for their launches."""
+    return max(2, _MLP_TILE_SIZE // ffn // _MLP_TILE_STEP) * _MLP_TILE_STEP
 
 
 @dataclass(frozen=True)

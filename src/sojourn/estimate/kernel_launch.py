@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 
+from sojourn.estimate.activations import mlp_tile_tokens
 from sojourn.estimate.constants import constants
 from sojourn.estimate.workload import LINEAR, Workload
 
@@ -52,6 +53,9 @@ def waits_per_tensor(workload: Workload) -> bool:
 
 def launch_seconds(workload: Workload) -> float:
     launch, model = constants()["launch"], workload.model
+    if workload.offloads_inputs and workload.uses_lora:
+        layers = model.layers * _offloaded_layer_ms(workload)
+        return float(1e-3 * workload.gradient_accumulation * (layers + launch["pass_ms"]))
     adapters, quantised = sum(map(workload.has_adapter, LINEAR)), workload.method == "qlora"
     if workload.compiled:
         trained = "compiled_ms" if workload.fused_forwards else "compiled_plain_ms"
@@ -67,6 +71,12 @@ def launch_seconds(workload: Workload) -> float:
     again = 1.0 if checkpointing == "off" else launch[f"{recomputing}_{mode}"]
     layers = each * again * model.layers
     return float(1e-3 * workload.gradient_accumulation * (layers + launch["pass_ms"]))
+
+
+def _offloaded_layer_ms(workload: Workload) -> float:
+    launch, tiles = constants()["launch"], math.ceil(workload.tokens / mlp_tile_tokens(workload.model.ffn))
+    quantised = launch["offload_quantised_ms"] * (workload.method == "qlora")
+    return float(launch["offload_adapters_ms"] + quantised + launch["offload_tile_ms"] * tiles)
 
 
 def _replayed(workload: Workload) -> float:

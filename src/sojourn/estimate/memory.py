@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from sojourn.estimate.activations import (
-    MLP_TILE_TOKENS,
     activations_outside_layers,
     attended_key_size,
     attention_activations,
     layer_activations,
     layer_parameters,
     mlp_activations,
+    mlp_tile_tokens,
     saved_activations,
     saved_weight_casts,
 )
@@ -152,10 +152,12 @@ def _model_states(
     return [*terms, gradients(workload)] if with_gradients else terms
 
 
-def _activations(workload: Workload, layers: int) -> list[Term]:
-    """Of so many layers, and outside of layers."""
-    t = workload.tokens
-    ends = sum(row.bytes for row in activations_outside_layers(workload))
+def _activations(workload: Workload, layers: int, in_backward: bool = False) -> list[Term]:
+    """Of so many layers, and outside of layers. Of the final norm's in the backward only offloaded runs are known to
+    need none."""
+    t, freed = workload.tokens, in_backward and workload.offloads_inputs
+    outside = activations_outside_layers(workload)
+    ends = sum(row.bytes for row in outside if not (freed and row.name.startswith("final norm")))
     terms = [term for kind, count in layer_groups(workload, layers) for term in _activations_of(kind, count)]
     return [*terms, Term("activations", "outside of layers", t * ends, f"T·{ends:g}")]
 
@@ -248,7 +250,11 @@ def _loss_buffers(workload: Workload, at_start: bool) -> list[Term]:
 def _offload_buffers(workload: Workload) -> list[Term]:
     """Of a layer's backward with `offload`, at the larger of two moments: its MLP, tile by tile, or its attention."""
     model, e, t = workload.model, workload.compute_bytes, workload.tokens
-    wide, stream, tile = model.active_ffn, t * model.hidden * workload.residual_bytes, min(t, MLP_TILE_TOKENS)
+    wide, stream, tile = (
+        model.active_ffn,
+        t * model.hidden * workload.residual_bytes,
+        min(t, mlp_tile_tokens(model.ffn)),
+    )
     attention = sum(row.bytes for row in attention_activations(workload))
     held = [
         Term("activations", "attention of one layer", t * attention, f"T·{attention:g}"),
@@ -267,7 +273,7 @@ def _offload_buffers(workload: Workload) -> list[Term]:
 
 def _backward_buffers(workload: Workload) -> list[Term]:
     """Buffers of a layer's backward at their largest, in the feed-forward."""
-    if workload.offloads_inputs:
+    if workload.offloads_inputs and workload.model.experts is None:
         return _offload_buffers(workload)
     model, e, t, wide = workload.model, workload.compute_bytes, workload.tokens, workload.model.active_ffn
     # The eager SwiGLU kernel writes gradients over gate and up, and frees what it has read.
@@ -323,7 +329,7 @@ def _last_layer(workload: Workload) -> Phase:
     layers = workload.model.layers
     held = _model_states(workload, keeps_gradients(workload), backward=True)
     from_loss = _loss_buffers(workload, at_start=not workload.optimizer_in_backward)  # else applied by now
-    terms = [*held, *_activations(workload, layers), *from_loss, *_backward_buffers(workload)]
+    terms = [*held, *_activations(workload, layers, in_backward=True), *from_loss, *_backward_buffers(workload)]
     return Phase("backward of the last layer", tuple(terms))
 
 
@@ -334,7 +340,8 @@ def _first_layer(workload: Workload) -> Phase:
     if not (missing or keeps_gradients(workload) or workload.uses_lora):
         share = embedding_and_head_parameters(workload) if workload.model.tied else workload.model.embedding_parameters
         missing = whole.bytes * (share + layer_parameters(workload)) / workload.model.parameters
-    terms = [*held, Term(whole.kind, whole.name, whole.bytes - missing, whole.formula), *_activations(workload, 1)]
+    grads = Term(whole.kind, whole.name, whole.bytes - missing, whole.formula)
+    terms = [*held, grads, *_activations(workload, 1, in_backward=True)]
     return Phase("backward of the first layer", (*terms, *_loss_buffers(workload, False), *_backward_buffers(workload)))
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sojourn.estimate.activations import MLP_TILE_TOKENS
+from sojourn.estimate.activations import mlp_tile_tokens
 from sojourn.model.kernels.fused_forwards import normalizes_mlp_output
 from sojourn.model.kernels.kept_weights import kept_weights
 from sojourn.model.layers import decoder_layers
@@ -32,11 +32,12 @@ Block = Callable[[Any, Tensor], Tensor]
 def offload_layer_inputs(model: nn.Module, preserve_rng_state: bool) -> None:
     """`preserve_rng_state`: for dropout, which must draw the same numbers when a layer is recomputed."""
     layers = decoder_layers(model)
-    inputs = LayerInputs(len(layers))
+    inputs, config = LayerInputs(len(layers)), model.config.get_text_config()
     for index, layer in enumerate(layers):
         layer_class: Any = type(layer)
         layer.__class__ = _offloading_class(layer_class, preserve_rng_state)
         layer.__dict__.update(layer_inputs=inputs, layer_index=index)
+        layer.tile_tokens = mlp_tile_tokens(config.intermediate_size)
     model.get_output_embeddings().small_chunks = True  # see model/loss.py
 
 
@@ -140,7 +141,7 @@ class _OffloadedLayer(torch.autograd.Function):  # type: ignore[misc]
         hidden_BTD = attention_block(layer, x_BTD, **kwargs)
         flat_D = hidden_BTD.flatten(0, 1)
         with kept_weights(layer.mlp):
-            for tile in _tiles(len(flat_D)):
+            for tile in _tiles(layer, len(flat_D)):
                 flat_D[tile] = mlp_block(layer, flat_D[tile][None])[0]  # nothing reads these tokens' states again
         return hidden_BTD
 
@@ -169,7 +170,7 @@ def _mlp_backward_(layer: Any, mlp_block: Block, hidden: Tensor, grad: Tensor, g
     flat_hidden, flat_grad = hidden.flatten(0, 1), grad.flatten(0, 1)
     layer.mlp.skips_output = not normalizes_mlp_output(layer)
     try:
-        for tile in _tiles(len(flat_hidden)):
+        for tile in _tiles(layer, len(flat_hidden)):
             tile_1ND = flat_hidden[tile][None].requires_grad_()
             flat_grad[tile] = gradients.add(mlp_block(layer, tile_1ND), tile_1ND, flat_grad[tile][None])[0]
     finally:
@@ -194,8 +195,8 @@ class _Gradients:
         return grads[0] if inputs else None
 
 
-def _tiles(tokens: int) -> Iterator[slice]:
-    return (slice(start, start + MLP_TILE_TOKENS) for start in range(0, tokens, MLP_TILE_TOKENS))
+def _tiles(layer: Any, tokens: int) -> Iterator[slice]:
+    return (slice(start, start + layer.tile_tokens) for start in range(0, tokens, layer.tile_tokens))
 
 
 def _forward_context(device: torch.device, preserve_rng_state: bool) -> Any:

@@ -20,6 +20,7 @@ from sojourn.estimate.workload import Workload
 from sojourn.plan.calibration import correction
 from sojourn.plan.offers import TOO_SMALL, Plan, fit_on, plan_device, resolve_for, unsupported_reason
 from sojourn.plan.prices import gpus_named, most_gpus
+from sojourn.resolve.activation_offload import least_memory_checkpointing
 from sojourn.resolve.device_spec import DeviceSpec, catalog_device
 from sojourn.resolve.micro_batch import divisors, sized
 from sojourn.resolve.model_spec import model_spec_of
@@ -230,12 +231,13 @@ def _with_changes(
 @dataclass(frozen=True)
 class Capacity:
     """What a memory of `size` bytes holds: of this run the largest micro batch and the longest rows, and the largest
-    models by method."""
+    models by method. `checkpointing`: the activation checkpointing of all but `micro_batch`."""
 
     size: int
     global_batch: int
     given_length: int
     micro_batch: int | None
+    checkpointing: str
     micro_batch_checkpointed: int | None
     length: int | None
     models: dict[str, tuple[ModelSpec, int] | None]
@@ -243,11 +245,12 @@ class Capacity:
 
 def what_fits(config: RunConfig, size: int) -> Capacity:
     """Into one GPU of so many bytes, its CUDA context included, with the margin of every plan. Lengths and models: with
-    a micro batch of one row and full activation checkpointing."""
+    a micro batch of one row and the activation checkpointing that needs the least memory."""
     model, device = model_spec_of(config), _device_of(config, size)
     batch, length = config.train.global_batch, config.data.max_length
     given = "off" if config.train.activation_checkpointing == "auto" else config.train.activation_checkpointing
-    smallest = {"train.micro_batch": 1, "train.activation_checkpointing": "full"}
+    least = least_memory_checkpointing(config)
+    smallest = {"train.micro_batch": 1, "train.activation_checkpointing": least}
     learned = max(1.0, correction().memory)
     resolved = resolve_for(with_settings(config, smallest), model, device)
 
@@ -258,8 +261,8 @@ def what_fits(config: RunConfig, size: int) -> Capacity:
         workloads = (sized(config, resolved.workload, device, n, checkpointing) for n in divisors(batch))
         return max((workload.micro_batch for workload in workloads if fits(workload)), default=None)
 
-    rows, longest = (largest(given), largest("full")), _longest(resolved.workload, fits)
-    return Capacity(size, batch, length, *rows, longest, _largest_models(resolved.workload, fits))
+    longest, largest_models = _longest(resolved.workload, fits), _largest_models(resolved.workload, fits)
+    return Capacity(size, batch, length, largest(given), least, largest(least), longest, largest_models)
 
 
 def _longest(workload: Workload, fits: Callable[[Workload], bool]) -> int | None:

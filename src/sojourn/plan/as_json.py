@@ -98,5 +98,6 @@ def capacity_values(found: Capacity) -> dict[str, Any]:
     models = {method: one and {"model": one[0].name, "device": one[1]} for method, one in found.models.items()}
     return {
         "size": found.size, "micro_batch": found.micro_batch,
-        "micro_batch_checkpointed": found.micro_batch_checkpointed, "length": found.length, "models": models,
+        "activation_checkpointing": found.checkpointing, "micro_batch_checkpointed": found.micro_batch_checkpointed,
+        "length": found.length, "models": models,
     }  # fmt: skip

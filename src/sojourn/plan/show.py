@@ -333,14 +333,13 @@ def capacity_lines(found: Capacity, room: str) -> list[str]:
     """`room`: the memory in words."""
     titles = {"full": "all weights", "lora": "LoRA", "qlora": "QLoRA"}
     rows, most, batch = found.micro_batch or "none", found.micro_batch_checkpointed or "none", found.global_batch
+    least = f"train.activation_checkpointing={found.checkpointing}"
     lines = [
         f"into {room} fit, of this run:",
-        f"  a micro batch of {rows} of the {batch:,} rows of a step as it is set, {most} with "
-        "train.activation_checkpointing=full",
+        f"  a micro batch of {rows} of the {batch:,} rows of a step as it is set, {most} with {least}",
         f"  a sequence length of {f'up to {found.length:,}' if found.length else 'not even 256'} tokens, with a micro "
-        "batch of 1 and train.activation_checkpointing=full",
-        f"and of the catalogue, with a micro batch of 1 × {found.given_length:,} tokens and "
-        "train.activation_checkpointing=full:",
+        f"batch of 1 and {least}",
+        f"and of the catalogue, with a micro batch of 1 × {found.given_length:,} tokens and {least}:",
     ]
     for method, largest in found.models.items():
         if largest is None:

@@ -18,6 +18,12 @@ def offload_unsupported_reason(config: RunConfig) -> str | None:
     return None
 
 
+def least_memory_checkpointing(config: RunConfig) -> str:
+    """What needs the least memory of a GPU with these settings."""
+    captured = "on" in (config.train.compile, config.train.cuda_graphs)
+    return "full" if captured or offload_unsupported_reason(config) else "offload"
+
+
 def may_offload(resolved: Resolved, device: DeviceSpec) -> bool:
     """Whether `auto` may choose it. Without a GPU inputs would stay where they are."""
     reason = offload_unsupported_reason(resolved.config) or _set_against_it(resolved)
