@@ -56,7 +56,7 @@ def _unbroken(text: str) -> str:
 def summary_lines(config: RunConfig, plan: Plan, named: bool) -> list[str]:
     model, method = plan.model, config.method
     size = count_text(model.parameters)
-    active = f" ({count_text(model.active_parameters)} active)" if model.experts else ""
+    active = f" ({count_text(model.active_parameters)} active, without the embedding)" if model.experts else ""
     how = {"pretrain": "from scratch", "full": "all weights"}.get(method.kind, f"{method.kind}, rank {method.rank}")
     name = f"{config.name}: {model.name}" if config.name else model.name
     length, about = plan.length, "" if plan.length.exact else "about "
