@@ -485,6 +485,19 @@ def test_every_message_of_the_board_is_there_in_chinese():
         assert words <= {"Host", "sojourn", "board", "launch", "name", "what", "verify"}, f"{message}: {chinese}"
 
 
+def test_presets_and_notes_of_plans_are_there_in_chinese(home, page):
+    known = "sojourn demo fast RTX GPU CPU LoRA QLoRA Colab Kaggle AutoDL paper_r64 pretrained_r320"
+    for one in page.get("/api/catalog", headers={"accept-language": "zh"}).json()["presets"]:
+        assert set(re.findall(r"[A-Za-z]{3,}\w*", one["description"])) <= set(known.split()), one
+    (home / "few.txt").write_text("A few words.\n" * 50)
+    forms = [{"preset": "lora-20k"}, {"preset": "smoke", "settings": {"data.sources": "few.txt"}}]
+    for form in forms:
+        found = page.post("/api/plan", json=form, headers={"accept-language": "zh"}).json()
+        notes = [one for one in (found["assumed"], found["assumed_vocabulary"]) if one] + found["data_notes"]
+        left = re.sub(r"(data|train)\.\w+|org/unknown|token", "", " ".join(notes))
+        assert notes and not re.findall(r"[A-Za-z]{3,}", left), notes
+
+
 def test_errors_and_notes_are_in_the_language_of_the_page(page):
     zh = {"accept-language": "zh"}
     assert page.get("/api/runs/none", headers=zh).json()["error"] == "没有名为 'none' 的训练"

@@ -271,20 +271,22 @@ def _add_other_routes(app: FastAPI, board: Board) -> None:
         return {"task": board.tasks.get(task_id)}
 
     @app.get("/api/catalog")
-    def catalogue() -> dict[str, Any]:
-        return forms.catalogue()
+    def catalogue(request: Request) -> dict[str, Any]:
+        found, language = forms.catalogue(), _language(request)
+        described = [{**one, "description": localized(one["description"], language)} for one in found["presets"]]
+        return {**found, "presets": described}
 
     @app.post("/api/form")
     def form(body: Form, request: Request) -> dict[str, Any]:
-        return _localized_lists(forms.describe(body), _language(request))
+        return _localized_notes(forms.describe(body), _language(request))
 
     @app.post("/api/plan")
     def plan(body: Form, request: Request) -> dict[str, Any]:
-        return _localized_lists(forms.plan(body), _language(request))
+        return _localized_notes(forms.plan(body), _language(request))
 
     @app.post("/api/preview")
     def preview(body: Form, request: Request) -> dict[str, Any]:
-        return _localized_lists(forms.preview(body, board.roots), _language(request))
+        return _localized_notes(forms.preview(body, board.roots), _language(request))
 
     @app.post("/api/start")
     def start(body: Form) -> dict[str, Any]:
@@ -307,12 +309,15 @@ def _add_other_routes(app: FastAPI, board: Board) -> None:
         return data_sets.examples(_artefact(board, name), split, start, count, search[:200])
 
 
-def _localized_lists(answer: dict[str, Any], language: str) -> dict[str, Any]:
+def _localized_notes(answer: dict[str, Any], language: str) -> dict[str, Any]:
     """Errors and notes in the language of the page."""
     found: dict[str, Any] = {}
-    for key in ("errors", "notes"):
+    for key in ("errors", "notes", "data_notes"):
         if key in answer:
             found[key] = [localized(str(one), language) for one in answer[key]]
+    for key in ("assumed", "assumed_vocabulary"):
+        if answer.get(key):
+            found[key] = localized(answer[key], language)
     return {**answer, **found}
 
 

@@ -1,4 +1,5 @@
-"""Errors and notes in Chinese, for pages in Chinese: phrases of which they are made, translated one by one.
+"""Errors, notes and descriptions of presets in Chinese, for pages in Chinese: phrases of which they are made,
+translated one by one.
 
 Messages are written in English where they arise. Keys, commands, paths and names are the same in both languages; so is
 a phrase that is not listed here.
@@ -7,6 +8,9 @@ a phrase that is not listed here.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+
+_Replacement = str | Callable[[re.Match[str]], str]
 
 _OF_THE_BOARD = {
     r"the Host header (.+) is not this machine": r"Host 头 \1 不是本机",
@@ -75,7 +79,56 @@ _OF_SETTINGS = {
     r"no platform called “([^”]*)” \(of (.+)\)": r"没有名为“\1”的平台（有 \2）",
     r"(\S+) sets the length; (\S+) is not used": r"长度由 \1 决定；\2 未使用",
 }
-_PHRASES = [(re.compile(english), chinese) for english, chinese in {**_OF_THE_BOARD, **_OF_SETTINGS}.items()]
+_OF_PLANS = {
+    r"no data is named": "没有指定数据",
+    r"the size of (.+?) is not known here": r"不知道 \1 的大小",
+    r"tokens are estimated: the tokenizer is yet to be trained": "token 数为估计值：分词器尚未训练",
+    r"tokens are estimated: the tokenizer \((.+?)\) is not on this machine": r"token 数为估计值：本机没有分词器 \1",
+    r", so ([\d,]+) examples of ([\d,]+) tokens are assumed": r"，假定为 \1 条、每条 \2 个 token",
+    r", so ([\d,]+) steps are assumed": r"，假定为 \1 步",
+    r"; give (\S+), (\S+) or (\S+)$": r"；请给出 \1、\2 或 \3",
+    r"; give (\S+) or (\S+)$": r"；请给出 \1 或 \2",
+    r"a vocabulary of ([\d,]+) tokens \((\S+)\) is assumed; ": r"假定词表为 \1（\2）；",
+    r"(\S+) has one for each character of the text": r"\1 为文本的每个字符各设一个",
+    r"(\S+) may have another number": r"\1 可能不同",
+    r"so little text may give fewer": "这么少的文本可能得到更小的词表",
+    r"the data was not measured: ": "没有读取数据：",
+    r"([\d,]+) of ([\d,]+) records that were read cannot be used; the first: ": (
+        r"读取的 \2 条中有 \1 条不能用；第一条："
+    ),
+    r": its length is taken from its size": "：长度按文件大小估计",
+    r"(\S+) was not opened, for want of (\S+) ": r"缺少 \2，未打开 \1 ",
+    r"the base is quantized \((.+?)\), and this plan is for its original weights: train on the original model": (
+        r"基座是量化模型（\1），这里按原始权重规划：请用原始模型训练"
+    ),
+    r"method\.kind not given: using (\w+), which trains adapters; method\.kind=full trains all weights": (
+        r"未给出 method.kind：使用 \1，只训练适配器；method.kind=full 训练全部权重"
+    ),
+}
+_OF_PRESETS: dict[str, _Replacement] = {
+    r"^From scratch, (\S+?)(?: with (\d+) heads)?: (.+)$": lambda found: (
+        f"从头训练，{found[1]}{f'，{found[2]} 个头' if found[2] else ''}：{found[3]}"
+    ),
+    r"^A shorter demo: ": "更短的演示：",
+    r"^Full fine-tuning of a (\w+) model: ": r"\1 模型全参数微调：",
+    r"^QLoRA \(4-bit\) of a (\w+) model: ": r"\1 模型 QLoRA（4 位）：",
+    r"^LoRA on ([\d,]+) examples: ": r"\1 条样本的 LoRA：",
+    r"^LoRA of rank (\d+), effective batch (\d+), (\d+) epochs \(the guides’ (\w+)\)\.": (
+        r"秩 \1 的 LoRA，有效批大小 \2，\3 轮（指南中的 \4）。"
+    ),
+    r"what (`sojourn demo`) trains on two CPU cores in about two minutes\.": r"\1 所训练的，两个 CPU 核约两分钟。",
+    r"what (`sojourn demo --fast`) trains in about 20 seconds\.": r"\1 所训练的，约 20 秒。",
+    r"does everything work here\? Seconds on any machine\.": "检查一切是否可用；任何机器上几秒钟。",
+    r"a first model, on a laptop or any GPU\.": "第一个模型，笔记本或任何显卡都行。",
+    r"(\d+) minutes on an (A100 40GB|RTX \d+)\.": r"在 \2 上 \1 分钟。",
+    r"the guides’ first experiment, on a free Colab T4\.": "指南的第一个实验，免费的 Colab T4 即可。",
+    r"the guides’ second experiment, on Kaggle\.": "指南的第二个实验，在 Kaggle 上。",
+    r"the guides’ largest experiment, on Kaggle or AutoDL\.": "指南中最大的实验，在 Kaggle 或 AutoDL 上。",
+    r"one RTX 3090 or 4090\.": "一张 RTX 3090 或 4090。",
+    r"one H200, or several GPUs\.": "一张 H200，或多张显卡。",
+}
+_ALL: dict[str, _Replacement] = {**_OF_THE_BOARD, **_OF_SETTINGS, **_OF_PLANS, **_OF_PRESETS}
+_PHRASES = [(re.compile(english), chinese) for english, chinese in _ALL.items()]
 
 
 def in_chinese(message: str) -> str:

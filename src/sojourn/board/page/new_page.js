@@ -122,7 +122,7 @@ class NewPage {
     this.plan.classList.remove("old");
     const one = state.gpu ? plan.offers.find((offer) => offer.device) : plan.best, usable = one ? (one.gpu.usable_gib ?? one.gpu.memory_gib) : null;
     const parts = partsOf(plan.memory.by_kind, plan.memory.allocated, plan.memory.device);
-    const notes = [plan.assumed, ...(plan.notes ?? [])].filter(Boolean);
+    const notes = [plan.assumed, ...(plan.data_notes ?? []), ...(plan.notes ?? [])].filter(Boolean);
     const cheap = plan.offers.filter((offer) => offer.fits && offer.bill).slice(0, 4);
     this.plan.replaceChildren(planFigures(plan), h("h2", { class: "small" }, one ? t("memory_on", { card: offerName(one) }) : t("memory")), memoryBar(parts, usable), memoryLegend(parts),
       cheap.length ? h("ul", { class: "cheap" }, ...cheap.map((offer) => h("li", {}, h("b", {}, offerName(offer)), ` ${offer.bill.title} `, h("span", {}, `${time(offer)} · ${cost(offer)}`)))) : h("p", { class: "note" }, t("nothing_fits")),

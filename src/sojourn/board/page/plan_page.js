@@ -59,7 +59,7 @@ function drawPlan(result, plan, refresh) {
   const parts = partsOf(plan.memory.by_kind, plan.memory.allocated, plan.memory.device);
   const fitting = plan.offers.find((one) => one.fits && one.device === plan.memory.device) ?? plan.best;
   const usable = fitting ? (fitting.gpu.usable_gib ?? fitting.gpu.memory_gib) : null;
-  const notes = [plan.assumed, plan.assumed_vocabulary, ...(plan.notes ?? [])].filter(Boolean);
+  const notes = [plan.assumed, plan.assumed_vocabulary, ...(plan.data_notes ?? []), ...(plan.notes ?? [])].filter(Boolean);
   result.replaceChildren(
     planFigures(plan),
     ...notes.map((note) => h("p", { class: "note" }, note)),
