@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import secrets
 import shlex
+import threading
 import zlib
 from collections import deque
 from functools import cache
@@ -11,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from sojourn.errors import RunFailed, UserError
-from sojourn.remote.box.agent import HEAD, MAGIC, MOST_BYTES
-from sojourn.remote.connection import Channel, Connection, ConnectionLost
+from sojourn.remote.box.agent import HEAD, MOST_BYTES
+from sojourn.remote.box.channels import LISTENS, MAGIC
+from sojourn.remote.connection import FAR_SECONDS, Channel, Connection, ConnectionLost
 from sojourn.remote.hosts import Host
 
 PYTHONS = ("python3", "python", "/root/miniconda3/bin/python", "/opt/conda/bin/python", "/usr/bin/python3")
-_MODULES = ("hashes", "transfer", "tree", "agent")
+_MODULES = ("hashes", "transfer", "tree", "agent")  # in the order in which they are loaded, after the channels
 _TOO_OLD = 97
 
 
@@ -34,9 +37,9 @@ class AgentNotStarted(ConnectionLost):
 
 @cache
 def _source() -> bytes:
-    """The agent and its modules as one program, compressed."""
+    """The agent and its modules as one program, compressed. It reads the path of its socket, one line, from stdin."""
     folder = Path(__file__).parent / "box"
-    sources = {name: (folder / f"{name}.py").read_text(encoding="utf-8") for name in _MODULES}
+    sources = {name: (folder / f"{name}.py").read_text(encoding="utf-8") for name in ("channels", *_MODULES)}
     program = (
         "import sys, types\n"
         "def _module(name, source=''):\n"
@@ -44,8 +47,11 @@ def _source() -> bytes:
         "    module.__path__ = []\n"
         "    exec(compile(source, name, 'exec'), module.__dict__)\n"
         "for _name in ('sojourn', 'sojourn.remote', 'sojourn.remote.box'): _module(_name)\n"
-        f"for _name, _text in {sources!r}.items(): _module('sojourn.remote.box.' + _name, _text)\n"
-        "sys.modules['sojourn.remote.box.agent'].main()\n"
+        "_path = sys.stdin.buffer.readline().decode().strip()\n"
+        f"for _name, _text in {sources!r}.items():\n"
+        "    _module('sojourn.remote.box.' + _name, _text)\n"
+        "    if _name == 'channels': _socket = sys.modules['sojourn.remote.box.channels'].greet(_path)\n"
+        "sys.modules['sojourn.remote.box.agent'].main(_socket)\n"
     )
     return zlib.compress(program.encode(), 9)
 
@@ -66,15 +72,33 @@ def agent_argv(host: Host) -> list[str]:
 
 
 class Agent:
-    """Answers come in the order of the requests. Not for several threads at once."""
+    """Answers come in the order of the requests. Not for several threads at once, but for `socket`."""
 
-    def __init__(self, host: Host, connection: Connection) -> None:
-        self._host = host
-        self._channel: Channel = connection.open(agent_argv(host))
+    def __init__(self, host: Host, channel: Channel) -> None:
+        """`channel`: of a process on the box that is an agent already, or becomes one. See `start` and `connect`."""
+        self._host, self._channel = host, channel
         self._received = bytearray()
         self._pending: deque[str] = deque()
+        self._greeting = threading.Lock()
         self._greeted = False
-        self._channel.write(_source())
+        self._socket = ""
+
+    @classmethod
+    def start(cls, host: Host, connection: Connection) -> Agent:
+        """By a login shell. Where the box is far away, other agents can be had beside this one."""
+        agent = cls(host, connection.open(agent_argv(host)))
+        if connection.takes_sockets and (connection.round_trip() or 0.0) >= FAR_SECONDS:
+            agent._socket = f"/tmp/.sojourn-{secrets.token_hex(16)}/agent"  # noqa: S108 -- in a folder of its own
+        agent._channel.write(_source() + f"{agent._socket}\n".encode())
+        return agent
+
+    def connect(self, connection: Connection) -> Agent | None:
+        """Another one beside this one: a process of it, without a login shell. None where that is not possible."""
+        self._greet()
+        if not self._socket or not connection.takes_sockets:
+            return None
+        channel = connection.open_socket(self._socket)
+        return None if channel is None else Agent(self._host, channel)
 
     @property
     def pending(self) -> int:
@@ -112,13 +136,15 @@ class Agent:
 
     def _greet(self) -> None:
         """Some Pythons on boxes print something at their start, so the agent's first line is searched for."""
-        while not self._greeted:
-            found = self._received.find(MAGIC)
-            if found >= 0:
-                del self._received[: found + len(MAGIC)]
-                self._greeted = True
-            else:
+        with self._greeting:
+            if self._greeted:
+                return
+            while (found := self._received.find(MAGIC)) < 0:
                 self._more(1 << 16)
+            del self._received[: found + len(MAGIC)]
+            if self._take(1) != LISTENS:
+                self._socket = ""
+            self._greeted = True
 
     def _take(self, size: int) -> bytes:
         while len(self._received) < size:

@@ -9,7 +9,6 @@ connection; where a release of asyncssh no longer has them, the connection is le
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,6 @@ _NEEDED = (
     "_auth_in_progress",
     "_auth_complete",
 )
-_KEY_EXCHANGE_ROUND_TRIPS = 2  # with the versions
 
 
 def can_authenticate_at_once(key: asyncssh.SSHKeyPair) -> bool:
@@ -36,13 +34,11 @@ def can_authenticate_at_once(key: asyncssh.SSHKeyPair) -> bool:
     return not bytes(key.algorithm).startswith((b"ssh-rsa", b"rsa-"))
 
 
-def authenticate_at_once(connection: Any, sent: Callable[[Any, float], None]) -> None:
+def authenticate_at_once(connection: Any, sent: Callable[[Any], None]) -> None:
     """For a connection whose first key is the one that the box knows; called before anything is sent. `sent` is called
-    with the connection and the round trip in seconds, about, when the signature is under way: channels that it opens
-    travel with it."""
+    with the connection when the signature is under way: channels that it opens travel with it."""
     if not all(hasattr(connection, name) for name in _NEEDED):
         return
-    began = time.monotonic()
     ask_for_service, try_next = connection.send_service_request, connection.try_next_auth
     send_request, send_packet = connection.send_userauth_request, connection.send_packet
     started = accepted = False
@@ -68,7 +64,7 @@ def authenticate_at_once(connection: Any, sent: Callable[[Any, float], None]) ->
         key = getattr(connection.auth, "_keypair", None)
         if method == _METHOD and fields[:1] == (_QUESTION,) and key is not None:
             await send_request(method, _SIGNED, *fields[1:], key=key, trivial=False)
-            sent(connection, (time.monotonic() - began) / _KEY_EXCHANGE_ROUND_TRIPS)
+            sent(connection)
         else:
             await send_request(method, *fields, **options)
 

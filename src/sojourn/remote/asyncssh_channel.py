@@ -14,7 +14,7 @@ from sojourn.remote.connection import CommandRefused, ConnectionLost, OutputMark
 from sojourn.remote.hosts import Host
 
 WINDOW_BYTES = 16 << 20  # a download at 100 ms then reaches 160 MB/s
-_PACKET_BYTES = 1 << 17
+PACKET_BYTES = 1 << 17
 _WRITE_BUFFER_BYTES = 4 << 20
 STDERR_BYTES = 1 << 16
 
@@ -124,25 +124,26 @@ class Opening:
                 self.mark.mark(self.command),
                 encoding=None,
                 window=WINDOW_BYTES,
-                max_pktsize=_PACKET_BYTES,
+                max_pktsize=PACKET_BYTES,
             )
         except Exception as error:
             self.session.failed(error)
 
 
 class AsyncsshChannel:
-    def __init__(self, host: Host, opened: Opening) -> None:
-        self._host, self._channel, self._mark = host, opened.session.channel, opened.mark
-        self._shared: _Shared = opened.session.shared
+    def __init__(self, host: Host, session: Any, mark: OutputMark | None) -> None:
+        """`session`: of a channel that is open. `mark`: where the output of a command begins."""
+        self._host, self._channel, self._mark = host, session.channel, mark
+        self._shared: _Shared = session.shared
         self._rest = b""
 
     def read(self, most: int, deadline: float | None = None) -> bytes:
         while not self._rest:
             data = self._take(deadline)
             if not data:
-                self._rest = self._mark.at_end()
+                self._rest = self._mark.at_end() if self._mark else b""
                 break
-            self._rest = self._mark.strip(data)
+            self._rest = self._mark.strip(data) if self._mark else data
         part, self._rest = self._rest[:most], self._rest[most:]
         return part
 

@@ -14,12 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 from sojourn.errors import UserError
 from sojourn.remote.asyncssh_auth import authenticate_at_once, can_authenticate_at_once
-from sojourn.remote.asyncssh_channel import STDERR_BYTES, AsyncsshChannel, Opening
+from sojourn.remote.asyncssh_channel import (
+    PACKET_BYTES,
+    STDERR_BYTES,
+    WINDOW_BYTES,
+    AsyncsshChannel,
+    Opening,
+    new_session,
+)
 from sojourn.remote.asyncssh_loop import Loop, wait
 from sojourn.remote.connection import (
     KEEPALIVE_COUNT,
     KEEPALIVE_SECONDS,
-    Ahead,
     Channel,
     ChannelRefused,
     CommandTimeout,
@@ -40,7 +46,8 @@ _SURELY_FAR_SECONDS, _PINGS = 0.06, 4
 _CIPHERS = ["aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "chacha20-poly1305@openssh.com", "aes128-ctr"]
 
 
-def connect_asyncssh(host: Host, password: str | None, timeout: float, ahead: Ahead) -> AsyncsshConnection:
+def connect_asyncssh(host: Host, password: str | None, timeout: float, ahead: Sequence[Sequence[str]]
+) -> AsyncsshConnection:
     import asyncssh
 
     began = time.monotonic()
@@ -63,13 +70,13 @@ def connect_asyncssh(host: Host, password: str | None, timeout: float, ahead: Ah
 
 
 async def _connect(
-    host: Host, password: str | None, timeout: float, ahead: Ahead, openings: list[Opening]
+    host: Host, password: str | None, timeout: float, ahead: Sequence[Sequence[str]], openings: list[Opening]
 ) -> asyncssh.SSHClientConnection:
     """`openings` gets the channels for `ahead`."""
     from sojourn.remote.ssh_line import parse_address
 
-    def open_ahead(connection: asyncssh.SSHClientConnection, round_trip: float) -> None:
-        openings[:] = [Opening(connection, command_line(argv), STDERR_BYTES) for argv in ahead(round_trip)]
+    def open_ahead(connection: asyncssh.SSHClientConnection) -> None:
+        openings[:] = [Opening(connection, command_line(argv), STDERR_BYTES) for argv in ahead]
 
     async def through_all() -> asyncssh.SSHClientConnection:
         tunnel: asyncssh.SSHClientConnection | None = None
@@ -93,7 +100,7 @@ async def _hop(
     port: int,
     password: str | None,
     tunnel: asyncssh.SSHClientConnection | None,
-    authenticating: Callable[[asyncssh.SSHClientConnection, float], None] = lambda connection, round_trip: None,
+    authenticating: Callable[[asyncssh.SSHClientConnection], None] = lambda connection: None,
 ) -> asyncssh.SSHClientConnection:
     """The host's key or ours first and alone, since servers close the connection after a few keys; then the agent and
     the user's. A password is sent once, and no key with it: each failure counts towards a lockout."""
@@ -189,6 +196,7 @@ class AsyncsshConnection:
         self._openings = [opening for opening in openings if opening.connection is connection]
         self._round_trip = seconds / (1 + len(host.jump)) / _CONNECT_ROUND_TRIPS
         self._pinged = threading.Event()
+        self.takes_sockets = True
         asyncio.run_coroutine_threadsafe(self._ping(), Loop.get())
 
     def run(
@@ -235,7 +243,28 @@ class AsyncsshConnection:
             raise ChannelRefused(f"{self._host.name}: the box refuses another channel: {error.reason}") from None
         except (asyncssh.Error, OSError, asyncio.CancelledError) as error:
             raise connection_lost(self._host, str(error)) from None
-        return AsyncsshChannel(self._host, opening)
+        return AsyncsshChannel(self._host, opening.session, opening.mark)
+
+    def open_socket(self, path: str) -> Channel | None:
+        import asyncssh
+
+        session = new_session(STDERR_BYTES)
+
+        async def opened() -> None:
+            await self._connection.create_unix_connection(
+                lambda: session, path, encoding=None, window=WINDOW_BYTES, max_pktsize=PACKET_BYTES
+            )
+
+        try:
+            wait(opened())
+        except asyncssh.ChannelOpenError as error:
+            if self._connection.is_closed():
+                raise connection_lost(self._host, error.reason) from None
+            self.takes_sockets = False
+            return None
+        except (asyncssh.Error, OSError, asyncio.CancelledError) as error:
+            raise connection_lost(self._host, str(error)) from None
+        return AsyncsshChannel(self._host, session, None)
 
     def forward(self, local_port: int, remote_port: int, remote_host: str = "127.0.0.1") -> int:
         import asyncssh

@@ -49,6 +49,7 @@ class BoxLink:
         self._connection: Connection | None = None
         self._agents: dict[str, Agent] = {}
         self._bulk: Agent | None = None
+        self._first: tuple[Connection, Agent] | None = None  # others connect to the box through this one
         self._forwards: dict[tuple[int, int, str], int] = {}
         self._lock = threading.RLock()
         self._connecting = threading.Lock()  # not the same, since `close` must not wait for a box that does not answer
@@ -65,14 +66,14 @@ class BoxLink:
 
     # the connection
 
-    def connection(self, agents: Callable[[float], int] = lambda round_trip: 0) -> Connection:
-        """`agents`: how many will be needed at once, given the round trip in seconds, about."""
+    def connection(self, with_agent: bool = False) -> Connection:
+        """`with_agent`: one is needed at once, and its channel is asked for while connecting."""
         with self._connecting:
             with self._lock:
                 if self._connection is not None:
                     return self._connection
             argv = agent_argv(self.host)
-            made = connect(self.host, self._password, self.timeout, lambda round_trip: [argv] * agents(round_trip))
+            made = connect(self.host, self._password, self.timeout, [argv] if with_agent else [])
             with self._lock:
                 self._connection = made
                 self._was_connected = True
@@ -82,14 +83,14 @@ class BoxLink:
             return made
 
     @contextlib.contextmanager
-    def connecting(self, agents: Callable[[float], int]) -> Iterator[Callable[[], bool]]:
-        """Connects while the body does something else; what it gets says whether that is done. Raises as `connection`,
+    def connecting(self) -> Iterator[Callable[[], bool]]:
+        """Connects, for an agent, while the body does something else; what it gets says whether that is done. Raises as `connection`,
         at the end."""
         errors: list[BaseException] = []
 
         def connect_now() -> None:
             try:
-                self.connection(agents)
+                self.connection(with_agent=True)
             except BaseException as error:
                 errors.append(error)
 
@@ -109,7 +110,7 @@ class BoxLink:
 
     def _drop(self) -> None:
         with self._lock:
-            agents, self._agents = list(self._agents.values()), {}
+            agents, self._agents, self._first = list(self._agents.values()), {}, None
             agents += [self._bulk] if self._bulk is not None else []
             connection, self._connection, self._bulk = self._connection, None, None
         for agent in agents:
@@ -147,13 +148,14 @@ class BoxLink:
                 pause = min(2 * pause, _LONGEST_PAUSE)
 
     @contextlib.contextmanager
-    def agent(self, name: str = "main") -> Iterator[Agent]:
-        """The agent of this name, kept for the next call. One that was interrupted is not used again."""
-        connection = self.connection(lambda round_trip: 1)
+    def agent(self, name: str = "main", start: bool = True) -> Iterator[Agent]:
+        """The agent of this name, kept for the next call. One that was interrupted is not used again. `start`: by a
+        login shell where no other way leads to a new one; else that raises ChannelRefused."""
+        connection = self.connection(with_agent=True)
         with self._lock:
             agent = self._agents.pop(name, None)
         if agent is None:
-            agent = self._new_agent(connection)
+            agent = self._new_agent(connection, start)
         try:
             yield agent
         except AgentFailed:
@@ -167,15 +169,25 @@ class BoxLink:
             raise
         self._keep(name, agent, connection)
 
-    def _new_agent(self, connection: Connection) -> Agent:
+    def _new_agent(self, connection: Connection, start: bool) -> Agent:
         """Or one that was kept under another name, where the box allows no more channels."""
+        with self._lock:
+            first = self._first
+        if first is not None and first[0] is connection and (beside := first[1].connect(connection)) is not None:
+            return beside
+        if not start:
+            raise ChannelRefused(f"{self.host.name}: one more agent would need a login shell")
         try:
-            return Agent(self.host, connection)
+            agent = Agent.start(self.host, connection)
         except ChannelRefused:
             with self._lock:
                 if not self._agents:
                     raise
                 return self._agents.popitem()[1]
+        with self._lock:
+            if self._connection is connection:
+                self._first = (connection, agent)
+        return agent
 
     def bulk_agent(self) -> Agent | None:
         """Over an `ssh` child, which encrypts several times faster than Python can; None where there is none."""
@@ -189,7 +201,7 @@ class BoxLink:
         connection = OpensshConnection(self.host, self.timeout, share=False)
         agent: Agent | None = None
         try:
-            agent = Agent(self.host, connection)
+            agent = Agent.start(self.host, connection)
             agent.ask("hello")
         except UserError:
             if agent is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +15,7 @@ CONNECT_SECONDS = 15.0
 # A dead link is noticed after (KEEPALIVE_COUNT + 1) * KEEPALIVE_SECONDS without an answer.
 KEEPALIVE_SECONDS = 4.0
 KEEPALIVE_COUNT = 2
+FAR_SECONDS = 0.03  # a round trip from which on it pays to save some
 MOST_BANNER_BYTES = 1 << 20
 _UNLIKE_IN_SHELLS = frozenset("\\'!\n\r\t")
 
@@ -93,7 +94,14 @@ class Runner(Protocol):
 
 
 class Connection(Runner, Protocol):
+    @property
+    def takes_sockets(self) -> bool:
+        """False where `open_socket` is known to give None."""
+
     def open(self, argv: Sequence[str]) -> Channel: ...
+
+    def open_socket(self, path: str) -> Channel | None:
+        """To a Unix socket on the box; None where this SSH cannot, or the server does not allow it."""
 
     def forward(self, local_port: int, remote_port: int, remote_host: str = "127.0.0.1") -> int:
         """Listens on 127.0.0.1; the port that it got, which is another one where `local_port` is 0."""
@@ -104,14 +112,14 @@ class Connection(Runner, Protocol):
     def close(self) -> None: ...
 
 
-Ahead = Callable[[float], Sequence[Sequence[str]]]
-
-
 def connect(
-    host: Host, password: str | None = None, timeout: float = CONNECT_SECONDS, ahead: Ahead = lambda round_trip: ()
+    host: Host,
+    password: str | None = None,
+    timeout: float = CONNECT_SECONDS,
+    ahead: Sequence[Sequence[str]] = (),
 ) -> Connection:
-    """`ahead`: commands that will be opened first, given the round trip in seconds, about. Where the transport can,
-    their channels are asked for while authentication is under way.
+    """`ahead`: commands that will be opened first. Where the transport can, their channels are asked for while
+    authentication is under way.
 
     Raises HostUnreachable, AuthFailed, HostKeyChanged, or UserError where the host's key was never pinned."""
     if host.transport == "openssh":

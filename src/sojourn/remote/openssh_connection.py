@@ -158,6 +158,11 @@ class OpensshConnection:
         self._children = [other for other in self._children if other.poll() is None] + [child]
         return OpensshChannel(self, child, mark)
 
+    takes_sockets = False
+
+    def open_socket(self, path: str) -> Channel | None:
+        return None
+
     def open(self, argv: Sequence[str]) -> Channel:
         return self._open(argv)
 

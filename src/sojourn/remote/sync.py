@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sojourn.errors import RunFailed, UserError
+from sojourn.remote.connection import FAR_SECONDS
 from sojourn.remote.progress import Meter
 
 if TYPE_CHECKING:
@@ -21,8 +22,8 @@ SMALL_BYTES = 1 << 20  # files up to here travel together
 BATCH_BYTES, BATCH_FILES = 2 << 20, 400
 CHUNK_BYTES, LEAST_CHUNK_BYTES = 1 << 20, 1 << 15  # of a large file; smaller where connections do not last
 OPEN_FILES = 4  # large files that travel at once
-_STREAM_BYTES = 8 << 20  # what makes another stream worth its start: a login shell and a Python on the box
-_FAR_SECONDS, _SURELY_FAR_SECONDS = 0.03, 0.06
+_STREAM_BYTES = 2 << 20  # what a server lets a channel send before it hears back
+_STARTED_BYTES = 8 << 20  # what makes a stream worth a login shell and a Python on the box, where it needs them
 _FAR_STREAMS = 6
 _BULK_BYTES = 64 << 20
 _SAMPLE_BYTES = 1 << 14
@@ -85,25 +86,13 @@ def fail_if_any(failed: list[str], verb: str) -> None:
         raise SyncFailed(f"{len(failed)} of the files could not be {verb}: {'; '.join(failed[:3])}{more}")
 
 
-def stream_count(total: int, round_trip: float) -> int:
-    """A server lets a channel send about 2 MiB before it hears back, so a distant box needs several."""
-    if total < _STREAM_BYTES or round_trip < _FAR_SECONDS:
-        return 1
-    return min(_FAR_STREAMS, 1 + total // _STREAM_BYTES)
-
-
-def _streams_to(box: Box, total: int) -> int:
+def stream_count(box: Box, total: int) -> int:
     """The round trip is asked for only where it matters: the first answer takes one."""
-    return 1 if total < _STREAM_BYTES else stream_count(total, box.round_trip)
-
-
-def agents_ahead(total: int, round_trip: float) -> int:
-    """Before the connection is made, when the round trip is only guessed."""
-    return stream_count(total, round_trip) if round_trip > _SURELY_FAR_SECONDS else 1
+    return 1 if total < _STREAM_BYTES or not is_far(box) else min(_FAR_STREAMS, 1 + total // _STREAM_BYTES)
 
 
 def is_far(box: Box) -> bool:
-    return box.round_trip >= _FAR_SECONDS
+    return box.round_trip >= FAR_SECONDS
 
 
 def compressed(data: bytes, meter: Meter) -> tuple[bytes, bool]:
@@ -127,31 +116,31 @@ def _is_bulk(box: Box, total: int) -> bool:
 
 
 @contextmanager
-def streams_of(box: Box, total: int, chunk: int, idle: Agent | None, with_main: bool = False) -> Iterator[Streams]:
-    """`idle`: an agent that has nothing else to do, and is the first stream; `with_main`: that is the box's main one,
-    which is opened together with the others."""
+def streams_of(box: Box, total: int, chunk: int, idle: Agent | None) -> Iterator[Streams]:
+    """`idle`: an agent that has nothing else to do, and is the first stream."""
     from sojourn.remote.streams import Streams
 
     def open_agent(index: int) -> AbstractContextManager[Agent]:
         if index == 0 and idle is not None:
             return nullcontext(idle)
-        if index == 0 and with_main:
-            return box.agent()
         if _is_bulk(box, total) and (agent := box.bulk_agent()) is not None:
             return closing(agent)
-        return box.agent(f"stream-{index}")
+        return _stream_agent(box, index, total)
 
     # What is under way is lost with the connection: little, where connections do not last.
     lasting = chunk >= CHUNK_BYTES // 2
-    streams = Streams(
-        open_agent, stream_count(total, box.round_trip) if lasting else 1, 6 * chunk + (1 << 19 if lasting else 0)
-    )
+    count = stream_count(box, total) if lasting else 1
+    streams = Streams(open_agent, count, (6 if count == 1 else 4) * chunk + (1 << 19 if lasting else 0))
     try:
         yield streams
     except BaseException:
         streams.stop()
         raise
     streams.finish()
+
+
+def _stream_agent(box: Box, index: int, total: int) -> AbstractContextManager[Agent]:
+    return box.agent(f"stream-{index}", start=index <= total // _STARTED_BYTES)
 
 
 @contextmanager
@@ -163,15 +152,16 @@ def streams_opened_early(box: Box, likely: int) -> Iterator[None]:
             if _is_bulk(box, likely):
                 box.keep_bulk_agent()
             else:
-                with box.agent(f"stream-{index}"):
+                with _stream_agent(box, index, likely):
                     pass
 
-    box.connection()
+    box.connection(with_agent=True)
+    count = stream_count(box, likely)
+    if count > 1:
+        with box.agent():  # the others start beside it
+            pass
     first = 0 if _is_bulk(box, likely) else 1
-    threads = [
-        threading.Thread(target=open_one, args=(index,), daemon=True)
-        for index in range(first, _streams_to(box, likely))
-    ]
+    threads = [threading.Thread(target=open_one, args=(index,), daemon=True) for index in range(first, count)]
     for thread in threads:
         thread.start()
     yield

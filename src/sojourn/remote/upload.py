@@ -21,7 +21,6 @@ from sojourn.remote.sync import (
     CHUNK_BYTES,
     SMALL_BYTES,
     Synced,
-    agents_ahead,
     fail_if_any,
     is_far,
     smaller,
@@ -83,7 +82,7 @@ class Upload:
         self.ahead = ReadAhead(self.cache)
         self.chunk, chunk = smaller(self.chunk), self.chunk
         new: list[tuple[Tree, Entry]] = []
-        with self.box.connecting(lambda round_trip: agents_ahead(_bytes(new), round_trip)) as connected:
+        with self.box.connecting() as connected:
             trees = list_trees(self.items, self.cache, self.ignore, self.result.skipped.append)
             new += [(tree, entry) for tree in trees for entry in tree.unknown]
             self.ahead.read(new, connected)
@@ -108,7 +107,8 @@ class Upload:
         folders = [Folders(tree) for tree in trees]
         with (
             streams_opened_early(self.box, 0 if at_once else _bytes(new)),
-            streams_of(self.box, _bytes(at_once), self.chunk, None, with_main=True) as streams,
+            self.box.agent() as agent,
+            streams_of(self.box, _bytes(at_once), self.chunk, agent) as streams,
         ):
             tasks: list[Task] = [*comparisons, *folders, *batches(self, at_once)]
             for task in tasks:

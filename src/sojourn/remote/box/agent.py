@@ -15,15 +15,16 @@ import sys
 import time
 import zlib
 
+from sojourn.remote.box.channels import accept
 from sojourn.remote.box.hashes import DOWNLOAD, UPLOAD, HashCache, new_hash
 from sojourn.remote.box.transfer import ArrivingHash, FollowingHash, Partial, Paths, Refused, write_whole
 from sojourn.remote.box.tree import describe, make_links_and_folders, scan
 
 TYPE_CHECKING = False  # an agent starts for each stream: what it rarely needs is imported where it is
 if TYPE_CHECKING:
+    import socket
     from typing import Any, BinaryIO, Callable
 
-MAGIC = b"sojourn-agent-1\n"
 HEAD = struct.Struct("!II")
 _OPEN_PARTIALS = 16
 MOST_BYTES = 1 << 28  # of one part of a frame
@@ -332,8 +333,6 @@ class Agent:
 
 
 def serve(stdin: BinaryIO, stdout: BinaryIO) -> None:
-    stdout.write(MAGIC)
-    stdout.flush()
     agent = Agent()
     while True:
         try:
@@ -351,17 +350,10 @@ def serve(stdin: BinaryIO, stdout: BinaryIO) -> None:
         stdout.flush()
 
 
-def widen_pipes() -> None:
-    """To 1 MiB, where the system can: a sixteenth of the switches between the SSH server and us."""
-    with contextlib.suppress(ImportError, AttributeError, OSError):
-        import fcntl
-
-        for handle in (0, 1):
-            fcntl.fcntl(handle, getattr(fcntl, "F_SETPIPE_SZ", 1031), 1 << 20)
-
-
-def main() -> None:
-    widen_pipes()
+def main(socket: socket.socket | None) -> None:
+    """`socket`: listens for channels of more agents."""
+    if socket is not None:
+        accept(socket, serve)
     try:
         serve(sys.stdin.buffer, sys.stdout.buffer)
     except (BrokenPipeError, KeyboardInterrupt):
