@@ -72,10 +72,10 @@ def agent_argv(host: Host) -> list[str]:
 
 
 class Agent:
-    """Answers come in the order of the requests. Not for several threads at once, but for `socket`."""
+    """Answers come in the order of the requests. Not for several threads at once, but for `connect`."""
 
     def __init__(self, host: Host, channel: Channel) -> None:
-        """`channel`: of a process on the box that is an agent already, or becomes one. See `start` and `connect`."""
+        """`channel`: to a process on the box that is an agent or becomes one; `start` and `connect` open it."""
         self._host, self._channel = host, channel
         self._received = bytearray()
         self._pending: deque[str] = deque()

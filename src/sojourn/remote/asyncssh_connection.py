@@ -46,7 +46,8 @@ _SURELY_FAR_SECONDS, _PINGS = 0.06, 4
 _CIPHERS = ["aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "chacha20-poly1305@openssh.com", "aes128-ctr"]
 
 
-def connect_asyncssh(host: Host, password: str | None, timeout: float, ahead: Sequence[Sequence[str]]
+def connect_asyncssh(
+    host: Host, password: str | None, timeout: float, ahead: Sequence[Sequence[str]]
 ) -> AsyncsshConnection:
     import asyncssh
 

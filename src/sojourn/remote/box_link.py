@@ -84,8 +84,8 @@ class BoxLink:
 
     @contextlib.contextmanager
     def connecting(self) -> Iterator[Callable[[], bool]]:
-        """Connects, for an agent, while the body does something else; what it gets says whether that is done. Raises as `connection`,
-        at the end."""
+        """Connects, for an agent, while the body does something else; what it gets says whether that is done. Raises as
+        `connection`, at the end."""
         errors: list[BaseException] = []
 
         def connect_now() -> None:

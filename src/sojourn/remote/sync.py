@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sojourn.remote.streams import Streams
 
 SMALL_BYTES = 1 << 20  # files up to here travel together
-BATCH_BYTES, BATCH_FILES = 15 << 15, 100
+BATCH_BYTES, BATCH_FILES = 15 << 15, 100  # four, with what is said about each file, fit into a window of 2 MiB
 CHUNK_BYTES, LEAST_CHUNK_BYTES = 1 << 20, 1 << 15  # of a large file; smaller where connections do not last
 OPEN_FILES = 4  # large files that travel at once
 _STREAM_BYTES = 2 << 20  # what a server lets a channel send before it hears back
@@ -130,7 +130,7 @@ def streams_of(box: Box, total: int, chunk: int, idle: Agent | None) -> Iterator
     # What is under way is lost with the connection: little, where connections do not last.
     lasting = chunk >= CHUNK_BYTES // 2
     count = stream_count(box, total) if lasting else 1
-    most = 2 * chunk if count > 1 else 6 * chunk + (1 << 19 if lasting else 0)
+    most = (2 if count > 1 else 6) * chunk + (1 << 19 if lasting else 0)  # about a window for each of several
     streams = Streams(open_agent, count, most)
     try:
         yield streams

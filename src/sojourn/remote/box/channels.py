@@ -76,7 +76,7 @@ def _accept(server: socket.socket, ended: int, serve: Callable[[BinaryIO, Binary
     nothing = os.open(os.devnull, os.O_RDWR)
     for handle in (0, 1, 2):  # else the channel of the first agent would not end with it
         os.dup2(nothing, handle)
-    while ended not in select.select([server, ended], [], [])[0]:
+    while ended not in select.select([server.fileno(), ended], [], [])[0]:
         channel = server.accept()[0]
         if os.fork() == 0:
             server.close()
