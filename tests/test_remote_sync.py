@@ -6,7 +6,9 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,7 @@ from plain_sshd import PlainSshd, needs_sshd, plain_sshd
 from slow_link import slow_link
 from sojourn.errors import UserError
 from sojourn.remote import sync
+from sojourn.remote.agent_client import Agent
 from sojourn.remote.box.hashes import UPLOAD, new_hash
 from sojourn.remote.box.tree import Entry
 from sojourn.remote.box_client import Box
@@ -237,13 +240,73 @@ def test_cut_many_times_a_transfer_goes_on(
 
 
 def test_a_killed_agent_is_replaced(box: Box, tmp_path: Path) -> None:
-    import signal
-
     with box.agent() as agent:
-        pid = int(agent.ask("hello")[0]["pid"])
+        pid = process_of(agent)
     os.kill(pid, signal.SIGKILL)
     box.write_bytes(str(tmp_path / "x"), b"1")
     assert box.read_bytes(str(tmp_path / "x")) == b"1"
+
+
+@pytest.fixture
+def far_box(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Box]:
+    """40 ms away. The parameter: lines of the server's configuration."""
+    folder = tmp_path_factory.mktemp("far")
+    with plain_sshd(folder, request.param) as server, slow_link("127.0.0.1", server.host.port, delay=0.02) as link:
+        monkeypatch.setenv("SOJOURN_CONFIG", str(server.config))
+        with Box(replace(server.through(link.local_port), home=str(folder / "home")), patience=20) as box:
+            yield box
+
+
+def process_of(agent: Agent) -> int:
+    return int(agent.ask("hello")[0]["pid"])
+
+
+@pytest.mark.parametrize("far_box", ["MaxSessions 1"], indirect=True)
+def test_agents_of_a_distant_box_start_beside_the_first_one_and_end_with_it(far_box: Box) -> None:
+    """The server allows one command at a time: the others come by a socket, which this user alone may use."""
+    with far_box.agent() as first, far_box.agent("stream-1", start=False) as second, far_box.agent("tail") as third:
+        processes = [process_of(agent) for agent in (first, second, third)]
+        listeners = [Path(f"/proc/{process}/stat").read_text().split()[3] for process in processes[1:]]
+        folder = Path(first.socket).parent
+        assert folder.stat().st_mode & 0o777 == 0o700
+    assert len(set(processes)) == 3
+    assert listeners[0] == listeners[1] != str(os.getpid())
+    os.kill(processes[0], signal.SIGKILL)  # the listener ends, and takes its socket along
+    for _ in range(1000):
+        if not folder.exists() and not any(Path(f"/proc/{listener}").exists() for listener in listeners):
+            break
+        time.sleep(0.01)
+    assert not folder.exists()
+    assert not any(Path(f"/proc/{listener}").exists() for listener in listeners)
+
+
+@pytest.mark.parametrize(
+    "far_box", ["MaxSessions 1", "AllowStreamLocalForwarding no", "DisableForwarding yes"], indirect=True
+)
+def test_a_tree_arrives_whether_or_not_the_server_forwards_sockets(
+    far_box: Box, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sync, "_STREAM_BYTES", MIB // 4)
+    monkeypatch.setattr(sync, "_STARTED_BYTES", MIB)
+    files = {f"{n % 7}/{n}": os.urandom(5000) for n in range(300)} | {"large": os.urandom(3 * MIB + 7)}
+    here, there = write(tmp_path / "here", files), tmp_path / "there"
+    assert far_box.push([(here, str(there))]).files == 301
+    assert tree_of(there) == tree_of(here)
+    assert far_box.pull(str(there), tmp_path / "back").files == 301
+    assert tree_of(tmp_path / "back") == tree_of(here)
+    assert not temporary_files(tmp_path)
+
+
+@pytest.mark.parametrize("far_box", ["MaxSessions 10"], indirect=True)
+def test_agents_beside_a_first_one_that_was_killed_are_replaced(far_box: Box, tmp_path: Path) -> None:
+    with far_box.agent() as first:
+        os.kill(process_of(first), signal.SIGKILL)
+    with far_box.agent("stream-1") as other:
+        assert process_of(other) > 0
+    far_box.write_bytes(str(tmp_path / "x"), b"1")
+    assert far_box.read_bytes(str(tmp_path / "x")) == b"1"
 
 
 def test_two_syncs_at_once_to_one_target(sshd: PlainSshd, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -333,6 +396,7 @@ def test_a_new_tree_goes_to_a_distant_box_at_once_and_only_changes_later(
 ) -> None:
     """The server allows one channel, so that the other streams are refused: the first one does everything."""
     monkeypatch.setattr(sync, "_STREAM_BYTES", MIB // 2)
+    monkeypatch.setattr(sync, "_STARTED_BYTES", MIB // 2)
     asked: list[int] = []
     packed = Tree.packed
     monkeypatch.setattr(Tree, "packed", lambda tree, without: asked.append(len(without)) or packed(tree, without))

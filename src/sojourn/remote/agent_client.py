@@ -81,23 +81,23 @@ class Agent:
         self._pending: deque[str] = deque()
         self._greeting = threading.Lock()
         self._greeted = False
-        self._socket = ""
+        self.socket = ""
 
     @classmethod
     def start(cls, host: Host, connection: Connection) -> Agent:
         """By a login shell. Where the box is far away, other agents can be had beside this one."""
         agent = cls(host, connection.open(agent_argv(host)))
         if connection.takes_sockets and (connection.round_trip() or 0.0) >= FAR_SECONDS:
-            agent._socket = f"/tmp/.sojourn-{secrets.token_hex(16)}/agent"  # noqa: S108 -- in a folder of its own
-        agent._channel.write(_source() + f"{agent._socket}\n".encode())
+            agent.socket = f"/tmp/.sojourn-{secrets.token_hex(16)}/agent"  # noqa: S108 -- in a folder of its own
+        agent._channel.write(_source() + f"{agent.socket}\n".encode())
         return agent
 
     def connect(self, connection: Connection) -> Agent | None:
         """Another one beside this one: a process of it, without a login shell. None where that is not possible."""
         self._greet()
-        if not self._socket or not connection.takes_sockets:
+        if not self.socket or not connection.takes_sockets:
             return None
-        channel = connection.open_socket(self._socket)
+        channel = connection.open_socket(self.socket)
         return None if channel is None else Agent(self._host, channel)
 
     @property
@@ -143,7 +143,7 @@ class Agent:
                 self._more(1 << 16)
             del self._received[: found + len(MAGIC)]
             if self._take(1) != LISTENS:
-                self._socket = ""
+                self.socket = ""
             self._greeted = True
 
     def _take(self, size: int) -> bytes:
