@@ -30,11 +30,11 @@ class Laptop:
         own = {"SOJOURN_HOME": str(self.home), "SOJOURN_CONFIG": str(self.folder / "config"), "HOME": str(self.folder)}
         return {**kept, **own, **(self.extra or {})}
 
-    def start(self, *words: str, **env: str) -> subprocess.Popen[str]:
+    def start(self, *words: str, stdin: int = subprocess.DEVNULL, **env: str) -> subprocess.Popen[str]:
         self.home.mkdir(parents=True, exist_ok=True)
         return subprocess.Popen(
             [sys.executable, "-m", "sojourn", *words], cwd=self.home, env={**self.env, **env}, text=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
 
     def run(

@@ -187,9 +187,15 @@ def test_command_lines_mean_the_same_in_every_shell(shell: str) -> None:
     assert done.stdout == f"mark\n{words}\n"
 
 
-def test_no_python_on_the_box_is_said(sshd: PlainSshd, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sojourn.remote.agent_client.PYTHONS", ("/nowhere/python", "false"))
-    with Box(replace(sshd.host, python=None)) as box, pytest.raises(UserError):
+@pytest.mark.parametrize(
+    "program, said",
+    [("/nowhere/python", r"no Python 3\.8 .* sojourn shell box"), ("false", "the file server cannot start on the box")],
+)
+def test_no_python_on_the_box_is_said(
+    program: str, said: str, sshd: PlainSshd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sojourn.remote.agent_client.PYTHONS", (program,))
+    with Box(replace(sshd.host, python=None)) as box, pytest.raises(UserError, match=said):
         box.read_bytes("/etc/hostname")
 
 

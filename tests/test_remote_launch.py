@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import socket
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,6 +40,31 @@ def test_a_run_is_launched_brought_home_and_the_box_powered_off(
     assert fork_server.run("train", *RUN, "name=here", env=laptop.env, cwd=str(laptop.home)).returncode == 0
     assert laptop.weights("whole") == laptop.weights("here")
     assert files_with(PASSWORD, laptop.folder, box.root / "root") == []
+
+
+def test_the_other_verbs_on_a_run_that_has_ended(box: RemoteBox, laptop: Laptop) -> None:
+    """Of the run above: its log from the box, its GPU, a port, a shell, and the box let go as its model is at home."""
+    assert "24/24" in laptop.run("logs", "whole", "--tail", "20").stdout
+    followed = laptop.run("logs", "whole", "-f", "--json")
+    assert "24/24" in followed.stderr and json.loads(followed.stdout)["state"] == "done"
+    assert "4090" in json.loads(laptop.run("gpu", "whole", "--json").stdout)[0]["name"]
+    forward = laptop.start("forward", "box", "22", "--json")
+    assert forward.stdout is not None
+    opened = json.loads(forward.stdout.readline())
+    with socket.create_connection(("127.0.0.1", opened["port"]), timeout=30) as link:
+        assert link.recv(4) == b"SSH-"
+    forward.send_signal(signal.SIGINT)
+    assert forward.wait(20) == 130
+    shell = laptop.start("shell", "whole", stdin=subprocess.PIPE)
+    assert shell.communicate("pwd -P\nexit 7\n", timeout=60)[0].splitlines()[-1].endswith("/runs/whole")
+    assert shell.returncode == 7
+    calls = len(box.shutdown_calls())
+    assert json.loads(laptop.run("release", "box", "--power-off", "--yes", "--json").stdout)["action"] == "power_off"
+    assert len(box.shutdown_calls()) == calls + 1
+    kept = laptop.run("release", "box", "--yes", code=2).stderr  # which would wipe what has no copy here
+    assert "box is kept: " in kept and "sojourn pull whole --what all" in kept
+    laptop.run("pull", "whole", "--what", "all")
+    assert "everything on box is safe" in laptop.run("release", "box", "--yes", code=2).stderr  # by the console only
 
 
 def test_runs_names_hosts_that_do_not_answer(box: RemoteBox, laptop: Laptop) -> None:

@@ -160,8 +160,8 @@ class Agent:
             last = text.splitlines()[-1] if text else "it ended"
             if "no Python 3.8" in text:
                 raise UserError(
-                    f"{self._host.name}: the box has no Python 3.8 or newer; install one, or give its path: "
-                    f"sojourn host add {self._host.name} … --python PATH"
+                    f"{self._host.name}: the box has no Python 3.8 or newer; rent an image with one, or install it "
+                    f"there: sojourn shell {self._host.name}"
                 )
             if not self._greeted:
                 raise AgentNotStarted(f"{self._host.name}: the file server cannot start on the box: {last}")

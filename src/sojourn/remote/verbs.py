@@ -99,7 +99,9 @@ def gpus_of(name: str, say: Say) -> list[dict[str, str]]:
     return [dict(zip(_GPU_FIELDS, (cell.strip() for cell in line.split(",")), strict=True)) for line in lines]
 
 
-def forward_until_interrupted(name: str, what: str, port: int, say: Say) -> None:
+def forward_until_interrupted(
+    name: str, what: str, port: int, say: Say, opened: Callable[[dict[str, Any]], None]
+) -> None:
     host, run = host_of(name)
     there = _PORTS.get(what) or (int(what) if what.isascii() and what.isdigit() else 0)
     if not 0 < there < 65536:
@@ -109,6 +111,7 @@ def forward_until_interrupted(name: str, what: str, port: int, say: Say) -> None
             _start_tensorboard(box, host, run, say)
         here = box.forward(port or there, there)
         say(f"http://127.0.0.1:{here} is port {there} of {host.name}; Ctrl-C ends it")
+        opened({"host": host.name, "port": here, "port_there": there})
         while True:
             time.sleep(_CHECK)
             box.run(["true"])  # opens a lost connection again, and its forwards
