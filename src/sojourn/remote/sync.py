@@ -116,8 +116,9 @@ def _is_bulk(box: Box, total: int) -> bool:
 
 
 @contextmanager
-def streams_of(box: Box, total: int, chunk: int, idle: Agent | None) -> Iterator[Streams]:
-    """`idle`: an agent that has nothing else to do, and is the first stream."""
+def streams_of(box: Box, total: int, chunk: int, idle: Agent | None, sending: bool = False) -> Iterator[Streams]:
+    """`idle`: an agent that has nothing else to do, and is the first stream. `sending`: to the box, whose server lets
+    each of several streams send about a window before it hears back; more under way only keeps it from the others."""
     from sojourn.remote.streams import Streams
 
     def open_agent(index: int) -> AbstractContextManager[Agent]:
@@ -130,7 +131,7 @@ def streams_of(box: Box, total: int, chunk: int, idle: Agent | None) -> Iterator
     # What is under way is lost with the connection: little, where connections do not last.
     lasting = chunk >= CHUNK_BYTES // 2
     count = stream_count(box, total) if lasting else 1
-    most = (2 if count > 1 else 6) * chunk + (1 << 19 if lasting else 0)  # about a window for each of several
+    most = (2 if sending and count > 1 else 6) * chunk + (1 << 19 if lasting else 0)
     streams = Streams(open_agent, count, most)
     try:
         yield streams

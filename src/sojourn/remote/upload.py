@@ -108,7 +108,7 @@ class Upload:
         with (
             streams_opened_early(self.box, 0 if at_once else _bytes(new)),
             self.box.agent() as agent,
-            streams_of(self.box, _bytes(at_once), self.chunk, agent) as streams,
+            streams_of(self.box, _bytes(at_once), self.chunk, agent, sending=True) as streams,
         ):
             tasks: list[Task] = [*comparisons, *folders, *batches(self, at_once)]
             for task in tasks:
@@ -155,7 +155,7 @@ class Upload:
             return False
         large = [LargeFile(self, tree, entry) for tree, entry in needed if entry.size > SMALL_BYTES]
         small = [(tree, entry) for tree, entry in needed if entry.size <= SMALL_BYTES]
-        with streams_of(self.box, _bytes(needed), self.chunk, None if large else agent) as streams:
+        with streams_of(self.box, _bytes(needed), self.chunk, None if large else agent, sending=True) as streams:
             for batch in batches(self, small):
                 while not streams.put(batch):
                     self.meter.report()
