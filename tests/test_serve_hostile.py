@@ -79,9 +79,23 @@ def test_a_bad_body_is_a_client_error_on_every_route(served: Served, route: str)
         answer = served.post(route, content=body, headers={"content-type": "application/json"})
         assert 400 <= answer.status_code < 500, (body[:80], answer.text)
         error_of(answer)
-    answer = served.post(route, content=json.dumps(CHAT).encode(), headers={"content-type": "text/plain"})
-    assert answer.status_code in (400, 415)
     assert is_fine(served)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_body_that_is_no_json_is_told_so(served: Served, route: str) -> None:
+    for kind in (
+        "text/plain",
+        "application/x-www-form-urlencoded",
+        "application/vnd.x+json",
+        "",
+    ):  # curl's default, too
+        answer = served.post(route, content=json.dumps(CHAT).encode(), headers={"content-type": kind})
+        assert answer.status_code == 415 and "content-type: application/json" in error_of(answer)["message"]
+    for body in (b'{"model": "tiny",}', b'{"model": NaN}', b""):
+        answer = served.post(route, content=body, headers={"content-type": "application/json"})
+        assert (answer.status_code, error_of(answer)["code"]) == (400, "invalid_json")
+        assert "line 1 column" in error_of(answer)["message"]
 
 
 def test_schemas_that_are_deep_large_or_slow_are_refused_or_answered(served: Served) -> None:

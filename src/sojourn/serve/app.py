@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastapi.routing import APIRoute
 from pydantic_core import from_json
@@ -22,7 +21,7 @@ from sojourn.serve.api_completions import completions
 from sojourn.serve.api_responses import responses
 from sojourn.serve.chat_page import add_chat_page
 from sojourn.serve.deployment import Deployment
-from sojourn.serve.errors import ApiError, add_handlers
+from sojourn.serve.errors import ApiError, add_handlers, bad_request
 from sojourn.serve.gateway import Gateway, Record
 from sojourn.serve.middleware import App, Entrance
 from sojourn.serve.schemas import (
@@ -66,29 +65,38 @@ _STREAM: dict[int | str, dict[str, Any]] = {
 }
 
 
-class _StrictRequest(Request):
-    """JSON as the standard has it: no NaN, no lone surrogates, in UTF-8."""
+class _ParsedRequest(Request):
+    parsed: Any = None
 
     async def json(self) -> Any:
-        kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # a web form of another site can send any other
-            raise ApiError(415, "send the body as content-type: application/json", code="unsupported_media_type")
-        try:
-            return from_json(await self.body(), allow_inf_nan=False, cache_strings="none")
-        except ValueError as error:
-            raise RequestValidationError(
-                [{"type": "json_invalid", "loc": ("body",), "ctx": {"error": error}}]
-            ) from None
+        return self.parsed
 
 
 class _StrictRoute(APIRoute):
+    """Bodies are read here: of one that is no JSON, FastAPI would only say that there was an error."""
+
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
+        handle, has_body = super().get_route_handler(), self.body_field is not None
 
         async def strict(request: Request) -> Response:
-            return await handle(_StrictRequest(request.scope, request.receive))
+            found = _ParsedRequest(request.scope, request.receive)
+            if has_body:
+                found.parsed = _parse(found.headers.get("content-type", ""), await found.body())
+            return await handle(found)
 
         return strict
+
+
+def _parse(content_type: str, body: bytes) -> Any:
+    """JSON as the standard has it: no NaN, no lone surrogates, in UTF-8."""
+    if (
+        content_type.partition(";")[0].strip().lower() != "application/json"
+    ):  # a web form of another site can send others
+        raise ApiError(415, "send the body as content-type: application/json", code="unsupported_media_type")
+    try:
+        return from_json(body, allow_inf_nan=False, cache_strings="none")
+    except ValueError as error:
+        raise bad_request(f"the body is not valid JSON: {error}", code="invalid_json") from None
 
 
 def make_app(gateway: Gateway) -> App:

@@ -66,8 +66,6 @@ def model_not_found(name: str) -> ApiError:
 def from_validation(errors: list[Any]) -> ApiError:
     """The first of pydantic's errors, as a 400 that names the parameter."""
     error = errors[0]
-    if error.get("type") == "json_invalid":
-        return bad_request(f"the body is not valid JSON: {error.get('ctx', {}).get('error', '')}", code="invalid_json")
     place = [part for part in error.get("loc", ()) if part != "body" and not _is_union_member(part)]
     param = _path(place)
     if error.get("type") == "extra_forbidden":
