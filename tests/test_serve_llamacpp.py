@@ -1,5 +1,5 @@
 """`--engine llamacpp`: what it refuses before loading; how rows of the engine become sequences of llama.cpp; a
-`llama-server` behind the gateway. llama.cpp itself is in tests/export/test_serve_llamacpp_real.py."""
+`llama-server` behind the gateway. llama.cpp itself is in tests/serve/test_real_programs.py."""
 
 from __future__ import annotations
 

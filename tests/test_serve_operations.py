@@ -168,11 +168,12 @@ def test_adapters_are_loaded_chosen_by_name_and_unloaded(loaded: LoadedModel, ad
 def test_a_dead_engine_is_started_again(loaded: LoadedModel) -> None:
     engine = ThreadEngine(loaded, pause=0.01)
     with serving(engine) as served:
-        engine.died = True
-        answer = served.post("/v1/chat/completions", LONG)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_died")
-        wait_until(lambda: served.get("/health").status_code == 200)
-        assert say(served) and engine.restarts == 1 and served.lines("engine_restarted")
+        for times, body in enumerate((LONG, {**LONG, "stream": True}), 1):  # a stream before its first token, too
+            engine.died = True
+            answer = served.post("/v1/chat/completions", body)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_died")
+            wait_until(lambda: served.get("/health").status_code == 200)
+            assert say(served) and engine.restarts == times == len(served.lines("engine_restarted"))
 
 
 def test_two_models_on_one_server(loaded: LoadedModel, other: Path, adapter: Path) -> None:

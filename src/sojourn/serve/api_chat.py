@@ -108,13 +108,16 @@ async def _stream(gateway: Gateway, record: Record, job: _Job, write: Write) -> 
     if with_usage:
         envelope["usage"] = None
     async with gateway.generating(record, job.deployment, job.plan) as generation:
-        for index in range(job.plan.n):
-            first = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-            await write(event({**envelope, "choices": [{**first, "logprobs": None}]}))
+        started = False  # with the first token: an engine that fails before it has a status of its own
         choice = {"index": INDEX, "delta": {"content": TEXT}, "logprobs": None, "finish_reason": None}
         text_event = TextEvents(envelope, choice)
         async with aclosing(read_answers(generation, job.plan.n, job.tools)) as pieces:
             async for piece in pieces:
+                if not started:
+                    started = True
+                    for index in range(job.plan.n):
+                        first = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+                        await write(event({**envelope, "choices": [{**first, "logprobs": None}]}))
                 if piece.text and not (piece.calls or piece.finish_reason or job.body.logprobs):
                     await write(text_event(piece.index, piece.text))
                     continue
