@@ -152,7 +152,11 @@ def bench_serve(
     ] = "128x128",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     peer: Annotated[
-        bool, typer.Option("--peer/--no-peer", help="transformers.generate, and vLLM where it is installed, too.")
+        bool,
+        typer.Option(
+            "--peer/--no-peer",
+            help="transformers.generate, and vLLM and llama.cpp (for GGUF files) where installed, too.",
+        ),
     ] = True,
     quantize: Annotated[str | None, typer.Option(help="Our engine's weights: int8; on a GPU fp8 or nf4, too.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON; lines go to standard error.")] = False,

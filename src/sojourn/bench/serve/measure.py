@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -64,8 +64,10 @@ def measure(bench: ServeBench, echo: Callable[[str], None]) -> dict[str, Any]:
         echo(_line(result["rows"][-1]))
 
     echo(HEADER)
-    rows = ["--max-requests", str(max(MAX_ROWS, *bench.clients))]
-    with our_server(bench.model, ["--device", bench.device, *rows, *bench.arguments]) as server:
+    limits = ["--device", bench.device, "--max-requests", str(max(MAX_ROWS, *bench.clients))]
+    ours = our_server(bench.model, ["--engine", "builtin", *limits, *bench.arguments])
+    is_gguf = found.path.suffix == ".gguf"
+    with _said(echo, "sojourn") if is_gguf and bench.peers else nullcontext(), ours as server:
         asyncio.run(_loads(bench, server, ids, partial(add, "sojourn")))
     if not bench.peers:
         return result
@@ -76,6 +78,11 @@ def measure(bench: ServeBench, echo: Callable[[str], None]) -> dict[str, Any]:
         add("transformers", "1 by 1", summarize(seen, seconds))
     with _said(echo, "vLLM"), vllm_server(_plain_folder(found.path), _longest(few, bench)) as server:
         asyncio.run(_loads(bench, server, ids, partial(add, "vLLM")))
+    with _said(echo, "llama.cpp"):
+        if not is_gguf:
+            raise UserError("it opens GGUF files only; export first: sojourn export MODEL --to gguf")
+        with our_server(bench.model, ["--engine", "llamacpp", *limits]) as server:
+            asyncio.run(_loads(bench, server, ids, partial(add, "llama.cpp")))
     return result
 
 

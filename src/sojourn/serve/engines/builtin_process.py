@@ -92,6 +92,9 @@ class _Process:
         self._engine, self._tokenizer, self._info, self._check_alive = (
             opened.engine, opened.tokenizer, opened.info, opened.check,
         )  # fmt: skip
+        asked, context = model.settings.get("context") or 0, opened.info.context_length
+        if asked > context:
+            print(f"note: --max-length {asked:,}: the model's context is {context:,}", file=sys.stderr, flush=True)
         for name, folder in model.adapters:
             self._with_adapters().load_adapter(name, Path(folder))
         self._grammars: GrammarCompiler | None = None
