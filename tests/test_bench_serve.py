@@ -89,3 +89,4 @@ def test_the_command_prints_a_row_for_each_engine(tiny) -> None:
         ("transformers", "1 by 1"),
     ]
     assert all(row["errors"] == 0 and row["tokens_per_second"] > 0 for row in rows)
+    assert "llama.cpp: not measured: it opens GGUF files only" in done.stdout

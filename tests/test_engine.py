@@ -260,3 +260,10 @@ def test_no_request_can_have_the_address_of_one_whose_sampler_is_kept() -> None:
     held = weakref.ref(request)
     del request
     assert held() is not None
+
+
+def test_the_engine_can_be_read_in_an_evening() -> None:
+    from sojourn.infer import engine
+
+    sources = [path for path in Path(engine.__file__).parent.rglob("*") if path.suffix in (".py", ".c", ".h")]
+    assert len(sources) > 15 and sum(len(path.read_text().splitlines()) for path in sources) <= 2500

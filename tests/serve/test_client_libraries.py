@@ -20,7 +20,10 @@ from sojourn.infer.runtimes.managed_environment import clean_environment
 def python_with(library: str, module: str) -> str:
     """Skips where there is none."""
     python = os.environ.get(f"SOJOURN_{library.upper()}_PYTHON", sys.executable)
-    if subprocess.run([python, "-c", f"import {module}"], env=clean_environment(), capture_output=True).returncode:
+    found = subprocess.run(
+        [python, "-c", f"import {module}"], env=clean_environment(), capture_output=True, check=False
+    )
+    if found.returncode:
         pytest.skip(f"{python} has no {module}")
     return python
 

@@ -6,6 +6,7 @@ SOJOURN_VLLM_PYTHON the Pythons that have these programs.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import openai
 import psutil
 import pytest
 
+from conftest import sojourn
 from real_lora import REAL, needs_model
 from serve_engine import Command, wait_until
 from sojourn.infer.runtimes.managed_environment import VLLM, clean_environment
@@ -58,6 +60,17 @@ def test_llamacpp_serves_a_gguf_file_and_is_started_again_when_it_is_killed() ->
         assert not child.is_running()
     finally:
         command.process.kill()
+
+
+@pytest.mark.skipif(not GGUF, reason="SOJOURN_REAL_GGUF names no file")
+@pytest.mark.skipif(bool(available("llamacpp")), reason=available("llamacpp"))
+def test_bench_serve_has_llamacpp_beside_us() -> None:
+    done = sojourn("bench", "serve", GGUF, "--clients", "1,2", "--lengths", "16x8", "--device", "cpu", "--json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    assert {row["engine"] for row in rows} >= {"sojourn", "transformers", "llama.cpp"}, done.stderr
+    assert all(row["errors"] == 0 and row["tokens_per_second"] > 0 for row in rows)
+    print(done.stderr)
 
 
 @needs_model
