@@ -148,16 +148,20 @@ def memory(process: psutil.Process) -> int:
 
 
 async def measure_capacity(load: Load, tokens: int) -> float:
-    """Requests a second that the server completes with as many clients as it has rows."""
+    """Requests a second that the server completes with as many clients as it has rows: the best of three rounds, since
+    other programs may hold up one."""
     await asyncio.gather(*(load.ask(tokens) for _ in range(ROWS)))
-    began = time.monotonic()
+    best = 0.0
 
     async def one() -> None:
         for _ in range(6):
             assert await load.ask(tokens) == 200
 
-    await asyncio.gather(*(one() for _ in range(ROWS)))
-    return 6 * ROWS / (time.monotonic() - began)
+    for _ in range(3):
+        began = time.monotonic()
+        await asyncio.gather(*(one() for _ in range(ROWS)))
+        best = max(best, 6 * ROWS / (time.monotonic() - began))
+    return best
 
 
 async def overload(load: Load, process: psutil.Process, tokens: int, minutes: float) -> dict[str, Any]:
