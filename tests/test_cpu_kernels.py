@@ -17,7 +17,9 @@ from sojourn.model.activation_checkpointing import apply_activation_checkpointin
 from sojourn.model.attention import AttentionParams, attend
 from sojourn.model.kernels import fused_forwards
 from sojourn.model.kernels.cpu import compile_c, library
-from sojourn.model.kernels.cpu.smoke_test import enable_cpu_kernels
+from sojourn.model.kernels.cpu.blocked_layer import fits_blocked_layer
+from sojourn.model.kernels.cpu.decoder_layer import layer_on_cpu
+from sojourn.model.kernels.cpu.smoke_test import enable_cpu_kernels, layer_by_torch
 from sojourn.model.kernels.fused_forwards import apply_fused_forwards
 from sojourn.model.layout import Layout, compute_cu_seqlens, make_layout, pad_cu_seqlens
 from sojourn.model.network import wrap_model
@@ -169,3 +171,49 @@ def test_adamw_is_that_of_torch_over_many_steps_and_after_a_resume():
         for optimizer in optimizers:
             optimizer.step()
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def _layer_weights(size: int, heads: int, kv_heads: int, head_dim: int, ffn: int) -> list[torch.Tensor]:
+    """In the order of layer_on_cpu."""
+    shapes = [(heads * head_dim, size), *[(kv_heads * head_dim, size)] * 2, (size, heads * head_dim)]
+    matrices = [torch.randn(shape) / shape[1] ** 0.5 for shape in (*shapes, (ffn, size), (ffn, size), (size, ffn))]
+    norms = [torch.rand(size) + 0.5 for _ in range(2)]
+    return [norms[0], *matrices[:4], norms[1], *matrices[4:]]
+
+
+@needs_gcc
+@pytest.mark.parametrize("lengths", [[1], [64] * 4, [150, 3, 1, 95, 33]], ids=str)
+@pytest.mark.parametrize(
+    "size, heads, kv_heads, head_dim, ffn",
+    [(128, 4, 4, 32, 384), (50, 3, 1, 22, 77), (96, 6, 2, 24, 500), (16, 1, 1, 8, 3), (160, 4, 2, 40, 300)],
+)
+def test_a_layer_is_that_of_torch_and_a_blocked_one_on_any_number_of_threads(
+    size, heads, kv_heads, head_dim, ffn, lengths
+):
+    torch.manual_seed(0)
+    layout, weights = _layout(lengths), _layer_weights(size, heads, kv_heads, head_dim, ffn)
+    is_blocked = fits_blocked_layer(weights)
+    assert is_blocked == (size <= 128)
+    x, grad = torch.randn(2, 1, sum(lengths), size)
+    angles = torch.randn(1, sum(lengths), head_dim // 2).repeat(1, 1, 2)
+    rotation, scale, made = (angles.cos(), angles.sin()), head_dim**-0.5, []
+    exact = [one.double().requires_grad_() for one in (x, *weights)]
+    expected = layer_by_torch(exact[0], *(one.double() for one in rotation), layout, scale, head_dim, exact[1:])
+    wanted = [expected, *torch.autograd.grad(expected, exact, grad.double())]
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            leaves = [one.clone().requires_grad_() for one in (x, *weights)]
+            params, eps = AttentionParams(scale), (1e-5, 1e-5)
+            out = layer_on_cpu(leaves[0], rotation, layout, params, head_dim, eps, tuple(leaves[1:]))
+            assert ("BlockedLayer" in type(out.grad_fn).__name__) == is_blocked
+            made.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
+    finally:
+        torch.set_num_threads(before)
+    for results in made:
+        for ours, theirs in zip(results, wanted, strict=True):
+            assert (ours - theirs).norm() <= 1e-5 * (1e-3 + theirs.norm())
+    assert not is_blocked or all(
+        torch.equal(*pair) for others in made[1:] for pair in zip(made[0], others, strict=True)
+    )

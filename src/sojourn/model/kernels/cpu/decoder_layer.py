@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sojourn.model.attention import AttentionParams, attend
+from sojourn.model.kernels.cpu.blocked_layer import BlockedLayer, fits_blocked_layer
 from sojourn.model.kernels.cpu.library import (
     attention_backward,
     attention_forward,
@@ -59,6 +60,9 @@ def layer_on_cpu(
 ) -> Tensor:
     """`weights`: input norm, q, k, v, o, post-attention norm, gate, up, down; `eps`: of the norms."""
     cos_BTD, sin_BTD = (angles.expand(*x_BTD.shape[:2], -1).contiguous() for angles in cos_sin)
+    if _fits_kernel(layout, params) and fits_blocked_layer(weights):
+        blocked: Tensor = BlockedLayer.apply(x_BTD, cos_BTD, sin_BTD, layout, params.scale, head_dim, eps, *weights)
+        return blocked
     keeps_graph = torch.is_grad_enabled()
     out: Tensor = _DecoderLayer.apply(x_BTD, cos_BTD, sin_BTD, layout, params, head_dim, eps, keeps_graph, *weights)
     return out

@@ -3,14 +3,9 @@
 Sums have a fixed order, and the compiler makes no fused multiply-adds of its own (-ffp-contract=off): results depend
 neither on the compiler nor on the number of threads. Tensors are contiguous unless strides are given. */
 
-#include "vector_math.h"
+#include "kernels.h"
 
-#define ROWS_PER_SUM 32 /* of a partial gradient of the weight; as in library.py */
-#define BLOCK 1024      /* elements that a thread takes at a time */
-
-void rms_norm_forward(const float *x, const float *weight, float *out, float *scale, int64_t rows, int64_t n, float eps,
-                      int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
+void rms_norm_rows(const float *x, const float *weight, float *out, float *scale, int64_t rows, int64_t n, float eps) {
     for (int64_t row = 0; row < rows; row++) {
         const float *restrict xs = x + row * n;
         float *restrict ys = out + row * n;
@@ -20,34 +15,46 @@ void rms_norm_forward(const float *x, const float *weight, float *out, float *sc
     }
 }
 
-/* `residual_grad` is added to `grad_x`; `partial_grad`: of the weight, one row for every ROWS_PER_SUM rows. Both may be
-NULL. */
+void rms_norm_forward(const float *x, const float *weight, float *out, float *scale, int64_t rows, int64_t n, float eps,
+                      int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t row = 0; row < rows; row++) rms_norm_rows(x + row * n, weight, out + row * n, scale + row, 1, n, eps);
+}
+
+void rms_norm_rows_backward(const float *grad, const float *x, const float *weight, const float *scale,
+                            const float *residual_grad, float *grad_x, float *sums, int64_t rows, int64_t n) {
+    if (sums) memset(sums, 0, n * sizeof(float));
+    for (int64_t row = 0; row < rows; row++) {
+        const float *restrict gs = grad + row * n, *restrict xs = x + row * n;
+        float *restrict ds = grad_x + row * n, *restrict totals = sums;
+        float s = scale[row];
+        for (int64_t i = 0; i < n; i++) ds[i] = gs[i] * weight[i];
+        float c = dot(ds, xs, n) * s * s * s / (float)n;
+        if (residual_grad) {
+            const float *restrict rs = residual_grad + row * n;
+            for (int64_t i = 0; i < n; i++) ds[i] = rs[i] + (ds[i] * s - xs[i] * c);
+        } else
+            for (int64_t i = 0; i < n; i++) ds[i] = ds[i] * s - xs[i] * c;
+        if (sums)
+            for (int64_t i = 0; i < n; i++) totals[i] += gs[i] * (xs[i] * s);
+    }
+}
+
+/* `partial_grad`: of the weight, one row for every ROWS_PER_SUM rows; may be NULL. */
 void rms_norm_backward(const float *grad, const float *x, const float *weight, const float *scale,
                        const float *residual_grad, float *grad_x, float *partial_grad, int64_t rows, int64_t n,
                        int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t first = 0; first < rows; first += ROWS_PER_SUM) {
-        int64_t end = first + ROWS_PER_SUM < rows ? first + ROWS_PER_SUM : rows;
-        float *restrict sums = partial_grad ? partial_grad + first / ROWS_PER_SUM * n : 0;
-        if (sums) memset(sums, 0, n * sizeof(float));
-        for (int64_t row = first; row < end; row++) {
-            const float *restrict gs = grad + row * n, *restrict xs = x + row * n;
-            float *restrict ds = grad_x + row * n;
-            float s = scale[row];
-            for (int64_t i = 0; i < n; i++) ds[i] = gs[i] * weight[i];
-            float c = dot(ds, xs, n) * s * s * s / (float)n;
-            if (residual_grad) {
-                const float *restrict rs = residual_grad + row * n;
-                for (int64_t i = 0; i < n; i++) ds[i] = rs[i] + (ds[i] * s - xs[i] * c);
-            } else
-                for (int64_t i = 0; i < n; i++) ds[i] = ds[i] * s - xs[i] * c;
-            if (sums)
-                for (int64_t i = 0; i < n; i++) sums[i] += gs[i] * (xs[i] * s);
-        }
+        const float *residual = residual_grad ? residual_grad + first * n : 0;
+        float *sums = partial_grad ? partial_grad + first / ROWS_PER_SUM * n : 0;
+        rms_norm_rows_backward(grad + first * n, x + first * n, weight, scale + first, residual, grad_x + first * n,
+                               sums, MIN(ROWS_PER_SUM, rows - first), n);
     }
 }
 
-static void swiglu_block(const float *restrict gate, const float *restrict up, float *restrict out, int64_t n) {
+WHOLE_REGISTERS void swiglu_block(const float *restrict gate, const float *restrict up, float *restrict out,
+                                  int64_t n) {
     float x[BLOCK];
     for (int64_t i = 0; i < n; i++) x[i] = within_range_of_exp(-gate[i]);
     for (int64_t i = 0; i < n; i++) out[i] = gate[i] / (1.0f + exp_f32(x[i])) * up[i];
@@ -58,7 +65,7 @@ void swiglu_forward(const float *gate, const float *up, float *out, int64_t n, i
     for (int64_t i = 0; i < n; i += BLOCK) swiglu_block(gate + i, up + i, out + i, n - i < BLOCK ? n - i : BLOCK);
 }
 
-static void swiglu_backward_block(float *grad_out, float *gate_out, float *up_out, int64_t n) {
+WHOLE_REGISTERS void swiglu_backward_block(float *grad_out, float *gate_out, float *up_out, int64_t n) {
     float x[BLOCK], grad[BLOCK], gate[BLOCK], up[BLOCK];
     for (int64_t i = 0; i < n; i++) x[i] = within_range_of_exp(-gate_out[i]);
     memcpy(grad, grad_out, n * sizeof(float));
@@ -80,27 +87,35 @@ void swiglu_backward(float *grad, float *gate, float *up, int64_t n, int threads
         swiglu_backward_block(grad + i, gate + i, up + i, n - i < BLOCK ? n - i : BLOCK);
 }
 
+/* Both halves of a part of a head; `x` and `out` may be the same. */
+static inline void rope_part(const float *x, const float *restrict c, const float *restrict s, float *out, int64_t half,
+                             int64_t count, float sign) {
+    float left[LANES], right[LANES];
+    memcpy(left, x, count * sizeof(float));
+    memcpy(right, x + half, count * sizeof(float));
+    float *restrict ys = out, *restrict zs = out + half;
+    for (int64_t i = 0; i < count; i++) ys[i] = left[i] * c[i] - right[i] * (sign * s[i]);
+    for (int64_t i = 0; i < count; i++) zs[i] = right[i] * c[half + i] + left[i] * (sign * s[half + i]);
+}
+
+void rope_token(const float *x, int64_t x_stride, const float *cos, const float *sin, float *out, int64_t out_stride,
+                int64_t heads, int64_t n, float sign) {
+    int64_t half = n / 2;
+    for (int64_t head = 0; head < heads; head++, x += x_stride, out += out_stride) {
+        int64_t i = 0;
+        for (; i + LANES <= half; i += LANES) rope_part(x + i, cos + i, sin + i, out + i, half, LANES, sign);
+        rope_part(x + i, cos + i, sin + i, out + i, half, half - i, sign);
+    }
+}
+
 /* Rotates the `heads` of size n of every token, or rotates them back (`sign` -1). `x` and `out` may be the same. */
 void rope(const float *x, const int64_t *x_strides, const float *cos, const float *sin, float *out,
           const int64_t *out_strides, int64_t rows, int64_t tokens, int64_t heads, int64_t n, float sign, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t index = 0; index < rows * tokens; index++) {
-        int64_t row = index / tokens, token = index % tokens, half = n / 2;
-        const float *restrict c = cos + index * n, *restrict s = sin + index * n;
-        for (int64_t head = 0; head < heads; head++) {
-            const float *from = x + row * x_strides[0] + token * x_strides[1] + head * x_strides[2];
-            float *to = out + row * out_strides[0] + token * out_strides[1] + head * out_strides[2];
-            for (int64_t first = 0; first < half; first += BLOCK) {
-                int64_t count = half - first < BLOCK ? half - first : BLOCK;
-                float left[BLOCK], right[BLOCK];
-                memcpy(left, from + first, count * sizeof(float));
-                memcpy(right, from + first + half, count * sizeof(float));
-                float *restrict ys = to + first, *restrict zs = to + first + half;
-                for (int64_t i = 0; i < count; i++) ys[i] = left[i] * c[first + i] - right[i] * (sign * s[first + i]);
-                for (int64_t i = 0; i < count; i++)
-                    zs[i] = right[i] * c[first + half + i] + left[i] * (sign * s[first + half + i]);
-            }
-        }
+        int64_t row = index / tokens, token = index % tokens;
+        rope_token(x + row * x_strides[0] + token * x_strides[1], x_strides[2], cos + index * n, sin + index * n,
+                   out + row * out_strides[0] + token * out_strides[1], out_strides[2], heads, n, sign);
     }
 }
 

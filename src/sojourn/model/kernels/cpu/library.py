@@ -1,4 +1,4 @@
-"""The functions of kernels.c and attention.c, called with tensors.
+"""The functions of kernels.c, attention.c and decoder_layer.c, called with tensors.
 
 Modules with the attribute `cpu_kernels` use them (smoke_test.py sets it).
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from sojourn.model.kernels.cpu.compile_c import compile_library, threads_for
 from sojourn.model.layout import Layout
 
-ROWS_PER_SUM, _BLOCK = 32, 1024  # as in kernels.c
+ROWS_PER_SUM, _BLOCK = 32, 1024  # as in kernels.h
 _DTYPES = (torch.float32, torch.int64)
 
 _Strides = ctypes.c_int64 * 3
@@ -30,6 +31,8 @@ _SIGNATURES = {
     "rope": (_P, _Strides, _P, _P, _P, _Strides, _N, _N, _N, _N, _F, _I),
     "attention_forward": (*(_P,) * 6, *(_N,) * 5, _F, _I),
     "attention_backward": (*(_P,) * 9, *(_N,) * 5, _F, _I),
+    "decoder_layer_forward": (*(_P,) * 3, *(_F,) * 3, _I),
+    "decoder_layer_backward": (*(_P,) * 3, _F, _I),
     "cross_entropy": (_P, _P, _P, _N, _N, _I),
     "sum_of_squares": (_P, _P, _N, _P, _P, _I),
     "adamw": (_P, _P, _P, _N, _I),
@@ -118,6 +121,56 @@ def _attention_arguments(query_BTHD: Tensor, key_BTKD: Tensor, layout: Layout, s
     starts, (heads, head_dim), kv_heads = layout.cu_seqlens, query_BTHD.shape[2:], key_BTKD.shape[2]
     sizes = (len(starts) - 1, layout.max_seqlen, heads, kv_heads, head_dim)
     return starts.data_ptr(), *sizes, scale, threads_for(query_BTHD.numel())
+
+
+def decoder_layer_forward(
+    x_BTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, weights: Sequence[Tensor], layout: Layout, scale: float,
+    head_dim: int, eps: tuple[float, float],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The layer's output, and what the backward needs. `weights`: as layer_on_cpu has them."""
+    sizes, counts, threads = _layer_sizes(x_BTD, weights, layout, head_dim)
+    saved, out_BTD = x_BTD.new_empty(sum(counts)), torch.empty_like(x_BTD)
+    given = [tensor.data_ptr() for tensor in (x_BTD, cos_BTD, sin_BTD, *_norms_first(weights))]
+    pointers = (_P * 23)(*given, *_parts(saved, counts), out_BTD.data_ptr())
+    load_library().decoder_layer_forward(pointers, sizes, layout.cu_seqlens.data_ptr(), *eps, scale, threads)
+    return out_BTD, saved
+
+
+def decoder_layer_backward(
+    grad_BTD: Tensor, x_BTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, weights: Sequence[Tensor], saved: Tensor,
+    layout: Layout, scale: float, head_dim: int,
+) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+    """The gradients of x and of the weights. `saved` is overwritten."""
+    sizes, counts, threads = _layer_sizes(x_BTD, weights, layout, head_dim)
+    grad_x, grad_weights = torch.empty_like(x_BTD), [torch.empty_like(weight) for weight in weights]
+    given = [tensor.data_ptr() for tensor in (grad_BTD, x_BTD, cos_BTD, sin_BTD, *_norms_first(weights))]
+    made = [tensor.data_ptr() for tensor in (grad_x, *_norms_first(grad_weights))]
+    pointers = (_P * 33)(*given, *_parts(saved, counts), *made)
+    load_library().decoder_layer_backward(pointers, sizes, layout.cu_seqlens.data_ptr(), scale, threads)
+    return grad_x, grad_weights
+
+
+def _norms_first(weights: Sequence[Tensor]) -> list[Tensor]:
+    """As decoder_layer.c has them: both norms, then the matrices."""
+    return [weights[0], weights[5], *weights[1:5], *weights[6:]]
+
+
+def _layer_sizes(
+    x_BTD: Tensor, weights: Sequence[Tensor], layout: Layout, head_dim: int
+) -> tuple[Any, tuple[int, ...], int]:
+    """The sizes, as decoder_layer.c has them; the floats of each tensor that it saves; and threads."""
+    tokens, size, ffn = x_BTD.numel() // x_BTD.shape[-1], x_BTD.shape[-1], len(weights[6])
+    queries, keys = len(weights[1]), len(weights[2])
+    heads, kv_heads, documents = queries // head_dim, keys // head_dim, len(layout.cu_seqlens) - 1
+    of_token = (1, queries, keys, keys, queries, heads, size, 1, ffn, ffn)
+    sizes = (_N * 8)(tokens, size, heads, kv_heads, head_dim, ffn, documents, layout.max_seqlen)
+    return sizes, tuple(tokens * count for count in of_token), threads_for(tokens * ffn)
+
+
+def _parts(tensor: Tensor, counts: Sequence[int]) -> list[int]:
+    """Where its parts begin: so many floats each."""
+    first = tensor.data_ptr()
+    return [first + 4 * before for before in accumulate(counts[:-1], initial=0)]
 
 
 def cross_entropy_with_grad(logits_CV: Tensor, labels_C: Tensor) -> Tensor:

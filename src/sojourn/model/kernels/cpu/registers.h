@@ -1,5 +1,7 @@
 /* Vectors in registers: `vec` has WIDTH floats. */
 
+#pragma once
+
 #include "vector_math.h"
 #include <stdlib.h>
 
@@ -33,10 +35,10 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
-#define MIN(a, b) ((a) < (b) ? (a) : (b))
-#define MAX(a, b) ((a) > (b) ? (a) : (b))
 typedef float vec __attribute__((vector_size(4 * WIDTH), may_alias));
 typedef float unaligned_vec __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+
+static inline float *allocate(int64_t floats) { return aligned_alloc(64, (floats * sizeof(float) + 63) / 64 * 64); }
 
 /* f(rows, ...) with a constant number of rows. */
 #if MAX_ROWS == 6

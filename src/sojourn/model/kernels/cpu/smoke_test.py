@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from sojourn.model.attention import AttentionParams, attend
 from sojourn.model.kernels.cpu import library
+from sojourn.model.kernels.cpu.blocked_layer import BlockedLayer
 from sojourn.model.kernels.cpu.decoder_layer import rms_norm
-from sojourn.model.layout import compute_cu_seqlens, make_layout
+from sojourn.model.layout import Layout, compute_cu_seqlens, make_layout
 
 _MAX_ERROR = 1e-5  # relative
 _SHAPE = (2, 37, 3, 46)  # rows, tokens, heads, head size: not multiples of any vector
@@ -26,7 +27,12 @@ def enable_cpu_kernels(model: nn.Module) -> bool:
         with torch.random.fork_rng([]), torch.enable_grad():
             torch.manual_seed(0)
             wrong = next(
-                (check.__name__ for check in (_norm, _swiglu, _rope, _attention, _loss, _adamw) if not check()), None
+                (
+                    check.__name__
+                    for check in (_norm, _swiglu, _rope, _attention, _blocked_layer, _loss, _adamw)
+                    if not check()
+                ),
+                None,
             )
     except (OSError, subprocess.SubprocessError) as error:
         wrong = " ".join(f"{type(error).__name__}: {error}".split())[:200]
@@ -89,18 +95,58 @@ def _rope() -> bool:
     return _is_close([rotated, back], [expected, x])
 
 
-def _attention() -> bool:
-    """Of two documents in each row, with fewer heads of keys and values."""
+def _two_documents_per_row() -> Layout:
     documents = np.zeros(_SHAPE[:2], np.int32)
     documents[:, 20:] = 1
     starts = torch.from_numpy(compute_cu_seqlens(documents))
-    layout = make_layout("sdpa", documents, torch.from_numpy(documents), starts, ())
+    return make_layout("sdpa", documents, torch.from_numpy(documents), starts, ())
+
+
+def _attention() -> bool:
+    """With fewer heads of keys and values."""
+    layout = _two_documents_per_row()
     query, key, value = (torch.randn(*_SHAPE[:2], heads, _SHAPE[3]) for heads in (6, 3, 3))
     params, grad = AttentionParams(_SHAPE[3] ** -0.5), torch.linspace(-1, 1, query.numel()).view_as(query)
     expected = _with_gradients(lambda q, k, v: attend(q, k, v, layout, params), query, key, value)
     output, lse = library.attention_forward(query, key, value, layout, params.scale)
     grads = library.attention_backward(grad, query, key, value, lse, layout, params.scale)
     return _is_close([output, *grads], expected)
+
+
+def layer_by_torch(
+    x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, scale: float, head_dim: int, weights: Sequence[Tensor]
+) -> Tensor:
+    """A decoder layer like Llama's, whose norms have an epsilon of 1e-5; `weights`: as layer_on_cpu has them."""
+
+    def rotate(heads: Tensor) -> Tensor:
+        first, second = heads.chunk(2, -1)
+        return heads * cos[:, :, None] + torch.cat((-second, first), -1) * sin[:, :, None]
+
+    norm_1, w_q, w_k, w_v, w_o, norm_2, w_gate, w_up, w_down = weights
+    normed = F.rms_norm(x, norm_1.shape, norm_1, 1e-5)
+    query, key, value = ((normed @ weight.t()).unflatten(-1, (-1, head_dim)) for weight in (w_q, w_k, w_v))
+    heads = attend(rotate(query), rotate(key), value, layout, AttentionParams(scale))
+    x = x + heads.flatten(2) @ w_o.t()
+    normed = F.rms_norm(x, norm_2.shape, norm_2, 1e-5)
+    return x + (F.silu(normed @ w_gate.t()) * (normed @ w_up.t())) @ w_down.t()
+
+
+def _blocked_layer() -> bool:
+    layout, size, head_dim, ffn = _two_documents_per_row(), 45, 22, 70
+    shapes = [(66, size), (22, size), (22, size), (size, 66), (ffn, size), (ffn, size), (size, ffn)]
+    matrices = [torch.randn(shape) / shape[1] ** 0.5 for shape in shapes]
+    weights = [torch.rand(size), *matrices[:4], torch.rand(size), *matrices[4:]]
+    x, angles = torch.randn(*_SHAPE[:2], size), torch.randn(*_SHAPE[:2], head_dim // 2).repeat(1, 1, 2)
+    rotation, scale = (angles.cos(), angles.sin()), head_dim**-0.5
+    expected = _with_gradients(
+        lambda x, *weights: layer_by_torch(x, *rotation, layout, scale, head_dim, weights), x, *weights
+    )
+    ours = _with_gradients(
+        lambda x, *weights: BlockedLayer.apply(x, *rotation, layout, scale, head_dim, (1e-5, 1e-5), *weights),
+        x,
+        *weights,
+    )
+    return _is_close(ours, expected)
 
 
 def _loss() -> bool:

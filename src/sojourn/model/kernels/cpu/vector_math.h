@@ -3,11 +3,22 @@
 The compiler makes no fused multiply-adds of its own (-ffp-contract=off): results depend neither on it nor on how it
 vectorizes. */
 
+#pragma once
+
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 
 #define LANES 16
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
+
+/* For long loops: gcc takes half of an AVX-512 register by default. */
+#ifdef __AVX512F__
+#define WHOLE_REGISTERS __attribute__((target("prefer-vector-width=512")))
+#else
+#define WHOLE_REGISTERS
+#endif
 
 #ifdef __FP_FAST_FMAF
 #define MULTIPLY_ADD(a, b, c) __builtin_fmaf(a, b, c)
