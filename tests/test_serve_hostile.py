@@ -23,7 +23,7 @@ from sojourn.infer.load import LoadedModel, load_model
 from sojourn.serve.auth import ApiKey, Quota, add_key, load_keys
 from sojourn.serve.errors import ApiError
 from sojourn.serve.limits import Admission, Queue
-from sojourn.web.address import is_loopback
+from sojourn.web.address import bind, is_loopback, url_of
 
 EVERYWHERE = "0.0.0.0"  # noqa: S104
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
@@ -370,6 +370,15 @@ def test_web_pages_of_others_reach_nothing(loaded: LoadedModel, served: Served) 
 def test_addresses_of_this_machine() -> None:
     assert all(map(is_loopback, ("127.0.0.1", "localhost", "::1", "[::1]", "127.9.9.9")))
     assert not any(map(is_loopback, (EVERYWHERE, "::", "192.168.1.2", "example.com", "localhost.example.com", "")))
+
+
+def test_a_server_at_all_addresses_is_named_by_one_that_a_phone_can_open() -> None:
+    with bind("127.0.0.1", 0) as here, bind(EVERYWHERE, 0) as everywhere:
+        assert url_of(here) == f"http://127.0.0.1:{here.getsockname()[1]}"
+        host, _, port = url_of(everywhere).removeprefix("http://").rpartition(":")
+        everywhere.listen()
+        with socket.create_connection((host, int(port)), timeout=10):
+            pass
 
 
 def test_without_a_key_the_server_does_not_listen_to_the_network(tiny, monkeypatch: pytest.MonkeyPatch) -> None:

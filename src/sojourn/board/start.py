@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sojourn.errors import UserError
 from sojourn.run.home import home
-from sojourn.web.address import bind, is_loopback
+from sojourn.web.address import bind, is_loopback, url_of
 
 _NEEDED = ("fastapi", "uvicorn")
 
@@ -25,7 +25,7 @@ def start(
         raise UserError(f"board needs {', '.join(missing)}; type: pip install 'sojourn[board]'")
     local, token = is_loopback(host), secrets.token_urlsafe(24)
     with bind(host, port) as listening:
-        address = f"http://{host}:{listening.getsockname()[1]}/"
+        address = f"{url_of(listening)}/"
         shown = address if local else f"{address}?token={token}"
         listening.listen(128)
         say(f"board: {shown} (Ctrl-C ends it; runs go on)")

@@ -14,7 +14,7 @@ from sojourn.errors import UserError
 from sojourn.serve.auth import KeyRing
 from sojourn.serve.engines.choose import EngineOptions, choose_engine, open_engine
 from sojourn.serve.settings import Settings
-from sojourn.web.address import bind, is_loopback
+from sojourn.web.address import bind, is_loopback, url_of
 
 if TYPE_CHECKING:
     from sojourn.serve.deployment import Deployment
@@ -40,7 +40,7 @@ def start(
     opinions = feedback_folder(feedback, is_loopback(settings.host))
     with bind(settings.host, settings.port) as listening, closing(RequestLog()) as log:
         gateway = Gateway(deployments, settings, keys, log, opinions)
-        address = f"http://{settings.host}:{listening.getsockname()[1]}"
+        address = url_of(listening)
         names = ", ".join(one.name for one in deployments)
         saved = f"; thumbs and corrections go to {opinions.folder} (--feedback off: nowhere)" if opinions else ""
         lines = (f"{names}: {address}/v1 (loading; Ctrl-C ends)", f"chat page: {address}{saved}")
