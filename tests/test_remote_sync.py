@@ -239,6 +239,25 @@ def test_cut_many_times_a_transfer_goes_on(
     assert sum("connecting again" in line for line in lines) == sum("connected again" in line for line in lines) > 0
 
 
+@pytest.mark.parametrize("direction", ["push", "pull"])
+def test_a_file_below_a_mebibyte_comes_through_connections_that_carry_less_than_it(
+    sshd: PlainSshd, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, direction: str
+) -> None:
+    monkeypatch.setenv("SOJOURN_CONFIG", str(sshd.config))
+    monkeypatch.setattr("sojourn.remote.box_link._FIRST_PAUSE", 0.01)
+    source, target = write(tmp_path / "source", {"wheel": os.urandom(900_000)}), tmp_path / "target"
+    with (
+        slow_link("127.0.0.1", sshd.host.port, cut_every=600_000) as link,
+        Box(replace(sshd.through(link.local_port), home=str(tmp_path / "home")), patience=10) as box,
+    ):
+        if direction == "push":
+            box.push([(source, str(target))])
+        else:
+            box.pull(str(source), target)
+    assert tree_of(target) == tree_of(source)
+    assert not temporary_files(target)
+
+
 def test_a_killed_agent_is_replaced(box: Box, tmp_path: Path) -> None:
     with box.agent() as agent:
         pid = process_of(agent)

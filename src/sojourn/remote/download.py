@@ -24,7 +24,16 @@ from sojourn.remote.ignore import Ignore
 from sojourn.remote.manifest import content_key, local_cache, remote_cache
 from sojourn.remote.progress import Meter, ProgressCallback
 from sojourn.remote.staging import MANIFEST, check_manifest, remove_others, take_place
-from sojourn.remote.sync import CHUNK_BYTES, SMALL_BYTES, Synced, SyncFailed, fail_if_any, smaller, streams_of
+from sojourn.remote.sync import (
+    CHUNK_BYTES,
+    SMALL_BYTES,
+    Synced,
+    SyncFailed,
+    fail_if_any,
+    smaller,
+    streams_of,
+    whole_bytes,
+)
 
 if TYPE_CHECKING:
     from sojourn.remote.box_client import Box
@@ -162,8 +171,9 @@ class Download:
         return self._digest(path) != file.entry.digest
 
     def _receive(self, agent: Agent, needed: list[Arriving]) -> None:
-        small = [file for file in needed if file.entry.size <= SMALL_BYTES]
-        large = [file for file in needed if file.entry.size > SMALL_BYTES]
+        most = whole_bytes(self.chunk)
+        small = [file for file in needed if file.entry.size <= most]
+        large = [file for file in needed if file.entry.size > most]
         total = sum(file.entry.size + 512 for file in needed)
         with streams_of(self.box, total, self.chunk, None if large else agent) as streams:
             for batch in batches(self, small):

@@ -80,6 +80,12 @@ def smaller(chunk: int) -> int:
     return max(LEAST_CHUNK_BYTES, chunk // 2)
 
 
+def whole_bytes(chunk: int) -> int:
+    """Files up to here travel whole: where connections do not last, one that is larger than a chunk would never come
+    through."""
+    return min(SMALL_BYTES, chunk)
+
+
 def fail_if_any(failed: list[str], verb: str) -> None:
     if failed:
         more = f" and {len(failed) - 3} more" if len(failed) > 3 else ""

@@ -26,6 +26,7 @@ from sojourn.remote.sync import (
     smaller,
     streams_of,
     streams_opened_early,
+    whole_bytes,
 )
 from sojourn.remote.upload_large import LargeFile, send_large
 from sojourn.remote.upload_small import ReadAhead, batches
@@ -153,8 +154,9 @@ class Upload:
     def _send(self, agent: Agent, needed: list[tuple[Tree, Entry]]) -> bool:
         if not needed:
             return False
-        large = [LargeFile(self, tree, entry) for tree, entry in needed if entry.size > SMALL_BYTES]
-        small = [(tree, entry) for tree, entry in needed if entry.size <= SMALL_BYTES]
+        most = whole_bytes(self.chunk)
+        large = [LargeFile(self, tree, entry) for tree, entry in needed if entry.size > most]
+        small = [(tree, entry) for tree, entry in needed if entry.size <= most]
         with streams_of(self.box, _bytes(needed), self.chunk, None if large else agent, sending=True) as streams:
             for batch in batches(self, small):
                 while not streams.put(batch):
