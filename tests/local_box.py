@@ -68,7 +68,7 @@ class LocalBox:
         except OSError as error:
             raise RunFailed(f"{path}: {error.strerror}") from error
 
-    def push(self, items: Sequence[tuple[Path, str]]) -> None:
+    def push(self, items: Sequence[tuple[Path, str]], *, durable: bool = False) -> None:
         for local, there in items:
             self.write_bytes(there, local.read_bytes())
 

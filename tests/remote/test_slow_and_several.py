@@ -35,7 +35,7 @@ def test_a_link_of_300_ms_and_2_percent_loss(box: RemoteBox, laptop: Laptop) -> 
     with slow_link(box.address, 22, delay=0.15, loss=0.02) as link:
         line = f"ssh -p {link.local_port} root@127.0.0.1"
         laptop.run("host", "add", "slow", line, "--price", "¥2", SOJOURN_SSH_PASSWORD=box.password)
-        laptop.run("launch", *RUN, "name=slow", "--on", "slow")
+        laptop.run("launch", *RUN, "name=slow", "--on", "slow", timeout=900)
         assert laptop.weights("slow") == laptop.weights("undisturbed")
         laptop.run("host", "remove", "slow", "--force")
 

@@ -6,11 +6,12 @@ fastest package index, and let box/install.py build our environment, detached: a
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,8 @@ def _set_up(
     runner, ours = facts.found["python"], f"{host.home}/.sojourn"
     for name in _TOOLS:
         _write(box, host, f"{ours}/box/{name}", box_script(name))
-    _write(box, host, f"{ours}/wheels/{wheel.name}", wheel.read_bytes())
+    with _as_install_failed(host):
+        box.push([(wheel, f"{ours}/wheels/{wheel.name}")], durable=True)  # resumed where connections do not last
     spec: dict[str, Any] = {
         "id": f"{key}-{digest[:12]}", "key": key, "home": host.home, "digest": digest,
         "python": image.python, "make_python": image.make_python, "parents": image.parents, "system": image.system,
@@ -215,8 +217,14 @@ def _ask(box: Runner, arguments: Sequence[str], python: Sequence[str], script: b
 
 
 def _write(box: Box, host: Host, path: str, data: bytes) -> None:
-    try:
+    with _as_install_failed(host):
         box.write_bytes(path, data)
+
+
+@contextlib.contextmanager
+def _as_install_failed(host: Host) -> Iterator[None]:
+    try:
+        yield
     except RunFailed as error:
         raise InstallFailed(f"{host.name}: {host.home} cannot be written: {error}", "disk") from error
 
