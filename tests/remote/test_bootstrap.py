@@ -103,7 +103,7 @@ def test_a_full_disk_and_a_read_only_home_are_one_line(machine: RemoteBox, size:
     machine._mount(small, "-t", "tmpfs", "-o", f"size={size}", "none")
     machine.reboot()
     with Box(host(machine), password=PASSWORD) as box:
-        with pytest.raises(UserError, match="No space left on device|the disk of the box has 0 MiB free") as full:
+        with pytest.raises(UserError, match=r"No space left on device|the disk of the box has 0 MiB free") as full:
             bootstrap(box, box.host, lambda line: None)
         assert "\n" not in str(full.value)
         subprocess.run(["mount", "-o", "remount,ro", str(small)], check=True)
