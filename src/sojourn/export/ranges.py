@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,23 +62,10 @@ def _check(parts: Sequence[Part], total: int) -> None:
         raise ValueError(f"the parts have {end:,} bytes instead of {total:,}")
 
 
-@contextmanager
-def _one_thread_each() -> Iterator[None]:
-    """torch's operations on small blocks then have no helpers, which would spin in between and hold up the rest."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def _loaded(parts: Iterable[Part]) -> Generator[Any, None, None]:
     """Their bytes, in order, loaded ahead by two threads: one reads while the other computes."""
     waiting: deque[Future[Any]] = deque()
-    with _one_thread_each(), ThreadPoolExecutor(2, "load") as threads:
+    with ThreadPoolExecutor(2, "load") as threads:
         try:
             for part in parts:
                 waiting.append(threads.submit(part.load))
