@@ -13,18 +13,15 @@ from functools import lru_cache
 
 from sojourn.estimate.activations import (
     activations_outside_layers,
-    attended_key_size,
-    attention_activations,
-    layer_activations,
     layer_parameters,
-    mlp_activations,
-    mlp_tile_tokens,
     saved_activations,
     saved_weight_casts,
 )
 from sojourn.estimate.allocator import cublas_workspace, cuda_context, fragmentation
+from sojourn.estimate.backward_buffers import backward_buffers
 from sojourn.estimate.kernel_launch import muon_groups
 from sojourn.estimate.model_states import (
+    TEMPORARY,
     Term,
     embedding_and_head_parameters,
     gathered_parameters,
@@ -42,8 +39,8 @@ LOGIT_CHUNK_BYTES = {"triton": 2**30, "cuda": 2**28, "cpu": 2**24}
 SMALL_LOGIT_CHUNK_BYTES = 2**28  # at most, with activation_checkpointing=offload
 MIN_CHUNK_TOKENS = 256  # smaller matmuls leave the device idle
 _UPDATE = "optimizer step"
-_LOGITS, _TEMPORARY = "logits", "temporary buffers"  # kinds of terms
-_TRANSIENT = ("activations", _LOGITS, _TEMPORARY)
+_LOGITS = "logits"  # a kind of terms
+_TRANSIENT = ("activations", _LOGITS, TEMPORARY)
 SAFE_SHARE = 0.97  # of the usable memory: a plan that says "fits" must be right
 _NCCL_BYTES = 2**29  # for communication between GPUs; assumed, not measured
 _AUTOTUNE_BYTES = 64 * 2**20  # Triton autotunes with a buffer as large as the L2 cache (measured: 60 MiB)
@@ -148,7 +145,7 @@ def _model_states(
         *optimizer_states(workload),
         *(gathered_parameters(workload, backward) if computing else ()),
     ]
-    terms.append(Term(_TEMPORARY, "cuBLAS workspace", cublas_workspace(workload), "by architecture"))
+    terms.append(Term(TEMPORARY, "cuBLAS workspace", cublas_workspace(workload), "by architecture"))
     return [*terms, gradients(workload)] if with_gradients else terms
 
 
@@ -247,89 +244,11 @@ def _loss_buffers(workload: Workload, at_start: bool) -> list[Term]:
     return terms
 
 
-def _offload_buffers(workload: Workload) -> list[Term]:
-    """Of a layer's backward with `offload`, at the larger of two moments: its MLP, tile by tile, or its attention."""
-    model, e, t = workload.model, workload.compute_bytes, workload.tokens
-    wide, stream, tile = (
-        model.active_ffn,
-        t * model.hidden * workload.residual_bytes,
-        min(t, mlp_tile_tokens(model.ffn)),
-    )
-    attention = sum(row.bytes for row in attention_activations(workload))
-    held = [
-        Term("activations", "attention of one layer", t * attention, f"T·{attention:g}"),
-        Term("activations", "layer input, states between attention and MLP", 2 * stream, "2·T·D·r"),
-        Term(_TEMPORARY, "gradient of the residual stream", stream, "T·D·r"),
-    ]
-    if workload.method == "qlora" and workload.has_plain_lora(*workload.lora_targets):
-        dense = e * layer_parameters(workload)
-        held.append(Term(_TEMPORARY, "dequantized weights of one layer", dense, f"{e}·layer"))
-    saved = sum(row.bytes for row in mlp_activations(workload)) + wide * e * (1 if workload.uses_lora else 3)
-    mlp = Term(_TEMPORARY, "MLP of one tile, and its gradients", tile * saved, f"{tile:,}·{saved:g}")
-    heads = e * (4 * model.heads * model.head_dim + 2 * attended_key_size(workload))  # queries' gradients in fp32, too
-    grads = Term(_TEMPORARY, "gradients of attention", t * heads + 2 * stream, f"T·{heads:g} + 2·T·D·r")
-    return [*held, max(mlp, grads, key=lambda term: term.bytes)]
-
-
-def _backward_buffers(workload: Workload) -> list[Term]:
-    """Buffers of a layer's backward at their largest, in the feed-forward."""
-    if workload.offloads_inputs and workload.model.experts is None:
-        return _offload_buffers(workload)
-    model, e, t, wide = workload.model, workload.compute_bytes, workload.tokens, workload.model.active_ffn
-    # The eager SwiGLU kernel writes gradients over gate and up, and frees what it has read.
-    separate = workload.compiled or not (
-        workload.fused_forwards and workload.has_triton and workload.device_type == "cuda"
-    )
-    wides = (2 if separate else 0) + (2 if workload.has_adapter("down_proj") else 1)
-    streams, stream = (2 if separate else 1), t * model.hidden * workload.residual_bytes
-    terms = [
-        Term(_TEMPORARY, "gradients of the feed-forward", t * wide * e * wides, f"T·F·e·{wides}"),
-        Term(_TEMPORARY, "gradients of the residual stream", stream * streams, f"{streams}·T·D·r"),
-    ]
-    if workload.activation_checkpointing != "off":
-        saved, whole = saved_activations(workload), layer_activations(workload)
-        made = max(0.0, sum(row.bytes for row in whole) - sum(row.bytes for row in saved))
-        terms.append(Term("activations", "one recomputed layer", t * made, f"T·{made:g}"))
-        terms.append(Term("activations", "its weights in the compute dtype", saved_weight_casts(workload), "e·layer"))
-        if workload.compiled and workload.uses_lora:
-            sides = _lora_outputs(workload) * e
-            terms.append(Term(_TEMPORARY, "LoRA outputs, before they are added", t * sides, f"T·{sides:g}"))
-    terms += _expert_buffers(workload)
-    if not workload.uses_lora and not workload.is_sharded:
-        times = 4 if workload.compiled else 4 / 3  # compiled layers return all gradients of their weights at once
-        own = times * workload.trained_bytes / 4 * layer_parameters(workload)
-        terms.append(
-            Term(_TEMPORARY, "gradients of a layer's weights", own, "4·layer; of its largest weight if not compiled")
-        )
-    return terms
-
-
-def _expert_buffers(workload: Workload) -> list[Term]:
-    """Of frozen experts, in the backward: rows sorted by expert, and one weight as it is dequantized."""
-    model, e = workload.model, workload.compute_bytes
-    if model.experts is None or not workload.uses_lora:
-        return []
-    rows = workload.tokens * e * (model.active_experts or 1) * model.hidden
-    dequantized = e * workload.expert_weight if workload.quantizes_experts else 0
-    return [
-        Term(_TEMPORARY, "gradients of rows sorted by expert", rows, "T·active·D·e"),
-        Term(_TEMPORARY, "experts of a layer, dequantized", dequantized, "e·experts·2·F·D"),
-    ]
-
-
-def _lora_outputs(workload: Workload) -> int:
-    model = workload.model
-    q, k, wide = model.heads * model.head_dim, model.kv_heads * model.head_dim, workload.model.active_ffn
-    sizes = {"q_proj": q, "k_proj": k, "v_proj": k, "o_proj": model.hidden, "gate_proj": wide, "up_proj": wide,
-             "down_proj": model.hidden}  # fmt: skip
-    return sum(size for name, size in sizes.items() if workload.has_adapter(name))
-
-
 def _last_layer(workload: Workload) -> Phase:
     layers = workload.model.layers
     held = _model_states(workload, keeps_gradients(workload), backward=True)
     from_loss = _loss_buffers(workload, at_start=not workload.optimizer_in_backward)  # else applied by now
-    terms = [*held, *_activations(workload, layers, in_backward=True), *from_loss, *_backward_buffers(workload)]
+    terms = [*held, *_activations(workload, layers, in_backward=True), *from_loss, *backward_buffers(workload)]
     return Phase("backward of the last layer", tuple(terms))
 
 
@@ -342,7 +261,7 @@ def _first_layer(workload: Workload) -> Phase:
         missing = whole.bytes * (share + layer_parameters(workload)) / workload.model.parameters
     grads = Term(whole.kind, whole.name, whole.bytes - missing, whole.formula)
     terms = [*held, grads, *_activations(workload, 1, in_backward=True)]
-    return Phase("backward of the first layer", (*terms, *_loss_buffers(workload, False), *_backward_buffers(workload)))
+    return Phase("backward of the first layer", (*terms, *_loss_buffers(workload, False), *backward_buffers(workload)))
 
 
 def _end_of_backward(workload: Workload) -> Phase:
@@ -351,7 +270,7 @@ def _end_of_backward(workload: Workload) -> Phase:
     if not workload.uses_lora:
         size = workload.trained_bytes * workload.model.embedding_parameters
         again = size if workload.model.tied or keeps_gradients(workload) else 0
-        terms.append(Term(_TEMPORARY, "gradient of the embedding, before it is added", again, "4·V·D"))
+        terms.append(Term(TEMPORARY, "gradient of the embedding, before it is added", again, "4·V·D"))
     return Phase("end of the backward", tuple(terms))
 
 
@@ -368,7 +287,7 @@ def _update_buffers(workload: Workload) -> list[Term]:
         fetched = 2 * 4 * (workload.largest_parameter + matrix)
         terms.append(
             Term(
-                _TEMPORARY,
+                TEMPORARY,
                 "optimizer states of two parameters, fetched from the host",
                 fetched,
                 "2·4·(largest + matrix)",
@@ -378,7 +297,7 @@ def _update_buffers(workload: Workload) -> list[Term]:
         matrices = max(elements for elements, _ in muon_groups(workload))
         most = max(8 * matrices, 4 * workload.largest_parameter)
         terms.append(
-            Term(_TEMPORARY, "Newton-Schulz of a group, or the largest parameter's update", most, "8·n·D·F or 4·V·D")
+            Term(TEMPORARY, "Newton-Schulz of a group, or the largest parameter's update", most, "8·n·D·F or 4·V·D")
         )
     return terms
 
@@ -401,8 +320,8 @@ def _loading(workload: Workload) -> Phase:
     """The weights, and one tensor as it is read and cast."""
     each = workload.trained_bytes
     loading = 2 * each * workload.largest_parameter
-    terms = [*weights(workload), Term(_TEMPORARY, "tensor being loaded", loading, f"2·{each}·largest")]
+    terms = [*weights(workload), Term(TEMPORARY, "tensor being loaded", loading, f"2·{each}·largest")]
     if workload.quantizes_experts:  # one by one, stacked, and gate and up concatenated
         size = 3 * workload.compute_bytes * workload.expert_weight
-        terms.append(Term(_TEMPORARY, "experts of a layer, before they are quantized", size, "3·e·experts·2·F·D"))
+        terms.append(Term(TEMPORARY, "experts of a layer, before they are quantized", size, "3·e·experts·2·F·D"))
     return Phase("loading", tuple(terms))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from sojourn.estimate.workload import Workload
 
-_OPTIMIZER, _TEMPORARY = "optimizer states", "temporary buffers"  # kinds of terms
+_OPTIMIZER, TEMPORARY = "optimizer states", "temporary buffers"  # kinds of terms
 _BNB_BLOCK = 256  # elements of an 8-bit optimizer state per scale
 MIN_HOST_ELEMENTS = 2**16  # of a parameter: states of smaller ones stay on the device (train/optim/low_memory_adamw.py)
 _HOST_CHUNK = 2**24  # elements whose states travel at once between host and device (train/optim/host_states.py)
@@ -128,7 +128,7 @@ def _host_state_buffers(workload: Workload) -> Term:
     each = low_memory_state_bytes(workload)
     chunk, count = host_buffers(workload.largest_parameter, workload.trainable_parameters, each)
     return Term(
-        _TEMPORARY, "buffers for optimizer states in host memory", chunk * count * each, f"{count}·{chunk:,}·{each:g}"
+        TEMPORARY, "buffers for optimizer states in host memory", chunk * count * each, f"{count}·{chunk:,}·{each:g}"
     )
 
 
@@ -191,16 +191,14 @@ def gathered_parameters(workload: Workload, backward: bool) -> list[Term]:
     layers = model.layers if not workload.reshard_after_forward else min(2, model.layers)
     ends = (4 if not workload.uses_lora else e) * embedding_and_head_parameters(workload)
     terms = [
-        Term(_TEMPORARY, "gathered layers", layers * each * layer, f"{layers}·{each:g}·layer"),
-        Term(_TEMPORARY, "prefetched layer", each * layer, f"{each:g}·layer"),
-        Term(_TEMPORARY, "gathered embedding and LM head", ends, "e·2·V·D, 4 bytes where trained"),
+        Term(TEMPORARY, "gathered layers", layers * each * layer, f"{layers}·{each:g}·layer"),
+        Term(TEMPORARY, "prefetched layer", each * layer, f"{each:g}·layer"),
+        Term(TEMPORARY, "gathered embedding and LM head", ends, "e·2·V·D, 4 bytes where trained"),
     ]
     if backward and not workload.uses_lora:
-        terms.append(Term(_TEMPORARY, "gradient of a layer, in reduce-scatter", (e + 4) * layer, "(e + 4)·layer"))
+        terms.append(Term(TEMPORARY, "gradient of a layer, in reduce-scatter", (e + 4) * layer, "(e + 4)·layer"))
         terms.append(
-            Term(
-                _TEMPORARY, "gradient of embedding and LM head", 4 * embedding_and_head_parameters(workload), "4·2·V·D"
-            )
+            Term(TEMPORARY, "gradient of embedding and LM head", 4 * embedding_and_head_parameters(workload), "4·2·V·D")
         )
     return terms
 
