@@ -87,6 +87,11 @@ def test_tokens_that_tie_with_the_kth_are_kept_as_transformers_keeps_them() -> N
     assert set(drawn.tolist()) == {0, 1, 2, 3}
 
 
+@pytest.mark.parametrize("least", [{"top_p": 5e-324}, {"temperature": 5e-324}, {"top_p": 1e-45, "temperature": 1e-45}])
+def test_what_is_zero_in_fp32_leaves_the_most_likely_token(least: dict[str, float]) -> None:
+    assert set(draw(SamplingParams(**least), torch.tensor([[1.0, 3.0, 2.0]]), 20).tolist()) == {1}
+
+
 def test_top_p_looks_beyond_the_first_candidates_where_it_must() -> None:
     flat = torch.zeros(1, 5000)
     drawn = draw(SamplingParams(temperature=1.0, top_p=0.9), flat, 800)

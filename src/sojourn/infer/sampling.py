@@ -26,6 +26,7 @@ from torch import Tensor
 from sojourn.errors import UserError
 from sojourn.model.kernels.triton_support import supports_triton
 
+_LEAST = 2.0**-20  # of temperature and top_p: smaller ones are 0 in fp32, or logits divided by them infinite
 _CANDIDATES = 1024  # most likely tokens that top-k and top-p look at before they sort the whole vocabulary
 _MARGIN = 16  # candidates beyond top_k, to see whether others tie with the last
 _WORD = 0xFFFFFFFF
@@ -108,7 +109,7 @@ class Sampler:
         params = [row.params for row in self._rows]
         self._is_greedy = [p.temperature == 0 for p in params]
         self._greedy = self._to_device(torch.tensor(self._is_greedy))
-        self._temperature = self._column([p.temperature or 1.0 for p in params])
+        self._temperature = self._column([max(p.temperature, _LEAST) if p.temperature else 1.0 for p in params])
         self._repetition = self._column([p.repetition_penalty for p in params])
         self._frequency = self._column([p.frequency_penalty for p in params])
         self._presence = self._column([p.presence_penalty for p in params])
@@ -117,7 +118,7 @@ class Sampler:
         self._limits_k = any(k < self._vocab_size for k in top_k)
         self._top_k = self._to_device(torch.tensor([min(k, self._vocab_size) for k in top_k]))[:, None]
         self._limits_p, self._all_limit_p = any(p.top_p < 1 for p in params), all(p.top_p < 1 for p in params)
-        self._top_p = self._column([p.top_p if p.top_p < 1 else 2.0 for p in params])
+        self._top_p = self._column([max(p.top_p, _LEAST) if p.top_p < 1 else 2.0 for p in params])
         self._limits_min_p = any(p.min_p for p in params)
         self._min_p = self._column([p.min_p for p in params])
 
