@@ -87,7 +87,9 @@ def test_tokens_that_tie_with_the_kth_are_kept_as_transformers_keeps_them() -> N
     assert set(drawn.tolist()) == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("least", [{"top_p": 5e-324}, {"temperature": 5e-324}, {"top_p": 1e-45, "temperature": 1e-45}])
+@pytest.mark.parametrize(
+    "least", [{"top_p": 5e-324}, {"temperature": 5e-324}, {"top_k": 1, "repetition_penalty": 5e-324}]
+)
 def test_what_is_zero_in_fp32_leaves_the_most_likely_token(least: dict[str, float]) -> None:
     assert set(draw(SamplingParams(**least), torch.tensor([[1.0, 3.0, 2.0]]), 20).tolist()) == {1}
 

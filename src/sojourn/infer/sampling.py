@@ -26,7 +26,7 @@ from torch import Tensor
 from sojourn.errors import UserError
 from sojourn.model.kernels.triton_support import supports_triton
 
-_LEAST = 2.0**-20  # of temperature and top_p: smaller ones are 0 in fp32, or logits divided by them infinite
+_LEAST = 2.0**-20  # of temperature, top_p, repetition_penalty: less is 0 in fp32, or logits divided by it infinite
 _CANDIDATES = 1024  # most likely tokens that top-k and top-p look at before they sort the whole vocabulary
 _MARGIN = 16  # candidates beyond top_k, to see whether others tie with the last
 _WORD = 0xFFFFFFFF
@@ -110,7 +110,7 @@ class Sampler:
         self._is_greedy = [p.temperature == 0 for p in params]
         self._greedy = self._to_device(torch.tensor(self._is_greedy))
         self._temperature = self._column([max(p.temperature, _LEAST) if p.temperature else 1.0 for p in params])
-        self._repetition = self._column([p.repetition_penalty for p in params])
+        self._repetition = self._column([min(max(p.repetition_penalty, _LEAST), 1 / _LEAST) for p in params])
         self._frequency = self._column([p.frequency_penalty for p in params])
         self._presence = self._column([p.presence_penalty for p in params])
         top_k = [p.top_k or self._vocab_size for p in params]
