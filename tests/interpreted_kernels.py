@@ -76,6 +76,36 @@ def expert_weights() -> None:
     check("sum of rows", gather_sum(rows, of_tokens), rows[of_tokens].sum(1))
 
 
+def rope_of_separate_heads() -> None:
+    from sojourn.model.kernels.fused_forwards import _apply_rope
+    from sojourn.model.kernels.rope import rope
+
+    for heads, kv_heads, size in ((6, 2, 16), (3, 3, 24)):
+        query = torch.randn(2, heads, 7, size).transpose(1, 2).requires_grad_()  # its heads lie apart
+        key = torch.randn(2, 7, kv_heads, size).requires_grad_()
+        angles = torch.rand(2, 7, size // 2).repeat(1, 1, 2)
+        cos_sin = angles.cos(), angles.sin()
+        found, expected = rope(query, key, *cos_sin, 1), _apply_rope(query, key, *cos_sin)
+        upstream = [torch.randn(2, 7, size, n).transpose(2, 3) for n in (heads, kv_heads)]
+        gradients = (torch.autograd.grad(made, (query, key), upstream) for made in (found, expected))
+        for ours, theirs in zip((*found, *next(gradients)), (*expected, *next(gradients)), strict=True):
+            check(f"RoPE, heads of {size}", ours, theirs)
+
+
+def weighted_swiglu() -> None:
+    from sojourn.model.kernels.experts import weighted_swiglu as by_torch
+    from sojourn.model.kernels.swiglu import weighted_swiglu as by_triton
+
+    for width in (24, 1500):  # the second needs two blocks
+        inputs = [torch.randn(9, 2 * width).requires_grad_(), torch.rand(9).requires_grad_()]
+        upstream = torch.randn(9, width)
+        outputs = [function(*inputs) for function in (by_triton, by_torch)]
+        gradients = [torch.autograd.grad(made, inputs, upstream) for made in outputs]
+        ours, theirs = ((output, *found) for output, found in zip(outputs, gradients, strict=True))
+        for name, one, other in zip(("output", "gate and up", "weights"), ours, theirs, strict=True):
+            check(f"weighted SwiGLU, {name}", one, other)
+
+
 def step() -> None:
     """Two sequences of one token, over blocks; a window; norms of queries and keys; half of a head is rotated."""
     cos, sin = torch.randn(64, 4), torch.randn(64, 4)
@@ -130,6 +160,14 @@ def accept_new_numpy() -> None:
 if __name__ == "__main__":
     torch.manual_seed(0)
     accept_new_numpy()
-    for part in (quantized_weights, bitsandbytes_weights, expert_weights, step, top_tokens):
+    for part in (
+        quantized_weights,
+        bitsandbytes_weights,
+        expert_weights,
+        rope_of_separate_heads,
+        weighted_swiglu,
+        step,
+        top_tokens,
+    ):
         part()
         print(part.__name__)

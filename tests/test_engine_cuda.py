@@ -30,7 +30,8 @@ def test_kernels_compute_in_tritons_interpreter_what_torch_computes() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["quantized_weights", "bitsandbytes_weights", "expert_weights", "step", "top_tokens"]
+    parts = ["quantized_weights", "bitsandbytes_weights", "expert_weights", "rope_of_separate_heads", "weighted_swiglu"]
+    assert done.stdout.split() == [*parts, "step", "top_tokens"]
 
 
 def make_engine(model: Any, quantization: str | None = None) -> Engine:

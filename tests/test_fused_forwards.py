@@ -301,6 +301,22 @@ def test_the_rope_kernel_rotates_as_torch_does(heads, kv_heads, size):
 
 
 @needs_gpu
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(28, 4, 128), (6, 2, 96)])
+def test_queries_and_keys_of_their_own_are_rotated_as_torch_does(heads, kv_heads, size):
+    from sojourn.model.kernels.rope import rope
+
+    torch.manual_seed(0)
+    parts = [torch.randn(3, 100, n, size, device="cuda", requires_grad=True) for n in (heads, kv_heads)]
+    angles = torch.rand(3, 100, size // 2, device="cuda").repeat(1, 1, 2)
+    cos_sin = angles.cos(), angles.sin()
+    found, wanted = rope(*parts, *cos_sin, 1), _apply_rope(*parts, *cos_sin)
+    upstream = [torch.randn(3, n, 100, size, device="cuda").transpose(1, 2) for n in (heads, kv_heads)]
+    gradients = [torch.autograd.grad(made, parts, upstream) for made in (found, wanted)]
+    for mine, reference in zip((*found, *gradients[0]), (*wanted, *gradients[1]), strict=True):
+        torch.testing.assert_close(mine, reference)
+
+
+@needs_gpu
 def test_the_rope_backward_kernel_returns_the_amax():
     from sojourn.model.kernels.rope import split_qkv_rope_backward, split_qkv_rope_backward_amax
 

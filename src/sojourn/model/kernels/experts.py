@@ -171,10 +171,10 @@ def _note_loop(dtype: str) -> None:
 
 def weighted_swiglu(gate_up_SF: Tensor, weights_S: Tensor) -> Tensor:
     """SwiGLU, times the routing weights; the gate's half first, then up's."""
-    return fused(_weighted_swiglu, gate_up_SF)(gate_up_SF, weights_S)
+    if gate_up_SF.is_cuda and supports_triton() and not torch.compiler.is_compiling():
+        from sojourn.model.kernels import swiglu
 
-
-def _weighted_swiglu(gate_up_SF: Tensor, weights_S: Tensor) -> Tensor:
+        return swiglu.weighted_swiglu(gate_up_SF, weights_S)
     gate_SF, up_SF = gate_up_SF.float().chunk(2, -1)
     return (F.silu(gate_SF) * up_SF * weights_S[:, None].float()).to(gate_up_SF.dtype)
 

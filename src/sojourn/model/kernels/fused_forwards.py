@@ -358,10 +358,25 @@ def _qkv_rope(self: Any, x: Tensor, position_embeddings: tuple[Tensor, Tensor]) 
     query_BTHD, key_BTKD, value_BTKD = (one.unflatten(-1, (-1, self.head_dim)) for one in projected)
     if hasattr(self, "q_norm"):
         query_BTHD, key_BTKD = self.q_norm(query_BTHD), self.k_norm(key_BTKD)
-    if getattr(self, "use_rope", True):
+    return *_rope(self, query_BTHD, key_BTKD, position_embeddings), value_BTKD
+
+
+def _rope(self: Any, query: Tensor, key: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    if not getattr(self, "use_rope", True):
+        return query, key
+    if (
+        self.use_triton
+        and query.is_cuda
+        and _rotates_whole_heads(self, position_embeddings)
+        and not torch.compiler.is_compiling()
+    ):
+        from sojourn.model.kernels.rope import rope
+
+        rotated: tuple[Tensor, Tensor] = rope(query, key, *position_embeddings, 1)
+    else:
         apply_rope = _apply_interleaved_rope if self.config.model_type in _INTERLEAVED_ROPE else _apply_rope
-        query_BTHD, key_BTKD = fused(apply_rope, x)(query_BTHD, key_BTKD, *position_embeddings)
-    return query_BTHD, key_BTKD, value_BTKD
+        rotated = fused(apply_rope, query)(query, key, *position_embeddings)
+    return rotated
 
 
 def _qkv_rope_on_gpu(self: Any, x: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -382,9 +397,14 @@ def _qkv_rope_on_gpu(self: Any, x: Tensor, position_embeddings: tuple[Tensor, Te
 
 def _fits_qkv_kernels(self: Any, position_embeddings: tuple[Tensor, Tensor]) -> bool:
     """Whether RoPE follows the matmuls at once, over whole heads, in halves."""
-    whole_heads = position_embeddings[0].shape[-1] == self.head_dim
+    rotates = bool(getattr(self, "use_rope", True)) and not hasattr(self, "q_norm")
+    return rotates and _rotates_whole_heads(self, position_embeddings)
+
+
+def _rotates_whole_heads(self: Any, position_embeddings: tuple[Tensor, Tensor]) -> bool:
+    """In halves, not in pairs of neighbours."""
     in_halves = self.config.model_type not in _INTERLEAVED_ROPE
-    return whole_heads and in_halves and bool(getattr(self, "use_rope", True)) and not hasattr(self, "q_norm")
+    return in_halves and position_embeddings[0].shape[-1] == self.head_dim
 
 
 def _qkv_layers(self: Any) -> tuple[nn.Module, ...]:

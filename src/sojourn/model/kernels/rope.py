@@ -1,4 +1,5 @@
-"""RoPE for queries, keys and values that one matmul made: split and rotated in one pass over memory, both ways.
+"""RoPE in one pass over memory, both ways: of queries and keys, or of queries, keys and values that one matmul made and
+that are split on the way.
 
 Shapes: B rows, T tokens per row, H query heads, K key/value heads, D head size, P = (H + 2K)·D.
 """
@@ -14,6 +15,37 @@ import triton.language as tl
 from torch import Tensor
 
 from sojourn.model.kernels.custom_op import custom_op, register_autograd
+
+
+def _empty_rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, direction: int) -> tuple[Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape)
+
+
+@custom_op("rope(Tensor query, Tensor key, Tensor cos, Tensor sin, int direction) -> (Tensor, Tensor)", _empty_rotated)
+def rope(
+    query_BTHD: Tensor, key_BTKD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, direction: int
+) -> tuple[Tensor, Tensor]:
+    """Rotated queries and keys; `direction` -1: the inverse rotation."""
+    out = _empty_rotated(query_BTHD, key_BTKD, cos_BTD, sin_BTD, direction)
+    _launch((*map(_with_rows, (query_BTHD, key_BTKD)), None), (*out, None), cos_BTD, sin_BTD, direction)
+    return out
+
+
+def _with_rows(x: Tensor) -> Tensor:
+    """The numbers of a head lie side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _setup_rope(ctx: Any, inputs: Any, output: Any) -> None:
+    *_, cos, sin, ctx.direction = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _rope_backward(ctx: Any, query: Tensor, key: Tensor) -> Any:
+    return *rope(query, key, *ctx.saved_tensors, -ctx.direction), None, None, None
+
+
+register_autograd("rope", _setup_rope, _rope_backward)
 
 
 def _empty_split(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
@@ -63,8 +95,7 @@ def _empty_amax(query: Tensor) -> Tensor:
 
 def _rotate_back(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, amax: Tensor | None) -> Tensor:
     grad = _empty_joined(query, key, value, cos, sin)
-    inputs = [x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)]
-    _launch(inputs, split_qkv(grad, query.shape[2], key.shape[2]), cos, sin, -1, amax)
+    _launch([*map(_with_rows, (query, key, value))], split_qkv(grad, query.shape[2], key.shape[2]), cos, sin, -1, amax)
     return grad
 
 

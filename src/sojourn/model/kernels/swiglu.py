@@ -1,4 +1,5 @@
-"""SwiGLU, silu(gate) · up, of a gate and an up projection that one matmul made: one pass over memory each way.
+"""SwiGLU, silu(gate) · up, of a gate and an up projection that one matmul made: one pass over memory each way. For
+experts, times each row's routing weight.
 
 Shapes: M tokens, F MLP width; `gate_up` (M, 2F) has the gate's half first, then up's.
 """
@@ -82,10 +83,31 @@ def swiglu_backward_fp8(grad: Tensor, gate_up: Tensor, scale: Tensor) -> tuple[T
     return row_major, transposed
 
 
-def _forward(gate_up: Tensor, amax: Tensor | None) -> Tensor:
+@custom_op("weighted_swiglu(Tensor gate_up, Tensor weights) -> Tensor", lambda gate_up, _: _empty_out(gate_up))
+def weighted_swiglu(gate_up: Tensor, weights_M: Tensor) -> Tensor:
+    """Each row times its weight."""
+    return _forward(gate_up, None, weights_M.contiguous())
+
+
+@custom_op(
+    "weighted_swiglu_backward(Tensor grad, Tensor gate_up, Tensor weights) -> (Tensor, Tensor)",
+    lambda grad, gate_up, weights: (torch.empty_like(gate_up), torch.empty_like(weights)),
+)
+def weighted_swiglu_backward(grad: Tensor, gate_up: Tensor, weights_M: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of `gate_up` and of the weights."""
+    grad, weights_M, width = grad.contiguous(), weights_M.contiguous(), grad.shape[-1]
+    grad_gate_up, grad_weights_M = torch.empty_like(gate_up), torch.empty_like(weights_M)
+    _weighted_backward_kernel[(len(weights_M),)](
+        grad, gate_up, weights_M, grad_gate_up, grad_weights_M, width, BLOCK=_BLOCK
+    )
+    return grad_gate_up, grad_weights_M
+
+
+def _forward(gate_up: Tensor, amax: Tensor | None, weights_M: Tensor | None = None) -> Tensor:
     out = _empty_out(gate_up)
     width = out.shape[-1]
-    _forward_kernel[(out.numel() // width, triton.cdiv(width, _BLOCK))](gate_up, out, width, amax, BLOCK=_BLOCK)
+    grid = (out.numel() // width, triton.cdiv(width, _BLOCK))
+    _forward_kernel[grid](gate_up, out, width, amax, weights_M, BLOCK=_BLOCK)
     return out
 
 
@@ -94,10 +116,13 @@ def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 register_autograd("swiglu", _setup_context, lambda ctx, grad: swiglu_backward(grad, *ctx.saved_tensors))
+register_autograd(
+    "weighted_swiglu", _setup_context, lambda ctx, grad: weighted_swiglu_backward(grad, *ctx.saved_tensors)
+)
 
 
 @triton.jit
-def _forward_kernel(gate_up, out, width, amax, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _forward_kernel(gate_up, out, width, amax, weights, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < width
@@ -105,6 +130,8 @@ def _forward_kernel(gate_up, out, width, amax, BLOCK: tl.constexpr):  # type: ig
     gate = tl.load(gate_up + offsets, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + width + offsets, mask=mask, other=0.0).to(tl.float32)
     y = gate * tl.sigmoid(gate) * up
+    if weights is not None:
+        y *= tl.load(weights + row).to(tl.float32)
     tl.store(out + row * width + offsets, y.to(out.dtype.element_ty), mask=mask)
     if amax is not None:
         amax += row * tl.num_programs(1) + tl.program_id(1)
@@ -131,6 +158,29 @@ def _backward_kernel(grad, gate_up, grad_gate_up, width, BLOCK: tl.constexpr):  
     grad_gate, grad_up = _gradients(upstream, gate, up)
     tl.store(grad_gate_up + offsets, grad_gate.to(grad_gate_up.dtype.element_ty), mask=mask)
     tl.store(grad_gate_up + width + offsets, grad_up.to(grad_gate_up.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _weighted_backward_kernel(  # type: ignore[no-untyped-def]
+    grad, gate_up, weights, grad_gate_up, grad_weights, width, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    weight = tl.load(weights + row).to(tl.float32)
+    grad += row * width
+    gate_up += row * 2 * width
+    grad_gate_up += row * 2 * width
+    grad_weight = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, width, BLOCK):
+        offsets = start + tl.arange(0, BLOCK)
+        mask = offsets < width
+        upstream = tl.load(grad + offsets, mask=mask, other=0.0).to(tl.float32)
+        gate = tl.load(gate_up + offsets, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(gate_up + width + offsets, mask=mask, other=0.0).to(tl.float32)
+        grad_gate, grad_up = _gradients(upstream * weight, gate, up)
+        tl.store(grad_gate_up + offsets, grad_gate.to(grad_gate_up.dtype.element_ty), mask=mask)
+        tl.store(grad_gate_up + width + offsets, grad_up.to(grad_gate_up.dtype.element_ty), mask=mask)
+        grad_weight += upstream * gate * tl.sigmoid(gate) * up
+    tl.store(grad_weights + row, tl.sum(grad_weight).to(grad_weights.dtype.element_ty))
 
 
 @triton.jit
