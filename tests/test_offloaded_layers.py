@@ -86,6 +86,19 @@ def _assert_same(found, wanted):
         torch.testing.assert_close(found[1][name], grad, rtol=1e-4, atol=1e-5)
 
 
+def test_inputs_of_any_length_come_back_from_buffers_of_which_only_the_last_is_rounded_up(monkeypatch):
+    monkeypatch.setattr(offloaded_layers, "_PIECE", 64)
+    inputs = offloaded_layers.LayerInputs(3)
+    for shape in ((2, 5, 7), (1, 3, 7), (2, 9, 7)):
+        sent, back = torch.randn(shape), torch.empty(shape)
+        for part, buffer in inputs._pieces(0, sent):
+            buffer.copy_(sent.view(-1)[part])
+        for part, buffer in inputs._pieces(0, back):
+            back.view(-1)[part] = buffer
+        assert torch.equal(sent, back)
+    assert [buffer.numel() for buffer in inputs._host[0]] == [16] * 7 + [14]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("family", [*FUSED_FAMILIES, "gpt2"])

@@ -28,6 +28,8 @@ from sojourn.model.layers import decoder_layers
 
 Block = Callable[[Any, Tensor], Tensor]
 
+_PIECE = 2**25  # bytes of one pinned buffer: torch rounds its size up to a power of two, of a whole input twice as much
+
 
 def offload_layer_inputs(model: nn.Module, preserve_rng_state: bool) -> None:
     """`preserve_rng_state`: for dropout, which must draw the same numbers when a layer is recomputed."""
@@ -64,7 +66,7 @@ class LayerInputs:
 
     def __init__(self, layers: int) -> None:
         self._last = layers - 1
-        self._host: dict[int, Tensor] = {}  # pinned; allocated once, since that is slow
+        self._host: dict[int, list[Tensor]] = {}  # pinned; allocated once, since that is slow
         self._here: dict[int, Tensor] = {}
         self._arrived: dict[int, torch.cuda.Event] = {}
         self._stream: torch.cuda.Stream | None = None
@@ -80,7 +82,8 @@ class LayerInputs:
             return
         stream = self._copy_stream(x.device)
         with torch.cuda.stream(stream):
-            self._host_tensor(index, x).copy_(x, non_blocking=True)
+            for part, buffer in self._pieces(index, x):
+                buffer.copy_(x.reshape(-1)[part], non_blocking=True)
             self._leaving = x, stream.record_event()
 
     def take(self, index: int, like: Tensor) -> Tensor:
@@ -95,9 +98,10 @@ class LayerInputs:
         """Starts to bring it back, unless it is here; `like`: of its shape."""
         if index < 0 or index in self._here:
             return
-        x, stream = torch.empty_like(like), self._copy_stream(like.device)
+        x, stream = torch.empty_like(like), self._copy_stream(like.device)  # contiguous, as `like`
         with torch.cuda.stream(stream):
-            x.copy_(self._host_tensor(index, like), non_blocking=True)
+            for part, buffer in self._pieces(index, x):
+                x.view(-1)[part].copy_(buffer, non_blocking=True)
             self._arrived[index] = stream.record_event()
         self._here[index] = x
 
@@ -113,11 +117,15 @@ class LayerInputs:
             torch.cuda.current_stream(self._leaving[0].device).wait_event(self._leaving[1])
             self._leaving = None
 
-    def _host_tensor(self, index: int, like: Tensor) -> Tensor:
-        buffer = self._host.get(index)
-        if buffer is None or buffer.numel() < like.numel() or buffer.dtype != like.dtype:
-            buffer = self._host[index] = torch.empty(like.numel(), dtype=like.dtype, pin_memory=True)
-        return buffer[: like.numel()].view(like.shape)
+    def _pieces(self, index: int, like: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Parts of a flat input, each with its buffer in host memory."""
+        buffers, length = self._host.setdefault(index, []), _PIECE // like.element_size()
+        for number, start in enumerate(range(0, like.numel(), length)):
+            part = slice(start, min(start + length, like.numel()))
+            size = part.stop - part.start
+            if number == len(buffers) or buffers[number].numel() < size or buffers[number].dtype != like.dtype:
+                buffers[number:] = [torch.empty(size, dtype=like.dtype, pin_memory=like.is_cuda)]
+            yield part, buffers[number][:size]
 
 
 class _OffloadedLayer(torch.autograd.Function):  # type: ignore[misc]
