@@ -65,7 +65,7 @@ def _check(parts: Sequence[Part], total: int) -> None:
 def _loaded(parts: Iterable[Part]) -> Generator[Any, None, None]:
     """Their bytes, in order, loaded ahead by two threads: one reads while the other computes."""
     waiting: deque[Future[Any]] = deque()
-    with ThreadPoolExecutor(2, "load") as threads:
+    with ThreadPoolExecutor(2, "load", initializer=_compute_alone) as threads:
         try:
             for part in parts:
                 waiting.append(threads.submit(part.load))
@@ -76,6 +76,13 @@ def _loaded(parts: Iterable[Part]) -> Generator[Any, None, None]:
         finally:
             for future in waiting:
                 future.cancel()
+
+
+def _compute_alone() -> None:
+    """torch's operations in this thread have no helper threads, which would spin in between and hold up the others."""
+    import torch
+
+    torch.set_num_threads(1)
 
 
 class _Syncer:
