@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,24 +21,34 @@ _PLACEHOLDER = re.compile(r"\{(\d+)\}")
 _WORD = re.compile(r"(?<![\w./=:@$“`'\"-])[A-Za-z]?[a-z]+(?![\w./=@_-]*[\w/=@_])")  # of prose: not of a path, a key or a name
 _JOINS = {"{0}; {1}": "{0}；{1}", "{0}: {1}": "{0}：{1}", "{0}, {1}": "{0}，{1}", "{0}. {1}": "{0}。{1}",
           "{0} ({1})": "{0}（{1}）"}  # fmt: skip
+_JOINED = re.compile(r"[;:,.] | \(")
+_SEPARATOR = " · "  # of facts in a line
+_ANY_WORD = re.compile(r"[A-Za-z]+")
+_WHOLE_WORD = re.compile(r"(?<![A-Za-z}])[A-Za-z]+(?![A-Za-z{])")  # not a part of one, beside a placeholder
+_EXAMPLE = re.compile(r"\s+\S+:\d+ .*‹")  # of the data, as `prepare` prints it
 _MOST_CANDIDATES = 12
-_MOST_CHARACTERS = 2000  # of a line; longer ones are data
+_LEAST_WEIGHT = 5  # characters of a template without which a text is not taken for a message
+_MOST_CHARACTERS = 1000  # of a line; longer ones are data
 _HAN = "\u2e80-\u9fff\uf900-\ufaff"
 _CLOSE = "，。；：！？、（）“”《》"
+_MIXED = re.compile(f"[{_HAN}][A-Za-z0-9]|[A-Za-z0-9%][{_HAN}]")
 
 
 @dataclass(frozen=True)
 class _Template:
-    """`literals`: the English text around the placeholders; the first and the last are empty where one is at an end."""
+    """`literals`: the English text around the placeholders; the first and the last are empty where one is at an end.
+    `words`: those that a text must have."""
 
     literals: tuple[str, ...]
     chinese: str
     weight: int
-    key: str  # the longest literal
+    words: frozenset[str]
 
     def find(self, text: str) -> tuple[int, list[str], int] | None:
         """Where it begins in the text, its values, and where it ends."""
         first, *others = self.literals
+        if not others and " " not in first and text.strip() != first:
+            return None  # a single word is translated alone only
         start = text.find(first)
         while start > 0 and first[0].isalnum() and text[start - 1].isalnum():
             start = text.find(first, start + 1)
@@ -60,7 +71,18 @@ class _Template:
 
 def _template(english: str, chinese: str) -> _Template:
     literals = tuple(_PLACEHOLDER.split(english)[::2])
-    return _Template(literals, chinese, sum(map(len, literals)), max(literals, key=len))
+    words = frozenset(_WHOLE_WORD.findall("{}".join(literals)))
+    return _Template(literals, chinese, sum(map(len, literals)), words)
+
+
+def _facts_of(english: str, chinese: str) -> list[tuple[str, str]]:
+    """The parts of a template that a separator divides: a line may have some of them."""
+    found = []
+    for one, other in zip(english.split(_SEPARATOR), chinese.split(_SEPARATOR), strict=True):
+        numbers = {number: str(i) for i, number in enumerate(_PLACEHOLDER.findall(one))}
+        one, other = (_PLACEHOLDER.sub(lambda m: f"{{{numbers[m[1]]}}}", text) for text in (one, other))  # noqa: B023
+        found.append((one, other))
+    return [(one, other) for one, other in found if one]
 
 
 @functools.cache
@@ -71,33 +93,54 @@ def catalogues() -> dict[str, dict[str, str]]:
 
 
 @functools.cache
-def _templates() -> list[_Template]:
-    """The longest first."""
+def _templates() -> dict[str, list[tuple[int, _Template]]]:
+    """By the rarest of their words, and in order: the longest first."""
     found = {english: chinese for one in catalogues().values() for english, chinese in one.items()}
-    return sorted((_template(*one) for one in (found | _JOINS).items()), key=lambda one: -one.weight)
+    facts = [fact for one in found.items() for fact in _facts_of(*one)]
+    made = sorted((_template(*one) for one in dict(facts).items()), key=lambda one: (-one.weight, len(one.literals)))
+    common = Counter(word for one in made for word in one.words)
+    by_word: dict[str, list[tuple[int, _Template]]] = {}
+    for i, one in enumerate(made):
+        by_word.setdefault(min(one.words, key=lambda word: (common[word], word), default=""), []).append((i, one))
+    return by_word
+
+
+def _candidates(text: str) -> list[_Template]:
+    by_word, words = _templates(), {*_ANY_WORD.findall(text), ""}
+    found = sorted(((i, one) for word in words for i, one in by_word.get(word, ()) if one.words <= words), key=lambda entry: entry[0])
+    return [one for _, one in found] + _joins
+
+
+_joins = [_template(*one) for one in _JOINS.items()]
 
 
 @functools.lru_cache(maxsize=16384)
-def _best(text: str) -> tuple[int, str]:
-    """The number of English words that are left, and the translation."""
-    left, found = len(_WORD.findall(text)), text
+def _best(text: str) -> tuple[int, int, str]:
+    """The number of English words that are left, how many values hold several parts of a sentence, and the
+    translation with the fewest of both."""
+    left, coarse, found = len(_WORD.findall(text)), 0, text
     if not any(character.isalpha() for character in text):
-        return 0, text
+        return 0, 0, text
     candidates = 0
-    for template in _templates():
-        if template.key not in text or (match := template.find(text)) is None:
+    for template in _candidates(text):
+        is_join = template.weight <= 2
+        if candidates >= _MOST_CANDIDATES and not is_join:
             continue
-        if template.weight <= 2 and not all(map(str.strip, match[1])):
+        if (match := template.find(text)) is None or (is_join and not all(map(str.strip, match[1]))):
             continue
+        candidates += 1
         start, values, end = match
         parts = [_best(value) for value in (*values, text[:start], text[end:])]
-        if (words := sum(one for one, _ in parts)) < left:
-            *filled, before, after = (one for _, one in parts)
-            left, found = words, _joined(before, _filled(template.chinese, filled), after)
-        candidates += 1
-        if left == 0 or candidates == _MOST_CANDIDATES:
+        words = sum(one for one, _, _ in parts)
+        joined = sum(one for _, one, _ in parts)
+        if not is_join:
+            joined += sum(1 for value in values if _JOINED.search(value.strip())) + bool(text[:start] or text[end:])
+        if (words, joined) < (left, coarse if found != text else len(text)):
+            *filled, before, after = (one for _, _, one in parts)
+            left, coarse, found = words, joined, _joined(before, _filled(template.chinese, filled), after)
+        if (left, coarse) == (0, 0) and found != text:
             break
-    return left, found
+    return left, coarse, found
 
 
 def _filled(chinese: str, values: list[str]) -> str:
@@ -114,18 +157,24 @@ def _joined(*parts: str) -> str:
             both = re.match(f"[{_HAN}{_CLOSE}]", ours[-1]) and re.match(f"[{_HAN}{_CLOSE}]", theirs[0])
             if both or ours[-1] in _CLOSE or theirs[0] in _CLOSE:
                 found, part = ours, theirs
-        elif ours and theirs and re.match(f"[{_HAN}]", ours[-1] + "") and re.match(r"[A-Za-z0-9]", theirs[0]):
+        elif ours and theirs and _MIXED.match(ours[-1] + theirs[0]):
             found += " "
         found += part
     return found
 
 
 @functools.lru_cache(maxsize=4096)
-def _line(text: str) -> str:
-    if len(text) > _MOST_CHARACTERS:
+def _fact(text: str) -> str:
+    if not any(one.weight >= _LEAST_WEIGHT and one.find(text) for one in _candidates(text)):
         return text
-    left, found = _best(text)
+    left, _, found = _best(text)
     return found if left * 2 <= len(_WORD.findall(text)) else text
+
+
+def _line(text: str) -> str:
+    if len(text) > _MOST_CHARACTERS or _EXAMPLE.match(text):
+        return text
+    return _SEPARATOR.join(map(_fact, text.split(_SEPARATOR)))
 
 
 def in_chinese(message: str) -> str:
