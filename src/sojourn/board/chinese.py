@@ -22,15 +22,17 @@ _WORD = re.compile(r"(?<![\w./=:@$“`'\"-])[A-Za-z]?[a-z]+(?![\w./=@_-]*[\w/=@_
 _JOINS = {"{0}; {1}": "{0}；{1}", "{0}: {1}": "{0}：{1}", "{0}, {1}": "{0}，{1}", "{0}. {1}": "{0}。{1}",
           "{0} ({1})": "{0}（{1}）"}  # fmt: skip
 _JOINED = re.compile(r"[;:,.] | \(")
+_HINT = re.compile(r"; | \(|, ")
 _SEPARATOR = " · "  # of facts in a line
 _ANY_WORD = re.compile(r"[A-Za-z]+")
 _WHOLE_WORD = re.compile(r"(?<![A-Za-z}])[A-Za-z]+(?![A-Za-z{])")  # not a part of one, beside a placeholder
 _EXAMPLE = re.compile(r"\s+\S+:\d+ .*‹")  # of the data, as `prepare` prints it
 _MOST_CANDIDATES = 12
 _LEAST_WEIGHT = 5  # characters of a template without which a text is not taken for a message
+_SENTENCE, _ENOUGH_WORDS = 12, 4  # characters of a template, words of several: the rest may be a list of names
 _MOST_CHARACTERS = 1000  # of a line; longer ones are data
-_HAN = "\u2e80-\u9fff\uf900-\ufaff"
-_CLOSE = "，。；：！？、（）“”《》"
+_HAN = "\u3400-\u9fff\uf900-\ufaff"
+_CLOSE = "，、。；：！？（）“”《》"
 _MIXED = re.compile(f"[{_HAN}][A-Za-z0-9]|[A-Za-z0-9%][{_HAN}]")
 
 
@@ -57,7 +59,12 @@ class _Template:
         at, values = start + len(first), list[str]()
         for i, literal in enumerate(others):
             is_last = i == len(others) - 1
-            following = len(text) if is_last and not literal else text.find(literal, at)
+            if literal or is_last:
+                following = text.find(literal, at) if literal else len(text)
+            else:  # of two values side by side the second begins as a hint does, or is empty
+                end = text.find(others[i + 1], at) if others[i + 1] else len(text)
+                hint = _HINT.search(text, at, max(at, end))
+                following = hint.start() if hint else end
             if following < 0:
                 return None
             values.append(text[at:following])
@@ -130,7 +137,10 @@ def _best(text: str) -> tuple[int, int, str]:
             continue
         candidates += 1
         start, values, end = match
-        parts = [_best(value) for value in (*values, text[:start], text[end:])]
+        given = (*values, text[:start], text[end:])
+        parts = [_best(value) for value in given]
+        if is_join and all(one == value for (_, _, one), value in zip(parts, given, strict=True)):
+            continue
         words = sum(one for one, _, _ in parts)
         joined = sum(one for _, one, _ in parts)
         if not is_join:
@@ -165,10 +175,13 @@ def _joined(*parts: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _fact(text: str) -> str:
-    if not any(one.weight >= _LEAST_WEIGHT and one.find(text) for one in _candidates(text)):
+    matches = [(one.weight, one.find(text)) for one in _candidates(text) if one.weight >= _LEAST_WEIGHT]
+    found = [(weight, match) for weight, match in matches if match is not None]
+    if not found:
         return text
-    left, _, found = _best(text)
-    return found if left * 2 <= len(_WORD.findall(text)) else text
+    is_whole = any(weight >= _SENTENCE and match[::2] == (0, len(text)) for weight, match in found)
+    (left, _, chinese), words = _best(text), len(_WORD.findall(text))
+    return chinese if is_whole or left * 2 <= words or words - left >= _ENOUGH_WORDS else text
 
 
 def _line(text: str) -> str:

@@ -142,5 +142,5 @@ export async function drawLogs({ get, again }) {
   select.value = found.file;
   const text = plain(found.text), area = h("pre", { class: "output", tabIndex: 0, "aria-label": t("tab_logs") }, text || t("no_output"));
   requestAnimationFrame(() => (area.scrollTop = area.scrollHeight));
-  return { element: h("div", { class: "logs" }, h("div", { class: "toolbar" }, select, copyButton(() => text)), area), key: `${found.file} ${text.length} ${text.slice(-200)}` };
+  return { element: h("div", { class: "logs" }, h("div", { class: "toolbar" }, select, copyButton(() => text), h("small", { class: "faint" }, t("logs_as_written"))), area), key: `${found.file} ${text.length} ${text.slice(-200)}` };
 }
