@@ -1,4 +1,4 @@
-"""The sentences in Sojourn's source: string literals that read as English prose, as templates with numbered placeholders.
+"""The sentences in Sojourn's source: string literals that read as English prose, as templates with numbered values.
 
 An f-string's values become {0}, {1}, …, in order: those are the keys of the catalogues in `board/zh/`.
 """

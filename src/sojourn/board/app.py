@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from anyio import to_thread
 from fastapi import FastAPI, Query, Request
@@ -32,6 +32,7 @@ from sojourn.errors import UserError
 from sojourn.run.folder import RunFolder
 from sojourn.web.static import add_page
 
+_Answer = TypeVar("_Answer")
 _MOST_POINTS, _MOST_KEYS, _MOST_IDS = 4000, 40, 50
 _MOST_TAIL = 1 << 20
 # What people wrote for people, in answers: the keys whose texts are translated.
@@ -41,9 +42,9 @@ _OF_EVENTS = frozenset({"message", "error", "why", "reason", "now"})
 _OF_ACTIONS = frozenset({"damage"})
 _OF_PLANS = frozenset({
     "errors", "notes", "data_notes", "assumed", "assumed_vocabulary", "changes", "reason_not", "range_reason",
-    "description", "error",
+    "description", "error", "formats", "title",
 })  # fmt: skip
-_OF_DATA = frozenset({"damaged_examples", "left_out"})
+_OF_DATA = frozenset({"damaged_examples", "format"})
 _THREADS = 8  # that answer requests; each keeps some memory
 
 
@@ -115,7 +116,7 @@ def _language(request: Request) -> str:
     return request.headers.get("accept-language", "")
 
 
-def _localized(answer: Any, keys: frozenset[str], request: Request) -> Any:
+def _localized(answer: _Answer, keys: frozenset[str], request: Request) -> _Answer:
     return localized_values(answer, keys, _language(request))
 
 

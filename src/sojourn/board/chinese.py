@@ -14,11 +14,15 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar, cast
+
+_Values = TypeVar("_Values")
 
 _CATALOGUES = Path(__file__).with_name("zh")
 _PLACEHOLDER = re.compile(r"\{(\d+)\}")
-_WORD = re.compile(r"(?<![\w./=:@$“`'\"-])[A-Za-z]?[a-z]+(?![\w./=@_-]*[\w/=@_])")  # of prose: not of a path, a key or a name
+_WORD = re.compile(
+    r"(?<![\w./=:@$“`'\"-])[A-Za-z]?[a-z]+(?![\w./=@_-]*[\w/=@_])"
+)  # of prose: not of a path, a key or a name
 _JOINS = {"{0}; {1}": "{0}；{1}", "{0}: {1}": "{0}：{1}", "{0}, {1}": "{0}，{1}", "{0}. {1}": "{0}。{1}",
           "{0} ({1})": "{0}（{1}）"}  # fmt: skip
 _JOINED = re.compile(r"[;:,.] | \(")
@@ -33,6 +37,7 @@ _SENTENCE, _ENOUGH_WORDS = 12, 4  # characters of a template, words of several: 
 _MOST_CHARACTERS = 1000  # of a line; longer ones are data
 _HAN = "\u3400-\u9fff\uf900-\ufaff"
 _CLOSE = "，、。；：！？（）“”《》"
+_BOTH_HAN = re.compile(f"[{_HAN}]{{2}}")
 _MIXED = re.compile(f"[{_HAN}][A-Za-z0-9]|[A-Za-z0-9%][{_HAN}]")
 
 
@@ -84,12 +89,14 @@ def _template(english: str, chinese: str) -> _Template:
 
 def _facts_of(english: str, chinese: str) -> list[tuple[str, str]]:
     """The parts of a template that a separator divides: a line may have some of them."""
-    found = []
-    for one, other in zip(english.split(_SEPARATOR), chinese.split(_SEPARATOR), strict=True):
-        numbers = {number: str(i) for i, number in enumerate(_PLACEHOLDER.findall(one))}
-        one, other = (_PLACEHOLDER.sub(lambda m: f"{{{numbers[m[1]]}}}", text) for text in (one, other))  # noqa: B023
-        found.append((one, other))
-    return [(one, other) for one, other in found if one]
+    pairs = zip(english.split(_SEPARATOR), chinese.split(_SEPARATOR), strict=True)
+    return [(_renumbered(one, one), _renumbered(other, one)) for one, other in pairs if one]
+
+
+def _renumbered(text: str, english: str) -> str:
+    """With {0} for the first value of `english`, and so on."""
+    numbers = {number: f"{{{i}}}" for i, number in enumerate(_PLACEHOLDER.findall(english))}
+    return _PLACEHOLDER.sub(lambda found: numbers[found[1]], text)
 
 
 @functools.cache
@@ -114,7 +121,10 @@ def _templates() -> dict[str, list[tuple[int, _Template]]]:
 
 def _candidates(text: str) -> list[_Template]:
     by_word, words = _templates(), {*_ANY_WORD.findall(text), ""}
-    found = sorted(((i, one) for word in words for i, one in by_word.get(word, ()) if one.words <= words), key=lambda entry: entry[0])
+    found = sorted(
+        ((i, one) for word in words for i, one in by_word.get(word, ()) if one.words <= words),
+        key=lambda entry: entry[0],
+    )
     return [one for _, one in found] + _joins
 
 
@@ -163,13 +173,13 @@ def _joined(*parts: str) -> str:
     found = ""
     for part in parts:
         ours, theirs = found.rstrip(" "), part.lstrip(" ")
-        if ours and theirs and (len(ours) < len(found) or len(theirs) < len(part)):
-            both = re.match(f"[{_HAN}{_CLOSE}]", ours[-1]) and re.match(f"[{_HAN}{_CLOSE}]", theirs[0])
-            if both or ours[-1] in _CLOSE or theirs[0] in _CLOSE:
-                found, part = ours, theirs
-        elif ours and theirs and _MIXED.match(ours[-1] + theirs[0]):
-            found += " "
-        found += part
+        if not ours or not theirs:
+            found += part
+        elif (ours, theirs) == (found, part):
+            found += f" {part}" if _MIXED.match(ours[-1] + theirs[0]) else part
+        else:
+            is_close = ours[-1] in _CLOSE or theirs[0] in _CLOSE or _BOTH_HAN.match(ours[-1] + theirs[0])
+            found = ours + theirs if is_close else found + part
     return found
 
 
@@ -200,16 +210,16 @@ def localized(message: str, language: str) -> str:
     return in_chinese(message) if language.lower().startswith("zh") else message
 
 
-def localized_values(values: Any, keys: frozenset[str], language: str) -> Any:
+def localized_values(values: _Values, keys: frozenset[str], language: str) -> _Values:
     """The texts below these keys, at any depth, in the language; everything else as it is."""
     if not language.lower().startswith("zh"):
         return values
-    return _localized(values, keys, False)
+    return cast("_Values", _localized(values, keys, False))
 
 
-def _localized(values: Any, keys: frozenset[str], chosen: bool) -> Any:
+def _localized(values: object, keys: frozenset[str], is_chosen: bool) -> object:
     if isinstance(values, dict):
-        return {key: _localized(value, keys, chosen or key in keys) for key, value in values.items()}
+        return {key: _localized(value, keys, is_chosen or key in keys) for key, value in values.items()}
     if isinstance(values, list | tuple):
-        return [_localized(value, keys, chosen) for value in values]
-    return in_chinese(values) if chosen and isinstance(values, str) else values
+        return [_localized(value, keys, is_chosen) for value in values]
+    return in_chinese(values) if is_chosen and isinstance(values, str) else values

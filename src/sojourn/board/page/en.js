@@ -2,7 +2,7 @@
 export default {
   nav_runs: "Runs", nav_new: "New run", nav_plan: "Plan", nav_data: "Data", nav_tasks: "Tasks", pages: "Pages", skip: "To the content",
   language: "Language", theme: "Theme", theme_auto: "As the system", theme_light: "Light", theme_dark: "Dark",
-  close: "Close", cancel: "Cancel", copy: "Copy", copied: "Copied", save: "Save", loading: "Loading…", actions: "Actions", command: "Command", settings: "Settings",
+  colon: ": ", comma: ", ", close: "Close", cancel: "Cancel", copy: "Copy", copied: "Copied", save: "Save", loading: "Loading…", actions: "Actions", command: "Command", settings: "Settings",
   board_gone: "The board does not answer. Is sojourn board still running? Trying again in {time}.", board_gone_short: "The board does not answer. Is sojourn board still running?",
   unit_s: "s", unit_min: "min", unit_h: "h", unit_d: "d", just_now: "just now", ago: "{time} ago",
 

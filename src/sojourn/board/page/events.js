@@ -17,7 +17,7 @@ export function eventFacts(event) {
   const now = event.now ? t("event_now", { now: event.now }) : "";
   if (known) return [known, now].filter(Boolean).join(" · ");
   if (event.kind === "saved" && event.seconds !== undefined) return format.duration(event.seconds);
-  if (event.kind === "config_changed") return `${event.key}: ${event.before} → ${event.now}`;
+  if (event.kind === "config_changed") return `${event.key}${t("colon")}${event.before} → ${event.now}`;
   const facts = Object.entries(event).filter(([key, value]) => !NOT_SAID.has(key) && value !== null && typeof value !== "object");
   return facts.map(([key, value]) => `${factName(key)} ${typeof value === "number" ? format.number(value) : value}`).join(" · ");
 }
@@ -25,5 +25,5 @@ export function eventFacts(event) {
 export function describeEvent(event) {
   const step = event.step === undefined || event.step === null ? "" : ` · ${t("at_step", { step: format.count(event.step) })}`;
   const facts = eventFacts(event);
-  return `${eventName(event.kind)}${step}${facts ? `: ${facts.slice(0, 160)}` : ""}`;
+  return `${eventName(event.kind)}${step}${facts ? `${t("colon")}${facts.slice(0, 160)}` : ""}`;
 }

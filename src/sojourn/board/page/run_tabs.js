@@ -86,7 +86,7 @@ export async function drawConfig({ get }) {
   const { config = {}, auto = {}, command = "", data } = await get("");
   const parts = [];
   if (command) parts.push(h("div", { class: "command" }, h("code", {}, command), copyButton(() => command)));
-  if (data) parts.push(h("p", {}, `${t("nav_data")}: `, h("a", { href: `#/data/${encodeURIComponent(data)}` }, h("code", {}, data.slice(0, 16)))));
+  if (data) parts.push(h("p", {}, `${t("nav_data")}${t("colon")}`, h("a", { href: `#/data/${encodeURIComponent(data)}` }, h("code", {}, data.slice(0, 16)))));
   if (Object.keys(auto).length) {
     const rows = Object.entries(auto).map(([key, { value, reason }]) => h("tr", {}, h("th", { scope: "row" }, h("code", {}, key)), h("td", {}, h("b", {}, shown(value))), h("td", { class: "reason" }, reason)));
     parts.push(h("h3", {}, t("auto_became")), h("div", { class: "scroll" }, h("table", { class: "auto" }, h("thead", {}, h("tr", {}, ...["setting", "value", "reason"].map((name) => h("th", { scope: "col" }, t(name))))), h("tbody", {}, ...rows))));

@@ -2,7 +2,7 @@
 export default {
   nav_runs: "训练", nav_new: "新建训练", nav_plan: "规划", nav_data: "数据", nav_tasks: "任务", pages: "页面", skip: "跳到正文",
   language: "语言", theme: "主题", theme_auto: "跟随系统", theme_light: "浅色", theme_dark: "深色",
-  close: "关闭", cancel: "取消", copy: "复制", copied: "已复制", save: "保存", loading: "加载中…", actions: "操作", command: "命令", settings: "设置",
+  colon: "：", comma: "，", close: "关闭", cancel: "取消", copy: "复制", copied: "已复制", save: "保存", loading: "加载中…", actions: "操作", command: "命令", settings: "设置",
   board_gone: "面板没有响应。sojourn board 还在运行吗？{time}后重试。", board_gone_short: "面板没有响应。sojourn board 还在运行吗？",
   unit_s: "秒", unit_min: "分钟", unit_h: "小时", unit_d: "天", just_now: "刚刚", ago: "{time}前",
 
