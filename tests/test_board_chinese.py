@@ -16,6 +16,7 @@ from board_messages import SOURCE, sentences
 from sojourn.board.app import make_app, make_board
 from sojourn.board.chinese import catalogues, in_chinese, localized_values
 from sojourn.board.guard import HEADER
+from sojourn.board.report import report_html
 from sojourn.catalog.datasets import datasets
 from sojourn.catalog.gpus import gpus
 from sojourn.config.load import load_run
@@ -339,3 +340,11 @@ def test_the_output_of_a_command_is_in_chinese_line_by_line(home: Path, page: Te
     assert tasks.output(task["id"], 0, whole_lines=True) == ("step 1/9 · loss 2.0\n", 21)
     assert tasks.output(task["id"], 21, whole_lines=True) == ("", 21)
     assert tasks.output(task["id"], 21) == ("step 2/9 · lo", 35)
+
+
+def test_a_report_in_chinese_has_its_reasons_and_events_in_chinese(home: Path) -> None:
+    run = _write_run(home)
+    text = report_html(run, "zh")
+    assert "编译只用于 GPU" in text and "另一个 rank 显存不足" in text and "<td>显存不足</td>" in text
+    english = report_html(run, "en")
+    assert "compiling is for GPUs" in english and "<td>out_of_memory</td>" in english
