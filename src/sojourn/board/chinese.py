@@ -34,7 +34,7 @@ _EXAMPLE = re.compile(r"\s+\S+:\d+ .*‹")  # of the data, as `prepare` prints i
 _MOST_CANDIDATES = 12
 _LEAST_WEIGHT = 5  # characters of a template without which a text is not taken for a message
 _SENTENCE, _ENOUGH_WORDS = 12, 4  # characters of a template, words of several: the rest may be a list of names
-_MOST_CHARACTERS = 1000  # of a line; longer ones are data
+_MOST_CHARACTERS, _MOST_PARTS = 1000, 60  # of a line; longer ones are data
 _HAN = "\u3400-\u9fff\uf900-\ufaff"
 _CLOSE = "，、。；：！？（）“”《》"
 _BOTH_HAN = re.compile(f"[{_HAN}]{{2}}")
@@ -195,7 +195,7 @@ def _fact(text: str) -> str:
 
 
 def _line(text: str) -> str:
-    if len(text) > _MOST_CHARACTERS or _EXAMPLE.match(text):
+    if len(text) > _MOST_CHARACTERS or len(_JOINED.findall(text)) > _MOST_PARTS or _EXAMPLE.match(text):
         return text
     return _SEPARATOR.join(map(_fact, text.split(_SEPARATOR)))
 
