@@ -164,7 +164,8 @@ def test_a_sentence_of_several_parts_is_translated_with_its_values(english: str,
     [
         "", " ", "\n\n", "Traceback (most recent call last):", '  File "/x/y.py", line 3, in main',
         "ValueError: the size of tensor a must match the size of tensor b at non-singleton dimension 1",
-        "{0} {1}", "}{", "数据已准备好：/数据/训练", "a" * 5000, "\x00\ud800", "训练.jsonl", "no data is named" + ", a" * 300,
+        "{0} {1}", "}{", "数据已准备好：/数据/训练", "a" * 5000, "\x00\ud800", "训练.jsonl",
+        "no data is named" + ", a" * 300,
         "  data.jsonl:1  Once‹ upon a time there was one user who had no data, and the file was gone›",
     ],
 )  # fmt: skip
