@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from anyio import to_thread
 from fastapi import FastAPI, Query, Request
@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 
 from sojourn import __version__
 from sojourn.board import actions, data_sets, details, forms
-from sojourn.board.chinese import localized
+from sojourn.board.chinese import localized, localized_values
 from sojourn.board.guard import Guard
 from sojourn.board.live_runs import KnownRun, LiveRuns
 from sojourn.board.remote_copies import RemoteCopies
@@ -32,8 +32,19 @@ from sojourn.errors import UserError
 from sojourn.run.folder import RunFolder
 from sojourn.web.static import add_page
 
+_Answer = TypeVar("_Answer")
 _MOST_POINTS, _MOST_KEYS, _MOST_IDS = 4000, 40, 50
 _MOST_TAIL = 1 << 20
+# What people wrote for people, in answers: the keys whose texts are translated.
+_OF_RUNS = frozenset({"message", "error", "phase"})
+_OF_DETAILS = _OF_RUNS | {"copy_error", "reason"}
+_OF_EVENTS = frozenset({"message", "error", "why", "reason", "now"})
+_OF_ACTIONS = frozenset({"damage"})
+_OF_PLANS = frozenset({
+    "errors", "notes", "data_notes", "assumed", "assumed_vocabulary", "changes", "reason_not", "range_reason",
+    "description", "error", "formats", "title",
+})  # fmt: skip
+_OF_DATA = frozenset({"damaged_examples", "format"})
 _THREADS = 8  # that answer requests; each keeps some memory
 
 
@@ -105,6 +116,10 @@ def _language(request: Request) -> str:
     return request.headers.get("accept-language", "")
 
 
+def _localized(answer: _Answer, keys: frozenset[str], request: Request) -> _Answer:
+    return localized_values(answer, keys, _language(request))
+
+
 async def _wrong_request(request: Request, error: Exception) -> Response:
     """In one line: which field, and what is wrong with it."""
     found = error.errors()[0] if isinstance(error, RequestValidationError) else {}
@@ -128,8 +143,8 @@ def _folder(board: Board, run_id: str) -> RunFolder:
 
 def _add_run_routes(app: FastAPI, board: Board) -> None:
     @app.get("/api/runs")
-    def list_runs() -> dict[str, Any]:
-        return board.runs.snapshot()
+    def list_runs(request: Request) -> dict[str, Any]:
+        return _localized(board.runs.snapshot(), _OF_RUNS, request)
 
     @app.get("/api/sparklines")
     def sparklines(id: Annotated[list[str], Query()] = []) -> dict[str, list[float]]:  # noqa: B006
@@ -142,13 +157,14 @@ def _add_run_routes(app: FastAPI, board: Board) -> None:
         return {"tags": board.runs.set_tags(_run(board, run_id).id, body.tags)}
 
     @app.get("/api/runs/{run_id}")
-    def one_run(run_id: str) -> dict[str, Any]:
+    def one_run(run_id: str, request: Request) -> dict[str, Any]:
         run = _run(board, run_id)
         folder, host = _folder(board, run_id), run.values["host"]
         values = {**run.values, "tags": board.runs.tags(run_id)}
         values["copy_error"] = board.copies.error(host, str(run.values["name"])) if host else None
         with (series := board.series.open(folder.metrics)).lock:
-            return {**values, **details.details(folder), "metrics": series.keys(), "last_step": series.last_step}
+            known = {"metrics": series.keys(), "last_step": series.last_step}
+        return _localized({**values, **details.details(folder), **known}, _OF_DETAILS, request)
 
     @app.get("/api/runs/{run_id}/series")
     def series(
@@ -177,8 +193,8 @@ def _add_run_routes(app: FastAPI, board: Board) -> None:
     _add_text_routes(app, board)
 
     @app.post("/api/runs/{run_id}/{action}")
-    def act(run_id: str, action: str, body: Action) -> dict[str, Any]:
-        return actions.act(_run(board, run_id), action, body, board.tasks)
+    def act(run_id: str, action: str, body: Action, request: Request) -> dict[str, Any]:
+        return _localized(actions.act(_run(board, run_id), action, body, board.tasks), _OF_ACTIONS, request)
 
 
 def _charts(
@@ -213,14 +229,15 @@ def _csv(charts: dict[str, dict[str, list[Any]]], x: str) -> str:
 
 def _add_text_routes(app: FastAPI, board: Board) -> None:
     @app.get("/api/runs/{run_id}/events")
-    def events(run_id: str, x: str = "step") -> dict[str, Any]:
+    def events(run_id: str, request: Request, x: str = "step") -> dict[str, Any]:
         """With their places on an axis of the charts."""
         folder = _folder(board, run_id)
         found = details.events(folder)
         if x not in X_AXES:
             raise HTTPException(400, f"x: {', '.join(X_AXES)}")
         with (series := board.series.open(folder.metrics)).lock:
-            return {"events": [{**one, "x": series.place(x, one.get("step"), one.get("time"))} for one in found]}
+            placed = [{**one, "x": series.place(x, one.get("step"), one.get("time"))} for one in found]
+        return {"events": _localized(placed, _OF_EVENTS, request)}
 
     @app.get("/api/runs/{run_id}/samples")
     def samples(run_id: str) -> dict[str, Any]:
@@ -256,12 +273,12 @@ def _add_other_routes(app: FastAPI, board: Board) -> None:
         return {"tasks": board.tasks.list_all()}
 
     @app.get("/api/tasks/{task_id}")
-    def task(task_id: str, start: int = 0) -> dict[str, Any]:
+    def task(task_id: str, request: Request, start: int = 0) -> dict[str, Any]:
         found = board.tasks.get(task_id)
         if found is None:
             raise HTTPException(404, "no such task")
-        text, following = board.tasks.output(task_id, max(0, start))
-        return {**found, "text": text, "next": following}
+        text, following = board.tasks.output(task_id, max(0, start), whole_lines=found["state"] == "running")
+        return {**found, "text": localized(text, _language(request)), "next": following}
 
     @app.post("/api/tasks/{task_id}/stop")
     def stop_task(task_id: str) -> dict[str, Any]:
@@ -272,21 +289,19 @@ def _add_other_routes(app: FastAPI, board: Board) -> None:
 
     @app.get("/api/catalog")
     def catalogue(request: Request) -> dict[str, Any]:
-        found, language = forms.catalogue(), _language(request)
-        described = [{**one, "description": localized(one["description"], language)} for one in found["presets"]]
-        return {**found, "presets": described}
+        return _localized(forms.catalogue(), _OF_PLANS, request)
 
     @app.post("/api/form")
     def form(body: Form, request: Request) -> dict[str, Any]:
-        return _localized_notes(forms.describe(body), _language(request))
+        return _localized(forms.describe(body), _OF_PLANS, request)
 
     @app.post("/api/plan")
     def plan(body: Form, request: Request) -> dict[str, Any]:
-        return _localized_notes(forms.plan(body), _language(request))
+        return _localized(forms.plan(body), _OF_PLANS, request)
 
     @app.post("/api/preview")
     def preview(body: Form, request: Request) -> dict[str, Any]:
-        return _localized_notes(forms.preview(body, board.roots), _language(request))
+        return _localized(forms.preview(body, board.roots), _OF_PLANS, request)
 
     @app.post("/api/start")
     def start(body: Form) -> dict[str, Any]:
@@ -301,24 +316,12 @@ def _add_other_routes(app: FastAPI, board: Board) -> None:
         return {"artefacts": data_sets.list_artefacts(board.prepared)}
 
     @app.get("/api/data/{name}")
-    def artefact(name: str) -> dict[str, Any]:
-        return data_sets.report(_artefact(board, name))
+    def artefact(name: str, request: Request) -> dict[str, Any]:
+        return _localized(data_sets.report(_artefact(board, name)), _OF_DATA, request)
 
     @app.get("/api/data/{name}/examples")
     def examples(name: str, start: int = 0, count: int = 20, search: str = "", split: str = "train") -> dict[str, Any]:
         return data_sets.examples(_artefact(board, name), split, start, count, search[:200])
-
-
-def _localized_notes(answer: dict[str, Any], language: str) -> dict[str, Any]:
-    """Errors and notes in the language of the page."""
-    found: dict[str, Any] = {}
-    for key in ("errors", "notes", "data_notes"):
-        if key in answer:
-            found[key] = [localized(str(one), language) for one in answer[key]]
-    for key in ("assumed", "assumed_vocabulary"):
-        if answer.get(key):
-            found[key] = localized(answer[key], language)
-    return {**answer, **found}
 
 
 def _start(board: Board, form: Form) -> dict[str, Any]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import re
 import time
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from sojourn.board import details
+from sojourn.board.chinese import localized
 from sojourn.board.series import RunSeries
 from sojourn.plot.lines import legend, lines_svg
 from sojourn.run.folder import RunFolder
@@ -36,6 +40,13 @@ _TEXTS = {
     },
 }  # fmt: skip
 LANGUAGES = tuple(_TEXTS)
+_MORE_NAMES = {
+    "fact_step": "步数",
+    "fact_message": "说明",
+    "fact_why": "原因",
+    "fact_now": "改为",
+    "fact_error": "错误",
+}
 _STYLE = """
 :root { color-scheme: light dark; --text: light-dark(#1f2423, #e4e7e5); --faint: light-dark(#5d6763, #98a29e);
   --line: light-dark(#e2e5e1, #323838); --ground: light-dark(#fdfdfc, #17191a); }
@@ -72,10 +83,10 @@ def report_html(run: RunFolder, language: str = "en") -> str:
         f'<div class="charts">{"".join(_chart(series, title, keys, texts) for title, keys in _CHARTS)}</div>',
         f"<h2>{texts['command']}</h2><pre>{escape(known['command'])}</pre>",
         _samples(run, texts),
-        _table(texts["auto"], [(k, v["value"], v["reason"]) for k, v in known["auto"].items()], opened=True),
+        _table(texts["auto"], [_choice(key, one, language) for key, one in known["auto"].items()], opened=True),
         _table(texts["settings"], [(key, value) for key, value in _flat(known["config"])]),
         _table(texts["environment"], [(key, value) for key, value in _flat(known["environment"])]),
-        _table(texts["events"], [_event(one) for one in details.events(run)[-_MOST_EVENTS:]]),
+        _table(texts["events"], [_event(one, language) for one in details.events(run)[-_MOST_EVENTS:]]),
     ]
     lang = "zh-CN" if language == "zh" else "en"
     return (
@@ -128,10 +139,25 @@ def _samples(run: RunFolder, texts: dict[str, str]) -> str:
     return f"<h2>{texts['samples']}</h2>{''.join(blocks)}"
 
 
-def _event(one: dict[str, Any]) -> tuple[str, ...]:
+def _choice(key: str, one: dict[str, str], language: str) -> tuple[str, ...]:
+    return key, one["value"], localized(one["reason"], language)
+
+
+def _event(one: dict[str, Any], language: str) -> tuple[str, ...]:
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one["time"])) if isinstance(one.get("time"), float) else ""
-    rest = " · ".join(f"{key} {value}" for key, value in one.items() if key not in ("time", "kind"))
-    return when, str(one.get("kind", "")), rest
+    names, kind = _names(language), str(one.get("kind", ""))
+    facts = {names.get(f"fact_{key}", key): value for key, value in one.items() if key not in ("time", "kind")}
+    rest = " · ".join(f"{key} {localized(str(value), language)}" for key, value in facts.items())
+    return when, names.get(f"event_{kind}", kind), rest
+
+
+@functools.cache
+def _names(language: str) -> dict[str, str]:
+    """Of events and what is known of them, as the page has them; in English those of the files."""
+    if language == "en":
+        return {}
+    text = Path(__file__).with_name("page").joinpath(f"{language}.js").read_text(encoding="utf-8")
+    return {**dict(re.findall(r'\b((?:event|fact)_\w+): "([^"]*)"', text)), **_MORE_NAMES}
 
 
 def _table(title: str, rows: list[tuple[Any, ...]], opened: bool = False) -> str:

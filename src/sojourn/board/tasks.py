@@ -71,16 +71,19 @@ class Tasks:
             "run": facts.get("run"), "url": facts.get("url"),
         }  # fmt: skip
 
-    def output(self, task_id: str, start: int) -> tuple[str, int]:
-        """What came after `start` bytes, and where to go on. A long output is answered from near its end."""
+    def output(self, task_id: str, start: int, whole_lines: bool = False) -> tuple[str, int]:
+        """What came after `start` bytes, and where to go on. A long output is answered from near its end.
+        `whole_lines`: a line that is still being written comes with its end."""
         folder = self._folder(task_id)
         if folder is None:
             return "", start
         with contextlib.suppress(OSError), (folder / "output.txt").open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             file.seek(max(start, size - _MOST_OUTPUT) if start < size else size)
-            data = file.read(_MOST_OUTPUT)
-            return data.decode("utf-8", errors="replace"), file.tell()
+            first, data = file.tell(), file.read(_MOST_OUTPUT)
+            if whole_lines and len(data) < _MOST_OUTPUT:
+                data = data[: max(data.rfind(b"\n"), data.rfind(b"\r")) + 1]
+            return data.decode("utf-8", errors="replace"), first + len(data)
         return "", start
 
     def output_file(self, task_id: str) -> Path:

@@ -338,7 +338,7 @@ export class Chart {
     if (i < 0) return;
     this.point(one.x[i]);
     const values = this.lines.map((line) => `${line.name} ${this.value(line.smoothed[nearest(line.x, one.x[i])], 5)}`);
-    announce(`${t(`axis_${this.state.axis}`)} ${this.xText(one.x[i])}: ${values.join(", ")}`);
+    announce(`${t(`axis_${this.state.axis}`)} ${this.xText(one.x[i])}${t("colon")}${values.join(t("comma"))}`);
   }
 
   describe(shown) {

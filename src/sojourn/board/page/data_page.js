@@ -34,6 +34,9 @@ export function showArtefact(root, name) {
   get(path(name)).then((found) => report.replaceChildren(...drawReport(found, (text) => rows.search(text))), (error) => report.replaceChildren(failed(error)));
 }
 
+const LEFT_OUT = new Set(["too_short", "too_long", "other_languages", "label_false", "train_false", "weight_false", "near_duplicates", "duplicates"]);
+const leftOut = (why) => (LEFT_OUT.has(why) ? t(`left_out_${why}`) : why.replaceAll("_", " "));
+
 function drawReport(report, search) {
   const train = report.train ?? {}, held = report.eval ?? {};
   const figures = [
@@ -50,7 +53,7 @@ function drawReport(report, search) {
   const languages = Object.entries(report.languages ?? {}).filter(([, share]) => share >= 0.005);
   if (languages.length) parts.push(h("h2", {}, t("languages")), h("p", {}, languages.slice(0, 8).map(([code, share]) => `${code} ${format.percent(share)}`).join(" · ")));
   const left = Object.entries(report.left_out ?? {}).filter(([, n]) => n);
-  if (left.length) parts.push(h("h2", {}, t("left_out")), h("ul", { class: "plain" }, ...left.map(([why, n]) => h("li", {}, `${why.replaceAll("_", " ")}: ${format.count(n)}`))));
+  if (left.length) parts.push(h("h2", {}, t("left_out")), h("ul", { class: "plain" }, ...left.map(([why, n]) => h("li", {}, `${leftOut(why)}${t("colon")}${format.count(n)}`))));
   if (report.damaged_examples?.length) parts.push(h("h2", {}, t("bad_records")), h("ul", { class: "plain" }, ...report.damaged_examples.map((one) => h("li", {}, h("code", {}, one.join(": "))))));
   if (report.duplicate_examples?.length) parts.push(h("h2", {}, t("duplicates")), h("div", { class: "examples duplicates" }, ...report.duplicate_examples.map((one) => drawDuplicate(one, search))));
   return parts;

@@ -2,7 +2,7 @@
 export default {
   nav_runs: "Runs", nav_new: "New run", nav_plan: "Plan", nav_data: "Data", nav_tasks: "Tasks", pages: "Pages", skip: "To the content",
   language: "Language", theme: "Theme", theme_auto: "As the system", theme_light: "Light", theme_dark: "Dark",
-  close: "Close", cancel: "Cancel", copy: "Copy", copied: "Copied", save: "Save", loading: "Loading…", actions: "Actions", command: "Command", settings: "Settings",
+  colon: ": ", comma: ", ", close: "Close", cancel: "Cancel", copy: "Copy", copied: "Copied", save: "Save", loading: "Loading…", actions: "Actions", command: "Command", settings: "Settings",
   board_gone: "The board does not answer. Is sojourn board still running? Trying again in {time}.", board_gone_short: "The board does not answer. Is sojourn board still running?",
   unit_s: "s", unit_min: "min", unit_h: "h", unit_d: "d", just_now: "just now", ago: "{time} ago",
 
@@ -38,6 +38,10 @@ export default {
   auto_became: "What auto became", setting: "Setting", value: "Value", reason: "Reason", run: "run", machine: "machine", no_environment: "Nothing is recorded about the machine yet.",
   no_events: "Nothing has happened yet.", event: "Event", details: "Details", file: "File", no_logs: "No log files. A run started from here writes its output to its task.", no_output: "no output", waiting_output: "waiting for output…", output: "Output",
   event_start: "started", event_saved: "checkpoint", event_best: "best so far", event_out_of_memory: "out of memory", event_restarted: "restarted", event_spike: "loss spike", event_bad_step: "bad step", event_stopped: "stopped", event_budget: "budget", event_failed: "failed", event_done: "done", event_mirrored: "mirrored", event_mirror_failed: "mirror failed", event_save_failed: "saving failed", event_damaged_checkpoint: "damaged checkpoint", event_config_changed: "setting changed", event_ended_early: "ended early", event_suspect_hardware: "suspect hardware", event_low_host_memory: "little host memory", event_bad_weights: "bad weights", event_bad_gradients: "bad gradients", event_now: "now {now}",
+  event_best_failed: "best model not written", event_folder_gone: "folder gone", event_not_written: "not written", event_tracker_failed: "tracker failed",
+  fact_again: "replayed", fact_attention: "attention", fact_available: "available", fact_device: "device", fact_limit: "limit", fact_loss: "loss", fact_norm: "norm", fact_parameters: "parameters", fact_path: "path", fact_policy: "policy", fact_precision: "precision", fact_processes: "processes", fact_restart: "restart", fact_seconds: "seconds", fact_stalled: "stalled", fact_tokens: "tokens", fact_total_steps: "total steps", fact_tracker: "tracker", fact_trained: "trained", fact_where: "where",
+  phase_prepare: "preparing data", phase_rehearse: "rehearsing", phase_train: "training", phase_verify: "verifying", logs_as_written: "Shown as it was written.",
+  left_out_too_short: "too short", left_out_too_long: "too long", left_out_other_languages: "other languages", left_out_label_false: "label false", left_out_train_false: "train false", left_out_weight_false: "weight 0", left_out_near_duplicates: "near duplicates", left_out_duplicates: "duplicates",
 
   the_run: "The run", method: "Method", method_lora: "LoRA", method_qlora: "QLoRA", method_full: "All weights", method_pretrain: "From scratch", preset: "Start from", model: "Model", model_hint: "A name on the hub, or a folder", parameters: "parameters",
   length: "Length", unit: "Unit", epochs: "epochs", steps: "steps", n_steps: "{n} steps", sequence_length: "Sequence length", n_tokens: "{n} tokens", global_batch: "Global batch", n_rows: "{n} rows", rank: "Rank",

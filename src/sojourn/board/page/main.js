@@ -4,7 +4,7 @@ import { h, icon } from "./dom.js";
 import * as format from "./format.js";
 import { choose, current, t, translate } from "./i18n.js";
 import { startLive } from "./live.js";
-import { drawTasks, setUpTasks } from "./tasks.js";
+import { changeTaskLanguage, drawTasks, setUpTasks } from "./tasks.js";
 import { currentTheme, setTheme } from "./theme.js";
 import { showCompare } from "./compare_page.js";
 import { showArtefact, showData } from "./data_page.js";
@@ -72,6 +72,7 @@ async function setUp() {
   $("language").addEventListener("click", () => {
     choose(current() === "zh" ? "en" : "zh");
     drawAround();
+    changeTaskLanguage();
     route();
   });
   $("theme").addEventListener("click", () => {

@@ -31,13 +31,13 @@ export function scatter(plan, { budget, hours }, room) {
   const meets = (one) => (!budget || one.bill.high.cny <= budget) && (!hours || one.bill.high.elapsed <= hours);
   const marked = offers.filter((one) => same(one, plan.best));
   for (const one of offers) {
-    const text = `${offerName(one)}, ${place(one)}: ${time(one)}, ${cost(one)}`;
+    const text = `${offerName(one)}${t("comma")}${place(one)}${t("colon")}${time(one)}${t("comma")}${cost(one)}`;
     const kind = same(one, plan.best) ? "best" : same(one, plan.fastest) ? "fastest" : meets(one) ? "meets" : "misses";
     drawing.append(svg("circle", { class: `offer ${kind}`, cx: x(one.hours), cy: y(one.bill.cny), r: kind === "best" ? 7 : 5, tabindex: 0, role: "img", "aria-label": text }, svg("title", {}, text)));
   }
   for (const one of marked.slice(0, 1)) {
     const cx = x(one.hours), right = cx < width / 2;
-    drawing.append(svg("text", { class: "best", x: cx + (right ? 12 : -12), y: Math.max(TOP + 10, y(one.bill.cny) - 9), "text-anchor": right ? "start" : "end" }, `${t("cheapest")}: ${offerName(one)}, ${cost(one)}`));
+    drawing.append(svg("text", { class: "best", x: cx + (right ? 12 : -12), y: Math.max(TOP + 10, y(one.bill.cny) - 9), "text-anchor": right ? "start" : "end" }, `${t("cheapest")}${t("colon")}${offerName(one)}${t("comma")}${cost(one)}`));
   }
   return h("div", { class: "scatter-box" }, drawing, h("small", { class: "faint" }, t("scatter_axes")));
 }

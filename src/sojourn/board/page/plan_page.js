@@ -66,7 +66,7 @@ function drawPlan(result, plan, refresh) {
     h("h2", {}, fitting ? t("memory_on", { card: offerName(fitting) }) : t("memory")), memoryBar(parts, usable), memoryLegend(parts),
     h("h2", {}, t("cost_against_time")), scatter(plan, limits(), result.clientWidth),
     h("h2", {}, t("offers")), offersTable(plan, state.gpu, (name) => ((state.gpu = state.gpu === name ? "" : name), refresh())),
-    plan.advice.length ? h("div", {}, h("h2", {}, t("advice")), h("ul", {}, ...plan.advice.map((one) => h("li", {}, `${one.gpu}: ${one.changes.join(", ")}`, " ", h("code", {}, [].concat(one.arguments).join(" ")))))) : "",
+    plan.advice.length ? h("div", {}, h("h2", {}, t("advice")), h("ul", {}, ...plan.advice.map((one) => h("li", {}, `${one.gpu}${t("colon")}${one.changes.join(t("comma"))}`, " ", h("code", {}, [].concat(one.arguments).join(" ")))))) : "",
     h("div", { class: "command" }, h("code", {}, plan.line), copyButton(() => plan.line)));
 }
 

@@ -8,10 +8,12 @@ import { runPath } from "./api.js";
 
 const STATES = new Set(["starting", "running", "stopped", "done", "failed", "unknown", "unreachable", "lost", "preparing", "queued"]);
 export const stateName = (state) => (STATES.has(state) ? t(`state_${state}`) : state);
+const PHASES = new Set(["prepare", "rehearse", "train", "verify"]);
+export const phaseName = (phase) => (PHASES.has(phase) ? t(`phase_${phase}`) : phase);
 export const runLink = (id) => `#/run/${encodeURIComponent(id)}`;
 
 export function drawState(run) {
-  const phase = run.phase && run.phase !== run.state ? ` · ${run.phase}` : "";
+  const phase = run.phase && run.phase !== run.state ? ` · ${phaseName(run.phase)}` : "";
   return h("span", { class: "state" }, h("span", { class: `dot ${run.state}` }), `${stateName(run.state)}${phase}`);
 }
 

@@ -86,7 +86,7 @@ export async function drawConfig({ get }) {
   const { config = {}, auto = {}, command = "", data } = await get("");
   const parts = [];
   if (command) parts.push(h("div", { class: "command" }, h("code", {}, command), copyButton(() => command)));
-  if (data) parts.push(h("p", {}, `${t("nav_data")}: `, h("a", { href: `#/data/${encodeURIComponent(data)}` }, h("code", {}, data.slice(0, 16)))));
+  if (data) parts.push(h("p", {}, `${t("nav_data")}${t("colon")}`, h("a", { href: `#/data/${encodeURIComponent(data)}` }, h("code", {}, data.slice(0, 16)))));
   if (Object.keys(auto).length) {
     const rows = Object.entries(auto).map(([key, { value, reason }]) => h("tr", {}, h("th", { scope: "row" }, h("code", {}, key)), h("td", {}, h("b", {}, shown(value))), h("td", { class: "reason" }, reason)));
     parts.push(h("h3", {}, t("auto_became")), h("div", { class: "scroll" }, h("table", { class: "auto" }, h("thead", {}, h("tr", {}, ...["setting", "value", "reason"].map((name) => h("th", { scope: "col" }, t(name))))), h("tbody", {}, ...rows))));
@@ -142,5 +142,5 @@ export async function drawLogs({ get, again }) {
   select.value = found.file;
   const text = plain(found.text), area = h("pre", { class: "output", tabIndex: 0, "aria-label": t("tab_logs") }, text || t("no_output"));
   requestAnimationFrame(() => (area.scrollTop = area.scrollHeight));
-  return { element: h("div", { class: "logs" }, h("div", { class: "toolbar" }, select, copyButton(() => text)), area), key: `${found.file} ${text.length} ${text.slice(-200)}` };
+  return { element: h("div", { class: "logs" }, h("div", { class: "toolbar" }, select, copyButton(() => text), h("small", { class: "faint" }, t("logs_as_written"))), area), key: `${found.file} ${text.length} ${text.slice(-200)}` };
 }

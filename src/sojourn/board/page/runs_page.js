@@ -94,7 +94,7 @@ class RunsPage {
     if (this.hosts.dataset.key === key) return;
     this.hosts.dataset.key = key;
     this.hosts.replaceChildren(...all.map(({ name, state, error, gpus }) => h("span", { class: `host ${state}`, title: error ?? "" }, h("span", { class: `dot ${state === "ok" ? "done" : state === "asking" ? "starting" : "failed"}` }),
-      gpus.length && state === "ok" ? `${name}:` : `${name}: ${t(`host_${state}`)}`, error ? h("small", {}, ` ${error}`) : null, ...gpus.map((gpu) => h("small", { class: "gpu" }, ` ${gpu.name.replace(/^NVIDIA (GeForce )?/, "")} ${gpuUse(gpu)}`)))));
+      gpus.length && state === "ok" ? `${name}:` : `${name}${t("colon")}${t(`host_${state}`)}`, error ? h("small", {}, ` ${error}`) : null, ...gpus.map((gpu) => h("small", { class: "gpu" }, ` ${gpu.name.replace(/^NVIDIA (GeForce )?/, "")} ${gpuUse(gpu)}`)))));
   }
 
   drawEmpty(shown) {

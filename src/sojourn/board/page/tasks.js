@@ -52,6 +52,11 @@ function choose(id) {
   if (id && !$("tasks").hidden) follow();
 }
 
+// What has come of the output is in the language before.
+export function changeTaskLanguage() {
+  choose(state.open);
+}
+
 function follow() {
   following?.stop();
   const id = state.open;

@@ -2,7 +2,7 @@
 export default {
   nav_runs: "训练", nav_new: "新建训练", nav_plan: "规划", nav_data: "数据", nav_tasks: "任务", pages: "页面", skip: "跳到正文",
   language: "语言", theme: "主题", theme_auto: "跟随系统", theme_light: "浅色", theme_dark: "深色",
-  close: "关闭", cancel: "取消", copy: "复制", copied: "已复制", save: "保存", loading: "加载中…", actions: "操作", command: "命令", settings: "设置",
+  colon: "：", comma: "，", close: "关闭", cancel: "取消", copy: "复制", copied: "已复制", save: "保存", loading: "加载中…", actions: "操作", command: "命令", settings: "设置",
   board_gone: "面板没有响应。sojourn board 还在运行吗？{time}后重试。", board_gone_short: "面板没有响应。sojourn board 还在运行吗？",
   unit_s: "秒", unit_min: "分钟", unit_h: "小时", unit_d: "天", just_now: "刚刚", ago: "{time}前",
 
@@ -38,6 +38,10 @@ export default {
   auto_became: "auto 的取值", setting: "设置", value: "取值", reason: "原因", run: "训练", machine: "机器", no_environment: "还没有关于机器的记录。",
   no_events: "还没有事件。", event: "事件", details: "详情", file: "文件", no_logs: "没有日志文件。从这里启动的训练，输出在任务中。", no_output: "没有输出", waiting_output: "等待输出…", output: "输出",
   event_start: "开始", event_saved: "检查点", event_best: "目前最佳", event_out_of_memory: "显存不足", event_restarted: "重启", event_spike: "损失突增", event_bad_step: "坏步", event_stopped: "停止", event_budget: "预算", event_failed: "失败", event_done: "完成", event_mirrored: "已镜像", event_mirror_failed: "镜像失败", event_save_failed: "保存失败", event_damaged_checkpoint: "检查点损坏", event_config_changed: "设置变更", event_ended_early: "提前结束", event_suspect_hardware: "硬件可疑", event_low_host_memory: "内存不足", event_bad_weights: "权重异常", event_bad_gradients: "梯度异常", event_now: "改为 {now}",
+  event_best_failed: "最佳模型写入失败", event_folder_gone: "文件夹丢失", event_not_written: "未写入", event_tracker_failed: "跟踪工具失败",
+  fact_again: "重放", fact_attention: "注意力", fact_available: "可用", fact_device: "设备", fact_limit: "上限", fact_loss: "损失", fact_norm: "范数", fact_parameters: "参数", fact_path: "路径", fact_policy: "处理方式", fact_precision: "精度", fact_processes: "进程", fact_restart: "重启", fact_seconds: "秒数", fact_stalled: "阻塞", fact_tokens: "token 数", fact_total_steps: "总步数", fact_tracker: "跟踪工具", fact_trained: "参与训练", fact_where: "位置",
+  phase_prepare: "准备数据", phase_rehearse: "排练", phase_train: "训练", phase_verify: "校验", logs_as_written: "日志按原文显示，不翻译。",
+  left_out_too_short: "太短", left_out_too_long: "太长", left_out_other_languages: "其他语言", left_out_label_false: "label 为 false", left_out_train_false: "train 为 false", left_out_weight_false: "权重为 0", left_out_near_duplicates: "近似重复", left_out_duplicates: "重复",
 
   the_run: "训练设置", method: "方法", method_lora: "LoRA", method_qlora: "QLoRA", method_full: "全参数", method_pretrain: "从头训练", preset: "预设", model: "模型", model_hint: "hub 上的名称，或本地文件夹", parameters: "参数",
   length: "长度", unit: "单位", epochs: "轮", steps: "步", n_steps: "{n} 步", sequence_length: "序列长度", n_tokens: "{n} 个 token", global_batch: "全局批大小", n_rows: "{n} 行", rank: "秩（rank）",
