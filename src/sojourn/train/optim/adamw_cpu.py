@@ -22,8 +22,9 @@ class AdamW(torch.optim.AdamW):
     _states: Any = None  # pointers to their states
     _sizes: array[int]
 
-    def grad_norm(self, grads: Sequence[Tensor]) -> Tensor:
-        """Of `grads`, which are all gradients."""
+    def grad_norm(self) -> Tensor:
+        """Of all gradients together."""
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         if not all(grad.is_contiguous() for grad in grads):
             return torch.nn.utils.get_total_norm(grads)
         return torch.tensor(math.sqrt(sum_of_squares(grads)))

@@ -90,7 +90,7 @@ class Optimizer:
         import torch
 
         if hasattr(self.torch, "grad_norm"):
-            norm: Tensor = self.torch.grad_norm(grads)
+            norm: Tensor = self.torch.grad_norm()
             return norm
         return torch.nn.utils.get_total_norm(grads)
 

@@ -1,7 +1,7 @@
 """A narrow decoder, from token ids to hidden states, as one autograd function of decoder_layer.c.
 
-At four layers of 128, what lies around the layers (transformers' own forward, an autograd function for every layer,
-embedding, RoPE's angles, final norm) took a quarter of a step. The backward overwrites what the forward has saved, so it
+At four layers of 128, what lay around the layers (transformers' own forward, an autograd function for every layer,
+embedding, RoPE's angles, final norm) took a fifth of a step. The backward overwrites what the forward has saved, so it
 runs once.
 """
 
