@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from sojourn.config.load import load_run, with_settings
 from sojourn.errors import UserError
 from sojourn.machine.probe_software import find_gcc
+from sojourn.model import loss
 from sojourn.model.activation_checkpointing import apply_activation_checkpointing
 from sojourn.model.attention import AttentionParams, attend
 from sojourn.model.kernels import fused_forwards
 from sojourn.model.kernels.cpu import compile_c, library
 from sojourn.model.kernels.cpu.blocked_layer import fits_blocked_layer
+from sojourn.model.kernels.cpu.decoder import decoder_on_cpu
 from sojourn.model.kernels.cpu.decoder_layer import layer_on_cpu
-from sojourn.model.kernels.cpu.smoke_test import enable_cpu_kernels, layer_by_torch
+from sojourn.model.kernels.cpu.smoke_test import decoder_by_torch, enable_cpu_kernels, layer_by_torch
 from sojourn.model.kernels.fused_forwards import apply_fused_forwards
 from sojourn.model.layout import Layout, compute_cu_seqlens, make_layout, pad_cu_seqlens
 from sojourn.model.network import wrap_model
@@ -31,6 +35,8 @@ from sojourn.train.optim.adamw_cpu import AdamW
 from sojourn.train.resolve import resolve_here
 from test_prune_last_layer import PACKED, UNPACKED, WIDTH, _batch, _compare, _model
 
+_NARROW = {"vocab_size": 9, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 2,
+           "num_attention_heads": 4, "num_key_value_heads": 4}  # fmt: skip
 needs_gcc = pytest.mark.skipif(find_gcc() is None, reason="no gcc, or not Linux")
 
 
@@ -52,10 +58,101 @@ def _twins(family: str, checkpointing: str):
 @pytest.mark.parametrize("lengths", [PACKED, UNPACKED, ([WIDTH], [WIDTH])], ids=["packed", "unpacked", "whole"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
 def test_loss_and_gradients_are_those_of_transformers(family, lengths, checkpointing, monkeypatch):
-    calls, layer = [], fused_forwards.layer_on_cpu
-    monkeypatch.setattr(fused_forwards, "layer_on_cpu", lambda *args: calls.append(1) or layer(*args))
+    calls = _count_calls(monkeypatch)
     _compare(_twins(family, checkpointing), _batch(lengths, 1.0))
-    assert bool(calls) == (family != "qwen3" and checkpointing != "selective")  # else torch's operations
+    is_whole = family == "llama" and checkpointing == "off"
+    by_layer = not is_whole and family != "qwen3" and checkpointing != "selective"
+    assert (bool(calls["decoder_on_cpu"]), bool(calls["layer_on_cpu"])) == (is_whole, by_layer)  # else torch's
+
+
+def _count_calls(monkeypatch) -> Counter[str]:
+    """Of the two functions that fused forwards call on a CPU."""
+    calls = Counter()
+    for name in ("decoder_on_cpu", "layer_on_cpu"):
+        function = getattr(fused_forwards, name)
+        monkeypatch.setattr(
+            fused_forwards, name, lambda *args, name=name, of=function: calls.update([name]) or of(*args)
+        )
+    return calls
+
+
+@needs_gcc
+def test_a_decoder_with_few_targets_goes_layer_by_layer_so_that_the_last_one_is_pruned(monkeypatch):
+    calls = _count_calls(monkeypatch)
+    _compare(_twins("llama", "off"), _batch(PACKED, 0.3))
+    assert calls["layer_on_cpu"] and not calls["decoder_on_cpu"]
+
+
+@needs_gcc
+def test_a_wide_decoder_and_one_with_other_positions_go_layer_by_layer():
+    def whole(**settings) -> bool:
+        model = LlamaForCausalLM(LlamaConfig(**_NARROW | settings))
+        apply_fused_forwards(model)
+        return bool(fused_forwards.CpuDecoder.of(model.model))
+
+    assert whole()
+    assert not whole(hidden_size=160, num_attention_heads=5, num_key_value_heads=5)
+    assert not whole(attention_bias=True)
+    assert not whole(attention_dropout=0.1)
+    assert not whole(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+
+
+@needs_gcc
+@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("lengths", [[1], [64] * 4, [150, 3, 1, 95, 33]], ids=str)
+def test_a_decoder_is_that_of_torch_on_any_number_of_threads(layers, lengths):
+    torch.manual_seed(0)
+    tokens, head_dim = sum(lengths), 16
+    ids, angles = torch.randint(11, (1, tokens)), torch.randn(1, tokens, head_dim // 2).repeat(1, 1, 2)
+    targets = torch.arange(tokens)[torch.arange(tokens) % 5 != 1]
+    given = library.DecoderInputs(ids, targets, angles.cos(), angles.sin(), _layout(lengths))
+    settings = library.DecoderSettings(head_dim**-0.5, head_dim, (1e-5,) * (2 * layers + 1), padding=4)
+    weights = [torch.randn(11, 48), torch.rand(48) + 0.5]
+    for _ in range(layers):
+        weights += _layer_weights(48, 4, 2, head_dim, 100)
+    grad, exact = torch.randn(len(targets), 48), [weight.double().requires_grad_() for weight in weights]
+    expected = decoder_by_torch(
+        replace(given, cos=given.cos.double(), sin=given.sin.double()), settings, exact
+    )  # fmt: skip
+    wanted, made = [expected, *torch.autograd.grad(expected, exact, grad.double())], []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            leaves = [weight.clone().requires_grad_() for weight in weights]
+            out = decoder_on_cpu(given, settings, leaves)
+            with torch.no_grad():
+                assert torch.equal(decoder_on_cpu(given, settings, leaves), out)
+            made.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
+    finally:
+        torch.set_num_threads(before)
+    for results in made:
+        for ours, theirs in zip(results, wanted, strict=True):
+            assert (ours - theirs).norm() <= 1e-5 * (1e-3 + theirs.norm())
+        assert all(map(torch.equal, results, made[0]))
+    assert not made[0][1][4].any()  # the embedding of padding
+
+
+@needs_gcc
+@pytest.mark.parametrize("tokens, size, vocabulary", [(1, 8, 3), (200, 128, 65), (333, 50, 512)])
+def test_a_small_lm_head_and_its_loss_are_those_of_torch(tokens, size, vocabulary, monkeypatch):
+    torch.manual_seed(0)
+    head, hidden = torch.nn.Linear(size, vocabulary, bias=False), torch.randn(tokens, size)
+    labels = torch.randint(vocabulary, (tokens,)).masked_fill(torch.arange(tokens) % 7 == 3, -100)
+    calls, function = [], loss.linear_cross_entropy
+    monkeypatch.setattr(loss, "linear_cross_entropy", lambda *args: calls.append(1) or function(*args))
+    made, before = [], torch.get_num_threads()
+    try:
+        for threads, head.cpu_kernels in ((1, False), (1, True), (3, True)):
+            torch.set_num_threads(threads)
+            leaf = hidden.clone().requires_grad_()
+            total = loss.cross_entropy_sum(head, leaf, labels) / 3
+            made.append([total.detach(), *torch.autograd.grad(total, (leaf, head.weight))])
+    finally:
+        torch.set_num_threads(before)
+    assert len(calls) == 2
+    torch.testing.assert_close(made[1], made[0], rtol=1e-4, atol=1e-5)
+    assert all(map(torch.equal, made[1], made[2]))
 
 
 def _layout(lengths: list[int]) -> Layout:

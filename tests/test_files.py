@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from sojourn.run.folder import RunFolder
+from sojourn.storage import disk
 from sojourn.storage.files import (
     CannotRead,
     NotValid,
@@ -160,3 +162,14 @@ def test_names_that_lead_out_of_a_folder_are_no_plain_names():
     assert is_plain_name("model.safetensors")
     for name in ("", ".", "..", "../x", "/etc/passwd", "a/b", "a\\b", "C:x", "a\0b", "a\nb"):
         assert not is_plain_name(name)
+
+
+def test_what_need_not_be_durable_is_replaced_without_waiting_for_the_disk(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(disk, "sync", synced.append)
+    monkeypatch.setattr(disk, "sync_folder", synced.append)
+    run = RunFolder(tmp_path)
+    run.set_status("running", 1, 9, durable=False)
+    assert run.status().step == 1 and not synced
+    run.set_status("stopped", 2, 9)
+    assert run.status().step == 2 and len(synced) == 2

@@ -23,6 +23,9 @@ _EXPENSIVE_OPS = ("mm", "linear", "attention", "attn", "flash")  # parts of the 
 def apply_activation_checkpointing(model: nn.Module, mode: str, preserve_rng_state: bool = True) -> None:
     """`mode`: selective, full or offload. Without dropout set `preserve_rng_state` to False: saving the RNG state costs
     CPU time and cannot be captured in a CUDA graph."""
+    for module in model.modules():
+        if hasattr(module, "cpu_decoder"):
+            module.cpu_decoder = False  # it would not call the layers
     if mode == "offload":
         offload_layer_inputs(model, preserve_rng_state)
         return

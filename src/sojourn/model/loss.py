@@ -21,9 +21,11 @@ from torch.utils.checkpoint import checkpoint
 
 from sojourn.estimate.memory import logit_chunk_rows
 from sojourn.model.kernels import fp8
-from sojourn.model.kernels.cpu.library import cpu_kernels_take
+from sojourn.model.kernels.cpu.library import cpu_kernels_take, linear_cross_entropy
 from sojourn.model.kernels.cpu.library import cross_entropy_with_grad as cross_entropy_on_cpu
 from sojourn.model.kernels.triton_support import supports_triton
+
+_NARROW = 512
 
 
 def cross_entropy_sum(lm_head: nn.Module, hidden_ND: Tensor, labels_N: Tensor, chunked: bool = True) -> Tensor:
@@ -85,6 +87,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         use_fp8: bool,
         cpu_kernels: bool,
     ) -> Tensor:
+        if (
+            cpu_kernels
+            and bias_V is None
+            and all(ctx.needs_input_grad[:2])
+            and _is_narrow(hidden_ND, weight_VD, labels_N)
+        ):
+            losses_N, *grads = linear_cross_entropy(hidden_ND, weight_VD, labels_N)
+            ctx.grads = (*grads, None)
+            return losses_N.sum()
         device_type = hidden_ND.device.type
         autocast = torch.is_autocast_enabled(device_type)
         dtype = torch.get_autocast_dtype(device_type) if autocast else hidden_ND.dtype
@@ -98,6 +109,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> Any:
         grads, ctx.grads = ctx.grads, None  # autograd alone holds them now, and makes no copy
         return (*(None if grad is None else grad.mul_(upstream[0]) for grad in grads), None, None, None, None)
+
+
+def _is_narrow(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> bool:
+    """A small LM head, as of characters: then one call is faster than torch's matmuls."""
+    small = max(weight_VD.shape) <= _NARROW and len(labels_N) > 0
+    return small and cpu_kernels_take(hidden_ND, weight_VD, labels_N)
 
 
 def _all_chunks(

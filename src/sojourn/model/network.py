@@ -35,11 +35,11 @@ class Network:
         """The transformers model, under any adapter."""
         return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
 
-    @property
+    @cached_property
     def decoder(self) -> nn.Module:
         return self.base_model.get_decoder()
 
-    @property
+    @cached_property
     def lm_head(self) -> nn.Module:
         return make_lm_head(self.base_model)
 

@@ -12,10 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from sojourn.model.kernels.fused_forwards import attention_block, mlp_block, uses_cpu_layer
+from sojourn.model.kernels.fused_forwards import MOST_PRUNED, attention_block, mlp_block, uses_cpu_layer
 from sojourn.model.network import Network
-
-_MOST = 0.75  # of all tokens: with more targets than that, a layer that is one function is faster as a whole
 
 
 def prune_last_layer(network: Network) -> Network:
@@ -35,7 +33,7 @@ def _pruned_class(layer_class: Any) -> Any:
         if target_indices_N is None:
             return original_forward(self, hidden_states, **kwargs)
         tokens = hidden_states.shape[0] * hidden_states.shape[1]
-        if len(target_indices_N) > _MOST * tokens and uses_cpu_layer(self, hidden_states, kwargs):
+        if len(target_indices_N) > MOST_PRUNED * tokens and uses_cpu_layer(self, hidden_states, kwargs):
             return original_forward(self, hidden_states, **kwargs).flatten(0, 1).index_select(0, target_indices_N)[None]
         attended_BTD = attention_block(self, hidden_states, **kwargs)
         return mlp_block(self, attended_BTD.flatten(0, 1).index_select(0, target_indices_N)[None])

@@ -164,13 +164,22 @@ class RunFolder:
         """When the status was last written, as `time.time`."""
         return self._status.stat().st_mtime
 
-    def set_status(self, state: State, step: int, total_steps: int, message: str = "", resumable: bool = True) -> None:
+    def set_status(
+        self,
+        state: State,
+        step: int,
+        total_steps: int,
+        message: str = "",
+        resumable: bool = True,
+        durable: bool = True,
+    ) -> None:
+        """Not `durable`: see write_text."""
         if not self.writable:
             return
         pid, started = current_process()
         status = asdict(Status(state, step, total_steps, message, resumable, pid, started, time.time()))
         try:
-            write_json(self._status, status)
+            write_json(self._status, status, durable)
         except (OSError, ValueError) as error:
             if not overwrite_json(self._status, status):
                 unwritten.count(str(self._status), error)

@@ -139,19 +139,21 @@ def is_plain_name(name: str) -> bool:
     return name not in ("", ".", "..") and name.isprintable() and not any(mark in name for mark in "/\\:")
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replaces `path` atomically and durably."""
+def write_text(path: Path, text: str, durable: bool = True) -> None:
+    """Replaces `path` atomically. Not `durable`: a power failure may leave it empty, and nobody waits for the disk."""
     stage = path.with_name(f".{path.name}.{os.getpid()}")
     stage.unlink(missing_ok=True)
     try:
         with stage.open("xb", buffering=0) as file:
             disk.write(file, text.encode())
-            disk.sync(file.fileno())
+            if durable:
+                disk.sync(file.fileno())
         disk.rename(stage, path)
     except BaseException:
         stage.unlink(missing_ok=True)
         raise
-    disk.sync_folder(path.parent)
+    if durable:
+        disk.sync_folder(path.parent)
 
 
 def remove_temporary_files(folder: Path) -> None:
@@ -170,8 +172,8 @@ def read_text(path: Path) -> str | None:
         return None
 
 
-def write_json(path: Path, value: Any) -> None:
-    write_text(path, _json_text(value))
+def write_json(path: Path, value: Any, durable: bool = True) -> None:
+    write_text(path, _json_text(value), durable)
 
 
 def _json_text(value: Any, **options: Any) -> str:

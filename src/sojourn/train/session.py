@@ -79,8 +79,8 @@ class Session:
 
     def tokens(self, step: int) -> int:
         """Tokens of a step's global batch, without padding."""
-        offsets = self.artefact.train.rows
-        return int(sum(int(offsets[row + 1]) - int(offsets[row]) for row in self.rows(step)))
+        offsets, rows = self.artefact.train.rows, self._rows(step)
+        return int((offsets[rows + 1] - offsets[rows]).sum())
 
     def batches(self, step: int) -> list[Batch]:
         """This rank's rows of a step, in micro batches."""

@@ -156,11 +156,12 @@ class _StepLoop:
             self.meters.say(f"warning: {warning}")
 
     def _keep_status(self) -> None:
-        """status.json follows the run within seconds, however rarely it saves."""
+        """status.json follows the run within seconds, however rarely it saves. Without fsync: it takes up to a second
+        where other programs write to the disk."""
         now, progress = time.monotonic(), self.session.progress
         if now - self.status_written >= _STATUS_SECONDS:
             self.status_written = now
-            self.session.run.set_status("running", progress.step, self.session.total_steps)
+            self.session.run.set_status("running", progress.step, self.session.total_steps, durable=False)
 
     def _is_logged(self, step: int) -> bool:
         return step % self.session.config.log.every_steps == 0 or step in (1, self.session.total_steps)

@@ -26,8 +26,10 @@ Shapes as in attention.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -36,8 +38,10 @@ from torch import Tensor, nn
 from sojourn.catalog.fused_families import FUSED_FAMILIES, FUSED_MIXTURES
 from sojourn.model.attention import AttentionParams, attend, uses_flash_attention_4
 from sojourn.model.kernels import fp8, hopper
-from sojourn.model.kernels.cpu.decoder_layer import layer_on_cpu, rms_norm
-from sojourn.model.kernels.cpu.library import cpu_kernels_take
+from sojourn.model.kernels.cpu.blocked_layer import fits_blocked_layer
+from sojourn.model.kernels.cpu.decoder import decoder_on_cpu
+from sojourn.model.kernels.cpu.decoder_layer import fits_attention_kernel, layer_on_cpu, rms_norm
+from sojourn.model.kernels.cpu.library import DecoderInputs, DecoderSettings, cpu_kernels_take
 from sojourn.model.kernels.kept_weights import KEEPS_WEIGHT, keep
 from sojourn.model.kernels.lora_linear import LoraGroup, LoraLayer, lora_linears, lora_swiglu_mlp
 from sojourn.model.kernels.nf4 import nf4_linear, nf4_weight, quant_state
@@ -45,6 +49,8 @@ from sojourn.model.kernels.triton_support import fused, supports_triton
 from sojourn.model.layers import decoder_layers, swap_forward
 from sojourn.model.layout import Layout
 
+MOST_PRUNED = 0.75  # target tokens of all; with more, a layer that is one function is faster for all tokens
+_PLAIN_ARGUMENTS = {"position_ids", "use_cache", "layout", "target_indices_N"}
 _MIN_FP8_SIZE = 256  # features; smaller layers (adapters) gain nothing
 _ONE_PLUS_WEIGHT = ("Gemma3",)  # class prefixes
 _INTERLEAVED_ROPE = ("glm4",)
@@ -65,7 +71,10 @@ def apply_fused_forwards(model: nn.Module) -> None:
     }
     if family in FUSED_FAMILIES:
         forwards[f"{prefix}DecoderLayer"] = _decoder_layer
+    if family == "llama":
+        forwards["LlamaModel"] = _decoder
     switches = {"use_triton": supports_triton(), "cpu_kernels": False, "fits_cpu_layer": None, "skips_output": False}
+    switches |= {"cpu_decoder": None}
     for module in model.modules():
         if (forward := forwards.get(type(module).__name__)) is not None:
             swap_forward(module, forward, **switches, **KEEPS_WEIGHT)
@@ -270,6 +279,63 @@ def _decoder_layer(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     return hopper.o_proj_mlp(*flat, *weights, norm.variance_epsilon)[0].view_as(hidden_states)
 
 
+def _decoder(self: Any, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
+    """As one function on a CPU where it is narrow and trained for most tokens, else transformers' own."""
+    layout, targets = kwargs.get("layout"), kwargs.get("target_indices_N")
+    is_plain = self.cpu_kernels and layout is not None and kwargs.keys() <= _PLAIN_ARGUMENTS
+    if not is_plain or input_ids is None or targets is None or len(targets) <= MOST_PRUNED * input_ids.numel():
+        return self.original_forward(input_ids, **kwargs)
+    if self.cpu_decoder is None:
+        self.cpu_decoder = CpuDecoder.of(self)
+    hidden = self.cpu_decoder and self.cpu_decoder(input_ids, kwargs["position_ids"], targets, layout)
+    if not isinstance(hidden, Tensor):
+        return self.original_forward(input_ids, **kwargs)
+    return SimpleNamespace(last_hidden_state=hidden[None])
+
+
+@dataclass
+class CpuDecoder:
+    """A decoder like Llama's that is one function on a CPU. `parameters`: of the modules that have weights, as
+    decoder_on_cpu has them; `angles`: RoPE's cosines and sines by position."""
+
+    rotary_emb: nn.Module
+    parameters: list[dict[str, Any]]
+    settings: DecoderSettings
+    attention: AttentionParams
+    angles: tuple[Tensor, ...] = ()
+
+    @classmethod
+    def of(cls, decoder: Any) -> CpuDecoder | Literal[False]:
+        embedding, layers, rotary_emb = decoder.embed_tokens, list(decoder.layers), decoder.rotary_emb
+        rotation = rotary_emb(embedding.weight, torch.zeros(1, 1, dtype=torch.long))
+        is_plain = type(embedding) is nn.Embedding and embedding.max_norm is None and not embedding.scale_grad_by_freq
+        is_plain = is_plain and not layers[0].self_attn.attention_dropout
+        if not (is_plain and rotary_emb.rope_type == "default" and cpu_kernels_take(embedding.weight)):
+            return False
+        if not all(_fits_cpu_layer(layer, rotation) and fits_blocked_layer(_layer_weights(layer)) for layer in layers):
+            return False
+        attention, padding = _attention_params(layers[0].self_attn), embedding.padding_idx
+        modules = [embedding, decoder.norm, *(module for layer in layers for module in _modules_with_weights(layer))]
+        norms = [norm for layer in layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+        eps = tuple(norm.variance_epsilon for norm in (*norms, decoder.norm))
+        settings = DecoderSettings(
+            attention.scale, layers[0].self_attn.head_dim, eps, -1 if padding is None else padding
+        )  # fmt: skip
+        return cls(rotary_emb, [module._parameters for module in modules], settings, attention)
+
+    def __call__(self, ids_BT: Tensor, positions_BT: Tensor, targets_N: Tensor, layout: Layout) -> Tensor | None:
+        """The target tokens' hidden states (ND); None where attention is not the kernel's."""
+        weights = [parameters["weight"] for parameters in self.parameters]
+        if not (fits_attention_kernel(layout, self.attention) and cpu_kernels_take(ids_BT, targets_N, weights[0])):
+            return None
+        width = ids_BT.shape[1]
+        if not self.angles or len(self.angles[0]) < width:
+            tables = self.rotary_emb(weights[0], torch.arange(width)[None])
+            self.angles = tuple(table[0].contiguous() for table in tables)
+        cos, sin = (table.index_select(0, positions_BT.view(-1)) for table in self.angles)
+        return decoder_on_cpu(DecoderInputs(ids_BT, targets_N, cos, sin, layout), self.settings, weights)
+
+
 def attention_block(layer: Any, x: Tensor, **kwargs: Any) -> Tensor:
     """The first half of a decoder layer: x + attention(norm(x))."""
     attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(x), **kwargs)
@@ -338,10 +404,19 @@ def _linear_layers(self: Any) -> tuple[nn.Module, ...]:
 
 
 def _decoder_layer_on_cpu(self: Any, x: Tensor, position_embeddings: tuple[Tensor, Tensor], layout: Layout) -> Tensor:
-    norms, weights = (self.input_layernorm, self.post_attention_layernorm), [w.weight for w in _linear_layers(self)]
-    weights = [norms[0].weight, *weights[:4], norms[1].weight, *weights[4:]]
-    params, eps = _attention_params(self.self_attn), (norms[0].variance_epsilon, norms[1].variance_epsilon)
-    return layer_on_cpu(x, position_embeddings, layout, params, self.self_attn.head_dim, eps, tuple(weights))
+    norms, params = (self.input_layernorm, self.post_attention_layernorm), _attention_params(self.self_attn)
+    eps, weights = (norms[0].variance_epsilon, norms[1].variance_epsilon), _layer_weights(self)
+    return layer_on_cpu(x, position_embeddings, layout, params, self.self_attn.head_dim, eps, weights)
+
+
+def _layer_weights(self: Any) -> tuple[Tensor, ...]:
+    """As layer_on_cpu has them."""
+    return tuple(module.weight for module in _modules_with_weights(self))
+
+
+def _modules_with_weights(self: Any) -> list[Any]:
+    linear = _linear_layers(self)
+    return [self.input_layernorm, *linear[:4], self.post_attention_layernorm, *linear[4:]]
 
 
 def _qkv_rope(self: Any, x: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:

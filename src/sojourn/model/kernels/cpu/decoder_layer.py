@@ -60,7 +60,7 @@ def layer_on_cpu(
 ) -> Tensor:
     """`weights`: input norm, q, k, v, o, post-attention norm, gate, up, down; `eps`: of the norms."""
     cos_BTD, sin_BTD = (angles.expand(*x_BTD.shape[:2], -1).contiguous() for angles in cos_sin)
-    if _fits_kernel(layout, params) and fits_blocked_layer(weights):
+    if fits_attention_kernel(layout, params) and fits_blocked_layer(weights):
         blocked: Tensor = BlockedLayer.apply(x_BTD, cos_BTD, sin_BTD, layout, params.scale, head_dim, eps, *weights)
         return blocked
     keeps_graph = torch.is_grad_enabled()
@@ -119,7 +119,7 @@ def _attention(
     query: Tensor, key: Tensor, value: Tensor, layout: Layout, params: AttentionParams, keeps_graph: bool
 ) -> tuple[Tensor, Callable[[Tensor], Sequence[Tensor]]]:
     """The outputs of all heads, and a function from their gradients to those of query, key and value, contiguous."""
-    if _fits_kernel(layout, params):
+    if fits_attention_kernel(layout, params):
         heads, lse = attention_forward(query, key, value, layout, params.scale)
         return heads, lambda grad: attention_backward(grad, query, key, value, lse, layout, params.scale)
     inputs = (query, key, value)
@@ -134,6 +134,6 @@ def _attention(
     return out, backward
 
 
-def _fits_kernel(layout: Layout, params: AttentionParams) -> bool:
+def fits_attention_kernel(layout: Layout, params: AttentionParams) -> bool:
     plain = params.softcap is None and not params.dropout and layout.effective_window(params.window) is None
     return layout.backend == "sdpa" and plain

@@ -147,41 +147,48 @@ static void adamw_block(float *restrict weight, const float *restrict grad, floa
     }
 }
 
-/* One step of AdamW. `tensors`: weight, gradient, mean and square of each; `settings`: 7 numbers of each, in the order
-of `adamw_block`: what gradients are multiplied by, the betas, what weights are multiplied by (weight decay), the
-learning rate and the root of the mean square by their bias corrections, epsilon. */
-void adamw(float **tensors, const int64_t *sizes, const float *settings, int64_t count, int threads) {
+/* One step of AdamW. `states`: mean, mean square and count of steps of each; `settings`: 5 numbers of each: the betas,
+the learning rate, weight decay, epsilon; `factor`: what gradients are multiplied by. */
+void adamw(float **weights, const float **grads, float **states, const int64_t *sizes, const double *settings,
+           int64_t count, float factor, int threads) {
 #pragma omp parallel num_threads(threads)
     for (int64_t t = 0; t < count; t++) {
-        float **one = tensors + 4 * t;
+        const double *s = settings + 5 * t;
+        double steps = *states[3 * t + 2] + 1.0;
+        float numbers[] = {factor,
+                           (float)s[0],
+                           (float)s[1],
+                           (float)(1.0 - s[2] * s[3]),
+                           (float)(s[2] / (1.0 - pow(s[0], steps))),
+                           (float)(1.0 / sqrt(1.0 - pow(s[1], steps))),
+                           (float)s[4]};
 #pragma omp for schedule(static) nowait
         for (int64_t i = 0; i < sizes[t]; i += BLOCK)
-            adamw_block(one[0] + i, one[1] + i, one[2] + i, one[3] + i, sizes[t] - i < BLOCK ? sizes[t] - i : BLOCK,
-                        settings + 7 * t);
+            adamw_block(weights[t] + i, grads[t] + i, states[3 * t] + i, states[3 * t + 1] + i,
+                        MIN(BLOCK, sizes[t] - i), numbers);
     }
+    for (int64_t t = 0; t < count; t++) *states[3 * t + 2] += 1.0f;
 }
 
-/* Each row's loss; its logits become their gradient. A row with a label below 0 has neither. */
+float cross_entropy_row(float *restrict x, int64_t label, int64_t n) {
+    if (label < 0) {
+        memset(x, 0, n * sizeof(float));
+        return 0.0f;
+    }
+    int64_t i = 0;
+    float lanes[LANES] = {0}, most = maximum(x, n), own = x[label];
+    for (i = 0; i < n; i++) x[i] = within_range_of_exp(x[i] - most);
+    for (i = 0; i < n; i++) x[i] = exp_f32(x[i]);
+    for (i = 0; i + LANES <= n; i += LANES)
+        for (int l = 0; l < LANES; l++) lanes[l] += x[i + l];
+    for (int l = 0; i + l < n; l++) lanes[l] += x[i + l];
+    float sum = sum_lanes(lanes), factor = 1.0f / sum;
+    for (i = 0; i < n; i++) x[i] *= factor;
+    x[label] -= 1.0f;
+    return logf(sum) + (most - own);
+}
+
 void cross_entropy(float *logits, const int64_t *labels, float *losses, int64_t rows, int64_t n, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t row = 0; row < rows; row++) {
-        float *restrict x = logits + row * n;
-        int64_t label = labels[row], i = 0;
-        losses[row] = 0.0f;
-        if (label < 0) {
-            memset(x, 0, n * sizeof(float));
-            continue;
-        }
-        float lanes[LANES] = {0}, most = maximum(x, n), own = x[label];
-        for (i = 0; i < n; i++) x[i] = within_range_of_exp(x[i] - most);
-        for (i = 0; i < n; i++) x[i] = exp_f32(x[i]);
-        for (i = 0; i + LANES <= n; i += LANES)
-            for (int l = 0; l < LANES; l++) lanes[l] += x[i + l];
-        for (int l = 0; i + l < n; l++) lanes[l] += x[i + l];
-        float sum = sum_lanes(lanes);
-        losses[row] = logf(sum) + (most - own);
-        float factor = 1.0f / sum;
-        for (i = 0; i < n; i++) x[i] *= factor;
-        x[label] -= 1.0f;
-    }
+    for (int64_t row = 0; row < rows; row++) losses[row] = cross_entropy_row(logits + row * n, labels[row], n);
 }

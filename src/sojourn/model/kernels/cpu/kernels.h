@@ -19,6 +19,9 @@ void rms_norm_rows_backward(const float *grad, const float *x, const float *weig
 void swiglu_block(const float *gate, const float *up, float *out, int64_t n);
 void swiglu_backward_block(float *grad_out, float *gate_out, float *up_out, int64_t n);
 
+/* The loss; logits become its gradient. With a label below 0 there is neither. */
+float cross_entropy_row(float *logits, int64_t label, int64_t n);
+
 /* The heads of one token. `x` and `out` may be the same. */
 void rope_token(const float *x, int64_t x_stride, const float *cos, const float *sin, float *out, int64_t out_stride,
                 int64_t heads, int64_t n, float sign);

@@ -6,9 +6,10 @@ Modules with the attribute `cpu_kernels` use them (smoke_test.py sets it).
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ ROWS_PER_SUM, _BLOCK = 32, 1024  # as in kernels.h
 _DTYPES = (torch.float32, torch.int64)
 
 _Strides = ctypes.c_int64 * 3
-_P, _N, _F, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+_P, _N, _F, _D, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_double, ctypes.c_int
 _SIGNATURES = {
     "rms_norm_forward": (_P, _P, _P, _P, _N, _N, _F, _I),
     "rms_norm_backward": (_P, _P, _P, _P, _P, _P, _P, _N, _N, _I),
@@ -31,11 +32,14 @@ _SIGNATURES = {
     "rope": (_P, _Strides, _P, _P, _P, _Strides, _N, _N, _N, _N, _F, _I),
     "attention_forward": (*(_P,) * 6, *(_N,) * 5, _F, _I),
     "attention_backward": (*(_P,) * 9, *(_N,) * 5, _F, _I),
-    "decoder_layer_forward": (*(_P,) * 3, *(_F,) * 3, _I),
-    "decoder_layer_backward": (*(_P,) * 3, _F, _I),
+    "decoder_layer_forward": (*(_P,) * 9, _F, _I),
+    "decoder_layer_backward": (*(_P,) * 10, _F, _I),
+    "decoder_forward": (_P, _P, _P, _N, _P, _P, _P, _F, _N, _I, _I),
+    "decoder_backward": (_P, _P, _P, _P, _N, _P, _P, _F, *(_N,) * 3, _I),
     "cross_entropy": (_P, _P, _P, _N, _N, _I),
+    "linear_cross_entropy": (*(_P,) * 7, *(_N,) * 3, _I),
     "sum_of_squares": (_P, _P, _N, _P, _P, _I),
-    "adamw": (_P, _P, _P, _N, _I),
+    "adamw": (*(_P,) * 5, _N, _F, _I),
 }
 
 
@@ -128,11 +132,12 @@ def decoder_layer_forward(
     head_dim: int, eps: tuple[float, float],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The layer's output, and what the backward needs. `weights`: as layer_on_cpu has them."""
-    sizes, counts, threads = _layer_sizes(x_BTD, weights, layout, head_dim)
-    saved, out_BTD = x_BTD.new_empty(sum(counts)), torch.empty_like(x_BTD)
-    given = [tensor.data_ptr() for tensor in (x_BTD, cos_BTD, sin_BTD, *_norms_first(weights))]
-    pointers = (_P * 23)(*given, *_parts(saved, counts), out_BTD.data_ptr())
-    load_library().decoder_layer_forward(pointers, sizes, layout.cu_seqlens.data_ptr(), *eps, scale, threads)
+    sizes, floats, threads = _layer_sizes(x_BTD.numel() // x_BTD.shape[-1], weights, layout, head_dim)
+    saved, out_BTD = x_BTD.new_empty(floats), torch.empty_like(x_BTD)
+    given = (x_BTD.data_ptr(), cos_BTD.data_ptr(), sin_BTD.data_ptr(), pointers(weights))
+    made = (saved.data_ptr(), out_BTD.data_ptr())
+    starts = layout.cu_seqlens.data_ptr()
+    load_library().decoder_layer_forward(*given, *made, sizes, starts, (_F * 2)(*eps), scale, threads)
     return out_BTD, saved
 
 
@@ -141,36 +146,97 @@ def decoder_layer_backward(
     layout: Layout, scale: float, head_dim: int,
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
     """The gradients of x and of the weights. `saved` is overwritten."""
-    sizes, counts, threads = _layer_sizes(x_BTD, weights, layout, head_dim)
-    grad_x, grad_weights = torch.empty_like(x_BTD), [torch.empty_like(weight) for weight in weights]
-    given = [tensor.data_ptr() for tensor in (grad_BTD, x_BTD, cos_BTD, sin_BTD, *_norms_first(weights))]
-    made = [tensor.data_ptr() for tensor in (grad_x, *_norms_first(grad_weights))]
-    pointers = (_P * 33)(*given, *_parts(saved, counts), *made)
-    load_library().decoder_layer_backward(pointers, sizes, layout.cu_seqlens.data_ptr(), scale, threads)
-    return grad_x, grad_weights
+    sizes, _, threads = _layer_sizes(x_BTD.numel() // x_BTD.shape[-1], weights, layout, head_dim)
+    grad_x, grads = torch.empty_like(x_BTD), [torch.empty_like(weight) for weight in weights]
+    given = [tensor.data_ptr() for tensor in (grad_BTD, x_BTD, cos_BTD, sin_BTD)]
+    made = (pointers(weights), saved.data_ptr(), grad_x.data_ptr(), pointers(grads))
+    load_library().decoder_layer_backward(*given, *made, sizes, layout.cu_seqlens.data_ptr(), scale, threads)
+    return grad_x, grads
 
 
-def _norms_first(weights: Sequence[Tensor]) -> list[Tensor]:
-    """As decoder_layer.c has them: both norms, then the matrices."""
-    return [weights[0], weights[5], *weights[1:5], *weights[6:]]
+@dataclass(frozen=True)
+class DecoderSettings:
+    """Of a decoder like Llama's. `eps`: of both norms of each layer, then of the final norm; `padding`: the id whose
+    embedding is not trained, or -1."""
+
+    scale: float
+    head_dim: int
+    eps: tuple[float, ...]
+    padding: int
+
+    @property
+    def layers(self) -> int:
+        return len(self.eps) // 2
 
 
-def _layer_sizes(
-    x_BTD: Tensor, weights: Sequence[Tensor], layout: Layout, head_dim: int
-) -> tuple[Any, tuple[int, ...], int]:
-    """The sizes, as decoder_layer.c has them; the floats of each tensor that it saves; and threads."""
-    tokens, size, ffn = x_BTD.numel() // x_BTD.shape[-1], x_BTD.shape[-1], len(weights[6])
-    queries, keys = len(weights[1]), len(weights[2])
+@dataclass(frozen=True)
+class DecoderInputs:
+    """Of a decoder's tokens: ids, those whose hidden states are wanted (ascending), RoPE's cosines and sines."""
+
+    ids: Tensor
+    targets_N: Tensor
+    cos: Tensor
+    sin: Tensor
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class SavedByDecoder:
+    """For the backward. `x`: inputs of the layers and output of the last; `scales_N`: of the final norm."""
+
+    x: Tensor
+    scales_N: Tensor
+    layers: list[Tensor]
+
+
+def decoder_forward(
+    given: DecoderInputs, settings: DecoderSettings, weights: Sequence[Tensor], keep: bool
+) -> tuple[Tensor, SavedByDecoder]:
+    """The target tokens' hidden states after the final norm (ND), and, if `keep`, what the backward needs. `weights`:
+    embedding, final norm, then as layer_on_cpu has them, layer by layer."""
+    norm, tokens, targets = weights[1], given.ids.numel(), len(given.targets_N)
+    sizes, floats, threads = _layer_sizes(tokens, weights[2:11], given.layout, settings.head_dim)
+    x = norm.new_empty(settings.layers + 1 if keep else 2, tokens, len(norm))
+    saved = SavedByDecoder(
+        x, norm.new_empty(targets), [norm.new_empty(floats) for _ in range(settings.layers if keep else 1)]
+    )  # fmt: skip
+    hidden_ND = norm.new_empty(targets, len(norm))
+    load_library().decoder_forward(
+        pointers((*_decoder_inputs(given, saved), hidden_ND)), pointers(weights), pointers(saved.layers),
+        settings.layers, sizes, given.layout.cu_seqlens.data_ptr(), (_F * len(settings.eps))(*settings.eps),
+        settings.scale, targets, keep, threads,
+    )  # fmt: skip
+    return hidden_ND, saved
+
+
+def decoder_backward(
+    grad_ND: Tensor, given: DecoderInputs, settings: DecoderSettings, weights: Sequence[Tensor], saved: SavedByDecoder
+) -> list[Tensor]:
+    """The gradients of the weights. `saved` is overwritten."""
+    sizes, _, threads = _layer_sizes(given.ids.numel(), weights[2:11], given.layout, settings.head_dim)
+    grads = [torch.empty_like(weight) for weight in weights]
+    grad_x, targets = torch.empty_like(saved.x[:2]), len(given.targets_N)
+    partial = grad_ND.new_empty(-(-targets // ROWS_PER_SUM), grad_ND.shape[1])
+    load_library().decoder_backward(
+        pointers((*_decoder_inputs(given, saved), grad_ND, grad_ND, grad_x, partial)), pointers(weights),
+        pointers(saved.layers), pointers(grads), settings.layers, sizes, given.layout.cu_seqlens.data_ptr(),
+        settings.scale, targets, len(weights[0]), settings.padding, threads,
+    )  # fmt: skip
+    return grads
+
+
+def _decoder_inputs(given: DecoderInputs, saved: SavedByDecoder) -> tuple[Tensor, ...]:
+    """As decoder_layer.c has them."""
+    return given.ids, given.targets_N, given.cos, given.sin, saved.x, saved.scales_N
+
+
+def _layer_sizes(tokens: int, weights: Sequence[Tensor], layout: Layout, head_dim: int) -> tuple[Any, int, int]:
+    """The sizes, as decoder_layer.c has them; how many floats it saves of a layer; and threads."""
+    size, queries, keys, ffn = len(weights[0]), len(weights[1]), len(weights[2]), len(weights[6])
     heads, kv_heads, documents = queries // head_dim, keys // head_dim, len(layout.cu_seqlens) - 1
-    of_token = (1, queries, keys, keys, queries, heads, size, 1, ffn, ffn)
+    saved = tokens * (2 + heads + size + 2 * queries + 2 * keys + 2 * ffn)
     sizes = (_N * 8)(tokens, size, heads, kv_heads, head_dim, ffn, documents, layout.max_seqlen)
-    return sizes, tuple(tokens * count for count in of_token), threads_for(tokens * ffn)
-
-
-def _parts(tensor: Tensor, counts: Sequence[int]) -> list[int]:
-    """Where its parts begin: so many floats each."""
-    first = tensor.data_ptr()
-    return [first + 4 * before for before in accumulate(counts[:-1], initial=0)]
+    return sizes, saved, threads_for(tokens * ffn)
 
 
 def cross_entropy_with_grad(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
@@ -181,24 +247,39 @@ def cross_entropy_with_grad(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
     return losses_C
 
 
+def linear_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Each token's loss by an LM head, and the gradients of their sum by hidden states and head. Labels below 0 are
+    ignored."""
+    (tokens, size), vocabulary = hidden_ND.shape, len(weight_VD)
+    logits, losses = hidden_ND.new_empty(tokens, vocabulary), hidden_ND.new_empty(tokens)
+    grads = torch.empty_like(hidden_ND), torch.empty_like(weight_VD)
+    pointers = [tensor.data_ptr() for tensor in (hidden_ND, weight_VD, labels_N, logits, losses, *grads)]
+    load_library().linear_cross_entropy(*pointers, tokens, size, vocabulary, threads_for(logits.numel()))
+    return losses, *grads
+
+
 def sum_of_squares(tensors: Sequence[Tensor]) -> float:
     """Of all values of these tensors, contiguous and in fp32."""
-    sizes = [tensor.numel() for tensor in tensors]
+    sizes = array("q", [tensor.numel() for tensor in tensors])
     partial = torch.empty(sum(-(-size // _BLOCK) for size in sizes), dtype=torch.float64)
     result = ctypes.c_double()
-    arrays = (_pointers(tensors), (_N * len(sizes))(*sizes), len(sizes), partial.data_ptr(), ctypes.byref(result))
+    arrays = (pointers(tensors), _as_c(sizes), len(sizes), partial.data_ptr(), ctypes.byref(result))
     load_library().sum_of_squares(*arrays, threads_for(sum(sizes)))
     return result.value
 
 
-def adamw_step(tensors: Sequence[Sequence[Tensor]], settings: Sequence[Sequence[float]]) -> None:
-    """One step of AdamW in place. Of each parameter: weight, gradient, mean, mean square; and its 7 settings, as
-    `adamw` of kernels.c has them."""
-    sizes, numbers = [one[0].numel() for one in tensors], [number for one in settings for number in one]
-    pointers = _pointers([tensor for one in tensors for tensor in one])
-    arrays = (pointers, (_N * len(sizes))(*sizes), (_F * len(numbers))(*numbers), len(sizes))
-    load_library().adamw(*arrays, threads_for(sum(sizes)))
+def adamw_step(weights: Sequence[Tensor], grads: Sequence[Tensor], states: Any, sizes: array[int],
+               settings: Sequence[float], factor: float) -> None:  # fmt: skip
+    """One step of AdamW in place. `states`: pointers to each parameter's mean, mean square and count of steps;
+    `settings`: 5 of each parameter, as `adamw` of kernels.c has them."""
+    arrays = (pointers(weights), pointers(grads), states, _as_c(sizes), _as_c(array("d", settings)), len(sizes))
+    load_library().adamw(*arrays, factor, threads_for(sum(sizes)))
 
 
-def _pointers(tensors: Sequence[Tensor]) -> Any:
-    return (_P * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+def pointers(tensors: Sequence[Tensor]) -> Any:
+    """Their addresses as C has them. Through `array`: ctypes takes twice as long for each."""
+    return _as_c(array("q", [tensor.data_ptr() for tensor in tensors]))
+
+
+def _as_c(numbers: array[Any]) -> Any:
+    return ((_N if numbers.typecode == "q" else _D) * len(numbers)).from_buffer(numbers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from array import array
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from sojourn.model.attention import AttentionParams, attend
 from sojourn.model.kernels.cpu import library
 from sojourn.model.kernels.cpu.blocked_layer import BlockedLayer
+from sojourn.model.kernels.cpu.decoder import decoder_on_cpu
 from sojourn.model.kernels.cpu.decoder_layer import rms_norm
 from sojourn.model.layout import Layout, compute_cu_seqlens, make_layout
 
@@ -29,7 +31,7 @@ def enable_cpu_kernels(model: nn.Module) -> bool:
             wrong = next(
                 (
                     check.__name__
-                    for check in (_norm, _swiglu, _rope, _attention, _blocked_layer, _loss, _adamw)
+                    for check in (_norm, _swiglu, _rope, _attention, _blocked_layer, _decoder, _loss, _head, _adamw)
                     if not check()
                 ),
                 None,
@@ -131,13 +133,24 @@ def layer_by_torch(
     return x + (F.silu(normed @ w_gate.t()) * (normed @ w_up.t())) @ w_down.t()
 
 
-def _blocked_layer() -> bool:
-    layout, size, head_dim, ffn = _two_documents_per_row(), 45, 22, 70
+_SIZE, _HEAD_DIM = 45, 22
+
+
+def _layer_weights() -> list[Tensor]:
+    size, ffn = _SIZE, 70
     shapes = [(66, size), (22, size), (22, size), (size, 66), (ffn, size), (ffn, size), (size, ffn)]
     matrices = [torch.randn(shape) / shape[1] ** 0.5 for shape in shapes]
-    weights = [torch.rand(size), *matrices[:4], torch.rand(size), *matrices[4:]]
-    x, angles = torch.randn(*_SHAPE[:2], size), torch.randn(*_SHAPE[:2], head_dim // 2).repeat(1, 1, 2)
-    rotation, scale = (angles.cos(), angles.sin()), head_dim**-0.5
+    return [torch.rand(size), *matrices[:4], torch.rand(size), *matrices[4:]]
+
+
+def _rotation() -> tuple[Tensor, Tensor]:
+    angles = torch.randn(*_SHAPE[:2], _HEAD_DIM // 2).repeat(1, 1, 2)
+    return angles.cos(), angles.sin()
+
+
+def _blocked_layer() -> bool:
+    layout, weights, head_dim = _two_documents_per_row(), _layer_weights(), _HEAD_DIM
+    x, rotation, scale = torch.randn(*_SHAPE[:2], _SIZE), _rotation(), head_dim**-0.5
     expected = _with_gradients(
         lambda x, *weights: layer_by_torch(x, *rotation, layout, scale, head_dim, weights), x, *weights
     )
@@ -147,6 +160,38 @@ def _blocked_layer() -> bool:
         *weights,
     )
     return _is_close(ours, expected)
+
+
+def decoder_by_torch(
+    given: library.DecoderInputs, settings: library.DecoderSettings, weights: Sequence[Tensor]
+) -> Tensor:
+    """As decoder_on_cpu, with norms whose epsilon is 1e-5."""
+    x = F.embedding(given.ids, weights[0], settings.padding if settings.padding >= 0 else None)
+    for first in range(2, len(weights), 9):
+        layer = weights[first : first + 9]
+        x = layer_by_torch(x, given.cos, given.sin, given.layout, settings.scale, settings.head_dim, layer)
+    return F.rms_norm(x.flatten(0, 1)[given.targets_N], weights[1].shape, weights[1], 1e-5)
+
+
+def _decoder() -> bool:
+    """Two layers, two tokens of three."""
+    settings = library.DecoderSettings(_HEAD_DIM**-0.5, _HEAD_DIM, (1e-5,) * 5, padding=3)
+    ids, targets = torch.randint(9, _SHAPE[:2]), (torch.arange(_SHAPE[0] * _SHAPE[1]) % 3).nonzero()[:, 0]
+    given = library.DecoderInputs(ids, targets, *_rotation(), _two_documents_per_row())
+    weights = [torch.randn(9, _SIZE), torch.rand(_SIZE), *_layer_weights(), *_layer_weights()]
+    ours, expected = (
+        _with_gradients(lambda *weights, of=of: of(given, settings, weights), *weights)
+        for of in (decoder_on_cpu, decoder_by_torch)
+    )
+    return _is_close(ours, expected)
+
+
+def _head() -> bool:
+    hidden, weight, labels = torch.randn(70, 45), torch.randn(77, 45), torch.randint(-1, 77, (70,))
+    leaves = [one.clone().requires_grad_() for one in (hidden, weight)]
+    losses = F.cross_entropy(leaves[0] @ leaves[1].t(), labels, ignore_index=-1, reduction="none")
+    expected = [losses.detach(), *torch.autograd.grad(losses.sum(), leaves)]
+    return _is_close(list(library.linear_cross_entropy(hidden, weight, labels)), expected)
 
 
 def _loss() -> bool:
@@ -161,13 +206,14 @@ def _adamw() -> bool:
     weights, grads = ([torch.randn(size) for size in ((40, 77), (3,))] for _ in range(2))
     ours, expected = ([weight.clone().requires_grad_() for weight in weights] for _ in range(2))
     optimizer = torch.optim.AdamW(expected, lr=0.1, weight_decay=0.1, eps=1e-8)
-    states = [(torch.zeros_like(weight), torch.zeros_like(weight)) for weight in weights]
-    for step in (1, 2):
+    states = [(torch.zeros_like(weight), torch.zeros_like(weight), torch.tensor(0.0)) for weight in weights]
+    for _ in range(2):
         for weight, grad in zip(expected, grads, strict=True):
             weight.grad = grad / 2
         optimizer.step()
-        tensors = [(w.detach(), grad, *state) for w, grad, state in zip(ours, grads, states, strict=True)]
-        numbers = (0.5, 0.9, 0.999, 1 - 0.1 * 0.1, 0.1 / (1 - 0.9**step), (1 - 0.999**step) ** -0.5, 1e-8)
-        library.adamw_step(tensors, [numbers] * len(tensors))
+        sizes, settings = array("q", [weight.numel() for weight in ours]), (0.9, 0.999, 0.1, 0.1, 1e-8) * len(ours)
+        library.adamw_step(
+            ours, grads, library.pointers([one for state in states for one in state]), sizes, settings, 0.5
+        )
     norm = torch.tensor(library.sum_of_squares(grads)).sqrt()
     return _is_close([*ours, norm], [*expected, torch.nn.utils.get_total_norm(grads)])
