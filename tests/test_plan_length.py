@@ -119,11 +119,16 @@ def write_parquet(path, texts):
 
 
 @pytest.mark.parametrize(
-    ("name", "write"),
-    [("a.jsonl", write_chats), ("a.json", write_list), ("a.jsonl.gz", write_packed), ("a.csv", write_table),
-     ("a.txt", write_text), ("a.parquet", write_parquet)],
+    ("name", "write", "packing"),
+    [
+        pytest.param(*file, packing, marks=pytest.mark.slow if (number + (packing == "off")) % 2 else [])
+        for number, file in enumerate((
+            ("a.jsonl", write_chats), ("a.json", write_list), ("a.jsonl.gz", write_packed), ("a.csv", write_table),
+            ("a.txt", write_text), ("a.parquet", write_parquet),
+        ))
+        for packing in ("packed", "off")
+    ],
 )  # fmt: skip
-@pytest.mark.parametrize("packing", ["packed", "off"])
 def test_of_large_files_an_excerpt_is_read(home, tokenizer, monkeypatch, name, write, packing):
     monkeypatch.setattr(measure, "_WHOLE_BYTES", 0)
     monkeypatch.setattr(measure, "_EXCERPT_BYTES", 256 << 10)
