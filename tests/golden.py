@@ -34,6 +34,7 @@ def demo_losses(home: Path, start: Callable[[list[str], dict[str, str]], Any] = 
     # Without the CPU kernels, which a machine has only with gcc.
     args = ["train", "demo", "log.every_steps=1", "log.tensorboard=off", "train.device=cpu", "advanced.cpu_kernels=off"]
     env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    env |= {"OMP_WAIT_POLICY": "PASSIVE"}  # threads that wait beside other tests use no CPU time
     process = start(args, {**env, "SOJOURN_HOME": str(home)})
     from sojourn.run.folder import RunFolder
 

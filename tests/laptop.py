@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from fork_server import ForkServer
 from remote_box import RemoteBox
 
 RUN = ("smoke", "train.steps=24", "train.global_batch=4", "model.d_model=64", "data.vocab_size=400",
@@ -19,6 +20,7 @@ RUN = ("smoke", "train.steps=24", "train.global_batch=4", "model.d_model=64", "d
 class Laptop:
     folder: Path
     extra: dict[str, str] | None = None
+    fork_server: ForkServer | None = None  # the processes need not import everything anew
 
     @property
     def home(self) -> Path:
@@ -40,6 +42,11 @@ class Laptop:
     def run(
         self, *words: str, code: int | None = 0, timeout: float = 300, **env: str
     ) -> subprocess.CompletedProcess[str]:
+        if self.fork_server is not None:
+            self.home.mkdir(parents=True, exist_ok=True)
+            done = self.fork_server.run(*words, timeout=timeout, env={**self.env, **env}, cwd=str(self.home))
+            assert code is None or done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+            return done
         process = self.start(*words, **env)
         try:
             out, err = process.communicate(timeout=timeout)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -139,6 +140,10 @@ def preload() -> None:
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
         get_checkpoint_conversion_mapping("llama")
+    with contextlib.suppress(ImportError):  # the template of the README that peft writes beside every adapter
+        import jinja2
+
+        jinja2.Environment.compile = functools.lru_cache(64)(jinja2.Environment.compile)  # type: ignore[method-assign]
     torch.set_num_threads(1)
     command_tree()  # what these three find out once per process, every fork knows
     load_run(["smoke"])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from budget import shared_cost
 
-MORE = 5 if "SOJOURN_FUZZ" in os.environ else 1  # times as many random examples: `make test-long`
+MORE = 10 if "SOJOURN_FUZZ" in os.environ else 1  # times as many random examples: `make test-long`
 
 COLOURS = ("red", "green", "blue", "gold", "grey", "pink", "black", "white")
 THINGS = ("cat", "boat", "lamp", "tree", "stone", "river", "cloud", "bell")

@@ -193,28 +193,29 @@ class SupervisedJob:
         (self.folder / name).touch()
 
     def kill_everything(self) -> None:
-        """SIGKILL to supervisor, shim and trainer, as when a container is stopped."""
-        while True:
+        """SIGKILL to supervisor, shim and trainer, as when a container is stopped; also to those that have just been
+        started and are in no record yet, or in none any more."""
+        looks_without = 0
+        while looks_without < 2:  # a process may be started behind one that was just looked at
             records = [self.record("supervisor"), self.record("shim")]
-            alive = [record["pid"] for record in records if supervisor.lives(record)] + supervisor.processes_of(
-                self.folder
-            )
-            if not alive:
-                return
+            alive = {record["pid"] for record in records if supervisor.lives(record)}
+            alive |= {*supervisor.processes_of(self.folder), *self._by_command_line()}
+            looks_without = 0 if alive else looks_without + 1
             for pid in alive:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.02)
 
+    def _by_command_line(self) -> list[int]:
+        marks, found = [b"\0".join([verb, os.fsencode(self.folder)]) for verb in (b"shim", b"start")], []
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if entry.name.isdigit() and any(mark in (entry / "cmdline").read_bytes() for mark in marks):
+                    found.append(int(entry.name))
+        return found
+
     def close(self) -> None:
-        """Also shims that are about to end, and those whose record another one has replaced."""
-        marks = [b"\0".join([b"shim", os.fsencode(self.folder)]), b"\0".join([b"start", os.fsencode(self.folder)])]
-        for _ in range(2):
-            self.kill_everything()
-            for entry in Path("/proc").iterdir():
-                with contextlib.suppress(OSError):
-                    if entry.name.isdigit() and any(mark in (entry / "cmdline").read_bytes() for mark in marks):
-                        os.kill(int(entry.name), signal.SIGKILL)
+        self.kill_everything()
 
 
 def tool(folder: Path, name: str, code: str) -> None:

@@ -50,10 +50,10 @@ def _dense(q, k, v, documents, scale, window=None, softcap=None):
         for t in range(WIDTH):
             seen = [s for s in range(t + 1) if documents[row, s] == documents[row, t]]
             seen = seen if window is None else seen[-window:]
-            for head in range(q.shape[2]):
-                scores = (k[row, seen, head // share] @ q[row, t, head]) * scale
-                scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-                out[row, t, head] = scores.softmax(0) @ v[row, seen, head // share]
+            keys, values = (x[row, seen].repeat_interleave(share, 1) for x in (k, v))
+            scores = torch.einsum("shd,hd->sh", keys, q[row, t]) * scale
+            scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+            out[row, t] = torch.einsum("sh,shd->hd", scores.softmax(0), values)
     return out
 
 

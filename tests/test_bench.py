@@ -18,24 +18,24 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def two_megabytes(tmp_path_factory) -> tuple[Path, int]:
+def a_megabyte(tmp_path_factory) -> tuple[Path, int]:
     """A file of synthetic chats, and how many they are."""
     path = tmp_path_factory.mktemp("chats") / "one.jsonl"
-    return path, write_synthetic_chats(path, 2_000_000)
+    return path, write_synthetic_chats(path, 1_200_000)
 
 
-def test_synthetic_chats_depend_on_the_seed_alone_and_have_the_requested_size(two_megabytes, tmp_path):
-    (one, count), few, again, other = two_megabytes, *(tmp_path / f"{name}.jsonl" for name in ("few", "again", "other"))
-    assert write_synthetic_chats(few, 200_000) == write_synthetic_chats(again, 200_000)
-    assert write_synthetic_chats(other, 100_000, seed=1)
+def test_synthetic_chats_depend_on_the_seed_alone_and_have_the_requested_size(a_megabyte, tmp_path):
+    (one, count), few, again, other = a_megabyte, *(tmp_path / f"{name}.jsonl" for name in ("few", "again", "other"))
+    assert write_synthetic_chats(few, 100_000) == write_synthetic_chats(again, 100_000)
+    assert write_synthetic_chats(other, 50_000, seed=1)
     assert few.read_bytes() == again.read_bytes()
     assert few.read_bytes()[:1000] != other.read_bytes()[:1000]
-    assert 0.98 * 2_000_000 <= one.stat().st_size <= 2_000_000
+    assert 0.98 * 1_200_000 <= one.stat().st_size <= 1_200_000
     assert count == len(one.read_text(encoding="utf-8").splitlines())
 
 
-def test_the_chats_are_whole_and_varied(two_megabytes):
-    chats = [json.loads(line)["messages"] for line in two_megabytes[0].read_text(encoding="utf-8").splitlines()]
+def test_the_chats_are_whole_and_varied(a_megabyte):
+    chats = [json.loads(line)["messages"] for line in a_megabyte[0].read_text(encoding="utf-8").splitlines()]
     for chat in chats:
         turns = chat[1:] if chat[0]["role"] == "system" else chat
         assert [turn["role"] for turn in turns] == ["user", "assistant"] * (len(turns) // 2) and turns
@@ -52,7 +52,7 @@ def test_the_chats_are_whole_and_varied(two_megabytes):
 def test_all_rows_do_the_same_work(bench, tmp_path, flat):
     out, folder = tmp_path / "result.json", tmp_path / "work"
     folder.mkdir()
-    done = bench("--size", "600kB", "--flat", flat, "--folder", str(folder), "--json", "--out", str(out))
+    done = bench("--size", "500kB", "--flat", flat, "--folder", str(folder), "--json", "--out", str(out))
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result == json.loads(out.read_text(encoding="utf-8"))

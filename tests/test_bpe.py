@@ -145,7 +145,7 @@ def test_sentencepiece_says_nothing(tmp_path: Path, models: Path, capfd: pytest.
     assert capfd.readouterr() == ("", "")
 
 
-@settings(max_examples=100 * MORE)
+@settings(max_examples=50 * MORE)
 @given(text=TEXTS)
 def test_every_text_survives_our_sentencepiece(models: Path, text: str) -> None:
     tokenizer, processor = both(models / "ours.model")
@@ -154,7 +154,7 @@ def test_every_text_survives_our_sentencepiece(models: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["prefixed", "marked", "phrases", "no_bytes"])
-@settings(max_examples=50 * MORE, deadline=None)
+@settings(max_examples=25 * MORE, deadline=None)
 @given(text=TEXTS)
 def test_a_converted_bpe_gives_the_same_ids(models: Path, name: str, text: str) -> None:
     tokenizer, processor = both(models / f"{name}.model")
@@ -162,7 +162,7 @@ def test_a_converted_bpe_gives_the_same_ids(models: Path, name: str, text: str) 
 
 
 @pytest.mark.parametrize("name", ["unigram", "unigram_bare"])
-@settings(max_examples=50 * MORE, deadline=None)
+@settings(max_examples=25 * MORE, deadline=None)
 @given(text=TEXTS)
 def test_a_converted_unigram_gives_the_same_ids_or_equally_good_ones(models: Path, name: str, text: str) -> None:
     tokenizer, processor = both(models / f"{name}.model")

@@ -195,7 +195,7 @@ configs = st.builds(
 )
 
 
-@settings(QUICK, max_examples=20 * MORE)
+@settings(QUICK, max_examples=10 * MORE)
 @given(configs)
 def test_any_valid_config_reads_back_as_written(values: dict[str, Any]) -> None:
     config = RunConfig.model_validate(values)
@@ -236,7 +236,7 @@ section_names = st.sampled_from(list(RunConfig.model_fields))
 structures = st.dictionaries(section_names | keys, values | st.dictionaries(keys, scalars, max_size=4), max_size=5)
 
 
-@settings(QUICK, max_examples=50 * MORE)
+@settings(QUICK, max_examples=25 * MORE)
 @given(structures)
 def test_any_structure_is_a_config_or_one_line(structure: dict[str, Any]) -> None:
     Path("run.yaml").write_text(yaml.safe_dump(structure, allow_unicode=True), encoding="utf-8")
@@ -248,7 +248,7 @@ yamlish = st.text(
 )
 
 
-@settings(QUICK, max_examples=100 * MORE)
+@settings(QUICK, max_examples=50 * MORE)
 @given(st.binary(max_size=60) | (st.text(max_size=60) | yamlish).map(str.encode))
 def test_any_bytes_in_a_file_are_a_config_or_one_line(content: bytes) -> None:
     Path("run.yaml").write_bytes(content)
@@ -265,14 +265,14 @@ word = (
 )
 
 
-@settings(QUICK, max_examples=100 * MORE)
+@settings(QUICK, max_examples=50 * MORE)
 @given(st.lists(word, max_size=6))
 def test_any_command_line_is_a_config_or_one_line(words: list[str]) -> None:
     valid_or_told(words)
     valid_or_told(["small", *words])
 
 
-@settings(QUICK, max_examples=100 * MORE)
+@settings(QUICK, max_examples=50 * MORE)
 @given(
     st.lists(
         st.builds(

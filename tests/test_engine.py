@@ -88,17 +88,25 @@ def test_every_family_generates_what_transformers_does(kind: str, ops: Ops) -> N
     assert run(engine, [make(ids, at, 12) for at, ids in enumerate(asked)]) == expected
 
 
+LOADS = {
+    "together": EngineOptions(32, 512, CONTEXT, 400),
+    "pieces": EngineOptions(8, 16, CONTEXT, 400),  # prompts in pieces
+    "preempted": EngineOptions(8, 40, CONTEXT, 16),  # requests take each other's blocks
+    "drafts": EngineOptions(8, 64, CONTEXT, 400, draft_tokens=3),
+}
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("options", "temperature"),
     [
-        EngineOptions(32, 512, CONTEXT, 400),
-        EngineOptions(8, 16, CONTEXT, 400),  # prompts in pieces
-        EngineOptions(8, 40, CONTEXT, 16),  # requests take each other's blocks
-        EngineOptions(8, 64, CONTEXT, 400, draft_tokens=3),
+        pytest.param(
+            options, temperature, id=f"{temperature}-{name}",
+            marks=pytest.mark.slow if (temperature == 0.0) == (name in ("pieces", "drafts")) else [],
+        )
+        for name, options in LOADS.items()
+        for temperature in (0.0, 1.0)
     ],
-    ids=["together", "pieces", "preempted", "drafts"],
-)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+)  # fmt: skip
 def test_a_request_gets_alone_what_it_gets_under_load(
     options: EngineOptions, temperature: float, decoder: Decoder, ops: Ops
 ) -> None:

@@ -27,7 +27,7 @@ METHODS = {
 }
 RUN = (
     "train.micro_batch=2",
-    "data.eval_fraction=0.1",
+    "data.eval_fraction=0.03",
     "train.eval_every=4",
     "train.steps=8",
     "train.sample_tokens=4",

@@ -79,7 +79,7 @@ KINDS = {
 }  # fmt: skip
 _ROOM = TemporaryDirectory(prefix="words-")  # gone with the process
 OURS = [name for name, kind in KINDS.items() if kind.own is None]
-quickly = settings(max_examples=16 * MORE)
+quickly = settings(max_examples=8 * MORE)
 
 
 @cache

@@ -56,7 +56,9 @@ def _write(text):
 
 @pytest.mark.parametrize(
     "make",
-    [*(make for name, make in ODD.items() if name != "a folder"), *map(_write, CONTENTS.values()),
+    [*(make for name, make in ODD.items() if name != "a folder"),
+     *(pytest.param(_write(text), marks=pytest.mark.slow if number % 3 else []) for number, text in
+       enumerate(CONTENTS.values())),
      lambda path: write_json(path, WRONG_TYPES)],
     ids=[*(name for name in ODD if name != "a folder"), *CONTENTS, "wrong types"],
 )  # fmt: skip

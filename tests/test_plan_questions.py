@@ -68,9 +68,15 @@ def test_cards_that_were_never_run_are_offered_only_where_they_are_named(home):
     assert asked("--time", "10h", "--gpu", "MI300X")["models"]["qwen2.5-7b"]["lora"]["gpu"] == "MI300X"
 
 
-@pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize(
-    "words", [("--budget", "¥20"), ("--time", "10h"), ("qwen2.5-7b", "--compare"), ("qwen2.5-72b", "--compare")]
+    ("words", "width"),
+    [
+        pytest.param(words, width, marks=pytest.mark.slow if (number % 2 == 0) == (width == 120) else [])
+        for number, words in enumerate(
+            (("--budget", "¥20"), ("--time", "10h"), ("qwen2.5-7b", "--compare"), ("qwen2.5-72b", "--compare"))
+        )
+        for width in (80, 120)
+    ],
 )
 def test_no_line_is_wider_than_the_screen(home, monkeypatch, words, width):
     monkeypatch.setenv("COLUMNS", str(width))

@@ -29,7 +29,7 @@ from sojourn.errors import UserError
 
 SIZES = st.one_of(st.integers(1, 40), st.sampled_from([100, 4096, 1 << 20]))
 over_contents = settings(
-    max_examples=24 * MORE, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=12 * MORE, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 
 
@@ -352,7 +352,7 @@ def test_invalid_json_is_reported_with_its_line(tmp_path: Path, content: bytes, 
 
 
 @given(st.binary(max_size=60) | st.text('[]{}",:1 \n\\eE.-tru', max_size=40).map(str.encode), SIZES)
-@settings(over_contents, max_examples=60 * MORE)
+@settings(over_contents, max_examples=30 * MORE)
 def test_no_bytes_at_all_bring_a_reader_down(tmp_path: Path, content: bytes, size: int) -> None:
     for name in ("a.json", "a.jsonl", "a.csv", "a.txt", "a.parquet"):
         path = write(tmp_path / name, content)
@@ -537,7 +537,7 @@ PIECES = [
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=60), SIZES)
-@settings(over_contents, max_examples=60 * MORE)
+@settings(over_contents, max_examples=30 * MORE)
 def test_documents_do_not_depend_on_the_size_of_parcels(tmp_path: Path, pieces: list[bytes], size: int) -> None:
     path = write(tmp_path / "a.txt", b"".join(pieces))
     with pytest.MonkeyPatch.context() as patch:

@@ -25,8 +25,8 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteBox]:
 
 
 @pytest.fixture(scope="module")
-def laptop(tmp_path_factory: pytest.TempPathFactory, box: RemoteBox) -> Laptop:
-    made = Laptop(tmp_path_factory.mktemp("laptop"))
+def laptop(tmp_path_factory: pytest.TempPathFactory, box: RemoteBox, fork_server: ForkServer) -> Laptop:
+    made = Laptop(tmp_path_factory.mktemp("laptop"), fork_server=fork_server)
     made.add(box)
     return made
 

@@ -57,7 +57,7 @@ def test_pieces_from_the_cache_are_the_tokens_of_the_whole(tokenizers, kind):
     assert supports_token_cache(tokenizer)
     cache = TokenCache(tokenizer)
 
-    @settings(max_examples=100 * MORE, deadline=None)
+    @settings(max_examples=50 * MORE, deadline=None)
     @given(st.lists(texts, max_size=4))
     def check(some):
         whole = tokenizer.encode_batch(some, add_special_tokens=False)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import tempfile
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -125,6 +126,33 @@ def measure_source(
 ) -> MeasuredSource:
     """Extrapolated from an excerpt of a source on this machine; tokens are estimated where there is no tokenizer."""
     opened = open_source(source, data.columns, False, _ignore, data.encoding)
+    if not opened.is_builtin or tokenizer is not None:
+        return _measure_opened(opened, data, tokenizer, estimate)
+    template, _ = open_template(data, None)
+    settings = source.model_dump_json(), data.model_dump_json(), template.source if template else ""
+    return _measure_builtin(_BuiltinSource(*settings, estimate, opened, data))
+
+
+@dataclass(frozen=True)
+class _BuiltinSource:
+    """Our own data with settings: two that are equal are measured once."""
+
+    source: str
+    data: str
+    template: str
+    estimate: TokenEstimate
+    opened: OpenedSource = field(compare=False)
+    config: DataConfig = field(compare=False)
+
+
+@lru_cache(maxsize=16)  # of the plans of a board, most are of the same data: 0.5 s each
+def _measure_builtin(one: _BuiltinSource) -> MeasuredSource:
+    return _measure_opened(one.opened, one.config, None, one.estimate)
+
+
+def _measure_opened(
+    opened: OpenedSource, data: DataConfig, tokenizer: TokenizerBundle | None, estimate: TokenEstimate
+) -> MeasuredSource:
     excerpt = read_excerpt(opened, _EXCERPT_BYTES)
     chunks = excerpt.thinned(_TOKENIZED_BYTES)
     if why := _unusable(chunks):

@@ -12,12 +12,14 @@ def quiet_transformers() -> None:
 
     # before transformers imports torchao, which lists the GPU kernels that do not load here
     for name in ("bitsandbytes", "torchao", "torch.utils._pytree"):
-        standard.getLogger(name).setLevel(standard.ERROR)
+        if (logger := standard.getLogger(name)).level != standard.ERROR:  # to set a level takes milliseconds
+            logger.setLevel(standard.ERROR)
     from huggingface_hub import utils
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    if logging.get_verbosity() != standard.ERROR:
+        logging.set_verbosity_error()
     if sys.stderr.isatty():
         hub: Any = utils
         hub.enable_progress_bars()

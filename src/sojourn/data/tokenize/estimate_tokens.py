@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
 
 from sojourn.config.data import DataConfig
 
@@ -39,20 +41,29 @@ _SAMPLES = {
 }
 
 
+@dataclass(frozen=True)
 class TokenEstimate:
     """Estimates for a vocabulary of a size; `trained`: it is to be trained on the text itself, which `builtin` says is
     our own; `by_character`: it has a token for each character."""
 
-    def __init__(
-        self, vocab_size: int, trained: bool = False, by_character: bool = False, builtin: bool = False
-    ) -> None:
-        nearest = min(_TOKENS_PER_UNIT, key=lambda size: abs(math.log(size / max(1, vocab_size))))
-        self._per_unit = _TOKENS_PER_UNIT[151_936 if trained else nearest]
-        self._factor = _between(_TRAINED_ON_BUILTIN if builtin else _TRAINED, vocab_size) if trained else 1.0
-        self._by_character = by_character
+    vocab_size: int
+    trained: bool = False
+    by_character: bool = False
+    builtin: bool = False
+
+    @cached_property
+    def _per_unit(self) -> dict[str, float]:
+        nearest = min(_TOKENS_PER_UNIT, key=lambda size: abs(math.log(size / max(1, self.vocab_size))))
+        return _TOKENS_PER_UNIT[151_936 if self.trained else nearest]
+
+    @cached_property
+    def _factor(self) -> float:
+        if not self.trained:
+            return 1.0
+        return _between(_TRAINED_ON_BUILTIN if self.builtin else _TRAINED, self.vocab_size)
 
     def __call__(self, text: str) -> int:
-        if self._by_character:
+        if self.by_character:
             return len(text)
         counts = Counter(unit.lastgroup for unit in _UNITS.finditer(text))
         special = counts.pop("special", 0)
