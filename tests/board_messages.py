@@ -15,6 +15,7 @@ import sojourn
 SOURCE = Path(sojourn.__file__).parent
 _PROSE = re.compile(r"[a-z]{2,}[,;:.]? (?:[a-z]{2,}|\{|[A-Za-z])|\} [a-z]{2,}|[a-z]{3,}: \{")
 _HELP = ("help", "rich_help_panel", "metavar", "epilog")  # of commands: a terminal shows them
+_SCHEMA = re.compile(r"\w+\(.*\) -> .+")  # of an operation of PyTorch
 
 
 def sentences(*places: str) -> dict[str, str]:
@@ -25,7 +26,7 @@ def sentences(*places: str) -> dict[str, str]:
         for file in [path] if path.suffix else sorted(path.rglob("*.py")):
             tree = ast.parse(file.read_text(encoding="utf-8"))
             for line, template in sorted(_literals(tree, _docstrings(tree))):
-                if _PROSE.search(template):
+                if _PROSE.search(template) and not _SCHEMA.fullmatch(template):
                     found.setdefault(template, f"{file.relative_to(SOURCE)}:{line}")
     return found
 

@@ -13,7 +13,7 @@ from sojourn.model.safetensors_reader import SafetensorsFile
 from sojourn.model.streamed_loading import StagedReads, streamed_loading
 
 _LOAD = """
-import json, sys
+import ctypes, json, sys
 import torch
 from sojourn.model.base import BaseModelSource, load_base_model
 
@@ -21,6 +21,8 @@ def peak():
     lines = dict(line.split(":") for line in open("/proc/self/status"))
     return int(lines["VmHWM"].split()[0]) << 10
 
+M_MMAP_THRESHOLD = -3  # so that what is freed goes back at once; else free pieces between tensors count, or do not
+ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 128 << 10)
 peaks = []
 for folder in sys.argv[1:]:  # a tiny one first, so that what Python imports does not count
     model = load_base_model(BaseModelSource(folder, quant_bits=8), torch.bfloat16, "cpu")
