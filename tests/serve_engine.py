@@ -66,7 +66,7 @@ class ThreadEngine:
         self.loading.set()
         self.restarting.set()
         self.running = self.generated = self.freed = self.restarts = 0
-        self.died = False
+        self.died = self.dies_with_next = False
 
     async def start(self) -> None:
         while not self.loading.is_set():
@@ -88,6 +88,8 @@ class ThreadEngine:
             try:
                 model = self._models[request.adapter]
                 sequence = await loop.run_in_executor(self._thread, self._open, model, request)
+                if self.dies_with_next:
+                    self.died, self.dies_with_next = True, False
                 while True:
                     if self.died:
                         raise EngineDied("killed by a test")

@@ -112,3 +112,17 @@ def test_expandable_segments_are_the_default_and_a_users_own_setting_wins(monkey
     monkeypatch.setenv(names[1], "max_split_size_mb:128")
     main.use_expandable_segments()
     assert names[0] not in os.environ and os.environ[names[1]] == "max_split_size_mb:128"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "chat ~nobody1/x", "plan lora-20k model.base=~nobody1/x", "runs show ~nobody1/x", "push ~nobody1/x a/b",
+        "export ~nobody1/x --to hf", "eval ~nobody1/x", "generate ~nobody1/x --prompt hello", "serve ~nobody1/x",
+        "prepare lora-20k --train_file ~nobody1/x.jsonl", "train small save.resume=~nobody1/x",
+        "config check ~nobody1/x.yaml", "verify ~nobody1/x",
+    ],
+)  # fmt: skip
+def test_the_home_of_a_user_that_there_is_not_is_a_path_like_any_other(line, home):
+    said = called(*line.split())
+    assert said.returncode == 2 and "nobody1" in said.stderr and "Traceback" not in said.stderr, said.stderr

@@ -158,7 +158,11 @@ def test_adapters_are_loaded_chosen_by_name_and_unloaded(loaded: LoadedModel, ad
         assert served.post("/v1/load_lora_adapter", load).status_code == 200
         assert [one["id"] for one in served.get("/v1/models").json()["data"]] == ["tiny", "poet"]
         assert say(served, model="poet") != plain == say(served)
-        for wrong in (load, {**load, "lora_name": "tiny"}, {**load, "lora_name": "x", "lora_path": str(other)}):
+        for wrong in (
+            load,
+            {**load, "lora_name": "tiny"},
+            *({"lora_name": "x", "lora_path": path} for path in (str(other), "~~~", "~nobody1/x", "x\0y")),
+        ):
             assert served.post("/v1/load_lora_adapter", wrong).status_code == 400
         assert served.post("/v1/unload_lora_adapter", {"lora_name": "poet"}).status_code == 200
         assert served.post("/v1/unload_lora_adapter", {"lora_name": "poet"}).status_code == 404
@@ -169,7 +173,7 @@ def test_a_dead_engine_is_started_again(loaded: LoadedModel) -> None:
     engine = ThreadEngine(loaded, pause=0.01)
     with serving(engine) as served:
         for times, body in enumerate((LONG, {**LONG, "stream": True}), 1):  # a stream before its first token, too
-            engine.died = True
+            engine.dies_with_next = True
             answer = served.post("/v1/chat/completions", body)
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_died")
             wait_until(lambda: served.get("/health").status_code == 200)

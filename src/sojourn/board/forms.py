@@ -16,6 +16,7 @@ from sojourn.board.schemas import Form
 from sojourn.config.load import Loaded, load_run
 from sojourn.config.yaml_file import write_yaml
 from sojourn.errors import UserError
+from sojourn.expand_user import expand_user
 
 _EXAMPLES = 6
 
@@ -122,7 +123,7 @@ def preview(form: Form, roots: list[Path]) -> dict[str, Any]:
 
 def _check_place(path: str, roots: list[Path]) -> None:
     """Of a file or folder; names of data sets are no paths here."""
-    place = Path(path).expanduser()
+    place = expand_user(path)
     is_file = place.is_absolute() or ".." in place.parts or place.exists()
     if is_file and not any(place.resolve().is_relative_to(root.resolve()) for root in roots):
         raise UserError(f"{path}: outside the folders of this board; upload it, or start: sojourn board {place.parent}")

@@ -13,6 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from sojourn.expand_user import expand_user
+
 VALID_HOURS = 24.0
 _MOST_BYTES = 1 << 22
 
@@ -39,7 +41,7 @@ def live_file() -> Path:
     from platformdirs import user_cache_dir
 
     home = os.environ.get("SOJOURN_HOME")
-    return (Path(home).expanduser() if home else Path(user_cache_dir("sojourn", appauthor=False))) / "live-prices.json"
+    return (expand_user(home) if home else Path(user_cache_dir("sojourn", appauthor=False))) / "live-prices.json"
 
 
 def live_prices(now: float | None = None) -> list[LivePrice]:

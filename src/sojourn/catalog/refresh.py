@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from sojourn.catalog.download import DownloadFailed, download_text, host_of
 from sojourn.catalog.prices import currencies
@@ -22,6 +21,7 @@ from sojourn.catalog.tables import (
 from sojourn.catalog.user_rows import row_text, write_checked
 from sojourn.config.messages import printable
 from sojourn.errors import RunFailed, UserError
+from sojourn.expand_user import expand_user
 
 RATES_URL = "https://www.ecb.europa.eu/stats/eurofxref/eurofxref-daily.xml"
 _HEAD = "# Written by `sojourn catalog refresh`: rows newer than the built-in ones. Your own go into catalog.toml.\n"
@@ -130,7 +130,7 @@ def _read(place: str) -> str:
         except DownloadFailed as error:
             raise RunFailed(f"--from {printable(place, 200)}: cannot be read ({error})") from None
     try:
-        return Path(place).expanduser().read_text(encoding="utf-8")
+        return expand_user(place).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UserError(f"--from {printable(place, 200)}: cannot be read ({reason})") from None

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from sojourn.config.messages import did_you_mean, printable
 from sojourn.errors import UserError
+from sojourn.expand_user import expand_user
 
 # tomllib came with 3.11; before that it is the tomli package, which has the same functions.
 _toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
@@ -49,7 +50,7 @@ def user_file() -> Path:
     from platformdirs import user_config_dir
 
     home = os.environ.get("SOJOURN_HOME")
-    if home and (there := Path(home).expanduser() / "catalog.toml").is_file():
+    if home and (there := expand_user(home) / "catalog.toml").is_file():
         return there
     return Path(user_config_dir("sojourn", appauthor=False)) / "catalog.toml"
 
@@ -59,7 +60,7 @@ def refreshed_file() -> Path:
     from platformdirs import user_config_dir
 
     home = os.environ.get("SOJOURN_HOME")
-    folder = Path(home).expanduser() if home else Path(user_config_dir("sojourn", appauthor=False))
+    folder = expand_user(home) if home else Path(user_config_dir("sojourn", appauthor=False))
     return folder / "catalog-refreshed.toml"
 
 

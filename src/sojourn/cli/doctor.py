@@ -31,6 +31,7 @@ def doctor(
     versions, GPUs, clocks, and the speed of an all-reduce.
     """
     from sojourn.errors import UserError
+    from sojourn.expand_user import expand_user
     from sojourn.machine.doctor import examine, exit_code, next_step, report
     from sojourn.machine.platform import detect
     from sojourn.machine.probe_ranks import examine_ranks, is_multi_rank
@@ -38,9 +39,9 @@ def doctor(
 
     try:
         platform = detect()
-        folder = (home or default_home()).expanduser().absolute()
+        folder = expand_user(home or default_home()).absolute()
     except UserError:  # a broken catalog.toml of the user: `examine` reports it as a finding
-        platform, folder = None, (home or Path()).expanduser().absolute()
+        platform, folder = None, expand_user(home or Path()).absolute()
 
     def show(findings: list[Finding]) -> int:
         if json:

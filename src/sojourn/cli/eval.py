@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from sojourn.cli.model_args import CheckpointOption, DeviceOption
+from sojourn.expand_user import expand_user
 
 
 def evaluate(
@@ -39,7 +40,6 @@ def evaluate(
 
     Examples: sojourn eval small; sojourn eval base.gguf small --task questions.jsonl --html report.html
     """
-    from pathlib import Path
 
     from sojourn.evals.compare import compare
     from sojourn.evals.held_out import check_source
@@ -61,7 +61,7 @@ def evaluate(
     title = f"sojourn eval {' '.join(models)}"
     for file, write in ((html, as_html), (svg, as_svg)):
         if file is not None:
-            write_text(Path(file).expanduser(), write(results, title))
+            write_text(expand_user(file), write(results, title))
     if json:
         print_json({"results": as_json(results)})
         return

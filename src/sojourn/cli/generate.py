@@ -23,6 +23,7 @@ from sojourn.cli.sampling_args import (
     read_logit_bias,
     read_stops,
 )
+from sojourn.expand_user import expand_user
 
 if TYPE_CHECKING:
     from sojourn.infer.generate_rows import RowsJob
@@ -91,9 +92,7 @@ def generate(
     job, total = RowsJob(read, source, params, raw, batch_size), check_rows(read())
     opened = load_model(model, device, checkpoint)
     if out is not None:
-        from pathlib import Path
-
-        write_rows(opened, job, total, model, Path(out).expanduser(), overwrite)
+        write_rows(opened, job, total, model, expand_user(out), overwrite)
     elif prompts is not None:
         print_rows(opened, job, total)
     else:

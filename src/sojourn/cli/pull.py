@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from sojourn.cli.logs import Json
+from sojourn.expand_user import expand_user
 
 
 def pull(
@@ -33,11 +34,9 @@ def pull(
 
     with Output(json) as output:
         if "/" in name:
-            from pathlib import Path
-
             from sojourn.model.pull import pull_model
 
-            folder = Path(to).expanduser().absolute() if to else None
+            folder = expand_user(to).absolute() if to else None
             output.result(pull_model(name, hub, revision, folder, include, output.say))
             return
         from sojourn.remote.verbs import pull_named

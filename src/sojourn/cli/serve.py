@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from sojourn.cli.model_args import CheckpointOption, DeviceOption
+from sojourn.expand_user import expand_user
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -92,11 +93,10 @@ def serve(
 
     sojourn serve small --host 0.0.0.0 --api-key-file keys.toml
     """
-    from pathlib import Path
 
     from sojourn.errors import UserError
 
-    file = Path(api_key_file).expanduser() if api_key_file else None
+    file = expand_user(api_key_file) if api_key_file else None
     if new_api_key is not None:
         _print_new_key(new_api_key, file, admin)
         return

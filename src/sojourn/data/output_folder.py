@@ -30,6 +30,7 @@ from sojourn.data.tokenize.tokenizer import open_tokenizer
 from sojourn.data.train_tokenizer import train_on_sample
 from sojourn.data.write import encoder_config
 from sojourn.errors import UserError
+from sojourn.expand_user import expand_user
 from sojourn.storage.files import write_json
 
 _TRAIN, _VALIDATION, _MARK = "train.jsonl", "validation.jsonl", ".prepared.json"
@@ -38,9 +39,9 @@ _STAGE = ".stage"
 
 def check_output_folder(config: RunConfig, folder: Path) -> None:
     """Neither the sources nor other files of the user are overwritten, and no output is read as a source next time."""
-    target = folder.expanduser().resolve()
+    target = expand_user(folder).resolve()
     for source in (*config.data.sources, *config.data.eval_sources):
-        path = Path(source.path).expanduser().resolve()
+        path = expand_user(source.path).resolve()
         if path.exists() and (target in (path, *path.parents) or path in target.parents):
             raise UserError(f"--output_dir: {folder} holds the source {source.path} or lies in it; name another folder")
     for name in (_TRAIN, _VALIDATION):
@@ -51,7 +52,7 @@ def check_output_folder(config: RunConfig, folder: Path) -> None:
 
 
 def write_output_folder(config: RunConfig, artefact: Artefact, folder: Path, say: Callable[[str], None]) -> None:
-    folder = folder.expanduser()
+    folder = expand_user(folder)
     stage = folder / _STAGE
     shutil.rmtree(stage, ignore_errors=True)
     stage.mkdir(parents=True)

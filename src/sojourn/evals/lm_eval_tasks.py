@@ -8,13 +8,13 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from sojourn.errors import RunFailed, UserError
 from sojourn.evals.compare import Kind, Measured
+from sojourn.expand_user import expand_user
 from sojourn.infer.load import LoadedModel
 from sojourn.model.quiet import suppress_stderr
 from sojourn.storage.hub_access import offline_reason
@@ -29,7 +29,7 @@ def check_lm_eval(tasks: Sequence[str]) -> None:
     if find_spec("lm_eval") is None:
         raise UserError("--lm-eval needs lm-eval; run: pip install lm-eval")
     for name in tasks:
-        if name.endswith(_FILES) and not Path(name).expanduser().is_file():
+        if name.endswith(_FILES) and not expand_user(name).is_file():
             raise UserError(f"--lm-eval: {name}: no such file")
 
 
@@ -55,7 +55,7 @@ def _evaluate(loaded: LoadedModel, tasks: list[str], limit: int | None) -> dict[
     import lm_eval
     from lm_eval.models.huggingface import HFLM
 
-    named = [str(Path(name).expanduser().resolve()) if name.endswith(_FILES) else name for name in tasks]
+    named = [str(expand_user(name).resolve()) if name.endswith(_FILES) else name for name in tasks]
     try:
         model = HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=8)
         found: dict[str, Any] | None = lm_eval.simple_evaluate(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sojourn.config.schema import RunConfig
 from sojourn.data.artefact import Artefact
 from sojourn.errors import UserError
+from sojourn.expand_user import expand_user
 from sojourn.infer.adapter_weights import AdapterWeights
 from sojourn.infer.weight_source import check_finite, file_stamp
 from sojourn.model.adapter_check import ADAPTER_FILE
@@ -66,7 +67,7 @@ def checkpoint_adapter(folder: Path, config: RunConfig, base_name: str) -> Adapt
     """Of a run that trained an adapter."""
     method = config.method
     if method.adapter is not None:  # trained further, with its own settings
-        settings = read_json_object(Path(method.adapter).expanduser() / ADAPTER_FILE)
+        settings = read_json_object(expand_user(method.adapter) / ADAPTER_FILE)
         if not settings:
             raise UserError(f"{folder}: continues the adapter {method.adapter}, whose {ADAPTER_FILE} is not there now")
     else:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sojourn.config.load import read_config
+from sojourn.expand_user import expand_user
 from sojourn.infer.adapter_weights import AdapterWeights
 from sojourn.run.folder import RunFolder
 from sojourn.run.identity import MODEL_MARK, read_identity
@@ -17,7 +18,7 @@ _SECTIONS = ("model", "method", "train", "data")
 
 def model_name(name: str) -> str:
     """A hub name as it is, a path by its last part: cards are published, home folders are not."""
-    path = Path(name).expanduser()
+    path = expand_user(name)
     looks_local = path.is_absolute() or path.exists() or name.startswith((".", "~")) or name.count("/") > 1
     return path.resolve().name.removesuffix(".gguf") if looks_local else name
 

@@ -13,6 +13,7 @@ from sojourn.config.messages import printable
 from sojourn.data.artefact import Artefact, artefact_of
 from sojourn.data.tokenize.gguf_tokenizer import extract_tokenizer
 from sojourn.errors import RunFailed, UserError
+from sojourn.expand_user import expand_user
 from sojourn.export.checkpoint_weights import CheckpointWeights, checkpoint_adapter
 from sojourn.export.combine import Combine
 from sojourn.export.lineage import lineage_of, model_name
@@ -138,7 +139,7 @@ def open_base(name: str, revision: str | None, near: Path, is_named_by_adapter: 
     """A folder, a GGUF file, or a name on the hub. `near`: the adapter, for messages."""
     if not name or name == "None":
         raise UserError(f"{near}: does not say which base it was trained on; say where it is: --base DIR")
-    path = Path(name).expanduser()
+    path = expand_user(name)
     if path.suffix == ".gguf" and path.is_file():
         return FolderWeights(_unpacked(path), extract_tokenizer(path))
     if not path.is_dir():

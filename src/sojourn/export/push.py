@@ -11,6 +11,7 @@ from typing import Any
 
 from sojourn.config.messages import did_you_mean, printable
 from sojourn.errors import RunFailed, UserError
+from sojourn.expand_user import expand_user
 from sojourn.export.stage import MANIFEST
 from sojourn.export.verify import read_manifest
 from sojourn.infer.find import find_model
@@ -55,7 +56,7 @@ def push(name: str, repo: str, hub: str, private: bool, revision: str | None, sa
 
 
 def _folder(name: str) -> Path:
-    path = Path(name).expanduser()
+    path = expand_user(name)
     if (path / MANIFEST).exists():
         if path.name.startswith(".partial-"):
             raise UserError(f"{path}: an export that is not finished; run the same export again")

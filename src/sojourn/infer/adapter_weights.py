@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sojourn.config.messages import printable
 from sojourn.errors import UserError
+from sojourn.expand_user import expand_user
 from sojourn.infer.weight_source import check_finite, file_stamp
 from sojourn.model.adapter_check import ADAPTER_FILE, ADAPTER_WEIGHTS, check_adapter
 from sojourn.model.safetensors_reader import SafetensorsFile
@@ -204,7 +205,7 @@ def parse_adapters(given: list[str]) -> tuple[tuple[str, float], ...]:
     found = []
     for text in given:
         name, separator, number = text.rpartition("=")
-        if not separator or Path(text).expanduser().exists():
+        if not separator or expand_user(text).exists():
             found.append((text, 1.0))
             continue
         try:

@@ -14,6 +14,7 @@ from typing import Any
 
 from sojourn.config.messages import did_you_mean
 from sojourn.errors import UserError
+from sojourn.expand_user import expand_user
 from sojourn.infer.chat import Chat, Reply
 from sojourn.run.output import terminal_text
 
@@ -130,7 +131,7 @@ class ChatTerminal:
 def _path(text: str, usage: str) -> Path:
     if not text:
         raise UserError(f"{usage}: name a file")
-    return Path(text).expanduser().absolute()
+    return expand_user(text).absolute()
 
 
 def accept_any_input() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sojourn.errors import UserError
+from sojourn.expand_user import expand_user
 from sojourn.model.adapter_check import ADAPTER_FILE
 from sojourn.run.checkpoints import MANIFEST, checkpoint_path, find_damage, list_checkpoints, step_of
 from sojourn.run.folder import RunFolder
@@ -32,7 +33,7 @@ def find_model(name: str, checkpoint: str | None = None) -> FoundModel:
     it, `final/`, or the newest good checkpoint of a run that has none, which a line says."""
     if checkpoint is None:
         name, checkpoint = split_checkpoint(name)
-    path = checkpoint_path(Path(name).expanduser())
+    path = checkpoint_path(expand_user(name))
     is_model = (path.suffix == ".gguf" and path.is_file()) or _is_model(path)
     is_checkpoint = (path / MANIFEST).is_file() and (path / "state.json").is_file()
     if checkpoint is not None and (is_model or is_checkpoint):
@@ -61,7 +62,7 @@ def adapter_folder(given: str) -> Path:
 def split_checkpoint(name: str) -> tuple[str, str | None]:
     """The run and the checkpoint of RUN@CHECKPOINT. A file, folder or run that has such a name goes first."""
     run, at, checkpoint = name.rpartition("@")
-    if not at or Path(name).expanduser().exists() or RunFolder(home() / "runs" / name).exists():
+    if not at or expand_user(name).exists() or RunFolder(home() / "runs" / name).exists():
         return name, None
     return run, checkpoint
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from sojourn.data.sources.values import BadRecord
 from sojourn.errors import UserError
+from sojourn.expand_user import expand_user
 from sojourn.infer.completions_file import CompletionsFile
 from sojourn.infer.generate import Completion, Generator, Prompt, draw_seed
 from sojourn.infer.load import LoadedModel
@@ -60,7 +61,7 @@ def rows_of(
         digest = hashlib.sha256(json.dumps(given).encode()).hexdigest()
         return lambda: (PromptRow(i, f"--prompt {i + 1}", {"prompt": t}, t) for i, t in enumerate(given)), digest[:16]
     path = check_prompt_file(file)
-    if out is not None and Path(out).expanduser().exists() and path.samefile(Path(out).expanduser()):
+    if out is not None and expand_user(out).exists() and path.samefile(expand_user(out)):
         raise UserError(f"--out: {out} is the file of prompts; choose another name")
     return lambda: read_prompts(path), sha256(path)[:16]
 

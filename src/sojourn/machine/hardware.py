@@ -5,6 +5,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from sojourn.expand_user import expand_user
+
 ROOT = Path("/")
 
 
@@ -83,7 +85,7 @@ def volume(path: Path) -> Volume:
 
 def existing(path: Path) -> Path:
     """The path itself, or the nearest parent that exists."""
-    there = Path(path).expanduser().absolute()
+    there = expand_user(path).absolute()
     while not there.exists() and there.parent != there:
         there = there.parent
     return there

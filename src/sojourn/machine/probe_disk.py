@@ -10,6 +10,7 @@ from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 
+from sojourn.expand_user import expand_user
 from sojourn.machine.finding import Finding, Level, gib, guarded
 from sojourn.machine.hardware import Volume, existing, volume
 
@@ -22,11 +23,11 @@ GIB = 1024**3
 def hf_cache(env: Mapping[str, str]) -> Path:
     """Where Hugging Face libraries download to, by their own rules."""
     if chosen := env.get("HF_HUB_CACHE"):
-        return Path(chosen).expanduser()
+        return expand_user(chosen)
     if chosen := env.get("HF_HOME"):
-        return Path(chosen).expanduser() / "hub"
+        return expand_user(chosen) / "hub"
     base = env.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "huggingface" / "hub"
+    return expand_user(base) / "huggingface" / "hub"
 
 
 def disks(home: Path, env: Mapping[str, str]) -> list[Finding]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from sojourn.expand_user import expand_user
 from sojourn.machine.finding import Finding
 from sojourn.machine.platform import Platform, find_home, is_persistent
 
@@ -91,8 +92,8 @@ def token(env: Mapping[str, str]) -> Finding:
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         if env.get(name, "").strip():
             return Finding("hf token", "ok", f"set in {name} (not shown)", data={"present": True})
-    home = Path(env.get("HF_HOME") or Path(env.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface").expanduser()
-    file = Path(env.get("HF_TOKEN_PATH") or home / "token").expanduser()
+    home = expand_user(env.get("HF_HOME") or Path(env.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
+    file = expand_user(env.get("HF_TOKEN_PATH") or home / "token")
     if file.is_file() and file.stat().st_size:
         return Finding("hf token", "ok", f"stored in {file} (not shown)", data={"present": True})
     message = "none; only gated models (Llama, Gemma) need one: hf auth login"

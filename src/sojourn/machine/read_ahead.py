@@ -6,6 +6,7 @@ import os
 import threading
 from pathlib import Path
 
+from sojourn.expand_user import expand_user
 from sojourn.machine.hardware import memory
 
 _PIECE = 2**23
@@ -23,10 +24,10 @@ def read_ahead(model: str) -> threading.Thread | None:
 
 
 def weight_files(model: str) -> list[Path]:
-    folder = Path(model).expanduser()
+    folder = expand_user(model)
     if not folder.is_dir() and model.count("/") == 1:
         home = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface") / "hub"
-        kept = Path(home).expanduser() / f"models--{model.replace('/', '--')}" / "snapshots"
+        kept = expand_user(home) / f"models--{model.replace('/', '--')}" / "snapshots"
         folder = max(kept.glob("*"), key=lambda path: path.stat().st_mtime, default=folder)
     return sorted(file for file in folder.glob("*.safetensors") if file.is_file())
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from sojourn.config.messages import did_you_mean, printable
 from sojourn.config.schema import MethodConfig
 from sojourn.errors import UserError
+from sojourn.expand_user import expand_user
 from sojourn.machine.compute_limit import LimitReached, call_limited
 from sojourn.model.adapter_check import ADAPTER_FILE, check_adapter
 from sojourn.resolve.training import lora_alpha
@@ -153,7 +154,7 @@ def _unadapted_note(model: nn.Module, targets: list[str], with_experts: bool) ->
 
 
 def refuse_missing_adapter(folder: str | Path) -> Path:
-    path = Path(folder).expanduser()
+    path = expand_user(folder)
     if not (path / ADAPTER_FILE).is_file():
         raise UserError(f"method.adapter: {folder}: no adapter there (no {ADAPTER_FILE})")
     return path
@@ -194,8 +195,8 @@ def empty_adapter(model: nn.Module, folder: str | Path, trainable: bool) -> nn.M
     """The same without loading the adapter's weights."""
     from peft import PeftConfig, get_peft_model
 
-    _check_foreign(model, Path(folder).expanduser())
-    config = PeftConfig.from_pretrained(str(Path(folder).expanduser()))
+    _check_foreign(model, expand_user(folder))
+    config = PeftConfig.from_pretrained(str(expand_user(folder)))
     config.inference_mode = not trainable
     with _experts_for_peft(model):
         return get_peft_model(model, config)
@@ -212,7 +213,7 @@ def disable_adapter_upcast(model: nn.Module) -> None:
 def write_adapter(model: nn.Module, weights: dict[str, Tensor], folder: Path, base: str, revision: str | None) -> None:
     """Writes `adapter_config.json` and `adapter_model.safetensors`; a local base is named by its absolute path."""
     config = model.peft_config["default"]
-    path = Path(base).expanduser()
+    path = expand_user(base)
     config.base_model_name_or_path = str(path.resolve()) if path.exists() else base
     config.revision = revision
     if not isinstance(config.target_modules, str):  # a pattern

@@ -13,6 +13,7 @@ from typing import Any
 
 from sojourn.config.schema import RunConfig
 from sojourn.errors import RunFailed, UserError
+from sojourn.expand_user import expand_user
 from sojourn.model.folder_check import check_model
 from sojourn.model.quiet import quiet_transformers, suppress_stderr
 from sojourn.model.streamed_loading import streamed_loading
@@ -49,17 +50,17 @@ class BaseModelSource:
 
     @property
     def gguf_file(self) -> Path | None:
-        path = Path(self.name_or_path).expanduser()
+        path = expand_user(self.name_or_path)
         return path if path.suffix == ".gguf" and path.is_file() else None
 
     @property
     def is_local(self) -> bool:
-        return Path(self.name_or_path).expanduser().exists()
+        return expand_user(self.name_or_path).exists()
 
     @property
     def from_pretrained_args(self) -> dict[str, Any]:
         """Arguments of transformers' `from_pretrained`."""
-        path = Path(self.name_or_path).expanduser()
+        path = expand_user(self.name_or_path)
         common = {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
         if self.gguf_file is not None:
             return {**common, "pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
@@ -267,7 +268,7 @@ def _named(base: BaseModelSource) -> Iterator[None]:
 
 
 def _check_source(base: BaseModelSource, weights: bool = True) -> None:
-    path = Path(base.name_or_path).expanduser()
+    path = expand_user(base.name_or_path)
     if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
         raise UserError(
             f"model.base: {base.name_or_path} is an adapter; set model.base to its base model, and "
@@ -330,7 +331,7 @@ def _quantization_config(base: BaseModelSource, dtype: Any) -> Any:
 def _load_error(base: BaseModelSource, error: Exception) -> UserError | RunFailed:
     """A one-line error with what to do, from transformers' long one."""
     text = " ".join(str(error).split())
-    offline = "" if Path(base.name_or_path).expanduser().exists() else offline_reason(None)
+    offline = "" if expand_user(base.name_or_path).exists() else offline_reason(None)
     if offline:
         return not_cached_error(f"model.base: {base.name_or_path}", offline)
     if "trust_remote_code" in text:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from pathlib import Path
 
 from sojourn.catalog.gpus import Gpu, gpus
 from sojourn.catalog.models import ModelSpec
@@ -18,6 +17,7 @@ from sojourn.estimate.ceilings import has_rate
 from sojourn.estimate.memory import memory
 from sojourn.estimate.step_time import StepTime, step_time
 from sojourn.estimate.uncertainty import MEASURED, range_reason
+from sojourn.expand_user import expand_user
 from sojourn.plan.calibration import Correction, correction
 from sojourn.plan.epoch import timed_workload
 from sojourn.plan.money import Bill, bill, with_disk, within
@@ -113,7 +113,7 @@ def make_plan(
 def _check_deepspeed_file(config: RunConfig, model: ModelSpec, offer: Offer) -> None:
     """As a run checks it, with the settings that a run there would have."""
     found = resolve_for(config, model, plan_device(config, offer.gpu, offer.count))
-    config_from_file(Path(str(config.parallel.deepspeed)).expanduser(), found.config, offer.count)
+    config_from_file(expand_user(str(config.parallel.deepspeed)), found.config, offer.count)
 
 
 def torch_build(gpu: Gpu) -> str | None:

@@ -9,10 +9,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sojourn.errors import UserError
+from sojourn.expand_user import expand_user
 from sojourn.remote.asyncssh_auth import authenticate_at_once, can_authenticate_at_once
 from sojourn.remote.asyncssh_channel import (
     PACKET_BYTES,
@@ -139,9 +139,9 @@ async def _hop(
         "gss_auth": False,
         "gss_kex": False,
     }
-    if host.key and not Path(host.key).expanduser().is_file():
+    if host.key and not expand_user(host.key).is_file():
         raise UserError(f"{host.name}: the key {host.key} does not exist; add the host again with another one")
-    own = [Path(path).expanduser() for path in (host.key, key_path()) if path]
+    own = [expand_user(path) for path in (host.key, key_path()) if path]
     attempts: list[dict[str, Any]] = [{"client_keys": [str(key)], "agent_path": None} for key in own if key.is_file()]
     attempts.append({})
     if password is not None:

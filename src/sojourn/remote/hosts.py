@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from sojourn.config.messages import did_you_mean, printable
 from sojourn.errors import UserError
+from sojourn.expand_user import expand_user
 from sojourn.remote.private_files import described, locked, read_object, write_private
 
 _NAME = re.compile(r"\w[\w.-]{0,63}")
@@ -59,7 +60,7 @@ def config_folder() -> Path:
     from platformdirs import user_config_dir
 
     given = os.environ.get("SOJOURN_CONFIG")
-    return Path(given).expanduser() if given else Path(user_config_dir("sojourn", appauthor=False))
+    return expand_user(given) if given else Path(user_config_dir("sojourn", appauthor=False))
 
 
 def hosts_file() -> Path:

@@ -19,6 +19,7 @@ from sojourn.config.schema import RunConfig
 from sojourn.data.sources.dataset_info import named_sources
 from sojourn.data.tokenize.templates import NAMED
 from sojourn.errors import UserError
+from sojourn.expand_user import expand_user
 from sojourn.remote.travelling_files import Item, TravellingFiles
 from sojourn.run.home import home, prepared_folder
 from sojourn.storage.file_digests import FileDigests
@@ -109,7 +110,7 @@ def make_shipment(
 def _models(config: RunConfig, changed: Settings) -> dict[str, str]:
     given = {"model.base": config.model.base, "method.adapter": config.method.adapter}
     return {
-        changed[key]: str(Path(path).expanduser().absolute())
+        changed[key]: str(expand_user(path).absolute())
         for key, path in given.items()
         if path is not None and changed.get(key) not in (None, path)
     }
@@ -196,7 +197,7 @@ def _mirror_problem(mirror: str, to: Destination) -> str | None:
         return None
     known = [*(disk for disk in to.disks if disk != to.home), *([to.home] if to.home.startswith("/") else [])]
     example = f", such as save.mirror={known[0]}" if known else ""
-    what = "a path of this machine" if Path(mirror).expanduser().exists() else "not a full path of the box"
+    what = "a path of this machine" if expand_user(mirror).exists() else "not a full path of the box"
     return (
         f"save.mirror: {printable(mirror)}: {what}; write a folder of the box{example}, "
         "or save.mirror=hub:USER/REPOSITORY"

@@ -9,6 +9,7 @@ from typing import Any
 
 from sojourn.config.messages import printable
 from sojourn.errors import UserError
+from sojourn.expand_user import expand_user
 from sojourn.remote.ssh_line import SshLine, check_address, check_user, join_address, parse_address, parse_jumps
 
 _MOST_JUMPS = 8
@@ -84,7 +85,7 @@ def read_entry(name: str, user: str | None, port: int | None, path: Path) -> Con
         jump = None
     if jump and command:  # OpenSSH takes the one that stands first; its own parser decides
         needs.append("ProxyJump with ProxyCommand")
-    keys = tuple(str(Path(key).expanduser()) for key in options.get("IdentityFile", ()) if str(key).lower() != "none")
+    keys = tuple(str(expand_user(key)) for key in options.get("IdentityFile", ()) if str(key).lower() != "none")
     found_port = options.get("Port") if port is None else None
     found_user = options.get("User") if user is None else None
     return ConfigEntry(options.get("Hostname"), found_user, found_port, keys, jump, tuple(needs))

@@ -16,6 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 from sojourn.config.messages import did_you_mean, printable
 from sojourn.errors import UserError
+from sojourn.expand_user import expand_user
 
 EXAMPLE = '"ssh -p 12345 root@region-9.autodl.com"'
 _WITH_VALUE = set("BbcDEeFIiJLlmOopPQRSWw")
@@ -228,7 +229,7 @@ class _Reader:
             self.notes.append(f"OpenSSH will make the connections, because of {names}")
         line = SshLine(self.host_name or address, self.user, self.port, self.jump or ())
         line.config_name = address if self.host_name else None
-        line.key = str(Path(self.keys[0]).expanduser()) if self.keys else None
+        line.key = str(expand_user(self.keys[0])) if self.keys else None
         line.transport = "openssh" if self.options else "asyncssh"
         line.options, line.notes = tuple(self.options), self.notes
         return line

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from sojourn.errors import UserError
+from sojourn.expand_user import expand_user
 from sojourn.remote.box_client import Box
 from sojourn.remote.follow import read_report
 from sojourn.remote.hosts import Host, get_host, load_hosts
@@ -58,9 +59,9 @@ def pull_named(run: str, what: str, to: str | None, say: Say) -> dict[str, Any]:
     if wanted is None:
         raise UserError(f"--what: “{what[:40]}” given; allowed: {', '.join(get_args(What))}")
     if find_job(run) is None and find_kaggle_run(run) is not None:
-        return pull_from_kaggle(run, what, Path(to).expanduser() if to else None, say)
+        return pull_from_kaggle(run, what, expand_user(to) if to else None, say)
     job = get_job(run)
-    host, folder = get_host(job.host), Path(to).expanduser().absolute() if to else Path(job.folder)
+    host, folder = get_host(job.host), expand_user(to).absolute() if to else Path(job.folder)
     with Box(host, say=say) as box:
         report = read_report(box, host, run)
         names = pull_run(box, host, run, folder, wanted, report, box.progress(f"pulling {what} of {run}"))

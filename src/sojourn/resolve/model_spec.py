@@ -14,6 +14,7 @@ from sojourn.catalog.models import ModelSpec, RefusedModel, find_model, models
 from sojourn.config.messages import printable
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
+from sojourn.expand_user import expand_user
 from sojourn.resolve.families import check_trainable, stored_as
 from sojourn.resolve.new_model import new_model_spec
 from sojourn.storage.hub_config import hub_config, is_hub_name
@@ -73,7 +74,7 @@ def model_spec_of(config: RunConfig) -> ModelSpec:
 
 def of_base(word: str) -> ModelSpec:
     """A folder or file at hand before a name; names are looked up in the catalogue, then on the hub."""
-    path = Path(word).expanduser()
+    path = expand_user(word)
     if path.is_file() and path.suffix != ".gguf":
         return of_file(path)
     if (path / "config.json").is_file():

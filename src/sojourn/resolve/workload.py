@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from sojourn.catalog.models import ModelSpec
 from sojourn.config.schema import MethodConfig, RunConfig
 from sojourn.estimate.workload import LINEAR, Workload
+from sojourn.expand_user import expand_user
 from sojourn.resolve.device_spec import DeviceSpec
 from sojourn.resolve.ds_config import zero_from_file
 
@@ -80,4 +79,4 @@ def _zero(config: RunConfig) -> tuple[int, str]:
     offload: str = config.train.offload
     if config.parallel.deepspeed is None:
         return (3 if offload == "all" else 2), offload
-    return zero_from_file(Path(config.parallel.deepspeed).expanduser(), config)
+    return zero_from_file(expand_user(config.parallel.deepspeed), config)

@@ -6,13 +6,14 @@ import os
 from pathlib import Path
 
 from sojourn.errors import UserError
+from sojourn.expand_user import expand_user
 from sojourn.run.folder import RunFolder
 
 
 def home() -> Path:
     folder = os.environ.get("SOJOURN_HOME")
     if folder:
-        return Path(folder).expanduser()
+        return expand_user(folder)
     from sojourn.machine.platform import persistent_home
 
     return persistent_home() or Path()
@@ -33,12 +34,12 @@ def prepared_folder() -> Path:
 
 
 def run_folder(name: str, folder: str | None = None) -> RunFolder:
-    return RunFolder(Path(folder).expanduser() if folder else home() / "runs" / name)
+    return RunFolder(expand_user(folder) if folder else home() / "runs" / name)
 
 
 def find_run(name: str) -> RunFolder:
     """An existing run by name or folder."""
-    for path in (home() / "runs" / name, Path(name).expanduser()):
+    for path in (home() / "runs" / name, expand_user(name)):
         run = RunFolder(path)
         if run.exists():
             return run

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from sojourn.expand_user import expand_user
 from sojourn.storage.files import read_json_object, write_json
 
 FILE = "paths.json"
@@ -20,7 +21,7 @@ def write_moved_paths(run: Path, paths: dict[str, str]) -> None:
 
 def path_here(path: str, near: Path) -> str:
     """The same file on this machine; `near`: a folder of the run, or within it."""
-    if Path(path).expanduser().exists():
+    if expand_user(path).exists():
         return path
     for folder in (near, *list(near.parents)[:2]):
         here = read_json_object(folder / FILE).get(path)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from sojourn.errors import UserError
+from sojourn.expand_user import expand_user
 from sojourn.serve.errors import ApiError, bad_request
 from sojourn.serve.schemas import AssistantMessage, Feedback
 from sojourn.storage.files import CannotRead, NotValid, advice, append_json, read_bytes, write_text
@@ -117,4 +118,4 @@ def feedback_folder(given: str | None, local: bool) -> FeedbackFolder | None:
 
     if given == "off" or (given is None and not local):
         return None
-    return FeedbackFolder(Path(given).expanduser() if given else home() / "feedback")
+    return FeedbackFolder(expand_user(given) if given else home() / "feedback")

@@ -6,6 +6,8 @@ import os
 import re
 from pathlib import Path
 
+from sojourn.expand_user import expand_user
+
 _COMMIT = re.compile(r"[0-9a-f]{6,64}")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
@@ -27,5 +29,5 @@ def cached_snapshot(model: str, revision: str | None = None) -> Path | None:
 
 def _cache() -> Path:
     if given := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
-        return Path(given).expanduser()
-    return Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "hub"
+        return expand_user(given)
+    return expand_user(os.environ.get("HF_HOME") or "~/.cache/huggingface") / "hub"

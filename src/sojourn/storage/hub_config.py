@@ -11,6 +11,7 @@ from pathlib import Path
 from sojourn.catalog.download import DownloadFailed, download_text, host_of
 from sojourn.config.messages import printable
 from sojourn.errors import RunFailed, UserError
+from sojourn.expand_user import expand_user
 from sojourn.storage.hub_access import hub_endpoint, offline_switch
 from sojourn.storage.hub_cache import cached_snapshot
 
@@ -85,4 +86,4 @@ def _folder() -> Path:
     from platformdirs import user_cache_dir
 
     home = os.environ.get("SOJOURN_HOME")
-    return (Path(home).expanduser() if home else Path(user_cache_dir("sojourn", appauthor=False))) / "hub-configs"
+    return (expand_user(home) if home else Path(user_cache_dir("sojourn", appauthor=False))) / "hub-configs"

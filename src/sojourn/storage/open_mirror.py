@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from sojourn.errors import UserError
+from sojourn.expand_user import expand_user
 from sojourn.storage.hub_mirror import HubMirror
 from sojourn.storage.mirror import Mirror
 from sojourn.storage.path_mirror import PathMirror
@@ -17,6 +16,6 @@ def open_mirror(text: str, run_name: str) -> Mirror:
     if not text.strip():
         raise UserError("save.mirror: empty; write a folder such as /root/autodl-fs, or hub:USER/REPOSITORY")
     try:
-        return PathMirror(Path(text).expanduser().absolute() / run_name)
+        return PathMirror(expand_user(text).absolute() / run_name)
     except RuntimeError:
         raise UserError(f"save.mirror={text}: that user has no home folder; write the folder's full path") from None

@@ -12,10 +12,10 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
-from pathlib import Path
 
 from sojourn.config.schema import RunConfig
 from sojourn.errors import Stopped, UserError
+from sojourn.expand_user import expand_user
 from sojourn.machine.gpu_energy import EnergyMeter, energy_meter
 from sojourn.machine.out_of_memory import free_memory, is_oom
 from sojourn.machine.precision import choose_device
@@ -203,7 +203,7 @@ def _compile_cache(config: RunConfig, run: RunFolder) -> Iterator[None]:
     if _TORCH_CACHE in os.environ and given is None:
         yield
         return
-    cache = Path(given).expanduser().absolute() if given else run.compile_cache.absolute()
+    cache = expand_user(given).absolute() if given else run.compile_cache.absolute()
     paths = {_TORCH_CACHE: cache, **{name: cache / folder for name, folder in _OTHER_CACHES.items()}}
     before = {name: os.environ.get(name) for name in (*paths, _FLASH_CACHE_SWITCH)}
     os.environ.update({name: str(path) for name, path in paths.items()}, **{_FLASH_CACHE_SWITCH: "1"})

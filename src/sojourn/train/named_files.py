@@ -4,11 +4,10 @@ DeepSpeed file by `resolve`."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from sojourn.config.schema import RunConfig
 from sojourn.data.tokenize.tokenizer import TRAINED, open_tokenizer
 from sojourn.errors import UserError
+from sojourn.expand_user import expand_user
 from sojourn.model.adapter import check_adapter_names, refuse_missing_adapter
 from sojourn.model.adapter_check import check_adapter
 from sojourn.model.base import base_of, load_model_config, meta_model, require_bitsandbytes
@@ -22,7 +21,7 @@ def check_named_files(config: RunConfig) -> None:
     _check_packages(config)
     if config.model.base is None:
         return
-    base = Path(config.model.base).expanduser()
+    base = expand_user(config.model.base)
     if (base / "config.json").is_file():
         try:
             check_model(base)
@@ -35,7 +34,7 @@ def check_named_files(config: RunConfig) -> None:
 def _check_resume(resume: str) -> None:
     if resume == "auto":
         return
-    path = checkpoint_path(Path(resume).expanduser())
+    path = checkpoint_path(expand_user(resume))
     if (path / "run.yaml").is_file():
         if not list_checkpoints(path / "checkpoints"):
             raise UserError(f"{path}: this run has no checkpoint to start from; leave out --fork or save.resume")

@@ -13,6 +13,7 @@ from typing import BinaryIO, NamedTuple, cast
 
 from sojourn.config.messages import printable
 from sojourn.errors import UserError
+from sojourn.expand_user import expand_user
 
 _TEXT = (".txt", ".md")
 _JSON = (".json", ".jsonl", ".ndjson")
@@ -52,7 +53,7 @@ def is_compressed(file: Path) -> bool:
 def user_path(text: str, key: str) -> Path:
     """What the user wrote as a path, which may not exist."""
     try:
-        path = Path(text).expanduser()
+        path = expand_user(text)
         path.exists()
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"{key}: {printable(text)}: cannot be read: {_reason(error)}") from None
@@ -62,7 +63,7 @@ def user_path(text: str, key: str) -> Path:
 def find_files(path: str) -> list[Path]:
     """The files that a source names: one file, all files below a folder, or those that match a glob."""
     try:
-        root = Path(path).expanduser()
+        root = expand_user(path)
         if root.is_file():
             return [_check_type(root)]
         if root.is_dir():

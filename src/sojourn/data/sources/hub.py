@@ -14,6 +14,7 @@ from sojourn.catalog.datasets import DatasetFacts, datasets
 from sojourn.config.data import Source
 from sojourn.config.messages import did_you_mean, normalize, printable
 from sojourn.errors import UserError
+from sojourn.expand_user import expand_user
 from sojourn.storage.hub_access import (
     Say,
     gated_error,
@@ -164,7 +165,7 @@ def _from_cache(source: Source, offline: str) -> Any:
 
     silence_logging(library)
     owner, name = source.path.split("/")
-    home = Path(library.config.HF_DATASETS_CACHE).expanduser() / f"{owner}___{camelcase_to_snakecase(name)}"
+    home = expand_user(library.config.HF_DATASETS_CACHE) / f"{owner}___{camelcase_to_snakecase(name)}"
     cached = [p for p in home.glob("*/*/*") if _COMMIT.fullmatch(p.name) and (p / "dataset_info.json").is_file()]
     matching = sorted((p for p in cached if source.config in (None, p.parts[-3])), key=lambda p: p.stat().st_mtime)
     commit = _recorded_commit(source)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sojourn.errors import RunFailed
+from sojourn.expand_user import expand_user
 from sojourn.run.home import home
 
 _IMPORT_SECONDS = 60
@@ -40,7 +41,7 @@ class ManagedEnvironment:
         """The one that the user names, else that of the managed environment; None where there is neither."""
         named = os.environ.get(self.variable)
         if named:
-            return Path(named).expanduser()
+            return expand_user(named)
         found = self._managed_python()
         return found if found.is_file() else None
 

@@ -95,7 +95,7 @@ def find_home(platforms: List[Facts]) -> Path:
     """SOJOURN_HOME, else the folder that survives on this platform, else a folder here."""
     given = os.environ.get("SOJOURN_HOME")
     if given:
-        return Path(given).expanduser()
+        return Path(os.path.expanduser(given))
     here = [one for one in platforms if any(_is_set(name) for name in one["env"])]
     here = here or [one for one in platforms if any(os.path.isdir(folder) for folder in one["folders"])]
     for candidate in [*here[0]["home"], *here[0]["fallback"]] if here else []:
@@ -296,7 +296,7 @@ def run(arguments: List[str]) -> int:
     given = parser.parse_args(arguments)
     source = Source(Path(sys.argv[0]).resolve())
     bundle = source.read_json("bundle.json")
-    home = (Path(given.home).expanduser() if given.home else find_home(bundle["platforms"])).resolve()
+    home = (Path(os.path.expanduser(given.home)) if given.home else find_home(bundle["platforms"])).resolve()
     job = home / ".sojourn" / "jobs" / bundle["run"]
     if given.what == "pack":
         print("download %s" % pack(bundle, home))

@@ -463,7 +463,7 @@ def inspect_run(run: Path, mirror: str | None, tick: Tick = lambda: None) -> lis
         damage, digest = find_damage(folder, files), digest_of(files)
         places = [_disk_place(folder, damage)]
         if mirror and not mirror.startswith("hub:"):
-            copy = Path(mirror).expanduser() / run.name / name
+            copy = Path(os.path.expanduser(mirror)) / run.name / name
             wrong = _mirror_damage(copy, find_damage, None if damage else files, tick)
             places.append({**_disk_place(copy, wrong), "mirror": True})
         if name in on_hub:

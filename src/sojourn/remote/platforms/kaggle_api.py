@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sojourn.errors import RunFailed, UserError
+from sojourn.expand_user import expand_user
 from sojourn.remote.platforms.http_api import ApiError, HttpApi, OutcomeUnknown
 from sojourn.storage.files import read_json_object
 
@@ -56,7 +57,7 @@ def find_credentials() -> tuple[str | None, str]:
     user, key = os.environ.get("KAGGLE_USERNAME", "").strip(), os.environ.get("KAGGLE_KEY", "").strip()
     if user and key:
         return user, secrets.remember(key)
-    folder = Path("~/.kaggle").expanduser()
+    folder = expand_user("~/.kaggle")
     for name in ("access_token", "access_token.txt"):
         if (folder / name).is_file():
             return None, secrets.remember((folder / name).read_text(encoding="utf-8").strip())

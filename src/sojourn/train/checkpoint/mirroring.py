@@ -12,6 +12,7 @@ from pathlib import Path
 
 from sojourn.config.schema import RunConfig
 from sojourn.errors import RunFailed, UserError
+from sojourn.expand_user import expand_user
 from sojourn.machine.platform import detect, is_persistent
 from sojourn.run.checkpoints import find_damage, list_checkpoints, step_of
 from sojourn.run.folder import RunFolder
@@ -36,7 +37,7 @@ def open_run_mirror(config: RunConfig, run: RunFolder) -> MirrorProcess | None:
         return None
     mirror = MirrorProcess(text, config.name or run.path.name)
     if not text.startswith("hub:"):
-        parent = Path(text).expanduser().absolute().parent
+        parent = expand_user(text).absolute().parent
         if not parent.is_dir():
             raise UserError(
                 f"save.mirror: {text}: {parent} does not exist; mount the drive, or create that folder, first"
@@ -47,7 +48,7 @@ def open_run_mirror(config: RunConfig, run: RunFolder) -> MirrorProcess | None:
 def mirror_warning(config: RunConfig) -> str | None:
     """For a mirror that would not survive the end of this session."""
     text = config.save.mirror
-    if text is None or text.startswith("hub:") or is_persistent(detect(), Path(text).expanduser()) is not False:
+    if text is None or text.startswith("hub:") or is_persistent(detect(), expand_user(text)) is not False:
         return None
     return f"save.mirror: {text} is deleted when the session on {detect().facts.title} stops; choose another folder"
 

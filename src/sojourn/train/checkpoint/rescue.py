@@ -9,6 +9,7 @@ from pathlib import Path
 
 from sojourn.config.schema import SaveConfig
 from sojourn.errors import RunFailed
+from sojourn.expand_user import expand_user
 from sojourn.run.folder import RunFolder
 from sojourn.run.home import home
 
@@ -38,7 +39,7 @@ def _places(save: SaveConfig) -> Iterator[Path]:
         for place in (mirror, home(), Path("~"), tempfile.gettempdir(), _MEMORY):
             if place is None:
                 continue
-            path = Path(place).expanduser().absolute()
+            path = expand_user(place).absolute()
             if path not in seen and (path.is_dir() or place is mirror):
                 seen.add(path)
                 yield path

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sojourn.config.schema import SaveConfig
 from sojourn.errors import UserError
+from sojourn.expand_user import expand_user
 from sojourn.model.weights import all_finite
 from sojourn.run.checkpoints import checkpoint_path
 from sojourn.run.folder import RunFolder
@@ -100,7 +101,7 @@ class TrainingState:
 def resume(save: SaveConfig, run: RunFolder, training_state: TrainingState, newest: Path | None) -> Progress:
     """Restores the checkpoint to resume from; a new run starts at step 0. `newest`: the run's newest, which is good."""
     if save.resume != "auto":
-        start = _find_start(Path(save.resume).expanduser())
+        start = _find_start(expand_user(save.resume))
         if newest is None:
             return _restore(training_state, start, from_other_run=True)
         state = read_json(start / "state.json")

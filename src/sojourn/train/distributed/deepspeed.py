@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
+from sojourn.expand_user import expand_user
 from sojourn.model.network import Network
 from sojourn.model.weights import check_state_dict, trainable_state_dict
 from sojourn.resolve.ds_config import config_from_file, default_config
@@ -42,7 +42,7 @@ def open_deepspeed(config: RunConfig, network: Network, scaler: Any, ranks: Rank
     settings, notes = (
         (default_config(config, ranks.world_size), [])
         if file is None
-        else config_from_file(Path(file).expanduser(), config, ranks.world_size)
+        else config_from_file(expand_user(file), config, ranks.world_size)
     )
     for note in notes:
         print(f"note: {note}", flush=True)

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 from urllib.parse import urlparse
 
+from sojourn.expand_user import expand_user
+
 End = Literal["done", "stopped", "failed"]
 CLOSE_TIMEOUT = 30.0  # seconds for all trackers at the end of a run
 
@@ -63,7 +65,7 @@ class Wandb:
         named = os.environ.get("NETRC")
         for path in [Path(named)] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]:
             try:
-                if host in netrc.netrc(str(path.expanduser())).hosts:
+                if host in netrc.netrc(str(expand_user(path))).hosts:
                     return True
             except (OSError, netrc.NetrcParseError):
                 continue
