@@ -66,14 +66,14 @@ format: setup
 	$(BIN)/ruff check --fix src tests benchmarks
 	$(BIN)/ruff format src tests benchmarks
 
-# Lint runs beside the tests and prints below them. Five workers for two cores: tests often wait for a process or a disk.
+# Lint runs beside the tests and prints below them. Four workers for two cores: tests often wait for a process or a disk.
 test: setup packages
 	@$(MAKE) --no-print-directory lint >$(VENV)/lint.log 2>&1 & lint=$$!; \
-	  OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 5 --dist loadfile --no-loadscope-reorder -rs --budget check; tested=$$?; \
+	  OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -rs --budget check; tested=$$?; \
 	  wait $$lint; linted=$$?; cat $(VENV)/lint.log; [ $$tested = 0 ] && [ $$linted = 0 ]
 
 test-budget: setup packages
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 5 --dist loadfile --no-loadscope-reorder -rs --budget record
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -rs --budget record
 
 test-kill: setup
 	@command -v bindfs >/dev/null || \
