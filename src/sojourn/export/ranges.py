@@ -14,6 +14,7 @@ from typing import Any
 
 from sojourn.export.progress import Progress
 from sojourn.storage import disk
+from sojourn.storage.direct_file import DirectFile
 
 _AHEAD = 3  # parts that are loaded while one is written; with it they bound the memory
 _SYNC_BYTES = 256 << 20  # what a kill may make a call write again, at most, beside a part
@@ -39,17 +40,21 @@ def write_ranges(
     """Writes all parts but the first `done`. `record(n)`: n parts are on the disk. Parts must follow each other without
     gaps."""
     _check(parts, total)
-    with path.open("r+b" if done else "wb", buffering=0) as file, _Syncer(file.fileno(), record) as syncer:
-        file.truncate(total)
+    start = parts[done - 1].offset + parts[done - 1].length if done else 0
+    with DirectFile(path, total, start) as file, _Syncer(file.fileno(), record) as syncer:
         with closing(_loaded(parts[done:])) as loaded:
+            whole = done  # parts that left the file's buffer
             for number, data in enumerate(loaded, done):
                 part, view = parts[number], memoryview(data).cast("B")
                 if len(view) != part.length:
                     raise ValueError(f"{path.name}: part {number} has {len(view):,} bytes instead of {part.length:,}")
-                file.seek(part.offset)
-                disk.write(file, view)
-                syncer.wrote(number + 1, part.length)
+                file.write(view)
+                while whole <= number and parts[whole].offset + parts[whole].length <= file.written:
+                    syncer.wrote(whole + 1, parts[whole].length)
+                    whole += 1
                 progress.advance(part.length)
+        file.finish()
+        syncer.wrote(len(parts), 0)
 
 
 def _check(parts: Sequence[Part], total: int) -> None:
