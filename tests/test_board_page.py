@@ -232,12 +232,26 @@ def test_the_form_shows_the_data_and_starts_a_run(page: Browser, board: str, hom
     page.wait("document.querySelector('.page.data').textContent.includes('Nothing found')")
 
 
+COVERED = """
+  const name = document.querySelector(".scatter text.best").getBoundingClientRect();
+  return [...document.querySelectorAll("circle.offer")].filter((one) => {
+    const at = one.getBoundingClientRect();
+    return at.right > name.left && at.left < name.right && at.bottom > name.top && at.top < name.bottom;
+  }).length;
+"""
+
+
 @in_browser
 @pytest.mark.slow
 def test_a_plan_follows_its_sliders(page: Browser, board: str) -> None:
     show(page, board, "#/plan", "document.querySelector('.offers tbody tr')")
     table, figures = page.text(".offers"), page.text(".plan-result .facts")
     assert page.count(".offer.best") == 1 and "sojourn plan lora-20k" in page.text(".command")
+    for width in (1280, 390):
+        page.size(width, 860)
+        page.wait("document.querySelector('.scatter text.best').getBoundingClientRect().right <= innerWidth")
+        assert page.js(COVERED) == 0
+    page.size(1280, 860)
     slider = ".slider:nth-of-type(5) input[type=range]"
     assert page.js("return document.querySelector(arguments[0]).ariaLabel", slider) == "Sequence length"
     change(page, slider, "6")

@@ -35,11 +35,21 @@ export function scatter(plan, { budget, hours }, room) {
     const kind = same(one, plan.best) ? "best" : same(one, plan.fastest) ? "fastest" : meets(one) ? "meets" : "misses";
     drawing.append(svg("circle", { class: `offer ${kind}`, cx: x(one.hours), cy: y(one.bill.cny), r: kind === "best" ? 7 : 5, tabindex: 0, role: "img", "aria-label": text }, svg("title", {}, text)));
   }
-  for (const one of marked.slice(0, 1)) {
-    const cx = x(one.hours), right = cx < width / 2;
-    drawing.append(svg("text", { class: "best", x: cx + (right ? 12 : -12), y: Math.max(TOP + 10, y(one.bill.cny) - 9), "text-anchor": right ? "start" : "end" }, `${t("cheapest")}${t("colon")}${offerName(one)}${t("comma")}${cost(one)}`));
-  }
+  const points = offers.map((one) => [x(one.hours), y(one.bill.cny)]);
+  for (const one of marked.slice(0, 1)) drawing.append(...bestLabel(x(one.hours), y(one.bill.cny), `${t("cheapest")}${t("colon")}${offerName(one)}${t("comma")}${cost(one)}`, points, width));
   return h("div", { class: "scatter-box" }, drawing, h("small", { class: "faint" }, t("scatter_axes")));
+}
+
+// Beside its point, or above it, where no other point is.
+function bestLabel(cx, cy, text, points, width) {
+  const long = [...text].reduce((sum, letter) => sum + (letter > "\u2e7f" ? 12 : 7), 0);
+  const free = (left, base) => !points.some(([px, py]) => px > left - 8 && px < left + long + 8 && py > base - 19 && py < base + 11);
+  const lowest = (left) => { let base = Math.max(TOP + 10, cy - 9); while (base > TOP + 10 && !free(left, base)) base = Math.max(TOP + 10, base - 3); return base; };
+  const sides = [cx + 12, cx - 12 - long].filter((left) => left >= LEFT && left + long <= width - RIGHT);
+  const places = (sides.length ? sides : [Math.min(Math.max(LEFT, cx - long / 2), width - RIGHT - long)]).map((left) => ({ left, base: lowest(left) }));
+  const { left, base } = places.reduce((one, other) => (other.base > one.base ? other : one));
+  const label = svg("text", { class: "best", x: left > cx ? left : left + long, y: base, "text-anchor": left > cx ? "start" : "end" }, text);
+  return base < cy - 30 ? [svg("line", { class: "best", x1: cx, x2: left > cx ? left : Math.min(cx, left + long), y1: cy - 9, y2: base + 4 }), label] : [label];
 }
 
 export function offersTable(plan, chosen, choose) {
