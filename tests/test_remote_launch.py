@@ -60,7 +60,7 @@ def test_the_other_verbs_on_a_run_that_has_ended(box: RemoteBox, laptop: Laptop)
     assert shell.returncode == 7
     calls = len(box.shutdown_calls())
     assert json.loads(laptop.run("release", "box", "--power-off", "--yes", "--json").stdout)["action"] == "power_off"
-    assert len(box.shutdown_calls()) == calls + 1
+    assert len(box.shutdown_calls()) > calls  # once more where the connection broke meanwhile
     kept = laptop.run("release", "box", "--yes", code=2).stderr  # which would wipe what has no copy here
     assert "box is kept: " in kept and "sojourn pull whole --what all" in kept
     laptop.run("pull", "whole", "--what", "all")
