@@ -59,8 +59,10 @@ def test_the_other_verbs_on_a_run_that_has_ended(box: RemoteBox, laptop: Laptop)
     assert shell.communicate("pwd -P\nexit 7\n", timeout=60)[0].splitlines()[-1].endswith("/runs/whole")
     assert shell.returncode == 7
     calls = len(box.shutdown_calls())
-    assert json.loads(laptop.run("release", "box", "--power-off", "--yes", "--json").stdout)["action"] == "power_off"
-    assert len(box.shutdown_calls()) > calls  # once more where the connection broke meanwhile
+    released = laptop.run("release", "box", "--power-off", "--yes", "--json")
+    assert json.loads(released.stdout)["action"] == "power_off"
+    again = len(box.shutdown_calls()) - calls - 1  # only where the connection broke meanwhile, which is said
+    assert again == 0 or (again > 0 and "connecting again" in released.stderr), released.stderr
     kept = laptop.run("release", "box", "--yes", code=2).stderr  # which would wipe what has no copy here
     assert "box is kept: " in kept and "sojourn pull whole --what all" in kept
     laptop.run("pull", "whole", "--what", "all")
