@@ -77,7 +77,7 @@ def expert_weights() -> None:
 
 
 def rope_of_separate_heads() -> None:
-    from sojourn.model.kernels.fused_forwards import _apply_rope
+    from sojourn.model.kernels.qkv_rope import apply_rope
     from sojourn.model.kernels.rope import rope
 
     for heads, kv_heads, size in ((6, 2, 16), (3, 3, 24)):
@@ -85,7 +85,7 @@ def rope_of_separate_heads() -> None:
         key = torch.randn(2, 7, kv_heads, size).requires_grad_()
         angles = torch.rand(2, 7, size // 2).repeat(1, 1, 2)
         cos_sin = angles.cos(), angles.sin()
-        found, expected = rope(query, key, *cos_sin, 1), _apply_rope(query, key, *cos_sin)
+        found, expected = rope(query, key, *cos_sin, 1), apply_rope(query, key, *cos_sin)
         upstream = [torch.randn(2, 7, size, n).transpose(2, 3) for n in (heads, kv_heads)]
         gradients = (torch.autograd.grad(made, (query, key), upstream) for made in (found, expected))
         for ours, theirs in zip((*found, *next(gradients)), (*expected, *next(gradients)), strict=True):

@@ -14,7 +14,7 @@ from sojourn.data.artefact import Batch
 from sojourn.errors import UserError
 from sojourn.model.kernels import fp8
 from sojourn.model.kernels import fused_forwards as forwards
-from sojourn.model.kernels.fused_forwards import _apply_rope
+from sojourn.model.kernels.qkv_rope import apply_rope
 from sojourn.model.kernels.triton_support import supports_triton
 from sojourn.model.network import wrap_model
 from sojourn.resolve.device_spec import DeviceSpec
@@ -95,7 +95,7 @@ def test_fp8_queries_keys_and_values_are_near_fp32(forward):
     joined = (torch.randn((4 + 2 * 2) * 16, 64, device=DEVICE) / 8).bfloat16().requires_grad_()
     angles = torch.rand(3, 32, 8, device=DEVICE).repeat(1, 1, 2)
     parts = F.linear(x.float(), joined.float()).unflatten(-1, (-1, 16)).split([4, 2, 2], 2)
-    plain = (*_apply_rope(parts[0], parts[1], angles.cos(), angles.sin()), parts[2])
+    plain = (*apply_rope(parts[0], parts[1], angles.cos(), angles.sin()), parts[2])
     ours = fp8.qkv_rope(x, joined, angles.cos().bfloat16(), angles.sin().bfloat16(), (4, 2), forward)
     upstream = [torch.randn_like(one) for one in plain]
     wanted = torch.autograd.grad(plain, (x, joined), upstream)
@@ -292,7 +292,7 @@ def test_the_rope_kernel_rotates_as_torch_does(heads, kv_heads, size):
     joined = torch.randn(3, 100, (heads + 2 * kv_heads) * size, device="cuda", requires_grad=True)
     angles = torch.rand(3, 100, size // 2, device="cuda").repeat(1, 1, 2)
     parts = joined.unflatten(-1, (-1, size)).split([heads, kv_heads, kv_heads], 2)
-    wanted = (*_apply_rope(parts[0], parts[1], angles.cos(), angles.sin()), parts[2])
+    wanted = (*apply_rope(parts[0], parts[1], angles.cos(), angles.sin()), parts[2])
     found = split_qkv_rope(joined, angles.cos(), angles.sin(), heads, kv_heads)
     upstream = [torch.randn(3, n, 100, size, device="cuda").transpose(1, 2) for n in (heads, kv_heads, kv_heads)]
     for mine, reference in zip(found, wanted, strict=True):
@@ -309,7 +309,7 @@ def test_queries_and_keys_of_their_own_are_rotated_as_torch_does(heads, kv_heads
     parts = [torch.randn(3, 100, n, size, device="cuda", requires_grad=True) for n in (heads, kv_heads)]
     angles = torch.rand(3, 100, size // 2, device="cuda").repeat(1, 1, 2)
     cos_sin = angles.cos(), angles.sin()
-    found, wanted = rope(*parts, *cos_sin, 1), _apply_rope(*parts, *cos_sin)
+    found, wanted = rope(*parts, *cos_sin, 1), apply_rope(*parts, *cos_sin)
     upstream = [torch.randn(3, n, 100, size, device="cuda").transpose(1, 2) for n in (heads, kv_heads)]
     gradients = [torch.autograd.grad(made, parts, upstream) for made in (found, wanted)]
     for mine, reference in zip((*found, *gradients[0]), (*wanted, *gradients[1]), strict=True):

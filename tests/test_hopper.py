@@ -19,6 +19,7 @@ from sojourn.model.activation_checkpointing import apply_activation_checkpointin
 from sojourn.model.attention import AttentionParams, attend
 from sojourn.model.kernels import fused_forwards as forwards
 from sojourn.model.kernels import hopper, smoke_test
+from sojourn.model.kernels.qkv_rope import apply_rope
 from sojourn.model.layout import make_layout
 from sojourn.model.network import wrap_model
 from sojourn.resolve.device_spec import HOPPER_PACKAGES, DeviceSpec
@@ -171,7 +172,7 @@ def test_the_attention_smoke_test_compares_with_what_layers_compute(group):
     query, key, value = joined.split([2 * group, 2, 2], 2)
     documents = np.zeros((2, 160), np.int32)
     layout = make_layout("math", documents, torch.from_numpy(documents), None, ())
-    plain = attend(*forwards._apply_rope(query, key, *case.cos_sin("cpu")), value, layout, AttentionParams(16**-0.5))
+    plain = attend(*apply_rope(query, key, *case.cos_sin("cpu")), value, layout, AttentionParams(16**-0.5))
     assert _relative_error(case.by_torch(x, weight, bias), plain.flatten(2)) < 1e-5
 
 

@@ -44,7 +44,8 @@ def bare_network(config: RunConfig, artefact: Artefact, device: str, empty: bool
         model = _load_base(config, artefact, device, empty)
     model.config.use_cache = False
     _check_router_loss(model, config)
-    from sojourn.model.kernels.fused_forwards import apply_fused_forwards, apply_nf4_linear
+    from sojourn.model.kernels.fused_forwards import apply_fused_forwards
+    from sojourn.model.kernels.linear_layers import apply_nf4_linear
 
     if config.advanced.fused_forwards == "off":
         apply_nf4_linear(model)

@@ -15,7 +15,7 @@ To add a model family: add its `model_type` and class prefix to catalog/fused_fa
   attention and MLP give may be normalized again (`attention_block`, `mlp_block`);
 - RMSNorm multiplies by `weight`, or by `1 + weight` if the class is in `_ONE_PLUS_WEIGHT`; the MLP is SwiGLU or GeGLU;
 - RoPE is over whole heads or their first dimensions, in halves as Llama's, or interleaved if the family is in
-  `_INTERLEAVED_ROPE`; layers may have none; `q_norm` and `k_norm`, if any, are per head.
+  `_INTERLEAVED_ROPE` of qkv_rope.py; layers may have none; `q_norm` and `k_norm`, if any, are per head.
 What differs needs code here. Hopper and CPU kernels take layers like Llama's only. Tests compare every family of the
 list with transformers (test_methods.py, test_prune_last_layer.py, test_hopper.py), and parity_check.py every opened
 model. Plans have tables of families in resolve/model_spec.py (biases, norms, sliding windows).
@@ -25,9 +25,9 @@ Shapes as in attention.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -42,9 +42,19 @@ from sojourn.model.kernels.cpu.blocked_layer import fits_blocked_layer
 from sojourn.model.kernels.cpu.decoder import decoder_on_cpu
 from sojourn.model.kernels.cpu.decoder_layer import fits_attention_kernel, layer_on_cpu, rms_norm
 from sojourn.model.kernels.cpu.library import DecoderInputs, DecoderSettings, cpu_kernels_take
+from sojourn.model.kernels.gated_activations import GATED, gated_halves, swiglu
 from sojourn.model.kernels.kept_weights import KEEPS_WEIGHT, keep
-from sojourn.model.kernels.lora_linear import LoraGroup, LoraLayer, lora_linears, lora_swiglu_mlp
-from sojourn.model.kernels.nf4 import nf4_linear, nf4_weight, quant_state
+from sojourn.model.kernels.linear_layers import (
+    apply_nf4_linear,
+    are_plain_lora,
+    can_concatenate,
+    concatenate,
+    linear,
+    linear_with_adapter,
+    lora_group,
+)  # fmt: skip
+from sojourn.model.kernels.lora_linear import lora_swiglu_mlp
+from sojourn.model.kernels.qkv_rope import fits_qkv_kernels, head_counts, qkv_layers, qkv_rope
 from sojourn.model.kernels.triton_support import fused, supports_triton
 from sojourn.model.layers import decoder_layers, swap_forward
 from sojourn.model.layout import Layout
@@ -53,12 +63,7 @@ MOST_PRUNED = 0.75  # target tokens of all; with more, a layer that is one funct
 _PLAIN_ARGUMENTS = {"position_ids", "use_cache", "layout", "target_indices_N"}
 _MIN_FP8_SIZE = 256  # features; smaller layers (adapters) gain nothing
 _ONE_PLUS_WEIGHT = ("Gemma3",)  # class prefixes
-_INTERLEAVED_ROPE = ("glm4",)
-_ONE_WINDOW = (
-    "mistral",
-    "mixtral",
-    "phi3",
-)  # config.sliding_window is that of all layers; elsewhere a layer knows its own
+_ONE_WINDOW = ("mistral", "mixtral", "phi3")  # of config.sliding_window; elsewhere a layer knows its own
 
 
 def apply_fused_forwards(model: nn.Module) -> None:
@@ -83,19 +88,10 @@ def apply_fused_forwards(model: nn.Module) -> None:
             decoder_layer.blocks = (attention_block, mlp_block)
         for layer in decoder_layer.modules():
             if type(layer) is nn.Linear:
-                swap_forward(layer, _linear, linear_fn=F.linear)
+                swap_forward(layer, linear, linear_fn=F.linear)
             elif type(layer).__module__.startswith("peft.tuners.lora") and hasattr(layer, "base_layer"):
-                swap_forward(layer, _linear_with_adapter)
+                swap_forward(layer, linear_with_adapter)
     apply_nf4_linear(model)
-
-
-def apply_nf4_linear(model: nn.Module) -> None:
-    """For any family: torch.compile cannot look into bitsandbytes' own layers, and around what it cannot look into,
-    activation checkpointing stores everything."""
-    for decoder_layer in decoder_layers(model):
-        for layer in decoder_layer.modules():
-            if type(layer).__name__ == "Linear4bit" and hasattr(layer, "quant_state"):  # of bitsandbytes
-                swap_forward(layer, _linear_nf4, **KEEPS_WEIGHT)
 
 
 def apply_fp8(model: nn.Module, mode: str) -> None:
@@ -108,65 +104,11 @@ def apply_fp8(model: nn.Module, mode: str) -> None:
         for layer in decoder_layer.modules():
             large = getattr(layer, "linear_fn", None) is F.linear and min(layer.weight.shape) >= _MIN_FP8_SIZE
             if large and fp8.supports_layer(layer):
-                swap_forward(layer, _linear, linear_fn=linear_fn)
+                swap_forward(layer, linear, linear_fn=linear_fn)
     lm_head = model.get_output_embeddings()
     trained = type(lm_head) is nn.Linear and lm_head.weight.requires_grad and lm_head.bias is None
     if mode == "on" and trained and fp8.supports_layer(lm_head):
         lm_head.fp8 = True
-
-
-def _linear(self: Any, x: Tensor) -> Tensor:
-    return self.linear_fn(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
-
-
-def _linear_nf4(self: Any, x: Tensor) -> Tensor:
-    state = quant_state(self)
-    if x.device.type != "cuda" or state is None:
-        return self.original_forward(x)
-    compute_dtype = self.compute_dtype or x.dtype
-    return nf4_linear(x.to(compute_dtype), self.weight, state, self.bias).to(x.dtype)
-
-
-def _linear_with_adapter(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """peft's, or one function where the adapter is plain LoRA."""
-    if args or kwargs or not _are_plain_lora((self,), x):
-        return self.original_forward(x, *args, **kwargs)
-    return lora_linears(x, _lora_group((self,), x.dtype))[0]
-
-
-def _lora_group(layers: Sequence[Any], dtype: torch.dtype) -> LoraGroup:
-    return LoraGroup([_lora_layer(layer, dtype) for layer in layers], dtype)
-
-
-def _lora_layer(layer: Any, dtype: torch.dtype) -> LoraLayer:
-    name, base = layer.active_adapters[0], layer.base_layer
-    weight = partial(nf4_weight, base, dtype) if hasattr(base, "kept_weight") else lambda: base.weight
-    return LoraLayer(weight, base.bias, layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name])
-
-
-def _are_plain_lora(layers: Sequence[Any], x: Tensor) -> bool:
-    """Not in compiled layers: torch.compile fuses peft's own operations."""
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
-        return False
-    return all(hasattr(layer, "lora_A") and _is_plain_lora(layer, x) for layer in layers)
-
-
-def _is_plain_lora(self: Any, x: Tensor) -> bool:
-    names, base = self.active_adapters, self.base_layer
-    if len(names) != 1 or names[0] not in self.lora_A or self.disable_adapters or self.merged:
-        return False
-    if getattr(self, "selective_checkpointing", False):  # it stores outputs of matmuls that would be added to
-        return False
-    layers = (self.lora_A[names[0]], self.lora_B[names[0]])
-    is_nf4 = hasattr(base, "kept_weight") and x.is_cuda and quant_state(base) is not None
-    is_dense = getattr(base, "linear_fn", None) is F.linear and base.weight.dtype == x.dtype
-    return (
-        (is_nf4 or is_dense)
-        and not base.weight.requires_grad
-        and names[0] not in self.lora_variant  # such as DoRA
-        and type(self.lora_dropout[names[0]]) is nn.Identity
-        and all(getattr(layer, "linear_fn", None) is F.linear and layer.bias is None for layer in layers)
-    )
 
 
 def _rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
@@ -191,38 +133,29 @@ def _one_plus_weight_norm(eps: float) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _mlp(self: Any, x: Tensor) -> Tensor:
-    gated = _GATED.get(_activation(self.config))
+    gated = GATED.get(_activation(self.config))
     if gated is None:
         return self.original_forward(x)
     layers = (self.gate_up_proj,) if hasattr(self, "gate_up_proj") else (self.gate_proj, self.up_proj)
     on_gpu = self.use_triton and x.device.type == "cuda"
-    takes_lora = gated is _swiglu and len(layers) == 2 and (on_gpu or not x.is_cuda)
-    if takes_lora and _are_plain_lora((*layers, self.down_proj), x):
-        gate_up, down = keep(self, lambda: [_lora_group(group, x.dtype) for group in (layers, (self.down_proj,))])
+    takes_lora = gated is swiglu and len(layers) == 2 and (on_gpu or not x.is_cuda)
+    if takes_lora and are_plain_lora((*layers, self.down_proj), x):
+        gate_up, down = keep(self, lambda: [lora_group(group, x.dtype) for group in (layers, (self.down_proj,))])
         return lora_swiglu_mlp(x, gate_up, down, self.skips_output)
-    if on_gpu and _can_concatenate(layers):
+    if on_gpu and can_concatenate(layers):
         linear_fn = layers[0].linear_fn
-        weight, bias = _concatenate(layers, x)
-        all_fp8 = gated is _swiglu and linear_fn is not F.linear and _can_concatenate((*layers, self.down_proj))
+        weight, bias = concatenate(layers, x)
+        all_fp8 = gated is swiglu and linear_fn is not F.linear and can_concatenate((*layers, self.down_proj))
         if all_fp8 and bias is None and self.down_proj.bias is None:
             down = self.down_proj.weight.to(x.dtype)
             out = fp8.swiglu_mlp(x, weight, down, forward=linear_fn is fp8.fp8_linear)
             if out is not None:
                 return out
-        return self.down_proj(_gated_halves(gated, linear_fn(x, weight, bias), on_gpu))
+        return self.down_proj(gated_halves(gated, linear_fn(x, weight, bias), on_gpu))
     if len(layers) == 1:
-        return self.down_proj(_gated_halves(gated, layers[0](x), on_gpu))
+        return self.down_proj(gated_halves(gated, layers[0](x), on_gpu))
     gate, up = (layer(x) for layer in layers)
     return self.down_proj(fused(gated, x)(gate, up))
-
-
-def _gated_halves(gated: Callable[..., Tensor], gate_up: Tensor, on_gpu: bool) -> Tensor:
-    """Gate and up came from one matmul."""
-    if gated is _swiglu and on_gpu:
-        from sojourn.model.kernels.swiglu import swiglu
-
-        return swiglu(gate_up)
-    return fused(_GATED_HALVES[gated], gate_up)(gate_up)
 
 
 def _activation(config: Any) -> str:
@@ -244,12 +177,12 @@ def _attention_params(self: Any) -> AttentionParams:
 
 def _attend(self: Any, x: Tensor, position_embeddings: tuple[Tensor, Tensor], layout: Layout) -> Tensor:
     """The outputs of all heads, side by side, before o_proj."""
-    params, layers = _attention_params(self), _qkv_layers(self)
-    fits = _fits_qkv_kernels(self, position_embeddings) and _can_concatenate(layers, F.linear)
+    params, layers = _attention_params(self), qkv_layers(self)
+    fits = fits_qkv_kernels(self, position_embeddings) and can_concatenate(layers, F.linear)
     if fits and uses_flash_attention_4(x, layout, params):
-        qkv = _concatenate(layers, x)
-        return hopper.qkv_rope_attention(x, *qkv, *position_embeddings, *_head_counts(self), self.scaling)[0]
-    return attend(*_qkv_rope(self, x, position_embeddings), layout, params).flatten(2)
+        qkv = concatenate(layers, x)
+        return hopper.qkv_rope_attention(x, *qkv, *position_embeddings, *head_counts(self), self.scaling)[0]
+    return attend(*qkv_rope(self, x, position_embeddings), layout, params).flatten(2)
 
 
 def _decoder_layer(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
@@ -266,7 +199,7 @@ def _decoder_layer(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         and not getattr(self, "selective_checkpointing", False)  # would not recognize these GEMMs
         and layout is not None
         and kwargs.get("past_key_values") is None
-        and _can_concatenate(layers, F.linear)
+        and can_concatenate(layers, F.linear)
         and all(hopper.supports_layer(layer) for layer in layers)
     )
     if not usable:
@@ -387,12 +320,12 @@ def uses_cpu_layer(self: Any, hidden_states: Tensor, kwargs: dict[str, Any]) -> 
 
 
 def _fits_cpu_layer(self: Any, position_embeddings: tuple[Tensor, Tensor]) -> bool:
-    if not (_is_like_llama(self) and _fits_qkv_kernels(self.self_attn, position_embeddings)):
+    if not (_is_like_llama(self) and fits_qkv_kernels(self.self_attn, position_embeddings)):
         return False
     layers = _linear_layers(self)
     return (
         not getattr(self, "selective_checkpointing", False)  # stores what the kernels overwrite
-        and _can_concatenate(layers, F.linear)
+        and can_concatenate(layers, F.linear)
         and all(layer.bias is None and cpu_kernels_take(layer.weight) for layer in layers)
     )
 
@@ -417,143 +350,3 @@ def _layer_weights(self: Any) -> tuple[Tensor, ...]:
 def _modules_with_weights(self: Any) -> list[Any]:
     linear = _linear_layers(self)
     return [self.input_layernorm, *linear[:4], self.post_attention_layernorm, *linear[4:]]
-
-
-def _qkv_rope(self: Any, x: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys with RoPE, and values."""
-    layers = _qkv_layers(self)
-    on_gpu = self.use_triton and x.device.type == "cuda" and _fits_qkv_kernels(self, position_embeddings)
-    if on_gpu and (len(layers) == 1 or _can_concatenate(layers)):
-        return _qkv_rope_on_gpu(self, x, position_embeddings)
-    if len(layers) == 1:
-        projected = layers[0](x).split(_qkv_sizes(self), -1)
-    else:
-        is_lora = _are_plain_lora(layers, x)
-        projected = lora_linears(x, _lora_group(layers, x.dtype)) if is_lora else [layer(x) for layer in layers]
-    query_BTHD, key_BTKD, value_BTKD = (one.unflatten(-1, (-1, self.head_dim)) for one in projected)
-    if hasattr(self, "q_norm"):
-        query_BTHD, key_BTKD = self.q_norm(query_BTHD), self.k_norm(key_BTKD)
-    return *_rope(self, query_BTHD, key_BTKD, position_embeddings), value_BTKD
-
-
-def _rope(self: Any, query: Tensor, key: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    if not getattr(self, "use_rope", True):
-        return query, key
-    if (
-        self.use_triton
-        and query.is_cuda
-        and _rotates_whole_heads(self, position_embeddings)
-        and not torch.compiler.is_compiling()
-    ):
-        from sojourn.model.kernels.rope import rope
-
-        rotated: tuple[Tensor, Tensor] = rope(query, key, *position_embeddings, 1)
-    else:
-        apply_rope = _apply_interleaved_rope if self.config.model_type in _INTERLEAVED_ROPE else _apply_rope
-        rotated = fused(apply_rope, query)(query, key, *position_embeddings)
-    return rotated
-
-
-def _qkv_rope_on_gpu(self: Any, x: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    from sojourn.model.kernels.rope import split_qkv_rope
-
-    layers, head_counts, qkv = _qkv_layers(self), _head_counts(self), None
-    if _can_concatenate(layers):
-        linear_fn = layers[0].linear_fn
-        weight, bias = _concatenate(layers, x)
-        if linear_fn is not F.linear and bias is None:
-            qkv = fp8.qkv_rope(x, weight, *position_embeddings, head_counts, forward=linear_fn is fp8.fp8_linear)
-        projected = linear_fn(x, weight, bias) if qkv is None else None
-    else:  # one frozen layer, maybe with an adapter
-        projected = layers[0](x)
-    query, key, value = qkv or split_qkv_rope(projected, *position_embeddings, *head_counts)
-    return query, key, value
-
-
-def _fits_qkv_kernels(self: Any, position_embeddings: tuple[Tensor, Tensor]) -> bool:
-    """Whether RoPE follows the matmuls at once, over whole heads, in halves."""
-    rotates = bool(getattr(self, "use_rope", True)) and not hasattr(self, "q_norm")
-    return rotates and _rotates_whole_heads(self, position_embeddings)
-
-
-def _rotates_whole_heads(self: Any, position_embeddings: tuple[Tensor, Tensor]) -> bool:
-    """In halves, not in pairs of neighbours."""
-    in_halves = self.config.model_type not in _INTERLEAVED_ROPE
-    return in_halves and position_embeddings[0].shape[-1] == self.head_dim
-
-
-def _qkv_layers(self: Any) -> tuple[nn.Module, ...]:
-    return (self.qkv_proj,) if hasattr(self, "qkv_proj") else (self.q_proj, self.k_proj, self.v_proj)
-
-
-def _head_counts(self: Any) -> list[int]:
-    """Of queries, and of keys and values."""
-    return [self.config.num_attention_heads, self.config.num_key_value_heads]
-
-
-def _qkv_sizes(self: Any) -> list[int]:
-    heads, kv_heads = _head_counts(self)
-    return [heads * self.head_dim, kv_heads * self.head_dim, kv_heads * self.head_dim]
-
-
-def _can_concatenate(layers: Sequence[nn.Module], linear_fn: Any = None) -> bool:
-    """Whether one matmul can replace theirs: not where each has an adapter, and not worth it for frozen weights."""
-    linear_fn = linear_fn or getattr(layers[0], "linear_fn", None)
-    alike = all(getattr(layer, "linear_fn", None) is linear_fn for layer in layers)
-    return linear_fn is not None and alike and all(bool(layer.weight.requires_grad) for layer in layers)
-
-
-def _concatenate(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Weights and biases as of one layer. Concatenating costs less than separate matmuls."""
-    if len(layers) == 1:
-        bias = layers[0].bias
-        return layers[0].weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
-    weight = torch.cat([layer.weight.to(x.dtype) for layer in layers])
-    return weight, None if layers[0].bias is None else torch.cat([layer.bias.to(x.dtype) for layer in layers])
-
-
-def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
-
-
-def _geglu(gate: Tensor, up: Tensor) -> Tensor:
-    return F.gelu(gate, approximate="tanh") * up
-
-
-def _swiglu_halves(gate_up: Tensor) -> Tensor:
-    return _swiglu(*gate_up.chunk(2, -1))
-
-
-def _geglu_halves(gate_up: Tensor) -> Tensor:
-    return _geglu(*gate_up.chunk(2, -1))
-
-
-_GATED = {"silu": _swiglu, "gelu_pytorch_tanh": _geglu}
-_GATED_HALVES = {_swiglu: _swiglu_halves, _geglu: _geglu_halves}
-
-
-def _apply_rope(query_BTHD: Tensor, key_BTKD: Tensor, cos_BTR: Tensor, sin_BTR: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotates the first R dimensions of each head."""
-    cos, sin = cos_BTR[:, :, None], sin_BTR[:, :, None]
-
-    def rotate(x: Tensor) -> Tensor:
-        first, second = x.chunk(2, -1)
-        return x * cos + torch.cat((-second, first), -1) * sin
-
-    return _on_first(cos_BTR.shape[-1], rotate, query_BTHD), _on_first(cos_BTR.shape[-1], rotate, key_BTKD)
-
-
-def _apply_interleaved_rope(
-    query_BTHD: Tensor, key_BTKD: Tensor, cos_BTR: Tensor, sin_BTR: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The same with pairs of neighbours instead of halves. The second half of `cos` and `sin` repeats the first."""
-    cos, sin = (x.chunk(2, -1)[0].repeat_interleave(2, -1)[:, :, None] for x in (cos_BTR, sin_BTR))
-
-    def rotate(x: Tensor) -> Tensor:
-        return x * cos + torch.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2) * sin
-
-    return _on_first(cos_BTR.shape[-1], rotate, query_BTHD), _on_first(cos_BTR.shape[-1], rotate, key_BTKD)
-
-
-def _on_first(size: int, rotate: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return rotate(x) if size == x.shape[-1] else torch.cat((rotate(x[..., :size]), x[..., size:]), -1)
