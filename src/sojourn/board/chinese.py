@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
+import operator
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -119,13 +120,15 @@ def _templates() -> dict[str, list[tuple[int, _Template]]]:
     return by_word
 
 
+@functools.lru_cache(maxsize=256)
 def _candidates(text: str) -> list[_Template]:
     by_word, words = _templates(), {*_ANY_WORD.findall(text), ""}
-    found = sorted(
-        ((i, one) for word in words for i, one in by_word.get(word, ()) if one.words <= words),
-        key=lambda entry: entry[0],
-    )
+    found = [entry for word in words & by_word.keys() for entry in by_word[word] if entry[1].words <= words]
+    found.sort(key=_place)
     return [one for _, one in found] + _joins
+
+
+_place = operator.itemgetter(0)
 
 
 _joins = [_template(*one) for one in _JOINS.items()]
