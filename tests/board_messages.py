@@ -6,6 +6,7 @@ An f-string's values become {0}, {1}, …, in order: those are the keys of the c
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,14 +17,51 @@ SOURCE = Path(sojourn.__file__).parent
 _PROSE = re.compile(r"[a-z]{2,}[,;:.]? (?:[a-z]{2,}|\{|[A-Za-z])|\} [a-z]{2,}|[a-z]{3,}: \{")
 _HELP = ("help", "rich_help_panel", "metavar", "epilog")  # of commands: a terminal shows them
 _SCHEMA = re.compile(r"\w+\(.*\) -> .+")  # of an operation of PyTorch
+_PERCENT = re.compile(r"%[-+0 #]*\d*(?:\.\d+)?[a-z]|%%")  # on boxes, whose Python may be old
+_MODULE = re.compile(r"sojourn(?:\.\w+)+\.?")  # in a string: imported by name
+
+
+def reached(*places: str) -> list[str]:
+    """The files below src/sojourn that these files and packages import, at any depth, and they themselves. Only the
+    command line's main.py is not followed: it imports every command."""
+    found: set[Path] = set()
+    waiting = [file for place in places for file in _files(place)]
+    while waiting:
+        file = waiting.pop()
+        if file not in found:
+            found.add(file)
+            waiting += [] if file == SOURCE / "cli" / "main.py" else _imports(ast.parse(file.read_text("utf-8")))
+    return sorted(str(file.relative_to(SOURCE)) for file in found)
+
+
+def _files(place: str) -> list[Path]:
+    path = SOURCE / place
+    return [path] if path.suffix else sorted(path.rglob("*.py"))
+
+
+def _imports(node: ast.AST) -> Iterator[Path]:
+    for child in ast.walk(node):
+        if isinstance(child, ast.ImportFrom):
+            yield from _modules(child.module or "", *(f"{child.module}.{one.name}" for one in child.names))
+        elif isinstance(child, ast.Import):
+            yield from _modules(*(one.name for one in child.names))
+        elif isinstance(child, ast.Constant) and isinstance(child.value, str):
+            for name in _MODULE.findall(child.value):
+                yield from _files(name[8:-1].replace(".", "/")) if name[-1] == "." else _modules(name)
+
+
+def _modules(*names: str) -> Iterator[Path]:
+    for name in names:
+        place = SOURCE.parent / name.replace(".", "/")
+        if name.startswith("sojourn."):
+            yield from (file for file in (place.with_suffix(".py"), place / "__init__.py") if file.is_file())
 
 
 def sentences(*places: str) -> dict[str, str]:
     """Templates of the files and packages below src/sojourn, each with where it stands first."""
     found: dict[str, str] = {}
     for place in places:
-        path = SOURCE / place
-        for file in [path] if path.suffix else sorted(path.rglob("*.py")):
+        for file in _files(place):
             tree = ast.parse(file.read_text(encoding="utf-8"))
             for line, template in sorted(_literals(tree, _docstrings(tree))):
                 if _PROSE.search(template) and not _SCHEMA.fullmatch(template):
@@ -41,7 +79,11 @@ def _literals(node: ast.AST, skipped: set[int]) -> Iterator[tuple[int, str]]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.keyword) and child.arg in _HELP:
             continue
-        if isinstance(child, ast.JoinedStr):
+        if isinstance(child, ast.BinOp) and isinstance(child.op, ast.Mod) and isinstance(child.left, ast.Constant):
+            if isinstance(child.left.value, str):
+                yield child.lineno, _percent_template(child.left.value)
+            yield from _literals(ast.Expr(child.right), skipped)
+        elif isinstance(child, ast.JoinedStr):
             yield child.lineno, template_of(child)
             for part in child.values:
                 if isinstance(part, ast.FormattedValue):
@@ -51,6 +93,11 @@ def _literals(node: ast.AST, skipped: set[int]) -> Iterator[tuple[int, str]]:
                 yield child.lineno, child.value
         else:
             yield from _literals(child, skipped)
+
+
+def _percent_template(text: str) -> str:
+    numbers = itertools.count()
+    return _PERCENT.sub(lambda found: "%" if found[0] == "%%" else f"{{{next(numbers)}}}", text)
 
 
 def template_of(text: ast.JoinedStr) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
+import operator
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ _WHOLE_WORD = re.compile(r"(?<![A-Za-z}])[A-Za-z]+(?![A-Za-z{])")  # not a part 
 _EXAMPLE = re.compile(r"\s+\S+:\d+ .*‹")  # of the data, as `prepare` prints it
 _MOST_CANDIDATES = 12
 _LEAST_WEIGHT = 5  # characters of a template without which a text is not taken for a message
+_FUNCTION_WORDS = {"a", "an", "and", "at", "by", "for", "from", "in", "is", "it", "of", "on", "or", "the", "to", "with"}
 _SENTENCE, _ENOUGH_WORDS = 12, 4  # characters of a template, words of several: the rest may be a list of names
 _MOST_CHARACTERS, _MOST_PARTS = 1000, 60  # of a line; longer ones are data
 _HAN = "\u3400-\u9fff\uf900-\ufaff"
@@ -119,13 +121,15 @@ def _templates() -> dict[str, list[tuple[int, _Template]]]:
     return by_word
 
 
+@functools.lru_cache(maxsize=256)
 def _candidates(text: str) -> list[_Template]:
     by_word, words = _templates(), {*_ANY_WORD.findall(text), ""}
-    found = sorted(
-        ((i, one) for word in words for i, one in by_word.get(word, ()) if one.words <= words),
-        key=lambda entry: entry[0],
-    )
+    found = [entry for word in words & by_word.keys() for entry in by_word[word] if entry[1].words <= words]
+    found.sort(key=_place)
     return [one for _, one in found] + _joins
+
+
+_place = operator.itemgetter(0)
 
 
 _joins = [_template(*one) for one in _JOINS.items()]
@@ -191,7 +195,12 @@ def _fact(text: str) -> str:
         return text
     is_whole = any(weight >= _SENTENCE and match[::2] == (0, len(text)) for weight, match in found)
     (left, _, chinese), words = _best(text), len(_WORD.findall(text))
-    return chinese if is_whole or left * 2 <= words or words - left >= _ENOUGH_WORDS else text
+    is_ours = is_whole or left * 2 <= words or _content_words(text) - _content_words(chinese) >= _ENOUGH_WORDS
+    return chinese if is_ours else text
+
+
+def _content_words(text: str) -> int:
+    return sum(1 for word in _WORD.findall(text) if word not in _FUNCTION_WORDS)
 
 
 def _line(text: str) -> str:

@@ -68,4 +68,4 @@ def evaluate(
     for line in as_lines(results):
         print(line)
     for file in filter(None, (html, svg)):
-        print(f"in {file}")
+        print(f"written to {file}")

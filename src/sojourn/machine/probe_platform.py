@@ -56,7 +56,8 @@ def mirrors(platform: Platform, env: Mapping[str, str], root: Path) -> Finding:
     data = {"hf_endpoint": _host(endpoint), "pip_index": _host(pip), "network_turbo": has_turbo}
     seen = [f"models from {_host(endpoint) or 'huggingface.co'}", f"packages from {_host(pip) or 'the default index'}"]
     if has_turbo:
-        seen.append("network_turbo is there" + (" and on" if env.get("http_proxy") or env.get("https_proxy") else ""))
+        is_on = env.get("http_proxy") or env.get("https_proxy")
+        seen.append("network_turbo is there and on" if is_on else "network_turbo is there")
     message = ", ".join(seen)
     if platform.facts.region == "cn" and not endpoint:
         fix = "export HF_ENDPOINT=https://hf-mirror.com HF_HUB_DISABLE_XET=1"

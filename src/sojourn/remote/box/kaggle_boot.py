@@ -65,7 +65,7 @@ def finish(started: float, state: str, message: str) -> None:
     stage = WORKING / ("." + RESULT)
     stage.write_text(json.dumps(result, indent=1), encoding="utf-8")
     os.replace(str(stage), str(WORKING / RESULT))
-    print("sojourn: %s is %s %s" % (RUN, state, message), flush=True)
+    print("sojourn: %s on Kaggle: %s %s" % (RUN, state, message), flush=True)
 
 
 def main() -> None:

@@ -58,7 +58,7 @@ def add_packages(spec: dict[str, Any], folder: str, handle: int, scratch: str) -
     if spec["requirements"]:
         install_from_any(spec, folder, handle, scratch)
     added = sorted(distributions(folder))
-    say("nothing was missing" if not added else f"installed: {', '.join(added)}")
+    say("nothing was missing" if not added else f"packages installed: {', '.join(added)}")
     done = {"installed": added}
     write_json(os.path.join(folder, "complete.json"), done)
     return done

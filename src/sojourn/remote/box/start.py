@@ -166,7 +166,7 @@ def find_python(given: Optional[str]) -> str:
             return str(python)
         why = "%d.%d" % version if facts["torch"] else "%d.%d, no torch" % version
         unfit.append("%s (%s)" % (python, why))
-    looked = "; found: " + ", ".join(unfit) if unfit else ""
+    looked = "; found: %s" % ", ".join(unfit) if unfit else ""
     raise Problem("no Python 3.10 to 3.13 with torch%s; choose an image with PyTorch, or: --python PROGRAM" % looked)
 
 
