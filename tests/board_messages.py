@@ -9,6 +9,7 @@ import ast
 import itertools
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import sojourn
@@ -30,7 +31,7 @@ def reached(*places: str) -> list[str]:
         file = waiting.pop()
         if file not in found:
             found.add(file)
-            waiting += [] if file == SOURCE / "cli" / "main.py" else _imports(ast.parse(file.read_text("utf-8")))
+            waiting += [] if file == SOURCE / "cli" / "main.py" else _imports_and_sentences(file)[0]
     return sorted(str(file.relative_to(SOURCE)) for file in found)
 
 
@@ -62,11 +63,19 @@ def sentences(*places: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for place in places:
         for file in _files(place):
-            tree = ast.parse(file.read_text(encoding="utf-8"))
-            for line, template in sorted(_literals(tree, _docstrings(tree))):
-                if _PROSE.search(template) and not _SCHEMA.fullmatch(template):
-                    found.setdefault(template, f"{file.relative_to(SOURCE)}:{line}")
+            for line, template in _imports_and_sentences(file)[1]:
+                found.setdefault(template, f"{file.relative_to(SOURCE)}:{line}")
     return found
+
+
+@cache
+def _imports_and_sentences(file: Path) -> tuple[list[Path], list[tuple[int, str]]]:
+    """Both at once: to parse a file takes longer than either."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    literals = sorted(_literals(tree, _docstrings(tree)))
+    return list(_imports(tree)), [
+        (line, template) for line, template in literals if _PROSE.search(template) and not _SCHEMA.fullmatch(template)
+    ]
 
 
 def _docstrings(tree: ast.AST) -> set[int]:

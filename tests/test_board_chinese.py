@@ -46,7 +46,6 @@ NEVER_SHOWN = frozenset({
     *(f"serve/{name}.py" for name in ("admin", "api_chat", "api_completions", "app", "chat_page", "errors", "formats")),
     *(f"serve/{name}.py" for name in ("metrics", "middleware", "proxy", "schemas", "streaming", "tools")),
 })  # fmt: skip
-SHOWN = tuple(file for file in reached(*COMMANDS, *ON_THE_BOX, *BESIDE) if file not in NEVER_SHOWN)
 # What reads like a sentence there, but is a list of names, a script, a text for a test, or a pattern; of long ones the
 # beginnings.
 NOT_SHOWN = set(json.loads(Path(__file__).with_name("board_not_shown.json").read_text()))
@@ -61,6 +60,11 @@ triton true varlen verify
 """
 NAMES = frozenset(_NAMES.split())
 _COMMAND = re.compile(r"(?:sojourn|pip install) [a-z'][^；，。）]*")
+
+
+@pytest.fixture(scope="module")
+def shown() -> list[str]:
+    return [file for file in reached(*COMMANDS, *ON_THE_BOX, *BESIDE) if file not in NEVER_SHOWN]
 
 
 def english_left(text: str) -> set[str]:
@@ -90,9 +94,9 @@ def page(home: Path) -> Any:
 # -- The catalogues --
 
 
-def test_every_sentence_that_the_board_can_show_is_there_in_chinese() -> None:
+def test_every_sentence_that_the_board_can_show_is_there_in_chinese(shown: list[str]) -> None:
     known = NOT_SHOWN.union(*catalogues().values())
-    found = sentences(*SHOWN)
+    found = sentences(*shown)
     missing = {where: text for text, where in found.items() if not {text, text[:MOST_OF_A_BEGINNING]} & known}
     assert len(found) > 2700 and not missing, "add them to src/sojourn/board/zh"
 
@@ -107,18 +111,18 @@ def test_every_command_that_the_board_starts_is_looked_at() -> None:
     assert {"cli/train.py", "cli/launch.py", "cli/serve.py"} <= started <= set(COMMANDS)
 
 
-def test_files_that_are_imported_by_name_are_looked_at_too() -> None:
+def test_files_that_are_imported_by_name_are_looked_at_too(shown: list[str]) -> None:
     """Those of platforms, runtimes, engines and formats, and those that go to a box."""
     packages = ("remote/platforms", "remote/box", "infer/runtimes", "serve/engines", "export/quantize", "evals")
     files = {str(file.relative_to(SOURCE)) for one in packages for file in (SOURCE / one).glob("[!_]*.py")}
-    assert files - set(SHOWN) == set()
+    assert files - set(shown) == set()
 
 
-def test_every_translation_is_of_a_sentence_in_the_code_and_stands_once() -> None:
+def test_every_translation_is_of_a_sentence_in_the_code_and_stands_once(shown: list[str]) -> None:
     """Presets, data sets, the system's errors, and phrases that the code puts together have catalogues of their own."""
     for package, texts in catalogues().items():
         if (SOURCE / package).is_dir():
-            found = sentences(*(file for file in SHOWN if file.startswith(f"{package}/")))
+            found = sentences(*(file for file in shown if file.startswith(f"{package}/")))
             assert [text for text in texts if text not in found] == []
     all_texts = [text for one in catalogues().values() for text in one]
     assert len(all_texts) == len(set(all_texts))
