@@ -48,7 +48,8 @@ def test_the_chats_are_whole_and_varied(a_megabyte):
     assert len({word for text in texts for word in text.split()}) > 20_000
 
 
-@pytest.mark.parametrize("flat", ["", pytest.param("500kB", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("flat", ["", "500kB"])
 def test_all_rows_do_the_same_work(bench, tmp_path, flat):
     out, folder = tmp_path / "result.json", tmp_path / "work"
     folder.mkdir()

@@ -69,14 +69,12 @@ def test_the_same_steps_give_everyone_the_same_losses(rows):
     assert losses["4"] < losses["1"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "workload, record",
     [
         ("tiny", {"text": "Rain fell on the hills all night, and the river rose by a hand. " * 40}),
-        pytest.param(
-            *("tiny-lora", {"instruction": "Say how the river is.", "output": "It has risen by a hand. " * 20}),
-            marks=pytest.mark.slow,
-        ),
+        ("tiny-lora", {"instruction": "Say how the river is.", "output": "It has risen by a hand. " * 20}),
     ],
     ids=["texts", "chats"],
 )
@@ -285,6 +283,7 @@ def test_a_mistake_is_one_line(options, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_our_own_rows_take_overrides(folder):
     def losses(*overrides):
         plan = make_bench(["tiny"], "fp32", 10, False, folder, overrides=overrides)
