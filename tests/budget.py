@@ -3,8 +3,8 @@
 CPU time of the test process and of its children, not wall time: a busy machine does not change it. No test is charged
 for fixtures that several tests share, for what is made in `shared_cost()`, or for imports. The record (`budget.json`)
 lists the tests that use more than `RECORD_ABOVE` seconds; any other test may use `DEFAULT` seconds. It also has the
-seconds of a fixed computation on the machine that made it, so that a slower machine gets proportionally more, and the
-wall seconds of each file: xdist gives whole files to its workers, the longest first.
+seconds of a fixed computation on the machine that made it, so that a slower machine, or one that has become slower,
+gets proportionally more, and the wall seconds of each file: xdist gives whole files to its workers, the longest first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -71,8 +71,8 @@ def _file(test: str) -> str:
     return test.partition("::")[0]
 
 
-def machine_seconds() -> float:
-    """CPU seconds of a fixed computation: the best of five."""
+def machine_seconds(choose: Callable[[Iterable[float]], float] = min) -> float:
+    """CPU seconds of a fixed computation: the best of five, or as `choose` says."""
 
     def once() -> float:
         began = time.process_time()
@@ -81,7 +81,7 @@ def machine_seconds() -> float:
             digest = hashlib.sha256(digest + str(number).encode()).digest()
         return time.process_time() - began
 
-    return min(once() for _ in range(5))
+    return choose(once() for _ in range(5))
 
 
 class Budget:
@@ -92,7 +92,8 @@ class Budget:
         record = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
         self.recorded: dict[str, float] = record.get("cpu_seconds", {})
         self.recorded_files: dict[str, float] = record.get("file_seconds", {})
-        self.slowdown = max(1.0, machine_seconds() / record["machine_seconds"]) if record else 1.0
+        self.machine_seconds = record.get("machine_seconds", math.inf)
+        self.slowdown = max(1.0, self._slowdown(min))
         self.found: dict[str, float] = {}
         self.wall: Counter[str] = Counter()
 
@@ -116,6 +117,8 @@ class Budget:
             used = cpu_seconds() - _shared - seconds - SECONDS_PER_IMPORT * (len(sys.modules) - modules)
             item.user_properties.append(("cpu_seconds", round(max(used, 0.0), 2)))
             report.user_properties = list(item.user_properties)
+            if self.mode == "check" and self.recorded and report.passed and used > self.allowed(item.nodeid):
+                self.slowdown = max(self.slowdown, self._slowdown(max))  # a shared machine changes its speed
             allowed = self.allowed(item.nodeid)
             if self.mode == "check" and self.recorded and report.passed and used > allowed:
                 report.outcome = "failed"
@@ -124,6 +127,10 @@ class Budget:
                     "record a new budget with: make test-budget"
                 )
         return report
+
+    def _slowdown(self, choose: Callable[[Iterable[float]], float]) -> float:
+        """How many times slower this machine is now than the one that made the record."""
+        return machine_seconds(choose) / self.machine_seconds
 
     def allowed(self, test: str) -> float:
         return max(DEFAULT, FACTOR * self.recorded.get(test, 0.0)) * self.slowdown

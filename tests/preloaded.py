@@ -15,6 +15,7 @@ import gc
 import importlib
 import json
 import os
+import pkgutil
 import select
 import signal
 import socket
@@ -30,6 +31,13 @@ from typing import Any, NoReturn
 MODULES = ("torch", "transformers", "peft", "sojourn", "deepspeed", "safetensors", "tokenizers", "bitsandbytes")
 THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 THREADS["OMP_WAIT_POLICY"] = "PASSIVE"  # a command that sets more threads: none of them spins while it waits
+# What tests, and the commands that they start, import sooner or later.
+OTHERS = (
+    "asyncssh", "fastapi", "gguf", "numpy.ma", "openai", "platformdirs", "py3langid.langid", "pyarrow.parquet",
+    "uvicorn",
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mistral", "qwen2", "qwen3")),
+)  # fmt: skip
+SCRIPTS = ("sojourn.__main__",)
 MAIN = "from sojourn.cli.main import main; main()"
 
 
@@ -126,14 +134,16 @@ def preload() -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
-    import sojourn.train.loop  # noqa: F401
+    import sojourn
+    from sojourn.catalog.platforms import platforms
     from sojourn.cli.main import command_tree
     from sojourn.config.load import load_run
     from sojourn.train.metrics.environment import describe_environment
 
     with contextlib.suppress(ImportError):
         import deepspeed  # noqa: F401
-    for module in ("asyncssh", "fastapi", "gguf", "openai", "pyarrow.parquet", "uvicorn"):  # of tests, in every worker
+    ours = [found.name for found in pkgutil.walk_packages(sojourn.__path__, "sojourn.") if found.name not in SCRIPTS]
+    for module in (*OTHERS, *ours):
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
     with contextlib.suppress(ImportError):  # hundreds of patterns that transformers compiles once per process
@@ -145,7 +155,8 @@ def preload() -> None:
 
         jinja2.Environment.compile = functools.lru_cache(64)(jinja2.Environment.compile)  # type: ignore[method-assign]
     torch.set_num_threads(1)
-    command_tree()  # what these three find out once per process, every fork knows
+    platforms()
+    command_tree()  # what these find out once per process, every fork knows
     load_run(["smoke"])
     describe_environment("cpu")
 

@@ -29,7 +29,7 @@ def prompts(tmp_path: Path) -> Path:
 
 
 def read(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def generate(model: str, *given: object, code: int = 0) -> subprocess.CompletedProcess[str]:
