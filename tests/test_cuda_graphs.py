@@ -27,6 +27,7 @@ from sojourn.train.rehearse import rehearse
 from tiny import LORA, events, run_train, same_weights, stop_after
 
 GRAPHS = "train.cuda_graphs=on"
+OFFLOAD = ("train.activation_checkpointing=offload",)
 
 
 def curve(run):
@@ -215,7 +216,7 @@ def varlen(monkeypatch):
     return "train.attention=varlen"
 
 
-@pytest.mark.parametrize("extra", [(), ("train.micro_batch=2",), LORA], ids=["one", "four", "lora"])
+@pytest.mark.parametrize("extra", [(), ("train.micro_batch=2",), LORA, OFFLOAD], ids=["one", "four", "lora", "offload"])
 def test_packed_rows_are_captured_with_padded_documents_and_targets(tiny, fake_graphs, varlen, extra, capfd):
     plain = run_train(tiny.words(varlen, *extra))
     run = run_train(tiny.words(varlen, *extra, GRAPHS))
@@ -385,7 +386,7 @@ def test_a_gpu_replays_what_it_captured(passes):
 @pytest.mark.parametrize(
     "extra",
     [(), LORA, (*LORA, "method.dropout=0.1"), ("train.micro_batch=2",), ("train.activation_checkpointing=full",),
-     ("train.compile=on",)],
+     ("train.compile=on",), OFFLOAD, (*OFFLOAD, *LORA, "train.micro_batch=2")],
     ids=str,
 )  # fmt: skip
 def test_a_gpu_replays_packed_rows(tiny, monkeypatch, extra, capfd):

@@ -175,7 +175,6 @@ def test_no_tensor_of_length_times_intermediate_size_is_saved_or_computed(monkey
     ("settings", "says"),
     [
         (["train.compile=on"], "train.compile is on"),
-        (["train.cuda_graphs=on"], "train.cuda_graphs is on"),
         (["train.fp8=on"], "train.fp8 is on"),
         (["parallel.engine=deepspeed"], "parallel.engine is deepspeed"),
     ],

@@ -3,7 +3,8 @@
 A decoder layer is one autograd function. Its forward stores nothing on the GPU: the layer's input goes to pinned host
 memory on a stream of its own. Its backward gets the input back, which was fetched during the layer above's, and
 recomputes the layer. The MLP, where no token reads another, is computed tile by tile, each with its backward
-before the next: no tensor of length × intermediate size ever exists. The results are those of `full`.
+before the next: no tensor of length × intermediate size ever exists. The results are those of `full`. All of it can be
+captured as a CUDA graph, the copies too.
 
 The layer's trained parameters are inputs of the function, which returns their gradients once: hooks on parameters (DDP,
 FSDP, an optimizer step in the backward) see them as they would without.
@@ -73,10 +74,9 @@ class LayerInputs:
         self._leaving: tuple[Tensor, torch.cuda.Event] | None = None
 
     def put(self, index: int, x: Tensor) -> None:
-        self._wait_for_copy()
         if index == 0:
-            self._here.clear()
-            self._arrived.clear()
+            self._forget_unfinished_pass()
+        self._wait_for_copy()
         if not x.is_cuda or index == self._last:
             self._here[index] = x.detach()
             return
@@ -104,6 +104,14 @@ class LayerInputs:
                 x.view(-1)[part].copy_(buffer, non_blocking=True)
             self._arrived[index] = stream.record_event()
         self._here[index] = x
+
+    def _forget_unfinished_pass(self) -> None:
+        """Memory ran out in it, or it could not be captured. Its copies may still be running."""
+        if (self._leaving or self._arrived) and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize()
+        self._leaving = None
+        self._arrived.clear()
+        self._here.clear()
 
     def _copy_stream(self, device: torch.device) -> torch.cuda.Stream:
         """It waits for what was launched so far, which may still use memory that was allocated since."""
@@ -167,7 +175,8 @@ class _OffloadedLayer(torch.autograd.Function):  # type: ignore[misc]
             else:
                 out_BTD = blocks[0](layer, x_BTD, **ctx.kwargs)
                 _mlp_backward_(layer, blocks[1], out_BTD.detach(), grad_BTD, gradients)
-            layer.layer_inputs.fetch(layer.layer_index - 1, grad_BTD)
+            if x_BTD.requires_grad:  # else the layers below have no backward that would take their inputs
+                layer.layer_inputs.fetch(layer.layer_index - 1, grad_BTD)
             grad_x = gradients.add(out_BTD, x_BTD, grad_BTD)
         return None, None, None, None, grad_x, *gradients.sums
 

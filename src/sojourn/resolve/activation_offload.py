@@ -20,8 +20,7 @@ def offload_unsupported_reason(config: RunConfig) -> str | None:
 
 def least_memory_checkpointing(config: RunConfig) -> str:
     """What needs the least memory of a GPU with these settings."""
-    captured = "on" in (config.train.compile, config.train.cuda_graphs)
-    return "full" if captured or offload_unsupported_reason(config) else "offload"
+    return "full" if config.train.compile == "on" or offload_unsupported_reason(config) else "offload"
 
 
 def may_offload(resolved: Resolved, device: DeviceSpec) -> bool:
@@ -39,13 +38,11 @@ def resolve_offload(resolved: Resolved) -> None:
         reason = _set_against_it(resolved)
     if reason is not None:
         raise Unsupported(f"{_KEY}: offload {reason}; use full, or change that")
-    for key in ("compile", "cuda_graphs"):
-        if getattr(resolved.config.train, key) != "off":
-            resolved.choose("train", key, "off", "not for layers whose inputs are offloaded")
+    if resolved.config.train.compile != "off":
+        resolved.choose("train", "compile", "off", "not for layers whose inputs are offloaded")
 
 
 def _set_against_it(resolved: Resolved) -> str | None:
-    train = resolved.config.train
-    if train.compile == "on" and "train.compile" not in resolved.reasons:
+    if resolved.config.train.compile == "on" and "train.compile" not in resolved.reasons:
         return "runs layers uncompiled, but train.compile is on"
-    return "cannot be captured, but train.cuda_graphs is on" if train.cuda_graphs == "on" else None
+    return None

@@ -22,10 +22,9 @@ def can_capture(config: RunConfig, workload: Workload) -> bool:
     alone = workload.device_type == "cuda" and workload.world_size == 1 and workload.engine == "single"
     alone = alone and not workload.optimizer_in_backward
     tested = model.family in FUSED_FAMILIES and model.experts is None
-    stays = workload.activation_checkpointing != "offload"
     recomputes_dropout = workload.lora_dropout > 0 and workload.activation_checkpointing != "off"
     same_shapes = config.data.packing != "off" and workload.attention_backend.varlen
-    return alone and tested and same_shapes and stays and not recomputes_dropout and workload.precision != "fp16"
+    return alone and tested and same_shapes and not recomputes_dropout and workload.precision != "fp16"
 
 
 def choose_cuda_graphs(config: RunConfig, workload: Workload, device: DeviceSpec) -> tuple[bool, str]:
@@ -39,8 +38,7 @@ def choose_cuda_graphs(config: RunConfig, workload: Workload, device: DeviceSpec
     if workload.model.attention_dropout or not can_capture(config, workload):
         return (
             False,
-            "for one rank and packed or padded rows, without recomputed dropout, fp16, offloaded inputs or updates in "
-            "the backward",
+            "for one rank and packed or padded rows, without recomputed dropout, fp16 or updates in the backward",
         )
     if not is_launch_bound(workload, device.gpu):
         return False, "the GPU takes longer for its kernels than a slow CPU for launching them"
