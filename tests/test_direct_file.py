@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from sojourn.storage import direct_file, disk
-from sojourn.storage.direct_file import DirectFile
+from sojourn.export import direct_file
+from sojourn.export.direct_file import DirectFile
+from sojourn.storage import disk
 
 BUFFER = 3 * 4096
 SIZES = (1, 4095, 4096, 4097, BUFFER - 1, BUFFER, BUFFER + 1, 100_000)

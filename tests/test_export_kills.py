@@ -23,7 +23,8 @@ from sojourn.export import hf, ranges
 from sojourn.export.open_source import open_weights
 from sojourn.export.progress import NoProgress
 from sojourn.export.stage import ExportStage
-from sojourn.storage import direct_file, disk
+from sojourn.export import direct_file
+from sojourn.storage import disk
 
 model, target, last, log = sys.argv[1:]
 hf.SHARD_BYTES, ranges._SYNC_BYTES = 60_000, 20_000

@@ -263,11 +263,22 @@ def test_values_that_are_not_finite_are_refused_wherever_they_are(value: float, 
     _plant(tmp_path / "wrong" / "adapter_model.safetensors", "layers.1.self_attn.v_proj.lora_B", value)
     with pytest.raises(UserError, match=r"wrong: .*v_proj.lora_B.weight has a NaN or an infinity"):
         merged(base, tmp_path / "wrong").load("model.layers.1.self_attn.v_proj.weight")
+    _plant(base / "model.safetensors", "layers.0.self_attn.q_proj", value)
+    with pytest.raises(UserError, match=r"base: .*layers.0.self_attn.q_proj.weight has a NaN or an infinity"):
+        merged(base, tmp_path / "adapter").load("model.layers.0.self_attn.q_proj.weight")
     _plant(base / "model.safetensors", "embed_tokens", value)
     source = merged(base, tmp_path / "adapter")
     source.rows("model.embed_tokens.weight", 0, 90)
     with pytest.raises(UserError, match=r"base: model.embed_tokens.weight has a NaN or an infinity"):
         source.rows("model.embed_tokens.weight", 90, 110)
+
+
+def test_a_merge_that_overflows_the_base_s_dtype_is_refused(tmp_path: Path) -> None:
+    base = make_model(tmp_path / "base", dtype=torch.float16)
+    add_adapter(base, tmp_path / "adapter")
+    _plant(tmp_path / "adapter" / "adapter_model.safetensors", "layers.0.self_attn.q_proj.lora_A", 1e9)
+    with pytest.raises(UserError, match=r"adapter: .*layers.0.self_attn.q_proj.weight has a NaN or an infinity"):
+        merged(base, tmp_path / "adapter").load("model.layers.0.self_attn.q_proj.weight")
 
 
 def _plant(file: Path, name: str, value: float) -> None:

@@ -31,7 +31,7 @@ def piece(*given):
 hf._piece = piece
 """
 DIRECT = """
-from sojourn.storage import direct_file
+from sojourn.export import direct_file
 direct_file.LEAST_BYTES, direct_file._BUFFER_BYTES = 0, 4096
 """
 

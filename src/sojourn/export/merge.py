@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from sojourn.errors import UserError
 from sojourn.export.combine import Combine, dare_mask, ties, trim_threshold
 from sojourn.infer.adapter_weights import WITH_PEFT, AdapterWeights
-from sojourn.infer.weight_source import WeightSource, check_finite, is_tied, row_pieces
+from sojourn.infer.weight_source import FolderWeights, WeightSource, check_finite, is_tied, row_pieces
+from sojourn.model.weights import is_finite
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -30,6 +31,7 @@ class MergedWeights:
         self.generation_config: dict[str, Any] = base.generation_config
         self.tokenizer_folder: Path = base.tokenizer_folder
         self._base_names = base.names()
+        self._unchecked_base_rows = base.unchecked_rows if isinstance(base, FolderWeights) else base.rows
         self._embedding = next((name for name in self._base_names if name.endswith(_EMBEDDINGS)), "")
         self._tied = _HEAD not in self._base_names and is_tied(base.config)
         self._unties = self._tied and any(map(self._changes_one_end, adapters))
@@ -65,12 +67,14 @@ class MergedWeights:
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         import torch
 
-        rows = self.base.rows(self._in_base(name), start, stop)
         if name not in self._changed:
-            return rows
+            return self.base.rows(self._in_base(name), start, stop)
+        rows = self._unchecked_base_rows(self._in_base(name), start, stop)
         with torch.no_grad():
             for first, last in row_pieces(tuple(rows.shape), _BLOCK):
                 rows[first:last] = self._merge(name, rows[first:last].float(), start + first, start + last)
+        if not is_finite(rows):
+            self.base.rows(self._in_base(name), start, stop)  # raises if it is the base's
         return check_finite(rows, name, self.adapters[0].path)
 
     def stamp(self) -> str:

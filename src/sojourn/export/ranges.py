@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sojourn.export.direct_file import DirectFile
 from sojourn.export.progress import Progress
 from sojourn.storage import disk
-from sojourn.storage.direct_file import DirectFile
 
 _AHEAD = 3  # parts that are loaded while one is written; with it they bound the memory
 _SYNC_BYTES = 256 << 20  # what a kill may make a call write again, at most, beside a part

@@ -14,6 +14,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from sojourn.storage import disk
 
 LEAST_BYTES = 64 << 20  # of a file; smaller ones stay in the page cache, where they are read again
@@ -32,6 +34,7 @@ class DirectFile:
             self._plain.truncate(total)
             self._direct = _open_direct(path) if total >= LEAST_BYTES else None
             self._buffer = mmap.mmap(-1, _BUFFER_BYTES)  # begins at a page
+            self._copied = np.frombuffer(self._buffer, np.uint8)  # NumPy lets other threads run while it copies
             self.written = start if self._direct is None else start // _BLOCK * _BLOCK  # bytes that left the buffer
             self._filled = start - self.written
             self._plain.seek(self.written)
@@ -56,7 +59,7 @@ class DirectFile:
             return
         while data:
             taken = min(len(data), _BUFFER_BYTES - self._filled)
-            self._buffer[self._filled : self._filled + taken] = data[:taken]
+            self._copied[self._filled : self._filled + taken] = np.frombuffer(data[:taken], np.uint8)
             self._filled, data = self._filled + taken, data[taken:]
             if self._filled == _BUFFER_BYTES:
                 self._flush(_BUFFER_BYTES)
