@@ -229,6 +229,7 @@ def main() -> None:
     parser.add_argument("--gate", action="store_true")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    given.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=given.folder) as name:
         result = measure(Path(name), given.layers, given.repeats, given.gate)
     print(json.dumps(result, indent=2))

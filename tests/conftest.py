@@ -146,6 +146,7 @@ def words(chats: Path, home: Path, shared: Shared) -> list[str]:
     shared.copy_prepared(home)
     return [
         "smoke", f"data.sources={chats}", "model.d_model=64", "data.vocab_size=400", "data.max_length=64",
+        "train.precision=fp32",  # `auto` is bf16 on some CPUs
         "train.global_batch=8", "train.steps=12", "log.every_steps=1", "log.tensorboard=off", "name=t",
     ]  # fmt: skip
 

@@ -215,7 +215,8 @@ def test_what_cannot_be_combined_is_one_line(tiny, words, message):
     assert "\n" not in str(refused.value)
 
 
-def test_a_device_without_bf16_refuses_bf16_weights(tiny):
+def test_a_device_without_bf16_refuses_bf16_weights(tiny, monkeypatch):
+    monkeypatch.setattr("sojourn.machine.precision.cpu_bf16_feature", lambda: None)
     with pytest.raises(UserError, match=r"needs train.precision=bf16, but here it is fp32"):
         run_train([w for w in tiny.words(*BF16, "train.precision=auto") if w != "train.precision=fp32"])
 

@@ -86,6 +86,16 @@ def _assert_equal(ours, theirs):
     assert ours.generation_config.to_dict() == theirs.generation_config.to_dict()
 
 
+def test_evaluation_leaves_nf4_weights_as_they_are(tmp_path, monkeypatch):
+    """On CPUs with AVX512_BF16, bitsandbytes would repack them and round their scales."""
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
+    model = load_base_model(BaseModelSource(str(_write(tmp_path)), quant_bits=4), torch.float32, "cpu").eval()
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    with torch.no_grad():
+        model(torch.arange(8)[None])
+    assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_nan_is_found_before_it_is_quantized(tmp_path, bits):
     folder = _write(tmp_path)

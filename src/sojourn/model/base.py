@@ -173,6 +173,7 @@ def _from_pretrained(base: BaseModelSource, given: dict[str, Any], dtype: Any, d
             f"{sorted(missing)[0]}; is it complete, and a causal language model?"
         )
     _refuse_nan(base, model)
+    _keep_nf4_layout(model)
     if base.quant_bits == 4:
         if base.sharded and expert_modules(model):
             raise UserError("parallel.engine: fsdp cannot shard experts in NF4; use ddp, or method.kind=lora")
@@ -188,6 +189,14 @@ def _note_unquantized_experts(base: BaseModelSource, model: Any) -> None:
     if left:
         hint = "; method.bits=4 quantizes those of most models" if base.quant_bits == 8 else ""
         print(f"note: method.bits: {left:,} weights of experts stay as they are{hint}", flush=True)
+
+
+def _keep_nf4_layout(model: Any) -> None:
+    """In evaluation on CPUs with AVX512_BF16, bitsandbytes would repack NF4 weights in place and round their scales to
+    bf16: training would go on with other weights. It fails for rows that are no multiples of a block."""
+    for layer in model.modules():
+        if getattr(layer, "support_avx512bf16_for_cpu", False):
+            layer.support_avx512bf16_for_cpu = False
 
 
 def _refuse_nan(base: BaseModelSource, model: Any) -> None:
