@@ -36,7 +36,7 @@ def _losses(run: RunFolder) -> list[float]:
 
 
 def test_the_run_folder_holds_what_is_promised(words):
-    run = _train([*words, "log.tensorboard=on"])
+    run = _train([*words, "train.precision=auto", "log.tensorboard=on"])
     for name in ("run.yaml", "environment.json", "status.json", "metrics.jsonl", "events.jsonl", "checkpoints/latest"):
         assert (run.path / name).is_file(), name
     for name in (
@@ -276,7 +276,7 @@ def test_a_resumed_run_keeps_the_precision_it_started_with(words, monkeypatch):
     from sojourn.train import local_device
     from sojourn.train.resolve import resolve_here
 
-    config = load_run(words).config
+    config = load_run([*words, "train.precision=auto"]).config
     monkeypatch.setattr(local_device, "choose_precision", lambda device: ("bf16", "measured faster"))
     started = resolve_here(config).config
     monkeypatch.setattr(local_device, "choose_precision", lambda device: ("fp32", "measured otherwise"))
