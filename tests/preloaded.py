@@ -19,12 +19,14 @@ import pkgutil
 import select
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
 import threading
 import traceback
 import weakref
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -138,6 +140,8 @@ def preload() -> None:
     from sojourn.catalog.platforms import platforms
     from sojourn.cli.main import command_tree
     from sojourn.config.load import load_run
+    from sojourn.data.clean.language import detect_language
+    from sojourn.remote import wheel
     from sojourn.train.metrics.environment import describe_environment
 
     with contextlib.suppress(ImportError):
@@ -154,11 +158,30 @@ def preload() -> None:
         import jinja2
 
         jinja2.Environment.compile = functools.lru_cache(64)(jinja2.Environment.compile)  # type: ignore[method-assign]
+    # A client reads the certificates of all authorities; Kaggle's bundle has our wheel.
+    ssl.create_default_context = functools.lru_cache(8)(ssl.create_default_context)  # type: ignore[assignment]
+    wheel._archive = _archive_once(wheel._archive)  # type: ignore[assignment]
+    if not torch.cuda.is_available():  # else each seed is kept for GPUs, with the stack of who set it
+        torch.cuda.manual_seed_all = lambda seed: None  # type: ignore[assignment]
     torch.set_num_threads(1)
     platforms()
     command_tree()  # what these find out once per process, every fork knows
     load_run(["smoke"])
     describe_environment("cpu")
+    detect_language("Ein Satz, damit das Modell gelesen ist.")
+
+
+def _archive_once(archive: Callable[[Mapping[str, bytes]], bytes]) -> Callable[[Mapping[str, bytes]], bytes]:
+    """The same files are compressed once per process."""
+    made: dict[bytes, bytes] = {}
+
+    def once(files: Mapping[str, bytes]) -> bytes:
+        [record] = (content for name, content in files.items() if name.endswith("/RECORD"))  # has their hashes
+        if record not in made:
+            made[record] = archive(files)
+        return made[record]
+
+    return once
 
 
 def run_and_exit(args: list[str], preamble: str = "", modules: Path | None = None, code: str = MAIN) -> NoReturn:

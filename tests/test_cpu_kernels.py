@@ -23,7 +23,7 @@ from sojourn.model.kernels.cpu import compile_c, library
 from sojourn.model.kernels.cpu.blocked_layer import fits_blocked_layer
 from sojourn.model.kernels.cpu.decoder import decoder_on_cpu
 from sojourn.model.kernels.cpu.decoder_layer import layer_on_cpu
-from sojourn.model.kernels.cpu.smoke_test import decoder_by_torch, enable_cpu_kernels, layer_by_torch
+from sojourn.model.kernels.cpu.smoke_test import decoder_by_torch, enable_cpu_kernels, failure, layer_by_torch
 from sojourn.model.kernels.fused_forwards import apply_fused_forwards
 from sojourn.model.layout import Layout, compute_cu_seqlens, make_layout, pad_cu_seqlens
 from sojourn.model.network import wrap_model
@@ -218,16 +218,25 @@ def test_extreme_values_are_those_of_torch():
     torch.testing.assert_close(library.cross_entropy_with_grad(logits, labels), expected, equal_nan=True)
 
 
-def test_without_a_compiler_the_run_goes_on_with_torch_and_says_so(monkeypatch, capsys):
+@pytest.fixture
+def tested_anew():
+    """The smoke test is made once per process."""
+    caches = (library.load_library, failure)
+    for cached in caches:
+        cached.cache_clear()
+    yield
+    for cached in caches:
+        cached.cache_clear()
+
+
+def test_without_a_compiler_the_run_goes_on_with_torch_and_says_so(monkeypatch, capsys, tested_anew):
     monkeypatch.setattr(compile_c, "find_gcc", lambda: None)
-    library.load_library.cache_clear()
     enabled = enable_cpu_kernels(_model("llama"))
-    library.load_library.cache_clear()
     assert not enabled and "using torch's, slower" in capsys.readouterr().out
 
 
 @needs_gcc
-def test_a_wrong_kernel_is_not_used(monkeypatch, capsys):
+def test_a_wrong_kernel_is_not_used(monkeypatch, capsys, tested_anew):
     monkeypatch.setattr(library, "swiglu_forward", lambda gate, up: gate * up)
     assert not enable_cpu_kernels(_model("llama"))
     assert "failed their smoke test (swiglu)" in capsys.readouterr().out

@@ -92,6 +92,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Adapter 'default'")  # to show a PeftWarning, pytest imports peft once more
 @pytest.mark.parametrize("kind", KINDS)
 def test_merged_weights_give_the_adapters_logits(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sojourn.infer.weight_source._PIECE", 200)  # several pieces of each matrix

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import socket
 import threading
@@ -24,15 +25,18 @@ CANARY = "canary-3f9a1c77e2d84b60"
 
 
 @pytest.fixture(autouse=True)
-def no_canary_anywhere(
-    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str], monkeypatch: Any
-) -> Iterator[None]:
+def no_canary_anywhere(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Whatever a test provokes, the token is in no message and no log."""
     monkeypatch.setenv("NO_PROXY", "*")
-    caplog.set_level(logging.DEBUG)
+    logged, root = io.StringIO(), logging.getLogger()
+    handler, level = logging.StreamHandler(logged), root.level
+    root.addHandler(handler)
+    root.setLevel(logging.DEBUG)
     yield
+    root.removeHandler(handler)
+    root.setLevel(level)
     out, err = capfd.readouterr()
-    assert CANARY not in out + err + caplog.text
+    assert CANARY not in out + err + logged.getvalue()
 
 
 class Slept(list[float]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 from array import array
 from collections.abc import Callable, Sequence
@@ -24,27 +25,26 @@ _SHAPE = (2, 37, 3, 46)  # rows, tokens, heads, head size: not multiples of any 
 
 def enable_cpu_kernels(model: nn.Module) -> bool:
     """For this model, if they compute what torch computes, but for rounding. A failure is a note, not an error."""
-    try:
-        library.load_library()
-        with torch.random.fork_rng([]), torch.enable_grad():
-            torch.manual_seed(0)
-            wrong = next(
-                (
-                    check.__name__
-                    for check in (_norm, _swiglu, _rope, _attention, _blocked_layer, _decoder, _loss, _head, _adamw)
-                    if not check()
-                ),
-                None,
-            )
-    except (OSError, subprocess.SubprocessError) as error:
-        wrong = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-    if wrong is not None:
+    if (wrong := failure()) is not None:
         print(f"note: the CPU kernels failed their smoke test ({wrong.strip('_')}); using torch's, slower", flush=True)
         return False
     for module in (*model.modules(), model.get_output_embeddings()):
         if hasattr(module, "cpu_kernels") or module is model.get_output_embeddings():
             module.cpu_kernels = True
     return True
+
+
+@functools.cache
+def failure() -> str | None:
+    """Of the smoke test, once per process: the kernel that computes something else, or why they cannot be compiled."""
+    try:
+        library.load_library()
+        with torch.random.fork_rng([]), torch.enable_grad():
+            torch.manual_seed(0)
+            checks = (_norm, _swiglu, _rope, _attention, _blocked_layer, _decoder, _loss, _head, _adamw)
+            return next((check.__name__ for check in checks if not check()), None)
+    except (OSError, subprocess.SubprocessError) as error:
+        return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def has_cpu_kernels(model: nn.Module) -> bool:
