@@ -78,7 +78,8 @@ ODD = {
 
 @posix
 @pytest.mark.parametrize("make", ODD.values(), ids=list(ODD))
-def test_an_odd_file_is_not_valid_and_is_never_waited_for(tmp_path, make):
+def test_an_odd_file_is_not_valid_and_is_never_waited_for(tmp_path, make, monkeypatch):
+    monkeypatch.setattr("sojourn.storage.files._MOST_LINES_BYTES", 1 << 26)
     path = tmp_path / "ledger.json"
     make(path)
     with pytest.raises(NotValid) as refused:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -12,8 +13,15 @@ import golden
 
 
 @pytest.fixture(scope="module")
-def machine_type() -> str:
+def known() -> dict[str, list[float]]:
+    return json.loads(golden.FILE.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def machine_type(known) -> str:
     """As the demo sees it: with all of this machine's threads."""
+    if not any(name.startswith(f"{platform.machine()} ") for name in known):
+        return "not among them"
     env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
     code = "import golden; print(golden.machine_type())"
     folder = golden.FILE.parent
@@ -36,11 +44,10 @@ def losses(home):
 
 def test_the_first_losses_are_identical_on_every_run(losses, home, tmp_path):
     shutil.copytree(home / "prepared", tmp_path / "prepared")
-    assert golden.demo_losses(tmp_path) == losses
+    assert golden.demo_losses(tmp_path, 8) == losses[:8]
 
 
-def test_the_first_losses_are_the_recorded_ones(losses, machine_type):
-    known = json.loads(golden.FILE.read_text(encoding="utf-8"))
+def test_the_first_losses_are_the_recorded_ones(losses, known, machine_type):
     if machine_type in known:
         assert losses == known[machine_type]
     for recorded in known.values():

@@ -62,8 +62,9 @@ def _write(text):
      lambda path: write_json(path, WRONG_TYPES)],
     ids=[*(name for name in ODD if name != "a folder"), *CONTENTS, "wrong types"],
 )  # fmt: skip
-def test_a_run_resumes_whatever_its_records_have_become(tiny, stopped, make):
+def test_a_run_resumes_whatever_its_records_have_become(tiny, stopped, make, monkeypatch):
     """The checkpoints hold all that decides the result."""
+    monkeypatch.setattr("sojourn.storage.files._MOST_LINES_BYTES", 1 << 26)
     words, run = stopped
     for file in FILES:
         _replace(run.path / file, make)

@@ -248,7 +248,7 @@ def test_a_file_below_a_mebibyte_comes_through_connections_that_carry_less_than_
     source, target = write(tmp_path / "source", {"wheel": os.urandom(900_000)}), tmp_path / "target"
     with (
         slow_link("127.0.0.1", sshd.host.port, cut_every=600_000) as link,
-        Box(replace(sshd.through(link.local_port), home=str(tmp_path / "home")), patience=10) as box,
+        Box(replace(sshd.through(link.local_port), home=str(tmp_path / "home")), patience=60) as box,
     ):
         if direction == "push":
             box.push([(source, str(target))])

@@ -47,21 +47,28 @@ def user_file() -> Path:
 
     It is `catalog.toml` in SOJOURN_HOME if that file exists, else in the user's configuration folder.
     """
-    from platformdirs import user_config_dir
-
     home = os.environ.get("SOJOURN_HOME")
     if home and (there := expand_user(home) / "catalog.toml").is_file():
         return there
-    return Path(user_config_dir("sojourn", appauthor=False)) / "catalog.toml"
+    return _user_folder() / "catalog.toml"
 
 
 def refreshed_file() -> Path:
     """Rows that `sojourn catalog refresh` wrote: between ours and the user's, where they are newer than ours."""
+    home = os.environ.get("SOJOURN_HOME")
+    return (expand_user(home) if home else _user_folder()) / "catalog-refreshed.toml"
+
+
+def _user_folder() -> Path:
+    return _user_folder_of(os.environ.get("XDG_CONFIG_HOME"), os.environ.get("HOME"))
+
+
+@cache
+def _user_folder_of(*_: str | None) -> Path:
+    """`_`: what decides it. A plan asks hundreds of times."""
     from platformdirs import user_config_dir
 
-    home = os.environ.get("SOJOURN_HOME")
-    folder = expand_user(home) if home else Path(user_config_dir("sojourn", appauthor=False))
-    return folder / "catalog-refreshed.toml"
+    return Path(user_config_dir("sojourn", appauthor=False))
 
 
 def read_once(read: Callable[[Path | None], RowType]) -> Callable[..., RowType]:
