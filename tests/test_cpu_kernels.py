@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import shutil
+import subprocess
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -240,6 +243,21 @@ def test_a_wrong_kernel_is_not_used(monkeypatch, capsys, tested_anew):
     monkeypatch.setattr(library, "swiglu_forward", lambda gate, up: gate * up)
     assert not enable_cpu_kernels(_model("llama"))
     assert "failed their smoke test (swiglu)" in capsys.readouterr().out
+
+
+@needs_gcc
+def test_another_environment_finds_what_one_has_compiled(tmp_path, monkeypatch):
+    def run(*_, **__):
+        raise subprocess.SubprocessError("gcc was started")
+
+    library.load_library()  # compiled, by now
+    other = shutil.copytree(Path(compile_c.__file__).parent, tmp_path / "cpu")
+    monkeypatch.setattr(compile_c, "_SHARED", other)
+    monkeypatch.setattr(subprocess, "run", run)
+    assert compile_c.compile_library(other, {})
+    (other / "kernels.c").write_text("int changed;\n")
+    with pytest.raises(subprocess.SubprocessError, match="gcc was started"):
+        compile_c.compile_library(other, {})
 
 
 def test_where_they_are_unsupported_they_are_refused_with_the_reason():

@@ -32,7 +32,7 @@ def compile_library(folder: Path, signatures: dict[str, tuple[Any, ...]]) -> Any
     native = "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
     sources = sorted(map(str, folder.glob("*.c")))
     command = [gcc, *_FLAGS, native, f"-I{_SHARED}", *sources, str(openmp), "-lm"]
-    file = _cached_file(folder, command, gcc)
+    file = _cached_file(folder, [gcc, *_FLAGS, native, openmp.name])
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
         made = file.with_name(f".{os.getpid()}-{file.name}")
@@ -51,13 +51,14 @@ def _torch_openmp() -> Path | None:
     return found[0] if found else None
 
 
-def _cached_file(folder: Path, command: list[str], gcc: str) -> Path:
-    """Its name is what the library is made from, and for which CPU."""
+def _cached_file(folder: Path, compiler: list[str]) -> Path:
+    """Its name is what the library is made from, and for which CPU; another environment of the same version finds it,
+    as torch has its OpenMP under the same name there."""
     from platformdirs import user_cache_path
 
     files = [file for place in (folder, _SHARED) for file in sorted(place.glob("*.[ch]"))]
-    compiler = (repr(command).encode(), str(Path(gcc).stat().st_mtime_ns).encode())
-    parts = (*(file.read_bytes() for file in files), *compiler, _cpu_features())
+    made_by = repr([compiler, Path(compiler[0]).stat().st_mtime_ns]).encode()
+    parts = (*(file.read_bytes() for file in files), made_by, _cpu_features())
     return user_cache_path("sojourn") / "cpu_kernels" / f"{hashlib.sha256(b'/'.join(parts)).hexdigest()[:32]}.so"
 
 
