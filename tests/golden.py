@@ -29,9 +29,7 @@ def new_process(args: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]
     return subprocess.Popen([sys.executable, "-m", "sojourn", *args], env=env, stdout=subprocess.DEVNULL)
 
 
-def demo_losses(
-    home: Path, steps: int = STEPS, start: Callable[[list[str], dict[str, str]], Any] = new_process
-) -> list[float]:
+def demo_losses(home: Path, start: Callable[[list[str], dict[str, str]], Any] = new_process) -> list[float]:
     """Starts the demo's own training and kills it once the steps are there."""
     # Without the CPU kernels, which a machine has only with gcc.
     args = ["train", "demo", "log.every_steps=1", "log.tensorboard=off", "train.device=cpu", "advanced.cpu_kernels=off"]
@@ -42,14 +40,14 @@ def demo_losses(
 
     run = RunFolder(home / "runs" / "demo")
     try:
-        while len(found := [line["loss"] for line in run.read_metrics()]) < steps:
+        while len(found := [line["loss"] for line in run.read_metrics()]) < STEPS:
             if process.poll() is not None:
                 raise RuntimeError("the demo's training ended early")
             time.sleep(0.1)
     finally:
         process.kill()
         process.wait()
-    return found[:steps]
+    return found[:STEPS]
 
 
 if __name__ == "__main__":
