@@ -256,7 +256,7 @@ def test_setting_the_clock_changes_neither_cost_nor_deadline(monkeypatch: pytest
     monkeypatch.setattr(supervisor.time, "time", lambda: wall)
     spec = parse_spec(json.dumps({**GOOD, "price_per_hour": 3600.0, "budget": 50, "deadline": wall + 1000,
                                   "min_free_bytes": 0}).encode())  # fmt: skip
-    watch = supervisor.Supervisor(tmp_path, spec)
+    watch = supervisor.Supervisor(tmp_path, spec, signals=[])
     for jump in (1e6, -1e6, 0.0):
         monkeypatch.setattr(supervisor.time, "time", lambda jump=jump: wall + jump)
         watch.heartbeat()

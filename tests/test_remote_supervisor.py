@@ -105,6 +105,28 @@ def test_a_session_that_ends_with_sighup_leaves_everything_running(job: Supervis
     assert job.until_state("done")["pid"] == pid
 
 
+@pytest.mark.parametrize(("sent", "state"), [("SIGHUP", "done"), ("SIGTERM", "stopped")])
+def test_a_signal_before_its_pid_is_known_is_not_lost(job: SupervisedJob, sent: str, state: str) -> None:
+    job.phases("final").write_spec()
+    code = f"""
+import os, signal, sys
+from pathlib import Path
+from sojourn.remote.box import supervisor
+
+write_json = supervisor.write_json
+
+def write_and_get_a_signal(path, *value):
+    write_json(path, *value)
+    if path.name == "supervisor.json":
+        os.kill(os.getpid(), signal.{sent})
+
+supervisor.write_json = write_and_get_a_signal
+sys.exit(supervisor.start(Path({str(job.folder)!r})))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert job.until_state("done", "stopped", "lost")["state"] == state
+
+
 # ------------------------------------------------------------------------------------------------------------ restarts
 
 

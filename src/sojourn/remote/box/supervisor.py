@@ -736,8 +736,8 @@ def send_notification(entry: Facts, secret: str, message: Facts, timeout: float)
 class Supervisor:
     """Owns the job while it holds the lock. What it must not forget is in state.json before it acts."""
 
-    def __init__(self, job: Path, spec: Facts) -> None:
-        self.job, self.spec, self.run_folder = job, spec, Path(spec["run_folder"])
+    def __init__(self, job: Path, spec: Facts, signals: list[int]) -> None:
+        self.job, self.spec, self.run_folder, self.signals = job, spec, Path(spec["run_folder"]), signals
         self.state, old = read_json(job / "state.json"), read_json(job / "status.json")
         if not isinstance(self.state.get("seconds"), float):  # damaged: the status knows the cost too
             self.state["seconds"] = max(0.0, float(old.get("seconds") or 0) - spec["seconds_before"])
@@ -749,7 +749,7 @@ class Supervisor:
         }  # fmt: skip
         self.shim: subprocess.Popen[bytes] | None = None
         self.shim_due = self.heartbeat_due = self.disk_due = 0.0
-        self.billed_at, self.signals = uptime(), []  # type: tuple[float, list[int]]
+        self.billed_at = uptime()
         left = None if spec["deadline"] is None else spec["deadline"] - time.time()
         self.deadline = None if left is None else time.monotonic() + left  # the clock may be set meanwhile
         texts = [path.read_text(errors="replace").strip() for path in job.glob("secrets/*") if path.is_file()]
@@ -827,9 +827,6 @@ class Supervisor:
     # the course of a job
 
     def run(self) -> None:
-        signal.signal(signal.SIGHUP, lambda *_: None)  # a handler, not SIG_IGN: that would be inherited
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda caught, _: self.signals.append(caught))
         with contextlib.suppress(OSError):
             (self.job / ".reserve").write_bytes(b"\1" * (256 << 10))
         self.bill_gap()
@@ -1264,6 +1261,7 @@ def detach(job: Path, spec: Facts, revive: bool) -> int | None:
 def _become_supervisor(job: Path, spec: Facts, revive: bool, writer: int) -> NoReturn:
     code = 1
     try:
+        signals = _catch_signals()  # before anyone can know its pid
         os.chdir("/")
         null = os.open(os.devnull, os.O_RDWR)
         log = os.open(job / "logs/supervisor.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -1279,7 +1277,7 @@ def _become_supervisor(job: Path, spec: Facts, revive: bool, writer: int) -> NoR
                 forget_last_start(job)
             os.write(keep, str(os.getpid()).encode())
             os.close(keep)
-            Supervisor(job, spec).run()
+            Supervisor(job, spec, signals).run()
             code = 0
     except BaseException:
         traceback.print_exc()
@@ -1287,6 +1285,15 @@ def _become_supervisor(job: Path, spec: Facts, revive: bool, writer: int) -> NoR
         with contextlib.suppress(Exception):
             sys.stdout.flush()
         os._exit(code)
+
+
+def _catch_signals() -> list[int]:
+    """The numbers of those that came. SIGHUP gets a handler, not SIG_IGN: the trainer would inherit that."""
+    came: list[int] = []
+    signal.signal(signal.SIGHUP, lambda *_: None)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda caught, _: came.append(caught))
+    return came
 
 
 def forget_last_start(job: Path) -> None:
