@@ -276,6 +276,7 @@ def test_a_killed_supervisor_is_revived_and_adopts_the_trainer_and_its_cost(job:
     assert job.until_trainer() == trainer
     job.let("go")
     status = job.until_state("done")
+    job.until(lambda: not supervisor.lives(job.record("supervisor")), "its end")  # status.json is written first
     elapsed = job.record("state")["uptime"] - began
     assert job.attempts() == 1
     assert status["restarts"] == 0
