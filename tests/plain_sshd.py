@@ -30,6 +30,7 @@ UsePAM no
 PermitRootLogin yes
 MaxStartups 100
 UseDNS no
+SetEnv HOME={folder}/home
 LogLevel ERROR
 """
 
@@ -65,6 +66,7 @@ def plain_sshd(folder: Path, extra: str = "") -> Iterator[PlainSshd]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
+    (folder / "home").mkdir()  # not the user's own: their ~/.bashrc may take long, or print
     (folder / "config").write_text(_CONFIG.format(folder=folder, port=port, extra=extra))
     Path("/run/sshd").mkdir(exist_ok=True)
     arguments = ["-D", "-E", str(folder / "log"), "-f", str(folder / "config")]
