@@ -37,8 +37,9 @@ do_not_wait_for_the_disk()
 _HERE = Path(__file__).parent
 _PYTHON = pytest.StashKey[list[str]]()
 signal.signal(signal.SIGINT, signal.default_int_handler)  # `make test &` ignores it
-if hasattr(signal, "SIGHUP"):
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup make test` ignores it
+for _ignored in ("SIGHUP", "SIGUSR1", "SIGUSR2"):  # by `nohup make test`, by `perf record make test`
+    if hasattr(signal, _ignored):
+        signal.signal(getattr(signal, _ignored), signal.SIG_DFL)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

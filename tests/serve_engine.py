@@ -215,7 +215,8 @@ def serving(
     thread.start()
     served = Served(server, engine, port, log)
     try:
-        wait_until(lambda: server.started if starting else gateway.lifecycle.state in ("ready", "failed"), 120)
+        wait_until(lambda: server.started or gateway.failure, 120)  # a tiny model may be loaded before it listens
+        wait_until(lambda: starting or gateway.lifecycle.state in ("ready", "failed"), 120)
         yield served
     finally:
         served.http.close()
