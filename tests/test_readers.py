@@ -351,6 +351,15 @@ def test_invalid_json_is_reported_with_its_line(tmp_path: Path, content: bytes, 
         assert refusal(write(tmp_path / "a.json", content), size).startswith(message)
 
 
+@pytest.mark.parametrize("name", ["a.json", "a.csv"])
+def test_what_is_not_utf8_gets_the_same_advice_however_it_is_read(tmp_path: Path, name: str) -> None:
+    few = write(tmp_path / name, b"[1\n" + "模型训练".encode("gbk"))
+    late = write(tmp_path / f"late-{name}", b"[1\n" + "型".encode("gbk") + b"x" * 999 + "模型训练".encode("gbk"))
+    for size in (1, 2, 5, 1 << 20):
+        assert refusal(few, size).endswith("convert it with data.encoding=gbk")
+        assert refusal(late, size).endswith("save it as UTF-8")  # one Chinese character is no sign
+
+
 @given(st.binary(max_size=60) | st.text('[]{}",:1 \n\\eE.-tru', max_size=40).map(str.encode), SIZES)
 @settings(over_contents, max_examples=30 * MORE)
 def test_no_bytes_at_all_bring_a_reader_down(tmp_path: Path, content: bytes, size: int) -> None:

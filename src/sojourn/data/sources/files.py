@@ -5,7 +5,8 @@ from __future__ import annotations
 import gzip
 import unicodedata
 from codecs import getincrementaldecoder
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
@@ -33,6 +34,7 @@ class Suffix(NamedTuple):
 
 
 _LARGE = 1 << 30
+_ENCODING_SAMPLE = 1000  # bytes: enough to see whether it is Chinese
 _MOST_RATIO = 1000
 BOMB = "unpacks to more than a thousand times its size; is this a file of texts? Unpack it first if it is"
 
@@ -170,10 +172,16 @@ def _converted(path: Path, size: int, encoding: str) -> Iterator[bytes]:
         raise UserError(f"{path}:{line}: after this line neither UTF-8 nor {encoding}; save it as UTF-8") from None
 
 
-def not_utf8(error: UnicodeDecodeError) -> str:
-    """What is wrong with a text that is not UTF-8, and what to do."""
+def not_utf8(error: UnicodeDecodeError, following: Iterable[bytes] = ()) -> str:
+    """What is wrong with a text that is not UTF-8, and what to do. `following`: blocks after the one with the error."""
+    sample = error.object[error.start :]
+    with suppress(UserError):
+        for block in following:
+            sample += block
+            if len(sample) >= _ENCODING_SAMPLE:
+                break
     try:
-        text = getincrementaldecoder("gb18030")().decode(error.object)
+        text = getincrementaldecoder("gb18030")().decode(sample[:_ENCODING_SAMPLE])
     except UnicodeDecodeError:
         text = ""
     chinese = sum("\u4e00" <= character <= "\u9fff" for character in text)

@@ -122,7 +122,7 @@ class _Buffer:
             more = self._decoder.decode(block, final=self.ended)
         except UnicodeDecodeError as error:
             line = self.line + self.text.count("\n", self.at) + error.object[: error.start].count(b"\n")
-            raise UserError(f"{self.file}:{line}: {not_utf8(error)}") from None
+            raise UserError(f"{self.file}:{line}: {not_utf8(error, self._blocks)}") from None
         self.text = self.text[self.at :] + more
         self.at = 0
 

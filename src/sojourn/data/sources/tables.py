@@ -76,12 +76,13 @@ def parquet_rows(path: Path, size: int) -> Iterator[tuple[Sequence[int], list[An
 
 
 def _text_lines(file: str, blocks: Iterable[bytes]) -> Iterator[str]:
-    for first, block in whole_lines(file, blocks):
+    lines = whole_lines(file, blocks)
+    for first, block in lines:
         try:
             text = block.decode()
         except UnicodeDecodeError as error:
             line = first + block.count(b"\n", 0, error.start)
-            raise UserError(f"{file}:{line}: {not_utf8(error)}") from None
+            raise UserError(f"{file}:{line}: {not_utf8(error, (more for _, more in lines))}") from None
         if "\0" in text:
             line = first + text.count("\n", 0, text.index("\0"))
             raise UserError(f"{file}:{line}: a NUL character: not a text file; save it as UTF-8 text")
