@@ -97,6 +97,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         gc.enable()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_objects_for_garbage_collections(pytestconfig: pytest.Config) -> Iterator[None]:
+    """What the tests of a file have imported and cached stays; later collections do not look through it."""
+    yield
+    if hasattr(pytestconfig, "workerinput"):
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty working folder that is also the home of runs and prepared data."""

@@ -35,8 +35,8 @@ THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THR
 THREADS["OMP_WAIT_POLICY"] = "PASSIVE"  # a command that sets more threads: none of them spins while it waits
 # What tests, and the commands that they start, import sooner or later.
 OTHERS = (
-    "asyncssh", "fastapi", "gguf", "numpy.ma", "openai", "platformdirs", "py3langid.langid", "pyarrow.parquet",
-    "uvicorn",
+    "asyncssh", "fastapi", "gguf", "numpy.ctypeslib", "numpy.ma", "openai", "platformdirs", "py3langid.langid",
+    "pyarrow.parquet", "torch.distributed.launcher.api", "torch.utils.tensorboard", "typer._adapters", "uvicorn",
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mistral", "qwen2", "qwen3")),
 )  # fmt: skip
 SCRIPTS = ("sojourn.__main__",)

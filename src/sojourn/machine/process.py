@@ -31,7 +31,16 @@ def pid_namespace() -> str:
 
 def current_process() -> tuple[int, float]:
     """Pid and start time. On Linux in seconds after boot, so that setting the clock does not change it."""
-    return os.getpid(), start_time(os.getpid())
+    return os.getpid(), _start_time_of_this_process(os.getpid())
+
+
+@cache
+def _start_time_of_this_process(pid: int) -> float:
+    return start_time(pid)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_time_of_this_process.cache_clear)
 
 
 def is_alive(pid: int, started: float) -> bool:
