@@ -90,6 +90,7 @@ def make_app(board: Board, hosts: tuple[str, ...] = ()) -> Any:
     app.add_exception_handler(RequestValidationError, _wrong_request)
     _add_run_routes(app, board)
     _add_other_routes(app, board)
+    _add_form_routes(app, board)
     add_page(app, Path(__file__).with_name("page"), lambda name: HTTPException(404, "no such file"), "'self' blob:")
     return Guard(app, board.token, board.local, hosts)
 
@@ -287,6 +288,22 @@ def _add_other_routes(app: FastAPI, board: Board) -> None:
         board.tasks.stop(task_id)
         return {"task": board.tasks.get(task_id)}
 
+    @app.get("/api/data")
+    def data() -> dict[str, Any]:
+        return {"artefacts": data_sets.list_artefacts(board.prepared)}
+
+    @app.get("/api/data/{name}")
+    def artefact(name: str, request: Request) -> dict[str, Any]:
+        return _localized(data_sets.report(_artefact(board, name)), _OF_DATA, request)
+
+    @app.get("/api/data/{name}/examples")
+    def examples(name: str, start: int = 0, count: int = 20, search: str = "", split: str = "train") -> dict[str, Any]:
+        return data_sets.examples(_artefact(board, name), split, start, count, search[:200])
+
+
+def _add_form_routes(app: FastAPI, board: Board) -> None:
+    """What the page for a new run asks."""
+
     @app.get("/api/catalog")
     def catalogue(request: Request) -> dict[str, Any]:
         return _localized(forms.catalogue(), _OF_PLANS, request)
@@ -310,18 +327,6 @@ def _add_other_routes(app: FastAPI, board: Board) -> None:
     @app.post("/api/upload")
     async def upload(request: Request, name: str = "") -> dict[str, Any]:
         return {"path": str(await receive_upload(request, board.home / "uploads", name))}
-
-    @app.get("/api/data")
-    def data() -> dict[str, Any]:
-        return {"artefacts": data_sets.list_artefacts(board.prepared)}
-
-    @app.get("/api/data/{name}")
-    def artefact(name: str, request: Request) -> dict[str, Any]:
-        return _localized(data_sets.report(_artefact(board, name)), _OF_DATA, request)
-
-    @app.get("/api/data/{name}/examples")
-    def examples(name: str, start: int = 0, count: int = 20, search: str = "", split: str = "train") -> dict[str, Any]:
-        return data_sets.examples(_artefact(board, name), split, start, count, search[:200])
 
 
 def _start(board: Board, form: Form) -> dict[str, Any]:

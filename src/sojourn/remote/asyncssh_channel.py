@@ -43,6 +43,7 @@ def new_session(keep_stderr: int | None) -> Any:
     what is written from then on follows it, without a wait for the box to say that the command runs."""
     import asyncssh
 
+    # A class within the function, long as it is: its base is imported when a box is first spoken to.
     class Session(asyncssh.SSHClientSession[bytes]):
         def __init__(self) -> None:
             self.shared = _Shared(keep_stderr)

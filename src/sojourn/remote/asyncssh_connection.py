@@ -103,11 +103,9 @@ async def _hop(
     tunnel: asyncssh.SSHClientConnection | None,
     authenticating: Callable[[asyncssh.SSHClientConnection], None] = lambda connection: None,
 ) -> asyncssh.SSHClientConnection:
-    """The host's key or ours first and alone, since servers close the connection after a few keys; then the agent and
-    the user's. A password is sent once, and no key with it: each failure counts towards a lockout."""
     import asyncssh
 
-    from sojourn.remote.keys import host_key_changed, key_path, pinned_keys
+    from sojourn.remote.keys import host_key_changed, pinned_keys
 
     pinned = [asyncssh.import_public_key(key) for key in pinned_keys(address, port)]
     if not pinned:
@@ -139,13 +137,7 @@ async def _hop(
         "gss_auth": False,
         "gss_kex": False,
     }
-    if host.key and not expand_user(host.key).is_file():
-        raise UserError(f"{host.name}: the key {host.key} does not exist; add the host again with another one")
-    own = [expand_user(path) for path in (host.key, key_path()) if path]
-    attempts: list[dict[str, Any]] = [{"client_keys": [str(key)], "agent_path": None} for key in own if key.is_file()]
-    attempts.append({})
-    if password is not None:
-        attempts = [{"client_keys": None, "agent_path": None}]
+    attempts = _attempts(host, password)
     for index, attempt in enumerate(attempts):
         try:
             if attempt.get("client_keys"):
@@ -166,6 +158,19 @@ async def _hop(
             if index + 1 == len(attempts):
                 raise
     raise AssertionError("unreachable")
+
+
+def _attempts(host: Host, password: str | None) -> list[dict[str, Any]]:
+    """The host's key or ours first and alone, since servers close the connection after a few keys; then the agent and
+    the user's. A password is sent once, and no key with it: each failure counts towards a lockout."""
+    from sojourn.remote.keys import key_path
+
+    if host.key and not expand_user(host.key).is_file():
+        raise UserError(f"{host.name}: the key {host.key} does not exist; add the host again with another one")
+    if password is not None:
+        return [{"client_keys": None, "agent_path": None}]
+    own = [expand_user(path) for path in (host.key, key_path()) if path]
+    return [*({"client_keys": [str(key)], "agent_path": None} for key in own if key.is_file()), {}]
 
 
 def _algorithms(key: asyncssh.SSHKey) -> list[str]:

@@ -32,6 +32,7 @@ _AFTER_GRACE = 2.0  # seconds for the last events to be sent
 
 
 def _guarded(settings: Settings) -> type[HttpToolsProtocol]:
+    # A class within the function, long as it is: uvicorn makes its instances, and knows nothing of `settings`.
     class Guarded(HttpToolsProtocol):
         """A connection whose headers must come in time and within their size."""
 
