@@ -15,7 +15,7 @@ help:
 	@echo "make demo    set up, then the whole journey: plan, prepare, train, kill, resume, ask (under 4 minutes)"
 	@echo "make test    set up, lint, type check, import rules, tests, each within its recorded CPU budget; prints what it skipped"
 	@echo "make test-budget  make test's tests, and record the CPU seconds of each: tests/budget.json"
-	@echo "make test-kill  a thousand kills and disk failures at every moment of a run, races, damaged and foreign copies (about an hour)"
+	@echo "make test-kill  a thousand kills and disk failures at every moment of a run, races, damaged and foreign copies (about 20 minutes)"
 	@echo "make test-remote  cut connections, killed laptops, supervisors and trainers, limits and faults on a rented box"
 	@echo "make test-export  exports killed at random moments, replayed in llama.cpp, onnxruntime and vLLM where installed"
 	@echo "make test-serve  ten times the load a server can do, among hostile clients (MINUTES=10), llama.cpp and vLLM where installed"
