@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 
 from sojourn.config.data import DataConfig, Source
+from sojourn.config.schema import ModelConfig, RunConfig
 from sojourn.data.prepare import prepare
+from sojourn.data.settings import data_settings
+from sojourn.data.sources.dataset_info import named_sources
 from sojourn.data.tokenize.tokenizer import open_tokenizer
 from sojourn.errors import UserError
 
@@ -206,12 +209,13 @@ def test_a_file_becomes_these_rows(case, tokenizer, home):
         "sources": case.source or case.file, "tokenizer": str(tokenizer), "eval_fraction": 0.0, "max_length": 5000,
         "packing": "off", **case.settings,
     })  # fmt: skip
+    config = RunConfig(model=ModelConfig(depth=2), data=data)
     if case.error:
         with pytest.raises(UserError) as raised:
-            prepare(data, home / "p")
+            prepare(data_settings(config), home / "p")
         assert case.error in str(raised.value) and "\n" not in str(raised.value)
         return
-    artefact = prepare(data, home / "p", show=lambda formats, examples: shown.extend(examples))
+    artefact = prepare(data_settings(config), home / "p", show=lambda formats, examples: shown.extend(examples))
     fast = open_tokenizer(tokenizer).tokenizer
     rows = [artefact.train.row(row)[:2] for row in range(len(artefact.train))]
     assert sorted(marked(fast, *row) for row in rows) == sorted(case.rows)
@@ -221,3 +225,11 @@ def test_a_file_becomes_these_rows(case, tokenizer, home):
     trained = [example["text"][start:end] for example in shown for start, end in example["spans"]]
     targets = [fast.decode(ids[mask == 1].tolist(), skip_special_tokens=False) for ids, mask in rows]
     assert trained and "".join(trained) in "".join(targets)
+
+
+def test_a_data_set_of_a_folder_in_the_users_home_comes_before_a_file_of_that_name(home, monkeypatch):
+    monkeypatch.setenv("HOME", str(home))
+    write(home / "lf/dataset_info.json", json.dumps({"mine": {"file_name": "f.json"}}))
+    write(home / "mine", "not this one")
+    [source] = named_sources([Source(path="mine")], "~/lf")
+    assert source.path == str(home / "lf/f.json")

@@ -11,7 +11,6 @@ from typing import Any
 from sojourn.config.data import DataConfig
 from sojourn.data.artefact import FORMAT
 from sojourn.data.sources.chunks import Sample
-from sojourn.data.sources.dataset_info import named_sources
 from sojourn.data.sources.source import OpenedSource, open_source
 from sojourn.data.tokenize.templates import NAMED
 from sojourn.data.tokenize.tokenizer import TRAINED, TokenizerBundle, open_tokenizer, read_template_file
@@ -96,10 +95,7 @@ def open_inputs(data: DataConfig, say: Callable[[str], None], split_digits: bool
 
         check_language_codes(data.clean.languages)
     sources, eval_sources = (
-        [
-            open_source(source, data.columns, evaluation, say, data.encoding)
-            for source in named_sources(given, data.dataset_dir)
-        ]
+        [open_source(source, data.columns, evaluation, say, data.encoding) for source in given]
         for evaluation, given in ((False, data.sources), (True, data.eval_sources))
     )
     tokenizer = None if data.tokenizer in TRAINED else open_tokenizer(data.tokenizer)

@@ -73,12 +73,17 @@ class MeasuredSource:
     first_bad: str = ""
 
 
-def find_prepared(data: DataConfig, folder: Path, split_digits: bool) -> MeasuredRows | None:
-    """The artefact of these settings, where it is in `folder`."""
-    digests = FileDigests(folder / ".digests.json")
-    if not any(folder.glob("*/artefact.json")):
+def exact_rows(data: DataConfig, folder: Path, split_digits: bool) -> MeasuredRows | None:
+    """From the artefact of these settings in `folder`, or by the code of `prepare`; None where neither can be."""
+    is_prepared = any(folder.glob("*/artefact.json"))
+    if data.tokenizer in TRAINED and not is_prepared:
         return None
     inputs = open_inputs(data, _ignore, split_digits)
+    return (_find_prepared(inputs, folder) if is_prepared else None) or _count_rows(inputs)
+
+
+def _find_prepared(inputs: Inputs, folder: Path) -> MeasuredRows | None:
+    digests = FileDigests(folder / ".digests.json")
     opened = [one for one in (*inputs.sources, *inputs.eval_sources) if not one.is_builtin]
     files = [Path(part.name) for one in opened for part in one.parts]
     if sum(file.stat().st_size for file in files if digests.known(file) is None) > _HASHED_BYTES:
@@ -91,15 +96,12 @@ def find_prepared(data: DataConfig, folder: Path, split_digits: bool) -> Measure
     return MeasuredRows(len(train), int(train.rows[-1]), _quantiles(ends - train.documents))
 
 
-def count_rows(data: DataConfig, split_digits: bool) -> MeasuredRows | None:
-    """Every row, by the code of `prepare`; None where there is too much data, or its tokenizer is not trained yet."""
-    if data.tokenizer in TRAINED:
-        return None
-    inputs = open_inputs(data.model_copy(update={"workers": 1}), _ignore, split_digits)
-    tokenizer = inputs.tokenizer
+def _count_rows(inputs: Inputs) -> MeasuredRows | None:
+    """Every row; None where there is too much data, or its tokenizer is not trained yet."""
+    data, tokenizer = inputs.data.model_copy(update={"workers": 1}), inputs.tokenizer
     if tokenizer is None or sum(opened.size for opened in inputs.sources) > _WHOLE_BYTES:
         return None
-    inputs = hold_out(take_sample(replace(inputs, eval_sources=[]), _ignore), _ignore)
+    inputs = hold_out(take_sample(replace(inputs, data=data, eval_sources=[]), _ignore), _ignore)
     preview = make_preview(inputs)
     unit = 2 if preview.pairs else 1
     with tempfile.TemporaryDirectory() as folder:

@@ -12,6 +12,7 @@ from sojourn.config.load import read_config
 from sojourn.data import builtin
 from sojourn.data.artefact import Artefact, artefact_of
 from sojourn.data.prepare import prepare
+from sojourn.data.sources.dataset_info import named_sources
 from sojourn.data.sources.source import open_source
 from sojourn.errors import UserError
 from sojourn.evals.losses import Losses, document_losses
@@ -87,8 +88,9 @@ def file_losses(loaded: LoadedModel, path: str, rows: int | None, like: RunFolde
 def prepare_file(path: str, tokenizer: Path, is_chat: bool, context: int, like: RunFolder | None) -> Artefact:
     """With a model's own tokenizer and template; all of it is in the split `train`."""
     given = read_config(like.config).data if like is not None else DataConfig()
+    sources = named_sources([Source(path=path)], given.dataset_dir)
     changes = {
-        "sources": [Source(path=path)], "eval_sources": [], "eval_fraction": 0.0, "take": None, "clean": CleanConfig(),
+        "sources": sources, "eval_sources": [], "eval_fraction": 0.0, "take": None, "clean": CleanConfig(),
         "tokenizer": str(tokenizer), "template": "auto" if is_chat else "plain",
         "max_length": min(context, given.max_length if like is not None else _MAX_LENGTH),
     }  # fmt: skip

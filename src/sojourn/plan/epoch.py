@@ -18,7 +18,6 @@ from sojourn.config.data import COMPRESSION_RATIO, DataConfig, Source
 from sojourn.config.messages import normalize, printable
 from sojourn.config.schema import RunConfig
 from sojourn.data.settings import data_settings
-from sojourn.data.sources.dataset_info import named_sources
 from sojourn.data.sources.files import find_files, is_compressed, user_path
 from sojourn.data.sources.hub import is_hub_name
 from sojourn.data.tokenize.estimate_tokens import TokenEstimate, piece_lengths, tokens_per_byte
@@ -71,15 +70,9 @@ class Epoch:
 def measure_epoch(config: RunConfig) -> Epoch | None:
     """None where nothing is known of the data's size."""
     data = _with_local_tokenizer(config)
-    if not data.sources:
-        nothing = Source(path="-")
-        size = _only_take(nothing, data)
-        if size is None:
-            return None
-        return replace(_combined(data, [(nothing, size)]), assumed=_assumption("no data is named", size, NAME_DATA))
-    sources = [(source, _facts(source)) for source in named_sources(data.sources, data.dataset_dir)]
+    sources = [(source, _facts(source)) for source in data.sources]
     try:
-        return _epoch(config, data, sources)
+        return _epoch(config, data, sources) if sources else _unnamed(data)
     except OSError as error:
         where = error.filename or ", ".join(source.path for source, _ in sources)
         raise UserError(f"data.sources: {printable(where)}: cannot be read: {error.strerror or error}") from None
@@ -87,7 +80,7 @@ def measure_epoch(config: RunConfig) -> Epoch | None:
 
 def _epoch(config: RunConfig, data: DataConfig, sources: list[tuple[Source, DatasetFacts | None]]) -> Epoch | None:
     if all(_is_local(source) for source, _ in sources):
-        exact = _exact(data.model_copy(update={"sources": [one for one, _ in sources]}), config)
+        exact = _exact(data, config)
         if exact is not None:
             return exact
     sizes, notes, assumed = list[tuple[Source, SourceSize]](), list[str](), None
@@ -108,6 +101,14 @@ def _epoch(config: RunConfig, data: DataConfig, sources: list[tuple[Source, Data
     if tokenizer is None and any(_is_local(source) for source, _ in sources):
         notes.append(_no_tokenizer(data))
     return replace(_combined(data, sizes), assumed=assumed, notes=tuple(notes))
+
+
+def _unnamed(data: DataConfig) -> Epoch | None:
+    nothing = Source(path="-")
+    size = _only_take(nothing, data)
+    if size is None:
+        return None
+    return replace(_combined(data, [(nothing, size)]), assumed=_assumption("no data is named", size, NAME_DATA))
 
 
 def timed_workload(workload: Workload, lengths: Sequence[int], packing: str) -> Workload:
@@ -168,11 +169,10 @@ def _exact(data: DataConfig, config: RunConfig) -> Epoch | None:
     if not _tokenizer_is_local(data, to_train=True):
         return None
     try:
-        from sojourn.data.measure import count_rows, find_prepared
+        from sojourn.data.measure import exact_rows
     except ImportError:
         return None
-    digits = config.advanced.split_digits
-    found = find_prepared(data, prepared_folder(), digits) or count_rows(data, digits)
+    found = exact_rows(data, prepared_folder(), config.advanced.split_digits)
     return None if found is None else Epoch(found.rows, found.tokens, found.lengths, exact=True)
 
 

@@ -87,17 +87,21 @@ def of_base(word: str) -> ModelSpec:
             f"model.base: {printable(word)}: {what}; plan with its name, or with the folder of its config.json"
         )
     try:
-        return replace(find_model(word), stored=stored_as(word))
-    except RefusedModel as error:
-        raise RefusedModel(f"model.base: {error}") from None
-    except UserError as error:
-        if not is_hub_name(word):
-            raise UserError(f"model.base: {error}; or give a folder with the model's config.json") from None
-    try:
-        found = of_file(hub_config(word))
-        return replace(found, stored=found.stored or stored_as(word))
+        found = _of_name(word)
     except UserError as error:
         raise type(error)(f"model.base: {error}") from None
+    return replace(found, stored=found.stored or stored_as(word))
+
+
+def _of_name(word: str) -> ModelSpec:
+    try:
+        return find_model(word)
+    except RefusedModel:
+        raise
+    except UserError as error:
+        if not is_hub_name(word):
+            raise UserError(f"{error}; or give a folder with the model's config.json") from None
+    return of_file(hub_config(word))
 
 
 def of_file(path: Path) -> ModelSpec:

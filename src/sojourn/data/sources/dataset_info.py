@@ -35,7 +35,7 @@ def _is_list(path: str) -> bool:
 
 
 def _resolve(source: Source, folder: str | None) -> Source:
-    path = user_path(source.path, "data.sources")
+    path, file = user_path(source.path, "data.sources"), user_path(folder or "data", "data.dataset_dir") / FILE
     own = path if path.name == FILE else path / FILE
     if path.exists() and (entries := _entries(own)):
         if len(entries) > 1:
@@ -43,9 +43,8 @@ def _resolve(source: Source, folder: str | None) -> Source:
             message = f"name its data sets: data.sources={next(iter(entries))} data.dataset_dir={own.parent}"
             raise UserError(f"data.sources: {own}: {message} (there are: {names})")
         return _as_source(source, own, *entries.popitem())
-    if path.exists() and not (folder and source.path in _entries(Path(folder) / FILE)):
+    if path.exists() and not (folder and source.path in _entries(file)):
         return source
-    file = user_path(folder or "data", "data.dataset_dir") / FILE
     entries = _entries(file)
     if folder and not entries:
         raise UserError(f"data.dataset_dir: {file}: no such file, or it names no data set")
