@@ -152,7 +152,7 @@ def test_presets_and_data_sets_are_described_in_chinese() -> None:
     [
         ("usual for LoRA", "LoRA 的常用值"),
         ("needs a CUDA GPU, but this run is on cpu", "需要 CUDA 显卡，但本次训练在 cpu 上"),
-        ("planned into 97% of the 140 GiB free with 8 rows at a time", "按空闲 140 GiB 的 97% 规划，每次 8 行"),
+        ("planned into 97% of the 140 GiB free with a micro batch of 8", "按空闲 140 GiB 的 97% 规划，微批大小为 8"),
         ("tensorboard is not installed", "未安装 tensorboard"),
         (
             "step 10/227 · loss 6.7215 · 11,432 tok/s · 0.5 GiB · 5s left",

@@ -723,6 +723,9 @@ def test_explain_names_every_term_with_its_formula(home):
         "matmuls =",
         "optimizer step",
         "ms",
+        "settings that are auto, as a run on RTX 4090 would decide them:",
+        "  train.attention = varlen: ",
+        "  train.compile = ",
     ):
         assert word in text, word
 

@@ -31,7 +31,7 @@ def plan(
     compare: bool = typer.Option(
         False, "--compare", help="Full fine-tuning, LoRA and QLoRA side by side; RUN is a model or a run."
     ),
-    explain: bool = typer.Option(False, "--explain", help="Show every memory and time term with its formula."),
+    explain: bool = typer.Option(False, "--explain", help="Show every memory and time term with its formula, and what each auto becomes."),
     calibrate: bool = typer.Option(
         False, "--calibrate", help="Correct estimates by the runs measured on this machine."
     ),
@@ -175,7 +175,7 @@ def _plan(
     if found.correction.records:
         lines.append(corrected_line(found.correction))
     if explain:
-        lines += ["", *explain_lines(found)]
+        lines += ["", *explain_lines(config, found)]
     print("\n".join(folded(lines, width)))
     raise typer.Exit(exit_code(found, money, seconds))
 

@@ -13,7 +13,7 @@ from sojourn.plan.advice import Advice, Capacity
 from sojourn.plan.calibration import Correction
 from sojourn.plan.epoch import Epoch
 from sojourn.plan.money import Bill, money_text
-from sojourn.plan.offers import TOO_SMALL, Offer, Plan, torch_build
+from sojourn.plan.offers import TOO_SMALL, Offer, Plan, plan_device, resolve_for, torch_build
 from sojourn.plan.prices import describe_rates
 from sojourn.plan.ranges import cost_range, count_text, rate_text, time_range, time_text
 from sojourn.plan.vocabulary import assumed_vocabulary
@@ -352,8 +352,8 @@ def capacity_lines(found: Capacity, room: str) -> list[str]:
     return [*lines, "as in every plan, 3 % of the memory is left free"]
 
 
-def explain_lines(plan: Plan) -> list[str]:
-    """Every term of every phase, and every part of a step, with its formula."""
+def explain_lines(config: RunConfig, plan: Plan) -> list[str]:
+    """Every term of every phase, and every part of a step, with its formula; what `auto` becomes, with its reason."""
     lines = [
         "P parameters, N trainable parameters, T tokens of a micro batch, D hidden size, F feed-forward size, "
         "V vocabulary, e bytes of an element in matmuls, r bytes of an element of the residual stream"
@@ -369,4 +369,8 @@ def explain_lines(plan: Plan) -> list[str]:
     if shown is not None and shown.run_time is not None:
         lines.append(f"the whole run there: {time_text(shown.run_time.seconds / 3600)}")
         lines += [f"  {took:>9.1f} s  {name}" for name, took in shown.run_time.parts.items()]
+    if shown is not None:
+        found = resolve_for(config, plan.model, plan_device(config, shown.gpu, shown.count))
+        lines.append(f"settings that are auto, as a run on {shown.gpu.name} would decide them:")
+        lines += [f"  {key} = {reason}" for key, reason in found.reasons.items()]
     return lines

@@ -65,7 +65,7 @@ def resolve_memory(resolved: Resolved, model: ModelSpec, device: DeviceSpec) -> 
     way = fit.workload.activation_checkpointing if fit else ways[-1]
     into = _describe_budget(device)
     if train.activation_checkpointing == "auto":
-        why = f"{into} with {rows} rows at a time" if into else "activations are kept; set full to save memory"
+        why = f"{into} with a micro batch of {rows}" if into else "activations are kept; set full to save memory"
         resolved.choose("train", "activation_checkpointing", way, why)
     if train.micro_batch == "auto":
         why = into or f"about {_FAIR_TOKENS} tokens at a time suit a {device.device_type.upper()}"
