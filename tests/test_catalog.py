@@ -146,6 +146,8 @@ def test_a_gpu_is_found_however_people_and_drivers_spell_it(spelled, name):
 
 
 def test_an_unknown_gpu_is_an_error_that_guesses():
+    with pytest.raises(UserError, match=r"no GPU called '6000'.*did you mean.*RTX PRO 6000"):
+        find_gpu("6000")
     with pytest.raises(UserError, match=r"no GPU called 'RTX 4099'.*did you mean.*RTX 4090"):
         find_gpu("RTX 4099")
 

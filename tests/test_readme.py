@@ -10,6 +10,7 @@ import pytest
 import typer.main
 
 from conftest import called
+from sojourn.catalog.fused_families import FUSED_FAMILIES, FUSED_MIXTURES
 
 ROOT = Path(__file__).parent.parent
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
@@ -173,3 +174,10 @@ def test_the_chinese_readme_has_the_structure_links_and_figures_of_the_english_o
 
     assert links(README) == links(CHINESE)
     assert figures(README) == figures(CHINESE)
+
+
+def test_the_glossary_names_every_family_with_fused_forwards():
+    page = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    (line,) = (line for line in page.splitlines() if line.startswith("| fused forwards |"))
+    named = re.sub("[ -]", "", line).lower()
+    assert not [name for name in (*FUSED_FAMILIES.values(), *FUSED_MIXTURES.values()) if name.lower() not in named]

@@ -170,6 +170,7 @@ def _unknown(name: str, model: str, catalogue: tuple[Gpu, ...]) -> str:
     apple = "apple" in name.casefold() or re.match(r"m\d", model) is not None
     known = {_parts(row.name)[0]: row.name for row in catalogue if row.unified == apple and not row.refused}
     close = difflib.get_close_matches(model[:60], known, n=3, cutoff=0.6)
+    close = close or [one for one in known if len(model) > 1 and model in one][:3]
     guess = (
         f"did you mean {' or '.join(known[c] for c in close)}?"
         if close
