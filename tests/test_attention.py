@@ -8,17 +8,22 @@ import numpy as np
 import pytest
 import torch
 
-from sojourn.config.attention_backends import ATTENTION_BACKENDS, AttentionBackend
+from sojourn.config.attention_backends import ATTENTION_BACKENDS, LONG_ROW, AttentionBackend
 from sojourn.config.schema import Attention
+from sojourn.data.artefact import Batch
+from sojourn.estimate.activations import attended_key_size
+from sojourn.estimate.workload import Workload
 from sojourn.machine.probe_software import importable
 from sojourn.model import attention
 from sojourn.model.attention import AttentionParams, attend, uses_flash_attention_4
+from sojourn.model.kernels.cpu.decoder_layer import fits_attention_kernel
 from sojourn.model.kernels.hopper import HopperKernels
 from sojourn.model.layout import Layout, compute_cu_seqlens, make_layout, pad_cu_seqlens
 from sojourn.resolve.attention import attention_unsupported_reason, choose_attention
 from sojourn.resolve.device_spec import PACKAGES, DeviceSpec
+from sojourn.train.batcher import Batcher
 
-GPU = torch.cuda.is_available()
+DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 ROWS, WIDTH, HEADS, SIZE = 2, 96, 4, 32
 CASES = {
     "plain": {},
@@ -57,15 +62,24 @@ def _dense(q, k, v, documents, scale, window=None, softcap=None):
     return out
 
 
-def _combinations():
-    """Every backend on every device of this machine in every dtype that it supports."""
-    cuda = [("cuda", precision) for precision in ("fp32", "bf16", "fp16")] if GPU else []
-    for backend in ATTENTION_BACKENDS.values():
-        for device, precision in (("cpu", "fp32"), *cuda):
-            for case, chosen in CASES.items():
-                reason = attention_unsupported_reason(backend, _model("softcap" in chosen), precision, _device(device))
-                if reason is None or (backend.name, device) == ("flex", "cpu"):  # has no backward there
-                    yield backend.name, device, attention.DTYPES[precision], case
+def _combinations(devices=DEVICES, **facts):
+    """Every backend on these devices, in the dtypes and cases that it supports. `facts`: of the devices."""
+    for device_type in devices:
+        device = _device(device_type, **facts)
+        for backend in ATTENTION_BACKENDS.values():
+            for precision in _precisions(backend, device_type):
+                for case, chosen in CASES.items():
+                    model = _model("softcap" in chosen, chosen.get("window"))
+                    reason = attention_unsupported_reason(backend, model, precision, device)
+                    if reason is None or (backend.name, device_type) == ("flex", "cpu"):  # has no backward there
+                        yield backend.name, device_type, attention.DTYPES[precision], case
+
+
+def _precisions(backend, device_type):
+    """On a CPU one, to save time: fp32, else bf16; runs in fp16 need a GPU."""
+    if device_type == "cuda":
+        return backend.dtypes
+    return [precision for precision in ("fp32", "bf16") if precision in backend.dtypes][:1]
 
 
 def _model(softcap=False, window=None):
@@ -75,7 +89,8 @@ def _model(softcap=False, window=None):
 def _device(device_type, **changes):
     facts = {"torch_version": tuple(int(n) for n in torch.__version__.split(".")[:2])}
     facts["packages"] = frozenset(filter(importable, PACKAGES))
-    facts["compute_capability"] = torch.cuda.get_device_capability() if device_type == "cuda" else None
+    if device_type == "cuda" and "compute_capability" not in changes:
+        facts["compute_capability"] = torch.cuda.get_device_capability()
     return DeviceSpec(device_type, device_type, "fp32", **{**facts, **changes})
 
 
@@ -109,7 +124,7 @@ def test_attention_equals_the_dense_reference(references, backend, device, dtype
     out = attend(q, k, v, layout, AttentionParams(0.2, window, chosen.get("softcap")))
     real = torch.from_numpy(documents) >= 0
     close = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
-    if backend in ("sdpa", "flex") and device == "cuda" and dtype == torch.float32:
+    if backend != "math" and device == "cuda" and dtype == torch.float32:
         close = 2e-3  # tensor cores round to TF32 in some kernels
     assert _distance(out.cpu().double()[real], expected[real]) < close
     if not forward_only:
@@ -120,6 +135,29 @@ def test_attention_equals_the_dense_reference(references, backend, device, dtype
 
 def _distance(one, other) -> float:
     return float((one - other).norm() / other.norm())
+
+
+def _compared():
+    """Each backend and device with a comparison, if a CUDA GPU and all packages were here."""
+    newest = {"torch_version": (99, 0), "packages": PACKAGES, "compute_capability": (99, 0)}
+    return {combination[:2] for combination in _combinations(("cpu", "cuda"), **newest)}
+
+
+def test_every_backend_is_compared_on_each_of_its_devices():
+    names = attention._IMPLEMENTATIONS
+    supported = {(name, device_type) for name in names for device_type in ATTENTION_BACKENDS[name].devices}
+    without = supported - _compared() - {(name, "mps") for name in names}
+    assert not without, f"no precision and case of SIZE {SIZE} suits {without}"
+
+
+def test_a_backend_is_compared_in_what_its_record_supports_and_in_nothing_else(monkeypatch):
+    backend = AttentionBackend("made_up", "", devices=("cpu",), dtypes=("bf16",), sliding_window=False)
+    monkeypatch.setitem(ATTENTION_BACKENDS, "made_up", backend)
+    made_up = [combination[1:] for combination in _combinations(("cpu",)) if combination[0] == "made_up"]
+    supported = [case for case, chosen in CASES.items() if not chosen.keys() & {"window", "softcap"}]
+    assert made_up == [("cpu", torch.bfloat16, case) for case in supported]
+    monkeypatch.setitem(ATTENTION_BACKENDS, "made_up", replace(backend, dtypes=("fp16",)))
+    assert ("made_up", "cpu") not in _compared()
 
 
 def test_a_backend_that_fails_its_smoke_test_is_passed_over():
@@ -148,6 +186,48 @@ def test_a_backend_names_the_devices_that_it_needs():
     assert reason == "needs a CUDA GPU, but this run is on cpu"
     reason = attention_unsupported_reason(apple, _model(), "bf16", DeviceSpec("cuda", "L4", "bf16"))
     assert reason == "needs an Apple GPU or a CPU, but this run is on cuda"
+
+
+@pytest.mark.parametrize(
+    ("limits", "size", "said"),
+    [
+        ({"max_head_dim": 64}, 65, "takes head sizes up to 64, but this model's is 65"),
+        ({"head_dim_multiple": 16}, 40, "takes multiples of 16 as head sizes, but this model's is 40"),
+        ({"max_head_dim": 64, "head_dim_multiple": 16}, 80, "takes head sizes up to 64, but this model's is 80"),
+    ],
+)
+def test_a_backend_names_the_head_sizes_that_it_takes(limits, size, said):
+    model, backend = _model(), AttentionBackend("made_up", "", devices=("cpu",), **limits)
+    for model.head_dim, reason in ((64, None), (size, said)):
+        assert attention_unsupported_reason(backend, model, "fp32", _device("cpu")) == reason
+
+
+def test_a_compute_capability_is_asked_of_cuda_gpus_only():
+    backend = AttentionBackend("made_up", "", devices=("cuda", "cpu"), min_capability=(8, 0))
+    assert attention_unsupported_reason(backend, _model(), "fp32", _device("cpu")) is None
+    for capability, reason in (((7, 5), "needs a GPU of compute capability 8.0 or newer"), ((8, 0), None)):
+        gpu = _device("cuda", compute_capability=capability)
+        assert attention_unsupported_reason(backend, _model(), "fp32", gpu) == reason
+
+
+def test_what_a_backend_does_besides_is_asked_of_its_record(monkeypatch):
+    backend = AttentionBackend("made_up", "", devices=("cpu",), mask="dense")
+    fuller = replace(backend, long_row_gqa=True, length_buckets=True, replaced_by=("hopper_kernels", "cpu_kernels"))
+    model = SimpleNamespace(heads=4, kv_heads=2, head_dim=SIZE)
+    monkeypatch.setattr(HopperKernels, "attention", True)
+    x, params = torch.zeros(1, dtype=torch.bfloat16), AttentionParams(1.0)
+    ids, documents = np.zeros((2, 4), np.int64), np.array([[0, 0, 0, -1], [0, 0, 0, 0]], np.int32)
+    for record, has in ((backend, False), (fuller, True)):
+        monkeypatch.setitem(ATTENTION_BACKENDS, "made_up", record)
+        whole = Layout("made_up", None, None, 96, one_document_per_row=True)
+        assert uses_flash_attention_4(x, whole, params) is has
+        assert fits_attention_kernel(whole, params) is has
+        batch = Batcher(2, 4, 0, "cpu", backend="made_up", unpad=True).to_device(Batch(ids, ids, ids, documents))
+        assert (batch.layout.length_buckets is not None) is has
+        for length in (LONG_ROW, LONG_ROW - 1):
+            heads = model.kv_heads if has and length == LONG_ROW else model.heads
+            workload = Workload(model, sequence_length=length, attention="made_up")
+            assert attended_key_size(workload) == heads * model.head_dim
 
 
 def test_every_record_names_an_implementation_and_every_name_can_be_configured():

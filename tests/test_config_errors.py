@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from conftest import called, ordinary_user
+from sojourn.config.attention_backends import ATTENTION_BACKENDS
 
 SMALL = "extends: small\n"
+ATTENTION = " or ".join(["auto", *(name for name, backend in ATTENTION_BACKENDS.items() if not backend.fused_qkv)])
 BIG = "1" + "0" * 400
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{new}: &{new} [{', '.join(['*' + old] * 10)}]\n" for old, new in zip("abcdefg", "bcdefgh", strict=True)
@@ -52,7 +54,7 @@ FILES: dict[str, tuple[str | bytes, tuple[str, ...]]] = {
     "null for a number": (SMALL + "train:\n  global_batch:\n", ("run.yaml:3: train.global_batch: nothing (null) given", "whole")),
     "unknown choice": (SMALL + "train:\n  optimizer: adam\n", ("train.optimizer: “adam” given; allowed: adamw",)),
     "unknown precision": (SMALL + "train:\n  precision: int8\n", ("“int8” given; allowed: bf16 or fp16 or fp32, or auto",)),
-    "unknown attention": (SMALL + "train:\n  attention: flash3\n", ("auto or varlen or flash_attention_2 or sdpa or flex or math",)),
+    "unknown attention": (SMALL + "train:\n  attention: flash3\n", (f"“flash3” given; allowed: {ATTENTION}",)),
     "unknown bits": ("extends: qlora-7b\nmethod:\n  bits: 3\n", ("run.yaml:3: method.bits: 3 given; allowed: 4 or 8",)),
     "GPU by name": (SMALL + "parallel:\n  gpus: rtx4090\n", ("parallel.gpus: “rtx4090” given", "such as 0 or 0,1, or all, or auto")),
     "GPU of -1": (SMALL + "parallel:\n  gpus: [-1]\n", ("run.yaml:3: parallel.gpus: -1 given", "GPU numbers")),

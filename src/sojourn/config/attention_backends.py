@@ -5,8 +5,12 @@ name, `model/attention.py` calls their implementations, `estimate/` has their me
 
 To add a backend: write a function `(query_BTHD, key_BTKD, value_BTKD, layout, params) -> out_BTHD` in any importable
 module (those of model/attention.py are examples; import torch and its package inside the function if you write it in
-this file) and add its record here, above the backends that are slower: the order is `auto`'s preference.
-`train.attention` then takes its name; tests/test_attention.py compares it with a dense reference in fp64.
+this file) and add its record here, above the backends that are slower.
+- The order is `auto`'s preference: a backend put first becomes `auto`'s choice wherever it is supported.
+- `train.attention` takes its name; docs/training.md and docs/commands.md list the names in the same order, which
+  tests/test_readme.py checks.
+- tests/test_attention.py compares it with a dense reference in fp64.
+- Without `varlen=True`, `train.cuda_graphs=auto` captures no CUDA graph, and `on` captures none of packed rows.
 """
 
 from dataclasses import dataclass
@@ -36,11 +40,14 @@ class AttentionBackend:
     sliding_window   attends to the last `params.window` tokens only
     saves_scores     computes all scores in fp32 and saves them for the backward; `estimate/` counts them
     native_gqa       takes fewer key/value heads than query heads as they are; the others repeat them
+    long_row_gqa     does so on CUDA, for rows of one document of LONG_ROW tokens or more
+    length_buckets   reads `layout.length_buckets`: batches without padding, sorted by document length
+    replaced_by      the settings of `advanced` whose kernels compute attention in its place, where they can
     softcap          logit soft-capping, as Gemma 2 has it
     dropout          dropout of attention weights
     max_head_dim, head_dim_multiple
                      the head sizes that the kernels are built for
-    min_capability   the oldest CUDA compute capability
+    min_capability   the oldest CUDA compute capability; asked of CUDA devices only
     min_torch        the oldest torch
     package          the module that must be importable
     fused_qkv        its implementation also computes q, k, v and RoPE: it is called by the fused forwards instead of
@@ -58,6 +65,9 @@ class AttentionBackend:
     saves_scores: bool = False
     sliding_window: bool = True
     native_gqa: bool = False
+    long_row_gqa: bool = False
+    length_buckets: bool = False
+    replaced_by: tuple[Literal["hopper_kernels", "cpu_kernels"], ...] = ()
     softcap: bool = False
     dropout: bool = False
     max_head_dim: int | None = None
@@ -72,8 +82,9 @@ class AttentionBackend:
 # resolve/attention.py falls back to it by name.
 _BACKENDS = (
     AttentionBackend(
-        "varlen", "sojourn.model.attention:varlen", dtypes=HALF, varlen=True, causal=True, max_head_dim=256,
-        head_dim_multiple=8, min_capability=(8, 0), min_torch=(2, 11),
+        "varlen", "sojourn.model.attention:varlen", dtypes=HALF, varlen=True, causal=True, long_row_gqa=True,
+        replaced_by=("hopper_kernels",), max_head_dim=256, head_dim_multiple=8, min_capability=(8, 0),
+        min_torch=(2, 11),
     ),
     AttentionBackend(
         "flash_attention_2", "sojourn.model.attention:flash_attention_2", dtypes=HALF, varlen=True,
@@ -81,7 +92,8 @@ _BACKENDS = (
         package="flash_attn",
     ),
     AttentionBackend(
-        "sdpa", "sojourn.model.attention:sdpa", devices=ALL_DEVICES, mask="dense", causal=True, dropout=True
+        "sdpa", "sojourn.model.attention:sdpa", devices=ALL_DEVICES, mask="dense", causal=True, long_row_gqa=True,
+        length_buckets=True, replaced_by=("hopper_kernels", "cpu_kernels"), dropout=True,
     ),
     AttentionBackend(
         "flex", "sojourn.model.attention:flex", mask="block", softcap=True, min_capability=(7, 0), package="triton"

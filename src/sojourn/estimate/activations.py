@@ -184,9 +184,9 @@ def has_swiglu_kernel(workload: Workload) -> bool:
 
 def attended_key_size(workload: Workload) -> int:
     """Of all key heads as attention sees them: repeated for the queries that share them, where a backend needs that."""
-    model = workload.model
-    in_sdpa = workload.attention in ("sdpa", "varlen") and workload.device_type == "cuda" and not workload.is_packed
-    as_they_are = workload.attention_backend.native_gqa or (in_sdpa and workload.sequence_length >= LONG_ROW)
+    model, backend = workload.model, workload.attention_backend
+    is_long = workload.sequence_length >= LONG_ROW and workload.device_type == "cuda" and not workload.is_packed
+    as_they_are = backend.native_gqa or (backend.long_row_gqa and is_long)
     return (model.kv_heads if as_they_are else model.heads) * model.head_dim
 
 

@@ -52,7 +52,8 @@ def attention_rate(workload: Workload, gpu: Gpu, seen: float) -> float:
 
 
 def _attention_peak(workload: Workload, gpu: Gpu) -> float:
-    """Of endless documents and heads of 128. The curve is of cuDNN's kernels on Hopper, over its matmuls."""
+    """Of endless documents and heads of 128. The curve is of cuDNN's kernels on Hopper, over its matmuls; `flash` was
+    measured with the flash-attn package."""
     curve, kernels = constants()["attention"], constants()["attention_kernels"]
     packed = workload.is_packed and workload.attention_backend.varlen
     if gpu.capability is not None and gpu.capability[0] == 9:

@@ -3,7 +3,7 @@
 One name, `sojourn`, is registered with transformers, so that its models call `attend`; the batch's `Layout` arrives as
 the keyword `layout`, and no model builds a mask of its own. Sliding windows and logit soft-capping are supported. The
 records of the backends, with their capabilities and how to add one, are in config/attention_backends.py; here are the
-implementations. FlashAttention-4 (kernels/hopper.py) replaces the backend in fused forwards where its record allows.
+implementations. FlashAttention-4 (kernels/hopper.py) replaces the backend in fused forwards where both records allow.
 
 Shapes: B rows, T tokens per row, H query heads, K key/value heads, D head size.
 """
@@ -79,8 +79,8 @@ def attend(query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, layout: Lay
 
 
 def uses_flash_attention_4(x: Tensor, layout: Layout, params: AttentionParams) -> bool:
-    """Whether FlashAttention-4 is enabled and its record allows this call."""
-    if not HopperKernels.attention or layout.backend not in _REPLACED_BY_FLASH_ATTENTION_4:
+    """Whether FlashAttention-4 is enabled, replaces the layout's backend, and its record allows this call."""
+    if not HopperKernels.attention or "hopper_kernels" not in ATTENTION_BACKENDS[layout.backend].replaced_by:
         return False
     backend = ATTENTION_BACKENDS["flash_attention_4"]
     whole_rows = layout.one_document_per_row and layout.length_buckets is None
@@ -93,7 +93,6 @@ def uses_flash_attention_4(x: Tensor, layout: Layout, params: AttentionParams) -
     )
 
 
-_REPLACED_BY_FLASH_ATTENTION_4 = ("varlen", "sdpa")
 _FLASH_ATTENTION_4_DTYPES = tuple(DTYPES[name] for name in ATTENTION_BACKENDS["flash_attention_4"].dtypes)
 
 

@@ -13,7 +13,7 @@ def attention_unsupported_reason(
     backend: AttentionBackend, model: ModelSpec, precision: str, device: DeviceSpec
 ) -> str | None:
     """Why this model cannot use the backend on this device, or None."""
-    head_dim, capability = model.head_dim, device.compute_capability or (0, 0)
+    head_dim = model.head_dim
     if not backend.packed:
         return "takes rows of one document only"
     if device.device_type not in backend.devices:
@@ -21,10 +21,12 @@ def attention_unsupported_reason(
         return f"needs {devices}, but this run is on {device.device_type}"
     if precision not in backend.dtypes:
         return f"needs {' or '.join(backend.dtypes)}, but this run is in {precision}"
-    if head_dim > (backend.max_head_dim or head_dim) or head_dim % backend.head_dim_multiple:
-        step = backend.head_dim_multiple
-        return f"takes head sizes up to {backend.max_head_dim} in steps of {step}, but this model's is {head_dim}"
-    if backend.min_capability is not None and capability < backend.min_capability:
+    if backend.max_head_dim is not None and head_dim > backend.max_head_dim:
+        return f"takes head sizes up to {backend.max_head_dim}, but this model's is {head_dim}"
+    if head_dim % backend.head_dim_multiple:
+        return f"takes multiples of {backend.head_dim_multiple} as head sizes, but this model's is {head_dim}"
+    is_cuda, capability = device.device_type == "cuda", device.compute_capability or (0, 0)
+    if is_cuda and backend.min_capability is not None and capability < backend.min_capability:
         return f"needs a GPU of compute capability {_dotted(backend.min_capability)} or newer"
     if backend.min_torch is not None and device.torch_version < backend.min_torch:
         return f"needs torch {_dotted(backend.min_torch)} or newer"

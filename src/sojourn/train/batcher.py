@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from sojourn.config.attention_backends import ATTENTION_BACKENDS
 from sojourn.data.artefact import Batch, Split, read_batch
 from sojourn.model.layout import Layout, compute_cu_seqlens, make_layout, pad_cu_seqlens
 from sojourn.model.length_buckets import make_length_buckets
@@ -85,7 +86,8 @@ class Batcher:
 
     def to_device(self, batch: Batch) -> DeviceBatch:
         buckets = None
-        if self.unpad and self.backend == "sdpa" and not has_full_rows(batch):
+        reads_buckets = self.backend is not None and ATTENTION_BACKENDS[self.backend].length_buckets
+        if self.unpad and reads_buckets and not has_full_rows(batch):
             batch = unpad_rows(batch)
             buckets = make_length_buckets(batch.documents[0])
         target_indices = np.flatnonzero(batch.labels >= 0)

@@ -1,8 +1,8 @@
 """A whole decoder layer as one autograd function on a CPU: few passes over memory, few calls.
 
 For layers as fused_forwards.py describes them, whose weights are all trained, without biases and q/k norms, in fp32.
-Attention is ours in place of SDPA; of any other backend the autograd graph is kept inside. The backward overwrites what
-the forward has saved, so it runs once.
+Attention is ours in place of SDPA (`replaced_by` in its record); of any other backend the autograd graph is kept
+inside. The backward overwrites what the forward has saved, so it runs once.
 
 Shapes: B rows, T tokens per row, N = B·T, D hidden size.
 """
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sojourn.config.attention_backends import ATTENTION_BACKENDS
 from sojourn.model.attention import AttentionParams, attend
 from sojourn.model.kernels.cpu.blocked_layer import BlockedLayer, fits_blocked_layer
 from sojourn.model.kernels.cpu.library import (
@@ -136,4 +137,4 @@ def _attention(
 
 def fits_attention_kernel(layout: Layout, params: AttentionParams) -> bool:
     plain = params.softcap is None and not params.dropout and layout.effective_window(params.window) is None
-    return layout.backend == "sdpa" and plain
+    return plain and "cpu_kernels" in ATTENTION_BACKENDS[layout.backend].replaced_by
