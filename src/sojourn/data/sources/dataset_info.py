@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +23,19 @@ _OURS = {"query": "input", "response": "completion", "kto_tag": "label"}  # othe
 
 def named_sources(sources: list[Source], folder: str | None) -> list[Source]:
     """The sources with names of dataset_info.json replaced by what it says of them; `a,b` is two sources."""
-    parts = [
-        source.model_copy(update={"path": part.strip()})
-        for source in sources
-        for part in (source.path.split(",") if _is_list(source.path) else [source.path])
-    ]
-    return [_resolve(source, folder) for source in parts]
+    listing = user_path(folder or "data", "data.dataset_dir") / FILE
+    return [_resolve(part, path, listing, bool(folder)) for source in sources for part, path in _parts(source)]
 
 
-def _is_list(path: str) -> bool:
-    return "," in path and not user_path(path, "data.sources").exists() and not any(sign in path for sign in "*?[")
+def _parts(source: Source) -> Iterator[tuple[Source, Path]]:
+    whole = user_path(source.path, "data.sources")
+    is_one = whole.exists() or any(sign in source.path for sign in "*?[")
+    for name in [source.path] if is_one else source.path.split(","):
+        yield source.model_copy(update={"path": name.strip()}), user_path(name.strip(), "data.sources")
 
 
-def _resolve(source: Source, folder: str | None) -> Source:
-    path, file = user_path(source.path, "data.sources"), user_path(folder or "data", "data.dataset_dir") / FILE
+def _resolve(source: Source, path: Path, listing: Path, is_named: bool) -> Source:
+    """`is_named`: the user named the folder of `listing`."""
     own = path if path.name == FILE else path / FILE
     if path.exists() and (entries := _entries(own)):
         if len(entries) > 1:
@@ -43,17 +43,17 @@ def _resolve(source: Source, folder: str | None) -> Source:
             message = f"name its data sets: data.sources={next(iter(entries))} data.dataset_dir={own.parent}"
             raise UserError(f"data.sources: {own}: {message} (there are: {names})")
         return _as_source(source, own, *entries.popitem())
-    if path.exists() and not (folder and source.path in _entries(file)):
+    if path.exists() and not (is_named and source.path in _entries(listing)):
         return source
-    entries = _entries(file)
-    if folder and not entries:
-        raise UserError(f"data.dataset_dir: {file}: no such file, or it names no data set")
-    if folder and source.path.isidentifier() and source.path not in entries:
+    entries = _entries(listing)
+    if is_named and not entries:
+        raise UserError(f"data.dataset_dir: {listing}: no such file, or it names no data set")
+    if is_named and source.path.isidentifier() and source.path not in entries:
         hint = did_you_mean(source.path, entries)
         raise UserError(
-            f"data.sources: {source.path}: not in {file}{hint} (there are: {', '.join(list(entries)[:20])})"
+            f"data.sources: {source.path}: not in {listing}{hint} (there are: {', '.join(list(entries)[:20])})"
         )
-    return _as_source(source, file, source.path, entries[source.path]) if source.path in entries else source
+    return _as_source(source, listing, source.path, entries[source.path]) if source.path in entries else source
 
 
 def _entries(file: Path) -> dict[str, dict[str, Any]]:
