@@ -81,7 +81,7 @@ def test_a_hostile_folder_is_refused(case, sound, tmp_path):
     assert not canary.exists()
 
 
-_GOOD_TO_EXPORT = {"weights with a NaN", "an unknown model_type", "model code of its own", "tokenizer code of its own",
+_GOOD_TO_EXPORT = {"weights with a NaN", "an unknown model_type", "tokenizer code of its own",
                    "an activation that is none", "another hidden size", "no merges"}  # fmt: skip
 
 

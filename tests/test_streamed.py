@@ -36,6 +36,15 @@ def test_streamed_logits_are_those_of_transformers(family: str, tmp_path: Path, 
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+def test_a_model_that_names_code_is_of_transformers_own_class(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "llama")
+    expected = streamed_logits(FolderWeights(folder), LISTS)
+    config = read_json_object(folder / "config.json")
+    write_json(folder / "config.json", {**config, "auto_map": {"AutoModelForCausalLM": "own.OwnForCausalLM"}})
+    (folder / "own.py").write_text("1 / 0")
+    torch.testing.assert_close(streamed_logits(FolderWeights(folder), LISTS), expected, rtol=0, atol=0)
+
+
 def test_a_model_that_lacks_a_weight_is_refused(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "llama")
     config = read_json_object(folder / "config.json")

@@ -118,13 +118,12 @@ def test_a_whole_model_is_no_adapter(base, tmp_path):
 @pytest.mark.parametrize(
     ("file", "changed", "reason"),
     [
-        ("config.json", lambda c: c.update(auto_map={"AutoModel": "x.Y"}), "Python code"),
         ("config.json", lambda c: c.update(vocab_size=398), "config.json says vocab_size 398"),
         ("config.json", lambda c: c.update(head_dim=12), "head_dim is 12"),
         ("tokenizer.json", lambda t: t["added_tokens"].append({**t["added_tokens"][0], "id": 9999, "content": "<x>"}),
          "ids up to 9,999"),
     ],
-    ids=["auto_map", "vocabulary", "head_dim", "new tokens"],
+    ids=["vocabulary", "head_dim", "new tokens"],
 )  # fmt: skip
 def test_models_that_vllm_refuses(base, tmp_path, file, changed, reason):
     folder = shutil.copytree(base, tmp_path / "model")

@@ -31,7 +31,9 @@ def plan(
     compare: bool = typer.Option(
         False, "--compare", help="Full fine-tuning, LoRA and QLoRA side by side; RUN is a model or a run."
     ),
-    explain: bool = typer.Option(False, "--explain", help="Show every memory and time term with its formula, and what each auto becomes."),
+    explain: bool = typer.Option(
+        False, "--explain", help="Show every memory and time term with its formula, and what each auto becomes."
+    ),
     calibrate: bool = typer.Option(
         False, "--calibrate", help="Correct estimates by the runs measured on this machine."
     ),

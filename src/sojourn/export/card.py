@@ -48,7 +48,7 @@ def model_card(
         _front_matter(format, lineage),
         f"# {name}\n",
         _intro(format, quantization, lineage, files),
-        _run(name, format),
+        _run(name, format, any(file.endswith(".py") for file in files)),
         _table("Lineage", _lineage_rows(lineage)),
         _table("Figures", [(key.replace("_", " "), f"{value:.4f}") for key, value in _of(lineage, "figures").items()]),
         _table("Cost", _cost_rows(_of(lineage, "cost"))),
@@ -83,9 +83,14 @@ def _intro(format: Format, quantization: str, lineage: dict[str, Any], files: di
     return f"{what.get(format.name, format.name)} export{kind}{run}{step}{base}. {size:.2f} GiB.\n"
 
 
-def _run(name: str, format: Format) -> str:
+def _run(name: str, format: Format, runs_code: bool) -> str:
+    """`runs_code`: the model's own."""
     language = "python" if format.name in ("hf", "quantized") else "bash"
-    return f"## Run it\n\n```{language}\n{_RUN[format.name].format(name=name)}```\n"
+    line = _RUN[format.name].format(name=name)
+    if runs_code:
+        line = line.replace('LM.from_pretrained(".")', 'LM.from_pretrained(".", trust_remote_code=True)')
+    before = "This runs the Python files in this folder: read them first.\n\n" if runs_code else ""
+    return f"## Run it\n\n{before}```{language}\n{line}```\n"
 
 
 def _table(title: str, rows: list[tuple[str, str]]) -> str:

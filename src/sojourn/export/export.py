@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from sojourn import __version__
-from sojourn.errors import RunFailed
+from sojourn.errors import RunFailed, UserError
 from sojourn.export.card import model_card
 from sojourn.export.combine import Combine
 from sojourn.export.formats import Format, default_name, find_format
 from sojourn.export.hf import TOKENIZER_FILES
 from sojourn.export.open_source import Source, open_weights
+from sojourn.export.own_code import is_known
 from sojourn.export.progress import NoProgress, Progress
 from sojourn.export.reference import Reference, load_reference, save_reference
 from sojourn.export.replay import GateResult, replay_export
@@ -66,6 +67,7 @@ def export(request: ExportRequest, progress: Progress | None = None) -> Exported
     format = find_format(request.format)
     quantization, write = format.check_quantization(request.quantization), format.writer()
     source = open_weights(request.model, request.checkpoint, request.adapters, request.base, request.combine)
+    _refuse_code(source, format, quantization, request.model)
     format.check(source, progress)
     source = replace(source, data=request.data)
     target = request.out or home() / "exports" / default_name(source.name, format, quantization)
@@ -81,8 +83,8 @@ def export(request: ExportRequest, progress: Progress | None = None) -> Exported
             write(source, stage, quantization, progress)
         stage.start_hashing()
         with _timed(seconds, "replay"), format.ready_for_replay(source, stage, progress):
-            say, weights = progress.say, source.weights
-            result = replay_export(stage.path, format.name, quantization, reference, say, weights=weights)
+            what = (stage.path, format.name, quantization, reference, progress.say)
+            result = replay_export(*what, weights=source.weights, trust_remote_code=source.code is not None)
         _refuse_drift(result, stage, request.keep_rejected)
         measured, measure = {}, format.measurer()
         if measure is not None:
@@ -92,6 +94,14 @@ def export(request: ExportRequest, progress: Progress | None = None) -> Exported
             stage.discard()
             raise RunFailed(f"{source.path}: the model changed while it was exported; run the same command again")
         return _finish(source, stage, format, quantization, {"gate": result.facts(), "seconds": seconds, **measured})
+
+
+def _refuse_code(source: Source, format: Format, quantization: str, model: str) -> None:
+    if source.code is not None and format.name != "hf" and not is_known(source.weights.config):
+        raise UserError(
+            f"--to {quantization if format.measure else format.name}: {source.name} needs its own Python code, which "
+            f"goes with --to hf alone: sojourn export {model} --to hf"
+        )
 
 
 def _reference(source: Source, stage: ExportStage, progress: Progress) -> Reference:
@@ -132,7 +142,9 @@ def _fingerprint(source: Source, format: Format, quantization: str) -> str:
     files = (weights.tokenizer_folder / name for name in TOKENIZER_FILES)
     tokenizer = [file_stamp(path) for path in files if path.is_file()]
     data = [source.data, file_stamp(Path(source.data))] if source.data and Path(source.data).is_file() else source.data
+    code = {path.name: file_stamp(path) for path in sorted(source.code.folder.glob("*.py"))} if source.code else None
     facts = [source.fingerprint, data, weights.config, weights.generation_config, tokenizer, format.name, quantization]
+    facts += [code] if code is not None else []
     return hashlib.sha256(json.dumps([*facts, __version__], sort_keys=True).encode()).hexdigest()[:32]
 
 

@@ -10,12 +10,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sojourn.export.open_source import Source
+from sojourn.export.own_code import OwnCode
 from sojourn.export.progress import Progress
 from sojourn.export.ranges import Part
 from sojourn.export.stage import ExportStage
+from sojourn.infer.runtimes.transformers_tokenizer import without_own_code
 from sojourn.infer.weight_source import WeightSource, row_pieces
 from sojourn.model.folder_check import INDEX_FILE, WEIGHTS_FILE
 from sojourn.model.safetensors_reader import torch_dtypes
+from sojourn.storage.files import read_json_object
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -31,22 +34,31 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 def write(source: Source, stage: ExportStage, quantization: str, progress: Progress) -> None:
     """`quantization`: auto (the dtype of each tensor as it is), bf16, fp16 or fp32."""
     write_tokenizer(source, stage)
-    write_configs(source, stage, quantization)
+    write_configs(source, stage, quantization, source.code)
+    if source.code is not None:
+        stage.group("code", source.code.write)
     write_weights(source.weights, stage, quantization, progress)
 
 
 def write_tokenizer(source: Source, stage: ExportStage) -> None:
+    """Without the tokenizer's own Python code, which is not run either."""
     folder = source.weights.tokenizer_folder
     for name in TOKENIZER_FILES:
-        if (folder / name).is_file():
+        settings = read_json_object(folder / name) if name == "tokenizer_config.json" else {}
+        if "auto_map" in settings:
+            stage.json(name, without_own_code(settings))
+        elif (folder / name).is_file():
             stage.copy(name, folder / name)
 
 
-def write_configs(source: Source, stage: ExportStage, quantization: str) -> None:
+def write_configs(source: Source, stage: ExportStage, quantization: str, code: OwnCode | None = None) -> None:
+    """`code`: whose files are written too."""
     config = {key: value for key, value in source.weights.config.items() if key not in ("_name_or_path", "torch_dtype")}
     weights = source.weights
     config["dtype"] = _DTYPES.get(quantization) or main_dtype(weights)
     config["use_cache"] = True
+    if code is not None:
+        config["auto_map"] = code.auto_map
     stage.json("config.json", config)
     generation = dict(weights.generation_config)
     if generation.get("eos_token_id") is None and config.get("eos_token_id") is not None:

@@ -18,9 +18,10 @@ from sojourn.export.checkpoint_weights import CheckpointWeights, checkpoint_adap
 from sojourn.export.combine import Combine
 from sojourn.export.lineage import lineage_of, model_name
 from sojourn.export.merge import MergedWeights
+from sojourn.export.own_code import OwnCode, is_known, named_classes
 from sojourn.infer.adapter_weights import AdapterWeights, open_adapter
 from sojourn.infer.find import FoundModel, find_model
-from sojourn.infer.load import config_here
+from sojourn.infer.load import config_here, trusts_remote_code
 from sojourn.infer.weight_source import FolderWeights, WeightSource
 from sojourn.model.adapter_check import ADAPTER_FILE
 from sojourn.model.weights import stored_stop_tokens
@@ -51,7 +52,8 @@ _PROBES: list[dict[str, Any]] = [
 class Source:
     """`weights`: with the adapters merged into `base`. `probes`: chats (`messages`), of a run also with the `text` and
     `ids` that it was trained with. `lineage`: see `lineage.py`. `data`: what quantization calibrates and
-    measures on; the run's own where None."""
+    measures on; the run's own where None. `code`: the model's own, where it has some and the run allows it; `auto_map`
+    is in no config here."""
 
     name: str
     weights: WeightSource
@@ -62,6 +64,7 @@ class Source:
     path: Path
     run: RunFolder | None = None
     data: str | None = None
+    code: OwnCode | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -83,6 +86,7 @@ def open_weights(
     if found.is_checkpoint and artefact is None and found.run is not None:
         artefact = artefact_of(found.run)  # raises, with what to type
     model, own, base_name, tokenizer = _open_found(found, artefact, base)
+    code = _take_code(model, found)
     merged = [*own, *(_open_named(one, weight) for one, weight in adapters)]
     _say_other_bases(merged, base_name)
     weights: WeightSource = MergedWeights(model, merged, combine) if merged else model
@@ -99,7 +103,8 @@ def open_weights(
     if len(merged) > 1:
         lineage["combine"] = (combine or Combine()).describe()
     title = found.run.path.resolve().name if found.run is not None else model_name(name)
-    return Source(title, weights, model, tuple(merged), lineage, _probes(found, artefact), found.path, found.run)
+    probes = _probes(found, artefact)
+    return Source(title, weights, model, tuple(merged), lineage, probes, found.path, found.run, code=code)
 
 
 def _open_found(
@@ -124,6 +129,25 @@ def _open_found(
     model = open_base(str(path), None, path, False)
     trained_from = str(config_here(found.run).model.base or "") if found.run is not None else str(path)
     return model, [], trained_from, model.tokenizer_folder
+
+
+def _take_code(model: WeightSource, found: FoundModel) -> OwnCode | None:
+    """Removes `auto_map` from the config. Without its code, a model that transformers knows is as any other."""
+    named = named_classes(model.config)
+    model.config.pop("auto_map", None)
+    if not named:
+        return None
+    if found.run is None or not trusts_remote_code(found.run):
+        if is_known(model.config):
+            return None
+        raise UserError(
+            f"{found.path}: a model of type {printable(model.config.get('model_type'))} needs its own Python code, "
+            "which runs only for a run with model.trust_remote_code=true; name such a run, or another model"
+        )
+    if isinstance(model, FolderWeights):
+        return OwnCode(named, model.folder)
+    base = config_here(found.run).model  # of a checkpoint
+    return OwnCode(named, open_base(str(base.base), base.revision, found.path, False).folder)
 
 
 def _has_tokenizer(folder: Path) -> bool:

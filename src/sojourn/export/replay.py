@@ -11,6 +11,7 @@ from typing import Any
 from sojourn.errors import UserError
 from sojourn.export.formats import find_format
 from sojourn.export.gate import Replay, check
+from sojourn.export.own_code import needs_code
 from sojourn.export.reference import Reference
 from sojourn.export.tolerances import find_tolerance
 from sojourn.export.weights_check import compare_weights, gguf_errors
@@ -59,14 +60,19 @@ def replay_export(
     say: Say,
     runtimes: Sequence[str] | None = None,
     weights: WeightSource | None = None,
+    trust_remote_code: bool = False,
 ) -> GateResult:
-    """`runtimes`: instead of the format's own. `weights`: of the source, where it is at hand."""
+    """`runtimes`: instead of the format's own. `weights`: of the source, where it is at hand. `trust_remote_code`: as
+    the run of the source has it."""
     result = GateResult(notes=list(reference.notes))
 
     def note(line: str) -> None:
         result.notes.append(_PATH.sub(lambda path: re.split(r"[/\\]", path[0])[-1], line))
         say(f"note: {line}")
 
+    if not trust_remote_code and needs_code(folder):
+        note("it needs its own Python code, which runs only while a run with model.trust_remote_code=true is exported")
+        return result
     for name in runtimes or find_format(format_name).runtimes:
         reason = available(name) or refusal(name, folder)
         if reason:
@@ -75,7 +81,7 @@ def replay_export(
         say(f"replaying {len(reference.answers)} probes in {name}")
         tolerance = find_tolerance(quantization)
         try:
-            with open_runtime(name, folder) as runtime:
+            with open_runtime(name, folder, trust_remote_code) as runtime:
                 result.replay = check(reference, runtime, tolerance)
                 if result.drift is None and weights is not None:
                     _check_weights(result, folder, runtime, weights, tolerance.weights)

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from math import prod
 from typing import Any
 
-from sojourn.errors import UserError
+from sojourn.errors import RunFailed, UserError
 from sojourn.export.open_source import Source
+from sojourn.export.own_code import OwnCode
 from sojourn.export.probes import builtin_probes, stored_probes
 from sojourn.export.reference import Reference, build_reference
 from sojourn.infer.adapter_weights import AdapterWeights
@@ -38,6 +39,11 @@ def reference_of(runtime: Runtime, context: int, stored: Any = None) -> Referenc
 def open_source(source: Source, say: Callable[[str], None]) -> TokenizerRuntime:
     weights = source.weights
     if not fits_in_memory(weights):
+        if source.code is not None:
+            raise RunFailed(
+                f"{source.path}: a model with its own Python code is checked as a whole, in fp32; that takes "
+                f"{_fp32_bytes(weights) / MEMORY_SHARE / 2**30:.1f} GiB of free memory: export it on a larger machine"
+            )
         say("note: the model does not fit in memory, so its greedy text is not compared, only its logits")
         return StreamedRuntime(weights)
     tokenizer, stops = open_tokenizer(weights.tokenizer_folder), weights.generation_config or weights.config
@@ -45,34 +51,45 @@ def open_source(source: Source, say: Callable[[str], None]) -> TokenizerRuntime:
 
 
 def fits_in_memory(weights: WeightSource) -> bool:
-    needed = 4 * sum(prod(weights.shape(name)) for name in weights.names())
-    return needed <= free_memory() * MEMORY_SHARE
+    return _fp32_bytes(weights) <= free_memory() * MEMORY_SHARE
+
+
+def _fp32_bytes(weights: WeightSource) -> int:
+    return 4 * sum(prod(weights.shape(name)) for name in weights.names())
 
 
 def _model(source: Source) -> Any:
     only = source.adapters[0] if len(source.adapters) == 1 else None
     if only is not None and _is_in_peft_files(only):
-        return load_adapter(model_of(source.base), only.path, trainable=False)
-    return model_of(source.weights)
+        return load_adapter(model_of(source.base, source.code), only.path, trainable=False)
+    return model_of(source.weights, source.code)
 
 
 def _is_in_peft_files(adapter: AdapterWeights) -> bool:
     return adapter.weight == 1.0 and (adapter.path / ADAPTER_FILE).is_file()
 
 
-def model_of(weights: WeightSource) -> Any:
-    """transformers' model with these weights, in fp32."""
-    import torch
+def _config_and_class(values: dict[str, Any], kind: str) -> tuple[Any, Any]:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    quiet_transformers()
-    kind = str(weights.config.get("model_type"))
     try:
-        config = AutoConfig.for_model(**weights.config)
-        causal = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        config = AutoConfig.for_model(**values)
+        return config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except (KeyError, ValueError):
         raise UserError(f"transformers here has no causal language model of type {kind}; try a newer version") from None
+
+
+def model_of(weights: WeightSource, code: OwnCode | None = None) -> Any:
+    """transformers' model with these weights, in fp32; with `code`, of its classes."""
+    import torch
+
+    quiet_transformers()
+    kind = str(weights.config.get("model_type"))
+    if code is not None:
+        config, causal = code.config(weights.config), code.model_class
+    else:
+        config, causal = _config_and_class(weights.config, kind)
     state = {name: weights.load(name).float() for name in weights.names()}
     given = {"config": config, "state_dict": state, "dtype": torch.float32, "output_loading_info": True}
     try:

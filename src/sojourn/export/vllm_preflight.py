@@ -8,6 +8,7 @@ from typing import Any
 
 from sojourn.errors import UserError
 from sojourn.infer.adapter_weights import AdapterWeights
+from sojourn.infer.runtimes.transformers_tokenizer import without_own_code
 from sojourn.infer.runtimes.vllm import CPU_HEAD_SIZES, head_size, lora_rank, max_lora_rank
 from sojourn.infer.weight_source import WeightSource, is_tied
 from sojourn.storage.files import read_json_object
@@ -43,8 +44,6 @@ def refuse(problems: Iterator[str], what: str = "--to vllm") -> None:
 def model_problems(weights: WeightSource) -> Iterator[str]:
     """Of a merged model."""
     config, names = weights.config, weights.names()
-    if "auto_map" in config:
-        yield "the model brings its own Python code (auto_map), which vLLM would run; vLLM needs a model that it knows"
     if "quantization_config" in config:
         yield "its weights are quantized already; name the 16-bit model"
     size = head_size(config)
@@ -141,6 +140,7 @@ def _older_rope(config: dict[str, Any]) -> dict[str, Any]:
 
 def tokenizer_for_vllm(settings: dict[str, Any]) -> dict[str, Any]:
     """tokenizer_config.json: transformers 4 does not know the class names of transformers 5."""
+    settings = without_own_code(settings)
     if settings.get("tokenizer_class") == "TokenizersBackend":
         return {**settings, "tokenizer_class": "PreTrainedTokenizerFast"}
     return settings

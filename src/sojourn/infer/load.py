@@ -62,7 +62,7 @@ def load_model(name: str, device: str = "auto", checkpoint: str | None = None) -
             model, folder = _load_checkpoint(found.path, config_here(found.run), artefact, device)
         else:
             model, folder = _load_folder(found, device)
-        tokenizer = open_tokenizer(folder, trust_remote_code=_trusts_remote_code(found.run))
+        tokenizer = open_tokenizer(folder)
     except CannotRead:
         raise
     except (UserError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -80,12 +80,12 @@ def tokenizer_of(found: FoundModel) -> Any:
         folder = artefact_of(found.run).tokenizer
     else:
         folder = extract_tokenizer(found.path) if found.path.suffix == ".gguf" else found.path
-    return open_tokenizer(folder, trust_remote_code=_trusts_remote_code(found.run))
+    return open_tokenizer(folder)
 
 
 def _load_folder(found: FoundModel, device: str) -> tuple[Any, Path]:
     """The model, and the folder of its tokenizer."""
-    path, trusted = found.path, _trusts_remote_code(found.run)
+    path, trusted = found.path, trusts_remote_code(found.run)
     if path.suffix == ".gguf":
         base = BaseModelSource(str(path))
         return load_base_model(base, _load_dtype(base, device), device), extract_tokenizer(path)
@@ -154,7 +154,7 @@ def config_here(run: RunFolder) -> RunConfig:
     return config.model_copy(update={"model": config.model.model_copy(update={"base": base})})
 
 
-def _trusts_remote_code(run: RunFolder | None) -> bool:
+def trusts_remote_code(run: RunFolder | None) -> bool:
     """Whether the run that made the model has `model.trust_remote_code`."""
     return run is not None and run.config.is_file() and read_config(run.config).model.trust_remote_code
 

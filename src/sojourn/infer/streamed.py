@@ -36,11 +36,11 @@ def _meta_model(source: WeightSource) -> Any:
 
     quiet_transformers()
     kind = str(source.config.get("model_type"))
-    if kind not in CONFIG_MAPPING or "auto_map" in source.config:
+    if kind not in CONFIG_MAPPING:
         raise UserError(f"{source.tokenizer_folder}: transformers has no model type “{kind}” of its own")
     config = CONFIG_MAPPING[kind].from_dict(source.config)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
     for module in model.modules():
         on_meta = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
         for name in on_meta:

@@ -15,6 +15,7 @@ from sojourn.infer.detokenize import make_decode
 from sojourn.infer.engine.request import Request
 from sojourn.infer.load import context_length
 from sojourn.infer.prompts import PromptEncoder
+from sojourn.infer.runtimes.transformers_tokenizer import open_tokenizer
 from sojourn.infer.sampling import SamplingParams
 from sojourn.infer.transformers_forward import generate_tokens
 from sojourn.model.network import Network
@@ -28,9 +29,7 @@ class Samples:
     """The user's prompts (`train.samples`); without any, the beginnings of the first held-out documents."""
 
     def __init__(self, config: RunConfig, artefact: Artefact) -> None:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(artefact.tokenizer)
+        tokenizer = open_tokenizer(artefact.tokenizer)
         self._decode, self._stop_ids = make_decode(tokenizer), frozenset(artefact.stop_ids)
         self._params = SamplingParams(max_tokens=config.train.sample_tokens)
         if config.train.samples:

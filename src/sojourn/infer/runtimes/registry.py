@@ -37,8 +37,10 @@ def refusal(name: str, path: Path) -> str:
     return str(check(path)) if check is not None else ""
 
 
-def open_runtime(name: str, path: Path) -> Runtime:
-    opened: Runtime = _module(name).open_model(path)
+def open_runtime(name: str, path: Path, trust_remote_code: bool = False) -> Runtime:
+    """`trust_remote_code`: only transformers runs a model's own Python code."""
+    allowed = {"trust_remote_code": True} if trust_remote_code and name == "transformers" else {}
+    opened: Runtime = _module(name).open_model(path, **allowed)
     return opened
 
 

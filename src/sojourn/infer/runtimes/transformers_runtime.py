@@ -117,7 +117,7 @@ def count_parameters(path: Path) -> int:
     return sum(prod(entry.shape) for file in files for entry in SafetensorsFile(file).entries.values())
 
 
-def open_model(path: Path) -> TransformersRuntime:
+def open_model(path: Path, trust_remote_code: bool = False) -> TransformersRuntime:
     import torch
 
     file = gguf_file(path)
@@ -125,7 +125,7 @@ def open_model(path: Path) -> TransformersRuntime:
         if file is not None:
             return _open_gguf(file)
         if not (path / ADAPTER_FILE).is_file() or (path / "config.json").is_file():
-            return TransformersRuntime(_load(BaseModelSource(str(path))), open_tokenizer(path))
+            return TransformersRuntime(_load(BaseModelSource(str(path), None, trust_remote_code)), open_tokenizer(path))
         revision = check_adapter(path).get("revision")
         base = load_base_model(BaseModelSource(str(_base_of(path)), revision), torch.float32, "cpu")
         return TransformersRuntime(load_adapter(base, path, trainable=False), open_tokenizer(path))

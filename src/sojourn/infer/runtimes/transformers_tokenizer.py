@@ -38,17 +38,38 @@ class TokenizerRuntime(Runtime):
 def open_tokenizer(folder: Path, **given: Any) -> Any:
     """transformers' tokenizer; one-line errors."""
     quiet_transformers()
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     check_tokenizer(folder)
     try:
-        return AutoTokenizer.from_pretrained(str(folder), **{"trust_remote_code": False, **given})
+        try:
+            return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, **given)
+        except ValueError as error:
+            if given or "trust_remote_code" not in str(error) or not _lacks_code(folder):
+                raise
+            return PreTrainedTokenizerFast.from_pretrained(str(folder))
     except Exception as error:  # tokenizers raises bare exceptions for damaged files
         if "trust_remote_code" in str(error):
             what = "its tokenizer runs its own Python code, which is not run here"
             raise UserError(f"{folder}: {what}; take a model with a tokenizer.json") from None
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"{folder}: its tokenizer cannot be read: {reason}") from None
+
+
+def without_own_code(settings: dict[str, Any]) -> dict[str, Any]:
+    """tokenizer_config.json beside a tokenizer.json, which is the tokenizer then."""
+    if "auto_map" not in settings:
+        return settings
+    import transformers
+
+    is_known = hasattr(transformers, str(settings.get("tokenizer_class")))
+    kind = {} if is_known else {"tokenizer_class": "PreTrainedTokenizerFast"}
+    return {**{key: value for key, value in settings.items() if key != "auto_map"}, **kind}
+
+
+def _lacks_code(folder: Path) -> bool:
+    """Whether tokenizer.json is all there is, as in prepared data, whatever code its settings name."""
+    return (folder / "tokenizer.json").is_file() and not any(folder.glob("*.py"))
 
 
 def as_ids(value: Any) -> set[int]:

@@ -1,7 +1,8 @@
 """Writes `final/` and `best/`: a model that plain transformers opens, or an adapter that plain peft opens.
 
 The folder is complete or absent. A new chat model carries its ChatML template with generation marks and stops at
-`<|im_end|>`; `adapter_config.json` names the base and its revision.
+`<|im_end|>`; `adapter_config.json` names the base and its revision. `auto_map` stays only where transformers writes the
+Python files that it names: those of a model whose code the run allows.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from safetensors import SafetensorError
 from sojourn.config.schema import RunConfig
 from sojourn.data.artefact import Artefact
 from sojourn.errors import RunFailed, UserError
+from sojourn.infer.runtimes.transformers_tokenizer import without_own_code
 from sojourn.model.adapter import write_adapter
 from sojourn.model.weights import add_stop_tokens, torch_dtype
 from sojourn.run.identity import MODEL_MARK, Identity, is_foreign
 from sojourn.storage.disk import sync_file
-from sojourn.storage.files import read_json, write_json
+from sojourn.storage.files import read_json, read_json_object, write_json
 from sojourn.storage.stage import staged
 
 if TYPE_CHECKING:
@@ -68,6 +70,9 @@ def _write(
             _write_model(model, weights, artefact, stage, str(config.train.precision))
         for file in artefact.tokenizer.iterdir():
             shutil.copy(file, stage / file.name)
+        settings = read_json_object(stage / "tokenizer_config.json")
+        if "auto_map" in settings:
+            write_json(stage / "tokenizer_config.json", without_own_code(settings))
         shutil.copy(artefact.path / "probes.json", stage / "probes.json")
         if mark is not None:
             write_json(stage / MODEL_MARK, mark)
@@ -85,5 +90,7 @@ def _write_model(model: Any, weights: dict[str, Tensor], artefact: Artefact, sta
     model.save_pretrained(stage, state_dict=state)
     model.config.use_cache = False
     written = json.loads((stage / "config.json").read_text(encoding="utf-8"))
+    if model._auto_class is None:  # of transformers' own class
+        written.pop("auto_map", None)
     text = json.dumps({**written, "dtype": str(dtype).removeprefix("torch.")}, indent=2) + "\n"
     (stage / "config.json").write_text(text, encoding="utf-8")
