@@ -195,9 +195,13 @@ def run_and_exit(args: list[str], preamble: str = "", modules: Path | None = Non
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        status = 128 + signal.SIGINT
     except BaseException:
         traceback.print_exc()
     finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program has ended: what follows is ours
         if modules:
             modules.write_text(json.dumps([name for name in sys.modules if name.partition(".")[0] in MODULES]))
         with contextlib.suppress(Exception):

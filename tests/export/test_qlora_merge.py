@@ -15,8 +15,12 @@ from tiny import Tiny
 IDS = torch.tensor([[5, 17, 3, 99, 42, 42, 8]])
 
 
-def test_a_qlora_run_is_merged_into_the_unquantized_base(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_qlora_run_is_merged_into_the_unquantized_base(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("bitsandbytes")
+    # bitsandbytes repacks weights on such CPUs, and fails where rows are no multiple of its blocks.
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
     run = tiny.whole("method.kind=qlora", "method.rank=4", "train.lr=1e-2")
     done = called("merge", run.path.name, "--out", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr
