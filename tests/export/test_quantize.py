@@ -28,7 +28,8 @@ needs_llm_compressor = pytest.mark.skipif(
 
 def logits(folder: Path, dtype: torch.dtype | str) -> torch.Tensor:
     with torch.no_grad():
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)(IDS).logits.float()
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)  # 4-bit weights go to a GPU by themselves
+        return model(IDS.to(model.device)).logits.float().cpu()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -66,13 +67,13 @@ def test_an_interrupted_quantization_leaves_no_target(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    out = tmp_path / "out"
+    base, out = str(tiny.base), tmp_path / "out"  # `base` is made by the first test that asks
     with monkeypatch.context() as patch:
         patch.setattr("transformers.PreTrainedModel.save_pretrained", interrupt)
-        stopped = called("quantize", str(tiny.base), "--to", "nf4", "--out", str(out))
+        stopped = called("quantize", base, "--to", "nf4", "--out", str(out))
     assert stopped.returncode == 130 and not out.exists() and "to go on where it was" in stopped.stderr
     monkeypatch.setattr(measure, "_REPEATS", 1)
-    done = called("quantize", str(tiny.base), "--to", "nf4", "--out", str(out), "--data", str(tiny.chats))
+    done = called("quantize", base, "--to", "nf4", "--out", str(out), "--data", str(tiny.chats))
     assert done.returncode == 0, done.stderr
     assert "chats.jsonl" in done.stdout and (out / "model.safetensors").is_file()
     assert not list(tmp_path.glob(".partial-*"))

@@ -1,4 +1,8 @@
-"""The update of low_memory_adamw.py as one Triton kernel: each tensor is read and written once, without temporaries."""
+"""The update of low_memory_adamw.py as one Triton kernel: each tensor is read and written once, without temporaries.
+
+A sum of two products is written with tl.fma: a compiler chooses which of the two is rounded, and it chose otherwise for
+another number of elements, so that chunks of host memory had other last bits than whole tensors on the device.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +61,8 @@ def _kernel(  # type: ignore[no-untyped-def]
     else:
         first = tl.load(firsts + offsets, mask=inside, other=0.0)
         second = tl.load(seconds + offsets, mask=inside, other=0.0)
-    first = first * BETA1 + grad * (1 - BETA1)
-    second = second * BETA2 + grad * grad * (1 - BETA2)
+    first = tl.fma(first, BETA1, grad * (1 - BETA1))
+    second = tl.fma(second, BETA2, grad * grad * (1 - BETA2))
     if codes is not None:
         absmax1, absmax2 = tl.max(tl.abs(first), 1), tl.max(second, 1)
         tl.store(absmaxes1 + rows, absmax1, mask=row_inside)
@@ -71,7 +75,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     weight = tl.load(weights + offsets, mask=inside, other=0.0).to(tl.float32)
     if compensations is not None:
         weight += tl.load(compensations + offsets, mask=inside, other=0.0).to(tl.float32)
-    weight = weight * decay - rate * (first / (tl.sqrt(second) * root + EPS))
+    weight = tl.fma(weight, decay, -rate * (first / tl.fma(tl.sqrt(second), root, EPS)))
     if compensations is not None:
         rounded = weight.to(tl.bfloat16)
         tl.store(weights + offsets, rounded, mask=inside)
