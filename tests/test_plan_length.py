@@ -5,6 +5,7 @@ import functools
 import gzip
 import json
 import random
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -24,6 +25,7 @@ from sojourn.estimate.workload import Workload
 from sojourn.plan.epoch import timed_workload
 from sojourn.plan.offers import make_plan
 from sojourn.plan.run_length import run_length
+from sojourn.resolve.model_spec import model_spec_of
 from sojourn.resolve.run_steps import run_steps
 from sojourn.run.home import prepared_folder
 
@@ -59,10 +61,14 @@ def tokenizer(tmp_path_factory):
     return folder
 
 
+def length_of(config):
+    return run_length(config, model_spec_of(config).vocab)
+
+
 def compare(*words):
     """The planned and the real number of steps, and the planned length."""
     config = load_run([*([] if words[0] == "smoke" else ["small"]), *map(str, words)]).config
-    planned = run_length(config)
+    planned = length_of(config)
     train = prepare_run(config, prepared_folder()).train
     steps, _ = run_steps(config.train, len(train), float(train.rows[-1]) / len(train))
     return planned, steps, int(train.rows[-1])
@@ -93,7 +99,7 @@ def test_several_sources_with_weights_are_planned_to_the_step(home, tokenizer):
         f"  tokenizer: {tokenizer}\n  max_length: 128\ntrain: {{global_batch: 4}}\n"
     )
     config = load_run(["run.yaml"]).config
-    planned, artefact = run_length(config), prepare_run(config, prepared_folder())
+    planned, artefact = length_of(config), prepare_run(config, prepared_folder())
     assert planned.exact and planned.epoch.rows == len(artefact.train)
 
 
@@ -151,6 +157,29 @@ def test_what_is_prepared_is_planned_with_its_own_counts(home, tokenizer, monkey
     assert not before.exact and after.exact and (after.steps, after.epoch.tokens) == (steps, tokens) == (again, tokens)
 
 
+def test_a_tokenizer_in_the_hubs_cache_counts_and_is_estimated_where_only_other_files_are_there(
+    home, tokenizer, monkeypatch
+):
+    monkeypatch.setenv("HF_HUB_CACHE", str(home / "hub"))
+    snapshot = home / "hub" / "models--acme--tiny" / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    reference = home / "hub" / "models--acme--tiny" / "refs" / "main"
+    reference.parent.mkdir()
+    reference.write_text("a" * 40)
+    (snapshot / "config.json").write_text("{}")
+    write_chats(home / "chats.jsonl", documents(200))
+    words = ("small", "data.sources=chats.jsonl")
+    without = length_of(load_run([*words, "data.tokenizer=acme/tiny"]).config)
+    assert not without.exact and without.notes == (
+        "tokens are estimated: the tokenizer (acme/tiny) is not on this machine",
+    )
+    shutil.copytree(tokenizer, snapshot, dirs_exist_ok=True)
+    cached, given = (
+        length_of(load_run([*words, f"data.tokenizer={name}"]).config) for name in ("acme/tiny", tokenizer)
+    )
+    assert cached == given and given.exact
+
+
 def test_our_own_data_is_planned_within_a_tenth(home):
     planned, steps, _ = compare("smoke")
     assert planned.steps == pytest.approx(steps, rel=0.1)
@@ -160,7 +189,7 @@ def test_escaped_json_is_not_longer(home):
     for name, escaped in (("plain.jsonl", False), ("escaped.jsonl", True)):
         write_chats(home / name, documents(500, chinese=True), escaped)
     words = ("lora-20k", "model.base=qwen2.5-1.5b")
-    lengths = [run_length(load_run([*words, f"data.sources={name}.jsonl"]).config) for name in ("plain", "escaped")]
+    lengths = [length_of(load_run([*words, f"data.sources={name}.jsonl"]).config) for name in ("plain", "escaped")]
     assert lengths[0].tokens == pytest.approx(lengths[1].tokens, rel=0.005) and "estimated" in lengths[0].notes[0]
 
 
@@ -175,25 +204,25 @@ def test_tokens_without_the_tokenizer_are_those_of_its_size(vocabulary, english,
 
 
 def test_take_is_what_differs_between_the_presets(home):
-    steps = [run_length(load_run([name, "train.global_batch=16"]).config).steps for name in ("lora-20k", "lora-50k")]
+    steps = [length_of(load_run([name, "train.global_batch=16"]).config).steps for name in ("lora-20k", "lora-50k")]
     assert steps[1] == pytest.approx(2.5 * steps[0], rel=0.01)
     write_chats(home / "many.jsonl", ["Yes, of course."] * 30_000)
     some, everything = (
-        run_length(load_run(["lora-20k", "data.sources=many.jsonl", *more]).config) for more in ([], ["data.take=all"])
+        length_of(load_run(["lora-20k", "data.sources=many.jsonl", *more]).config) for more in ([], ["data.take=all"])
     )
     assert some.tokens == pytest.approx(everything.tokens * 2 / 3, rel=0.01)
 
 
 @pytest.mark.parametrize("row", datasets(), ids=lambda row: row.name)
 def test_every_data_set_of_the_catalogue_has_a_length(row):
-    length = run_length(load_run(["qlora-7b", f"data.sources={row.name}"]).config)
+    length = length_of(load_run(["qlora-7b", f"data.sources={row.name}"]).config)
     assert length.assumed is None and length.epoch.tokens > 2 * row.documents
     assert 2 < row.text_bytes / length.epoch.tokens < 6 or row.language == "zh"
 
 
 def test_wikitext2_has_about_the_tokens_that_it_is_known_for(home):
     text = called("plan", "qlora-7b", "--dataset", "wikitext2", "train.epochs=1", "--gpu", "T4").stdout
-    length = run_length(load_run(["qlora-7b", "data.sources=wikitext2", "train.epochs=1"]).config)
+    length = length_of(load_run(["qlora-7b", "data.sources=wikitext2", "train.epochs=1"]).config)
     assert length.tokens == pytest.approx(2.6e6, rel=0.08) and "about 2." in text and "assumed" not in text
 
 
@@ -224,7 +253,7 @@ def test_rows_of_one_document_each_are_not_cheaper_per_document_than_packed_ones
 
 def test_one_line_may_be_a_whole_book(home):
     (home / "book.jsonl").write_text(json.dumps({"text": "A boat on the sea. " * 250_000}) + "\n")
-    length = run_length(load_run(["lora-20k", "data.sources=book.jsonl", "train.epochs=1"]).config)
+    length = length_of(load_run(["lora-20k", "data.sources=book.jsonl", "train.epochs=1"]).config)
     assert length.tokens == pytest.approx(1.4e6, rel=0.3) and not length.assumed
 
 
@@ -245,7 +274,7 @@ def test_data_that_cannot_be_used_is_one_line(home, name, content, says):
     (home / name).write_bytes(content)
     config = load_run(["lora-20k", f"data.sources={name}"]).config
     with pytest.raises(UserError, match=says) as found:
-        run_length(config)
+        length_of(config)
     assert "\n" not in str(found.value)
-    given = run_length(load_run(["lora-20k", f"data.sources={name}", "train.steps=7"]).config)
+    given = length_of(load_run(["lora-20k", f"data.sources={name}", "train.steps=7"]).config)
     assert given.steps == 7 and "the data was not measured" in given.notes[0]

@@ -12,8 +12,8 @@ from sojourn.config.data import DataConfig
 from sojourn.data.artefact import FORMAT
 from sojourn.data.sources.chunks import Sample
 from sojourn.data.sources.source import OpenedSource, open_source
-from sojourn.data.tokenize.templates import NAMED
-from sojourn.data.tokenize.tokenizer import TRAINED, TokenizerBundle, open_tokenizer, read_template_file
+from sojourn.data.tokenize.templates import NAMED, read_template_file
+from sojourn.data.tokenize.tokenizer import TRAINED, TokenizerBundle, open_tokenizer
 from sojourn.errors import UserError
 from sojourn.machine.hardware import cpu
 from sojourn.storage.file_digests import FileDigests
@@ -84,8 +84,11 @@ class Inputs:
         return hashlib.sha256(json.dumps(hashed, sort_keys=True, default=int).encode()).hexdigest()[:16]
 
 
-def open_inputs(data: DataConfig, say: Callable[[str], None], split_digits: bool = True) -> Inputs:
-    """`split_digits` is `advanced.split_digits`, for a tokenizer that is to be trained."""
+def open_inputs(
+    data: DataConfig, say: Callable[[str], None], split_digits: bool = True, tokenizer: TokenizerBundle | None = None
+) -> Inputs:
+    """`split_digits` is `advanced.split_digits`, for a tokenizer that is to be trained; `tokenizer`: where it is open
+    already."""
     if not data.sources:
         raise UserError(
             "data.sources: nothing to read; set it, for example data.sources=my.jsonl or --train_file my.jsonl"
@@ -98,7 +101,8 @@ def open_inputs(data: DataConfig, say: Callable[[str], None], split_digits: bool
         [open_source(source, data.columns, evaluation, say, data.encoding) for source in given]
         for evaluation, given in ((False, data.sources), (True, data.eval_sources))
     )
-    tokenizer = None if data.tokenizer in TRAINED else open_tokenizer(data.tokenizer)
+    if tokenizer is None and data.tokenizer not in TRAINED:
+        tokenizer = open_tokenizer(data.tokenizer)
     return Inputs(data, sources, eval_sources, tokenizer, split_digits)
 
 

@@ -30,7 +30,7 @@ from sojourn.data.sources.source import OpenedSource, open_source
 from sojourn.data.sources.values import BadRecord
 from sojourn.data.tokenize.chat_template import Template
 from sojourn.data.tokenize.estimate_tokens import TokenEstimate
-from sojourn.data.tokenize.tokenizer import TRAINED, TokenizerBundle
+from sojourn.data.tokenize.tokenizer import TokenizerBundle
 from sojourn.data.write import encode_all, encoder_config
 from sojourn.errors import UserError
 from sojourn.storage.file_digests import FileDigests
@@ -73,12 +73,17 @@ class MeasuredSource:
     first_bad: str = ""
 
 
-def exact_rows(data: DataConfig, folder: Path, split_digits: bool) -> MeasuredRows | None:
-    """From the artefact of these settings in `folder`, or by the code of `prepare`; None where neither can be."""
+def exact_rows(
+    data: DataConfig, tokenizer: TokenizerBundle | None, folder: Path, split_digits: bool
+) -> MeasuredRows | None:
+    """From the artefact of these settings in `folder`, or by the code of `prepare`; None where neither can be.
+
+    `tokenizer`: None where one is to be trained.
+    """
     is_prepared = any(folder.glob("*/artefact.json"))
-    if data.tokenizer in TRAINED and not is_prepared:
+    if tokenizer is None and not is_prepared:
         return None
-    inputs = open_inputs(data, _ignore, split_digits)
+    inputs = open_inputs(data, _ignore, split_digits, tokenizer)
     return (_find_prepared(inputs, folder) if is_prepared else None) or _count_rows(inputs)
 
 
@@ -128,11 +133,12 @@ def measure_source(
 ) -> MeasuredSource:
     """Extrapolated from an excerpt of a source on this machine; tokens are estimated where there is no tokenizer."""
     opened = open_source(source, data.columns, False, _ignore, data.encoding)
+    template, template_error = open_template(data, tokenizer)
+    preview = Preview([], [], False, template, template_error, [])
     if not opened.is_builtin or tokenizer is not None:
-        return _measure_opened(opened, data, tokenizer, estimate)
-    template, _ = open_template(data, None)
+        return _measure_opened(opened, data, tokenizer, preview, estimate)
     settings = source.model_dump_json(), data.model_dump_json(), template.source if template else ""
-    return _measure_builtin(_BuiltinSource(*settings, estimate, opened, data))
+    return _measure_builtin(_BuiltinSource(*settings, estimate, opened, data, preview))
 
 
 @dataclass(frozen=True)
@@ -145,25 +151,25 @@ class _BuiltinSource:
     estimate: TokenEstimate
     opened: OpenedSource = field(compare=False)
     config: DataConfig = field(compare=False)
+    preview: Preview = field(compare=False)
 
 
 @lru_cache(maxsize=16)  # of the plans of a board, most are of the same data: 0.5 s each
 def _measure_builtin(one: _BuiltinSource) -> MeasuredSource:
-    return _measure_opened(one.opened, one.config, None, one.estimate)
+    return _measure_opened(one.opened, one.config, None, one.preview, one.estimate)
 
 
 def _measure_opened(
-    opened: OpenedSource, data: DataConfig, tokenizer: TokenizerBundle | None, estimate: TokenEstimate
+    opened: OpenedSource, data: DataConfig, tokenizer: TokenizerBundle | None, preview: Preview, estimate: TokenEstimate
 ) -> MeasuredSource:
+    """`preview`: of its template only."""
     excerpt = read_excerpt(opened, _EXCERPT_BYTES)
     chunks = excerpt.thinned(_TOKENIZED_BYTES)
     if why := _unusable(chunks):
         return MeasuredSource(0.0, 0.0, 0.0, (), first_bad=why)
-    template, template_error = open_template(data, tokenizer)
     if tokenizer is None:
-        found = _estimated(chunks, data, template, estimate)
+        found = _estimated(chunks, data, preview.template, estimate)
     else:
-        preview = Preview([], [], False, template, template_error, [])
         found = _encoded(opened, chunks, data, tokenizer, preview)
     if not found.documents:
         return MeasuredSource(0.0, 0.0, 0.0, (), found.records, found.bad, found.first_bad)

@@ -13,8 +13,8 @@ from sojourn.data.sources.chunks import Chunk, parse_chunk
 from sojourn.data.sources.document import Document
 from sojourn.data.sources.texts import SPLIT_TEXT
 from sojourn.data.tokenize.chat_template import Template
-from sojourn.data.tokenize.templates import END_OF_TEXT, NAMED, named_template
-from sojourn.data.tokenize.tokenizer import TokenizerBundle, check_template, read_template_file, special_tokens
+from sojourn.data.tokenize.templates import END_OF_TEXT, NAMED, named_template, read_template_file
+from sojourn.data.tokenize.tokenizer import TokenizerBundle, special_tokens
 from sojourn.errors import UserError
 
 _MAX_DOCUMENTS = 3  # of each part
@@ -90,4 +90,5 @@ def _template_for_new_tokenizer(data: DataConfig) -> Template:
     if name in NAMED:
         return Template(named_template(name, END_OF_TEXT), {"eos_token": END_OF_TEXT}, tokens)
     template = Template(read_template_file(name), {"eos_token": END_OF_TEXT}, tokens)
-    return check_template(template, tokens.__contains__, name)
+    template.check(tokens.__contains__, name)
+    return template

@@ -116,7 +116,8 @@ def _plan(config: RunConfig, screen: Screen) -> None:
     from sojourn.resolve.model_spec import model_spec_of
     from sojourn.resolve.resolve import resolve
 
-    model, length, mib = model_spec_of(config), run_length(config), 2**20
+    model, mib = model_spec_of(config), 2**20
+    length = run_length(config, model.vocab)
     workload = resolve(config, model, DeviceSpec("cpu", "cpu", "fp32")).workload
     size, needed = model.parameters / 1e6, memory(workload).allocated / mib
     screen.print(

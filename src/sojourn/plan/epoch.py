@@ -23,7 +23,6 @@ from sojourn.data.sources.hub import is_hub_name
 from sojourn.data.tokenize.estimate_tokens import TokenEstimate, piece_lengths, tokens_per_byte
 from sojourn.errors import UserError
 from sojourn.estimate.workload import Workload
-from sojourn.resolve.model_spec import model_spec_of
 from sojourn.resolve.workload import USUAL_DOCUMENT
 from sojourn.run.home import prepared_folder
 from sojourn.storage.hub_cache import cached_snapshot
@@ -67,26 +66,31 @@ class Epoch:
     notes: tuple[str, ...] = ()
 
 
-def measure_epoch(config: RunConfig) -> Epoch | None:
-    """None where nothing is known of the data's size."""
-    data = _with_local_tokenizer(config)
+def measure_epoch(config: RunConfig, vocab: int) -> Epoch | None:
+    """None where nothing is known of the data's size. `vocab`: of the model, for tokens that must be estimated."""
+    data = data_settings(config)
     sources = [(source, _facts(source)) for source in data.sources]
     try:
-        return _epoch(config, data, sources) if sources else _unnamed(data)
+        return _epoch(data, sources, vocab, config.advanced.split_digits) if sources else _unnamed(data)
     except OSError as error:
         where = error.filename or ", ".join(source.path for source, _ in sources)
         raise UserError(f"data.sources: {printable(where)}: cannot be read: {error.strerror or error}") from None
 
 
-def _epoch(config: RunConfig, data: DataConfig, sources: list[tuple[Source, DatasetFacts | None]]) -> Epoch | None:
-    if all(_is_local(source) for source, _ in sources):
-        exact = _exact(data, config)
+def _epoch(
+    data: DataConfig, sources: list[tuple[Source, DatasetFacts | None]], vocab: int, split_digits: bool
+) -> Epoch | None:
+    from sojourn.data.tokenize.tokenizer import TRAINED
+
+    tokenizer, is_trained = _local_tokenizer(data.tokenizer), data.tokenizer in TRAINED
+    if (tokenizer or is_trained) and all(_is_local(source) for source, _ in sources):
+        exact = _exact(data, tokenizer, split_digits)
         if exact is not None:
             return exact
     sizes, notes, assumed = list[tuple[Source, SourceSize]](), list[str](), None
-    tokenizer = _open_tokenizer(data)
     for source, facts in sources:
-        vocabulary = _vocabulary(config, data, source)
+        is_ours = source.path.startswith("builtin:text")
+        vocabulary = TokenEstimate(vocab, is_trained, by_character=data.tokenizer == "char", builtin=is_ours)
         if _is_local(source):
             size, bad = _measured(source, data, tokenizer, vocabulary)
             notes += bad
@@ -99,7 +103,8 @@ def _epoch(config: RunConfig, data: DataConfig, sources: list[tuple[Source, Data
             return None
         sizes.append((source, size))
     if tokenizer is None and any(_is_local(source) for source, _ in sources):
-        notes.append(_no_tokenizer(data))
+        why = "is yet to be trained" if is_trained else f"({printable(data.tokenizer)}) is not on this machine"
+        notes.append(f"tokens are estimated: the tokenizer {why}")
     return replace(_combined(data, sizes), assumed=assumed, notes=tuple(notes))
 
 
@@ -130,15 +135,6 @@ def timed_workload(workload: Workload, lengths: Sequence[int], packing: str) -> 
     return replace(workload, sequence_length=min(most, -(-math.ceil(widest) // 8) * 8))
 
 
-def _with_local_tokenizer(config: RunConfig) -> DataConfig:
-    """The data settings, with the tokenizer that `prepare` takes, as a folder where it is on this machine."""
-    data = data_settings(config)
-    name, _, revision = data.tokenizer.partition("@")
-    if not user_path(data.tokenizer, "data.tokenizer").exists() and (folder := cached_snapshot(name, revision or None)):
-        return data.model_copy(update={"tokenizer": str(folder)})
-    return data
-
-
 def _facts(source: Source) -> DatasetFacts | None:
     """The catalogue's row of a data set; a folder of that name is read instead, as by `prepare`."""
     if _is_local(source):
@@ -164,51 +160,32 @@ def _is_local(source: Source) -> bool:
     return any(sign in path for sign in "*?[")
 
 
-def _exact(data: DataConfig, config: RunConfig) -> Epoch | None:
+def _exact(data: DataConfig, tokenizer: TokenizerBundle | None, split_digits: bool) -> Epoch | None:
     """Counts of the prepared artefact, or of all rows where they are few."""
-    if not _tokenizer_is_local(data, to_train=True):
-        return None
     try:
         from sojourn.data.measure import exact_rows
     except ImportError:
         return None
-    found = exact_rows(data, prepared_folder(), config.advanced.split_digits)
+    found = exact_rows(data, tokenizer, prepared_folder(), split_digits)
     return None if found is None else Epoch(found.rows, found.tokens, found.lengths, exact=True)
 
 
-def _tokenizer_is_local(data: DataConfig, to_train: bool = False) -> bool:
-    from sojourn.data.tokenize.tokenizer import TRAINED
-
-    if data.tokenizer in TRAINED:
-        return to_train
-    path = user_path(data.tokenizer, "data.tokenizer")
-    return path.exists() and path.suffix != ".gguf"  # whose tokenizer takes a while to convert
-
-
-def _open_tokenizer(data: DataConfig) -> TokenizerBundle | None:
+def _local_tokenizer(name: str) -> TokenizerBundle | None:
     """None where it is not on this machine, or to be trained."""
-    from sojourn.data.tokenize.tokenizer import open_tokenizer
+    from sojourn.data.tokenize.tokenizer import TRAINED, open_tokenizer
 
+    path = user_path(name, "data.tokenizer")
+    if not path.exists():
+        model, _, revision = name.partition("@")
+        path = cached_snapshot(model, revision or None) or path
+        is_here = any(
+            (path / file).is_file() for file in ("tokenizer.json", "tokenizer.model")
+        )  # some files may not be
+    else:
+        is_here = path.suffix != ".gguf"  # which takes a while to convert
     with suppress(ImportError):
-        return open_tokenizer(data.tokenizer) if _tokenizer_is_local(data) else None
+        return open_tokenizer(path) if is_here and name not in TRAINED else None
     return None
-
-
-def _vocabulary(config: RunConfig, data: DataConfig, source: Source) -> TokenEstimate:
-    from sojourn.data.tokenize.tokenizer import TRAINED
-
-    if data.tokenizer == "char":
-        return TokenEstimate(0, by_character=True)
-    is_ours = source.path.startswith("builtin:text")
-    return TokenEstimate(model_spec_of(config).vocab, trained=data.tokenizer in TRAINED, builtin=is_ours)
-
-
-def _no_tokenizer(data: DataConfig) -> str:
-    from sojourn.data.tokenize.tokenizer import TRAINED
-
-    trained = data.tokenizer in TRAINED
-    why = "is yet to be trained" if trained else f"({printable(data.tokenizer)}) is not on this machine"
-    return f"tokens are estimated: the tokenizer {why}"
 
 
 def _measured(

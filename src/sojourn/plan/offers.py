@@ -86,7 +86,8 @@ def make_plan(
     config: RunConfig, only: list[Gpu] | None = None, platform: str | None = None, budget: Money | None = None,
     deadline: float | None = None,
 ) -> Plan:  # fmt: skip
-    model, length, learned = model_spec_of(config), run_length(config), correction()
+    model, learned = model_spec_of(config), correction()
+    length = run_length(config, model.vocab)
     offers = [
         offer
         for gpu in (only or [gpu for gpu in gpus() if not gpu.refused])

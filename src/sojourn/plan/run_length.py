@@ -36,12 +36,13 @@ class RunLength:
         return self.epoch.lengths if self.epoch else ()
 
 
-def run_length(config: RunConfig) -> RunLength:
+def run_length(config: RunConfig, vocab: int) -> RunLength:
+    """`vocab`: of the model, for tokens that must be estimated."""
     train = config.train
     is_given = train.steps is not None or train.tokens is not None
     epoch, notes = None, tuple[str, ...]()
     try:
-        epoch = measure_epoch(config)
+        epoch = measure_epoch(config, vocab)
     except UserError as error:
         if not is_given:
             raise

@@ -75,10 +75,9 @@ def model_spec_of(config: RunConfig) -> ModelSpec:
 def of_base(word: str) -> ModelSpec:
     """A folder or file at hand before a name; names are looked up in the catalogue, then on the hub."""
     path = expand_user(word)
-    if path.is_file() and path.suffix != ".gguf":
-        return of_file(path)
-    if (path / "config.json").is_file():
-        return of_file(path / "config.json")
+    file = path / "config.json" if path.is_dir() else path
+    if file.is_file() and file.suffix != ".gguf":
+        return of_file(file)
     if path.exists() or word.startswith((".", "/", "~")):
         what = (
             "a GGUF file tells its shape only when it is opened" if path.suffix == ".gguf" else "no config.json there"

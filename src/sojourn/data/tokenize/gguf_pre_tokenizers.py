@@ -6,9 +6,12 @@ without an error. So the name is chosen by what a tokenizer does to a probe text
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sojourn.config.messages import printable
 from sojourn.data.tokenize.bpe import ONE_DIGIT, PATTERN, THREE_DIGITS
 from sojourn.errors import UserError
 
@@ -92,6 +95,17 @@ def splitter(patterns: tuple[str, ...]) -> Any:
 
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
     return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def set_pre_tokenizer(backend: Tokenizer, name: str, file: Path) -> None:
+    """The one that the file names: transformers goes by the model's architecture instead."""
+    named = known(name)
+    if named is None:
+        line = f"note: {file}: Sojourn does not know its pre-tokenizer “{printable(name)}”; token ids may be others"
+        print(line, file=sys.stderr, flush=True)
+        return
+    backend.pre_tokenizer = splitter(named.exact or named.patterns)
+    backend.model.ignore_merges = named.ignore_merges
 
 
 def identify(tokenizer: Tokenizer, architecture: str, ignore_merges: bool) -> PreTokenizer:

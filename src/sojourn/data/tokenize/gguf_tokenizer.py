@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import atexit
 import shutil
-import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from sojourn.config.messages import printable
-from sojourn.data.tokenize.gguf_pre_tokenizers import BPE_MODEL, known, splitter
+from sojourn.data.tokenize.gguf_pre_tokenizers import BPE_MODEL, set_pre_tokenizer
 from sojourn.errors import UserError
 from sojourn.storage.gguf_cache import GgufCache
 from sojourn.storage.gguf_header import check_gguf
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 _BYTES = 1 << 19  # small files: no line about them
 
@@ -45,7 +39,7 @@ def extract_tokenizer(file: Path) -> Path:
         raise UserError(f"data.tokenizer: {file}: its tokenizer cannot be read: {reason}") from None
     pre = values.get("tokenizer.ggml.pre")
     if pre is not None and values.get("tokenizer.ggml.model") == BPE_MODEL:
-        _set_pre_tokenizer(tokenizer.backend_tokenizer, str(pre), file)
+        set_pre_tokenizer(tokenizer.backend_tokenizer, str(pre), file)
     kept = cache.keep("tokenizer", _BYTES, tokenizer.save_pretrained)
     if kept is not None:
         return kept
@@ -53,14 +47,3 @@ def extract_tokenizer(file: Path) -> Path:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     tokenizer.save_pretrained(folder)
     return folder
-
-
-def _set_pre_tokenizer(backend: Tokenizer, name: str, file: Path) -> None:
-    """The one that the file names: transformers goes by the model's architecture instead."""
-    named = known(name)
-    if named is None:
-        line = f"note: {file}: Sojourn does not know its pre-tokenizer “{printable(name)}”; token ids may be others"
-        print(line, file=sys.stderr, flush=True)
-        return
-    backend.pre_tokenizer = splitter(named.exact or named.patterns)
-    backend.model.ignore_merges = named.ignore_merges

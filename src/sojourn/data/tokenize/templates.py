@@ -10,6 +10,11 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from pathlib import Path
+
+from sojourn.config.messages import did_you_mean
+from sojourn.data.sources.files import user_path
+from sojourn.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -51,3 +56,19 @@ def named_template(name: str, end_of_text: str) -> str:
         quoted = json.dumps(value)
         text = text.replace(f"{variable} ", f"{quoted} ").replace(f" {variable}", f" {quoted}")
     return text.replace("BEGIN", delimiters.begin).rstrip("\n")
+
+
+def read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = "not UTF-8 text; save it as UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
+        raise UserError(f"data.template: {path}: {why}") from None
+
+
+def read_template_file(choice: str) -> str:
+    path = user_path(choice, "data.template")
+    if path.suffix not in (".jinja", ".j2") or not path.is_file():
+        hint, names = did_you_mean(choice, ("auto", *NAMED)), ", ".join(NAMED)
+        raise UserError(f"data.template: “{choice}”: no such template{hint}; allowed: auto, {names}, or a .jinja file")
+    return read_template(path)

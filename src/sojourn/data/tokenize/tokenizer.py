@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sojourn.config.data import DataConfig
-from sojourn.config.messages import did_you_mean
-from sojourn.data.sources.document import Message
 from sojourn.data.sources.files import user_path
-from sojourn.data.sources.values import BadRecord
 from sojourn.data.tokenize.char_level import UNKNOWN_CHARACTER, train_char
 from sojourn.data.tokenize.chat_template import Template
-from sojourn.data.tokenize.templates import END_OF_TEXT, NAMED, named_template
+from sojourn.data.tokenize.templates import END_OF_TEXT, NAMED, named_template, read_template, read_template_file
 from sojourn.data.tokenize.tokenizer_check import check_tokenizer
 from sojourn.errors import UserError
 
@@ -29,13 +25,6 @@ if TYPE_CHECKING:
 TRAINED = ("auto", "bpe", "sentencepiece", "char")
 _END_OF_TEXT_TOKENS = (END_OF_TEXT, "<|end_of_text|>")
 _EOS_TOKENS = ("</s>", "<eos>")  # tried after the eos_token that the tokenizer names
-_SPECIAL_TOKEN = re.compile(r"<\|[^|<>\s]+\|>")
-_PROBE = (
-    Message("user", "Hello"),
-    Message("assistant", "Hello"),
-    Message("user", "Hello"),
-    Message("assistant", "Hello"),
-)
 
 
 @dataclass(frozen=True)
@@ -99,9 +88,8 @@ class TokenizerBundle:
         """The chat template: the tokenizer's own, that of its family, or the one the user names."""
         template = Template(self._template_source(choice), self.special_names, self.added_tokens)
         alternative = "auto" if self.own_template and choice != "auto" else "plain"
-        return check_template(
-            template, lambda token: self.tokenizer.token_to_id(token) is not None, choice, alternative
-        )
+        template.check(lambda token: self.tokenizer.token_to_id(token) is not None, choice, alternative)
+        return template
 
     def _template_source(self, choice: str) -> str:
         if choice in NAMED:
@@ -138,40 +126,6 @@ class TokenizerBundle:
         (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
 
-def check_template(
-    template: Template, has_token: Callable[[str], bool], name: str, alternative: str = "plain"
-) -> Template:
-    """The template, if it renders and all special tokens that it writes are in the vocabulary."""
-    try:
-        rendered = template.text(_PROBE)
-        missing = [token for token in dict.fromkeys(_SPECIAL_TOKEN.findall(rendered)) if not has_token(token)]
-        if missing:
-            raise UserError(
-                f"data.template: {name} needs {', '.join(missing)}, which this tokenizer does not have; "
-                f"use data.template={alternative}"
-            )
-        template.end_of_turn()
-    except BadRecord as error:
-        raise UserError(f"data.template: {name}: {error}; use data.template={alternative}") from None
-    return template
-
-
-def _read_template(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = "not UTF-8 text; save it as UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
-        raise UserError(f"data.template: {path}: {why}") from None
-
-
-def read_template_file(choice: str) -> str:
-    path = user_path(choice, "data.template")
-    if path.suffix not in (".jinja", ".j2") or not path.is_file():
-        hint, names = did_you_mean(choice, ("auto", *NAMED)), ", ".join(NAMED)
-        raise UserError(f"data.template: “{choice}”: no such template{hint}; allowed: auto, {names}, or a .jinja file")
-    return _read_template(path)
-
-
 def open_tokenizer(name: str | Path) -> TokenizerBundle:
     """A tokenizer by its folder, its file (tokenizer.json or tokenizer.model) or its model's name on the hub."""
     path = user_path(str(name), "data.tokenizer")
@@ -198,7 +152,7 @@ def open_tokenizer(name: str | Path) -> TokenizerBundle:
     _check_foreign(folder)
     settings = _read_settings(folder / "tokenizer_config.json") | _read_settings(folder / "special_tokens_map.json")
     template_path = folder / "chat_template.jinja"
-    own = _read_template(template_path) if template_path.is_file() else _own_template(settings.get("chat_template"))
+    own = read_template(template_path) if template_path.is_file() else _own_template(settings.get("chat_template"))
     settings.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
     return TokenizerBundle(settings, fast if has_fast else None, model if has_model else None, own)
 
