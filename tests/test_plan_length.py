@@ -24,7 +24,7 @@ from sojourn.estimate.step_time import step_time
 from sojourn.estimate.workload import Workload
 from sojourn.plan.epoch import timed_workload
 from sojourn.plan.offers import make_plan
-from sojourn.plan.run_length import run_length
+from sojourn.plan.run_length import RunLength, run_length
 from sojourn.resolve.model_spec import model_spec_of
 from sojourn.resolve.run_steps import run_steps
 from sojourn.run.home import prepared_folder
@@ -278,3 +278,14 @@ def test_data_that_cannot_be_used_is_one_line(home, name, content, says):
     assert "\n" not in str(found.value)
     given = length_of(load_run(["lora-20k", f"data.sources={name}", "train.steps=7"]).config)
     assert given.steps == 7 and "the data was not measured" in given.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("length", "text"),
+    [
+        (RunLength(1, 8080, exact=True), "1 step, about 8.08k tokens"),
+        (RunLength(1188, 1_520_000), "about 1,188 steps, about 1.52M tokens"),
+    ],
+)
+def test_a_length_in_words(length, text):
+    assert str(length) == text

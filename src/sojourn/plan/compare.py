@@ -53,11 +53,10 @@ def compare_lines(found: list[Compared], limits: str) -> list[str]:
     """One sentence, then one column for each method. `limits`: what was asked for, in words."""
     plans = [(METHODS[one.method], one.plan) for one in found if one.plan is not None]
     model, length = plans[0][1].model, plans[0][1].length
-    steps, tokens = f"{length.steps:,} steps", f"about {count_text(length.tokens)} tokens"
     lines = [
         _sentence(plans, limits),
         "",
-        f"{model.name}, {count_text(model.parameters)} parameters; {steps}, {tokens}",
+        f"{model.name}, {count_text(model.parameters)} parameters; {length}",
     ]
     lines += [f"note: {length.assumed}"] if length.assumed else []
     rows = [("", [title for title, _ in plans]), *_rows([plan for _, plan in plans])]

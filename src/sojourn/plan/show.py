@@ -59,9 +59,8 @@ def summary_lines(config: RunConfig, plan: Plan, named: bool) -> list[str]:
     active = f" ({count_text(model.active_parameters)} active, without the embedding)" if model.experts else ""
     how = {"pretrain": "from scratch", "full": "all weights"}.get(method.kind, f"{method.kind}, rank {method.rank}")
     name = f"{config.name}: {model.name}" if config.name else model.name
-    length, about = plan.length, "" if plan.length.exact else "about "
-    tokens = f"about {count_text(length.tokens)} tokens"
-    lines = [f"{name}, {size} parameters{active}, {how}; {about}{length.steps:,} steps, {tokens}"]
+    length = plan.length
+    lines = [f"{name}, {size} parameters{active}, {how}; {length}"]
     if model.note and not model.hub:
         lines.append(f"note: {model.note}")
     if model.caveat:
