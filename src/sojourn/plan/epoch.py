@@ -177,10 +177,8 @@ def _local_tokenizer(name: str) -> TokenizerBundle | None:
     path = user_path(name, "data.tokenizer")
     if not path.exists():
         model, _, revision = name.partition("@")
-        path = cached_snapshot(model, revision or None) or path
-        is_here = any(
-            (path / file).is_file() for file in ("tokenizer.json", "tokenizer.model")
-        )  # some files may not be
+        path = cached_snapshot(model, revision or None) or path  # where some of its files may be missing
+        is_here = any((path / file).is_file() for file in ("tokenizer.json", "tokenizer.model"))
     else:
         is_here = path.suffix != ".gguf"  # which takes a while to convert
     with suppress(ImportError):
