@@ -27,6 +27,18 @@ def write_chats(path: Path) -> Path:
     return path
 
 
+_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+# What makes each family with fused forwards compute all that it can.
+FUSED_CHANGES = {
+    "llama": {"tie_word_embeddings": True, "attention_bias": True},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    "mistral": {"sliding_window": 7},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "gemma3_text": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
+    "phi3": {"sliding_window": 7, "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}},
+}
+
+
 def make_base(chats: Path, home: Path, family: str, **changed: object) -> Path:
     """A tiny model with random weights and a tokenizer of the chats, as plain transformers writes it."""
     import torch

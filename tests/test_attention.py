@@ -35,12 +35,13 @@ CASES = {
     "one document a row": {"lengths": [[96], [96]]},
     "one document and padding": {"lengths": [[50], [81]]},
     "documents of one token": {"lengths": [[1] * 96, [95, 1]]},
+    "longer than a block": {"lengths": [[300], [30, 270]], "width": 300, "keys": 2},  # of kernels that have blocks
 }
 
 
-def _documents(lengths) -> np.ndarray:
+def _documents(lengths, width=WIDTH) -> np.ndarray:
     """Which document each token is of; what is left of a row is padding."""
-    found = np.full((ROWS, WIDTH), -1, np.int32)
+    found = np.full((ROWS, width), -1, np.int32)
     for row, sizes in enumerate(lengths):
         numbers = np.repeat(np.arange(len(sizes)), sizes)
         found[row, : len(numbers)] = numbers
@@ -52,7 +53,7 @@ def _dense(q, k, v, documents, scale, window=None, softcap=None):
     out = torch.zeros_like(q)
     share = q.shape[2] // k.shape[2]
     for row in range(ROWS):
-        for t in range(WIDTH):
+        for t in range(q.shape[1]):
             seen = [s for s in range(t + 1) if documents[row, s] == documents[row, t]]
             seen = seen if window is None else seen[-window:]
             keys, values = (x[row, seen].repeat_interleave(share, 1) for x in (k, v))
@@ -100,10 +101,10 @@ def references():
     found = {}
     for name, case in CASES.items():
         torch.manual_seed(0)
-        documents = _documents(case.get("lengths", [[20, 33, 7, 36], [60, 1, 30]]))
-        keys = case.get("keys", HEADS)
-        q, k, v = (torch.randn(ROWS, WIDTH, heads, SIZE, dtype=torch.float64) for heads in (HEADS, keys, keys))
-        upstream = torch.randn(ROWS, WIDTH, HEADS, SIZE, dtype=torch.float64)
+        width, keys = case.get("width", WIDTH), case.get("keys", HEADS)
+        documents = _documents(case.get("lengths", [[20, 33, 7, 36], [60, 1, 30]]), width)
+        q, k, v = (torch.randn(ROWS, width, heads, SIZE, dtype=torch.float64) for heads in (HEADS, keys, keys))
+        upstream = torch.randn(ROWS, width, HEADS, SIZE, dtype=torch.float64)
         upstream[torch.from_numpy(documents) < 0] = 0  # nothing is learnt from padding
         tensors = [x.requires_grad_() for x in (q, k, v)]
         out = _dense(*tensors, documents, 0.2, case.get("window"), case.get("softcap"))

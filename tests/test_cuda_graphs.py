@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shared import make_base
+from shared import FUSED_CHANGES, make_base
+from sojourn.catalog.fused_families import FUSED_FAMILIES
 from sojourn.config.attention_backends import ATTENTION_BACKENDS, AttentionBackend
 from sojourn.config.load import load_run
 from sojourn.errors import Stopped, UserError
@@ -403,18 +404,9 @@ def test_a_gpu_replays_packed_rows(tiny, monkeypatch, extra, capfd):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 @pytest.mark.parametrize("method", [("method.kind=full",), LORA], ids=["full", "lora"])
-@pytest.mark.parametrize(
-    ("family", "changed"),
-    [
-        ("mistral", {"sliding_window": 7}),
-        ("gemma3_text", {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}),
-        ("phi3", {"sliding_window": 7}),
-        ("glm4", {}),
-        ("smollm3", {"no_rope_layers": [1, 0]}),
-    ],
-)
-def test_a_gpu_replays_every_kind_of_layer(tiny, family, changed, method, capfd):
-    base = make_base(tiny.chats, tiny.home, family, **changed)
+@pytest.mark.parametrize("family", FUSED_FAMILIES)
+def test_a_gpu_replays_every_kind_of_layer(tiny, family, method, capfd):
+    base = make_base(tiny.chats, tiny.home, family, **FUSED_CHANGES.get(family, {}))
     words = (*method, f"model.base={base}", "train.device=cuda", "train.precision=bf16", "train.attention=varlen")
     plain, replayed = (curve(run_train(tiny.words(*words, graphs))) for graphs in ("train.cuda_graphs=off", GRAPHS))
     assert replayed == pytest.approx(plain, rel=0.02)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from budget import shared_cost
 from conftest import called
 from fork_server import needs_fork
-from shared import make_base
+from shared import FUSED_CHANGES, make_base
 from sojourn.catalog.fused_families import FUSED_FAMILIES
 from sojourn.config.load import load_run
 from sojourn.data.artefact import Artefact, read_batch
@@ -336,17 +336,6 @@ def test_a_stopped_run_resumes_exactly(words, chats, home, kind, monkeypatch):
     assert all("lora" in key for key in checkpoint) == (kind[0] != "full")
 
 
-_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
-FUSED_CHANGES = {
-    "llama": {"tie_word_embeddings": True, "attention_bias": True},
-    "qwen2": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
-    "mistral": {"sliding_window": 7},
-    "smollm3": {"no_rope_layers": [1, 0]},
-    "gemma3_text": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
-    "phi3": {"sliding_window": 7, "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}},
-}
-
-
 OTHER_FAMILIES = {
     "gemma2": {"sliding_window": 7, "final_logit_softcapping": 5.0, "attn_logit_softcapping": 3.0},
     "gpt2": {"n_positions": 128, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
@@ -363,10 +352,16 @@ IN_SHORT = {("llama", "lora"), ("qwen2", "lora"), ("qwen3", "full"), ("mistral",
             ("phi3", "full"), ("glm4", "lora"), ("smollm3", "full")}  # fmt: skip
 
 
+def _is_in_short(family, kind):
+    """A family that just got fused forwards is, too."""
+    is_new = family in FUSED_FAMILIES and family not in {name for name, _ in IN_SHORT}
+    return (family, kind) in IN_SHORT or (is_new and kind == "full")
+
+
 @pytest.mark.parametrize(
     ("family", "changed", "kind"),
     [
-        pytest.param(family, changed, kind, marks=[] if (family, kind) in IN_SHORT else pytest.mark.slow)
+        pytest.param(family, changed, kind, marks=[] if _is_in_short(family, kind) else pytest.mark.slow)
         for family, changed in [*((f, FUSED_CHANGES.get(f, {})) for f in FUSED_FAMILIES), *OTHER_FAMILIES.items()]
         for kind in ("full", "lora")
     ],

@@ -25,6 +25,7 @@ from sojourn.estimate.workload import Workload
 from sojourn.plan.epoch import timed_workload
 from sojourn.plan.offers import make_plan
 from sojourn.plan.run_length import RunLength, run_length
+from sojourn.plan.show import length_text
 from sojourn.resolve.model_spec import model_spec_of
 from sojourn.resolve.run_steps import run_steps
 from sojourn.run.home import prepared_folder
@@ -288,4 +289,4 @@ def test_data_that_cannot_be_used_is_one_line(home, name, content, says):
     ],
 )
 def test_a_length_in_words(length, text):
-    assert str(length) == text
+    assert length_text(length) == text

@@ -176,8 +176,15 @@ def test_the_chinese_readme_has_the_structure_links_and_figures_of_the_english_o
     assert figures(README) == figures(CHINESE)
 
 
-def test_the_glossary_names_every_family_with_fused_forwards():
-    page = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
-    (line,) = (line for line in page.splitlines() if line.startswith("| fused forwards |"))
+@pytest.mark.parametrize(
+    ("name", "start", "families"),
+    [
+        ("glossary.md", "| fused forwards |", (*FUSED_FAMILIES.values(), *FUSED_MIXTURES.values())),
+        ("training.md", "| `advanced.fused_forwards` |", FUSED_FAMILIES.values()),
+    ],
+)
+def test_the_docs_name_every_family_with_fused_forwards(name, start, families):
+    page = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    (line,) = (line for line in page.splitlines() if line.startswith(start))
     named = re.sub("[ -]", "", line).lower()
-    assert not [name for name in (*FUSED_FAMILIES.values(), *FUSED_MIXTURES.values()) if name.lower() not in named]
+    assert not [family for family in families if family.lower() not in named]

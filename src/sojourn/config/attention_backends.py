@@ -6,7 +6,8 @@ name, `model/attention.py` calls their implementations, `estimate/` has their me
 To add a backend: write a function `(query_BTHD, key_BTKD, value_BTKD, layout, params) -> out_BTHD` in any importable
 module (those of model/attention.py are examples; import torch and its package inside the function if you write it in
 this file) and add its record here, above the backends that are slower.
-- The order is `auto`'s preference: a backend put first becomes `auto`'s choice wherever it is supported.
+- The order is `auto`'s preference: a backend put first becomes `auto`'s choice wherever it is supported, and one below
+  `math`, which supports everything, never does.
 - `train.attention` takes its name; docs/training.md and docs/commands.md list the names in the same order, which
   tests/test_readme.py checks.
 - tests/test_attention.py compares it with a dense reference in fp64.

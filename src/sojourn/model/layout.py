@@ -34,7 +34,7 @@ class Layout:
     cu_seqlens: Tensor
     max_seqlen: int
     one_document_per_row: bool  # then plain causal attention is exact
-    masks: dict[int | None, Any] = field(default_factory=dict)  # by sliding window; for sdpa, math and flex
+    masks: dict[int | None, Any] = field(default_factory=dict)  # by sliding window; as `mask` of the backend says
     has_window: bool = False  # some layer's sliding window is shorter than the longest document
     length_buckets: LengthBuckets | None = None  # then `masks` are for one row as long as the longest document
 

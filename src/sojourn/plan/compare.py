@@ -12,6 +12,7 @@ from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
 from sojourn.plan.offers import Offer, Plan, make_plan
 from sojourn.plan.ranges import cost_range, count_text, time_range
+from sojourn.plan.show import length_text
 
 METHODS = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
 _GIB = 2**30
@@ -56,7 +57,7 @@ def compare_lines(found: list[Compared], limits: str) -> list[str]:
     lines = [
         _sentence(plans, limits),
         "",
-        f"{model.name}, {count_text(model.parameters)} parameters; {length}",
+        f"{model.name}, {count_text(model.parameters)} parameters; {length_text(length)}",
     ]
     lines += [f"note: {length.assumed}"] if length.assumed else []
     rows = [("", [title for title, _ in plans]), *_rows([plan for _, plan in plans])]

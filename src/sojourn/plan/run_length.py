@@ -8,7 +8,6 @@ from sojourn.config.messages import printable
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
 from sojourn.plan.epoch import NAME_DATA, Epoch, measure_epoch
-from sojourn.plan.ranges import count_text
 from sojourn.resolve.run_steps import run_steps
 
 _ASSUMED_STEPS = 1000
@@ -35,10 +34,6 @@ class RunLength:
     def lengths(self) -> tuple[int, ...]:
         """Quantiles of the tokens of documents; none where nothing is known of them."""
         return self.epoch.lengths if self.epoch else ()
-
-    def __str__(self) -> str:
-        steps = f"{'' if self.exact else 'about '}{self.steps:,} step{'' if self.steps == 1 else 's'}"
-        return f"{steps}, about {count_text(self.tokens)} tokens"
 
 
 def run_length(config: RunConfig, vocab: int) -> RunLength:

@@ -16,6 +16,7 @@ from sojourn.plan.money import Bill, money_text
 from sojourn.plan.offers import TOO_SMALL, Offer, Plan, plan_device, resolve_for, torch_build
 from sojourn.plan.prices import describe_rates
 from sojourn.plan.ranges import cost_range, count_text, rate_text, time_range, time_text
+from sojourn.plan.run_length import RunLength
 from sojourn.plan.vocabulary import assumed_vocabulary
 from sojourn.resolve.families import describe_stored
 from sojourn.resolve.micro_batch import Fit
@@ -53,6 +54,11 @@ def _unbroken(text: str) -> str:
     return text.replace(" ", "\u00a0")
 
 
+def length_text(length: RunLength) -> str:
+    steps = f"{'' if length.exact else 'about '}{length.steps:,} step{'' if length.steps == 1 else 's'}"
+    return f"{steps}, about {count_text(length.tokens)} tokens"
+
+
 def summary_lines(config: RunConfig, plan: Plan, named: bool) -> list[str]:
     model, method = plan.model, config.method
     size = count_text(model.parameters)
@@ -60,7 +66,7 @@ def summary_lines(config: RunConfig, plan: Plan, named: bool) -> list[str]:
     how = {"pretrain": "from scratch", "full": "all weights"}.get(method.kind, f"{method.kind}, rank {method.rank}")
     name = f"{config.name}: {model.name}" if config.name else model.name
     length = plan.length
-    lines = [f"{name}, {size} parameters{active}, {how}; {length}"]
+    lines = [f"{name}, {size} parameters{active}, {how}; {length_text(length)}"]
     if model.note and not model.hub:
         lines.append(f"note: {model.note}")
     if model.caveat:

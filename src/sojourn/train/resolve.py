@@ -19,7 +19,7 @@ def resolve_here(
     model = local_model_spec(config)
     if config.model.base is not None and 0 < model.positions < config.data.max_length:
         raise UserError(
-            f"data.max_length: {config.data.max_length} given, but this model holds {model.positions} tokens; "
+            f"data.max_length: it is {config.data.max_length}, but this model holds {model.positions} tokens; "
             f"use data.max_length={model.positions}"
         )
     device = local_device(config, model, ranks)
