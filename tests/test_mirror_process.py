@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -70,6 +72,40 @@ def test_a_signal_ends_a_run_whose_mirror_hangs(tiny, monkeypatch, drive):
         path.name for path in run.checkpoints.glob("step-*")
     }
     assert (there / "final" / "config.json").is_file()
+
+
+@pytest.fixture
+def child(tmp_path):
+    """Starts the child of a trainer with this process id, and has it copy a folder."""
+
+    def start(trainer: int) -> subprocess.Popen[bytes]:
+        source = tmp_path / "source"
+        source.mkdir()
+        (source / "data").write_bytes(b"1")
+        command = [sys.executable, "-m", "sojourn.storage.mirror_process", str(trainer), str(tmp_path / "there"), "run"]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        process.stdin.write(json.dumps(["put", str(source), "first"]).encode() + b"\n")
+        process.stdin.flush()
+        return process
+
+    return start
+
+
+def test_a_child_whose_trainer_was_killed_at_its_start_copies_nothing(child, tmp_path):
+    answer, errors = child(os.getppid()).communicate(timeout=60)
+    assert (answer, errors) == (b"", b"") and not (tmp_path / "there").exists()
+
+
+def test_a_child_whose_trainer_is_killed_prints_no_traceback(child, tmp_path):
+    process = child(os.getpid())
+    process.stdout.close()  # as a kill closes it, just before it ends this process too
+    assert process.stderr.read() == b"" and process.wait(60) == 0
+    assert (tmp_path / "there" / "run" / "first" / "data").is_file()
+
+
+def test_half_a_call_of_a_killed_trainer_is_not_read(child, tmp_path):
+    answer, errors = child(os.getpid()).communicate(b'["names", "', timeout=60)
+    assert json.loads(answer) == {"value": None} and errors == b""
 
 
 def test_a_killed_child_is_started_again(tmp_path):

@@ -93,7 +93,7 @@ class MirrorProcess:
         return answer["value"]
 
     def _start(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "sojourn.storage.mirror_process", *self._arguments]
+        command = [sys.executable, "-m", "sojourn.storage.mirror_process", str(os.getpid()), *self._arguments]
         # In a session of its own: Ctrl-C in the terminal is the trainer's business.
         child = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, bufsize=0
@@ -149,6 +149,8 @@ def serve(mirror: Mirror, calls: IO[bytes], answers: IO[str]) -> None:
     """Until there are no more calls."""
     paths = {"put": 0, "put_file": 0, "fetch": 1}
     for line in calls:
+        if not line.endswith(b"\n"):
+            return  # the trainer was killed while it wrote
         name, *arguments = json.loads(line)
         values = [Path(value) if index == paths.get(name) else value for index, value in enumerate(arguments)]
         try:
@@ -162,7 +164,7 @@ def serve(mirror: Mirror, calls: IO[bytes], answers: IO[str]) -> None:
         answers.flush()
 
 
-def _main() -> None:
+def _main(trainer: str, text: str, run_name: str) -> None:
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):  # the trainer decides when to end
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
@@ -170,10 +172,15 @@ def _main() -> None:
         import ctypes
 
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed trainer's copy would meet the next one
+    if os.name == "posix" and os.getppid() != int(trainer):
+        return  # it was killed before this process could ask to end with it
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
-    serve(open_mirror(*sys.argv[1:]), sys.stdin.buffer, answers)
+    try:
+        serve(open_mirror(text, run_name), sys.stdin.buffer, answers)
+    except BrokenPipeError:
+        os._exit(0)  # the trainer has just been killed; a usual end would complain of what cannot be flushed
 
 
 if __name__ == "__main__":
-    _main()
+    _main(*sys.argv[1:])
