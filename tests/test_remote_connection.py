@@ -22,6 +22,7 @@ from slow_link import slow_link
 from sojourn.errors import UserError
 from sojourn.remote import connection as connection_module
 from sojourn.remote.box_client import Box
+from sojourn.remote.connect import connect
 from sojourn.remote.connection import (
     AuthFailed,
     CommandTimeout,
@@ -30,7 +31,6 @@ from sojourn.remote.connection import (
     HostKeyChanged,
     HostUnreachable,
     command_line,
-    connect,
 )
 from sojourn.remote.hosts import Host
 

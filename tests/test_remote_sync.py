@@ -26,8 +26,8 @@ from sojourn.remote.box_client import Box
 from sojourn.remote.download import MissingOnBox
 from sojourn.remote.ignore import Ignore
 from sojourn.remote.manifest import Tree
+from sojourn.remote.read_ahead import ReadAhead
 from sojourn.remote.sync import SyncFailed
-from sojourn.remote.upload_small import ReadAhead
 
 pytestmark = needs_sshd
 MIB = 1 << 20

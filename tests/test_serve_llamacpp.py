@@ -18,7 +18,8 @@ from sojourn.infer.find import FoundModel
 from sojourn.infer.runtimes import llamacpp_process
 from sojourn.infer.sampling import SamplingParams
 from sojourn.serve.engines import llamacpp
-from sojourn.serve.engines.choose import EngineOptions, choose_engine, open_engine
+from sojourn.serve.engines.base import EngineOptions
+from sojourn.serve.engines.choose import choose_engine, open_engine
 from sojourn.serve.engines.llamacpp_forward import GgufShape, LlamaForward, choose_cells, make_engine
 
 VOCABULARY = 50

@@ -107,7 +107,7 @@ def check(name: _Name, json: _Json = False) -> None:
     from sojourn.config.messages import printable
     from sojourn.remote.add_host import refreshed
     from sojourn.remote.box_facts import probe
-    from sojourn.remote.connection import connect
+    from sojourn.remote.connect import connect
     from sojourn.remote.hosts import get_host, save_host
 
     host = get_host(name)

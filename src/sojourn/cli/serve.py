@@ -112,7 +112,7 @@ def serve(
         request_seconds=request_timeout, grace_seconds=grace, origins=tuple(cors_origin or ()),
         hosts=tuple(allowed_host or ()), log_prompts=log_prompts,
     )  # fmt: skip
-    from sojourn.serve.engines.choose import EngineOptions
+    from sojourn.serve.engines.base import EngineOptions
     from sojourn.serve.start import start
 
     limits = (max_length, max_requests)

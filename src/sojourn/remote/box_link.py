@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from sojourn.errors import UserError
 from sojourn.remote.agent_client import Agent, AgentFailed, AgentNotStarted, agent_argv
+from sojourn.remote.connect import connect
 from sojourn.remote.connection import (
     CONNECT_SECONDS,
     ChannelRefused,
@@ -22,7 +23,6 @@ from sojourn.remote.connection import (
     Connection,
     ConnectionLost,
     HostUnreachable,
-    connect,
 )
 from sojourn.remote.hosts import Host
 

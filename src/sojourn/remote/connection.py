@@ -112,25 +112,6 @@ class Connection(Runner, Protocol):
     def close(self) -> None: ...
 
 
-def connect(
-    host: Host,
-    password: str | None = None,
-    timeout: float = CONNECT_SECONDS,
-    ahead: Sequence[Sequence[str]] = (),
-) -> Connection:
-    """`ahead`: commands that will be opened first. Where the transport can, their channels are asked for while
-    authentication is under way.
-
-    Raises HostUnreachable, AuthFailed, HostKeyChanged, or UserError where the host's key was never pinned."""
-    if host.transport == "openssh":
-        from sojourn.remote.openssh_connection import connect_openssh
-
-        return connect_openssh(host, timeout)
-    from sojourn.remote.asyncssh_connection import connect_asyncssh
-
-    return connect_asyncssh(host, password, timeout, ahead)
-
-
 def no_pinned_key(host: Host, address: str, port: int) -> UserError:
     return UserError(
         f"{host.name}: no host key is pinned for {address} port {port}; add the host first: "

@@ -7,25 +7,23 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import time
 import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sojourn.remote.agent_client import Agent
-from sojourn.remote.arriving import CHANGED, Arriving, Remote
+from sojourn.remote.arriving import CHANGED, Arriving, Incoming, Remote
 from sojourn.remote.box.hashes import DOWNLOAD
 from sojourn.remote.box.transfer import PREFIX, Paths, Refused
 from sojourn.remote.box.tree import make_links_and_folders, scan
 from sojourn.remote.download_large import receive_large
 from sojourn.remote.download_small import batches
 from sojourn.remote.ignore import Ignore
-from sojourn.remote.manifest import content_key, local_cache, remote_cache
-from sojourn.remote.progress import Meter, ProgressCallback
+from sojourn.remote.manifest import content_key, remote_cache
+from sojourn.remote.progress import ProgressCallback
 from sojourn.remote.staging import MANIFEST, check_manifest, remove_others, take_place
 from sojourn.remote.sync import (
-    CHUNK_BYTES,
     SMALL_BYTES,
     Synced,
     SyncFailed,
@@ -36,27 +34,20 @@ from sojourn.remote.sync import (
 )
 
 if TYPE_CHECKING:
-    from sojourn.remote.box_client import Box
+    from sojourn.remote.box_link import BoxLink
 
 _LOOKS = 3
 _SYNC_EACH = 32  # files
 
 
-class Download:
+class Download(Incoming):
     """One call of `pull`; survives lost connections by being run again."""
 
     def __init__(
-        self, box: Box, remote: str, local: Path, progress: ProgressCallback | None, ignore: Ignore | None
+        self, box: BoxLink, remote: str, local: Path, progress: ProgressCallback | None, ignore: Ignore | None
     ) -> None:
-        self.box, self.remote, self.local, self.ignore = box, remote.rstrip("/") or "/", local, ignore
-        self.meter = Meter(progress)
-        self.cache = local_cache(DOWNLOAD)
-        self.result = Synced()
-        self.failed: list[str] = []
-        self.chunk = 2 * CHUNK_BYTES  # the first attempt halves it
-        self.arrived = 0
-        self.lock = threading.Lock()
-        self.sync_each = True
+        super().__init__(box, remote, progress)
+        self.local, self.ignore = local, ignore
 
     def run(self) -> Synced:
         began = time.monotonic()
@@ -181,11 +172,6 @@ class Download:
                     self.meter.report()
             if large:
                 receive_large(self, agent, streams, large)
-
-    def stored(self, path: str, entry: Remote, status: os.stat_result, digest: str) -> None:
-        self.cache.remember(path, status, digest)
-        self.result.files += 1
-        self.result.bytes += entry.size
 
 
 class MissingOnBox(SyncFailed):

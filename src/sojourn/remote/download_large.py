@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sojourn.remote.agent_client import Agent, AgentFailed
-from sojourn.remote.arriving import CHANGED, Arriving
+from sojourn.remote.arriving import CHANGED, Arriving, Incoming
 from sojourn.remote.box.hashes import DOWNLOAD
 from sojourn.remote.box.transfer import Refused
 from sojourn.remote.manifest import remote_cache
 from sojourn.remote.streams import Streams
 from sojourn.remote.sync import OPEN_FILES, is_slow
-
-if TYPE_CHECKING:
-    from sojourn.remote.download import Download
 
 
 class Piece:
@@ -50,7 +47,7 @@ class Piece:
         self._file.error = str(error)
 
 
-def receive_large(download: Download, agent: Agent, streams: Streams, files: list[Arriving]) -> None:
+def receive_large(download: Incoming, agent: Agent, streams: Streams, files: list[Arriving]) -> None:
     """The agent hashes each file while the streams read it; the page cache serves both."""
     waiting = list(reversed(files))
     active: list[Arriving] = []
@@ -77,7 +74,7 @@ def receive_large(download: Download, agent: Agent, streams: Streams, files: lis
             file.give_up()
 
 
-def _begin(download: Download, agent: Agent, file: Arriving, active: list[Arriving]) -> None:
+def _begin(download: Incoming, agent: Agent, file: Arriving, active: list[Arriving]) -> None:
     try:
         file.begin()
     except (OSError, Refused) as error:
@@ -93,7 +90,7 @@ def _begin(download: Download, agent: Agent, file: Arriving, active: list[Arrivi
         )
 
 
-def _finish(download: Download, agent: Agent, file: Arriving) -> None:
+def _finish(download: Incoming, agent: Agent, file: Arriving) -> None:
     """Hashes are answered in the order of the files."""
     expected = file.entry.digest
     if expected is None:

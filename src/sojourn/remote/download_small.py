@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sojourn.remote.agent_client import Agent, AgentFailed
-from sojourn.remote.arriving import CHANGED, Arriving
+from sojourn.remote.arriving import CHANGED, Arriving, Incoming
 from sojourn.remote.box.transfer import Refused, write_whole
 from sojourn.remote.sync import BATCH_BYTES, BATCH_FILES, is_slow
-
-if TYPE_CHECKING:
-    from sojourn.remote.download import Download
 
 
 class Batch:
     """Small files in one answer."""
 
-    def __init__(self, download: Download, files: list[Arriving]) -> None:
+    def __init__(self, download: Incoming, files: list[Arriving]) -> None:
         self._download, self._files = download, files
         self.cost = sum(file.entry.size for file in files) + 100 * len(files)
 
@@ -51,7 +48,7 @@ class Batch:
         self._download.failed.append(str(error))
 
 
-def batches(download: Download, files: list[Arriving]) -> list[Batch]:
+def batches(download: Incoming, files: list[Arriving]) -> list[Batch]:
     result, group, size = [], list[Arriving](), 0
     for file in files:
         if group and (size + file.entry.size > BATCH_BYTES or len(group) >= BATCH_FILES):

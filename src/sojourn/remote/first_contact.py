@@ -14,7 +14,8 @@ from typing import Any
 
 from sojourn.config.messages import printable
 from sojourn.errors import UserError
-from sojourn.remote.connection import AuthFailed, Connection, HostUnreachable, connect
+from sojourn.remote.connect import connect
+from sojourn.remote.connection import AuthFailed, Connection, HostUnreachable
 from sojourn.remote.hosts import Host
 from sojourn.remote.keys import fingerprint, host_key_changed, our_public_key, pin, pinned_keys, unpin
 from sojourn.remote.secrets import remember

@@ -97,7 +97,7 @@ def _ask_all(hosts: list[Host], patience: float) -> list[HostAnswer]:
 
 
 def _ask(answer: HostAnswer, patience: float, gpus: bool = False) -> None:
-    from sojourn.remote.connection import connect
+    from sojourn.remote.connect import connect
 
     host, paths = answer.host, BoxPaths(answer.host)
     try:

@@ -15,7 +15,7 @@ from sojourn.remote.progress import Meter
 
 if TYPE_CHECKING:
     from sojourn.remote.agent_client import Agent
-    from sojourn.remote.box_client import Box
+    from sojourn.remote.box_link import BoxLink
     from sojourn.remote.streams import Streams
 
 SMALL_BYTES = 1 << 20  # files up to here travel together
@@ -92,12 +92,12 @@ def fail_if_any(failed: list[str], verb: str) -> None:
         raise SyncFailed(f"{len(failed)} of the files could not be {verb}: {'; '.join(failed[:3])}{more}")
 
 
-def stream_count(box: Box, total: int) -> int:
+def stream_count(box: BoxLink, total: int) -> int:
     """The round trip is asked for only where it matters: the first answer takes one."""
     return 1 if total < _STREAM_BYTES or not is_far(box) else min(_FAR_STREAMS, 1 + total // _STREAM_BYTES)
 
 
-def is_far(box: Box) -> bool:
+def is_far(box: BoxLink) -> bool:
     return box.round_trip >= FAR_SECONDS
 
 
@@ -116,13 +116,13 @@ def is_slow(meter: Meter) -> bool:
     return meter.seconds > 1 and meter.speed() < _SLOW_SPEED
 
 
-def _is_bulk(box: Box, total: int) -> bool:
+def _is_bulk(box: BoxLink, total: int) -> bool:
     """Whether encryption in Python would be slower than the link."""
     return total > _BULK_BYTES and not is_far(box)
 
 
 @contextmanager
-def streams_of(box: Box, total: int, chunk: int, idle: Agent | None, sending: bool = False) -> Iterator[Streams]:
+def streams_of(box: BoxLink, total: int, chunk: int, idle: Agent | None, sending: bool = False) -> Iterator[Streams]:
     """`idle`: an agent that has nothing else to do, and is the first stream. `sending`: to the box, whose server lets
     each of several streams send about a window before it hears back; more under way only keeps it from the others."""
     from sojourn.remote.streams import Streams
@@ -147,12 +147,12 @@ def streams_of(box: Box, total: int, chunk: int, idle: Agent | None, sending: bo
     streams.finish()
 
 
-def _stream_agent(box: Box, index: int, total: int) -> AbstractContextManager[Agent]:
+def _stream_agent(box: BoxLink, index: int, total: int) -> AbstractContextManager[Agent]:
     return box.agent(f"stream-{index}", start=index <= total // _STARTED_BYTES)
 
 
 @contextmanager
-def streams_opened_early(box: Box, likely: int) -> Iterator[None]:
+def streams_opened_early(box: BoxLink, likely: int) -> Iterator[None]:
     """Opens channels for `likely` bytes while the body waits for the box; they are kept for what follows."""
 
     def open_one(index: int) -> None:

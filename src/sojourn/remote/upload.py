@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 import zlib
 from pathlib import Path
@@ -11,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from sojourn.errors import UserError
 from sojourn.remote.agent_client import Agent, AgentFailed
-from sojourn.remote.box.hashes import UPLOAD, HashCache
 from sojourn.remote.box.tree import Entry
 from sojourn.remote.ignore import Ignore
-from sojourn.remote.manifest import Tree, first_push, list_trees, local_cache, remote_cache
-from sojourn.remote.progress import Meter, ProgressCallback
+from sojourn.remote.manifest import Tree, first_push, list_trees
+from sojourn.remote.outgoing import Outgoing
+from sojourn.remote.progress import ProgressCallback
+from sojourn.remote.read_ahead import ReadAhead
 from sojourn.remote.streams import Task
 from sojourn.remote.sync import (
-    CHUNK_BYTES,
     SMALL_BYTES,
     Synced,
     fail_if_any,
@@ -29,21 +28,20 @@ from sojourn.remote.sync import (
     whole_bytes,
 )
 from sojourn.remote.upload_large import LargeFile, send_large
-from sojourn.remote.upload_small import ReadAhead, batches
+from sojourn.remote.upload_small import batches
 
 if TYPE_CHECKING:
-    from sojourn.remote.box_client import Box
+    from sojourn.remote.box_link import BoxLink
 
-_CHANGES_ALLOWED = 3
 _AT_ONCE_BYTES = 16 << 20  # about what travels anyway while a distant box answers
 
 
-class Upload:
+class Upload(Outgoing):
     """One call of `push`; survives lost connections by being run again."""
 
     def __init__(
         self,
-        box: Box,
+        box: BoxLink,
         items: list[tuple[Path, str]],
         progress: ProgressCallback | None,
         ignore: Ignore | None,
@@ -53,17 +51,8 @@ class Upload:
         for local, _ in items:
             if not os.path.lexists(local):
                 raise UserError(f"{local}: there is no such file or folder")
-        self.box, self.items, self.ignore, self.delete, self.durable = box, items, ignore, delete, durable
-        self.meter = Meter(progress)
-        self.cache: HashCache = local_cache(UPLOAD)
-        self.ahead = ReadAhead(self.cache)
-        self.result = Synced()
-        self.failed: list[str] = []
-        self.changes: dict[str, int] = {}
-        self.chunk = 2 * CHUNK_BYTES  # the first attempt halves it
-        self.arrived = 0  # requests that the box has confirmed
-        self.found = 0  # bytes of large files that earlier attempts have brought
-        self.lock = threading.Lock()
+        super().__init__(box, progress, durable)
+        self.items, self.ignore, self.delete = items, ignore, delete
 
     def run(self) -> Synced:
         began = time.monotonic()
@@ -148,9 +137,6 @@ class Upload:
                 numbers.add(int(number))
         return numbers
 
-    def cache_of(self, tree: Tree) -> str:
-        return remote_cache(self.box.host.home, tree.root, UPLOAD)
-
     def _send(self, agent: Agent, needed: list[tuple[Tree, Entry]]) -> bool:
         if not needed:
             return False
@@ -172,18 +158,6 @@ class Upload:
         gone = [line[0] for line in json.loads(zlib.decompress(blob)) if line[0] not in here]
         gone = [rel for rel in gone if keeps(rel, False)]
         agent.ask("delete", root=tree.root, files=sorted(gone, key=lambda rel: -rel.count("/")))
-
-    def stored(self, entry: Entry, digest: str) -> None:
-        self.result.files += 1
-        self.result.bytes += entry.size
-        self.cache.remember_read(entry.path, entry.status, digest, time.time_ns())
-
-    def look_again(self, entry: Entry) -> bool:
-        """Whether a file that changed while it travelled is tried once more."""
-        count = self.changes[entry.path] = self.changes.get(entry.path, 0) + 1
-        if count >= _CHANGES_ALLOWED:
-            self.failed.append(f"{entry.path}: it changes while it travels")
-        return count < _CHANGES_ALLOWED
 
 
 def _bytes(files: list[tuple[Tree, Entry]]) -> int:

@@ -7,23 +7,21 @@ import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from errno import ENOENT
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sojourn.remote.agent_client import Agent, AgentFailed
 from sojourn.remote.box.hashes import UPLOAD, hash_file, stamp
 from sojourn.remote.box.tree import Entry
 from sojourn.remote.manifest import Tree, upload_key
+from sojourn.remote.outgoing import Outgoing
 from sojourn.remote.streams import Streams
 from sojourn.remote.sync import CHUNK_BYTES, OPEN_FILES, Pieces, compressed
-
-if TYPE_CHECKING:
-    from sojourn.remote.upload import Upload
 
 
 class LargeFile:
     """A file that travels in chunks, which may arrive in any order."""
 
-    def __init__(self, upload: Upload, tree: Tree, entry: Entry) -> None:
+    def __init__(self, upload: Outgoing, tree: Tree, entry: Entry) -> None:
         self.upload, self.tree, self.entry = upload, tree, entry
         self.digest = tree.digests.get(entry.rel)
         self.key = upload_key(entry)
@@ -89,7 +87,7 @@ class Chunk:
         self._file.error = "changed" if error.errno == ENOENT else self._file.error or str(error)
 
 
-def send_large(upload: Upload, agent: Agent, streams: Streams, files: list[LargeFile]) -> bool:
+def send_large(upload: Outgoing, agent: Agent, streams: Streams, files: list[LargeFile]) -> bool:
     """True where one of them changed while it travelled."""
     waiting, changed = list(reversed(files)), False
     active: list[LargeFile] = []
@@ -132,7 +130,7 @@ def _feed(streams: Streams, active: list[LargeFile]) -> bool:
 
 
 def _begin(
-    upload: Upload, agent: Agent, files: list[LargeFile], hasher: ThreadPoolExecutor, in_order: bool
+    upload: Outgoing, agent: Agent, files: list[LargeFile], hasher: ThreadPoolExecutor, in_order: bool
 ) -> list[LargeFile]:
     for file in files:
         agent.send("begin", **file.where)
@@ -172,7 +170,7 @@ class Commit:
         self._file.error = "changed" if error.errno == ENOENT else str(error)
 
 
-def _commit(upload: Upload, agent: Agent, file: LargeFile) -> bool:
+def _commit(upload: Outgoing, agent: Agent, file: LargeFile) -> bool:
     """True where the file changed while it travelled."""
     entry = file.entry
     if file.stored:

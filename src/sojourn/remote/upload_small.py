@@ -1,81 +1,20 @@
-"""Small files to the box: many in one request; read and hashed while the box is being connected to."""
+"""Small files to the box: many in one request."""
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sojourn.remote.agent_client import Agent, AgentFailed
-from sojourn.remote.box.hashes import UPLOAD, HashCache, new_hash, stamp
 from sojourn.remote.box.tree import Entry
 from sojourn.remote.manifest import Tree
-from sojourn.remote.sync import BATCH_BYTES, BATCH_FILES, SMALL_BYTES, compressed
-
-if TYPE_CHECKING:
-    from sojourn.remote.upload import Upload
-
-_MOST_AHEAD_BYTES = 32 << 20
-
-
-@dataclass(frozen=True)
-class Content:
-    """`status`: of the file when it was read."""
-
-    data: bytes
-    status: os.stat_result
-    digest: str
-
-    def is_of(self, entry: Entry) -> bool:
-        return len(self.data) == self.status.st_size and stamp(self.status) == stamp(entry.status)
-
-
-def _read(path: str) -> Content:
-    with open(path, "rb", buffering=0) as file:  # noqa: PTH123 -- a Path for each of thousands takes as long as the read
-        data, status = file.readall(), os.fstat(file.fileno())
-    return Content(data, status, new_hash(UPLOAD, data).hexdigest())
-
-
-class ReadAhead:
-    """Contents of files that will probably travel."""
-
-    def __init__(self, cache: HashCache) -> None:
-        self._cache = cache
-        self._contents: dict[str, Content] = {}
-
-    def read(self, files: list[tuple[Tree, Entry]], enough: Callable[[], bool]) -> None:
-        """Those that are small; the trees know their hashes then."""
-        size = 0
-        for tree, entry in files:
-            if enough() or size > _MOST_AHEAD_BYTES:
-                return
-            if entry.size > SMALL_BYTES:
-                continue
-            began = time.time_ns()
-            try:
-                content = _read(entry.path)
-            except OSError:
-                continue  # said when it is sent
-            self._contents[entry.path] = content
-            size += len(content.data)
-            if content.is_of(entry):
-                tree.digests[entry.rel] = content.digest
-                self._cache.remember_read(entry.path, entry.status, content.digest, began)
-
-    def take(self, path: str) -> Content:
-        """The file as it is now."""
-        content = self._contents.pop(path, None)
-        if content is None or stamp(os.stat(path)) != stamp(content.status):  # noqa: PTH116 -- as in _read
-            return _read(path)
-        return content
+from sojourn.remote.outgoing import Outgoing
+from sojourn.remote.sync import BATCH_BYTES, BATCH_FILES, compressed
 
 
 class Batch:
     """Small files in one request."""
 
-    def __init__(self, upload: Upload, tree: Tree, entries: list[Entry]) -> None:
+    def __init__(self, upload: Outgoing, tree: Tree, entries: list[Entry]) -> None:
         self._upload, self._tree, self._entries = upload, tree, entries
         self.cost = sum(entry.size for entry in entries) + 200 * len(entries)
         self._sent: list[tuple[Entry, str, int]] = []
@@ -114,7 +53,7 @@ class Batch:
             self._upload.failed.append(str(error))
 
 
-def batches(upload: Upload, needed: list[tuple[Tree, Entry]]) -> list[Batch]:
+def batches(upload: Outgoing, needed: list[tuple[Tree, Entry]]) -> list[Batch]:
     result: list[Batch] = []
     group: list[Entry] = []
     at, size = None, 0

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from sojourn.errors import UserError
 from sojourn.serve.auth import KeyRing
-from sojourn.serve.engines.choose import EngineOptions, choose_engine, open_engine
+from sojourn.serve.engines.base import EngineOptions
+from sojourn.serve.engines.choose import choose_engine, open_engine
 from sojourn.serve.settings import Settings
 from sojourn.web.address import bind, is_loopback, url_of
 

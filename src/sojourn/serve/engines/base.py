@@ -8,7 +8,7 @@ after authentication, limits and validation.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
@@ -21,6 +21,24 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "error"]
 GrammarKind = Literal["json_object", "json_schema", "regex", "lark"]
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """As given on the command line. `name`: of the model in the API. `adapters`: paths by name. `kv_bytes`: of the
+    builtin engine's KV cache; None: it decides. `models`: how many the server has."""
+
+    engine: str = "auto"
+    name: str | None = None
+    checkpoint: str | None = None
+    device: str = "auto"
+    quantization: str | None = None
+    max_length: int | None = None
+    max_requests: int | None = None
+    adapters: dict[str, str] = field(default_factory=dict)
+    vllm_args: str = ""  # further ones of `vllm serve`
+    kv_bytes: int | None = None
+    models: int = 1
 
 
 @dataclass(frozen=True)

@@ -4,34 +4,15 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sojourn.config.messages import did_you_mean
 from sojourn.errors import UserError
 from sojourn.infer.find import FoundModel
-from sojourn.serve.engines.base import Engine
+from sojourn.serve.engines.base import Engine, EngineOptions
 
 ENGINES = ("builtin", "vllm", "llamacpp")
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """As given on the command line. `name`: of the model in the API. `adapters`: paths by name. `kv_bytes`: of the
-    builtin engine's KV cache; None: it decides. `models`: how many the server has."""
-
-    engine: str = "auto"
-    name: str | None = None
-    checkpoint: str | None = None
-    device: str = "auto"
-    quantization: str | None = None
-    max_length: int | None = None
-    max_requests: int | None = None
-    adapters: dict[str, str] = field(default_factory=dict)
-    vllm_args: str = ""  # further ones of `vllm serve`
-    kv_bytes: int | None = None
-    models: int = 1
 
 
 def choose_engine(found: FoundModel, options: EngineOptions) -> str:

@@ -9,21 +9,18 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sojourn.errors import UserError
 from sojourn.infer.find import FoundModel
 from sojourn.infer.runtimes import llamacpp_process
 from sojourn.infer.runtimes.llamacpp import threads
 from sojourn.infer.runtimes.server_process import ServerProcess
-from sojourn.serve.engines.base import Engine, EngineInfo
+from sojourn.serve.engines.base import Engine, EngineInfo, EngineOptions
 from sojourn.serve.engines.builtin import BuiltinEngine
 from sojourn.serve.engines.builtin_process import ModelToServe
 from sojourn.serve.engines.server_engine import ServerEngine
 from sojourn.storage.gguf_header import check_gguf
-
-if TYPE_CHECKING:
-    from sojourn.serve.engines.choose import EngineOptions
 
 _PROGRAM = "llama-server"
 _MAX_REQUESTS = 8

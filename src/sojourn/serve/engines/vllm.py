@@ -18,7 +18,7 @@ from sojourn.serve.engines.server_engine import ServerEngine
 
 if TYPE_CHECKING:
     from sojourn.infer.runtimes.vllm_server import VllmServer
-    from sojourn.serve.engines.choose import EngineOptions
+    from sojourn.serve.engines.base import EngineOptions
 
 _QUANTIZATIONS = {"fp8": "fp8", "nf4": "bitsandbytes"}
 _MAX_REQUESTS = 256

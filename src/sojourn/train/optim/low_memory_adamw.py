@@ -11,11 +11,9 @@ Triton kernel does it all; elsewhere torch does.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,39 +23,10 @@ from sojourn.estimate.model_states import MIN_HOST_ELEMENTS, host_buffers, state
 from sojourn.model.kernels.triton_support import supports_triton
 from sojourn.train.optim.blockwise_8bit import BLOCK, MIN_ELEMENTS, code_values, dequantize, midpoints, quantize
 from sojourn.train.optim.host_states import Chunk, HostStates, Tensors
+from sojourn.train.optim.low_memory_update import Rounding, Update
 from sojourn.train.optim.stochastic_rounding import rounding_seed, stochastic_round
 
-Rounding = Literal["fp32", "bf16", "bf16_kahan"]
 _MAX_ERROR = 0.02  # of the kernel's update, relative: now and then a value is rounded the other way
-
-
-@dataclass(frozen=True)
-class Update:
-    """Numbers of one parameter's update. `codes` and `midpoints`: of both states, in rows of 256."""
-
-    rounding: Rounding
-    step: int
-    lr: float
-    weight_decay: float
-    beta1: float
-    beta2: float
-    eps: float
-    seed: int
-    grad_scale: Tensor | None
-    codes: Tensor
-    midpoints: Tensor
-
-    @property
-    def decay(self) -> float:
-        return 1 - self.lr * self.weight_decay
-
-    @property
-    def rate(self) -> float:
-        return self.lr / (1 - self.beta1**self.step)
-
-    @property
-    def root(self) -> float:
-        return 1 / math.sqrt(1 - self.beta2**self.step)
 
 
 class LowMemoryAdamW(torch.optim.Optimizer):

@@ -6,16 +6,12 @@ another number of elements, so that chunks of host memory had other last bits th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from sojourn.train.optim.blockwise_8bit import BLOCK
-
-if TYPE_CHECKING:
-    from sojourn.train.optim.low_memory_adamw import Update
+from sojourn.train.optim.low_memory_update import Update
 
 _ROWS = 8  # blocks of one program
 
