@@ -21,6 +21,7 @@ from plain_sshd import PlainSshd, needs_sshd, plain_sshd
 from slow_link import slow_link
 from sojourn.errors import UserError
 from sojourn.remote import connection as connection_module
+from sojourn.remote.asyncssh_channel import AsyncsshChannel
 from sojourn.remote.box_client import Box
 from sojourn.remote.connect import connect
 from sojourn.remote.connection import (
@@ -75,6 +76,23 @@ def test_commands_their_streams_and_codes(connection: Connection) -> None:
     with pytest.raises(CommandTimeout):
         connection.run(["sleep", "60"], timeout=0.3)
     assert connection.run(["true"]).code == 0
+
+
+@pytest.mark.parametrize("data", [b"", b"x" * (8 << 20)])
+def test_a_command_may_end_before_it_gets_its_input(
+    data: bytes, connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = AsyncsshChannel.write
+
+    def late(self: AsyncsshChannel, data: bytes) -> None:
+        self.exit_code()
+        send(self, data)
+
+    monkeypatch.setattr(AsyncsshChannel, "write", late)
+    done = connection.run(["sh", "-c", "echo out; echo err >&2; exit 7"], input=data)
+    assert (done.code, done.stdout, done.stderr) == (7, b"out\n", b"err\n")
+    done = connection.run(["no-such-program"], input=data)
+    assert done.code == 127 and b"no-such-program" in done.stderr
 
 
 def test_several_channels_at_once(connection: Connection) -> None:

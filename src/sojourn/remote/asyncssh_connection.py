@@ -30,6 +30,7 @@ from sojourn.remote.connection import (
     ChannelRefused,
     CommandTimeout,
     Completed,
+    ConnectionLost,
     auth_failed,
     command_line,
     connection_lost,
@@ -216,7 +217,8 @@ class AsyncsshConnection:
         channel = self._open(command_line(argv, env), keep_stderr=None)
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
-            channel.write(input)
+            with contextlib.suppress(ConnectionLost):  # it may end before it has read this; a lost link shows below
+                channel.write(input)
             channel.write_eof()
             parts: list[bytes] = []
             while part := channel.read(1 << 20, deadline):
