@@ -23,7 +23,8 @@ from sojourn.estimate.model_states import (
 )
 from sojourn.estimate.workload import Workload
 from sojourn.plan.run_time import checkpoint_bytes
-from sojourn.resolve.model_spec import of_base, of_settings
+from sojourn.resolve.config_json import spec_of_settings
+from sojourn.resolve.model_spec import base_model_spec
 from sojourn.train.optim import low_memory_adamw
 from sojourn.train.optim.blockwise_8bit import code_values, dequantize, quantize
 from sojourn.train.optim.low_memory_adamw import LowMemoryAdamW
@@ -235,7 +236,9 @@ def test_weights_and_states_take_the_bytes_that_are_planned(masters, chosen):
     optimizer = Optimizer(model, TrainConfig(master_weights=masters, **chosen), "cpu")
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    work = Workload(of_settings({**_SIZES, "model_type": "llama"}, "test"), "full", master_weights=masters, **chosen)
+    work = Workload(
+        spec_of_settings({**_SIZES, "model_type": "llama"}, "test"), "full", master_weights=masters, **chosen
+    )
     taken = sum(p.grad.nbytes for p in model.parameters())
     assert taken == sum(term.bytes for term in weights(work)) == gradients(work).bytes
     optimizer.torch.step()
@@ -251,7 +254,7 @@ def test_weights_and_states_take_the_bytes_that_are_planned(masters, chosen):
 
 
 def test_a_model_of_8b_parameters_is_planned_into_22_gib():
-    model = of_base("llama-3.1-8b")
+    model = base_model_spec("llama-3.1-8b")
     fp32 = Workload(
         model, "full", 2, 4096, activation_checkpointing="full", optimizer="paged_adamw_8bit", compiled=False
     )

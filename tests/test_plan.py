@@ -31,9 +31,10 @@ from sojourn.plan.money import bill, within
 from sojourn.plan.offers import fit_on, make_plan, plan_device, resolve_for
 from sojourn.plan.ranges import cost_range
 from sojourn.plan.run_time import checkpoint_bytes
+from sojourn.resolve.config_json import spec_of_file, spec_of_settings
 from sojourn.resolve.cuda_graphs import with_cuda_graphs
 from sojourn.resolve.device_spec import DeviceSpec, catalog_device
-from sojourn.resolve.model_spec import model_spec_of, of_base, of_file, of_settings
+from sojourn.resolve.model_spec import base_model_spec, model_spec_of
 from sojourn.resolve.new_model import llama_spec
 from sojourn.resolve.resolve import describe_faster_settings, describe_plain_forwards, resolve
 
@@ -352,7 +353,7 @@ def test_experts_in_nf4_fit_a_card_of_24_gb_with_their_dequantized_weights():
 
 
 def test_a_base_is_found_by_its_hub_name_without_the_hub():
-    assert of_base("Qwen/Qwen2.5-7B-Instruct").parameters == 7_615_616_512
+    assert base_model_spec("Qwen/Qwen2.5-7B-Instruct").parameters == 7_615_616_512
 
 
 def test_a_local_config_gives_the_same_shape_as_the_catalogue(tmp_path):
@@ -360,13 +361,13 @@ def test_a_local_config_gives_the_same_shape_as_the_catalogue(tmp_path):
                 "num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 152064,
                 "tie_word_embeddings": False, "max_position_embeddings": 131072}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    assert of_base(str(tmp_path)).parameters == QWEN_7B.parameters
-    assert of_file(tmp_path / "config.json").head_dim == 128
+    assert base_model_spec(str(tmp_path)).parameters == QWEN_7B.parameters
+    assert spec_of_file(tmp_path / "config.json").head_dim == 128
 
 
 def test_a_mixture_of_experts_has_active_and_total_parameters():
     known = find_model("qwen3-30b-a3b")
-    found = of_settings(
+    found = spec_of_settings(
         {"model_type": "qwen3_moe", "hidden_size": known.hidden, "num_hidden_layers": known.layers,
          "num_attention_heads": known.heads, "num_key_value_heads": known.kv_heads, "head_dim": known.head_dim,
          "intermediate_size": known.ffn, "vocab_size": known.vocab, "tie_word_embeddings": False,
@@ -379,7 +380,7 @@ def test_gemma_3_files_that_leave_out_what_transformers_fills_in_are_planned(tmp
     inner = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
              "sliding_window": 1024}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": inner}))
-    found, known = of_base(str(tmp_path)), find_model("gemma-3-4b")
+    found, known = base_model_spec(str(tmp_path)), find_model("gemma-3-4b")
     assert found.parameters == known.parameters
     assert (found.sliding_window, found.full_layers) == (known.sliding_window, known.full_layers)
 
@@ -402,7 +403,7 @@ def test_gemma_3_files_that_leave_out_what_transformers_fills_in_are_planned(tmp
 )
 def test_sliding_windows_are_read_as_transformers_reads_them(family, changed, window, full_layers):
     sizes = {"hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4, "vocab_size": 96}
-    found = of_settings({**sizes, "model_type": family, "sliding_window": 64, **changed}, "x")
+    found = spec_of_settings({**sizes, "model_type": family, "sliding_window": 64, **changed}, "x")
     assert (found.sliding_window, found.full_layers) == (window, full_layers)
 
 
@@ -433,7 +434,7 @@ def test_a_malformed_or_hostile_config_is_one_clear_error(tmp_path, text):
     path = tmp_path / "config.json"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(UserError) as told:
-        of_base(str(tmp_path))
+        base_model_spec(str(tmp_path))
     message = str(told.value)
     assert str(path) in message and "\n" not in message and len(message) < 400 and message.isprintable()
     assert any(word in message for word in ("model.base=", "must be", "divide"))  # what to do about it
@@ -443,16 +444,16 @@ def test_a_malformed_or_hostile_config_is_one_clear_error(tmp_path, text):
 def test_bytes_that_are_no_text_and_files_too_large_are_refused(tmp_path):
     (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="cannot be read"):
-        of_base(str(tmp_path))
+        base_model_spec(str(tmp_path))
     (tmp_path / "config.json").write_text(" " * (5 << 20))
     with pytest.raises(UserError, match="so large"):
-        of_base(str(tmp_path))
+        base_model_spec(str(tmp_path))
 
 
 @pytest.mark.parametrize("word", ["no/such-model-anywhere", "/nowhere", "./nothing.gguf"])
 def test_a_base_that_is_nowhere_is_one_line(word):
     with pytest.raises(UserError) as told:
-        of_base(word)
+        base_model_spec(word)
     assert str(told.value).startswith("model.base: ") and "config.json" in str(told.value)
 
 

@@ -16,7 +16,7 @@ from sojourn.model.adapter import add_adapter, disable_adapter_upcast
 from sojourn.model.kernels.fused_forwards import apply_fused_forwards
 from sojourn.model.layout import compute_cu_seqlens, make_layout, pad_cu_seqlens
 from sojourn.model.network import wrap_model
-from sojourn.resolve.model_spec import of_settings
+from sojourn.resolve.config_json import spec_of_settings
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 ROWS, LENGTH, RANK = 2, 40, 8
@@ -101,7 +101,7 @@ def test_a_block_keeps_what_the_table_says(family, targets, how, numbers):
     network = _network(family, targets is not None, targets or [], numbers, how)
     wanted = LINEAR if targets in (None, ["all-linear"]) else tuple(targets)
     work = Workload(
-        of_settings({**SIZES, "model_type": family}, "test"), "lora" if targets else "full", ROWS, LENGTH,
+        spec_of_settings({**SIZES, "model_type": family}, "test"), "lora" if targets else "full", ROWS, LENGTH,
         device_type="cpu", precision=numbers, compiled=False, has_triton=False, attention="sdpa",
         activation_checkpointing=how, lora_rank=RANK, lora_targets=wanted, with_evaluation=False,
     )  # fmt: skip
@@ -116,8 +116,9 @@ def test_a_block_keeps_what_the_table_says(family, targets, how, numbers):
 def test_frozen_experts_keep_what_the_table_says(targets, how):
     network = _network("qwen3_moe", True, targets, "fp32", how)
     work = Workload(
-        of_settings({**SIZES, **EXPERTS, "model_type": "qwen3_moe"}, "test"), "lora", ROWS, LENGTH, device_type="cpu",
-        precision="fp32", compiled=False, has_triton=False, attention="sdpa", activation_checkpointing=how,
+        spec_of_settings({**SIZES, **EXPERTS, "model_type": "qwen3_moe"}, "test"), "lora", ROWS, LENGTH,
+        device_type="cpu", precision="fp32", compiled=False, has_triton=False, attention="sdpa",
+        activation_checkpointing=how,
         lora_rank=RANK, lora_targets=LINEAR if targets == ["all-linear"] else ("q_proj",),
         adapts_experts="experts" in targets, with_evaluation=False,
     )  # fmt: skip
@@ -129,6 +130,8 @@ def test_frozen_experts_keep_what_the_table_says(targets, how):
 def test_as_many_weights_are_trained_as_are_planned(targets):
     network = _network("qwen2", True, targets, "fp32", "off")
     wanted = LINEAR if targets == ["all-linear"] else tuple(targets)
-    work = Workload(of_settings({**SIZES, "model_type": "qwen2"}, "test"), "lora", lora_rank=RANK, lora_targets=wanted)
+    work = Workload(
+        spec_of_settings({**SIZES, "model_type": "qwen2"}, "test"), "lora", lora_rank=RANK, lora_targets=wanted
+    )
     real = sum(parameter.numel() for parameter in network.model.parameters() if parameter.requires_grad)
     assert work.lora_parameters == real

@@ -15,7 +15,7 @@ from sojourn.catalog.datasets import datasets
 from sojourn.catalog.gpus import find_gpu
 from sojourn.catalog.models import find_model
 from sojourn.config.load import load_run
-from sojourn.data import measure
+from sojourn.data import exact_rows, measure
 from sojourn.data.prepare import prepare_run
 from sojourn.data.tokenize.estimate_tokens import TokenEstimate
 from sojourn.data.tokenize.tokenizer import train_tokenizer
@@ -139,7 +139,7 @@ def write_parquet(path, texts):
     ],
 )  # fmt: skip
 def test_of_large_files_an_excerpt_is_read(home, tokenizer, monkeypatch, name, write, packing):
-    monkeypatch.setattr(measure, "_WHOLE_BYTES", 0)
+    monkeypatch.setattr(exact_rows, "_WHOLE_BYTES", 0)
     monkeypatch.setattr(measure, "_EXCERPT_BYTES", 256 << 10)
     monkeypatch.setattr(measure, "_TOKENIZED_BYTES", 64 << 10)
     write(home / name, documents(3000))
@@ -150,7 +150,7 @@ def test_of_large_files_an_excerpt_is_read(home, tokenizer, monkeypatch, name, w
 
 
 def test_what_is_prepared_is_planned_with_its_own_counts(home, tokenizer, monkeypatch):
-    monkeypatch.setattr(measure, "_WHOLE_BYTES", 0)
+    monkeypatch.setattr(exact_rows, "_WHOLE_BYTES", 0)
     write_chats(home / "chats.jsonl", documents(400))
     words = ("data.sources=chats.jsonl", f"data.tokenizer={tokenizer}")
     before, steps, _ = compare(*words)

@@ -6,8 +6,9 @@ import pytest
 
 from conftest import called
 from sojourn.errors import UserError
+from sojourn.resolve.config_json import spec_of_file
 from sojourn.resolve.families import stored_as
-from sojourn.resolve.model_spec import of_base, of_file
+from sojourn.resolve.model_spec import base_model_spec
 
 # As in the publishers' files.
 DEEPSEEK_V3 = {
@@ -59,7 +60,7 @@ GPT2 = {
 
 def shape_of(folder, settings):
     (folder / "config.json").write_text(json.dumps(settings))
-    return of_file(folder / "config.json")
+    return spec_of_file(folder / "config.json")
 
 
 @pytest.mark.parametrize(
@@ -133,7 +134,7 @@ def test_what_is_not_a_decoder_of_text_is_refused_in_one_line(tmp_path, changed,
     ],
 )
 def test_quantized_bases_are_recognised(name, stored):
-    assert of_base(name).stored == stored_as(name) == stored
+    assert base_model_spec(name).stored == stored_as(name) == stored
 
 
 @pytest.mark.parametrize(

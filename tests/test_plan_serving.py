@@ -13,7 +13,7 @@ from sojourn.catalog.gpus import find_gpu
 from sojourn.catalog.models import find_model
 from sojourn.estimate.serving import BLOCK, decode_rate, kv_bytes_per_token, kv_memory, users_in, weight_bytes
 from sojourn.plan.serving import plan_serving, serving_lines
-from sojourn.resolve.model_spec import of_file
+from sojourn.resolve.config_json import spec_of_file
 
 QWEN, CARD = find_model("qwen2.5-7b"), find_gpu("4090")
 
@@ -24,7 +24,7 @@ def test_the_engine_divides_its_memory_as_the_plan_says(tiny) -> None:
 
     loaded = load_model(str(tiny.base), "cpu")
     elements = sum(one.numel() for one in loaded.model.parameters())
-    shape, memory, context = of_file(tiny.base / "config.json"), 1 << 20, 64
+    shape, memory, context = spec_of_file(tiny.base / "config.json"), 1 << 20, 64
     engine = open_engine(loaded, EngineSettings(context=context, kv_bytes=memory, max_rows=10_000))
     assert weight_bytes(shape, 4) == 4 * elements
     assert engine.decoder.dtype == torch.float32

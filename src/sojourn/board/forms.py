@@ -113,8 +113,7 @@ def preview(form: Form, roots: list[Path]) -> dict[str, Any]:
         notes.append("a tokenizer will be trained on this data; the mask is shown once it is prepared")
     else:
         with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "tokenizer.json"
-            inputs.tokenizer.tokenizer.save(str(file))
+            file = inputs.tokenizer.fast_file_in(Path(folder))
             encoder = Encoder(encoder_config(inputs, inputs.tokenizer, found, file))
             made = make_examples(encoder, inputs.tokenizer.tokenizer, found.documents)
             examples = [asdict(one) for one in islice(made, _EXAMPLES)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sojourn.config.data import DataConfig
@@ -84,11 +84,16 @@ class Inputs:
         return hashlib.sha256(json.dumps(hashed, sort_keys=True, default=int).encode()).hexdigest()[:16]
 
 
-def open_inputs(
-    data: DataConfig, say: Callable[[str], None], split_digits: bool = True, tokenizer: TokenizerBundle | None = None
+def open_inputs(data: DataConfig, say: Callable[[str], None], split_digits: bool = True) -> Inputs:
+    """`split_digits` is `advanced.split_digits`, for a tokenizer that is to be trained."""
+    inputs = open_sources(data, say, None, split_digits)
+    return inputs if data.tokenizer in TRAINED else replace(inputs, tokenizer=open_tokenizer(data.tokenizer))
+
+
+def open_sources(
+    data: DataConfig, say: Callable[[str], None], tokenizer: TokenizerBundle | None, split_digits: bool
 ) -> Inputs:
-    """`split_digits` is `advanced.split_digits`, for a tokenizer that is to be trained; `tokenizer`: where it is open
-    already."""
+    """With a tokenizer that is open already, or none."""
     if not data.sources:
         raise UserError(
             "data.sources: nothing to read; set it, for example data.sources=my.jsonl or --train_file my.jsonl"
@@ -101,8 +106,6 @@ def open_inputs(
         [open_source(source, data.columns, evaluation, say, data.encoding) for source in given]
         for evaluation, given in ((False, data.sources), (True, data.eval_sources))
     )
-    if tokenizer is None and data.tokenizer not in TRAINED:
-        tokenizer = open_tokenizer(data.tokenizer)
     return Inputs(data, sources, eval_sources, tokenizer, split_digits)
 
 

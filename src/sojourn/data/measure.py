@@ -1,7 +1,6 @@
-"""What `prepare` would make of a run's data: rows, tokens and lengths. Nothing is written, downloaded or trained.
+"""How many documents and tokens a source on this machine has, extrapolated from an excerpt (`sources/excerpt.py`).
 
-Counts of the prepared artefact come first; small data is read and tokenized as `prepare` does it, to the row; of more
-data an excerpt is (`sources/excerpt.py`), and the rest is extrapolated. Without the tokenizer, tokens are estimated.
+Nothing is written, downloaded or trained; without the tokenizer, tokens are estimated.
 """
 
 from __future__ import annotations
@@ -15,14 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from sojourn.config.data import DataConfig, Source
-from sojourn.data.artefact import Artefact
 from sojourn.data.encode import PAIR, TEXT, Encoder, filter_reason
-from sojourn.data.inputs import Inputs, open_inputs
+from sojourn.data.inputs import Inputs
+from sojourn.data.length_quantiles import length_quantiles
 from sojourn.data.packing import pack_best_fit
-from sojourn.data.preview import Preview, make_preview, open_template
-from sojourn.data.route import Router
-from sojourn.data.row_writer import RowCounter
-from sojourn.data.sample import hold_out, take_sample
+from sojourn.data.preview import Preview, open_template
 from sojourn.data.sources.chunks import Chunk, parse_chunk
 from sojourn.data.sources.document import Document
 from sojourn.data.sources.excerpt import read_excerpt, record_size
@@ -31,27 +27,13 @@ from sojourn.data.sources.values import BadRecord
 from sojourn.data.tokenize.chat_template import Template
 from sojourn.data.tokenize.estimate_tokens import TokenEstimate
 from sojourn.data.tokenize.tokenizer import TokenizerBundle
-from sojourn.data.write import encode_all, encoder_config
-from sojourn.errors import UserError
-from sojourn.storage.file_digests import FileDigests
+from sojourn.data.write import encoder_config
 
-_WHOLE_BYTES = 1_500_000  # of sources: so much is read and tokenized in about half a second
 _EXCERPT_BYTES = 2 << 20
 _TOKENIZED_BYTES = 300_000
-_HASHED_BYTES = 128 << 20  # of files whose digest is not known yet: more take too long to hash
 _SIMULATED_ROWS, _SIMULATED_PIECES = 256, 20_000
-_QUANTILES = 512
 _MIN_FITTED = 8
 _FIRST = 20
-
-
-@dataclass(frozen=True)
-class MeasuredRows:
-    """One epoch of training rows; `lengths` are quantiles of the tokens of their pieces."""
-
-    rows: int
-    tokens: int
-    lengths: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -73,66 +55,11 @@ class MeasuredSource:
     first_bad: str = ""
 
 
-def exact_rows(
-    data: DataConfig, tokenizer: TokenizerBundle | None, folder: Path, split_digits: bool
-) -> MeasuredRows | None:
-    """From the artefact of these settings in `folder`, or by the code of `prepare`; None where neither can be.
-
-    `tokenizer`: None where one is to be trained.
-    """
-    is_prepared = any(folder.glob("*/artefact.json"))
-    if tokenizer is None and not is_prepared:
-        return None
-    inputs = open_inputs(data, _ignore, split_digits, tokenizer)
-    return (_find_prepared(inputs, folder) if is_prepared else None) or _count_rows(inputs)
-
-
-def _find_prepared(inputs: Inputs, folder: Path) -> MeasuredRows | None:
-    digests = FileDigests(folder / ".digests.json")
-    opened = [one for one in (*inputs.sources, *inputs.eval_sources) if not one.is_builtin]
-    files = [Path(part.name) for one in opened for part in one.parts]
-    if sum(file.stat().st_size for file in files if digests.known(file) is None) > _HASHED_BYTES:
-        return None
-    target = folder / inputs.artefact_hash(digests)
-    if not (target / "artefact.json").is_file():
-        return None
-    train = Artefact(target).train
-    ends = np.append(train.documents[1:], train.rows[-1:]) if len(train.documents) else train.documents
-    return MeasuredRows(len(train), int(train.rows[-1]), _quantiles(ends - train.documents))
-
-
-def _count_rows(inputs: Inputs) -> MeasuredRows | None:
-    """Every row; None where there is too much data, or its tokenizer is not trained yet."""
-    data, tokenizer = inputs.data.model_copy(update={"workers": 1}), inputs.tokenizer
-    if tokenizer is None or sum(opened.size for opened in inputs.sources) > _WHOLE_BYTES:
-        return None
-    inputs = hold_out(take_sample(replace(inputs, data=data, eval_sources=[]), _ignore), _ignore)
-    preview = make_preview(inputs)
-    unit = 2 if preview.pairs else 1
-    with tempfile.TemporaryDirectory() as folder:
-        writers = {
-            name: RowCounter(Path(), np.dtype("<u4"), data.max_length * unit, data.packing, unit)
-            for name in ("train", "eval")
-        }
-        router = Router(inputs.data, inputs.held_out, dict(writers), unit)
-        config = encoder_config(inputs, tokenizer, preview, _tokenizer_file(tokenizer, Path(folder)))
-        config = replace(config, language_sample=0.0)
-        for opened, for_eval, encoded in encode_all(inputs, config, router, _ignore):
-            router.add(opened, for_eval, encoded)
-        router.tally.check_bad()
-    for writer in writers.values():
-        writer.close()
-    train = writers["train"]
-    if not train.pieces:
-        raise UserError("data.sources: no document to train on")
-    return MeasuredRows(train.rows, train.tokens, _quantiles(np.concatenate(train.lengths)))
-
-
 def measure_source(
     source: Source, data: DataConfig, tokenizer: TokenizerBundle | None, estimate: TokenEstimate
 ) -> MeasuredSource:
     """Extrapolated from an excerpt of a source on this machine; tokens are estimated where there is no tokenizer."""
-    opened = open_source(source, data.columns, False, _ignore, data.encoding)
+    opened = open_source(source, data.columns, False, lambda line: None, data.encoding)
     template, template_error = open_template(data, tokenizer)
     preview = Preview([], [], False, template, template_error, [])
     if not opened.is_builtin or tokenizer is not None:
@@ -179,7 +106,7 @@ def _measure_opened(
     size = found.bytes / taken.sum() * excerpt.sizes.sum() * times
     tokens = usable * times * float(pieces.sum()) * found.sides
     return MeasuredSource(
-        usable * excerpt.records, size, tokens, _quantiles(pieces), found.records, found.bad, found.first_bad
+        usable * excerpt.records, size, tokens, length_quantiles(pieces), found.records, found.bad, found.first_bad
     )
 
 
@@ -195,24 +122,6 @@ def simulate_fill(groups: list[tuple[tuple[int, ...], float]], row_length: int) 
     ]
     pieces = np.minimum(np.concatenate(parts), row_length)
     return float(pieces.sum() / (row_length * len(pack_best_fit(pieces, row_length))))
-
-
-def _ignore(line: str) -> None:
-    pass
-
-
-def _quantiles(lengths: np.ndarray) -> tuple[int, ...]:
-    ordered = np.sort(lengths)
-    if len(ordered) > _QUANTILES:
-        ordered = ordered[((np.arange(_QUANTILES) + 0.5) * len(ordered) / _QUANTILES).astype(np.int64)]
-    return tuple(int(one) for one in ordered)
-
-
-def _tokenizer_file(tokenizer: TokenizerBundle, folder: Path) -> Path:
-    if tokenizer.fast_file is not None:
-        return tokenizer.fast_file
-    tokenizer.tokenizer.save(str(folder / "tokenizer.json"))
-    return folder / "tokenizer.json"
 
 
 def _unusable(chunks: list[Chunk]) -> str:
@@ -263,7 +172,7 @@ def _encoded(
     opened: OpenedSource, chunks: list[Chunk], data: DataConfig, tokenizer: TokenizerBundle, preview: Preview
 ) -> _Tokenized:
     with nullcontext() if tokenizer.fast_file else tempfile.TemporaryDirectory() as folder:
-        file = _tokenizer_file(tokenizer, Path(folder or "."))
+        file = tokenizer.fast_file_in(Path(folder or "."))
         config = encoder_config(Inputs(data, [opened], [], tokenizer), tokenizer, preview, file)
         encoder = Encoder(replace(config, language_sample=0.0))
         found = [encoder(chunk) for chunk in chunks]

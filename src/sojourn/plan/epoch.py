@@ -1,7 +1,7 @@
 """One epoch of a run's data as `prepare` would make it: rows, tokens, and how long the documents are.
 
-Files and built-in data are measured (`data/measure.py`), data sets of the catalogue have their sizes there, and of
-others only `take` is known.
+Files and built-in data are counted (`data/exact_rows.py`) or measured (`data/measure.py`), data sets of the catalogue
+have their sizes there, and of others only `take` is known.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from sojourn.catalog.datasets import DatasetFacts, datasets
 from sojourn.config.data import COMPRESSION_RATIO, DataConfig, Source
 from sojourn.config.messages import normalize, printable
 from sojourn.config.schema import RunConfig
+from sojourn.data.length_quantiles import QUANTILES
 from sojourn.data.settings import data_settings
 from sojourn.data.sources.files import find_files, is_compressed, user_path
 from sojourn.data.sources.hub import is_hub_name
@@ -25,7 +26,6 @@ from sojourn.errors import UserError
 from sojourn.estimate.workload import Workload
 from sojourn.resolve.workload import USUAL_DOCUMENT
 from sojourn.run.home import prepared_folder
-from sojourn.storage.hub_cache import cached_snapshot
 
 if TYPE_CHECKING:
     from sojourn.data.tokenize.tokenizer import TokenizerBundle
@@ -34,7 +34,6 @@ NAME_DATA = "give data.sources, train.tokens or train.steps"
 _USUAL_FILL = 0.97  # of packed rows, where lengths are not known
 _CHAT_TOKENS = 12  # of a template, for one question and its answer
 _SIGMA = 0.7  # of the logarithm of document lengths, where only their mean is known
-_QUANTILES = 512
 _BYTES_PER_TOKEN = 4.0
 _ONE_DOCUMENT = 0.97  # of a row: documents that fill more count as one that fills it
 
@@ -82,7 +81,7 @@ def _epoch(
 ) -> Epoch | None:
     from sojourn.data.tokenize.tokenizer import TRAINED
 
-    tokenizer, is_trained = _local_tokenizer(data.tokenizer), data.tokenizer in TRAINED
+    tokenizer, is_trained = _tokenizer_here(data.tokenizer), data.tokenizer in TRAINED
     if (tokenizer or is_trained) and all(_is_local(source) for source, _ in sources):
         exact = _exact(data, tokenizer, split_digits)
         if exact is not None:
@@ -163,26 +162,18 @@ def _is_local(source: Source) -> bool:
 def _exact(data: DataConfig, tokenizer: TokenizerBundle | None, split_digits: bool) -> Epoch | None:
     """Counts of the prepared artefact, or of all rows where they are few."""
     try:
-        from sojourn.data.measure import exact_rows
+        from sojourn.data.exact_rows import exact_rows
     except ImportError:
         return None
     found = exact_rows(data, tokenizer, prepared_folder(), split_digits)
     return None if found is None else Epoch(found.rows, found.tokens, found.lengths, exact=True)
 
 
-def _local_tokenizer(name: str) -> TokenizerBundle | None:
-    """None where it is not on this machine, or to be trained."""
-    from sojourn.data.tokenize.tokenizer import TRAINED, open_tokenizer
+def _tokenizer_here(name: str) -> TokenizerBundle | None:
+    from sojourn.data.tokenize.tokenizer import open_tokenizer_here
 
-    path = user_path(name, "data.tokenizer")
-    if not path.exists():
-        model, _, revision = name.partition("@")
-        path = cached_snapshot(model, revision or None) or path  # where some of its files may be missing
-        is_here = any((path / file).is_file() for file in ("tokenizer.json", "tokenizer.model"))
-    else:
-        is_here = path.suffix != ".gguf"  # which takes a while to convert
     with suppress(ImportError):
-        return open_tokenizer(path) if is_here and name not in TRAINED else None
+        return open_tokenizer_here(name)
     return None
 
 
@@ -225,13 +216,13 @@ def _catalogue_size(facts: DatasetFacts, data: DataConfig, vocabulary: TokenEsti
     lengths = _log_normal(tokens / documents)
     inside = tuple(piece for length in lengths for piece in piece_lengths(length, data, is_chat))
     return SourceSize(
-        documents, size, tokens * sum(inside) / sum(lengths), tuple(sorted(inside)[:: -(-len(inside) // _QUANTILES)])
+        documents, size, tokens * sum(inside) / sum(lengths), tuple(sorted(inside)[:: -(-len(inside) // QUANTILES)])
     )
 
 
 def _log_normal(mean: float) -> list[int]:
     usual = statistics.NormalDist(math.log(mean) - _SIGMA**2 / 2, _SIGMA)
-    return [max(1, round(math.exp(usual.inv_cdf((place + 0.5) / _QUANTILES)))) for place in range(_QUANTILES)]
+    return [max(1, round(math.exp(usual.inv_cdf((place + 0.5) / QUANTILES)))) for place in range(QUANTILES)]
 
 
 def _only_take(source: Source, data: DataConfig) -> SourceSize | None:
@@ -282,6 +273,6 @@ def _mixed(groups: list[tuple[tuple[int, ...], float]], pieces: float) -> tuple[
         return groups[0][0]
     mixed = list[int]()
     for lengths, count in groups:
-        wanted = max(1, round(_QUANTILES * count / max(1.0, pieces)))
+        wanted = max(1, round(QUANTILES * count / max(1.0, pieces)))
         mixed += [lengths[place * len(lengths) // wanted] for place in range(wanted)]
     return tuple(sorted(mixed))

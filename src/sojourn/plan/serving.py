@@ -23,7 +23,7 @@ from sojourn.estimate.serving import (
     weight_bytes,
 )
 from sojourn.plan.ranges import rate_text
-from sojourn.resolve.model_spec import model_spec_of, of_base
+from sojourn.resolve.model_spec import base_model_spec, model_spec_of
 from sojourn.run.home import home
 
 _MIB, _GIB = 2**20, 2**30
@@ -63,7 +63,7 @@ def model_to_serve(args: list[str]) -> ModelSpec:
     if run.is_file():
         return model_spec_of(read_config(run))
     try:
-        return of_base(first)
+        return base_model_spec(first)
     except UserError as error:
         raise UserError(str(error).removeprefix("model.base: ")) from None
 

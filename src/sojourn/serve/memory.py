@@ -14,7 +14,8 @@ from sojourn.infer.find import FoundModel
 from sojourn.machine.gpus import driver_gpus
 from sojourn.machine.precision import choose_device, cpu_bf16_feature
 from sojourn.model.adapter_check import ADAPTER_FILE
-from sojourn.resolve.model_spec import model_spec_of, of_file
+from sojourn.resolve.config_json import spec_of_file
+from sojourn.resolve.model_spec import model_spec_of
 from sojourn.run.moved_paths import path_here
 from sojourn.storage.files import read_json_object
 from sojourn.storage.gguf_header import check_gguf
@@ -92,7 +93,7 @@ def _shape(found: FoundModel) -> ModelSpec | None:
     if (folder / ADAPTER_FILE).is_file():
         named = read_json_object(folder / ADAPTER_FILE).get("base_model_name_or_path")
         folder = Path(path_here(str(named), folder))
-    return of_file(folder / "config.json") if (folder / "config.json").is_file() else None
+    return spec_of_file(folder / "config.json") if (folder / "config.json").is_file() else None
 
 
 def _element(folder: Path) -> int:

@@ -9,7 +9,7 @@ from sojourn.catalog.models import ModelSpec
 from sojourn.config.schema import RunConfig
 from sojourn.errors import UserError
 from sojourn.model.base import base_of, load_model_config
-from sojourn.resolve.model_spec import of_settings
+from sojourn.resolve.config_json import spec_of_settings
 from sojourn.resolve.new_model import llama_spec, new_model_spec
 
 # Older families have other names for these in their files; transformers' objects answer to both.
@@ -23,7 +23,7 @@ def local_model_spec(config: RunConfig) -> ModelSpec:
     settings = load_model_config(base_of(config)).get_text_config()
     known = {**settings.to_dict(), **{key: getattr(settings, key, None) for key in _NAMES}}
     try:
-        model = of_settings({**known, "model_type": settings.model_type}, str(config.model.base))
+        model = spec_of_settings({**known, "model_type": settings.model_type}, str(config.model.base))
     except UserError:  # transformers knows it, and that counts; it is estimated as a Llama of its sizes
         model = replace(_llama_of_sizes(known), family=settings.model_type)
     return replace(model, positions=getattr(settings, "max_position_embeddings", None) or 0)

@@ -18,6 +18,7 @@ from sojourn.data.tokenize.chat_template import Template
 from sojourn.data.tokenize.templates import END_OF_TEXT, NAMED, named_template, read_template, read_template_file
 from sojourn.data.tokenize.tokenizer_check import check_tokenizer
 from sojourn.errors import UserError
+from sojourn.storage.hub_cache import cached_snapshot
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -47,6 +48,14 @@ class TokenizerBundle:
 
         assert self.model_file is not None  # noqa: S101
         return convert(self.model_file)
+
+    def fast_file_in(self, folder: Path) -> Path:
+        """Its tokenizer.json; where it has none, one is written to `folder`."""
+        if self.fast_file is not None:
+            return self.fast_file
+        file = folder / "tokenizer.json"
+        self.tokenizer.save(str(file))
+        return file
 
     def identity(self) -> str:
         """A hash of everything that decides its output."""
@@ -143,6 +152,22 @@ def open_tokenizer(name: str | Path) -> TokenizerBundle:
         from sojourn.data.tokenize.gguf_tokenizer import extract_tokenizer
 
         path = extract_tokenizer(path)
+    return _open_files(path, name)
+
+
+def open_tokenizer_here(name: str) -> TokenizerBundle | None:
+    """None where it is not on this machine, is to be trained, or takes a while to convert."""
+    path = user_path(name, "data.tokenizer")
+    if not path.exists():
+        model_name, _, revision = name.partition("@")
+        path = cached_snapshot(model_name, revision or None) or path  # where some of its files may be missing
+        is_here = any((path / file).is_file() for file in ("tokenizer.json", "tokenizer.model"))
+    else:
+        is_here = path.suffix != ".gguf"
+    return _open_files(path, name) if is_here and name not in TRAINED else None
+
+
+def _open_files(path: Path, name: str | Path) -> TokenizerBundle:
     folder = path if path.is_dir() else path.parent
     model = path if path.suffix == ".model" else folder / "tokenizer.model"
     fast = path if path.suffix == ".json" else folder / "tokenizer.json"

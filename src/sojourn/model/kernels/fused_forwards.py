@@ -18,7 +18,7 @@ To add a model family: add its `model_type` and class prefix to catalog/fused_fa
   `_INTERLEAVED_ROPE` of qkv_rope.py; layers may have none; `q_norm` and `k_norm`, if any, are per head.
 What differs needs code here. Hopper and CPU kernels take layers like Llama's only. Tests compare every family of the
 list with transformers (test_methods.py, test_prune_last_layer.py, test_hopper.py), and parity_check.py every opened
-model. Plans have tables of families in resolve/model_spec.py (biases, norms, sliding windows).
+model. Plans have tables of families in resolve/config_json.py (biases, norms, sliding windows).
 
 Shapes as in attention.py.
 """
