@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from shared import FUSED_CHANGES
 from sojourn.catalog.fused_families import FUSED_FAMILIES
 from sojourn.config.load import load_run
 from sojourn.data.artefact import Batch
@@ -106,23 +107,15 @@ def test_fp8_queries_keys_and_values_are_near_fp32(forward):
     assert fp8.qkv_rope(x[:1, :7], joined, angles, angles, (4, 2)) is None
 
 
-_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
-_FAMILY_SETTINGS = {
-    "mistral": {"sliding_window": 9},
-    "smollm3": {"no_rope_layers": [1, 0]},
-    "gemma3_text": {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
-    "phi3": {"sliding_window": 9},
-    "phi3, partial": {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}},
-}
 # In `make test`; test_prune_last_layer.py compares all of them in fp32.
-_IN_SHORT = {("gemma3_text", True), ("glm4", False), ("phi3, partial", True)}
+_IN_SHORT = {("gemma3_text", True), ("glm4", False), ("phi3", True)}
 
 
 @pytest.mark.parametrize(
     ("family", "trained"),
     [
         pytest.param(family, trained, marks=[] if GPU or (family, trained) in _IN_SHORT else pytest.mark.slow)
-        for family in (*FUSED_FAMILIES, "phi3, partial")
+        for family in FUSED_FAMILIES
         for trained in (True, False)
     ],
 )
@@ -131,7 +124,7 @@ def test_bf16_forwards_of_every_family_are_near_transformers_in_fp32(family, tra
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
              "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128, "pad_token_id": None}  # fmt: skip
-    kind = AutoConfig.for_model(family.partition(",")[0], **sizes, **_FAMILY_SETTINGS.get(family, {}))
+    kind = AutoConfig.for_model(family, **sizes, **FUSED_CHANGES.get(family, {}))
     plain = AutoModelForCausalLM.from_config(kind).to(DEVICE)
     for name, weight in plain.named_parameters():
         if "norm" in name:

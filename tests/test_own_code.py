@@ -14,7 +14,11 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import called
+from sojourn.errors import UserError
+from sojourn.evals.losses import document_losses
 from sojourn.export import source_reference
+from sojourn.infer.load import artefact_of, load_model
+from sojourn.run.folder import RunFolder
 from sojourn.storage.files import read_json_object
 from tiny import LORA, Tiny, run_train
 
@@ -41,6 +45,57 @@ class LarkspurForCausalLM(LlamaForCausalLM):
         for weight in module.parameters(recurse=False):
             weight.data.normal_()
 """
+_CLASSES = """from torch import arange, nn, ones
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import LlamaForCausalLM
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaModel, apply_rotary_pos_emb, repeat_kv
+from .configuration_larkspur import LarkspurConfig
+class LarkspurForCausalLM(LlamaForCausalLM):
+    config_class = LarkspurConfig
+    def __init__(self, config):
+        super().__init__(config)
+        self.use_own()
+        self.post_init()
+"""
+# Llama's attention, called as older code does: the model cannot be told to call another.
+_OWN_ATTENTION = """
+    def use_own(self):
+        for layer in self.model.layers:
+            layer.self_attn = LarkspurAttention(layer.self_attn)
+class LarkspurAttention(nn.Module):
+    def __init__(self, llama):
+        super().__init__()
+        self.groups, self.size = llama.num_key_value_groups, llama.head_dim
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = llama.q_proj, llama.k_proj, llama.v_proj, llama.o_proj
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, **kwargs):
+        rows, tokens, _ = hidden_states.shape
+        q, k, v = (
+            linear(hidden_states).view(rows, tokens, -1, self.size).transpose(1, 2)
+            for linear in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        k, v = repeat_kv(k, self.groups), repeat_kv(v, self.groups)
+        out = scaled_dot_product_attention(q, k, v, attention_mask, is_causal=attention_mask is None)
+        return self.o_proj(out.transpose(1, 2).reshape(rows, tokens, -1)), None
+"""
+# A decoder that takes no other keywords, and makes its mask itself.
+_OWN_DECODER = """
+    def use_own(self):
+        self.model.__class__ = LarkspurModel
+class LarkspurModel(LlamaModel):
+    def forward(
+        self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None,
+        use_cache=None,
+    ):
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        tokens = x.shape[1]
+        angles = self.rotary_emb(x, arange(tokens)[None] if position_ids is None else position_ids)
+        mask = ones(tokens, tokens, device=x.device).tril().bool()[None, None]
+        for layer in self.layers:
+            x = layer(x, attention_mask=mask, position_embeddings=angles)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x))
+"""
 _TOKENIZATION = """from pathlib import Path
 from transformers import PreTrainedTokenizerFast
 Path({canary!r}).touch()
@@ -53,8 +108,9 @@ def edit(file: Path, **changes: Any) -> None:
     file.write_text(json.dumps({**read_json_object(file), **changes}))
 
 
-def with_code(tiny: Tiny, kind: str) -> Path:
-    """The tiny Llama with code of its own, which is another model: its MLP has GELU. The code creates `ran`."""
+def with_code(tiny: Tiny, kind: str, modeling: str = _MODELING) -> Path:
+    """The tiny Llama with code of its own, which by default is another model: its MLP has GELU. The code creates
+    `ran`."""
     folder = tiny.home / kind / "base"
     if not folder.exists():
         shutil.copytree(tiny.base, folder)
@@ -67,7 +123,7 @@ def with_code(tiny: Tiny, kind: str) -> Path:
         canary = str(folder.parent / "ran")
         (folder / "configuration_larkspur.py").write_text(_CONFIGURATION.format(canary=canary, kind=kind))
         (folder / "layers_larkspur.py").write_text(_LAYERS)
-        (folder / "modeling_larkspur.py").write_text(_MODELING)
+        (folder / "modeling_larkspur.py").write_text(modeling)
     return folder
 
 
@@ -258,3 +314,50 @@ def test_a_run_that_allows_code_needs_none_of_its_tokenizer(tiny: Tiny) -> None:
     assert '"prompt": "hello"' in run.metrics.read_text()
     said = called("generate", run.path.name, "-p", "hello", "--max-tokens", "2")
     assert said.returncode == 0 and not ran(base), said.stderr
+
+
+# -- Models that do not call our attention --
+
+
+def losses(run: RunFolder) -> list[float]:
+    return [line["loss"] for line in run.read_metrics() if line["kind"] == "train"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "modeling", "packing"),
+    [
+        ("larkspur_attention", _OWN_ATTENTION, "packed"),
+        ("larkspur_attention", _OWN_ATTENTION, "off"),
+        ("larkspur_decoder", _OWN_DECODER, "off"),
+    ],
+)
+def test_a_model_with_its_own_attention_keeps_it_and_this_is_said(
+    tiny: Tiny, kind: str, modeling: str, packing: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, settings = with_code(tiny, kind, _CLASSES + modeling), (f"data.packing={packing}", "train.steps=3")
+    run = run_train(tiny.words("method.kind=full", f"model.base={base}", ALLOWED, *settings, "train.attention=math"))
+    note = "LarkspurForCausalLM keeps its own attention (transformers' sdpa), since it cannot call ours"
+    assert f"note: train.attention=math has no effect: {note}\n" in capsys.readouterr().out
+    assert read_json_object(run.environment)["auto"]["train.attention"] == note
+    plain = tiny.whole("method.kind=full", *settings)
+    assert losses(run) == pytest.approx(losses(plain), abs=1e-5)
+    assert "keeps its own attention" not in capsys.readouterr().out
+    own, llama = (
+        document_losses(load_model(one.path.name), artefact, "train", 4).loss
+        for one in (run, plain)
+        if (artefact := artefact_of(one)) is not None
+    )
+    assert own == pytest.approx(llama, abs=1e-5)
+
+
+def test_a_model_with_its_own_mask_is_refused_packed_rows(tiny: Tiny) -> None:
+    base = with_code(tiny, "larkspur_decoder", _CLASSES + _OWN_DECODER)
+    with pytest.raises(UserError, match="cannot keep packed documents apart"):
+        run_train(tiny.words("method.kind=full", f"model.base={base}", ALLOWED))
+
+
+def test_a_decoder_that_takes_no_positions_is_refused_in_one_line(tiny: Tiny) -> None:
+    modeling = _OWN_DECODER.replace("position_ids=None, past", "past").replace("position_ids is None", "True")
+    base = with_code(tiny, "larkspur_positions", _CLASSES + modeling)
+    with pytest.raises(UserError, match=r"LarkspurForCausalLM is not supported yet: .*'position_ids'"):
+        run_train(tiny.words("method.kind=full", f"model.base={base}", ALLOWED, "data.packing=off"))

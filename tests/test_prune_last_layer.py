@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from shared import FUSED_CHANGES
 from sojourn.catalog.fused_families import FUSED_FAMILIES
 from sojourn.config.load import load_run
 from sojourn.data.artefact import Batch
@@ -30,13 +31,8 @@ PACKED = ([9, 14, 3, 16], [25, 1, 6], [11])
 UNEVEN = ([2, 3, 1, 5, 2, 9, 4], [46], [11])
 UNPACKED = ([48], [20], [31])
 FAMILIES = {
-    **{family: {} for family in FUSED_FAMILIES},
-    "mistral": {"sliding_window": 5},
-    "smollm3": {"no_rope_layers": [1, 0]},
+    **{family: FUSED_CHANGES.get(family, {}) for family in FUSED_FAMILIES},
     "smollm3, no rope in the first": {"no_rope_layers": [0, 1]},
-    "gemma3_text": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
-    "phi3": {"sliding_window": 5},
-    "phi3, partial": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     "mistral, its window beyond every document": {"sliding_window": 40},
 }
 SIZES = {

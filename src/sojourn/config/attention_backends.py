@@ -8,8 +8,8 @@ module (those of model/attention.py are examples; import torch and its package i
 this file) and add its record here, above the backends that are slower.
 - The order is `auto`'s preference: a backend put first becomes `auto`'s choice wherever it is supported, and one below
   `math`, which supports everything, never does.
-- `train.attention` takes its name; docs/training.md and docs/commands.md list the names in the same order, which
-  tests/test_readme.py checks.
+- `train.attention` takes its name; docs/training.md lists the names in the same order, which tests/test_readme.py
+  checks.
 - tests/test_attention.py compares it with a dense reference in fp64.
 - Without `varlen=True`, `train.cuda_graphs=auto` captures no CUDA graph, and `on` captures none of packed rows.
 """

@@ -14,6 +14,7 @@ from sojourn.errors import UserError
 from sojourn.infer.load import LoadedModel
 from sojourn.model.loss import token_losses
 from sojourn.model.network import Network, restore_attention, wrap_model
+from sojourn.model.parity_check import check_packing
 from sojourn.train.batcher import Batcher, number_documents
 from sojourn.train.evaluation import target_bytes
 
@@ -36,9 +37,13 @@ def document_losses(loaded: LoadedModel, artefact: Artefact, name: Literal["trai
     has_softcap = getattr(loaded.model.config.get_text_config(), "attn_logit_softcapping", None) is not None
     for backend in ("math" if has_softcap else "sdpa", None):  # None: the model's own attention, if ours does not fit
         network = wrap_model(loaded.model, backend)
-        batcher = Batcher(8, artefact.row_length, artefact.pad_id, loaded.device, backend=backend, needs_documents=True)
+        batcher = Batcher(
+            8, artefact.row_length, artefact.pad_id, loaded.device, backend=network.attention_backend,
+            needs_documents=True,
+        )  # fmt: skip
         batcher.windows = network.sliding_windows
         try:
+            check_packing(network, loaded.device, artefact.facts["packing"] != "off")
             found = _score(network, split, rows, batcher)
         except NotImplementedError:
             continue

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -72,10 +72,12 @@ class Network:
             kwargs["layout"] = layout
         if self.last_layer_pruned:
             kwargs["target_indices_N"] = target_indices_N
-        if self.compute_dtype is None and noise is None:
-            output = self.decoder(input_ids=ids_BT, **kwargs)
-        else:
-            output = self._decode_embeddings(ids_BT, noise, kwargs)
+        try:
+            output = self._decode(ids_BT, noise, kwargs)
+        except TypeError as error:
+            if "argument 'layout'" not in str(error):
+                raise
+            raise NotImplementedError(str(error)) from None  # older code does not pass it on to its attention
         if router_logits is not None:
             router_logits += output.router_logits
         hidden = output.last_hidden_state
@@ -86,8 +88,10 @@ class Network:
         flat_D = hidden.flatten(0, 1)
         return flat_D if len(target_indices_N) == len(flat_D) else flat_D.index_select(0, target_indices_N)
 
-    def _decode_embeddings(self, ids_BT: Tensor, noise: EmbeddingNoise | None, kwargs: dict[str, Any]) -> Any:
+    def _decode(self, ids_BT: Tensor, noise: EmbeddingNoise | None, kwargs: dict[str, Any]) -> Any:
         decoder, casts_itself = self.decoder, self.compute_dtype is not None
+        if not casts_itself and noise is None:
+            return decoder(input_ids=ids_BT, **kwargs)
         with torch.autocast(ids_BT.device.type, enabled=False) if casts_itself else nullcontext():
             embeddings_BTD = decoder.get_input_embeddings()(ids_BT)
             if noise is not None:
@@ -112,12 +116,15 @@ class Network:
 
 
 def wrap_model(model: nn.Module, attention_backend: str | None, compute_dtype: torch.dtype | None = None) -> Network:
-    """Makes the model call our attention, unless `attention_backend` is None."""
+    """Makes the model call our attention, unless `attention_backend` is None, or its code cannot call another attention
+    than its own."""
     network = Network(model, attention_backend, compute_dtype)
-    if attention_backend is not None:
-        attention.register()
-        network.base_model.set_attn_implementation(attention.NAME)
-    return network
+    if attention_backend is None:
+        return network
+    attention.register()
+    network.base_model.set_attn_implementation(attention.NAME)
+    calls_ours = network.base_model.config._attn_implementation == attention.NAME
+    return network if calls_ours else replace(network, attention_backend=None)
 
 
 def restore_attention(network: Network) -> None:

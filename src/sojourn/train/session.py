@@ -21,6 +21,7 @@ from sojourn.data.report import print_examples
 from sojourn.data.tokenize.tokenizer import TRAINED
 from sojourn.errors import UserError
 from sojourn.estimate.model_states import state_bytes
+from sojourn.model.network import Network
 from sojourn.resolve.resolve import Resolution
 from sojourn.resolve.run_steps import run_steps
 from sojourn.run.folder import RunFolder
@@ -117,6 +118,7 @@ def open_session(config: RunConfig, run: RunFolder, ranks: Ranks, mirror: Mirror
         write_json(run.environment, {**describe_environment(ranks.device), **facts})
     engine = open_engine(config, artefact, ranks)
     if ranks.is_main:
+        _note_own_attention(config, run, engine.network)
         _check_disk(config, run, engine)
     stepper = _make_stepper(config, artefact, objective, engine)
     training_state = TrainingState(engine)
@@ -204,6 +206,17 @@ def _warn_without_held_out_rows(config: RunConfig, artefact: Artefact) -> None:
             f"{config.data.eval_fraction:g} of {len(artefact.train):,} rows; set data.eval_fraction=0.1, or "
             "data.eval_sources=FILE"
         )
+
+
+def _note_own_attention(config: RunConfig, run: RunFolder, network: Network) -> None:
+    """Whether a model can call our attention is known once it is open."""
+    if network.attention_backend is not None:
+        return
+    name, own = type(network.base_model).__name__, network.base_model.config._attn_implementation
+    note = f"{name} keeps its own attention (transformers' {own}), since it cannot call ours"
+    print_line(f"note: train.attention={config.train.attention} has no effect: {note}")
+    environment = read_json_object(run.environment)
+    write_json(run.environment, {**environment, "auto": {**environment["auto"], "train.attention": note}})
 
 
 def _check_disk(config: RunConfig, run: RunFolder, engine: Engine) -> None:

@@ -12,7 +12,7 @@ To add a model family: add its `model_type` and class prefix to catalog/fused_fa
 - its classes are called prefix + RMSNorm, Attention, MLP, DecoderLayer, with Llama's attribute names, or Phi-3's
   `qkv_proj` and `gate_up_proj`;
 - its layers are `x + attention(norm(x))`, then `x + mlp(norm(x))`, without multipliers on the residual stream; what
-  attention and MLP give may be normalized again (`attention_block`, `mlp_block`);
+  attention and MLP give may be normalized again (`attention_block`, `mlp_block`), but has no dropout;
 - RMSNorm multiplies by `weight`, or by `1 + weight` if the class is in `_ONE_PLUS_WEIGHT`; the MLP is SwiGLU or GeGLU;
 - RoPE is over whole heads or their first dimensions, in halves as Llama's, or interleaved if the family is in
   `_INTERLEAVED_ROPE` of qkv_rope.py; layers may have none; `q_norm` and `k_norm`, if any, are per head.
