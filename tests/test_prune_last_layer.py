@@ -32,6 +32,8 @@ UNEVEN = ([2, 3, 1, 5, 2, 9, 4], [46], [11])
 UNPACKED = ([48], [20], [31])
 FAMILIES = {
     **{family: FUSED_CHANGES.get(family, {}) for family in FUSED_FAMILIES},
+    "llama": {},  # which CPU kernels take
+    "llama, biased and tied": FUSED_CHANGES["llama"],
     "smollm3, no rope in the first": {"no_rope_layers": [0, 1]},
     "mistral, its window beyond every document": {"sliding_window": 40},
 }

@@ -36,10 +36,10 @@ def train(
     --nnodes 2 --node_rank 0 --master_addr HOST on each (see: sojourn launch-line).
     """
     from sojourn.config.load import load_run
+    from sojourn.data.tokenize.templates import has_chat_template
     from sojourn.run.fork import fork_run
     from sojourn.run.home import run_folder
     from sojourn.run.startup import Startup
-    from sojourn.storage.files import read_json_object
     from sojourn.train.run_name import choose_name
 
     loaded = load_run(args)
@@ -52,7 +52,7 @@ def train(
     if not is_main:
         return
     print(f"done: the model is in {run.final}")
-    chats = "chat_template" in read_json_object(run.final / "tokenizer_config.json")
+    chats = has_chat_template(run.final)
     model = name if config.save.folder is None else run.path
     print(f"next: sojourn chat {model}" if chats else f'next: sojourn generate {model} --prompt "Once"')
 

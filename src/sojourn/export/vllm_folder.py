@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sojourn.data.tokenize.templates import has_chat_template
 from sojourn.errors import UserError
 from sojourn.export import hf
 from sojourn.export.open_source import Source
@@ -33,7 +34,7 @@ _TOKENIZER_CONFIG = "tokenizer_config.json"
 def check(source: Source, progress: Progress) -> None:
     """Before a merged model is written."""
     refuse(model_problems(source.weights))
-    for note in model_notes(source.weights, has_template(source.weights.tokenizer_folder)):
+    for note in model_notes(source.weights, has_chat_template(source.weights.tokenizer_folder)):
         progress.say(f"note: {note}")
 
 
@@ -73,12 +74,6 @@ def _serve_command(stage: ExportStage, name: str) -> str:
     """With the name of the folder once it is in place."""
     given = serve_arguments(stage.path, name)
     return f"vllm serve {shlex.join(one.replace(str(stage.path), str(stage.target)) for one in given)}"
-
-
-def has_template(folder: Path) -> bool:
-    return (folder / "chat_template.jinja").is_file() or bool(
-        read_json_object(folder / _TOKENIZER_CONFIG).get("chat_template")
-    )
 
 
 class _WithOlderSpellings:

@@ -15,6 +15,7 @@ from pathlib import Path
 from sojourn.config.messages import did_you_mean
 from sojourn.data.sources.files import user_path
 from sojourn.errors import UserError
+from sojourn.storage.files import read_json_object
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -56,6 +57,12 @@ def named_template(name: str, end_of_text: str) -> str:
         quoted = json.dumps(value)
         text = text.replace(f"{variable} ", f"{quoted} ").replace(f" {variable}", f" {quoted}")
     return text.replace("BEGIN", delimiters.begin).rstrip("\n")
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Of a saved tokenizer."""
+    settings = read_json_object(folder / "tokenizer_config.json")
+    return (folder / "chat_template.jinja").is_file() or bool(settings.get("chat_template"))
 
 
 def read_template(path: Path) -> str:
