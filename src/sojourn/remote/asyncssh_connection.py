@@ -123,20 +123,12 @@ async def _hop(
             shown.append(key)
             return False
 
-    options: dict[str, Any] = {
+    options = {
+        **_options(pinned),
         "username": user,
         "password": password,
         "tunnel": tunnel or (),
-        "config": None,
-        "known_hosts": (pinned, [], []),
-        "server_host_key_algs": [*dict.fromkeys(alg for key in pinned for alg in _algorithms(key)), *_host_key_algs()],
-        "encryption_algs": _CIPHERS,
-        "compression_algs": None,
-        "keepalive_interval": KEEPALIVE_SECONDS,
-        "keepalive_count_max": KEEPALIVE_COUNT,
         "client_factory": Client,
-        "gss_auth": False,
-        "gss_kex": False,
     }
     attempts = _attempts(host, password)
     for index, attempt in enumerate(attempts):
@@ -159,6 +151,21 @@ async def _hop(
             if index + 1 == len(attempts):
                 raise
     raise AssertionError("unreachable")
+
+
+def _options(pinned: list[asyncssh.SSHKey]) -> dict[str, Any]:
+    """The same for every connection. `pinned`: the host's keys."""
+    return {
+        "config": None,
+        "known_hosts": (pinned, [], []),
+        "server_host_key_algs": [*dict.fromkeys(alg for key in pinned for alg in _algorithms(key)), *_host_key_algs()],
+        "encryption_algs": _CIPHERS,
+        "compression_algs": None,
+        "keepalive_interval": KEEPALIVE_SECONDS,
+        "keepalive_count_max": KEEPALIVE_COUNT,
+        "gss_auth": False,
+        "gss_kex": False,
+    }
 
 
 def _attempts(host: Host, password: str | None) -> list[dict[str, Any]]:
