@@ -55,8 +55,11 @@ def test_a_killed_trainer_is_restarted_and_ends_the_same(box: RemoteBox, laptop:
 
 
 def test_all_processes_of_the_box_are_killed_and_the_same_launch_goes_on(box: RemoteBox, laptop: Laptop) -> None:
-    _launch(laptop, "reboot", "--detach")
+    process = laptop.start("launch", *RUN, "name=reboot", "--on", "box")
+    _until(lambda: box.phase_of("reboot") == "rehearse", "it rehearses")  # to train takes a fraction of a second
+    process.kill()
     box.reboot()
+    process.communicate()
     assert "lost" in laptop.run("runs").stdout
     _launch(laptop, "reboot")
     assert laptop.weights("reboot") == laptop.weights("undisturbed")
