@@ -58,7 +58,7 @@ class LarkspurForCausalLM(LlamaForCausalLM):
         self.use_own()
         self.post_init()
 """
-# Llama's attention, called as older code does: the model cannot be told to call another.
+# Llama's attention, called as older code does: the model has no setting for another.
 _OWN_ATTENTION = """
     def use_own(self):
         for layer in self.model.layers:

@@ -1,4 +1,4 @@
-"""Checks an opened model on two tiny documents before training: does our computation agree with transformers'?
+"""Checks an opened model on short documents before training and scoring: does our computation agree with transformers'?
 
 The logits must equal the model's own, a pruned last layer must compute the same as the whole one, and a packed document
 must not be affected by the document before it.
@@ -113,8 +113,8 @@ def _not_apart(network: Network) -> UserError:
 def _hidden_states(
     network: Network, device: str, documents: list[np.ndarray], as_targets: bool = False, as_one: bool = False
 ) -> Tensor:
-    """`as_targets`: of all tokens as targets, which a pruned last layer computes in its own way. `as_one`: attention is
-    told that they are one document."""
+    """`as_targets`: of all tokens as targets, which a pruned last layer computes in its own way. `as_one`: the layout
+    says that they are one document."""
     ids = np.concatenate(documents)[None]
     positions = np.concatenate([np.arange(len(d)) for d in documents])[None]
     indices = [np.full(len(d), 0 if as_one else i, np.int32) for i, d in enumerate(documents)]
